@@ -1,0 +1,20 @@
+"""What will happen: pure integers and fractions, no jax, no clock, no globals."""
+
+from rampup.plan.axes import MeshAxes
+from rampup.plan.definition import define_ramp
+from rampup.plan.manager import RampupBatchManager
+from rampup.plan.plan import PlanPosition, RampPlan
+from rampup.plan.ramp import BatchRamp, Phase
+from rampup.plan.split import BatchSplit, BatchSplitter
+
+__all__ = [
+    "BatchRamp",
+    "BatchSplit",
+    "BatchSplitter",
+    "MeshAxes",
+    "Phase",
+    "PlanPosition",
+    "RampPlan",
+    "RampupBatchManager",
+    "define_ramp",
+]

@@ -1,0 +1,136 @@
+"""How many devices lie along each mesh axis, from MaxText's ici_*/dcn_*_parallelism sizes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
+
+AXES = ("data", "fsdp", "tensor", "context", "expert", "pipeline")
+AUTO = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshAxes:
+    """Devices along each axis, over all slices.
+
+    Attributes:
+        data, fsdp: cut the batch; fsdp cuts the parameters too.
+        tensor, context, expert: cut the model or the sequence, not the batch.
+        pipeline: the number of pipeline stages.
+
+    Example:
+        >>> axes = MeshAxes.resolve(8, ici={"data": -1, "tensor": 2})
+        >>> axes.data, axes.tensor, axes.data_parallel_size, axes.num_devices
+        (4, 2, 4, 8)
+    """
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    context: int = 1
+    expert: int = 1
+    pipeline: int = 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many ways the batch dimension is cut."""
+        return self.data * self.fsdp
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in the whole mesh."""
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    @classmethod
+    def resolve(
+        cls,
+        num_devices: int,
+        *,
+        ici: Mapping[str, int],
+        dcn: Mapping[str, int] | None = None,
+        num_slices: int = AUTO,
+    ) -> MeshAxes:
+        """Fill in the sizes that are -1.
+
+        Args:
+            num_devices: devices in all.
+            ici: devices along each axis within one slice (the inter-chip interconnect); what is missing is 1, and at
+                most one is -1, the rest of the slice.
+            dcn: slices along each axis (the data-center network); what is missing is 1, and at most one is -1, the
+                rest of the slices.
+            num_slices: slices in all; -1 = as many as `ici` and `dcn` imply.
+
+        Raises:
+            ConfigError: a size that is neither -1 nor positive, or two sizes of -1 in one group.
+            BatchDivisibilityError: sizes whose product is not the number of devices.
+
+        Source: the `ici_*_parallelism` and `dcn_*_parallelism` keys of MaxText's base.yml.
+        """
+        ici = dict.fromkeys(AXES, 1) | dict(ici)
+        dcn = dict.fromkeys(AXES, 1) | dict(dcn or {})
+        raise_together([*_check_group("ici", ici), *_check_group("dcn", dcn)])
+        per_slice = math.prod(size for size in ici.values() if size != AUTO)
+        across = math.prod(size for size in dcn.values() if size != AUTO)
+        if num_slices == AUTO:
+            if AUTO in ici.values() or AUTO not in dcn.values():
+                num_slices = across
+            else:
+                num_slices = _divide(num_devices, per_slice, "num_devices", _product("ici", ici))
+        devices_per_slice = _divide(num_devices, num_slices, "num_devices", "the number of slices")
+        within = _fill(ici, devices_per_slice, "ici", f"devices per slice (num_devices={num_devices} / {num_slices} slices)")
+        between = _fill(dcn, num_slices, "dcn", "the number of slices")
+        return cls(**{axis: within[axis] * between[axis] for axis in AXES})
+
+
+def _check_group(group: str, sizes: Mapping[str, int]) -> list[RampupError]:
+    problems: list[RampupError] = [
+        ConfigError(f"{_key(group, axis)}={size} must be -1 (the rest) or at least 1", key=_key(group, axis), nearest=(-1, 1))
+        for axis, size in sizes.items()
+        if size < 1 and size != AUTO
+    ]
+    automatic = [_key(group, axis) for axis, size in sizes.items() if size == AUTO]
+    if len(automatic) > 1:
+        problems.append(
+            ConfigError(f"only one {group}_*_parallelism may be -1 (the rest), not {' and '.join(automatic)}", key=automatic[1])
+        )
+    return problems
+
+
+def _fill(sizes: Mapping[str, int], total: int, group: str, what: str) -> dict[str, int]:
+    known = math.prod(size for size in sizes.values() if size != AUTO)
+    if AUTO in sizes.values():
+        rest = _divide(total, known, what, _product(group, sizes))
+        return {axis: rest if size == AUTO else size for axis, size in sizes.items()}
+    if known != total:
+        raise BatchDivisibilityError(
+            f"{_product(group, sizes)} = {known} must be {what} = {total}; set one {group}_*_parallelism to -1 (the rest)",
+            value=known,
+            divisor=total,
+            key=_first_key(group, sizes),
+            nearest=(total,),
+        )
+    return dict(sizes)
+
+
+def _divide(total: int, part: int, what: str, parts: str) -> int:
+    if total % part:
+        raise BatchDivisibilityError(
+            f"{what}={total} must be a multiple of {parts} = {part}", value=total, divisor=part, key="num_devices"
+        )
+    return total // part
+
+
+def _product(group: str, sizes: Mapping[str, int]) -> str:
+    named = [_key(group, axis) for axis, size in sizes.items() if size not in (1, AUTO)]
+    return " * ".join(named) or f"all {group}_*_parallelism"
+
+
+def _first_key(group: str, sizes: Mapping[str, int]) -> str:
+    return next((_key(group, axis) for axis, size in sizes.items() if size != 1), _key(group, "data"))
+
+
+def _key(group: str, axis: str) -> str:
+    return f"{group}_{axis}_parallelism"

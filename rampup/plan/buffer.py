@@ -1,0 +1,48 @@
+"""The buffer that carries one step's rows to the devices: a fixed number of chunks of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rampup.plan.split import BatchSplit
+
+MAX_CHUNKS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferLayout:
+    """The shape of a compiled step's input, the same in every phase with the same microbatch.
+
+    A step of few microbatches fills only its first chunks; the others are one chunk of zeros that lies on the devices
+    already, so that an early phase moves its own rows and not the largest batch.
+
+    Attributes:
+        rows: rows of one microbatch over all replicas, d * b.
+        chunk_size: microbatches in one chunk.
+        num_chunks: chunks in the buffer.
+    """
+
+    rows: int
+    chunk_size: int
+    num_chunks: int
+
+    def chunks_for(self, num_microbatches: int) -> int:
+        """Return how many chunks a step of this many microbatches fills."""
+        return -(-num_microbatches // self.chunk_size)
+
+
+def buffer_layout(split: BatchSplit, splits: Iterable[BatchSplit], *, max_chunks: int = MAX_CHUNKS) -> BufferLayout:
+    """Return the layout that serves every one of `splits` with the microbatch of `split`.
+
+    Example:
+        >>> splits = [BatchSplit(global_batch_size=4 * a, data_parallel_size=2, accumulation_steps=a,
+        ...     num_pipeline_microbatches=1, microbatch_size=2) for a in (2, 20)]
+        >>> buffer_layout(splits[0], splits)
+        BufferLayout(rows=4, chunk_size=3, num_chunks=7)
+    """
+    most = max(other.num_microbatches for other in splits if other.microbatch_size == split.microbatch_size)
+    chunk_size = -(-most // max_chunks)
+    return BufferLayout(
+        rows=split.data_parallel_size * split.microbatch_size, chunk_size=chunk_size, num_chunks=-(-most // chunk_size)
+    )

@@ -1,0 +1,219 @@
+"""RampPlan: the ramp, how each of its batches is cut, and what follows, phase by phase."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from rampup.errors import BatchDivisibilityError, RampupError, raise_together
+from rampup.plan.ramp import BatchRamp, Phase
+from rampup.plan.scaling import BatchScaling, Clock, ClockSegment, clock_segments, learning_rate_scale
+from rampup.plan.split import BatchSplit, BatchSplitter
+from rampup.plan.timetable import bubble_fraction
+from rampup.plan.units import plain_number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanPosition:
+    """Where a run stands after a number of optimizer steps.
+
+    Attributes:
+        step: optimizer steps done; also the number of the next step.
+        consumed_samples: samples consumed by them.
+        phase: the phase of the next step.
+        split: how the next step's batch is cut.
+    """
+
+    step: int
+    consumed_samples: int
+    phase: Phase
+    split: BatchSplit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RampPlan:
+    """Everything that is known before step 0.
+
+    Attributes:
+        ramp: samples -> global batch size.
+        splitter: the rule by which each batch is cut.
+        num_devices: devices of the run.
+        total_steps: optimizer steps of the run.
+        eval_global_batch_size: samples per evaluation batch; None where evaluation is off and its batch could not be cut.
+        learning_rate_batch_scaling: how the learning rate follows the batch size, relative to the last phase.
+        learning_rate_clock: what the learning-rate schedule counts.
+        learning_rate_schedule_steps: length of that schedule in optimizer steps; None = `total_steps`.
+        expansion_factor_real_data: MaxText's key; above 0, the factor between the batch that is loaded and the one trained on.
+        splits: how the batch of every phase is cut (derived).
+        eval_split: how the evaluation batch is cut (derived).
+        clock: the clock of the learning-rate schedule, phase by phase (derived).
+
+    Example:
+        >>> plan = RampPlan(
+        ...     ramp=BatchRamp.linear(start=16, increment=8, end=48, samples=500),
+        ...     splitter=BatchSplitter(data_parallel_size=4),
+        ...     num_devices=4,
+        ...     total_steps=100,
+        ... )
+        >>> [(s.accumulation_steps, s.microbatch_size) for s in plan.splits]
+        [(2, 2), (3, 2), (4, 2), (5, 2), (6, 2)]
+        >>> plan.position(14).consumed_samples, plan.num_compiled_shapes
+        (272, 1)
+    """
+
+    ramp: BatchRamp
+    splitter: BatchSplitter
+    num_devices: int
+    total_steps: int
+    eval_global_batch_size: int | None = None
+    learning_rate_batch_scaling: BatchScaling = "none"
+    learning_rate_clock: Clock = "steps"
+    learning_rate_schedule_steps: int | None = None
+    expansion_factor_real_data: Fraction = Fraction(-1)
+    splits: tuple[BatchSplit, ...] = field(init=False, repr=False, compare=False)
+    eval_split: BatchSplit | None = field(init=False, repr=False, compare=False)
+    clock: tuple[ClockSegment, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        eval_size, eval_splitter = self.eval_global_batch_size, self.splitter.for_eval()
+        checks = [self.splitter.problem(phase.global_batch_size, str(phase)) for phase in self.ramp.phases]
+        if eval_size is not None:
+            checks.append(eval_splitter.problem(eval_size, "evaluation", key="eval_per_device_batch_size"))
+        checks.append(self._loading_problem())
+        raise_together([problem for problem in checks if problem])
+        object.__setattr__(self, "splits", self.splitter.split(self.ramp.sizes))
+        object.__setattr__(self, "eval_split", None if eval_size is None else eval_splitter.split([eval_size])[0])
+        clock = clock_segments(
+            self.ramp,
+            clock=self.learning_rate_clock,
+            schedule_steps=self.schedule_steps,
+            scaling=self.learning_rate_batch_scaling,
+        )
+        object.__setattr__(self, "clock", clock)
+
+    def position(self, step: int) -> PlanPosition:
+        """Return where the run stands after `step` optimizer steps: a look-up, never a replay."""
+        phase = self.ramp.phase_at(step)
+        return PlanPosition(
+            step=step,
+            consumed_samples=phase.start_sample + (step - phase.start_step) * phase.global_batch_size,
+            phase=phase,
+            split=self.splits[phase.index],
+        )
+
+    def rows(self, step: int) -> range:
+        """Return the numbers of the samples that optimizer step `step` consumes, in order, over all epochs."""
+        start = self.ramp.samples_before(step)
+        return range(start, start + self.ramp.global_batch_size_at(step))
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples that the whole run consumes."""
+        return self.ramp.samples_before(self.total_steps)
+
+    @property
+    def num_compiled_shapes(self) -> int:
+        """Different shapes of a microbatch over the ramp, each of which is compiled once."""
+        return len({split.microbatch_size for split in self.splits})
+
+    @property
+    def max_num_microbatches(self) -> int:
+        """The most microbatches of one replica in any optimizer step."""
+        return max(split.num_microbatches for split in self.splits)
+
+    @property
+    def global_batch_to_load(self) -> int:
+        """Samples that the loading hosts read per optimizer step after the ramp (MaxText `global_batch_size_to_load`)."""
+        size = self.ramp.sizes[-1]
+        return int(size * self.expansion_factor_real_data) if self.expansion_factor_real_data > 0 else size
+
+    @property
+    def schedule_steps(self) -> int:
+        """Length of the learning-rate schedule in optimizer steps."""
+        return self.total_steps if self.learning_rate_schedule_steps is None else self.learning_rate_schedule_steps
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What is legal but costs something, in sentences."""
+        notes = []
+        final, size = self.splits[-1], self.ramp.sizes[-1]
+        largest = self.splitter.largest_microbatch(size)
+        if self.splitter.rampup_microbatch == "fixed" and largest >= 8 * final.microbatch_size:
+            passes = size // (final.data_parallel_size * largest)
+            notes.append(
+                f"the fixed microbatch of {final.microbatch_size} makes the last phase run {final.num_microbatches} of them "
+                f"per step for ever after; rampup_microbatch=auto runs {passes} of {largest} there, with two compiled shapes "
+                "instead of one"
+            )
+        unreached = [phase.index for phase in self.ramp.phases if phase.start_step >= self.total_steps]
+        if unreached:
+            notes.append(f"steps={self.total_steps:,} ends before phase {unreached[0]} and those after it")
+        return tuple(notes)
+
+    def _loading_problem(self) -> RampupError | None:
+        factor, size = self.expansion_factor_real_data, self.ramp.sizes[-1]
+        if factor <= 0 or (size * factor).denominator == 1:
+            return None
+        return BatchDivisibilityError(
+            f"global_batch_size * expansion_factor_real_data = {size} * {factor} = {float(size * factor):g} must be a whole "
+            "number of samples; -1 loads the batch itself",
+            value=size * factor.numerator,
+            divisor=factor.denominator,
+            key="expansion_factor_real_data",
+            nearest=(-1,),
+        )
+
+    def _sizes_of(self, split: BatchSplit, gradient_accumulation_steps: int) -> dict[str, int | float]:
+        """Return one batch's sizes by their contract names."""
+        per_device = Fraction(split.global_batch_size, self.num_devices * gradient_accumulation_steps)
+        stages, repeats = self.splitter.num_stages, self.splitter.num_repeats
+        return {
+            "global_batch_size": split.global_batch_size,
+            "per_device_batch_size": plain_number(per_device),
+            "data_parallel_size": split.data_parallel_size,
+            "accumulation_steps": split.accumulation_steps,
+            "num_pipeline_microbatches": split.num_pipeline_microbatches,
+            "microbatch_size": split.microbatch_size,
+            "num_stages": stages,
+            "num_repeats": repeats,
+            "bubble_fraction": float(bubble_fraction(stages, split.num_pipeline_microbatches, repeats)),
+        }
+
+    def phase_rows(self) -> list[dict[str, int | float | None]]:
+        """Return one dictionary per phase, in the names and the order of `rampup plan --json`."""
+        final = self.ramp.sizes[-1]
+        return [
+            {
+                "start_step": phase.start_step,
+                "start_sample": phase.start_sample,
+                "num_steps": phase.num_steps,
+                **self._sizes_of(split, self.splitter.gradient_accumulation_steps),
+                "learning_rate_scale": learning_rate_scale(split.global_batch_size, final, self.learning_rate_batch_scaling),
+            }
+            for phase, split in zip(self.ramp.phases, self.splits, strict=True)
+        ]
+
+    def to_dict(self) -> Mapping[str, object]:
+        """Return the plan as `rampup plan --json` prints it."""
+        increment = self.ramp.samples_per_increment
+        return {
+            "num_devices": self.num_devices,
+            "num_increments": self.ramp.num_increments,
+            "samples_per_increment": None if increment is None else plain_number(increment),
+            "ramp_steps": self.ramp.ramp_steps,
+            "ramp_samples": self.ramp.ramp_samples,
+            "total_steps": self.total_steps,
+            "num_compiled_shapes": self.num_compiled_shapes,
+            "phases": self.phase_rows(),
+            "eval": None if self.eval_split is None else self._sizes_of(self.eval_split, 1),
+            "global_batch_to_load": self.global_batch_to_load,
+        }
+
+    def _repr_html_(self) -> str:
+        rows = self.phase_rows()
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
+        cells = ["".join(f"<td>{'' if value is None else value}</td>" for value in row.values()) for row in rows]
+        body = "".join(f"<tr>{row}</tr>" for row in cells)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

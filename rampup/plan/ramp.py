@@ -1,0 +1,327 @@
+"""The ramp: a table of phases that maps samples consumed, and so steps, to a global batch size."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Self
+
+from rampup.errors import RampDefinitionError
+from rampup.plan.units import parse_count
+
+MAX_PHASES = 200_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One interval of constant global batch size.
+
+    Attributes:
+        index: counted from 0.
+        start_step: the first optimizer step of the phase.
+        start_sample: samples consumed before that step.
+        num_steps: optimizer steps in the phase; None for the last, which has no end.
+        global_batch_size: samples per optimizer step.
+    """
+
+    index: int
+    start_step: int
+    start_sample: int
+    num_steps: int | None
+    global_batch_size: int
+
+    def __str__(self) -> str:
+        return f"phase {self.index}, from sample {self.start_sample:,}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRamp:
+    """An immutable table of phases with closed-form look-ups by step and by sample.
+
+    Build one with `constant`, `linear`, `piecewise` or `from_schedule`.
+
+    Attributes:
+        phases: in order; the last one never ends.
+        num_increments: how many changes of size were asked for (a change can be overtaken by one large step).
+        samples_per_increment: samples asked for per change in a linear ramp, exactly; None otherwise.
+
+    Example:
+        >>> ramp = BatchRamp.from_schedule("0:8 100:16 250:32")
+        >>> ramp.global_batch_size_at(13), ramp.samples_before(13), ramp.step_of_sample(104)
+        (16, 104, 13)
+    """
+
+    phases: tuple[Phase, ...]
+    num_increments: int = 0
+    samples_per_increment: Fraction | None = None
+    _start_steps: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _start_samples: tuple[int, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.phases:
+            raise RampDefinitionError("a ramp needs at least one phase")
+        step = sample = 0
+        for index, phase in enumerate(self.phases):
+            last = index == len(self.phases) - 1
+            if (phase.index, phase.start_step, phase.start_sample) != (index, step, sample):
+                raise RampDefinitionError(f"phase {index} must start at step {step}, sample {sample}; it is {phase}")
+            if phase.global_batch_size < 1 or (phase.num_steps is None) != last or phase.num_steps == 0:
+                raise RampDefinitionError(f"phase {index} must have a positive batch, and steps unless it is the last: {phase}")
+            step += phase.num_steps or 0
+            sample += (phase.num_steps or 0) * phase.global_batch_size
+        object.__setattr__(self, "_start_steps", tuple(phase.start_step for phase in self.phases))
+        object.__setattr__(self, "_start_samples", tuple(phase.start_sample for phase in self.phases))
+
+    @classmethod
+    def constant(cls, global_batch_size: int) -> Self:
+        """Return the ramp that is none: one phase.
+
+        Example:
+            >>> BatchRamp.constant(48).samples_before(10)
+            480
+        """
+        return cls._from_segments([(None, global_batch_size)])
+
+    @classmethod
+    def linear(cls, *, start: int, increment: int, end: int, samples: int, carry_overshoot: bool = False) -> Self:
+        """Return the ramp that grows from `start` to `end` by `increment` over `samples` samples.
+
+        Args:
+            start: global batch size of the first phase, in samples.
+            increment: growth per phase, in samples.
+            end: global batch size after the ramp, in samples.
+            samples: length of the ramp, in samples; each phase is asked to last its equal share of it.
+            carry_overshoot: False counts each phase from zero and gives it at least one step (MaxText,
+                `RampupBatchManager.update`); True changes at the first step at or past each multiple of the share,
+                counted over the whole run (Megatron-LM, `--rampup-batch-size`), so that a size can be skipped.
+
+        Raises:
+            RampDefinitionError: sizes that are not positive, that do not grow, or that `increment` does not reach.
+
+        Example:
+            >>> [p.start_step for p in BatchRamp.linear(start=16, increment=8, end=48, samples=500).phases]
+            [0, 8, 14, 18, 22]
+        """
+        for name, value in (("start", start), ("increment", increment), ("samples", samples)):
+            if value < 1:
+                raise RampDefinitionError(f"{name}={value} must be at least 1", key=name, nearest=(1,))
+        if end <= start:
+            raise RampDefinitionError(
+                f"end={end} must be greater than start={start}; for a batch that shrinks use piecewise", key="end"
+            )
+        num_increments, rest = divmod(end - start, increment)
+        if rest:
+            nearest = [end - rest] * (num_increments > 0) + [end - rest + increment]
+            raise RampDefinitionError(
+                f"end - start = {end} - {start} = {end - start} must be a multiple of increment={increment}; "
+                f"nearest end: {', '.join(map(str, nearest))}",
+                key="end",
+                nearest=nearest,
+            )
+        check_num_phases(num_increments + 1)
+        count = _carried_segments if carry_overshoot else _restarted_segments
+        segments = count(start, increment, num_increments, samples)
+        return cls._from_segments(
+            [*segments, (None, end)],
+            num_increments=num_increments,
+            samples_per_increment=Fraction(samples, num_increments),
+        )
+
+    @classmethod
+    def piecewise(cls, thresholds: Iterable[tuple[int, int]]) -> Self:
+        """Return the ramp that has size B from the first step at or past its threshold, counted over the whole run.
+
+        Args:
+            thresholds: pairs (samples consumed, global batch size), both in samples; the first starts at 0. Decreases
+                are allowed; a size that a single step overtakes is skipped.
+
+        Raises:
+            RampDefinitionError: no pairs, not starting at 0, not strictly increasing, or a size below 1.
+
+        Example:
+            >>> [(p.start_step, p.global_batch_size) for p in BatchRamp.piecewise([(0, 64), (1000, 32)]).phases]
+            [(0, 64), (16, 32)]
+        """
+        pairs = list(thresholds)
+        _check_thresholds(pairs)
+        consumed = 0
+        segments: list[tuple[int | None, int]] = []
+        for (_, size), (threshold, _) in itertools.pairwise(pairs):
+            num_steps = -(-(threshold - consumed) // size)
+            if num_steps > 0:
+                consumed += num_steps * size
+                segments.append((num_steps, size))
+        num_increments = sum(before[1] != after[1] for before, after in itertools.pairwise(pairs))
+        return cls._from_segments([*segments, (None, pairs[-1][1])], num_increments=num_increments)
+
+    @classmethod
+    def from_schedule(cls, text: str, *, sequence_length: int | None = None, key: str = "batch_size_schedule") -> Self:
+        """Read a schedule such as `"0:768 250B:1536 500B:3072"` (Megatron-LM's `--step-batch-size-schedule`).
+
+        Args:
+            text: THRESHOLD:SIZE pairs, separated by spaces or commas, suffixes K, M, B, T.
+            sequence_length: tokens per sample. If given, thresholds are tokens, and one is reached when all the whole
+                samples that fit into it are consumed; otherwise thresholds are samples.
+            key: the configuration key it came from, for the error.
+
+        Raises:
+            RampDefinitionError: a pair that cannot be read, or what `piecewise` refuses.
+
+        Example:
+            >>> ramp = BatchRamp.from_schedule("0:768 250B:1536", sequence_length=4096)
+            >>> ramp.phases[1].start_step
+            79473
+        """
+        try:
+            return cls.piecewise(parse_schedule(text, sequence_length=sequence_length))
+        except RampDefinitionError as error:
+            raise RampDefinitionError(f"{key}={text[:200]!r}: {error}", key=key, nearest=error.nearest) from None
+
+    @classmethod
+    def _from_segments(
+        cls,
+        segments: Iterable[tuple[int | None, int]],
+        *,
+        num_increments: int = 0,
+        samples_per_increment: Fraction | None = None,
+    ) -> Self:
+        merged: list[tuple[int | None, int]] = []
+        for num_steps, size in segments:
+            if merged and merged[-1][1] == size:
+                before = merged.pop()[0]
+                assert before is not None
+                num_steps = None if num_steps is None else before + num_steps
+            merged.append((num_steps, size))
+        return cls(phases=tuple(_phases(merged)), num_increments=num_increments, samples_per_increment=samples_per_increment)
+
+    @property
+    def ramp_steps(self) -> int:
+        """Optimizer steps before the last phase."""
+        return self.phases[-1].start_step
+
+    @property
+    def ramp_samples(self) -> int:
+        """Samples consumed before the last phase."""
+        return self.phases[-1].start_sample
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The global batch size of every phase, in samples."""
+        return tuple(phase.global_batch_size for phase in self.phases)
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest of the table: two runs with the same one consume the same samples at the same steps."""
+        table = [[phase.start_step, phase.start_sample, phase.global_batch_size] for phase in self.phases]
+        return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]
+
+    def phase_at(self, step: int) -> Phase:
+        """Return the phase of optimizer step `step`, counted from 0."""
+        return self.phases[bisect.bisect_right(self._start_steps, _not_negative(step, "step")) - 1]
+
+    def global_batch_size_at(self, step: int) -> int:
+        """Return the samples that step `step` consumes."""
+        return self.phase_at(step).global_batch_size
+
+    def samples_before(self, step: int) -> int:
+        """Return the samples consumed by the first `step` steps; inverse of `step_of_sample`."""
+        phase = self.phase_at(step)
+        return phase.start_sample + (step - phase.start_step) * phase.global_batch_size
+
+    def phase_of_sample(self, sample: int) -> Phase:
+        """Return the phase whose steps consume sample number `sample`, counted from 0."""
+        return self.phases[bisect.bisect_right(self._start_samples, _not_negative(sample, "sample")) - 1]
+
+    def step_of_sample(self, sample: int) -> int:
+        """Return the step that consumes sample number `sample`, counted from 0; inverse of `samples_before`."""
+        phase = self.phase_of_sample(sample)
+        return phase.start_step + (sample - phase.start_sample) // phase.global_batch_size
+
+
+def parse_schedule(text: str, *, sequence_length: int | None = None) -> list[tuple[int, int]]:
+    """Return the (threshold in samples, global batch size) pairs of a schedule string, in the order written.
+
+    Args:
+        text: see `BatchRamp.from_schedule`.
+        sequence_length: tokens per sample, if thresholds are tokens.
+
+    Raises:
+        RampDefinitionError: an entry that is not THRESHOLD:SIZE with whole numbers.
+
+    Example:
+        >>> parse_schedule("0:8, 1K:16")
+        [(0, 8), (1000, 16)]
+    """
+    entries = text.replace(",", " ").split()
+    if not entries:
+        raise RampDefinitionError('the schedule is empty; write for instance "0:768 250B:1536", or null for none')
+    check_num_phases(len(entries))
+    pairs = []
+    for entry in entries:
+        threshold, colon, size = entry.partition(":")
+        if not colon:
+            raise RampDefinitionError(
+                f"entry {entry!r} is not THRESHOLD:SIZE; commas and spaces separate entries (write 1_000 or 1K, not 1,000)"
+            )
+        samples = parse_count(threshold, what="threshold")
+        if sequence_length is not None:
+            samples //= sequence_length
+        pairs.append((samples, parse_count(size, what="global batch size")))
+    return pairs
+
+
+def _check_thresholds(pairs: list[tuple[int, int]]) -> None:
+    if not pairs:
+        raise RampDefinitionError("a schedule needs at least one THRESHOLD:SIZE pair")
+    check_num_phases(len(pairs))
+    if pairs[0][0] != 0:
+        raise RampDefinitionError(f"the first threshold must be 0, it is {pairs[0][0]:,}", nearest=(0,))
+    for (before, _), (after, _) in itertools.pairwise(pairs):
+        if after <= before:
+            raise RampDefinitionError(f"thresholds must increase, but {after:,} samples comes after {before:,} samples")
+    for threshold, size in pairs:
+        if size < 1:
+            raise RampDefinitionError(f"global batch size {size} from sample {threshold:,} must be at least 1", nearest=(1,))
+
+
+def check_num_phases(number: int, *, key: str | None = None) -> None:
+    """Refuse a table that would fill the memory."""
+    if number > MAX_PHASES:
+        raise RampDefinitionError(
+            f"{number:,} phases are too many; the most is {MAX_PHASES:,}: use a larger increment", key=key
+        )
+
+
+def _restarted_segments(start: int, increment: int, num_increments: int, samples: int) -> Iterator[tuple[int, int]]:
+    for k in range(num_increments):
+        size = start + k * increment
+        yield -(-samples // (num_increments * size)), size
+
+
+def _carried_segments(start: int, increment: int, num_increments: int, samples: int) -> Iterator[tuple[int, int]]:
+    consumed = k = 0
+    while k < num_increments:
+        size = start + k * increment
+        num_steps = -(-((k + 1) * samples - consumed * num_increments) // (size * num_increments))
+        yield num_steps, size
+        consumed += num_steps * size
+        k = consumed * num_increments // samples
+
+
+def _phases(segments: Iterable[tuple[int | None, int]]) -> Iterator[Phase]:
+    step = sample = 0
+    for index, (num_steps, size) in enumerate(segments):
+        yield Phase(index=index, start_step=step, start_sample=sample, num_steps=num_steps, global_batch_size=size)
+        step += num_steps or 0
+        sample += (num_steps or 0) * size
+
+
+def _not_negative(value: int, what: str) -> int:
+    if value < 0:
+        raise RampDefinitionError(f"{what}={value} must not be negative; {what}s are counted from 0", nearest=(0,))
+    return value

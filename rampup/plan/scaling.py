@@ -1,0 +1,89 @@
+"""How the learning rate follows the batch size: its scale in each phase, and the clock that its schedule runs on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from rampup.errors import ConfigError
+from rampup.plan.ramp import BatchRamp
+
+BatchScaling = Literal["none", "sqrt", "linear"]
+BATCH_SCALING: tuple[BatchScaling, ...] = ("none", "sqrt", "linear")
+Clock = Literal["steps", "samples"]
+CLOCKS: tuple[Clock, ...] = ("steps", "samples")
+
+
+def learning_rate_scale(global_batch_size: int, final_global_batch_size: int, scaling: BatchScaling) -> float:
+    """Return the factor on the learning rate for a batch that is not yet the final one.
+
+    Args:
+        global_batch_size: samples per optimizer step now.
+        final_global_batch_size: samples per optimizer step in the last phase, for which the learning rate was chosen.
+        scaling: `none`; `linear` in the batch (SGD; Goyal et al. 2017, arXiv 1706.02677); `sqrt` of it (Adam; Malladi et
+            al. 2022, arXiv 2205.10287).
+
+    Example:
+        >>> learning_rate_scale(256, 1024, "sqrt")
+        0.5
+    """
+    if scaling not in BATCH_SCALING:
+        raise ConfigError(
+            f"learning_rate_batch_scaling={scaling!r} must be one of {', '.join(BATCH_SCALING)}",
+            key="learning_rate_batch_scaling",
+            nearest=BATCH_SCALING,
+        )
+    ratio = global_batch_size / final_global_batch_size
+    return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scaling]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockSegment:
+    """The schedule's clock within one phase: progress(step) = progress + (step - start_step) * progress_per_step.
+
+    Samples outgrow the int32 of a device; these three numbers do not.
+
+    Attributes:
+        start_step: first optimizer step of the phase.
+        progress: fraction of the schedule done before that step; 1 is its end.
+        progress_per_step: fraction that each step adds.
+        scale: factor on the learning rate in this phase.
+    """
+
+    start_step: int
+    progress: float
+    progress_per_step: float
+    scale: float
+
+
+def clock_segments(ramp: BatchRamp, *, clock: Clock, schedule_steps: int, scaling: BatchScaling) -> tuple[ClockSegment, ...]:
+    """Return the schedule's clock, phase by phase.
+
+    Args:
+        ramp: the ramp.
+        clock: `steps` counts optimizer steps; `samples` counts samples, so that warm-up and decay stay where they belong
+            in the data when the batch changes.
+        schedule_steps: length of the schedule in optimizer steps.
+        scaling: how the learning rate follows the batch size.
+
+    Example:
+        >>> ramp = BatchRamp.piecewise([(0, 10), (100, 30)])
+        >>> [s.progress for s in clock_segments(ramp, clock="samples", schedule_steps=20, scaling="none")]
+        [0.0, 0.25]
+    """
+    if clock not in CLOCKS:
+        raise ConfigError(
+            f"learning_rate_clock={clock!r} must be one of {', '.join(CLOCKS)}", key="learning_rate_clock", nearest=CLOCKS
+        )
+    total = schedule_steps if clock == "steps" else ramp.samples_before(schedule_steps)
+    final = ramp.sizes[-1]
+    return tuple(
+        ClockSegment(
+            start_step=phase.start_step,
+            progress=(phase.start_step if clock == "steps" else phase.start_sample) / total,
+            progress_per_step=(1 if clock == "steps" else phase.global_batch_size) / total,
+            scale=learning_rate_scale(phase.global_batch_size, final, scaling),
+        )
+        for phase in ramp.phases
+    )

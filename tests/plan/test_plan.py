@@ -1,0 +1,133 @@
+"""Tests of rampup.plan.plan."""
+
+from fractions import Fraction
+
+import pytest
+
+from rampup.errors import BatchDivisibilityError
+from rampup.plan import BatchRamp, BatchSplitter, RampPlan
+
+KEYS = {
+    "ramp": BatchRamp.linear(start=16, increment=8, end=48, samples=500),
+    "splitter": BatchSplitter(data_parallel_size=4),
+    "num_devices": 4,
+    "total_steps": 100,
+    "eval_global_batch_size": 48,
+}
+
+
+def test_to_dict_is_the_contract():
+    """The example of the documentation, in the names and values that `rampup plan --json` prints."""
+    plan = RampPlan(**KEYS).to_dict()
+    assert {name: plan[name] for name in plan if name not in ("phases", "eval")} == {
+        "num_devices": 4,
+        "num_increments": 4,
+        "samples_per_increment": 125,
+        "ramp_steps": 22,
+        "ramp_samples": 560,
+        "total_steps": 100,
+        "num_compiled_shapes": 1,
+        "global_batch_to_load": 48,
+    }
+    sizes = {
+        "data_parallel_size": 4,
+        "num_pipeline_microbatches": 1,
+        "microbatch_size": 2,
+        "num_stages": 1,
+        "num_repeats": 1,
+        "bubble_fraction": 0.0,
+    }
+    steps = [
+        (0, 0, 8, 16, 4, 2),
+        (8, 128, 6, 24, 6, 3),
+        (14, 272, 4, 32, 8, 4),
+        (18, 400, 4, 40, 10, 5),
+        (22, 560, None, 48, 12, 6),
+    ]
+    names = ("start_step", "start_sample", "num_steps", "global_batch_size", "per_device_batch_size", "accumulation_steps")
+    assert plan["phases"] == [dict(zip(names, row, strict=True)) | sizes | {"learning_rate_scale": 1.0} for row in steps]
+    assert plan["eval"] == sizes | {
+        "global_batch_size": 48,
+        "per_device_batch_size": 12,
+        "accumulation_steps": 1,
+        "microbatch_size": 12,
+    }
+
+
+def test_position_is_what_stepping_gives():
+    """The position at step N is what N steps, one by one, consume."""
+    plan = RampPlan(**KEYS)
+    consumed = 0
+    for step in range(40):
+        position = plan.position(step)
+        assert (position.step, position.consumed_samples) == (step, consumed)
+        assert plan.rows(step) == range(consumed, consumed + position.split.global_batch_size)
+        assert position.split is plan.splits[position.phase.index]
+        consumed += position.split.global_batch_size
+    assert plan.consumed_samples == plan.position(100).consumed_samples
+
+
+def test_every_phase_and_eval_are_checked_at_once():
+    """A bad phase in the middle and a bad evaluation batch are both named."""
+    keys = KEYS | {"ramp": BatchRamp.from_schedule("0:16 100:18 200:32"), "eval_global_batch_size": 6}
+    with pytest.raises(BatchDivisibilityError) as caught:
+        RampPlan(**keys)
+    assert "phase 1, from sample 112" in str(caught.value)
+    assert "(evaluation)" in str(caught.value)
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize(("factor", "expected"), [(-1, 48), (2, 96), (Fraction(1, 2), 24), (1, 48)])
+def test_global_batch_to_load(factor, expected):
+    """Loading hosts read the expansion factor's multiple of the final batch."""
+    assert RampPlan(**KEYS, expansion_factor_real_data=Fraction(factor)).global_batch_to_load == expected
+
+
+def test_compiled_shapes():
+    """`fixed` compiles one shape, `per_phase` one a phase, `auto` two."""
+    number = {
+        mode: RampPlan(**(KEYS | {"splitter": BatchSplitter(data_parallel_size=4, rampup_microbatch=mode)})).num_compiled_shapes
+        for mode in ("fixed", "per_phase", "auto")
+    }
+    assert number == {"fixed": 1, "per_phase": 5, "auto": 2}
+
+
+def test_advice_names_what_a_small_microbatch_costs():
+    """BLOOM's ramp on 16 devices: 128 passes of one sample for ever, or one of 128 with `auto`."""
+    ramp = BatchRamp.linear(start=192, increment=16, end=2048, samples=9_765_625, carry_overshoot=True)
+    plan = RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=16), num_devices=16, total_steps=10**5)
+    (advice,) = plan.advice
+    assert "run 128 of them" in advice
+    assert "auto runs 1 of 128" in advice
+    assert RampPlan(**KEYS).advice == ()
+
+
+def test_advice_names_phases_that_are_not_reached():
+    """Phases beyond the last step are listed and said to be so."""
+    (advice,) = RampPlan(**(KEYS | {"total_steps": 15})).advice
+    assert advice == "steps=15 ends before phase 3 and those after it"
+
+
+def test_learning_rate_scale_by_phase():
+    """With sqrt scaling a quarter of the final batch has half of the rate."""
+    plan = RampPlan(
+        ramp=BatchRamp.from_schedule("0:8 100:32"),
+        splitter=BatchSplitter(data_parallel_size=1),
+        num_devices=1,
+        total_steps=10,
+        learning_rate_batch_scaling="sqrt",
+    )
+    assert [row["learning_rate_scale"] for row in plan.phase_rows()] == [0.5, 1.0]
+
+
+def test_html_shows_every_phase():
+    """In a notebook a plan is a table with a row per phase."""
+    assert RampPlan(**KEYS)._repr_html_().count("<tr>") == 6
+
+
+def test_large_plans_are_cheap():
+    """Ten thousand phases on 65,536 devices are planned, and looked up at step 10**12."""
+    ramp = BatchRamp.linear(start=65536, increment=65536, end=65536 * 10_001, samples=10**12)
+    plan = RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=65536), num_devices=65536, total_steps=10**13)
+    assert len(plan.splits) == 10_001
+    assert plan.position(10**12).phase.index == 10_000

@@ -1,0 +1,210 @@
+"""Tests of rampup.plan.ramp."""
+
+import itertools
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import linear_steps, piecewise_steps
+
+from rampup.errors import RampDefinitionError
+from rampup.plan.ramp import MAX_PHASES, BatchRamp, Phase, parse_schedule
+
+DATA = Path(__file__).parent.parent / "data"
+MAXTEXT = json.loads((DATA / "ramp_maxtext.json").read_text())
+MEGATRON = json.loads((DATA / "ramp_megatron.json").read_text())
+WRONG_ORDER = "250:32 0:8 100:16"
+
+
+def table(ramp):
+    """Return a ramp as the reference files write it."""
+    return [[phase.start_step, phase.global_batch_size, phase.start_sample] for phase in ramp.phases]
+
+
+def sizes_from(ramp, steps):
+    """Return the batch of the first steps by look-up."""
+    return [ramp.global_batch_size_at(step) for step in range(steps)]
+
+
+@pytest.mark.parametrize("case", [c for c in MAXTEXT if c["carry_overshoot"]["phases"]], ids=lambda c: c["name"])
+@pytest.mark.parametrize("rule", ["maxtext_manager", "carry_overshoot"])
+def test_linear_agrees_with_maxtext(case, rule):
+    """Both boundary rules give the phases that MaxText's manager, and exact counting, give."""
+    keys = case["config"]
+    start, increment, end = (
+        int(case["num_devices"] * Fraction(str(keys[f"per_device_batch_size{suffix}"])))
+        for suffix in ("_start", "_increment", "")
+    )
+    ramp = BatchRamp.linear(
+        start=start,
+        increment=increment,
+        end=end,
+        samples=keys["global_rampup_samples"],
+        carry_overshoot=rule == "carry_overshoot",
+    )
+    assert table(ramp) == case[rule]["phases"]
+
+
+@pytest.mark.parametrize("case", MEGATRON, ids=lambda c: c["name"])
+def test_agrees_with_megatron(case):
+    """Megatron's linear ramps and schedule strings give its phases; a schedule in the wrong order is refused."""
+    keys = case["config"]
+    if "rampup_batch_size" in keys:
+        start, increment, samples = keys["rampup_batch_size"]
+        end = keys["global_batch_size"]
+        ramp = BatchRamp.linear(start=start, increment=increment, end=end, samples=samples, carry_overshoot=True)
+    elif keys["step_batch_size_schedule"] == WRONG_ORDER:
+        with pytest.raises(RampDefinitionError, match="first threshold must be 0"):
+            BatchRamp.from_schedule(WRONG_ORDER)
+        return
+    else:
+        text, length = keys["step_batch_size_schedule"], keys["seq_length"]
+        assert [list(pair) for pair in parse_schedule(text, sequence_length=length)] == case["thresholds_samples"]
+        ramp = BatchRamp.from_schedule(text, sequence_length=length)
+    assert table(ramp) == case["phases"]
+
+
+linear_keys = st.tuples(st.integers(1, 20), st.integers(1, 9), st.integers(1, 12), st.integers(1, 3000), st.booleans())
+
+
+@given(linear_keys)
+def test_linear_is_step_by_step_counting(keys):
+    """The closed form of a linear ramp is what counting step by step gives."""
+    start, increment, number, samples, carry = keys
+    end = start + increment * number
+    ramp = BatchRamp.linear(start=start, increment=increment, end=end, samples=samples, carry_overshoot=carry)
+    steps = min(ramp.ramp_steps + 3, 4000)
+    oracle = linear_steps(start, increment, end, samples, carry_overshoot=carry)
+    assert sizes_from(ramp, steps) == list(itertools.islice(oracle, steps))
+    assert ramp.samples_per_increment * ramp.num_increments == samples
+
+
+thresholds = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 60)), min_size=0, max_size=8).map(
+    lambda gaps: [
+        (threshold, size)
+        for threshold, (_, size) in zip(itertools.accumulate([0, *(g for g, _ in gaps)]), [(0, 7), *gaps], strict=True)
+    ]
+)
+
+
+@given(thresholds)
+def test_piecewise_is_step_by_step_counting(pairs):
+    """The closed form of a schedule is what counting step by step gives, decreases and overtaken sizes included."""
+    ramp = BatchRamp.piecewise(pairs)
+    steps = ramp.ramp_steps + 3
+    assert sizes_from(ramp, steps) == list(itertools.islice(piecewise_steps(pairs), steps))
+
+
+@given(thresholds, st.integers(0, 5000))
+def test_look_ups_are_inverse(pairs, step):
+    """A step's first and last samples lead back to the step, and the phases agree."""
+    ramp = BatchRamp.piecewise(pairs)
+    sample, size = ramp.samples_before(step), ramp.global_batch_size_at(step)
+    assert ramp.step_of_sample(sample) == ramp.step_of_sample(sample + size - 1) == step
+    assert ramp.samples_before(step + 1) == sample + size
+    assert ramp.phase_of_sample(sample) is ramp.phase_at(step)
+
+
+def test_boundaries():
+    """At a boundary the new size begins exactly there: one before, at, one after."""
+    ramp = BatchRamp.from_schedule("0:8 100:16 250:32")
+    assert [ramp.global_batch_size_at(step) for step in (0, 12, 13, 14, 22, 23)] == [8, 8, 16, 16, 16, 32]
+    assert [ramp.step_of_sample(sample) for sample in (103, 104, 105, 119, 120)] == [12, 13, 13, 13, 14]
+    for look_up in (ramp.phase_at, ramp.global_batch_size_at, ramp.samples_before, ramp.step_of_sample, ramp.phase_of_sample):
+        with pytest.raises(RampDefinitionError, match="must not be negative"):
+            look_up(-1)
+
+
+def test_far_steps_are_exact():
+    """At step 10**12 the look-ups are exact integers."""
+    ramp = BatchRamp.linear(start=1, increment=1, end=1001, samples=10**9)
+    assert len(ramp.phases) == 1001
+    last = ramp.phases[-1]
+    assert ramp.samples_before(10**12) == last.start_sample + (10**12 - last.start_step) * 1001
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("  , ", "is empty"),
+        ("5:8", "first threshold must be 0"),
+        ("0:8 100", "is not THRESHOLD:SIZE"),
+        ("0:8 1,000:16", "is not THRESHOLD:SIZE"),
+        ("0:8 100:0", "must be at least 1"),
+        ("0:8 100:-4", "must be between 0"),
+        ("0:8 100:12.9", "must be a whole number"),
+        ("0:8 12.5:16", "must be a whole number"),
+        ("0:8 200:16 100:32", "must increase"),
+        ("0:8 100:16 100:32", "must increase"),
+        ("0:8 1G:16", "is not a number"),
+        ("0:8 inf:16", "must be between"),
+        ("0:8:16", "is not a number"),
+        (":8", "is not a number"),
+    ],
+)
+def test_schedule_refuses(text, message):
+    """A schedule that cannot be meant is refused, with the key."""
+    with pytest.raises(RampDefinitionError, match=message) as caught:
+        BatchRamp.from_schedule(text)
+    assert caught.value.key == "batch_size_schedule"
+
+
+def test_token_thresholds_that_fall_together_are_refused():
+    """Two token thresholds within one sample are no increase."""
+    with pytest.raises(RampDefinitionError, match="must increase"):
+        BatchRamp.from_schedule("0:8 10:16 20:32", sequence_length=4096)
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "nearest"),
+    [
+        ({"start": 0}, "start", (1,)),
+        ({"start": -3}, "start", (1,)),
+        ({"increment": 0}, "increment", (1,)),
+        ({"samples": 0}, "samples", (1,)),
+        ({"end": 16}, "end", ()),
+        ({"end": 8}, "end", ()),
+        ({"increment": 7}, "end", (44, 51)),
+        ({"increment": 100}, "end", (116,)),
+    ],
+)
+def test_linear_refuses(change, key, nearest):
+    """Sizes that do not grow to the end are refused, with what would."""
+    keys = {"start": 16, "increment": 8, "end": 48, "samples": 500} | change
+    with pytest.raises(RampDefinitionError) as caught:
+        BatchRamp.linear(**keys)
+    assert caught.value.key == key
+    assert caught.value.nearest == nearest
+
+
+def test_too_many_phases_are_refused():
+    """A table that would fill the memory is refused before it is made."""
+    with pytest.raises(RampDefinitionError, match="too many"):
+        BatchRamp.linear(start=1, increment=1, end=MAX_PHASES + 5, samples=10)
+
+
+def test_equal_neighbours_are_one_phase():
+    """A threshold that changes nothing makes no phase."""
+    ramp = BatchRamp.piecewise([(0, 8), (50, 8), (100, 16)])
+    assert table(ramp) == [[0, 8, 0], [13, 16, 104]]
+    assert ramp.num_increments == 1
+
+
+def test_table_must_be_contiguous():
+    """A hand-made table with a gap is refused."""
+    phase = Phase(index=0, start_step=5, start_sample=0, num_steps=None, global_batch_size=8)
+    with pytest.raises(RampDefinitionError, match="must start at step 0"):
+        BatchRamp(phases=(phase,))
+    with pytest.raises(RampDefinitionError, match="at least one phase"):
+        BatchRamp(phases=())
+
+
+def test_fingerprint_is_of_the_table():
+    """Two ways to write one ramp have one fingerprint; another ramp has another."""
+    one = BatchRamp.from_schedule("0:8 100:16")
+    assert one.fingerprint == BatchRamp.piecewise([(0, 8), (100, 16)]).fingerprint
+    assert one.fingerprint != BatchRamp.from_schedule("0:8 105:16").fingerprint

@@ -1,0 +1,216 @@
+"""Tests of rampup.plan.split."""
+
+import math
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError
+from rampup.plan.split import BatchSplit, BatchSplitter, pipeline_repeats
+
+
+def shapes(splitter, sizes):
+    """Return (passes, pipeline microbatches, microbatch size) of every batch."""
+    return [(s.accumulation_steps, s.num_pipeline_microbatches, s.microbatch_size) for s in splitter.split(sizes)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "sizes", "expected"),
+    [
+        # 4 devices on the data axis, 4 -> 12 by 2 per device.
+        ({"data_parallel_size": 4}, [16, 24, 32, 40, 48], [(2, 1, 2), (3, 1, 2), (4, 1, 2), (5, 1, 2), (6, 1, 2)]),
+        # G is never undone: the common divisor is of B / (d * G).
+        ({"data_parallel_size": 4, "gradient_accumulation_steps": 2}, [16, 32], [(2, 1, 2), (4, 1, 2)]),
+        # BLOOM on 16 devices.
+        ({"data_parallel_size": 16}, [192, 208, 2048], [(12, 1, 1), (13, 1, 1), (128, 1, 1)]),
+        # b given.
+        ({"data_parallel_size": 4, "microbatch_size": 1}, [16, 24], [(4, 1, 1), (6, 1, 1)]),
+        # per_phase is MaxText's behaviour.
+        ({"data_parallel_size": 4, "rampup_microbatch": "per_phase"}, [16, 24], [(1, 1, 4), (1, 1, 6)]),
+        (
+            {"data_parallel_size": 2, "gradient_accumulation_steps": 3, "rampup_microbatch": "per_phase"},
+            [12, 24],
+            [(3, 1, 2), (3, 1, 4)],
+        ),
+        # auto: fixed while the ramp lasts, the largest after it.
+        ({"data_parallel_size": 4, "rampup_microbatch": "auto"}, [16, 24, 48], [(2, 1, 2), (3, 1, 2), (1, 1, 12)]),
+        ({"data_parallel_size": 4, "rampup_microbatch": "auto"}, [48], [(1, 1, 12)]),
+        ({"data_parallel_size": 1, "rampup_microbatch": "auto", "microbatch_size": 2}, [4, 12], [(2, 1, 2), (1, 1, 12)]),
+        # Pipeline, m automatic: one pass, m a multiple of the stages.
+        ({"data_parallel_size": 2, "num_stages": 4}, [16, 24, 32], [(1, 8, 1), (1, 12, 1), (1, 16, 1)]),
+        ({"data_parallel_size": 1, "num_stages": 2, "gradient_accumulation_steps": 2}, [8, 16], [(1, 4, 2), (1, 8, 2)]),
+        # Pipeline, m given: the rest in passes.
+        ({"data_parallel_size": 2, "num_stages": 2, "num_pipeline_microbatches": 4}, [16, 24], [(2, 4, 1), (3, 4, 1)]),
+        (
+            {"data_parallel_size": 1, "num_stages": 2, "num_pipeline_microbatches": 4, "rampup_microbatch": "per_phase"},
+            [8, 16],
+            [(1, 4, 2), (1, 4, 4)],
+        ),
+        # Delayed forwarding doubles the least m.
+        ({"data_parallel_size": 1, "num_stages": 2, "delay_activation_forwarding": True}, [8], [(1, 4, 2)]),
+    ],
+)
+def test_split(keys, sizes, expected):
+    """The cut of every phase is what the design says, case by case."""
+    assert shapes(BatchSplitter(**keys), sizes) == expected
+
+
+splitters = st.fixed_dictionaries(
+    {
+        "data_parallel_size": st.integers(1, 4),
+        "gradient_accumulation_steps": st.integers(1, 3),
+        "num_stages": st.sampled_from([1, 1, 2, 4]),
+        "num_pipeline_microbatches": st.sampled_from([-1, -1, 1, 4, 8]),
+        "rampup_microbatch": st.sampled_from(["fixed", "per_phase", "auto"]),
+        "microbatch_size": st.sampled_from([-1, -1, 1, 2, 3]),
+    }
+)
+
+
+@given(splitters, st.lists(st.integers(1, 12), min_size=1, max_size=5))
+def test_every_split_holds_the_invariants(keys, factors):
+    """B = d*a*m*b in every phase, at least G passes' worth of microbatches, one shape if fixed; or an error with a key."""
+    try:
+        splitter = BatchSplitter(**keys)
+    except RampupError as error:
+        assert error.key
+        return
+    sizes = [splitter.smallest * splitter.unit // math.gcd(splitter.smallest, splitter.unit) * factor for factor in factors]
+    splits = splitter.split(sizes)
+    d, G = keys["data_parallel_size"], keys["gradient_accumulation_steps"]
+    for size, split in zip(sizes, splits, strict=True):
+        assert d * split.accumulation_steps * split.num_pipeline_microbatches * split.microbatch_size == size
+        assert split.num_microbatches >= G
+        if keys["num_stages"] > 1:
+            assert split.num_pipeline_microbatches % keys["num_stages"] == 0
+    if keys["rampup_microbatch"] == "fixed":
+        assert len({split.microbatch_size for split in splits}) == 1
+    if keys["rampup_microbatch"] == "auto":
+        assert len({split.microbatch_size for split in splits}) <= 2
+
+
+@given(splitters, st.integers(1, 500))
+def test_nearest_sizes_are_legal_and_nearest(keys, size):
+    """What an error offers can be cut, and nothing nearer can."""
+    try:
+        splitter = BatchSplitter(**keys)
+    except RampupError:
+        assume(False)
+    if splitter.allows(size):
+        assert splitter.problem(size, "here") is None
+        return
+    nearest = splitter.nearest(size)
+    assert all(splitter.allows(other) for other in nearest)
+    assert not any(splitter.allows(other) for other in range(size, nearest[-1]))
+    below = nearest[0] if nearest[0] < size else 0
+    assert not any(splitter.allows(other) for other in range(below + 1, size))
+    problem = splitter.problem(size, "here")
+    assert isinstance(problem, BatchDivisibilityError)
+    assert problem.nearest == nearest
+    splitter.split([nearest[0]])
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(1, 30), min_size=1, max_size=4))
+def test_legal_microbatches_are_all_that_work(d, G, factors):
+    """Exactly the microbatch sizes that are listed can be given."""
+    sizes = [d * G * factor for factor in factors]
+    legal = BatchSplitter(data_parallel_size=d, gradient_accumulation_steps=G).legal_microbatches(sizes)
+    for size in range(1, max(sizes) + 2):
+        splitter = BatchSplitter(data_parallel_size=d, gradient_accumulation_steps=G, microbatch_size=size)
+        assert all(map(splitter.allows, sizes)) == (size in legal)
+
+
+def test_message_states_rule_numbers_place_and_fix():
+    """The message is the one that the documentation promises."""
+    problem = BatchSplitter(data_parallel_size=64, microbatch_size=8).problem(1000, "phase 2, from sample 250,000")
+    assert str(problem) == (
+        "global_batch_size=1000 (phase 2, from sample 250,000) must be a multiple of data_parallel_size * microbatch_size = "
+        "64 * 8 = 512; nearest: 512, 1024"
+    )
+    assert (problem.value, problem.divisor, problem.nearest_below, problem.nearest_above) == (1000, 512, 512, 1024)
+
+
+def test_all_phases_are_reported_at_once():
+    """Two bad phases are two problems of one error."""
+    with pytest.raises(BatchDivisibilityError, match="2 problems") as caught:
+        BatchSplitter(data_parallel_size=4).split([6, 8, 10])
+    assert len(caught.value.problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "key"),
+    [
+        ({"data_parallel_size": 0}, ConfigError, "data_parallel_size"),
+        ({"gradient_accumulation_steps": 0}, ConfigError, "gradient_accumulation_steps"),
+        ({"microbatch_size": 0}, ConfigError, "microbatch_size"),
+        ({"microbatch_size": -2}, ConfigError, "microbatch_size"),
+        ({"rampup_microbatch": "fixd"}, ConfigError, "rampup_microbatch"),
+        ({"rampup_microbatch": "per_phase", "microbatch_size": 2}, ConfigError, "microbatch_size"),
+        ({"num_pipeline_microbatches": 4}, PipelineShapeError, "num_pipeline_microbatches"),
+        ({"num_pipeline_microbatches": 0, "num_stages": 4}, PipelineShapeError, "num_pipeline_microbatches"),
+        ({"num_pipeline_microbatches": -2, "num_stages": 4}, PipelineShapeError, "num_pipeline_microbatches"),
+        ({"num_pipeline_microbatches": 6, "num_stages": 4}, PipelineShapeError, "num_pipeline_microbatches"),
+        (
+            {"num_pipeline_microbatches": 4, "num_stages": 4, "delay_activation_forwarding": True},
+            PipelineShapeError,
+            "num_pipeline_microbatches",
+        ),
+    ],
+)
+def test_rules_that_cannot_be_meant_are_refused(keys, error, key):
+    """A splitter that could cut nothing is refused with the key to change."""
+    with pytest.raises(error) as caught:
+        BatchSplitter(**({"data_parallel_size": 1} | keys))
+    assert caught.value.key == key
+
+
+def test_strict_multiple_can_be_lifted():
+    """Without MaxText's rule any m will do, and m = 6 with 4 stages names 4 and 8 with it."""
+    with pytest.raises(PipelineShapeError, match="nearest: 4, 8") as caught:
+        BatchSplitter(data_parallel_size=1, num_stages=4, num_pipeline_microbatches=6)
+    assert caught.value.nearest == (4, 8)
+    splitter = BatchSplitter(data_parallel_size=1, num_stages=4, num_pipeline_microbatches=6, strict_multiple=False)
+    assert shapes(splitter, [12]) == [(1, 6, 2)]
+
+
+def test_eval_has_no_accumulation_factor():
+    """Evaluation is cut by the same rules without G."""
+    splitter = BatchSplitter(data_parallel_size=4, gradient_accumulation_steps=3)
+    assert shapes(splitter.for_eval(), [48]) == [(1, 1, 12)]
+
+
+def test_a_split_checks_its_own_product():
+    """Factors that do not multiply to B are refused."""
+    with pytest.raises(BatchDivisibilityError, match="global_batch_size=10 must be"):
+        BatchSplit(
+            global_batch_size=10, data_parallel_size=2, accumulation_steps=2, num_pipeline_microbatches=1, microbatch_size=2
+        )
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "per_stage", "repeats", "expected"),
+    [(8, 4, 1, -1, 2), (8, 4, 2, -1, 1), (8, 1, 1, -1, 1), (12, 2, 2, 3, 3)],
+)
+def test_pipeline_repeats(layers, stages, per_stage, repeats, expected):
+    """Repeats are what the layers give."""
+    result = pipeline_repeats(num_layers=layers, num_stages=stages, num_layers_per_stage=per_stage, num_repeats=repeats)
+    assert result == expected
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "per_stage", "repeats", "nearest"),
+    [
+        (8, 3, 1, -1, (6, 9)),
+        (8, 4, 3, -1, (12,)),
+        (8, 4, 1, 3, (12,)),
+        (8, 1, 1, 2, (-1, 1)),
+        (8, 4, 1, 0, (-1, 1)),
+        (0, 4, 1, -1, (1,)),
+    ],
+)
+def test_layers_must_fit_the_stages(layers, stages, per_stage, repeats, nearest):
+    """Layers = stages * repeats * layers per stage, or an error with the nearest number."""
+    with pytest.raises(PipelineShapeError) as caught:
+        pipeline_repeats(num_layers=layers, num_stages=stages, num_layers_per_stage=per_stage, num_repeats=repeats)
+    assert caught.value.nearest == nearest

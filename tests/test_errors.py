@@ -1,0 +1,69 @@
+"""Tests of rampup.errors."""
+
+import pickle
+
+import pytest
+
+from rampup import errors
+from rampup.errors import (
+    BatchDivisibilityError,
+    ConfigError,
+    RampDefinitionError,
+    RampupError,
+    nearest_multiples,
+    raise_together,
+)
+
+
+def test_builtin_bases():
+    """Each error is also the built-in that a caller would expect."""
+    for name in (
+        "ConfigError",
+        "RampDefinitionError",
+        "BatchDivisibilityError",
+        "PipelineShapeError",
+        "ResumeMismatchError",
+        "DataError",
+    ):
+        assert issubclass(getattr(errors, name), (RampupError, ValueError))
+    assert issubclass(errors.MissingDependencyError, ImportError)
+
+
+@pytest.mark.parametrize(
+    ("value", "divisor", "expected"),
+    [(1000, 512, (512, 1024)), (3, 8, (None, 8)), (8, 8, (None, 8)), (17, 8, (16, 24)), (0, 4, (None, 4)), (-5, 4, (None, 4))],
+)
+def test_nearest_multiples(value, divisor, expected):
+    """The positive multiples around a value."""
+    assert nearest_multiples(value, divisor) == expected
+
+
+def test_location_is_part_of_the_message():
+    """A configuration error says file and line."""
+    assert str(ConfigError("bad", key="k", path="a.yml", line=3)) == "a.yml:3: bad"
+    assert str(ConfigError("bad", path="command line")) == "command line: bad"
+
+
+def test_several_problems_are_one_error():
+    """All problems are raised at once, nested ones laid flat, as the first one's type."""
+    inner = [RampDefinitionError("a", key="ka"), ConfigError("b")]
+    with pytest.raises(RampDefinitionError, match="2 problems") as first:
+        raise_together(inner)
+    with pytest.raises(RampDefinitionError, match="3 problems") as caught:
+        raise_together([first.value, ConfigError("c")])
+    assert [str(problem) for problem in caught.value.problems] == ["a", "b", "c"]
+    assert caught.value.key == "ka"
+    assert str(inner[0]) == "a"
+
+
+def test_very_many_problems_are_counted():
+    """A thousand problems do not fill the screen."""
+    with pytest.raises(ConfigError, match="and 980 more"):
+        raise_together([ConfigError(str(n)) for n in range(1000)])
+
+
+def test_errors_cross_processes():
+    """Errors keep their attributes through pickle."""
+    error = BatchDivisibilityError("no", value=10, divisor=4, key="k")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.nearest_below, copy.nearest_above, copy.key, str(copy)) == (8, 12, "k", "no")
