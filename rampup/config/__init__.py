@@ -1,0 +1,1 @@
+"""Files -> plan: the keys, the reader and what a configuration means."""

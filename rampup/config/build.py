@@ -1,0 +1,177 @@
+"""Config -> RampPlan: which keys make which part of the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from rampup.config.schema import Config
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
+from rampup.plan.axes import AUTO, AXES, MeshAxes
+from rampup.plan.definition import define_ramp, global_batch_size
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import BatchRamp
+from rampup.plan.split import BatchSplitter, pipeline_repeats
+
+T = TypeVar("T")
+
+
+def build_plan(config: Config, num_devices: int | None = None) -> RampPlan:
+    """Return the plan that a configuration describes.
+
+    Args:
+        config: the configuration.
+        num_devices: devices to plan for; None = the configuration's `num_devices`, which then must not be -1.
+
+    Raises:
+        RampupError: every rule that the configuration breaks in any phase or in evaluation, all at once.
+
+    Example:
+        >>> plan = build_plan(Config(enable_rampup_batch_size=True), num_devices=4)
+        >>> plan.ramp.sizes
+        (16, 32, 48, 64)
+    """
+    num_devices = config.num_devices if num_devices is None else num_devices
+    if num_devices < 1:
+        raise ConfigError(f"num_devices={num_devices} must be at least 1", key="num_devices", nearest=(1,))
+    problems: list[RampupError] = []
+    axes = _collect(problems, config, lambda: mesh_axes(config, num_devices))
+    repeats = _collect(problems, config, lambda: _num_repeats(config, axes.pipeline if axes else 1))
+    splitter = _collect(problems, config, lambda: _splitter(config, axes or MeshAxes(), repeats or 1))
+    ramp = _collect(problems, config, lambda: _ramp(config, num_devices, splitter if axes else None))
+    raise_together(problems)
+    assert splitter is not None
+    assert ramp is not None
+    eval_size = _collect(problems, config, lambda: _eval_size(config, num_devices, ramp, splitter))
+    plan = _collect(problems, config, lambda: _plan(config, num_devices, ramp, splitter, eval_size))
+    raise_together(problems)
+    assert plan is not None
+    return plan
+
+
+def mesh_axes(config: Config, num_devices: int) -> MeshAxes:
+    """Return the devices along each mesh axis.
+
+    Example:
+        >>> mesh_axes(Config(ici_tensor_parallelism=2), 8).data
+        4
+    """
+    groups = {group: {axis: getattr(config, f"{group}_{axis}_parallelism") for axis in AXES} for group in ("ici", "dcn")}
+    return MeshAxes.resolve(num_devices, num_slices=config.num_slices, **groups)
+
+
+def _num_repeats(config: Config, num_stages: int) -> int:
+    return pipeline_repeats(
+        num_layers=config.base_num_decoder_layers,
+        num_stages=num_stages,
+        num_layers_per_stage=config.num_layers_per_pipeline_stage,
+        num_repeats=config.num_pipeline_repeats,
+    )
+
+
+def _splitter(config: Config, axes: MeshAxes, num_repeats: int) -> BatchSplitter:
+    return BatchSplitter(
+        data_parallel_size=axes.data_parallel_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        num_stages=axes.pipeline,
+        num_repeats=num_repeats,
+        num_pipeline_microbatches=config.num_pipeline_microbatches,
+        rampup_microbatch=config.rampup_microbatch,  # type: ignore[arg-type]
+        microbatch_size=config.microbatch_size,
+        strict_multiple=config.pipeline_strict_multiple,
+        delay_activation_forwarding=config.pipeline_delay_activation_forwarding,
+    )
+
+
+def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None) -> BatchRamp:
+    ramp = define_ramp(
+        num_devices=num_devices,
+        per_device_batch_size=config.per_device_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        enable_rampup_batch_size=config.enable_rampup_batch_size,
+        per_device_batch_size_start=config.per_device_batch_size_start,
+        per_device_batch_size_increment=config.per_device_batch_size_increment,
+        global_rampup_samples=config.global_rampup_samples,
+        rampup_carry_overshoot=config.rampup_carry_overshoot,
+        batch_size_schedule=config.batch_size_schedule,
+        batch_size_schedule_unit=config.batch_size_schedule_unit,
+        max_target_length=config.max_target_length,
+        splitter=splitter and replace(splitter, microbatch_size=AUTO),
+    )
+    if splitter is not None:
+        _check_phases(config, ramp, splitter)
+    return ramp
+
+
+def _check_phases(config: Config, ramp: BatchRamp, splitter: BatchSplitter) -> None:
+    """Check every phase, and blame the key that a person would change."""
+    scheduled, fixed = config.batch_size_schedule is not None, config.microbatch_size != AUTO
+    unfixed = replace(splitter, microbatch_size=AUTO)
+    problems = [
+        problem
+        for phase in ramp.phases
+        if (problem := splitter.problem(phase.global_batch_size, str(phase), key="batch_size_schedule" if scheduled else None))
+    ]
+    if problems and fixed and not scheduled and all(map(unfixed.allows, ramp.sizes)):
+        legal = unfixed.legal_microbatches(ramp.sizes)
+        nearest = [n for n in legal if n < config.microbatch_size][-1:] + [n for n in legal if n > config.microbatch_size][:1]
+        raise BatchDivisibilityError(
+            f"microbatch_size={config.microbatch_size} must divide global_batch_size / data_parallel_size in every phase; "
+            f"nearest: {', '.join(map(str, nearest))} ({problems[0]})",
+            value=config.microbatch_size,
+            divisor=max(legal),
+            key="microbatch_size",
+            nearest=nearest,
+        )
+    raise_together(problems)
+
+
+def _eval_size(config: Config, num_devices: int, ramp: BatchRamp, splitter: BatchSplitter) -> int | None:
+    """Samples of an evaluation batch; None where evaluation is off and the default size could not be cut."""
+    key, size = "eval_per_device_batch_size", config.eval_per_device_batch_size
+    try:
+        if size == 0 and config.batch_size_schedule is not None:
+            whole = ramp.sizes[-1] // config.gradient_accumulation_steps
+            if problem := splitter.for_eval().problem(whole, "evaluation, the last phase without accumulation", key=key):
+                raise problem
+            return whole
+        return global_batch_size(
+            size or config.per_device_batch_size,
+            num_devices=num_devices,
+            gradient_accumulation_steps=1,
+            key=key,
+            splitter=splitter.for_eval(),
+        )
+    except BatchDivisibilityError:
+        if size == 0 and config.eval_interval == AUTO:
+            return None
+        raise
+
+
+def _plan(config: Config, num_devices: int, ramp: BatchRamp, splitter: BatchSplitter, eval_size: int | None) -> RampPlan:
+    return RampPlan(
+        ramp=ramp,
+        splitter=splitter,
+        num_devices=num_devices,
+        total_steps=config.total_steps,
+        eval_global_batch_size=eval_size,
+        learning_rate_batch_scaling=config.learning_rate_batch_scaling,  # type: ignore[arg-type]
+        learning_rate_clock=config.learning_rate_clock,  # type: ignore[arg-type]
+        learning_rate_schedule_steps=None
+        if config.learning_rate_schedule_steps == AUTO
+        else config.learning_rate_schedule_steps,
+        expansion_factor_real_data=config.expansion_factor_real_data,
+    )
+
+
+def _collect(problems: list[RampupError], config: Config, make: Callable[[], T]) -> T | None:
+    """Return what `make` makes; note what it raises, with the place that the key's value came from."""
+    try:
+        return make()
+    except RampupError as error:
+        for problem in error.problems or (error,):
+            if problem.key and (place := config.where(problem.key)) != "default":
+                problem.args = (f"{problem} [{problem.key}: {place}]",)
+            problems.append(problem)
+        return None

@@ -1,0 +1,201 @@
+"""Every configuration key, once: default, kind, unit, limits and one line of documentation.
+
+Names and meanings are MaxText's wherever MaxText has the key. The defaults are the values of configs/base.yml, except that
+the ramp is off here and on there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+from rampup.config.key import Key, key
+from rampup.errors import ConfigError, RampupError, raise_together
+from rampup.plan.units import written
+
+_run = partial(key, section="Run")
+_batch = partial(key, section="Batch")
+_ramp = partial(key, section="Ramp")
+_devices = partial(key, section="Devices", minimum=1, also=(-1,), unit="devices")
+_pipeline = partial(key, section="Pipeline")
+_rate = partial(key, section="Learning rate")
+_optimizer = partial(key, section="Optimizer")
+_model = partial(key, section="Model")
+_data = partial(key, section="Data")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A complete, checked configuration; every attribute is a key of the YAML file.
+
+    Raises:
+        ConfigError: a bad value, or keys that contradict each other; all of them at once.
+
+    Example:
+        >>> Config(steps=10).steps
+        10
+    """
+
+    # One line per key, as a table.
+    # fmt: off
+    run_name: str = _run("", "folder of the run in base_output_directory; a name resumes, an empty one makes a new folder", kind="name")
+    base_output_directory: str = _run("runs", "where run folders are made", maxtext='""')
+    steps: int = _run(500, "optimizer steps of the run; -1 = learning_rate_schedule_steps", minimum=1, also=(-1,), unit="steps", maxtext="150_001")
+    log_period: int = _run(20, "steps between printed lines where there is no progress bar", minimum=1, unit="steps", maxtext="100")
+    enable_checkpointing: bool = _run(True, "whether checkpoints are written at all")
+    checkpoint_period: int = _run(100, "steps between checkpoints", minimum=1, unit="steps", maxtext="10_000")
+    async_checkpointing: bool = _run(True, "write checkpoints in the background while training goes on")
+    max_num_checkpoints_to_keep: int | None = _run(3, "older checkpoints are deleted; null keeps all", kind="int", minimum=1, nullable=True, maxtext="None")
+    eval_interval: int = _run(100, "steps between evaluations; -1 = never", minimum=1, also=(-1,), unit="steps", maxtext="-1")
+    eval_steps: int = _run(8, "evaluation batches per evaluation; -1 = all held-out rows that fill a batch", minimum=1, also=(-1,), maxtext="-1")
+
+    per_device_batch_size: Fraction = _batch(Fraction(16), "samples per device and accumulation step after the ramp; may be a fraction where tensor or pipeline axes share a sample", above=0, unit="samples", maxtext="12.0")
+    eval_per_device_batch_size: Fraction = _batch(Fraction(0), "the same for evaluation; 0 = per_device_batch_size", minimum=0, unit="samples")
+    gradient_accumulation_steps: int = _batch(1, "a factor of every global batch: devices * per_device_batch_size * this", minimum=1)
+    gradient_accumulation: str = _batch("fused", "how passes are accumulated: fused = one executable, one optimizer run and one gradient reduction per step, weighted by tokens; multi_steps = optax.MultiSteps", choices=("fused", "multi_steps"))
+    rampup_microbatch: str = _batch("fixed", "what absorbs the ramp: fixed = more passes, one compiled shape; per_phase = a larger microbatch, one shape a phase; auto = fixed, then the largest microbatch in the last phase, two shapes", choices=("fixed", "per_phase", "auto"))
+    microbatch_size: int = _batch(-1, "samples per replica and forward pass; -1 = the largest that divides every phase", minimum=1, also=(-1,), unit="samples")
+    expansion_factor_real_data: Fraction = _batch(Fraction(-1), "above 1, only 1 of this many hosts loads data, for itself and the others; -1 = every host loads", above=0, also=(-1,))
+
+    enable_rampup_batch_size: bool = _ramp(False, "grow the batch linearly with the keys below")
+    per_device_batch_size_start: Fraction = _ramp(Fraction(4), "samples per device in the first phase", above=0, unit="samples")
+    per_device_batch_size_increment: Fraction = _ramp(Fraction(4), "growth per phase", above=0, unit="samples", maxtext="2.0")
+    global_rampup_samples: int = _ramp(1600, "samples that the whole ramp is asked to take", minimum=1, unit="samples", maxtext="500")
+    rampup_carry_overshoot: bool = _ramp(False, "what happens to samples beyond a threshold: false = each phase counts from zero, as in MaxText; true = thresholds count over the whole run, as in Megatron")
+    batch_size_schedule: str | None = _ramp(None, 'any other ramp: "0:768 250B:1536 500B:3072" = THRESHOLD:GLOBAL_BATCH_SIZE from 0 on; sizes may decrease', kind="text", nullable=True)
+    batch_size_schedule_unit: str = _ramp("samples", "what its thresholds count: samples, or tokens, which are divided by max_target_length", choices=("samples", "tokens"))
+
+    num_devices: int = _devices(-1, "devices that the plan is for; -1 = those of this machine")
+    num_slices: int = _devices(-1, "slices that the dcn axes connect; -1 = as many as those axes imply", unit="slices")
+    ici_data_parallelism: int = _devices(-1, "devices per slice that hold copies of the model; gradients are reduced once per step over this axis", maxtext="1")
+    ici_fsdp_parallelism: int = _devices(1, "devices per slice that share parameters and cut the batch; saves memory, reduces in every pass", maxtext="-1")
+    ici_tensor_parallelism: int = _devices(1, "devices per slice that share each layer's matrices")
+    ici_context_parallelism: int = _devices(1, "devices per slice that share each sequence; planned only")
+    ici_expert_parallelism: int = _devices(1, "devices per slice that share experts; planned only")
+    ici_pipeline_parallelism: int = _devices(1, "pipeline stages per slice")
+    dcn_data_parallelism: int = _devices(-1, "slices that hold copies of the model")
+    dcn_fsdp_parallelism: int = _devices(1, "slices that share parameters")
+    dcn_tensor_parallelism: int = _devices(1, "slices that share each layer's matrices")
+    dcn_context_parallelism: int = _devices(1, "slices that share each sequence; planned only")
+    dcn_expert_parallelism: int = _devices(1, "slices that share experts; planned only")
+    dcn_pipeline_parallelism: int = _devices(1, "factor of the pipeline stages across slices")
+
+    num_pipeline_microbatches: int = _pipeline(-1, "microbatches of one pipeline pass; -1 = automatic", minimum=1, also=(-1,))
+    num_layers_per_pipeline_stage: int = _pipeline(1, "layers in one stage and repeat", minimum=1, unit="layers")
+    num_pipeline_repeats: int = _pipeline(-1, "times that each microbatch goes round the stages; -1 = as the layers give", minimum=1, also=(-1,))
+    pipeline_delay_activation_forwarding: bool = _pipeline(False, "MaxText's key: needs twice the microbatches")
+    pipeline_strict_multiple: bool = _pipeline(True, "keep MaxText's rule that microbatches are a multiple of the stages")
+
+    learning_rate: float = _rate(3e-3, "peak learning rate, for the batch of the last phase", minimum=0, maxtext="3.e-5")
+    lr_schedule_type: str = _rate("cosine", "what follows the warm-up: cosine decay; wsd = stay, then decay; or constant", choices=("cosine", "wsd", "constant"))
+    learning_rate_schedule_steps: int = _rate(-1, "length of the schedule; -1 = steps; the learning rate is 0 after it", minimum=1, also=(-1,), unit="steps")
+    warmup_steps_fraction: float = _rate(0.1, "share of the schedule in which the learning rate rises from 0", minimum=0, maximum=1)
+    learning_rate_final_fraction: float = _rate(0.1, "learning rate at the end of the schedule over its peak", minimum=0, maximum=1)
+    wsd_decay_steps_fraction: float = _rate(0.1, "share of the schedule in which wsd decays", minimum=0, maximum=1)
+    wsd_decay_style: str = _rate("linear", "how wsd decays: linear or cosine", choices=("linear", "cosine"))
+    learning_rate_clock: str = _rate("samples", "what the schedule counts: samples keep warm-up and decay where they belong in the data when the batch changes, steps do not", choices=("steps", "samples"), maxtext="steps")
+    learning_rate_batch_scaling: str = _rate("none", "how the learning rate follows batch / final batch: none, sqrt (Adam) or linear (SGD)", choices=("none", "sqrt", "linear"))
+
+    opt_type: str = _optimizer("adamw", "the optimizer: adamw or sgd", choices=("adamw", "sgd"))
+    adam_b1: float = _optimizer(0.9, "decay of the first moment", minimum=0, below=1)
+    adam_b2: float = _optimizer(0.95, "decay of the second moment", minimum=0, below=1)
+    adam_eps: float = _optimizer(1e-8, "added to the denominator", above=0)
+    adam_weight_decay: float = _optimizer(0.1, "decoupled weight decay", minimum=0)
+    gradient_clipping_threshold: float = _optimizer(1.0, "largest global norm of the gradient; 0 = no limit", minimum=0)
+
+    base_emb_dim: int = _model(128, "width of the model", minimum=1, maxtext="2048")
+    base_num_decoder_layers: int = _model(4, "layers", minimum=1, unit="layers", maxtext="16")
+    base_mlp_dim: int = _model(512, "width of the feed-forward part", minimum=1, maxtext="7168")
+    base_num_query_heads: int = _model(4, "attention heads", minimum=1, maxtext="16")
+    base_num_kv_heads: int = _model(-1, "heads of keys and values; -1 = base_num_query_heads", minimum=1, also=(-1,), maxtext="16")
+    vocab_size: int = _model(256, "different tokens; 256 for bytes", minimum=2, unit="tokens", maxtext="32_000")
+    max_target_length: int = _model(128, "tokens per sample", minimum=1, unit="tokens", maxtext="2048")
+    logits_via_embedding: bool = _model(False, "use the embedding as output layer too")
+    dropout_rate: float = _model(0.0, "share of activations dropped in training", minimum=0, below=1)
+    dtype: str = _model("float32", "type of activations: float32 or bfloat16; weights and accumulators stay float32", choices=("float32", "bfloat16"), maxtext="bfloat16")
+    remat_policy: str = _model("none", "what the backward pass computes again to save memory: none, minimal = all but matrix products, full = everything", choices=("none", "minimal", "full"), maxtext="full")
+    init_weights_seed: int = _model(0, "seed of the initial weights and of dropout", minimum=0, maximum=2**31 - 1)
+
+    dataset_type: str = _data("text", "what the data are: text = bytes of text files; tokens = .npy or .bin arrays; arrayrecord = one row a record; synthetic = made up", choices=("text", "tokens", "arrayrecord", "synthetic"), maxtext="synthetic")
+    grain_train_files: str | None = _data(None, "files, as a glob pattern; null with text = the Python standard library's own source", kind="text", nullable=True, maxtext="''")
+    grain_eval_files: str | None = _data(None, "files for evaluation; null = hold out a part of the training files", kind="text", nullable=True, maxtext="''")
+    eval_holdout_fraction: float = _data(0.05, "share of the training data held out where grain_eval_files is null", above=0, below=1)
+    token_dtype: str = _data("uint16", "type of the tokens in .bin and ArrayRecord files, little-endian", choices=("uint8", "uint16", "int32", "uint32"))
+    num_epoch: int = _data(-1, "passes over the training rows; -1 = as many as steps need", minimum=1, also=(-1,), maxtext="1")
+    enable_data_shuffling: bool = _data(True, "a new order of rows in every epoch")
+    data_shuffle_seed: int = _data(0, "seed of that order", minimum=0, maximum=2**31 - 1)
+    grain_num_threads: int = _data(2, "threads that read ahead", minimum=1, maximum=1024, maxtext="16")
+    grain_prefetch_buffer_size: int = _data(4, "batches read ahead", minimum=1, maximum=100_000, unit="batches", maxtext="500")
+
+    # fmt: on
+    sources: dict[str, str] = field(default_factory=dict, repr=False, compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        problems: list[RampupError] = []
+        for name, spec in KEYS.items():
+            try:
+                object.__setattr__(self, name, spec.read(name, getattr(self, name)))
+            except ConfigError as error:
+                problems.append(error)
+        raise_together(problems or self._contradictions())
+
+    def where(self, name: str) -> str:
+        """Return where a key got its value: a file and line, the command line, the environment or `default`."""
+        return self.sources.get(name, "default")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the keys and values, in the order of the schema, as plain numbers and text."""
+        values = {name: getattr(self, name) for name in KEYS}
+        return {name: written(value) if isinstance(value, Fraction) else value for name, value in values.items()}
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.learning_rate_schedule_steps if self.steps == -1 else self.steps
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.base_num_query_heads if self.base_num_kv_heads == -1 else self.base_num_kv_heads
+
+    def _contradictions(self) -> list[RampupError]:
+        rules = [
+            (
+                self.total_steps != -1,
+                "steps",
+                "steps=-1 takes learning_rate_schedule_steps, which is -1 too; set one of them",
+            ),
+            (
+                self.lr_schedule_type != "wsd" or self.warmup_steps_fraction + self.wsd_decay_steps_fraction <= 1,
+                "wsd_decay_steps_fraction",
+                f"warmup_steps_fraction + wsd_decay_steps_fraction = {self.warmup_steps_fraction} + "
+                f"{self.wsd_decay_steps_fraction} must not exceed 1",
+            ),
+            (
+                self.base_emb_dim % (2 * self.base_num_query_heads) == 0,
+                "base_num_query_heads",
+                f"base_emb_dim={self.base_emb_dim} must be a multiple of 2 * base_num_query_heads = "
+                f"{2 * self.base_num_query_heads}, so that every head has an even width",
+            ),
+            (
+                self.base_num_query_heads % self.num_kv_heads == 0,
+                "base_num_kv_heads",
+                f"base_num_query_heads={self.base_num_query_heads} must be a multiple of base_num_kv_heads={self.num_kv_heads}",
+            ),
+            (
+                self.dataset_type != "text" or self.vocab_size >= 256,
+                "vocab_size",
+                f"vocab_size={self.vocab_size} must be at least 256 for dataset_type=text, whose tokens are bytes",
+            ),
+            (
+                self.dataset_type not in ("tokens", "arrayrecord") or self.grain_train_files is not None,
+                "grain_train_files",
+                f"dataset_type={self.dataset_type} needs grain_train_files, a glob pattern of the files to read",
+            ),
+        ]
+        return [ConfigError(message, key=name) for holds, name, message in rules if not holds]
+
+
+KEYS: dict[str, Key] = {f.name: f.metadata["key"] for f in fields(Config) if "key" in f.metadata}

@@ -1,0 +1,183 @@
+"""Reading YAML that a stranger wrote: safe, bounded, exact about numbers, and with the line of every value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rampup.errors import ConfigError
+
+MAX_BYTES = 4_000_000
+MAX_VALUES = 200_000
+MAX_DEPTH = 50
+_NULL = "tag:yaml.org,2002:null"
+_PREFIX = "tag:yaml.org,2002:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """A value and where it was written.
+
+    Attributes:
+        value: what YAML says it is: None, bool, int, float, str, list or dict.
+        path: the file, or the name of another place.
+        line: the line in that file, counted from 1; None elsewhere.
+    """
+
+    value: Any
+    path: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.path if self.line is None else f"{self.path}:{self.line}"
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the scalars of YAML 1.2: 1e-5 is a float, 010 is ten, 1:30 and dates are text."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - as in the base class
+
+
+_SCALARS = {
+    "null": (r"~|null|Null|NULL|None|none|NONE|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE|yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF", list("tTfFyYnNoO")),
+    "int": (r"[-+]?[0-9][0-9_]*", list("-+0123456789")),
+    "float": (
+        r"[-+]?(?:(?:[0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF)|inf)"
+        r"|\.(?:nan|NaN|NAN)|nan",
+        list("-+.0123456789in"),
+    ),
+}
+for _name, (_pattern, _first) in _SCALARS.items():
+    _Loader.add_implicit_resolver(_PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), _first)
+
+
+def read_mapping(path: str | Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Located]:
+    """Read a YAML file that is one mapping from names to values.
+
+    Args:
+        path: the file.
+        max_bytes: a larger file is refused.
+
+    Raises:
+        ConfigError: no such file, not UTF-8, not YAML, not a mapping, a name twice, or a value of no plain type.
+    """
+    return parse_mapping(read_text(path, max_bytes=max_bytes), str(path))
+
+
+def parse_mapping(text: str, path: str) -> dict[str, Located]:
+    r"""Read YAML text that is one mapping; `path` names it in errors.
+
+    Example:
+        >>> parsed = parse_mapping("steps: 1_000\nlearning_rate: 1e-5", "example.yml")
+        >>> parsed["steps"].value, parsed["learning_rate"].value, str(parsed["learning_rate"])
+        (1000, 1e-05, 'example.yml:2')
+    """
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+        if root is None:
+            raise ConfigError("the file is empty; it must be a mapping, one `key: value` a line", path=path)
+        if not isinstance(root, yaml.MappingNode):
+            kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+            raise ConfigError(f"the file is {kind}; it must be a mapping, one `key: value` a line", path=path, line=1)
+        return dict(_Reader(path).entries(root))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = None if mark is None else mark.line + 1
+        raise ConfigError(f"not valid YAML: {error.problem or error.context}", path=path, line=line) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", path=path) from None
+    except RecursionError:
+        raise ConfigError("not a configuration: it is nested too deeply", path=path) from None
+
+
+def parse_scalar(text: str, path: str) -> Any:
+    """Return what YAML makes of one value, for instance from the command line.
+
+    Example:
+        >>> parse_scalar("1e3", "command line"), parse_scalar("None", "command line"), parse_scalar("0:8 9:16", "command line")
+        (1000.0, None, '0:8 9:16')
+    """
+    tag = _Loader("").resolve(yaml.ScalarNode, text, (True, False))  # type: ignore[no-untyped-call]
+    node = yaml.ScalarNode(tag, text)
+    return _scalar(node, path, line=None)
+
+
+def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
+    """Return a text file's content.
+
+    Raises:
+        ConfigError: it cannot be read, is larger than `max_bytes` or is not UTF-8.
+    """
+    try:
+        with open(path, "rb") as file:
+            content = file.read(max_bytes + 1)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"cannot read the file: {reason}", path=str(path)) from None
+    if len(content) > max_bytes:
+        raise ConfigError(f"the file is larger than {max_bytes:,} bytes; no configuration is", path=str(path))
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the file is not UTF-8 text (byte {error.start})", path=str(path)) from None
+
+
+class _Reader:
+    """Turns one file's YAML nodes into values, with a limit on their number: an alias can stand for any number of others."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._left = path, MAX_VALUES
+
+    def entries(self, node: yaml.MappingNode, *, depth: int = 0) -> Iterator[tuple[str, Located]]:
+        seen: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError("a key must be a plain name", path=self._path, line=line)
+            name = key_node.value
+            if name in seen:
+                raise ConfigError(f"{name} stands twice, first in line {seen[name]}", key=name, path=self._path, line=line)
+            seen[name] = line
+            yield name, Located(value=self._value(value_node, depth=depth + 1), path=self._path, line=line)
+
+    def _value(self, node: yaml.Node, *, depth: int) -> Any:
+        line = node.start_mark.line + 1
+        self._left -= 1
+        if self._left < 0 or depth > MAX_DEPTH:
+            problem = "nested too deeply" if depth > MAX_DEPTH else f"too large: more than {MAX_VALUES:,} values"
+            raise ConfigError(f"not a configuration: it is {problem}", path=self._path, line=line)
+        if isinstance(node, yaml.ScalarNode):
+            return _scalar(node, self._path, line)
+        _check_tag(node, self._path, line, allowed=("seq", "map"))
+        if isinstance(node, yaml.SequenceNode):
+            return [self._value(item, depth=depth + 1) for item in node.value]
+        assert isinstance(node, yaml.MappingNode)
+        return {name: located.value for name, located in self.entries(node, depth=depth)}
+
+
+def _scalar(node: yaml.ScalarNode, path: str, line: int | None) -> Any:
+    _check_tag(node, path, line, allowed=("null", "bool", "int", "float", "str"))
+    text, kind = node.value, node.tag.removeprefix(_PREFIX)
+    try:
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return text.lower() in ("true", "yes", "on")
+        if kind == "int":
+            return int(text)
+        if kind == "float":
+            return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
+    except ValueError:
+        raise ConfigError(f"{text[:50]!r} is not a number that can be used", path=path, line=line) from None
+    return text
+
+
+def _check_tag(node: yaml.Node, path: str, line: int | None, *, allowed: tuple[str, ...]) -> None:
+    if node.tag.removeprefix(_PREFIX) not in allowed or not node.tag.startswith(_PREFIX):
+        raise ConfigError(f"the YAML tag {node.tag!r} is not allowed; write plain values", path=path, line=line)

@@ -1,0 +1,163 @@
+"""Tests of rampup.config.build."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rampup import Config, build_plan, load_config
+from rampup.config.build import mesh_axes
+from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError
+
+RAMP = {
+    "enable_rampup_batch_size": True,
+    "per_device_batch_size_increment": 2,
+    "per_device_batch_size": 12,
+    "global_rampup_samples": 500,
+}
+
+
+def test_the_example_of_the_documentation():
+    """4 devices, 4 -> 12 by 2 per device: five phases of one shape."""
+    plan = build_plan(Config(**RAMP), 4)
+    assert [(s.global_batch_size, s.accumulation_steps, s.microbatch_size) for s in plan.splits] == [
+        (16, 2, 2),
+        (24, 3, 2),
+        (32, 4, 2),
+        (40, 5, 2),
+        (48, 6, 2),
+    ]
+    assert plan.eval_split.microbatch_size == 12
+
+
+def test_tensor_parallelism_allows_fractions_of_a_sample_per_device():
+    """Half a sample per device is whole where two devices share it, and refused where they do not."""
+    keys = RAMP | {"per_device_batch_size_start": 0.5, "per_device_batch_size_increment": 0.5, "per_device_batch_size": 2}
+    assert build_plan(Config(**keys, ici_tensor_parallelism=2), 8).ramp.sizes == (4, 8, 12, 16)
+    with pytest.raises(BatchDivisibilityError, match="data_parallel_size = 8"):
+        build_plan(Config(**keys), 8)
+
+
+def test_errors_say_where_the_key_was_set(tmp_path):
+    """A rule broken by a file's key is reported with the file and line."""
+    path = tmp_path / "a.yml"
+    path.write_text("steps: 10\nper_device_batch_size: 2.5\n")
+    with pytest.raises(BatchDivisibilityError, match=r"\[per_device_batch_size: .*a\.yml:2\]"):
+        build_plan(load_config(path), 4)
+
+
+def test_all_parts_report_at_once():
+    """Layers, pipeline microbatches and batch are all named."""
+    keys = {
+        "base_num_decoder_layers": 7,
+        "ici_pipeline_parallelism": 2,
+        "num_pipeline_microbatches": 3,
+        "per_device_batch_size": 0.3,
+    }
+    with pytest.raises(RampupError, match="3 problems") as caught:
+        build_plan(Config(**keys), 8)
+    assert [problem.key for problem in caught.value.problems] == [
+        "base_num_decoder_layers",
+        "num_pipeline_microbatches",
+        "per_device_batch_size",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "key"),
+    [
+        ({"microbatch_size": 5}, BatchDivisibilityError, "microbatch_size"),
+        ({"eval_per_device_batch_size": 0.3}, BatchDivisibilityError, "eval_per_device_batch_size"),
+        ({"ici_tensor_parallelism": 3}, BatchDivisibilityError, "num_devices"),
+        ({"num_pipeline_microbatches": 3}, PipelineShapeError, "num_pipeline_microbatches"),
+        ({"ici_pipeline_parallelism": 4, "num_pipeline_microbatches": 6}, PipelineShapeError, "num_pipeline_microbatches"),
+        ({"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 6}, PipelineShapeError, "base_num_decoder_layers"),
+        ({"batch_size_schedule": "0:4 10:6"}, BatchDivisibilityError, "batch_size_schedule"),
+        ({"expansion_factor_real_data": "1/7"}, BatchDivisibilityError, "expansion_factor_real_data"),
+    ],
+)
+def test_broken_rules_name_the_key(keys, error, key):
+    """Each rule that a configuration can break blames the key that a person would change."""
+    with pytest.raises(error) as caught:
+        build_plan(Config(**keys), 4)
+    assert caught.value.key == key
+
+
+def test_device_counts_are_checked():
+    """Without a number of devices there is no plan."""
+    with pytest.raises(ConfigError, match="num_devices=-1 must be at least 1"):
+        build_plan(Config())
+    with pytest.raises(ConfigError, match="num_devices=0"):
+        build_plan(Config(), 0)
+    assert build_plan(Config(num_devices=4)).num_devices == 4
+
+
+def test_evaluation_that_is_off_does_not_refuse_a_plan():
+    """An evaluation batch that could not be cut matters only where evaluation is on or its size was given."""
+    keys = {"per_device_batch_size": 3, "gradient_accumulation_steps": 2, "microbatch_size": 2}
+    assert build_plan(Config(**keys, eval_interval=-1), 1).eval_split is None
+    with pytest.raises(BatchDivisibilityError, match="eval_per_device_batch_size"):
+        build_plan(Config(**keys), 1)
+    with pytest.raises(BatchDivisibilityError, match="eval_per_device_batch_size"):
+        build_plan(Config(**keys, eval_interval=-1, eval_per_device_batch_size=0.3), 1)
+
+
+def test_schedule_evaluates_at_its_last_size():
+    """With a schedule, evaluation takes the last phase's batch without the accumulation factor."""
+    plan = build_plan(Config(batch_size_schedule="0:8 100:16", gradient_accumulation_steps=2), 4)
+    assert plan.eval_split.global_batch_size == 8
+
+
+def test_global_batch_to_load():
+    """The expansion factor multiplies the batch that loading hosts read."""
+    assert build_plan(Config(expansion_factor_real_data=2), 4).global_batch_to_load == 128
+
+
+def test_mesh_axes_multiply_ici_and_dcn():
+    """Axes over slices multiply those within."""
+    axes = mesh_axes(Config(ici_tensor_parallelism=2, dcn_data_parallelism=2), 16)
+    assert (axes.data, axes.tensor) == (8, 2)
+
+
+sizes = st.sampled_from([0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, "1/3"])
+configs = st.fixed_dictionaries(
+    {
+        "enable_rampup_batch_size": st.booleans(),
+        "per_device_batch_size_start": sizes,
+        "per_device_batch_size_increment": sizes,
+        "per_device_batch_size": sizes,
+        "global_rampup_samples": st.integers(1, 2000),
+        "rampup_carry_overshoot": st.booleans(),
+        "gradient_accumulation_steps": st.integers(1, 3),
+        "rampup_microbatch": st.sampled_from(["fixed", "per_phase", "auto"]),
+        "microbatch_size": st.sampled_from([-1, -1, 1, 2, 3]),
+        "ici_tensor_parallelism": st.sampled_from([1, 1, 2]),
+        "ici_pipeline_parallelism": st.sampled_from([1, 1, 2, 4]),
+        "num_pipeline_microbatches": st.sampled_from([-1, -1, 2, 4, 8]),
+    },
+    optional={
+        "batch_size_schedule": st.sampled_from(["0:8 100:16", "0:48 500:96 900:24", "0:7", "5:8"]),
+        "eval_per_device_batch_size": sizes,
+    },
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(configs, st.sampled_from([1, 2, 3, 4, 8, 12]))
+def test_any_configuration_is_a_sound_plan_or_a_named_error(keys, devices):
+    """Whatever is configured ends in a plan whose every phase multiplies out, or in an error with a key."""
+    try:
+        plan = build_plan(Config(**keys), devices)
+    except RampupError as error:
+        assert error.key
+        return
+    result = json.loads(json.dumps(plan.to_dict()))
+    for row in [*result["phases"], result["eval"]]:
+        product = (
+            row["data_parallel_size"] * row["accumulation_steps"] * row["num_pipeline_microbatches"] * row["microbatch_size"]
+        )
+        assert row["global_batch_size"] == product
+    for before, after in zip(result["phases"], result["phases"][1:], strict=False):
+        assert after["start_step"] == before["start_step"] + before["num_steps"]
+        assert after["start_sample"] == before["start_sample"] + before["num_steps"] * before["global_batch_size"]

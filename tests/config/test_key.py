@@ -1,0 +1,98 @@
+"""Tests of rampup.config.key."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rampup.config.key import Key
+from rampup.errors import ConfigError
+
+
+def read(value, **spec):
+    """Read one value with a key made from the given properties."""
+    return Key(doc="doc", section="section", **spec).read("name", value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "value", "expected"),
+    [
+        ({"kind": "bool"}, True, True),
+        ({"kind": "int"}, 7, 7),
+        ({"kind": "int"}, 1e3, 1000),
+        ({"kind": "int", "minimum": 1, "also": (-1,)}, -1, -1),
+        ({"kind": "float"}, 1, 1.0),
+        ({"kind": "float"}, 1e-5, 1e-5),
+        ({"kind": "size"}, 0.1, Fraction(1, 10)),
+        ({"kind": "size"}, "1/3", Fraction(1, 3)),
+        ({"kind": "text"}, "a b", "a b"),
+        ({"kind": "text", "nullable": True}, None, None),
+        ({"kind": "text", "choices": ("none", "full")}, None, "none"),
+        ({"kind": "name"}, "run-1.2_x", "run-1.2_x"),
+        ({"kind": "name"}, "", ""),
+    ],
+)
+def test_reads(spec, value, expected):
+    """A value becomes the key's own type."""
+    result = read(value, **spec)
+    assert result == expected
+    assert type(result) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("spec", "value", "message"),
+    [
+        ({"kind": "bool"}, 1, "true or false"),
+        ({"kind": "bool"}, "yes", "true or false"),
+        ({"kind": "int"}, 10.5, "a whole number"),
+        ({"kind": "int"}, True, "a whole number"),
+        ({"kind": "int"}, "5", "a whole number"),
+        ({"kind": "int"}, 10**19, "a whole number"),
+        ({"kind": "int"}, float("inf"), "a whole number"),
+        ({"kind": "int"}, float("nan"), "a whole number"),
+        ({"kind": "int", "minimum": 1}, 0, "at least 1"),
+        ({"kind": "int", "maximum": 3}, 4, "at most 3"),
+        ({"kind": "float", "above": 0}, 0, "above 0"),
+        ({"kind": "float", "below": 1}, 1.0, "below 1"),
+        ({"kind": "float"}, float("nan"), "a number"),
+        ({"kind": "float"}, 10**400, "a number"),
+        ({"kind": "float"}, [], "a number"),
+        ({"kind": "size", "above": 0}, 0, "above 0"),
+        ({"kind": "size"}, "many", "fraction"),
+        ({"kind": "text"}, 5, "put it in quotes: name: '5'"),
+        ({"kind": "text"}, None, "name=null must be text"),
+        ({"kind": "text"}, "a\0b", "must be text"),
+        ({"kind": "text", "choices": ("a", "b")}, "c", "one of a, b"),
+        ({"kind": "name"}, "../up", "a folder name"),
+        ({"kind": "name"}, "a/b", "a folder name"),
+        ({"kind": "name"}, "..", "a folder name"),
+        ({"kind": "name"}, "x" * 300, "a folder name"),
+    ],
+)
+def test_refuses_and_says_what_to_write(spec, value, message):
+    """Another type or a value outside the limits is an error that names the key and what is expected."""
+    with pytest.raises(ConfigError, match="name=") as caught:
+        read(value, **spec)
+    assert message in str(caught.value)
+    assert caught.value.key == "name"
+
+
+anything = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text()
+    | st.lists(st.integers(), max_size=2)
+    | st.dictionaries(st.text(), st.none(), max_size=1)
+)
+
+
+@given(st.sampled_from(["bool", "int", "float", "size", "text", "name"]), anything)
+def test_any_value_is_read_or_refused(kind, value):
+    """Nothing but a ConfigError comes out, whatever goes in."""
+    try:
+        read(value, kind=kind, minimum=-5, maximum=10**6) if kind in ("int", "float", "size") else read(value, kind=kind)
+    except ConfigError as error:
+        assert error.key == "name"

@@ -1,0 +1,149 @@
+"""Tests of rampup.config.load."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rampup.config.load import find_config, load_config
+from rampup.config.schema import KEYS
+from rampup.errors import ConfigError
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Return a function that writes a file and returns its path."""
+
+    def write(text, name="a.yml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return write
+
+
+def test_layers(write):
+    """Defaults < base_config chain < file < command line and environment, and `where` knows each."""
+    write("steps: 1\nlearning_rate: 1e-5\nlog_period: 3\n", "base/root.yml")
+    write("base_config: root.yml\nsteps: 2\neval_interval: 5\n", "base/middle.yml")
+    path = write("base_config: base/middle.yml\nsteps: 3\n")
+    config = load_config(path, ["eval_interval=7"], environ={"RAMPUP_LOG_PERIOD": "9", "HOME": "/"})
+    assert (config.steps, config.learning_rate, config.eval_interval, config.log_period) == (3, 1e-5, 7, 9)
+    assert config.where("steps") == f"{path}:2"
+    assert config.where("learning_rate").endswith("root.yml:2")
+    assert config.where("eval_interval") == "command line"
+    assert config.where("log_period") == "RAMPUP_LOG_PERIOD"
+    assert config.where("opt_type") == "default"
+
+
+def test_base_config_falls_back_to_rampups_own(write):
+    """`base_config: base.yml` means the one that comes with rampup where there is none beside the file."""
+    assert load_config(write("base_config: base.yml\nsteps: 5\n")).enable_rampup_batch_size
+    assert find_config("base").name == "base.yml"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key", "message"),
+    [
+        ("stepz: 3\n", 1, "stepz", "unknown key 'stepz'; the closest is steps"),
+        ("log_period: 2\nsteps: 10.5\n", 2, "steps", "steps=10.5 must be a whole number"),
+        ("steps: ten\n", 1, "steps", "a whole number"),
+        ("steps: [1]\n", 1, "steps", "a whole number"),
+        ("steps: null\n", 1, "steps", "steps=null"),
+        ("run_name: 5\n", 1, "run_name", "put it in quotes: run_name: '5'"),
+        ("steps: 1\nsteps: 2\n", 2, "steps", "stands twice"),
+        ("base_config: nowhere.yml\n", 1, "base_config", "no such file"),
+        ("base_config: 5\n", 1, "base_config", "must be a file name"),
+        ("base_config: bese.yml\n", 1, "base_config", "did you mean base.yml"),
+    ],
+)
+def test_errors_carry_file_line_and_key(write, text, line, key, message):
+    """What is wrong in a file is said with file, line and key."""
+    path = write(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"{path}:{line}: ")
+    assert (caught.value.path, caught.value.line, caught.value.key) == (str(path), line, key)
+
+
+def test_contradictions_name_the_file(write):
+    """Keys that exclude each other are reported for the file."""
+    path = write("steps: -1\n")
+    with pytest.raises(ConfigError, match=r"a\.yml: steps=-1") as caught:
+        load_config(path)
+    assert caught.value.key == "steps"
+
+
+def test_all_bad_lines_are_reported_at_once(write):
+    """Every bad value of a file is named in one error."""
+    with pytest.raises(ConfigError, match="2 problems") as caught:
+        load_config(write("steps: 0\nlog_period: x\n"))
+    assert [problem.line for problem in caught.value.problems] == [1, 2]
+
+
+def test_cycles_are_refused(write):
+    """A base_config that comes back to itself is named as a circle."""
+    write("base_config: b.yml\n", "a.yml")
+    write("base_config: a.yml\n", "b.yml")
+    with pytest.raises(ConfigError, match=r"circle: a\.yml -> b\.yml -> a\.yml"):
+        load_config(write("base_config: b.yml\n", "a.yml"))
+    with pytest.raises(ConfigError, match="circle"):
+        load_config(write("base_config: c.yml\n", "c.yml"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "environ", "message"),
+    [
+        (["steps"], {}, "'steps' is not key=value"),
+        (["--steps=5"], {}, "is not key=value"),
+        (["steps =5"], {}, "is not key=value"),
+        (["stepz=5"], {}, "closest is steps"),
+        (["steps=1", "steps=2"], {}, "steps is given twice: 1 .* and 2"),
+        (["steps=1"], {"RAMPUP_STEPS": "2"}, "steps is given twice"),
+        ([], {"RAMPUP_STEPZ": "2"}, "RAMPUP_STEPZ: unknown key 'stepz'; the closest is steps"),
+        (["steps="], {}, "steps=''"),
+        (["steps=1.5"], {}, "command line: steps=1.5"),
+        (["run_name=a/b"], {}, "a folder name"),
+        (["base_output_directory="], {}, "not empty"),
+        (["grain_train_files="], {}, "not empty, or null"),
+        (["dtype=float16"], {}, "one of float32, bfloat16"),
+        (["learning_rate=nan"], {}, "a number"),
+    ],
+)
+def test_bad_overrides_are_refused(write, overrides, environ, message):
+    """What cannot be meant on the command line or in the environment is an error."""
+    with pytest.raises(ConfigError, match=message):
+        load_config(write("log_period: 3\n"), overrides, environ=environ)
+
+
+def test_equal_values_given_twice_are_no_conflict(write):
+    """The same value from two places is accepted."""
+    config = load_config(write("log_period: 3\n"), ["steps=10", "steps=1e1"], environ={"RAMPUP_STEPS": "10"})
+    assert config.steps == 10
+
+
+def test_text_keys_take_text_verbatim(write):
+    """A run may be called 2026 or null on the command line only where that makes sense."""
+    config = load_config(write("steps: 1\n"), ["run_name=2026", "grain_train_files=None", "remat_policy=none"])
+    assert (config.run_name, config.grain_train_files, config.remat_policy) == ("2026", None, "none")
+    assert load_config(write("steps: 1\n"), ["run_name="]).run_name == ""
+
+
+def test_missing_files_are_refused(tmp_path):
+    """No file, a folder, and a misspelt preset are said to be so."""
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "none.yml")
+    with pytest.raises(ConfigError, match="is a folder"):
+        load_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"did you mean bloom_176b\.yml"):
+        load_config("bloom_176.yml")
+
+
+@given(st.dictionaries(st.sampled_from(sorted(KEYS)), st.text(max_size=12), max_size=4))
+def test_any_setting_is_read_or_refused(settings):
+    """Nothing but a ConfigError comes out, whatever is set on the command line."""
+    try:
+        config = load_config("base.yml", [f"{name}={value}" for name, value in settings.items()])
+    except ConfigError:
+        return
+    assert all(config.where(name) == "command line" for name in settings)

@@ -1,0 +1,54 @@
+"""Tests of rampup.config.schema."""
+
+from fractions import Fraction
+
+import pytest
+
+from rampup import Config
+from rampup.config.schema import KEYS
+from rampup.errors import ConfigError
+
+
+def test_defaults_are_a_whole_configuration():
+    """Every key has a default that its own rules accept, a section and a line of documentation."""
+    config = Config()
+    assert list(config.to_dict()) == list(KEYS)
+    assert all(key.doc and key.section and not key.doc.endswith(".") for key in KEYS.values())
+
+
+@pytest.mark.parametrize(
+    ("keys", "blamed"),
+    [
+        ({"steps": -1}, "steps"),
+        (
+            {"lr_schedule_type": "wsd", "warmup_steps_fraction": 0.6, "wsd_decay_steps_fraction": 0.6},
+            "wsd_decay_steps_fraction",
+        ),
+        ({"base_emb_dim": 100, "base_num_query_heads": 3}, "base_num_query_heads"),
+        ({"base_emb_dim": 12, "base_num_query_heads": 4}, "base_num_query_heads"),
+        ({"base_num_kv_heads": 3}, "base_num_kv_heads"),
+        ({"vocab_size": 100}, "vocab_size"),
+        ({"dataset_type": "tokens"}, "grain_train_files"),
+        ({"base_output_directory": " "}, "base_output_directory"),
+        ({"batch_size_schedule": ""}, "batch_size_schedule"),
+    ],
+)
+def test_contradictions_are_refused(keys, blamed):
+    """Keys that exclude each other are an error that names one of them."""
+    with pytest.raises(ConfigError) as caught:
+        Config(**keys)
+    assert caught.value.key == blamed
+
+
+def test_all_bad_values_are_reported_at_once():
+    """Two bad keys are two problems."""
+    with pytest.raises(ConfigError, match="2 problems"):
+        Config(steps=0, learning_rate=-1)
+
+
+def test_derived_values():
+    """-1 takes the other key's value."""
+    config = Config(steps=-1, learning_rate_schedule_steps=77)
+    assert (config.total_steps, config.num_kv_heads) == (77, 4)
+    assert Config(per_device_batch_size="1/3").to_dict()["per_device_batch_size"] == "1/3"
+    assert Config(per_device_batch_size=0.5).per_device_batch_size == Fraction(1, 2)
