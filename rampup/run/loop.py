@@ -1,0 +1,254 @@
+"""The training loop: steps, metrics, evaluation, checkpoints and a clean stop."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+
+from rampup.errors import ResumeMismatchError
+from rampup.plan.plan import PlanPosition, RampPlan
+from rampup.run.checkpoint import Checkpoints
+from rampup.run.data import Batch
+from rampup.run.run_folder import StepLog, read_lines
+from rampup.run.step import TrainStep
+
+METRICS_FILE, EVAL_FILE, CHECKPOINT_FOLDER = "metrics.jsonl", "eval.jsonl", "checkpoints"
+IN_FLIGHT = 2
+Progress = Callable[[str, Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What a run did, in the names of `rampup train --json`.
+
+    Attributes:
+        steps: optimizer steps done since the beginning.
+        consumed_samples: samples consumed by them.
+        first_loss: loss of step 0; None before it.
+        final_loss: loss of the last step.
+        num_compilations: executables built for the training step by this process.
+        ramp_steps: steps before the last phase.
+        tokens_per_second: of this process, without its first step; None if it did no other.
+        checkpoint: folder of the newest checkpoint, or None.
+        metrics: the metrics file.
+        interrupted: whether a signal ended the run early.
+        resumed_from: steps that an earlier process had done.
+    """
+
+    steps: int
+    consumed_samples: int
+    first_loss: float | None
+    final_loss: float | None
+    num_compilations: int
+    ramp_steps: int
+    tokens_per_second: float | None
+    checkpoint: str | None
+    metrics: str
+    interrupted: bool
+    resumed_from: int
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """A run in its folder.
+
+    Attributes:
+        plan: the plan.
+        step: the training step.
+        batches: from a step number to the batches from there on.
+        learning_rate: from a step number to its learning rate, for the metrics.
+        evaluate: from a state to its evaluation metrics, or None.
+        folder: the run's folder.
+        tokens_per_sample: for tokens per second.
+        record: what a checkpoint must agree on with the run that resumes it; key -> value.
+        eval_interval, checkpoint_period: in steps; None = never.
+        keep_checkpoints, async_checkpoints: see `Checkpoints`.
+        progress: called with an event's name and its values: start, phase, step, eval, checkpoint, stop.
+    """
+
+    plan: RampPlan
+    step: TrainStep
+    batches: Callable[[int], Iterator[Batch]]
+    learning_rate: Callable[[int], float]
+    folder: Path
+    tokens_per_sample: int
+    record: Mapping[str, Any]
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None
+    eval_interval: int | None = None
+    checkpoint_period: int | None = None
+    keep_checkpoints: int | None = None
+    async_checkpoints: bool = True
+    progress: Progress = field(default=lambda event, values: None)
+
+    def run(self, state: Any) -> Summary:
+        """Train from the newest checkpoint, or from `state`, to the plan's end or to Ctrl-C or SIGTERM.
+
+        Raises:
+            ResumeMismatchError: the folder's checkpoint does not belong to this run.
+        """
+        checkpoints = Checkpoints(
+            self.folder / CHECKPOINT_FOLDER, keep=self.keep_checkpoints, asynchronous=self.async_checkpoints
+        )
+        with checkpoints, stop_requests() as stop:
+            restored = checkpoints.restore(state, self._check_record)
+            state, start = restored or (state, 0)
+            metrics = _Metrics(self, start)
+            self.progress("start", {"step": start, "folder": str(self.folder)})
+            done = start
+            for batch in self.batches(start):
+                if stop():
+                    break
+                state, values = self.step(state, batch)
+                metrics.push(batch.position, values)
+                done = batch.position.step + 1
+                self._evaluate_if_due(done, state, metrics)
+                if self.checkpoint_period and (done % self.checkpoint_period == 0 or done == self.plan.total_steps):
+                    self._save(checkpoints, done, state, metrics)
+            interrupted = done < self.plan.total_steps
+            metrics.flush()
+            if interrupted and self.checkpoint_period and done > start:
+                self._save(checkpoints, done, state, metrics)
+            checkpoints.wait()
+            self.progress("stop", {"step": done, "interrupted": interrupted})
+            return self._summary(done, start, interrupted, metrics, checkpoints)
+
+    def _check_record(self, found: Mapping[str, Any]) -> None:
+        expected = self._record(found["step"])
+        changed = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
+        if changed:
+            table = "\n".join(f"  {key}: {old!r} in the checkpoint, {new!r} here" for key, (old, new) in changed.items())
+            raise ResumeMismatchError(
+                f"the checkpoint of step {found['step']} in {self.folder} is of another run:\n{table}\n"
+                "set these keys back, or give the run another run_name",
+                key=next(iter(changed)),
+            )
+
+    def _record(self, step: int) -> dict[str, Any]:
+        position = {"consumed_samples": self.plan.ramp.samples_before(step), "fingerprint": self.plan.ramp.fingerprint}
+        return {**position, **self.record}
+
+    def _save(self, checkpoints: Checkpoints, done: int, state: Any, metrics: _Metrics) -> None:
+        metrics.flush()
+        checkpoints.save(done, state, self._record(done))
+        self.progress("checkpoint", {"step": done})
+        metrics.restart_clock()
+
+    def _evaluate_if_due(self, done: int, state: Any, metrics: _Metrics) -> None:
+        due = self.eval_interval and (done % self.eval_interval == 0 or done == self.plan.total_steps)
+        if self.evaluate and due:
+            metrics.flush()
+            values = {"step": done - 1, **self.evaluate(state)}
+            metrics.eval_log.write(values)
+            self.progress("eval", values)
+            metrics.restart_clock()
+
+    def _summary(self, done: int, start: int, interrupted: bool, metrics: _Metrics, checkpoints: Checkpoints) -> Summary:
+        lines = list(read_lines(self.folder / METRICS_FILE))
+        return Summary(
+            steps=done,
+            consumed_samples=self.plan.ramp.samples_before(done),
+            first_loss=lines[0]["loss"] if lines else None,
+            final_loss=lines[-1]["loss"] if lines else None,
+            num_compilations=self.step.num_compilations,
+            ramp_steps=self.plan.ramp.ramp_steps,
+            tokens_per_second=metrics.tokens_per_second,
+            checkpoint=None if checkpoints.latest is None else str(checkpoints.folder / str(checkpoints.latest)),
+            metrics=str(self.folder / METRICS_FILE),
+            interrupted=interrupted,
+            resumed_from=start,
+        )
+
+
+class _Metrics:
+    """Fetches each step's metrics two steps later, so that the devices never wait for the host."""
+
+    def __init__(self, loop: Loop, start: int) -> None:
+        self._loop = loop
+        self._waiting: deque[tuple[PlanPosition, Any]] = deque()
+        self._log = StepLog(loop.folder / METRICS_FILE, keep_below=start)
+        self.eval_log = StepLog(loop.folder / EVAL_FILE, keep_below=start)
+        self._phase: int | None = None
+        self._tokens, self._seconds, self._first = 0, 0.0, start
+        self.restart_clock()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self._tokens / self._seconds if self._seconds else None
+
+    def restart_clock(self) -> None:
+        self._last = time.perf_counter()
+
+    def push(self, position: PlanPosition, values: Any) -> None:
+        self._waiting.append((position, values))
+        if len(self._waiting) > IN_FLIGHT:
+            self._write()
+
+    def flush(self) -> None:
+        while self._waiting:
+            self._write()
+        self._log.sync()
+
+    def _write(self) -> None:
+        position, values = self._waiting.popleft()
+        values = jax.device_get({name: values[name] for name in ("loss", "grad_norm") if name in values})
+        now = time.perf_counter()
+        seconds, self._last = now - self._last, now
+        size = position.split.global_batch_size
+        tokens = size * self._loop.tokens_per_sample
+        record = {
+            "step": position.step,
+            "consumed_samples": position.consumed_samples + size,
+            "phase": position.phase.index,
+            "global_batch_size": size,
+            "loss": _finite(values["loss"]),
+            "learning_rate": self._loop.learning_rate(position.step),
+            "step_seconds": round(seconds, 6),
+            "tokens_per_second": round(tokens / seconds, 3),
+            **({"grad_norm": _finite(values["grad_norm"])} if "grad_norm" in values else {}),
+        }
+        self._log.write(record)
+        if position.step > self._first:
+            self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
+        if position.phase.index != self._phase:
+            self._phase = position.phase.index
+            self._loop.progress("phase", record)
+        self._loop.progress("step", record)
+
+
+def _finite(value: Any) -> float | None:
+    """JSON has no NaN and no infinity; null stands for them."""
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C or SIGTERM into a request to stop after the current step; the second acts as usual."""
+    requested = False
+    before: dict[int, Any] = {}
+
+    def request(number: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        requested = True
+        signal.signal(number, before[number])
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, request)
+    except ValueError:
+        pass  # Not the main thread: signals go elsewhere.
+    try:
+        yield lambda: requested
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

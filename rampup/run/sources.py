@@ -1,0 +1,367 @@
+"""Where rows come from: text files, token arrays, ArrayRecord files, or made up. Nothing here knows of batches."""
+
+from __future__ import annotations
+
+import glob
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import grain
+import jax
+import numpy as np
+
+from rampup.errors import DataError, MissingDependencyError
+
+Rows = Mapping[str, np.ndarray]
+
+
+class RowSource(Protocol):
+    """Random access to rows, many at a time."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
+
+    def read(self, rows: np.ndarray) -> Any:
+        """Return a pytree of arrays whose first dimension are the rows asked for, in that order."""
+        ...
+
+    def describe(self, row: int) -> str:
+        """Say where a row comes from, for a person."""
+        ...
+
+
+class TokenRows:
+    """Rows of consecutive tokens cut from flat arrays.
+
+    Row i of an array holds tokens [i*T, i*T + T]: T inputs and the T targets that follow them. The last row of an array is
+    filled up with zeros; `length` says how many of its targets count.
+
+    Args:
+        arrays: one-dimensional integer arrays; memory-mapped ones are read as needed.
+        names: what to call each array in messages.
+        sequence_length: T, tokens per sample.
+        vocab_size: tokens must be below this.
+        starts: for text, (offset, name) of each document inside the one array.
+
+    Example:
+        >>> rows = TokenRows([np.arange(6)], ["six"], sequence_length=4, vocab_size=10)
+        >>> batch = rows.read(np.array([1]))
+        >>> batch["tokens"].tolist(), batch["length"].tolist()
+        ([[4, 5, 0, 0, 0]], [1])
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[np.ndarray],
+        names: Sequence[str],
+        *,
+        sequence_length: int,
+        vocab_size: int,
+        starts: Sequence[tuple[int, str]] = (),
+    ) -> None:
+        self._arrays, self._names, self._starts = arrays, names, starts
+        self._length, self._vocab_size = sequence_length, vocab_size
+        counts = [max(-(-(len(array) - 1) // sequence_length), 0) for array in arrays]
+        self._ends = np.cumsum(counts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def read(self, rows: np.ndarray) -> Rows:
+        """Return {"tokens": (n, T+1), "length": (n,)}."""
+        return _stack_tokens(self, rows, self._row, self._length, self._vocab_size)
+
+    def _row(self, row: int) -> np.ndarray:
+        array, start = self._place(row)
+        return np.asarray(self._arrays[array][start : start + self._length + 1])
+
+    def describe(self, row: int) -> str:
+        """Return file and offset."""
+        array, start = self._place(row)
+        if not self._starts:
+            return f"{self._names[array]} from token {start:,} (row {row:,})"
+        offsets = [offset for offset, _ in self._starts]
+        document = int(np.searchsorted(offsets, start, side="right")) - 1
+        offset, name = self._starts[document]
+        return f"{name} from byte {start - offset:,} (row {row:,})"
+
+    def _place(self, row: int) -> tuple[int, int]:
+        array = int(np.searchsorted(self._ends, row, side="right"))
+        before = int(self._ends[array - 1]) if array else 0
+        return array, (row - before) * self._length
+
+
+class ItemRows:
+    """Rows from anything that can be indexed: a list, a Grain data source or a Grain MapDataset.
+
+    Args:
+        items: has `len` and gives one row, a pytree of arrays, per index.
+
+    Example:
+        >>> ItemRows([{"x": 1.0}, {"x": 2.0}]).read(np.array([1, 0]))["x"].tolist()
+        [2.0, 1.0]
+    """
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def read(self, rows: np.ndarray) -> Any:
+        """Return the items, stacked."""
+        items = []
+        for row in rows:
+            try:
+                items.append(self._items[int(row)])
+            except Exception as error:
+                raise DataError(f"row {row} of {self._items!r:.100} cannot be read: {error!r}") from error
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
+
+    def describe(self, row: int) -> str:
+        """Return the row's number."""
+        return f"row {row:,}"
+
+
+class RecordRows:
+    """Rows from ArrayRecord files whose records are little-endian token arrays of at most T + 1 tokens.
+
+    Args:
+        paths: the files.
+        dtype: type of the tokens.
+        sequence_length: T, tokens per sample.
+        vocab_size: tokens must be below this.
+    """
+
+    def __init__(self, paths: Sequence[str], *, dtype: str, sequence_length: int, vocab_size: int) -> None:
+        self._paths, self._dtype = paths, np.dtype(dtype).newbyteorder("<")
+        self._length, self._vocab_size = sequence_length, vocab_size
+        try:
+            self._records = grain.sources.ArrayRecordDataSource(list(paths))
+        except ImportError as error:
+            raise MissingDependencyError(
+                "dataset_type=arrayrecord needs the package array-record: pip install array-record"
+            ) from error
+        except Exception as error:
+            raise DataError(f"cannot open {', '.join(paths)[:300]} as ArrayRecord files: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read(self, rows: np.ndarray) -> Rows:
+        """Return {"tokens": (n, T+1), "length": (n,)}."""
+        return _stack_tokens(self, rows, self._row, self._length, self._vocab_size)
+
+    def _row(self, row: int) -> np.ndarray:
+        record, size = self._records[row], self._dtype.itemsize
+        if len(record) % size or not 2 <= len(record) // size <= self._length + 1:
+            raise DataError(
+                f"{self.describe(row)} has {len(record)} bytes; it must be 2 to {self._length + 1} tokens of {size} bytes "
+                "(max_target_length + 1, token_dtype)"
+            )
+        return np.frombuffer(record, self._dtype)
+
+    def describe(self, row: int) -> str:
+        """Return the files and the record's number."""
+        return f"record {row:,} of {', '.join(self._paths)[:200]}"
+
+
+class SyntheticRows:
+    """Made-up rows: counting up in steps, with a start and a step that follow from the row's number.
+
+    Args:
+        num_rows: how many.
+        sequence_length: T, tokens per sample.
+        vocab_size: tokens are below this.
+
+    Example:
+        >>> SyntheticRows(4, sequence_length=3, vocab_size=10).read(np.array([2]))["tokens"].shape
+        (1, 4)
+    """
+
+    def __init__(self, num_rows: int, *, sequence_length: int, vocab_size: int, first: int = 0) -> None:
+        self._num_rows, self._first = num_rows, first
+        self._length, self._vocab_size = sequence_length, vocab_size
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def read(self, rows: np.ndarray) -> Rows:
+        """Return {"tokens": (n, T+1), "length": (n,)}."""
+        numbers = rows.astype(np.int64) + self._first
+        start, stride = numbers * 7919 % self._vocab_size, 1 + numbers % 7
+        tokens = (start[:, None] + stride[:, None] * np.arange(self._length + 1)) % self._vocab_size
+        return {
+            "tokens": tokens.astype(_smallest_dtype(self._vocab_size)),
+            "length": np.full(len(rows), self._length, np.int32),
+        }
+
+    def describe(self, row: int) -> str:
+        """Return the row's number."""
+        return f"synthetic row {row:,}"
+
+
+class RowRange:
+    """Rows [start, stop) of another source.
+
+    Example:
+        >>> part = RowRange(SyntheticRows(10, sequence_length=3, vocab_size=10), 8, 10)
+        >>> len(part), part.describe(0)
+        (2, 'synthetic row 8')
+    """
+
+    def __init__(self, source: RowSource, start: int, stop: int) -> None:
+        self._source, self._start, self._stop = source, start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def read(self, rows: np.ndarray) -> Any:
+        """Return the other source's rows."""
+        return self._source.read(rows + self._start)
+
+    def describe(self, row: int) -> str:
+        """Return the other source's description."""
+        return self._source.describe(row + self._start)
+
+
+def open_sources(
+    dataset_type: str,
+    *,
+    train_files: str | None,
+    eval_files: str | None,
+    holdout_fraction: float,
+    sequence_length: int,
+    vocab_size: int,
+    token_dtype: str = "uint16",
+) -> tuple[RowSource, RowSource]:
+    """Return the rows to train on and the rows to evaluate on.
+
+    Args:
+        dataset_type: `text`, `tokens`, `arrayrecord` or `synthetic`.
+        train_files: glob pattern; None with `text` means the Python standard library's own source files.
+        eval_files: glob pattern; None holds out a part of the training data: every n-th text file, or the last rows.
+        holdout_fraction: the share held out.
+        sequence_length: T, tokens per sample.
+        vocab_size: tokens must be below this.
+        token_dtype: type of the tokens in .bin and ArrayRecord files.
+
+    Raises:
+        DataError: no such files, files that cannot be read, or too few rows.
+    """
+    shape = {"sequence_length": sequence_length, "vocab_size": vocab_size}
+    if dataset_type == "synthetic":
+        return SyntheticRows(2**20, **shape), SyntheticRows(2**14, first=2**20, **shape)
+    paths = _standard_library() if train_files is None else _matching(train_files, "grain_train_files")
+    eval_paths = None if eval_files is None else _matching(eval_files, "grain_eval_files")
+    if dataset_type == "text":
+        if eval_paths is None:
+            period = max(round(1 / holdout_fraction), 2)
+            eval_paths = paths[period // 2 :: period]
+            held_out = set(eval_paths)
+            paths = [path for path in paths if path not in held_out]
+        return _text_rows(paths, **shape), _text_rows(eval_paths, **shape)
+
+    def open_one(files: list[str]) -> RowSource:
+        if dataset_type == "arrayrecord":
+            return RecordRows(files, dtype=token_dtype, **shape)
+        return _not_empty(TokenRows([_token_array(path, token_dtype) for path in files], files, **shape), files)
+
+    train = open_one(paths)
+    if eval_paths is not None:
+        return train, open_one(eval_paths)
+    held_out_rows = max(round(len(train) * holdout_fraction), 1)
+    if held_out_rows >= len(train):
+        raise DataError(f"{', '.join(paths)[:300]}: {len(train)} rows are too few to hold out {held_out_rows} for evaluation")
+    split = len(train) - held_out_rows
+    return RowRange(train, 0, split), RowRange(train, split, len(train))
+
+
+def as_source(source: Any) -> RowSource:
+    """Return a RowSource for one, or for anything that can be indexed."""
+    return source if hasattr(source, "read") and hasattr(source, "describe") else ItemRows(source)
+
+
+def _stack_tokens(
+    source: RowSource, rows: np.ndarray, row_tokens: Callable[[int], np.ndarray], sequence_length: int, vocab_size: int
+) -> Rows:
+    tokens = np.zeros((len(rows), sequence_length + 1), _smallest_dtype(vocab_size))
+    length = np.zeros(len(rows), np.int32)
+    for out, row in enumerate(rows.tolist()):
+        part = row_tokens(row)
+        if part.max() >= vocab_size or part.min() < 0:
+            bad = part[(part >= vocab_size) | (part < 0)][0]
+            raise DataError(f"{source.describe(row)}: token {bad} must be at least 0 and below vocab_size={vocab_size}")
+        tokens[out, : len(part)] = part
+        length[out] = len(part) - 1
+    return {"tokens": tokens, "length": length}
+
+
+def _matching(pattern: str, key: str) -> list[str]:
+    paths = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+    if not paths:
+        raise DataError(f"{key}={pattern!r} matches no file", key=key)
+    return paths
+
+
+def _standard_library() -> list[str]:
+    root = Path(sysconfig.get_path("stdlib"))
+    skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
+    paths = [path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts)]
+    if not paths:
+        raise DataError(
+            f"no Python source files in {root}; set grain_train_files to text files of your own", key="grain_train_files"
+        )
+    return [str(path) for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix())]
+
+
+def _text_rows(paths: Sequence[str], *, sequence_length: int, vocab_size: int) -> RowSource:
+    """Join text files, a zero byte after each, and cut the bytes into rows."""
+    pieces, starts, offset = [], [], 0
+    for path in paths:
+        content = _read_bytes(path) + b"\0"
+        pieces.append(content)
+        starts.append((offset, path))
+        offset += len(content)
+    text = np.frombuffer(b"".join(pieces), np.uint8)
+    rows = TokenRows([text], ["text"], sequence_length=sequence_length, vocab_size=vocab_size, starts=starts)
+    return _not_empty(rows, paths)
+
+
+def _token_array(path: str, token_dtype: str) -> np.ndarray:
+    try:
+        if path.endswith(".npy"):
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        elif path.endswith(".bin"):
+            array = np.memmap(path, np.dtype(token_dtype).newbyteorder("<"), "r")
+        else:
+            raise DataError(f"{path} must end in .npy or .bin for dataset_type=tokens", key="grain_train_files")
+    except DataError:
+        raise
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{path} cannot be read as tokens: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise DataError(f"{path} is an archive of arrays; save one array with numpy.save")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(f"{path} must be a one-dimensional array of integers; it is {array.dtype} of shape {array.shape}")
+    return array
+
+
+def _read_bytes(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _not_empty(rows: TokenRows, paths: Sequence[str]) -> TokenRows:
+    if len(rows) == 0:
+        raise DataError(f"{', '.join(paths)[:300]}: fewer than two tokens, which is no row")
+    return rows
+
+
+def _smallest_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]] | type[np.int32]:
+    return np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32

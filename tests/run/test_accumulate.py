@@ -1,0 +1,180 @@
+"""Tests of rampup.run.accumulate."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+
+from rampup.errors import RampDefinitionError
+from rampup.plan import BatchRamp, BatchSplitter, RampPlan
+from rampup.run.accumulate import accumulate, multi_steps, row_keys
+from rampup.run.mesh import batch_sharding, shardings_like
+
+
+@pytest.fixture
+def float64():
+    """Compute in float64."""
+    jax.config.update("jax_enable_x64", True)
+    yield np.float64
+    jax.config.update("jax_enable_x64", False)
+
+
+def buffer(mesh, K, R, dtype):
+    """Return a buffer (K, R, ...) of rows on the mesh, and the rows on the host."""
+    rows = toy.rows(K * R, dtype)
+    host = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    cut = {name: x.reshape(K, R, *x.shape[1:]) for name, x in host.items()}
+    return jax.device_put(cut, batch_sharding(mesh, leading=1)), host
+
+
+@pytest.mark.parametrize("name", toy.MESHES)
+def test_accumulated_gradient_is_the_full_batch_gradient(name, float64):
+    """In float64, with unequal weights, for any number of microbatches and from one executable, to 1e-10."""
+    mesh = toy.mesh_of(name)
+    params = toy.new_params(mesh, float64)
+    K, R = 5, 16
+    batch, host = buffer(mesh, K, R, float64)
+    keys = row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(K * R).reshape(K, R))
+    traces = []
+
+    def counted(params, batch, rngs):
+        traces.append(1)
+        return toy.loss_fn(params, batch, rngs)
+
+    shardings = shardings_like(params, mesh)
+    run = jax.jit(lambda *args: accumulate(counted, *args, mesh=mesh, param_shardings=shardings))
+    for number in (1, 2, 5):
+        sums = run(params, batch, np.int32(number), keys)
+        count = number * R
+        whole = {name: x[:count] for name, x in host.items()}
+        (loss, (weight, aux)), grads = jax.value_and_grad(
+            lambda p, whole=whole, count=count: (lambda out: (out[0], out[1:]))(toy.loss_fn(p, whole, keys.ravel()[:count])),
+            has_aux=True,
+        )(params)
+        np.testing.assert_allclose(sums.loss, loss, rtol=1e-12)
+        assert (float(sums.weight), int(sums.aux["rows"])) == (float(weight), aux["rows"])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10, rtol=1e-10), sums.grads, grads)
+        assert all(jax.tree.leaves(jax.tree.map(lambda g, s: g.sharding.is_equivalent_to(s, g.ndim), sums.grads, shardings)))
+    assert run._cache_size() == 1
+
+
+def test_accumulators_are_float32():
+    """Gradients of bfloat16 parameters are summed in float32: a thousand small ones do not vanish."""
+    mesh = toy.mesh_of("one")
+    params = {"w": jnp.ones((), jnp.bfloat16)}
+    batch = {"x": jnp.full((1000, 1), 1 / 1024, jnp.bfloat16)}
+    keys = row_keys(jax.random.key(0), jnp.int32(0), jnp.zeros((1000, 1), jnp.int32))
+    sums = accumulate(
+        lambda p, b, _: (jnp.sum(p["w"] * b["x"]), 1, {}),
+        params,
+        batch,
+        1000,
+        keys,
+        mesh=mesh,
+        param_shardings=shardings_like(params, mesh),
+    )
+    assert sums.grads["w"].dtype == jnp.float32
+    assert float(sums.grads["w"]) == 1000 / 1024
+
+
+def all_reduces_by_loop(hlo):
+    """Return the shapes that all-reduces reduce, inside loop bodies and outside."""
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", hlo))
+    inside, outside, current = [], [], ""
+    for line in hlo.splitlines():
+        if line and not line[0].isspace():
+            current = line.split()[1 if line.startswith("ENTRY") else 0].lstrip("%")
+        elif match := re.search(r"= (.*?) all-reduce(?:-start)?\(", line):
+            (inside if current in bodies else outside).append(match.group(1))
+    return inside, outside
+
+
+def test_one_reduction_per_step_over_the_data_axis():
+    """The compiled program has no all-reduce inside the loop over microbatches, and one round of them after it."""
+    mesh = toy.mesh_of("data")
+    params = toy.new_params(mesh)
+    batch, _ = buffer(mesh, 4, 16, np.float32)
+    keys = row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(64).reshape(4, 16))
+    run = jax.jit(lambda *args: accumulate(toy.loss_fn, *args, mesh=mesh, param_shardings=shardings_like(params, mesh)))
+    hlo = run.lower(params, batch, np.int32(2), keys).compile().as_text()
+    inside, outside = all_reduces_by_loop(hlo)
+    assert "while" in hlo
+    assert inside == []
+    assert outside
+
+
+def test_dropout_does_not_depend_on_the_cut():
+    """A row has the same random key however the batch is cut into microbatches."""
+    one = row_keys(jax.random.key(1), jnp.int32(5), jnp.arange(12).reshape(1, 12))
+    cut = row_keys(jax.random.key(1), jnp.int32(5), jnp.arange(12).reshape(4, 3))
+    assert (jax.random.key_data(one).reshape(12, -1) == jax.random.key_data(cut).reshape(12, -1)).all()
+    assert len(set(map(tuple, jax.random.key_data(one)[0].tolist()))) == 12
+
+
+def test_mutable_is_carried_and_averaged_over_replicas():
+    """Carried state passes from microbatch to microbatch within a replica, and is averaged over replicas at the end."""
+    mesh = toy.mesh_of("data")
+    params = {"w": jnp.ones(())}
+    batch = jax.device_put({"x": np.arange(24.0, dtype=np.float32).reshape(3, 8)}, batch_sharding(mesh, leading=1))
+    keys = row_keys(jax.random.key(0), jnp.int32(0), jnp.arange(24).reshape(3, 8))
+
+    def loss_fn(params, batch, rngs, mutable):
+        return (
+            jnp.sum(params["w"] * batch["x"]),
+            batch["x"].size,
+            {},
+            {"last": mutable["last"] * 10 + batch["x"].sum(), "n": mutable["n"] + 1},
+        )
+
+    start = {"last": jnp.float32(0), "n": jnp.int32(0)}
+    sums = jax.jit(
+        lambda *args: accumulate(loss_fn, *args, mesh=mesh, param_shardings=shardings_like(params, mesh), mutable=start)
+    )(params, batch, np.int32(2), keys)
+    expected = np.mean([10 * row + (row + 8) for row in range(8)])
+    assert (float(sums.mutable["last"]), int(sums.mutable["n"])) == (expected, 2)
+
+
+def test_multi_steps_follows_the_plan():
+    """K at every optimizer step is the plan's number of microbatches, also in later phases and after a jump."""
+    plan = RampPlan(
+        ramp=BatchRamp.from_schedule("0:4 20:12 100:8"),
+        splitter=BatchSplitter(data_parallel_size=2),
+        num_devices=2,
+        total_steps=50,
+    )
+    tx = multi_steps(optax.sgd(0.1), plan)
+    every_k = jax.jit(tx._every_k_schedule)
+    for step in range(50):
+        assert int(every_k(jnp.int32(step))) == plan.position(step).split.num_microbatches
+
+
+def test_multi_steps_averages_microbatches_not_tokens():
+    """The documented difference: 100 tokens of gradient 1 and 4 tokens of gradient 5 average to 3, not to 1.154."""
+    plan = RampPlan(
+        ramp=BatchRamp.constant(2),
+        splitter=BatchSplitter(data_parallel_size=1, microbatch_size=1),
+        num_devices=1,
+        total_steps=9,
+    )
+    tx = multi_steps(optax.sgd(1.0), plan)
+    params = {"w": jnp.zeros(())}
+    state = tx.init(params)
+    for gradient in (1.0, 5.0):
+        updates, state = tx.update({"w": jnp.float32(gradient)}, state, params)
+    assert float(updates["w"]) == -3.0
+
+
+def test_multi_steps_cannot_count_beyond_int32():
+    """A ramp of more than 2**31 steps is refused."""
+    plan = RampPlan(
+        ramp=BatchRamp.piecewise([(0, 1), (2**32, 2)]),
+        splitter=BatchSplitter(data_parallel_size=1),
+        num_devices=1,
+        total_steps=9,
+    )
+    with pytest.raises(RampDefinitionError, match="counts in int32"):
+        multi_steps(optax.sgd(1.0), plan)

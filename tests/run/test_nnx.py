@@ -1,0 +1,73 @@
+"""Tests of rampup.run.nnx."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+from flax import nnx
+
+from rampup.run import merge_model, split_model, step_batches, train_step
+
+
+class Model(nnx.Module):
+    """Two layers with batch statistics and dropout of its own."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(toy.WIDTH, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.second = nnx.Linear(16, toy.WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        """Return the output."""
+        return self.second(self.dropout(nnx.relu(self.norm(self.first(x)))))
+
+
+def loss_fn(model, batch, rngs):
+    """Squared error, weighted."""
+    error = jnp.sum((model(batch["x"]) - batch["x"]) ** 2, axis=-1)
+    return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {}
+
+
+@pytest.mark.parametrize("name", ["one", "data"])
+def test_a_model_with_statistics_and_dropout_trains(name):
+    """The loss falls through a whole ramp in one executable, and the model has the new parameters and statistics."""
+    mesh = toy.mesh_of(name)
+    plan, tx = toy.plan_for(mesh, steps=60), optax.adam(1e-2)
+    model = Model(nnx.Rngs(0))
+    before = np.array(model.norm.mean[...])
+    state, pure = split_model(model, loss_fn, tx, mesh)
+    step = train_step(pure, tx, plan, mesh)
+    found = []
+    for batch in step_batches(toy.rows(), plan, mesh, seed=1):
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    assert step.num_compilations == 1
+    assert np.mean(found[-5:]) < 0.75 * np.mean(found[:5])
+    merge_model(model, state)
+    assert not np.allclose(np.array(model.norm.mean[...]), before)
+    np.testing.assert_array_equal(model.first.kernel[...], jax.tree.leaves(state.params["first"]["kernel"])[0])
+
+
+def test_nnx_is_the_same_arithmetic():
+    """Without statistics and dropout, nnx gives the losses of the same model written as a pure function."""
+    mesh = toy.mesh_of("data")
+    plan, tx = toy.plan_for(mesh), optax.sgd(0.01)
+    model = nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=nnx.Rngs(0))
+    params = {"kernel": jnp.array(model.kernel[...]), "bias": jnp.array(model.bias[...])}
+
+    def plain(params, batch, rngs):
+        return loss_fn(lambda x: x @ params["kernel"] + params["bias"], batch, rngs)
+
+    from rampup.run import create_state
+
+    state, pure = split_model(model, loss_fn, tx, mesh)
+    other = create_state(params, tx, mesh)
+    nnx_step, plain_step = train_step(pure, tx, plan, mesh), train_step(plain, tx, plan, mesh)
+    for batch in step_batches(toy.rows(), plan, mesh):
+        state, metrics = nnx_step(state, batch)
+        other, expected = plain_step(other, batch)
+        np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
+    model(jnp.ones((1, toy.WIDTH)))

@@ -1,0 +1,89 @@
+"""Tests of rampup.run.optimizer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rampup.errors import ConfigError, RampDefinitionError
+from rampup.plan import BatchRamp, BatchSplitter, RampPlan
+from rampup.run.optimizer import LearningRate, make_optimizer
+
+RAMP = BatchRamp.from_schedule("0:8 100:16 250:32")
+
+
+def plan(steps=60, **keys):
+    """Return a plan of the ramp above."""
+    return RampPlan(ramp=RAMP, splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=steps, **keys)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("clock", ["steps", "samples"])
+@pytest.mark.parametrize("scaling", ["none", "sqrt"])
+def test_host_and_device_agree(kind, clock, scaling):
+    """The rate on the device is the rate on the host, at every step, also after the schedule's end."""
+    keys = {"learning_rate_clock": clock, "learning_rate_batch_scaling": scaling, "learning_rate_schedule_steps": 50}
+    rate = LearningRate(plan=plan(**keys), peak=0.3, kind=kind, warmup_fraction=0.2, decay_fraction=0.3)
+    on_device = jax.jit(jax.vmap(rate))(jnp.arange(60))
+    np.testing.assert_allclose(on_device, [rate.at(step) for step in range(60)], rtol=1e-5, atol=1e-7)
+    assert (rate.at(55) == 0) == (kind != "constant")
+
+
+def test_the_samples_clock_keeps_warm_up_where_it_belongs():
+    """Warm-up over a tenth of the samples ends at the step that has consumed a tenth of them, not at a tenth of the steps."""
+    by_samples = LearningRate(plan=plan(learning_rate_clock="samples"), peak=1.0, kind="constant", warmup_fraction=0.1)
+    by_steps = LearningRate(plan=plan(learning_rate_clock="steps"), peak=1.0, kind="constant", warmup_fraction=0.1)
+    tenth = RAMP.samples_before(60) / 10
+    first_full = next(step for step in range(60) if by_samples.at(step) == 1.0)
+    assert RAMP.samples_before(first_full - 1) < tenth <= RAMP.samples_before(first_full)
+    assert next(step for step in range(60) if by_steps.at(step) == 1.0) == 6
+
+
+def test_constant_batch_agrees_with_optax():
+    """With a constant batch both clocks are the usual warm-up and cosine decay."""
+    constant = RampPlan(
+        ramp=BatchRamp.constant(8), splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=100
+    )
+    rate = LearningRate(plan=constant, peak=0.5, warmup_fraction=0.1, final_fraction=0.2)
+    usual = optax.warmup_cosine_decay_schedule(0.0, 0.5, 10, 100, end_value=0.1)
+    np.testing.assert_allclose(
+        [rate.at(step) for step in range(100)], [usual(step) for step in range(100)], rtol=1e-5, atol=1e-7
+    )
+
+
+def test_wsd_stays_then_decays():
+    """Warm-up, stay and linear decay to the final fraction."""
+    constant = RampPlan(
+        ramp=BatchRamp.constant(8), splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=100
+    )
+    rate = LearningRate(plan=constant, peak=1.0, kind="wsd", warmup_fraction=0.1, decay_fraction=0.2, final_fraction=0.0)
+    assert [round(rate.at(step), 3) for step in (0, 5, 10, 80, 90, 99)] == [0.0, 0.5, 1.0, 1.0, 0.5, 0.05]
+
+
+def test_batch_scaling_is_applied():
+    """A quarter of the final batch has half of the rate with sqrt scaling."""
+    rate = LearningRate(plan=plan(learning_rate_batch_scaling="sqrt"), peak=1.0, kind="constant")
+    assert (rate.at(1), rate.at(59)) == (0.5, 1.0)
+
+
+def test_phases_beyond_int32_do_not_disturb():
+    """A ramp that goes on beyond what a device counts works up to there; a run beyond it is refused."""
+    long = BatchRamp.piecewise([(0, 1), (2**33, 2)])
+    keys = {"ramp": long, "splitter": BatchSplitter(data_parallel_size=1), "num_devices": 1}
+    assert float(LearningRate(plan=RampPlan(**keys, total_steps=10), peak=1.0, kind="constant")(jnp.int32(3))) == 1.0
+    with pytest.raises(RampDefinitionError, match="int32"):
+        LearningRate(plan=RampPlan(**keys, total_steps=2**33), peak=1.0)
+
+
+def test_optimizers():
+    """Both kinds run, clipping limits the step, and a misspelt kind is refused."""
+    params, grads = {"w": jnp.ones(4)}, {"w": jnp.full(4, 100.0)}
+    for kind in ("adamw", "sgd"):
+        tx = make_optimizer(0.1, kind=kind, clip_norm=1.0)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        assert float(jnp.linalg.norm(updates["w"])) < 1.0
+    free = make_optimizer(0.1, kind="sgd", clip_norm=0)
+    assert float(free.update(grads, free.init(params), params)[0]["w"][0]) == -10.0
+    with pytest.raises(ConfigError, match="must be one of adamw, sgd"):
+        make_optimizer(0.1, kind="adm")

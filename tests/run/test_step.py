@@ -1,0 +1,173 @@
+"""Tests of rampup.run.step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+from flax.training.train_state import TrainState as LinenTrainState
+
+from rampup.errors import ConfigError
+from rampup.run.data import step_batches
+from rampup.run.mesh import make_mesh
+from rampup.run.step import EvalStep, create_state, prepare_state, train_step
+
+
+def losses(mesh, plan, engine="fused", tx=None, number_of_rows=400, **options):
+    """Train the toy and return its losses, final parameters and step."""
+    step = train_step(toy.loss_fn, tx or optax.adamw(1e-2), plan, mesh, engine=engine, seed=3)
+    state = create_state(toy.new_params(mesh), step.tx, mesh)
+    found = []
+    for batch in step_batches(toy.rows(number_of_rows), plan, mesh, seed=5, one_by_one=engine == "multi_steps", **options):
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    assert int(state.step) == plan.total_steps
+    return found, jax.device_get(state.params), step
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The losses of a plain big-batch loop on one device, without any of our step."""
+    mesh = toy.mesh_of("one")
+    plan, tx = toy.plan_for(mesh), optax.adamw(1e-2)
+    params = toy.new_params(mesh)
+    state = tx.init(params)
+    found = []
+    for number, batch in enumerate(step_batches(toy.rows(), plan, mesh, seed=5)):
+        size = batch.position.split.global_batch_size
+        whole = {
+            name: np.concatenate([chunk[name] for chunk in batch.chunks]).reshape(-1, *batch.chunks[0][name].shape[2:])
+            for name in batch.chunks[0]
+        }
+        whole = {name: x[:size] for name, x in whole.items()}
+        base = jax.random.fold_in(jax.random.key(3), number)
+        keys = jax.vmap(lambda row, base=base: jax.random.fold_in(base, row))(jnp.arange(size))
+
+        def mean(p, whole=whole, keys=keys):
+            loss, weight, _ = toy.loss_fn(p, whole, keys)
+            return loss / weight
+
+        loss, grads = jax.value_and_grad(mean)(params)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        found.append(float(loss))
+    return found, jax.device_get(params)
+
+
+@pytest.mark.parametrize("name", toy.MESHES)
+def test_fused_is_the_big_batch_on_any_mesh(name, reference):
+    """Three phases through one executable give the losses and parameters of the plain big batch, on every mesh."""
+    mesh = toy.mesh_of(name)
+    found, params, step = losses(mesh, toy.plan_for(mesh))
+    np.testing.assert_allclose(found, reference[0], rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, reference[1])
+    assert step.num_compilations == 1
+
+
+@pytest.mark.parametrize(("mode", "compilations"), [("fixed", 1), ("per_phase", 3), ("auto", 2)])
+def test_compilations_are_the_shapes_of_the_plan(mode, compilations, reference):
+    """As many executables are built as the plan has shapes, and the losses do not depend on the shapes."""
+    mesh = toy.mesh_of("data")
+    plan = toy.plan_for(mesh, rampup_microbatch=mode)
+    found, _, step = losses(mesh, plan)
+    assert step.num_compilations == plan.num_compiled_shapes == compilations
+    np.testing.assert_allclose(found, reference[0], rtol=1e-5)
+
+
+def test_small_microbatches_fill_chunks(reference):
+    """Forty-eight microbatches a step, in chunks whose last is only partly filled, change nothing."""
+    mesh = toy.mesh_of("one")
+    found, _, step = losses(mesh, toy.plan_for(mesh, microbatch_size=1))
+    np.testing.assert_allclose(found, reference[0], rtol=1e-5)
+    assert step.num_compilations == 1
+
+
+@pytest.mark.parametrize("name", ["one", "data_fsdp_tensor"])
+def test_multi_steps_is_one_executable_and_differs_as_documented(name, reference):
+    """MultiSteps compiles once too; with unequal weights its average of averages is near the token mean, and is not it."""
+    mesh = toy.mesh_of(name)
+    found, _, step = losses(mesh, toy.plan_for(mesh), engine="multi_steps")
+    assert step.num_compilations == 1
+    np.testing.assert_allclose(found, reference[0], rtol=1e-2)
+    assert not np.allclose(found, reference[0], rtol=1e-5)
+
+
+def test_multi_steps_accumulators_lie_like_the_parameters():
+    """The accumulators of MultiSteps are cut over fsdp and tensor."""
+    mesh = toy.mesh_of("data_fsdp_tensor")
+    step = train_step(toy.loss_fn, optax.adamw(1e-2), toy.plan_for(mesh), mesh, engine="multi_steps")
+    state = create_state(toy.new_params(mesh), step.tx, mesh)
+    assert {name: leaf.sharding.spec for name, leaf in state.opt_state.acc_grads.items()} == {
+        name: leaf.sharding.spec for name, leaf in state.params.items()
+    }
+
+
+def test_a_stock_flax_train_state_compiles_once():
+    """Flax's own TrainState, prepared, goes through the whole ramp in one executable and counts optimizer steps."""
+    mesh = toy.mesh_of("data")
+    plan, tx = toy.plan_for(mesh), optax.sgd(0.01)
+    stock = LinenTrainState.create(apply_fn=lambda *_: None, params=toy.new_params(toy.mesh_of("one")), tx=tx)
+    state = prepare_state(stock, mesh)
+    step = train_step(toy.loss_fn, tx, plan, mesh)
+    for batch in step_batches(toy.rows(), plan, mesh):
+        state, metrics = step(state, batch)
+    assert isinstance(state, LinenTrainState)
+    assert (int(state.step), state.step.dtype, step.num_compilations) == (12, jnp.int32, 1)
+    assert set(metrics) == {"loss", "weight", "grad_norm", "aux"}
+    assert int(metrics["aux"]["rows"]) == 48
+
+
+def test_a_batch_in_which_nothing_counts_changes_nothing():
+    """Zero weight gives a zero gradient and a zero loss, not NaN."""
+    mesh = toy.mesh_of("one")
+    plan = toy.plan_for(mesh, steps=2)
+    rows = [row | {"weight": np.float32(0)} for row in toy.rows()]
+    step = train_step(toy.loss_fn, optax.sgd(0.1), plan, mesh)
+    state = create_state(toy.new_params(mesh), step.tx, mesh)
+    before = jax.device_get(state.params)
+    for batch in step_batches(rows, plan, mesh):
+        state, metrics = step(state, batch)
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state.params))
+    assert float(metrics["loss"]) == 0
+
+
+def test_gradient_norm_is_of_the_mean_gradient():
+    """`grad_norm` is what optax computes from the gradient of the weighted mean."""
+    mesh = toy.mesh_of("data")
+    plan = toy.plan_for(mesh, steps=1)
+    tx = optax.sgd(1.0)
+    step = train_step(toy.loss_fn, tx, plan, mesh)
+    state = create_state(toy.new_params(mesh), tx, mesh)
+    before = jax.device_get(state.params)
+    (batch,) = step_batches(toy.rows(), plan, mesh)
+    state, metrics = step(state, batch)
+    change = jax.tree.map(lambda a, b: a - b, before, jax.device_get(state.params))
+    norm = np.sqrt(sum(np.sum(leaf.astype(np.float64) ** 2) for leaf in jax.tree.leaves(change)))
+    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-4)
+
+
+def test_evaluation_is_the_weighted_mean():
+    """EvalStep sums losses and weights over all microbatches of a batch."""
+    mesh = toy.mesh_of("data")
+    plan = toy.plan_for(mesh, "0:48", steps=2, microbatch_size=2)
+
+    def no_dropout(params, batch, rngs):
+        hidden = jnp.tanh(batch["x"] @ params["in"])
+        error = jnp.sum((hidden @ params["out"] - batch["x"]) ** 2, axis=-1)
+        return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {}
+
+    state = create_state(toy.new_params(mesh), optax.sgd(0.1), mesh)
+    evaluate = EvalStep(no_dropout, mesh)
+    sums = np.sum([jax.device_get(evaluate(state, batch)) for batch in step_batches(toy.rows(96), plan, mesh)], axis=0)
+    rows = toy.rows(96)
+    whole = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    loss, weight, _ = no_dropout(jax.device_get(state.params), whole, None)
+    np.testing.assert_allclose(sums, [loss, weight], rtol=1e-5)
+
+
+def test_unknown_engine_is_refused():
+    """A misspelt engine names the two."""
+    mesh = make_mesh()
+    with pytest.raises(ConfigError, match="must be one of fused, multi_steps"):
+        train_step(toy.loss_fn, optax.sgd(0.1), toy.plan_for(mesh), mesh, engine="multistep")

@@ -1,0 +1,62 @@
+"""A tiny problem with unequal weights, shared by the tests of rampup.run."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
+from rampup.run.mesh import make_mesh
+
+WIDTH = 8
+MESHES = {
+    "one": None,
+    "data": MeshAxes(data=8),
+    "data_tensor": MeshAxes(data=4, tensor=2),
+    "fsdp": MeshAxes(fsdp=8),
+    "data_fsdp_tensor": MeshAxes(data=2, fsdp=2, tensor=2),
+}
+
+
+def mesh_of(name):
+    """Return one of the meshes above; `one` is a single device."""
+    axes = MESHES[name]
+    return make_mesh(axes, jax.devices()[:1] if axes is None else None)
+
+
+def loss_fn(params, batch, rngs):
+    """Weighted squared error of a two-layer network, with dropout by row."""
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.9, (WIDTH,)))(rngs)
+    hidden = jnp.tanh(jnp.where(kept, batch["x"], 0) @ params["in"])
+    error = jnp.sum((hidden @ params["out"] - batch["x"]) ** 2, axis=-1)
+    return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {"rows": batch["weight"].size}
+
+
+def new_params(mesh, dtype=np.float32):
+    """Return parameters cut over fsdp and tensor."""
+    rng = np.random.default_rng(0)
+    values = {"in": rng.normal(size=(WIDTH, 16)) * 0.3, "out": rng.normal(size=(16, WIDTH)) * 0.3}
+    specs = {"in": PartitionSpec("fsdp", "tensor"), "out": PartitionSpec("tensor", "fsdp")}
+    return {name: jax.device_put(values[name].astype(dtype), NamedSharding(mesh, specs[name])) for name in values}
+
+
+def rows(number=400, dtype=np.float32):
+    """Return rows with weights from 1 to 9, each knowing its number."""
+    rng = np.random.default_rng(1)
+    return [
+        {"x": rng.normal(size=WIDTH).astype(dtype), "weight": dtype(rng.integers(1, 10)), "id": np.int32(n)}
+        for n in range(number)
+    ]
+
+
+def plan_for(mesh, schedule="0:16 64:32 200:48", *, steps=12, **splitter):
+    """Return a plan of three phases whose batches divide over eight replicas."""
+    d = mesh.shape["data"] * mesh.shape["fsdp"]
+    return RampPlan(
+        ramp=BatchRamp.from_schedule(schedule),
+        splitter=BatchSplitter(data_parallel_size=d, **splitter),
+        num_devices=mesh.size,
+        total_steps=steps,
+    )
