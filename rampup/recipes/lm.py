@@ -1,0 +1,226 @@
+"""The byte-level language model that `rampup train` trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from rampup.config.build import build_plan, mesh_axes
+from rampup.config.schema import Config
+from rampup.errors import ConfigError, DataError
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import BatchRamp
+from rampup.recipes.transformer import LanguageModel
+from rampup.run.data import Batch, SampleOrder, step_batches
+from rampup.run.loop import Loop, Progress, Summary
+from rampup.run.mesh import make_mesh
+from rampup.run.optimizer import LearningRate, make_optimizer
+from rampup.run.run_folder import run_folder
+from rampup.run.sources import RowSource, open_sources
+from rampup.run.step import EvalStep, create_state, train_step
+
+# A checkpoint is of the run only if these agree: they say what the numbers in it mean and which rows come next.
+_IDENTITY = (
+    "gradient_accumulation",
+    "opt_type",
+    "base_emb_dim",
+    "base_num_decoder_layers",
+    "base_mlp_dim",
+    "base_num_query_heads",
+    "base_num_kv_heads",
+    "vocab_size",
+    "max_target_length",
+    "logits_via_embedding",
+    "dataset_type",
+    "enable_data_shuffling",
+    "data_shuffle_seed",
+    "init_weights_seed",
+)
+
+
+def train(config: Config, progress: Progress = lambda event, values: None) -> Summary:
+    """Train the language model as configured, in the run's folder.
+
+    Args:
+        config: the configuration.
+        progress: called with an event's name and its values; see `Loop`. The first event is `plan`.
+
+    Returns:
+        What the run did.
+
+    Raises:
+        RampupError: before any work, if the configuration cannot be run here.
+    """
+    plan = build_plan(config, jax.device_count())
+    _refuse_what_is_only_planned(config, plan)
+    mesh = make_mesh(mesh_axes(config, plan.num_devices))
+    model = language_model(config).on(mesh)
+    shardings = model.shardings(mesh)
+    train_rows, eval_rows = sources(config)
+    data = data_options(config)
+    SampleOrder(len(train_rows), seed=data["seed"], num_epochs=data["num_epochs"]).check(plan.consumed_samples)
+    rate = learning_rate(config, plan)
+    step = train_step(
+        model.loss, optimizer(config, rate), plan, mesh, engine=config.gradient_accumulation, seed=config.init_weights_seed
+    )
+    evaluate = None if config.eval_interval == -1 else _evaluation(config, plan, mesh, model, eval_rows)
+    folder = run_folder(config.base_output_directory, config.run_name)
+    facts = {"folder": str(folder), "devices": jax.devices(), "num_parameters": model.num_parameters}
+    progress("plan", {"plan": plan, **facts})
+    params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(config.init_weights_seed))
+
+    def batches(start: int) -> Iterator[Batch]:
+        one_by_one = config.gradient_accumulation == "multi_steps"
+        return step_batches(train_rows, plan, mesh, start=start, one_by_one=one_by_one, **data)
+
+    return Loop(
+        plan=plan,
+        step=step,
+        batches=batches,
+        learning_rate=rate.at,
+        folder=folder,
+        tokens_per_sample=config.max_target_length,
+        record={"num_rows": len(train_rows), **{name: getattr(config, name) for name in _IDENTITY}},
+        evaluate=evaluate,
+        eval_interval=None if config.eval_interval == -1 else config.eval_interval,
+        checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,
+        keep_checkpoints=config.max_num_checkpoints_to_keep,
+        async_checkpoints=config.async_checkpointing,
+        progress=progress,
+    ).run(create_state(params, step.tx, mesh))
+
+
+def _refuse_what_is_only_planned(config: Config, plan: RampPlan) -> None:
+    if plan.splitter.num_stages > 1:
+        raise ConfigError(
+            f"a pipeline of {plan.splitter.num_stages} stages can be planned but not trained yet; set "
+            "ici_pipeline_parallelism=1 and dcn_pipeline_parallelism=1",
+            key="ici_pipeline_parallelism",
+            nearest=(1,),
+        )
+    if 0 < config.expansion_factor_real_data < 1:
+        raise ConfigError(
+            f"expansion_factor_real_data={float(config.expansion_factor_real_data)} below 1 is MaxText's way to resume on "
+            "fewer hosts; here a position does not depend on hosts: set it to -1",
+            key="expansion_factor_real_data",
+            nearest=(-1,),
+        )
+
+
+def rows_of_step(config: Config, plan: RampPlan, step: int) -> list[dict[str, Any]]:
+    """Return the samples that a step reads: number of the sample, row and where it comes from.
+
+    Raises:
+        RampupError: no such step, or no such data.
+    """
+    if not 0 <= step < plan.total_steps:
+        raise ConfigError(
+            f"step={step} must be from 0 to {plan.total_steps - 1}", key="step", nearest=(0, plan.total_steps - 1)
+        )
+    rows, _ = sources(config)
+    options = data_options(config)
+    order = SampleOrder(len(rows), seed=options["seed"], num_epochs=options["num_epochs"])
+    order.check(plan.ramp.samples_before(step + 1))
+    numbers = order.rows(plan.rows(step)).tolist()
+    samples = zip(plan.rows(step), numbers, strict=True)
+    return [{"sample": sample, "row": row, "source": rows.describe(row)} for sample, row in samples]
+
+
+def language_model(config: Config) -> LanguageModel:
+    """Return the model that the configuration describes."""
+    return LanguageModel(
+        num_layers=config.base_num_decoder_layers,
+        width=config.base_emb_dim,
+        mlp_dim=config.base_mlp_dim,
+        num_heads=config.base_num_query_heads,
+        num_kv_heads=config.num_kv_heads,
+        vocab_size=config.vocab_size,
+        tied=config.logits_via_embedding,
+        dropout_rate=config.dropout_rate,
+        dtype=config.dtype,
+        remat_policy=config.remat_policy,
+    )
+
+
+def learning_rate(config: Config, plan: RampPlan) -> LearningRate:
+    """Return the learning-rate schedule that the configuration describes."""
+    return LearningRate(
+        plan=plan,
+        peak=config.learning_rate,
+        kind=config.lr_schedule_type,  # type: ignore[arg-type]
+        warmup_fraction=config.warmup_steps_fraction,
+        final_fraction=config.learning_rate_final_fraction,
+        decay_fraction=config.wsd_decay_steps_fraction,
+        decay_style=config.wsd_decay_style,  # type: ignore[arg-type]
+    )
+
+
+def optimizer(config: Config, rate: Callable[[Any], Any]) -> Any:
+    """Return the optimizer that the configuration describes."""
+    return make_optimizer(
+        rate,
+        kind=config.opt_type,  # type: ignore[arg-type]
+        b1=config.adam_b1,
+        b2=config.adam_b2,
+        eps=config.adam_eps,
+        weight_decay=config.adam_weight_decay,
+        clip_norm=config.gradient_clipping_threshold,
+    )
+
+
+def sources(config: Config) -> tuple[RowSource, RowSource]:
+    """Return the rows to train on and those to evaluate on."""
+    return open_sources(
+        config.dataset_type,
+        train_files=config.grain_train_files,
+        eval_files=config.grain_eval_files,
+        holdout_fraction=config.eval_holdout_fraction,
+        sequence_length=config.max_target_length,
+        vocab_size=config.vocab_size,
+        token_dtype=config.token_dtype,
+    )
+
+
+def data_options(config: Config) -> dict[str, Any]:
+    """Return how rows become batches, as `step_batches` takes it."""
+    return {
+        "seed": config.data_shuffle_seed if config.enable_data_shuffling else None,
+        "num_epochs": None if config.num_epoch == -1 else config.num_epoch,
+        "num_threads": config.grain_num_threads,
+        "read_ahead": config.grain_prefetch_buffer_size,
+    }
+
+
+def _evaluation(
+    config: Config, plan: RampPlan, mesh: Mesh, model: LanguageModel, rows: RowSource
+) -> Callable[[Any], Mapping[str, float]]:
+    """Return the evaluation: the weighted mean loss over the same held-out rows every time."""
+    assert plan.eval_global_batch_size is not None
+    available = len(rows) // plan.eval_global_batch_size
+    num_batches = available if config.eval_steps == -1 else config.eval_steps
+    if num_batches < 1 or num_batches > available:
+        raise DataError(
+            f"evaluation needs eval_steps={config.eval_steps} batches of {plan.eval_global_batch_size} rows, but {len(rows):,} "
+            f"rows are held out, {available} batches; set eval_steps={available or 1}, a smaller eval_per_device_batch_size, "
+            "or eval_interval=-1",
+            key="eval_steps",
+        )
+    eval_plan = RampPlan(
+        ramp=BatchRamp.constant(plan.eval_global_batch_size),
+        splitter=plan.splitter.for_eval(),
+        num_devices=plan.num_devices,
+        total_steps=num_batches,
+    )
+    step = EvalStep(replace(model, dropout_rate=0.0).loss, mesh)
+
+    def evaluate(state: Any) -> dict[str, float]:
+        sums = [step(state, batch) for batch in step_batches(rows, eval_plan, mesh)]
+        loss, weight = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
+        return {"eval_loss": float(loss / weight), "eval_tokens": int(weight)}
+
+    return evaluate
