@@ -1,0 +1,7 @@
+"""`python -m rampup`."""
+
+import sys
+
+from rampup.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""A plan and a run, shown to people."""

@@ -1,0 +1,83 @@
+"""Tests of rampup.show.progress."""
+
+import io
+from types import SimpleNamespace
+
+from rich.console import Console
+
+from rampup import Config, build_plan
+from rampup.show.progress import TrainProgress
+
+PLAN = build_plan(Config(enable_rampup_batch_size=True, steps=60, global_rampup_samples=100), 1)
+
+
+def events():
+    """Yield the events of a run, as the loop reports them."""
+    yield "plan", {"plan": PLAN, "folder": "runs/x", "devices": [SimpleNamespace(device_kind="cpu")], "num_parameters": 1234}
+    yield "start", {"step": 0, "folder": "runs/x"}
+    phase = None
+    for step in range(60):
+        position = PLAN.position(step)
+        values = {
+            "step": step,
+            "consumed_samples": position.consumed_samples + position.split.global_batch_size,
+            "phase": position.phase.index,
+            "global_batch_size": position.split.global_batch_size,
+            "loss": None if step == 20 else 5.0 - step / 100,
+            "tokens_per_second": 1000.0,
+        }
+        if phase != position.phase.index:
+            phase = position.phase.index
+            yield "phase", values
+        yield "step", values
+    yield "eval", {"step": 59, "eval_loss": 4.5}
+    yield "checkpoint", {"step": 60}
+    yield "stop", {"step": 60, "interrupted": True}
+
+
+def shown(**options):
+    """Return what is printed of the events above."""
+    console = Console(file=io.StringIO(), width=120, highlight=False, **options.pop("console", {}))
+    progress = TrainProgress(console, log_period=20, **options)
+    for event, values in events():
+        progress(event, values)
+    progress.close()
+    return console.file.getvalue()
+
+
+def test_lines_without_a_terminal():
+    """Piped, there is the plan, a line at each phase change, one every log_period steps, evaluation and the stop."""
+    text = shown()
+    assert "the batch goes from 4 to 16 samples" in text
+    for phase in range(4):
+        assert f"phase {phase} from step {PLAN.ramp.phases[phase].start_step}" in text
+    assert [f"step {step}, " in text for step in (0, 1, 20, 40)] == [True, False, True, True]
+    assert "loss not finite" in text
+    assert "evaluation after step 59: loss 4.500" in text
+    assert "stopped after 60 steps; the same command goes on from there" in text
+    assert "0:00 left" in text
+
+
+def test_a_bar_in_a_terminal():
+    """In a terminal there is a bar with step, phase, batch, loss, rate and time left, and still a line per phase."""
+    text = shown(console={"force_terminal": True, "color_system": None})
+    for part in ("step 59, phase 3, batch 16, loss 4.410", "tokens/s", "left", "phase 2 from step"):
+        assert part in text
+
+
+def test_quiet_prints_nothing():
+    """`--quiet` leaves only the summary to the caller."""
+    assert shown(quiet=True) == ""
+
+
+def test_resumed_and_finished_runs_say_so():
+    """A resumed run says where it goes on; a finished one that there is nothing to do."""
+    console = Console(file=io.StringIO(), width=120)
+    progress = TrainProgress(console)
+    (name, plan), *_ = events()
+    progress(name, plan)
+    progress("start", {"step": 30, "folder": "runs/x"})
+    progress("start", {"step": 60, "folder": "runs/x"})
+    progress.close()
+    assert "resumed after step 29" in console.file.getvalue()
+    assert "the run in runs/x is finished: nothing to do" in console.file.getvalue()
