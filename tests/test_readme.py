@@ -1,0 +1,58 @@
+"""The README tells the truth."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from rampup.cli import COMMANDS, main
+from rampup.config.template import keys_table
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PLANS = sorted(set(re.findall(r"`(rampup (?:plan|rows) [^`]*)`", README)))
+
+
+@pytest.mark.parametrize("number", range(len(SNIPPETS)))
+def test_snippets_run(number, capsys):
+    """Every Python snippet runs as it stands, and the two that train compile once and learn."""
+    exec(compile(SNIPPETS[number], f"README.md snippet {number}", "exec"), {})
+    printed = capsys.readouterr().out.split()
+    if number > 0:
+        loss, steps, compilations = printed
+        assert (int(steps), int(compilations)) == (40, 1)
+        assert float(loss) < 5
+
+
+def test_there_is_a_snippet_for_each_depth():
+    """Three depths of wrapping, three snippets."""
+    assert len(SNIPPETS) == 3
+
+
+@pytest.mark.parametrize("command", PLANS)
+def test_commands_run(command, capsys, monkeypatch):
+    """Every command that plans or looks up runs as it stands, from the repository's root."""
+    monkeypatch.chdir(ROOT)
+    assert main(shlex.split(command)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+def test_the_picture_is_what_is_printed(capsys, monkeypatch):
+    """The plan in the README is what the command prints."""
+    monkeypatch.chdir(ROOT)
+    main(["plan", "configs/base.yml", "--devices", "4"])
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    assert f"```text\n{printed}\n```" in README
+
+
+def test_every_command_and_key_is_documented():
+    """The tables of commands and keys are complete and current."""
+    assert all(f"`rampup {name} " in README for name in COMMANDS)
+    assert keys_table() in README
+
+
+def test_all_presets_are_named():
+    """Every configuration that comes with rampup is in the README."""
+    assert all(path.stem in README for path in (ROOT / "configs").glob("*.yml"))
