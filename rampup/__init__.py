@@ -30,6 +30,7 @@ from rampup.plan import (
     PlanPosition,
     RampPlan,
     RampupBatchManager,
+    Timetable,
     define_ramp,
 )
 
@@ -52,6 +53,7 @@ __all__ = [
     "RampupBatchManager",
     "RampupError",
     "ResumeMismatchError",
+    "Timetable",
     "build_plan",
     "define_ramp",
     "load_config",

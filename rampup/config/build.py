@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from typing import TypeVar
 
 from rampup.config.schema import Config
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
 from rampup.plan.axes import AUTO, AXES, MeshAxes
+from rampup.plan.chooser import DEFAULT_OVERHEAD_TOKENS, predicted_time
 from rampup.plan.definition import define_ramp, global_batch_size
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.plan.split import BatchSplitter, pipeline_repeats
+from rampup.plan.split import BatchSplitter
+from rampup.plan.stages import legal_repeats, pipeline_repeats
+from rampup.plan.units import exact_fraction
 
 T = TypeVar("T")
 
@@ -43,6 +47,7 @@ def build_plan(config: Config, num_devices: int | None = None) -> RampPlan:
     raise_together(problems)
     assert splitter is not None
     assert ramp is not None
+    splitter = _with_best_repeats(config, splitter, ramp)
     eval_size = _collect(problems, config, lambda: _eval_size(config, num_devices, ramp, splitter))
     plan = _collect(problems, config, lambda: _plan(config, num_devices, ramp, splitter, eval_size))
     raise_together(problems)
@@ -62,15 +67,44 @@ def mesh_axes(config: Config, num_devices: int) -> MeshAxes:
 
 
 def _num_repeats(config: Config, num_stages: int) -> int:
-    return pipeline_repeats(
-        num_layers=config.base_num_decoder_layers,
-        num_stages=num_stages,
-        num_layers_per_stage=config.num_layers_per_pipeline_stage,
-        num_repeats=config.num_pipeline_repeats,
+    layers, per_stage, repeats = (
+        config.base_num_decoder_layers,
+        config.num_layers_per_pipeline_stage,
+        config.num_pipeline_repeats,
     )
+    if per_stage == AUTO:
+        per_stage = max(layers // (num_stages * max(repeats, 1)), 1)
+    return pipeline_repeats(num_layers=layers, num_stages=num_stages, num_layers_per_stage=per_stage, num_repeats=repeats)
+
+
+def _with_best_repeats(config: Config, splitter: BatchSplitter, ramp: BatchRamp) -> BatchSplitter:
+    """Where repeats and layers per stage are both automatic, choose the repeats with the lowest predicted time at the end."""
+    if splitter.num_stages == 1 or config.num_layers_per_pipeline_stage != AUTO or config.num_pipeline_repeats != AUTO:
+        return splitter
+
+    def time(num_repeats: int) -> Fraction:
+        *_, last = replace(splitter, num_repeats=num_repeats).split(ramp.sizes)
+        return last.accumulation_steps * predicted_time(
+            last.num_pipeline_microbatches,
+            last.microbatch_size,
+            num_stages=splitter.num_stages,
+            num_repeats=num_repeats,
+            overhead=_tick_overhead(config),
+        )
+
+    repeats = legal_repeats(num_layers=config.base_num_decoder_layers, num_stages=splitter.num_stages)
+    return replace(splitter, num_repeats=min(repeats, key=time))
+
+
+def _tick_overhead(config: Config) -> Fraction:
+    """What a tick costs beside its arithmetic, in samples: as measured, or as assumed where nobody has."""
+    if config.pipeline_tick_overhead is None:
+        return Fraction(DEFAULT_OVERHEAD_TOKENS, config.max_target_length)
+    return exact_fraction(config.pipeline_tick_overhead, what="pipeline_tick_overhead", key="pipeline_tick_overhead")
 
 
 def _splitter(config: Config, axes: MeshAxes, num_repeats: int) -> BatchSplitter:
+    measured = config.pipeline_tick_overhead is not None
     return BatchSplitter(
         data_parallel_size=axes.data_parallel_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
@@ -81,6 +115,7 @@ def _splitter(config: Config, axes: MeshAxes, num_repeats: int) -> BatchSplitter
         microbatch_size=config.microbatch_size,
         strict_multiple=config.pipeline_strict_multiple,
         delay_activation_forwarding=config.pipeline_delay_activation_forwarding,
+        tick_overhead=_tick_overhead(config) if measured or config.rampup_microbatch == "per_phase" else None,
     )
 
 
@@ -162,6 +197,7 @@ def _plan(config: Config, num_devices: int, ramp: BatchRamp, splitter: BatchSpli
         if config.learning_rate_schedule_steps == AUTO
         else config.learning_rate_schedule_steps,
         expansion_factor_real_data=config.expansion_factor_real_data,
+        assumed_tick_overhead=_tick_overhead(config),
     )
 
 

@@ -82,10 +82,12 @@ class Config:
     dcn_expert_parallelism: int = _devices(1, "slices that share experts; planned only")
     dcn_pipeline_parallelism: int = _devices(1, "factor of the pipeline stages across slices")
 
-    num_pipeline_microbatches: int = _pipeline(-1, "microbatches of one pipeline pass; -1 = automatic", minimum=1, also=(-1,))
-    num_layers_per_pipeline_stage: int = _pipeline(1, "layers in one stage and repeat", minimum=1, unit="layers")
-    num_pipeline_repeats: int = _pipeline(-1, "times that each microbatch goes round the stages; -1 = as the layers give", minimum=1, also=(-1,))
+    num_pipeline_microbatches: int = _pipeline(-1, "microbatches of one pipeline pass; -1 = automatic: the largest microbatch, or by pipeline_tick_overhead")
+    num_layers_per_pipeline_stage: int = _pipeline(1, "layers in one stage and repeat; -1 = those of the repeats with the lowest predicted step time", unit="layers")
+    num_pipeline_repeats: int = _pipeline(-1, "times that each microbatch goes round the stages; -1 = as the layers give")
     pipeline_delay_activation_forwarding: bool = _pipeline(False, "MaxText's key: needs twice the microbatches")
+    pipeline_tick_overhead: float | None = _pipeline(None, "what a pipeline tick costs beside its arithmetic, in samples per replica; with it the automatic microbatches are those with the lowest predicted step time; null = not measured", kind="float", minimum=0, nullable=True, unit="samples")
+    pipeline_keep: str = _pipeline("nothing", "what a stage keeps of a microbatch for its backward besides its input: nothing, so that it computes it again, or dots = matrix products", choices=("nothing", "dots"))
     pipeline_strict_multiple: bool = _pipeline(True, "keep MaxText's rule that microbatches are a multiple of the stages")
 
     learning_rate: float = _rate(3e-3, "peak learning rate, for the batch of the last phase", minimum=0, maxtext="3.e-5")

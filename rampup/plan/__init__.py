@@ -6,6 +6,7 @@ from rampup.plan.manager import RampupBatchManager
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.split import BatchSplit, BatchSplitter
+from rampup.plan.timetable import Timetable
 
 __all__ = [
     "BatchRamp",
@@ -16,5 +17,6 @@ __all__ = [
     "PlanPosition",
     "RampPlan",
     "RampupBatchManager",
+    "Timetable",
     "define_ramp",
 ]

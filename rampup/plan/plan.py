@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from rampup.errors import BatchDivisibilityError, RampupError, raise_together
+from rampup.plan.chooser import PipelineChoice
 from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.scaling import BatchScaling, Clock, ClockSegment, clock_segments, learning_rate_scale
 from rampup.plan.split import BatchSplit, BatchSplitter
@@ -46,6 +47,7 @@ class RampPlan:
         learning_rate_clock: what the learning-rate schedule counts.
         learning_rate_schedule_steps: length of that schedule in optimizer steps; None = `total_steps`.
         expansion_factor_real_data: MaxText's key; above 0, the factor between the batch that is loaded and the one trained on.
+        assumed_tick_overhead: what a pipeline tick is taken to cost where the splitter has no measured value; for advice.
         splits: how the batch of every phase is cut (derived).
         eval_split: how the evaluation batch is cut (derived).
         clock: the clock of the learning-rate schedule, phase by phase (derived).
@@ -72,6 +74,7 @@ class RampPlan:
     learning_rate_clock: Clock = "steps"
     learning_rate_schedule_steps: int | None = None
     expansion_factor_real_data: Fraction = Fraction(-1)
+    assumed_tick_overhead: Fraction = Fraction(1)
     splits: tuple[BatchSplit, ...] = field(init=False, repr=False, compare=False)
     eval_split: BatchSplit | None = field(init=False, repr=False, compare=False)
     clock: tuple[ClockSegment, ...] = field(init=False, repr=False, compare=False)
@@ -135,6 +138,15 @@ class RampPlan:
         return self.total_steps if self.learning_rate_schedule_steps is None else self.learning_rate_schedule_steps
 
     @property
+    def pipeline_choices(self) -> tuple[PipelineChoice, ...]:
+        """The ways to cut the last phase for the pipeline, the fastest predicted first; empty where nothing is to choose."""
+        splitter = self.splitter
+        if splitter.tick_overhead is None:
+            splitter = replace(splitter, tick_overhead=self.assumed_tick_overhead)
+        sizes = self.ramp.sizes[-1:] if splitter.rampup_microbatch == "per_phase" else self.ramp.sizes
+        return splitter.choices(sizes)
+
+    @property
     def advice(self) -> tuple[str, ...]:
         """What is legal but costs something, in sentences."""
         notes = []
@@ -147,10 +159,23 @@ class RampPlan:
                 f"per step for ever after; rampup_microbatch=auto runs {passes} of {largest} there, with two compiled shapes "
                 "instead of one"
             )
+        notes += self._pipeline_advice(final.microbatch_size)
         unreached = [phase.index for phase in self.ramp.phases if phase.start_step >= self.total_steps]
         if unreached:
             notes.append(f"steps={self.total_steps:,} ends before phase {unreached[0]} and those after it")
         return tuple(notes)
+
+    def _pipeline_advice(self, microbatch_size: int) -> list[str]:
+        choices = self.pipeline_choices
+        taken = next((choice for choice in choices if choice.microbatch_size == microbatch_size), None)
+        if taken is None or choices[0].predicted_time > Fraction(19, 20) * taken.predicted_time:
+            return []
+        best, gain = choices[0], float(1 - choices[0].predicted_time / taken.predicted_time)
+        return [
+            f"microbatch_size={best.microbatch_size} is predicted {gain:.0%} faster in the last phase, if a pipeline tick "
+            f"costs {float(self.assumed_tick_overhead):g} samples beside its arithmetic; with pipeline_tick_overhead it is "
+            "chosen so"
+        ]
 
     def _loading_problem(self) -> RampupError | None:
         factor, size = self.expansion_factor_real_data, self.ramp.sizes[-1]
@@ -197,7 +222,7 @@ class RampPlan:
 
     def to_dict(self) -> Mapping[str, object]:
         """Return the plan as `rampup plan --json` prints it."""
-        increment = self.ramp.samples_per_increment
+        increment, choices = self.ramp.samples_per_increment, self.pipeline_choices
         return {
             "num_devices": self.num_devices,
             "num_increments": self.ramp.num_increments,
@@ -209,6 +234,7 @@ class RampPlan:
             "phases": self.phase_rows(),
             "eval": None if self.eval_split is None else self._sizes_of(self.eval_split, 1),
             "global_batch_to_load": self.global_batch_to_load,
+            **({"pipeline_choices": [choice.to_dict() for choice in choices]} if choices else {}),
         }
 
     def _repr_html_(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Literal
 
 from rampup.errors import (
@@ -15,6 +16,7 @@ from rampup.errors import (
     nearest_multiples,
     raise_together,
 )
+from rampup.plan.chooser import PipelineChoice, pipeline_choices
 
 AUTO = -1
 RampupMicrobatch = Literal["fixed", "per_phase", "auto"]
@@ -76,6 +78,9 @@ class BatchSplitter:
         microbatch_size: b, or -1 for automatic.
         strict_multiple: m must be a multiple of p (the rule of MaxText's pipeline).
         delay_activation_forwarding: m must be at least 2p (MaxText).
+        tick_overhead: what a pipeline tick costs beside its arithmetic, in samples per replica (`chooser.predicted_time`).
+            With it an automatic m is the one with the lowest predicted time: `per_phase` in every phase, `fixed` in the last
+            one, whose microbatch then serves all. Without it m is the smallest, the microbatch the largest.
 
     Example:
         >>> splitter = BatchSplitter(data_parallel_size=4)
@@ -92,13 +97,14 @@ class BatchSplitter:
     microbatch_size: int = AUTO
     strict_multiple: bool = True
     delay_activation_forwarding: bool = False
+    tick_overhead: Fraction | None = None
 
     def __post_init__(self) -> None:
         raise_together([*self._size_problems(), *self._microbatch_problems()])
 
     def for_eval(self) -> BatchSplitter:
         """Return the rule for evaluation: the same without the accumulation factor."""
-        return replace(self, gradient_accumulation_steps=1, rampup_microbatch="fixed")
+        return replace(self, gradient_accumulation_steps=1, rampup_microbatch="fixed", tick_overhead=None)
 
     @property
     def unit(self) -> int:
@@ -111,7 +117,7 @@ class BatchSplitter:
         conditions = self._conditions()
         last = math.prod(conditions[-1].values())
         needed = [c for c in conditions if c is conditions[-1] or last % math.prod(c.values())]
-        return " and of ".join(_product(factors) for factors in needed)
+        return " and of ".join(product_text(factors) for factors in needed)
 
     @property
     def smallest(self) -> int:
@@ -168,12 +174,38 @@ class BatchSplitter:
         raise_together([p for i, size in enumerate(sizes) if (p := self.problem(size, f"phase {i}"))])
         largest = [self.largest_microbatch(size) for size in sizes]
         if self.rampup_microbatch == "per_phase":
-            return tuple(self._cut(size, b, merge_passes=False) for size, b in zip(sizes, largest, strict=True))
-        fixed = math.gcd(*largest) if self.microbatch_size == AUTO else self.microbatch_size
+            chosen = [
+                choices[0].microbatch_size if (choices := self.choices([size])) else b
+                for size, b in zip(sizes, largest, strict=True)
+            ]
+            return tuple(self._cut(size, b, merge_passes=False) for size, b in zip(sizes, chosen, strict=True))
+        if self._fixes_microbatch:
+            fixed = self.microbatch_size
+        else:
+            fixed = choices[0].microbatch_size if (choices := self.choices(sizes)) else math.gcd(*largest)
         chosen = [fixed] * len(sizes)
         if self.rampup_microbatch == "auto":
             chosen[-1] = largest[-1]
         return tuple(self._cut(size, b, merge_passes=True) for size, b in zip(sizes, chosen, strict=True))
+
+    def choices(self, sizes: Sequence[int]) -> tuple[PipelineChoice, ...]:
+        """Return the ways to cut the last of these batches that suit all of them, the fastest first.
+
+        Empty where there is nothing to choose: no pipeline, m or b given, or no `tick_overhead`.
+        """
+        if not self._chooses or self.tick_overhead is None:
+            return ()
+        shared = math.gcd(*(self.largest_microbatch(size) for size in sizes))
+        passes = self.gradient_accumulation_steps if self.rampup_microbatch == "per_phase" else 1
+        samples = sizes[-1] // (self.data_parallel_size * passes)
+        return pipeline_choices(
+            samples,
+            num_stages=self.num_stages,
+            overhead=self.tick_overhead,
+            repeats=(self.num_repeats,),
+            multiple=samples // shared,
+            least=self._pass_unit,
+        )
 
     def largest_microbatch(self, global_batch_size: int) -> int:
         """Return the largest microbatch that a legal global batch allows, in samples per replica.
@@ -199,8 +231,9 @@ class BatchSplitter:
     def _cut(self, size: int, microbatch_size: int, *, merge_passes: bool) -> BatchSplit:
         """Cut one batch; with `merge_passes` an automatic m takes all microbatches into one pipeline pass."""
         num_microbatches = size // (self.data_parallel_size * microbatch_size)
-        automatic = self.num_stages > 1 and self.num_pipeline_microbatches == AUTO
-        in_a_pass = num_microbatches if automatic and merge_passes else self._pass_unit
+        in_a_pass = self._pass_unit
+        if self.num_stages > 1 and self.num_pipeline_microbatches == AUTO:
+            in_a_pass = num_microbatches // (1 if merge_passes else self.gradient_accumulation_steps)
         return BatchSplit(
             global_batch_size=size,
             data_parallel_size=self.data_parallel_size,
@@ -208,6 +241,10 @@ class BatchSplitter:
             num_pipeline_microbatches=in_a_pass,
             microbatch_size=microbatch_size,
         )
+
+    @property
+    def _chooses(self) -> bool:
+        return self.num_stages > 1 and self.num_pipeline_microbatches == AUTO and not self._fixes_microbatch
 
     @property
     def _fixes_microbatch(self) -> bool:
@@ -310,56 +347,13 @@ class BatchSplitter:
         ]
 
 
-def pipeline_repeats(*, num_layers: int, num_stages: int, num_layers_per_stage: int = 1, num_repeats: int = AUTO) -> int:
-    """Return the layer chunks per stage, checked: layers = stages * repeats * layers per stage.
-
-    Args:
-        num_layers: decoder layers of the model.
-        num_stages: pipeline stages p; with 1 there is nothing to repeat.
-        num_layers_per_stage: layers in one chunk.
-        num_repeats: chunks per stage v, or -1 for as many as the layers give.
-
-    Raises:
-        PipelineShapeError: layers that do not fit, with the nearest numbers that do.
+def product_text(factors: Mapping[str, int]) -> str:
+    """Write a product with its names and its values.
 
     Example:
-        >>> pipeline_repeats(num_layers=16, num_stages=4, num_layers_per_stage=2)
-        2
-
-    Source: MaxText `configs/types.py`, the checks on num_pipeline_repeats.
+        >>> product_text({"data_parallel_size": 64, "microbatch_size": 8})
+        'data_parallel_size * microbatch_size = 64 * 8 = 512'
     """
-    sizes: Mapping[str, int] = {
-        "base_num_decoder_layers": num_layers,
-        "num_layers_per_pipeline_stage": num_layers_per_stage,
-    }
-    for key, size in sizes.items():
-        if size < 1:
-            raise PipelineShapeError(f"{key}={size} must be at least 1", key=key, nearest=(1,))
-    key = "num_pipeline_repeats"
-    if num_repeats < 1 and num_repeats != AUTO:
-        raise PipelineShapeError(f"{key}={num_repeats} must be -1 (automatic) or at least 1", key=key, nearest=(AUTO, 1))
-    if num_stages == 1:
-        if num_repeats not in (AUTO, 1):
-            raise PipelineShapeError(
-                f"{key}={num_repeats} needs a pipeline, but there is one stage; set it to -1", key=key, nearest=(AUTO, 1)
-            )
-        return 1
-    factors = {"num_stages": num_stages, "num_layers_per_pipeline_stage": num_layers_per_stage}
-    if num_repeats != AUTO:
-        factors[key] = num_repeats
-    product = math.prod(factors.values())
-    if num_layers % product or (num_repeats != AUTO and num_layers != product):
-        nearest = [product] if num_repeats != AUTO else [n for n in nearest_multiples(num_layers, product) if n is not None]
-        verb = "be" if num_repeats != AUTO else "be a multiple of"
-        raise PipelineShapeError(
-            f"base_num_decoder_layers={num_layers} must {verb} {_product(factors)}; nearest: {', '.join(map(str, nearest))}",
-            key="base_num_decoder_layers",
-            nearest=nearest,
-        )
-    return num_layers // (num_stages * num_layers_per_stage)
-
-
-def _product(factors: Mapping[str, int]) -> str:
     used = {name: size for name, size in factors.items() if size != 1} or factors
     names, values = " * ".join(used), " * ".join(map(str, used.values()))
     return f"{names} = {values}" + (f" = {math.prod(used.values())}" if len(used) > 1 else "")

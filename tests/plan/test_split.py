@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError
-from rampup.plan.split import BatchSplit, BatchSplitter, pipeline_repeats
+from rampup.plan.split import BatchSplit, BatchSplitter
 
 
 def shapes(splitter, sizes):
@@ -186,31 +186,3 @@ def test_a_split_checks_its_own_product():
         BatchSplit(
             global_batch_size=10, data_parallel_size=2, accumulation_steps=2, num_pipeline_microbatches=1, microbatch_size=2
         )
-
-
-@pytest.mark.parametrize(
-    ("layers", "stages", "per_stage", "repeats", "expected"),
-    [(8, 4, 1, -1, 2), (8, 4, 2, -1, 1), (8, 1, 1, -1, 1), (12, 2, 2, 3, 3)],
-)
-def test_pipeline_repeats(layers, stages, per_stage, repeats, expected):
-    """Repeats are what the layers give."""
-    result = pipeline_repeats(num_layers=layers, num_stages=stages, num_layers_per_stage=per_stage, num_repeats=repeats)
-    assert result == expected
-
-
-@pytest.mark.parametrize(
-    ("layers", "stages", "per_stage", "repeats", "nearest"),
-    [
-        (8, 3, 1, -1, (6, 9)),
-        (8, 4, 3, -1, (12,)),
-        (8, 4, 1, 3, (12,)),
-        (8, 1, 1, 2, (-1, 1)),
-        (8, 4, 1, 0, (-1, 1)),
-        (0, 4, 1, -1, (1,)),
-    ],
-)
-def test_layers_must_fit_the_stages(layers, stages, per_stage, repeats, nearest):
-    """Layers = stages * repeats * layers per stage, or an error with the nearest number."""
-    with pytest.raises(PipelineShapeError) as caught:
-        pipeline_repeats(num_layers=layers, num_stages=stages, num_layers_per_stage=per_stage, num_repeats=repeats)
-    assert caught.value.nearest == nearest

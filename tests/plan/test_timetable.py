@@ -1,10 +1,22 @@
 """Tests of rampup.plan.timetable."""
 
+import itertools
 from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rampup.plan.timetable import bubble_fraction, num_ticks
+from rampup.errors import PipelineShapeError
+from rampup.plan.timetable import Timetable, bubble_fraction, num_ticks, peak_live_microbatches
+
+STAGES, MICROBATCHES, REPEATS = range(1, 9), range(1, 33), range(1, 5)
+
+
+def build(schedule, p, m, v=1, **options):
+    """Return a timetable with equal costs of forward and backward unless they are given."""
+    options = {"forward_cost": 1, "backward_cost": 1} | options
+    return Timetable.build(schedule, num_stages=p, num_microbatches=m, num_repeats=v, **options)
 
 
 @pytest.mark.parametrize(
@@ -25,3 +37,168 @@ def test_closed_forms(stages, microbatches, repeats, ticks, bubble):
     """Ticks and bubble agree with the published tables, also with fewer microbatches than stages."""
     assert num_ticks(stages, microbatches, repeats) == ticks
     assert bubble_fraction(stages, microbatches, repeats) == bubble
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "slots", "span", "bubble", "peaks", "zero_bubble_span"),
+    [
+        (2, 2, 6, 9, Fraction(1, 3), (2, 1), 7),
+        (2, 4, 10, 15, Fraction(1, 5), (2, 1), 13),
+        (4, 4, 14, 21, Fraction(3, 7), (4, 3, 2, 1), 15),
+        (4, 8, 22, 33, Fraction(3, 11), (4, 3, 2, 1), 27),
+        (4, 16, 38, 57, Fraction(3, 19), (4, 3, 2, 1), 51),
+        (8, 8, 30, 45, Fraction(7, 15), (8, 7, 6, 5, 4, 3, 2, 1), 31),
+        (8, 16, 46, 69, Fraction(7, 23), (8, 7, 6, 5, 4, 3, 2, 1), 55),
+        (8, 32, 78, 117, Fraction(7, 39), (8, 7, 6, 5, 4, 3, 2, 1), 103),
+        (4, 3, 12, 18, Fraction(1, 2), (3, 3, 2, 1), None),
+        (4, 6, 18, 27, Fraction(1, 3), (4, 3, 2, 1), None),
+    ],
+)
+def test_published_numbers_without_repeats(p, m, slots, span, bubble, peaks, zero_bubble_span):
+    """GPipe, 1F1B and ZB-H1 give the spans, bubbles and peaks that other implementations' tables have."""
+    for schedule, live in (("gpipe", (m,) * p), ("1f1b", peaks)):
+        table = build(schedule, p, m)
+        assert (table.makespan, table.bubble_fraction, table.peak_live_microbatches) == (slots, bubble, live)
+        assert build(schedule, p, m, backward_cost=2).makespan == span
+    if zero_bubble_span:
+        table = build("zb-h1", p, m, backward_cost=2)
+        assert (table.makespan, table.peak_live_microbatches) == (zero_bubble_span, (p,) * p)
+        assert table.bubble_fraction == Fraction(p - 1, zero_bubble_span)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "v", "ticks", "bubble", "peak"),
+    [
+        (2, 2, 2, 5, Fraction(1, 5), 2),
+        (2, 4, 2, 9, Fraction(1, 9), Fraction(5, 2)),
+        (4, 4, 2, 11, Fraction(3, 11), 4),
+        (4, 8, 2, 19, Fraction(3, 19), Fraction(11, 2)),
+        (4, 8, 4, 35, Fraction(3, 35), Fraction(19, 4)),
+        (2, 8, 4, 33, Fraction(1, 33), Fraction(9, 4)),
+        (8, 8, 2, 23, Fraction(7, 23), 8),
+        (8, 16, 2, 39, Fraction(7, 39), Fraction(23, 2)),
+        (8, 16, 4, 71, Fraction(7, 71), Fraction(39, 4)),
+        (4, 6, 2, 15, Fraction(1, 5), 6),
+        (4, 3, 2, 10, Fraction(2, 5), 3),
+        (4, 2, 2, 9, Fraction(5, 9), 2),
+    ],
+)
+def test_published_numbers_with_repeats(p, m, v, ticks, bubble, peak):
+    """Interleaved and circular give the ticks, bubbles and peaks that other implementations' tables have."""
+    for schedule, live in (("interleaved", peak), ("circular", m)):
+        table = build(schedule, p, m, v)
+        assert (table.makespan * v, table.bubble_fraction) == (2 * ticks, bubble)
+        assert table.peak_live_microbatches[0] == live
+
+
+@pytest.mark.parametrize(("m", "bubble", "peak"), [(6, 0.3455, Fraction(11, 2)), (5, 0.3750, 5), (8, 3 / 19, Fraction(11, 2))])
+def test_contiguous_groups_bubble_where_the_last_is_short(m, bubble, peak):
+    """Megatron's groups of 4 leave the bubbles that it warns of; balanced groups do not."""
+    table = build("interleaved", 4, m, 2, group_size=4, backward_cost=2)
+    assert float(table.bubble_fraction) == pytest.approx(bubble, abs=5e-5)
+    assert table.peak_live_microbatches[0] == peak
+    assert build("interleaved", 4, m, 2, backward_cost=2).bubble_fraction == bubble_fraction(4, m, 2)
+
+
+@pytest.mark.parametrize("p", STAGES)
+def test_closed_forms_are_what_is_counted_without_repeats(p):
+    """Every p, every m up to 32: makespan, bubble and peak of every stage."""
+    for m in MICROBATCHES:
+        for schedule in ("gpipe", "1f1b"):
+            table = build(schedule, p, m, backward_cost=2)
+            assert table.makespan == 3 * num_ticks(p, m)
+            assert table.bubble_fraction == bubble_fraction(p, m)
+            assert table.peak_live_microbatches == peaks(schedule, p, m)
+        if m >= p:
+            table = build("zb-h1", p, m, backward_cost=2)
+            assert table.makespan == 3 * m + p - 1
+            assert table.peak_live_microbatches == peaks("zb-h1", p, m)
+
+
+@pytest.mark.parametrize("v", [2, 3, 4])
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
+def test_closed_forms_are_what_is_counted_with_repeats(p, v):
+    """Every m up to 32: with repeats the bubble is 1/v of what it was, and stalls only below m = p."""
+    for m in MICROBATCHES:
+        for schedule in ("interleaved", "circular"):
+            table = build(schedule, p, m, v, backward_cost=2)
+            assert table.makespan == Fraction(3 * num_ticks(p, m, v), v)
+            assert table.bubble_fraction == bubble_fraction(p, m, v)
+            assert table.peak_live_microbatches == peaks(schedule, p, m, v)
+
+
+def peaks(schedule, p, m, v=1):
+    """Return the closed form for every stage."""
+    return tuple(peak_live_microbatches(schedule, num_stages=p, num_microbatches=m, num_repeats=v, stage=s) for s in range(p))
+
+
+@given(
+    schedule=st.sampled_from(["gpipe", "1f1b", "interleaved", "circular", "zb-h1"]),
+    p=st.integers(1, 6),
+    m=st.integers(1, 12),
+    v=st.integers(1, 3),
+    forward=st.fractions(Fraction(1, 8), 8, max_denominator=16),
+    backward=st.fractions(Fraction(1, 8), 8, max_denominator=16),
+)
+def test_every_timetable_can_be_run(schedule, p, m, v, forward, backward):
+    """Whatever the costs: each piece of work once, no stage in two places, inputs there before their use, all costs paid."""
+    v = v if schedule in ("interleaved", "circular") else 1
+    m = max(m, p) if schedule == "zb-h1" else m
+    table = build(schedule, p, m, v, forward_cost=forward, backward_cost=backward)
+    kinds = "FIW" if schedule == "zb-h1" else "FB"
+    done = {(o.kind, o.stage, o.microbatch, o.repeat): o for o in table.operations}
+    assert len(done) == len(table.operations) == p * m * v * len(kinds)
+    for stage in range(p):
+        own = table.of_stage(stage)
+        assert all(a.end <= b.start for a, b in itertools.pairwise(own))
+        assert sum(o.end - o.start for o in own) == m * (forward + backward)
+    backwards = kinds[1]
+    for (kind, s, k, r), o in done.items():
+        place = r * p + s
+        if kind == "F" and place:
+            assert done["F", (place - 1) % p, k, (place - 1) // p].end <= o.start
+        if kind == backwards:
+            needed = ("F", s, k, r) if place == p * v - 1 else (kind, (place + 1) % p, k, (place + 1) // p)
+            assert done[needed].end <= o.start
+        if kind == "W":
+            assert done["I", s, k, r].end <= o.start
+    assert int(table.num_ticks) * table.tick == table.makespan
+
+
+@pytest.mark.parametrize(("p", "m", "v", "sends"), [(1, 4, 1, (0,)), (3, 4, 1, (4, 8, 4)), (3, 4, 2, (12, 16, 12))])
+def test_sends_are_counted(p, m, v, sends):
+    """Each stage sends its activations on and its gradients back; the ends of the pipeline send nothing."""
+    assert build("interleaved" if v > 1 else "1f1b", p, m, v).sends_per_stage == sends
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "nearest"),
+    [
+        ({"schedule": "2f2b"}, "schedule", ("gpipe", "1f1b", "interleaved", "circular", "zb-h1")),
+        ({"num_stages": 0}, "stages", (1,)),
+        ({"num_microbatches": 0}, "microbatches", (1,)),
+        ({"num_repeats": -1}, "repeats", (1,)),
+        ({"num_repeats": 2}, "repeats", (1,)),
+        ({"schedule": "zb-h1", "num_microbatches": 3}, "microbatches", (4,)),
+        ({"schedule": "interleaved", "group_size": 3}, "group-size", (4, 8)),
+        ({"schedule": "interleaved", "group_size": 9}, "group-size", (4, 8)),
+        ({"group_size": 4}, "group-size", (4, 8)),
+        ({"forward_cost": 0}, "forward-cost", (1,)),
+        ({"backward_cost": -1}, "backward-cost", (1,)),
+        ({"schedule": "zb-h1", "weight_cost": 2}, "weight-cost", ()),
+        ({"num_microbatches": 10**9}, "microbatches", (166_666,)),
+    ],
+)
+def test_what_is_not_defined_is_refused(change, key, nearest):
+    """Each refusal names what to change, and at most p, m and costs for which the schedule is defined."""
+    shape = {"schedule": "1f1b", "num_stages": 4, "num_microbatches": 8} | change
+    with pytest.raises(PipelineShapeError) as caught:
+        Timetable.build(**shape)
+    assert (caught.value.key, caught.value.nearest) == (key, nearest)
+
+
+def test_notebook_table():
+    """The HTML table has a row a stage, and as many columns as ticks in each."""
+    html = build("1f1b", 3, 4)._repr_html_()
+    assert html.count("<tr>") == 3
+    assert "F3" in html
