@@ -6,22 +6,28 @@ from rampup.run.loop import Loop, Summary
 from rampup.run.mesh import make_mesh
 from rampup.run.nnx import merge_model, split_model
 from rampup.run.optimizer import LearningRate, make_optimizer
+from rampup.run.pipeline import as_loss, gpipe_sums, pipeline_sums
+from rampup.run.pipeline_stage import PipelinedLoss
 from rampup.run.step import TrainState, TrainStep, create_state, prepare_state, train_step
 
 __all__ = [
     "Batch",
     "LearningRate",
     "Loop",
+    "PipelinedLoss",
     "Summary",
     "TrainState",
     "TrainStep",
     "accumulate",
+    "as_loss",
     "create_state",
+    "gpipe_sums",
     "make_mesh",
     "make_optimizer",
     "merge_model",
     "microbatches",
     "multi_steps",
+    "pipeline_sums",
     "prepare_state",
     "split_model",
     "step_batches",

@@ -13,11 +13,13 @@ import optax
 from flax import struct
 from jax.sharding import Mesh
 
-from rampup.errors import ConfigError
+from rampup.errors import ConfigError, PipelineShapeError
 from rampup.plan.plan import RampPlan
 from rampup.run.accumulate import LossFn, Sums, accumulate, accumulator, multi_steps, per_replica, row_keys
 from rampup.run.data import Batch
-from rampup.run.mesh import DATA, replicated, shardings_like
+from rampup.run.mesh import DATA, STAGE, replicated, shardings_like
+from rampup.run.pipeline import pipeline_sums
+from rampup.run.pipeline_stage import PipelinedLoss
 
 Metrics = dict[str, Any]
 ENGINES = ("fused", "multi_steps")
@@ -77,7 +79,7 @@ class TrainStep:
 
     def __init__(
         self,
-        loss_fn: LossFn,
+        loss_fn: LossFn | PipelinedLoss,
         tx: optax.GradientTransformation,
         plan: RampPlan,
         mesh: Mesh,
@@ -90,6 +92,19 @@ class TrainStep:
                 f"gradient_accumulation={engine!r} must be one of {', '.join(ENGINES)}",
                 key="gradient_accumulation",
                 nearest=ENGINES,
+            )
+        pipelined, stages = isinstance(loss_fn, PipelinedLoss), dict(mesh.shape).get(STAGE, 1)
+        if stages > 1 and not pipelined:
+            raise PipelineShapeError(
+                f"the mesh has {stages} pipeline stages, so the loss must say what a stage does: give a PipelinedLoss",
+                key="ici_pipeline_parallelism",
+                nearest=(1,),
+            )
+        if pipelined and engine == "multi_steps":
+            raise ConfigError(
+                "gradient_accumulation=multi_steps is without a pipeline; fused runs the optimizer once per step too",
+                key="gradient_accumulation",
+                nearest=("fused",),
             )
         self.tx = multi_steps(tx, plan) if engine == "multi_steps" else tx
         self.num_compilations = 0
@@ -112,8 +127,10 @@ class TrainStep:
             with the engine `fused`, `grad_norm`.
         """
         if self._fused:
-            chunks, number = self._filled_up(batch), np.int32(batch.num_microbatches)
-            return self._executable(_fused_step, batch, state, chunks, number)(state, chunks, number)
+            split = batch.position.split
+            counts = np.int32(split.num_pipeline_microbatches), np.int32(split.accumulation_steps)
+            chunks = self._filled_up(batch)
+            return self._executable(_fused_step, batch, state, chunks, counts)(state, chunks, counts)
         sums = None
         for number, chunk in enumerate(batch.chunks):
             place = np.int32(number * batch.layout.rows)
@@ -153,7 +170,7 @@ class TrainStep:
 
 
 def train_step(
-    loss_fn: LossFn,
+    loss_fn: LossFn | PipelinedLoss,
     tx: optax.GradientTransformation,
     plan: RampPlan,
     mesh: Mesh,
@@ -169,7 +186,7 @@ def train_step(
     Args:
         loss_fn: `loss_fn(params, batch, rngs) -> (loss_sum, weight_sum, aux)`, sums over the rows it is given. `batch` has
             rows in front; `rngs` is one random key per row, which depends on seed, step and row alone. If the state has
-            `mutable`, it is a fourth argument and its new value a fourth result.
+            `mutable`, it is a fourth argument and its new value a fourth result. With pipeline stages, a `PipelinedLoss`.
         tx: the optimizer, run once per optimizer step.
         plan: the plan.
         mesh: the devices.
@@ -199,7 +216,7 @@ def train_step(
 class EvalStep:
     """A compiled evaluation step: sums loss and weight over a batch. Made with the loss function of training."""
 
-    def __init__(self, loss_fn: LossFn, mesh: Mesh) -> None:
+    def __init__(self, loss_fn: LossFn | PipelinedLoss, mesh: Mesh) -> None:
         self._loss_fn, self._mesh = loss_fn, mesh
         self._compiled: dict[Any, Callable[..., Any]] = {}
 
@@ -213,16 +230,16 @@ class EvalStep:
 
 
 def _fused_step(
-    loss_fn: LossFn,
+    loss_fn: LossFn | PipelinedLoss,
     tx: optax.GradientTransformation,
     mesh: Mesh,
     param_shardings: Any,
     seed: jax.Array,
     state: Any,
     chunks: tuple[Any, ...],
-    num_microbatches: jax.Array,
+    counts: tuple[jax.Array, jax.Array],
 ) -> tuple[Any, Metrics]:
-    sums = _sum_over(loss_fn, mesh, param_shardings, seed, state, _joined(chunks), num_microbatches, jnp.int32(0))
+    sums = _sum_over(loss_fn, mesh, param_shardings, seed, state, _joined(chunks), counts, jnp.int32(0))
     grads = _mean_gradient(sums, state.params)
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
@@ -246,7 +263,7 @@ def _micro_step(
     chunk: Any,
     first_row: jax.Array,
 ) -> tuple[Any, Metrics]:
-    sums = _sum_over(loss_fn, mesh, param_shardings, seed, state, chunk, jnp.int32(1), first_row)
+    sums = _sum_over(loss_fn, mesh, param_shardings, seed, state, chunk, (jnp.int32(1), jnp.int32(1)), first_row)
     updates, opt_state = tx.update(_mean_gradient(sums, state.params), state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     weight = so_far["weight"] + sums.weight
@@ -258,7 +275,15 @@ def _micro_step(
     return _replaced(state, sums, params=params, opt_state=opt_state, step=opt_state.gradient_step), metrics
 
 
-def _eval_sums(loss_fn: LossFn, mesh: Mesh, state: Any, chunks: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+def _eval_sums(loss_fn: LossFn | PipelinedLoss, mesh: Mesh, state: Any, chunks: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+    batch_KR = _joined(chunks)
+    keys_KR = row_keys(jax.random.key(0), jnp.int32(0), _row_numbers(batch_KR, 0))
+    if isinstance(loss_fn, PipelinedLoss):
+        shardings = jax.tree.map(lambda _: replicated(mesh), state.params)
+        options: dict[str, Any] = {"mesh": mesh, "param_shardings": shardings, "with_grads": False}
+        sums = pipeline_sums(loss_fn, state.params, batch_KR, keys_KR.shape[0], keys_KR, **options)
+        return sums.loss, sums.weight
+
     def of_one_replica(batch_KR: Any, keys_KR: jax.Array, params: Any, carried: Any) -> tuple[jax.Array, jax.Array]:
         def add(i: jax.Array, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             batch_R = jax.tree.map(lambda x: x[i], batch_KR)
@@ -269,8 +294,6 @@ def _eval_sums(loss_fn: LossFn, mesh: Mesh, state: Any, chunks: tuple[Any, ...])
         sums = jax.lax.fori_loop(0, keys_KR.shape[0], add, (zero, zero))
         return jax.lax.psum(sums, DATA) if mesh.shape[DATA] > 1 else sums
 
-    batch_KR = _joined(chunks)
-    keys_KR = row_keys(jax.random.key(0), jnp.int32(0), _row_numbers(batch_KR, 0))
     run = per_replica(of_one_replica, mesh, rows=(0, 1)) if mesh.shape[DATA] > 1 else of_one_replica
     return run(batch_KR, keys_KR, state.params, _carried(state))
 
@@ -284,26 +307,21 @@ def _aux_of(loss_fn: LossFn, state: Any, chunk: Any) -> Any:
 
 
 def _sum_over(
-    loss_fn: LossFn,
+    loss_fn: LossFn | PipelinedLoss,
     mesh: Mesh,
     param_shardings: Any,
     seed: jax.Array,
     state: Any,
     batch_KR: Any,
-    num_microbatches: jax.Array,
+    counts: tuple[jax.Array, jax.Array],
     first_row: jax.Array,
 ) -> Sums:
     keys_KR = row_keys(seed, state.step, _row_numbers(batch_KR, first_row))
-    return accumulate(
-        loss_fn,
-        state.params,
-        batch_KR,
-        num_microbatches,
-        keys_KR,
-        mesh=mesh,
-        param_shardings=param_shardings,
-        mutable=_carried(state),
-    )
+    m, passes = counts
+    options: dict[str, Any] = {"mesh": mesh, "param_shardings": param_shardings}
+    if isinstance(loss_fn, PipelinedLoss):
+        return pipeline_sums(loss_fn, state.params, batch_KR, m, keys_KR, num_passes=passes, **options)
+    return accumulate(loss_fn, state.params, batch_KR, m * passes, keys_KR, mutable=_carried(state), **options)
 
 
 def _joined(chunks: tuple[Any, ...]) -> Any:

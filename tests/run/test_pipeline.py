@@ -1,0 +1,317 @@
+"""Tests of rampup.run.pipeline and rampup.run.pipeline_stage, in float64 against the model without a pipeline.
+
+Every executable here is small and serves many cases: the number of microbatches is an argument.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from rampup.errors import PipelineShapeError
+from rampup.plan import MeshAxes
+from rampup.plan.stages import stage_order
+from rampup.run import PipelinedLoss, as_loss, gpipe_sums, make_mesh, pipeline_sums
+from rampup.run.pipeline import reordered
+
+LAYERS, WIDTH, ROWS, MOST, WORDS = 48, 8, 4, 16, 11
+DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    """Run in float64, and forget executables that no other test shares."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+    jax.clear_caches()
+
+
+class LinenLayer(nn.Module):
+    """A residual layer that divides by its norm, without an epsilon."""
+
+    @nn.compact
+    def __call__(self, x):
+        """Return the output."""
+        y = nn.Dense(WIDTH, param_dtype=jnp.float64)(x / jnp.linalg.norm(x, axis=-1, keepdims=True))
+        return x + 0.3 * jnp.tanh(y)
+
+
+class NnxLayer(nnx.Module):
+    """The same with NNX."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs, param_dtype=jnp.float64)
+
+    def __call__(self, x):
+        """Return the output."""
+        return x + 0.3 * jnp.tanh(self.dense(x / jnp.linalg.norm(x, axis=-1, keepdims=True)))
+
+
+def linen_layers():
+    """Return stacked parameters and a function that applies one layer."""
+    keys = jax.random.split(jax.random.key(1), LAYERS)
+    layers = jax.vmap(lambda key: LinenLayer().init(key, jnp.ones((1, WIDTH)))["params"])(keys)
+    return layers, lambda layer, x: LinenLayer().apply({"params": layer}, x)
+
+
+def nnx_layers():
+    """Return the same for NNX."""
+    graph, _ = nnx.split(NnxLayer(nnx.Rngs(0)))
+    states = [nnx.to_pure_dict(nnx.split(NnxLayer(nnx.Rngs(n)))[1]) for n in range(LAYERS)]
+    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+    def apply(layer, x):
+        state = nnx.split(NnxLayer(nnx.Rngs(0)))[1]
+        nnx.replace_by_pure_dict(state, layer)
+        return nnx.merge(graph, state)(x)
+
+    return layers, apply
+
+
+def problem(kind=linen_layers):
+    """Return parameters with a tied embedding, sixteen microbatches, their keys, and a function for the loss in parts.
+
+    The activations are a pytree of two arrays; `batch["bias"]` belongs to the microbatch and is used in every layer, and the
+    weights of the tokens differ.
+    """
+    layers, apply = kind()
+    rng = np.random.default_rng(0)
+    params = {"layers": layers, "embedding": jnp.asarray(rng.normal(size=(WORDS, WIDTH)))}
+    batch = {
+        "token": jnp.asarray(rng.integers(0, WORDS, size=(MOST, ROWS))),
+        "target": jnp.asarray(rng.integers(0, WORDS, size=(MOST, ROWS))),
+        "weight": jnp.asarray(rng.integers(0, 5, size=(MOST, ROWS)).astype(np.float64)),
+        "bias": jnp.asarray(rng.normal(size=(MOST, ROWS, WIDTH)) * 0.1),
+    }
+    keys = jax.vmap(jax.vmap(jax.random.key))(jnp.arange(MOST * ROWS).reshape(MOST, ROWS))
+
+    def first(params, batch, rngs):
+        x = (batch["token"][:, None] == jnp.arange(WORDS)) @ params["embedding"]
+        return {"x": x, "sum": x[:, :1]}
+
+    def stage(layers, state, batch, rngs, first_layer):
+        def one(state, numbered):
+            layer, number = numbered
+            x = apply(layer, state["x"] + batch["bias"] * jnp.cos(number))
+            return {"x": x, "sum": state["sum"] + x[:, :1]}, None
+
+        numbers = first_layer + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
+        return jax.lax.scan(one, state, (layers, numbers))[0]
+
+    def last(params, state, batch, rngs):
+        logits = (state["x"] * state["sum"]) @ params["embedding"].T
+        chosen = jnp.sum(jnp.where(batch["target"][:, None] == jnp.arange(WORDS), logits, 0), -1)
+        loss = jnp.sum((jax.nn.logsumexp(logits, -1) - chosen) * batch["weight"])
+        return loss, jnp.sum(batch["weight"]), {"rows": batch["weight"].size}
+
+    def parts(**options):
+        return PipelinedLoss(first=first, stage=stage, last=last, **options)
+
+    return params, batch, keys, parts
+
+
+def reference(params, batch, keys, parts):
+    """Return loss, weight and gradients of the first m microbatches for every m, from the model without a pipeline."""
+    loss = parts()
+
+    def of_one(params, batch, keys):
+        shared = {"embedding": params["embedding"]}
+        x = loss.stage(params["layers"], loss.first(shared, batch, keys), batch, keys, 0)
+        total, weight, _ = loss.last(shared, x, batch, keys)
+        return total, weight
+
+    grad = jax.vmap(jax.value_and_grad(of_one, has_aux=True), (None, 0, 0))
+    return jax.tree.map(lambda x: np.cumsum(np.asarray(x), axis=0), jax.jit(grad)(params, batch, keys))
+
+
+def on_mesh(params, axes, repeats=1):
+    """Return a mesh and the parameters on it, layers in the order in which the stages hold them."""
+    mesh = make_mesh(axes, jax.devices()[: axes.num_devices])
+    tensor = "tensor" if axes.tensor > 1 else None
+    specs = {
+        "layers": jax.tree.map(lambda x: PartitionSpec("stage", *(None,) * (x.ndim - 2), tensor), params["layers"]),
+        "embedding": PartitionSpec(None, tensor),
+    }
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    order = stage_order(LAYERS, axes.pipeline, repeats)
+    return mesh, shardings, jax.device_put(reordered(params, order), shardings), np.argsort(order)
+
+
+def largest_error(found, wanted):
+    """Return the largest difference, relative to the largest value of each array."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return max(np.max(np.abs(np.asarray(a) - b)) / np.max(np.abs(b)) for a, b in pairs)
+
+
+GRID = [(p, v, {}) for p in (1, 2, 4, 8) for v in (1, 2, 3)]
+BESIDE = [(2, v, {"data": 2, "tensor": 2}) for v in (1, 2, 3)]
+OPTIONS = {"skipping": {}, "computing": {"skip_idle": False}, "keeping": {"keep": DOTS}}
+
+
+@pytest.mark.parametrize(("p", "v", "beside"), GRID + BESIDE)
+def test_gradients_are_the_models_own(p, v, beside):
+    """One trace serves 1 to 16 microbatches, and loss, weight and gradients are those of the model to 1e-9 for each."""
+    params, batch, keys, parts = problem()
+    check_all(params, batch, keys, parts, MeshAxes(pipeline=p, **beside), parts(num_repeats=v), range(1, MOST + 1))
+
+
+@pytest.mark.parametrize("name", ["computing", "keeping"])
+@pytest.mark.parametrize("v", [1, 2])
+def test_other_ways_to_compute(name, v):
+    """Computing idle ticks instead of skipping them poisons nothing, and neither does keeping more for the backward."""
+    params, batch, keys, parts = problem()
+    loss = parts(num_repeats=v, **OPTIONS[name])
+    check_all(params, batch, keys, parts, MeshAxes(pipeline=4), loss, (1, 3, 4, 7, 16))
+
+
+def test_nnx_layers():
+    """Layers of NNX go through the pipeline like those of Linen."""
+    params, batch, keys, parts = problem(nnx_layers)
+    check_all(params, batch, keys, parts, MeshAxes(pipeline=4), parts(num_repeats=2), (2, 5, 16))
+
+
+def check_all(params, batch, keys, parts, axes, loss, numbers):
+    """Compare the pipeline with the model for several numbers of microbatches, counting traces."""
+    mesh, shardings, placed, natural = on_mesh(params, axes, loss.num_repeats)
+    (losses, weights), grads = reference(params, batch, keys, parts)
+    traces = []
+
+    @jax.jit
+    def run(params, m):
+        traces.append(m)
+        return pipeline_sums(loss, params, batch, m, keys, mesh=mesh, param_shardings=shardings)
+
+    for m in numbers:
+        sums = run(placed, m)
+        assert abs(sums.loss - losses[m - 1]) <= 1e-9 * abs(losses[m - 1])
+        assert sums.weight == weights[m - 1]
+        assert sums.aux["rows"] == m * ROWS
+        assert largest_error(reordered(sums.grads, natural), jax.tree.map(lambda g: g[m - 1], grads)) < 1e-9  # noqa: B023
+    assert len(traces) == 1
+
+
+def test_passes_one_after_the_other():
+    """Three passes of four microbatches are twelve microbatches, and the forward alone gives the same loss."""
+    params, batch, keys, parts = problem()
+    mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4))
+    (losses, _), grads = reference(params, batch, keys, parts)
+    options = {"mesh": mesh, "param_shardings": shardings, "num_passes": 3}
+    sums = jax.jit(lambda params: pipeline_sums(parts(), params, batch, 4, keys, **options))(placed)
+    assert largest_error(reordered(sums.grads, natural), jax.tree.map(lambda g: g[11], grads)) < 1e-9
+    alone = jax.jit(lambda params: pipeline_sums(parts(), params, batch, 4, keys, with_grads=False, **options))(placed)
+    assert alone.grads is None
+    np.testing.assert_allclose(alone.loss, losses[11], rtol=1e-12)
+
+
+@pytest.mark.parametrize("v", [1, 2])
+def test_gpipe_is_a_reference(v):
+    """Differentiating through the forward ticks gives the same."""
+    params, batch, keys, parts = problem()
+    mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4), v)
+    (losses, _), grads = reference(params, batch, keys, parts)
+    loss = parts(num_repeats=v)
+    sums = jax.jit(lambda params: gpipe_sums(loss, params, batch, keys, mesh=mesh, param_shardings=shardings))(placed)
+    np.testing.assert_allclose(sums.loss, losses[-1], rtol=1e-12)
+    assert largest_error(reordered(sums.grads, natural), jax.tree.map(lambda g: g[-1], grads)) < 1e-9
+
+
+def test_a_drop_in_for_value_and_grad():
+    """`as_loss` is a function of the parameters that jax differentiates, also inside other arithmetic."""
+    params, batch, keys, parts = problem()
+    mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4, data=2))
+    (losses, weights), grads = reference(params, batch, keys, parts)
+    mean = as_loss(parts(), mesh, shardings)
+    value, found = jax.jit(jax.value_and_grad(lambda params: 3 * mean(params, batch, keys)))(placed)
+    np.testing.assert_allclose(value, 3 * losses[-1] / weights[-1], rtol=1e-12)
+    wanted = jax.tree.map(lambda g: 3 * g[-1] / weights[-1], grads)
+    assert largest_error(reordered(found, natural), wanted) < 1e-9
+    np.testing.assert_allclose(jax.jit(mean)(placed, batch, keys), losses[-1] / weights[-1], rtol=1e-12)
+
+
+def compiled(loss, number, axes, sums=pipeline_sums):
+    """Return the executable for at most `number` microbatches."""
+    params, batch, keys, _ = problem()
+    mesh, shardings, placed, _ = on_mesh(params, axes, loss.num_repeats)
+    times = number // 4
+    batch, keys = jax.tree.map(lambda x: jnp.concatenate([x[:4]] * times), (batch, keys))
+    counted = (number,) if sums is pipeline_sums else ()
+
+    def run(params, batch, keys):
+        return sums(loss, params, batch, *counted, keys, mesh=mesh, param_shardings=shardings)
+
+    return jax.jit(run).lower(placed, batch, keys).compile(), sum(x.nbytes for x in jax.tree.leaves(batch)) + 8 * keys.size
+
+
+def test_memory_does_not_grow_with_the_microbatches():
+    """From at most 4 to 64 microbatches, temporary memory grows by no more than the inputs; GPipe's grows with each of them."""
+    parts = problem()[3]
+    axes = MeshAxes(pipeline=4)
+    ours, gpipe = {}, {}
+    for number in (4, 16, 64):
+        executable, inputs = compiled(parts(), number, axes)
+        ours[number] = executable.memory_analysis().temp_size_in_bytes, inputs
+        gpipe[number] = compiled(parts(), number, axes, gpipe_sums)[0].memory_analysis().temp_size_in_bytes
+    for number in (16, 64):
+        assert ours[number][0] - ours[4][0] <= ours[number][1] - ours[4][1]
+    assert gpipe[64] > 3 * gpipe[16] > 2 * gpipe[4]
+    assert gpipe[64] > 4 * ours[64][0]
+
+
+@pytest.mark.parametrize("v", [1, 2])
+def test_communication_is_two_permutes_a_tick_and_one_reduction_a_step(v):
+    """The loop has one permute of activations and one of gradients (per leaf), and no all-reduce; one follows the loop."""
+    parts = problem()[3]
+    executable, _ = compiled(parts(num_repeats=v), 16, MeshAxes(pipeline=4, data=2))
+    text = executable.as_text()
+    permutes = re.findall(r"= .*? collective-permute(?:-start)?\(", text)
+    leaves = 2
+    assert len(permutes) == 2 * leaves
+    reductions = re.findall(r"^.*? all-reduce(?:-start)?\(.*$", text, re.MULTILINE)
+    assert len(reductions) <= 3
+    assert not [line for line in reductions if "while/body" in line]
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 16), (4, 2, 16), (2, 3, 12)])
+def test_ticks_of_a_pass(p, v, m):
+    """A pass takes v*m + p - 1 forward ticks and v*p - 1 more for the backward to follow: the bound of the compiled loop."""
+    executable, _ = compiled(problem()[3](num_repeats=v), m, MeshAxes(pipeline=p))
+    bounds = re.findall(r'known_trip_count":\{"n":"(\d+)"', executable.as_text())
+    assert v * m + p - 1 + v * p - 1 in map(int, bounds)
+
+
+def changing(state, **changes):
+    """Return a stage function that spoils its output."""
+    return lambda layers, x, batch, rngs, first_layer: {**x, **{name: change(x[name]) for name, change in changes.items()}}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "key", "words"),
+    [
+        ("repeats", "num_pipeline_repeats", "must be at least 1"),
+        ("layers", "base_num_decoder_layers", r"48 must be a multiple of .* 4 \* 5 = 20; nearest: 40, 60"),
+        ("rows", "microbatch_size", "4 rows must be a multiple of the data axis = 8"),
+        ("axis", None, "no axis 'stage'"),
+        ("shape", None, "must keep the shape and type"),
+        ("dtype", None, "must keep the shape and type"),
+    ],
+)
+def test_wrong_shapes_are_refused_before_anything_is_compiled(spoil, key, words, monkeypatch):
+    """Each refusal names the arithmetic and the fix, and nothing reaches the compiler."""
+    params, batch, keys, parts = problem()
+    axes = MeshAxes(data=8) if spoil == "rows" else MeshAxes(pipeline=4)
+    mesh, shardings, placed, _ = on_mesh(params, axes)
+    loss = parts(num_repeats={"repeats": 0, "layers": 5}.get(spoil, 1))
+    if spoil == "axis":
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    if spoil in ("shape", "dtype"):
+        change = {"shape": lambda x: x[:, :4], "dtype": lambda x: x.astype(jnp.float32)}[spoil]
+        loss = PipelinedLoss(first=loss.first, stage=changing(None, x=change), last=loss.last)
+    with pytest.raises(PipelineShapeError, match=words) as caught:
+        pipeline_sums(loss, placed, batch, 4, keys, mesh=mesh, param_shardings=shardings)
+    assert caught.value.key == key
