@@ -15,11 +15,13 @@ from rampup.config.schema import Config
 from rampup.errors import ConfigError, DataError
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
+from rampup.plan.stages import stage_order
 from rampup.recipes.transformer import LanguageModel
 from rampup.run.data import Batch, SampleOrder, step_batches
 from rampup.run.loop import Loop, Progress, Summary
 from rampup.run.mesh import make_mesh
 from rampup.run.optimizer import LearningRate, make_optimizer
+from rampup.run.pipeline import reordered
 from rampup.run.run_folder import run_folder
 from rampup.run.sources import RowSource, open_sources
 from rampup.run.step import EvalStep, create_state, train_step
@@ -57,22 +59,28 @@ def train(config: Config, progress: Progress = lambda event, values: None) -> Su
         RampupError: before any work, if the configuration cannot be run here.
     """
     plan = build_plan(config, jax.device_count())
-    _refuse_what_is_only_planned(config, plan)
+    _refuse_what_is_only_planned(config)
     mesh = make_mesh(mesh_axes(config, plan.num_devices))
     model = language_model(config).on(mesh)
     shardings = model.shardings(mesh)
     train_rows, eval_rows = sources(config)
     data = data_options(config)
     SampleOrder(len(train_rows), seed=data["seed"], num_epochs=data["num_epochs"]).check(plan.consumed_samples)
-    rate = learning_rate(config, plan)
+    rate, order = learning_rate(config, plan), _layer_order(config, plan)
     step = train_step(
-        model.loss, optimizer(config, rate), plan, mesh, engine=config.gradient_accumulation, seed=config.init_weights_seed
+        _loss(config, model, plan),
+        optimizer(config, rate),
+        plan,
+        mesh,
+        engine=config.gradient_accumulation,
+        seed=config.init_weights_seed,
     )
     evaluate = None if config.eval_interval == -1 else _evaluation(config, plan, mesh, model, eval_rows)
     folder = run_folder(config.base_output_directory, config.run_name)
     facts = {"folder": str(folder), "devices": jax.devices(), "num_parameters": model.num_parameters}
     progress("plan", {"plan": plan, **facts})
-    params = jax.jit(model.init, out_shardings=shardings)(jax.random.key(config.init_weights_seed))
+    init = jax.jit(lambda key: reordered(model.init(key), order), out_shardings=shardings)
+    state = create_state(init(jax.random.key(config.init_weights_seed)), step.tx, mesh)
 
     def batches(start: int) -> Iterator[Batch]:
         one_by_one = config.gradient_accumulation == "multi_steps"
@@ -91,18 +99,34 @@ def train(config: Config, progress: Progress = lambda event, values: None) -> Su
         checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,
         keep_checkpoints=config.max_num_checkpoints_to_keep,
         async_checkpoints=config.async_checkpointing,
+        to_checkpoint=_reordering(state, np.argsort(order)),
+        from_checkpoint=_reordering(state, order),
         progress=progress,
-    ).run(create_state(params, step.tx, mesh))
+    ).run(state)
 
 
-def _refuse_what_is_only_planned(config: Config, plan: RampPlan) -> None:
-    if plan.splitter.num_stages > 1:
-        raise ConfigError(
-            f"a pipeline of {plan.splitter.num_stages} stages can be planned but not trained yet; set "
-            "ici_pipeline_parallelism=1 and dcn_pipeline_parallelism=1",
-            key="ici_pipeline_parallelism",
-            nearest=(1,),
-        )
+def _loss(config: Config, model: LanguageModel, plan: RampPlan) -> Any:
+    """Return the loss function, in parts if there are pipeline stages."""
+    if plan.splitter.num_stages == 1:
+        return model.loss
+    return model.pipelined(plan.splitter.num_repeats, keep=config.pipeline_keep)
+
+
+def _layer_order(config: Config, plan: RampPlan) -> np.ndarray:
+    """Return the order in which the stages hold the layers; checkpoints hold them in their natural order."""
+    splitter = plan.splitter
+    return np.array(stage_order(config.base_num_decoder_layers, splitter.num_stages, splitter.num_repeats))
+
+
+def _reordering(state: Any, order: np.ndarray) -> Callable[[Any], Any]:
+    """Return the function that puts a state's layers in an order, and leaves every array where it lies."""
+    if (order == np.arange(len(order))).all():
+        return lambda state: state
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    return jax.jit(lambda state: reordered(state, order), out_shardings=shardings)
+
+
+def _refuse_what_is_only_planned(config: Config) -> None:
     if 0 < config.expansion_factor_real_data < 1:
         raise ConfigError(
             f"expansion_factor_real_data={float(config.expansion_factor_real_data)} below 1 is MaxText's way to resume on "
@@ -216,7 +240,7 @@ def _evaluation(
         num_devices=plan.num_devices,
         total_steps=num_batches,
     )
-    step = EvalStep(replace(model, dropout_rate=0.0).loss, mesh)
+    step = EvalStep(_loss(config, replace(model, dropout_rate=0.0), plan), mesh)
 
     def evaluate(state: Any) -> dict[str, float]:
         sums = [step(state, batch) for batch in step_batches(rows, eval_plan, mesh)]

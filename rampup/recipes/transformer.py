@@ -20,12 +20,14 @@ from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.errors import ConfigError, nearest_multiples
-from rampup.run.mesh import FSDP, TENSOR, constrain, replicated
+from rampup.run.mesh import FSDP, STAGE, TENSOR, constrain, replicated
+from rampup.run.pipeline_stage import PipelinedLoss
 
 REMAT_POLICIES = {
     "minimal": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+KEEP_POLICIES = {"nothing": None, "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims}
 _LAYER_SPECS = {
     "query": (FSDP, TENSOR, None),
     "key": (FSDP, TENSOR, None),
@@ -190,6 +192,26 @@ class LanguageModel:
         logits_BTV = self.logits(params, tokens[:, :-1], rngs if self.dropout_rate else None)
         return (*cross_entropy(logits_BTV, tokens[:, 1:], batch["length"]), {})
 
+    def pipelined(self, num_repeats: int, *, keep: str = "nothing") -> PipelinedLoss:
+        """Return the loss in parts for pipeline stages.
+
+        Args:
+            num_repeats: layer chunks per stage.
+            keep: what a stage keeps of a microbatch for its backward: `nothing` but its input, or `dots`, matrix products.
+        """
+
+        def first(params: Mapping[str, Any], batch: Mapping[str, jax.Array], rngs: jax.Array) -> jax.Array:
+            return self.embed(params, batch["tokens"][:, :-1].astype(jnp.int32))
+
+        def stage(layers: Any, x_BTE: jax.Array, batch: Any, rngs: jax.Array, first_layer: Any) -> jax.Array:
+            return self.apply_layers(layers, x_BTE, rngs if self.dropout_rate else None, first_layer=first_layer)
+
+        def last(params: Mapping[str, Any], x_BTE: jax.Array, batch: Mapping[str, jax.Array], rngs: jax.Array) -> Any:
+            targets_BT = batch["tokens"][:, 1:].astype(jnp.int32)
+            return (*cross_entropy(self.head(params, x_BTE), targets_BT, batch["length"]), {})
+
+        return PipelinedLoss(first=first, stage=stage, last=last, num_repeats=num_repeats, keep=KEEP_POLICIES[keep])
+
     def on(self, mesh: Mesh) -> LanguageModel:
         """Return the model for a mesh: activations cut by rows over fsdp and whole otherwise.
 
@@ -198,7 +220,7 @@ class LanguageModel:
         return replace(self, activations=NamedSharding(mesh, PartitionSpec(FSDP)))
 
     def shardings(self, mesh: Mesh) -> dict[str, Any]:
-        """Return the shardings of the parameters over the fsdp and tensor axes.
+        """Return the shardings of the parameters over the stage, fsdp and tensor axes.
 
         Raises:
             ConfigError: a size that these axes do not divide.
@@ -208,7 +230,7 @@ class LanguageModel:
 
         def of_layer(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
             spec = _LAYER_SPECS.get(path[0].key, (None,) * (leaf.ndim - 1))
-            return NamedSharding(mesh, PartitionSpec(None, *spec))
+            return NamedSharding(mesh, PartitionSpec(STAGE, *spec))
 
         shardings = {
             "embedding": NamedSharding(mesh, PartitionSpec(None, (FSDP, TENSOR))),
@@ -221,6 +243,7 @@ class LanguageModel:
 
     def _check_divisible(self, mesh: Mesh) -> None:
         rules = (
+            ("base_num_decoder_layers", self.num_layers, (STAGE,)),
             ("base_emb_dim", self.width, (FSDP, TENSOR)),
             ("base_num_query_heads", self.num_heads, (TENSOR,)),
             ("base_num_kv_heads", self.num_kv_heads, (TENSOR,)),

@@ -73,6 +73,7 @@ class Loop:
         record: what a checkpoint must agree on with the run that resumes it; key -> value.
         eval_interval, checkpoint_period: in steps; None = never.
         keep_checkpoints, async_checkpoints: see `Checkpoints`.
+        to_checkpoint, from_checkpoint: between the state in training and the state that checkpoints hold, where they differ.
         progress: called with an event's name and its values: start, phase, step, eval, checkpoint, stop.
     """
 
@@ -88,6 +89,8 @@ class Loop:
     checkpoint_period: int | None = None
     keep_checkpoints: int | None = None
     async_checkpoints: bool = True
+    to_checkpoint: Callable[[Any], Any] = lambda state: state
+    from_checkpoint: Callable[[Any], Any] = lambda state: state
     progress: Progress = field(default=lambda event, values: None)
 
     def run(self, state: Any) -> Summary:
@@ -101,7 +104,7 @@ class Loop:
         )
         with checkpoints, stop_requests() as stop:
             restored = checkpoints.restore(state, self._check_record)
-            state, start = restored or (state, 0)
+            state, start = (self.from_checkpoint(restored[0]), restored[1]) if restored else (state, 0)
             metrics = _Metrics(self, start)
             self.progress("start", {"step": start, "folder": str(self.folder)})
             done = start
@@ -139,7 +142,7 @@ class Loop:
 
     def _save(self, checkpoints: Checkpoints, done: int, state: Any, metrics: _Metrics) -> None:
         metrics.flush()
-        checkpoints.save(done, state, self._record(done))
+        checkpoints.save(done, self.to_checkpoint(state), self._record(done))
         self.progress("checkpoint", {"step": done})
         metrics.restart_clock()
 

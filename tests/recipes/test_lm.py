@@ -112,6 +112,55 @@ def test_meshes_agree(tmp_path):
     np.testing.assert_allclose([line["loss"] for line in a], [line["loss"] for line in b], rtol=1e-5)
 
 
+PIPELINED = {
+    "base_num_decoder_layers": 4,
+    "logits_via_embedding": True,
+    "dropout_rate": 0.1,
+    "per_device_batch_size_start": 2,
+    "per_device_batch_size_increment": 2,
+    "per_device_batch_size": 6,
+    "global_rampup_samples": 320,
+}
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"ici_pipeline_parallelism": 4},
+        {"ici_pipeline_parallelism": 2, "ici_tensor_parallelism": 2, "pipeline_keep": "dots"},
+    ],
+)
+def test_pipelines_agree_with_the_model(tmp_path, axes):
+    """Through stages, repeats and dropout, over 50 steps and three phases, losses and evaluations are the model's to 1e-5."""
+    keys = PIPELINED | {"steps": 50, "eval_interval": 25}
+    train(config(tmp_path / "a", **keys))
+    summary = train(config(tmp_path / "b", **keys, **axes))
+    a, b = (metrics(tmp_path / name) for name in "ab")
+    assert [line["global_batch_size"] for line in a] == [line["global_batch_size"] for line in b]
+    assert {line["phase"] for line in b} == {0, 1, 2}
+    np.testing.assert_allclose([line["loss"] for line in b], [line["loss"] for line in a], rtol=1e-5)
+    evals = [(tmp_path / name / "run" / "eval.jsonl").read_text().splitlines() for name in "ab"]
+    for one, other in zip(*evals, strict=True):
+        assert json.loads(one)["eval_loss"] == pytest.approx(json.loads(other)["eval_loss"], rel=1e-5)
+    assert summary.num_compilations == 1
+
+
+def test_a_run_goes_on_at_another_depth(tmp_path):
+    """Four stages, then two with fsdp, then none: checkpoints hold the layers in an order that does not depend on it."""
+    whole = train(config(tmp_path / "whole", **PIPELINED))
+    depths = [
+        {"ici_pipeline_parallelism": 4, "steps": 4},
+        {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "steps": 8},
+        {"steps": 12},
+    ]
+    for number, depth in enumerate(depths):
+        last = train(config(tmp_path / "cut", **(PIPELINED | {"learning_rate_schedule_steps": 12} | depth)))
+        assert last.resumed_from == 4 * number
+    assert last.final_loss == pytest.approx(whole.final_loss, rel=1e-5)
+    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("whole", "cut")]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
 def test_rows_of_a_step(tmp_path):
     """`rows` names exactly the samples of a step, with the file they come from."""
     settings = config(tmp_path)
