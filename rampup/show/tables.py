@@ -14,6 +14,7 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
 
 BAR_WIDTH = 12
+MAX_CHOICES = 6
 
 
 def print_plan(plan: RampPlan, console: Console) -> None:
@@ -43,6 +44,9 @@ def print_plan(plan: RampPlan, console: Console) -> None:
     if plan.eval_split:
         split = plan.eval_split
         console.print(f"evaluation: {split.global_batch_size:,} samples a batch = {cut(split)}")
+    if len(plan.pipeline_choices) > 1:
+        console.print("pipeline microbatches of the last phase, by predicted step time:")
+        console.print(_choices_table(plan, console))
     for note in plan.advice:
         console.print(f"note: {note}", style="yellow")
 
@@ -82,9 +86,7 @@ def _columns(plan: RampPlan) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _phase_table(plan: RampPlan, columns: Mapping[str, str], console: Console, *, bars: bool = False) -> Table:
-    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, show_edge=False)
-    for title in ("phase", *columns):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = _empty_table(console, "phase", *columns)
     if bars:
         table.add_column("", no_wrap=True)
     mark, largest = "\u2588" if console.is_terminal else "#", max(plan.ramp.sizes)
@@ -93,6 +95,24 @@ def _phase_table(plan: RampPlan, columns: Mapping[str, str], console: Console, *
         cells = [_cell(row[name]) if row[name] is not None else "rest" for name in columns.values()]
         bar = [mark * max(round(BAR_WIDTH * phase.global_batch_size / largest), 1)] if bars else []
         table.add_row(str(phase.index) if reached else f"({phase.index})", *cells, *bar, style=None if reached else "dim")
+    return table
+
+
+def _choices_table(plan: RampPlan, console: Console) -> Table:
+    choices, taken = plan.pipeline_choices, plan.splits[-1]
+    table = _empty_table(console, "micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime")
+    table.add_column("")
+    for choice in choices[:MAX_CHOICES]:
+        relative = f"{float(choice.predicted_time / choices[0].predicted_time):.2f}"
+        cells = (_cell(choice.num_microbatches), _cell(choice.microbatch_size), f"{float(choice.bubble):.3f}", relative)
+        table.add_row(*cells, "taken" if choice.microbatch_size == taken.microbatch_size else "")
+    return table
+
+
+def _empty_table(console: Console, *titles: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, show_edge=False)
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
     return table
 
 
