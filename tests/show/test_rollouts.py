@@ -1,0 +1,69 @@
+"""Tests of rampup.show.rollouts."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from rampup.config.rollout import RolloutConfig, build_rollout_plan
+from rampup.plan.starting_sizes import suggest
+from rampup.show.rollouts import print_rollout, print_suggestion
+
+
+def printed(show, shown, **options):
+    """Return what is printed at 80 columns."""
+    console = Console(file=io.StringIO(), width=80, highlight=False, **options)
+    show(shown, console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("options", [{}, {"force_terminal": True, "color_system": None}])
+def test_every_size_is_shown_at_80_columns(options):
+    """Nothing is cut off at 80 columns, in a terminal or piped, even with large numbers."""
+    keys = {"batch_size": 2**17, "mini_batch_size": 2**16, "num_iterations": 4, "enable_critic": True, "microbatch_size": 16}
+    plan = build_rollout_plan(RolloutConfig(**keys), 4096)
+    text = printed(print_rollout, plan, **options)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    flat = " ".join(re.sub(r"[│─]", " ", text).split())
+    assert "critic 4,096 4 2 8 524,288 8 16 samples" in flat
+    assert flat.index("critic 4,096") < flat.index("policy 4,096")
+    assert "131,072 prompts * 8 responses = 1,048,576 samples" in flat
+
+
+def test_remarks_follow_from_the_plan():
+    """One optimizer step per rollout is on-policy; more are behind; padding, overlap and notes are said where they exist."""
+    on_policy = printed(print_rollout, build_rollout_plan(RolloutConfig(), 4))
+    assert "on-policy" in on_policy
+    assert "overlap" not in on_policy
+    assert "padding" not in on_policy
+    keys = {"mini_batch_size": 12, "train_micro_batch_size": 4, "num_iterations": 2, "pad_microbatches": True}
+    text = " ".join(printed(print_rollout, build_rollout_plan(RolloutConfig(**keys), 3)).split())
+    assert "weights 5 updates older" in text
+    assert "microbatches of the first epoch can train (policy) while later calls generate" in text
+    assert "rows of weight 0 per epoch (policy)" in text
+    assert "25,088 bytes a sample at full length, 6.1 MiB a step" in text
+
+
+def test_a_token_budget_has_at_most_so_many_passes():
+    """With a budget the passes are a bound, and the budget stands in the place of samples."""
+    text = printed(print_rollout, build_rollout_plan(RolloutConfig(token_budget=4000), 4))
+    assert re.search(r"policy .* <= 32 +4,000 tokens", text)
+
+
+def test_notes_are_printed():
+    """What the configuration's notes say stands at the end."""
+    console = Console(file=io.StringIO(), width=80)
+    print_rollout(build_rollout_plan(RolloutConfig(), 4), console, notes=["something is dropped"])
+    assert console.file.getvalue().rstrip().endswith("note: something is dropped")
+
+
+def test_a_suggestion_shows_both_columns_and_the_memory():
+    """Published and used sizes stand side by side; memory and notes follow."""
+    text = " ".join(printed(print_suggestion, suggest("6B", system="trlx", memory_gib=80)).split())
+    assert "num_rollouts 128 64" in text
+    assert "training state: 100.6 GiB, at least 2 devices of 80 GiB" in text
+    assert "a starting point, not a result" in text
+    without = printed(print_suggestion, suggest("6B", system="skyrl", memory_gib=80))
+    assert "num_rollouts" not in without
