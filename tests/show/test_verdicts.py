@@ -1,0 +1,105 @@
+"""Tests of rampup.show.verdicts: everything a verdict holds is shown, at any width."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from rampup.config.dialects.verdict import Advice, Effect, Meaning, Verdict, Violation
+from rampup.show.verdicts import print_verdict
+
+LONG = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
+FULL = Verdict(
+    system="verl",
+    violations=(
+        Violation(
+            rule="verl.some_rule", keys=(LONG, "data.size"), message="7 must be a multiple of [red]2[/red]; nearest: 6, 8"
+        ),
+        Violation(rule="verl.other", keys=("k",), message="the run stops", found_by="run"),
+    ),
+    notes=("a note with [brackets]",),
+    meanings=(Meaning(says=f"{LONG} = 1,024 (default)", means="samples per replica: 32 passes over 1,024 samples"),),
+    flow=("load 64 prompts", "train " + "very " * 40 + "long"),
+    effects=(Effect(key=LONG, memory="larger: more", speed="faster", policy_lag="none here"), Effect(key="k", speed="slower")),
+    advice=(
+        Advice(rule="first rule", source="a guide", holds=True, because="reason one"),
+        Advice(rule="second rule", source="a guide", holds=False, because="reason two"),
+        Advice(rule="third rule", source="a guide", holds=None, because="reason three"),
+    ),
+    phases=(
+        {"start_step": 0, "start_sample": 0, "num_steps": 1234, "global_batch_size": 16, "accumulation_steps": 2},
+        {"start_step": 1234, "start_sample": 19744, "num_steps": None, "global_batch_size": 32, "accumulation_steps": 4},
+    ),
+)
+
+
+def shown(verdict, **options):
+    """Return what is printed."""
+    console = Console(file=io.StringIO(), no_color=True, highlight=False, **options)
+    print_verdict(verdict, console)
+    return console.file.getvalue()
+
+
+def squeezed(text):
+    """Return text without the spaces and line breaks that folding puts in."""
+    return re.sub(r"\s|\x1b\[[0-9;]*m", "", text)
+
+
+@pytest.mark.parametrize(
+    "options", [{"width": 80}, {"width": 80, "force_terminal": True}, {"width": 200, "force_terminal": True}]
+)
+def test_prose_is_all_there(options):
+    """Notes, flow, advice and violations are complete, piped and on terminals, and brackets are no markup."""
+    text = squeezed(shown(FULL, **options))
+    for part in (
+        *FULL.notes,
+        *(violation.message for violation in FULL.violations),
+        "reason one",
+        "reason two",
+        "reason three",
+    ):
+        assert squeezed(part) in text, part
+    for word in ("true", "nothere", "wrong", "verl.some_rule", "rulesbroken", "rejects", "fails", "1,234", "19,744", "rest"):
+        assert word in text, word
+    assert text.count("very") == 40
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_tables_fold_on_terminals(width):
+    """No cell is cut off: every character of a long key and its meaning is there, and no line is too long."""
+    printed = shown(FULL, width=width, force_terminal=True)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", printed)
+    assert max(map(len, plain.splitlines())) <= width
+    assert "…" not in plain
+    letters = [line[: width // 2] for line in plain.splitlines()]
+    assert squeezed(LONG[-12:]) in squeezed("".join(letters))
+
+
+def test_piped_output_is_plain():
+    """No colour, no box, one line a row, no trailing blanks: to be read by other programs."""
+    printed = shown(FULL, width=80)
+    assert "\x1b" not in printed
+    assert "─" not in printed
+    row = next(line for line in printed.splitlines() if line.startswith(f"{LONG} = 1,024"))
+    assert row.endswith("32 passes over 1,024 samples")
+    assert all(line == line.rstrip() for line in printed.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [("runs", "goes as written"), ("pads", "pads its batches"), ("drops", "drops samples")],
+)
+def test_headline(outcome, said):
+    """The first line says what the check says and what the run does."""
+    first = shown(Verdict(system="trlx", outcome=outcome), width=80).splitlines()[0]
+    assert first.startswith("trlx: its own check accepts the file")
+    assert said in first
+
+
+def test_effects_are_a_table_where_it_fits():
+    """Wide terminals get a table of effects, narrow ones and pipes a list."""
+    assert "policy lag:" in shown(FULL, width=80)
+    wide = shown(FULL, width=200, force_terminal=True)
+    assert "policy lag:" not in wide
+    assert "policy lag" in wide
