@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.text import Text
+from rich.console import Console
 
 from rampup.plan.plan import RampPlan
+from rampup.show.bars import make_bar
 from rampup.show.tables import cut, print_plan
 
 RECENT_STEPS = 20
 
 
-class _Bar(Progress):
-    """A bar over samples, and under it a line with the newest step, which a narrow terminal wraps and never cuts."""
-
-    line = ""
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        yield self.make_tasks_table(self.tasks)
-        yield Text(self.line)
-
-
 class TrainProgress:
-    """A `progress` callback for the training loop: a bar in a terminal, a line now and then elsewhere.
+    """A `progress` callback for the training loop: a bar in a terminal or a notebook, a line now and then elsewhere.
 
     Args:
         console: where to print.
@@ -40,15 +29,7 @@ class TrainProgress:
         self._console, self._log_period, self._quiet = console, log_period, quiet
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
         self._plan: RampPlan | None = None
-        self._bar = _Bar(
-            TextColumn("{task.completed:,.0f}/{task.total:,.0f} samples"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[left]} left"),
-            console=console,
-            expand=True,
-            disable=quiet or not console.is_terminal,
-        )
-        self._task = self._bar.add_task("train", total=0, left="?", visible=False)
+        self._bar = make_bar(console, quiet=quiet)
 
     def __call__(self, event: str, values: Mapping[str, Any]) -> None:
         """Show one event; see `rampup.run.loop.Loop.progress`."""
@@ -77,10 +58,7 @@ class TrainProgress:
             self._console.print(f"resumed after step {values['step'] - 1:,} from a checkpoint")
         self._console.print("compiling the training step", style="dim")
         self._recent.append((time.monotonic(), plan.ramp.samples_before(values["step"])))
-        self._bar.update(
-            self._task, total=plan.consumed_samples, completed=plan.ramp.samples_before(values["step"]), visible=True
-        )
-        self._bar.start()
+        self._bar.start(plan.consumed_samples, plan.ramp.samples_before(values["step"]))
 
     def _on_phase(self, values: Mapping[str, Any]) -> None:
         plan = self._plan
@@ -99,15 +77,28 @@ class TrainProgress:
             f"loss {_number(values['loss'])}, {values['tokens_per_second']:,.0f} tokens/s"
         )
         left = _duration(self._seconds_left(plan))
-        self._bar.line = line
-        self._bar.update(self._task, completed=values["consumed_samples"], left=left)
-        if not self._console.is_terminal and values["step"] % self._log_period == 0:
+        self._bar.update(values["consumed_samples"], left, line)
+        if not self._bar.visible and values["step"] % self._log_period == 0:
             self._console.print(f"{line}, {values['consumed_samples']:,} samples, {left} left")
 
     def _on_eval(self, values: Mapping[str, Any]) -> None:
         self._console.print(f"evaluation after step {values['step']:,}: loss {_number(values['eval_loss'])}")
 
     def _on_checkpoint(self, values: Mapping[str, Any]) -> None: ...
+
+    def _on_damaged_checkpoint(self, values: Mapping[str, Any]) -> None:
+        self._console.print(
+            f"the checkpoint of step {values['step']:,} is damaged: {values['problem']}; it is now {values['moved_to']}, "
+            f"and that of step {values['used']:,} is used"
+        )
+
+    def _on_storage(self, values: Mapping[str, Any]) -> None:
+        self._console.print(f"{values['problem']}; the run goes on")
+
+    def _on_skip(self, values: Mapping[str, Any]) -> None:
+        self._console.print(
+            f"step {values['step']:,} is skipped: its loss or gradient is not finite ({values['in_a_row']} in a row)"
+        )
 
     def _on_stop(self, values: Mapping[str, Any]) -> None:
         self._bar.stop()

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from rampup.plan.display import shown
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
 
@@ -19,19 +20,8 @@ MAX_CHOICES = 6
 
 def print_plan(plan: RampPlan, console: Console) -> None:
     """Print a plan: what it amounts to, every phase, evaluation, and what is legal but costs something."""
-    ramp = plan.ramp
-    first, last = ramp.sizes[0], ramp.sizes[-1]
-    console.print(
-        f"{plan.num_devices:,} device{'s' * (plan.num_devices > 1)}, data parallel {plan.splitter.data_parallel_size:,}, "
-        f"{plan.total_steps:,} steps, {plan.consumed_samples:,} samples"
-    )
-    if len(ramp.phases) > 1:
-        console.print(
-            f"the batch goes from {first:,} to {last:,} samples in {len(ramp.phases)} phases, "
-            f"{ramp.ramp_steps:,} steps, {ramp.ramp_samples:,} samples; {_shapes(plan)}"
-        )
-    else:
-        console.print(f"the batch stays at {last:,} samples; {_shapes(plan)}")
+    for sentence in plan.summary:
+        console.print(sentence)
     when, how = _columns(plan)
     for tables in (
         [_phase_table(plan, when | how, console, bars=True)],
@@ -57,7 +47,7 @@ def print_facts(facts: Mapping[str, Any], console: Console) -> None:
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name, _cell(value))
+        table.add_row(name, shown(value))
     console.print(table)
 
 
@@ -92,7 +82,7 @@ def _phase_table(plan: RampPlan, columns: Mapping[str, str], console: Console, *
     mark, largest = "\u2588" if console.is_terminal else "#", max(plan.ramp.sizes)
     for phase, row in zip(plan.ramp.phases, plan.phase_rows(), strict=True):
         reached = phase.start_step < plan.total_steps
-        cells = [_cell(row[name]) if row[name] is not None else "rest" for name in columns.values()]
+        cells = [shown(row[name]) if row[name] is not None else "rest" for name in columns.values()]
         bar = [mark * max(round(BAR_WIDTH * phase.global_batch_size / largest), 1)] if bars else []
         table.add_row(str(phase.index) if reached else f"({phase.index})", *cells, *bar, style=None if reached else "dim")
     return table
@@ -104,7 +94,7 @@ def _choices_table(plan: RampPlan, console: Console) -> Table:
     table.add_column("")
     for choice in choices[:MAX_CHOICES]:
         relative = f"{float(choice.predicted_time / choices[0].predicted_time):.2f}"
-        cells = (_cell(choice.num_microbatches), _cell(choice.microbatch_size), f"{float(choice.bubble):.3f}", relative)
+        cells = (shown(choice.num_microbatches), shown(choice.microbatch_size), f"{float(choice.bubble):.3f}", relative)
         table.add_row(*cells, "taken" if choice.microbatch_size == taken.microbatch_size else "")
     return table
 
@@ -118,14 +108,3 @@ def _empty_table(console: Console, *titles: str) -> Table:
 
 def _width(table: Table, console: Console) -> int:
     return Measurement.get(console, console.options.update(max_width=1000), table).maximum
-
-
-def _shapes(plan: RampPlan) -> str:
-    number = plan.num_compiled_shapes
-    return f"{number} compiled shape{'s' * (number > 1)}"
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

@@ -1,12 +1,49 @@
 """Tests of rampup.show.plots: what is drawn, read back from the picture."""
 
+import itertools
+import math
 import sys
 
 import pytest
 
+from rampup import Config, build_plan
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.timetable import SCHEDULES, Timetable
-from rampup.show.plots import draw_timetable
+from rampup.show.curves import RunMetrics
+from rampup.show.plots import draw_batch, draw_memory, draw_rate, draw_runs, draw_timetable
+
+pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rampup[plot]'")
+RAMP = Config(enable_rampup_batch_size=True)
+PIPELINE = Config(enable_rampup_batch_size=True, ici_pipeline_parallelism=4, per_device_batch_size=8)
+GIB = 2**30
+
+
+def run(name="a", steps=30):
+    """Return the metrics of a made-up run, one of whose losses is not finite."""
+    lines = [
+        {"step": n, "consumed_samples": 8 * (n + 1), "global_batch_size": 8, "phase": 0, "loss": 5 - n / 10,
+         "tokens_per_second": 100.0}
+        for n in range(steps)
+    ]  # fmt: skip
+    lines[3]["loss"] = None
+    return RunMetrics.from_lines(name, lines, [{"step": steps - 1, "eval_loss": 2.5}])
+
+
+def texts(figure):
+    """Return everything that is written in a figure, and the pairs of texts that overlap."""
+    from matplotlib.text import Text
+
+    figure.draw_without_rendering()
+    ticks = {}
+    for axes in figure.axes:
+        for axis, (low, high), place in ((axes.xaxis, axes.get_xlim(), 0), (axes.yaxis, axes.get_ylim(), 1)):
+            ticks |= {label: low <= label.get_position()[place] <= high for label in axis.get_ticklabels()}
+    shown = [text for text in figure.findobj(Text) if text.get_text() and text.get_visible() and ticks.get(text, True)]
+    boxes = [(text.get_text(), text.get_window_extent().shrunk(0.9, 0.9)) for text in shown]
+    overlapping = [
+        (one, other) for (one, box), (other, other_box) in itertools.combinations(boxes, 2) if box.overlaps(other_box)
+    ]
+    return [text for text, _ in boxes], overlapping
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -26,8 +63,118 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
     table = Timetable.build("1f1b", num_stages=2, num_microbatches=3)
     with pytest.raises(ConfigError, match="cannot write"):
         draw_timetable(table, tmp_path / "table.doc")
+    with pytest.raises(ConfigError, match="cannot write"):
+        draw_timetable(table, tmp_path / "nowhere" / "table.png")
     with pytest.raises(ConfigError, match="too many to draw"):
         draw_timetable(Timetable.build("1f1b", num_stages=8, num_microbatches=1000), tmp_path / "table.png")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependencyError, match=r"rampup\[plot\]"):
         draw_timetable(table, tmp_path / "table.png")
+
+
+@pytest.mark.parametrize("width", [3.9, 31, -1, 0, math.nan, math.inf])
+def test_widths_that_no_picture_has(width):
+    """Too narrow, too wide or no number at all: refused with the nearest width."""
+    with pytest.raises(ConfigError, match="inches must be from 4 to 30") as caught:
+        draw_batch(build_plan(RAMP, 4), width=width)
+    assert caught.value.nearest
+
+
+@pytest.mark.parametrize("width", [4.5, 10])
+@pytest.mark.parametrize(("config", "devices"), [(RAMP, 4), (PIPELINE, 8), (Config(), 1)])
+def test_the_batch_is_drawn_with_units_and_nothing_overlaps(config, devices, width):
+    """Staircases over samples and steps at the plan's own boundaries, a bar a phase beside them, at two sizes."""
+    plan = build_plan(config, devices)
+    figure = draw_batch(plan, width=width)
+    found, overlapping = texts(figure)
+    assert not overlapping
+    assert any(text.startswith("samples consumed") for text in found)
+    assert any(text.startswith("optimizer steps") for text in found)
+    assert {"samples per step", "passes per step", "phase"} <= set(found)
+    assert ("pipeline bubble, idle share" in found) == (config is PIPELINE)
+    stairs = [axes.patches for axes in figure.axes]
+    edges = next(patch.get_data().edges for patch in stairs[0] if hasattr(patch, "get_data"))
+    assert [int(edge) for edge in edges[:-1]] == [phase.start_sample for phase in plan.ramp.phases]
+
+
+def test_phases_beyond_the_end_are_drawn_and_the_end_is_marked():
+    """A run that ends before its ramp says where."""
+    found, _ = texts(draw_batch(build_plan(Config(enable_rampup_batch_size=True, steps=30), 4)))
+    assert "the run ends" in found
+
+
+def test_very_many_phases_are_drawn_quickly():
+    """Ten thousand phases become a picture of about a thousand."""
+    plan = build_plan(Config(batch_size_schedule=" ".join(f"{9000 * n}:{n + 1}" for n in range(10_000)), steps=10**6), 1)
+    figure = draw_batch(plan)
+    data = next(patch.get_data() for patch in figure.axes[0].patches if hasattr(patch, "get_data"))
+    assert 1000 <= len(data.values) <= 1300
+    assert (data.values[0], data.values[-1]) == (1, 10_000)
+
+
+@pytest.mark.parametrize("width", [5, 10])
+def test_the_rate_is_drawn_on_both_clocks(width):
+    """Two panels, each with a line per clock; the plan's own is named."""
+    plan = build_plan(RAMP, 4)
+    figure = draw_rate(plan, {"samples": lambda step: step / 500, "steps": lambda step: 0.5}, width=width)
+    found, overlapping = texts(figure)
+    assert not overlapping
+    assert {"samples consumed", "optimizer steps", "learning rate"} <= set(found)
+    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert named == ["schedule runs on samples (this plan)", "schedule runs on steps"]
+    over_samples, over_steps = figure.axes
+    xs, ys = over_samples.lines[0].get_data()
+    assert (xs[-1], ys[-1]) == (plan.ramp.samples_before(499), 499 / 500)
+    assert over_steps.lines[0].get_xdata()[-1] == 499
+
+
+@pytest.mark.parametrize("width", [5, 10])
+def test_runs_are_compared_on_the_samples_axis(width):
+    """A line a run in each panel, told apart without colour, with a gap where a loss is not finite."""
+    figure = draw_runs([run("a"), run("b", steps=60)], width=width)
+    found, overlapping = texts(figure)
+    assert not overlapping
+    assert {"loss", "samples per step", "tokens per second", "samples consumed"} <= set(found)
+    loss, _, speed = figure.axes
+    lines = [line for line in loss.lines if line.get_linestyle() != "None"]
+    assert len({line.get_linestyle() for line in lines}) == len(lines) == 2
+    assert len(speed.lines) == 2
+    assert math.isnan(lines[0].get_ydata()[3])
+    assert [max(line.get_xdata()) for line in lines] == [240, 480]
+
+
+def test_numbers_of_runs_that_cannot_be_drawn():
+    """No run, or more than can be told apart."""
+    for runs in ([], [run()] * 13):
+        with pytest.raises(ConfigError, match="cannot be told apart"):
+            draw_runs(runs)
+
+
+def test_memory_by_microbatch_size():
+    """A bar a size, sorted; what does not fit is hatched, and the largest that fits is named."""
+    figure = draw_memory([(4, 20 * GIB), (1, 5 * GIB), (2, 10 * GIB)], limit_bytes=16 * GIB)
+    found, overlapping = texts(figure)
+    assert not overlapping
+    assert {"samples per microbatch", "memory, GiB", "5", "10", "20"} <= set(found)
+    (axes,) = figure.axes
+    assert [bar.get_height() for bar in axes.patches] == [5, 10, 20]
+    assert [bool(bar.get_hatch()) for bar in axes.patches] == [False, False, True]
+    assert axes.get_title(loc="left").endswith("the largest that fits: 2")
+    assert draw_memory([(1, 5 * GIB)], limit_bytes=GIB).axes[0].get_title(loc="left").endswith("none of these fits")
+
+
+@pytest.mark.parametrize("rows", [[], [(0, 5)], [(1, -5)]])
+def test_memory_that_cannot_be_drawn(rows):
+    """No rows, a size of zero, negative bytes."""
+    with pytest.raises(ConfigError):
+        draw_memory(rows)
+
+
+def test_pictures_leave_pyplot_alone():
+    """A notebook's own backend and figures are not touched."""
+    from matplotlib import pyplot
+
+    backend = pyplot.get_backend()
+    draw_batch(build_plan(RAMP, 4))
+    assert pyplot.get_backend() == backend
+    assert pyplot.get_fignums() == []

@@ -1,8 +1,12 @@
 """Tests of rampup.show.progress."""
 
 import io
+import itertools
+import sys
+import time
 from types import SimpleNamespace
 
+import pytest
 from rich.console import Console
 
 from rampup import Config, build_plan
@@ -81,3 +85,27 @@ def test_resumed_and_finished_runs_say_so():
     progress.close()
     assert "resumed after step 29" in console.file.getvalue()
     assert "the run in runs/x is finished: nothing to do" in console.file.getvalue()
+
+
+def test_time_left_counts_samples_and_not_steps(monkeypatch):
+    """Where later steps are larger, the time left is longer than the steps that are left."""
+    clock = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    console = Console(file=io.StringIO(), width=120, highlight=False)
+    progress = TrainProgress(console, log_period=1)
+    for event, values in events():
+        progress(event, values)
+    lines = {line.partition(",")[0]: line for line in console.file.getvalue().splitlines()}
+    assert lines["step 8"].endswith("36 samples, 3:11 left")  # 764 samples at 4 a second, and not 51 steps at one a second
+    assert lines["step 39"].endswith("480 samples, 0:20 left")
+
+
+def test_in_a_notebook_the_bar_replaces_the_lines(monkeypatch, capsys):
+    """With the kernel of a notebook, steps are in tqdm's bar; the plan and the phases are still printed."""
+    pytest.importorskip("tqdm")
+    shell = SimpleNamespace(kernel=object(), config={})
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    text = shown()
+    assert "phase 2 from step" in text
+    assert "step 20, phase" not in text
+    assert "800/800 samples" in capsys.readouterr().err

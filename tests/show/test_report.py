@@ -1,0 +1,310 @@
+"""Tests of rampup.show.report: what stands in the page, and that it works in a real browser."""
+
+import html
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from browser import LARGE, SMALL, look_like, open_browser
+
+from rampup import Config, build_plan
+from rampup.config.dialects.verdict import Verdict, Violation
+from rampup.config.schema import KEYS
+from rampup.errors import ConfigError
+from rampup.show.curves import RunMetrics
+from rampup.show.report import Report, key_values, report_html, write_report
+
+CONFIG = Config(enable_rampup_batch_size=True, ici_pipeline_parallelism=4, per_device_batch_size=8, run_name="seven")
+EVIL = '</script><script>document.title="hacked"</script>&"\'<b>'
+VOID = {"meta", "link", "input", "br", "hr"}
+
+
+def metrics(plan, name="a", steps=40):
+    """Return made-up metrics of the plan's first steps, one of whose losses is not finite."""
+    lines = []
+    for step in range(steps):
+        position = plan.position(step)
+        size = position.split.global_batch_size
+        lines.append(
+            {"step": step, "consumed_samples": position.consumed_samples + size, "phase": position.phase.index,
+             "global_batch_size": size, "loss": None if step == 7 else 5 - step / 20, "tokens_per_second": 900.0}
+        )  # fmt: skip
+    return RunMetrics.from_lines(name, lines, [{"step": steps - 1, "eval_loss": 3.25}])
+
+
+def made(**change):
+    """Return a report with everything in it."""
+    plan = build_plan(CONFIG, 8)
+    keys = key_values(KEYS, CONFIG.to_dict(), Config().to_dict(), CONFIG.where)
+    rates = {"samples": lambda step: step / 1000, "steps": lambda step: 0.1}
+    facts = {"plan": plan, "keys": keys, "rates": rates, "run": metrics(plan), "notes": ("mind the gap",), "version": "9"}
+    return Report(**{"title": "my run"} | facts | change)
+
+
+class Page(HTMLParser):
+    """Checks that elements close in order, and collects their attributes and the text between them."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.elements, self.text = [], [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        """Note an element."""
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        """Note an empty element."""
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        """Close the newest element, which must be this one."""
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        """Keep the text that a reader sees."""
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.text.append(data)
+
+
+def charts(page):
+    """Return the data of every chart of a page by its title."""
+    return {
+        attrs["aria-label"].partition(";")[0]: json.loads(attrs["data-chart"])
+        for _, attrs in page.elements
+        if "data-chart" in attrs
+    }
+
+
+def test_everything_is_in_the_page():
+    """The plan, every phase, every key with its meaning, notes, pictures and the run's metrics."""
+    report = made()
+    page = Page(report_html(report))
+    text = " ".join(page.text)
+    for part in (*report.plan.summary, "mind the gap", "Written by rampup 9", "last evaluation loss", "3.25"):
+        assert part in text
+    assert all(name in text for name in KEYS)
+    assert set(charts(page)) == {
+        "Loss", "Throughput", "Batch of the run", "Global batch over samples", "Global batch over steps", "Passes per step",
+        "Pipeline bubble", "Learning rate over samples", "Learning rate over steps",
+    }  # fmt: skip
+    tips = [attrs["data-tip"] for _, attrs in page.elements if "data-tip" in attrs]
+    assert len(tips) == 2 * 4 * report.plan.splits[-1].num_pipeline_microbatches
+
+
+def test_hover_values_are_the_plan_s():
+    """What a chart carries for its hover is what the plan says, exactly."""
+    report = made()
+    found = charts(Page(report_html(report)))
+    (batch,) = found["Global batch over samples"]["series"]
+    assert batch["x"] == [phase.start_sample for phase in report.plan.ramp.phases]
+    assert batch["y"] == list(report.plan.ramp.sizes)
+    assert found["Loss"]["series"][0]["y"][7] is None
+    assert found["Pipeline bubble"]["series"][0]["y"][0] == report.plan.phase_rows()[0]["bubble_fraction"]
+
+
+def test_nothing_is_loaded():
+    """No element names another file or host, and the page's policy forbids it to load one."""
+    text = report_html(made())
+    page = Page(text)
+    assert "http://" not in text
+    assert "https://" not in text
+    assert "@import" not in text
+    assert not [attrs for _, attrs in page.elements if attrs.get("src")]
+    links = [attrs["href"] for _, attrs in page.elements if attrs.get("href")]
+    assert all(link.startswith("#") or link == "data:," for link in links)
+    policy = next(attrs["content"] for _, attrs in page.elements if attrs.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+
+
+def test_anchors_lead_somewhere():
+    """Every link in the page has its target, and every identifier stands once."""
+    page = Page(report_html(made()))
+    names = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
+    assert len(set(names)) == len(names)
+    assert {attrs["href"][1:] for tag, attrs in page.elements if tag == "a"} <= set(names)
+
+
+def test_every_text_is_escaped():
+    """Titles, notes, values, places, run names and verdicts cannot become elements."""
+    report = made(title=EVIL, notes=(EVIL,), version=EVIL, run=metrics(build_plan(CONFIG, 8), name=EVIL))
+    keys = tuple(replace(entry, value=EVIL, where=EVIL, name=EVIL) for entry in report.keys[:2])
+    verdict = Verdict(
+        system=EVIL,
+        violations=(Violation(rule=EVIL, keys=(EVIL,), message=EVIL, nearest=(EVIL,)),),
+        notes=(EVIL,),
+        derived={EVIL: EVIL},
+        flow=(EVIL,),
+    )
+    text = report_html(replace(report, keys=keys, verdict=verdict))
+    assert EVIL not in text
+    assert "<script>document" not in text
+    page = Page(text)
+    assert EVIL in "".join(page.text)
+    assert [tag for tag, _ in page.elements].count("script") == 1
+    assert "b" not in {tag for tag, _ in page.elements}
+
+
+def test_a_plan_alone():
+    """Without a run, keys or rates, the page has what there is."""
+    page = Page(report_html(Report(title="x", plan=build_plan(Config(), 2))))
+    headings = [attrs["id"] for tag, attrs in page.elements if tag == "section"]
+    assert headings == ["what-to-know", "the-ramp", "phases"]
+
+
+def test_very_large_plans_stay_small():
+    """Ten thousand phases: the page says how many rows it leaves out, and stays under 5 MB."""
+    config = Config(batch_size_schedule=" ".join(f"{20_000 * n}:{n + 1}" for n in range(10_000)), steps=10**6)
+    text = report_html(Report(title="x", plan=build_plan(config, 1)))
+    assert "9,600 more rows" in text
+    assert len(text) < 500_000
+
+
+def test_phases_beyond_the_end_are_marked():
+    """A phase that the run does not reach is in italics, and a line says what that means."""
+    text = report_html(Report(title="x", plan=build_plan(Config(enable_rampup_batch_size=True, steps=40), 4)))
+    assert text.count("<tr class=unreached>") == 2
+    assert "The run ends before the phases in italics" in text
+    assert "; the run ends at 40" in html.unescape(text)
+
+
+@pytest.mark.parametrize("name", ["page.pdf", "page", "nowhere/page.html", "."])
+def test_files_that_cannot_be_written(tmp_path, name):
+    """Another ending, no folder, a folder: refused by name."""
+    with pytest.raises(ConfigError) as caught:
+        write_report(made(), tmp_path / name)
+    assert caught.value.key == "output"
+
+
+def test_the_size_is_returned(tmp_path):
+    """What is said to be written is on the disk."""
+    assert write_report(made(), tmp_path / "page.html") == (tmp_path / "page.html").stat().st_size
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """A browser that shows the report."""
+    driver = open_browser()
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    write_report(made(), path)
+    driver.report = path.as_uri()
+    yield driver
+    driver.quit()
+
+
+def shown(driver):
+    """Return the text of the hover box, or None while it is hidden."""
+    return driver.execute_script("const tip = document.getElementById('tip'); return tip.hidden ? null : tip.textContent")
+
+
+def contrast(driver):
+    """Return the contrast between the page's text and its ground, as WCAG counts it."""
+    colours = driver.execute_script("const s = getComputedStyle(document.body); return [s.color, s.backgroundColor]")
+
+    def light(colour):
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted(map(light, colours))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("dark", [False, True])
+def test_in_a_browser_it_fits_and_is_quiet(driver, size, dark):
+    """On a phone and a desktop, light and dark: no console message, no request, no sideways scrolling, readable text."""
+    look_like(driver, size=size, dark=dark)
+    driver.get_log("performance")
+    driver.get(driver.report)
+    assert driver.get_log("browser") == []
+    sent = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    asked = {entry["params"]["request"]["url"] for entry in sent if entry["method"] == "Network.requestWillBeSent"}
+    assert {url for url in asked if not url.startswith("data:")} == {driver.report}
+    assert driver.execute_script("return document.documentElement.scrollWidth") <= size[0]
+    assert contrast(driver) > 7
+    smallest = driver.execute_script(
+        "return Math.min(...[...document.querySelectorAll('svg.plot text')].map((text) => text.getBoundingClientRect().height))"
+    )
+    assert smallest > 10
+    for picture in driver.find_elements("css selector", "svg.plot"):
+        assert 200 < picture.size["width"] <= size[0]
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_in_a_browser_the_theme_is_toggled(driver, dark):
+    """The page starts as the system is, and its button changes the ground and says what it will do next."""
+    look_like(driver, dark=dark)
+    driver.get(driver.report)
+    button = driver.find_element("id", "theme")
+
+    def ground():
+        return driver.execute_script("return getComputedStyle(document.body).backgroundColor")
+
+    before = ground()
+    assert button.text == ("Light theme" if dark else "Dark theme")
+    button.send_keys("\ue007")  # Enter
+    assert ground() != before
+    assert button.text == ("Dark theme" if dark else "Light theme")
+    button.click()
+    assert ground() == before
+
+
+def test_in_a_browser_hover_says_the_values(driver):
+    """Pointing at a chart says where that is and what the batch is there; leaving hides it."""
+    from selenium.webdriver import ActionChains
+
+    look_like(driver)
+    driver.get(driver.report)
+    chart = driver.find_element("css selector", 'svg[aria-label^="Global batch over steps"]')
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", chart)
+    plan = made().plan
+    first, last = plan.ramp.phases[0], plan.ramp.phases[-1]
+    ActionChains(driver).move_to_element_with_offset(chart, -int(chart.size["width"] * 0.3), 0).perform()
+    lines = shown(driver).splitlines()
+    assert lines[1:] == ["phase 0", f"samples per step: {first.global_batch_size}"]
+    assert re.fullmatch(r"optimizer steps: \d+", lines[0])
+    ActionChains(driver).move_to_element_with_offset(chart, int(chart.size["width"] * 0.46), 0).perform()
+    assert f"samples per step: {last.global_batch_size}" in shown(driver)
+    ActionChains(driver).move_to_element(driver.find_element("tag name", "h1")).perform()
+    assert shown(driver) is None
+    assert driver.get_log("browser") == []
+
+
+def test_in_a_browser_the_keyboard_is_enough(driver):
+    """Tab reaches charts; arrows, Home and End read their values; Escape hides them; a value that is not finite is said."""
+    look_like(driver)
+    driver.get(driver.report)
+    chart = driver.find_element("css selector", 'svg[aria-label^="Loss"]')
+    driver.execute_script("arguments[0].focus()", chart)
+    chart.send_keys("\ue010")  # End
+    assert "evaluation: 3.25" in shown(driver)
+    chart.send_keys("\ue011")  # Home
+    assert "loss: 5" in shown(driver)
+    chart.send_keys("\ue014" * 7)  # Right
+    assert "loss: not finite" in shown(driver)
+    chart.send_keys("\ue00c")  # Escape
+    assert shown(driver) is None
+    picture = driver.find_element("css selector", "svg.timetable")
+    driver.execute_script("arguments[0].focus()", picture)
+    picture.send_keys("\ue014")
+    assert shown(driver) == "stage 0: forward of microbatch 0, from 0 to 1"
+    assert driver.execute_script("return document.querySelectorAll('svg:not([tabindex]):not([aria-hidden])').length") == 0
+    assert driver.get_log("browser") == []
+
+
+def test_in_a_browser_keys_are_found(driver):
+    """Writing into the search field leaves the keys that have the words, and their sections."""
+    look_like(driver, size=SMALL)
+    driver.get(driver.report)
+    driver.find_element("id", "filter").send_keys("warmup")
+    rows = driver.find_elements("css selector", ".keys tbody tr")
+    left = [row.text for row in rows if row.is_displayed()]
+    assert left
+    assert len(left) < 5
+    assert all("warm" in row.lower() for row in left)
