@@ -21,6 +21,7 @@ EXPECTED: dict[Kind, str] = {
     "text": "text that is not empty",
     "name": "a folder name of letters, digits, '.', '_' and '-'",
 }
+_TRUTH = {"1": True, "0": False, "true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 FOLDER_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 
 
@@ -39,6 +40,7 @@ class Key:
         also: values allowed outside the limits, such as -1 for automatic.
         nullable: whether null is a value.
         maxtext: MaxText's default where ours differs, as written there.
+        own: whether MaxText has no such key; `maxtext` then says what it does.
     """
 
     kind: Kind
@@ -53,6 +55,7 @@ class Key:
     also: tuple[int, ...] = ()
     nullable: bool = False
     maxtext: str | None = None
+    own: bool = False
 
     @property
     def expected(self) -> str:
@@ -66,7 +69,7 @@ class Key:
             words = f"one of {', '.join(self.choices)}"
         else:
             limits = {"at least": self.minimum, "at most": self.maximum, "above": self.above, "below": self.below}
-            parts = [EXPECTED[self.kind], *(f"{name} {limit:g}" for name, limit in limits.items() if limit is not None)]
+            parts = [EXPECTED[self.kind], *(f"{name} {_plain(limit)}" for name, limit in limits.items() if limit is not None)]
             words = ", ".join(parts) + "".join(f", or {value}" for value in self.also)
         return words + (", or null" if self.nullable else "")
 
@@ -90,7 +93,7 @@ class Key:
         if converted is None:
             shown = repr(value)[:100]
             quoting = f"; in YAML put it in quotes: {name}: {str(value)[:80]!r}" if self._is_text and _is_scalar(value) else ""
-            raise self._error(name, shown, quoting)
+            raise self._error(name, shown, quoting, nearest=self._meant(value))
         if self.choices and converted not in self.choices:
             raise self._error(name, repr(converted), nearest=self.choices)
         if isinstance(converted, int | float | Fraction) and not isinstance(converted, bool):
@@ -108,8 +111,29 @@ class Key:
         high = (self.maximum is not None and value > self.maximum) or (self.below is not None and value >= self.below)
         if low or high:
             limit = self.minimum if low else self.maximum
+            if limit is None and low and self.above is not None and self.kind == "size":
+                limit = self.above + 1
             nearest = [*self.also, *([] if limit is None else [int(limit) if limit == int(limit) else limit])]
             raise self._error(name, f"{float(value):g}" if isinstance(value, Fraction) else str(value), nearest=nearest)
+
+    def allows(self, value: object) -> bool:
+        """Say whether a value is one that `read` takes."""
+        try:
+            self.read("", value)
+        except ConfigError:
+            return False
+        return True
+
+    def _meant(self, value: object) -> list[Any]:
+        """Return what a value of another type may stand for: 5 for "5", 1 and 2 for 1.5, "5" for 5 where text is wanted."""
+        candidates: list[Any] = []
+        if self._is_text:
+            candidates = [str(value)] if _is_scalar(value) else []
+        elif self.kind == "bool":
+            candidates = [_TRUTH[text]] if (text := str(value).lower()) in _TRUTH else []
+        elif isinstance(value, str | float) and (number := _read_size(value)) is not None:
+            candidates = [float(number)] if self.kind == "float" else sorted({math.floor(number), math.ceil(number)})
+        return [candidate for candidate in candidates if self.allows(candidate)]
 
     def _error(self, name: str, shown: str, hint: str = "", nearest: Any = ()) -> ConfigError:
         return ConfigError(f"{name}={shown} must be {self.expected}{hint}", key=name, nearest=nearest)
@@ -120,6 +144,10 @@ def key(default: Any, doc: str, *, section: str, kind: Kind | None = None, **lim
     kinds: dict[type, Kind] = {bool: "bool", int: "int", float: "float", str: "text", Fraction: "size"}
     chosen = kind or kinds[type(default)]
     return field(default=default, metadata={"key": Key(kind=chosen, doc=doc, section=section, **limits)})
+
+
+def _plain(limit: float) -> str:
+    return str(limit) if isinstance(limit, int) else f"{limit:g}"
 
 
 def _is_scalar(value: object) -> bool:

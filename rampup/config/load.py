@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from rampup.config.key import Key
 from rampup.config.schema import KEYS, Config
-from rampup.config.yaml_file import Located, parse_scalar, read_mapping
+from rampup.config.yaml_file import Located, parse_mapping, parse_scalar, read_mapping
 from rampup.errors import ConfigError, RampupError, raise_together
 
 BASE = "base_config"
@@ -15,13 +17,16 @@ ENVIRONMENT_PREFIX = "RAMPUP_"
 COMMAND_LINE = "command line"
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None) -> Config:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None, text: str | None = None
+) -> Config:
     """Read a configuration.
 
     Args:
         path: a YAML file; a bare name that does not exist here is looked up among the configurations that come with rampup.
         overrides: `key=value` settings, which win over the file.
         environ: environment variables; `RAMPUP_STEPS=10` sets `steps`, and wins over the file.
+        text: read this as the file's content instead.
 
     Returns:
         The checked configuration: defaults < base_config chain < file < overrides and environment. `Config.where` says
@@ -31,23 +36,62 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, environ: Map
         ConfigError: whatever cannot be used, with file, line and key; several problems at once.
     """
     file = find_config(path)
-    located = _chain(file, seen=())
-    settings = _overrides(overrides)
-    for name, value in _environment(environ or {}).items():
-        _set_once(settings, name, value)
-    located |= settings
+    values, sources = load_values(file, overrides, environ or {}, KEYS, text=text)
+    try:
+        return Config(**values, sources=sources)
+    except ConfigError as error:
+        located = ConfigError(str(error), key=error.key, nearest=error.nearest, path=str(file))
+        located.problems = error.problems
+        raise located from None
+
+
+def load_values(
+    file: Path, overrides: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, Key], *, text: str | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Read the values of any schema's keys; a dotted key may also be nested in the file.
+
+    Args:
+        file: the file.
+        overrides, environ: see `load_config`; in a variable's name, dots are underscores.
+        keys: the schema.
+        text: see `load_config`.
+
+    Returns:
+        The values given, by key, and where each one came from.
+
+    Raises:
+        ConfigError: see `load_config`.
+    """
+    located = locate_values(file, overrides, environ, keys, text=text)
     problems: list[RampupError] = []
     values = {}
     for name, entry in located.items():
         try:
-            values[name] = KEYS[name].read(name, entry.value)
+            values[name] = keys[name].read(name, entry.value)
         except ConfigError as error:
             problems.append(ConfigError(str(error), key=name, nearest=error.nearest, path=entry.path, line=entry.line))
     raise_together(problems)
-    try:
-        return Config(**values, sources={name: str(entry) for name, entry in located.items()})
-    except ConfigError as error:
-        raise ConfigError(str(error), key=error.key, nearest=error.nearest, path=str(file)) from None
+    return values, {name: str(entry) for name, entry in located.items()}
+
+
+def locate_values(
+    file: Path, overrides: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, Key], *, text: str | None = None
+) -> dict[str, Located]:
+    """Return what stands for each key that is set, unchecked, and where; arguments and errors as in `load_values`."""
+    located = _chain(file, keys, text)
+    settings = _overrides(overrides, keys)
+    for name, value in _environment(environ, keys).items():
+        _set_once(settings, name, value)
+    return located | settings
+
+
+def names_in(path: str | Path) -> frozenset[str]:
+    """Return the names at the top of a file and of the files that it is based on, known or not.
+
+    Raises:
+        ConfigError: a file that is missing or cannot be read.
+    """
+    return frozenset().union(*_files(find_config(path)))
 
 
 def find_config(path: str | Path, *, beside: Path | None = None) -> Path:
@@ -75,55 +119,79 @@ def _own_configs() -> list[Path]:
     return [folder for folder in (package / "configs", package.parent / "configs") if (folder / "base.yml").is_file()]
 
 
-def _chain(file: Path, seen: tuple[Path, ...]) -> dict[str, Located]:
+def _chain(file: Path, keys: Mapping[str, Key], text: str | None) -> dict[str, Located]:
+    located: dict[str, Located] = {}
+    for entries in _files(file, text=text):
+        own = _unnested(entries, keys)
+        raise_together([_unknown(name, entry, keys) for name, entry in own.items() if name not in keys][:20])
+        located = own | located
+    return located
+
+
+def _files(file: Path, seen: tuple[Path, ...] = (), *, text: str | None = None) -> Iterator[dict[str, Located]]:
+    """Yield the entries of a file, then of the file that it is based on, and so on."""
     resolved = file.resolve()
     if resolved in seen:
         cycle = " -> ".join(path.name for path in (*seen[seen.index(resolved) :], resolved))
         raise ConfigError(f"{BASE} goes round in a circle: {cycle}", key=BASE, path=str(file))
-    own = read_mapping(file)
+    own = read_mapping(file) if text is None else parse_mapping(text, str(file))
     base = own.pop(BASE, None)
-    raise_together([_unknown(name, entry) for name, entry in own.items() if name not in KEYS][:20])
+    yield own
     if base is None or base.value in (None, ""):
-        return own
+        return
     if not isinstance(base.value, str):
         raise ConfigError(f"{BASE} must be a file name", key=BASE, path=base.path, line=base.line)
     try:
         parent = find_config(base.value, beside=file.parent)
     except ConfigError as error:
         raise ConfigError(f"{BASE}: {error}", key=BASE, nearest=error.nearest, path=base.path, line=base.line) from None
-    return _chain(parent, (*seen, resolved)) | own
+    yield from _files(parent, (*seen, resolved))
 
 
-def _overrides(settings: Sequence[str]) -> dict[str, Located]:
+def _unnested(entries: Mapping[str, Located], keys: Mapping[str, Key]) -> dict[str, Located]:
+    """Return the entries by dotted key, where the schema has such keys."""
+    groups = {name.partition(".")[0] for name in keys if "." in name}
+    result: dict[str, Located] = {}
+    for top, entry in entries.items():
+        nested = top in groups and isinstance(entry.value, Mapping)
+        values = {f"{top}.{inner}": value for inner, value in entry.value.items()} if nested else {top: entry.value}
+        for name, value in values.items():
+            if nested and name in entries:
+                raise ConfigError(f"{name} stands twice", key=name, path=entry.path, line=entry.line)
+            result[name] = Located(value=value, path=entry.path, line=entry.line)
+    return result
+
+
+def _overrides(settings: Sequence[str], keys: Mapping[str, Key]) -> dict[str, Located]:
     result: dict[str, Located] = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals or name != name.strip() or name.startswith("-"):
             raise ConfigError(f"{setting!r} is not key=value (no spaces around '=', no dashes)", path=COMMAND_LINE)
         entry = Located(value=text, path=COMMAND_LINE)
-        if name not in KEYS:
-            raise _unknown(name, entry)
-        _set_once(result, name, _typed(name, entry))
+        if name not in keys:
+            raise _unknown(name, entry, keys)
+        _set_once(result, name, _typed(keys[name], entry))
     return result
 
 
-def _environment(environ: Mapping[str, str]) -> dict[str, Located]:
-    result = {}
+def _environment(environ: Mapping[str, str], keys: Mapping[str, Key]) -> dict[str, Located]:
+    result, names = {}, {name.replace(".", "_"): name for name in keys}
     for variable, text in environ.items():
         if variable.startswith(ENVIRONMENT_PREFIX):
             name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
             entry = Located(value=text, path=variable)
-            if name not in KEYS:
-                raise _unknown(name, entry)
-            result[name] = _typed(name, entry)
+            if name not in names:
+                raise _unknown(name, entry, keys)
+            result[names[name]] = _typed(keys[names[name]], entry)
     return result
 
 
-def _typed(name: str, entry: Located) -> Located:
+def _typed(key: Key, entry: Located) -> Located:
     """Give text from outside YAML its type: verbatim where the key takes text, as YAML reads it elsewhere."""
     value = parse_scalar(entry.value, entry.path)
-    named_null = value is None and KEYS[name].nullable
-    verbatim = entry.value == "" or (KEYS[name].kind in ("text", "name") and not named_null)
+    named_null = value is None and key.nullable
+    verbatim = entry.value == "" or (key.kind in ("text", "name") and not named_null)
     return Located(value=entry.value if verbatim else value, path=entry.path)
 
 
@@ -137,8 +205,8 @@ def _set_once(settings: dict[str, Located], name: str, entry: Located) -> None:
     settings[name] = entry
 
 
-def _unknown(name: str, entry: Located) -> ConfigError:
-    close = difflib.get_close_matches(name.lower(), [*KEYS, BASE], n=1, cutoff=0.0)
+def _unknown(name: str, entry: Located, keys: Mapping[str, Key]) -> ConfigError:
+    close = difflib.get_close_matches(name.lower(), [*keys, BASE], n=1, cutoff=0.0)
     return ConfigError(
         f"unknown key {name[:100]!r}; the closest is {close[0]}", key=name, nearest=close, path=entry.path, line=entry.line
     )

@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
 from rampup.config.key import Key
 from rampup.config.schema import KEYS, Config
 
-_HEAD = """\
+MODELINE = "# yaml-language-server: $schema={}"
+SCHEMA_FILE = "rampup.schema.json"
+_HEAD = f"""\
+{MODELINE.format(SCHEMA_FILE)}
 # The configuration of `rampup train`: every key, its meaning and its value.
 # Names and meanings are MaxText's; where MaxText's own default is another, the comment gives it.
 # Set a key on the command line (steps=100), in the environment (RAMPUP_STEPS=100), or in a file of your own that starts
@@ -29,14 +33,45 @@ def base_yaml() -> str:
         >>> "enable_rampup_batch_size: true" in base_yaml()
         True
     """
-    values = Config(**_OVERRIDES).to_dict()
-    lines, section = [_HEAD], None
-    for name, key in KEYS.items():
+    return yaml_text(_HEAD, KEYS, base_values())
+
+
+def base_values() -> dict[str, Any]:
+    """Return the keys and values of configs/base.yml."""
+    return Config(**_OVERRIDES).to_dict()
+
+
+def run_yaml(config: Config) -> str:
+    """Return a file that sets every key as a run has it: what the run can be planned, drawn and repeated from.
+
+    Example:
+        >>> "steps: 7" in run_yaml(Config(steps=7))
+        True
+    """
+    return yaml_text("# The configuration that this run was last started with.\n", KEYS, config.to_dict())
+
+
+def yaml_text(head: str, keys: Mapping[str, Key], values: Mapping[str, Any]) -> str:
+    """Return a file that sets every key, each under its comment; dotted keys are nested.
+
+    Example:
+        >>> print(yaml_text("# A file.", {"rl.mu": Key(kind="int", doc="passes", section="Run")}, {"rl.mu": 2}), end="")
+        # A file.
+        #### RUN ####
+        rl:
+          # Passes.
+          mu: 2
+    """
+    lines, section, group = [head], None, ""
+    for name, key in keys.items():
         if key.section != section:
             section = key.section
             lines.append(f"#### {section.upper()} ####")
-        lines += [*textwrap.wrap(comment(key), 118, initial_indent="# ", subsequent_indent="# ")]
-        lines += [f"{name}: {yaml_value(values[name])}", ""]
+        parent, _, own = name.rpartition(".")
+        lines += [f"{parent}:"] if parent and parent != group else []
+        group, indent = parent, "  " if parent else ""
+        lines += textwrap.wrap(comment(key), 118, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        lines += [f"{indent}{own}: {yaml_value(values[name])}", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -73,7 +108,7 @@ def yaml_value(value: Any) -> str:
 
 def keys_table() -> str:
     """Return every key as a Markdown table, as it stands in the README."""
-    values = Config(**_OVERRIDES).to_dict()
+    values = base_values()
     rows = ["| key | value in base.yml | meaning |", "|---|---|---|"]
     for name, key in KEYS.items():
         meaning = comment(key).replace("|", "\\|")

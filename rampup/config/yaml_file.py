@@ -96,6 +96,28 @@ def parse_mapping(text: str, path: str) -> dict[str, Located]:
         raise ConfigError("not a configuration: it is nested too deeply", path=path) from None
 
 
+def positions(text: str) -> dict[str, tuple[slice, slice]]:
+    r"""Return where each key of a mapping and its value stand in the text; an alias, an anchor and a tag are left out.
+
+    Raises:
+        ConfigError: the text is no mapping.
+
+    Example:
+        >>> name, value = positions("# A comment.\nsteps: 10  # ten")["steps"]
+        >>> "# A comment.\nsteps: 10  # ten"[value]
+        '10'
+    """
+    parse_mapping(text, "text")
+    root = yaml.compose(text, Loader=_Loader)
+    assert isinstance(root, yaml.MappingNode)
+    return {
+        key.value: (slice(key.start_mark.index, key.end_mark.index), slice(value.start_mark.index, value.end_mark.index))
+        for key, value in root.value
+        if value.start_mark.index >= key.end_mark.index
+        and text[value.start_mark.index : value.start_mark.index + 1] not in ("&", "!")
+    }
+
+
 def parse_scalar(text: str, path: str) -> Any:
     """Return what YAML makes of one value, for instance from the command line.
 

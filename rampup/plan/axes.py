@@ -94,7 +94,11 @@ def _check_group(group: str, sizes: Mapping[str, int]) -> list[RampupError]:
     automatic = [_key(group, axis) for axis, size in sizes.items() if size == AUTO]
     if len(automatic) > 1:
         problems.append(
-            ConfigError(f"only one {group}_*_parallelism may be -1 (the rest), not {' and '.join(automatic)}", key=automatic[1])
+            ConfigError(
+                f"only one {group}_*_parallelism may be -1 (the rest), not {' and '.join(automatic)}",
+                key=automatic[1],
+                nearest=(1,),
+            )
         )
     return problems
 

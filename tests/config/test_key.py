@@ -96,3 +96,35 @@ def test_any_value_is_read_or_refused(kind, value):
         read(value, kind=kind, minimum=-5, maximum=10**6) if kind in ("int", "float", "size") else read(value, kind=kind)
     except ConfigError as error:
         assert error.key == "name"
+
+
+@pytest.mark.parametrize(
+    ("spec", "value", "nearest"),
+    [
+        ({"kind": "int"}, "5", (5,)),
+        ({"kind": "int", "minimum": 2}, 1.5, (2,)),
+        ({"kind": "int"}, 1.5, (1, 2)),
+        ({"kind": "int"}, "many", ()),
+        ({"kind": "float"}, "1e-5", (1e-5,)),
+        ({"kind": "bool"}, "yes", (True,)),
+        ({"kind": "bool"}, 0, (False,)),
+        ({"kind": "bool"}, 2, ()),
+        ({"kind": "text"}, 5, ("5",)),
+        ({"kind": "name"}, 1.5, ("1.5",)),
+        ({"kind": "size", "above": 0}, -2, (1,)),
+        ({"kind": "int", "minimum": 1, "also": (-1,)}, 0, (-1, 1)),
+        ({"kind": "int"}, None, ()),
+        ({"kind": "int"}, [5], ()),
+    ],
+)
+def test_what_a_value_of_another_type_may_stand_for(spec, value, nearest):
+    """The error offers the legal values that were probably meant."""
+    with pytest.raises(ConfigError) as caught:
+        read(value, **spec)
+    assert caught.value.nearest == nearest
+    assert all(Key(doc="doc", section="section", **spec).allows(legal) for legal in nearest)
+
+
+def test_large_limits_are_written_out():
+    """A limit is the number itself."""
+    assert Key(kind="int", doc="", section="", maximum=2**31 - 1).expected == "a whole number, at most 2147483647"

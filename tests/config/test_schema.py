@@ -52,3 +52,31 @@ def test_derived_values():
     assert (config.total_steps, config.num_kv_heads) == (77, 4)
     assert Config(per_device_batch_size="1/3").to_dict()["per_device_batch_size"] == "1/3"
     assert Config(per_device_batch_size=0.5).per_device_batch_size == Fraction(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "nearest"),
+    [
+        ({"lr_schedule_type": "wsd", "warmup_steps_fraction": 0.7, "wsd_decay_steps_fraction": 0.6}, (0.3,)),
+        ({"base_emb_dim": 120, "base_num_query_heads": 7, "base_num_kv_heads": 1}, (6, 10)),
+        ({"base_emb_dim": 121, "base_num_query_heads": 7, "base_num_kv_heads": 1}, ()),
+        ({"base_emb_dim": 10**18, "base_num_query_heads": 7, "base_num_kv_heads": 1}, ()),
+        ({"base_num_kv_heads": 3}, (2, 4)),
+        ({"vocab_size": 100}, (256,)),
+    ],
+)
+def test_contradictions_offer_values_that_end_them(keys, nearest):
+    """Each value offered makes a configuration that is accepted."""
+    with pytest.raises(ConfigError) as caught:
+        Config(**keys)
+    assert caught.value.nearest == nearest
+    for value in nearest:
+        Config(**{**keys, caught.value.key: value})
+
+
+def test_differences():
+    """Keys that differ with both values, and nothing for the same configuration."""
+    assert Config(steps=10, per_device_batch_size="1/3").differences(Config(steps=10)) == {
+        "per_device_batch_size": {"a": "1/3", "b": 16}
+    }
+    assert Config().differences(Config()) == {}

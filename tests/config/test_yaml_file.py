@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rampup.config.yaml_file import MAX_BYTES, parse_mapping, parse_scalar, read_mapping
+from rampup.config.yaml_file import MAX_BYTES, parse_mapping, parse_scalar, positions, read_mapping
 from rampup.errors import ConfigError
 
 
@@ -120,3 +120,10 @@ def test_any_text_is_parsed_or_refused(text):
         parse_scalar(text, "command line")
     except ConfigError:
         pass
+
+
+def test_positions():
+    """Keys and values are found where they stand, whatever is around them; aliases, anchors and tags are left out."""
+    text = "# x: 1\r\na:  5 # five\r\n\"b\": 'six'\nc:\nd: [1,\n 2]\ne: &e 1\nf: *e\ng: !!str 3\n"
+    found = {name: (text[key], text[value]) for name, (key, value) in positions(text).items()}
+    assert found == {"a": ("a", "5"), "b": ('"b"', "'six'"), "c": ("c", ""), "d": ("d", "[1,\n 2]")}

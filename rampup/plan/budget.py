@@ -1,0 +1,117 @@
+"""What a budget of tokens means for a ramp: optimizer steps, beside those at a constant batch, and time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rampup.errors import RampDefinitionError
+from rampup.plan.ramp import BatchRamp
+from rampup.plan.units import MAX_COUNT
+
+SECONDS_PER_HOUR = 3600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenBudget:
+    """A budget of tokens, spent by a ramp.
+
+    Attributes:
+        ramp: samples -> global batch size.
+        tokens: the budget.
+        tokens_per_sample: tokens in one sample.
+
+    Example:
+        >>> budget = TokenBudget(ramp=BatchRamp.from_schedule("0:8 80:16"), tokens=2400, tokens_per_sample=10)
+        >>> budget.num_samples, budget.steps, budget.steps_at_first, budget.steps_at_final
+        (240, 20, 30, 15)
+    """
+
+    ramp: BatchRamp
+    tokens: int
+    tokens_per_sample: int
+
+    def __post_init__(self) -> None:
+        for key, value in (("budget", self.tokens), ("max_target_length", self.tokens_per_sample)):
+            if not 1 <= value <= MAX_COUNT:
+                raise RampDefinitionError(
+                    f"{key}={value} must be between 1 and 10**18 tokens", key=key, nearest=(1 if value < 1 else MAX_COUNT,)
+                )
+
+    @property
+    def num_samples(self) -> int:
+        """Samples that hold the budget; the last one may hold more than is left of it."""
+        return -(-self.tokens // self.tokens_per_sample)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the ramp until the budget is consumed."""
+        return self.ramp.step_of_sample(self.num_samples - 1) + 1
+
+    @property
+    def consumed_tokens(self) -> int:
+        """Tokens of those steps: the budget, and what the last batch goes beyond it."""
+        return self.ramp.samples_before(self.steps) * self.tokens_per_sample
+
+    @property
+    def steps_at_first(self) -> int:
+        """Optimizer steps for the budget at the batch of the first phase, kept constant."""
+        return self._steps_at(self.ramp.sizes[0])
+
+    @property
+    def steps_at_final(self) -> int:
+        """Optimizer steps for the budget at the batch of the last phase, kept constant."""
+        return self._steps_at(self.ramp.sizes[-1])
+
+    @property
+    def steps_by_size(self) -> dict[int, int]:
+        """Optimizer steps of the ramp at each global batch size that the budget reaches."""
+        result: dict[int, int] = {}
+        for phase in self.ramp.phases:
+            end = self.steps if phase.num_steps is None else min(phase.start_step + phase.num_steps, self.steps)
+            if end > phase.start_step:
+                size = phase.global_batch_size
+                result[size] = result.get(size, 0) + end - phase.start_step
+        return result
+
+    def seconds(self, tokens_per_second: Mapping[int, Fraction]) -> Fraction:
+        """Return the time that the steps take.
+
+        Args:
+            tokens_per_second: throughput by global batch size; a size that is not there takes that of the nearest, by ratio.
+
+        Example:
+            >>> budget = TokenBudget(ramp=BatchRamp.from_schedule("0:8 80:16"), tokens=2400, tokens_per_sample=10)
+            >>> budget.seconds({8: Fraction(100), 16: Fraction(200)})
+            Fraction(16, 1)
+        """
+        total = Fraction(0)
+        for size, steps in self.steps_by_size.items():
+            nearest = min(tokens_per_second, key=lambda known: Fraction(max(known, size), min(known, size)))
+            total += Fraction(steps * size * self.tokens_per_sample) / tokens_per_second[nearest]
+        return total
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the budget as `rampup plan --budget --json` prints it.
+
+        `fewer_steps_than_first` is how many optimizer steps the ramp saves over its first batch kept constant, and
+        `more_steps_than_final` how many it takes above its last batch kept constant; a batch that shrinks makes them negative.
+        """
+        return {
+            "tokens": self.tokens,
+            "tokens_per_sample": self.tokens_per_sample,
+            "num_samples": self.num_samples,
+            "steps": self.steps,
+            "consumed_tokens": self.consumed_tokens,
+            "first_global_batch_size": self.ramp.sizes[0],
+            "steps_at_first": self.steps_at_first,
+            "fewer_steps_than_first": self.steps_at_first - self.steps,
+            "final_global_batch_size": self.ramp.sizes[-1],
+            "steps_at_final": self.steps_at_final,
+            "more_steps_than_final": self.steps - self.steps_at_final,
+            "steps_by_global_batch_size": {str(size): steps for size, steps in self.steps_by_size.items()},
+        }
+
+    def _steps_at(self, global_batch_size: int) -> int:
+        return -(-self.num_samples // global_batch_size)

@@ -1,0 +1,202 @@
+"""Tests of rampup.config.json_schema."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from rampup.config.json_schema import json_schema, rollout_schema, schema_of
+from rampup.config.key import Key
+from rampup.config.schema import KEYS, Config
+from rampup.config.template import MODELINE
+from rampup.config.yaml_file import parse_scalar
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+SCHEMA = json_schema()
+WHOLE = Draft202012Validator(SCHEMA)
+BY_KEY = {name: Draft202012Validator(SCHEMA["properties"][name]) for name in KEYS}
+PRESETS = sorted(CONFIGS.glob("*.yml"))
+
+
+class Core(yaml.SafeLoader):
+    """YAML as an editor reads it: the scalars of YAML 1.2."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - as in the base class
+
+
+for tag, pattern in {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
+}.items():
+    Core.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"), None)
+Core.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(node.value))
+
+
+def test_the_schemas_are_valid_and_the_files_current():
+    """The files are valid schemas, and what the keys say; write them anew as the module's docstring says."""
+    for name, schema in {"rampup": SCHEMA, "rl": rollout_schema()}.items():
+        Draft202012Validator.check_schema(schema)
+        assert json.loads((CONFIGS / f"{name}.schema.json").read_text()) == schema
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_configuration_names_a_schema_that_takes_it(path):
+    """The first line of each file is the modeline that editors read, and the schema that it names accepts the file."""
+    text = path.read_text()
+    named = re.fullmatch(re.escape(MODELINE).replace(r"\{\}", "(.*)"), text.splitlines()[0])
+    schema = json.loads((path.parent / named[1]).read_text())
+    assert list(Draft202012Validator(schema).iter_errors(yaml.load(text, Core))) == []
+
+
+def test_defaults_and_descriptions():
+    """Each key has its default, which it takes, and says what it means."""
+    for name, value in Config().to_dict().items():
+        assert SCHEMA["properties"][name]["default"] == value
+        assert BY_KEY[name].is_valid(value)
+        assert KEYS[name].doc[1:] in SCHEMA["properties"][name]["description"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"stepz": 3},
+        {"steps": 0},
+        {"steps": "many"},
+        {"base_config": 3},
+        {"dtype": "float16"},
+        [],
+        "text",
+        {"enable_rampup_batch_size": "true"},
+        {"per_device_batch_size": "1/0"},
+        {"per_device_batch_size": "0/3"},
+        {"per_device_batch_size": "-1/3"},
+        {"run_name": "a/b"},
+    ],
+)
+def test_files_that_are_refused(content):
+    """Unknown keys, wrong types, values outside the limits and what is no mapping."""
+    assert not WHOLE.is_valid(content)
+
+
+NUMBERS = (
+    st.integers(-3, 3)
+    | st.integers(-(10**19), 10**19)
+    | st.floats(-3, 3)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from([0.0, -0.0, 1.0, 0.5, -1.0, 1e18, 1e19, 1e300, 2e300, 2**31 - 1, 2**31, 1024, 1025, 100_000, 100_001])
+)
+OTHERS = st.none() | st.booleans() | st.lists(st.integers(), max_size=1) | st.dictionaries(st.text(), st.none(), max_size=1)
+
+
+@pytest.mark.parametrize("name", KEYS)
+@settings(max_examples=30)
+@given(value=NUMBERS | OTHERS)
+def test_all_values_but_text_are_taken_exactly_as_by_the_key(name, value):
+    """What the schema takes the key reads, and the other way round; sizes below 10**-18 are beyond a schema."""
+    tiny = KEYS[name].kind == "size" and isinstance(value, float) and 0 < abs(value) < 1e-18
+    if not tiny:
+        assert BY_KEY[name].is_valid(value) == KEYS[name].allows(value)
+
+
+LIMITS = {name: [key.minimum, key.maximum, key.above, key.below, *key.also] for name, key in KEYS.items()}
+
+
+@pytest.mark.parametrize("name", [name for name, limits in LIMITS.items() if any(n is not None for n in limits)])
+def test_limits_are_the_same_on_both_sides(name):
+    """At each limit of each key, below it and above it."""
+    for limit in LIMITS[name]:
+        if limit is not None:
+            for value in (limit, limit - 1, limit + 1, math.nextafter(limit, -9), math.nextafter(limit, 9)):
+                if not (KEYS[name].kind == "size" and 0 < abs(value) < 1e-18):
+                    assert BY_KEY[name].is_valid(value) == KEYS[name].allows(value)
+
+
+WORDS = [
+    "",
+    " ",
+    "a b",
+    "a/b",
+    "..",
+    "run-1.2",
+    "x" * 300,
+    "a\n",
+    "a\0b",
+    "0:8 100:16",
+    "none",
+    "None",
+    "true",
+    "yes",
+    "\u00e9",
+]
+NUMERALS = [
+    "1_000",
+    "1__000",
+    "1_000_",
+    "_1",
+    "0_0",
+    "1/3",
+    "2/0",
+    "0/2",
+    "-1/3",
+    "0.5",
+    "1/3\n",
+    "1_000\n",
+    "9_" * 18 + "9",
+    "5",
+]
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_text_that_is_taken_can_be_read(name):
+    """What the schema takes as text, also such that YAML 1.2 alone takes for text, the key reads as rampup's YAML does."""
+    for text in (*WORDS, *NUMERALS, *KEYS[name].choices):
+        if BY_KEY[name].is_valid(text):
+            assert KEYS[name].allows(text) or KEYS[name].allows(parse_scalar(text, "file.yml"))
+        elif KEYS[name].kind in ("text", "name"):
+            assert not KEYS[name].allows(text)
+
+
+@given(st.text())
+def test_any_text_is_taken_exactly_as_by_a_key_of_text(value):
+    """File names, folder names and schedules: the schema takes what the key reads, but for signs that Unicode cannot print."""
+    for name in ("base_output_directory", "run_name", "batch_size_schedule", "dtype"):
+        if value.isprintable():
+            assert BY_KEY[name].is_valid(value) == KEYS[name].allows(value)
+        if KEYS[name].allows(value):
+            assert BY_KEY[name].is_valid(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "taken"),
+    [
+        ("steps", "1_000", True),
+        ("steps", "10_000_000", True),
+        ("steps", "1/3", False),
+        ("steps", "0_1", False),
+        ("data_shuffle_seed", "123_456_789", True),
+        ("data_shuffle_seed", "9_123_456_789", False),
+        ("grain_num_threads", "1_000", False),
+        ("per_device_batch_size", "1_000", True),
+    ],
+)
+def test_grouped_digits_are_taken_where_rampup_reads_them(name, value, taken):
+    """1_000 is no error in an editor, which reads it as text, if no number of so many digits is beyond the key's limit."""
+    assert BY_KEY[name].is_valid(value) == taken
+
+
+def test_dotted_keys_may_be_nested():
+    """A key with a dot is taken under its own name and under its group, and nothing else is."""
+    keys = {"rl.mu": Key(kind="int", doc="passes", section="Run", minimum=1)}
+    validator = Draft202012Validator(schema_of(keys, {"rl.mu": 2}, title="nested"))
+    assert validator.is_valid({"rl": {"mu": 2}})
+    assert validator.is_valid({"rl.mu": 2})
+    assert not validator.is_valid({"rl": {"mu": 0}})
+    assert not validator.is_valid({"rl": {"nu": 1}})
