@@ -100,6 +100,22 @@ class DataError(RampupError, ValueError):
     """Training data that cannot be read, or too little of it."""
 
 
+class StorageError(RampupError, OSError):
+    """The disk refuses what a run must write: a checkpoint or its metrics."""
+
+
+class NonFiniteError(RampupError, ArithmeticError):
+    """Too many optimizer steps in a row whose loss or gradient is not finite.
+
+    Attributes:
+        steps: the steps, in order.
+    """
+
+    def __init__(self, message: str, *, steps: Sequence[int], key: str | None = None) -> None:
+        super().__init__(message, key=key)
+        self.steps = tuple(steps)
+
+
 class MissingDependencyError(RampupError, ImportError):
     """An optional package that this feature needs is not installed."""
 

@@ -21,12 +21,16 @@ from rampup.plan.units import exact_fraction
 T = TypeVar("T")
 
 
-def build_plan(config: Config, num_devices: int | None = None) -> RampPlan:
+def build_plan(
+    config: Config, num_devices: int | None = None, *, ramp: BatchRamp | None = None, eval_size: int | None = None
+) -> RampPlan:
     """Return the plan that a configuration describes.
 
     Args:
         config: the configuration.
         num_devices: devices to plan for; None = the configuration's `num_devices`, which then must not be -1.
+        ramp: a ramp in place of the one that the configuration describes, and
+        eval_size: samples of an evaluation batch likewise: those of a run that goes on.
 
     Raises:
         RampupError: every rule that the configuration breaks in any phase or in evaluation, all at once.
@@ -43,13 +47,13 @@ def build_plan(config: Config, num_devices: int | None = None) -> RampPlan:
     axes = _collect(problems, config, lambda: mesh_axes(config, num_devices))
     repeats = _collect(problems, config, lambda: _num_repeats(config, axes.pipeline if axes else 1))
     splitter = _collect(problems, config, lambda: _splitter(config, axes or MeshAxes(), repeats or 1))
-    ramp = _collect(problems, config, lambda: _ramp(config, num_devices, splitter if axes else None))
+    chosen = ramp or _collect(problems, config, lambda: _ramp(config, num_devices, splitter if axes else None))
     raise_together(problems)
     assert splitter is not None
-    assert ramp is not None
-    splitter = _with_best_repeats(config, splitter, ramp)
-    eval_size = _collect(problems, config, lambda: _eval_size(config, num_devices, ramp, splitter))
-    plan = _collect(problems, config, lambda: _plan(config, num_devices, ramp, splitter, eval_size))
+    assert chosen is not None
+    splitter = _with_best_repeats(config, splitter, chosen)
+    size = eval_size or _collect(problems, config, lambda: _eval_size(config, num_devices, chosen, splitter))
+    plan = _collect(problems, config, lambda: _plan(config, num_devices, chosen, splitter, size))
     raise_together(problems)
     assert plan is not None
     return plan

@@ -6,6 +6,7 @@ the ramp is off here and on there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 from rampup.config.key import Key, key
 from rampup.errors import ConfigError, RampupError, raise_together
+from rampup.plan.sizes import MAX_SAMPLES, divisors, next_to
 from rampup.plan.units import written
 
 _run = partial(key, section="Run")
@@ -47,28 +49,36 @@ class Config:
     enable_checkpointing: bool = _run(True, "whether checkpoints are written at all")
     checkpoint_period: int = _run(100, "steps between checkpoints", minimum=1, unit="steps", maxtext="10_000")
     async_checkpointing: bool = _run(True, "write checkpoints in the background while training goes on")
+    on_checkpoint_error: str = _run("stop", "what to do when the disk takes no more: stop = end the run; continue = say so, keep the checkpoints that are there and try again at the next; several processes always stop", choices=("stop", "continue"), own=True)
     max_num_checkpoints_to_keep: int | None = _run(3, "older checkpoints are deleted; null keeps all", kind="int", minimum=1, nullable=True, maxtext="None")
+    jax_cache_dir: str | None = _run("~/.cache/rampup", "where compiled programs are kept, so that a restart compiles nothing; null keeps none; the environment's JAX_COMPILATION_CACHE_DIR wins", nullable=True, maxtext="~/jax_cache")
+    on_plan_change: str = _run("refuse", "what to do where a run goes on with another ramp than its checkpoint's: refuse, or continue_by_samples with the new sizes from the samples consumed so far", choices=("refuse", "continue_by_samples"), own=True)
     eval_interval: int = _run(100, "steps between evaluations; -1 = never", minimum=1, also=(-1,), unit="steps", maxtext="-1")
     eval_steps: int = _run(8, "evaluation batches per evaluation; -1 = all held-out rows that fill a batch", minimum=1, also=(-1,), maxtext="-1")
 
     per_device_batch_size: Fraction = _batch(Fraction(16), "samples per device and accumulation step after the ramp; may be a fraction where tensor or pipeline axes share a sample", above=0, unit="samples", maxtext="12.0")
     eval_per_device_batch_size: Fraction = _batch(Fraction(0), "the same for evaluation; 0 = per_device_batch_size", minimum=0, unit="samples")
     gradient_accumulation_steps: int = _batch(1, "a factor of every global batch: devices * per_device_batch_size * this", minimum=1)
-    gradient_accumulation: str = _batch("fused", "how passes are accumulated: fused = one executable, one optimizer run and one gradient reduction per step, weighted by tokens; multi_steps = optax.MultiSteps", choices=("fused", "multi_steps"))
-    rampup_microbatch: str = _batch("fixed", "what absorbs the ramp: fixed = more passes, one compiled shape; per_phase = a larger microbatch, one shape a phase; auto = fixed, then the largest microbatch in the last phase, two shapes", choices=("fixed", "per_phase", "auto"))
-    microbatch_size: int = _batch(-1, "samples per replica and forward pass; -1 = the largest that divides every phase", minimum=1, also=(-1,), unit="samples")
+    gradient_accumulation: str = _batch("fused", "how passes are accumulated: fused = one executable, one optimizer run and one gradient reduction per step, weighted by tokens; multi_steps = optax.MultiSteps", choices=("fused", "multi_steps"), own=True)
+    rampup_microbatch: str = _batch("fixed", "what absorbs the ramp: fixed = more passes, one compiled shape; per_phase = a larger microbatch, one shape a phase; auto = fixed, then the largest microbatch in the last phase, two shapes", choices=("fixed", "per_phase", "auto"), own=True)
+    microbatch_size: int = _batch(-1, "samples per replica and forward pass; -1 = the largest that divides every phase", minimum=1, also=(-1,), unit="samples", own=True)
     expansion_factor_real_data: Fraction = _batch(Fraction(-1), "above 1, only 1 of this many hosts loads data, for itself and the others; -1 = every host loads", above=0, also=(-1,))
 
     enable_rampup_batch_size: bool = _ramp(False, "grow the batch linearly with the keys below")
     per_device_batch_size_start: Fraction = _ramp(Fraction(4), "samples per device in the first phase", above=0, unit="samples")
     per_device_batch_size_increment: Fraction = _ramp(Fraction(4), "growth per phase", above=0, unit="samples", maxtext="2.0")
     global_rampup_samples: int = _ramp(1600, "samples that the whole ramp is asked to take", minimum=1, unit="samples", maxtext="500")
-    rampup_carry_overshoot: bool = _ramp(False, "what happens to samples beyond a threshold: false = each phase counts from zero, as in MaxText; true = thresholds count over the whole run, as in Megatron")
-    batch_size_schedule: str | None = _ramp(None, 'any other ramp: "0:768 250B:1536 500B:3072" = THRESHOLD:GLOBAL_BATCH_SIZE from 0 on; sizes may decrease', kind="text", nullable=True)
-    batch_size_schedule_unit: str = _ramp("samples", "what its thresholds count: samples, or tokens, which are divided by max_target_length", choices=("samples", "tokens"))
+    rampup_carry_overshoot: bool = _ramp(False, "what happens to samples beyond a threshold: false = each phase counts from zero, as in MaxText; true = thresholds count over the whole run, as in Megatron", own=True)
+    batch_size_schedule: str | None = _ramp(None, 'any other ramp: "0:768 250B:1536 500B:3072" = THRESHOLD:GLOBAL_BATCH_SIZE from 0 on; sizes may decrease', kind="text", nullable=True, own=True)
+    batch_size_schedule_unit: str = _ramp("samples", "what its thresholds count: samples, or tokens, which are divided by max_target_length", choices=("samples", "tokens"), own=True)
 
-    num_devices: int = _devices(-1, "devices that the plan is for; -1 = those of this machine")
+    num_devices: int = _devices(-1, "devices that the plan is for; -1 = those of this machine", own=True)
     num_slices: int = _devices(-1, "slices that the dcn axes connect; -1 = as many as those axes imply", unit="slices")
+    coordinator_address: str | None = _devices(None, "host:port of process 0, for several processes; null = as the launcher says", kind="text", nullable=True, minimum=None, also=(), unit=None, own=True)
+    num_processes: int = _devices(-1, "processes that train together; -1 = as the launcher says", unit=None, own=True)
+    process_id: int = _devices(-1, "number of this process, from 0; -1 = as the launcher says", minimum=0, unit=None, own=True)
+    jax_distributed_initialization_timeout: int = _devices(300, "how long the processes wait for each other at the start", also=(), unit="seconds")
+    jax_distributed_heartbeat_timeout_seconds: int = _devices(60, "silence after which the other processes give one up and end", also=(), unit="seconds", maxtext="100")
     ici_data_parallelism: int = _devices(-1, "devices per slice that hold copies of the model; gradients are reduced once per step over this axis", maxtext="1")
     ici_fsdp_parallelism: int = _devices(1, "devices per slice that share parameters and cut the batch; saves memory, reduces in every pass", maxtext="-1")
     ici_tensor_parallelism: int = _devices(1, "devices per slice that share each layer's matrices")
@@ -86,9 +96,9 @@ class Config:
     num_layers_per_pipeline_stage: int = _pipeline(1, "layers in one stage and repeat; -1 = those of the repeats with the lowest predicted step time", unit="layers")
     num_pipeline_repeats: int = _pipeline(-1, "times that each microbatch goes round the stages; -1 = as the layers give")
     pipeline_delay_activation_forwarding: bool = _pipeline(False, "MaxText's key: needs twice the microbatches")
-    pipeline_tick_overhead: float | None = _pipeline(None, "what a pipeline tick costs beside its arithmetic, in samples per replica; with it the automatic microbatches are those with the lowest predicted step time; null = not measured", kind="float", minimum=0, nullable=True, unit="samples")
-    pipeline_keep: str = _pipeline("nothing", "what a stage keeps of a microbatch for its backward besides its input: nothing, so that it computes it again, or dots = matrix products", choices=("nothing", "dots"))
-    pipeline_strict_multiple: bool = _pipeline(True, "keep MaxText's rule that microbatches are a multiple of the stages")
+    pipeline_tick_overhead: float | None = _pipeline(None, "what a pipeline tick costs beside its arithmetic, in samples per replica; with it the automatic microbatches are those with the lowest predicted step time; null = not measured", kind="float", minimum=0, nullable=True, unit="samples", own=True)
+    pipeline_keep: str = _pipeline("nothing", "what a stage keeps of a microbatch for its backward besides its input: nothing, so that it computes it again, or dots = matrix products", choices=("nothing", "dots"), own=True)
+    pipeline_strict_multiple: bool = _pipeline(True, "keep MaxText's rule that microbatches are a multiple of the stages", own=True)
 
     learning_rate: float = _rate(3e-3, "peak learning rate, for the batch of the last phase", minimum=0, maxtext="3.e-5")
     lr_schedule_type: str = _rate("cosine", "what follows the warm-up: cosine decay; wsd = stay, then decay; or constant", choices=("cosine", "wsd", "constant"))
@@ -97,10 +107,11 @@ class Config:
     learning_rate_final_fraction: float = _rate(0.1, "learning rate at the end of the schedule over its peak", minimum=0, maximum=1)
     wsd_decay_steps_fraction: float = _rate(0.1, "share of the schedule in which wsd decays", minimum=0, maximum=1)
     wsd_decay_style: str = _rate("linear", "how wsd decays: linear or cosine", choices=("linear", "cosine"))
-    learning_rate_clock: str = _rate("samples", "what the schedule counts: samples keep warm-up and decay where they belong in the data when the batch changes, steps do not", choices=("steps", "samples"), maxtext="steps")
-    learning_rate_batch_scaling: str = _rate("none", "how the learning rate follows batch / final batch: none, sqrt (Adam) or linear (SGD)", choices=("none", "sqrt", "linear"))
+    learning_rate_clock: str = _rate("samples", "what the schedule counts: samples keep warm-up and decay where they belong in the data when the batch changes, steps do not", choices=("steps", "samples"), maxtext="steps", own=True)
+    learning_rate_batch_scaling: str = _rate("none", "how the learning rate follows batch / final batch: none, sqrt (Adam) or linear (SGD)", choices=("none", "sqrt", "linear"), own=True)
 
     opt_type: str = _optimizer("adamw", "the optimizer: adamw or sgd", choices=("adamw", "sgd"))
+    skip_nonfinite: int = _optimizer(3, "a step whose loss or gradient is not finite changes nothing; so many of them in a row stop the run; 0 = not checked", minimum=0, unit="steps", own=True)
     adam_b1: float = _optimizer(0.9, "decay of the first moment", minimum=0, below=1)
     adam_b2: float = _optimizer(0.95, "decay of the second moment", minimum=0, below=1)
     adam_eps: float = _optimizer(1e-8, "added to the denominator", above=0)
@@ -118,13 +129,15 @@ class Config:
     dropout_rate: float = _model(0.0, "share of activations dropped in training", minimum=0, below=1)
     dtype: str = _model("float32", "type of activations: float32 or bfloat16; weights and accumulators stay float32", choices=("float32", "bfloat16"), maxtext="bfloat16")
     remat_policy: str = _model("none", "what the backward pass computes again to save memory: none, minimal = all but matrix products, full = everything", choices=("none", "minimal", "full"), maxtext="full")
+    parameter_memory_host_offload: bool = _model(False, "keep the parameters in host memory between steps, and copy them to the devices in each")
+    optimizer_memory_host_offload: bool = _model(False, "keep the optimizer's state there; `rampup tune` says what each saves")
     init_weights_seed: int = _model(0, "seed of the initial weights and of dropout", minimum=0, maximum=2**31 - 1)
 
     dataset_type: str = _data("text", "what the data are: text = bytes of text files; tokens = .npy or .bin arrays; arrayrecord = one row a record; synthetic = made up", choices=("text", "tokens", "arrayrecord", "synthetic"), maxtext="synthetic")
     grain_train_files: str | None = _data(None, "files, as a glob pattern; null with text = the Python standard library's own source", kind="text", nullable=True, maxtext="''")
     grain_eval_files: str | None = _data(None, "files for evaluation; null = hold out a part of the training files", kind="text", nullable=True, maxtext="''")
-    eval_holdout_fraction: float = _data(0.05, "share of the training data held out where grain_eval_files is null", above=0, below=1)
-    token_dtype: str = _data("uint16", "type of the tokens in .bin and ArrayRecord files, little-endian", choices=("uint8", "uint16", "int32", "uint32"))
+    eval_holdout_fraction: float = _data(0.05, "share of the training data held out where grain_eval_files is null", above=0, below=1, own=True)
+    token_dtype: str = _data("uint16", "type of the tokens in .bin and ArrayRecord files, little-endian", choices=("uint8", "uint16", "int32", "uint32"), own=True)
     num_epoch: int = _data(-1, "passes over the training rows; -1 = as many as steps need", minimum=1, also=(-1,), maxtext="1")
     enable_data_shuffling: bool = _data(True, "a new order of rows in every epoch")
     data_shuffle_seed: int = _data(0, "seed of that order", minimum=0, maximum=2**31 - 1)
@@ -152,6 +165,16 @@ class Config:
         values = {name: getattr(self, name) for name in KEYS}
         return {name: written(value) if isinstance(value, Fraction) else value for name, value in values.items()}
 
+    def differences(self, other: Config) -> dict[str, dict[str, Any]]:
+        """Return the keys in which two configurations differ, each with its value here, `a`, and there, `b`.
+
+        Example:
+            >>> Config(steps=10).differences(Config(steps=20))
+            {'steps': {'a': 10, 'b': 20}}
+        """
+        a, b = self.to_dict(), other.to_dict()
+        return {name: {"a": a[name], "b": b[name]} for name in KEYS if a[name] != b[name]}
+
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the run."""
@@ -163,41 +186,52 @@ class Config:
         return self.base_num_query_heads if self.base_num_kv_heads == -1 else self.base_num_kv_heads
 
     def _contradictions(self) -> list[RampupError]:
-        rules = [
+        heads, width, warmup = self.base_num_query_heads, self.base_emb_dim, self.warmup_steps_fraction
+        rules: list[tuple[bool, str, str, Sequence[object]]] = [
             (
                 self.total_steps != -1,
                 "steps",
                 "steps=-1 takes learning_rate_schedule_steps, which is -1 too; set one of them",
+                (),
             ),
             (
-                self.lr_schedule_type != "wsd" or self.warmup_steps_fraction + self.wsd_decay_steps_fraction <= 1,
+                self.lr_schedule_type != "wsd" or warmup + self.wsd_decay_steps_fraction <= 1,
                 "wsd_decay_steps_fraction",
-                f"warmup_steps_fraction + wsd_decay_steps_fraction = {self.warmup_steps_fraction} + "
+                f"warmup_steps_fraction + wsd_decay_steps_fraction = {warmup} + "
                 f"{self.wsd_decay_steps_fraction} must not exceed 1",
+                (float(1 - Fraction(repr(warmup))),),
             ),
             (
-                self.base_emb_dim % (2 * self.base_num_query_heads) == 0,
+                width % (2 * heads) == 0,
                 "base_num_query_heads",
-                f"base_emb_dim={self.base_emb_dim} must be a multiple of 2 * base_num_query_heads = "
-                f"{2 * self.base_num_query_heads}, so that every head has an even width",
+                f"base_emb_dim={width} must be a multiple of 2 * base_num_query_heads = {2 * heads}, so that every head has an "
+                "even width",
+                _nearest_divisors(heads, width // 2 if width % 2 == 0 else 0),
             ),
             (
-                self.base_num_query_heads % self.num_kv_heads == 0,
+                heads % self.num_kv_heads == 0,
                 "base_num_kv_heads",
-                f"base_num_query_heads={self.base_num_query_heads} must be a multiple of base_num_kv_heads={self.num_kv_heads}",
+                f"base_num_query_heads={heads} must be a multiple of base_num_kv_heads={self.num_kv_heads}",
+                _nearest_divisors(self.num_kv_heads, heads),
             ),
             (
                 self.dataset_type != "text" or self.vocab_size >= 256,
                 "vocab_size",
                 f"vocab_size={self.vocab_size} must be at least 256 for dataset_type=text, whose tokens are bytes",
+                (256,),
             ),
             (
                 self.dataset_type not in ("tokens", "arrayrecord") or self.grain_train_files is not None,
                 "grain_train_files",
                 f"dataset_type={self.dataset_type} needs grain_train_files, a glob pattern of the files to read",
+                (),
             ),
         ]
-        return [ConfigError(message, key=name) for holds, name, message in rules if not holds]
+        return [ConfigError(message, key=name, nearest=nearest) for holds, name, message, nearest in rules if not holds]
+
+
+def _nearest_divisors(value: int, total: int) -> list[int]:
+    return next_to(value, divisors(total)) if 0 < total <= MAX_SAMPLES else []
 
 
 KEYS: dict[str, Key] = {f.name: f.metadata["key"] for f in fields(Config) if "key" in f.metadata}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, nearest_multiples, raise_together
 
 AXES = ("data", "fsdp", "tensor", "context", "expert", "pipeline")
 AUTO = -1
@@ -72,17 +73,61 @@ class MeshAxes:
         ici = dict.fromkeys(AXES, 1) | dict(ici)
         dcn = dict.fromkeys(AXES, 1) | dict(dcn or {})
         raise_together([*_check_group("ici", ici), *_check_group("dcn", dcn)])
-        per_slice = math.prod(size for size in ici.values() if size != AUTO)
-        across = math.prod(size for size in dcn.values() if size != AUTO)
+        asked = _Asked(num_devices=num_devices, num_slices=num_slices, ici=ici, dcn=dcn)
+        try:
+            return cls(**asked.filled())
+        except BatchDivisibilityError as error:
+            error.nearest = tuple(
+                value for value in (*error.nearest, *asked.other_counts(error.key)) if asked.allows(error.key, value)
+            )
+            raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What is asked of the axes: sizes of which at most one a group is the rest."""
+
+    num_devices: int
+    num_slices: int
+    ici: Mapping[str, int]
+    dcn: Mapping[str, int]
+
+    def filled(self) -> dict[str, int]:
+        """Return the size of every axis over all slices."""
+        num_slices = self.num_slices
         if num_slices == AUTO:
-            if AUTO in ici.values() or AUTO not in dcn.values():
-                num_slices = across
+            if AUTO in self.ici.values() or AUTO not in self.dcn.values():
+                num_slices = _known(self.dcn)
             else:
-                num_slices = _divide(num_devices, per_slice, "num_devices", _product("ici", ici))
-        devices_per_slice = _divide(num_devices, num_slices, "num_devices", "the number of slices")
-        within = _fill(ici, devices_per_slice, "ici", f"devices per slice (num_devices={num_devices} / {num_slices} slices)")
-        between = _fill(dcn, num_slices, "dcn", "the number of slices")
-        return cls(**{axis: within[axis] * between[axis] for axis in AXES})
+                num_slices = _divide(self.num_devices, _known(self.ici), "num_devices", _product("ici", self.ici))
+        devices_per_slice = _divide(self.num_devices, num_slices, "num_devices", "the number of slices")
+        what = f"devices per slice (num_devices={self.num_devices} / {num_slices} slices)"
+        within = _fill(self.ici, devices_per_slice, "ici", what)
+        between = _fill(self.dcn, num_slices, "dcn", "the number of slices")
+        return {axis: within[axis] * between[axis] for axis in AXES}
+
+    def other_counts(self, key: str | None) -> list[int]:
+        """Return the numbers of devices next to the one asked for that the known sizes divide."""
+        if key != "num_devices":
+            return []
+        slices = _known(self.dcn) if self.num_slices == AUTO else self.num_slices
+        return [number for number in nearest_multiples(self.num_devices, _known(self.ici) * slices) if number is not None]
+
+    def allows(self, key: str | None, value: object) -> bool:
+        """Say whether everything would fit with another value of one key."""
+        changed: dict[str, Any] = {key: value} if key in ("num_devices", "num_slices") else {}
+        for group in ("ici", "dcn"):
+            sizes = getattr(self, group)
+            changed[group] = {axis: value if _key(group, axis) == key else size for axis, size in sizes.items()}
+        try:
+            replace(self, **changed).filled()
+        except BatchDivisibilityError:
+            return False
+        return True
+
+
+def _known(sizes: Mapping[str, int]) -> int:
+    return math.prod(size for size in sizes.values() if size != AUTO)
 
 
 def _check_group(group: str, sizes: Mapping[str, int]) -> list[RampupError]:
@@ -104,25 +149,35 @@ def _check_group(group: str, sizes: Mapping[str, int]) -> list[RampupError]:
 
 
 def _fill(sizes: Mapping[str, int], total: int, group: str, what: str) -> dict[str, int]:
-    known = math.prod(size for size in sizes.values() if size != AUTO)
+    known = _known(sizes)
     if AUTO in sizes.values():
         rest = _divide(total, known, what, _product(group, sizes))
         return {axis: rest if size == AUTO else size for axis, size in sizes.items()}
     if known != total:
+        key, nearest = _mended(group, sizes, total)
         raise BatchDivisibilityError(
             f"{_product(group, sizes)} = {known} must be {what} = {total}; set one {group}_*_parallelism to -1 (the rest)",
             value=known,
             divisor=total,
-            key=_first_key(group, sizes),
-            nearest=(total,),
+            key=key,
+            nearest=nearest,
         )
     return dict(sizes)
+
+
+def _mended(group: str, sizes: Mapping[str, int], total: int) -> tuple[str, tuple[int, ...]]:
+    """Return the key that a single change mends, and its value; or the first that is set, where it takes more than one."""
+    known = math.prod(sizes.values())
+    for axis in sorted(sizes, key=lambda axis: sizes[axis] == 1):
+        if total * sizes[axis] % known == 0:
+            return _key(group, axis), (total * sizes[axis] // known,)
+    return _first_key(group, sizes), ()
 
 
 def _divide(total: int, part: int, what: str, parts: str) -> int:
     if total % part:
         raise BatchDivisibilityError(
-            f"{what}={total} must be a multiple of {parts} = {part}", value=total, divisor=part, key="num_devices"
+            f"{what}={total} must be a multiple of {parts} = {part}", value=total, divisor=part, key="num_devices", nearest=()
         )
     return total // part
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rampup.plan.split import BatchSplit
@@ -32,16 +31,15 @@ class BufferLayout:
         return -(-num_microbatches // self.chunk_size)
 
 
-def buffer_layout(split: BatchSplit, splits: Iterable[BatchSplit], *, max_chunks: int = MAX_CHUNKS) -> BufferLayout:
-    """Return the layout that serves every one of `splits` with the microbatch of `split`.
+def buffer_layout(split: BatchSplit, most: int, *, max_chunks: int = MAX_CHUNKS) -> BufferLayout:
+    """Return the layout that serves every step of up to `most` microbatches like those of `split`.
 
     Example:
-        >>> splits = [BatchSplit(global_batch_size=4 * a, data_parallel_size=2, accumulation_steps=a,
-        ...     num_pipeline_microbatches=1, microbatch_size=2) for a in (2, 20)]
-        >>> buffer_layout(splits[0], splits)
+        >>> split = BatchSplit(global_batch_size=8, data_parallel_size=2, accumulation_steps=2,
+        ...     num_pipeline_microbatches=1, microbatch_size=2)
+        >>> buffer_layout(split, 20)
         BufferLayout(rows=4, chunk_size=3, num_chunks=7)
     """
-    most = max(other.num_microbatches for other in splits if other.microbatch_size == split.microbatch_size)
     chunk_size = -(-most // max_chunks)
     return BufferLayout(
         rows=split.data_parallel_size * split.microbatch_size, chunk_size=chunk_size, num_chunks=-(-most // chunk_size)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Self
 
 from rampup.errors import ConfigError, RampDefinitionError, ResumeMismatchError
 from rampup.plan.definition import define_ramp
+from rampup.plan.display import html_facts
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp, Phase
 
@@ -153,15 +153,15 @@ class RampupBatchManager:
         self.step = step
 
     def _repr_html_(self) -> str:
-        cells = {
+        facts = {
             "step": self.step,
             "consumed samples": self.total_used_samples,
-            "phase": self.phase.index,
+            "phase": f"{self.phase.index} of {len(self.ramp.phases)}, counted from 0",
             "global batch size": self.global_batch_size_current,
+            "its end": f"{self.global_batch_size_end:,} from step {self.total_rampup_steps:,}",
             "ramp active": self.rampup_active,
         }
-        rows = "".join(f"<tr><th>{html.escape(name)}</th><td>{value:,}</td></tr>" for name, value in cells.items())
-        return f"<table>{rows}</table>"
+        return html_facts(facts)
 
     def __repr__(self) -> str:
         return (

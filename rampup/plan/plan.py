@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from rampup.errors import BatchDivisibilityError, RampupError, raise_together
+from rampup.errors import BatchDivisibilityError, PipelineShapeError, RampupError, raise_together
 from rampup.plan.chooser import PipelineChoice
+from rampup.plan.display import html_list, html_rows
 from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.scaling import BatchScaling, Clock, ClockSegment, clock_segments, learning_rate_scale
 from rampup.plan.split import BatchSplit, BatchSplitter
-from rampup.plan.timetable import bubble_fraction
+from rampup.plan.timetable import Timetable, bubble_fraction
 from rampup.plan.units import plain_number
+
+# How many phases back a run looks for a shape to go on with.
+FALLBACK_PHASES = 8
+
+_TITLES = {
+    "start_step": "from step",
+    "start_sample": "from sample",
+    "num_steps": "steps",
+    "global_batch_size": "global batch",
+    "per_device_batch_size": "per device",
+    "accumulation_steps": "passes",
+    "num_pipeline_microbatches": "pipeline microbatches",
+    "microbatch_size": "microbatch",
+    "bubble_fraction": "bubble",
+    "learning_rate_scale": "rate scale",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +67,7 @@ class RampPlan:
         splits: how the batch of every phase is cut (derived).
         eval_split: how the evaluation batch is cut (derived).
         clock: the clock of the learning-rate schedule, phase by phase (derived).
+        most_microbatches: the most microbatches of each size that a step may consist of, fallbacks included (derived).
 
     Example:
         >>> plan = RampPlan(
@@ -78,6 +95,7 @@ class RampPlan:
     splits: tuple[BatchSplit, ...] = field(init=False, repr=False, compare=False)
     eval_split: BatchSplit | None = field(init=False, repr=False, compare=False)
     clock: tuple[ClockSegment, ...] = field(init=False, repr=False, compare=False)
+    most_microbatches: Mapping[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         eval_size, eval_splitter = self.eval_global_batch_size, self.splitter.for_eval()
@@ -95,6 +113,11 @@ class RampPlan:
             scaling=self.learning_rate_batch_scaling,
         )
         object.__setattr__(self, "clock", clock)
+        most: dict[int, int] = {}
+        for phase, split in enumerate(self.splits):
+            for possible in (split, *self.fallbacks(phase)):
+                most[possible.microbatch_size] = max(most.get(possible.microbatch_size, 0), possible.num_microbatches)
+        object.__setattr__(self, "most_microbatches", most)
 
     def position(self, step: int) -> PlanPosition:
         """Return where the run stands after `step` optimizer steps: a look-up, never a replay."""
@@ -119,12 +142,24 @@ class RampPlan:
     @property
     def num_compiled_shapes(self) -> int:
         """Different shapes of a microbatch over the ramp, each of which is compiled once."""
-        return len({split.microbatch_size for split in self.splits})
+        return len(self.most_microbatches)
 
-    @property
-    def max_num_microbatches(self) -> int:
-        """The most microbatches of one replica in any optimizer step."""
-        return max(split.num_microbatches for split in self.splits)
+    def fallbacks(self, phase: int) -> tuple[BatchSplit, ...]:
+        """Return a phase's batch in the microbatches of the phases before it, the nearest first, where it can be cut so.
+
+        A run goes on with one of them where the program for the phase's own shape is not compiled yet.
+        """
+        before = self.splits[max(phase - FALLBACK_PHASES, 0) : phase]
+        sizes = dict.fromkeys(split.microbatch_size for split in reversed(before))
+        sizes.pop(self.splits[phase].microbatch_size, None)
+        batch = self.ramp.phases[phase].global_batch_size
+        cut = (self.splitter.split_with(batch, size) for size in sizes)
+        return tuple(split for split in cut if split is not None)
+
+    def splits_ahead(self, phase: int, number: int) -> tuple[BatchSplit, ...]:
+        """Return the splits of the next phases after `phase` that the run reaches."""
+        phases = self.ramp.phases[phase + 1 : phase + 1 + number]
+        return tuple(self.splits[phase.index] for phase in phases if phase.start_step < self.total_steps)
 
     @property
     def global_batch_to_load(self) -> int:
@@ -145,6 +180,41 @@ class RampPlan:
             splitter = replace(splitter, tick_overhead=self.assumed_tick_overhead)
         sizes = self.ramp.sizes[-1:] if splitter.rampup_microbatch == "per_phase" else self.ramp.sizes
         return splitter.choices(sizes)
+
+    @property
+    def summary(self) -> tuple[str, str]:
+        """What the plan amounts to, in two sentences: the run, and its ramp."""
+        devices, shapes, sizes = self.num_devices, self.num_compiled_shapes, self.ramp.sizes
+        run = (
+            f"{devices:,} device{'s' * (devices > 1)}, data parallel {self.splitter.data_parallel_size:,}, "
+            f"{self.total_steps:,} steps, {self.consumed_samples:,} samples"
+        )
+        ramp = f"the batch stays at {sizes[-1]:,} samples"
+        if len(sizes) > 1:
+            ramp = (
+                f"the batch goes from {sizes[0]:,} to {sizes[-1]:,} samples in {len(sizes)} phases, "
+                f"{self.ramp.ramp_steps:,} steps, {self.ramp.ramp_samples:,} samples"
+            )
+        return run, f"{ramp}; {shapes} compiled shape{'s' * (shapes > 1)}"
+
+    def timetable(self, phase: int = -1) -> Timetable:
+        """Return one pipeline pass of a phase, by default the last: 1F1B, interleaved where there are repeats.
+
+        Raises:
+            PipelineShapeError: there is no pipeline, or it has too many operations to list.
+        """
+        stages, repeats = self.splitter.num_stages, self.splitter.num_repeats
+        if stages == 1:
+            raise PipelineShapeError(
+                "a plan without pipeline stages has no timetable; set ici_pipeline_parallelism above 1",
+                key="ici_pipeline_parallelism",
+            )
+        return Timetable.build(
+            "interleaved" if repeats > 1 else "1f1b",
+            num_stages=stages,
+            num_microbatches=self.splits[phase].num_pipeline_microbatches,
+            num_repeats=repeats,
+        )
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -220,6 +290,18 @@ class RampPlan:
             for phase, split in zip(self.ramp.phases, self.splits, strict=True)
         ]
 
+    def phase_table(self) -> list[dict[str, int | float | str | None]]:
+        """Return one dictionary per phase for people: short titles, and only the columns that say something."""
+        left_out = set() if self.splitter.num_stages > 1 else {"num_pipeline_microbatches", "bubble_fraction"}
+        left_out |= {"learning_rate_scale"} if self.learning_rate_batch_scaling == "none" else set()
+        titles = {name: title for name, title in _TITLES.items() if name not in left_out}
+        rows: list[dict[str, int | float | str | None]] = [
+            {"phase": phase.index, **{title: row[name] for name, title in titles.items()}}
+            for phase, row in zip(self.ramp.phases, self.phase_rows(), strict=True)
+        ]
+        rows[-1]["steps"] = "rest"
+        return rows
+
     def to_dict(self) -> Mapping[str, object]:
         """Return the plan as `rampup plan --json` prints it."""
         increment, choices = self.ramp.samples_per_increment, self.pipeline_choices
@@ -238,8 +320,7 @@ class RampPlan:
         }
 
     def _repr_html_(self) -> str:
-        rows = self.phase_rows()
-        head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
-        cells = ["".join(f"<td>{'' if value is None else value}</td>" for value in row.values()) for row in rows]
-        body = "".join(f"<tr>{row}</tr>" for row in cells)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        remarks = [f"note: {note}" for note in self.advice]
+        if self.eval_split is not None:
+            remarks.insert(0, f"evaluation: {self.eval_split.global_batch_size:,} samples a batch")
+        return html_rows(self.phase_table(), caption="; ".join(self.summary)) + html_list(remarks)

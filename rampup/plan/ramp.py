@@ -6,12 +6,13 @@ import bisect
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Self
 
 from rampup.errors import RampDefinitionError
+from rampup.plan.display import html_facts
 from rampup.plan.units import parse_count
 
 MAX_PHASES = 200_000
@@ -37,6 +38,11 @@ class Phase:
 
     def __str__(self) -> str:
         return f"phase {self.index}, from sample {self.start_sample:,}"
+
+    def _repr_html_(self) -> str:
+        names = ("start_step", "start_sample", "num_steps", "global_batch_size")
+        facts = {name: getattr(self, name) for name in names}
+        return html_facts({"phase": self.index, **facts, "num_steps": self.num_steps or "the rest of the run"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +189,46 @@ class BatchRamp:
             raise RampDefinitionError(f"{key}={text[:200]!r}: {error}", key=key, nearest=error.nearest) from None
 
     @classmethod
+    def from_table(cls, table: Iterable[Sequence[int]]) -> Self:
+        """Return the ramp of a `table`.
+
+        Raises:
+            RampDefinitionError: rows that do not follow from each other.
+
+        Example:
+            >>> BatchRamp.from_table([[0, 0, 8], [13, 104, 16]]) == BatchRamp.from_schedule("0:8 100:16")
+            True
+        """
+        rows = [tuple(row) for row in table]
+        steps = [following[0] - row[0] for row, following in itertools.pairwise(rows)]
+        phases = [
+            Phase(index=index, start_step=row[0], start_sample=row[1], num_steps=num_steps, global_batch_size=row[2])
+            for index, (row, num_steps) in enumerate(zip(rows, [*steps, None], strict=True))
+        ]
+        changes = sum(before[2] != after[2] for before, after in itertools.pairwise(rows))
+        return cls(phases=tuple(phases), num_increments=changes)
+
+    def continued_by(self, other: BatchRamp, step: int) -> BatchRamp:
+        """Return the ramp that is this one before `step`, and from there on has the sizes of another one by samples consumed.
+
+        Example:
+            >>> ramp = BatchRamp.constant(8).continued_by(BatchRamp.from_schedule("0:4 100:16 200:32"), 14)
+            >>> ramp.table
+            [[0, 0, 8], [14, 112, 16], [20, 208, 32]]
+        """
+        done = [phase for phase in self.phases if phase.start_step < step]
+        segments: list[tuple[int | None, int]] = [
+            (min(phase.num_steps or step, step - phase.start_step), phase.global_batch_size) for phase in done
+        ]
+        consumed = self.samples_before(step)
+        rest = other.phases[other.phase_of_sample(consumed).index :]
+        for phase, following in itertools.pairwise(rest):
+            num_steps = max(-(-(following.start_sample - consumed) // phase.global_batch_size), 0)
+            consumed += num_steps * phase.global_batch_size
+            segments += [(num_steps, phase.global_batch_size)] * (num_steps > 0)
+        return BatchRamp._from_segments([*segments, (None, rest[-1].global_batch_size)], num_increments=other.num_increments)
+
+    @classmethod
     def _from_segments(
         cls,
         segments: Iterable[tuple[int | None, int]],
@@ -217,8 +263,12 @@ class BatchRamp:
     @property
     def fingerprint(self) -> str:
         """A digest of the table: two runs with the same one consume the same samples at the same steps."""
-        table = [[phase.start_step, phase.start_sample, phase.global_batch_size] for phase in self.phases]
-        return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]
+        return hashlib.sha256(json.dumps(self.table).encode()).hexdigest()[:16]
+
+    @property
+    def table(self) -> list[list[int]]:
+        """Start step, start sample and global batch size of every phase: all that there is to a ramp."""
+        return [[phase.start_step, phase.start_sample, phase.global_batch_size] for phase in self.phases]
 
     def phase_at(self, step: int) -> Phase:
         """Return the phase of optimizer step `step`, counted from 0."""

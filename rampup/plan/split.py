@@ -188,6 +188,18 @@ class BatchSplitter:
             chosen[-1] = largest[-1]
         return tuple(self._cut(size, b, merge_passes=True) for size, b in zip(sizes, chosen, strict=True))
 
+    def split_with(self, global_batch_size: int, microbatch_size: int) -> BatchSplit | None:
+        """Return the same batch in microbatches of another size, in more passes, or None if it cannot be cut so.
+
+        Example:
+            >>> BatchSplitter(data_parallel_size=2).split_with(48, 8).accumulation_steps
+            3
+        """
+        replicas = self.data_parallel_size * self._pass_unit
+        if global_batch_size % (replicas * microbatch_size):
+            return None
+        return self._cut(global_batch_size, microbatch_size, merge_passes=True)
+
     def choices(self, sizes: Sequence[int]) -> tuple[PipelineChoice, ...]:
         """Return the ways to cut the last of these batches that suit all of them, the fastest first.
 

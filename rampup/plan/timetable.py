@@ -10,16 +10,13 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal
 
 from rampup.errors import PipelineShapeError
+from rampup.plan.schedules import SCHEDULES, Kind, Order, Schedule, group_sizes, order_of_stage
+from rampup.plan.timetable_html import html_timetable
 from rampup.plan.units import plain_number
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "circular", "zb-h1"]
-SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "circular", "zb-h1")
-Kind = Literal["F", "B", "I", "W"]
 MAX_OPERATIONS = 2_000_000
-_Order = list[tuple[Kind, int, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +36,11 @@ class Operation:
     repeat: int
     start: Fraction
     end: Fraction
+
+    @property
+    def label(self) -> str:
+        """Kind, microbatch and, from the second on, repeat."""
+        return _label_of(self.kind, self.microbatch, self.repeat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +97,8 @@ class Timetable:
         """
         check_shape(schedule, num_stages, num_microbatches, num_repeats, group_size)
         costs = _costs(forward_cost, backward_cost, weight_cost, num_repeats)
-        groups = _groups(num_microbatches, num_stages, group_size)
-        orders = [_ORDERS[schedule](s, num_stages, num_microbatches, num_repeats, groups) for s in range(num_stages)]
+        groups = group_sizes(num_microbatches, num_stages, group_size)
+        orders = [order_of_stage(schedule, s, num_stages, num_microbatches, num_repeats, groups) for s in range(num_stages)]
         return cls(
             schedule=schedule,
             num_stages=num_stages,
@@ -186,16 +188,7 @@ class Timetable:
         return Fraction(peak, self.num_repeats)
 
     def _repr_html_(self) -> str:
-        rows = []
-        for stage in range(self.num_stages):
-            cells, now = [f"<th>stage {stage}</th>"], Fraction(0)
-            for operation in self.of_stage(stage):
-                for length, text in ((operation.start - now, ""), (operation.end - operation.start, _label(operation))):
-                    if length > 0:
-                        cells.append(f'<td colspan="{int(length / self.tick)}">{text}</td>')
-                now = operation.end
-            rows.append(f"<tr>{''.join(cells)}</tr>")
-        return f"<table>{''.join(rows)}</table>"
+        return html_timetable(self)
 
 
 def bubble_fraction(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> Fraction:
@@ -245,7 +238,7 @@ def peak_live_microbatches(
         return Fraction(min(m, after + 1))
     if schedule == "zb-h1":
         return Fraction(min(m, num_stages))
-    first = _groups(m, num_stages, None)[0]
+    first = group_sizes(m, num_stages, None)[0]
     return Fraction(min(num_repeats * m, 2 * after + (num_repeats - 1) * first + 1), num_repeats)
 
 
@@ -290,57 +283,6 @@ def check_shape(schedule: str, num_stages: int, num_microbatches: int, num_repea
         )
 
 
-def _groups(num_microbatches: int, num_stages: int, group_size: int | None) -> list[int]:
-    """Return the sizes of the groups in which microbatches pass through all repeats."""
-    if group_size is None:
-        number = max(num_microbatches // num_stages, 1)
-        size, larger = divmod(num_microbatches, number)
-        return [size + 1] * larger + [size] * (number - larger)
-    whole, rest = divmod(num_microbatches, group_size)
-    return [group_size] * whole + [rest] * (rest > 0)
-
-
-def _gpipe(s: int, p: int, m: int, v: int, groups: list[int]) -> _Order:
-    forward: _Order = [("F", k, r) for r in range(v) for k in range(m)]
-    return forward + [("B", k, r) for _, k, r in reversed(forward)]
-
-
-def _one_f_one_b(s: int, p: int, m: int, v: int, groups: list[int]) -> _Order:
-    forward: _Order = []
-    backward: _Order = []
-    start = 0
-    for size in groups:
-        for r in range(v):
-            forward += [("F", k, r) for k in range(start, start + size)]
-            backward += [("B", k, v - 1 - r) for k in range(start, start + size)]
-        start += size
-    warm_up = p - 1 - s if v == 1 else 2 * (p - 1 - s) + (v - 1) * groups[0]
-    return _alternate(forward, backward, min(warm_up, len(forward)))
-
-
-def _alternate(forward: _Order, backward: _Order, warm_up: int) -> _Order:
-    order = forward[:warm_up]
-    for number, operation in enumerate(backward):
-        order += forward[warm_up + number : warm_up + number + 1]
-        order.append(operation)
-    return order
-
-
-def _zero_bubble(s: int, p: int, m: int, v: int, groups: list[int]) -> _Order:
-    """1F1B with the backward in two parts; stage s holds s weight gradients back to fill its waiting at the end."""
-    order: _Order = [("F", k, 0) for k in range(min(p - 1 - s, m))]
-    for k in range(m):
-        if k + p - 1 - s < m:
-            order.append(("F", k + p - 1 - s, 0))
-        order.append(("I", k, 0))
-        if k >= s:
-            order.append(("W", k - s, 0))
-    return order + [("W", k, 0) for k in range(max(m - s, 0), m)]
-
-
-_ORDERS = {"gpipe": _gpipe, "1f1b": _one_f_one_b, "interleaved": _one_f_one_b, "circular": _gpipe, "zb-h1": _zero_bubble}
-
-
 def _costs(
     forward: Fraction | float, backward: Fraction | float, weight: Fraction | float | None, num_repeats: int
 ) -> Mapping[Kind, Fraction]:
@@ -360,7 +302,7 @@ def _costs(
     return {kind: cost / num_repeats for kind, cost in costs.items()}
 
 
-def _simulate(orders: list[_Order], costs: Mapping[Kind, Fraction], num_repeats: int) -> Iterator[Operation]:
+def _simulate(orders: list[Order], costs: Mapping[Kind, Fraction], num_repeats: int) -> Iterator[Operation]:
     """Run every stage's order, each operation as soon as the stage is free and the operation's input is there."""
     last, top = len(orders) - 1, num_repeats - 1
     ends: dict[tuple[int, Kind, int, int], Fraction] = {}
@@ -399,10 +341,6 @@ def _simulate(orders: list[_Order], costs: Mapping[Kind, Fraction], num_repeats:
             )
     for operations in found:
         yield from operations
-
-
-def _label(operation: Operation) -> str:
-    return _label_of(operation.kind, operation.microbatch, operation.repeat)
 
 
 def _label_of(kind: Kind, microbatch: int, repeat: int) -> str:

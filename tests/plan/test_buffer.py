@@ -11,17 +11,10 @@ from rampup.plan.split import BatchSplitter
 def test_layout_holds_every_phase_and_wastes_less_than_a_chunk(d, factors, max_chunks):
     """Every phase's microbatches fit, in at most the chunks allowed, and its last chunk is not empty."""
     splits = BatchSplitter(data_parallel_size=d, microbatch_size=1).split([d * factor for factor in factors])
-    layout = buffer_layout(splits[0], splits, max_chunks=max_chunks)
+    layout = buffer_layout(splits[0], max(split.num_microbatches for split in splits), max_chunks=max_chunks)
     assert layout.rows == d
     assert layout.num_chunks <= max_chunks
     for split in splits:
         filled = layout.chunks_for(split.num_microbatches)
         assert filled <= layout.num_chunks
         assert 0 <= filled * layout.chunk_size - split.num_microbatches < layout.chunk_size
-
-
-def test_layout_is_of_the_phases_with_the_same_microbatch():
-    """A phase with a shape of its own has a buffer of its own."""
-    splits = BatchSplitter(data_parallel_size=1, rampup_microbatch="auto").split([4, 6, 40])
-    assert [split.microbatch_size for split in splits] == [2, 2, 40]
-    assert [buffer_layout(split, splits).num_chunks for split in splits] == [3, 3, 1]

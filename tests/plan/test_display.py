@@ -6,7 +6,8 @@ import pytest
 
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan, RampupBatchManager
 from rampup.plan.display import html_facts, html_list, html_rows, shown
-from rampup.plan.timetable import SCHEDULES, Timetable
+from rampup.plan.schedules import SCHEDULES
+from rampup.plan.timetable import Timetable
 
 EVIL = "<script>&\"'"
 PLAN = RampPlan(

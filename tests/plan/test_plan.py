@@ -131,3 +131,28 @@ def test_large_plans_are_cheap():
     plan = RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=65536), num_devices=65536, total_steps=10**13)
     assert len(plan.splits) == 10_001
     assert plan.position(10**12).phase.index == 10_000
+
+
+def test_fallbacks_are_the_same_batch_in_the_microbatches_of_earlier_phases():
+    """Nearest phase first, where it divides; the most microbatches of each size count them."""
+    plan = RampPlan(
+        ramp=BatchRamp.from_schedule("0:4 40:8 80:12 200:24"),
+        splitter=BatchSplitter(data_parallel_size=2, rampup_microbatch="per_phase"),
+        num_devices=2,
+        total_steps=100,
+    )
+    assert [split.microbatch_size for split in plan.splits] == [2, 4, 6, 12]
+    assert [(s.microbatch_size, s.accumulation_steps) for s in plan.fallbacks(3)] == [(6, 2), (4, 3), (2, 6)]
+    assert [s.microbatch_size for s in plan.fallbacks(2)] == [2]
+    assert plan.fallbacks(0) == ()
+    assert plan.most_microbatches == {2: 6, 4: 3, 6: 2, 12: 1}
+    assert plan.splits_ahead(1, 2) == plan.splits[2:]
+
+
+def test_a_fixed_ramp_has_nothing_to_fall_back_on():
+    """One shape serves all phases."""
+    plan = RampPlan(
+        ramp=BatchRamp.from_schedule("0:4 40:8"), splitter=BatchSplitter(data_parallel_size=2), num_devices=2, total_steps=9
+    )
+    assert plan.fallbacks(1) == ()
+    assert plan.num_compiled_shapes == 1

@@ -1,0 +1,127 @@
+"""The plan of a run that goes on: the same batches as before, whatever machine it goes on at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rampup.config.build import build_plan
+from rampup.config.schema import Config
+from rampup.errors import BatchDivisibilityError, PipelineShapeError, RampupError, ResumeMismatchError
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import BatchRamp
+
+RAMP_KEYS = (
+    "enable_rampup_batch_size",
+    "per_device_batch_size_start",
+    "per_device_batch_size_increment",
+    "per_device_batch_size",
+    "global_rampup_samples",
+    "rampup_carry_overshoot",
+    "batch_size_schedule",
+    "batch_size_schedule_unit",
+    "gradient_accumulation_steps",
+)
+MAX_ROWS = 12
+
+
+def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
+    """Return what a checkpoint keeps of the ramp, as JSON: its table, the keys that it came from, and the devices."""
+    return {
+        "ramp": plan.ramp.table,
+        "ramp_keys": ramp_keys(config),
+        "num_devices": plan.num_devices,
+        "eval_per_device_batch_size": str(config.eval_per_device_batch_size),
+        "eval_global_batch_size": plan.eval_global_batch_size,
+    }
+
+
+def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) -> RampPlan:
+    """Return the plan with which a run goes on.
+
+    With the keys of the ramp as they were, the batches stay as they were, also on another number of devices. With other keys
+    that make another ramp, `on_plan_change` decides.
+
+    Args:
+        config: the configuration now.
+        num_devices: the devices now.
+        record: `ramp_record` of the run so far, and its `step`.
+
+    Raises:
+        ResumeMismatchError: a global batch that cannot be cut here, with the nearest numbers of devices that can; or another
+            ramp, with a table of both.
+    """
+    before, now = BatchRamp.from_table(record["ramp"]), ramp_keys(config)
+    if now == record["ramp_keys"]:
+        return _same_batches(config, num_devices, before, record)
+    plan = build_plan(config, num_devices)
+    if plan.ramp.fingerprint == before.fingerprint:
+        return plan
+    if config.on_plan_change == "continue_by_samples":
+        ramp = before.continued_by(plan.ramp, record["step"])
+        return build_plan(config, num_devices, ramp=ramp, eval_size=plan.eval_global_batch_size)
+    old = record["ramp_keys"]
+    changed = [f"{key}: {old.get(key)} -> {value}" for key, value in now.items() if old.get(key) != value]
+    raise ResumeMismatchError(
+        f"the ramp is not that of the checkpoint of step {record['step']} ({'; '.join(changed)}):\n"
+        f"{_side_by_side(before, plan.ramp)}\n"
+        "set the keys back, or set on_plan_change=continue_by_samples to go on with the new sizes by samples consumed",
+        key="on_plan_change",
+        nearest=("continue_by_samples",),
+    )
+
+
+def ramp_keys(config: Config) -> dict[str, str | None]:
+    """Return the keys that define the ramp, as text."""
+    return {name: None if (value := getattr(config, name)) is None else str(value) for name in RAMP_KEYS}
+
+
+def _same_batches(config: Config, num_devices: int, ramp: BatchRamp, record: Mapping[str, Any]) -> RampPlan:
+    same_eval = str(config.eval_per_device_batch_size) == record["eval_per_device_batch_size"]
+    eval_size = record["eval_global_batch_size"] if same_eval else None
+
+    def plan_for(number: int) -> RampPlan:
+        return build_plan(config, number, ramp=ramp, eval_size=eval_size)
+
+    try:
+        return plan_for(num_devices)
+    except (BatchDivisibilityError, PipelineShapeError) as error:
+        nearest = _nearest_devices(plan_for, num_devices)
+        raise ResumeMismatchError(
+            f"the run was on {record['num_devices']} devices, and its batches cannot be cut for num_devices={num_devices}; "
+            f"nearest that can: {', '.join(map(str, nearest)) or 'none'}. {error}",
+            key="num_devices",
+            nearest=nearest,
+        ) from None
+
+
+def _nearest_devices(plan_for: Any, num_devices: int) -> list[int]:
+    """Return the nearest smaller and larger number of devices for which there is a plan."""
+
+    def works(number: int) -> bool:
+        try:
+            plan_for(number)
+        except RampupError:
+            return False
+        return True
+
+    below = next((n for n in range(num_devices - 1, max(num_devices - 1025, 0), -1) if works(n)), None)
+    above = next((n for n in range(num_devices + 1, min(2 * num_devices + 64, num_devices + 1024)) if works(n)), None)
+    return [n for n in (below, above) if n is not None]
+
+
+def _side_by_side(before: BatchRamp, after: BatchRamp) -> str:
+    rows = [f"  {'in the checkpoint':<40} here"]
+    for number in range(min(max(len(before.phases), len(after.phases)), MAX_ROWS)):
+        cells = [_row(ramp, number) for ramp in (before, after)]
+        rows.append(f"  {cells[0]:<40} {cells[1]}" + ("" if cells[0] == cells[1] else "  <- differs"))
+    if max(len(before.phases), len(after.phases)) > MAX_ROWS:
+        rows.append("  ...")
+    return "\n".join(rows)
+
+
+def _row(ramp: BatchRamp, number: int) -> str:
+    if number >= len(ramp.phases):
+        return "-"
+    phase = ramp.phases[number]
+    return f"from sample {phase.start_sample:,}: {phase.global_batch_size:,}"

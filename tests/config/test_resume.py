@@ -1,0 +1,84 @@
+"""Tests of rampup.config.resume."""
+
+import json
+
+import pytest
+
+from rampup import Config, build_plan
+from rampup.config.resume import plan_to_resume, ramp_record
+from rampup.errors import ResumeMismatchError
+
+SCHEDULE = {"batch_size_schedule": "0:16 160:32 800:64", "steps": 60}
+LINEAR = {"enable_rampup_batch_size": True, "steps": 60, "global_rampup_samples": 800}
+
+
+def written(config, devices, step):
+    """Return what a checkpoint of `step` holds, through JSON."""
+    return json.loads(json.dumps(ramp_record(config, build_plan(config, devices)))) | {"step": step}
+
+
+@pytest.mark.parametrize("keys", [SCHEDULE, LINEAR])
+def test_the_batches_stay_as_they_were_on_other_devices(keys):
+    """8, 4, 2 and 8 devices: the same ramp and the same evaluation batch, cut anew."""
+    config = Config(**keys)
+    first = build_plan(config, 8)
+    record = written(config, 8, 5)
+    for devices in (4, 2, 8):
+        plan = plan_to_resume(config, devices, record)
+        assert plan.ramp.table == first.ramp.table
+        assert plan.eval_global_batch_size == first.eval_global_batch_size
+        assert plan.num_devices == devices
+        record = json.loads(json.dumps(ramp_record(config, plan))) | {"step": 9}
+
+
+def test_batches_that_cannot_be_cut_here_name_the_nearest_devices_that_can():
+    """16, 32 and 64 samples do not divide over 6 devices; over 4 and 8 they do."""
+    config = Config(**SCHEDULE)
+    with pytest.raises(ResumeMismatchError, match="num_devices=6; nearest that can: 4, 8") as caught:
+        plan_to_resume(config, 6, written(config, 8, 5))
+    for number in caught.value.nearest:
+        plan_to_resume(config, number, written(config, 8, 5))
+
+
+def test_another_ramp_is_refused_with_both_tables():
+    """The message has the keys and the phases before and now."""
+    changed = Config(**(SCHEDULE | {"batch_size_schedule": "0:16 160:48"}))
+    with pytest.raises(ResumeMismatchError) as caught:
+        plan_to_resume(changed, 8, written(Config(**SCHEDULE), 8, 5))
+    text = str(caught.value)
+    assert "0:16 160:32 800:64 -> 0:16 160:48" in text
+    assert "from sample 160: 32" in text
+    assert "from sample 160: 48" in text
+    assert caught.value.key == "on_plan_change"
+
+
+def test_other_keys_that_make_the_same_ramp_are_no_change():
+    """The same table from a schedule is the same ramp."""
+    linear = Config(**LINEAR)
+    ramp = build_plan(linear, 4).ramp
+    text = " ".join(f"{phase.start_sample}:{phase.global_batch_size}" for phase in ramp.phases)
+    same = Config(batch_size_schedule=text, steps=60)
+    assert plan_to_resume(same, 4, written(linear, 4, 3)).ramp.table == ramp.table
+
+
+@pytest.mark.parametrize("step", [0, 1, 9, 10, 11, 30, 31, 50])
+def test_continued_by_samples(step):
+    """What was consumed stays, and every later step has the size that the new schedule gives to its samples."""
+    config = Config(**(SCHEDULE | {"batch_size_schedule": "0:8 200:48 900:96", "on_plan_change": "continue_by_samples"}))
+    before, wanted = build_plan(Config(**SCHEDULE), 8).ramp, build_plan(config, 8).ramp
+    ramp = plan_to_resume(config, 8, written(Config(**SCHEDULE), 8, step)).ramp
+    assert ramp.samples_before(step) == before.samples_before(step)
+    consumed = ramp.samples_before(step)
+    for later in range(step, step + 60):
+        assert ramp.samples_before(later) == consumed
+        assert ramp.global_batch_size_at(later) == wanted.phase_of_sample(consumed).global_batch_size
+        consumed += ramp.global_batch_size_at(later)
+
+
+def test_a_continued_run_goes_on_as_continued():
+    """With the keys unchanged since, the recorded ramp with its past is used, and nothing is refused."""
+    config = Config(**(SCHEDULE | {"batch_size_schedule": "0:8 200:48", "on_plan_change": "continue_by_samples"}))
+    plan = plan_to_resume(config, 8, written(Config(**SCHEDULE), 8, 12))
+    record = json.loads(json.dumps(ramp_record(config, plan))) | {"step": 20}
+    kept = Config(**(SCHEDULE | {"batch_size_schedule": "0:8 200:48"}))
+    assert plan_to_resume(kept, 4, record).ramp.table == plan.ramp.table
