@@ -8,12 +8,15 @@ from rampup.run.nnx import merge_model, split_model
 from rampup.run.optimizer import LearningRate, make_optimizer
 from rampup.run.pipeline import as_loss, gpipe_sums, pipeline_sums
 from rampup.run.pipeline_stage import PipelinedLoss
+from rampup.run.rollout import Microbatch, MiniBatch, mini_batches, overlap, regroup
 from rampup.run.step import TrainState, TrainStep, create_state, prepare_state, train_step
 
 __all__ = [
     "Batch",
     "LearningRate",
     "Loop",
+    "Microbatch",
+    "MiniBatch",
     "PipelinedLoss",
     "Summary",
     "TrainState",
@@ -26,9 +29,12 @@ __all__ = [
     "make_optimizer",
     "merge_model",
     "microbatches",
+    "mini_batches",
     "multi_steps",
+    "overlap",
     "pipeline_sums",
     "prepare_state",
+    "regroup",
     "split_model",
     "step_batches",
     "train_step",

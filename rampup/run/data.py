@@ -7,7 +7,8 @@ Shape suffixes: n microbatches of this step, K microbatches of a chunk, R rows o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import grain
@@ -19,8 +20,9 @@ from rampup.errors import DataError
 from rampup.plan.buffer import BufferLayout, buffer_layout
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
+from rampup.run.loading import Loading
 from rampup.run.mesh import batch_sharding, process_rows
-from rampup.run.sources import RowSource, as_source
+from rampup.run.sources import RowSource, as_source, read_rows
 
 AHEAD_ON_DEVICE = 2
 
@@ -100,24 +102,28 @@ class StepDataset(grain.MapDataset[Any]):
         plan: which samples each step consumes, and how they are cut.
         order: which row each sample is.
         mesh: which rows of a microbatch this process holds.
+        loading: which rows it reads, if not just those.
     """
 
-    def __init__(self, source: RowSource, plan: RampPlan, order: SampleOrder, mesh: Mesh) -> None:
+    def __init__(
+        self, source: RowSource, plan: RampPlan, order: SampleOrder, mesh: Mesh, loading: Loading | None = None
+    ) -> None:
         super().__init__()
         self._source, self._plan, self._order = source, plan, order
         sizes = {split.microbatch_size * split.data_parallel_size for split in plan.splits}
-        self._local_rows = {rows: process_rows(mesh, rows) for rows in sizes}
+        self._local_rows = {rows: (loading or Loading()).rows_to_read(mesh, rows) for rows in sizes}
 
     def __len__(self) -> int:
         return self._plan.total_steps
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return self.slice(index)
-        position = self._plan.position(index)
+        return self.slice(index) if isinstance(index, slice) else self.read(self._plan.position(index))
+
+    def read(self, position: PlanPosition) -> Any:
+        """Return this process's part of a batch, cut as the position says."""
         local = self._local_rows[position.split.microbatch_size * position.split.data_parallel_size]
         rows = self._order.rows(local_samples(position, local).tolist())
-        batch = self._source.read(rows)
+        batch = read_rows(self._source, rows)
         return jax.tree.map(lambda x: x.reshape(position.split.num_microbatches, len(local), *x.shape[1:]), batch)
 
 
@@ -143,6 +149,8 @@ def step_batches(
     num_threads: int = 2,
     read_ahead: int = 4,
     one_by_one: bool = False,
+    choose_split: Callable[[PlanPosition], BatchSplit] | None = None,
+    loading: Loading | None = None,
 ) -> Iterator[Batch]:
     """Yield the batch of every optimizer step, read and put on the devices ahead of use.
 
@@ -157,6 +165,9 @@ def step_batches(
         num_threads: threads that read.
         read_ahead: steps read ahead of use.
         one_by_one: put every microbatch into a chunk of its own.
+        choose_split: how to cut the batch of a position, if not as planned: `TrainStep.choose_split`, so that a phase whose
+            program is not compiled yet goes on in the shape of the one before.
+        loading: which processes read; None = each its own rows.
 
     Raises:
         DataError: the source is too small for the run, or a row cannot be read.
@@ -178,16 +189,26 @@ def step_batches(
     if first >= last:
         return
     options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=read_ahead)
-    steps = iter(StepDataset(rows, plan, order, mesh)[first:last].to_iter_dataset(options))
+    loading = loading or Loading()
+    dataset = StepDataset(rows, plan, order, mesh, loading)
+    steps = iter(dataset[first:last].to_iter_dataset(options))
 
     def put(step: int) -> Batch:
-        position = plan.position(step)
-        layout = layout_of(plan, position.split, one_by_one=one_by_one)
-        return Batch(position, put_chunks(next(steps), layout, mesh), layout)
+        position, batch_nR = plan.position(step), next(steps)
+        split = choose_split(position) if choose_split else position.split
+        if split != position.split:
+            position = replace(position, split=split)
+            batch_nR = dataset.read(position)
+        layout = layout_of(plan, split, one_by_one=one_by_one)
+        return Batch(position, put_chunks(batch_nR, layout, mesh, loading), layout)
 
     waiting: deque[Batch] = deque()
     for step in range(first, last):
-        waiting.append(put(step))
+        try:
+            waiting.append(put(step))
+        except DataError:
+            yield from waiting
+            raise
         if len(waiting) > AHEAD_ON_DEVICE:
             yield waiting.popleft()
     yield from waiting
@@ -224,11 +245,11 @@ def microbatches(source: Any, plan: RampPlan, mesh: Mesh, *, start: int | PlanPo
 
 def layout_of(plan: RampPlan, split: BatchSplit, *, one_by_one: bool = False) -> BufferLayout:
     """Return the buffer's shape for a phase."""
-    most = plan.max_num_microbatches if one_by_one else None
-    return buffer_layout(split, plan.splits, **({} if most is None else {"max_chunks": most}))
+    most = plan.most_microbatches[split.microbatch_size]
+    return buffer_layout(split, most, **({"max_chunks": most} if one_by_one else {}))
 
 
-def put_chunks(batch_nR: Any, layout: BufferLayout, mesh: Mesh) -> tuple[Any, ...]:
+def put_chunks(batch_nR: Any, layout: BufferLayout, mesh: Mesh, loading: Loading) -> tuple[Any, ...]:
     """Put a step's rows on the devices, as chunks of one shape; the last is filled up with zeros."""
     sharding = batch_sharding(mesh, leading=1)
     num_microbatches = jax.tree.leaves(batch_nR)[0].shape[0]
@@ -240,7 +261,11 @@ def put_chunks(batch_nR: Any, layout: BufferLayout, mesh: Mesh) -> tuple[Any, ..
             part = x[start : start + layout.chunk_size]
             if len(part) < layout.chunk_size:
                 part = np.concatenate([part, np.zeros((layout.chunk_size - len(part), *x.shape[1:]), x.dtype)])
-            return put_rows(part, layout.rows, sharding)
+            if loading.factor == 1:
+                return put_rows(part, layout.rows, sharding)
+            return loading.spread(
+                [put_rows(own, layout.rows, sharding) for own in np.split(part, loading.factor, axis=1)], mesh
+            )
 
         return jax.tree.map(put, batch_nR)
 

@@ -12,7 +12,8 @@ import grain
 import jax
 import numpy as np
 
-from rampup.errors import DataError, MissingDependencyError
+from rampup.errors import DataError, MissingDependencyError, RampupError
+from rampup.run.token_file import TokenFile, open_token_file
 
 Rows = Mapping[str, np.ndarray]
 
@@ -40,7 +41,7 @@ class TokenRows:
     filled up with zeros; `length` says how many of its targets count.
 
     Args:
-        arrays: one-dimensional integer arrays; memory-mapped ones are read as needed.
+        arrays: one-dimensional integer arrays, or `TokenFile`s.
         names: what to call each array in messages.
         sequence_length: T, tokens per sample.
         vocab_size: tokens must be below this.
@@ -55,7 +56,7 @@ class TokenRows:
 
     def __init__(
         self,
-        arrays: Sequence[np.ndarray],
+        arrays: Sequence[np.ndarray | TokenFile],
         names: Sequence[str],
         *,
         sequence_length: int,
@@ -70,13 +71,21 @@ class TokenRows:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files that the rows come from, in order."""
+        return tuple(name for _, name in self._starts) or tuple(self._names)
+
     def read(self, rows: np.ndarray) -> Rows:
         """Return {"tokens": (n, T+1), "length": (n,)}."""
         return _stack_tokens(self, rows, self._row, self._length, self._vocab_size)
 
     def _row(self, row: int) -> np.ndarray:
         array, start = self._place(row)
-        return np.asarray(self._arrays[array][start : start + self._length + 1])
+        try:
+            return np.asarray(self._arrays[array][start : start + self._length + 1])
+        except DataError as error:
+            raise DataError(f"{self.describe(row)}: {error}") from error
 
     def describe(self, row: int) -> str:
         """Return file and offset."""
@@ -151,6 +160,11 @@ class RecordRows:
     def __len__(self) -> int:
         return len(self._records)
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files that the rows come from, in order."""
+        return tuple(self._paths)
+
     def read(self, rows: np.ndarray) -> Rows:
         """Return {"tokens": (n, T+1), "length": (n,)}."""
         return _stack_tokens(self, rows, self._row, self._length, self._vocab_size)
@@ -219,6 +233,11 @@ class RowRange:
     def __len__(self) -> int:
         return self._stop - self._start
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files that the rows come from, in order."""
+        return files_of(self._source)
+
     def read(self, rows: np.ndarray) -> Any:
         """Return the other source's rows."""
         return self._source.read(rows + self._start)
@@ -268,7 +287,7 @@ def open_sources(
     def open_one(files: list[str]) -> RowSource:
         if dataset_type == "arrayrecord":
             return RecordRows(files, dtype=token_dtype, **shape)
-        return _not_empty(TokenRows([_token_array(path, token_dtype) for path in files], files, **shape), files)
+        return _not_empty(TokenRows([open_token_file(path, token_dtype) for path in files], files, **shape), files)
 
     train = open_one(paths)
     if eval_paths is not None:
@@ -278,6 +297,41 @@ def open_sources(
         raise DataError(f"{', '.join(paths)[:300]}: {len(train)} rows are too few to hold out {held_out_rows} for evaluation")
     split = len(train) - held_out_rows
     return RowRange(train, 0, split), RowRange(train, split, len(train))
+
+
+def files_of(source: RowSource) -> tuple[str, ...]:
+    """Return the files that a source's rows come from, in order; none where it does not say.
+
+    Example:
+        >>> files_of(SyntheticRows(4, sequence_length=3, vocab_size=10))
+        ()
+    """
+    return tuple(getattr(source, "paths", ()))
+
+
+def read_rows(source: RowSource, rows: np.ndarray) -> Any:
+    """Return the rows asked for.
+
+    Raises:
+        DataError: whatever goes wrong in the source, with the row that is to blame and where it comes from.
+    """
+    try:
+        batch = source.read(rows)
+    except RampupError:
+        raise
+    except Exception as error:
+        for row in rows.tolist():
+            try:
+                source.read(np.array([row]))
+            except Exception as cause:
+                raise DataError(f"{source.describe(row)} cannot be read: {cause!r:.300}") from cause
+        raise DataError(f"rows {rows.tolist()[:8]}... cannot be read together: {error!r:.300}") from error
+    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    if sizes != {(len(rows),)}:
+        raise DataError(
+            f"{len(rows)} rows were asked for, from {source.describe(int(rows[0]))} on, but the source gave {sizes}"
+        )
+    return batch
 
 
 def as_source(source: Any) -> RowSource:
@@ -301,9 +355,13 @@ def _stack_tokens(
 
 
 def _matching(pattern: str, key: str) -> list[str]:
-    paths = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+    paths = sorted(path for path in glob.glob(pattern, recursive=True) if not Path(path).is_dir())
     if not paths:
         raise DataError(f"{key}={pattern!r} matches no file", key=key)
+    for path in paths:
+        if not Path(path).is_file():
+            what = "a link to nothing" if Path(path).is_symlink() else "no regular file"
+            raise DataError(f"{key}={pattern!r} matches {path}, which is {what}", key=key)
     return paths
 
 
@@ -329,25 +387,6 @@ def _text_rows(paths: Sequence[str], *, sequence_length: int, vocab_size: int) -
     text = np.frombuffer(b"".join(pieces), np.uint8)
     rows = TokenRows([text], ["text"], sequence_length=sequence_length, vocab_size=vocab_size, starts=starts)
     return _not_empty(rows, paths)
-
-
-def _token_array(path: str, token_dtype: str) -> np.ndarray:
-    try:
-        if path.endswith(".npy"):
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        elif path.endswith(".bin"):
-            array = np.memmap(path, np.dtype(token_dtype).newbyteorder("<"), "r")
-        else:
-            raise DataError(f"{path} must end in .npy or .bin for dataset_type=tokens", key="grain_train_files")
-    except DataError:
-        raise
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path} cannot be read as tokens: {error}") from error
-    if not isinstance(array, np.ndarray):
-        raise DataError(f"{path} is an archive of arrays; save one array with numpy.save")
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(f"{path} must be a one-dimensional array of integers; it is {array.dtype} of shape {array.shape}")
-    return array
 
 
 def _read_bytes(path: str) -> bytes:

@@ -14,15 +14,22 @@ from flax import struct
 from jax.sharding import Mesh
 
 from rampup.errors import ConfigError, PipelineShapeError
-from rampup.plan.plan import RampPlan
+from rampup.plan.buffer import BufferLayout
+from rampup.plan.plan import PlanPosition, RampPlan
+from rampup.plan.split import BatchSplit
 from rampup.run.accumulate import LossFn, Sums, accumulate, accumulator, multi_steps, per_replica, row_keys
-from rampup.run.data import Batch
-from rampup.run.mesh import DATA, STAGE, replicated, shardings_like
+from rampup.run.agreement import Agreement
+from rampup.run.compiler import Compiler
+from rampup.run.data import Batch, layout_of
+from rampup.run.memory import near_devices, on_devices_first
+from rampup.run.mesh import DATA, STAGE, batch_sharding, replicated, shardings_like
+from rampup.run.nonfinite import all_finite, chosen, zero_unless
 from rampup.run.pipeline import pipeline_sums
 from rampup.run.pipeline_stage import PipelinedLoss
 
 Metrics = dict[str, Any]
 ENGINES = ("fused", "multi_steps")
+PHASES_AHEAD = 2
 
 
 class TrainState(struct.PyTreeNode):
@@ -72,9 +79,10 @@ def prepare_state(state: Any, mesh: Mesh) -> Any:
 class TrainStep:
     """A compiled training step that follows a plan; made by `train_step`.
 
+    Where a later phase has another shape, its program is compiled in the background while the phases before it run.
+
     Attributes:
         tx: the optimizer as it runs; with `multi_steps` wrapped in `optax.MultiSteps`.
-        num_compilations: executables built so far.
     """
 
     def __init__(
@@ -86,6 +94,7 @@ class TrainStep:
         *,
         engine: str = "fused",
         seed: int = 0,
+        skip_nonfinite: bool = False,
     ) -> None:
         if engine not in ENGINES:
             raise ConfigError(
@@ -107,12 +116,42 @@ class TrainStep:
                 nearest=("fused",),
             )
         self.tx = multi_steps(tx, plan) if engine == "multi_steps" else tx
-        self.num_compilations = 0
+        self._plan, self._compiler = plan, Compiler()
+        self._agreement = Agreement()
         self._loss_fn, self._mesh, self._fused = loss_fn, mesh, engine == "fused"
-        self._seed = jax.random.key(seed)
-        self._compiled: dict[Any, Callable[..., Any]] = {}
+        self._seed, self._skips = jax.random.key(seed), skip_nonfinite
         self._zeros: dict[Any, Any] = {}
         self._nothing: Metrics | None = None
+
+    @property
+    def num_compilations(self) -> int:
+        """Executables built so far."""
+        return self._compiler.num_compilations
+
+    @property
+    def waited_seconds(self) -> float:
+        """Time that steps have waited for a compilation."""
+        return self._compiler.waited_seconds
+
+    def close(self) -> None:
+        """Give up programs that are only waiting to be compiled."""
+        self._compiler.close()
+
+    def choose_split(self, position: PlanPosition) -> BatchSplit:
+        """Return how to cut a batch now: as planned, or as in the phase before while the planned shape is being compiled.
+
+        Processes agree on the step from which the planned shape is used. For `step_batches(..., choose_split=...)`.
+        """
+        one_shape = not self._fused or self._plan.num_compiled_shapes == 1
+        if one_shape or self._is_ready(position.split, position):
+            return position.split
+        known = (split for split in self._plan.fallbacks(position.phase.index) if self._is_ready(split, position))
+        return next(known, position.split)
+
+    def _is_ready(self, split: BatchSplit, position: PlanPosition) -> bool:
+        """Say whether every process has the program for a split."""
+        layout = layout_of(self._plan, split)
+        return self._agreement.reached(f"layout{layout.rows}", self._compiler.is_ready(layout), position.step)
 
     def __call__(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
         """Run one optimizer step.
@@ -123,31 +162,66 @@ class TrainStep:
             batch: from `step_batches` of the same plan, with `one_by_one=True` for the engine `multi_steps`.
 
         Returns:
-            The new state and the step's metrics, on the devices: `loss` (the weighted mean), `weight`, `aux` (sums) and,
-            with the engine `fused`, `grad_norm`.
+            The new state and the step's metrics, on the devices: `loss` (the weighted mean), `weight`, `aux` (sums),
+            with the engine `fused` `grad_norm` and, with `skip_nonfinite`, `skipped`.
         """
         if self._fused:
             split = batch.position.split
-            counts = np.int32(split.num_pipeline_microbatches), np.int32(split.accumulation_steps)
             chunks = self._filled_up(batch)
-            return self._executable(_fused_step, batch, state, chunks, counts)(state, chunks, counts)
+            program = self._program(_fused_step, batch.layout, state, chunks, _counts(split))
+            self._compile_ahead(batch, state)
+            return program(state, chunks, _counts(split))
         sums = None
         for number, chunk in enumerate(batch.chunks):
             place = np.int32(number * batch.layout.rows)
             sums = self._no_sums(state, chunk) if sums is None else sums
-            state, sums = self._executable(_micro_step, batch, state, sums, chunk, place)(state, sums, chunk, place)
+            state, sums = self._program(_micro_step, batch.layout, state, sums, chunk, place)(state, sums, chunk, place)
         assert sums is not None
         return state, sums
 
-    def _executable(self, function: Callable[..., Any], batch: Batch, state: Any, *args: Any) -> Callable[..., Any]:
-        key = _shapes(batch)
-        if key not in self._compiled:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-            bound = functools.partial(function, self._loss_fn, self.tx, self._mesh, shardings.params, self._seed)
-            jitted = jax.jit(bound, donate_argnums=0, out_shardings=(shardings, replicated(self._mesh)))
-            self._compiled[key] = jitted.lower(state, *args).compile()
-            self.num_compilations += 1
-        return self._compiled[key]
+    def lower(self, state: Any, row: Any, split: BatchSplit) -> Any:
+        """Return the step for one way to cut a batch, lowered and not yet compiled, without any data.
+
+        Args:
+            state: the training state, or its shapes and shardings as `jax.ShapeDtypeStruct`.
+            row: one row of the data, or its shapes.
+            split: a split of the plan.
+
+        Returns:
+            A `jax.stages.Lowered`.
+        """
+        layout = layout_of(self._plan, split)
+        sharding = batch_sharding(self._mesh, leading=1)
+
+        def chunk(x: Any) -> jax.ShapeDtypeStruct:
+            shape = (layout.chunk_size, layout.rows, *np.shape(x))
+            return jax.ShapeDtypeStruct(shape, np.result_type(x), sharding=sharding)
+
+        chunks = (jax.tree.map(chunk, row),) * layout.num_chunks
+        return self._lower(_fused_step, state, chunks, _counts(split))
+
+    def _program(self, function: Callable[..., Any], layout: BufferLayout, state: Any, *args: Any) -> Callable[..., Any]:
+        program: Callable[..., Any] = self._compiler.get(layout, lambda: self._lower(function, state, *args))
+        return program
+
+    def _lower(self, function: Callable[..., Any], state: Any, *args: Any) -> Any:
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+        params = near_devices(shardings.params)
+        bound = functools.partial(function, self._loss_fn, self.tx, self._mesh, params, self._seed, self._skips)
+        run = on_devices_first(bound, shardings)
+        return jax.jit(run, donate_argnums=0, out_shardings=(shardings, replicated(self._mesh))).lower(state, *args)
+
+    def _compile_ahead(self, batch: Batch, state: Any) -> None:
+        """Begin to compile the shapes of the next phases that this run reaches."""
+        phase, shapes = batch.position.phase.index, None
+        for split in self._plan.splits_ahead(phase, PHASES_AHEAD):
+            layout = layout_of(self._plan, split)
+            if self._compiler.is_known(layout):
+                continue
+            if shapes is None:
+                rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), batch.chunks[0])
+                shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state), rows
+            self._compiler.ahead(layout, functools.partial(self.lower, *shapes, split))
 
     def _no_sums(self, state: Any, chunk: Any) -> Metrics:
         """Return the metrics of no microbatch at all."""
@@ -157,16 +231,17 @@ class TrainStep:
                 "loss": jnp.float32(0),
                 "weight": jnp.float32(0),
                 "aux": jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), aux),
+                **({"skipped": jnp.array(False)} if self._skips else {}),
             }
             self._nothing = jax.device_put(zeros, replicated(self._mesh))
         return self._nothing
 
     def _filled_up(self, batch: Batch) -> tuple[Any, ...]:
         """Return all chunks of the buffer: those of the batch, then the one of zeros that is on the devices already."""
-        key = _shapes(batch)
-        if key not in self._zeros:
-            self._zeros[key] = jax.tree.map(jnp.zeros_like, batch.chunks[0])
-        return batch.chunks + (self._zeros[key],) * (batch.layout.num_chunks - len(batch.chunks))
+        if batch.layout not in self._zeros:
+            # Made on the host: a program for it would be compiled at a phase change, with the run waiting.
+            self._zeros[batch.layout] = jax.tree.map(_zeros_like, batch.chunks[0])
+        return batch.chunks + (self._zeros[batch.layout],) * (batch.layout.num_chunks - len(batch.chunks))
 
 
 def train_step(
@@ -177,6 +252,7 @@ def train_step(
     *,
     engine: str = "fused",
     seed: int = 0,
+    skip_nonfinite: bool = False,
 ) -> TrainStep:
     """Return a training step that follows a plan: one executable for every phase that shares a microbatch shape.
 
@@ -192,6 +268,9 @@ def train_step(
         mesh: the devices.
         engine: `fused`, or `multi_steps` for `optax.MultiSteps` (see `multi_steps` for how it differs).
         seed: of the random keys.
+        skip_nonfinite: leave a step out whose loss or gradient is not finite: parameters, optimizer state and `mutable` stay
+            as they were, while the step number, the rows and the learning rate's schedule move on. With `multi_steps`, what
+            `mutable` took from the good microbatches of such a step remains.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -210,7 +289,7 @@ def train_step(
         >>> round(float(state.params["w"]), 2), int(state.step), step.num_compilations
         (2.97, 20, 1)
     """
-    return TrainStep(loss_fn, tx, plan, mesh, engine=engine, seed=seed)
+    return TrainStep(loss_fn, tx, plan, mesh, engine=engine, seed=seed, skip_nonfinite=skip_nonfinite)
 
 
 class EvalStep:
@@ -222,10 +301,11 @@ class EvalStep:
 
     def __call__(self, state: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Return (sum of losses, sum of weights) of a batch, on the devices."""
-        key = _shapes(batch)
+        key = batch.layout, len(batch.chunks)
         if key not in self._compiled:
             bound = functools.partial(_eval_sums, self._loss_fn, self._mesh)
-            self._compiled[key] = jax.jit(bound, out_shardings=replicated(self._mesh)).lower(state, batch.chunks).compile()
+            run = on_devices_first(bound, jax.tree.map(lambda leaf: leaf.sharding, state))
+            self._compiled[key] = jax.jit(run, out_shardings=replicated(self._mesh)).lower(state, batch.chunks).compile()
         return self._compiled[key](state, batch.chunks)
 
 
@@ -235,6 +315,7 @@ def _fused_step(
     mesh: Mesh,
     param_shardings: Any,
     seed: jax.Array,
+    skips: bool,
     state: Any,
     chunks: tuple[Any, ...],
     counts: tuple[jax.Array, jax.Array],
@@ -249,6 +330,11 @@ def _fused_step(
         "grad_norm": _norm(grads),
         "aux": sums.aux,
     }
+    if skips:
+        good = all_finite(sums._replace(aux=None))
+        metrics["skipped"] = ~good
+        params, opt_state = chosen(good, (params, opt_state), (state.params, state.opt_state))
+        sums = sums._replace(mutable=chosen(good, sums.mutable, _carried(state)))
     return _replaced(state, sums, params=params, opt_state=opt_state, step=state.step + 1), metrics
 
 
@@ -258,13 +344,19 @@ def _micro_step(
     mesh: Mesh,
     param_shardings: Any,
     seed: jax.Array,
+    skips: bool,
     state: Any,
     so_far: Metrics,
     chunk: Any,
     first_row: jax.Array,
 ) -> tuple[Any, Metrics]:
     sums = _sum_over(loss_fn, mesh, param_shardings, seed, state, chunk, (jnp.int32(1), jnp.int32(1)), first_row)
-    updates, opt_state = tx.update(_mean_gradient(sums, state.params), state.opt_state, state.params)
+    grads = _mean_gradient(sums, state.params)
+    if skips:
+        good = all_finite(sums._replace(aux=None))
+        grads = zero_unless(good, grads)
+        sums = sums._replace(mutable=chosen(good, sums.mutable, _carried(state)))
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     weight = so_far["weight"] + sums.weight
     metrics = {
@@ -272,6 +364,12 @@ def _micro_step(
         "weight": weight,
         "aux": jax.tree.map(jnp.add, so_far["aux"], sums.aux),
     }
+    if skips:
+        metrics["skipped"] = so_far["skipped"] | ~good
+        kept = ~metrics["skipped"] | ~tx.has_updated(opt_state)
+        params = chosen(kept, params, state.params)
+        inner = chosen(kept, opt_state.inner_opt_state, state.opt_state.inner_opt_state)
+        opt_state = opt_state._replace(inner_opt_state=inner)
     return _replaced(state, sums, params=params, opt_state=opt_state, step=opt_state.gradient_step), metrics
 
 
@@ -355,5 +453,9 @@ def _replaced(state: Any, sums: Sums, **changes: Any) -> Any:
     return state.replace(**changes) if sums.mutable is None else state.replace(**changes, mutable=sums.mutable)
 
 
-def _shapes(batch: Batch) -> Any:
-    return batch.layout, tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(batch.chunks[0]))
+def _zeros_like(x: jax.Array) -> jax.Array:
+    return jax.make_array_from_callback(x.shape, x.sharding, lambda _: np.zeros(x.sharding.shard_shape(x.shape), x.dtype))
+
+
+def _counts(split: BatchSplit) -> tuple[np.int32, np.int32]:
+    return np.int32(split.num_pipeline_microbatches), np.int32(split.accumulation_steps)

@@ -1,5 +1,7 @@
 """Tests of rampup.run.step."""
 
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import toy
 from flax.training.train_state import TrainState as LinenTrainState
 
 from rampup.errors import ConfigError
-from rampup.run.data import step_batches
+from rampup.run.data import layout_of, step_batches
 from rampup.run.mesh import make_mesh
 from rampup.run.step import EvalStep, create_state, prepare_state, train_step
 
@@ -171,3 +173,30 @@ def test_unknown_engine_is_refused():
     mesh = make_mesh()
     with pytest.raises(ConfigError, match="must be one of fused, multi_steps"):
         train_step(toy.loss_fn, optax.sgd(0.1), toy.plan_for(mesh), mesh, engine="multistep")
+
+
+def test_a_late_compilation_stops_nothing():
+    """While the next shape is being compiled, the phase goes on in the old one with more passes, on the same rows."""
+    mesh = toy.mesh_of("data")
+    plan = toy.plan_for(mesh, "0:16 64:32 200:64", steps=14, rampup_microbatch="per_phase")
+    tx = optax.sgd(0.05)
+    gate, used = threading.Event(), []
+    step = train_step(toy.loss_fn, tx, plan, mesh)
+    step._compiler.ahead("gate", lambda: (gate.wait(), jax.jit(jnp.sin).lower(np.float32(1)))[1])
+    state = create_state(toy.new_params(mesh), tx, mesh)
+    for batch in step_batches(toy.rows(), plan, mesh, seed=3, choose_split=step.choose_split):
+        used.append((batch.position.split.global_batch_size, batch.position.split.microbatch_size))
+        state, _ = step(state, batch)
+        if len(used) == 7:
+            gate.set()
+            while not step._compiler.is_ready(layout_of(plan, plan.splits[2])):
+                pass
+    assert used[:4] == [(16, 2)] * 4
+    assert used[4:8] == [(32, 2)] * 4
+    assert used[-1] == (64, 8)
+    fixed = toy.plan_for(mesh, "0:16 64:32 200:64", steps=14)
+    other = train_step(toy.loss_fn, tx, fixed, mesh)
+    wanted = create_state(toy.new_params(mesh), tx, mesh)
+    for batch in step_batches(toy.rows(), fixed, mesh, seed=3):
+        wanted, _ = other(wanted, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.params, wanted.params)

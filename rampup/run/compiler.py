@@ -1,0 +1,111 @@
+"""Compiling a program before it is needed, in the background, and keeping it for the next process."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+
+Lower = Callable[[], Any]
+
+
+class Compiler:
+    """Compiles every program once: when it is asked for, or ahead of that in one background thread.
+
+    Attributes:
+        num_compilations: programs compiled so far.
+        waited_seconds: time that callers of `get` have waited for a compilation.
+    """
+
+    def __init__(self) -> None:
+        self.num_compilations = 0
+        self.waited_seconds = 0.0
+        self._programs: dict[Hashable, Any] = {}
+        self._coming: dict[Hashable, Future[Any]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+
+    def get(self, key: Hashable, lower: Lower) -> Any:
+        """Return a program, compiled now unless it is there already or on its way.
+
+        Args:
+            key: names the program.
+            lower: returns its `jax.stages.Lowered`.
+        """
+        if key not in self._programs:
+            start, ready = time.perf_counter(), self.is_ready(key)
+            coming = self._coming.pop(key, None)
+            self._programs[key] = coming.result() if coming else self._compiled(lower)
+            self.waited_seconds += 0 if ready else time.perf_counter() - start
+        return self._programs[key]
+
+    def ahead(self, key: Hashable, lower: Lower) -> None:
+        """Begin to compile a program in the background, after those that were begun before."""
+        if self.is_known(key):
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="rampup-compile")
+        contexts = _contexts()
+
+        def work() -> Any:
+            with contexts():
+                return self._compiled(lower)
+
+        self._coming[key] = self._thread.submit(work)
+
+    def is_ready(self, key: Hashable) -> bool:
+        """Say whether `get` would return at once."""
+        return key in self._programs or (key in self._coming and self._coming[key].done())
+
+    def is_known(self, key: Hashable) -> bool:
+        """Say whether a program is compiled or on its way."""
+        return key in self._programs or key in self._coming
+
+    def close(self) -> None:
+        """Give up what is only waiting to be compiled."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = None
+            self._coming = {key: coming for key, coming in self._coming.items() if not coming.cancelled()}
+
+    def _compiled(self, lower: Lower) -> Any:
+        program = lower().compile()
+        self.num_compilations += 1
+        return program
+
+
+def use_cache(folder: str | None) -> None:
+    """Keep compiled programs in a folder, for later processes, unless JAX has one already; None keeps none."""
+    if folder is not None and jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _contexts() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a function that enters, in another thread, the contexts that jax keeps for this one."""
+    x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+    mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_enable_x64(x64))
+            stack.enter_context(jax.default_matmul_precision(precision))
+            if mesh is not None and not mesh.empty:
+                stack.enter_context(jax.set_mesh(mesh))
+            yield
+
+    return enter
+
+
+def _enable_x64(enabled: bool) -> contextlib.AbstractContextManager[None]:
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(enabled)
+    from jax.experimental import enable_x64
+
+    return enable_x64(enabled)

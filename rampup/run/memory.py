@@ -1,0 +1,199 @@
+"""How much device memory a compiled program takes, and how much there is."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from rampup.errors import ConfigError
+from rampup.run.mesh import replicated
+
+HOST = "pinned_host"
+# Of what this machine has left: a program on pretended devices runs in the memory of everything else.
+SHARE_OF_HOST = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramMemory:
+    """The memory of one device that a program takes while it runs, in bytes.
+
+    Attributes:
+        arguments: what it is given.
+        outputs: what it returns.
+        aliased: outputs that take the place of arguments.
+        temporary: everything in between, at its peak.
+        code: the program itself.
+        host: arguments and outputs that lie in host memory, not counted in the others.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporary: int
+    code: int
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of device memory in all."""
+        return self.arguments + self.outputs - self.aliased + self.temporary + self.code
+
+
+def program_memory(compiled: Any) -> ProgramMemory:
+    """Return the memory of one device that a compiled program takes, without running it.
+
+    Args:
+        compiled: a `jax.stages.Compiled`.
+
+    Raises:
+        ConfigError: this backend does not say.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> program_memory(jax.jit(lambda x: x + 1).lower(jnp.zeros(256)).compile()).arguments
+        1024
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        raise ConfigError(f"the backend {jax.default_backend()!r} does not say how much memory a compiled program takes")
+    return ProgramMemory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporary=stats.temp_size_in_bytes,
+        code=stats.generated_code_size_in_bytes,
+        host=stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes,
+    )
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Say whether a compiler or a device gave up for want of memory.
+
+    Example:
+        >>> is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte"))
+        True
+    """
+    return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def device_limit(device: jax.Device) -> int | None:
+    """Return the bytes of memory that a device has for programs, or None where it has no memory of its own."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
+    """Return the most bytes that any of the devices has had in use so far, or None where they do not say."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    known = [peak for peak in peaks if peak is not None]
+    return max(known) if known else None
+
+
+def room_to_run(devices: Sequence[jax.Device]) -> int:
+    """Return how many bytes a program may take on each device to be run here: the least that any of them has.
+
+    Devices without memory of their own share half of what is left of this machine's; 0 where that is not known.
+    """
+    limits = [device_limit(device) for device in devices]
+    if any(limit is None for limit in limits):
+        return int(SHARE_OF_HOST * _host_bytes_left()) // len(devices)
+    return min(limit for limit in limits if limit is not None)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Return the bytes of one device that arrays, or their shapes and shardings, take.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> bytes_per_device({"w": jnp.zeros((4, 2), jnp.bfloat16)})
+        16
+    """
+    shapes = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype) for leaf in jax.tree.leaves(tree)]
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+
+
+def host_memory_problem(mesh: Mesh) -> str | None:
+    """Return why a training state cannot lie in this backend's host memory, or None; seen by compiling a few operations."""
+    backend = jax.default_backend()
+    if HOST not in [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]:
+        return f"the backend {backend!r} has no {HOST} memory"
+    try:
+        _host_program(mesh)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return f"the backend {backend!r} cannot use {HOST} memory in a program: {str(error)[:100]}"
+    return None
+
+
+def tells_host_memory(mesh: Mesh) -> bool:
+    """Say whether what a program has in host memory is counted apart from device memory; on CPU they are the same."""
+    return host_memory_problem(mesh) is None and program_memory(_host_program(mesh)).host > 0
+
+
+@functools.cache
+def _host_program(mesh: Mesh) -> Any:
+    """Return a program that takes an array from host memory to the devices, and back."""
+    near = replicated(mesh)
+    far = near.with_memory_kind(HOST)
+    shape: Any = jax.eval_shape(lambda: jax.numpy.zeros(8)).update(sharding=far)
+    return jax.jit(lambda x: jax.device_put(x, near) + 1, out_shardings=far).lower(shape).compile()
+
+
+def near_devices(shardings: Any) -> Any:
+    """Return shardings with what lies in host memory brought to the memory of the devices."""
+
+    def of(sharding: Any) -> Any:
+        if sharding.memory_kind != HOST:
+            return sharding
+        return sharding.with_memory_kind(next(iter(sharding.device_set)).default_memory().kind)
+
+    return jax.tree.map(of, shardings)
+
+
+def in_host_memory(tree: Any) -> Any:
+    """Return the shardings of a tree's leaves, those of its arrays in host memory; scalars stay with the devices."""
+    return jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(HOST) if leaf.ndim else leaf.sharding, tree)
+
+
+def on_devices_first(function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
+    """Return a function whose first argument, which lies as `shardings` say, is brought to the devices where it is not there.
+
+    Inside a compiled program, so that the compiler copies each part when it is used.
+    """
+    near = near_devices(shardings)
+    if jax.tree.leaves(near) == jax.tree.leaves(shardings):
+        return function
+    return lambda state, *rest: function(jax.device_put(state, near), *rest)
+
+
+def _host_bytes_left() -> int:
+    """Memory of this machine that is free, within the limit that its processes are held to."""
+    left = [number for number in (_available(), _left_in_group()) if number is not None]
+    return max(min(left), 0) if left else 0
+
+
+def _available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        pass
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _left_in_group() -> int | None:
+    folder = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((folder / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))
+        return None if limit == "max" else int(limit) - int(used)
+    except (OSError, ValueError):
+        return None
