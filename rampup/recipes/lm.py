@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from rampup.config.build import build_plan, mesh_axes
-from rampup.config.schema import Config
+from rampup.config.resume import plan_to_resume, ramp_record
+from rampup.config.schema import KEYS, Config
+from rampup.config.template import run_yaml
 from rampup.errors import ConfigError, DataError
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.stages import stage_order
 from rampup.recipes.transformer import LanguageModel
+from rampup.run.checkpoint import newest_record
+from rampup.run.compiler import use_cache
 from rampup.run.data import Batch, SampleOrder, step_batches
-from rampup.run.loop import Loop, Progress, Summary
-from rampup.run.mesh import make_mesh
+from rampup.run.fingerprint import fingerprints
+from rampup.run.loading import Loading, shared_sources
+from rampup.run.loop import CHECKPOINT_FOLDER, Loop, Progress, Summary
+from rampup.run.memory import host_memory_problem, in_host_memory, on_devices_first
+from rampup.run.mesh import make_mesh, replicated
 from rampup.run.optimizer import LearningRate, make_optimizer
 from rampup.run.pipeline import reordered
+from rampup.run.processes import check_same, from_first, is_first, join, watchdog
 from rampup.run.run_folder import run_folder
-from rampup.run.sources import RowSource, open_sources
-from rampup.run.step import EvalStep, create_state, train_step
+from rampup.run.sources import RowSource, files_of, open_sources
+from rampup.run.step import EvalStep, TrainState, TrainStep, create_state, train_step
 
+# What the run was last started with; written when the run's checkpoint, if there is one, has been accepted.
+CONFIG_FILE = "config.yml"
+RAMP_RECORD = "ramp_record"
 # A checkpoint is of the run only if these agree: they say what the numbers in it mean and which rows come next.
 _IDENTITY = (
     "gradient_accumulation",
@@ -44,6 +58,10 @@ _IDENTITY = (
     "init_weights_seed",
 )
 
+_OFFLOAD = ("parameter_memory_host_offload", "optimizer_memory_host_offload")
+# What may differ from process to process.
+_OWN_KEYS = ("process_id", "jax_cache_dir", "log_period")
+
 
 def train(config: Config, progress: Progress = lambda event, values: None) -> Summary:
     """Train the language model as configured, in the run's folder.
@@ -52,39 +70,52 @@ def train(config: Config, progress: Progress = lambda event, values: None) -> Su
         config: the configuration.
         progress: called with an event's name and its values; see `Loop`. The first event is `plan`.
 
+    Several processes that are started alike train one model together: see `rampup.run.processes.join`.
+
     Returns:
         What the run did.
 
     Raises:
         RampupError: before any work, if the configuration cannot be run here.
     """
-    plan = build_plan(config, jax.device_count())
+    join(
+        coordinator_address=config.coordinator_address,
+        num_processes=None if config.num_processes == -1 else config.num_processes,
+        process_id=None if config.process_id == -1 else config.process_id,
+        initialization_timeout=config.jax_distributed_initialization_timeout,
+        heartbeat_timeout=2 * config.jax_distributed_heartbeat_timeout_seconds,
+    )
+    use_cache(config.jax_cache_dir)
+    with watchdog(config.jax_distributed_heartbeat_timeout_seconds):
+        return _train(config, progress if is_first() else lambda event, values: None)
+
+
+def _train(config: Config, progress: Progress) -> Summary:
+    written = _written_ramp(config)
+    plan = build_plan(config, jax.device_count()) if written is None else plan_to_resume(config, jax.device_count(), written)
     _refuse_what_is_only_planned(config)
     mesh = make_mesh(mesh_axes(config, plan.num_devices))
     model = language_model(config).on(mesh)
-    shardings = model.shardings(mesh)
-    train_rows, eval_rows = sources(config)
+    _check_devices(config, mesh)
+    loading = Loading(factor=max(int(config.expansion_factor_real_data), 1) if jax.process_count() > 1 else 1)
+    train_rows, eval_rows = shared_sources(loading, lambda: sources(config))
     data = data_options(config)
-    SampleOrder(len(train_rows), seed=data["seed"], num_epochs=data["num_epochs"]).check(plan.consumed_samples)
+    samples = SampleOrder(len(train_rows), seed=data["seed"], num_epochs=data["num_epochs"])
+    samples.check(plan.consumed_samples)
     rate, order = learning_rate(config, plan), _layer_order(config, plan)
-    step = train_step(
-        _loss(config, model, plan),
-        optimizer(config, rate),
-        plan,
-        mesh,
-        engine=config.gradient_accumulation,
-        seed=config.init_weights_seed,
-    )
-    evaluate = None if config.eval_interval == -1 else _evaluation(config, plan, mesh, model, eval_rows)
-    folder = run_folder(config.base_output_directory, config.run_name)
+    step = training_step(config, plan, mesh)
+    evaluate = None if config.eval_interval == -1 else _evaluation(config, plan, mesh, model, eval_rows, loading)
+    check_same({name: getattr(config, name) for name in KEYS if name not in _OWN_KEYS} | {"num_rows": len(train_rows)})
+    content = json.loads(from_first("data", json.dumps(fingerprints(files_of(train_rows)) if is_first() else None)))
+    folder = Path(from_first("folder", str(run_folder(config.base_output_directory, config.run_name)) if is_first() else ""))
     facts = {"folder": str(folder), "devices": jax.devices(), "num_parameters": model.num_parameters}
     progress("plan", {"plan": plan, **facts})
-    init = jax.jit(lambda key: reordered(model.init(key), order), out_shardings=shardings)
-    state = create_state(init(jax.random.key(config.init_weights_seed)), step.tx, mesh)
+    state = initial_state(config, plan, mesh, step.tx)
 
     def batches(start: int) -> Iterator[Batch]:
         one_by_one = config.gradient_accumulation == "multi_steps"
-        return step_batches(train_rows, plan, mesh, start=start, one_by_one=one_by_one, **data)
+        options = data | {"one_by_one": one_by_one, "choose_split": step.choose_split, "loading": loading}
+        return step_batches(train_rows, plan, mesh, start=start, **options)
 
     return Loop(
         plan=plan,
@@ -93,16 +124,100 @@ def train(config: Config, progress: Progress = lambda event, values: None) -> Su
         learning_rate=rate.at,
         folder=folder,
         tokens_per_sample=config.max_target_length,
-        record={"num_rows": len(train_rows), **{name: getattr(config, name) for name in _IDENTITY}},
+        record={"num_rows": len(train_rows), "data": content, **{name: getattr(config, name) for name in _IDENTITY}},
+        remarks={RAMP_RECORD: ramp_record(config, plan)},
+        ramp_before=None if written is None else BatchRamp.from_table(written["ramp"]),
         evaluate=evaluate,
         eval_interval=None if config.eval_interval == -1 else config.eval_interval,
         checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,
         keep_checkpoints=config.max_num_checkpoints_to_keep,
         async_checkpoints=config.async_checkpointing,
+        on_checkpoint_error=config.on_checkpoint_error,
+        skip_nonfinite=config.skip_nonfinite,
+        rows_of=lambda step: _described(train_rows, samples, plan, step),
         to_checkpoint=_reordering(state, np.argsort(order)),
         from_checkpoint=_reordering(state, order),
-        progress=progress,
+        progress=_keeping(replace(config, num_devices=plan.num_devices), folder, progress),
     ).run(state)
+
+
+def training_step(config: Config, plan: RampPlan, mesh: Mesh) -> TrainStep:
+    """Return the step that `train` runs."""
+    return train_step(
+        _loss(config, language_model(config).on(mesh), plan),
+        optimizer(config, learning_rate(config, plan)),
+        plan,
+        mesh,
+        engine=config.gradient_accumulation,
+        seed=config.init_weights_seed,
+        skip_nonfinite=config.skip_nonfinite > 0,
+    )
+
+
+def initial_state(config: Config, plan: RampPlan, mesh: Mesh, tx: Any) -> TrainState:
+    """Return the state that `train` starts from."""
+    model, order = language_model(config), _layer_order(config, plan)
+    init = jax.jit(lambda key: reordered(model.init(key), order), out_shardings=model.shardings(mesh))
+    state = create_state(init(jax.random.key(config.init_weights_seed)), tx, mesh)
+    return jax.device_put(state, _placed(config, state))
+
+
+def state_shapes(config: Config, mesh: Mesh, tx: Any) -> TrainState:
+    """Return the shapes, types and shardings of `initial_state`, without any array."""
+    model, whole = language_model(config), replicated(mesh)
+
+    def of(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    params = jax.tree.map(of, jax.eval_shape(model.init, jax.random.key(0)), model.shardings(mesh))
+    opt_state = optax.tree.map_params(
+        tx,
+        lambda leaf, param: of(leaf, param.sharding),
+        jax.eval_shape(tx.init, params),
+        params,
+        transform_non_params=lambda leaf: of(leaf, whole),
+    )
+    state = TrainState(step=of(np.int32(0), whole), params=params, opt_state=opt_state)
+    return jax.tree.map(of, state, _placed(config, state))
+
+
+def _placed(config: Config, state: TrainState) -> TrainState:
+    """Return the shardings of a state, with what the configuration keeps in host memory there."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+    if config.parameter_memory_host_offload:
+        shardings = shardings.replace(params=in_host_memory(state.params))
+    if config.optimizer_memory_host_offload:
+        shardings = shardings.replace(opt_state=in_host_memory(state.opt_state))
+    return shardings
+
+
+def _check_devices(config: Config, mesh: Mesh) -> None:
+    """Refuse a model that the mesh's axes do not divide, and host memory where the devices cannot use it."""
+    language_model(config).shardings(mesh)
+    asked = [name for name in _OFFLOAD if getattr(config, name)]
+    problem = host_memory_problem(mesh) if asked else None
+    if problem:
+        raise ConfigError(
+            f"{asked[0]}=true keeps a part of the state in host memory, but {problem}", key=asked[0], nearest=(False,)
+        )
+
+
+def _keeping(config: Config, folder: Path, progress: Progress) -> Progress:
+    """Return a progress callback that also leaves the configuration in the run's folder as soon as the run starts."""
+
+    def keep_and_tell(event: str, values: Mapping[str, Any]) -> None:
+        if event == "start" and is_first():
+            (folder / CONFIG_FILE).write_text(run_yaml(config), encoding="utf-8")
+        progress(event, values)
+
+    return keep_and_tell
+
+
+def _written_ramp(config: Config) -> dict[str, Any] | None:
+    """Return what the newest checkpoint of the run says of its ramp, and its step; None if there is none."""
+    folder = Path(config.base_output_directory) / config.run_name / CHECKPOINT_FOLDER
+    record = newest_record(folder) if config.run_name else None
+    return None if record is None or RAMP_RECORD not in record else {**record[RAMP_RECORD], "step": record["step"]}
 
 
 def _loss(config: Config, model: LanguageModel, plan: RampPlan) -> Any:
@@ -123,10 +238,16 @@ def _reordering(state: Any, order: np.ndarray) -> Callable[[Any], Any]:
     if (order == np.arange(len(order))).all():
         return lambda state: state
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(lambda state: reordered(state, order), out_shardings=shardings)
+    return jax.jit(on_devices_first(lambda state: reordered(state, order), shardings), out_shardings=shardings)
 
 
 def _refuse_what_is_only_planned(config: Config) -> None:
+    if config.expansion_factor_real_data > 1 and config.expansion_factor_real_data.denominator != 1:
+        raise ConfigError(
+            f"expansion_factor_real_data={float(config.expansion_factor_real_data)} must be a whole number of processes, or -1",
+            key="expansion_factor_real_data",
+            nearest=(-1, int(config.expansion_factor_real_data), int(config.expansion_factor_real_data) + 1),
+        )
     if 0 < config.expansion_factor_real_data < 1:
         raise ConfigError(
             f"expansion_factor_real_data={float(config.expansion_factor_real_data)} below 1 is MaxText's way to resume on "
@@ -153,6 +274,11 @@ def rows_of_step(config: Config, plan: RampPlan, step: int) -> list[dict[str, An
     numbers = order.rows(plan.rows(step)).tolist()
     samples = zip(plan.rows(step), numbers, strict=True)
     return [{"sample": sample, "row": row, "source": rows.describe(row)} for sample, row in samples]
+
+
+def _described(rows: RowSource, order: SampleOrder, plan: RampPlan, step: int) -> list[str]:
+    """Return where each row of a step comes from."""
+    return [rows.describe(row) for row in order.rows(plan.rows(step)).tolist()]
 
 
 def language_model(config: Config) -> LanguageModel:
@@ -221,7 +347,7 @@ def data_options(config: Config) -> dict[str, Any]:
 
 
 def _evaluation(
-    config: Config, plan: RampPlan, mesh: Mesh, model: LanguageModel, rows: RowSource
+    config: Config, plan: RampPlan, mesh: Mesh, model: LanguageModel, rows: RowSource, loading: Loading
 ) -> Callable[[Any], Mapping[str, float]]:
     """Return the evaluation: the weighted mean loss over the same held-out rows every time."""
     assert plan.eval_global_batch_size is not None
@@ -243,7 +369,7 @@ def _evaluation(
     step = EvalStep(_loss(config, replace(model, dropout_rate=0.0), plan), mesh)
 
     def evaluate(state: Any) -> dict[str, float]:
-        sums = [step(state, batch) for batch in step_batches(rows, eval_plan, mesh)]
+        sums = [step(state, batch) for batch in step_batches(rows, eval_plan, mesh, loading=loading)]
         loss, weight = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
         return {"eval_loss": float(loss / weight), "eval_tokens": int(weight)}
 

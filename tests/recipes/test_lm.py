@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from rampup import Config, build_plan
+from rampup import Config, build_plan, load_config
 from rampup.errors import ConfigError, DataError, ResumeMismatchError
 from rampup.recipes.lm import rows_of_step, train
 
@@ -37,7 +37,8 @@ def config(folder, **changes):
 def metrics(folder):
     """Return what does not depend on time of every step's metrics."""
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in ("step_seconds", "tokens_per_second")} for line in lines]
+    times = ("step_seconds", "tokens_per_second", "compile_seconds")
+    return [{k: v for k, v in json.loads(line).items() if k not in times} for line in lines]
 
 
 def stop_after(step):
@@ -161,6 +162,18 @@ def test_a_run_goes_on_at_another_depth(tmp_path):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.parametrize("growth", ["per_phase", "auto"])
+def test_other_shapes_give_the_same_losses(tmp_path, growth):
+    """However the ramp is cut, losses agree to 1e-5, and no step but the first pays for a compilation."""
+    train(config(tmp_path / "fixed", steps=40))
+    train(config(tmp_path / growth, steps=40, rampup_microbatch=growth))
+    a, b = metrics(tmp_path / "fixed"), metrics(tmp_path / growth)
+    np.testing.assert_allclose([line["loss"] for line in b], [line["loss"] for line in a], rtol=1e-5)
+    lines = [json.loads(line) for line in (tmp_path / growth / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "compile_seconds" in line] == [0]
+    assert {line["microbatch_size"] for line in lines} <= {1, 2, 3}
+
+
 def test_rows_of_a_step(tmp_path):
     """`rows` names exactly the samples of a step, with the file they come from."""
     settings = config(tmp_path)
@@ -205,3 +218,13 @@ def test_a_longer_run_goes_on(tmp_path):
     summary = train(config(tmp_path, steps=8))
     assert (summary.resumed_from, summary.steps) == (4, 8)
     assert [line["step"] for line in metrics(tmp_path)] == list(range(8))
+
+
+def test_the_folder_keeps_the_configuration(tmp_path):
+    """A started run leaves what it was started with, from which it can be planned again; a refused resume leaves it alone."""
+    train(config(tmp_path, steps=2, eval_interval=-1))
+    kept = load_config(tmp_path / "run" / "config.yml")
+    assert kept == config(tmp_path, steps=2, eval_interval=-1, num_devices=8)
+    with pytest.raises(ResumeMismatchError):
+        train(config(tmp_path, steps=3, eval_interval=-1, base_mlp_dim=32))
+    assert load_config(tmp_path / "run" / "config.yml") == kept

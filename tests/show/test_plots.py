@@ -8,7 +8,8 @@ import pytest
 
 from rampup import Config, build_plan
 from rampup.errors import ConfigError, MissingDependencyError
-from rampup.plan.timetable import SCHEDULES, Timetable
+from rampup.plan.schedules import SCHEDULES
+from rampup.plan.timetable import Timetable
 from rampup.show.curves import RunMetrics
 from rampup.show.plots import draw_batch, draw_memory, draw_rate, draw_runs, draw_timetable
 
