@@ -14,10 +14,11 @@ from rampup.errors import ConfigError
 
 
 def print_result(result: BenchResult, console: Console) -> None:
-    """Print the table and its notes."""
-    table = Table(
-        title=f"{result.name}: {result.title}", title_justify="left", box=box.SIMPLE_HEAD if console.is_terminal else None
-    )
+    """Print the table and its notes; as Markdown, at its own width, where there is no terminal."""
+    if not console.is_terminal:
+        console.print(result.to_markdown(), markup=False, soft_wrap=True)
+        return
+    table = Table(title=f"{result.name}: {result.title}", title_justify="left", box=box.SIMPLE_HEAD)
     for place, name in enumerate(result.columns):
         table.add_column(name, justify="left" if place == 0 else "right", overflow="fold")
     for row in result.cells:

@@ -1,0 +1,221 @@
+"""One optimizer step of k microbatches: ours beside the plain big batch, optax.MultiSteps and optax.microbatching."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rampup.bench.contenders import MICROBATCHING, MULTI_STEPS, big_batch, jitted, microbatched, new_state, our_state, strided
+from rampup.bench.measure import ROUNDS, Seconds, take_turns
+from rampup.bench.problem import Problem, bench_optimizer, problems
+from rampup.bench.reductions import Reductions, all_reduces
+from rampup.bench.result import BenchResult
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import BatchRamp
+from rampup.plan.split import BatchSplitter
+from rampup.run.accumulate import multi_steps
+from rampup.run.data import step_batches
+from rampup.run.mesh import batch_sharding, make_mesh
+from rampup.run.step import train_step
+
+OURS, PLAIN = "ours", "plain big batch"
+COUNTS, QUICK_COUNTS = (1, 2, 4, 16), (1, 2)
+REDUCING_DEVICES = 4
+
+
+def run(*, quick: bool = False) -> BenchResult:
+    """Time one optimizer step of every system, and read the all-reduces of its program for several devices.
+
+    Args:
+        quick: a tiny model, few microbatches and few rounds.
+    """
+    devices = jax.devices()
+    mesh = make_mesh(devices=devices[:1])
+    wide = make_mesh(devices=devices[:REDUCING_DEVICES]) if len(devices) >= REDUCING_DEVICES else None
+    rounds = 3 if quick else ROUNDS
+    measured = problems(devices[0], quick=quick)
+    rows = []
+    for problem in measured:
+        for k in QUICK_COUNTS if quick else COUNTS:
+            rows += compare(problem, k, mesh, wide, rounds=rounds)
+    return BenchResult(
+        name="accumulate",
+        title="one optimizer step of k microbatches, beside the plain big batch, optax.MultiSteps and optax.microbatching",
+        rows=rows,
+        notes=[
+            *map(str, measured),
+            f"one {devices[0].device_kind or devices[0].platform} device, medians of {rounds} steps, all systems in turn; "
+            "over_fastest and over_plain are a system's time over the fastest's and over the hand-written step's at this k",
+            "k microbatches of the same size: the batch grows with k. All run AdamW behind clipping by the global norm; "
+            "only ours also returns the gradient norm",
+            "cpu_ms is the processor time of this process in a step, and cpu_over_least its ratio to the least: on a CPU that "
+            "others use as well it says more than the time",
+            "temp_bytes is of one program beside arguments and results",
+            _reduction_note(wide),
+        ],
+    )
+
+
+def compare(problem: Problem, k: int, mesh: Mesh, wide: Mesh | None, *, rounds: int) -> list[dict[str, Any]]:
+    """Return a row for every system at one number of microbatches.
+
+    Args:
+        problem: the model.
+        k: microbatches.
+        mesh: one device, to be timed on.
+        wide: several devices, whose program is compiled and not run; or None.
+        rounds: steps that each is timed for.
+    """
+    systems = {name: build(problem, k, mesh) for name, build in SYSTEMS.items()}
+    cpu = {name: _CpuClock(system.step) for name, system in systems.items()}
+    times = take_turns(cpu, rounds=rounds)
+    fastest, plain = min(seconds.median for seconds in times.values()), times[PLAIN].median
+    least_work = min(clock.median for clock in cpu.values())
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    rows = []
+    for name, system in systems.items():
+        reductions = None if wide is None else SYSTEMS[name](problem, k, wide).reductions(k)
+        ratios = {
+            "over_fastest": times[name].median / fastest,
+            "over_plain": times[name].median / plain,
+            "cpu_ms": cpu[name].median * 1e3 if is_cpu else None,
+            "cpu_over_least": cpu[name].median / least_work if is_cpu else None,
+        }
+        first = {"model": problem.name, "k": k, "system": name}
+        rows.append(first | _times(times[name]) | ratios | _facts(system.executable, reductions))
+    return rows
+
+
+class _CpuClock:
+    """Runs a step and keeps what processor time this process spent on it, in all its threads."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self._step = step
+        self._seconds: list[float] = []
+
+    def __call__(self) -> None:
+        start = time.process_time()
+        self._step()
+        self._seconds.append(time.process_time() - start)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self._seconds[1:])
+
+
+def _times(seconds: Seconds) -> dict[str, Any]:
+    return {"step_ms": seconds.median * 1e3, "spread": seconds.spread}
+
+
+def _facts(executable: Any, reductions: Reductions | None) -> dict[str, Any]:
+    analysis = executable.memory_analysis()
+    return {
+        "temp_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
+        "all_reduces": None if reductions is None else reductions.number,
+        "reduced_bytes": None if reductions is None else reductions.num_bytes,
+        "in_loops": None if reductions is None else reductions.in_loops,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """A compiled way to take an optimizer step.
+
+    Attributes:
+        executable: the program.
+        step: run one optimizer step from the state that the last one left, wait for it and return the parameters.
+        calls: of the program in one optimizer step.
+    """
+
+    executable: Any
+    step: Callable[[], Any]
+    calls: int = 1
+
+    def reductions(self, k: int) -> Reductions:
+        """Return the all-reduces of one optimizer step of k microbatches."""
+        return all_reduces(self.executable.as_text(), unknown_trips=k).times(self.calls)
+
+
+def _plan(problem: Problem, k: int, mesh: Mesh) -> RampPlan:
+    replicas = mesh.size
+    return RampPlan(
+        ramp=BatchRamp.constant(k * replicas * problem.rows),
+        splitter=BatchSplitter(data_parallel_size=replicas, microbatch_size=problem.rows),
+        num_devices=replicas,
+        total_steps=1,
+    )
+
+
+def _ours(problem: Problem, k: int, mesh: Mesh) -> System:
+    plan, tx = _plan(problem, k, mesh), bench_optimizer()
+    step = train_step(problem.model.loss, tx, plan, mesh)
+    state = our_state(problem, tx, mesh)
+    source = problem.source(plan.consumed_samples)
+    (batch,) = step_batches(source, plan, mesh)
+    row = jax.tree.map(lambda x: x[0], source.read(range(1)))  # type: ignore[arg-type]
+    executable = step.lower(state, row, plan.splits[0]).compile()
+
+    def once() -> Any:
+        nonlocal state
+        state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+        return state.params
+
+    return System(executable=executable, step=once)
+
+
+def _plain(problem: Problem, k: int, mesh: Mesh) -> System:
+    tx = bench_optimizer()
+    batch_B = problem.source(k * mesh.size * problem.rows).arrays
+    return _of_peer(big_batch(problem, tx), new_state(problem, tx, mesh), mesh, batch_B)
+
+
+def _multi_steps(problem: Problem, k: int, mesh: Mesh) -> System:
+    tx = multi_steps(bench_optimizer(), _plan(problem, k, mesh))
+    batch_B = problem.source(mesh.size * problem.rows).arrays
+    return _of_peer(big_batch(problem, tx), new_state(problem, tx, mesh), mesh, batch_B, calls=k)
+
+
+def _optax_microbatching(problem: Problem, k: int, mesh: Mesh) -> System:
+    tx, size = bench_optimizer(), mesh.size * problem.rows
+    batch_B = strided(problem.source(k * size).arrays, size, k)
+    return _of_peer(microbatched(problem, tx, size), new_state(problem, tx, mesh), mesh, batch_B, jnp.int32(k))
+
+
+def _of_peer(step: Any, state: Any, mesh: Mesh, batch_B: Mapping[str, Any], *more: Any, calls: int = 1) -> System:
+    rows = jax.device_put(dict(batch_B), batch_sharding(mesh))
+    executable = jitted(step, mesh).lower(state, rows, *more).compile()
+
+    def once() -> Any:
+        nonlocal state
+        for _ in range(calls):
+            state, loss = executable(state, rows, *more)
+        jax.block_until_ready((state, loss))
+        return state[0]
+
+    return System(executable=executable, step=once, calls=calls)
+
+
+SYSTEMS: dict[str, Callable[[Problem, int, Mesh], System]] = {
+    OURS: _ours,
+    PLAIN: _plain,
+    MULTI_STEPS: _multi_steps,
+    MICROBATCHING: _optax_microbatching,
+}
+
+
+def _reduction_note(wide: Mesh | None) -> str:
+    if wide is None:
+        return f"all-reduces were not counted: JAX sees fewer than {REDUCING_DEVICES} devices"
+    return (
+        f"all_reduces and reduced_bytes are of one optimizer step on {wide.size} devices, as its compiled program says (one in "
+        "a loop counts as often as the loop runs; compilers put several arrays into one or not, so compare the bytes); "
+        "in_loops is how many stand in loop bodies"
+    )

@@ -1,0 +1,205 @@
+"""A whole ramp, from the first step to the last with its compilations: ours beside what people use, and the ideal."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from rampup.bench.contenders import CONTENDERS, FIXED, start_run
+from rampup.bench.measure import Seconds
+from rampup.bench.problem import QUICK, ArrayRows, Problem, main_problem, no_compilation_cache
+from rampup.bench.result import BenchResult
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import BatchRamp
+from rampup.plan.split import BatchSplitter
+from rampup.run.loop import IN_FLIGHT
+from rampup.run.mesh import make_mesh
+
+PHASES = 8
+# Rows of the ramp, in microbatches, and steps after it: on a CPU, on an accelerator, and for a first look.
+CPU_SIZES, DEVICE_SIZES, QUICK_SIZES = (56, 6), (5600, 100), (14, 3)
+RAMP_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clocked:
+    """What one clock says of a contender's way through the ramp.
+
+    Attributes:
+        seconds: from before the first step until the last loss is known.
+        first_seconds: until the first step was on its way, which is its compilation.
+        row_seconds: time per row in the last phase, its first step left out.
+    """
+
+    seconds: float
+    first_seconds: float
+    row_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trip:
+    """One contender's way through the ramp.
+
+    Attributes:
+        wall: by the clock on the wall.
+        cpu: by the processor time of this process, in all its threads.
+        compilations: programs compiled for the step.
+    """
+
+    wall: Clocked
+    cpu: Clocked
+    compilations: int
+
+
+def run(*, quick: bool = False) -> BenchResult:
+    """Run the ramp with every contender in turn, each with cold caches.
+
+    Args:
+        quick: a tiny model, a short ramp and one round.
+    """
+    device = jax.devices()[0]
+    problem, rounds = main_problem(device, quick=quick), 1 if quick else RAMP_ROUNDS
+    plan = ramp_plan(problem, *(QUICK_SIZES if quick else CPU_SIZES if device.platform == "cpu" else DEVICE_SIZES))
+    trips: dict[str, list[Trip]] = {name: [] for name in CONTENDERS}
+    with no_compilation_cache():
+        trip(FIXED, QUICK, ramp_plan(QUICK, *QUICK_SIZES))  # The first compilation of a process takes longer.
+        for number in range(rounds):
+            for place in range(len(CONTENDERS)):
+                name = CONTENDERS[(place + number) % len(CONTENDERS)]
+                trips[name].append(trip(name, problem, plan))
+    return BenchResult(
+        name="ramp",
+        title=f"a ramp of {PHASES} phases from the first step to the last, compilations included",
+        rows=rows(trips, plan),
+        notes=[
+            str(problem),
+            f"{plan.total_steps} steps, {plan.consumed_samples:,} rows, batches of {plan.ramp.sizes[0]} to "
+            f"{plan.ramp.sizes[-1]}; one {device.device_kind or device.platform} device; medians of {rounds} whole ramps each, "
+            "in turn, JAX's caches cleared before each and none kept on disk",
+            "ideal is rows * the best time per row of any system in the last phase + the shortest first compilation; "
+            "times_ours is a system's time over that of ours, fixed; cpu_s and cpu_over_ideal are the same by this process's "
+            "processor time, which others on the machine disturb less, background compilations included",
+            "jit per batch size is what MaxText does; the fixed microbatches of ours, of optax.MultiSteps and of "
+            "optax.microbatching are the first phase's batch",
+            "per_phase and auto compile in the background, on the same cores here: a ramp as short as this one ends before "
+            "that work pays"
+            if device.platform == "cpu"
+            else "per_phase and auto compile in the background, on the host's cores",
+        ],
+    )
+
+
+def ramp_plan(problem: Problem, ramp_microbatches: int, last_steps: int) -> RampPlan:
+    """Return a linear ramp of 1 to 8 microbatches on one device.
+
+    Args:
+        problem: says how many rows a microbatch has.
+        ramp_microbatches: length of the ramp, in microbatches.
+        last_steps: steps after it.
+    """
+    b = problem.rows
+    ramp = BatchRamp.linear(start=b, increment=b, end=PHASES * b, samples=ramp_microbatches * b)
+    splitter = BatchSplitter(data_parallel_size=1)
+    return RampPlan(ramp=ramp, splitter=splitter, num_devices=1, total_steps=ramp.ramp_steps + last_steps)
+
+
+def trip(name: str, problem: Problem, plan: RampPlan) -> Trip:
+    """Run one contender through the ramp; losses are fetched some steps later, as a training loop does.
+
+    Args:
+        name: the contender.
+        problem: the model.
+        plan: the ramp.
+    """
+    jax.clear_caches()
+    started = start_run(name, problem, plan, _rows_for(problem, plan), make_mesh(devices=jax.devices()[:1]))
+    waiting: deque[jax.Array] = deque()
+    readings = [_clocks()]
+    for number, loss in enumerate(started.losses):
+        if number == 0:
+            readings.append(_clocks())
+        waiting.append(loss)
+        if len(waiting) > IN_FLIGHT:
+            waiting.popleft().block_until_ready()
+            readings.append(_clocks())
+    for loss in waiting:
+        loss.block_until_ready()
+        readings.append(_clocks())
+    wall, cpu = (_clocked(clock, plan) for clock in zip(*readings, strict=True))
+    join_compilations()
+    return Trip(wall=wall, cpu=cpu, compilations=started.num_compilations())
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _clocked(readings: Sequence[float], plan: RampPlan) -> Clocked:
+    """Read one clock: at the start, when the first step was on its way, and when each loss was known."""
+    start, first, *known = readings
+    rows = (plan.total_steps - 1 - plan.ramp.ramp_steps) * plan.ramp.sizes[-1]
+    return Clocked(
+        seconds=known[-1] - start, first_seconds=first - start, row_seconds=(known[-1] - known[plan.ramp.ramp_steps]) / rows
+    )
+
+
+def join_compilations() -> None:
+    """Wait for compilations that a run which is over left in the background, so that they do not disturb the next."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("rampup-compile"):
+            thread.join()
+
+
+def rows(trips: Mapping[str, Sequence[Trip]], plan: RampPlan) -> list[dict[str, Any]]:
+    """Return the table: the ideal, then a row for every contender.
+
+    Args:
+        trips: of every contender, one a round.
+        plan: the ramp.
+    """
+    wall = {name: _median([trip.wall for trip in of]) for name, of in trips.items()}
+    cpu = {name: _median([trip.cpu for trip in of]) for name, of in trips.items()}
+    best, least = _ideal(wall.values(), plan), _ideal(cpu.values(), plan)
+    spreads = {name: Seconds(all=tuple(trip.wall.seconds for trip in of)).spread for name, of in trips.items()}
+    compilations = {name: max(trip.compilations for trip in of) for name, of in trips.items()}
+    return [
+        {
+            "system": name,
+            "seconds": of.seconds,
+            "spread": spreads.get(name),
+            "over_ideal": of.seconds / best.seconds,
+            "times_ours": of.seconds / wall[FIXED].seconds,
+            "compilations": compilations.get(name, 1),
+            "first_compile_s": of.first_seconds,
+            "row_ms": of.row_seconds * 1e3,
+            "cpu_s": work.seconds,
+            "cpu_over_ideal": work.seconds / least.seconds,
+        }
+        for name, of, work in [("ideal", best, least), *((name, wall[name], cpu[name]) for name in trips)]
+    ]
+
+
+def _median(trips: Sequence[Clocked]) -> Clocked:
+    return Clocked(
+        seconds=statistics.median(trip.seconds for trip in trips),
+        first_seconds=statistics.median(trip.first_seconds for trip in trips),
+        row_seconds=statistics.median(trip.row_seconds for trip in trips),
+    )
+
+
+def _ideal(medians: Iterable[Clocked], plan: RampPlan) -> Clocked:
+    """Return one compilation and then every row at the best rate of any system."""
+    found = list(medians)
+    first, row = min(of.first_seconds for of in found), min(of.row_seconds for of in found)
+    return Clocked(seconds=first + plan.consumed_samples * row, first_seconds=first, row_seconds=row)
+
+
+def _rows_for(problem: Problem, plan: RampPlan) -> ArrayRows:
+    return problem.source(4 * plan.ramp.sizes[-1])

@@ -1,0 +1,29 @@
+"""Tests of rampup.bench.scale: real processes, and the arithmetic of large plans."""
+
+import pytest
+
+from rampup.bench.maxtext_manager import ReplayManager
+from rampup.bench.scale import FAKE_DEVICES, planning_rows, run_processes
+
+
+def test_two_processes_train_as_one():
+    """Two joined processes of four devices each have the losses of one of eight, one program each, and half the rows."""
+    one, two = (run_processes(number, 1, quick=True) for number in (1, 2))
+    assert one["losses"] == pytest.approx(two["losses"], rel=1e-5)
+    assert (one["compilations"], two["compilations"]) == (1, 1)
+    assert one["rows"] == 2 * two["rows"] == 4 * 2 * FAKE_DEVICES
+
+
+def test_a_process_that_fails_is_reported():
+    """Where a process ends with an error, its last words are in ours."""
+    with pytest.raises(RuntimeError, match="process 0 of 3 failed"):
+        run_processes(3, 1, quick=True)
+
+
+def test_large_plans():
+    """Plans for thousands of devices have a phase per size, one shape or one a phase, and little memory for each."""
+    fixed, per_phase = planning_rows(65_536, 50, ReplayManager, 1)
+    assert (fixed["phases"], fixed["compilations"]) == (50, 1)
+    assert (per_phase["phases"], per_phase["compilations"]) == (50, 50)
+    assert 0 < fixed["peak_bytes"] < 50 * 5_000
+    assert fixed["ratio"] == pytest.approx(fixed["ms"] / fixed["peer_ms"])
