@@ -1,0 +1,361 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Batch sizes, explained
+#
+# Four systems for reinforcement learning use the same words for different things: a *batch size* may count prompts or
+# responses, for the whole job or for each process. This notebook writes one and the same run in the words of each, shows
+# what their files really mean, and checks yours. Then it packs sequences of different lengths, and picks sizes for a
+# memory. It runs on a TPU, a GPU or a CPU, on which it takes about half a minute.
+
+# %% tags=["install"]
+# @title Install
+import importlib.metadata
+import tempfile
+from pathlib import Path
+
+packages = {package.name: package.version for package in importlib.metadata.distributions()}
+if "rampup" not in packages:
+    # The nearest folder above that holds rampup itself.
+    folders = [Path.cwd(), *Path.cwd().parents]
+    clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
+    if clone is None:
+        raise RuntimeError("rampup is not installed, and this notebook is not in its repository")
+    source = f"{clone}[notebook,plot]"
+    # JAX and the driver library of the accelerator belong to this machine: pip must take them as they are.
+    kept = [f"{name}=={version}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
+    constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
+    constraints.write_text("\n".join(kept))
+    # %pip install -q -c {constraints} "{source}"
+
+# %%
+# @title What this machine has
+# %matplotlib inline
+import contextlib
+import io
+import json
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+from matplotlib import pyplot as plt
+from IPython.display import HTML, display
+
+import rampup
+from rampup.cli import main
+from rampup.config.dialects import check_file
+from rampup.errors import RampupError
+from rampup.plan.packing import balance, imbalance, make_ladder, pack
+from rampup.plan.rollout import RolloutPlan
+from rampup.plan.sizes import Size
+from rampup.plan.updates import Training
+from rampup.show.plots import draw_batch, draw_memory
+
+found = jax.devices()
+print(f"found {len(found)} device(s): {found[0].platform.upper()}, {found[0].device_kind}")
+print(f"jax {jax.__version__}, rampup {rampup.__version__}")
+folder = Path(tempfile.mkdtemp())
+
+# %% [markdown]
+# ## One run, four files
+#
+# Eight devices, each a replica of the model. A step takes 64 prompts with 8 responses each (a *sample* is one response),
+# trains on 16 prompts per optimizer step, and 4 responses per replica fit into memory at once.
+
+# %%
+(folder / "skyrl.yml").write_text("""
+trainer:
+  train_batch_size: 64
+  policy_mini_batch_size: 16
+  micro_train_batch_size_per_gpu: 4
+  placement: {policy_num_gpus_per_node: 8}
+generator: {n_samples_per_prompt: 8}
+""")
+(folder / "verl.yml").write_text("""
+data: {train_batch_size: 64}
+actor_rollout_ref:
+  rollout: {n: 8, log_prob_micro_batch_size_per_gpu: 4}
+  actor: {ppo_mini_batch_size: 16, ppo_micro_batch_size_per_gpu: 4}
+algorithm: {adv_estimator: grpo}
+trainer: {n_gpus_per_node: 8, nnodes: 1}
+""")
+(folder / "trlx.yml").write_text("""
+train: {batch_size: 16, minibatch_size: 4, epochs: 100, total_steps: 10000}
+method: {num_rollouts: 64, chunk_size: 64, ppo_epochs: 1}
+""")
+(folder / "maxtext_rl.yml").write_text("""
+batch_size: 16
+num_batches: 100
+train_micro_batch_size: 4
+rollout_micro_batch_size: 16
+rl: {num_generations: 8, num_iterations: 1}
+""")
+# What no file says: trlX learns the number of processes from its launcher, MaxText that of devices from the machine.
+stated = {"trlx": ["num_processes=8", "num_prompts=6400"], "maxtext_rl": ["num_devices=8", "num_prompts=1600"]}
+verdicts = {
+    system: check_file(folder / f"{system}.yml", system, stated.get(system, []))
+    for system in ("skyrl", "verl", "trlx", "maxtext_rl")
+}
+
+# %% [markdown]
+# Their words, side by side. The same number stands for different things, and different numbers for the same. MaxText's
+# `batch_size` is both what is generated and what an optimizer step sees: four optimizer steps on one generation cannot be
+# said there, so that its file generates a quarter, four times as often.
+
+# %%
+SYSTEMS = ("", "SkyRL", "veRL", "trlX", "MaxText RL")
+
+
+def show_table(*rows):
+    """Show rows of texts, the first of which is the heading."""
+    head, *body = ("".join(f"<td style='text-align:left'>{cell}</td>" for cell in row) for row in rows)
+    lines = "".join(f"<tr>{row}</tr>" for row in body)
+    display(HTML(f"<table><thead><tr style='font-weight:bold'>{head}</tr></thead><tbody>{lines}</tbody></table>"))
+
+
+show_table(
+    SYSTEMS,
+    (
+        "generated per step",
+        "<b>train_batch_size: 64</b><br>prompts",
+        "<b>train_batch_size: 64</b><br>prompts",
+        "<b>num_rollouts: 64</b><br>responses per process",
+        "<b>batch_size: 16</b><br>prompts",
+    ),
+    (
+        "responses per prompt",
+        "<b>n_samples_per_prompt: 8</b>",
+        "<b>rollout.n: 8</b>",
+        "1 (prompts are repeated)",
+        "<b>num_generations: 8</b>",
+    ),
+    (
+        "one optimizer step",
+        "<b>policy_mini_batch_size: 16</b><br>prompts",
+        "<b>ppo_mini_batch_size: 16</b><br>prompts",
+        "<b>batch_size: 16</b><br>responses per process",
+        "<b>batch_size: 16</b><br>prompts",
+    ),
+    (
+        "one pass",
+        "<b>micro_train_batch_size_per_gpu: 4</b><br>responses per replica",
+        "<b>ppo_micro_batch_size_per_gpu: 4</b><br>responses per replica",
+        "<b>minibatch_size: 4</b><br>responses per process",
+        "<b>train_micro_batch_size: 4</b><br>prompts of the whole job",
+    ),
+)
+
+# %% [markdown]
+# What follows, computed by the check from the four files:
+
+# %%
+FACTS = {
+    "samples_per_step": "samples generated per step",
+    "mini_batch_samples": "samples per optimizer step",
+    "optimizer_steps": "optimizer steps per step",
+    "accumulation_steps": "passes per optimizer step",
+}
+show_table(
+    SYSTEMS,
+    *((meaning, *(f"{verdict.derived[name]:,}" for verdict in verdicts.values())) for name, meaning in FACTS.items()),
+    ("what the run does", *(verdict.run for verdict in verdicts.values())),
+)
+
+# %% [markdown]
+# A verdict shows everything that it found out: what each line means, how a step flows, what to change for memory, for
+# speed, or for a policy that lags less, and which advice of the guides holds.
+
+# %%
+verdicts["trlx"]
+
+# %% [markdown]
+# ## Check your own file
+#
+# Name a file on this machine (in Colab, upload it on the left). While there is none, a broken example stands in: SkyRL's
+# own check takes 2 prompts with 4 responses on 6 devices, and the run then fails at its first step.
+
+# %%
+# @title Your file
+FILE = ""  # @param {type:"string"}
+SYSTEM = "skyrl"  # @param ["skyrl", "verl", "trlx", "maxtext_rl", "maxtext", "megatron"]
+SETTINGS = ""  # @param {type:"string"}
+
+if not FILE:
+    (folder / "yours.yml").write_text("""
+trainer:
+  train_batch_size: 2
+  policy_mini_batch_size: 2
+  micro_train_batch_size_per_gpu: 1
+  placement: {policy_num_gpus_per_node: 6}
+generator: {n_samples_per_prompt: 4}
+""")
+yours = check_file(FILE or folder / "yours.yml", SYSTEM, SETTINGS.split())
+yours
+
+# %% [markdown]
+# ## Pre-training: a growing batch in two dialects
+#
+# MaxText counts samples per device and starts each phase's count from zero; Megatron-LM counts the whole run. From the
+# same wishes the two make different ramps.
+
+# %%
+(folder / "maxtext.yml").write_text("""
+enable_rampup_batch_size: true
+per_device_batch_size_start: 4
+per_device_batch_size_increment: 2
+per_device_batch_size: 12
+global_rampup_samples: 500
+steps: 60
+""")
+(folder / "megatron.yml").write_text("""
+rampup_batch_size: [16, 8, 500]
+global_batch_size: 48
+micro_batch_size: 2
+train_samples: 3000
+""")
+ramps = {
+    "MaxText": check_file(folder / "maxtext.yml", "maxtext", ["num_devices=4"]),
+    "Megatron-LM": check_file(folder / "megatron.yml", "megatron", ["data_parallel_size=4"]),
+}
+figure, axis = plt.subplots(figsize=(9, 3), layout="constrained")
+for (name, verdict), (color, line) in zip(ramps.items(), (("C0", "-"), ("C1", "--")), strict=True):
+    starts = [phase["start_sample"] for phase in verdict.phases]
+    sizes = [phase["global_batch_size"] for phase in verdict.phases]
+    axis.stairs(sizes, [*starts, 700], baseline=None, color=color, linestyle=line, linewidth=2, label=name)
+axis.set(xlabel="samples consumed", ylabel="samples per step", xlim=(0, 700), ylim=(0, 55))
+axis.legend(frameon=False)
+plt.show()
+
+# %%
+draw_batch(ramps["MaxText"].plan)
+
+# %% [markdown]
+# ## The same arithmetic as a plan
+#
+# `RolloutPlan` says what each size counts: its unit and its scope. A size that does not divide is an error with the
+# nearest ones that do.
+
+# %%
+plan = RolloutPlan(
+    rollout_batch=Size(count=64, unit="prompts"),
+    samples_per_prompt=8,
+    policy=Training(
+        mini_batch=Size(count=16, unit="prompts"),
+        microbatch=Size(count=4, unit="samples", scope="replica"),
+        data_parallel_size=8,
+        num_epochs=2,
+    ),
+    generation=Size(count=16, unit="prompts"),
+    num_steps=100,
+)
+plan
+
+# %%
+try:
+    RolloutPlan(
+        rollout_batch=Size(count=64, unit="prompts"),
+        samples_per_prompt=8,
+        policy=Training(mini_batch=Size(count=24, unit="prompts", key="mini_batch"), data_parallel_size=8),
+    )
+except RampupError as error:
+    print(error)
+
+# %% [markdown]
+# ## Pack sequences
+#
+# Responses differ in length. Where each is padded to the longest, most of the work is padding. `pack` fills microbatches
+# up to a budget of tokens, in a few shapes, as many on every replica: each shape is compiled once. `balance` deals
+# sequences out so that all replicas have as much to do.
+
+# %%
+# @title Lengths, budget and replicas
+SEQUENCES = 110  # @param {type:"integer"}
+TOKEN_BUDGET = 4096  # @param {type:"integer"}
+REPLICAS = 4  # @param {type:"integer"}
+
+lengths = np.clip(np.random.default_rng(0).lognormal(6.3, 0.8, SEQUENCES), 32, TOKEN_BUDGET).astype(int)
+packed = pack(lengths, TOKEN_BUDGET, make_ladder(TOKEN_BUDGET, 4), num_replicas=REPLICAS)
+padded = 1 - lengths.sum() / (lengths.max() * len(lengths))
+print(f"padded to the longest: {padded:.0%} padding; packed: {packed.padding_fraction:.1%}, shapes {packed.shapes}")
+in_order = [range(start, SEQUENCES, REPLICAS) for start in range(REPLICAS)]
+parts = balance(lengths, REPLICAS)
+print(f"what the busiest replica has above the mean: dealt out {imbalance(lengths, in_order):.1%}, ", end="")
+print(f"balanced {imbalance(lengths, parts):.1%}")
+
+# %%
+# @title Every microbatch, and the sequences in it
+figure, axes = plt.subplots(1, REPLICAS, figsize=(10, 3.2), sharey=True, layout="constrained", squeeze=False)
+shades = ["#14375e", "#a9c4e4", "#5b7fb5", "#cfe0f3"]
+for replica, axis in enumerate(axes[0]):
+    for place, shape in enumerate(packed.microbatch_shapes):
+        left = 0
+        for number, sequence in enumerate(packed.replicas[replica][place]):
+            axis.barh(place, lengths[sequence], left=left, color=shades[number % 4], edgecolor="white", linewidth=0.5)
+            left += lengths[sequence]
+        axis.barh(place, shape - left, left=left, color="white", edgecolor="black", hatch="////", linewidth=0.5)
+    axis.set(xlabel="tokens", xlim=(0, TOKEN_BUDGET), xticks=[0, TOKEN_BUDGET // 2, TOKEN_BUDGET])
+    axis.set_title(f"replica {replica}", fontsize=10)
+axes[0][0].set(ylabel="microbatch", ylim=(packed.num_microbatches - 0.4, -0.6))
+axes[0][0].set_yticks(range(packed.num_microbatches))
+figure.suptitle("microbatches and their sequences; padding is hatched", x=0.01, ha="left", fontsize=10)
+plt.show()
+
+# %% [markdown]
+# ## Sizes for your memory
+#
+# `rampup tune` compiles a configuration's step for several microbatches, reads from the compiled programs what each
+# needs, and times those that fit. Nothing runs out of memory while it searches. Here a tiny model, and a device that is
+# imagined to be as tiny. It is the slowest cell of this notebook.
+
+# %%
+# @title The memory of one device, in GiB
+DEVICE_GIB = "0.003"  # @param {type:"string"}
+
+(folder / "tiny.yml").write_text("""
+steps: 40
+enable_rampup_batch_size: true
+per_device_batch_size_start: 2
+per_device_batch_size_increment: 2
+per_device_batch_size: 4
+global_rampup_samples: 40
+base_emb_dim: 32
+base_num_decoder_layers: 1
+base_mlp_dim: 64
+base_num_query_heads: 2
+max_target_length: 64
+""")
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    main(["tune", str(folder / "tiny.yml"), "--memory-gib", DEVICE_GIB, "--json"])
+tuned = json.loads(printed.getvalue())
+print("largest microbatch that fits:", tuned["largest_microbatch"])
+print("settings of the fastest run:", tuned["settings"])
+
+# %%
+limit = round(float(DEVICE_GIB) * 2**30)
+sizes = [(trial["microbatch_size"], trial["bytes"]) for trial in tuned["candidates"] if trial["bytes"] < 4 * limit]
+figure = draw_memory(sizes, limit_bytes=limit)
+figure.axes[0].set_title(f"device: {DEVICE_GIB} GiB (dashed)", loc="left", fontsize=10)
+figure
+
+# %% [markdown]
+# For reinforcement learning, starting sizes by the size of the model, and the rule of thumb from a device's memory:
+
+# %%
+# @title The model and the device
+PARAMS = "6B"  # @param {type:"string"}
+TRAINER = "trlx"  # @param ["trlx", "skyrl", "verl", "maxtext_rl"]
+MEMORY_GIB = "80"  # @param {type:"string"}
+
+_ = main(["suggest", "--params", PARAMS, "--system", TRAINER, "--memory-gib", MEMORY_GIB])

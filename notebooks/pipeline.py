@@ -1,0 +1,279 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Stages, microbatches and bubbles
+#
+# A model that does not fit on one device can be cut into *stages*, one after the other on different devices. A batch goes
+# through them in *microbatches*, so that all stages have something to do. At the start and the end some still wait: the
+# *bubble*. This notebook shows where it comes from, what a growing batch does to it, and trains a pipelined model.
+#
+# A pipeline needs several devices, so this notebook pretends to have eight, on the CPU of any machine. It takes about a
+# minute.
+
+# %% tags=["install"]
+# @title Install
+import importlib.metadata
+import tempfile
+from pathlib import Path
+
+packages = {package.name: package.version for package in importlib.metadata.distributions()}
+if "rampup" not in packages:
+    # The nearest folder above that holds rampup itself.
+    folders = [Path.cwd(), *Path.cwd().parents]
+    clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
+    if clone is None:
+        raise RuntimeError("rampup is not installed, and this notebook is not in its repository")
+    source = f"{clone}[notebook,plot]"
+    # JAX and the driver library of the accelerator belong to this machine: pip must take them as they are.
+    kept = [f"{name}=={version}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
+    constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
+    constraints.write_text("\n".join(kept))
+    # %pip install -q -c {constraints} "{source}"
+
+# %%
+# @title Devices
+PRETEND_EIGHT_CPU_DEVICES = True  # @param {type:"boolean"}
+# %matplotlib inline
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib import pyplot as plt
+
+if PRETEND_EIGHT_CPU_DEVICES:
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+
+import rampup
+from rampup import BatchRamp, BatchSplitter, MeshAxes, RampPlan, Timetable
+from rampup.plan.chooser import pipeline_choices
+from rampup.run import PipelinedLoss, create_state, make_mesh, step_batches, train_step
+from rampup.show.plots import draw_batch, draw_timetable
+
+found = jax.devices()
+print(f"found {len(found)} device(s): {found[0].platform.upper()}, {found[0].device_kind}")
+print(f"jax {jax.__version__}, rampup {rampup.__version__}")
+
+# %% [markdown]
+# ## Four timetables
+#
+# Four stages, eight microbatches, a backward pass that takes twice as long as a forward pass. Every row is a stage, every
+# box an operation on the microbatch whose number it bears; white is waiting.
+#
+# **gpipe**: all forwards, then all backwards. Every stage must keep what the backward needs of all eight microbatches.
+
+# %%
+tables = {
+    "gpipe": Timetable.build("gpipe", num_stages=4, num_microbatches=8),
+    "1f1b": Timetable.build("1f1b", num_stages=4, num_microbatches=8),
+    "interleaved": Timetable.build("interleaved", num_stages=4, num_microbatches=8, num_repeats=2),
+    "zb-h1": Timetable.build("zb-h1", num_stages=4, num_microbatches=8),
+}
+draw_timetable(tables["gpipe"], width=11)
+
+# %% [markdown]
+# **1f1b**: one forward, one backward, as soon as there is something to go back. It waits as long, but keeps at most as
+# many microbatches as there are stages.
+
+# %%
+draw_timetable(tables["1f1b"], width=11)
+
+# %% [markdown]
+# **interleaved**: each stage holds two smaller pieces of the model instead of one, so that a microbatch passes every
+# stage twice. What waits at the start is half as long; activations are sent twice as often.
+
+# %%
+draw_timetable(tables["interleaved"], width=11)
+
+# %% [markdown]
+# **zb-h1**: the backward is cut in two: the gradient of the input, which the stage before waits for, and that of the
+# weights, which nobody waits for and which fills the gaps.
+
+# %%
+draw_timetable(tables["zb-h1"], width=11)
+
+# %%
+print(f"{'':12}{'idle':>8}{'time':>8}   microbatches kept, by stage")
+for name, table in tables.items():
+    kept = ", ".join(f"{float(number):g}" for number in table.peak_live_microbatches)
+    print(f"{name:12}{float(table.bubble_fraction):8.1%}{float(table.makespan):8.1f}   {kept}")
+
+# %%
+# @title Your own
+SCHEDULE = "1f1b"  # @param ["gpipe", "1f1b", "interleaved", "circular", "zb-h1"]
+STAGES = 4  # @param {type:"integer"}
+MICROBATCHES = 4  # @param {type:"integer"}
+REPEATS = 1  # @param {type:"integer"}
+draw_timetable(Timetable.build(SCHEDULE, num_stages=STAGES, num_microbatches=MICROBATCHES, num_repeats=REPEATS))
+
+# %% [markdown]
+# ## What a growing batch does to the bubble
+#
+# With p stages, m microbatches and v pieces per stage, (p - 1) / (v·m + p - 1) of the time is lost. A ramp starts with
+# small batches, and small batches have few microbatches: the bubble is largest at the start. Here the microbatch keeps
+# its size, the ramp changes m, and the bubble shrinks from phase to phase.
+
+# %%
+# @title The ramp
+START = 32  # @param {type:"integer"}
+INCREMENT = 32  # @param {type:"integer"}
+END = 128  # @param {type:"integer"}
+RAMP_SAMPLES = 1920  # @param {type:"integer"}
+
+num_stages = 4 if jax.device_count() % 4 == 0 else 1
+axes = MeshAxes(data=jax.device_count() // num_stages, pipeline=num_stages)
+ramp = BatchRamp.linear(start=START, increment=INCREMENT, end=END, samples=RAMP_SAMPLES)
+plan = RampPlan(
+    ramp=ramp,
+    splitter=BatchSplitter(data_parallel_size=axes.data, num_stages=num_stages),
+    num_devices=jax.device_count(),
+    total_steps=80,
+)
+plan
+
+# %%
+draw_batch(plan)
+
+# %% [markdown]
+# ## Train it
+#
+# A pipelined model is three functions: what comes before the layers, some of the layers, what comes after them. Here
+# eight small residual layers learn to tell two spirals apart. The number of microbatches is an argument of the compiled
+# program: one program serves the whole ramp.
+
+# %%
+rng = np.random.default_rng(0)
+angle, side = 2 * np.pi * np.sqrt(rng.random(4096)), rng.integers(0, 2, 4096)
+radius = angle / (2 * np.pi) * np.where(side, 1, -1)
+points = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).astype(np.float32)
+rows = [{"x": x, "y": y} for x, y in zip(points, side.astype(np.int32), strict=True)]
+
+
+def first(params, batch, rngs):
+    """Return what goes into the layers."""
+    return jnp.tanh(3 * batch["x"] @ params["in"])
+
+
+def stage(layers, x, batch, rngs, first_layer):
+    """Return what comes out of some of the layers."""
+    return jax.lax.scan(lambda x, layer: (x + jnp.tanh(x @ layer), None), x, layers)[0]
+
+
+def last(params, x, batch, rngs):
+    """Return the sum of the losses, their weight, and nothing besides."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["out"], batch["y"])
+    return losses.sum(), losses.size, {}
+
+
+def train(plan, axes):
+    """Return the losses, step by step, on a mesh of these axes."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"in": (2, 32), "layers": (8, 32, 32), "out": (32, 2)}
+    scales = {"in": 1.0, "layers": 0.1, "out": 0.2}
+    params = {name: scales[name] * jax.random.normal(key, shapes[name]) for name, key in zip(shapes, keys, strict=True)}
+    mesh, tx = make_mesh(axes), optax.adam(0.005)
+    if axes.pipeline > 1:
+        loss_fn = PipelinedLoss(first=first, stage=stage, last=last)
+    else:
+
+        def loss_fn(params, batch, rngs):
+            return last(params, stage(params["layers"], first(params, batch, rngs), batch, rngs, 0), batch, rngs)
+
+    state, step = create_state(params, tx, mesh), train_step(loss_fn, tx, plan, mesh)
+    losses = []
+    for batch in step_batches(rows, plan, mesh, seed=0):
+        state, metrics = step(state, batch)
+        losses.append(metrics["loss"])
+    print(f"{axes.data} replica(s) of {axes.pipeline} stage(s): loss {float(losses[-1]):.4f}, compiled {step.num_compilations}")
+    return np.array([float(loss) for loss in losses])
+
+
+pipelined = train(plan, axes)
+
+# %% [markdown]
+# The same model and the same rows without a pipeline, all devices as replicas. Cutting a model must not change what it
+# learns.
+
+# %%
+flat_plan = RampPlan(
+    ramp=ramp,
+    splitter=BatchSplitter(data_parallel_size=jax.device_count()),
+    num_devices=jax.device_count(),
+    total_steps=plan.total_steps,
+)
+flat = train(flat_plan, MeshAxes(data=jax.device_count()))
+print(f"largest difference of a loss: {np.abs(pipelined - flat).max():.1e}")
+
+# %%
+figure, axis = plt.subplots(figsize=(9, 3), layout="constrained")
+ends = [plan.ramp.samples_before(step + 1) for step in range(plan.total_steps)]
+axis.plot(ends, flat, color="C1", linewidth=4, alpha=0.6, label="without a pipeline")
+axis.plot(ends, pipelined, color="k", linestyle="--", linewidth=1.3, label=f"{num_stages} stages")
+axis.set(xlabel="samples consumed", ylabel="loss", xlim=(0, ends[-1]), ylim=(0, None))
+axis.legend(frameon=False)
+plt.show()
+
+# %% [markdown]
+# ## What the chooser does
+#
+# More microbatches make the bubble smaller, but each of them smaller too, and every tick costs something beside its
+# arithmetic: moving weights, sending activations. With b samples in a microbatch and an overhead of h samples' worth of
+# work, a step takes (m·v + p - 1) · (b/v + h). The chooser tries every way to cut the batch that is legal and takes the
+# fastest.
+
+# %%
+# @title A replica's samples per step, and the overhead of a tick in samples' worth of work
+SAMPLES = 64  # @param {type:"integer"}
+STAGES_TO_CHOOSE_FOR = 4  # @param {type:"integer"}
+OVERHEADS = "0.25, 1, 4"  # @param {type:"string"}
+
+figure, axis = plt.subplots(figsize=(9, 3.6), layout="constrained")
+looks = ["o-", "s--", "^:", "D-.", "v-"]
+for text, look in zip(OVERHEADS.split(","), looks, strict=False):
+    overhead = Fraction(text.strip())
+    choices = pipeline_choices(SAMPLES, num_stages=STAGES_TO_CHOOSE_FOR, overhead=overhead, multiple=STAGES_TO_CHOOSE_FOR)
+    best, by_size = choices[0], sorted(choices, key=lambda choice: choice.num_microbatches)
+    times = [float(choice.predicted_time / best.predicted_time) for choice in by_size]
+    axis.plot(
+        [choice.num_microbatches for choice in by_size],
+        times,
+        look,
+        label=f"h = {text.strip()}: m = {best.num_microbatches}, b = {best.microbatch_size}, {float(best.bubble):.0%} idle",
+    )
+axis.set_xscale("log", base=2)
+axis.set_xticks([choice.num_microbatches for choice in by_size], [str(choice.num_microbatches) for choice in by_size])
+axis.set(xlabel="microbatches m of a step", ylabel="predicted time, best = 1", ylim=(0.9, 3))
+axis.legend(title="the chooser's m at overhead h", frameon=False)
+plt.show()
+
+# %% [markdown]
+# Over a ramp the best m differs from phase to phase. Without an overhead a plan takes the least m, which is p; with one
+# (`tick_overhead`, in a configuration `pipeline_tick_overhead`), each phase gets its own, here at one compiled program a
+# phase.
+
+# %%
+options = {"data_parallel_size": 2, "num_stages": 4, "rampup_microbatch": "per_phase"}
+for overhead in (None, Fraction(1, 4)):
+    chosen = RampPlan(
+        ramp=BatchRamp.linear(start=32, increment=32, end=128, samples=1920),
+        splitter=BatchSplitter(tick_overhead=overhead, **options),
+        num_devices=8,
+        total_steps=80,
+    )
+    print(f"overhead {overhead}")
+    for phase, split in zip(chosen.ramp.phases, chosen.splits, strict=True):
+        m, b = split.num_pipeline_microbatches, split.microbatch_size
+        print(f"  batch {phase.global_batch_size:4}: m = {m:2}, b = {b:2}, {3 / (m + 3):.0%} idle")

@@ -1,0 +1,370 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # A batch that grows, around a Flax step that you have
+#
+# Large models are often trained with small batches first and larger ones later: early on, small batches learn more from
+# every sample; later, large ones use the devices better. *rampup* plans that growth before the first step, checks it, and
+# runs it with one compiled program. This notebook wraps it around an ordinary Flax step, in three depths:
+#
+# 1. **arithmetic only**: you ask how large the next batch is;
+# 2. **your step, our microbatches**: your jitted step stays as it is, and is compiled once;
+# 3. **our step**: one call per optimizer step, every row counts the same.
+#
+# It runs on a TPU, a GPU or a CPU, on which it takes about a minute.
+
+# %% tags=["install"]
+# @title Install
+import importlib.metadata
+import tempfile
+from pathlib import Path
+
+packages = {package.name: package.version for package in importlib.metadata.distributions()}
+if "rampup" not in packages:
+    # The nearest folder above that holds rampup itself.
+    folders = [Path.cwd(), *Path.cwd().parents]
+    clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
+    if clone is None:
+        raise RuntimeError("rampup is not installed, and this notebook is not in its repository")
+    source = f"{clone}[notebook,plot]"
+    # JAX and the driver library of the accelerator belong to this machine: pip must take them as they are.
+    kept = [f"{name}=={version}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
+    constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
+    constraints.write_text("\n".join(kept))
+    # %pip install -q -c {constraints} "{source}"
+
+# %%
+# @title What this machine has
+# %matplotlib inline
+import time
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+from matplotlib import pyplot as plt
+
+import rampup
+from rampup.run import (
+    Loop,
+    make_mesh,
+    merge_model,
+    microbatches,
+    multi_steps,
+    prepare_state,
+    split_model,
+    step_batches,
+    train_step,
+)
+from rampup.show.plots import draw_batch
+
+found = jax.devices()
+print(f"found {len(found)} device(s): {found[0].platform.upper()}, {found[0].device_kind}")
+print(f"jax {jax.__version__}, flax {flax.__version__}, optax {optax.__version__}, rampup {rampup.__version__}")
+
+# %% [markdown]
+# ## See the ramp
+#
+# Change the numbers and run the next two cells again. A ramp that cannot be cut evenly is an error here, with the nearest
+# numbers that can.
+
+# %%
+# @title The ramp, in samples per device
+START = 8  # @param {type:"integer"}
+INCREMENT = 8  # @param {type:"integer"}
+END = 32  # @param {type:"integer"}
+RAMP_SAMPLES_PER_DEVICE = 720  # @param {type:"integer"}
+STEPS = 150  # @param {type:"integer"}
+
+devices = jax.device_count()
+plan = rampup.RampPlan(
+    ramp=rampup.BatchRamp.linear(
+        start=START * devices,
+        increment=INCREMENT * devices,
+        end=END * devices,
+        samples=RAMP_SAMPLES_PER_DEVICE * devices,
+    ),
+    splitter=rampup.BatchSplitter(data_parallel_size=devices),
+    num_devices=devices,
+    total_steps=STEPS,
+)
+plan
+
+# %% [markdown]
+# The microbatch keeps its size, which is the shape that JAX compiles for. What grows is the number of *passes* per step.
+
+# %%
+draw_batch(plan)
+
+# %% [markdown]
+# ## A step that you have
+#
+# Two intertwined spirals, and a small network that learns to tell them apart. First with Flax linen.
+
+# %%
+rng = np.random.default_rng(0)
+angle, side = 2 * np.pi * np.sqrt(rng.random(4096)), rng.integers(0, 2, 4096)
+radius = angle / (2 * np.pi) * np.where(side, 1, -1)
+points = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1) + rng.normal(0, 0.02, (4096, 2))
+rows = [{"x": x, "y": y} for x, y in zip(points.astype(np.float32), side.astype(np.int32), strict=True)]
+mesh = make_mesh()
+
+
+class Net(linen.Module):
+    """Three layers."""
+
+    @linen.compact
+    def __call__(self, x):
+        """Return two scores per row."""
+        x = linen.gelu(linen.Dense(64)(3 * x))
+        x = linen.gelu(linen.Dense(64)(x))
+        return linen.Dense(2)(x)
+
+
+def make_step():
+    """Return a training step as you have it: jitted, and unaware of ramps."""
+
+    @jax.jit
+    def your_step(state, batch):
+        def loss_fn(params):
+            scores = state.apply_fn(params, batch["x"])
+            return optax.softmax_cross_entropy_with_integer_labels(scores, batch["y"]).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    return your_step
+
+
+net = Net()
+params = net.init(jax.random.key(0), jnp.ones((1, 2)))
+curves = {}
+
+# %% [markdown]
+# ### 1. Arithmetic only
+#
+# The manager has the constructor and attributes of MaxText's. It says how large the next batch is, and nothing else
+# changes. Note the last line: JAX compiled the step once for every batch size.
+
+# %%
+manager = rampup.RampupBatchManager.from_plan(plan)
+your_step = make_step()
+state = prepare_state(TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(0.005)), mesh)
+curve, first = [], 0
+began = time.perf_counter()
+for _ in range(STEPS):
+    size = manager.global_batch_size_current
+    picked = [rows[row % len(rows)] for row in range(first, first + size)]
+    batch = {name: np.stack([row[name] for row in picked]) for name in ("x", "y")}
+    state, loss = your_step(state, batch)
+    first += size
+    manager.update()
+    curve.append((first, float(loss)))
+curves["depth 1, linen"] = curve
+print(f"loss {curve[-1][1]:.3f} after {first:,} samples, {time.perf_counter() - began:.1f} s")
+print(f"programs compiled: {your_step._cache_size()}")
+
+# %% [markdown]
+# ### 2. Your step, our microbatches
+#
+# `multi_steps` gives an `optax.MultiSteps` whose number of microbatches follows the plan; `microbatches` feeds them, all
+# of one shape. The step is the same function, compiled once.
+
+
+# %%
+def updates(losses):
+    """Return (samples, mean loss) of each optimizer step, from the losses of its microbatches."""
+    losses, curve = iter(losses), []
+    for step in range(plan.total_steps):
+        position = plan.position(step)
+        mean = np.mean([float(next(losses)) for _ in range(position.split.num_microbatches)])
+        curve.append((position.consumed_samples + position.split.global_batch_size, mean))
+    return curve
+
+
+your_step = make_step()
+tx = multi_steps(optax.adam(0.005), plan)
+state = prepare_state(TrainState.create(apply_fn=net.apply, params=params, tx=tx), mesh)
+began, losses = time.perf_counter(), []
+for batch in microbatches(rows, plan, mesh):
+    state, loss = your_step(state, batch)
+    losses.append(loss)
+curves["depth 2, linen"] = updates(losses)
+print(f"loss {curves['depth 2, linen'][-1][1]:.3f}, {len(losses)} microbatches, {time.perf_counter() - began:.1f} s")
+print(f"optimizer steps: {int(state.opt_state.gradient_step)}, programs compiled: {your_step._cache_size()}")
+
+# %% [markdown]
+# The same with Flax NNX. Again only the optimizer and the loop know of the plan.
+
+
+# %%
+class NnxNet(nnx.Module):
+    """The same network."""
+
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Linear(2, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs)
+        self.last = nnx.Linear(64, 2, rngs=rngs)
+
+    def __call__(self, x):
+        """Return two scores per row."""
+        return self.last(nnx.gelu(self.second(nnx.gelu(self.first(3 * x)))))
+
+
+def cross_entropy(model, batch):
+    """Return the loss of each row."""
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+
+
+@nnx.jit
+def your_nnx_step(model, optimizer, batch):
+    """Train one microbatch."""
+    loss, grads = nnx.value_and_grad(lambda model: cross_entropy(model, batch).mean())(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+model = NnxNet(nnx.Rngs(0))
+optimizer = nnx.Optimizer(model, multi_steps(optax.adam(0.005), plan), wrt=nnx.Param)
+curves["depth 2, nnx"] = updates([your_nnx_step(model, optimizer, batch) for batch in microbatches(rows, plan, mesh)])
+print(f"loss {curves['depth 2, nnx'][-1][1]:.3f}")
+
+# %% [markdown]
+# ### 3. Our step
+#
+# `train_step` takes the loss as a sum over rows, and its weight. It adds up gradients in float32, reduces them over the
+# devices once per optimizer step, and weights every row (or token) the same. One call is one optimizer step.
+
+
+# %%
+def loss_fn(model, batch, rngs):
+    """Return the sum of the losses, their weight, and nothing besides."""
+    losses = cross_entropy(model, batch)
+    return losses.sum(), losses.size, {}
+
+
+def linen_loss_fn(params, batch, rngs):
+    """Return the same for linen, where the parameters stand in the place of the model."""
+    return loss_fn(lambda x: net.apply(params, x), batch, rngs)
+
+
+def train(name, state, pure_loss_fn):
+    """Train to the plan's end, keep the curve and return the state."""
+    step, losses, began = train_step(pure_loss_fn, tx, plan, mesh), [], time.perf_counter()
+    for batch in step_batches(rows, plan, mesh):
+        state, metrics = step(state, batch)
+        losses.append((batch.position.consumed_samples + batch.position.split.global_batch_size, metrics["loss"]))
+    curves[name] = [(samples, float(loss)) for samples, loss in losses]
+    seconds = time.perf_counter() - began
+    print(f"{name}: loss {curves[name][-1][1]:.3f}, {seconds:.1f} s, programs compiled: {step.num_compilations}")
+    return state
+
+
+tx = optax.adam(0.005)
+train("depth 3, linen", prepare_state(TrainState.create(apply_fn=net.apply, params=params, tx=tx), mesh), linen_loss_fn)
+model = NnxNet(nnx.Rngs(0))
+state, pure_loss_fn = split_model(model, loss_fn, tx, mesh)
+merge_model(model, train("depth 3, nnx", state, pure_loss_fn))
+
+# %% [markdown]
+# ### Loss against samples
+#
+# Samples are the fair axis where the batch changes: steps cost more and more. The three depths with linen start from the
+# same weights and see the same rows, so that their curves lie on each other.
+
+
+# %%
+# @title Loss, and the batch below it
+def show(curves, looks, mark=None):
+    """Draw curves of (samples, loss) above the batch size."""
+    _, (above, below) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, height_ratios=(3, 1), layout="constrained")
+    for (name, curve), (color, line, width) in zip(curves.items(), looks, strict=True):
+        above.plot(*zip(*curve, strict=True), color=color, linestyle=line, linewidth=width, label=name)
+    above.set(ylabel="loss", ylim=(0, None))
+    above.legend(frameon=False)
+    sizes = [plan.position(step).split.global_batch_size for step in range(plan.total_steps)]
+    below.stairs(sizes, np.cumsum([0, *sizes]), baseline=None, color="C0", linewidth=2)
+    below.set(xlabel="samples consumed", ylabel="samples\nper step", xlim=(0, sum(sizes)), ylim=(0, 1.15 * max(sizes)))
+    if mark is not None:
+        above.axvline(mark, color="0.5", linestyle=":")
+        above.annotate(" stopped, resumed", (mark, above.get_ylim()[1]), va="top", color="0.3")
+    plt.show()
+
+
+show(curves, (("C0", "-", 5), ("C1", "--", 3), ("C2", "-", 4), ("k", ":", 1.5), ("C3", "--", 1.5)))
+
+# %% [markdown]
+# ## Stop, resume, and nothing has changed
+#
+# `Loop` adds checkpoints, a metrics file and a clean stop: press the stop button of this notebook (or Ctrl-C, or kill the
+# job), and the run ends after its step with a checkpoint. Where it goes on is a function of the plan and the step number.
+# Here one run goes through undisturbed, and another is stopped in the middle of the ramp, as though you had pressed the
+# button, and started again.
+
+# %%
+import json
+import signal
+import tempfile
+from pathlib import Path
+
+folder = Path(tempfile.mkdtemp())
+STOP_AFTER_STEP = 40  # @param {type:"integer"}
+
+
+def run(name, stop_after=None):
+    """Train in a folder of that name, from its newest checkpoint if there is one."""
+
+    def progress(event, values):
+        if event == "step" and values["step"] == stop_after:
+            signal.raise_signal(signal.SIGINT)
+
+    state, pure_loss_fn = split_model(NnxNet(nnx.Rngs(0)), loss_fn, tx, mesh)
+    step = train_step(pure_loss_fn, tx, plan, mesh)
+    (folder / name).mkdir(exist_ok=True)
+    summary = Loop(
+        plan=plan,
+        step=step,
+        batches=lambda start: step_batches(rows, plan, mesh, start=start, seed=0),
+        learning_rate=lambda step: 0.005,
+        folder=folder / name,
+        tokens_per_sample=1,
+        record={"data": "spirals"},
+        checkpoint_period=STEPS,
+        progress=progress,
+    ).run(state)
+    print(f"{name}: steps {summary.resumed_from} to {summary.steps}, loss {summary.final_loss:.4f}")
+    return summary
+
+
+def lines(name):
+    """Return a run's metrics, a line a step."""
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+run("undisturbed")
+first_part = run("stopped", stop_after=STOP_AFTER_STEP)
+run("stopped")
+runs = {name: [(line["consumed_samples"], line["loss"]) for line in lines(name)] for name in ("undisturbed", "stopped")}
+print(f"{len(runs['stopped'])} steps, losses equal bit for bit: {runs['undisturbed'] == runs['stopped']}")
+
+# %%
+stopped_at = plan.ramp.samples_before(first_part.steps)
+show(runs, (("C1", "-", 4), ("k", "--", 1.3)), mark=stopped_at)
+
+# %% [markdown]
+# A run's folder can also be drawn, alone or beside others, with `rampup plot FOLDER ... -o runs.png` or `draw_runs`.
+#
+# Next: `pipeline` shows the same ramp through pipeline stages; `batch_sizes_explained` reads other systems' batch sizes.

@@ -1,0 +1,136 @@
+"""The notebooks are made from their sources, install without touching JAX, and run."""
+
+import importlib.metadata
+import importlib.util
+import re
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "notebooks"
+URL = "https://github.com/owner/rampup"
+# What a notebook prints if it shows what it is there to show.
+PRINTS = {
+    "quickstart": ["programs compiled: 4\n", "programs compiled: 1\n", "losses equal bit for bit: True\n"],
+    "pipeline": ["found 8 device(s): CPU", "2 replica(s) of 4 stage(s)", "compiled 1\n", "27.3%", "m = 32, b =  2, 9% idle"],
+    "batch_sizes_explained": ["found 1 device(s): CPU", "nearest: 16, 32\n", "packed: 2.9%", "fits: 4\n"],
+}
+
+
+def load_make():
+    """Import notebooks/make.py."""
+    spec = importlib.util.spec_from_file_location("make_notebooks", FOLDER / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+make = load_make()
+
+
+def texts(name):
+    """Return a notebook's two files."""
+    return (FOLDER / f"{name}.py").read_text(), (FOLDER / f"{name}.ipynb").read_text()
+
+
+@pytest.mark.parametrize("name", make.NAMES)
+def test_files_are_in_sync(name):
+    """Both files are what notebooks/make.py makes of the .py and pyproject.toml, without outputs."""
+    url = make.repository((ROOT / "pyproject.toml").read_text())
+    py, ipynb = texts(name)
+    assert make.made(py, name, url) == (py, ipynb)
+    code = [cell for cell in nbformat.reads(ipynb, 4).cells if cell.cell_type == "code"]
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
+
+
+def test_every_notebook_is_made_and_named():
+    """The folder holds the notebooks that are made, no others, and the README links to each."""
+    assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(make.NAMES) == set(PRINTS)
+    assert all(f"(notebooks/{name}.ipynb)" in (ROOT / "README.md").read_text() for name in make.NAMES)
+
+
+def test_badge_and_install_follow_the_address():
+    """An address gives a badge, first, and an install from there; taking it away leaves what was there before."""
+    py, ipynb = texts("pipeline")
+    with_url, notebook = make.made(py, "pipeline", URL)
+    first, _, install, *_ = nbformat.reads(notebook, 4).cells
+    assert "(https://colab.research.google.com/github/owner/rampup/blob/main/notebooks/pipeline.ipynb)" in first.source
+    assert f'"rampup[notebook,plot] @ git+{URL}"' in install.source
+    assert make.made(with_url, "pipeline", URL) == (with_url, notebook)
+    assert make.made(with_url, "pipeline", make.repository((ROOT / "pyproject.toml").read_text())) == (py, ipynb)
+
+
+@pytest.mark.parametrize(
+    "url", [None, "https://gitlab.com/owner/rampup", "https://github.com/owner", "github.com/owner/rampup"]
+)
+def test_no_badge_where_colab_cannot_read(url):
+    """Colab opens notebooks from GitHub, so that other addresses get no badge."""
+    assert make.badge_cell(url, "pipeline") is None
+
+
+@pytest.mark.parametrize("url", [URL, f"{URL}/", f"{URL}.git"])
+def test_badge_of_every_spelling(url):
+    """The badge is the same however the address is written."""
+    assert make.badge_cell(url, "pipeline") == make.badge_cell(URL, "pipeline")
+
+
+def test_repository_is_read_from_the_project():
+    """The address is `Repository` in project.urls, and None without it."""
+    assert make.repository(f'[project]\nname = "a"\n[project.urls]\nRepository = "{URL}"\n') == URL
+    assert make.repository('[project]\nname = "a"\n[project.urls]\nHomepage = "https://b"\n') is None
+    assert make.repository('[project]\nname = "a"\n') is None
+
+
+def install(monkeypatch, url, packages):
+    """Run the install cell on a machine with these packages, and return the arguments of each `%pip`."""
+    found = [SimpleNamespace(name=name, version=version) for name, version in packages.items()]
+    monkeypatch.setattr(importlib.metadata, "distributions", lambda: found)
+    source = re.sub(r"%pip (.*)", r"ran.append(f'\1')", make.install_cell(url))
+    ran = []
+    exec(source, {"ran": ran})
+    return ran
+
+
+def test_install_keeps_the_machines_jax(monkeypatch, tmp_path):
+    """Pip is bound to the versions of jax, jaxlib, its plugins and libtpu that are there, and to no others."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    packages = {"jax": "0.7.2", "jaxlib": "0.7.2", "jax-cuda12-plugin": "0.7.2", "libtpu": "0.0.21.1", "numpy": "2.0"}
+    (command,) = install(monkeypatch, URL, packages)
+    constraints = re.fullmatch(r'install -q -c (\S+) "rampup\[notebook,plot\] @ git\+' + URL + '"', command)[1]
+    kept = ["jax==0.7.2", "jaxlib==0.7.2", "jax-cuda12-plugin==0.7.2", "libtpu==0.0.21.1"]
+    assert Path(constraints).read_text().splitlines() == kept
+
+
+def test_install_from_the_clone(monkeypatch, tmp_path):
+    """Without an address the clone around the notebook is installed; outside of one that is an error that says so."""
+    monkeypatch.chdir(FOLDER)
+    (command,) = install(monkeypatch, None, {})
+    assert command.endswith(f'"{ROOT.resolve()}[notebook,plot]"')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match="rampup is not installed"):
+        install(monkeypatch, None, {})
+
+
+@pytest.mark.parametrize("url", [None, URL])
+def test_nothing_is_installed_twice(monkeypatch, tmp_path, url):
+    """Where rampup is there already, wherever the notebook stands, pip is not run."""
+    monkeypatch.chdir(tmp_path)
+    assert install(monkeypatch, url, {"rampup": "0.1.0"}) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", make.NAMES)
+def test_runs(name, monkeypatch):
+    """Every cell runs on a CPU, and what the notebook is about can be read in what it prints."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", 4)
+    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    printed = "".join(output.text for output in outputs if output.get("name") == "stdout")
+    assert [text for text in PRINTS[name] if text not in printed] == []
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3
