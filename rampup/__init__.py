@@ -30,6 +30,7 @@ from rampup.plan import (
     PlanPosition,
     RampPlan,
     RampupBatchManager,
+    RolloutPlan,
     Timetable,
     define_ramp,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "RampupBatchManager",
     "RampupError",
     "ResumeMismatchError",
+    "RolloutPlan",
     "Timetable",
     "build_plan",
     "define_ramp",

@@ -269,3 +269,258 @@ def test_a_closed_pipe_is_no_traceback():
         f"{sys.executable} -m rampup plan {ROOT}/configs/bloom_176b.yml | head -1", shell=True, capture_output=True, text=True
     )
     assert "Traceback" not in result.stderr
+
+
+def test_timetable_json(capsys):
+    """The timetable is printed in the names of the contract."""
+    code, table = run_json(capsys, "timetable", "--stages", "4", "--microbatches", "8")
+    assert code == 0
+    assert (table["schedule"], table["num_ticks"], table["makespan"]) == ("1f1b", 33, 33)
+    assert table["bubble_fraction"] == pytest.approx(3 / 11)
+    assert table["peak_live_microbatches"] == [4, 3, 2, 1]
+    assert len(table["table"]) == 4 * 8 * 2
+    _, table = run_json(capsys, "timetable", "--stages=4", "--microbatches=8", "--repeats=2")
+    assert (table["schedule"], table["peak_live_microbatches"][0]) == ("interleaved", 5.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--stages=0", "--microbatches=8"], "stages"),
+        (["--stages=4", "--microbatches=0"], "microbatches"),
+        (["--stages=4", "--microbatches=8", "--repeats=2", "--schedule=gpipe"], "repeats"),
+        (["--stages=4", "--microbatches=8", "--schedule=fast"], "schedule"),
+        (["--stages=4", "--microbatches=8", "--forward-cost=free"], "forward-cost"),
+        (["--stages=4", "--microbatches=8", "-o", "picture.xyz"], "output"),
+        (["--stages=4", "--microbatches=8", "-o", "/nowhere/picture.png"], "output"),
+    ],
+)
+def test_timetables_that_cannot_be(capsys, arguments, key):
+    """Each wrong option is refused by name."""
+    code, result = run_json(capsys, "timetable", *arguments)
+    assert (code, result["error"]["key"]) == (2, key)
+
+
+def test_timetable_is_a_picture(capsys, tmp_path):
+    """Without --json the picture and what is counted are printed, and -o draws it."""
+    file = tmp_path / "picture.svg"
+    assert main(["timetable", "--stages=2", "--microbatches=3", "-o", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "stage 1 .. F0 B0 == F1 B1 == F2 B2 ==" in printed
+    assert "0.2500 = 1/4" in printed
+    assert "<svg" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["num_pipeline_microbatches=0"], "num_pipeline_microbatches"),
+        (["num_pipeline_microbatches=6"], "num_pipeline_microbatches"),
+        (["base_num_decoder_layers=6"], "base_num_decoder_layers"),
+        (["num_pipeline_repeats=3"], "base_num_decoder_layers"),
+        (["per_device_batch_size_start=1", "per_device_batch_size_increment=3", "num_pipeline_microbatches=8"], None),
+    ],
+)
+def test_pipelines_that_cannot_be_trained(capsys, tmp_path, settings, key):
+    """Each wrong shape is refused with its key before anything is compiled, in every phase of the ramp."""
+    common = ["base_num_decoder_layers=4", f"base_output_directory={tmp_path / 'out'}", "ici_pipeline_parallelism=4"]
+    common = [text for text in common if text.split("=")[0] not in [setting.split("=")[0] for setting in settings]]
+    code, result = run_json(capsys, "train", BASE, *common, *settings)
+    assert code == 2
+    assert result["error"]["type"] in ("PipelineShapeError", "BatchDivisibilityError")
+    assert result["error"]["nearest"]
+    if key:
+        assert result["error"]["key"] == key
+    assert not (tmp_path / "out").exists()
+
+
+RL = str(ROOT / "configs" / "rl.yml")
+
+
+def test_plan_of_a_rollout(capsys, monkeypatch):
+    """A rollout's file is planned like a ramp's: a table for people, one object for programs, settings from everywhere."""
+    monkeypatch.setenv("RAMPUP_RL_NUM_ITERATIONS", "3")
+    code, plan = run_json(capsys, "plan", RL, "num_prompts=100", "--devices", "4")
+    assert code == 0
+    names = ("samples_per_step", "optimizer_steps", "weight_syncs", "accumulation_steps")
+    assert [plan[name] for name in names] == [256, 6, 3, 2]
+    assert any("4 prompts" in note for note in plan["notes"])
+    assert main(["plan", RL, "num_devices=4"]) == 0
+    assert "32 prompts * 8 responses = 256 samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "nearest"),
+    [
+        (["batch_size=0"], "batch_size", [1]),
+        (["batch_sise=8"], "batch_sise", ["batch_size"]),
+        (["train_micro_batch_size=3"], "train_micro_batch_size", [2, 4]),
+        (["--devices", "7"], "batch_size", [28, 35]),
+        (["steps=3"], "steps", None),
+    ],
+)
+def test_a_rollout_that_cannot_be(settings, key, nearest, capsys):
+    """A rollout's errors are those of any command: exit code 2, key and nearest values."""
+    devices = [] if "--devices" in settings else ["--devices", "4"]
+    code, result = run_json(capsys, "plan", RL, *settings, *devices)
+    assert code == 2
+    assert result["error"]["key"] == key
+    assert nearest is None or result["error"]["nearest"] == nearest
+
+
+def test_suggest(capsys):
+    """Starting sizes are one object with what is published, what is used and the memory behind them, or a table."""
+    code, result = run_json(capsys, "suggest", "--params", "6B", "--system", "trlx", "--memory-gib", "80")
+    assert code == 0
+    assert result["published"]["num_rollouts"] == 128
+    assert result["repository"]["num_rollouts"] == 64
+    assert result["memory"]["least_devices"] == 2
+    assert main(["suggest", "--params", "6B", "--system", "trlx"]) == 0
+    assert "published for 6B" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--params", "0", "--system", "trlx"], "params"),
+        (["--params", "-1", "--system", "trlx"], "params"),
+        (["--params", "6X", "--system", "trlx"], "params"),
+        (["--params", "1e99", "--system", "trlx"], "params"),
+        (["--params", "6B", "--system", "nemo"], "system"),
+        (["--params", "6B", "--system", "verl"], "memory-gib"),
+        (["--params", "6B", "--system", "verl", "--memory-gib", "-80"], "memory-gib"),
+        (["--params", "6B"], None),
+        (["--system", "trlx"], None),
+    ],
+)
+def test_bad_suggestions(arguments, key, capsys):
+    """Whatever is wrong: exit code 2 and the key."""
+    code, result = run_json(capsys, "suggest", *arguments)
+    assert code == 2
+    assert result["error"]["key"] == key
+
+
+def test_rollouts_and_suggestions_need_no_jax():
+    """Both commands are arithmetic and import no jax."""
+    code = f"import sys, rampup.cli as cli; cli.main(['plan', {RL!r}, '--devices', '8']); "
+    code += "cli.main(['suggest', '--params', '6B', '--system', 'trlx']); assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_restart_compiles_nothing(tmp_path):
+    """A second process finds every program of the first in the compilation cache."""
+    cache = tmp_path / "cache"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    settings = [*TINY, "steps=6", "run_name=run", f"base_output_directory={tmp_path}", f"jax_cache_dir={cache}"]
+    command = [sys.executable, "-m", "rampup", "train", BASE, "--fake-devices=2", "--json"]
+    found = []
+    for steps in (3, 6):
+        arguments = [*command, *(text for text in settings if text[:6] != "steps="), f"steps={steps}"]
+        arguments += ["learning_rate_schedule_steps=6"]
+        subprocess.run(arguments, check=True, capture_output=True, env=environment)
+        found.append({path.name for path in cache.iterdir() if path.name.endswith("-cache")})
+    assert any("fused_step" in name for name in found[0])
+    assert not [name for name in found[1] - found[0] if "fused_step" in name]
+
+
+@pytest.mark.parametrize("kind", ["batch", "rate", "timetable"])
+def test_a_plan_is_drawn(capsys, tmp_path, kind):
+    """Each kind of picture of a configuration is written, and said to be."""
+    file = tmp_path / "picture.svg"
+    settings = ["ici_pipeline_parallelism=4", "per_device_batch_size=8", "--devices=8"]
+    code, result = run_json(capsys, "plot", BASE, *settings, "--kind", kind, "-o", str(file))
+    assert (code, result) == (0, {"kind": kind, "output": str(file)})
+    assert "<svg" in file.read_text()
+
+
+def test_runs_are_drawn_and_reported(capsys, tmp_path, uninterrupted):
+    """From the folder of a run alone: its metrics as a picture, and with its plan as a page."""
+    folder = Path(uninterrupted[0]["checkpoint"]).parent.parent
+    picture, page = tmp_path / "picture.png", tmp_path / "page.html"
+    assert main(["plot", str(folder), str(folder), "-o", str(picture), "--width", "6"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"wrote {picture}" in capsys.readouterr().out
+    assert main(["plot", str(folder), "--kind", "batch", "-o", str(picture)]) == 0
+    capsys.readouterr()
+    code, result = run_json(capsys, "report", str(folder), "-o", str(page))
+    assert code == 0
+    assert (result["title"], result["bytes"]) == (folder.name, page.stat().st_size)
+    assert "last loss" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["plot", BASE], None),
+        (["plot", "-o", "x.png"], None),
+        (["plot", BASE, "-o", "x.gif"], "output"),
+        (["plot", BASE, "-o", "x.png", "--width", "1"], "width"),
+        (["plot", BASE, "-o", "x.png", "--width", "wide"], None),
+        (["plot", BASE, "-o", "x.png", "--kind", "nice"], None),
+        (["plot", BASE, "-o", "x.png", "--kind", "runs"], None),
+        (["plot", BASE, "-o", "x.png", "--kind", "timetable"], "ici_pipeline_parallelism"),
+        (["plot", BASE, "stepz=3", "-o", "x.png"], "stepz"),
+        (["plot", str(ROOT / "tests"), "-o", "x.png"], "run"),
+        (["plot", str(ROOT / "configs" / "rl.yml"), "-o", "x.png"], None),
+        (["report", BASE], None),
+        (["report", BASE, "-o", "x.pdf"], "output"),
+        (["report", BASE, "-o", "/nowhere/x.html"], "output"),
+        (["report", BASE, "per_device_batch_size=0.3", "-o", "x.html"], None),
+        (["report", str(ROOT / "tests"), "-o", "x.html"], None),
+        (["report", BASE, "--from", "nobody", "-o", "x.html"], "from"),
+    ],
+)
+def test_pictures_and_pages_that_cannot_be(capsys, tmp_path, monkeypatch, arguments, key):
+    """Each is refused like any other mistake, and no file is left behind."""
+    monkeypatch.chdir(tmp_path)
+    assert main([*arguments, "--devices", "4", "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["message"]
+    assert key is None or error["key"] == key
+    assert not list(tmp_path.iterdir())
+
+
+SMALL = ["dataset_type=synthetic", "vocab_size=16", "max_target_length=8", "base_emb_dim=8", "base_num_decoder_layers=1"]
+SMALL += ["base_mlp_dim=8", "base_num_query_heads=1", "enable_rampup_batch_size=false", "per_device_batch_size=2", "steps=3"]
+
+
+def test_tune_recommends_what_fits(capsys):
+    """One object, whose settings the plan takes; the table names them too."""
+    arguments = [BASE, *SMALL, "--memory-gib", "1", "--devices", "1"]
+    code, found = run_json(capsys, "tune", *arguments)
+    assert code == 0
+    assert found["largest_microbatch"] >= 2
+    assert found["phases"][0]["microbatch_size"] in (1, 2)
+    settings = [f"{key}={value}" for key, value in found["settings"].items()]
+    code, plan = run_json(capsys, "plan", BASE, *SMALL, *settings, "--devices", "1")
+    assert (code, plan["phases"][0]["microbatch_size"]) == (0, found["phases"][0]["microbatch_size"])
+
+
+def test_tune_says_what_would_help_where_nothing_fits(capsys):
+    """It is refused like any other mistake, and the same one object holds the levers."""
+    code, found = run_json(capsys, "tune", BASE, *SMALL, "--memory-gib", "1e-6", "--devices", "1")
+    assert code == 2
+    assert found["error"]["key"] == "microbatch_size"
+    assert "no microbatch fits" in found["error"]["message"]
+    assert found["settings"] is None
+    assert {lever["name"] for lever in found["levers"]} >= {"optimizer_memory_host_offload", "two devices on the fsdp axis"}
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ([], "memory-gib"),
+        (["--memory-gib", "0"], "memory-gib"),
+        (["--memory-gib", "-3"], "memory-gib"),
+        (["--memory-gib", "two"], "memory-gib"),
+        (["--memory-gib", "1", "--devices", "0"], "devices"),
+        (["--memory-gib", "1", "--devices", "99"], "devices"),
+        (["--memory-gib", "1", "gradient_accumulation=multi_steps"], "gradient_accumulation"),
+        (["--memory-gib", "1", "--devices", "1", "ici_context_parallelism=2"], None),
+    ],
+)
+def test_tune_needs_what_it_needs(capsys, options, key):
+    """A CPU has no limit of its own; each mistake is named before anything is compiled."""
+    code, found = run_json(capsys, "tune", BASE, *options)
+    assert code == 2
+    assert key is None or found["error"]["key"] == key

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "rampup"
-FLOORS = [{"errors"}, {"plan"}, {"config"}, {"run", "show"}, {"recipes"}, {"bench"}, {"cli"}, {"__main__"}]
+FLOORS = [
+    {"errors"},
+    {"plan"},
+    {"config"},
+    {"run", "show"},
+    {"recipes"},
+    {"bench"},
+    {"completion", "cli_config"},
+    {"cli"},
+    {"__main__"},
+]
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem != "__init__")
 

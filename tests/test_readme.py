@@ -12,23 +12,24 @@ from rampup.config.template import keys_table
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-PLANS = sorted(set(re.findall(r"`(rampup (?:plan|rows) [^`]*)`", README)))
+PLANS = sorted(set(re.findall(r"`(rampup (?:plan|rows|timetable) [^`]*)`", README)))
 
 
 @pytest.mark.parametrize("number", range(len(SNIPPETS)))
 def test_snippets_run(number, capsys):
-    """Every Python snippet runs as it stands, and the two that train compile once and learn."""
+    """Every Python snippet runs as it stands, and those that train compile once and learn."""
     exec(compile(SNIPPETS[number], f"README.md snippet {number}", "exec"), {})
     printed = capsys.readouterr().out.split()
-    if number > 0:
+    if "batch in" in SNIPPETS[number]:
         loss, steps, compilations = printed
         assert (int(steps), int(compilations)) == (40, 1)
         assert float(loss) < 5
 
 
 def test_there_is_a_snippet_for_each_depth():
-    """Three depths of wrapping, three snippets."""
-    assert len(SNIPPETS) == 3
+    """Three depths of wrapping and the pipeline train, each in a snippet, and packing has one."""
+    assert len(SNIPPETS) == 5
+    assert sum("batch in" in snippet for snippet in SNIPPETS) == 3
 
 
 @pytest.mark.parametrize("command", PLANS)
@@ -45,6 +46,13 @@ def test_the_picture_is_what_is_printed(capsys, monkeypatch):
     main(["plan", "configs/base.yml", "--devices", "4"])
     printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
     assert f"```text\n{printed}\n```" in README
+
+
+def test_the_timetable_is_what_is_printed(capsys):
+    """The timetable in the README is what the command above it prints."""
+    command, wanted = re.search(r"```text\n\$ rampup ([^\n]*)\n(.*?)```", README, re.DOTALL).groups()
+    main(shlex.split(command))
+    assert "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines()) + "\n" == wanted
 
 
 def test_every_command_and_key_is_documented():

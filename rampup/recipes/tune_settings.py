@@ -100,13 +100,13 @@ def _fixed(config: Config, plan: RampPlan, found: int) -> Iterator[Proposal | No
 
 def _auto(config: Config, plan: RampPlan, found: int) -> Iterator[Proposal | None]:
     free, last = free_splitter(plan.splitter), plan.ramp.sizes[-1]
-    after = [size for size in reversed(free.legal_microbatches([last])) if size <= found]
-    for size in _shared(plan, found)[:1]:
-        for final in after[:NEAR_THE_TOP]:
-            accumulation = free.largest_microbatch(last) // final
-            if final > size:
-                settings = {"rampup_microbatch": "auto", "microbatch_size": size, **_accumulating(config, accumulation)}
-                yield _proposal(config, plan, settings, found)
+    shared = _shared(plan, found)[:NEAR_THE_TOP]
+    after = [size for size in reversed(free.legal_microbatches([last])) if shared[0] < size <= found]
+    for final in after[:NEAR_THE_TOP]:
+        accumulation = _accumulating(config, free.largest_microbatch(last) // final)
+        settings = [{"rampup_microbatch": "auto", "microbatch_size": size, **accumulation} for size in shared]
+        # The accumulation holds in every phase, so that the largest shared size may be too large for the first.
+        yield next((made for each in settings if (made := _proposal(config, plan, each, found))), None)
 
 
 def _per_phase(config: Config, plan: RampPlan, found: int) -> Iterator[Proposal | None]:

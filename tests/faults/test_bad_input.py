@@ -1,0 +1,313 @@
+"""Whatever is written into a file: a plan that holds, or an error that names a key."""
+
+import collections
+import itertools
+import json
+import os
+import shutil
+import string
+import subprocess
+import sys
+import tempfile
+from fractions import Fraction
+from pathlib import Path
+
+import oracle
+import pytest
+import yaml
+from faults import random_configs, toy_run
+from hypothesis import HealthCheck, given, settings, target
+from hypothesis import strategies as st
+
+from rampup import Config, load_config
+from rampup.config.dialects import SYSTEMS, check_file
+from rampup.config.key import FOLDER_NAME
+from rampup.config.schema import KEYS
+from rampup.config.yaml_file import parse_mapping
+from rampup.errors import ConfigError, RampupError, ResumeMismatchError
+from rampup.plan import BatchRamp, BatchSplitter
+from rampup.plan.packing import balance, make_ladder, pack
+from rampup.plan.ramp import parse_schedule
+from rampup.plan.timetable import Timetable
+from rampup.run.checksums import write_checksums
+
+BASE = random_configs.BASE
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+ANYTHING = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=10)),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=6), inner, max_size=3)),
+    max_leaves=6,
+)
+
+
+@given(random_configs.configs())
+@settings(QUICK, max_examples=100)
+def test_random_configurations(changes):
+    """Each ends in a plan that is what the slow version says, or in an error with a key whose offers are legal."""
+    random_configs.check(changes)
+
+
+@pytest.mark.faults
+def test_twenty_thousand_configurations():
+    """The same for 20,000 of them."""
+    ends = collections.Counter()
+
+    @given(random_configs.configs())
+    @settings(QUICK, max_examples=20_000, database=None)
+    def check(changes):
+        ends[random_configs.check(changes)] += 1
+
+    check()
+    print(dict(ends))
+    assert sum(ends.values()) >= 20_000
+    assert min(ends["planned"], ends["refused"]) >= 2000
+
+
+LINES = st.one_of(
+    st.sampled_from((BASE).read_text().splitlines()),
+    st.text(alphabet=string.printable, max_size=30),
+    st.sampled_from(
+        ["- a", "? b", "&x [1, 2]", "*x", "<<: {a: 1}", "!!python/object:os.system x", "a: !!binary aGk=", "---", "%TAG ! x"]
+    ),
+    st.sampled_from(
+        ["steps: 1e5", "steps: {a: 1}", "steps: [1", "steps: 'x", "steps: |", "  x", "\tsteps: 1", "steps: 1 # c", "a: b: c"]
+    ),
+)
+
+
+@given(st.lists(LINES, max_size=12), st.sampled_from(["\n", "\r\n", "\x85", "\u2028"]))
+@QUICK
+def test_yaml_text(lines, ending):
+    """Any text is a mapping of plain values or a ConfigError; more different lines are looked for."""
+    target(float(len(set(lines))))
+    try:
+        found = parse_mapping(ending.join(lines), "test.yml")
+    except ConfigError as error:
+        assert error.path == "test.yml"
+        return
+    json.dumps({name: located.value for name, located in found.items()})
+
+
+@given(st.sampled_from(sorted(KEYS)), st.one_of(st.text(max_size=20), ANYTHING.map(str)))
+@QUICK
+def test_key_equals_value(name, text):
+    """Any text given to any key is taken or refused with that key."""
+    try:
+        load_config(BASE, [f"{name}={text}"])
+    except ConfigError as error:
+        keys = {problem.key for problem in error.problems or (error,)}
+        assert keys <= set(KEYS)
+        assert name in keys or len(keys - {None}) >= 1
+
+
+@given(st.lists(st.text(max_size=12), max_size=3))
+@QUICK
+def test_settings_that_are_none(texts):
+    """What is no key=value at all is a ConfigError."""
+    try:
+        load_config(BASE, texts)
+    except ConfigError:
+        return
+    assert all("=" in text for text in texts)
+
+
+SCHEDULES = st.one_of(
+    random_configs.schedules(),
+    st.text(alphabet="0123456789:,. KMBTkmbt_-+eE/", max_size=30),
+    st.lists(st.tuples(st.integers(-5, 50), st.integers(-2, 20)), max_size=5).map(
+        lambda pairs: " ".join(f"{at}:{size}" for at, size in pairs)
+    ),
+)
+
+
+@given(SCHEDULES, st.one_of(st.none(), st.integers(1, 5000)))
+@settings(QUICK, max_examples=200)
+def test_schedule_strings(text, length):
+    """Any text is the ramp that the slow version steps through, or an error of the key."""
+    try:
+        ramp = BatchRamp.from_schedule(text, sequence_length=length)
+    except RampupError as error:
+        assert error.key == "batch_size_schedule"
+        return
+    pairs = [entry.split(":") for entry in text.replace(",", " ").split()]
+    thresholds = [(random_configs.number(at) // (length or 1), random_configs.number(size)) for at, size in pairs]
+    assert thresholds == parse_schedule(text, sequence_length=length)
+    for step, size in zip(range(100), oracle.piecewise_steps(thresholds)):  # noqa: B905 - the second has no end
+        assert ramp.global_batch_size_at(step) == size
+
+
+COUNTS = st.integers(-2, 40)
+
+
+@given(COUNTS, COUNTS, COUNTS, COUNTS, st.integers(-1, 12), st.integers(-1, 9), st.lists(st.integers(-5, 4000), max_size=5))
+@QUICK
+def test_splits(d, accumulation, stages, repeats, microbatches, size, batches):
+    """Any numbers give splits whose product is the batch, or an error whose offers can be cut."""
+    try:
+        splitter = BatchSplitter(
+            data_parallel_size=d,
+            gradient_accumulation_steps=accumulation,
+            num_stages=stages,
+            num_repeats=repeats,
+            num_pipeline_microbatches=microbatches,
+            microbatch_size=size,
+        )
+    except RampupError:
+        return
+    for batch in batches:
+        problem = splitter.problem(batch, "test")
+        if problem is not None:
+            assert all(map(splitter.allows, problem.nearest))
+            continue
+        (split,) = splitter.split([batch])
+        assert batch == d * split.accumulation_steps * split.num_pipeline_microbatches * split.microbatch_size
+
+
+@given(
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "circular", "zb-h1", "none", ""]),
+    *[st.integers(-1, 6), st.integers(-1, 12), st.integers(-1, 3), st.one_of(st.none(), st.integers(-1, 8))],
+    *[st.fractions(-1, 5), st.fractions(-1, 5)],
+)
+@QUICK
+def test_timetables(schedule, stages, microbatches, repeats, group, forward, backward):
+    """Any numbers give a timetable in which every stage does everything once and one thing at a time, or an error."""
+    options = {"num_repeats": repeats, "group_size": group, "forward_cost": forward, "backward_cost": backward}
+    try:
+        table = Timetable.build(schedule, num_stages=stages, num_microbatches=microbatches, **options)
+    except RampupError:
+        return
+    for stage in range(stages):
+        operations = table.of_stage(stage)
+        done = [(op.kind, op.microbatch, op.repeat) for op in operations]
+        assert len(set(done)) == len(done)
+        assert {microbatch for _, microbatch, _ in done} == set(range(microbatches))
+        assert all(one.end <= other.start for one, other in itertools.pairwise(operations))
+    assert 0 <= table.bubble_fraction < 1
+
+
+@given(st.lists(st.integers(-2, 300), max_size=30), st.integers(-2, 400), st.integers(-1, 8), st.booleans())
+@QUICK
+def test_lengths(lengths, budget, parts, equal):
+    """Any lengths are packed and balanced with each row once and no budget exceeded, or refused."""
+    try:
+        packed = pack(lengths, budget, make_ladder(budget, 3))
+        bins = [part for replica in packed.replicas for part in replica]
+        assert sorted(row for part in bins for row in part) == list(range(len(lengths)))
+        assert all(sum(lengths[row] for row in part) <= budget for part in bins)
+    except RampupError:
+        pass
+    try:
+        balanced = balance(lengths, parts, equal_count=equal)
+        assert sorted(row for part in balanced for row in part) == list(range(len(lengths)))
+        assert len(balanced) == parts
+    except RampupError:
+        pass
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A finished run with checkpoints."""
+    folder = tmp_path_factory.mktemp("run")
+    toy_run.run(folder, checkpoint_period=12)
+    return folder
+
+
+@given(st.data())
+@settings(QUICK, max_examples=25)
+def test_records_of_checkpoints(run_folder, data):
+    """Whatever a checkpoint's record says, it is taken as ours or refused, with the key where there is one."""
+    path = run_folder / "checkpoints" / "12" / "record" / "metadata"
+    whole = path.read_text()
+    record = json.loads(whole)
+    name = data.draw(st.sampled_from([*record, "more"]))
+    changed = data.draw(st.one_of(st.just(record | {name: data.draw(ANYTHING)}), ANYTHING))
+    with tempfile.TemporaryDirectory() as copy:
+        shutil.copytree(run_folder, copy, dirs_exist_ok=True)
+        path = Path(copy) / "checkpoints" / "12" / "record" / "metadata"
+        path.write_text(json.dumps(changed))
+        (path.parents[1] / "checksums.json").unlink()
+        write_checksums(path.parents[1])
+        try:
+            toy_run.run(Path(copy))
+        except ResumeMismatchError:
+            return
+    assert all(changed.get(key) == value for key, value in record.items())
+
+
+def dialect_files(system):
+    """Return the configurations of the reference cases of a system."""
+    path = Path(__file__).parent.parent / "data" / f"{system}.json"
+    cases = json.loads(path.read_text()) if path.exists() else []
+    found = [case["config"] for case in cases if isinstance(case, dict) and isinstance(case.get("config"), dict)]
+    return found or [{"per_device_batch_size": 4, "global_batch_size": 8}]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@given(data=st.data())
+@settings(QUICK, max_examples=25)
+def test_dialect_files(system, data):
+    """A reference file with anything in the place of one of its values ends in a verdict or in an error."""
+    config = json.loads(json.dumps(data.draw(st.sampled_from(dialect_files(system)))))
+    place = config
+    while place:
+        key = data.draw(st.sampled_from(sorted(place)))
+        if isinstance(place[key], dict) and place[key] and data.draw(st.booleans()):
+            place = place[key]
+            continue
+        place[key] = data.draw(ANYTHING)
+        break
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.yml"
+        path.write_text(yaml.safe_dump(config))
+        try:
+            verdict = check_file(path, system)
+        except RampupError:
+            return
+    json.dumps(verdict.to_dict())
+
+
+@given(st.text(max_size=12))
+@QUICK
+def test_a_run_is_inside_its_base(name):
+    """No name of a run leads out of the folder that runs are made in."""
+    try:
+        config = Config(run_name=name)
+    except ConfigError as error:
+        assert error.key == "run_name"
+        return
+    assert config.run_name == "" or FOLDER_NAME.fullmatch(config.run_name)
+    assert (Path("/base") / config.run_name).resolve().is_relative_to("/base")
+
+
+@pytest.mark.parametrize("name", ["..", ".", "../x", "a/b", "/etc", "a\0b", "a\nb", "~", "..\\x", "-" * 201, "con:", "\u2025"])
+def test_names_that_lead_elsewhere_are_refused(name):
+    """Parents, separators, control characters and homes are no names."""
+    with pytest.raises(ConfigError) as caught:
+        Config(run_name=name)
+    assert caught.value.key == "run_name"
+
+
+def test_nothing_is_written_elsewhere_and_no_secret_is_told(tmp_path):
+    """A run writes into its folder and the cache of programs alone, and nothing that stands in the environment."""
+    home, out, work = tmp_path / "home", tmp_path / "out", tmp_path / "work"
+    for folder in (home, work):
+        folder.mkdir()
+    small = {"steps": 2, "per_device_batch_size": 1, "max_target_length": 8, "base_emb_dim": 16, "base_num_decoder_layers": 1}
+    small |= {"base_mlp_dim": 16, "dataset_type": "synthetic", "eval_interval": -1, "enable_rampup_batch_size": False}
+    arguments = [f"{key}={value}" for key, value in small.items()]
+    secret = "hunter2-do-not-tell"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
+    environment |= {"HOME": str(home), "API_TOKEN": secret, "AWS_SECRET_ACCESS_KEY": secret, "TMPDIR": str(work)}
+    command = [sys.executable, "-m", "rampup", "train", str(BASE), *arguments, f"base_output_directory={out}", "run_name=run"]
+    result = subprocess.run([*command, "--fake-devices", "1"], capture_output=True, text=True, env=environment, cwd=work)
+    assert result.returncode == 0, result.stderr
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    allowed = (out / "run", home / ".cache" / "rampup")
+    assert [path for path in written if not any(path.is_relative_to(folder) for folder in allowed)] == []
+    assert secret not in result.stdout + result.stderr
+    assert [path for path in written if secret.encode() in path.read_bytes()] == []
+
+
+def test_fractions_stay_exact():
+    """What the random configurations rely on: sizes are exact."""
+    assert Config(per_device_batch_size="1/3").per_device_batch_size == Fraction(1, 3)

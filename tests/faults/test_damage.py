@@ -1,0 +1,193 @@
+"""Damaged checkpoints are noticed and named, and the one before is used."""
+
+import errno
+import json
+import os
+import random
+import shutil
+
+import pytest
+from faults import toy_run
+
+from rampup.errors import ResumeMismatchError, StorageError
+from rampup.run import checkpoint
+from rampup.run.checkpoint import DAMAGED_FOLDER, Checkpoints
+from rampup.run.checksums import CHECKSUMS_FILE, damage
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run with checkpoints of steps 4, 8 and 12."""
+    folder = tmp_path_factory.mktemp("whole")
+    toy_run.run(folder)
+    return folder
+
+
+def copy_of(whole, folder):
+    """Return a copy of the run."""
+    shutil.copytree(whole, folder, dirs_exist_ok=True)
+    return folder
+
+
+def files_of(checkpoint):
+    """Return every file of a checkpoint."""
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+def flip(path, seed=0):
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    place = random.Random(seed).randrange(len(content))
+    content[place] ^= 1 << seed % 8
+    path.write_bytes(content)
+
+
+def cut(path):
+    """Leave half of a file."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("harm", [flip, cut, os.remove], ids=["flipped", "truncated", "deleted"])
+def test_the_checkpoint_before_a_damaged_one_is_used(whole, tmp_path, harm):
+    """Whatever happens to its largest file, the newest checkpoint is named and kept aside, and the run ends the same."""
+    folder = copy_of(whole, tmp_path)
+    harm(max(files_of(folder / "checkpoints" / "12"), key=lambda path: path.stat().st_size))
+    events = []
+    summary, _ = toy_run.run(folder, events=events)
+    assert (summary.resumed_from, summary.steps) == (8, 12)
+    assert events[0][0] == "damaged_checkpoint"
+    assert (events[0][1]["step"], events[0][1]["used"]) == (12, 8)
+    assert toy_run.metrics_of(folder) == toy_run.metrics_of(whole)
+    assert events[0][1]["moved_to"] == str(folder / DAMAGED_FOLDER / "12")
+    assert (folder / DAMAGED_FOLDER / "12").is_dir()
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["12", "4", "8"]
+    assert damage(folder / "checkpoints" / "12") is None
+
+
+def test_every_file_of_a_checkpoint_is_watched(whole, tmp_path):
+    """One bit, half a file or a whole file gone: each file with a part of the state or the record is noticed by its name."""
+    for number, path in enumerate(files_of(whole / "checkpoints" / "12")):
+        for harm in (lambda path: flip(path, number), cut, os.remove):  # noqa: B023 - called at once
+            folder = tmp_path / "copy"
+            shutil.copytree(whole / "checkpoints" / "12", folder)
+            name = path.relative_to(whole / "checkpoints" / "12")
+            harm(folder / name)
+            problem = damage(folder)
+            shutil.rmtree(folder)
+            if name.as_posix() not in ("commit_success.txt", "_CHECKPOINT_METADATA"):
+                assert problem is not None, name
+                assert name.as_posix() == CHECKSUMS_FILE or name.as_posix() in problem or CHECKSUMS_FILE in problem
+
+
+@pytest.mark.parametrize("name", ["commit_success.txt", "_CHECKPOINT_METADATA"])
+@pytest.mark.parametrize("harm", [flip, cut, os.remove], ids=["flipped", "truncated", "deleted"])
+def test_what_holds_no_state_does_no_harm(whole, tmp_path, name, harm):
+    """Damage to what is not part of the state changes nothing, and ends in no traceback."""
+    folder = copy_of(whole, tmp_path)
+    harm(folder / "checkpoints" / "12" / name)
+    summary, _ = toy_run.run(folder)
+    assert summary.steps == 12
+    assert toy_run.metrics_of(folder) == toy_run.metrics_of(whole)
+
+
+def test_a_file_too_many_is_noticed(whole, tmp_path):
+    """A file that was not written with the checkpoint is damage too."""
+    folder = copy_of(whole, tmp_path)
+    (folder / "checkpoints" / "12" / "state" / "more").write_text("x")
+    assert "state/more was not written with it" in damage(folder / "checkpoints" / "12")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"a": 1}', '{"a": [1]}', "[" * 100_000, b"\xff\xfe"])
+def test_broken_checksums_are_damage(whole, tmp_path, content):
+    """Whatever stands in the file of checksums, there is an answer and no other exception."""
+    folder = copy_of(whole, tmp_path)
+    path = folder / "checkpoints" / "12" / CHECKSUMS_FILE
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert damage(folder / "checkpoints" / "12")
+
+
+def test_all_damaged_is_an_error_and_nothing_is_deleted(whole, tmp_path):
+    """With no checkpoint left that is whole, each is named with what is wrong, and everything stays where it is."""
+    folder = copy_of(whole, tmp_path)
+    for step in (4, 8, 12):
+        cut(max(files_of(folder / "checkpoints" / str(step)), key=lambda path: path.stat().st_size))
+    before = sorted(path for path in folder.rglob("*"))
+    with pytest.raises(ResumeMismatchError, match="every checkpoint is damaged, and none is deleted") as caught:
+        toy_run.run(folder)
+    assert all(f"checkpoints/{step}: " in str(caught.value) for step in (4, 8, 12))
+    assert sorted(path for path in folder.rglob("*")) == before
+    assert toy_run.metrics_of(folder) == toy_run.metrics_of(whole)
+
+
+def test_an_empty_folder_is_no_checkpoint(whole, tmp_path):
+    """A folder with nothing in it is named, and the one before is used."""
+    folder = copy_of(whole, tmp_path)
+    (folder / "checkpoints" / "99").mkdir()
+    events = []
+    summary, _ = toy_run.run(folder, events=events)
+    assert summary.resumed_from == 12
+    assert events[0][1]["problem"] == f"{CHECKSUMS_FILE} is missing"
+
+
+def test_a_refused_record_moves_nothing(whole, tmp_path):
+    """A run that the checkpoint before does not belong to leaves the damaged one where it is."""
+    folder = copy_of(whole, tmp_path)
+    cut(max(files_of(folder / "checkpoints" / "12"), key=lambda path: path.stat().st_size))
+    with pytest.raises(ResumeMismatchError, match="who: 'toy' in the checkpoint"):
+        toy_run.run(folder, record={"who": "else"})
+    assert (folder / "checkpoints" / "12").is_dir()
+    assert not (folder / DAMAGED_FOLDER).exists()
+
+
+class FullDisk:
+    """Lets writing the checksums fail, as a full disk does, for some checkpoints."""
+
+    def __init__(self, monkeypatch, steps):
+        self.inner, self.steps = checkpoint.write_checksums, steps
+        monkeypatch.setattr(checkpoint, "write_checksums", self)
+
+    def __call__(self, folder):
+        """Write the checksums, or fail."""
+        if int(folder.name.split(".")[0]) in self.steps:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.inner(folder)
+
+
+def test_a_checkpoint_that_cannot_be_written_stops_the_run(tmp_path, monkeypatch):
+    """The step, the reason and the newest good checkpoint are said, and the run goes on from there when there is room."""
+    FullDisk(monkeypatch, {8})
+    with pytest.raises(StorageError, match=r"checkpoint of step 8 could not be written: .*No space left.*checkpoints/4"):
+        toy_run.run(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4"]
+    monkeypatch.undo()
+    assert toy_run.run(tmp_path)[0].resumed_from == 4
+
+
+def test_or_the_run_goes_on_without_it(whole, tmp_path, monkeypatch):
+    """With `continue` the run says so, keeps what is there, writes the next checkpoint and ends the same."""
+    FullDisk(monkeypatch, {4, 8})
+    events = []
+    summary, _ = toy_run.run(tmp_path, events=events, on_checkpoint_error="continue")
+    told = [values["problem"] for event, values in events if event == "storage"]
+    assert len(told) == 2
+    assert "there is no other" in told[0]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["12"]
+    assert summary.steps == 12
+    assert toy_run.metrics_of(tmp_path) == toy_run.metrics_of(whole)
+
+
+def test_the_newest_is_not_deleted_for_one_that_fails(tmp_path, monkeypatch):
+    """Where only one checkpoint is kept, it stays until the next one is whole."""
+    FullDisk(monkeypatch, {8, 12})
+    toy_run.run(tmp_path, on_checkpoint_error="continue", keep_checkpoints=1)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4"]
+    assert damage(tmp_path / "checkpoints" / "4") is None
+
+
+def test_the_record_says_what_it_belongs_to(whole):
+    """The checksums cover the record, which is plain JSON."""
+    record = json.loads((whole / "checkpoints" / "12" / "record" / "metadata").read_text())
+    assert record["step"] == 12
+    assert "record/metadata" in json.loads((whole / "checkpoints" / "12" / CHECKSUMS_FILE).read_text())
+    with Checkpoints(whole / "checkpoints") as checkpoints:
+        assert checkpoints.steps == (4, 8, 12)

@@ -1,0 +1,328 @@
+"""Data goes bad: an error that names file and row, or the documented behaviour; never a hang."""
+
+import os
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+from faults import toy_run
+
+from rampup import Config
+from rampup.errors import DataError, ResumeMismatchError
+from rampup.recipes.lm import train
+from rampup.run import fingerprint
+from rampup.run.data import step_batches
+from rampup.run.fingerprint import fingerprints
+from rampup.run.sources import files_of, open_sources
+
+TINY = {
+    "steps": 6,
+    "per_device_batch_size": 2,
+    "checkpoint_period": 2,
+    "eval_interval": -1,
+    "max_target_length": 16,
+    "base_emb_dim": 16,
+    "base_num_decoder_layers": 1,
+    "base_mlp_dim": 32,
+    "base_num_query_heads": 2,
+    "dataset_type": "tokens",
+}
+SIZES = {"holdout_fraction": 0.1, "sequence_length": 16, "vocab_size": 256, "eval_files": None}
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """Return a folder of three files of tokens, .bin and .npy."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(2):
+        (np.arange(4000) % 250 + number).astype("<u2").tofile(folder / f"{number}.bin")
+    np.save(folder / "2.npy", (np.arange(4000) % 250).astype(np.uint16))
+    return folder
+
+
+def config(tmp_path, **changes):
+    """Return a configuration that reads the folder of tokens."""
+    paths = {"grain_train_files": str(tmp_path / "data" / "*"), "base_output_directory": str(tmp_path / "runs")}
+    return Config(run_name="run", jax_cache_dir=None, **(TINY | paths | changes))
+
+
+class Rows:
+    """A source whose rows go wrong in one way or another."""
+
+    def __init__(self, bad=None, action=None, read=None):
+        self.rows, self.bad, self.action, self.own_read = toy_run.rows(), bad, action, read
+
+    def __len__(self):
+        return len(self.rows)
+
+    def read(self, rows):
+        """Return the rows, unless the bad one is among them."""
+        if self.own_read:
+            return self.own_read(rows)
+        if self.action and self.bad in rows.tolist():
+            self.action()
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *(self.rows[row] for row in rows))
+
+    def describe(self, row):
+        """Name the row."""
+        return f"shard {row // 100} row {row}"
+
+
+def fail():
+    """Fail as storage does."""
+    raise OSError(5, "Input/output error")
+
+
+def test_a_row_that_fails_is_named_and_nothing_before_it_is_lost(tmp_path):
+    """The source's own exception in a reading thread becomes an error with file and row; all steps before are checkpointed."""
+    plan = toy_run.parts()[1]
+    bad = plan.rows(7)[3]
+    with pytest.raises(DataError, match=rf"shard {bad // 100} row {bad} cannot be read: OSError\(5"):
+        toy_run.run(tmp_path, source=Rows(bad, fail))
+    assert [line["step"] for line in toy_run.metrics_of(tmp_path)] == list(range(7))
+    summary, state = toy_run.run(tmp_path, source=Rows())
+    assert summary.resumed_from == 7
+    _, whole = toy_run.run(tmp_path / "whole", source=Rows())
+    toy_run.assert_equal(state, whole)
+
+
+def test_rows_that_fail_only_together_are_an_error_too():
+    """A source that gives each row but not all of them says so."""
+
+    def read(rows):
+        if len(rows) > 1:
+            raise MemoryError("too many")
+        return np.zeros((1, 3))
+
+    mesh, plan, _ = toy_run.parts()
+    with pytest.raises(DataError, match="cannot be read together: MemoryError"):
+        next(step_batches(Rows(read=read), plan, mesh))
+
+
+@pytest.mark.parametrize("given", [0, 1, 15, 17])
+def test_a_source_that_gives_another_number_of_rows_is_refused(given):
+    """Too few or too many rows are never taken for the batch."""
+    mesh, plan, _ = toy_run.parts()
+    with pytest.raises(DataError, match=r"16 rows were asked for, from shard 0 row 0 on"):
+        next(step_batches(Rows(read=lambda rows: np.zeros((given, 3))), plan, mesh))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_a_reading_thread_reaches_the_caller(error):
+    """Even what is no Exception does not leave the caller waiting."""
+
+    def end():
+        raise error
+
+    mesh, plan, _ = toy_run.parts()
+    done = []
+
+    def work():
+        try:
+            list(step_batches(Rows(40, end), plan, mesh))
+        except BaseException as caught:  # noqa: BLE001 - that is the point
+            done.append(caught)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert isinstance(done[0], error)
+
+
+def test_slow_storage_is_slow_and_no_more(tmp_path):
+    """Rows that take their time give the same run."""
+    plan = toy_run.parts()[1]
+    slow = Rows(plan.rows(5)[0], lambda: time.sleep(0.7))
+    start = time.monotonic()
+    summary, state = toy_run.run(tmp_path / "slow", source=slow)
+    assert time.monotonic() - start > 0.7
+    assert summary.steps == toy_run.STEPS
+    toy_run.assert_equal(state, toy_run.run(tmp_path / "fast", source=Rows())[1])
+
+
+def test_the_end_of_the_data_in_mid_step():
+    """With num_epoch the data must suffice for whole steps, one row less is refused before any work, with what is enough."""
+    mesh, plan, _ = toy_run.parts()
+    needed = plan.consumed_samples
+    assert len(list(step_batches(range(needed), plan, mesh, num_epochs=1))) == toy_run.STEPS
+    with pytest.raises(DataError, match=f"consumes {needed} samples, but num_epoch=1 of {needed - 1} rows") as caught:
+        next(step_batches(range(needed - 1), plan, mesh, num_epochs=1))
+    assert caught.value.key == "num_epoch"
+    assert len(list(step_batches(range(needed - 1), plan, mesh, num_epochs=caught.value.nearest[0]))) == toy_run.STEPS
+
+
+@pytest.mark.parametrize("number", [1, 3, 15])
+def test_fewer_rows_than_a_batch_are_repeated_epoch_by_epoch(number):
+    """Without num_epoch a batch holds as many whole epochs as it takes: every row as often as any other, give or take one."""
+    mesh, plan, _ = toy_run.parts()
+    for batch in step_batches(range(number), plan, mesh, seed=1):
+        rows = np.concatenate(batch.chunks)[: batch.num_microbatches].ravel()
+        counts = np.bincount(rows, minlength=number)
+        assert counts.sum() == batch.position.split.global_batch_size
+        assert counts.max() - counts.min() <= 2
+
+
+def harm_missing(folder):
+    """Delete a file."""
+    (folder / "1.bin").unlink()
+
+
+def harm_empty(folder):
+    """Empty a file."""
+    (folder / "1.bin").write_bytes(b"")
+
+
+def harm_truncated(folder):
+    """Cut a file short in the middle of a token."""
+    os.truncate(folder / "1.bin", 4001)
+
+
+def harm_cut(folder):
+    """Cut a file short between tokens."""
+    os.truncate(folder / "1.bin", 4000)
+
+
+def harm_header(folder):
+    """Break the header of a file."""
+    content = bytearray((folder / "2.npy").read_bytes())
+    content[:6] = b"random"
+    (folder / "2.npy").write_bytes(content)
+
+
+def harm_npy(folder):
+    """Cut an array short."""
+    os.truncate(folder / "2.npy", 4000)
+
+
+def harm_changed(folder):
+    """Change one token."""
+    content = bytearray((folder / "1.bin").read_bytes())
+    content[4000] ^= 1
+    (folder / "1.bin").write_bytes(content)
+
+
+def harm_link(folder):
+    """Put a link to nothing in the place of a file."""
+    (folder / "1.bin").unlink()
+    (folder / "1.bin").symlink_to(folder / "nowhere")
+
+
+def harm_pipe(folder):
+    """Put a pipe, from which reading would never end, in the place of a file."""
+    (folder / "1.bin").unlink()
+    os.mkfifo(folder / "1.bin")
+
+
+def harm_more(folder):
+    """Add a file."""
+    np.arange(100, dtype="<u2").tofile(folder / "3.bin")
+
+
+def harm_folder(folder):
+    """Put a folder in the place of a file, which the pattern does not count."""
+    (folder / "1.bin").unlink()
+    (folder / "1.bin").mkdir()
+
+
+AT_START = {
+    harm_empty: r"1\.bin cannot be read as tokens: 0 bytes",
+    harm_truncated: r"1\.bin cannot be read as tokens: 4,001 bytes",
+    harm_header: r"2\.npy cannot be read as tokens",
+    harm_npy: r"2\.npy cannot be read as tokens",
+    harm_link: r"1\.bin, which is a link to nothing",
+    harm_pipe: r"1\.bin, which is no regular file",
+}
+ON_RESUME = {
+    harm_missing: r"1\.bin: 8000 bytes, SHA-256 \w+ in the checkpoint, no such file here",
+    harm_cut: r"1\.bin: 8000 bytes, SHA-256 \w+ in the checkpoint, 4000 bytes, SHA-256 \w+ here",
+    harm_changed: r"1\.bin: 8000 bytes, SHA-256 (\w+) in the checkpoint, 8000 bytes, SHA-256 (?!\1)\w+ here",
+    harm_more: r"3\.bin: no such file in the checkpoint, 200 bytes",
+    harm_folder: r"1\.bin: 8000 bytes, SHA-256 \w+ in the checkpoint, no such file here",
+}
+
+
+@pytest.mark.parametrize("harm", AT_START, ids=lambda harm: harm.__name__)
+def test_files_that_cannot_be_read_are_refused_by_name(tokens, harm):
+    """Each broken file is named when the run starts, with what is wrong with it."""
+    harm(tokens)
+    with pytest.raises(DataError, match=AT_START[harm]):
+        open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
+
+
+def test_changed_data_are_refused_on_resume(tmp_path, tokens):
+    """A resume names the file that changed, trains nothing and deletes nothing; the same files elsewhere are the same data."""
+    train(config(tmp_path, steps=3, learning_rate_schedule_steps=6))
+    before = sorted(path for path in (tmp_path / "runs").rglob("*"))
+    content = (tokens / "1.bin").read_bytes()
+    harm_changed(tokens)
+    with pytest.raises(ResumeMismatchError, match=ON_RESUME[harm_changed]) as caught:
+        train(config(tmp_path, learning_rate_schedule_steps=6))
+    assert caught.value.key == "data"
+    assert sorted(path for path in (tmp_path / "runs").rglob("*")) == before
+    (tokens / "1.bin").write_bytes(content)
+    known = fingerprints([str(path) for path in sorted(tokens.iterdir())])
+    moved = tokens.rename(tmp_path / "moved")
+    assert fingerprints([str(path) for path in sorted(moved.iterdir())]) == known
+
+
+@pytest.mark.parametrize("harm", ON_RESUME, ids=lambda harm: harm.__name__)
+def test_every_change_of_the_data_is_named(tmp_path, tokens, harm):
+    """Files that are missing, cut, changed, new or hidden: the checkpoint before is refused with their names."""
+
+    def content():
+        rows, _ = open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
+        return {"data": fingerprints(files_of(rows))}
+
+    toy_run.run(tmp_path / "run", record=content())
+    harm(tokens)
+    with pytest.raises(ResumeMismatchError, match=ON_RESUME[harm]):
+        toy_run.run(tmp_path / "run", record=content())
+
+
+def test_a_file_cut_short_while_it_is_read_is_no_crash(tokens):
+    """Where a memory map would end the process, the row and the file are named."""
+    rows, _ = open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
+    os.truncate(tokens / "0.bin", 4000)
+    assert rows.read(np.arange(100))["tokens"].shape == (100, 17)
+    with pytest.raises(DataError, match=r"0\.bin from token 3,200 \(row 200\): .*0\.bin ends at byte 4,000: it was cut short"):
+        rows.read(np.array([100, 200]))
+
+
+def test_a_file_that_is_deleted_while_it_is_read_does_no_harm(tokens):
+    """An open file stays readable, as it does for any program."""
+    rows, _ = open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
+    wanted = rows.read(np.arange(10))
+    for path in tokens.iterdir():
+        path.unlink()
+    jax.tree.map(np.testing.assert_array_equal, rows.read(np.arange(10)), wanted)
+
+
+def test_unreadable_text_is_named(tmp_path):
+    """A text file that cannot be opened is named."""
+    (tmp_path / "a.txt").write_text("some text")
+    (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
+    with pytest.raises(DataError, match=r"loop\.txt"):
+        open_sources("text", train_files=str(tmp_path / "*.txt"), **SIZES)
+
+
+def test_large_files_are_known_by_their_blocks(tmp_path, monkeypatch):
+    """Of a file that is too large to be read whole, size, first, last and evenly spread blocks count."""
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(fingerprint, "BLOCK_BYTES", 10)
+    path = tmp_path / "large"
+    content = bytearray(np.random.default_rng(0).bytes(100_000))
+    path.write_bytes(content)
+    (first,) = fingerprints([str(path)]).values()
+    for change in (0, 99_999, (100_000 - 10) // 63 * 5 + 5):
+        changed = content.copy()
+        changed[change] ^= 1
+        path.write_bytes(changed)
+        assert list(fingerprints([str(path)]).values()) != [first]
+    path.write_bytes(content[:-1])
+    assert list(fingerprints([str(path)]).values()) != [first]
+    path.write_bytes(content)
+    assert list(fingerprints([str(path)]).values()) == [first]

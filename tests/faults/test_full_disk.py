@@ -1,0 +1,131 @@
+"""A disk that is full while a run writes its checkpoints and metrics: a real file system of half a megabyte."""
+
+import contextlib
+import json
+import subprocess
+
+import pytest
+from faults import toy_run
+
+from rampup.cli import main
+from rampup.errors import StorageError
+from rampup.run.checksums import damage
+from rampup.run.run_folder import StepLog, read_lines
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Return a folder on a file system of its own with 512 KiB, where this machine lets tests mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting a file system is not permitted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder):
+    """Write until nothing more fits."""
+    with contextlib.suppress(OSError), open(folder / "filler", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(512))
+
+
+class Filler:
+    """A list of events that fills the disk at one step and frees it at another."""
+
+    def __init__(self, folder, full_at, free_at):
+        self.folder, self.full_at, self.free_at, self.told = folder, full_at, free_at, []
+
+    def append(self, event):
+        """Take an event."""
+        name, values = event
+        if name == "storage":
+            self.told.append(values["problem"])
+        if name == "step" and values["step"] == self.full_at:
+            fill(self.folder)
+        if name == "step" and values["step"] == self.free_at:
+            (self.folder / "filler").unlink()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The metrics of a run with room to write."""
+    folder = tmp_path_factory.mktemp("whole")
+    toy_run.run(folder)
+    return toy_run.metrics_of(folder)
+
+
+def test_the_run_stops_and_can_go_on(small_disk, whole):
+    """By default the run stops, says what it could not write, keeps its checkpoint, and goes on when there is room."""
+    with pytest.raises(StorageError, match=r"No space left|RESOURCE_EXHAUSTED|ENOSPC"):
+        toy_run.run(small_disk, events=Filler(small_disk, 4, None), async_checkpoints=False)
+    assert damage(small_disk / "checkpoints" / "4") is None
+    (small_disk / "filler").unlink()
+    summary, _ = toy_run.run(small_disk)
+    assert (summary.resumed_from, summary.steps) == (4, 12)
+    assert toy_run.metrics_of(small_disk) == whole
+
+
+def test_the_run_goes_on_as_configured(small_disk, whole):
+    """With `continue` it says so, trains on, and writes metrics and checkpoints again as soon as there is room."""
+    events = Filler(small_disk, 4, 8)
+    summary, _ = toy_run.run(small_disk, events=events, on_checkpoint_error="continue", async_checkpoints=False)
+    assert events.told
+    assert summary.steps == 12
+    assert damage(small_disk / "checkpoints" / "4") is None
+    assert damage(small_disk / "checkpoints" / "12") is None
+    assert toy_run.metrics_of(small_disk) == whole
+
+
+def test_lines_wait_for_room(small_disk):
+    """A line that finds no room, or room for a part of it, is written whole with the next one."""
+    log = StepLog(small_disk / "metrics.jsonl", keep_below=0)
+    log.write({"step": 0})
+    fill(small_disk)
+    for step in range(1, 400):
+        log.write({"step": step})
+    with pytest.raises(StorageError, match="No space left"):
+        log.sync()
+    (small_disk / "filler").unlink()
+    log.write({"step": 400})
+    log.sync()
+    log.close()
+    assert [line["step"] for line in read_lines(log.path)] == list(range(401))
+
+
+def test_a_full_disk_at_the_start_is_refused(small_disk):
+    """With no room at all the error names the file."""
+    (small_disk / "metrics.jsonl").write_text('{"step": 0}\n' * 1000)
+    fill(small_disk)
+    with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written: No space left"):
+        StepLog(small_disk / "metrics.jsonl", keep_below=2)
+    assert len(list(read_lines(small_disk / "metrics.jsonl"))) == 1000
+
+
+def test_the_command_line_says_it_in_a_sentence(small_disk, capsys):
+    """`rampup train` on a full disk ends with exit code 1 and the error as JSON, without a traceback."""
+    sizes = [
+        "steps=2",
+        "per_device_batch_size=1",
+        "enable_rampup_batch_size=false",
+        "eval_interval=-1",
+        "dataset_type=synthetic",
+    ]
+    model = ["max_target_length=8", "base_emb_dim=16", "base_num_decoder_layers=1", "base_mlp_dim=16", "base_num_query_heads=2"]
+    (small_disk / "run").mkdir()
+    (small_disk / "run" / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n' * 2000)
+    (small_disk / "run" / "checkpoints").mkdir()
+    fill(small_disk)
+    code = main(["train", "base.yml", *sizes, *model, f"base_output_directory={small_disk}", "run_name=run", "--json"])
+    out, err = capsys.readouterr()
+    assert code == 1
+    assert json.loads(out)["error"]["type"] == "StorageError"
+    assert "Traceback" not in err

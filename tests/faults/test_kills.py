@@ -1,0 +1,167 @@
+"""Killed anywhere: parameters, optimizer state, metrics and rows end up as if nothing had happened."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from faults import victim
+
+TIMES = ("step_seconds", "tokens_per_second", "compile_seconds")
+DEADLINE = 300
+
+
+def metrics_of(folder):
+    """Return what metrics.jsonl says of every step, without the times."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in line if name not in TIMES} for line in lines]
+
+
+def rows_of(folder):
+    """Return the digest of the rows of every step; whatever was done twice must have used the same rows."""
+    digests = {}
+    for line in (folder / victim.ROWS_FILE).read_text().splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        assert digests.setdefault(entry["step"], entry["rows"]) == entry["rows"]
+    return digests
+
+
+def state_of(folder, step):
+    """Return every leaf of a checkpoint's state by name."""
+    with ocp.PyTreeCheckpointer() as reader:
+        tree = reader.restore(folder / "checkpoints" / str(step) / "state")
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def assert_same_run(folder, whole, steps):
+    """Assert that two finished runs are the same, bit for bit."""
+    assert metrics_of(folder) == metrics_of(whole)
+    assert [line["step"] for line in metrics_of(folder)] == list(range(steps))
+    assert rows_of(folder) == rows_of(whole)
+    one, other = state_of(folder, steps), state_of(whole, steps)
+    assert one.keys() == other.keys()
+    assert {"params", "opt_state", "step"} == {name.split("'")[1] for name in one}
+    for name, leaf in one.items():
+        assert leaf.tobytes() == other[name].tobytes(), name
+
+
+class Campaign:
+    """Runs a training in a folder and kills it again and again."""
+
+    def __init__(self, base, *, steps, pause, seed):
+        self.base, self.steps, self.pause = base, steps, pause
+        self.random = random.Random(seed)
+        self.done = {"SIGKILL": 0, "SIGKILL in a checkpoint write": 0, "SIGTERM": 0, "SIGINT": 0, "SIGTERM, then SIGKILL": 0}
+
+    @property
+    def total(self):
+        """Kills of a process that had been seen training."""
+        return sum(self.done.values())
+
+    def settings(self, name):
+        """Return the settings of a run, through eight phases."""
+        changes = {"steps": self.steps, "global_rampup_samples": self.steps * 9 // 2}
+        return {"base_output_directory": str(self.base), "run_name": name, **changes}
+
+    def start(self, name):
+        """Start a run, or go on with it."""
+        return victim.started(self.settings(name), pause=self.pause)
+
+    def finish(self, name):
+        """Run to the end."""
+        process = self.start(name)
+        process.join(DEADLINE)
+        assert process.exitcode == 0, (self.base / name / victim.LOG_FILE).read_text()[-3000:]
+
+    def wait_for(self, condition, process, folder):
+        """Wait until something is seen; False if the process ended before."""
+        deadline = time.monotonic() + DEADLINE
+        while not condition():
+            if not process.is_alive():
+                assert process.exitcode == 0, (folder / victim.LOG_FILE).read_text()[-3000:]
+                return False
+            assert time.monotonic() < deadline, "a run hangs"
+            time.sleep(0.001)
+        return True
+
+    def strike(self, name, kind):
+        """Start a run and kill it once it is seen training; False if it ended before."""
+        folder = self.base / name
+        rows = folder / victim.ROWS_FILE
+        before, left = rows.stat().st_size if rows.exists() else 0, unfinished(folder)
+        process = self.start(name)
+        alive = self.wait_for(lambda: rows.exists() and rows.stat().st_size > before, process, folder)
+        if alive and kind == "SIGKILL in a checkpoint write":
+            alive = self.wait_for(lambda: unfinished(folder) - left, process, folder)
+            time.sleep(self.random.random() * 0.02)
+        elif alive:
+            time.sleep(self.random.random() * 4 * self.pause)
+        if not alive or not process.is_alive():
+            process.join(DEADLINE)
+            return False
+        self.kill(process, kind, folder, left)
+        return True
+
+    def kill(self, process, kind, folder, left):
+        """Kill a process, and count in which way; `left` is what earlier deaths left unfinished."""
+        os.kill(process.pid, getattr(signal, kind.split(" ")[0].strip(",")))
+        if kind == "SIGTERM, then SIGKILL":
+            time.sleep(self.random.random() * 0.2)
+            process.kill()
+        process.join(DEADLINE)
+        assert process.exitcode is not None, "a run did not end"
+        if kind in ("SIGTERM", "SIGINT"):
+            assert process.exitcode in (130, 0), (folder / victim.LOG_FILE).read_text()[-3000:]
+        elif kind != "SIGTERM, then SIGKILL":
+            kind = "SIGKILL in a checkpoint write" if unfinished(folder) - left else "SIGKILL"
+        self.done[kind] += 1
+
+
+def unfinished(folder):
+    """Return name and inode of the checkpoints that are being written, or were when the process died."""
+    found = set()
+    for path in (folder / "checkpoints").glob("*tmp*"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((path.name, path.stat().st_ino))
+    return found
+
+
+def test_killed_in_a_checkpoint_write(tmp_path):
+    """Killed while a checkpoint is being written, the run is the uninterrupted one, bit for bit."""
+    campaign = Campaign(tmp_path, steps=32, pause=0.02, seed=1)
+    campaign.finish("whole")
+    assert len({line["phase"] for line in metrics_of(tmp_path / "whole")}) >= 4
+    assert campaign.strike("cut", "SIGKILL in a checkpoint write")
+    assert campaign.total == 1
+    campaign.finish("cut")
+    assert_same_run(tmp_path / "cut", tmp_path / "whole", 32)
+    assert not unfinished(tmp_path / "cut")
+
+
+@pytest.mark.faults
+def test_a_hundred_kills(tmp_path, record_property):
+    """A hundred kills over a ramp of eight phases, at random moments, in checkpoint writes, by three signals."""
+    steps, seed, number = 600, 0, 0
+    campaign = Campaign(tmp_path, steps=steps, pause=0.03, seed=seed)
+    campaign.finish("whole")
+    assert {line["phase"] for line in metrics_of(tmp_path / "whole")} == set(range(8))
+    kinds = ["SIGKILL"] * 9 + ["SIGKILL in a checkpoint write"] * 5 + ["SIGTERM"] * 3 + ["SIGINT", "SIGTERM, then SIGKILL"]
+    while campaign.total < 100:
+        if not campaign.strike(f"cut{number}", campaign.random.choice(kinds)):
+            assert_same_run(tmp_path / f"cut{number}", tmp_path / "whole", steps)
+            number += 1
+    campaign.finish(f"cut{number}")
+    assert_same_run(tmp_path / f"cut{number}", tmp_path / "whole", steps)
+    assert not unfinished(tmp_path / f"cut{number}")
+    assert campaign.done["SIGKILL in a checkpoint write"] >= 10
+    print(campaign.done, "runs", number + 1)
+    record_property("kills", json.dumps(campaign.done))

@@ -1,0 +1,235 @@
+"""Numbers go bad: a step that is not finite changes nothing but the counters, and too many of them stop the run."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import optax
+import pytest
+import toy
+from faults import toy_run
+
+from rampup.errors import NonFiniteError
+from rampup.run.data import step_batches
+from rampup.run.nonfinite import chosen
+from rampup.run.step import create_state, train_step
+
+ENGINES = ("fused", "multi_steps")
+BAD = {"nan": np.nan, "infinite": np.inf, "overflow": np.float32(3e38)}
+
+
+def states_of(engine, source, *, skips=True, mesh="one"):
+    """Return the state before the first and after every step, and the metrics of every step."""
+    mesh, plan, step = toy_run.parts(engine, skips=skips, mesh=mesh)
+    state = create_state(toy.new_params(mesh), step.tx, mesh)
+    states, metrics = [jax.tree.map(np.array, jax.device_get(state))], []
+    for batch in step_batches(source, plan, mesh, one_by_one=engine == "multi_steps"):
+        state, values = step(state, batch)
+        states.append(jax.tree.map(np.array, jax.device_get(state)))
+        metrics.append(jax.device_get(values))
+    return states, metrics
+
+
+def row_in(step, microbatch=0):
+    """Return the number of a row of a microbatch of a step, in the order without shuffling."""
+    plan = toy_run.parts()[1]
+    split = plan.position(step).split
+    return plan.rows(step)[microbatch * split.microbatch_size * split.data_parallel_size]
+
+
+@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize("microbatch", [0, 1])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_bad_step_is_left_out_whole(engine, microbatch, kind):
+    """Wherever the bad row is, parameters and moments stay, counters move on, and the steps around it are not touched."""
+    bad = 6
+    states, metrics = states_of(engine, toy_run.rows({row_in(bad, microbatch): BAD[kind]}))
+    assert [bool(values["skipped"]) for values in metrics] == [step == bad for step in range(toy_run.STEPS)]
+    toy_run.assert_equal(states[bad + 1].params, states[bad].params)
+    moments = [optax.tree_utils.tree_get(states[n].opt_state, "mu") for n in (bad, bad + 1)]
+    toy_run.assert_equal(*moments)
+    assert [int(state.step) for state in states] == list(range(toy_run.STEPS + 1))
+    assert all(np.isfinite(leaf).all() for state in states for leaf in jax.tree.leaves((state.params, state.opt_state)))
+    clean, _ = states_of(engine, toy_run.rows())
+    toy_run.assert_equal(states[bad], clean[bad])
+    assert not np.array_equal(states[bad + 2].params["in"], states[bad + 1].params["in"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_step_after_is_as_if_the_bad_one_had_not_been_there(engine):
+    """Optimizer moments and accumulators are clean: the next update is that of an optimizer which never saw the step."""
+    bad = 6
+    states, _ = states_of(engine, toy_run.rows({row_in(bad): np.nan}))
+    mesh, plan, step = toy_run.parts(engine)
+    before = states[bad]
+    counters = {"step": np.int32(bad + 1)}
+    state = create_state(before.params, step.tx, mesh).replace(opt_state=before.opt_state, **counters)
+    state = state.replace(opt_state=_with_counts(state.opt_state, bad + 1, engine))
+    state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, create_state(before.params, step.tx, mesh)))
+    batch = next(step_batches(toy_run.rows(), plan, mesh, start=bad + 1, one_by_one=engine == "multi_steps"))
+    state, _ = step(state, batch)
+    toy_run.assert_equal(jax.device_get(state.params), states[bad + 2].params)
+
+
+def _with_counts(opt_state, step, engine):
+    """Set what counts optimizer steps for schedules, as it stands after skipped steps too."""
+
+    def of(node):
+        return node._replace(count=np.int32(step)) if isinstance(node, optax.ScaleByScheduleState) else node
+
+    opt_state = jax.tree.map(of, opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
+    return opt_state._replace(gradient_step=np.int32(step)) if engine == "multi_steps" else opt_state
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_good_steps_are_the_same_with_and_without_the_check(engine):
+    """Where all numbers are finite, the check changes no step."""
+    checked, _ = states_of(engine, toy_run.rows())
+    unchecked, metrics = states_of(engine, toy_run.rows(), skips=False)
+    for one, other in zip(checked, unchecked, strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), one, other)
+    assert "skipped" not in metrics[0]
+
+
+def test_on_many_devices():
+    """One replica's bad row leaves the step out on all of them."""
+    states, metrics = states_of("fused", toy_run.rows({row_in(6) + 5: np.nan}), mesh="data_fsdp_tensor")
+    assert [bool(values["skipped"]) for values in metrics].index(True) == 6
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(states[-1].params))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_flag_stays_on_the_device(engine):
+    """Good and bad steps are the same executable, and its flag is an array that nobody has to wait for."""
+    mesh, plan, _ = toy_run.parts()
+    step = train_step(toy_run.loss_fn, optax.sgd(0.1), plan, mesh, engine=engine, skip_nonfinite=True)
+    state = create_state(toy.new_params(mesh), step.tx, mesh)
+    for batch in step_batches(toy_run.rows({row_in(6): np.nan}), plan, mesh, one_by_one=engine == "multi_steps"):
+        state, values = step(state, batch)
+        assert isinstance(values["skipped"], jax.Array)
+    assert step.num_compilations == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_single_bad_steps_do_not_stop_a_run(tmp_path, engine):
+    """Skipped steps stand in the metrics with a loss of null, are told, and the run ends."""
+    events = []
+    source = toy_run.rows({row_in(step): np.nan for step in (3, 4, 6, 7)})
+    summary, state = toy_run.run(tmp_path, source=source, engine=engine, events=events, skip_nonfinite=3)
+    lines = toy_run.metrics_of(tmp_path)
+    assert summary.steps == toy_run.STEPS == len(lines)
+    assert [line["step"] for line in lines if line.get("skipped")] == [3, 4, 6, 7]
+    assert [line["loss"] for line in lines if line.get("skipped")] == [None] * 4
+    assert [values for event, values in events if event == "skip"] == [
+        {"step": 3, "in_a_row": 1},
+        {"step": 4, "in_a_row": 2},
+        {"step": 6, "in_a_row": 1},
+        {"step": 7, "in_a_row": 2},
+    ]
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_too_many_in_a_row_stop_the_run(tmp_path, engine):
+    """The steps, their samples and rows are named; the last good checkpoint stays, and a resume comes to the same end."""
+    source = toy_run.rows({row_in(step): np.nan for step in (6, 7, 8)})
+    options = {"source": source, "engine": engine, "skip_nonfinite": 3, "rows_of": lambda step: [f"row of {step}"] * 5}
+    for _ in range(2):
+        with pytest.raises(NonFiniteError, match="step 6, 7, 8 was not finite, 3 in a row: skip_nonfinite=3") as caught:
+            toy_run.run(tmp_path, **options)
+        assert caught.value.steps == (6, 7, 8)
+        assert caught.value.key == "skip_nonfinite"
+        plan = toy_run.parts()[1]
+        first, last = plan.rows(7)[0], plan.rows(7)[-1]
+        assert f"step 7: samples {first} to {last}: row of 7, row of 7, row of 7, and 2 more" in str(caught.value)
+        checkpoints = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+        assert checkpoints[0] == 4
+        assert set(checkpoints) <= {4, 8}
+    summary, _ = toy_run.run(tmp_path, **(options | {"skip_nonfinite": 4}))
+    assert summary.steps == toy_run.STEPS
+
+
+def test_a_row_of_bad_steps_goes_on_after_a_resume(tmp_path):
+    """Steps skipped before and after a checkpoint count as one row."""
+    source = toy_run.rows({row_in(step): np.nan for step in (6, 7, 8)})
+    with pytest.raises(NonFiniteError):
+        toy_run.run(tmp_path, source=source, skip_nonfinite=2, checkpoint_period=7)
+    with pytest.raises(NonFiniteError) as caught:
+        toy_run.run(tmp_path, source=source, skip_nonfinite=3, checkpoint_period=7)
+    assert caught.value.steps == (6, 7, 8)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_resume_in_between_is_exact(tmp_path, engine):
+    """A run with skipped steps that is stopped and resumed is the run that is not."""
+    source = toy_run.rows({row_in(step): np.inf for step in (2, 6, 9)})
+    _, whole = toy_run.run(tmp_path / "whole", source=source, engine=engine, skip_nonfinite=2)
+
+    class FailingError(Exception):
+        """Ends the first process."""
+
+    def fail(event, values):
+        if event == "step" and values["step"] == 7:
+            raise FailingError
+
+    class Events(list):
+        """A list of events that fails at one of them."""
+
+        def append(self, event):
+            """Take an event."""
+            fail(*event)
+
+    with pytest.raises(FailingError):
+        toy_run.run(tmp_path / "cut", source=source, engine=engine, skip_nonfinite=2, events=Events())
+    summary, cut = toy_run.run(tmp_path / "cut", source=source, engine=engine, skip_nonfinite=2)
+    assert summary.resumed_from in (4, 8)
+    toy_run.assert_equal(cut, whole)
+    assert toy_run.metrics_of(tmp_path / "cut") == toy_run.metrics_of(tmp_path / "whole")
+
+
+def test_without_the_check_the_numbers_stay_bad(tmp_path):
+    """skip_nonfinite=0 leaves the step as it is: the loss stays bad to the end."""
+    toy_run.run(tmp_path, source=toy_run.rows({row_in(6): np.nan}), skips=False)
+    lines = toy_run.metrics_of(tmp_path)
+    assert [line["loss"] is None for line in lines] == [step >= 6 for step in range(toy_run.STEPS)]
+
+
+def test_schedules_inside_injected_hyperparameters_move_on():
+    """The count of optax.inject_hyperparams is the step's, its moments are kept."""
+    tx = optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1.0, 0.0, 10))
+    params = {"w": np.ones(2, np.float32)}
+    old = tx.init(params)
+    _, new = tx.update({"w": np.ones(2, np.float32)}, old, params)
+    kept = chosen(np.bool_(False), new, old)
+    assert int(kept.count) == 1
+    toy_run.assert_equal(optax.tree_utils.tree_get(kept, "mu"), optax.tree_utils.tree_get(old, "mu"))
+
+
+def test_carried_state_stays_clean():
+    """Batch statistics and the like do not take a value that is not finite, with either engine."""
+    mesh = toy.mesh_of("one")
+    plan = toy.plan_for(mesh, steps=8)
+
+    def loss_fn(params, batch, rngs, carried):
+        loss, weight, aux = toy_run.loss_fn(params, batch, rngs)
+        return loss, weight, aux, {"mean": 0.9 * carried["mean"] + 0.1 * loss / weight}
+
+    for engine in ENGINES:
+        step = train_step(loss_fn, optax.sgd(0.01), plan, mesh, engine=engine, skip_nonfinite=True)
+        state = create_state(toy.new_params(mesh), step.tx, mesh, mutable={"mean": np.float32(0)})
+        for batch in step_batches(toy_run.rows({row_in(5): np.nan}), plan, mesh, one_by_one=engine == "multi_steps"):
+            state, values = step(state, batch)
+            assert bool(values["skipped"]) == (batch.position.step == 5)
+            assert math.isfinite(float(state.mutable["mean"]))
+
+
+def test_metrics_stay_json(tmp_path):
+    """Every line is JSON without NaN, which strict readers refuse."""
+    toy_run.run(tmp_path, source=toy_run.rows({row_in(6): np.nan}))
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)

@@ -1,0 +1,73 @@
+"""A training loop over the toy problem, on one device, in this process."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import toy
+
+from rampup.run.data import step_batches
+from rampup.run.loop import Loop
+from rampup.run.step import create_state, train_step
+
+STEPS = 12
+TIMES = ("step_seconds", "tokens_per_second", "compile_seconds")
+
+
+def loss_fn(params, batch, rngs):
+    """The toy's loss, with what a row may add to it."""
+    loss, weight, aux = toy.loss_fn(params, batch, rngs)
+    return loss + jnp.sum(batch["poison"] * jnp.sum(params["in"])), weight, aux
+
+
+@functools.cache
+def parts(engine="fused", *, skips=True, mesh="one", rate=1e-2):
+    """Return mesh, plan and a compiled step, shared by all runs."""
+    mesh = toy.mesh_of(mesh)
+    plan = toy.plan_for(mesh, steps=STEPS)
+    schedule = optax.linear_schedule(rate, rate / 10, STEPS)
+    step = train_step(loss_fn, optax.adamw(schedule), plan, mesh, engine=engine, seed=3, skip_nonfinite=skips)
+    return mesh, plan, step
+
+
+def rows(poisoned=()):
+    """Return the toy's rows; the poisoned ones make the loss infinite or not a number."""
+    poison = dict(poisoned)
+    return [row | {"poison": np.float32(poison.get(number, 0))} for number, row in enumerate(toy.rows())]
+
+
+def run(folder, *, source=None, engine="fused", events=None, skips=True, mesh="one", choose=None, **options):
+    """Run or resume; return the summary and the last state."""
+    mesh, plan, step = parts(engine, skips=skips, mesh=mesh)
+    source = rows() if source is None else source
+    last = {}
+
+    def to_checkpoint(state):
+        last["state"] = jax.device_get(state)
+        return state
+
+    loop = Loop(
+        plan=plan,
+        step=step,
+        batches=lambda start: step_batches(source, plan, mesh, start=start, one_by_one=engine == "multi_steps"),
+        learning_rate=lambda step: 0.01,
+        folder=folder,
+        tokens_per_sample=10,
+        **{"record": {"who": "toy"}, "checkpoint_period": 4, "to_checkpoint": to_checkpoint} | options,
+        progress=lambda event, values: None if events is None else events.append((event, dict(values))),
+    )
+    return loop.run(create_state(toy.new_params(mesh), step.tx, mesh)), last.get("state")
+
+
+def metrics_of(folder):
+    """Return what metrics.jsonl says of every step, without the times."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: line[name] for name in line if name not in TIMES} for line in lines]
+
+
+def assert_equal(one, other):
+    """Assert that two states are the same, bit for bit."""
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), one, other)

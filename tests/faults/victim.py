@@ -1,0 +1,79 @@
+"""A training run in a process of its own, made to be killed: slowed down, and writing down which rows it used."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+
+SETTINGS = {
+    "enable_rampup_batch_size": True,
+    "per_device_batch_size_start": 1,
+    "per_device_batch_size_increment": 1,
+    "per_device_batch_size": 8,
+    "max_target_length": 16,
+    "base_emb_dim": 16,
+    "base_num_decoder_layers": 1,
+    "base_mlp_dim": 32,
+    "base_num_query_heads": 2,
+    "dropout_rate": 0.1,
+    "dataset_type": "synthetic",
+    "eval_interval": -1,
+    "checkpoint_period": 4,
+    "max_num_checkpoints_to_keep": 2,
+    "jax_cache_dir": None,
+}
+ROWS_FILE, LOG_FILE = "rows.jsonl", "log.txt"
+
+
+def started(settings, *, pause=0.0, devices=2):
+    """Start a run in a process that is forked from one that has imported everything; return the process."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["faults.preload"])
+    folder = Path(settings["base_output_directory"]) / settings["run_name"]
+    folder.mkdir(parents=True, exist_ok=True)
+    process = context.Process(target=run, args=(settings, folder, pause, devices), daemon=True)
+    process.start()
+    return process
+
+
+def run(settings, folder, pause, devices):
+    """Train; leave with 0 when finished, 130 when stopped by a signal, 2 when refused."""
+    log = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    from rampup import Config
+    from rampup.errors import RampupError
+    from rampup.recipes import lm
+
+    inner = lm.step_batches
+
+    def watched(*arguments, **options):
+        with open(folder / ROWS_FILE, "a", buffering=1) as file:
+            for batch in inner(*arguments, **options):
+                held = jax.device_get(batch.chunks)
+                content = hashlib.sha256(b"".join(leaf.tobytes() for leaf in jax.tree.leaves(held))).hexdigest()
+                file.write(json.dumps({"step": batch.position.step, "rows": content}) + "\n")
+                time.sleep(pause)
+                yield batch
+
+    lm.step_batches = watched
+    events = []
+    try:
+        summary = lm.train(Config(**(SETTINGS | settings)), lambda event, values: events.append((event, str(values)[:500])))
+    except RampupError as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        sys.exit(2)
+    finally:
+        print(
+            *(event for event in events if event[0] in ("start", "damaged_checkpoint", "storage", "skip")), sep="\n", flush=True
+        )
+    sys.exit(130 if summary.interrupted else 0)

@@ -1,0 +1,87 @@
+"""Tests of rampup.show.tuning."""
+
+import io
+
+from rich.console import Console
+
+from rampup.show.tuning import bytes_text, print_tuning
+
+TRIAL = {"microbatch_size": 2, "num_microbatches": 16, "bytes": 2**30, "fits": True}
+TIMED = {"step_seconds": 0.0123456, "spread": 0.04, "rounds": 5, "tokens_per_second": 123456.7}
+UNTIMED = dict.fromkeys(TIMED)
+PHASE = {"global_batch_size": 64, "per_device_batch_size": 8, "accumulation_steps": 4, "num_pipeline_microbatches": 2}
+FOUND = {
+    "device": "cpu",
+    "num_devices": 4,
+    "memory_gib": 16.0,
+    "memory_is_named": True,
+    "margin": 0.05,
+    "usable_bytes": 15 * 2**30,
+    "largest_microbatch": 2,
+    "next_larger": 4,
+    "next_larger_run": "not run: this is computed",
+    "measured_peak_bytes": None,
+    "candidates": [TRIAL | TIMED, TRIAL | UNTIMED | {"microbatch_size": 4, "bytes": None, "fits": False}],
+    "settings": {"microbatch_size": 2},
+    "run_seconds": 12.5,
+    "phases": [PHASE | {"microbatch_size": 2, "bytes": 2**30, "tokens_per_second": None}],
+    "alternatives": [{"settings": {}, "run_seconds": None}],
+    "pipeline_tick_overhead": 2.75,
+    "levers": [
+        {"name": "remat_policy=full", "bytes": 2**29, "saved_bytes": 2**29, "slowdown": 1.25, "fits": True, "compiled": True}
+        | {"remark": ""},
+        {"name": "tensor axis of 2", "bytes": None, "saved_bytes": None, "slowdown": None, "fits": False, "compiled": False}
+        | {"remark": "vocab_size=5 is odd"},
+    ],
+    "notes": ["a note"],
+}
+
+
+def printed(found):
+    """Return what is printed at 80 columns, its spaces evened out."""
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    print_tuning(found, console)
+    text = console.file.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    return " ".join(text.split())
+
+
+def test_everything_found_is_said():
+    """The boundary, each candidate, the settings, each phase, the levers with their remarks, and the notes."""
+    text = printed(FOUND)
+    for part in (
+        "4 x cpu, 16 GiB each (as named), of which 15 GiB are used: 5% are left free",
+        "the largest microbatch that fits is 2 samples; 4 does not (not run: this is computed)",
+        "2 16 1 GiB 12.35 ms 4% 123,457 fits",
+        "4 16 too much not timed does not fit",
+        "recommended: microbatch_size=2; the run's steps take 12.5 s",
+        "0 64 8 4 2 2 1 GiB not timed",
+        "instead: what the configuration has: not timed",
+        "pipeline_tick_overhead=2.75",
+        "remat_policy=full 512 MiB 512 MiB x 1.25 yes",
+        "note: tensor axis of 2: vocab_size=5 is odd",
+        "note: a note",
+    ):
+        assert part in text
+
+
+def test_nothing_that_fits_is_said_too():
+    """Without settings there is no recommendation; without a next size, none is claimed to fail."""
+    nothing = printed(FOUND | {"settings": None, "largest_microbatch": None, "phases": []})
+    assert "no microbatch fits" in nothing
+    assert "recommended" not in nothing
+    assert "the largest microbatch tried, 2 samples, fits" in printed(FOUND | {"next_larger": None})
+    own = printed(FOUND | {"memory_is_named": False, "measured_peak_bytes": 2**29})
+    assert "(its own)" in own
+    assert "512 MiB in use at most" in own
+
+
+def test_bytes_have_units():
+    """From bytes to any number of GiB."""
+    assert [bytes_text(n) for n in (0, 1023, 1024, 2**20 * 3, 2**40)] == [
+        "0 bytes",
+        "1023 bytes",
+        "1 KiB",
+        "3 MiB",
+        "1,024 GiB",
+    ]
