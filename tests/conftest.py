@@ -12,3 +12,15 @@ import jax  # noqa: E402 - it reads the environment
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+
+# What takes long runs only where it is asked for by its marker: `pytest -m faults`, `pytest -m notebooks`.
+ON_REQUEST = ("faults", "notebooks")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out what nobody has asked for."""
+    unasked = [name for name in ON_REQUEST if name not in config.option.markexpr]
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in unasked)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]

@@ -123,7 +123,7 @@ def test_nothing_is_installed_twice(monkeypatch, tmp_path, url):
     assert install(monkeypatch, url, {"rampup": "0.1.0"}) == []
 
 
-@pytest.mark.slow
+@pytest.mark.notebooks
 @pytest.mark.parametrize("name", make.NAMES)
 def test_runs(name, monkeypatch):
     """Every cell runs on a CPU, and what the notebook is about can be read in what it prints."""

@@ -187,7 +187,7 @@ def _jit_per_size(problem: Problem, plan: RampPlan, rows: ArrayRows, mesh: Mesh)
 
 
 def _multi_steps(problem: Problem, plan: RampPlan, rows: ArrayRows, mesh: Mesh) -> Run:
-    tx = multi_steps(bench_optimizer(), plan)
+    tx, size = multi_steps(bench_optimizer(), plan), plan.splits[0].data_parallel_size * plan.splits[0].microbatch_size
     step, state = jitted(big_batch(problem, tx), mesh), new_state(problem, tx, mesh)
     sizes: list[int] = []
 
@@ -196,9 +196,8 @@ def _multi_steps(problem: Problem, plan: RampPlan, rows: ArrayRows, mesh: Mesh) 
         for number in range(plan.total_steps):
             batch_B, split = _batch(rows, plan, number), plan.position(number).split
             sizes.append(split.microbatch_size)
-            for i in range(split.num_microbatches):
-                start, size = i * split.global_batch_size // split.num_microbatches, split.global_batch_size
-                part = {name: x[start : start + size // split.num_microbatches] for name, x in batch_B.items()}
+            for start in range(0, split.global_batch_size, size):
+                part = {name: x[start : start + size] for name, x in batch_B.items()}
                 state, loss = step(state, jax.device_put(part, batch_sharding(mesh)))
             yield loss
 

@@ -42,6 +42,14 @@ class Clocked:
     first_seconds: float
     row_seconds: float
 
+    def over_own(self, num_rows: int) -> float:
+        """Return the time over what the first compilation and all rows at the last phase's rate would take.
+
+        Args:
+            num_rows: of the whole ramp.
+        """
+        return self.seconds / (self.first_seconds + num_rows * self.row_seconds)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trip:
@@ -84,8 +92,11 @@ def run(*, quick: bool = False) -> BenchResult:
             f"{plan.ramp.sizes[-1]}; one {device.device_kind or device.platform} device; medians of {rounds} whole ramps each, "
             "in turn, JAX's caches cleared before each and none kept on disk",
             "ideal is rows * the best time per row of any system in the last phase + the shortest first compilation; "
-            "times_ours is a system's time over that of ours, fixed; cpu_s and cpu_over_ideal are the same by this process's "
-            "processor time, which others on the machine disturb less, background compilations included",
+            "over_own is a system's time over its own first compilation and all rows at its own rate in the last phase: "
+            "what the changes cost it, run by run, so that a machine that is slow now and then does not matter; "
+            "times_ours is a system's time over that of ours, fixed",
+            "the columns with cpu are the same by this process's processor time, background compilations included; others on "
+            "the machine disturb it less",
             "jit per batch size is what MaxText does; the fixed microbatches of ours, of optax.MultiSteps and of "
             "optax.microbatching are the first phase's batch",
             "per_phase and auto compile in the background, on the same cores here: a ramp as short as this one ends before "
@@ -167,7 +178,10 @@ def rows(trips: Mapping[str, Sequence[Trip]], plan: RampPlan) -> list[dict[str, 
     wall = {name: _median([trip.wall for trip in of]) for name, of in trips.items()}
     cpu = {name: _median([trip.cpu for trip in of]) for name, of in trips.items()}
     best, least = _ideal(wall.values(), plan), _ideal(cpu.values(), plan)
+    total = plan.consumed_samples
     spreads = {name: Seconds(all=tuple(trip.wall.seconds for trip in of)).spread for name, of in trips.items()}
+    own = {name: [(trip.wall.over_own(total), trip.cpu.over_own(total)) for trip in of] for name, of in trips.items()}
+    own |= {"ideal": [(1.0, 1.0)]}
     compilations = {name: max(trip.compilations for trip in of) for name, of in trips.items()}
     return [
         {
@@ -175,12 +189,14 @@ def rows(trips: Mapping[str, Sequence[Trip]], plan: RampPlan) -> list[dict[str, 
             "seconds": of.seconds,
             "spread": spreads.get(name),
             "over_ideal": of.seconds / best.seconds,
+            "over_own": statistics.median(ratio for ratio, _ in own[name]),
             "times_ours": of.seconds / wall[FIXED].seconds,
             "compilations": compilations.get(name, 1),
             "first_compile_s": of.first_seconds,
             "row_ms": of.row_seconds * 1e3,
             "cpu_s": work.seconds,
             "cpu_over_ideal": work.seconds / least.seconds,
+            "cpu_over_own": statistics.median(ratio for _, ratio in own[name]),
         }
         for name, of, work in [("ideal", best, least), *((name, wall[name], cpu[name]) for name in trips)]
     ]

@@ -30,6 +30,8 @@ MICROBATCHES = 4
 def main(arguments: list[str]) -> None:
     """Join the others, time the step, and print what was found if this is the first process."""
     num_devices, num_processes, number, rounds = (int(arguments[n]) for n in (0, 1, 2, 4))
+    if num_devices % num_processes:
+        raise SystemExit(f"{num_devices} devices cannot be shared by {num_processes} processes")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", num_devices // num_processes)
     if num_processes > 1:

@@ -41,7 +41,7 @@ def test_without_maxtext_the_replay_is_ours(monkeypatch):
     ("start", "increment", "end", "devices", "samples"),
     [(4, 2, 12, 4, 500), (1, 1, 3, 8, 100), (2, 3, 8, 1, 77), (1, 15, 16, 2, 9)],
 )
-def test_the_replay_is_that_of_the_goldens(start, increment, end, devices, samples):
+def test_the_replay_is_that_of_reference_cases(start, increment, end, devices, samples):
     """Our writing takes the steps of the closed form that reproduces MaxText's reference sequences."""
     config = SimpleNamespace(
         per_device_batch_size_start=start,

@@ -11,10 +11,11 @@ from faults import toy_run
 
 from rampup import Config
 from rampup.errors import DataError, ResumeMismatchError
-from rampup.recipes.lm import train
+from rampup.recipes import lm
 from rampup.run import fingerprint
 from rampup.run.data import step_batches
 from rampup.run.fingerprint import fingerprints
+from rampup.run.loop import Loop
 from rampup.run.sources import files_of, open_sources
 
 TINY = {
@@ -253,18 +254,22 @@ def test_files_that_cannot_be_read_are_refused_by_name(tokens, harm):
         open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
 
 
-def test_changed_data_are_refused_on_resume(tmp_path, tokens):
-    """A resume names the file that changed, trains nothing and deletes nothing; the same files elsewhere are the same data."""
-    train(config(tmp_path, steps=3, learning_rate_schedule_steps=6))
-    before = sorted(path for path in (tmp_path / "runs").rglob("*"))
-    content = (tokens / "1.bin").read_bytes()
-    harm_changed(tokens)
-    with pytest.raises(ResumeMismatchError, match=ON_RESUME[harm_changed]) as caught:
-        train(config(tmp_path, learning_rate_schedule_steps=6))
-    assert caught.value.key == "data"
-    assert sorted(path for path in (tmp_path / "runs").rglob("*")) == before
-    (tokens / "1.bin").write_bytes(content)
+def test_a_checkpoint_says_what_the_data_were(tmp_path, tokens, monkeypatch):
+    """The language model's checkpoints hold the fingerprint of every file of training data; the files may move."""
+    records = []
+
+    class Recorded(Loop):
+        """A loop that does not train."""
+
+        def run(self, state):  # noqa: ARG002 - as in the base class
+            """Note what a checkpoint would hold."""
+            records.append(self.record["data"])
+
+    monkeypatch.setattr(lm, "Loop", Recorded)
+    lm.train(config(tmp_path))
     known = fingerprints([str(path) for path in sorted(tokens.iterdir())])
+    assert records == [known]
+    assert list(known) == ["0.bin", "1.bin", "2.npy"]
     moved = tokens.rename(tmp_path / "moved")
     assert fingerprints([str(path) for path in sorted(moved.iterdir())]) == known
 

@@ -8,7 +8,8 @@ import pytest
 from faults import toy_run
 
 from rampup.cli import main
-from rampup.errors import StorageError
+from rampup.errors import NonFiniteError, StorageError
+from rampup.recipes import lm
 from rampup.run.checksums import damage
 from rampup.run.run_folder import StepLog, read_lines
 
@@ -110,22 +111,16 @@ def test_a_full_disk_at_the_start_is_refused(small_disk):
     assert len(list(read_lines(small_disk / "metrics.jsonl"))) == 1000
 
 
-def test_the_command_line_says_it_in_a_sentence(small_disk, capsys):
-    """`rampup train` on a full disk ends with exit code 1 and the error as JSON, without a traceback."""
-    sizes = [
-        "steps=2",
-        "per_device_batch_size=1",
-        "enable_rampup_batch_size=false",
-        "eval_interval=-1",
-        "dataset_type=synthetic",
-    ]
-    model = ["max_target_length=8", "base_emb_dim=16", "base_num_decoder_layers=1", "base_mlp_dim=16", "base_num_query_heads=2"]
-    (small_disk / "run").mkdir()
-    (small_disk / "run" / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n' * 2000)
-    (small_disk / "run" / "checkpoints").mkdir()
-    fill(small_disk)
-    code = main(["train", "base.yml", *sizes, *model, f"base_output_directory={small_disk}", "run_name=run", "--json"])
+@pytest.mark.parametrize("error", [StorageError("no room"), NonFiniteError("not finite", steps=[1, 2])])
+def test_the_command_line_says_it_in_a_sentence(capsys, monkeypatch, error):
+    """What ends a run that was configured well is exit code 1, a sentence and the error as JSON, without a traceback."""
+
+    def fail(config, progress):
+        raise error
+
+    monkeypatch.setattr(lm, "train", fail)
+    assert main(["train", "base.yml", "--json"]) == 1
     out, err = capsys.readouterr()
-    assert code == 1
-    assert json.loads(out)["error"]["type"] == "StorageError"
+    assert json.loads(out)["error"]["type"] == type(error).__name__
     assert "Traceback" not in err
+    assert str(error) in err
