@@ -214,7 +214,7 @@ class BatchRamp:
         Example:
             >>> ramp = BatchRamp.constant(8).continued_by(BatchRamp.from_schedule("0:4 100:16 200:32"), 14)
             >>> ramp.table
-            [[0, 0, 8], [14, 112, 16], [20, 208, 32]]
+            [[0, 0, 8], [14, 112, 16], [21, 224, 32]]
         """
         done = [phase for phase in self.phases if phase.start_step < step]
         segments: list[tuple[int | None, int]] = [
