@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,3 +62,28 @@ def plan_for(mesh, schedule="0:16 64:32 200:48", *, steps=12, **splitter):
         num_devices=mesh.size,
         total_steps=steps,
     )
+
+
+def all_tokens(source):
+    """Return the tokens of all rows, each counted once, and the targets that count."""
+    batch = source.read(np.arange(len(source)))
+    inputs = [row[:length].tolist() for row, length in zip(batch["tokens"], batch["length"], strict=True)]
+    targets = [row[1 : length + 1].tolist() for row, length in zip(batch["tokens"], batch["length"], strict=True)]
+    return [*itertools.chain(*inputs)], [*itertools.chain(*targets)]
+
+
+def tensorboard_events(folder):
+    """Return (step, name, value) of everything in TensorBoard's event files that a viewer shows."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    shown = []
+    for path in sorted(folder.glob("events.*")):
+        data = path.read_bytes()
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            event = Event.FromString(data[12 : 12 + size])
+            data = data[12 + size + 4 :]
+            if event.HasField("session_log"):
+                shown = [entry for entry in shown if entry[0] < event.step]
+            shown += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return shown

@@ -19,8 +19,8 @@ from rampup.bench.result import BenchResult
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
-from rampup.run.loop import IN_FLIGHT
 from rampup.run.mesh import make_mesh
+from rampup.run.metrics import IN_FLIGHT
 
 PHASES = 8
 # Rows of the ramp, in microbatches, and steps after it: on a CPU, on an accelerator, and for a first look.

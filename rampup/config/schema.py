@@ -45,6 +45,8 @@ class Config:
     run_name: str = _run("", "folder of the run in base_output_directory; a name resumes, an empty one makes a new folder", kind="name")
     base_output_directory: str = _run("runs", "where run folders are made", maxtext='""')
     steps: int = _run(500, "optimizer steps of the run; -1 = learning_rate_schedule_steps", minimum=1, also=(-1,), unit="steps", maxtext="150_001")
+    enable_tensorboard: bool = _run(False, "also write every metric for TensorBoard, into the run's folder; needs rampup[tensorboard]", maxtext="true")
+    wandb_project: str | None = _run(None, "also log every metric to this project of Weights & Biases; needs rampup[wandb]", kind="text", nullable=True, own=True)
     log_period: int = _run(20, "steps between printed lines where there is no progress bar", minimum=1, unit="steps", maxtext="100")
     enable_checkpointing: bool = _run(True, "whether checkpoints are written at all")
     checkpoint_period: int = _run(100, "steps between checkpoints", minimum=1, unit="steps", maxtext="10_000")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -25,6 +26,7 @@ from rampup.recipes.transformer import LanguageModel
 from rampup.run.checkpoint import newest_record
 from rampup.run.compiler import use_cache
 from rampup.run.data import Batch, SampleOrder, step_batches
+from rampup.run.data_files import open_sources
 from rampup.run.fingerprint import fingerprints
 from rampup.run.loading import Loading, shared_sources
 from rampup.run.loop import CHECKPOINT_FOLDER, Loop, Progress, Summary
@@ -34,8 +36,9 @@ from rampup.run.optimizer import LearningRate, make_optimizer
 from rampup.run.pipeline import reordered
 from rampup.run.processes import check_same, from_first, is_first, join, watchdog
 from rampup.run.run_folder import run_folder
-from rampup.run.sources import RowSource, files_of, open_sources
+from rampup.run.sources import RowSource, files_of
 from rampup.run.step import EvalStep, TrainState, TrainStep, create_state, train_step
+from rampup.run.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
 
 # What the run was last started with; written when the run's checkpoint, if there is one, has been accepted.
 CONFIG_FILE = "config.yml"
@@ -103,10 +106,9 @@ def _train(config: Config, progress: Progress) -> Summary:
     samples = SampleOrder(len(train_rows), seed=data["seed"], num_epochs=data["num_epochs"])
     samples.check(plan.consumed_samples)
     rate, order = learning_rate(config, plan), _layer_order(config, plan)
-    step = training_step(config, plan, mesh)
+    step, writers = training_step(config, plan, mesh), metric_writers(config)
     evaluate = None if config.eval_interval == -1 else _evaluation(config, plan, mesh, model, eval_rows, loading)
-    check_same({name: getattr(config, name) for name in KEYS if name not in _OWN_KEYS} | {"num_rows": len(train_rows)})
-    content = json.loads(from_first("data", json.dumps(fingerprints(files_of(train_rows)) if is_first() else None)))
+    content = _agreed_content(config, train_rows, loading)
     folder = Path(from_first("folder", str(run_folder(config.base_output_directory, config.run_name)) if is_first() else ""))
     facts = {"folder": str(folder), "devices": jax.devices(), "num_parameters": model.num_parameters}
     progress("plan", {"plan": plan, **facts})
@@ -124,6 +126,8 @@ def _train(config: Config, progress: Progress) -> Summary:
         learning_rate=rate.at,
         folder=folder,
         tokens_per_sample=config.max_target_length,
+        flops_per_sample=model.flops_per_sample(config.max_target_length),
+        writers=functools.partial(writers, folder),
         record={"num_rows": len(train_rows), "data": content, **{name: getattr(config, name) for name in _IDENTITY}},
         remarks={RAMP_RECORD: ramp_record(config, plan)},
         ramp_before=None if written is None else BatchRamp.from_table(written["ramp"]),
@@ -139,6 +143,36 @@ def _train(config: Config, progress: Progress) -> Summary:
         from_checkpoint=_reordering(state, order),
         progress=_keeping(replace(config, num_devices=plan.num_devices), folder, progress),
     ).run(state)
+
+
+def _agreed_content(config: Config, rows: RowSource, loading: Loading) -> dict[str, str]:
+    """Return what the files of the data hold, which every process has found to be the same, as it has the configuration."""
+    facts = {name: getattr(config, name) for name in KEYS if name not in _OWN_KEYS} | {"num_rows": len(rows)}
+    content = fingerprints(files_of(rows)) if loading.reads else {}
+    check_same(facts | ({"data": content} if loading.reads else {}))
+    return dict(json.loads(from_first("data", json.dumps(content))))
+
+
+def metric_writers(config: Config) -> Callable[[Path, int], list[MetricWriter]]:
+    """Return what makes the writers that the configuration asks for, from a run's folder and first step.
+
+    Raises:
+        MissingDependencyError: a package that they need is not installed.
+    """
+    for package, asked in (("tensorboardX", config.enable_tensorboard), ("wandb", config.wandb_project is not None)):
+        if asked:
+            required(package)
+
+    def writers(folder: Path, start: int) -> list[MetricWriter]:
+        found: list[MetricWriter] = []
+        if config.enable_tensorboard:
+            found.append(TensorBoardWriter(folder / TENSORBOARD_FOLDER, start=start))
+        if config.wandb_project is not None:
+            keys = {name: getattr(config, name) for name in KEYS}
+            found.append(WandbWriter(folder, project=config.wandb_project, config=json.loads(json.dumps(keys, default=float))))
+        return found
+
+    return writers
 
 
 def training_step(config: Config, plan: RampPlan, mesh: Mesh) -> TrainStep:

@@ -13,7 +13,7 @@ from rampup.errors import ConfigError
 from rampup.plan.plan import RampPlan
 from rampup.plan.scaling import CLOCKS, Clock
 from rampup.recipes.lm import CONFIG_FILE, learning_rate
-from rampup.run.loop import EVAL_FILE, METRICS_FILE
+from rampup.run.metrics import EVAL_FILE, METRICS_FILE
 from rampup.run.run_folder import read_lines
 from rampup.show.curves import RunMetrics
 

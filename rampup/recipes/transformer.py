@@ -135,6 +135,21 @@ class LanguageModel:
         """Parameters in all."""
         return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(self.init, jax.random.key(0))))
 
+    def flops_per_sample(self, length: int) -> int:
+        """Return the floating-point operations of a training step on one sample.
+
+        For each token, 6 for each parameter of a matrix product and 12 · layers · width · length for its attention
+        (Chowdhery et al., "PaLM", 2022, appendix B). What `remat_policy` computes again is not counted; that attention is
+        causal saves nothing in this count.
+
+        Args:
+            length: tokens of the sample.
+        """
+        looked_up = 0 if self.tied else self.vocab_size * self.width
+        norms = (2 * self.num_layers + 1) * self.width
+        per_token = 6 * (self.num_parameters - looked_up - norms) + 12 * self.num_layers * self.width * length
+        return length * per_token
+
     def init(self, key: jax.Array) -> dict[str, Any]:
         """Return new parameters: `embedding`, `layers` (stacked, L in front), `final_norm` and, unless tied, `head`."""
         embedding_key, layers_key, head_key = jax.random.split(key, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -42,6 +42,17 @@ def fingerprints(paths: Sequence[str]) -> dict[str, str]:
     names = [Path(os.path.relpath(os.path.abspath(path), shared)).as_posix() for path in paths]
     with ThreadPoolExecutor(_THREADS) as threads:
         return dict(zip(names, threads.map(_fingerprint, paths), strict=True))
+
+
+def changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Return (name, fingerprint before, fingerprint now) of the files that differ.
+
+    Example:
+        >>> changed_files({"a": "x", "b": "y"}, {"a": "x", "c": "z"})
+        [('b', 'y', 'no such file'), ('c', 'no such file', 'z')]
+    """
+    names = (name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name))
+    return [(name, before.get(name, "no such file"), now.get(name, "no such file")) for name in names]
 
 
 def _fingerprint(path: str) -> str:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 import signal
-import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,20 +12,22 @@ from typing import Any
 
 import jax
 
-from rampup.errors import DataError, NonFiniteError, ResumeMismatchError, StorageError
-from rampup.plan.plan import PlanPosition, RampPlan
+from rampup.errors import DataError, ResumeMismatchError, StorageError
+from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.run.agreement import Agreement
 from rampup.run.checkpoint import Checkpoints
 from rampup.run.data import Batch
+from rampup.run.fingerprint import changed_files
+from rampup.run.metrics import METRICS_FILE, Metrics, Progress, StepRecorder
 from rampup.run.processes import is_first
-from rampup.run.run_folder import StepLog, read_lines
+from rampup.run.run_folder import read_lines
+from rampup.run.skipped import SkippedSteps, skipped_before
 from rampup.run.step import TrainStep
+from rampup.run.writers import MetricWriter
 
-METRICS_FILE, EVAL_FILE, CHECKPOINT_FOLDER = "metrics.jsonl", "eval.jsonl", "checkpoints"
-IN_FLIGHT = 2
-NAMED_ROWS, NAMED_FILES = 3, 10
-Progress = Callable[[str, Mapping[str, Any]], None]
+CHECKPOINT_FOLDER = "checkpoints"
+NAMED_FILES = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +72,8 @@ class Loop:
         learning_rate: from a step number to its learning rate, for the metrics.
         evaluate: from a state to its evaluation metrics, or None.
         folder: the run's folder.
-        tokens_per_sample: for tokens per second.
+        tokens_per_sample, flops_per_sample: for tokens and FLOP per second; see `StepRecorder`.
+        writers: from the first step to what gets the metrics besides the files; see `MetricWriter`.
         record: what a checkpoint must agree on with the run that resumes it; key -> value.
         remarks: what a checkpoint keeps besides, without any check.
         ramp_before: the ramp that the run's checkpoint was written with, if `plan` goes on with another one.
@@ -95,6 +94,8 @@ class Loop:
     folder: Path
     tokens_per_sample: int
     record: Mapping[str, Any]
+    flops_per_sample: float | None = None
+    writers: Callable[[int], Sequence[MetricWriter]] = lambda start: ()
     remarks: Mapping[str, Any] = field(default_factory=dict)
     ramp_before: BatchRamp | None = None
     evaluate: Callable[[Any], Mapping[str, float]] | None = None
@@ -127,35 +128,57 @@ class Loop:
         with checkpoints, stop_requests() as stop:
             restored = checkpoints.restore(state, self._check_record, self.progress)
             state, start = (self.from_checkpoint(restored[0]), restored[1]) if restored else (state, 0)
-            metrics = _Metrics(self, start)
-            self.progress("start", {"step": start, "folder": str(self.folder)})
-            done, stopping, failure = start, Agreement(by_any=True), None
-            try:
-                for batch in self.batches(start):
-                    if stopping.reached("stop", stop(), batch.position.step):
-                        break
-                    waited = self.step.waited_seconds
-                    state, values = self.step(state, batch)
-                    metrics.push(batch.position, values, self.step.waited_seconds - waited)
-                    done = batch.position.step + 1
-                    self._evaluate_if_due(done, state, metrics)
-                    if self.checkpoint_period and (done % self.checkpoint_period == 0 or done == self.plan.total_steps):
-                        self._save(checkpoints, done, state, metrics)
-            except DataError as error:
-                failure = error
-            finally:
-                self.step.close()
-            interrupted = done < self.plan.total_steps
-            self._flushed(metrics)
-            # Other processes may not have failed, and a checkpoint needs all of them.
-            if interrupted and self.checkpoint_period and done > start and (failure is None or jax.process_count() == 1):
-                self._save(checkpoints, done, state, metrics)
-            checkpoints.wait()
-            metrics.close()
+            with contextlib.closing(self._metrics(start)) as metrics:
+                self.progress("start", {"step": start, "folder": str(self.folder)})
+                done, state, failure = self._train(state, start, stop, checkpoints, metrics)
+                interrupted = done < self.plan.total_steps
+                self._flushed(metrics)
+                # Other processes may not have failed, and a checkpoint needs all of them.
+                if interrupted and self.checkpoint_period and done > start and (failure is None or jax.process_count() == 1):
+                    self._save(checkpoints, done, state, metrics)
+                checkpoints.wait()
             if failure is not None:
                 raise failure
             self.progress("stop", {"step": done, "interrupted": interrupted})
-            return self._summary(done, start, interrupted, metrics, checkpoints)
+            return self._summary(done, start, metrics, checkpoints)
+
+    def _train(
+        self, state: Any, start: int, stop: Callable[[], bool], checkpoints: Checkpoints, metrics: Metrics
+    ) -> tuple[int, Any, DataError | None]:
+        """Return the steps done, the state after them, and what ended them early, if that was a row."""
+        done, stopping = start, Agreement(by_any=True)
+        try:
+            for batch in self.batches(start):
+                if stopping.reached("stop", stop(), batch.position.step):
+                    break
+                waited = self.step.waited_seconds
+                state, values = self.step(state, batch)
+                metrics.push(batch.position, values, self.step.waited_seconds - waited)
+                done = batch.position.step + 1
+                self._evaluate_if_due(done, state, metrics)
+                if self.checkpoint_period and (done % self.checkpoint_period == 0 or done == self.plan.total_steps):
+                    self._save(checkpoints, done, state, metrics)
+        except DataError as error:
+            return done, state, error
+        finally:
+            self.step.close()
+        return done, state, None
+
+    def _metrics(self, start: int) -> Metrics:
+        skipped = SkippedSteps(
+            skipped_before(self.folder / METRICS_FILE, start),
+            limit=self.skip_nonfinite,
+            ramp=self.plan.ramp,
+            rows_of=self.rows_of,
+            progress=self.progress,
+        )
+        recorder = StepRecorder(
+            learning_rate=self.learning_rate,
+            tokens_per_sample=self.tokens_per_sample,
+            flops_per_sample=self.flops_per_sample,
+        )
+        writers = self.writers(start) if is_first() else ()
+        return Metrics(self.folder, start, recorder=recorder, skipped=skipped, writers=writers, progress=self.progress)
 
     def _check_record(self, found: Mapping[str, Any]) -> None:
         ramp = self.ramp_before or self.plan.ramp
@@ -173,13 +196,13 @@ class Loop:
         position = {"consumed_samples": self.plan.ramp.samples_before(step), "fingerprint": self.plan.ramp.fingerprint}
         return {**position, **self.record}
 
-    def _save(self, checkpoints: Checkpoints, done: int, state: Any, metrics: _Metrics) -> None:
+    def _save(self, checkpoints: Checkpoints, done: int, state: Any, metrics: Metrics) -> None:
         if self._flushed(metrics):
             checkpoints.save(done, self.to_checkpoint(state), {**self._record(done), **self.remarks})
             self.progress("checkpoint", {"step": done})
         metrics.restart_clock()
 
-    def _flushed(self, metrics: _Metrics) -> bool:
+    def _flushed(self, metrics: Metrics) -> bool:
         """Write all metrics out; say whether the disk took them."""
         try:
             metrics.flush()
@@ -194,16 +217,16 @@ class Loop:
             raise error
         self.progress("storage", {"problem": str(error)})
 
-    def _evaluate_if_due(self, done: int, state: Any, metrics: _Metrics) -> None:
+    def _evaluate_if_due(self, done: int, state: Any, metrics: Metrics) -> None:
         due = self.eval_interval and (done % self.eval_interval == 0 or done == self.plan.total_steps)
         if self.evaluate and due:
             self._flushed(metrics)
             values = {"step": done - 1, **self.evaluate(state)}
-            metrics.eval_log.write(values)
+            metrics.write_eval(values)
             self.progress("eval", values)
             metrics.restart_clock()
 
-    def _summary(self, done: int, start: int, interrupted: bool, metrics: _Metrics, checkpoints: Checkpoints) -> Summary:
+    def _summary(self, done: int, start: int, metrics: Metrics, checkpoints: Checkpoints) -> Summary:
         lines = list(read_lines(self.folder / METRICS_FILE))
         return Summary(
             steps=done,
@@ -215,118 +238,18 @@ class Loop:
             tokens_per_second=metrics.tokens_per_second,
             checkpoint=None if checkpoints.latest is None else str(checkpoints.folder / str(checkpoints.latest)),
             metrics=str(self.folder / METRICS_FILE),
-            interrupted=interrupted,
+            interrupted=done < self.plan.total_steps,
             resumed_from=start,
         )
-
-
-class _Metrics:
-    """Fetches each step's metrics two steps later, so that the devices never wait for the host."""
-
-    def __init__(self, loop: Loop, start: int) -> None:
-        self._loop = loop
-        self._waiting: deque[tuple[PlanPosition, Any, float]] = deque()
-        self._skipped = _skipped_before(loop.folder / METRICS_FILE, start)
-        self._log = StepLog(loop.folder / METRICS_FILE, keep_below=start, writes=is_first())
-        self.eval_log = StepLog(loop.folder / EVAL_FILE, keep_below=start, writes=is_first())
-        self._phase: int | None = None
-        self._tokens, self._seconds, self._first = 0, 0.0, start
-        self.restart_clock()
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        return self._tokens / self._seconds if self._seconds else None
-
-    def restart_clock(self) -> None:
-        self._last = time.perf_counter()
-
-    def push(self, position: PlanPosition, values: Any, compile_seconds: float) -> None:
-        self._waiting.append((position, values, compile_seconds))
-        if len(self._waiting) > IN_FLIGHT:
-            self._write()
-
-    def flush(self) -> None:
-        while self._waiting:
-            self._write()
-        self._log.sync()
-
-    def close(self) -> None:
-        self._log.close()
-        self.eval_log.close()
-
-    def _write(self) -> None:
-        position, values, compile_seconds = self._waiting.popleft()
-        values = jax.device_get({name: values[name] for name in ("loss", "grad_norm", "skipped") if name in values})
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        size = position.split.global_batch_size
-        tokens = size * self._loop.tokens_per_sample
-        record = {
-            "step": position.step,
-            "consumed_samples": position.consumed_samples + size,
-            "phase": position.phase.index,
-            "global_batch_size": size,
-            "loss": _finite(values["loss"]),
-            "learning_rate": self._loop.learning_rate(position.step),
-            "step_seconds": round(seconds, 6),
-            "tokens_per_second": round(tokens / seconds, 3),
-            "microbatch_size": position.split.microbatch_size,
-            **({"grad_norm": _finite(values["grad_norm"])} if "grad_norm" in values else {}),
-            **({"compile_seconds": round(compile_seconds, 6)} if compile_seconds else {}),
-            **({"skipped": True} if values.get("skipped", False) else {}),
-        }
-        self._log.write(record)
-        if position.step > self._first:
-            self._tokens, self._seconds = self._tokens + tokens, self._seconds + seconds
-        if position.phase.index != self._phase:
-            self._phase = position.phase.index
-            self._loop.progress("phase", record)
-        self._loop.progress("step", record)
-        self._count_skipped(record)
-
-    def _count_skipped(self, record: Mapping[str, Any]) -> None:
-        if "skipped" not in record:
-            self._skipped = []
-            return
-        self._skipped.append(record["step"])
-        self._loop.progress("skip", {"step": record["step"], "in_a_row": len(self._skipped)})
-        if len(self._skipped) == self._loop.skip_nonfinite:
-            rows = "\n".join(self._rows_in_words(step) for step in self._skipped[-NAMED_ROWS:])
-            raise NonFiniteError(
-                f"the loss or the gradient of step {', '.join(map(str, self._skipped[-10:]))} was not finite, "
-                f"{len(self._skipped)} in a row: skip_nonfinite={self._loop.skip_nonfinite} stops there; none of them changed "
-                f"the parameters, and the checkpoints stay. The rows they used:\n{rows}",
-                steps=self._skipped,
-                key="skip_nonfinite",
-            )
-
-    def _rows_in_words(self, step: int) -> str:
-        ramp, rows = self._loop.plan.ramp, self._loop.rows_of(step)
-        samples = f"  step {step}: samples {ramp.samples_before(step):,} to {ramp.samples_before(step + 1) - 1:,}"
-        more = f", and {len(rows) - NAMED_ROWS} more (rampup rows lists them)" if len(rows) > NAMED_ROWS else ""
-        return f"{samples}: {', '.join(rows[:NAMED_ROWS])}{more}" if rows else samples
 
 
 def _lines_of_change(key: str, old: Any, new: Any) -> list[str]:
     """Return what a refusal says of one value; of the files of the data, the first that differ."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return [f"  {key}: {old!r} in the checkpoint, {new!r} here"]
-    names = [name for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)]
-    values = [(name, old.get(name, "no such file"), new.get(name, "no such file")) for name in names[:NAMED_FILES]]
-    more = [f"  {key}: and {len(names) - NAMED_FILES:,} more files"] if len(names) > NAMED_FILES else []
-    return [f"  {key}: {name}: {before} in the checkpoint, {now} here" for name, before, now in values] + more
-
-
-def _skipped_before(path: Path, start: int) -> list[int]:
-    """Return the steps that an earlier process skipped just before the one that this run starts with."""
-    done = [line for line in read_lines(path) if line["step"] < start]
-    return [line["step"] for line in itertools.takewhile(lambda line: line.get("skipped"), reversed(done))][::-1]
-
-
-def _finite(value: Any) -> float | None:
-    """JSON has no NaN and no infinity; null stands for them."""
-    number = float(value)
-    return number if math.isfinite(number) else None
+    lines = [f"  {key}: {name}: {before} in the checkpoint, {now} here" for name, before, now in changed_files(old, new)]
+    more = [f"  {key}: and {len(lines) - NAMED_FILES:,} more files"] if len(lines) > NAMED_FILES else []
+    return lines[:NAMED_FILES] + more
 
 
 @contextlib.contextmanager

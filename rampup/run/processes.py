@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from rampup.errors import ConfigError, RampupError
+from rampup.run.fingerprint import changed_files
 
 _LAUNCHERS = ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
 _FOLDER = "rampup"
@@ -106,7 +107,8 @@ def check_same(facts: Mapping[str, Any], *, timeout: int = 300) -> None:
     """Refuse to start where the processes are not about to run the same.
 
     Args:
-        facts: key -> value, of the configuration and the data.
+        facts: key -> value, of the configuration and the data; of files, a mapping from name to fingerprint. What a process
+            does not know it leaves out, process 0 nothing.
         timeout: seconds to wait for the others.
 
     Raises:
@@ -193,15 +195,23 @@ def _launched_with_others() -> bool:
 
 
 def _differences(found: list[dict[str, Any]]) -> dict[str, str]:
-    """Return what differs from process 0, by key."""
+    """Return what differs from process 0, by key; a process need not know every fact."""
     problems = {}
-    for key in dict.fromkeys(key for facts in found for key in facts):
-        others = {number: facts.get(key) for number, facts in enumerate(found) if facts.get(key) != found[0].get(key)}
+    for key, first in found[0].items():
+        others = {number: facts[key] for number, facts in enumerate(found) if facts.get(key, first) != first}
         if others:
             number, value = next(iter(others.items()))
             more = f" (and in {len(others) - 1} more)" if len(others) > 1 else ""
-            problems[key] = f"{key}: {found[0].get(key)!r} in process 0, {value!r} in process {number}{more}"
+            problems[key] = f"{key}: {_told(first, value, number)}{more}"
     return problems
+
+
+def _told(first: Any, value: Any, number: int) -> str:
+    if not isinstance(first, Mapping):
+        return f"{first!r} in process 0, {value!r} in process {number}"
+    files = changed_files(first, value)
+    more = f", and {len(files) - 1:,} more files" if len(files) > 1 else ""
+    return f"{files[0][0]}: {files[0][1]} in process 0, {files[0][2]} in process {number}{more}"
 
 
 def _watch(done: threading.Event, timeout: float, witness: subprocess.Popen[bytes]) -> None:

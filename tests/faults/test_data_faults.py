@@ -14,9 +14,10 @@ from rampup.errors import DataError, ResumeMismatchError
 from rampup.recipes import lm
 from rampup.run import fingerprint
 from rampup.run.data import step_batches
+from rampup.run.data_files import open_sources
 from rampup.run.fingerprint import fingerprints
 from rampup.run.loop import Loop
-from rampup.run.sources import files_of, open_sources
+from rampup.run.sources import files_of
 
 TINY = {
     "steps": 6,

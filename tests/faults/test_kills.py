@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 import pytest
 from faults import victim
 
-TIMES = ("step_seconds", "tokens_per_second", "compile_seconds")
+TIMES = ("step_seconds", "tokens_per_second", "tflops_per_device", "compile_seconds")
 DEADLINE = 300
 
 

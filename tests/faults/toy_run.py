@@ -14,7 +14,7 @@ from rampup.run.loop import Loop
 from rampup.run.step import create_state, train_step
 
 STEPS = 12
-TIMES = ("step_seconds", "tokens_per_second", "compile_seconds")
+TIMES = ("step_seconds", "tokens_per_second", "tflops_per_device", "compile_seconds")
 
 
 def loss_fn(params, batch, rngs):

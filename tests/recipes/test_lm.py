@@ -2,13 +2,15 @@
 
 import json
 import signal
+import sys
 
 import jax
 import numpy as np
 import pytest
+import toy
 
 from rampup import Config, build_plan, load_config
-from rampup.errors import ConfigError, DataError, ResumeMismatchError
+from rampup.errors import ConfigError, DataError, MissingDependencyError, ResumeMismatchError
 from rampup.recipes.lm import rows_of_step, train
 
 TINY = {
@@ -37,7 +39,7 @@ def config(folder, **changes):
 def metrics(folder):
     """Return what does not depend on time of every step's metrics."""
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    times = ("step_seconds", "tokens_per_second", "compile_seconds")
+    times = ("step_seconds", "tokens_per_second", "tflops_per_device", "compile_seconds")
     return [{k: v for k, v in json.loads(line).items() if k not in times} for line in lines]
 
 
@@ -228,3 +230,23 @@ def test_the_folder_keeps_the_configuration(tmp_path):
     with pytest.raises(ResumeMismatchError):
         train(config(tmp_path, steps=3, eval_interval=-1, base_mlp_dim=32))
     assert load_config(tmp_path / "run" / "config.yml") == kept
+
+
+def test_tensorboard_shows_every_metric(tmp_path):
+    """The event files have the numbers of metrics.jsonl and eval.jsonl under the same names, and FLOP/s among them."""
+    train(config(tmp_path, enable_tensorboard=True))
+    shown = toy.tensorboard_events(tmp_path / "run" / "tensorboard")
+    for line in metrics(tmp_path):
+        found = {tag: value for step, tag, value in shown if step == line["step"]}
+        for name in ("loss", "global_batch_size", "phase", "consumed_samples", "learning_rate", "microbatch_size"):
+            assert found[name] == pytest.approx(line[name], rel=1e-6)
+        assert found["tflops_per_device"] > 0
+        assert ("eval_loss" in found) == (line["step"] in (5, 11))
+
+
+def test_a_writer_that_is_not_installed_stops_the_run_before_any_work(tmp_path, monkeypatch):
+    """Nothing is made in the run's folder."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'rampup\[wandb\]'"):
+        train(config(tmp_path / "out", wandb_project="ramps"))
+    assert not (tmp_path / "out").exists()

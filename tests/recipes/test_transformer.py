@@ -126,3 +126,13 @@ def test_sizes_must_divide_over_the_mesh(change, axes, key):
     with pytest.raises(ConfigError) as caught:
         dataclasses.replace(SMALL, **change).shardings(make_mesh(axes))
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_are_those_of_the_compiled_gradient(tied):
+    """The formula agrees with the compiler's own count, for one layer, whose loop body is counted once."""
+    model = LanguageModel(num_layers=1, width=64, mlp_dim=256, num_heads=4, num_kv_heads=2, vocab_size=128, tied=tied)
+    rows = {"tokens": jnp.zeros((4, 33), jnp.int32), "length": jnp.full(4, 32)}
+    grad = jax.jit(jax.grad(lambda params: model.loss(params, rows, jax.random.split(jax.random.key(0), 4))[0]))
+    counted = grad.lower(model.init(jax.random.key(0))).compile().cost_analysis()["flops"]
+    assert 4 * model.flops_per_sample(32) == pytest.approx(counted, rel=0.05)

@@ -151,6 +151,26 @@ def test_processes_that_are_not_started_alike_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
+def test_processes_with_other_data_are_refused(tmp_path):
+    """Files of the same names and lengths that hold something else are named, in every process, before anything is written."""
+    for number in range(2):
+        (tmp_path / f"data{number}").mkdir()
+        for name in "ab":
+            text = "".join(f"line {line} of {name}\n" for line in range(3000))
+            (tmp_path / f"data{number}" / f"{name}.txt").write_text(
+                text.replace("line 7", f"LINE {number}") if name == "b" else text
+            )
+    code = "import os, sys; os.chdir(sys.argv.pop(1)); from rampup.cli import main; sys.exit(main(sys.argv[1:]))"
+    where = [["-c", code, str(tmp_path / f"data{number}")] for number in range(2)]
+    processes = start(tmp_path / "out", processes=2, devices=2, python=where, grain_train_files="*.txt")
+    for code, error in finished(processes):
+        assert code == 2
+        assert "data: b.txt: " in error
+        assert "a.txt" not in error
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("given", "key"),
     [
@@ -185,8 +205,15 @@ def test_alone_there_is_nobody_to_join():
 
 def test_differences_are_named_by_key():
     """Values that differ from process 0's are told with the first process that has another one."""
-    facts = [{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1}]
+    facts = [{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 4}]
     assert _differences(facts) == {"b": "b: 2 in process 0, 3 in process 1 (and in 1 more)"}
+
+
+def test_files_that_differ_are_named_and_who_does_not_read_is_not_asked():
+    """Of the data's files the first that differs is told; a process that leaves a fact out agrees."""
+    facts = [{"data": {"a": "x", "b": "y", "c": "z"}}, {}, {"data": {"a": "x", "b": "Y"}}]
+    assert _differences(facts) == {"data": "data: b: y in process 0, Y in process 2, and 1 more files"}
+    assert _differences(facts[:2]) == {}
 
 
 @pytest.mark.parametrize(
