@@ -64,3 +64,14 @@ def test_every_command_and_key_is_documented():
 def test_all_presets_are_named():
     """Every configuration that comes with rampup is in the README."""
     assert all(path.stem in README for path in (ROOT / "configs").glob("*.yml"))
+
+
+def test_what_it_points_to_is_there():
+    """Every relative link leads to a file or folder of the project, and every line of the two tables of claims has one."""
+    links = re.findall(r"\]\(((?!https?:)[^)#]+)\)", README)
+    assert len(links) > 30
+    assert [link for link in links if not (ROOT / link).exists()] == []
+    claims = re.findall(r"^\| .* shown by \|\n\|[-|]+\|\n((?:\|.*\n)+)", README, re.MULTILINE)
+    assert len(claims) >= 2
+    for line in "".join(claims).splitlines():
+        assert re.search(r"\]\((tests|rampup)/", line), line
