@@ -343,11 +343,9 @@ print("largest microbatch that fits:", tuned["largest_microbatch"])
 print("settings of the fastest run:", tuned["settings"])
 
 # %%
-limit = round(float(DEVICE_GIB) * 2**30)
+limit = tuned["usable_bytes"]
 sizes = [(trial["microbatch_size"], trial["bytes"]) for trial in tuned["candidates"] if trial["bytes"] < 4 * limit]
-figure = draw_memory(sizes, limit_bytes=limit)
-figure.axes[0].set_title(f"device: {DEVICE_GIB} GiB (dashed)", loc="left", fontsize=10)
-figure
+draw_memory(sizes, limit_bytes=limit)
 
 # %% [markdown]
 # For reinforcement learning, starting sizes by the size of the model, and the rule of thumb from a device's memory:

@@ -254,7 +254,7 @@ def test_a_failed_run_exits_1_with_the_traceback(tmp_path):
     code = (
         "import sys, rampup.cli as cli\n"
         "def fail(*_): raise RuntimeError('boom')\n"
-        "cli.COMMANDS['plan'] = cli.Command(fail, 'x', cli._plan_options)\n"
+        "cli.COMMANDS['plan'] = cli.Command(fail, 'x', cli.plan.plan_options)\n"
         f"sys.exit(cli.main(['plan', {BASE!r}, '--json']))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Tests of rampup.cli_config, as a person types it: plan --diff, plan --budget, fix, explain and completion."""
+"""Tests of rampup.commands, as a person types it: plan --diff, plan --budget, fix, explain and completion."""
 
 import json
 import subprocess

@@ -15,7 +15,7 @@ FLOORS = [
     {"run", "show"},
     {"recipes"},
     {"bench"},
-    {"completion", "cli_config"},
+    {"completion", "commands"},
     {"cli"},
     {"__main__"},
 ]

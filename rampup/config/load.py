@@ -13,6 +13,7 @@ from rampup.config.yaml_file import Located, parse_mapping, parse_scalar, read_m
 from rampup.errors import ConfigError, RampupError, raise_together
 
 BASE = "base_config"
+ROLLOUT_SECTION = "rl"
 ENVIRONMENT_PREFIX = "RAMPUP_"
 COMMAND_LINE = "command line"
 
@@ -36,6 +37,13 @@ def load_config(
         ConfigError: whatever cannot be used, with file, line and key; several problems at once.
     """
     file = find_config(path)
+    if text is None and any(name.partition(".")[0] == ROLLOUT_SECTION for name in names_in(file)):
+        raise ConfigError(
+            f"this is the configuration of a rollout, since it has {ROLLOUT_SECTION!r}: `rampup plan` shows it; everything "
+            "else takes the keys of configs/base.yml",
+            key=ROLLOUT_SECTION,
+            path=str(file),
+        )
     values, sources = load_values(file, overrides, environ or {}, KEYS, text=text)
     try:
         return Config(**values, sources=sources)

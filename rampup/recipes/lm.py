@@ -22,11 +22,11 @@ from rampup.errors import ConfigError, DataError
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.stages import stage_order
+from rampup.recipes.lm_data import data_options, described_rows, sources
 from rampup.recipes.transformer import LanguageModel
 from rampup.run.checkpoint import newest_record
 from rampup.run.compiler import use_cache
 from rampup.run.data import Batch, SampleOrder, step_batches
-from rampup.run.data_files import open_sources
 from rampup.run.fingerprint import fingerprints
 from rampup.run.loading import Loading, shared_sources
 from rampup.run.loop import CHECKPOINT_FOLDER, Loop, Progress, Summary
@@ -138,7 +138,7 @@ def _train(config: Config, progress: Progress) -> Summary:
         async_checkpoints=config.async_checkpointing,
         on_checkpoint_error=config.on_checkpoint_error,
         skip_nonfinite=config.skip_nonfinite,
-        rows_of=lambda step: _described(train_rows, samples, plan, step),
+        rows_of=lambda step: described_rows(train_rows, samples, plan, step),
         to_checkpoint=_reordering(state, np.argsort(order)),
         from_checkpoint=_reordering(state, order),
         progress=_keeping(replace(config, num_devices=plan.num_devices), folder, progress),
@@ -291,30 +291,6 @@ def _refuse_what_is_only_planned(config: Config) -> None:
         )
 
 
-def rows_of_step(config: Config, plan: RampPlan, step: int) -> list[dict[str, Any]]:
-    """Return the samples that a step reads: number of the sample, row and where it comes from.
-
-    Raises:
-        RampupError: no such step, or no such data.
-    """
-    if not 0 <= step < plan.total_steps:
-        raise ConfigError(
-            f"step={step} must be from 0 to {plan.total_steps - 1}", key="step", nearest=(0, plan.total_steps - 1)
-        )
-    rows, _ = sources(config)
-    options = data_options(config)
-    order = SampleOrder(len(rows), seed=options["seed"], num_epochs=options["num_epochs"])
-    order.check(plan.ramp.samples_before(step + 1))
-    numbers = order.rows(plan.rows(step)).tolist()
-    samples = zip(plan.rows(step), numbers, strict=True)
-    return [{"sample": sample, "row": row, "source": rows.describe(row)} for sample, row in samples]
-
-
-def _described(rows: RowSource, order: SampleOrder, plan: RampPlan, step: int) -> list[str]:
-    """Return where each row of a step comes from."""
-    return [rows.describe(row) for row in order.rows(plan.rows(step)).tolist()]
-
-
 def language_model(config: Config) -> LanguageModel:
     """Return the model that the configuration describes."""
     return LanguageModel(
@@ -355,29 +331,6 @@ def optimizer(config: Config, rate: Callable[[Any], Any]) -> Any:
         weight_decay=config.adam_weight_decay,
         clip_norm=config.gradient_clipping_threshold,
     )
-
-
-def sources(config: Config) -> tuple[RowSource, RowSource]:
-    """Return the rows to train on and those to evaluate on."""
-    return open_sources(
-        config.dataset_type,
-        train_files=config.grain_train_files,
-        eval_files=config.grain_eval_files,
-        holdout_fraction=config.eval_holdout_fraction,
-        sequence_length=config.max_target_length,
-        vocab_size=config.vocab_size,
-        token_dtype=config.token_dtype,
-    )
-
-
-def data_options(config: Config) -> dict[str, Any]:
-    """Return how rows become batches, as `step_batches` takes it."""
-    return {
-        "seed": config.data_shuffle_seed if config.enable_data_shuffling else None,
-        "num_epochs": None if config.num_epoch == -1 else config.num_epoch,
-        "num_threads": config.grain_num_threads,
-        "read_ahead": config.grain_prefetch_buffer_size,
-    }
 
 
 def _evaluation(

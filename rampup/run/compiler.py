@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +15,7 @@ from typing import Any
 import jax
 
 Lower = Callable[[], Any]
+NICENESS = 10
 
 
 class Compiler:
@@ -48,7 +52,7 @@ class Compiler:
         if self.is_known(key):
             return
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="rampup-compile")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="rampup-compile", initializer=_give_way)
         contexts = _contexts()
 
         def work() -> Any:
@@ -84,6 +88,12 @@ def use_cache(folder: str | None) -> None:
         jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _give_way() -> None:
+    """Let training and its data go first where this thread wants the same cores."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def _contexts() -> Callable[[], contextlib.AbstractContextManager[None]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -63,10 +65,10 @@ class TokenRows:
         self._arrays, self._names, self._starts = arrays, names, starts
         self._length, self._vocab_size = sequence_length, vocab_size
         counts = [max(-(-(len(array) - 1) // sequence_length), 0) for array in arrays]
-        self._ends = np.cumsum(counts)
+        self._ends = list(itertools.accumulate(counts))
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._ends[-1] if self._ends else 0
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -95,8 +97,8 @@ class TokenRows:
         return f"{name} from byte {start - offset:,} (row {row:,})"
 
     def _place(self, row: int) -> tuple[int, int]:
-        array = int(np.searchsorted(self._ends, row, side="right"))
-        before = int(self._ends[array - 1]) if array else 0
+        array = bisect.bisect_right(self._ends, row)
+        before = self._ends[array - 1] if array else 0
         return array, (row - before) * self._length
 
 
@@ -287,16 +289,16 @@ def as_source(source: Any) -> RowSource:
 def _stack_tokens(
     source: RowSource, rows: np.ndarray, row_tokens: Callable[[int], np.ndarray], sequence_length: int, vocab_size: int
 ) -> Rows:
-    tokens = np.zeros((len(rows), sequence_length + 1), _smallest_dtype(vocab_size))
-    length = np.zeros(len(rows), np.int32)
-    for out, row in enumerate(rows.tolist()):
-        part = row_tokens(row)
-        if part.max() >= vocab_size or part.min() < 0:
-            bad = part[(part >= vocab_size) | (part < 0)][0]
-            raise DataError(f"{source.describe(row)}: token {bad} must be at least 0 and below vocab_size={vocab_size}")
-        tokens[out, : len(part)] = part
-        length[out] = len(part) - 1
-    return {"tokens": tokens, "length": length}
+    parts = [row_tokens(row) for row in rows.tolist()]
+    sizes = np.fromiter(map(len, parts), np.int32, len(parts))
+    flat = np.concatenate(parts, dtype=np.int64, casting="unsafe") if parts else np.zeros(0, np.int64)
+    bad = np.flatnonzero((flat >= vocab_size) | (flat < 0))
+    if len(bad):
+        row = int(rows[np.searchsorted(np.cumsum(sizes), bad[0], side="right")])
+        raise DataError(f"{source.describe(row)}: token {flat[bad[0]]} must be at least 0 and below vocab_size={vocab_size}")
+    tokens = np.zeros((len(parts), sequence_length + 1), _smallest_dtype(vocab_size))
+    tokens[np.arange(sequence_length + 1) < sizes[:, None]] = flat
+    return {"tokens": tokens, "length": sizes - 1}
 
 
 def _smallest_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]] | type[np.int32]:

@@ -17,17 +17,15 @@ from rampup.errors import ConfigError, PipelineShapeError
 from rampup.plan.buffer import BufferLayout
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
-from rampup.run.accumulate import LossFn, Sums, accumulate, accumulator, multi_steps, per_replica, row_keys
+from rampup.run.accumulate import LossFn, multi_steps
 from rampup.run.agreement import Agreement
 from rampup.run.compiler import Compiler
 from rampup.run.data import Batch, layout_of
 from rampup.run.memory import near_devices, on_devices_first
-from rampup.run.mesh import DATA, STAGE, batch_sharding, replicated, shardings_like
-from rampup.run.nonfinite import all_finite, chosen, zero_unless
-from rampup.run.pipeline import pipeline_sums
+from rampup.run.mesh import STAGE, batch_sharding, replicated, shardings_like
 from rampup.run.pipeline_stage import PipelinedLoss
+from rampup.run.step_programs import Metrics, aux_of, eval_sums, fused_step, micro_step
 
-Metrics = dict[str, Any]
 ENGINES = ("fused", "multi_steps")
 PHASES_AHEAD = 2
 
@@ -168,14 +166,14 @@ class TrainStep:
         if self._fused:
             split = batch.position.split
             chunks = self._filled_up(batch)
-            program = self._program(_fused_step, batch.layout, state, chunks, _counts(split))
+            program = self._program(fused_step, batch.layout, state, chunks, _counts(split))
             self._compile_ahead(batch, state)
             return program(state, chunks, _counts(split))
         sums = None
         for number, chunk in enumerate(batch.chunks):
             place = np.int32(number * batch.layout.rows)
             sums = self._no_sums(state, chunk) if sums is None else sums
-            state, sums = self._program(_micro_step, batch.layout, state, sums, chunk, place)(state, sums, chunk, place)
+            state, sums = self._program(micro_step, batch.layout, state, sums, chunk, place)(state, sums, chunk, place)
         assert sums is not None
         return state, sums
 
@@ -198,7 +196,7 @@ class TrainStep:
             return jax.ShapeDtypeStruct(shape, np.result_type(x), sharding=sharding)
 
         chunks = (jax.tree.map(chunk, row),) * layout.num_chunks
-        return self._lower(_fused_step, state, chunks, _counts(split))
+        return self._lower(fused_step, state, chunks, _counts(split))
 
     def _program(self, function: Callable[..., Any], layout: BufferLayout, state: Any, *args: Any) -> Callable[..., Any]:
         program: Callable[..., Any] = self._compiler.get(layout, lambda: self._lower(function, state, *args))
@@ -226,7 +224,7 @@ class TrainStep:
     def _no_sums(self, state: Any, chunk: Any) -> Metrics:
         """Return the metrics of no microbatch at all."""
         if self._nothing is None:
-            aux = jax.eval_shape(functools.partial(_aux_of, self._loss_fn), state, chunk)
+            aux = jax.eval_shape(functools.partial(aux_of, self._loss_fn), state, chunk)
             zeros = {
                 "loss": jnp.float32(0),
                 "weight": jnp.float32(0),
@@ -303,154 +301,10 @@ class EvalStep:
         """Return (sum of losses, sum of weights) of a batch, on the devices."""
         key = batch.layout, len(batch.chunks)
         if key not in self._compiled:
-            bound = functools.partial(_eval_sums, self._loss_fn, self._mesh)
+            bound = functools.partial(eval_sums, self._loss_fn, self._mesh)
             run = on_devices_first(bound, jax.tree.map(lambda leaf: leaf.sharding, state))
             self._compiled[key] = jax.jit(run, out_shardings=replicated(self._mesh)).lower(state, batch.chunks).compile()
         return self._compiled[key](state, batch.chunks)
-
-
-def _fused_step(
-    loss_fn: LossFn | PipelinedLoss,
-    tx: optax.GradientTransformation,
-    mesh: Mesh,
-    param_shardings: Any,
-    seed: jax.Array,
-    skips: bool,
-    state: Any,
-    chunks: tuple[Any, ...],
-    counts: tuple[jax.Array, jax.Array],
-) -> tuple[Any, Metrics]:
-    sums = _sum_over(loss_fn, mesh, param_shardings, seed, state, _joined(chunks), counts, jnp.int32(0))
-    grads = _mean_gradient(sums, state.params)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    metrics = {
-        "loss": sums.loss * _inverse(sums.weight),
-        "weight": sums.weight,
-        "grad_norm": _norm(grads),
-        "aux": sums.aux,
-    }
-    if skips:
-        good = all_finite(sums._replace(aux=None))
-        metrics["skipped"] = ~good
-        params, opt_state = chosen(good, (params, opt_state), (state.params, state.opt_state))
-        sums = sums._replace(mutable=chosen(good, sums.mutable, _carried(state)))
-    return _replaced(state, sums, params=params, opt_state=opt_state, step=state.step + 1), metrics
-
-
-def _micro_step(
-    loss_fn: LossFn,
-    tx: optax.MultiSteps,
-    mesh: Mesh,
-    param_shardings: Any,
-    seed: jax.Array,
-    skips: bool,
-    state: Any,
-    so_far: Metrics,
-    chunk: Any,
-    first_row: jax.Array,
-) -> tuple[Any, Metrics]:
-    sums = _sum_over(loss_fn, mesh, param_shardings, seed, state, chunk, (jnp.int32(1), jnp.int32(1)), first_row)
-    grads = _mean_gradient(sums, state.params)
-    if skips:
-        good = all_finite(sums._replace(aux=None))
-        grads = zero_unless(good, grads)
-        sums = sums._replace(mutable=chosen(good, sums.mutable, _carried(state)))
-    updates, opt_state = tx.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    weight = so_far["weight"] + sums.weight
-    metrics = {
-        "loss": (so_far["loss"] * so_far["weight"] + sums.loss) * _inverse(weight),
-        "weight": weight,
-        "aux": jax.tree.map(jnp.add, so_far["aux"], sums.aux),
-    }
-    if skips:
-        metrics["skipped"] = so_far["skipped"] | ~good
-        kept = ~metrics["skipped"] | ~tx.has_updated(opt_state)
-        params = chosen(kept, params, state.params)
-        inner = chosen(kept, opt_state.inner_opt_state, state.opt_state.inner_opt_state)
-        opt_state = opt_state._replace(inner_opt_state=inner)
-    return _replaced(state, sums, params=params, opt_state=opt_state, step=opt_state.gradient_step), metrics
-
-
-def _eval_sums(loss_fn: LossFn | PipelinedLoss, mesh: Mesh, state: Any, chunks: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-    batch_KR = _joined(chunks)
-    keys_KR = row_keys(jax.random.key(0), jnp.int32(0), _row_numbers(batch_KR, 0))
-    if isinstance(loss_fn, PipelinedLoss):
-        shardings = jax.tree.map(lambda _: replicated(mesh), state.params)
-        options: dict[str, Any] = {"mesh": mesh, "param_shardings": shardings, "with_grads": False}
-        sums = pipeline_sums(loss_fn, state.params, batch_KR, keys_KR.shape[0], keys_KR, **options)
-        return sums.loss, sums.weight
-
-    def of_one_replica(batch_KR: Any, keys_KR: jax.Array, params: Any, carried: Any) -> tuple[jax.Array, jax.Array]:
-        def add(i: jax.Array, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            batch_R = jax.tree.map(lambda x: x[i], batch_KR)
-            loss, weight, *_ = loss_fn(params, batch_R, keys_KR[i], *(() if carried is None else (carried,)))
-            return so_far[0] + loss, so_far[1] + weight
-
-        zero = jnp.zeros((), jnp.float32)
-        sums = jax.lax.fori_loop(0, keys_KR.shape[0], add, (zero, zero))
-        return jax.lax.psum(sums, DATA) if mesh.shape[DATA] > 1 else sums
-
-    run = per_replica(of_one_replica, mesh, rows=(0, 1)) if mesh.shape[DATA] > 1 else of_one_replica
-    return run(batch_KR, keys_KR, state.params, _carried(state))
-
-
-def _aux_of(loss_fn: LossFn, state: Any, chunk: Any) -> Any:
-    """What the loss function returns besides loss and weight, in the type that sums have."""
-    batch_R = jax.tree.map(lambda x: x[0], chunk)
-    keys_R = row_keys(jax.random.key(0), jnp.int32(0), _row_numbers(chunk, 0))[0]
-    carried = _carried(state)
-    return jax.tree.map(accumulator, loss_fn(state.params, batch_R, keys_R, *(() if carried is None else (carried,)))[2])
-
-
-def _sum_over(
-    loss_fn: LossFn | PipelinedLoss,
-    mesh: Mesh,
-    param_shardings: Any,
-    seed: jax.Array,
-    state: Any,
-    batch_KR: Any,
-    counts: tuple[jax.Array, jax.Array],
-    first_row: jax.Array,
-) -> Sums:
-    keys_KR = row_keys(seed, state.step, _row_numbers(batch_KR, first_row))
-    m, passes = counts
-    options: dict[str, Any] = {"mesh": mesh, "param_shardings": param_shardings}
-    if isinstance(loss_fn, PipelinedLoss):
-        return pipeline_sums(loss_fn, state.params, batch_KR, m, keys_KR, num_passes=passes, **options)
-    return accumulate(loss_fn, state.params, batch_KR, m * passes, keys_KR, mutable=_carried(state), **options)
-
-
-def _joined(chunks: tuple[Any, ...]) -> Any:
-    return chunks[0] if len(chunks) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
-
-
-def _row_numbers(batch_KR: Any, first_row: Any) -> jax.Array:
-    K, R = jax.tree.leaves(batch_KR)[0].shape[:2]
-    return first_row + jnp.arange(K * R, dtype=jnp.int32).reshape(K, R)
-
-
-def _mean_gradient(sums: Sums, params: Any) -> Any:
-    inverse = _inverse(sums.weight)
-    return jax.tree.map(lambda g, p: (g * inverse).astype(p.dtype), sums.grads, params)
-
-
-def _norm(tree: Any) -> jax.Array:
-    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
-
-
-def _inverse(weight: jax.Array) -> jax.Array:
-    """1 / weight; 0 for a batch in which nothing counts, so that it changes nothing."""
-    return jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
-
-
-def _carried(state: Any) -> Any:
-    return getattr(state, "mutable", None)
-
-
-def _replaced(state: Any, sums: Sums, **changes: Any) -> Any:
-    return state.replace(**changes) if sums.mutable is None else state.replace(**changes, mutable=sums.mutable)
 
 
 def _zeros_like(x: jax.Array) -> jax.Array:

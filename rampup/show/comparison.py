@@ -8,7 +8,6 @@ from itertools import zip_longest
 
 from rich import box
 from rich.console import Console
-from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
@@ -39,7 +38,7 @@ def print_comparison(
         changed: the keys that differ, each with its value in `a` and in `b`.
         console: where to print.
     """
-    console.print(f"a: {names[0]}\nb: {names[1]}\n{MARK} differs\n", highlight=False, markup=False)
+    console.print(f"a: {names[0]}\nb: {names[1]}\n{MARK} differs\n", highlight=False)
     keys = _table(console, ["key", "a", "b"], left=1)
     for name, values in changed.items():
         keys.add_row(name, _cell(values["a"]), _cell(values["b"]))
@@ -139,7 +138,7 @@ def _phase_cell(row: Mapping[str, object] | None, name: str) -> str:
 def _cell(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return '""' if value == "" else escape(shown(value))
+    return '""' if value == "" else shown(value)
 
 
 def _table(console: Console, titles: Sequence[str], *, left: int = 0) -> Table:

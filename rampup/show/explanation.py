@@ -35,7 +35,7 @@ def print_explanation(explained: Explanation, console: Console) -> None:
 def print_fix(fix: Fix, console: Console) -> None:
     """Print a fix: each change as a remark, then the file's change as a patch, ready for `patch -p0`."""
     if not fix.changes:
-        console.print(f"{fix.file} is legal: nothing to fix", markup=False)
+        console.print(f"{fix.file} is legal: nothing to fix")
         return
     for change in fix.changes:
         said = (
@@ -43,5 +43,5 @@ def print_fix(fix: Fix, console: Console) -> None:
         )
         if change.renamed:
             said = f"{change.renamed} is spelt {change.key}"
-        console.print(f"# {said} ({change.where})", markup=False)
+        console.print(f"# {said} ({change.where})")
     sys.stdout.write(fix.patch)

@@ -147,3 +147,11 @@ def test_any_setting_is_read_or_refused(settings):
     except ConfigError:
         return
     assert all(config.where(name) == "command line" for name in settings)
+
+
+@pytest.mark.parametrize("text", ["rl: {num_generations: 4}\n", "rl.num_generations: 4\n"])
+def test_a_rollouts_file_is_called_by_its_name(tmp_path, text):
+    """It is not a list of unknown keys: what the file is, and what takes it, is said."""
+    (tmp_path / "rl.yml").write_text(text)
+    with pytest.raises(ConfigError, match=r"configuration of a rollout.*`rampup plan` shows it"):
+        load_config(tmp_path / "rl.yml")

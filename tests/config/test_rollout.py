@@ -247,8 +247,8 @@ def test_notes_name_what_is_dropped():
 
 
 def test_a_ramps_file_is_refused_as_a_rollout_and_the_other_way_round():
-    """Loading a file as the wrong kind names its first foreign key."""
+    """A ramp's file names its first foreign key, a rollout's says what it is."""
     with pytest.raises(ConfigError, match="unknown key"):
         load_rollout_config(ROOT / "configs" / "base.yml")
-    with pytest.raises(ConfigError, match="unknown key"):
+    with pytest.raises(ConfigError, match="configuration of a rollout"):
         load_config(RL)

@@ -11,7 +11,8 @@ import toy
 
 from rampup import Config, build_plan, load_config
 from rampup.errors import ConfigError, DataError, MissingDependencyError, ResumeMismatchError
-from rampup.recipes.lm import rows_of_step, train
+from rampup.recipes.lm import train
+from rampup.recipes.lm_data import rows_of_step
 
 TINY = {
     "enable_rampup_batch_size": True,

@@ -13,8 +13,9 @@ from rampup.errors import BatchDivisibilityError, ConfigError
 from rampup.recipes import tune as tuning
 from rampup.recipes.levers import find_levers
 from rampup.recipes.lm import initial_state, state_shapes, training_step
-from rampup.recipes.tune import GIB, MARGIN, find_largest, memory_limit, tune, usable_of
+from rampup.recipes.tune import find_largest, memory_limit, tune
 from rampup.recipes.tune_programs import Programs, Size, take_turns
+from rampup.recipes.tune_result import GIB, MARGIN, usable_of
 from rampup.run.mesh import make_mesh
 
 TINY = {

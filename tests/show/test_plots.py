@@ -161,6 +161,9 @@ def test_memory_by_microbatch_size():
     assert [bar.get_height() for bar in axes.patches] == [5, 10, 20]
     assert [bool(bar.get_hatch()) for bar in axes.patches] == [False, False, True]
     assert axes.get_title(loc="left").endswith("the largest that fits: 2")
+    small = draw_memory([(1, GIB // 256)], limit_bytes=GIB // 128).axes[0]
+    assert small.get_ylabel() == "memory, MiB"
+    assert small.get_title(loc="left").startswith("usable: 8 MiB")
     assert draw_memory([(1, 5 * GIB)], limit_bytes=GIB).axes[0].get_title(loc="left").endswith("none of these fits")
 
 

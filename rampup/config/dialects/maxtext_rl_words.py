@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from rampup.config.dialects.maxtext_rl_facts import ROLLOUT, TRAIN, RlFile
+from rampup.config.dialects.rules import counted
 from rampup.config.dialects.settings import Settings
 from rampup.config.dialects.verdict import Advice, Effect, Meaning
 
@@ -15,34 +16,41 @@ def meanings(file: RlFile, settings: Settings) -> tuple[Meaning, ...]:
     """Return the table of what the file says and what it means; prompts or samples with every size."""
     micro, calls = file.train_micro, file.batch // file.rollout_micro
     total = file.full_batches * settings["rl.num_iterations"]
+    generations = file.generations
     return (
         Meaning(
             says=settings.said("batch_size"),
-            means=f"{file.batch:,} prompts = {file.batch * file.generations:,} samples per training step and optimizer step",
+            means=f"{_prompts(file.batch, generations)} per training step and optimizer step",
         ),
-        Meaning(says=settings.said("rl.num_generations"), means=f"{file.generations:,} samples (responses) per prompt"),
+        Meaning(says=settings.said("rl.num_generations"), means=f"{counted(generations, 'sample')} (responses) per prompt"),
         Meaning(
             says=settings.said(TRAIN),
-            means=f"{micro:,} prompts = {micro * file.generations:,} samples per backward pass; {file.batch // micro:,} passes "
+            means=f"{_prompts(micro, generations)} per backward pass; {counted(file.batch // micro, 'pass')} "
             "per optimizer step",
         ),
         Meaning(
             says=settings.said(ROLLOUT),
-            means=f"{file.rollout_micro:,} prompts = {file.rollout_micro * file.generations:,} samples per generate call; "
-            f"{calls:,} calls per step",
+            means=f"{_prompts(file.rollout_micro, generations)} per generate call; {counted(calls, 'call')} per step",
         ),
         Meaning(
             says=settings.said("rl.num_iterations"),
-            means=f"{settings['rl.num_iterations']:,} optimizer steps on the samples of one batch",
+            means=f"{counted(settings['rl.num_iterations'], 'optimizer step')} on the samples of one batch",
         ),
         Meaning(
             says=settings.said("num_batches"),
-            means=f"{file.full_batches:,} training steps over {file.prompts:,} prompts ({settings['num_epoch']:,} epochs, "
-            f"train_fraction {settings['train_fraction']:g})",
+            means=f"{counted(file.full_batches, 'training step')} over {counted(file.prompts, 'prompt')} "
+            f"({counted(settings['num_epoch'], 'epoch')}, train_fraction {settings['train_fraction']:g})",
         ),
-        Meaning(says=settings.said("eval_batch_size"), means=f"{file.eval_prompts:,} prompts per evaluation"),
-        Meaning(says="", means=f"{total:,} optimizer steps and {file.full_batches:,} weight syncs in the whole run"),
+        Meaning(says=settings.said("eval_batch_size"), means=f"{counted(file.eval_prompts, 'prompt')} per evaluation"),
+        Meaning(
+            says="",
+            means=f"{counted(total, 'optimizer step')} and {counted(file.full_batches, 'weight sync')} in the whole run",
+        ),
     )
+
+
+def _prompts(number: int, generations: int) -> str:
+    return f"{counted(number, 'prompt')} = {counted(number * generations, 'sample')}"
 
 
 def flow(file: RlFile) -> tuple[str, ...]:
@@ -50,12 +58,14 @@ def flow(file: RlFile) -> tuple[str, ...]:
     samples, updates = file.batch * file.generations, file["rl.num_iterations"]
     gathered = math.lcm(file.rollout_micro, file.train_micro)
     return (
-        f"load {file.batch:,} prompts",
-        f"generate in {file.batch // file.rollout_micro:,} calls of {file.rollout_micro:,} prompts: {samples:,} samples in all",
-        f"score and compute log-probabilities as soon as {gathered:,} prompts are generated, {file.train_micro:,} at a time",
-        f"advantages within each prompt's {file.generations:,} samples",
-        f"{updates:,} times: {file.batch // file.train_micro:,} backward passes of {file.train_micro * file.generations:,} "
-        "samples, then one optimizer step",
+        f"load {counted(file.batch, 'prompt')}",
+        f"generate in {counted(file.batch // file.rollout_micro, 'call')} of {counted(file.rollout_micro, 'prompt')}: "
+        f"{counted(samples, 'sample')} in all",
+        f"score and compute log-probabilities as soon as {counted(gathered, 'prompt')} are generated, "
+        f"{file.train_micro:,} at a time",
+        f"advantages within each prompt's {counted(file.generations, 'sample')}",
+        f"{counted(updates, 'time')}: {counted(file.batch // file.train_micro, 'backward pass')} of "
+        f"{counted(file.train_micro * file.generations, 'sample')}, then one optimizer step",
         "send the weights to the generator",
     )
 
@@ -76,8 +86,8 @@ def effects(file: RlFile) -> tuple[Effect, ...]:
         Effect(
             key="rl.num_iterations",
             speed="more optimizer steps for the same samples",
-            policy_lag=f"{updates:,} updates per rollout: "
-            + ("on-policy" if updates == 1 else f"the last one trains on samples {updates - 1:,} updates old"),
+            policy_lag=f"{counted(updates, 'update')} per rollout: "
+            + ("on-policy" if updates == 1 else f"the last one trains on samples {counted(updates - 1, 'update')} old"),
         ),
     )
 
@@ -90,7 +100,8 @@ def advice(file: RlFile) -> tuple[Advice, ...]:
             rule="micro batch sizes count pairs of a prompt and a response",
             source=_GUIDE,
             holds=None,
-            because=f"they count prompts: {TRAIN} = {file.train_micro:,} prompts are {samples:,} sequences in a backward pass",
+            because=f"they count prompts: {TRAIN} = {counted(file.train_micro, 'prompt')} are "
+            f"{counted(samples, 'sequence')} in a backward pass",
         ),
         Advice(
             rule="the batch should be a multiple of the train micro batch",

@@ -176,17 +176,21 @@ def advice(job: SkyRLJob) -> tuple[Advice, ...]:
             because=f"{counted(updates * job.epochs, 'update')} per rollout",
         ),
     ]
-    if job.has_critic:
-        critic = job.role("critic")
-        rules.append(
-            Advice(
-                rule="critic_mini_batch_size is smaller than policy_mini_batch_size, so that the critic is updated more often",
-                source=DOCUMENTATION,
-                holds=critic.mini < mini,
-                because=f"{critic.mini:,} against {mini:,} prompts",
-            )
+    return (*rules, *_critic_advice(job))
+
+
+def _critic_advice(job: SkyRLJob) -> list[Advice]:
+    if not job.has_critic:
+        return []
+    critic, policy = job.role("critic"), job.role("policy")
+    return [
+        Advice(
+            rule="critic_mini_batch_size is smaller than policy_mini_batch_size, so that the critic is updated more often",
+            source=DOCUMENTATION,
+            holds=critic.mini < policy.mini,
+            because=f"{critic.mini:,} against {policy.mini:,} prompts",
         )
-    return tuple(rules)
+    ]
 
 
 def notes(job: SkyRLJob) -> tuple[str, ...]:

@@ -165,7 +165,6 @@ def effects(job: VerlJob) -> tuple[Effect, ...]:
 def advice(job: VerlJob) -> tuple[Advice, ...]:
     """Return the guides' rules, each with what is true of this file."""
     actor, updates = job.role("actor"), job.mini_batches("actor") * job.role("actor").epochs
-    longest = job["data.max_prompt_length"] + job["data.max_response_length"]
     rules = [
         Advice(
             rule="micro batch sizes per gpu count samples of a data-parallel replica, not of a device",
@@ -192,34 +191,38 @@ def advice(job: VerlJob) -> tuple[Advice, ...]:
             because="it is on" if job.dynamic else "it is off",
         ),
     ]
+    return (*rules, *_pass_advice(job))
+
+
+def _pass_advice(job: VerlJob) -> list[Advice]:
+    """What is advised for the sizes of a pass: by tokens, or by samples."""
     if job.dynamic:
-        rules.append(
+        longest = job["data.max_prompt_length"] + job["data.max_response_length"]
+        return [
             Advice(
                 rule="the token budget is at least twice the longest sequence",
                 source=TUNING,
                 holds=job[BUDGET] >= 2 * longest,
                 because=f"{job[BUDGET]:,} against 2 * {longest:,}",
-            )
-        )
-        rules.append(
+            ),
             Advice(
                 rule="a micro batch never exceeds the token budget",
                 source=EXPLAINED,
                 holds=None,
                 because="until August 2026 the budget gave only the number of parts, which are balanced by work and may "
                 "exceed it",
-            )
-        )
-    elif job.micro and job[LOG_PROB]:
-        rules.append(
+            ),
+        ]
+    if job.micro and job[LOG_PROB]:
+        return [
             Advice(
                 rule="forward-only micro batches are larger than those of training, twice as large for a start",
                 source=TUNING,
                 holds=job[LOG_PROB] >= 2 * job.micro,
                 because=f"{job[LOG_PROB]:,} against {job.micro:,}",
             )
-        )
-    return tuple(rules)
+        ]
+    return []
 
 
 def notes(job: VerlJob) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from rampup.errors import ConfigError
 from rampup.show.curves import RunMetrics, mean_of_neighbours
 from rampup.show.plots.figure import DEFAULT_WIDTH, LINES, NARROW, finish, line_style, new_figure, prepare
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 MAX_RUNS = 12
 
 
@@ -64,7 +64,7 @@ def draw_memory(
     Args:
         rows: pairs (microbatch size, bytes).
         path, width: see `draw_batch`.
-        limit_bytes: the device's memory, drawn as a line; what is above it is hatched. None = unknown.
+        limit_bytes: what may be used of a device, drawn as a line; what is above it is hatched. None = unknown.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
@@ -78,24 +78,27 @@ def draw_memory(
             raise ConfigError(f"microbatch_size={size} with {number} bytes cannot be drawn", key="microbatch_size")
     figure = new_figure(width, 3.6)
     axes = figure.subplots()
-    prepare(axes, x="samples per microbatch", y="memory, GiB")
+    most = max([number for _, number in pairs] + [limit_bytes or 0])
+    unit, name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+    prepare(axes, x="samples per microbatch", y=f"memory, {name}")
     places = range(len(pairs))
-    most = max([number for _, number in pairs] + [limit_bytes or 0]) / GIB
     for place, (_, number) in zip(places, pairs, strict=True):
         over = limit_bytes is not None and number > limit_bytes
         axes.bar(
-            place, number / GIB, width=0.7, color="#f2c9b4" if over else "#a9c4e4", edgecolor="black", linewidth=0.6,
+            place, number / unit, width=0.7, color="#f2c9b4" if over else "#a9c4e4", edgecolor="black", linewidth=0.6,
             hatch="///" if over else "",
         )  # fmt: skip
         axes.annotate(
-            f"{number / GIB:.3g}", (place, number / GIB), xytext=(0, -3), textcoords="offset points", ha="center", va="top",
+            f"{number / unit:.3g}", (place, number / unit), xytext=(0, -3), textcoords="offset points", ha="center", va="top",
             fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
         )  # fmt: skip
     axes.set_xticks(places, [f"{size:,}" for size, _ in pairs])
-    axes.set_ylim(0, most * 1.15 if most else 1)
+    axes.set_ylim(0, most / unit * 1.15 if most else 1)
     if limit_bytes is not None:
-        axes.axhline(limit_bytes / GIB, color="black", linestyle="--", linewidth=1.2)
+        axes.axhline(limit_bytes / unit, color="black", linestyle="--", linewidth=1.2)
         fitting = [size for size, number in pairs if number <= limit_bytes]
         found = f"the largest that fits: {max(fitting):,}" if fitting else "none of these fits"
-        axes.set_title(f"device: {math.floor(100 * limit_bytes / GIB) / 100:g} GiB (dashed); {found}", loc="left", fontsize=10)
+        axes.set_title(
+            f"usable: {math.floor(100 * limit_bytes / unit) / 100:g} {name} (dashed); {found}", loc="left", fontsize=10
+        )
     return finish(figure, path)
