@@ -24,7 +24,7 @@ from rampup.run.metrics import IN_FLIGHT
 
 PHASES = 8
 # Rows of the ramp, in microbatches, and steps after it: on a CPU, on an accelerator, and for a first look.
-CPU_SIZES, DEVICE_SIZES, QUICK_SIZES = (56, 6), (5600, 100), (14, 3)
+CPU_SIZES, DEVICE_SIZES, QUICK_SIZES = (224, 12), (5600, 100), (14, 3)
 RAMP_ROUNDS = 3
 
 
