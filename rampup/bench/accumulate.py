@@ -51,9 +51,9 @@ def run(*, quick: bool = False) -> BenchResult:
         rows=rows,
         notes=[
             *map(str, measured),
-            f"one {devices[0].device_kind or devices[0].platform} device, medians of at least {ROUNDS} steps, {rounds_of(1)} at "
-            "k=1, all systems in turn; "
-            "over_fastest and over_plain are a system's time over the fastest's and over the hand-written step's at this k",
+            f"one {devices[0].device_kind or devices[0].platform} device, medians of {ROUNDS} steps, {rounds_of(1)} at "
+            "k=1, all systems in turn; over_fastest and over_plain are a system's time over the fastest's and over the "
+            "hand-written step's at this k",
             "k microbatches of the same size: the batch grows with k. All run AdamW behind clipping by the global norm; "
             "only ours also returns the gradient norm",
             "cpu_ms is the processor time of this process in a step, and cpu_over_least its ratio to the least: on a CPU that "

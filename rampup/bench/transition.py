@@ -21,7 +21,8 @@ from rampup.plan.split import BatchSplitter
 from rampup.run.mesh import make_mesh
 
 PHASES = 3
-CPU_STEPS, DEVICE_STEPS, QUICK_STEPS = 40, 200, 6
+# Steps of the first phase, long enough for the background to compile the others, and of each later one.
+CPU_STEPS, DEVICE_STEPS, QUICK_STEPS = (160, 40), (1000, 200), (6, 6)
 TRANSITION_ROUNDS = 3
 
 
@@ -81,7 +82,7 @@ def run(*, quick: bool = False) -> BenchResult:
     device = jax.devices()[0]
     problem, rounds = main_problem(device, quick=quick), 1 if quick else TRANSITION_ROUNDS
     steps = QUICK_STEPS if quick else CPU_STEPS if device.platform == "cpu" else DEVICE_STEPS
-    plan = transition_plan(problem, steps)
+    plan = transition_plan(problem, *steps)
     found: dict[str, list[Steps]] = {name: [] for name in CONTENDERS}
     with no_compilation_cache():
         for number in range(rounds):
@@ -94,34 +95,37 @@ def run(*, quick: bool = False) -> BenchResult:
         rows=rows(found, plan),
         notes=[
             str(problem),
-            f"{PHASES} phases of {steps} steps, batches of {', '.join(map(str, plan.ramp.sizes))}; one "
+            f"{PHASES} phases of {steps[0]}, {steps[1]} and {steps[1]} steps, batches of {', '.join(map(str, plan.ramp.sizes))}; one "
             f"{device.device_kind or device.platform} device; {rounds} runs each, in turn, every step waited for, caches cold",
             "a change is the first step of a phase, or the first in another microbatch size; slowest_change is the slowest of "
             "a run's, each over the median of the steps of its phase cut alike, the median over the runs; least is the least "
             "of the runs, which noise does not raise; control is slowest_change of steps at which nothing changes; slowest_ms "
             "is the slowest step at a change itself",
             "late_steps ran in the shape of the phase before, because the new one was still being compiled",
-            "while a shape is compiled in the background, training and compiler share the cores of this CPU, so that steps are "
-            "slower then; with an accelerator they do not meet"
+            "while a shape is compiled in the background, training and compiler share the cores of this CPU, so that the first "
+            "phase's steps are slower; with an accelerator they do not meet"
             if device.platform == "cpu"
             else "shapes are compiled in the background on the host",
         ],
     )
 
 
-def transition_plan(problem: Problem, steps: int) -> RampPlan:
+def transition_plan(problem: Problem, first: int, steps: int) -> RampPlan:
     """Return three phases of 1, 2 and 3 microbatches on one device.
 
     Args:
         problem: says how many rows a microbatch has.
-        steps: of each phase.
+        first: steps of the first phase.
+        steps: of each later one.
     """
     pairs, consumed = [], 0
     for k in range(1, PHASES + 1):
         pairs.append((consumed, k * problem.rows))
-        consumed += steps * k * problem.rows
+        consumed += (first if k == 1 else steps) * k * problem.rows
     ramp = BatchRamp.piecewise(pairs)
-    return RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=PHASES * steps)
+    return RampPlan(
+        ramp=ramp, splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=first + (PHASES - 1) * steps
+    )
 
 
 def timed_steps(name: str, problem: Problem, plan: RampPlan) -> Steps:

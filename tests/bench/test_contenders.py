@@ -15,7 +15,7 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def runs():
     """Return every contender's losses, compilations and microbatch sizes over three phases."""
-    plan, mesh = transition_plan(QUICK, STEPS), make_mesh(devices=jax.devices()[:1])
+    plan, mesh = transition_plan(QUICK, STEPS, STEPS), make_mesh(devices=jax.devices()[:1])
     found = {}
     for name in CONTENDERS:
         started = start_run(name, QUICK, plan, QUICK.source(60), mesh)

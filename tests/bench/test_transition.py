@@ -6,7 +6,7 @@ from rampup.bench.contenders import FIXED, JIT
 from rampup.bench.problem import QUICK
 from rampup.bench.transition import PHASES, Steps, rows, timed_steps, transition_plan
 
-PLAN = transition_plan(QUICK, 4)
+PLAN = transition_plan(QUICK, 4, 4)
 
 
 def steps(seconds, sizes=(2,) * 12, **more):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rampup.config.dialects import skyrl_sft
+from rampup.config.dialects import skyrl_sft, skyrl_words
 from rampup.config.dialects.nearest import Rule
 from rampup.config.dialects.plans import Trained, rollout_plan
 from rampup.config.dialects.rules import divisors, multiples, positive, violations, where_usable
@@ -20,8 +20,7 @@ from rampup.config.dialects.skyrl_facts import (
     REF_COUNTS,
     SkyRLJob,
 )
-from rampup.config.dialects.skyrl_words import advice, effects, flow, meanings, notes
-from rampup.config.dialects.verdict import Run, Verdict
+from rampup.config.dialects.verdict import Run, Verdict, in_words
 from rampup.config.yaml_file import read_mapping
 from rampup.plan.rollout import RolloutPlan
 
@@ -50,13 +49,9 @@ def check(path: str | Path, overrides: Sequence[str]) -> Verdict:
         system="skyrl",
         violations=found,
         outcome=_outcome(job),
-        notes=notes(job),
         derived=_derived(job),
-        meanings=meanings(job),
-        flow=flow(job),
-        effects=effects(job),
-        advice=advice(job),
         plan=None if found else _plan(job),
+        **in_words(job, skyrl_words),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rampup.config.dialects import trlx_words
 from rampup.config.dialects.nearest import Rule
 from rampup.config.dialects.plans import Trained, rollout_plan
 from rampup.config.dialects.rules import divisors, multiples, positive, violations, where_usable
@@ -22,8 +23,7 @@ from rampup.config.dialects.trlx_facts import (
     TRAIN,
     TrlxJob,
 )
-from rampup.config.dialects.trlx_words import advice, effects, flow, meanings, notes
-from rampup.config.dialects.verdict import Run, Verdict
+from rampup.config.dialects.verdict import Run, Verdict, in_words
 from rampup.plan.rollout import RolloutPlan
 
 
@@ -47,13 +47,9 @@ def check(path: str | Path, overrides: Sequence[str]) -> Verdict:
         system="trlx",
         violations=found,
         outcome=_outcome(job),
-        notes=notes(job),
         derived=_derived(job),
-        meanings=meanings(job),
-        flow=flow(job),
-        effects=effects(job),
-        advice=advice(job),
         plan=None if found or not job.ppo or job.planned_steps < 1 else _plan(job),
+        **in_words(job, trlx_words),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from types import ModuleType
 from typing import Any, Literal
 
 from rampup.plan.display import html_facts, html_list, html_rows, shown
@@ -177,3 +178,13 @@ class Verdict:
         }
         parts = [f"<h4>{title}</h4>{table}" for title, table in tables.items() if table]
         return html_facts(facts) + "".join(parts)
+
+
+def in_words(job: Any, words: ModuleType) -> dict[str, Any]:
+    """Return the parts of a verdict that are sentences, by their names, from the functions of a system's module of words.
+
+    Args:
+        job: what a file makes the system do.
+        words: has `meanings`, `flow`, `effects`, `advice` and `notes`, each a function of the job.
+    """
+    return {name: getattr(words, name)(job) for name in ("meanings", "flow", "effects", "advice", "notes")}

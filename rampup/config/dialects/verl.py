@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rampup.config.dialects import verl_words
 from rampup.config.dialects.plans import Trained, rollout_plan
 from rampup.config.dialects.rules import violations
 from rampup.config.dialects.settings import read_settings
-from rampup.config.dialects.verdict import Run, Verdict
+from rampup.config.dialects.verdict import Run, Verdict, in_words
 from rampup.config.dialects.verl_facts import ENTRIES, VerlJob
 from rampup.config.dialects.verl_rules import CHECK_RULES
 from rampup.config.dialects.verl_run_rules import RUN_RULES
-from rampup.config.dialects.verl_words import CRITIC_BUDGET, advice, effects, flow, meanings, notes, token_budget
+from rampup.config.dialects.verl_words import CRITIC_BUDGET, token_budget
 from rampup.plan.rollout import RolloutPlan
 
 
@@ -37,13 +38,9 @@ def check(path: str | Path, overrides: Sequence[str]) -> Verdict:
         system="verl",
         violations=found,
         outcome=_outcome(job),
-        notes=notes(job),
         derived=_derived(job),
-        meanings=meanings(job),
-        flow=flow(job),
-        effects=effects(job),
-        advice=advice(job),
         plan=None if found or job.padding or job.legacy or job.sync_step > 1 else _plan(job),
+        **in_words(job, verl_words),
     )
 
 
