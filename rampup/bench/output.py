@@ -12,6 +12,8 @@ from rich.table import Table
 from rampup.bench.result import BenchResult
 from rampup.errors import ConfigError
 
+ENDINGS = (".md", ".html")
+
 
 def print_result(result: BenchResult, console: Console) -> None:
     """Print the table and its notes; as Markdown, at its own width, where there is no terminal."""
@@ -36,8 +38,8 @@ def write_results(results: Sequence[BenchResult], path: str | Path) -> None:
         ConfigError: another ending, or the file cannot be written.
     """
     ending = Path(path).suffix.lower()
-    if ending not in (".md", ".html"):
-        raise ConfigError(f"{path} must end in .md or .html", key="output", nearest=(".md", ".html"))
+    if ending not in ENDINGS:
+        raise ConfigError(f"{path} must end in .md or .html", key="output", nearest=ENDINGS)
     if ending == ".md":
         text = "\n".join(result.to_markdown() for result in results)
     else:

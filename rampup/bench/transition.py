@@ -22,7 +22,7 @@ from rampup.run.mesh import make_mesh
 
 PHASES = 3
 # Steps of the first phase, long enough for the background to compile the others, and of each later one.
-CPU_STEPS, DEVICE_STEPS, QUICK_STEPS = (160, 40), (1000, 200), (6, 6)
+CPU_STEPS, DEVICE_STEPS, QUICK_STEPS = (80, 25), (1000, 200), (6, 6)
 TRANSITION_ROUNDS = 3
 
 
@@ -95,8 +95,9 @@ def run(*, quick: bool = False) -> BenchResult:
         rows=rows(found, plan),
         notes=[
             str(problem),
-            f"{PHASES} phases of {steps[0]}, {steps[1]} and {steps[1]} steps, batches of {', '.join(map(str, plan.ramp.sizes))}; one "
-            f"{device.device_kind or device.platform} device; {rounds} runs each, in turn, every step waited for, caches cold",
+            f"{PHASES} phases of {steps[0]}, {steps[1]} and {steps[1]} steps, batches of "
+            f"{', '.join(map(str, plan.ramp.sizes))}; one {device.device_kind or device.platform} "
+            f"device; {rounds} runs each, in turn, every step waited for, caches cold",
             "a change is the first step of a phase, or the first in another microbatch size; slowest_change is the slowest of "
             "a run's, each over the median of the steps of its phase cut alike, the median over the runs; least is the least "
             "of the runs, which noise does not raise; control is slowest_change of steps at which nothing changes; slowest_ms "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rampup
@@ -59,6 +61,21 @@ def split_cpu(number: int) -> None:
     import jax
 
     jax.config.update("jax_num_cpu_devices", number)
+
+
+def check_output(path: str | None, endings: Sequence[str]) -> None:
+    """Refuse a file that could not be written, before the work that it is for.
+
+    Args:
+        path: the file, or None for none.
+        endings: what it may end in.
+    """
+    if path is None:
+        return
+    if Path(path).suffix.lower() not in endings:
+        raise ConfigError(f"cannot write {path}: it must end in {', '.join(endings)}", key="output", nearest=tuple(endings))
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {Path(path).absolute().parent}", key="output")
 
 
 def report_error(error: Exception, as_json: bool, more: dict[str, Any] | None = None) -> None:

@@ -10,7 +10,15 @@ import os
 from rich.console import Console
 
 import rampup
-from rampup.commands.options import EXIT_INTERRUPTED, EXIT_REFUSED, config_options, report_error, split_cpu, use_fake_devices
+from rampup.commands.options import (
+    EXIT_INTERRUPTED,
+    EXIT_REFUSED,
+    check_output,
+    config_options,
+    report_error,
+    split_cpu,
+    use_fake_devices,
+)
 
 BENCH_CPU_DEVICES = 8
 
@@ -62,6 +70,11 @@ def tune(args: argparse.Namespace, console: Console) -> int:
     from rampup.show.tuning import print_tuning
 
     config = rampup.load_config(args.config, args.overrides, environ=os.environ)
+    if args.output is not None:
+        from rampup.show.plots.figure import FORMATS, matplotlib_part
+
+        check_output(args.output, FORMATS)
+        matplotlib_part("figure")
     use_fake_devices(args.fake_devices)
     from rampup.recipes.tune import tune as find_sizes
 
@@ -104,8 +117,9 @@ def bench(args: argparse.Namespace, console: Console) -> int:
     """Measure this machine and print the tables."""
     from rampup.bench import BENCHES
     from rampup.bench import bench as named
-    from rampup.bench.output import print_result, write_results
+    from rampup.bench.output import ENDINGS, print_result, write_results
 
+    check_output(args.output, ENDINGS)
     runs = [named(name) for name in args.names or BENCHES]
     use_fake_devices(args.fake_devices)
     if args.fake_devices is None:
