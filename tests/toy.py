@@ -77,7 +77,7 @@ def tensorboard_events(folder):
     from tensorboardX.proto.event_pb2 import Event
 
     shown = []
-    for path in sorted(folder.glob("events.*")):
+    for path in sorted(folder.glob("events.*"), key=lambda path: path.stat().st_ctime_ns):
         data = path.read_bytes()
         while data:
             size = int.from_bytes(data[:8], "little")

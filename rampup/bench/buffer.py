@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from rampup.bench.contenders import our_state
 from rampup.bench.measure import ROUNDS, take_turns
 from rampup.bench.problem import Problem, bench_optimizer, main_problem
-from rampup.bench.ramp import CPU_SIZES, DEVICE_SIZES, QUICK_SIZES, ramp_plan
+from rampup.bench.ramp import ramp_plan, sizes
 from rampup.bench.result import BenchResult
 from rampup.plan.buffer import BufferLayout
 from rampup.plan.plan import RampPlan
@@ -36,7 +36,7 @@ def run(*, quick: bool = False) -> BenchResult:
     """
     device = jax.devices()[0]
     problem, mesh = main_problem(device, quick=quick), make_mesh(devices=jax.devices()[:1])
-    plan = ramp_plan(problem, *(QUICK_SIZES if quick else CPU_SIZES if device.platform == "cpu" else DEVICE_SIZES))
+    plan = ramp_plan(problem, *sizes(device, quick=quick))
     rows = [
         row
         for policy in POLICIES[: 1 if quick else None]

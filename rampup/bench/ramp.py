@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import threading
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from rampup.bench.contenders import CONTENDERS, FIXED, start_run
 from rampup.bench.measure import Seconds
@@ -24,7 +26,8 @@ from rampup.run.metrics import IN_FLIGHT
 
 PHASES = 8
 # Rows of the ramp, in microbatches, and steps after it: on a CPU, on an accelerator, and for a first look.
-CPU_SIZES, DEVICE_SIZES, QUICK_SIZES = (112, 6), (5600, 100), (14, 3)
+CPU_SIZES, DEVICE_SIZES, QUICK_SIZES = (56, 6), (5600, 100), (14, 3)
+CPU_DEVICES = 4
 RAMP_ROUNDS = 3
 
 
@@ -36,19 +39,18 @@ class Clocked:
         seconds: from before the first step until the last loss is known.
         first_seconds: until the first step was on its way, which is its compilation.
         row_seconds: time per row in the last phase, its first step left out.
+        step_seconds: what the steps would take if each took as long as the median step of its phase.
     """
 
     seconds: float
     first_seconds: float
     row_seconds: float
+    step_seconds: float
 
-    def over_own(self, num_rows: int) -> float:
-        """Return the time over what the first compilation and all rows at the last phase's rate would take.
-
-        Args:
-            num_rows: of the whole ramp.
-        """
-        return self.seconds / (self.first_seconds + num_rows * self.row_seconds)
+    @property
+    def over_own(self) -> float:
+        """The time over that of the first compilation and of undisturbed steps: what the changes cost."""
+        return self.seconds / (self.first_seconds + self.step_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +74,18 @@ def run(*, quick: bool = False) -> BenchResult:
     Args:
         quick: a tiny model, a short ramp and one round.
     """
-    device = jax.devices()[0]
+    device, mesh = jax.devices()[0], make_mesh(devices=_devices())
     problem, rounds = main_problem(device, quick=quick), 1 if quick else RAMP_ROUNDS
-    plan = ramp_plan(problem, *(QUICK_SIZES if quick else CPU_SIZES if device.platform == "cpu" else DEVICE_SIZES))
+    plan = ramp_plan(problem, *sizes(device, quick=quick), replicas=mesh.size)
     trips: dict[str, list[Trip]] = {name: [] for name in CONTENDERS}
     with no_compilation_cache():
-        trip(FIXED, QUICK, ramp_plan(QUICK, *QUICK_SIZES))  # The first compilation of a process takes longer.
+        trip(
+            FIXED, QUICK, ramp_plan(QUICK, *QUICK_SIZES, replicas=mesh.size), mesh
+        )  # The first compilation of a process takes longer.
         for number in range(rounds):
             for place in range(len(CONTENDERS)):
                 name = CONTENDERS[(place + number) % len(CONTENDERS)]
-                trips[name].append(trip(name, problem, plan))
+                trips[name].append(trip(name, problem, plan, mesh))
     return BenchResult(
         name="ramp",
         title=f"a ramp of {PHASES} phases from the first step to the last, compilations included",
@@ -89,13 +93,13 @@ def run(*, quick: bool = False) -> BenchResult:
         notes=[
             str(problem),
             f"{plan.total_steps} steps, {plan.consumed_samples:,} rows, batches of {plan.ramp.sizes[0]} to "
-            f"{plan.ramp.sizes[-1]}; one {device.device_kind or device.platform} device; medians of {rounds} whole ramps each, "
-            "in turn, JAX's caches cleared before each and none kept on disk",
+            f"{plan.ramp.sizes[-1]}; {mesh.size} {device.device_kind or device.platform} devices; medians of {rounds} whole "
+            "ramps each, in turn, JAX's caches cleared before each and none kept on disk",
             "ideal is rows * the best time per row of any system in the last phase + the shortest first compilation; "
             "least_over_ideal is the same of each system's fastest run and of the fastest single compilation and row, which "
-            "others on the machine disturb least; over_own is a system's time over its own first compilation and all rows at "
-            "its own rate in the last phase: what the changes cost it, run by run; times_ours is a system's time over that of "
-            "ours, fixed",
+            "others on the machine disturb least; over_own is a system's time over its own first compilation and its own "
+            "steps, each as long as the median of its phase: what the changes cost it, run by run; times_ours is a system's "
+            "time over that of ours, fixed",
             "the columns with cpu are the same by this process's processor time, background compilations included; others on "
             "the machine disturb it less",
             "jit per batch size is what MaxText does; the fixed microbatches of ours, of optax.MultiSteps and of "
@@ -108,30 +112,43 @@ def run(*, quick: bool = False) -> BenchResult:
     )
 
 
-def ramp_plan(problem: Problem, ramp_microbatches: int, last_steps: int) -> RampPlan:
-    """Return a linear ramp of 1 to 8 microbatches on one device.
+def _devices() -> list[jax.Device]:
+    """All devices; of those that a CPU pretends to have, few."""
+    devices = jax.devices()
+    return devices[:CPU_DEVICES] if devices[0].platform == "cpu" else devices
+
+
+def sizes(device: jax.Device, *, quick: bool) -> tuple[int, int]:
+    """Return the rows of the ramp, in microbatches, and the steps after it."""
+    return QUICK_SIZES if quick else CPU_SIZES if device.platform == "cpu" else DEVICE_SIZES
+
+
+def ramp_plan(problem: Problem, ramp_microbatches: int, last_steps: int, *, replicas: int = 1) -> RampPlan:
+    """Return a linear ramp of 1 to 8 microbatches.
 
     Args:
         problem: says how many rows a microbatch has.
         ramp_microbatches: length of the ramp, in microbatches.
         last_steps: steps after it.
+        replicas: devices on the data axis.
     """
-    b = problem.rows
+    b = problem.rows * replicas
     ramp = BatchRamp.linear(start=b, increment=b, end=PHASES * b, samples=ramp_microbatches * b)
-    splitter = BatchSplitter(data_parallel_size=1)
-    return RampPlan(ramp=ramp, splitter=splitter, num_devices=1, total_steps=ramp.ramp_steps + last_steps)
+    splitter = BatchSplitter(data_parallel_size=replicas)
+    return RampPlan(ramp=ramp, splitter=splitter, num_devices=replicas, total_steps=ramp.ramp_steps + last_steps)
 
 
-def trip(name: str, problem: Problem, plan: RampPlan) -> Trip:
+def trip(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Trip:
     """Run one contender through the ramp; losses are fetched some steps later, as a training loop does.
 
     Args:
         name: the contender.
         problem: the model.
         plan: the ramp.
+        mesh: the devices.
     """
     jax.clear_caches()
-    started = start_run(name, problem, plan, _rows_for(problem, plan), make_mesh(devices=jax.devices()[:1]))
+    started = start_run(name, problem, plan, _rows_for(problem, plan), mesh)
     waiting: deque[jax.Array] = deque()
     readings = [_clocks()]
     for number, loss in enumerate(started.losses):
@@ -157,8 +174,16 @@ def _clocked(readings: Sequence[float], plan: RampPlan) -> Clocked:
     """Read one clock: at the start, when the first step was on its way, and when each loss was known."""
     start, first, *known = readings
     rows = (plan.total_steps - 1 - plan.ramp.ramp_steps) * plan.ramp.sizes[-1]
+    taken = [now - before for before, now in itertools.pairwise([first, *known])]
     return Clocked(
-        seconds=known[-1] - start, first_seconds=first - start, row_seconds=(known[-1] - known[plan.ramp.ramp_steps]) / rows
+        seconds=known[-1] - start,
+        first_seconds=first - start,
+        row_seconds=(known[-1] - known[plan.ramp.ramp_steps]) / rows,
+        step_seconds=sum(
+            len(steps) * statistics.median(steps)
+            for phase, following in zip(plan.ramp.phases, [*plan.ramp.phases[1:], None], strict=True)
+            for steps in [taken[phase.start_step : None if following is None else following.start_step]]
+        ),
     )
 
 
@@ -181,9 +206,8 @@ def rows(trips: Mapping[str, Sequence[Trip]], plan: RampPlan) -> list[dict[str, 
     best, least = _ideal(wall.values(), plan), _ideal(cpu.values(), plan)
     shortest = {name: min(trip.wall.seconds for trip in of) for name, of in trips.items()}
     undisturbed = _ideal([trip.wall for of in trips.values() for trip in of], plan).seconds
-    total = plan.consumed_samples
     spreads = {name: Seconds(all=tuple(trip.wall.seconds for trip in of)).spread for name, of in trips.items()}
-    own = {name: [(trip.wall.over_own(total), trip.cpu.over_own(total)) for trip in of] for name, of in trips.items()}
+    own = {name: [(trip.wall.over_own, trip.cpu.over_own) for trip in of] for name, of in trips.items()}
     own |= {"ideal": [(1.0, 1.0)]}
     compilations = {name: max(trip.compilations for trip in of) for name, of in trips.items()}
     return [
@@ -211,6 +235,7 @@ def _median(trips: Sequence[Clocked]) -> Clocked:
         seconds=statistics.median(trip.seconds for trip in trips),
         first_seconds=statistics.median(trip.first_seconds for trip in trips),
         row_seconds=statistics.median(trip.row_seconds for trip in trips),
+        step_seconds=statistics.median(trip.step_seconds for trip in trips),
     )
 
 
@@ -218,7 +243,8 @@ def _ideal(medians: Iterable[Clocked], plan: RampPlan) -> Clocked:
     """Return one compilation and then every row at the best rate of any system."""
     found = list(medians)
     first, row = min(of.first_seconds for of in found), min(of.row_seconds for of in found)
-    return Clocked(seconds=first + plan.consumed_samples * row, first_seconds=first, row_seconds=row)
+    steps = plan.consumed_samples * row
+    return Clocked(seconds=first + steps, first_seconds=first, row_seconds=row, step_seconds=steps)
 
 
 def _rows_for(problem: Problem, plan: RampPlan) -> ArrayRows:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import itertools
+import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rampup.errors import MissingDependencyError
+from rampup.errors import MissingDependencyError, StorageError
 
 TENSORBOARD_FOLDER = "tensorboard"
 _NEEDED_BY = {
@@ -30,7 +34,7 @@ class MetricWriter(Protocol):
 
 
 class TensorBoardWriter:
-    """Writes event files for TensorBoard.
+    """Writes event files for TensorBoard, in the thread that calls it: a full disk ends in an error and not in a dead thread.
 
     Args:
         folder: where; a resumed run adds a file.
@@ -41,22 +45,61 @@ class TensorBoardWriter:
     """
 
     def __init__(self, folder: Path, *, start: int = 0) -> None:
-        self._writer = required("tensorboardX").SummaryWriter(
-            str(folder), purge_step=start or None, filename_suffix=f".{start}"
-        )
+        required("tensorboardX")
+        self._folder, self._start, self._number = folder, start, itertools.count()
+        self._file: Any = None
+        self._problem: OSError | None = None
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take the numbers of a step."""
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, step)
+        """Take the numbers of a step; what a full disk refuses is left out, and told by `flush`."""
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        try:
+            self._open().write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        except OSError as error:
+            self._give_up(error)
 
     def flush(self) -> None:
-        """Write out what has been taken."""
-        self._writer.flush()
+        """Write out what has been taken.
+
+        Raises:
+            StorageError: the disk took less than all since the last time.
+        """
+        if self._file is not None:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._give_up(error)
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            raise StorageError(f"{self._folder} cannot be written: {problem.strerror or problem}") from problem
 
     def close(self) -> None:
         """Write everything out."""
-        self._writer.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+    def _open(self) -> Any:
+        """Return the event file, a new one after a write that may have torn the last."""
+        if self._file is None:
+            from tensorboardX.event_file_writer import EventsWriter
+            from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+            self._folder.mkdir(parents=True, exist_ok=True)
+            number = next(self._number)
+            self._file = EventsWriter(str(self._folder / "events"), f".{os.getpid()}.{self._start}.{number}")
+            if number == 0 and self._start:
+                log = SessionLog(status=SessionLog.START)
+                self._file.write_event(Event(wall_time=time.time(), step=self._start, session_log=log))
+        return self._file
+
+    def _give_up(self, error: OSError) -> None:
+        self._problem = error
+        self.close()
 
 
 class WandbWriter:

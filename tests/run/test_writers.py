@@ -1,12 +1,13 @@
 """Tests of rampup.run.writers."""
 
+import errno
 import sys
 from types import SimpleNamespace
 
 import pytest
 from toy import tensorboard_events
 
-from rampup.errors import MissingDependencyError
+from rampup.errors import MissingDependencyError, StorageError
 from rampup.run.writers import TensorBoardWriter, WandbWriter, required
 
 
@@ -22,6 +23,26 @@ def test_tensorboard_gets_every_number_and_forgets_what_a_resumed_run_does_again
     second.close()
     losses = [(step, value) for step, tag, value in tensorboard_events(tmp_path) if tag == "loss"]
     assert losses == [(0, 4.0), (1, 3.0), (2, 2.5)]
+
+
+def test_a_full_disk_is_told_and_the_rest_goes_into_a_new_file(tmp_path, monkeypatch):
+    """What could not be written is an error at the next flush, once; later numbers can be read."""
+    from tensorboardX.record_writer import RecordWriter
+
+    writer, write = TensorBoardWriter(tmp_path), RecordWriter.write
+    writer.write_scalars(0, {"loss": 1.0})
+    writer.flush()
+    with monkeypatch.context() as full:
+        full.setattr(RecordWriter, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        writer.write_scalars(1, {"loss": 2.0})
+    assert RecordWriter.write is write
+    with pytest.raises(StorageError, match="No space left on device"):
+        writer.flush()
+    writer.write_scalars(2, {"loss": 3.0})
+    writer.flush()
+    writer.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert [(step, value) for step, _, value in tensorboard_events(tmp_path)] == [(0, 1.0), (2, 3.0)]
 
 
 class FakeWandb:
