@@ -27,7 +27,8 @@ from rampup.run.metrics import IN_FLIGHT
 PHASES = 8
 # Rows of the ramp, in microbatches, and steps after it: on a CPU, on an accelerator, and for a first look.
 CPU_SIZES, DEVICE_SIZES, QUICK_SIZES = (56, 6), (5600, 100), (14, 3)
-CPU_DEVICES = 4
+# The devices that a CPU pretends to have share its cores and caches, which is not what a ramp on several devices is like.
+CPU_DEVICES = 1
 RAMP_ROUNDS = 3
 
 
@@ -93,7 +94,7 @@ def run(*, quick: bool = False) -> BenchResult:
         notes=[
             str(problem),
             f"{plan.total_steps} steps, {plan.consumed_samples:,} rows, batches of {plan.ramp.sizes[0]} to "
-            f"{plan.ramp.sizes[-1]}; {mesh.size} {device.device_kind or device.platform} devices; medians of {rounds} whole "
+            f"{plan.ramp.sizes[-1]}; {mesh.size} x {device.device_kind or device.platform}; medians of {rounds} whole "
             "ramps each, in turn, JAX's caches cleared before each and none kept on disk",
             "ideal is rows * the best time per row of any system in the last phase + the shortest first compilation; "
             "least_over_ideal is the same of each system's fastest run and of the fastest single compilation and row, which "
@@ -113,7 +114,7 @@ def run(*, quick: bool = False) -> BenchResult:
 
 
 def _devices() -> list[jax.Device]:
-    """All devices; of those that a CPU pretends to have, few."""
+    """All devices; of those that a CPU pretends to have, one."""
     devices = jax.devices()
     return devices[:CPU_DEVICES] if devices[0].platform == "cpu" else devices
 

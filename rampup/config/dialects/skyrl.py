@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -116,82 +117,112 @@ def _derived(job: SkyRLJob) -> dict[str, Any]:
     return derived
 
 
-def _role_rules(name: str) -> list[Rule[SkyRLJob]]:
-    """Return the rules that the policy and the critic both have; each applies once those before it hold."""
-    key = f"trainer.{name}_mini_batch_size"
+@dataclass(frozen=True, slots=True)
+class _RoleRules:
+    """The rules that the policy and the critic both have; each applies once those before it hold.
 
-    def applies(job: SkyRLJob) -> bool:
-        return name == "policy" or job.has_critic
+    Attributes:
+        name: `policy` or `critic`.
+    """
 
-    def divides(job: SkyRLJob) -> bool:
-        return applies(job) and job.prompts % job.role(name).mini == 0
+    name: str
 
-    def reaches(job: SkyRLJob) -> bool:
-        return applies(job) and job.role(name).checked_per_replica > 0
+    @property
+    def key(self) -> str:
+        return f"trainer.{self.name}_mini_batch_size"
 
-    def train_per_replica(job: SkyRLJob) -> int:
-        return job.samples // job.role(name).data_parallel_size
+    def all(self) -> list[Rule[SkyRLJob]]:
+        return [*self.of_prompts(), *self.of_replicas()]
 
-    def share(job: SkyRLJob) -> str:
-        role = job.role(name)
-        return f"{key} * {RESPONSES} // replicas = {role.mini:,} * {role.samples_per_prompt:,} // {role.data_parallel_size:,}"
+    def of_prompts(self) -> list[Rule[SkyRLJob]]:
+        """The mini batch against the batch, both in prompts."""
+        key = self.key
+        return [
+            Rule(
+                name=f"skyrl.{self.name}_mini_at_most_train",
+                keys=(key, TRAIN),
+                holds=lambda job: not self._applies(job) or job.prompts >= job.role(self.name).mini,
+                message=lambda job: (
+                    f"{key}={job.role(self.name).mini:,} must be at most {TRAIN}={job.prompts:,}; both count prompts (SkyRL "
+                    "stops without a message)"
+                ),
+                candidates=lambda job: divisors(job.prompts, near=job.role(self.name).mini),
+            ),
+            Rule(
+                name=f"skyrl.{self.name}_mini_divides_train",
+                keys=(TRAIN, key),
+                holds=lambda job: not self._applies(job) or job.prompts < job.role(self.name).mini or self._divides(job),
+                message=lambda job: f"{TRAIN}={job.prompts:,} must be a multiple of {key}={job.role(self.name).mini:,}",
+                candidates=lambda job: multiples(job.prompts, job.role(self.name).mini),
+            ),
+        ]
 
-    return [
-        Rule(
-            name=f"skyrl.{name}_mini_at_most_train",
-            keys=(key, TRAIN),
-            holds=lambda job: not applies(job) or job.prompts >= job.role(name).mini,
-            message=lambda job: (
-                f"{key}={job.role(name).mini:,} must be at most {TRAIN}={job.prompts:,}; both count prompts (SkyRL stops "
-                "without a message)"
+    def of_replicas(self) -> list[Rule[SkyRLJob]]:
+        """What each replica gets of a mini batch, in samples."""
+        key = self.key
+        return [
+            Rule(
+                name=f"skyrl.{self.name}_mini_reaches_every_replica",
+                keys=(key, RESPONSES),
+                holds=lambda job: not self._applies(job) or self._reaches(job),
+                message=lambda job: (
+                    f"{self._share(job)} = 0 samples a replica; each of {job.role(self.name).data_parallel_size:,} replicas "
+                    "must get one"
+                ),
+                candidates=lambda job: [
+                    *divisors(job.prompts, near=job.role(self.name).mini),
+                    *multiples(job.prompts, job.role(self.name).data_parallel_size),
+                ],
             ),
-            candidates=lambda job: divisors(job.prompts, near=job.role(name).mini),
-        ),
-        Rule(
-            name=f"skyrl.{name}_mini_divides_train",
-            keys=(TRAIN, key),
-            holds=lambda job: not applies(job) or job.prompts < job.role(name).mini or divides(job),
-            message=lambda job: f"{TRAIN}={job.prompts:,} must be a multiple of {key}={job.role(name).mini:,}",
-            candidates=lambda job: multiples(job.prompts, job.role(name).mini),
-        ),
-        Rule(
-            name=f"skyrl.{name}_mini_reaches_every_replica",
-            keys=(key, RESPONSES),
-            holds=lambda job: not applies(job) or reaches(job),
-            message=lambda job: (
-                f"{share(job)} = 0 samples a replica; each of {job.role(name).data_parallel_size:,} replicas must get one"
+            Rule(
+                name=f"skyrl.micro_divides_{self.name}_mini",
+                keys=(MICRO, key),
+                holds=lambda job: (
+                    not self._reaches(job) or job.role(self.name).checked_per_replica % job.role(self.name).micro == 0
+                ),
+                message=lambda job: (
+                    f"{self._share(job)} = {job.role(self.name).checked_per_replica:,} samples a replica must be a multiple of "
+                    f"{MICRO}={job.role(self.name).micro:,}"
+                ),
+                candidates=lambda job: divisors(job.role(self.name).checked_per_replica, near=job.role(self.name).micro),
             ),
-            candidates=lambda job: [
-                *divisors(job.prompts, near=job.role(name).mini),
-                *multiples(job.prompts, job.role(name).data_parallel_size),
-            ],
-        ),
-        Rule(
-            name=f"skyrl.micro_divides_{name}_mini",
-            keys=(MICRO, key),
-            holds=lambda job: not reaches(job) or job.role(name).checked_per_replica % job.role(name).micro == 0,
-            message=lambda job: (
-                f"{share(job)} = {job.role(name).checked_per_replica:,} samples a replica must be a multiple of "
-                f"{MICRO}={job.role(name).micro:,}"
+            Rule(
+                name=f"skyrl.{self.name}_share_divides_train_share",
+                keys=(TRAIN, key, RESPONSES),
+                holds=lambda job: (
+                    not (self._divides(job) and self._reaches(job))
+                    or self._train_share(job) % job.role(self.name).checked_per_replica == 0
+                ),
+                message=lambda job: (
+                    f"per replica, both rounded down, {TRAIN} * {RESPONSES} // {job.role(self.name).data_parallel_size:,} = "
+                    f"{self._train_share(job):,} samples must be a multiple of {self._share(job)} = "
+                    f"{job.role(self.name).checked_per_replica:,}"
+                ),
+                candidates=lambda job: multiples(
+                    job.prompts,
+                    job.role(self.name).mini,
+                    job.role(self.name).mini * job.role(self.name).data_parallel_size,
+                ),
             ),
-            candidates=lambda job: divisors(job.role(name).checked_per_replica, near=job.role(name).micro),
-        ),
-        Rule(
-            name=f"skyrl.{name}_share_divides_train_share",
-            keys=(TRAIN, key, RESPONSES),
-            holds=lambda job: (
-                not (divides(job) and reaches(job)) or train_per_replica(job) % job.role(name).checked_per_replica == 0
-            ),
-            message=lambda job: (
-                f"per replica, both rounded down, {TRAIN} * {RESPONSES} // {job.role(name).data_parallel_size:,} = "
-                f"{train_per_replica(job):,} samples must be a multiple of {share(job)} = "
-                f"{job.role(name).checked_per_replica:,}"
-            ),
-            candidates=lambda job: multiples(
-                job.prompts, job.role(name).mini, job.role(name).mini * job.role(name).data_parallel_size
-            ),
-        ),
-    ]
+        ]
+
+    def _applies(self, job: SkyRLJob) -> bool:
+        return self.name == "policy" or job.has_critic
+
+    def _divides(self, job: SkyRLJob) -> bool:
+        return self._applies(job) and job.prompts % job.role(self.name).mini == 0
+
+    def _reaches(self, job: SkyRLJob) -> bool:
+        return self._applies(job) and job.role(self.name).checked_per_replica > 0
+
+    def _train_share(self, job: SkyRLJob) -> int:
+        return job.samples // job.role(self.name).data_parallel_size
+
+    def _share(self, job: SkyRLJob) -> str:
+        role = job.role(self.name)
+        return (
+            f"{self.key} * {RESPONSES} // replicas = {role.mini:,} * {role.samples_per_prompt:,} // {role.data_parallel_size:,}"
+        )
 
 
 def _replicas(role: str) -> Rule[SkyRLJob]:
@@ -364,5 +395,5 @@ RULES: list[Rule[SkyRLJob]] = [
     ],
     *[_megatron(role) for role in ("policy", "ref")],
     *[_replicas(role) for role in ("policy", "critic", "ref")],
-    *where_usable([*_role_rules("policy"), *_role_rules("critic"), *_STEP, *map(_colocated, ("critic", "ref"))]),
+    *where_usable([*_RoleRules("policy").all(), *_RoleRules("critic").all(), *_STEP, *map(_colocated, ("critic", "ref"))]),
 ]
