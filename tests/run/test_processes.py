@@ -28,8 +28,7 @@ TINY = {
     "base_emb_dim": 32,
     "base_num_decoder_layers": 2,
     "base_mlp_dim": 64,
-    "eval_interval": 6,
-    "eval_steps": 2,
+    "eval_interval": -1,
     "checkpoint_period": 4,
     "learning_rate": 0.01,
     "steps": 12,
@@ -106,7 +105,7 @@ def test_one_process_may_read_for_another(tmp_path):
     for file in range(20):
         lines = (f"line {number} of file {file}, the square of which is {number * number}\n" for number in range(400))
         (tmp_path / f"data{file}.txt").write_text("".join(lines))
-    keys = {"grain_train_files": str(tmp_path / "*.txt"), "expansion_factor_real_data": 2}
+    keys = {"grain_train_files": str(tmp_path / "*.txt"), "expansion_factor_real_data": 2, "eval_interval": 6, "eval_steps": 2}
     train(Config(base_output_directory=str(tmp_path / "one"), run_name="run", **(TINY | keys)))
     logs = [tmp_path / f"opened{number}" for number in range(2)]
     processes = start(tmp_path / "two", processes=2, python=[["-c", WATCHED, str(log)] for log in logs], **keys)
