@@ -95,7 +95,7 @@ def test_a_run_learns_through_its_ramp(tmp_path):
 )
 def test_stopped_and_resumed_across_a_phase_change(tmp_path, engine, mesh):
     """Both engines, with fsdp- and tensor-sharded state, go on bit for bit after a stop before and after a phase change."""
-    keys = {"gradient_accumulation": engine, "checkpoint_period": 3, "dropout_rate": 0.1, **mesh}
+    keys = {"gradient_accumulation": engine, "checkpoint_period": 3, "dropout_rate": 0.1, "eval_interval": -1, **mesh}
     whole = train(config(tmp_path / "whole", **keys))
     for stop in (2, 7):
         interrupted = train(config(tmp_path / "cut", **keys), stop_after(stop))
@@ -109,8 +109,8 @@ def test_stopped_and_resumed_across_a_phase_change(tmp_path, engine, mesh):
 
 def test_meshes_agree(tmp_path):
     """Eight replicas and a data, fsdp and tensor mesh give the same losses on the same global batches."""
-    train(config(tmp_path / "a"))
-    keys = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "global_rampup_samples": 80}
+    train(config(tmp_path / "a", eval_interval=-1))
+    keys = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "global_rampup_samples": 80, "eval_interval": -1}
     train(config(tmp_path / "b", **keys))
     a, b = (metrics(tmp_path / name) for name in "ab")
     np.testing.assert_allclose([line["loss"] for line in a], [line["loss"] for line in b], rtol=1e-5)
@@ -151,14 +151,15 @@ def test_pipelines_agree_with_the_model(tmp_path, axes):
 
 def test_a_run_goes_on_at_another_depth(tmp_path):
     """Four stages, then two with fsdp, then none: checkpoints hold the layers in an order that does not depend on it."""
-    whole = train(config(tmp_path / "whole", **PIPELINED))
+    keys = PIPELINED | {"eval_interval": -1}
+    whole = train(config(tmp_path / "whole", **keys))
     depths = [
         {"ici_pipeline_parallelism": 4, "steps": 4},
         {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "steps": 8},
         {"steps": 12},
     ]
     for number, depth in enumerate(depths):
-        last = train(config(tmp_path / "cut", **(PIPELINED | {"learning_rate_schedule_steps": 12} | depth)))
+        last = train(config(tmp_path / "cut", **(keys | {"learning_rate_schedule_steps": 12} | depth)))
         assert last.resumed_from == 4 * number
     assert last.final_loss == pytest.approx(whole.final_loss, rel=1e-5)
     losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("whole", "cut")]
@@ -168,8 +169,9 @@ def test_a_run_goes_on_at_another_depth(tmp_path):
 @pytest.mark.parametrize("growth", ["per_phase", "auto"])
 def test_other_shapes_give_the_same_losses(tmp_path, growth):
     """However the ramp is cut, losses agree to 1e-5, and no step but the first pays for a compilation."""
-    train(config(tmp_path / "fixed", steps=40))
-    train(config(tmp_path / growth, steps=40, rampup_microbatch=growth))
+    keys = {"steps": 40, "eval_interval": -1}
+    train(config(tmp_path / "fixed", **keys))
+    train(config(tmp_path / growth, rampup_microbatch=growth, **keys))
     a, b = metrics(tmp_path / "fixed"), metrics(tmp_path / growth)
     np.testing.assert_allclose([line["loss"] for line in b], [line["loss"] for line in a], rtol=1e-5)
     lines = [json.loads(line) for line in (tmp_path / growth / "run" / "metrics.jsonl").read_text().splitlines()]
