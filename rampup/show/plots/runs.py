@@ -12,6 +12,10 @@ from rampup.show.curves import RunMetrics, mean_of_neighbours
 from rampup.show.plots.figure import DEFAULT_WIDTH, LINES, NARROW, finish, line_style, new_figure, prepare
 
 MIB, GIB = 2**20, 2**30
+# Below this share of the highest bar a bar has its number above it.
+LEAST_BAR = 0.1
+# Inches that the title of a picture of memory takes.
+ONE_LINE = 5.5
 MAX_RUNS = 12
 
 
@@ -79,7 +83,7 @@ def draw_memory(
     figure = new_figure(width, 3.6)
     axes = figure.subplots()
     most = max([number for _, number in pairs] + [limit_bytes or 0])
-    unit, name = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
+    unit, name = (GIB, "GiB") if (limit_bytes or most) >= GIB else (MIB, "MiB")
     prepare(axes, x="samples per microbatch", y=f"memory, {name}")
     places = range(len(pairs))
     for place, (_, number) in zip(places, pairs, strict=True):
@@ -88,8 +92,10 @@ def draw_memory(
             place, number / unit, width=0.7, color="#f2c9b4" if over else "#a9c4e4", edgecolor="black", linewidth=0.6,
             hatch="///" if over else "",
         )  # fmt: skip
+        inside = number >= LEAST_BAR * most
         axes.annotate(
-            f"{number / unit:.3g}", (place, number / unit), xytext=(0, -3), textcoords="offset points", ha="center", va="top",
+            f"{number / unit:.3g}", (place, number / unit), xytext=(0, -3 if inside else 3), textcoords="offset points",
+            ha="center", va="top" if inside else "bottom",
             fontsize=8, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0},
         )  # fmt: skip
     axes.set_xticks(places, [f"{size:,}" for size, _ in pairs])
@@ -98,7 +104,6 @@ def draw_memory(
         axes.axhline(limit_bytes / unit, color="black", linestyle="--", linewidth=1.2)
         fitting = [size for size, number in pairs if number <= limit_bytes]
         found = f"the largest that fits: {max(fitting):,}" if fitting else "none of these fits"
-        axes.set_title(
-            f"usable: {math.floor(100 * limit_bytes / unit) / 100:g} {name} (dashed); {found}", loc="left", fontsize=10
-        )
+        usable, separator = math.floor(100 * limit_bytes / unit) / 100, "; " if width >= ONE_LINE else "\n"
+        axes.set_title(f"usable: {usable:g} {name} (dashed){separator}{found}", loc="left", fontsize=10)
     return finish(figure, path)
