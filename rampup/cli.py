@@ -16,7 +16,8 @@ from rich.console import Console
 
 import rampup
 from rampup.commands import files, pictures, plan, train
-from rampup.commands.options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, PLACE, report_error
+from rampup.commands.options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, report_error
+from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError, NonFiniteError, RampupError, StorageError
 
 
@@ -33,7 +34,7 @@ class _Parser(argparse.ArgumentParser):
     """Turns wrong usage into an error like any other."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see `{self.prog} --help`", path=PLACE)
+        raise ConfigError(f"{message}; see `{self.prog} --help`", path=COMMAND_LINE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +73,9 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        raise ConfigError(f"unknown command {name!r}; choose from {', '.join(COMMANDS)}", path=PLACE, nearest=tuple(COMMANDS))
+        raise ConfigError(
+            f"unknown command {name!r}; choose from {', '.join(COMMANDS)}", path=COMMAND_LINE, nearest=tuple(COMMANDS)
+        )
     args = _parser(name).parse_intermixed_args(rest)
     console = Console(stderr=args.json, highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
     return COMMANDS[name].run(args, console)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from rampup.bench.contenders import our_state
+from rampup.bench.contenders import our_state, with_policy
 from rampup.bench.measure import ROUNDS, take_turns
 from rampup.bench.problem import Problem, bench_optimizer, main_problem
 from rampup.bench.ramp import ramp_plan, sizes
@@ -21,7 +20,7 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.split import RampupMicrobatch
 from rampup.run.data import SampleOrder, StepDataset, layout_of, put_chunks
 from rampup.run.loading import Loading
-from rampup.run.memory import program_memory
+from rampup.run.memory import bytes_per_device, program_memory
 from rampup.run.mesh import batch_sharding, make_mesh
 from rampup.run.step import train_step
 
@@ -40,7 +39,7 @@ def run(*, quick: bool = False) -> BenchResult:
     rows = [
         row
         for policy in POLICIES[: 1 if quick else None]
-        for row in phase_rows(problem, _with_policy(plan, policy), mesh, rounds=3 if quick else ROUNDS)
+        for row in phase_rows(problem, with_policy(plan, policy), mesh, rounds=3 if quick else ROUNDS)
     ]
     return BenchResult(
         name="buffer",
@@ -54,10 +53,6 @@ def run(*, quick: bool = False) -> BenchResult:
             "program_bytes is what the program of the phase takes of the device: state, buffer and everything in between",
         ],
     )
-
-
-def _with_policy(plan: RampPlan, policy: RampupMicrobatch) -> RampPlan:
-    return replace(plan, splitter=replace(plan.splitter, rampup_microbatch=policy))
 
 
 def phase_rows(problem: Problem, plan: RampPlan, mesh: Mesh, *, rounds: int) -> list[dict[str, Any]]:
@@ -86,7 +81,7 @@ def phase_rows(problem: Problem, plan: RampPlan, mesh: Mesh, *, rounds: int) -> 
                 "rampup_microbatch": plan.splitter.rampup_microbatch,
                 "phase": phase.index,
                 "batch": split.global_batch_size,
-                **{f"{name}_bytes": num_bytes(move()) for name, move in moved.items()},
+                **{f"{name}_bytes": bytes_per_device(move()) for name, move in moved.items()},
                 **{f"{name}_ms": times[name].median * 1e3 for name in moved},
                 "spread": times["ours"].spread,
                 "program_bytes": programs[layout],
@@ -115,13 +110,3 @@ def transfers(batch_nR: Any, layout: BufferLayout, mesh: Mesh) -> dict[str, Call
 
 def _finish(move: Callable[[], Any]) -> None:
     jax.block_until_ready(move())
-
-
-def num_bytes(tree: Any) -> int:
-    """Return the bytes of all arrays of a tree.
-
-    Example:
-        >>> num_bytes({"a": np.zeros(3, np.int32), "b": np.zeros((2, 2), np.int8)})
-        16
-    """
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

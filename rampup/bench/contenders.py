@@ -146,8 +146,13 @@ def start_run(name: str, problem: Problem, plan: RampPlan, rows: ArrayRows, mesh
         mesh: one device or several on the data axis.
     """
     if name in _OURS:
-        return _ours(problem, replace(plan, splitter=replace(plan.splitter, rampup_microbatch=_OURS[name])), rows, mesh)
+        return _ours(problem, with_policy(plan, _OURS[name]), rows, mesh)
     return _PEERS[name](problem, plan, rows, mesh)
+
+
+def with_policy(plan: RampPlan, policy: RampupMicrobatch) -> RampPlan:
+    """Return a plan with another way to absorb the ramp."""
+    return replace(plan, splitter=replace(plan.splitter, rampup_microbatch=policy))
 
 
 def _ours(problem: Problem, plan: RampPlan, rows: ArrayRows, mesh: Mesh) -> Run:

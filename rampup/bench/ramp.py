@@ -80,9 +80,8 @@ def run(*, quick: bool = False) -> BenchResult:
     plan = ramp_plan(problem, *sizes(device, quick=quick), replicas=mesh.size)
     trips: dict[str, list[Trip]] = {name: [] for name in CONTENDERS}
     with no_compilation_cache():
-        trip(
-            FIXED, QUICK, ramp_plan(QUICK, *QUICK_SIZES, replicas=mesh.size), mesh
-        )  # The first compilation of a process takes longer.
+        # The first compilation of a process takes longer.
+        trip(FIXED, QUICK, ramp_plan(QUICK, *QUICK_SIZES, replicas=mesh.size), mesh)
         for number in range(rounds):
             for place in range(len(CONTENDERS)):
                 name = CONTENDERS[(place + number) % len(CONTENDERS)]
@@ -176,15 +175,12 @@ def _clocked(readings: Sequence[float], plan: RampPlan) -> Clocked:
     start, first, *known = readings
     rows = (plan.total_steps - 1 - plan.ramp.ramp_steps) * plan.ramp.sizes[-1]
     taken = [now - before for before, now in itertools.pairwise([first, *known])]
+    bounds = [*(phase.start_step for phase in plan.ramp.phases), len(taken)]
     return Clocked(
         seconds=known[-1] - start,
         first_seconds=first - start,
         row_seconds=(known[-1] - known[plan.ramp.ramp_steps]) / rows,
-        step_seconds=sum(
-            len(steps) * statistics.median(steps)
-            for phase, following in zip(plan.ramp.phases, [*plan.ramp.phases[1:], None], strict=True)
-            for steps in [taken[phase.start_step : None if following is None else following.start_step]]
-        ),
+        step_seconds=sum((end - begin) * statistics.median(taken[begin:end]) for begin, end in itertools.pairwise(bounds)),
     )
 
 

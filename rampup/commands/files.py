@@ -12,6 +12,7 @@ from rich.console import Console
 
 import rampup
 from rampup.commands.options import EXIT_REFUSED, devices_options, num_devices
+from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError
 
 
@@ -31,7 +32,7 @@ def check(args: argparse.Namespace, console: Console) -> int:
     from rampup.config.dialects import check_file, write_conversion
 
     if (args.to is None) != (args.output is None):
-        raise ConfigError("--to and -o FILE belong together", key="to", path="command line")
+        raise ConfigError("--to and -o FILE belong together", key="to", path=COMMAND_LINE)
     verdict = check_file(args.file, args.system, args.overrides)
     if args.json:
         print(json.dumps(verdict.to_dict()))

@@ -15,7 +15,6 @@ from rampup.errors import ConfigError, RampupError
 if TYPE_CHECKING:
     from rampup.config.rollout import RolloutConfig
 
-PLACE = "command line"
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED = 1, 2, 130
 
 

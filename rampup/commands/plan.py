@@ -10,7 +10,8 @@ from fractions import Fraction
 from rich.console import Console
 
 import rampup
-from rampup.commands.options import PLACE, devices_options, num_devices
+from rampup.commands.options import devices_options, num_devices
+from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan.units import exact_fraction
 
@@ -54,16 +55,16 @@ def _check_plan_options(args: argparse.Namespace, *, rollout: bool) -> None:
     """
     asked = [name for name in ("diff", "budget") if getattr(args, name) is not None]
     if len(asked) > 1:
-        raise ConfigError("--diff and --budget are two questions; ask one at a time", key="diff", path=PLACE)
+        raise ConfigError("--diff and --budget are two questions; ask one at a time", key="diff", path=COMMAND_LINE)
     if rollout and asked:
-        raise ConfigError(f"--{asked[0]} is for a pre-training plan, not for a rollout", key=asked[0], path=PLACE)
+        raise ConfigError(f"--{asked[0]} is for a pre-training plan, not for a rollout", key=asked[0], path=COMMAND_LINE)
     rates = [name for name in ("tokens_per_second", "measured") if getattr(args, name) is not None]
     if rates and args.budget is None:
         name = rates[0].replace("_", "-")
-        raise ConfigError(f"--{name} gives the time of a token budget; add --budget", key=name, path=PLACE)
+        raise ConfigError(f"--{name} gives the time of a token budget; add --budget", key=name, path=COMMAND_LINE)
     if len(rates) > 1:
         raise ConfigError(
-            "--tokens-per-second and --measured both give the throughput; leave one out", key=rates[1], path=PLACE
+            "--tokens-per-second and --measured both give the throughput; leave one out", key=rates[1], path=COMMAND_LINE
         )
 
 

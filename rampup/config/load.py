@@ -13,7 +13,6 @@ from rampup.config.yaml_file import Located, parse_mapping, parse_scalar, read_m
 from rampup.errors import ConfigError, RampupError, raise_together
 
 BASE = "base_config"
-ROLLOUT_SECTION = "rl"
 ENVIRONMENT_PREFIX = "RAMPUP_"
 COMMAND_LINE = "command line"
 
@@ -37,20 +36,31 @@ def load_config(
         ConfigError: whatever cannot be used, with file, line and key; several problems at once.
     """
     file = find_config(path)
-    if text is None and any(name.partition(".")[0] == ROLLOUT_SECTION for name in names_in(file)):
-        raise ConfigError(
-            f"this is the configuration of a rollout, since it has {ROLLOUT_SECTION!r}: `rampup plan` shows it; everything "
-            "else takes the keys of configs/base.yml",
-            key=ROLLOUT_SECTION,
-            path=str(file),
-        )
-    values, sources = load_values(file, overrides, environ or {}, KEYS, text=text)
+    try:
+        values, sources = load_values(file, overrides, environ or {}, KEYS, text=text)
+    except ConfigError as error:
+        if text is None:
+            _refuse_rollout(file, error)
+        raise
     try:
         return Config(**values, sources=sources)
     except ConfigError as error:
         located = ConfigError(str(error), key=error.key, nearest=error.nearest, path=str(file))
         located.problems = error.problems
         raise located from None
+
+
+def _refuse_rollout(file: Path, error: ConfigError) -> None:
+    """Say of a rollout's file what it is, instead of every key that a ramp's does not have."""
+    from rampup.config.rollout import is_rollout_file
+
+    if is_rollout_file(file):
+        raise ConfigError(
+            "this is the configuration of a rollout: `rampup plan` shows it; everything else takes the keys of "
+            "configs/base.yml",
+            key=error.key,
+            path=str(file),
+        ) from None
 
 
 def load_values(

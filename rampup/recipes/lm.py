@@ -159,20 +159,16 @@ def metric_writers(config: Config) -> Callable[[Path, int], list[MetricWriter]]:
     Raises:
         MissingDependencyError: a package that they need is not installed.
     """
-    for package, asked in (("tensorboardX", config.enable_tensorboard), ("wandb", config.wandb_project is not None)):
-        if asked:
-            required(package)
-
-    def writers(folder: Path, start: int) -> list[MetricWriter]:
-        found: list[MetricWriter] = []
-        if config.enable_tensorboard:
-            found.append(TensorBoardWriter(folder / TENSORBOARD_FOLDER, start=start))
-        if config.wandb_project is not None:
-            keys = {name: getattr(config, name) for name in KEYS}
-            found.append(WandbWriter(folder, project=config.wandb_project, config=json.loads(json.dumps(keys, default=float))))
-        return found
-
-    return writers
+    makers: list[Callable[[Path, int], MetricWriter]] = []
+    if config.enable_tensorboard:
+        required("tensorboardX")
+        makers.append(lambda folder, start: TensorBoardWriter(folder / TENSORBOARD_FOLDER, start=start))
+    if config.wandb_project is not None:
+        required("wandb")
+        project, keys = config.wandb_project, {name: getattr(config, name) for name in KEYS}
+        values = json.loads(json.dumps(keys, default=float))
+        makers.append(lambda folder, start: WandbWriter(folder, project=project, config=values))
+    return lambda folder, start: [make(folder, start) for make in makers]
 
 
 def training_step(config: Config, plan: RampPlan, mesh: Mesh) -> TrainStep:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rampup.config.load import load_config
+from rampup.config.load import COMMAND_LINE, load_config
 from rampup.config.rollout import is_rollout_file
 from rampup.config.schema import Config
 from rampup.errors import ConfigError
@@ -16,8 +16,6 @@ from rampup.recipes.lm import CONFIG_FILE, learning_rate
 from rampup.run.metrics import EVAL_FILE, METRICS_FILE
 from rampup.run.run_folder import read_lines
 from rampup.show.curves import RunMetrics
-
-COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,6 +70,7 @@ class SampleOrder:
             raise DataError(f"{num_rows:,} rows are more than the 2**32 that can be shuffled; set enable_data_shuffling=false")
         self.num_samples = None if num_epochs is None else num_rows * num_epochs
         self._num_rows = num_rows
+        # Beyond its length, a shuffled range goes on with the order of the next epoch.
         self._shuffled = None if seed is None else grain.MapDataset.range(num_rows).shuffle(seed=seed)
 
     def rows(self, samples: Iterable[int]) -> np.ndarray:

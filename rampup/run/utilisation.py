@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 # Dense bfloat16 FLOP/s of what JAX counts as one device, from the makers' data sheets: a core of TPU v2, v3 and v7, a chip of
@@ -29,6 +30,7 @@ _PEAKS = {
 }
 
 
+@functools.cache
 def peak_flops(device_kind: str) -> float | None:
     """Return the peak FLOP/s of a device in bfloat16 without sparsity, or None for one that is not known.
 
