@@ -343,9 +343,8 @@ print("largest microbatch that fits:", tuned["largest_microbatch"])
 print("settings of the fastest run:", tuned["settings"])
 
 # %%
-limit = tuned["usable_bytes"]
-sizes = [(trial["microbatch_size"], trial["bytes"]) for trial in tuned["candidates"] if trial["bytes"] < 4 * limit]
-draw_memory(sizes, limit_bytes=limit)
+sizes = [(trial["microbatch_size"], trial["bytes"]) for trial in tuned["candidates"]]
+draw_memory(sizes, limit_bytes=tuned["usable_bytes"])
 
 # %% [markdown]
 # For reinforcement learning, starting sizes by the size of the model, and the rule of thumb from a device's memory:

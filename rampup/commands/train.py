@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 
 from rich.console import Console
@@ -91,10 +90,8 @@ def tune(args: argparse.Namespace, console: Console) -> int:
     if args.output is not None:
         from rampup.show.plots import draw_memory
 
-        usable = facts["usable_bytes"]
-        taken = {row["microbatch_size"]: row["bytes"] or math.inf for row in facts["candidates"]}
-        near = {size: number for size, number in taken.items() if number <= 4 * usable or size == min(taken)}
-        draw_memory([(size, number) for size, number in near.items() if number < math.inf], args.output, limit_bytes=usable)
+        sizes = [(row["microbatch_size"], row["bytes"]) for row in facts["candidates"]]
+        draw_memory(sizes, args.output, limit_bytes=facts["usable_bytes"])
     if not args.json:
         print_tuning(facts, console)
     elif found.problem is None:

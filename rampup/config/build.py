@@ -7,13 +7,13 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TypeVar
 
-from rampup.config.schema import Config
+from rampup.config.schema import KEYS, Config
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
 from rampup.plan.axes import AUTO, AXES, MeshAxes
 from rampup.plan.chooser import DEFAULT_OVERHEAD_TOKENS, predicted_time
 from rampup.plan.definition import define_ramp, global_batch_size
 from rampup.plan.plan import RampPlan
-from rampup.plan.ramp import BatchRamp
+from rampup.plan.ramp import BatchRamp, parse_schedule
 from rampup.plan.split import BatchSplitter
 from rampup.plan.stages import legal_repeats, pipeline_repeats
 from rampup.plan.units import exact_fraction
@@ -147,11 +147,10 @@ def _check_phases(config: Config, ramp: BatchRamp, splitter: BatchSplitter) -> N
     """Check every phase, and blame the key that a person would change."""
     scheduled, fixed = config.batch_size_schedule is not None, config.microbatch_size != AUTO
     unfixed = replace(splitter, microbatch_size=AUTO)
-    problems = [
-        problem
-        for phase in ramp.phases
-        if (problem := splitter.problem(phase.global_batch_size, str(phase), key="batch_size_schedule" if scheduled else None))
-    ]
+    key = "batch_size_schedule" if scheduled else None
+    problems = [p for phase in ramp.phases if (p := splitter.problem(phase.global_batch_size, str(phase), key=key))]
+    if problems and scheduled:
+        problems += _problems_jumped_over(config, ramp, splitter)
     if problems and fixed and not scheduled and all(map(unfixed.allows, ramp.sizes)):
         legal = unfixed.legal_microbatches(ramp.sizes)
         nearest = [n for n in legal if n < config.microbatch_size][-1:] + [n for n in legal if n > config.microbatch_size][:1]
@@ -164,6 +163,16 @@ def _check_phases(config: Config, ramp: BatchRamp, splitter: BatchSplitter) -> N
             nearest=nearest,
         )
     raise_together(problems)
+
+
+def _problems_jumped_over(config: Config, ramp: BatchRamp, splitter: BatchSplitter) -> list[RampupError]:
+    """Return what is wrong with sizes of a refused schedule that no step has: with others put right, a step may have them."""
+    assert config.batch_size_schedule is not None
+    length = config.max_target_length if config.batch_size_schedule_unit == "tokens" else None
+    entries = parse_schedule(config.batch_size_schedule, sequence_length=length)
+    used = set(ramp.sizes)
+    unused = [(f"from sample {threshold:,}, jumped over", size) for threshold, size in entries if size not in used]
+    return [p for where, size in unused if (p := splitter.problem(size, where, key="batch_size_schedule"))]
 
 
 def _eval_size(config: Config, num_devices: int, ramp: BatchRamp, splitter: BatchSplitter) -> int | None:
@@ -206,12 +215,14 @@ def _plan(config: Config, num_devices: int, ramp: BatchRamp, splitter: BatchSpli
 
 
 def _collect(problems: list[RampupError], config: Config, make: Callable[[], T]) -> T | None:
-    """Return what `make` makes; note what it raises, with the place that the key's value came from."""
+    """Return what `make` makes; note what it raises, with the place that the key's value came from and what a file may say."""
     try:
         return make()
     except RampupError as error:
         for problem in error.problems or (error,):
             if problem.key and (place := config.where(problem.key)) != "default":
                 problem.args = (f"{problem} [{problem.key}: {place}]",)
+            if problem.key in KEYS and problem.key != "batch_size_schedule":
+                problem.nearest = tuple(filter(KEYS[problem.key].allows, problem.nearest))
             problems.append(problem)
         return None

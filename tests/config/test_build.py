@@ -84,6 +84,22 @@ def test_broken_rules_name_the_key(keys, error, key):
     assert caught.value.key == key
 
 
+def test_sizes_that_a_refused_one_jumps_over_are_checked_too():
+    """With the size that is offered instead, a step would have them; a schedule whose steps all have legal sizes stands."""
+    with pytest.raises(RampupError) as caught:
+        build_plan(Config(batch_size_schedule="0:65 1:1 50:2 65:64 500:8"), 2)
+    assert [(problem.value, problem.nearest) for problem in caught.value.problems] == [(65, (64, 66)), (1, (2,))]
+    assert "from sample 1, jumped over" in str(caught.value)
+    assert build_plan(Config(batch_size_schedule="0:64 1:1 64:8"), 2).ramp.sizes == (64, 8)
+
+
+def test_what_no_file_can_say_is_not_offered():
+    """A number of devices that the axes would divide, but that is larger than any that a configuration takes."""
+    with pytest.raises(BatchDivisibilityError, match="num_devices=1 must be a multiple") as caught:
+        build_plan(Config(dcn_context_parallelism=200_000, dcn_data_parallelism=5 * 10**12 + 1), 1)
+    assert caught.value.nearest == ()
+
+
 def test_device_counts_are_checked():
     """Without a number of devices there is no plan."""
     with pytest.raises(ConfigError, match="num_devices=-1 must be at least 1"):

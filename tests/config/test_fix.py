@@ -55,6 +55,10 @@ def fixed(folder, text, *settings, environ=None):
             "enable_rampup_batch_size: false\nbatch_size_schedule: '0:100, 3K:250 5K:250'\n",
             'enable_rampup_batch_size: false\nbatch_size_schedule: "0:100, 3K:252 5K:252"\n',
         ),
+        (
+            "enable_rampup_batch_size: false\nbatch_size_schedule: 0:65 1:3 500:8\n",
+            'enable_rampup_batch_size: false\nbatch_size_schedule: "0:64 1:4 500:8"\n',
+        ),
         (BASE + "batch_size_schedule: 0:64\n", BASE + "batch_size_schedule: 0:64\nenable_rampup_batch_size: false\n"),
         ("steps: 0\r\nlog_period: 7\r\n", "steps: 1\r\nlog_period: 7\r\n"),
         ("{steps: 0, log_period: 3}", "{steps: 1, log_period: 3}"),

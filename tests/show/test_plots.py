@@ -167,7 +167,17 @@ def test_memory_by_microbatch_size():
     assert draw_memory([(1, 5 * GIB)], limit_bytes=GIB).axes[0].get_title(loc="left").endswith("none of these fits")
 
 
-@pytest.mark.parametrize("rows", [[], [(0, 5)], [(1, -5)]])
+def test_memory_far_above_the_limit_is_not_drawn():
+    """Bars that would make the others flat, and what nobody can count; the smallest size stays."""
+    rows = [(1, GIB), (2, 2 * GIB), (4, 5 * GIB), (8, None)]
+    for limit, drawn in [(GIB, "12"), (2 * GIB, "124"), (GIB // 8, "1")]:
+        (axes,) = draw_memory(rows, limit_bytes=limit).axes
+        assert [label.get_text() for label in axes.get_xticklabels()] == list(drawn)
+        assert len(axes.patches) == len(drawn)
+    assert len(draw_memory(rows).axes[0].patches) == 3
+
+
+@pytest.mark.parametrize("rows", [[], [(0, 5)], [(1, -5)], [(1, None)]])
 def test_memory_that_cannot_be_drawn(rows):
     """No rows, a size of zero, negative bytes."""
     with pytest.raises(ConfigError):

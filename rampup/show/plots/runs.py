@@ -14,6 +14,8 @@ from rampup.show.plots.figure import DEFAULT_WIDTH, LINES, NARROW, finish, line_
 MIB, GIB = 2**20, 2**30
 # Below this share of the highest bar a bar has its number above it.
 LEAST_BAR = 0.1
+# Times the limit: beside a bar higher than this the others are not to be read.
+FAR_ABOVE = 4
 # Inches that the title of a picture of memory takes.
 ONE_LINE = 5.5
 MAX_RUNS = 12
@@ -57,7 +59,7 @@ def draw_runs(runs: Sequence[RunMetrics], path: str | Path | None = None, *, wid
 
 
 def draw_memory(
-    rows: Iterable[tuple[int, int]],
+    rows: Iterable[tuple[int, int | None]],
     path: str | Path | None = None,
     *,
     limit_bytes: int | None = None,
@@ -66,15 +68,18 @@ def draw_memory(
     """Draw how much memory a step needs by the size of its microbatch.
 
     Args:
-        rows: pairs (microbatch size, bytes).
+        rows: pairs (microbatch size, bytes); no bytes, None, where they are too many to tell, which is not drawn.
         path, width: see `draw_batch`.
-        limit_bytes: what may be used of a device, drawn as a line; what is above it is hatched. None = unknown.
+        limit_bytes: what may be used of a device, drawn as a line; what is above it is hatched, and of what is far above
+            it only the smallest size is drawn. None = unknown.
 
     Raises:
         MissingDependencyError: matplotlib is not installed.
         ConfigError: no rows, a size below 1 or negative bytes, or the file cannot be written.
     """
-    pairs = sorted(rows)
+    pairs = sorted((size, number) for size, number in rows if number is not None)
+    if limit_bytes is not None:
+        pairs = [pair for pair in pairs if pair[1] <= FAR_ABOVE * limit_bytes or pair == pairs[0]]
     if not pairs:
         raise ConfigError("there is no microbatch size to draw the memory of", key="microbatch_size")
     for size, number in pairs:
