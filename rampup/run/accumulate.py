@@ -5,6 +5,7 @@ Shape suffixes: K microbatches, R rows of one microbatch over all replicas.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -153,6 +154,8 @@ def multi_steps(tx: optax.GradientTransformation, plan: RampPlan, **options: Any
 def _local_sums(loss_fn: LossFn, param_shardings: Any) -> Callable[..., Sums]:
     """Return the function that sums over this replica's rows."""
 
+    # Traced once, for the shapes of the sums and for the loop's body.
+    @functools.partial(jax.jit, inline=True)
     def of_microbatch(params: Any, batch_R: Any, keys_R: Any, mutable: Any) -> Sums:
         def loss_of(params: Any) -> tuple[jax.Array, tuple[Any, ...]]:
             loss, *rest = loss_fn(params, batch_R, keys_R, *(() if mutable is None else (mutable,)))
