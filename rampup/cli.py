@@ -19,6 +19,7 @@ from rampup.commands import files, pictures, plan, train
 from rampup.commands.options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, report_error
 from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError, NonFiniteError, RampupError, StorageError
+from rampup.huge_pages import ask_for_huge_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +41,17 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
+    Args:
+        argv: its words; None = those of this process, which a command that works on devices may start anew.
+
     Example:
         >>> main(["--version"])
         rampup 0.1.0
         0
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and arguments and arguments[0] in ON_DEVICES:
+        ask_for_huge_pages()
     as_json = "--json" in arguments
     try:
         return _dispatch(arguments)
@@ -133,3 +139,5 @@ COMMANDS = {
     "tune": Command(train.tune, "find the largest microbatch that fits, and the fastest cut of the ramp", train.tune_options),
     "rows": Command(plan.rows, "show exactly which rows an optimizer step reads", plan.rows_options),
 }
+# The commands that compute.
+ON_DEVICES = ("train", "tune", "bench")

@@ -15,7 +15,7 @@ FLOORS = [
     {"run", "show"},
     {"recipes"},
     {"bench"},
-    {"completion", "commands"},
+    {"completion", "commands", "huge_pages"},
     {"cli"},
     {"__main__"},
 ]

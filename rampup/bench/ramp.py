@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from rampup.bench.contenders import CONTENDERS, FIXED, start_run
-from rampup.bench.measure import Seconds
+from rampup.bench.measure import ROUNDS, Seconds
 from rampup.bench.problem import QUICK, ArrayRows, Problem, main_problem, no_compilation_cache
 from rampup.bench.result import BenchResult
 from rampup.plan.plan import RampPlan
@@ -29,7 +29,6 @@ PHASES = 8
 CPU_SIZES, DEVICE_SIZES, QUICK_SIZES = (56, 6), (5600, 100), (14, 3)
 # The devices that a CPU pretends to have share its cores and caches, which is not what a ramp on several devices is like.
 CPU_DEVICES = 1
-RAMP_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +75,7 @@ def run(*, quick: bool = False) -> BenchResult:
         quick: a tiny model, a short ramp and one round.
     """
     device, mesh = jax.devices()[0], make_mesh(devices=_devices())
-    problem, rounds = main_problem(device, quick=quick), 1 if quick else RAMP_ROUNDS
+    problem, rounds = main_problem(device, quick=quick), 1 if quick else ROUNDS
     plan = ramp_plan(problem, *sizes(device, quick=quick), replicas=mesh.size)
     trips: dict[str, list[Trip]] = {name: [] for name in CONTENDERS}
     with no_compilation_cache():

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from rampup.bench.contenders import CONTENDERS, FIXED, start_run
-from rampup.bench.measure import Seconds
+from rampup.bench.measure import ROUNDS, Seconds
 from rampup.bench.problem import Problem, main_problem, no_compilation_cache
 from rampup.bench.ramp import join_compilations
 from rampup.bench.result import BenchResult
@@ -22,8 +22,7 @@ from rampup.run.mesh import make_mesh
 
 PHASES = 3
 # Steps of the first phase, long enough for the background to compile the others, and of each later one.
-CPU_STEPS, DEVICE_STEPS, QUICK_STEPS = (80, 25), (1000, 200), (6, 6)
-TRANSITION_ROUNDS = 3
+CPU_STEPS, DEVICE_STEPS, QUICK_STEPS = (80, 15), (1000, 200), (6, 6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +79,7 @@ def run(*, quick: bool = False) -> BenchResult:
         quick: a tiny model, a few steps and one round.
     """
     device = jax.devices()[0]
-    problem, rounds = main_problem(device, quick=quick), 1 if quick else TRANSITION_ROUNDS
+    problem, rounds = main_problem(device, quick=quick), 1 if quick else ROUNDS
     steps = QUICK_STEPS if quick else CPU_STEPS if device.platform == "cpu" else DEVICE_STEPS
     plan = transition_plan(problem, *steps)
     found: dict[str, list[Steps]] = {name: [] for name in CONTENDERS}

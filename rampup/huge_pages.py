@@ -1,0 +1,42 @@
+"""Large memory pages for work on a CPU.
+
+XLA takes a step's temporary memory from the C library and gives it back after the step, and the kernel hands it out anew in
+pages of 4 KiB, with a fault for each. From version 2.35 on, glibc can ask for large pages instead (its manual, "Memory
+Allocation Tunables": `glibc.malloc.hugetlb`), but it reads that wish only when a process starts.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from pathlib import Path
+
+VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
+FIRST_GLIBC = (2, 35)
+KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def ask_for_huge_pages() -> None:
+    """Start this process anew with large pages, where the kernel gives them on request and nobody has said what is wanted.
+
+    With `GLIBC_TUNABLES=glibc.malloc.hugetlb=0` in the environment the pages stay small.
+    """
+    before = os.environ.get(VARIABLE, "")
+    if TUNABLE in before or not sys.executable or not on_offer():
+        return
+    os.environ[VARIABLE] = ":".join(filter(None, (before, f"{TUNABLE}=1")))
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def on_offer() -> bool:
+    """Say whether large pages are to be had on request, and only then."""
+    library, version = platform.libc_ver()
+    try:
+        return library == "glibc" and _numbers(version) >= FIRST_GLIBC and "[madvise]" in KERNEL.read_text()
+    except (OSError, ValueError):
+        return False
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
