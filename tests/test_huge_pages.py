@@ -13,6 +13,7 @@ CODE = """
 import os, sys
 from rampup import huge_pages
 huge_pages.on_offer = lambda: True
+huge_pages.has_accelerators = lambda: False
 print(os.getpid(), sys.argv[1:], os.environ.get("GLIBC_TUNABLES"), flush=True)
 huge_pages.ask_for_huge_pages()
 print("goes on")
@@ -62,6 +63,26 @@ def test_where_they_are_on_offer(monkeypatch, tmp_path, libc, kernel, offered):
     monkeypatch.setattr(huge_pages, "KERNEL", file)
     monkeypatch.setattr(huge_pages.platform, "libc_ver", lambda: libc)
     assert huge_pages.on_offer() is offered
+
+
+@pytest.mark.parametrize(
+    ("plugins", "packages", "platforms", "accelerators"),
+    [
+        ([], [], None, False),
+        (["cuda13"], [], None, True),
+        ([], ["libtpu"], None, True),
+        (["cuda13"], ["libtpu"], "cpu", False),
+        (["cuda13"], [], "cuda", True),
+    ],
+)
+def test_machines_with_accelerators(monkeypatch, plugins, packages, platforms, accelerators):
+    """They are known by what is installed for JAX, unless it is told to use the CPU."""
+    monkeypatch.setattr(huge_pages.metadata, "entry_points", lambda group: plugins)
+    monkeypatch.setattr(huge_pages, "_is_installed", packages.__contains__)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    if platforms is not None:
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    assert huge_pages.has_accelerators() is accelerators
 
 
 @pytest.mark.parametrize(

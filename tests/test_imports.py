@@ -9,13 +9,13 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "rampup"
 FLOORS = [
-    {"errors"},
+    {"errors", "huge_pages"},
     {"plan"},
     {"config"},
     {"run", "show"},
     {"recipes"},
     {"bench"},
-    {"completion", "commands", "huge_pages"},
+    {"completion", "commands"},
     {"cli"},
     {"__main__"},
 ]

@@ -14,6 +14,7 @@ BENCHES = {
     "transition": "the slowest step at a phase change over the median step, for the same systems",
     "accumulate": "one optimizer step of 1 to 16 microbatches: time, memory and all-reduces, for the same systems",
     "buffer": "bytes that a step of each phase moves to the device, beside a padded buffer, and its program's memory",
+    "pages": "a step on a CPU with large memory pages, beside one with small pages",
     "data": "rows per second of the loader, beside Grain's own fixed batches",
     "plan": "look-ups and a resume at step 10^9 beside MaxText's manager, and the host's work in a training step",
     "scale": "a step in 1, 2 and 4 processes, and plans for up to 65,536 devices and 10,000 phases",

@@ -5,7 +5,6 @@ Shape suffixes: K microbatches, R rows of one microbatch over all replicas.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,7 +26,8 @@ class Sums(NamedTuple):
     """What is summed over all rows of an optimizer step.
 
     Attributes:
-        grads: gradient of `loss`, float32 (float64 for float64 parameters), shaped and sharded like the parameters.
+        grads: gradient of `loss`, float32 (float64 for float64 parameters), shaped and sharded like the parameters; of
+            loss / weight from `one_microbatch`.
         loss: sum of losses.
         weight: sum of weights, for instance tokens that count; loss / weight is the mean loss.
         aux: sums of whatever else the loss function returns.
@@ -96,6 +96,33 @@ def accumulate(
     return per_replica(of_one_replica, mesh, rows=(1, 3))(*arguments)
 
 
+def one_microbatch(
+    loss_fn: LossFn, params: Any, batch_1R: Any, keys_1R: jax.Array, *, param_shardings: Any, mutable: Any = None
+) -> Sums:
+    """Return the sums of a single microbatch on a single replica, with the gradient of the mean loss.
+
+    To divide a gradient afterwards, as sums over several microbatches need it, is one more pass over memory as large as the
+    parameters.
+
+    Args:
+        loss_fn, params, param_shardings, mutable: see `accumulate`.
+        batch_1R, keys_1R: the microbatch and its keys, with a leading axis of one.
+    """
+    one = _of_microbatch(loss_fn, param_shardings, of_mean=True)
+    sums: Sums = one(params, *_microbatch((batch_1R, keys_1R), 0), mutable)
+    return sums
+
+
+def inverse(weight: jax.Array) -> jax.Array:
+    """Return 1 / weight; 0 for a batch in which nothing counts, so that it changes nothing.
+
+    Example:
+        >>> inverse(jnp.float32(4)).item(), inverse(jnp.float32(0)).item()
+        (0.25, 0.0)
+    """
+    return jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
+
+
 def per_replica(function: Callable[..., Any], mesh: Mesh, *, rows: tuple[int, ...]) -> Callable[..., Any]:
     """Return a function that runs on every replica's own rows: manual over the data axis, automatic over the others.
 
@@ -151,20 +178,27 @@ def multi_steps(tx: optax.GradientTransformation, plan: RampPlan, **options: Any
     return optax.MultiSteps(tx, every_k, **options)
 
 
-def _local_sums(loss_fn: LossFn, param_shardings: Any) -> Callable[..., Sums]:
-    """Return the function that sums over this replica's rows."""
+def _of_microbatch(loss_fn: LossFn, param_shardings: Any, *, of_mean: bool = False) -> Callable[..., Sums]:
+    """Return the function that sums over the rows of one microbatch."""
 
-    # Traced once, for the shapes of the sums and for the loop's body.
-    @functools.partial(jax.jit, inline=True)
     def of_microbatch(params: Any, batch_R: Any, keys_R: Any, mutable: Any) -> Sums:
         def loss_of(params: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-            loss, *rest = loss_fn(params, batch_R, keys_R, *(() if mutable is None else (mutable,)))
-            return loss, tuple(rest)
+            loss, weight, *rest = loss_fn(params, batch_R, keys_R, *(() if mutable is None else (mutable,)))
+            scale = inverse(jax.lax.stop_gradient(jnp.asarray(weight))) if of_mean else 1
+            return loss * scale, (loss, weight, *rest)
 
-        (loss, rest), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-        weight, aux, *carried = rest
+        (_, of_rows), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+        loss, weight, aux, *carried = of_rows
         sums = jax.tree.map(accumulator, (grads, loss, weight, aux))
         return Sums(_constrain(sums[0], param_shardings), *sums[1:], carried[0] if carried else None)
+
+    return of_microbatch
+
+
+def _local_sums(loss_fn: LossFn, param_shardings: Any) -> Callable[..., Sums]:
+    """Return the function that sums over this replica's rows."""
+    # Traced once, for the shapes of the sums and for the loop's body.
+    of_microbatch = jax.jit(_of_microbatch(loss_fn, param_shardings), inline=True)
 
     def of_all(params: Any, batch_KR: Any, num: Any, keys_KR: Any, mutable: Any) -> Sums:
         if keys_KR.shape[0] == 1:

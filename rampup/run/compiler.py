@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 Lower = Callable[[], Any]
 NICENESS = 10
@@ -30,6 +31,7 @@ class Compiler:
         self.num_compilations = 0
         self.waited_seconds = 0.0
         self._programs: dict[Hashable, Any] = {}
+        self._memory: dict[Hashable, np.ndarray | None] = {}
         self._coming: dict[Hashable, Future[Any]] = {}
         self._thread: ThreadPoolExecutor | None = None
 
@@ -44,6 +46,7 @@ class Compiler:
             start, ready = time.perf_counter(), self.is_ready(key)
             coming = self._coming.pop(key, None)
             self._programs[key] = coming.result() if coming else self._compiled(lower)
+            self._memory.pop(key, None)
             self.waited_seconds += 0 if ready else time.perf_counter() - start
         return self._programs[key]
 
@@ -57,7 +60,9 @@ class Compiler:
 
         def work() -> Any:
             with contexts():
-                return self._compiled(lower)
+                program = self._compiled(lower)
+            self._memory[key] = _memory_for(program)
+            return program
 
         self._coming[key] = self._thread.submit(work)
 
@@ -94,6 +99,16 @@ def _give_way() -> None:
     """Let training and its data go first where this thread wants the same cores."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def _memory_for(program: Any) -> np.ndarray | None:
+    """Return memory as large as a program on a CPU takes for its work, to be given back just before its first step.
+
+    What no process has touched for long is slow to get from the kernel, and the step at a phase change would wait for it.
+    """
+    if jax.default_backend() != "cpu" or (analysis := program.memory_analysis()) is None:
+        return None
+    return np.ones(analysis.temp_size_in_bytes, np.uint8)
 
 
 def _contexts() -> Callable[[], contextlib.AbstractContextManager[None]]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from rampup.run.accumulate import LossFn, Sums, accumulate, accumulator, per_replica, row_keys
+from rampup.run.accumulate import LossFn, Sums, accumulate, accumulator, inverse, one_microbatch, per_replica, row_keys
 from rampup.run.mesh import DATA, replicated
 from rampup.run.nonfinite import all_finite, chosen, zero_unless
 from rampup.run.pipeline import pipeline_sums
@@ -43,12 +43,11 @@ def fused_step(
         chunks: the buffer, arrays (K, R, ...) each.
         counts: microbatches of a pass, and passes.
     """
-    sums = _sum_over(loss_fn, mesh, param_shardings, seed, state, _joined(chunks), counts, jnp.int32(0))
-    grads = _mean_gradient(sums, state.params)
+    sums, grads = _sum_over(loss_fn, mesh, param_shardings, seed, state, _joined(chunks), counts, jnp.int32(0))
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     metrics = {
-        "loss": sums.loss * _inverse(sums.weight),
+        "loss": sums.loss * inverse(sums.weight),
         "weight": sums.weight,
         "grad_norm": _norm(grads),
         "aux": sums.aux,
@@ -80,8 +79,8 @@ def micro_step(
         chunk: the microbatch, arrays (1, R, ...).
         first_row: the number of its first row in the step, for the random keys.
     """
-    sums = _sum_over(loss_fn, mesh, param_shardings, seed, state, chunk, (jnp.int32(1), jnp.int32(1)), first_row)
-    grads = _mean_gradient(sums, state.params)
+    once = jnp.int32(1), jnp.int32(1)
+    sums, grads = _sum_over(loss_fn, mesh, param_shardings, seed, state, chunk, once, first_row)
     if skips:
         good = all_finite(sums._replace(aux=None))
         grads = zero_unless(good, grads)
@@ -90,7 +89,7 @@ def micro_step(
     params = optax.apply_updates(state.params, updates)
     weight = so_far["weight"] + sums.weight
     metrics = {
-        "loss": (so_far["loss"] * so_far["weight"] + sums.loss) * _inverse(weight),
+        "loss": (so_far["loss"] * so_far["weight"] + sums.loss) * inverse(weight),
         "weight": weight,
         "aux": jax.tree.map(jnp.add, so_far["aux"], sums.aux),
     }
@@ -144,13 +143,20 @@ def _sum_over(
     batch_KR: Any,
     counts: tuple[jax.Array, jax.Array],
     first_row: jax.Array,
-) -> Sums:
+) -> tuple[Sums, Any]:
+    """Return the sums over a batch, and the gradient of its mean loss in the type of the parameters."""
+    params, carried, shardings = state.params, _carried(state), {"param_shardings": param_shardings}
     keys_KR = row_keys(seed, state.step, _row_numbers(batch_KR, first_row))
     m, passes = counts
-    options: dict[str, Any] = {"mesh": mesh, "param_shardings": param_shardings}
     if isinstance(loss_fn, PipelinedLoss):
-        return pipeline_sums(loss_fn, state.params, batch_KR, m, keys_KR, num_passes=passes, **options)
-    return accumulate(loss_fn, state.params, batch_KR, m * passes, keys_KR, mutable=_carried(state), **options)
+        sums = pipeline_sums(loss_fn, params, batch_KR, m, keys_KR, num_passes=passes, mesh=mesh, **shardings)
+    elif keys_KR.shape[0] == 1 and mesh.shape[DATA] == 1:
+        sums = one_microbatch(loss_fn, params, batch_KR, keys_KR, mutable=carried, **shardings)
+        return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), sums.grads, params)
+    else:
+        sums = accumulate(loss_fn, params, batch_KR, m * passes, keys_KR, mutable=carried, mesh=mesh, **shardings)
+    scale = inverse(sums.weight)
+    return sums, jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), sums.grads, params)
 
 
 def _joined(chunks: tuple[Any, ...]) -> Any:
@@ -162,18 +168,8 @@ def _row_numbers(batch_KR: Any, first_row: Any) -> jax.Array:
     return first_row + jnp.arange(K * R, dtype=jnp.int32).reshape(K, R)
 
 
-def _mean_gradient(sums: Sums, params: Any) -> Any:
-    inverse = _inverse(sums.weight)
-    return jax.tree.map(lambda g, p: (g * inverse).astype(p.dtype), sums.grads, params)
-
-
 def _norm(tree: Any) -> jax.Array:
     return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
-
-
-def _inverse(weight: jax.Array) -> jax.Array:
-    """1 / weight; 0 for a batch in which nothing counts, so that it changes nothing."""
-    return jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
 
 
 def _carried(state: Any) -> Any:

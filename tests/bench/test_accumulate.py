@@ -33,6 +33,13 @@ def test_ours_reduces_once_whatever_k_is(result):
     assert (single.number, single.num_bytes) == (of[OURS]["all_reduces"], of[OURS]["reduced_bytes"])
 
 
+def test_one_microbatch_costs_no_pass_over_the_gradients():
+    """On one device ours moves what the hand-written step moves: no gradient is divided after it is there."""
+    mesh, gradient = make_mesh(devices=jax.devices()[:1]), 4 * QUICK.model.num_parameters
+    ours, plain = (SYSTEMS[name](QUICK, 1, mesh).executable.cost_analysis()["bytes accessed"] for name in (OURS, PLAIN))
+    assert ours < plain + gradient
+
+
 def test_every_row_is_complete(result):
     """Times are positive, one system is the fastest, and the hand-written step is one times itself."""
     assert min(row["over_fastest"] for row in result.rows) == 1
