@@ -1,6 +1,7 @@
 """Every test runs on eight pretended CPU devices, and a program that two tests share is compiled once, by whichever process."""
 
 import os
+import signal
 import tempfile
 
 if "PYTEST_XDIST_WORKER" not in os.environ:
@@ -13,6 +14,8 @@ os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
 import jax
 
+# A shell that runs the tests in the background has them ignore Ctrl-C, which some of them press.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
