@@ -222,6 +222,7 @@ def _collect(problems: list[RampupError], config: Config, make: Callable[[], T])
         for problem in error.problems or (error,):
             if problem.key and (place := config.where(problem.key)) != "default":
                 problem.args = (f"{problem} [{problem.key}: {place}]",)
+            # A schedule's offers are sizes, not what its key takes.
             if problem.key in KEYS and problem.key != "batch_size_schedule":
                 problem.nearest = tuple(filter(KEYS[problem.key].allows, problem.nearest))
             problems.append(problem)

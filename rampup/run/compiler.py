@@ -31,8 +31,7 @@ class Compiler:
         self.num_compilations = 0
         self.waited_seconds = 0.0
         self._programs: dict[Hashable, Any] = {}
-        self._memory: dict[Hashable, np.ndarray | None] = {}
-        self._coming: dict[Hashable, Future[Any]] = {}
+        self._coming: dict[Hashable, Future[tuple[Any, np.ndarray | None]]] = {}
         self._thread: ThreadPoolExecutor | None = None
 
     def get(self, key: Hashable, lower: Lower) -> Any:
@@ -45,8 +44,7 @@ class Compiler:
         if key not in self._programs:
             start, ready = time.perf_counter(), self.is_ready(key)
             coming = self._coming.pop(key, None)
-            self._programs[key] = coming.result() if coming else self._compiled(lower)
-            self._memory.pop(key, None)
+            self._programs[key] = coming.result()[0] if coming else self._compiled(lower)
             self.waited_seconds += 0 if ready else time.perf_counter() - start
         return self._programs[key]
 
@@ -58,11 +56,10 @@ class Compiler:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="rampup-compile", initializer=_give_way)
         contexts = _contexts()
 
-        def work() -> Any:
+        def work() -> tuple[Any, np.ndarray | None]:
             with contexts():
                 program = self._compiled(lower)
-            self._memory[key] = _memory_for(program)
-            return program
+            return program, _memory_for(program)
 
         self._coming[key] = self._thread.submit(work)
 
