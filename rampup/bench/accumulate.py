@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,14 +21,15 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
 from rampup.run.accumulate import multi_steps
+from rampup.run.compiler import compile_program
 from rampup.run.data import step_batches
 from rampup.run.mesh import batch_sharding, make_mesh
 from rampup.run.step import train_step
 
-OURS, PLAIN = "ours", "plain big batch"
+OURS, TUNED, PLAIN = "ours", "ours, tuned", "plain big batch"
 COUNTS, QUICK_COUNTS = (1, 2, 4, 16), (1, 2)
 REDUCING_DEVICES = 4
-SHORT_ROUNDS = 32
+SHORT_ROUNDS, TUNING_ROUNDS = 32, 3
 
 
 def run(*, quick: bool = False) -> BenchResult:
@@ -56,6 +57,8 @@ def run(*, quick: bool = False) -> BenchResult:
             "hand-written step's at this k",
             "k microbatches of the same size: the batch grows with k. All run AdamW behind clipping by the global norm; "
             "only ours also returns the gradient norm",
+            f"{TUNED}, cuts the same rows into whichever power of two of microbatches, up to k, took the least time, as "
+            "`rampup tune` looks for it; with k microbatches the memory does not grow with the batch",
             "cpu_ms is the processor time of this process in a step, and cpu_over_least its ratio to the least: on a CPU that "
             "others use as well it says more than the time",
             "temp_bytes is of one program beside arguments and results",
@@ -79,7 +82,8 @@ def compare(problem: Problem, k: int, mesh: Mesh, wide: Mesh | None, *, rounds: 
         wide: several devices, whose program is compiled and not run; or None.
         rounds: steps that each is timed for.
     """
-    systems = {name: build(problem, k, mesh) for name, build in SYSTEMS.items()}
+    cuts = dict.fromkeys(SYSTEMS, (problem, k)) | {TUNED: _fastest_cut(problem, k, mesh)}
+    systems = {name: build(*cuts[name], mesh) for name, build in SYSTEMS.items()}
     cpu = {name: _CpuClock(system.step) for name, system in systems.items()}
     times = take_turns(cpu, rounds=rounds)
     fastest, plain = min(seconds.median for seconds in times.values()), times[PLAIN].median
@@ -87,16 +91,25 @@ def compare(problem: Problem, k: int, mesh: Mesh, wide: Mesh | None, *, rounds: 
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     rows = []
     for name, system in systems.items():
-        reductions = None if wide is None else SYSTEMS[name](problem, k, wide).reductions(k)
+        microbatches = cuts[name][1]
+        reductions = None if wide is None else SYSTEMS[name](*cuts[name], wide).reductions(microbatches)
         ratios = {
             "over_fastest": times[name].median / fastest,
             "over_plain": times[name].median / plain,
             "cpu_ms": cpu[name].median * 1e3 if is_cpu else None,
             "cpu_over_least": cpu[name].median / least_work if is_cpu else None,
         }
-        first = {"model": problem.name, "k": k, "system": name}
+        first = {"model": problem.name, "k": k, "system": name, "microbatches": 1 if name == PLAIN else microbatches}
         rows.append(first | _times(times[name]) | ratios | _facts(system.executable, reductions))
     return rows
+
+
+def _fastest_cut(problem: Problem, k: int, mesh: Mesh) -> tuple[Problem, int]:
+    """Return the rows of k microbatches as fewer, larger ones: a problem and its number of microbatches."""
+    fewer = [2**power for power in range(k.bit_length()) if k % 2**power == 0]
+    cuts = {str(number): (replace(problem, rows=problem.rows * k // number), number) for number in fewer}
+    times = take_turns({name: _ours(*cut, mesh).step for name, cut in cuts.items()}, rounds=TUNING_ROUNDS)
+    return cuts[min(times, key=lambda name: times[name].median)]
 
 
 class _CpuClock:
@@ -166,7 +179,7 @@ def _ours(problem: Problem, k: int, mesh: Mesh) -> System:
     source = problem.source(plan.consumed_samples)
     (batch,) = step_batches(source, plan, mesh)
     row = jax.tree.map(lambda x: x[0], source.read(range(1)))  # type: ignore[arg-type]
-    executable = step.lower(state, row, plan.splits[0]).compile()
+    executable = compile_program(step.lower(state, row, plan.splits[0]))
 
     def once() -> Any:
         nonlocal state
@@ -211,6 +224,7 @@ def _of_peer(step: Any, state: Any, mesh: Mesh, batch_B: Mapping[str, Any], *mor
 
 SYSTEMS: dict[str, Callable[[Problem, int, Mesh], System]] = {
     OURS: _ours,
+    TUNED: _ours,
     PLAIN: _plain,
     MULTI_STEPS: _multi_steps,
     MICROBATCHING: _optax_microbatching,

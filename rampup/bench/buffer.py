@@ -18,6 +18,7 @@ from rampup.bench.result import BenchResult
 from rampup.plan.buffer import BufferLayout
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import RampupMicrobatch
+from rampup.run.compiler import compile_program
 from rampup.run.data import SampleOrder, StepDataset, layout_of, put_chunks
 from rampup.run.loading import Loading
 from rampup.run.memory import bytes_per_device, program_memory
@@ -73,7 +74,7 @@ def phase_rows(problem: Problem, plan: RampPlan, mesh: Mesh, *, rounds: int) -> 
     for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
         layout = layout_of(plan, split)
         if layout not in programs:
-            programs[layout] = program_memory(step.lower(state, one, split).compile()).total
+            programs[layout] = program_memory(compile_program(step.lower(state, one, split))).total
         moved = transfers(dataset.read(plan.position(phase.start_step)), layout, mesh)
         times = take_turns({name: functools.partial(_finish, move) for name, move in moved.items()}, rounds=rounds)
         found.append(

@@ -22,7 +22,7 @@ from rampup.run.mesh import make_mesh
 
 PHASES = 3
 # Steps of the first phase, long enough for the background to compile the others, and of each later one.
-CPU_STEPS, DEVICE_STEPS, QUICK_STEPS = (80, 15), (1000, 200), (6, 6)
+CPU_STEPS, DEVICE_STEPS, QUICK_STEPS = (100, 15), (1000, 200), (6, 6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

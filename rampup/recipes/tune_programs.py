@@ -20,6 +20,7 @@ from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import AUTO, BatchSplit, BatchSplitter
 from rampup.plan.timetable import num_ticks
 from rampup.recipes.lm import initial_state, state_shapes, training_step
+from rampup.run.compiler import compile_program
 from rampup.run.data import AHEAD_ON_DEVICE, step_batches
 from rampup.run.memory import ProgramMemory, is_out_of_memory, program_memory, room_to_run
 from rampup.run.mesh import make_mesh
@@ -97,7 +98,7 @@ class Programs:
         if size not in self._memory:
             start = time.perf_counter()
             try:
-                compiled = self._lower(size).compile()
+                compiled = compile_program(self._lower(size))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

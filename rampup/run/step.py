@@ -19,7 +19,7 @@ from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.run.accumulate import LossFn, multi_steps
 from rampup.run.agreement import Agreement
-from rampup.run.compiler import Compiler
+from rampup.run.compiler import Compiler, compile_program
 from rampup.run.data import Batch, layout_of
 from rampup.run.memory import near_devices, on_devices_first
 from rampup.run.mesh import STAGE, batch_sharding, replicated, shardings_like
@@ -303,7 +303,8 @@ class EvalStep:
         if key not in self._compiled:
             bound = functools.partial(eval_sums, self._loss_fn, self._mesh)
             run = on_devices_first(bound, jax.tree.map(lambda leaf: leaf.sharding, state))
-            self._compiled[key] = jax.jit(run, out_shardings=replicated(self._mesh)).lower(state, batch.chunks).compile()
+            lowered = jax.jit(run, out_shardings=replicated(self._mesh)).lower(state, batch.chunks)
+            self._compiled[key] = compile_program(lowered)
         return self._compiled[key](state, batch.chunks)
 
 

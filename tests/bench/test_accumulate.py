@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 
 from rampup.bench import accumulate
-from rampup.bench.accumulate import OURS, PLAIN, REDUCING_DEVICES, SYSTEMS, run
+from rampup.bench.accumulate import OURS, PLAIN, REDUCING_DEVICES, SYSTEMS, TUNED, run
 from rampup.bench.contenders import MICROBATCHING, MULTI_STEPS
+from rampup.bench.measure import Seconds
 from rampup.bench.problem import QUICK
 from rampup.run.mesh import make_mesh
 
@@ -46,6 +47,23 @@ def test_every_row_is_complete(result):
     assert next(row["over_plain"] for row in result.rows if row["system"] == PLAIN) == 1
     assert all(row["step_ms"] > 0 and row["temp_bytes"] > 0 for row in result.rows)
     assert {tuple(row) for row in result.rows} == {result.columns}
+
+
+def test_tuned_takes_the_cut_that_was_fastest(monkeypatch):
+    """Of one, two and four microbatches of the same 8 rows it takes the one that took the least time, here two."""
+    asked = []
+
+    def turns(candidates, *, rounds):
+        asked.append(sorted(candidates))
+        return {name: Seconds(all=(abs(int(name) - 2.0),) * rounds) for name in candidates}
+
+    monkeypatch.setattr(accumulate, "take_turns", turns)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    problem, k = accumulate._fastest_cut(QUICK, 4, mesh)
+    assert (problem.rows, k) == (2 * QUICK.rows, 2)
+    assert asked == [["1", "2", "4"]]
+    trained = [SYSTEMS[name](*cut, mesh).step() for name, cut in ((TUNED, (problem, k)), (OURS, (QUICK, 4)))]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), *trained)
 
 
 def test_without_devices_to_reduce_over_it_says_so(monkeypatch):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rampup.run.compiler import Compiler
+from rampup.run.compiler import Compiler, compile_program
 
 
 def lowering(function, *args):
@@ -93,3 +93,21 @@ def test_closing_gives_up_what_waits():
     assert not compiler.is_known("never")
     assert compiler.get("never", lower)(np.float32(0)) == 1
     assert threads == ["MainThread"]
+
+
+def test_a_cpu_gets_its_level_unless_it_is_set(monkeypatch):
+    """Programs for a CPU are compiled at level 2; XLA_FLAGS of one's own and accelerators are left alone."""
+    given = []
+
+    class Lowered:
+        def compile(self, *, compiler_options):
+            given.append(compiler_options)
+
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    compile_program(Lowered())
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=3")
+    compile_program(Lowered())
+    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    compile_program(Lowered())
+    assert given == [{"xla_backend_optimization_level": 2}, None, None]
