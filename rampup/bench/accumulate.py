@@ -29,7 +29,7 @@ from rampup.run.step import train_step
 OURS, TUNED, PLAIN = "ours", "ours, tuned", "plain big batch"
 COUNTS, QUICK_COUNTS = (1, 2, 4, 16), (1, 2)
 REDUCING_DEVICES = 4
-SHORT_ROUNDS, TUNING_ROUNDS = 32, 3
+SHORT_ROUNDS = 96
 
 
 def run(*, quick: bool = False) -> BenchResult:
@@ -52,9 +52,9 @@ def run(*, quick: bool = False) -> BenchResult:
         rows=rows,
         notes=[
             *map(str, measured),
-            f"one {devices[0].device_kind or devices[0].platform} device, medians of {ROUNDS} steps, {rounds_of(1)} at "
-            "k=1, all systems in turn; over_fastest and over_plain are a system's time over the fastest's and over the "
-            "hand-written step's at this k",
+            f"one {devices[0].device_kind or devices[0].platform} device, medians of {rounds_of(1)} steps at k=1 to "
+            f"{rounds_of(COUNTS[-1])} at k={COUNTS[-1]}, all systems in turn; over_fastest and over_plain are a system's time "
+            "over the fastest's and over the hand-written step's at this k",
             "k microbatches of the same size: the batch grows with k. All run AdamW behind clipping by the global norm; "
             "only ours also returns the gradient norm",
             f"{TUNED}, cuts the same rows into whichever power of two of microbatches, up to k, took the least time, as "
@@ -108,7 +108,7 @@ def _fastest_cut(problem: Problem, k: int, mesh: Mesh) -> tuple[Problem, int]:
     """Return the rows of k microbatches as fewer, larger ones: a problem and its number of microbatches."""
     fewer = [2**power for power in range(k.bit_length()) if k % 2**power == 0]
     cuts = {str(number): (replace(problem, rows=problem.rows * k // number), number) for number in fewer}
-    times = take_turns({name: _ours(*cut, mesh).step for name, cut in cuts.items()}, rounds=TUNING_ROUNDS)
+    times = take_turns({name: _ours(*cut, mesh).step for name, cut in cuts.items()}, rounds=ROUNDS)
     return cuts[min(times, key=lambda name: times[name].median)]
 
 

@@ -235,6 +235,7 @@ class _Tiny:
                 learning_rate=LearningRate(plan=plan, peak=1e-3).at,
                 folder=Path(folder),
                 tokens_per_sample=1,
+                flops_per_sample=1.0,
                 record={},
                 progress=progress,
             ).run(self._new_state())

@@ -6,8 +6,7 @@ import functools
 import re
 
 # Dense bfloat16 FLOP/s of what JAX counts as one device, from the makers' data sheets: a core of TPU v2, v3 and v7, a chip of
-# the other TPUs, a whole GPU. The first name counts that stands in a
-# device's kind.
+# the other TPUs, a whole GPU. The first name counts that stands in a device's kind.
 _PEAKS = {
     "TPU v2": 22.5e12,
     "TPU v3": 61.5e12,
