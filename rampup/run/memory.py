@@ -75,13 +75,13 @@ def program_memory(compiled: Any) -> ProgramMemory:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Say whether a compiler or a device gave up for want of memory.
+    """Say whether a compiler, a device or the host gave up for want of memory.
 
     Example:
         >>> is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte"))
         True
     """
-    return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error))
 
 
 def device_limit(device: jax.Device) -> int | None:

@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rampup.run.memory import is_out_of_memory
+
 
 def rehearse(program: Any, lowered: Any) -> np.ndarray | None:
     """Run a program for one CPU device once, on zeros; return memory as large as it takes for its work.
 
     What no process has touched for long is slow to get from the kernel. Given back just before the program's first step, the
     memory is there for it. Other devices keep a pool of memory of their own, which may have no room for a second state, and
-    programs with collectives must not overtake each other: those are left alone.
+    programs with collectives must not overtake each other: those are left alone. Where memory is short, there is none.
 
     Args:
         program: a `jax.stages.Compiled`.
@@ -22,11 +24,16 @@ def rehearse(program: Any, lowered: Any) -> np.ndarray | None:
     """
     if jax.default_backend() != "cpu":
         return None
-    if _is_for_one_device(program) and not _would_be_noticed(lowered):
-        args, kwargs = jax.tree.map(_zeros, program.args_info, program.input_shardings)
-        jax.block_until_ready(program(*args, **kwargs))
-    analysis = program.memory_analysis()
-    return None if analysis is None else np.ones(analysis.temp_size_in_bytes, np.uint8)
+    try:
+        if _is_for_one_device(program) and not _would_be_noticed(lowered):
+            args, kwargs = jax.tree.map(_zeros, program.args_info, program.input_shardings)
+            jax.block_until_ready(program(*args, **kwargs))
+        analysis = program.memory_analysis()
+        return None if analysis is None else np.ones(analysis.temp_size_in_bytes, np.uint8)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 def _is_for_one_device(program: Any) -> bool:

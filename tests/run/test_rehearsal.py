@@ -11,16 +11,18 @@ from rampup.run.rehearsal import rehearse
 
 
 class Watched:
-    """A compiled program that keeps the results of its runs."""
+    """A compiled program that keeps the results of its runs, or fails with an error."""
 
-    def __init__(self, program):
-        self._program, self.results = program, []
+    def __init__(self, program, error=None):
+        self._program, self._error, self.results = program, error, []
 
     def __getattr__(self, name):
         return getattr(self._program, name)
 
     def __call__(self, *args):
         """Run the program."""
+        if self._error is not None:
+            raise self._error
         self.results.append(self._program(*args))
         return self.results[-1]
 
@@ -79,6 +81,20 @@ def test_programs_of_several_devices_are_not_run():
     program, memory = rehearsed(jnp.sum, x)
     assert program.results == []
     assert memory is not None
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 byte")])
+def test_where_memory_is_short_there_is_no_rehearsal(error):
+    """The program that was compiled is not lost for it."""
+    lowered = jax.jit(jnp.sin).lower(jnp.float32(1))
+    assert rehearse(Watched(lowered.compile(), error), lowered) is None
+
+
+def test_what_else_goes_wrong_is_raised():
+    """A program that fails on zeros fails loudly."""
+    lowered = jax.jit(jnp.sin).lower(jnp.float32(1))
+    with pytest.raises(RuntimeError, match="INTERNAL"):
+        rehearse(Watched(lowered.compile(), RuntimeError("INTERNAL: no")), lowered)
 
 
 def test_an_accelerator_keeps_its_own_memory(monkeypatch):
