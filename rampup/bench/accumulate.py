@@ -105,7 +105,7 @@ def compare(problem: Problem, k: int, mesh: Mesh, wide: Mesh | None, *, rounds: 
 
 
 def _fastest_cut(problem: Problem, k: int, mesh: Mesh) -> tuple[Problem, int]:
-    """Return the rows of k microbatches as fewer, larger ones: a problem and its number of microbatches."""
+    """Return the cut of the rows of k microbatches that takes the least time: a problem and its number of microbatches."""
     fewer = [2**power for power in range(k.bit_length()) if k % 2**power == 0]
     cuts = {str(number): (replace(problem, rows=problem.rows * k // number), number) for number in fewer}
     times = take_turns({name: _ours(*cut, mesh).step for name, cut in cuts.items()}, rounds=ROUNDS)

@@ -89,7 +89,7 @@ class Compiler:
 
 
 def compile_program(lowered: Any) -> Any:
-    """Compile a program: on a CPU at LLVM's level 2, which takes a fifth less time than XLA's 3 for steps as fast.
+    """Compile a program: on a CPU at XLA's level 2, which takes a fifth less time than its 3, for steps as fast.
 
     Args:
         lowered: a `jax.stages.Lowered`.

@@ -53,7 +53,7 @@ def test_limits_are_those_of_the_smallest_device():
 
 
 def test_out_of_memory_is_told_from_other_failures():
-    """Only what the runtime calls exhausted resources counts."""
+    """Only what the runtime calls exhausted resources counts, and Python's own error."""
     assert memory.is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm"))
     assert memory.is_out_of_memory(MemoryError())
     assert not memory.is_out_of_memory(RuntimeError("INTERNAL: no"))
