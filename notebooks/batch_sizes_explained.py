@@ -55,12 +55,12 @@ from IPython.display import HTML, display
 
 import rampup
 from rampup.cli import main
-from rampup.config.dialects import check_file
+from rampup.dialects import check_file
 from rampup.errors import RampupError
 from rampup.plan.packing import balance, imbalance, make_ladder, pack
-from rampup.plan.rollout import RolloutPlan
-from rampup.plan.sizes import Size
-from rampup.plan.updates import Training
+from rampup.rl.plan import RolloutPlan
+from rampup.rl.sizes import Size
+from rampup.rl.updates import Training
 from rampup.show.plots import draw_batch, draw_memory
 
 found = jax.devices()

@@ -59,7 +59,7 @@ if PRETEND_EIGHT_CPU_DEVICES:
 
 import rampup
 from rampup import BatchRamp, BatchSplitter, MeshAxes, RampPlan, Timetable
-from rampup.plan.chooser import pipeline_choices
+from rampup.plan.pipeline_cost import pipeline_choices
 from rampup.run import PipelinedLoss, create_state, make_mesh, step_batches, train_step
 from rampup.show.plots import draw_batch, draw_timetable
 

@@ -30,10 +30,10 @@ from rampup.plan import (
     PlanPosition,
     RampPlan,
     RampupBatchManager,
-    RolloutPlan,
     Timetable,
     define_ramp,
 )
+from rampup.rl.plan import RolloutPlan
 
 __version__ = "0.1.0"
 __all__ = [
@@ -63,6 +63,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("run", "show", "recipes", "bench"):
+    if name in ("run", "show", "lm", "tune", "rl", "bench"):
         return importlib.import_module(f"rampup.{name}")
     raise AttributeError(f"module 'rampup' has no attribute {name!r}")

@@ -21,8 +21,8 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
 from rampup.run.accumulate import multi_steps
-from rampup.run.compiler import compile_program
-from rampup.run.data import step_batches
+from rampup.run.compile import compile_program
+from rampup.run.data.batches import step_batches
 from rampup.run.mesh import batch_sharding, make_mesh
 from rampup.run.step import train_step
 

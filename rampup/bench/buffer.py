@@ -15,14 +15,14 @@ from rampup.bench.measure import ROUNDS, take_turns
 from rampup.bench.problem import Problem, bench_optimizer, main_problem
 from rampup.bench.ramp import ramp_plan, sizes
 from rampup.bench.result import BenchResult
-from rampup.plan.buffer import BufferLayout
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import RampupMicrobatch
-from rampup.run.compiler import compile_program
-from rampup.run.data import SampleOrder, StepDataset, layout_of, put_chunks
-from rampup.run.loading import Loading
-from rampup.run.memory import bytes_per_device, program_memory
+from rampup.run.compile import compile_program
+from rampup.run.data.batches import SampleOrder, StepDataset, layout_of, put_chunks
+from rampup.run.data.buffer import BufferLayout
+from rampup.run.data.loading import Loading
 from rampup.run.mesh import batch_sharding, make_mesh
+from rampup.run.offload import bytes_per_device, program_memory
 from rampup.run.step import train_step
 
 POLICIES: tuple[RampupMicrobatch, ...] = ("fixed", "per_phase", "auto")

@@ -21,7 +21,7 @@ from rampup.bench.problem import ArrayRows, Problem, bench_optimizer, optimizer_
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import RampupMicrobatch
 from rampup.run.accumulate import multi_steps
-from rampup.run.data import step_batches
+from rampup.run.data.batches import step_batches
 from rampup.run.mesh import batch_sharding, replicated
 from rampup.run.step import TrainState, prepare_state, train_step
 

@@ -14,9 +14,9 @@ from rampup.bench.result import BenchResult
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
-from rampup.run.data import SampleOrder, StepDataset
+from rampup.run.data.batches import SampleOrder, StepDataset
+from rampup.run.data.sources import RowSource, TokenRows, as_source
 from rampup.run.mesh import make_mesh
-from rampup.run.sources import RowSource, TokenRows, as_source
 
 TOKENS, VOCAB_SIZE, SEED = 128, 256, 3
 BATCH = 64

@@ -22,11 +22,11 @@ from rampup.bench.contenders import our_state
 from rampup.bench.measure import ROUNDS, Seconds
 from rampup.bench.problem import Problem, bench_optimizer, main_problem
 from rampup.bench.result import BenchResult
-from rampup.huge_pages import TUNABLE, VARIABLE, on_offer
+from rampup.cli.huge_pages import TUNABLE, VARIABLE, on_offer
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
-from rampup.run.data import step_batches
+from rampup.run.data.batches import step_batches
 from rampup.run.mesh import make_mesh
 from rampup.run.step import train_step
 

@@ -16,8 +16,8 @@ from rampup.bench.pipeline_chooser import ChooserCheck
 from rampup.bench.pipeline_programs import Model, Program, maxtext_program, our_program, pipeline_loops
 from rampup.bench.result import BenchResult
 from rampup.errors import ConfigError, MissingDependencyError
-from rampup.plan.axes import MeshAxes
-from rampup.plan.chooser import DEFAULT_OVERHEAD_TOKENS
+from rampup.plan.mesh_axes import MeshAxes
+from rampup.plan.pipeline_cost import DEFAULT_OVERHEAD_TOKENS
 from rampup.run.mesh import make_mesh
 
 NAME = "pipeline"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rampup.plan.chooser import PipelineChoice, pipeline_choices
+from rampup.plan.pipeline_cost import PipelineChoice, pipeline_choices
 from rampup.plan.timetable import num_ticks
 
 Cut = tuple[int, int]

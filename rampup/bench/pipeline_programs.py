@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.bench.maxtext_pipeline import Layers, MaxTextPipeline, arranged
-from rampup.plan.stages import stage_order
+from rampup.plan.pipeline import stage_order
 from rampup.run.mesh import STAGE
 from rampup.run.pipeline import gpipe_sums, pipeline_sums, reordered
 from rampup.run.pipeline_stage import PipelinedLoss

@@ -18,16 +18,16 @@ from rampup.bench.maxtext_manager import MakeManager, maxtext_manager
 from rampup.bench.measure import ROUNDS, Seconds, take_turns
 from rampup.bench.result import BenchResult
 from rampup.config.schema import Config
-from rampup.plan.manager import RampupBatchManager
+from rampup.lm.train import language_model
+from rampup.plan.maxtext_manager import RampupBatchManager
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
-from rampup.recipes.lm import language_model
-from rampup.run.data import Batch, step_batches
+from rampup.run.data.batches import Batch, step_batches
+from rampup.run.data.sources import SyntheticRows
 from rampup.run.loop import Loop
 from rampup.run.mesh import make_mesh
 from rampup.run.optimizer import LearningRate
-from rampup.run.sources import SyntheticRows
 from rampup.run.step import create_state, train_step
 from rampup.show.progress import TrainProgress
 

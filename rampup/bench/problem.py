@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from rampup.recipes.transformer import LanguageModel
+from rampup.lm.transformer import LanguageModel
 
 # Bytes that a parameter needs in training: itself, its gradient and Adam's two moments, in float32.
 BYTES_PER_PARAMETER = 16

@@ -19,9 +19,9 @@ from rampup.bench.problem import QUICK, SMALL, Problem, bench_optimizer
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
-from rampup.run.data import step_batches
+from rampup.run.data.batches import step_batches
+from rampup.run.distributed import join
 from rampup.run.mesh import batch_sharding, make_mesh, process_rows
-from rampup.run.processes import join
 from rampup.run.step import train_step
 
 MICROBATCHES = 4

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rampup.config.dialects.maxtext_rl_facts import ENTRIES as MAXTEXT_RL
 from rampup.config.key import Key
-from rampup.config.rollout import ROLLOUT_KEYS, RolloutConfig
-from rampup.config.rollout_template import rollout_values
 from rampup.config.schema import KEYS, Config
 from rampup.config.template import base_values, yaml_value
+from rampup.dialects.maxtext_rl.job import ENTRIES as MAXTEXT_RL
 from rampup.errors import ConfigError
-from rampup.plan.axes import AXES
+from rampup.plan.mesh_axes import AXES
+from rampup.rl.config import ROLLOUT_KEYS, RolloutConfig
+from rampup.rl.template import rollout_values
 
 MAX_CLOSE = 6
 _AXES = {group: tuple(f"{group}_{axis}_parallelism" for axis in AXES) for group in ("ici", "dcn")}

@@ -23,10 +23,10 @@ from typing import Any
 from rampup.config.load import BASE, ENVIRONMENT_PREFIX, find_config, load_config, locate_values
 from rampup.config.schema import KEYS, Config
 from rampup.config.template import yaml_value
-from rampup.config.yaml_file import Located, parse_mapping, parse_scalar, positions, read_text
+from rampup.config.yaml import Located, parse_mapping, parse_scalar, positions, read_text
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
-from rampup.plan.axes import AUTO
-from rampup.plan.units import exact_fraction, parse_count
+from rampup.plan.mesh_axes import AUTO
+from rampup.plan.numbers import exact_fraction, parse_count
 
 MAX_TRIES = 300
 # How alike two words are, from 0 to 1, if one is a slip of the other.

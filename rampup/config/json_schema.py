@@ -13,10 +13,10 @@ from typing import Any
 
 from rampup.config.key import FOLDER_NAME, Key, Kind
 from rampup.config.load import BASE
-from rampup.config.rollout import ROLLOUT_KEYS, RolloutConfig
 from rampup.config.schema import KEYS, Config
 from rampup.config.template import comment
-from rampup.plan.units import MAX_COUNT
+from rampup.plan.numbers import MAX_COUNT
+from rampup.rl.config import ROLLOUT_KEYS, RolloutConfig
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 MAX_FLOAT = 1e300

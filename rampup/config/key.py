@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from rampup.errors import ConfigError, RampDefinitionError
-from rampup.plan.units import MAX_COUNT, exact_fraction
+from rampup.plan.numbers import MAX_COUNT, exact_fraction
 
 Kind = Literal["bool", "int", "float", "size", "text", "name"]
 EXPECTED: dict[Kind, str] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from rampup.config.key import Key
 from rampup.config.schema import KEYS, Config
-from rampup.config.yaml_file import Located, parse_mapping, parse_scalar, read_mapping
+from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_mapping
 from rampup.errors import ConfigError, RampupError, raise_together
 
 BASE = "base_config"
@@ -52,7 +52,7 @@ def load_config(
 
 def _refuse_rollout(file: Path, error: ConfigError) -> None:
     """Say of a rollout's file what it is, instead of every key that a ramp's does not have."""
-    from rampup.config.rollout import is_rollout_file
+    from rampup.rl.config import is_rollout_file
 
     if is_rollout_file(file):
         raise ConfigError(

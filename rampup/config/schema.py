@@ -14,8 +14,7 @@ from typing import Any
 
 from rampup.config.key import Key, key
 from rampup.errors import ConfigError, RampupError, raise_together
-from rampup.plan.sizes import MAX_SAMPLES, divisors, next_to
-from rampup.plan.units import written
+from rampup.plan.numbers import MAX_SAMPLES, divisors, next_to, written
 
 _run = partial(key, section="Run")
 _batch = partial(key, section="Batch")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from rampup.errors import RampDefinitionError
+from rampup.plan.numbers import MAX_COUNT
 from rampup.plan.ramp import BatchRamp
-from rampup.plan.units import MAX_COUNT
 
 SECONDS_PER_HOUR = 3600
 

@@ -14,7 +14,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from rampup.errors import ConfigError
-from rampup.plan.units import MAX_COUNT, exact_fraction
+from rampup.plan.numbers import MAX_COUNT, exact_fraction
 
 MAX_EMPTY = 10**6
 

@@ -9,6 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rampup.plan.balancing import common_divisor, differencing, largest_first, smallest_maximum
+from rampup.plan.numbers import MAX_COUNT
 from rampup.plan.packed import (
     Bins,
     Cost,
@@ -26,7 +27,6 @@ from rampup.plan.packed import (
     make_ladder,
     whole_lengths,
 )
-from rampup.plan.units import MAX_COUNT
 
 if TYPE_CHECKING:
     import numpy as np

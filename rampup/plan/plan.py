@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from rampup.errors import BatchDivisibilityError, PipelineShapeError, RampupError, raise_together
-from rampup.plan.chooser import PipelineChoice
-from rampup.plan.display import html_list, html_rows
+from rampup.plan.learning_rate import BatchScaling, Clock, ClockSegment, clock_segments, learning_rate_scale
+from rampup.plan.numbers import plain_number
+from rampup.plan.pipeline_cost import PipelineChoice
 from rampup.plan.ramp import BatchRamp, Phase
-from rampup.plan.scaling import BatchScaling, Clock, ClockSegment, clock_segments, learning_rate_scale
 from rampup.plan.split import BatchSplit, BatchSplitter
 from rampup.plan.timetable import Timetable, bubble_fraction
-from rampup.plan.units import plain_number
+from rampup.show.display import html_list, html_rows
 
 # How many phases back a run looks for a shape to go on with.
 FALLBACK_PHASES = 8

@@ -12,8 +12,8 @@ from fractions import Fraction
 from typing import Self
 
 from rampup.errors import RampDefinitionError
-from rampup.plan.display import html_facts
-from rampup.plan.units import parse_count
+from rampup.plan.numbers import parse_count
+from rampup.show.display import html_facts
 
 MAX_PHASES = 200_000
 

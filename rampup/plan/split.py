@@ -16,7 +16,7 @@ from rampup.errors import (
     nearest_multiples,
     raise_together,
 )
-from rampup.plan.chooser import PipelineChoice, pipeline_choices
+from rampup.plan.pipeline_cost import PipelineChoice, pipeline_choices
 
 AUTO = -1
 RampupMicrobatch = Literal["fixed", "per_phase", "auto"]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from rampup.errors import PipelineShapeError
+from rampup.plan.numbers import plain_number
 from rampup.plan.schedules import SCHEDULES, Kind, Order, Schedule, group_sizes, order_of_stage
-from rampup.plan.timetable_html import html_timetable
-from rampup.plan.units import plain_number
+from rampup.show.timetable_html import html_timetable
 
 MAX_OPERATIONS = 2_000_000
 

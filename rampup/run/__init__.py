@@ -1,22 +1,19 @@
 """Training that follows a plan: JAX, Flax, Optax, Grain and Orbax."""
 
 from rampup.run.accumulate import accumulate, multi_steps
-from rampup.run.data import Batch, microbatches, step_batches
+from rampup.run.data.batches import Batch, microbatches, step_batches
 from rampup.run.loop import Loop, Summary
 from rampup.run.mesh import make_mesh
 from rampup.run.nnx import merge_model, split_model
 from rampup.run.optimizer import LearningRate, make_optimizer
 from rampup.run.pipeline import as_loss, gpipe_sums, pipeline_sums
 from rampup.run.pipeline_stage import PipelinedLoss
-from rampup.run.rollout import Microbatch, MiniBatch, mini_batches, overlap, regroup
 from rampup.run.step import TrainState, TrainStep, create_state, prepare_state, train_step
 
 __all__ = [
     "Batch",
     "LearningRate",
     "Loop",
-    "Microbatch",
-    "MiniBatch",
     "PipelinedLoss",
     "Summary",
     "TrainState",
@@ -29,12 +26,9 @@ __all__ = [
     "make_optimizer",
     "merge_model",
     "microbatches",
-    "mini_batches",
     "multi_steps",
-    "overlap",
     "pipeline_sums",
     "prepare_state",
-    "regroup",
     "split_model",
     "step_batches",
     "train_step",

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 
 from rampup.errors import ResumeMismatchError, StorageError
 from rampup.run.checksums import damage, write_checksums
-from rampup.run.processes import from_first, is_first
+from rampup.run.distributed import from_first, is_first
 
 RECORD_VERSION = 1
 DAMAGED_FOLDER = "damaged_checkpoints"

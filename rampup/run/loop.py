@@ -15,12 +15,12 @@ import jax
 from rampup.errors import DataError, ResumeMismatchError, StorageError
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.run.agreement import Agreement
 from rampup.run.checkpoint import Checkpoints
-from rampup.run.data import Batch
-from rampup.run.fingerprint import changed_files
+from rampup.run.consensus import Agreement
+from rampup.run.data.batches import Batch
+from rampup.run.data.fingerprint import changed_files
+from rampup.run.distributed import is_first
 from rampup.run.metrics import METRICS_FILE, Metrics, Progress, StepRecorder
-from rampup.run.processes import is_first
 from rampup.run.run_folder import read_lines
 from rampup.run.skipped import SkippedSteps, skipped_before
 from rampup.run.step import TrainStep

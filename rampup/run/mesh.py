@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rampup.errors import ConfigError
-from rampup.plan.axes import MeshAxes
+from rampup.plan.mesh_axes import MeshAxes
 
 DATA, FSDP, TENSOR, STAGE = "data", "fsdp", "tensor", "stage"
 AXIS_NAMES = (DATA, FSDP, TENSOR, STAGE)

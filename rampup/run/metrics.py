@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from rampup.plan.plan import PlanPosition
-from rampup.run.processes import is_first
+from rampup.run.distributed import is_first
 from rampup.run.run_folder import StepLog
 from rampup.run.skipped import SkippedSteps
 from rampup.run.utilisation import utilisation

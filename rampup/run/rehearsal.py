@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rampup.run.memory import is_out_of_memory
+from rampup.run.offload import is_out_of_memory
 
 
 def rehearse(program: Any, lowered: Any) -> np.ndarray | None:

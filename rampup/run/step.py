@@ -14,15 +14,15 @@ from flax import struct
 from jax.sharding import Mesh
 
 from rampup.errors import ConfigError, PipelineShapeError
-from rampup.plan.buffer import BufferLayout
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.run.accumulate import LossFn, multi_steps
-from rampup.run.agreement import Agreement
-from rampup.run.compiler import Compiler, compile_program
-from rampup.run.data import Batch, layout_of
-from rampup.run.memory import near_devices, on_devices_first
+from rampup.run.compile import Compiler, compile_program
+from rampup.run.consensus import Agreement
+from rampup.run.data.batches import Batch, layout_of
+from rampup.run.data.buffer import BufferLayout
 from rampup.run.mesh import STAGE, batch_sharding, replicated, shardings_like
+from rampup.run.offload import near_devices, on_devices_first
 from rampup.run.pipeline_stage import PipelinedLoss
 from rampup.run.step_programs import Metrics, aux_of, eval_sums, fused_step, micro_step
 
@@ -272,7 +272,7 @@ def train_step(
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> from rampup.run.data import step_batches
+        >>> from rampup.run.data.batches import step_batches
         >>> from rampup.run.mesh import make_mesh
         >>> mesh = make_mesh(devices=jax.devices()[:1])
         >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:2 4:4"), splitter=BatchSplitter(data_parallel_size=1),

@@ -12,8 +12,8 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from rampup.plan.budget import SECONDS_PER_HOUR, TokenBudget
-from rampup.plan.display import shown
 from rampup.plan.plan import RampPlan
+from rampup.show.display import shown
 
 FACTS = ("num_devices", "total_steps", "ramp_steps", "ramp_samples", "num_compiled_shapes", "global_batch_to_load")
 WHEN = {"from\nstep": "start_step", "from\nsample": "start_sample", "steps": "num_steps", "batch": "global_batch_size"}

@@ -12,16 +12,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from rampup.config.dialects.verdict import Verdict
 from rampup.config.key import Key
 from rampup.config.template import comment, yaml_value
+from rampup.dialects.verdict import Verdict
 from rampup.errors import ConfigError
-from rampup.plan.display import html_list, shown
+from rampup.plan.learning_rate import Clock
 from rampup.plan.plan import RampPlan
-from rampup.plan.rollout import RolloutPlan
-from rampup.plan.scaling import Clock
-from rampup.show.curves import RunMetrics
+from rampup.rl.plan import RolloutPlan
+from rampup.show.display import html_list, shown
 from rampup.show.report_charts import plan_charts, rate_charts, run_charts
+from rampup.show.series import RunMetrics
 from rampup.show.svg import Chart, chart_figure, timetable_figure
 from rampup.show.tables import cut
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from rampup.plan.learning_rate import Clock
 from rampup.plan.plan import RampPlan
-from rampup.plan.scaling import Clock
-from rampup.show.curves import RunMetrics, mean_of_neighbours, phase_spans, rate_points
+from rampup.show.series import RunMetrics, mean_of_neighbours, phase_spans, rate_points
 from rampup.show.svg import Chart, Series
 
 

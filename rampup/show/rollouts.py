@@ -9,9 +9,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rampup.plan.rollout import RolloutPlan
-from rampup.plan.starting_sizes import Suggestion
-from rampup.plan.updates import Updates
+from rampup.rl.plan import RolloutPlan
+from rampup.rl.starting_sizes import Suggestion
+from rampup.rl.updates import Updates
 
 GIB = 2**30
 

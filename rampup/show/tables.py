@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from rampup.plan.display import shown
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
+from rampup.show.display import shown
 
 BAR_WIDTH = 12
 MAX_CHOICES = 6

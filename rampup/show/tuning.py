@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rampup.plan.display import shown
+from rampup.show.display import shown
 
 Facts = Mapping[str, Any]
 

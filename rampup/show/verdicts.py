@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rampup.config.dialects.verdict import Advice, Effect, Verdict, Violation
+from rampup.dialects.verdict import Advice, Effect, Verdict, Violation
 
 WIDE = 130
 CHECKS = {"accepts": "its own check accepts the file", "rejects": "its own check rejects the file"}

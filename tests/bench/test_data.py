@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rampup.bench.data import BATCH, RowItems, fixed_plan, ramp_plan, read_grain, read_ours, run
-from rampup.run.sources import TokenRows, as_source
+from rampup.run.data.sources import TokenRows, as_source
 
 
 @pytest.fixture(scope="module")

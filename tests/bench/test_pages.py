@@ -4,7 +4,7 @@ import pytest
 
 from rampup.bench.pages import MICROBATCHES, row, run, run_process
 from rampup.bench.problem import QUICK
-from rampup.huge_pages import on_offer
+from rampup.cli.huge_pages import on_offer
 
 
 def test_a_row_compares_medians():

@@ -4,7 +4,7 @@ import pytest
 
 from rampup.bench.maxtext_manager import ReplayManager
 from rampup.bench.plan import CONFIG, FAR_STEP, run
-from rampup.plan.manager import RampupBatchManager
+from rampup.plan.maxtext_manager import RampupBatchManager
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,9 @@
 import pytest
 
 from rampup.config.explain import RULES, explain
-from rampup.config.rollout import ROLLOUT_KEYS
 from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError
+from rampup.rl.config import ROLLOUT_KEYS
 
 
 @pytest.mark.parametrize("name", KEYS)

@@ -15,7 +15,7 @@ from rampup.config.json_schema import json_schema, rollout_schema, schema_of
 from rampup.config.key import Key
 from rampup.config.schema import KEYS, Config
 from rampup.config.template import MODELINE
-from rampup.config.yaml_file import parse_scalar
+from rampup.config.yaml import parse_scalar
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 SCHEMA = json_schema()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rampup import load_config
 from rampup.config.schema import KEYS, Config
 from rampup.config.template import base_yaml, yaml_value
-from rampup.config.yaml_file import parse_scalar
+from rampup.config.yaml import parse_scalar
 
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
 

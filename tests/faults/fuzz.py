@@ -12,7 +12,7 @@ import atheris
 with atheris.instrument_imports():
     import yaml  # noqa: F401 - instrumented
 
-    from rampup.config.yaml_file import parse_mapping
+    from rampup.config.yaml import parse_mapping
     from rampup.plan.ramp import BatchRamp
 from rampup.errors import RampupError
 

@@ -7,7 +7,7 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from pathlib import Path
 
-import oracle
+from helpers import oracle
 from hypothesis import strategies as st
 
 from rampup import build_plan, load_config

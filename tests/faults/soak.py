@@ -28,7 +28,7 @@ def main(folder, steps, every):
     from faults.victim import SETTINGS
 
     from rampup import Config
-    from rampup.recipes.lm import train
+    from rampup.lm.train import train
 
     samples, files = [], []
 

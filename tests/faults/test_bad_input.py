@@ -12,18 +12,18 @@ import tempfile
 from fractions import Fraction
 from pathlib import Path
 
-import oracle
 import pytest
 import yaml
 from faults import random_configs, toy_run
+from helpers import oracle
 from hypothesis import HealthCheck, given, settings, target
 from hypothesis import strategies as st
 
 from rampup import Config, load_config
-from rampup.config.dialects import SYSTEMS, check_file
 from rampup.config.key import FOLDER_NAME
 from rampup.config.schema import KEYS
-from rampup.config.yaml_file import parse_mapping
+from rampup.config.yaml import parse_mapping
+from rampup.dialects import SYSTEMS, check_file
 from rampup.errors import ConfigError, RampupError, ResumeMismatchError
 from rampup.plan import BatchRamp, BatchSplitter
 from rampup.plan.packing import balance, make_ladder, pack

@@ -11,13 +11,13 @@ from faults import toy_run
 
 from rampup import Config
 from rampup.errors import DataError, ResumeMismatchError
-from rampup.recipes import lm
+from rampup.lm import train as lm
 from rampup.run import fingerprint
-from rampup.run.data import step_batches
-from rampup.run.data_files import open_sources
-from rampup.run.fingerprint import fingerprints
+from rampup.run.data.batches import step_batches
+from rampup.run.data.files import open_sources
+from rampup.run.data.fingerprint import fingerprints
+from rampup.run.data.sources import files_of
 from rampup.run.loop import Loop
-from rampup.run.sources import files_of
 
 TINY = {
     "steps": 6,

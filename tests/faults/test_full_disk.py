@@ -9,7 +9,7 @@ from faults import toy_run
 
 from rampup.cli import main
 from rampup.errors import NonFiniteError, StorageError
-from rampup.recipes import lm
+from rampup.lm import train as lm
 from rampup.run.checksums import damage
 from rampup.run.run_folder import StepLog, read_lines
 

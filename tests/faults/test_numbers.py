@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-import toy
 from faults import toy_run
+from helpers import toy
 
 from rampup.errors import NonFiniteError
-from rampup.run.data import step_batches
+from rampup.run.data.batches import step_batches
 from rampup.run.nonfinite import chosen
 from rampup.run.step import create_state, train_step
 

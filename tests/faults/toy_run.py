@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import toy
+from helpers import toy
 
-from rampup.run.data import step_batches
+from rampup.run.data.batches import step_batches
 from rampup.run.loop import Loop
 from rampup.run.step import create_state, train_step
 

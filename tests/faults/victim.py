@@ -52,7 +52,7 @@ def run(settings, folder, pause, devices):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     from rampup import Config
     from rampup.errors import RampupError
-    from rampup.recipes import lm
+    from rampup.lm import train as lm
 
     inner = lm.step_batches
 

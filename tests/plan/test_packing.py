@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rampup.errors import ConfigError
+from rampup.plan.numbers import MAX_COUNT
 from rampup.plan.packed import best_fit
 from rampup.plan.packing import _tree_of_differences, balance, imbalance, make_ladder, pack
-from rampup.plan.units import MAX_COUNT
 
 WORKLOAD = (24576, 1)
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=40)

@@ -6,9 +6,9 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from helpers.oracle import linear_steps, piecewise_steps
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import linear_steps, piecewise_steps
 
 from rampup.errors import RampDefinitionError
 from rampup.plan.ramp import MAX_PHASES, BatchRamp, Phase, parse_schedule

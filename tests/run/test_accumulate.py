@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import toy
+from helpers import toy
 
 from rampup.errors import RampDefinitionError
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan

@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import optax
 import pytest
-import toy
+from helpers import toy
 
 from rampup.errors import ResumeMismatchError
 from rampup.run import checkpoint
 from rampup.run.checkpoint import Checkpoints
-from rampup.run.data import step_batches
+from rampup.run.data.batches import step_batches
 from rampup.run.step import create_state, train_step
 
 

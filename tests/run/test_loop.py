@@ -6,10 +6,10 @@ import signal
 import numpy as np
 import optax
 import pytest
-import toy
+from helpers import toy
 
 from rampup.errors import ResumeMismatchError
-from rampup.run.data import step_batches
+from rampup.run.data.batches import step_batches
 from rampup.run.loop import Loop, stop_requests
 from rampup.run.step import create_state, train_step
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import toy
 from flax import nnx
+from helpers import toy
 
 from rampup.run import merge_model, split_model, step_batches, train_step
 

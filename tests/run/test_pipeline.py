@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rampup.errors import PipelineShapeError
 from rampup.plan import MeshAxes
-from rampup.plan.stages import stage_order
+from rampup.plan.pipeline import stage_order
 from rampup.run import PipelinedLoss, as_loss, gpipe_sums, make_mesh, pipeline_sums
 from rampup.run.pipeline import reordered
 

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import toy
 from flax.training.train_state import TrainState as LinenTrainState
+from helpers import toy
 
 from rampup.errors import ConfigError
-from rampup.run.data import layout_of, step_batches
+from rampup.run.data.batches import layout_of, step_batches
 from rampup.run.mesh import make_mesh
 from rampup.run.step import EvalStep, create_state, prepare_state, train_step
 

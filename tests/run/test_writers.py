@@ -5,7 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from toy import tensorboard_events
+from helpers.toy import tensorboard_events
 
 from rampup.errors import MissingDependencyError, StorageError
 from rampup.run.writers import TensorBoardWriter, WandbWriter, required

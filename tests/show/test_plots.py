@@ -10,8 +10,8 @@ from rampup import Config, build_plan
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.schedules import SCHEDULES
 from rampup.plan.timetable import Timetable
-from rampup.show.curves import RunMetrics
 from rampup.show.plots import draw_batch, draw_memory, draw_rate, draw_runs, draw_timetable
+from rampup.show.series import RunMetrics
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rampup[plot]'")
 RAMP = Config(enable_rampup_batch_size=True)

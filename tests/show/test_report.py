@@ -7,14 +7,14 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from browser import LARGE, SMALL, look_like, open_browser
+from helpers.browser import LARGE, SMALL, look_like, open_browser
 
 from rampup import Config, build_plan
-from rampup.config.dialects.verdict import Verdict, Violation
 from rampup.config.schema import KEYS
+from rampup.dialects.verdict import Verdict, Violation
 from rampup.errors import ConfigError
-from rampup.show.curves import RunMetrics
 from rampup.show.report import Report, key_values, report_html, write_report
+from rampup.show.series import RunMetrics
 
 CONFIG = Config(enable_rampup_batch_size=True, ici_pipeline_parallelism=4, per_device_batch_size=8, run_name="seven")
 EVIL = '</script><script>document.title="hacked"</script>&"\'<b>'

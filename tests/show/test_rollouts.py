@@ -6,8 +6,8 @@ import re
 import pytest
 from rich.console import Console
 
-from rampup.config.rollout import RolloutConfig, build_rollout_plan
-from rampup.plan.starting_sizes import suggest
+from rampup.rl.config import RolloutConfig, build_rollout_plan
+from rampup.rl.starting_sizes import suggest
 from rampup.show.rollouts import print_rollout, print_suggestion
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from rampup.config.dialects.verdict import Advice, Effect, Meaning, Verdict, Violation
+from rampup.dialects.verdict import Advice, Effect, Meaning, Verdict, Violation
 from rampup.show.verdicts import print_verdict
 
 LONG = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rampup.errors import ConfigError, MissingDependencyError
-from rampup.show.curves import short
+from rampup.show.series import short
 
 # Dark to light, and dashed besides: each line can be told from the others in black and white.
 LINES = (

@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rampup.plan.learning_rate import Clock
 from rampup.plan.plan import RampPlan
-from rampup.plan.scaling import Clock
-from rampup.show.curves import Span, phase_spans, rate_points
 from rampup.show.plots.figure import (
     DEFAULT_WIDTH,
     LINES,
@@ -21,6 +20,7 @@ from rampup.show.plots.figure import (
     prepare,
     shade,
 )
+from rampup.show.series import Span, phase_spans, rate_points
 
 MAX_WRITTEN = 12
 _BARS = {"color": "#a9c4e4", "edgecolor": "black", "linewidth": 0.6}

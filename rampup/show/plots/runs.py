@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rampup.errors import ConfigError
-from rampup.show.curves import RunMetrics, mean_of_neighbours
 from rampup.show.plots.figure import DEFAULT_WIDTH, LINES, NARROW, finish, line_style, new_figure, prepare
+from rampup.show.series import RunMetrics, mean_of_neighbours
 
 MIB, GIB = 2**20, 2**30
 # Below this share of the highest bar a bar has its number above it.

@@ -1,0 +1,1 @@
+"""The byte-level language model that `rampup train` trains."""

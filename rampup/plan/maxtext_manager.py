@@ -1,0 +1,197 @@
+"""RampupBatchManager: the stateful face of a ramp, with the names of MaxText's class of the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any, Self
+
+from rampup.errors import ConfigError, RampDefinitionError, ResumeMismatchError
+from rampup.plan.per_device import define_ramp
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import BatchRamp, Phase
+from rampup.show.display import html_facts
+
+
+class RampupBatchManager:
+    """Counts optimizer steps and says how large the next batch is; a drop-in for MaxText's manager.
+
+    Differences from MaxText's (`utils/rampup_batch.py`), each a defect there: batches include
+    `gradient_accumulation_steps`; batches that are not whole numbers are errors; resuming is a look-up and not a replay.
+    MaxText labels a checkpoint s after s + 1 batches: a caller that restores label s passes `step_num=s + 1`.
+
+    Args:
+        config: any object with MaxText's attributes per_device_batch_size_start, per_device_batch_size_increment,
+            per_device_batch_size, global_rampup_samples and num_target_devices; optional are
+            gradient_accumulation_steps, rampup_carry_overshoot, enable_rampup_batch_size, batch_size_schedule,
+            batch_size_schedule_unit and max_target_length.
+        step_num: batches consumed already; -1 and 0 mean none.
+
+    Attributes:
+        ramp: the table behind it, for look-ups by step or sample that need no stepping.
+        step: batches consumed so far.
+
+    Raises:
+        ConfigError: an attribute is missing.
+        RampDefinitionError: the ramp cannot be built from the attributes.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> config = SimpleNamespace(per_device_batch_size_start=4.0, per_device_batch_size_increment=2.0,
+        ...     per_device_batch_size=12.0, global_rampup_samples=500, num_target_devices=4)
+        >>> manager = RampupBatchManager(config, step_num=7)
+        >>> manager.global_batch_size_current, manager.update(), manager.global_batch_size_current
+        (16, True, 24)
+    """
+
+    def __init__(self, config: Any, step_num: int = 0) -> None:
+        self.ramp = _ramp_of(config)
+        self.step = _checked_step(step_num)
+
+    @classmethod
+    def from_plan(cls, plan: RampPlan, step_num: int = 0) -> Self:
+        """Return the manager of a plan's ramp after `step_num` batches."""
+        manager = cls.__new__(cls)
+        manager.ramp = plan.ramp
+        manager.step = _checked_step(step_num)
+        return manager
+
+    def update(self) -> bool:
+        """Count one batch as consumed; return whether the ramp is still active."""
+        self.step += 1
+        return self.rampup_active
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next batch."""
+        return self.ramp.phase_at(self.step)
+
+    @property
+    def rampup_active(self) -> bool:
+        """Whether the next batch is before the last phase."""
+        return self.step < self.ramp.ramp_steps
+
+    @property
+    def global_batch_size_current(self) -> int:
+        """Samples in the next batch."""
+        return self.ramp.global_batch_size_at(self.step)
+
+    @property
+    def global_batch_size_start(self) -> int:
+        """Samples in the first batch."""
+        return self.ramp.sizes[0]
+
+    @property
+    def global_batch_size_end(self) -> int:
+        """Samples in every batch after the ramp."""
+        return self.ramp.sizes[-1]
+
+    @property
+    def increment(self) -> int:
+        """Samples by which a linear ramp grows; 0 for a constant batch; an error where phases grow unequally."""
+        if self.ramp.num_increments == 0:
+            return 0
+        if self.ramp.samples_per_increment is None:
+            raise RampDefinitionError("a batch_size_schedule has no single increment; look at ramp.phases")
+        return (self.global_batch_size_end - self.global_batch_size_start) // self.ramp.num_increments
+
+    @property
+    def num_increments(self) -> int:
+        """Changes of size that the ramp asks for."""
+        return self.ramp.num_increments
+
+    @property
+    def samples_per_increment(self) -> Fraction | None:
+        """Samples asked for per change of a linear ramp, exactly."""
+        return self.ramp.samples_per_increment
+
+    @property
+    def global_rampup_samples(self) -> Fraction | int:
+        """Samples asked for the whole ramp; for a schedule, samples that it takes."""
+        each = self.ramp.samples_per_increment
+        return self.ramp.ramp_samples if each is None else each * self.ramp.num_increments
+
+    @property
+    def total_rampup_steps(self) -> int:
+        """Optimizer steps before the last phase."""
+        return self.ramp.ramp_steps
+
+    @property
+    def total_used_samples(self) -> int:
+        """Samples consumed so far."""
+        return self.ramp.samples_before(self.step)
+
+    @property
+    def num_accum_samples(self) -> int:
+        """Samples consumed since the current phase began."""
+        return self.total_used_samples - self.phase.start_sample
+
+    def state_dict(self) -> dict[str, int | str]:
+        """Return what a checkpoint needs: the step, and the ramp's digest to notice another ramp."""
+        return {"step": self.step, "consumed_samples": self.total_used_samples, "fingerprint": self.ramp.fingerprint}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken.
+
+        Raises:
+            ResumeMismatchError: the state is of another ramp, or its counters contradict each other.
+        """
+        missing = {"step", "consumed_samples", "fingerprint"} - set(state)
+        if missing:
+            raise ResumeMismatchError(f"the saved state lacks {', '.join(sorted(missing))}")
+        if state["fingerprint"] != self.ramp.fingerprint:
+            raise ResumeMismatchError(
+                f"the saved state is of another ramp (fingerprint {state['fingerprint']}, here {self.ramp.fingerprint}); "
+                "load it into a manager with the ramp it was saved with"
+            )
+        step = _checked_step(state["step"])
+        if self.ramp.samples_before(step) != state["consumed_samples"]:
+            raise ResumeMismatchError(
+                f"the saved state says consumed_samples={state['consumed_samples']} after step {step}, but the ramp consumes "
+                f"{self.ramp.samples_before(step)}"
+            )
+        self.step = step
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "step": self.step,
+            "consumed samples": self.total_used_samples,
+            "phase": f"{self.phase.index} of {len(self.ramp.phases)}, counted from 0",
+            "global batch size": self.global_batch_size_current,
+            "its end": f"{self.global_batch_size_end:,} from step {self.total_rampup_steps:,}",
+            "ramp active": self.rampup_active,
+        }
+        return html_facts(facts)
+
+    def __repr__(self) -> str:
+        return (
+            f"RampupBatchManager(step={self.step}, global_batch_size_current={self.global_batch_size_current}, "
+            f"total_used_samples={self.total_used_samples}, rampup_active={self.rampup_active})"
+        )
+
+
+_OPTIONAL = (
+    "gradient_accumulation_steps",
+    "rampup_carry_overshoot",
+    "batch_size_schedule",
+    "batch_size_schedule_unit",
+    "max_target_length",
+)
+_LINEAR = ("per_device_batch_size_start", "per_device_batch_size_increment", "global_rampup_samples")
+
+
+def _ramp_of(config: Any) -> BatchRamp:
+    scheduled = getattr(config, "batch_size_schedule", None) is not None
+    linear = getattr(config, "enable_rampup_batch_size", not scheduled)
+    required = ("num_target_devices", "per_device_batch_size", *(_LINEAR if linear else ()))
+    missing = [name for name in required if not hasattr(config, name)]
+    if missing:
+        raise ConfigError(f"the config has no attribute {', '.join(missing)}", key=missing[0])
+    values = {name: getattr(config, name) for name in (*required[1:], *_OPTIONAL) if hasattr(config, name)}
+    return define_ramp(num_devices=int(config.num_target_devices), enable_rampup_batch_size=linear, **values)
+
+
+def _checked_step(step_num: int) -> int:
+    if step_num < -1:
+        raise RampDefinitionError(f"step_num={step_num} must be -1 (none), 0 or more", key="step_num", nearest=(-1, 0))
+    return max(step_num, 0)

@@ -1,0 +1,204 @@
+"""From the configuration's ramp keys to a BatchRamp: the one reading of MaxText's sizes per device."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError, raise_together
+from rampup.plan.numbers import exact_fraction, written
+from rampup.plan.ramp import BatchRamp, check_num_phases
+from rampup.plan.split import BatchSplitter
+
+START, INCREMENT, END = "per_device_batch_size_start", "per_device_batch_size_increment", "per_device_batch_size"
+SCHEDULE_UNITS = ("samples", "tokens")
+
+
+def define_ramp(
+    *,
+    num_devices: int,
+    per_device_batch_size: object,
+    gradient_accumulation_steps: int = 1,
+    enable_rampup_batch_size: bool = False,
+    per_device_batch_size_start: object = None,
+    per_device_batch_size_increment: object = None,
+    global_rampup_samples: object = None,
+    rampup_carry_overshoot: bool = False,
+    batch_size_schedule: str | None = None,
+    batch_size_schedule_unit: str = "samples",
+    max_target_length: int | None = None,
+    splitter: BatchSplitter | None = None,
+) -> BatchRamp:
+    """Return the ramp that the configuration's keys describe.
+
+    Args:
+        num_devices: devices of the run; a global batch is devices * size per device * gradient_accumulation_steps.
+        per_device_batch_size: samples per device and accumulation step after the ramp; may be fractional.
+        gradient_accumulation_steps: G, a factor of every batch.
+        enable_rampup_batch_size: whether the linear ramp applies; without it and without a schedule, B is constant.
+        per_device_batch_size_start: size per device in the first phase.
+        per_device_batch_size_increment: growth per phase.
+        global_rampup_samples: samples asked for the whole ramp.
+        rampup_carry_overshoot: see `BatchRamp.linear`.
+        batch_size_schedule: see `BatchRamp.from_schedule`; gives B itself, G included.
+        batch_size_schedule_unit: whether its thresholds are `samples` or `tokens`.
+        max_target_length: tokens per sample, for thresholds in tokens.
+        splitter: if given, the nearest sizes that an error offers can be cut by it.
+
+    Raises:
+        RampDefinitionError, BatchDivisibilityError: what is wrong, all of it at once, with the nearest legal values.
+
+    Example:
+        >>> ramp = define_ramp(num_devices=8, per_device_batch_size=2, enable_rampup_batch_size=True,
+        ...     per_device_batch_size_start=0.5, per_device_batch_size_increment=0.5, global_rampup_samples=240)
+        >>> ramp.sizes
+        (4, 8, 12, 16)
+    """
+    if batch_size_schedule is not None:
+        if enable_rampup_batch_size:
+            raise RampDefinitionError(
+                "batch_size_schedule and enable_rampup_batch_size: true are two ramps; set one of them to null or false",
+                key="batch_size_schedule",
+            )
+        if batch_size_schedule_unit not in SCHEDULE_UNITS:
+            raise ConfigError(
+                f"batch_size_schedule_unit={batch_size_schedule_unit!r} must be samples or tokens",
+                key="batch_size_schedule_unit",
+                nearest=SCHEDULE_UNITS,
+            )
+        tokens = batch_size_schedule_unit == "tokens"
+        return BatchRamp.from_schedule(batch_size_schedule, sequence_length=max_target_length if tokens else None)
+    values = {END: per_device_batch_size}
+    if enable_rampup_batch_size:
+        values = {START: per_device_batch_size_start, INCREMENT: per_device_batch_size_increment} | values
+    sizes = _Sizes(values, num_devices * gradient_accumulation_steps, splitter)
+    if not enable_rampup_batch_size:
+        return BatchRamp.constant(sizes.samples(END))
+    samples = _rampup_samples(global_rampup_samples)
+    sizes.check_growth()
+    return BatchRamp.linear(
+        start=sizes.samples(START),
+        increment=sizes.samples(INCREMENT),
+        end=sizes.samples(END),
+        samples=samples,
+        carry_overshoot=rampup_carry_overshoot,
+    )
+
+
+def global_batch_size(
+    per_device: object, *, num_devices: int, gradient_accumulation_steps: int, key: str, splitter: BatchSplitter | None = None
+) -> int:
+    """Return devices * size per device * G, which must be whole and, with a splitter, one that it can cut.
+
+    Example:
+        >>> global_batch_size(0.5, num_devices=8, gradient_accumulation_steps=1, key="per_device_batch_size")
+        4
+    """
+    return _Sizes({key: per_device}, num_devices * gradient_accumulation_steps, splitter).samples(key)
+
+
+def _rampup_samples(value: object) -> int:
+    key = "global_rampup_samples"
+    samples = exact_fraction(_text(value), what=key, key=key)
+    if samples < 1 or samples.denominator != 1:
+        raise RampDefinitionError(
+            f"{key}={_show(samples)} must be a whole number of at least 1; for no ramp set enable_rampup_batch_size: false",
+            key=key,
+            nearest=sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)}),
+        )
+    return int(samples)
+
+
+class _Sizes:
+    """Sizes per device, exactly, and what they are in samples."""
+
+    def __init__(self, values: dict[str, object], factor: int, splitter: BatchSplitter | None) -> None:
+        self.factor = factor
+        unit = 1 if splitter is None else splitter.unit
+        self.step = Fraction(unit, factor)
+        self.rule = "a whole number of samples"
+        if splitter is not None and unit > 1:
+            self.rule += f" and a multiple of {splitter.unit_rule}"
+        self.values = {key: exact_fraction(_text(value), what=key, key=key) for key, value in values.items()}
+        raise_together([problem for key in self.values if (problem := self._problem(key))])
+
+    def samples(self, key: str) -> int:
+        """Return the global size of a checked key."""
+        return int(self.values[key] * self.factor)
+
+    def check_growth(self) -> None:
+        """Check that the increment leads from the start to the end."""
+        start, increment, end = (self.values[key] for key in (START, INCREMENT, END))
+        if end <= start:
+            raise RampDefinitionError(
+                f"{END}={_show(end)} must be greater than {START}={_show(start)}; a batch that shrinks is written as "
+                "batch_size_schedule",
+                key=END,
+                nearest=(written(start + increment),),
+            )
+        if (end - start) % increment:
+            ends, increments = _around(end - start, increment, start), self._increments(increment)
+            raise RampDefinitionError(
+                f"{END} - {START} = {_show(end)} - {_show(start)} = {_show(end - start)} must be a multiple of "
+                f"{INCREMENT}={_show(increment)}; nearest: {END} {_show(ends, ' or ')}, or {INCREMENT} "
+                f"{_show(increments, ' or ')}",
+                key=END,
+                nearest=[written(n) for n in ends],
+            )
+        check_num_phases(int((end - start) / increment) + 1, key=INCREMENT)
+
+    def _problem(self, key: str) -> RampupError | None:
+        value = self.values[key]
+        nearest = self._legal(key) or _around(max(value, Fraction(0)), self.step)
+        plain = [written(n) for n in nearest]
+        if value <= 0:
+            return RampDefinitionError(
+                f"{key}={_show(value)} must be greater than 0; nearest: {_show(nearest)}", key=key, nearest=plain
+            )
+        if value % self.step == 0:
+            return None
+        return BatchDivisibilityError(
+            f"{key}={_show(value)} gives {_show(value * self.factor)} samples (num_devices * gradient_accumulation_steps = "
+            f"{self.factor}), which must be {self.rule}; nearest {key}: {_show(nearest)}",
+            value=math.floor(value * self.factor),
+            divisor=int(self.step * self.factor),
+            key=key,
+            nearest=plain,
+        )
+
+    def _legal(self, key: str) -> list[Fraction]:
+        """The values of this key next to the given one that are legal with the others as they are; empty if none are."""
+        others = [value for name, value in self.values.items() if name != key]
+        if not others or any(value <= 0 or value % self.step for value in others):
+            return []
+        value = max(self.values[key], Fraction(0))
+        start, increment, end = (self.values[name] for name in (START, INCREMENT, END))
+        if key == START:
+            return [n for n in _near(value, increment, end % increment) if n < end]
+        if key == INCREMENT:
+            return self._increments(value) if end > start else []
+        return _around(max(value - start, Fraction(0)), increment, start)
+
+    def _increments(self, value: Fraction) -> list[Fraction]:
+        span = int((self.values[END] - self.values[START]) / self.step)
+        counts = [n for n in range(1, min(span, 10_000) + 1) if span % n == 0]
+        legal = sorted(self.step * span / n for n in counts)
+        return [n for n in legal if n < value][-1:] + [n for n in legal if n > value][:1]
+
+
+def _around(value: Fraction, step: Fraction, origin: Fraction = Fraction(0)) -> list[Fraction]:
+    """Return the positive multiples of `step` next to `value`, each with `origin` added."""
+    return [origin + n for n in _near(value, step)]
+
+
+def _near(value: Fraction, step: Fraction, offset: Fraction = Fraction(0)) -> list[Fraction]:
+    below = (value - offset) // step * step + offset
+    return [n for n in (below, below + step) if n != value and n > 0] or [below + step]
+
+
+def _show(values: Fraction | list[Fraction], joint: str = ", ") -> str:
+    return joint.join(str(written(value)) for value in ([values] if isinstance(values, Fraction) else values))
+
+
+def _text(value: object) -> object:
+    return "null" if value is None else value

@@ -1,0 +1,1 @@
+"""Reinforcement learning: the sizes of a rollout, their plan, and the mini batches that execute it."""

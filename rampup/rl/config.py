@@ -1,0 +1,327 @@
+"""configs/rl.yml: a step of reinforcement learning in the keys of MaxText RL, and the RolloutPlan that it describes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rampup.config.key import Key, key
+from rampup.config.load import find_config, load_values, names_in
+from rampup.config.schema import KEYS as RAMP_KEYS
+from rampup.errors import ConfigError, RampupError, raise_together
+from rampup.plan.mesh_axes import AUTO, AXES, MeshAxes
+from rampup.plan.numbers import MAX_SAMPLES, written
+from rampup.rl.experience import Experience
+from rampup.rl.plan import RolloutPlan
+from rampup.rl.sizes import Size
+from rampup.rl.updates import Training
+
+GROUP = "rl."
+_FLOATS, _INTS = ("float32", "bfloat16", "float16"), ("int32", "uint32", "uint16", "int64")
+_count: dict[str, Any] = {"minimum": 1, "maximum": MAX_SAMPLES}
+_batch = partial(key, section="Batch")
+_training = partial(key, section="Training on the samples")
+_critic = partial(key, section="Critic", own=True)
+_eval = partial(key, section="Evaluation")
+_stored = partial(key, section="Stored experience", own=True)
+_order = partial(key, section="Order")
+
+
+def _device(name: str, default: int) -> Any:
+    return field(default=default, metadata={"key": RAMP_KEYS[name]})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """A complete, checked configuration of a rollout; every attribute is a key of the YAML file, two of them under `rl`.
+
+    Raises:
+        ConfigError: a bad value, or keys that contradict each other; all of them at once.
+
+    Example:
+        >>> RolloutConfig(batch_size=4).batch_size
+        4
+    """
+
+    # One line per key, as a table.
+    # fmt: off
+    batch_size: int = _batch(32, "prompts per step, whole job", **_count, maxtext="1")
+    num_generations: int = _batch(8, "responses to each prompt; samples per step are batch_size times this", **_count, maxtext="2")
+    num_iterations: int = _batch(1, "passes over the samples of a step", **_count)
+    num_batches: int = _batch(100, "batches of prompts in the run, before train_fraction and num_epoch", **_count, maxtext="4")
+    train_fraction: Fraction = _batch(Fraction(1), "share of those prompts that is trained on", above=0, maximum=1)
+    num_epoch: int = _batch(1, "passes over the prompts", **_count)
+    num_prompts: int | None = _batch(None, "prompts that the data set has; null = enough", kind="int", nullable=True, **_count, own=True)
+    rollout_micro_batch_size: int = _batch(-1, "prompts per call of the generator, whole job; -1 = train_micro_batch_size, or the mini batch without it", also=(-1,), **_count)
+
+    mini_batch_size: int = _training(-1, "prompts per optimizer step, whole job; -1 = batch_size, which is all that MaxText RL has", also=(-1,), **_count, own=True)
+    train_micro_batch_size: int = _training(-1, "prompts per forward and backward pass, whole job; -1 = the mini batch", also=(-1,), **_count)
+    microbatch_size: int = _training(-1, "instead of it: samples per replica and pass; -1 = not used", also=(-1,), **_count, own=True)
+    token_budget: int = _training(-1, "instead of both: tokens per replica and pass, filled with as many samples as fit; -1 = not used", also=(-1,), **_count, own=True)
+    pad_microbatches: bool = _training(False, "fill up mini batches and microbatches that do not divide with rows of weight 0; false = an error", own=True)
+
+    enable_critic: bool = _critic(False, "train a critic too, through all of its passes before the policy")
+    critic_mini_batch_size: int = _critic(-1, "prompts per optimizer step of the critic, whole job; -1 = mini_batch_size", also=(-1,), **_count)
+    critic_num_iterations: int = _critic(-1, "passes of the critic over the samples of a step; -1 = rl.num_iterations", also=(-1,), **_count)
+    critic_train_micro_batch_size: int = _critic(-1, "prompts per pass of the critic, whole job; -1 = what a pass of the policy gets", also=(-1,), **_count)
+
+    num_test_batches: int = _eval(5, "batches of one evaluation, those before test_batch_start_index included; 0 = none", minimum=0, maximum=MAX_SAMPLES)
+    eval_batch_size: int = _eval(-1, "prompts per evaluation batch; -1 = batch_size", also=(-1,), **_count)
+    test_batch_start_index: int = _eval(0, "prompts to skip at the start of the evaluation data", minimum=0, maximum=MAX_SAMPLES)
+    eval_num_generations: int = _eval(1, "responses to each prompt of an evaluation", **_count, own=True)
+
+    max_prompt_length: int = _stored(512, "tokens of the longest prompt", **_count)
+    max_response_length: int = _stored(1024, "tokens of the longest response", **_count)
+    enable_reference_policy: bool = _stored(True, "keep the log-probabilities of a reference policy, for a KL term")
+    token_dtype: str = _stored("int32", "type of the tokens", choices=_INTS)
+    experience_dtype: str = _stored("float32", "type of log-probabilities, values, rewards and advantages", choices=_FLOATS)
+
+    shuffle_mini_batches: bool = _order(True, "a new order of the step's samples in every pass; false = as generated, which lets training overlap with generation", own=True)
+    keep_prompts_together: bool = _order(True, "keep the responses to a prompt in one mini batch", own=True)
+    data_shuffle_seed: int = _order(0, "seed of that order", minimum=0, maximum=2**31 - 1)
+
+    num_devices: int = _device("num_devices", -1)
+    ici_data_parallelism: int = _device("ici_data_parallelism", -1)
+    ici_fsdp_parallelism: int = _device("ici_fsdp_parallelism", 1)
+    ici_tensor_parallelism: int = _device("ici_tensor_parallelism", 1)
+    ici_context_parallelism: int = _device("ici_context_parallelism", 1)
+    ici_expert_parallelism: int = _device("ici_expert_parallelism", 1)
+    ici_pipeline_parallelism: int = _device("ici_pipeline_parallelism", 1)
+    # fmt: on
+    sources: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        problems: list[RampupError] = []
+        for name, spec in ROLLOUT_KEYS.items():
+            try:
+                object.__setattr__(self, attribute(name), spec.read(name, getattr(self, attribute(name))))
+            except ConfigError as error:
+                problems.append(error)
+        raise_together(problems or self._contradictions())
+
+    def where(self, name: str) -> str:
+        """Return where a key got its value: a file and line, the command line, the environment or `default`."""
+        return self.sources.get(name, "default")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the keys, dotted, and values, in the order of the schema, as plain numbers and text."""
+        values = {name: getattr(self, attribute(name)) for name in ROLLOUT_KEYS}
+        return {name: written(value) if isinstance(value, Fraction) else value for name, value in values.items()}
+
+    @property
+    def prompts_used(self) -> int:
+        """Prompts that the run may use in one pass over them, as MaxText RL counts them."""
+        asked = int(self.num_batches * self.batch_size * self.train_fraction)
+        return asked if self.num_prompts is None else min(asked, self.num_prompts)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the run; prompts that do not fill a batch are dropped."""
+        return self.prompts_used * self.num_epoch // self.batch_size
+
+    @property
+    def eval_prompts(self) -> int:
+        """Prompts of one evaluation: whole batches of what test_batch_start_index leaves."""
+        size = self.eval_batch_size if self.eval_batch_size != AUTO else self.batch_size
+        return max((self.num_test_batches * size - self.test_batch_start_index) // size * size, 0)
+
+    def _contradictions(self) -> list[RampupError]:
+        sizes = ("train_micro_batch_size", "microbatch_size", "token_budget")
+        given = [f"{name}={getattr(self, name)}" for name in sizes if getattr(self, name) != AUTO]
+        problems: list[RampupError] = []
+        if len(given) > 1:
+            problems.append(
+                ConfigError(
+                    f"{' and '.join(given)} all say what a pass gets; set all but one of them to -1",
+                    key=given[1].partition("=")[0],
+                    nearest=(AUTO,),
+                )
+            )
+        if self.num_steps < 1:
+            problems += self._too_few_prompts()
+        if self.num_test_batches > 0 and self.eval_prompts == 0:
+            size = self.eval_batch_size if self.eval_batch_size != AUTO else self.batch_size
+            most = (self.num_test_batches - 1) * size
+            problems.append(
+                ConfigError(
+                    f"test_batch_start_index={self.test_batch_start_index} leaves no whole batch of the {self.num_test_batches} * "
+                    f"{size} prompts of an evaluation; nearest: {most}, or num_test_batches=0 for no evaluation",
+                    key="test_batch_start_index",
+                    nearest=(most,),
+                )
+            )
+        return problems
+
+    def _too_few_prompts(self) -> list[RampupError]:
+        """The run's batches, the data set, or both give fewer prompts than one batch."""
+        least = -(-self.batch_size // self.num_epoch)
+        asked = self.num_batches * self.batch_size * self.train_fraction
+        enough: dict[str, int | float | str] = {}
+        if self.num_prompts is not None and self.num_prompts < least:
+            enough["num_prompts"] = least
+        if asked < least:
+            batches = math.ceil(least / (self.batch_size * self.train_fraction))
+            fraction = written(Fraction(least, self.num_batches * self.batch_size))
+            enough |= {"num_batches": batches} if batches <= MAX_SAMPLES else {"train_fraction": fraction}
+        return [
+            ConfigError(
+                f"{key}={getattr(self, key)} leaves {self.prompts_used} prompts * num_epoch={self.num_epoch}, which do not fill one "
+                f"batch_size={self.batch_size}; nearest: {value}",
+                key=key,
+                nearest=(value,),
+            )
+            for key, value in enough.items()
+        ]
+
+
+def _schema() -> dict[str, Key]:
+    grouped = ("num_generations", "num_iterations")
+    found = {f.name: f.metadata["key"] for f in fields(RolloutConfig) if "key" in f.metadata}
+    return {(GROUP + name if name in grouped else name): spec for name, spec in found.items()}
+
+
+def attribute(name: str) -> str:
+    """Return the attribute of `RolloutConfig` that a key of the file becomes.
+
+    Example:
+        >>> attribute("rl.num_generations")
+        'num_generations'
+    """
+    return name.removeprefix(GROUP)
+
+
+ROLLOUT_KEYS: dict[str, Key] = _schema()
+
+
+def is_rollout_file(path: str | Path) -> bool:
+    """Say whether a file is a rollout's, like configs/rl.yml, and not a ramp's, by the keys that only one of them has.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    rollout, names = {name.partition(".")[0] for name in ROLLOUT_KEYS} | set(ROLLOUT_KEYS), names_in(path)
+    return len(names & (rollout - set(RAMP_KEYS))) > len(names & (set(RAMP_KEYS) - rollout))
+
+
+def load_rollout_config(
+    path: str | Path, overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
+) -> RolloutConfig:
+    """Read a rollout's configuration; see `load_config` for files, `key=value` and the environment.
+
+    Args:
+        path: a YAML file in the keys of configs/rl.yml.
+        overrides: `key=value` settings, such as `rl.num_generations=4`.
+        environ: environment variables; `RAMPUP_RL_NUM_GENERATIONS=4` sets `rl.num_generations`.
+
+    Raises:
+        ConfigError: whatever cannot be used, with file, line and key; several problems at once.
+    """
+    file = find_config(path)
+    values, sources = load_values(file, overrides, environ or {}, ROLLOUT_KEYS)
+    try:
+        return RolloutConfig(**{attribute(name): value for name, value in values.items()}, sources=sources)
+    except ConfigError as error:
+        raise ConfigError(str(error), key=error.key, nearest=error.nearest, path=str(file)) from None
+
+
+def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) -> RolloutPlan:
+    """Return the plan that a rollout's configuration describes.
+
+    Args:
+        config: the configuration.
+        num_devices: devices that train; None = the configuration's `num_devices`, which then must not be -1.
+
+    Raises:
+        RampupError: every rule that the sizes break, all at once, with the nearest legal values.
+
+    Example:
+        >>> plan = build_rollout_plan(RolloutConfig(batch_size=64, mini_batch_size=16, microbatch_size=4), num_devices=8)
+        >>> plan.samples_per_step, plan.policy_updates.optimizer_steps, plan.policy_updates.accumulation_steps
+        (512, 4, 4)
+    """
+    num_devices = config.num_devices if num_devices is None else num_devices
+    if num_devices < 1:
+        raise ConfigError(f"num_devices={num_devices} must be at least 1", key="num_devices", nearest=(1,))
+    try:
+        axes = MeshAxes.resolve(num_devices, ici={axis: getattr(config, f"ici_{axis}_parallelism") for axis in AXES})
+        return _plan(config, axes)
+    except RampupError as error:
+        for problem in error.problems or (error,):
+            if problem.key and (place := config.where(problem.key)) != "default":
+                problem.args = (f"{problem} [{problem.key}: {place}]",)
+        raise_together(error.problems or (error,))
+        raise
+
+
+def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
+    """Return what is legal in a rollout's configuration but drops something or differs from MaxText RL, in sentences."""
+    notes = []
+    dropped = config.prompts_used * config.num_epoch - plan.num_steps * config.batch_size
+    if dropped:
+        notes.append(f"{dropped:,} prompts do not fill a last batch_size={config.batch_size:,} and are dropped")
+    size = config.eval_batch_size if config.eval_batch_size != AUTO else config.batch_size
+    lost = (config.num_test_batches * size - config.test_batch_start_index) % size
+    if config.num_test_batches and lost:
+        notes.append(f"{lost:,} prompts of an evaluation do not fill a batch of {size:,} and are left out")
+    told = int(config.num_batches * config.num_iterations * config.train_fraction * config.num_epoch)
+    if told != plan.total_optimizer_steps:
+        notes.append(
+            f"the run has {plan.total_optimizer_steps:,} optimizer steps; MaxText RL would tell its learning-rate schedule {told:,}"
+        )
+    return tuple(notes)
+
+
+def _plan(config: RolloutConfig, axes: MeshAxes) -> RolloutPlan:
+    mini_batch = _prompts(config, "mini_batch_size") or _prompts(config, "batch_size")
+    generation = _prompts(config, "rollout_micro_batch_size") or _prompts(config, "train_micro_batch_size") or mini_batch
+    assert mini_batch is not None
+    assert generation is not None
+    policy = Training(
+        mini_batch=mini_batch,
+        microbatch=_microbatch(config),
+        data_parallel_size=axes.data_parallel_size,
+        num_epochs=config.num_iterations,
+        num_stages=axes.pipeline,
+    )
+    critic = replace(
+        policy,
+        mini_batch=_prompts(config, "critic_mini_batch_size") or mini_batch,
+        microbatch=_prompts(config, "critic_train_micro_batch_size") or policy.microbatch,
+        num_epochs=config.num_iterations if config.critic_num_iterations == AUTO else config.critic_num_iterations,
+    )
+    return RolloutPlan(
+        rollout_batch=Size(count=config.batch_size, unit="prompts", key="batch_size"),
+        samples_per_prompt=config.num_generations,
+        policy=policy,
+        critic=critic if config.enable_critic else None,
+        generation=generation,
+        num_steps=config.num_steps,
+        pad=config.pad_microbatches,
+        eval_prompts=config.eval_prompts,
+        eval_samples_per_prompt=config.eval_num_generations,
+        experience=Experience(
+            max_prompt_length=config.max_prompt_length,
+            max_response_length=config.max_response_length,
+            reference=config.enable_reference_policy,
+            token_dtype=config.token_dtype,
+            value_dtype=config.experience_dtype,
+        ),
+    )
+
+
+def _prompts(config: RolloutConfig, name: str) -> Size | None:
+    count = getattr(config, name)
+    return None if count == AUTO else Size(count=count, unit="prompts", key=name)
+
+
+def _microbatch(config: RolloutConfig) -> Size | None:
+    if config.microbatch_size != AUTO:
+        return Size(count=config.microbatch_size, unit="samples", scope="replica", key="microbatch_size")
+    if config.token_budget != AUTO:
+        return Size(count=config.token_budget, unit="tokens", scope="replica", key="token_budget")
+    return _prompts(config, "train_micro_batch_size")

@@ -1,0 +1,261 @@
+"""Starting sizes for a model of a given size: what is published, what its source really uses, and the memory behind it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from rampup.errors import ConfigError, RampupError, raise_together
+from rampup.plan.numbers import exact_fraction, parse_count, plain_number
+
+SYSTEMS = ("trlx", "skyrl", "verl", "maxtext_rl")
+GIB = 2**30
+# Mixed-precision Adam: bfloat16 weights and gradients, float32 weights and both moments.
+STATE_BYTES = {"weights": 2, "gradients": 2, "float32 weights": 4, "Adam moments": 8}
+# A frozen reference policy: bfloat16 weights.
+REFERENCE_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartingSizes:
+    """Sizes for one model size, in trlX's keys; all of them per process.
+
+    Attributes:
+        batch_size: samples per optimizer step.
+        num_rollouts: samples collected before training on them.
+        chunk_size: prompts per call of the generator.
+        ppo_epochs: passes over the collected samples; None where it is not given (trlX's default is 4).
+    """
+
+    batch_size: int
+    num_rollouts: int
+    chunk_size: int
+    ppo_epochs: int | None = None
+
+    def to_dict(self) -> dict[str, int | None]:
+        """Return the sizes by key."""
+        return {name: getattr(self, name) for name in ("batch_size", "num_rollouts", "chunk_size", "ppo_epochs")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedSizes:
+    """A row of a published table.
+
+    Attributes:
+        label: the model sizes as published.
+        smallest, largest: the same in parameters.
+        published: the table's sizes.
+        used: what the repository's own example uses at each model size, by parameters.
+    """
+
+    label: str
+    smallest: int
+    largest: int
+    published: StartingSizes
+    used: dict[int, StartingSizes]
+
+
+M, B = 10**6, 10**9
+# Published: the batch-size guide to trlX. Used: trlX 3340c2f, examples/hh/ppo_hh.py, lines 71-106.
+TRLX = (
+    PublishedSizes(
+        label="125M-1B",
+        smallest=125 * M,
+        largest=B,
+        published=StartingSizes(batch_size=32, num_rollouts=128, chunk_size=128),
+        used={
+            125 * M: StartingSizes(batch_size=32, num_rollouts=128, chunk_size=16, ppo_epochs=4),
+            B: StartingSizes(batch_size=8, num_rollouts=64, chunk_size=16, ppo_epochs=4),
+        },
+    ),
+    PublishedSizes(
+        label="6B",
+        smallest=6 * B,
+        largest=6 * B,
+        published=StartingSizes(batch_size=4, num_rollouts=128, chunk_size=16),
+        used={6 * B: StartingSizes(batch_size=4, num_rollouts=64, chunk_size=16, ppo_epochs=4)},
+    ),
+    PublishedSizes(
+        label="20B",
+        smallest=20 * B,
+        largest=20 * B,
+        published=StartingSizes(batch_size=1, num_rollouts=16, chunk_size=4, ppo_epochs=2),
+        used={20 * B: StartingSizes(batch_size=1, num_rollouts=16, chunk_size=4, ppo_epochs=2)},
+    ),
+)
+TABLES = {"trlx": TRLX}
+TRADE_OFFS = (
+    "a smaller batch needs less memory, but its gradient is noisier, so that the learning rate may have to go down",
+    "fewer rollouts before training need less memory and keep samples closer to the policy, but are less diverse experience",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a model's training state needs, by the rule of thumb.
+
+    Attributes:
+        params: parameters of the policy.
+        device_bytes: memory of one device.
+    """
+
+    params: int
+    device_bytes: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients and Adam's state of the policy, and a frozen reference policy."""
+        return self.params * (sum(STATE_BYTES.values()) + REFERENCE_BYTES)
+
+    @property
+    def least_devices(self) -> int:
+        """Devices that hold the state if all of them share it and nothing else needs memory."""
+        return -(-self.state_bytes // self.device_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """What that leaves on each device for activations and the generator."""
+        return self.device_bytes - -(-self.state_bytes // self.least_devices)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arithmetic by name."""
+        return {
+            "bytes_per_parameter": STATE_BYTES | {"reference weights": REFERENCE_BYTES},
+            "state_gib": float(Fraction(self.state_bytes, GIB)),
+            "device_gib": plain_number(Fraction(self.device_bytes, GIB)),
+            "least_devices": self.least_devices,
+            "free_gib_per_device": float(Fraction(self.free_bytes, GIB)),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """Where to start for one model.
+
+    Attributes:
+        system: whose keys the sizes are in.
+        params: the model's parameters.
+        row: the published row that applies; None where the system has no published table.
+        used: what the repository uses at the nearest size of that row; None without a row.
+        memory: the rule of thumb from memory; None where the device's memory was not given.
+    """
+
+    system: str
+    params: int
+    row: PublishedSizes | None
+    used: StartingSizes | None
+    memory: Memory | None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What to know about these numbers, in sentences."""
+        notes = ["a starting point, not a result: `rampup tune` finds the largest microbatch that fits"]
+        if self.row is None:
+            notes.append(
+                f"no table of starting sizes is published for {self.system}; begin with one sample per replica and pass, reach "
+                "the batch with passes, and let the memory that is left decide how many samples a pass can have"
+            )
+        else:
+            notes += self._row_notes(self.row)
+        if self.memory is not None:
+            notes.append(
+                f"rule of thumb: {sum(STATE_BYTES.values())} bytes per parameter for mixed-precision Adam and "
+                f"{REFERENCE_BYTES} for a reference policy, shared by all devices; frozen layers or a generator on "
+                "its own devices change it"
+            )
+        return (*notes, *TRADE_OFFS)
+
+    def _row_notes(self, row: PublishedSizes) -> list[str]:
+        notes = ["rule of thumb behind the table: the larger the model, the smaller batch_size; all sizes are per process"]
+        if not row.smallest <= self.params <= row.largest:
+            side = "larger" if self.params > row.largest else "smaller"
+            notes.append(
+                f"the model is {side} than what the row is published for ({row.label}), so these sizes are a guess for it"
+            )
+        given = {name: size for name, size in row.published.to_dict().items() if size is not None}
+        if self.used is not None and not given.items() <= self.used.to_dict().items():
+            notes.append("the repository does not use the published sizes: where they differ, prefer what it uses")
+        return notes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the suggestion as `rampup suggest --json` prints it."""
+        return {
+            "system": self.system,
+            "params": self.params,
+            "published_for": None if self.row is None else self.row.label,
+            "published": None if self.row is None else self.row.published.to_dict(),
+            "repository": None if self.used is None else self.used.to_dict(),
+            "memory": None if self.memory is None else self.memory.to_dict(),
+            "notes": list(self.notes),
+        }
+
+
+def suggest(params: str | int, *, system: str, memory_gib: str | float | None = None) -> Suggestion:
+    """Return starting sizes for a model.
+
+    Args:
+        params: parameters, such as `"6B"`.
+        system: one of `SYSTEMS`.
+        memory_gib: memory of one device in GiB, for the rule of thumb; systems without a published table need it.
+
+    Returns:
+        The published row for this size or, between two rows, for the next larger one, which needs the least memory.
+
+    Raises:
+        RampDefinitionError: parameters that are no whole number, or memory that is no number.
+        ConfigError: none or no memory, an unknown system, or one without a table where no memory is given.
+
+    Example:
+        >>> suggest("6B", system="trlx").row.published
+        StartingSizes(batch_size=4, num_rollouts=128, chunk_size=16, ppo_epochs=None)
+        >>> suggest("7B", system="verl", memory_gib=80).memory.least_devices
+        2
+    """
+    problems: list[RampupError] = []
+    if system not in SYSTEMS:
+        problems.append(
+            ConfigError(f"system={system[:50]!r} must be one of {', '.join(SYSTEMS)}", key="system", nearest=SYSTEMS)
+        )
+    number, device_bytes = 0, None
+    try:
+        number = parse_count(params, what="params", key="params")
+        if number < 1:
+            problems.append(ConfigError(f"params={params} must be at least 1", key="params", nearest=(1,)))
+    except RampupError as error:
+        problems.append(error)
+    try:
+        device_bytes = None if memory_gib is None else _device_bytes(memory_gib)
+    except RampupError as error:
+        problems.append(error)
+    raise_together(problems)
+    if system not in TABLES and device_bytes is None:
+        raise ConfigError(
+            f"no table of starting sizes is published for {system}, only for {', '.join(TABLES)}; with memory-gib, the memory "
+            "of a device, the rule of thumb applies",
+            key="memory-gib",
+        )
+    row = _row(TABLES[system], number) if system in TABLES else None
+    return Suggestion(
+        system=system,
+        params=number,
+        row=row,
+        used=None if row is None else row.used[min(row.used, key=lambda size: abs(math.log(size / number)))],
+        memory=None if device_bytes is None else Memory(params=number, device_bytes=device_bytes),
+    )
+
+
+def _row(table: tuple[PublishedSizes, ...], params: int) -> PublishedSizes:
+    return next((row for row in table if params <= row.largest), table[-1])
+
+
+def _device_bytes(memory_gib: str | float) -> int:
+    size = exact_fraction(memory_gib, what="memory-gib", key="memory-gib")
+    if size * GIB < 1 or size > 10**6:
+        raise ConfigError(
+            f"memory-gib={memory_gib} must be above 0 and at most 1,000,000 GiB",
+            key="memory-gib",
+            nearest=(1,) if size < 1 else (),
+        )
+    return int(size * GIB)

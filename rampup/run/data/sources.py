@@ -1,0 +1,305 @@
+"""Rows by number: of token arrays, ArrayRecord files, anything that can be indexed, or made up; no batches here."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import grain
+import jax
+import numpy as np
+
+from rampup.errors import DataError, MissingDependencyError, RampupError
+from rampup.run.data.token_file import TokenFile
+
+Rows = Mapping[str, np.ndarray]
+
+
+class RowSource(Protocol):
+    """Random access to rows, many at a time."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
+
+    def read(self, rows: np.ndarray) -> Any:
+        """Return a pytree of arrays whose first dimension are the rows asked for, in that order."""
+        ...
+
+    def describe(self, row: int) -> str:
+        """Say where a row comes from, for a person."""
+        ...
+
+
+class TokenRows:
+    """Rows of consecutive tokens cut from flat arrays.
+
+    Row i of an array holds tokens [i*T, i*T + T]: T inputs and the T targets that follow them. The last row of an array is
+    filled up with zeros; `length` says how many of its targets count.
+
+    Args:
+        arrays: one-dimensional integer arrays, or `TokenFile`s.
+        names: what to call each array in messages.
+        sequence_length: T, tokens per sample.
+        vocab_size: tokens must be below this.
+        starts: for text, (offset, name) of each document inside the one array.
+
+    Example:
+        >>> rows = TokenRows([np.arange(6)], ["six"], sequence_length=4, vocab_size=10)
+        >>> batch = rows.read(np.array([1]))
+        >>> batch["tokens"].tolist(), batch["length"].tolist()
+        ([[4, 5, 0, 0, 0]], [1])
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[np.ndarray | TokenFile],
+        names: Sequence[str],
+        *,
+        sequence_length: int,
+        vocab_size: int,
+        starts: Sequence[tuple[int, str]] = (),
+    ) -> None:
+        self._arrays, self._names, self._starts = arrays, names, starts
+        self._length, self._vocab_size = sequence_length, vocab_size
+        counts = [max(-(-(len(array) - 1) // sequence_length), 0) for array in arrays]
+        self._ends = list(itertools.accumulate(counts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files that the rows come from, in order."""
+        return tuple(name for _, name in self._starts) or tuple(self._names)
+
+    def read(self, rows: np.ndarray) -> Rows:
+        """Return {"tokens": (n, T+1), "length": (n,)}."""
+        return _stack_tokens(self, rows, self._row, self._length, self._vocab_size)
+
+    def _row(self, row: int) -> np.ndarray:
+        array, start = self._place(row)
+        try:
+            return np.asarray(self._arrays[array][start : start + self._length + 1])
+        except DataError as error:
+            raise DataError(f"{self.describe(row)}: {error}") from error
+
+    def describe(self, row: int) -> str:
+        """Return file and offset."""
+        array, start = self._place(row)
+        if not self._starts:
+            return f"{self._names[array]} from token {start:,} (row {row:,})"
+        offsets = [offset for offset, _ in self._starts]
+        document = int(np.searchsorted(offsets, start, side="right")) - 1
+        offset, name = self._starts[document]
+        return f"{name} from byte {start - offset:,} (row {row:,})"
+
+    def _place(self, row: int) -> tuple[int, int]:
+        array = bisect.bisect_right(self._ends, row)
+        before = self._ends[array - 1] if array else 0
+        return array, (row - before) * self._length
+
+
+class ItemRows:
+    """Rows from anything that can be indexed: a list, a Grain data source or a Grain MapDataset.
+
+    Args:
+        items: has `len` and gives one row, a pytree of arrays, per index.
+
+    Example:
+        >>> ItemRows([{"x": 1.0}, {"x": 2.0}]).read(np.array([1, 0]))["x"].tolist()
+        [2.0, 1.0]
+    """
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def read(self, rows: np.ndarray) -> Any:
+        """Return the items, stacked."""
+        items = []
+        for row in rows:
+            try:
+                items.append(self._items[int(row)])
+            except Exception as error:
+                raise DataError(f"row {row} of {self._items!r:.100} cannot be read: {error!r}") from error
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
+
+    def describe(self, row: int) -> str:
+        """Return the row's number."""
+        return f"row {row:,}"
+
+
+class RecordRows:
+    """Rows from ArrayRecord files whose records are little-endian token arrays of at most T + 1 tokens.
+
+    Args:
+        paths: the files.
+        dtype: type of the tokens.
+        sequence_length: T, tokens per sample.
+        vocab_size: tokens must be below this.
+    """
+
+    def __init__(self, paths: Sequence[str], *, dtype: str, sequence_length: int, vocab_size: int) -> None:
+        self._paths, self._dtype = paths, np.dtype(dtype).newbyteorder("<")
+        self._length, self._vocab_size = sequence_length, vocab_size
+        try:
+            self._records = grain.sources.ArrayRecordDataSource(list(paths))
+        except ImportError as error:
+            raise MissingDependencyError(
+                "dataset_type=arrayrecord needs the package array-record: pip install array-record"
+            ) from error
+        except Exception as error:
+            raise DataError(f"cannot open {', '.join(paths)[:300]} as ArrayRecord files: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files that the rows come from, in order."""
+        return tuple(self._paths)
+
+    def read(self, rows: np.ndarray) -> Rows:
+        """Return {"tokens": (n, T+1), "length": (n,)}."""
+        return _stack_tokens(self, rows, self._row, self._length, self._vocab_size)
+
+    def _row(self, row: int) -> np.ndarray:
+        record, size = self._records[row], self._dtype.itemsize
+        if len(record) % size or not 2 <= len(record) // size <= self._length + 1:
+            raise DataError(
+                f"{self.describe(row)} has {len(record)} bytes; it must be 2 to {self._length + 1} tokens of {size} bytes "
+                "(max_target_length + 1, token_dtype)"
+            )
+        return np.frombuffer(record, self._dtype)
+
+    def describe(self, row: int) -> str:
+        """Return the files and the record's number."""
+        return f"record {row:,} of {', '.join(self._paths)[:200]}"
+
+
+class SyntheticRows:
+    """Made-up rows: counting up in steps, with a start and a step that follow from the row's number.
+
+    Args:
+        num_rows: how many.
+        sequence_length: T, tokens per sample.
+        vocab_size: tokens are below this.
+
+    Example:
+        >>> SyntheticRows(4, sequence_length=3, vocab_size=10).read(np.array([2]))["tokens"].shape
+        (1, 4)
+    """
+
+    def __init__(self, num_rows: int, *, sequence_length: int, vocab_size: int, first: int = 0) -> None:
+        self._num_rows, self._first = num_rows, first
+        self._length, self._vocab_size = sequence_length, vocab_size
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def read(self, rows: np.ndarray) -> Rows:
+        """Return {"tokens": (n, T+1), "length": (n,)}."""
+        numbers = rows.astype(np.int64) + self._first
+        start, stride = numbers * 7919 % self._vocab_size, 1 + numbers % 7
+        tokens = (start[:, None] + stride[:, None] * np.arange(self._length + 1)) % self._vocab_size
+        return {
+            "tokens": tokens.astype(_smallest_dtype(self._vocab_size)),
+            "length": np.full(len(rows), self._length, np.int32),
+        }
+
+    def describe(self, row: int) -> str:
+        """Return the row's number."""
+        return f"synthetic row {row:,}"
+
+
+class RowRange:
+    """Rows [start, stop) of another source.
+
+    Example:
+        >>> part = RowRange(SyntheticRows(10, sequence_length=3, vocab_size=10), 8, 10)
+        >>> len(part), part.describe(0)
+        (2, 'synthetic row 8')
+    """
+
+    def __init__(self, source: RowSource, start: int, stop: int) -> None:
+        self._source, self._start, self._stop = source, start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files that the rows come from, in order."""
+        return files_of(self._source)
+
+    def read(self, rows: np.ndarray) -> Any:
+        """Return the other source's rows."""
+        return self._source.read(rows + self._start)
+
+    def describe(self, row: int) -> str:
+        """Return the other source's description."""
+        return self._source.describe(row + self._start)
+
+
+def files_of(source: RowSource) -> tuple[str, ...]:
+    """Return the files that a source's rows come from, in order; none where it does not say.
+
+    Example:
+        >>> files_of(SyntheticRows(4, sequence_length=3, vocab_size=10))
+        ()
+    """
+    return tuple(getattr(source, "paths", ()))
+
+
+def read_rows(source: RowSource, rows: np.ndarray) -> Any:
+    """Return the rows asked for.
+
+    Raises:
+        DataError: whatever goes wrong in the source, with the row that is to blame and where it comes from.
+    """
+    try:
+        batch = source.read(rows)
+    except RampupError:
+        raise
+    except Exception as error:
+        for row in rows.tolist():
+            try:
+                source.read(np.array([row]))
+            except Exception as cause:
+                raise DataError(f"{source.describe(row)} cannot be read: {cause!r:.300}") from cause
+        raise DataError(f"rows {rows.tolist()[:8]}... cannot be read together: {error!r:.300}") from error
+    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    if sizes != {(len(rows),)}:
+        raise DataError(
+            f"{len(rows)} rows were asked for, from {source.describe(int(rows[0]))} on, but the source gave {sizes}"
+        )
+    return batch
+
+
+def as_source(source: Any) -> RowSource:
+    """Return a RowSource for one, or for anything that can be indexed."""
+    return source if hasattr(source, "read") and hasattr(source, "describe") else ItemRows(source)
+
+
+def _stack_tokens(
+    source: RowSource, rows: np.ndarray, row_tokens: Callable[[int], np.ndarray], sequence_length: int, vocab_size: int
+) -> Rows:
+    parts = [row_tokens(row) for row in rows.tolist()]
+    sizes = np.fromiter(map(len, parts), np.int32, len(parts))
+    flat = np.concatenate(parts, dtype=np.int64, casting="unsafe") if parts else np.zeros(0, np.int64)
+    bad = np.flatnonzero((flat >= vocab_size) | (flat < 0))
+    if len(bad):
+        row = int(rows[np.searchsorted(np.cumsum(sizes), bad[0], side="right")])
+        raise DataError(f"{source.describe(row)}: token {flat[bad[0]]} must be at least 0 and below vocab_size={vocab_size}")
+    tokens = np.zeros((len(parts), sequence_length + 1), _smallest_dtype(vocab_size))
+    tokens[np.arange(sequence_length + 1) < sizes[:, None]] = flat
+    return {"tokens": tokens, "length": sizes - 1}
+
+
+def _smallest_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]] | type[np.int32]:
+    return np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32

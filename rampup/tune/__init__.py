@@ -1,0 +1,1 @@
+"""Search for the largest microbatch that fits in memory and for the fastest settings."""

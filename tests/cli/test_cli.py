@@ -1,0 +1,526 @@
+"""Tests of rampup.cli, as a person types it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rampup.cli import main
+from rampup.config.schema import KEYS
+
+ROOT = Path(__file__).parent.parent.parent
+BASE = str(ROOT / "configs" / "base.yml")
+TINY = [
+    "per_device_batch_size_start=1",
+    "per_device_batch_size_increment=1",
+    "per_device_batch_size=3",
+    "global_rampup_samples=20",
+    "steps=40",
+    "checkpoint_period=4",
+    "eval_interval=-1",
+    "max_target_length=16",
+    "base_emb_dim=32",
+    "base_num_decoder_layers=1",
+    "base_mlp_dim=64",
+]
+
+
+def run_json(capsys, *arguments):
+    """Run a command with --json in this process; return its exit code and its one object."""
+    code = main([*arguments, "--json"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    return code, json.loads(lines[0])
+
+
+def test_plan_json(capsys):
+    """The plan is printed in the names of the contract."""
+    settings = ["per_device_batch_size=12", "per_device_batch_size_increment=2", "global_rampup_samples=500"]
+    code, plan = run_json(capsys, "plan", BASE, *settings, "--devices", "4")
+    assert code == 0
+    assert (plan["num_devices"], plan["num_increments"], plan["samples_per_increment"]) == (4, 4, 125)
+    assert [phase["global_batch_size"] for phase in plan["phases"]] == [16, 24, 32, 40, 48]
+    assert plan["phases"][-1]["num_steps"] is None
+    assert plan["eval"]["microbatch_size"] == 12
+
+
+def test_settings_and_options_may_stand_in_any_order(capsys):
+    """key=value before and after options is the same."""
+    _, one = run_json(capsys, "plan", "--devices", "4", BASE, "steps=9", "log_period=3")
+    _, two = run_json(capsys, "plan", BASE, "steps=9", "--devices=4", "log_period=3")
+    assert one == two
+    assert one["total_steps"] == 9
+
+
+def test_plan_is_a_table(capsys):
+    """Without --json the plan is a table for people."""
+    assert main(["plan", BASE, "--devices", "4"]) == 0
+    text = capsys.readouterr().out
+    assert "4 devices, data parallel 4" in text
+    assert "passes" in text
+
+
+def test_a_machine_that_is_not_this_one_needs_no_jax():
+    """Planning for 4,096 devices imports no jax."""
+    code = f"import sys, rampup.cli as cli; cli.main(['plan', {BASE!r}, '--devices', '4096']); assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_without_devices_the_plan_is_for_this_machine(capsys):
+    """The devices that JAX sees here are counted."""
+    _, plan = run_json(capsys, "plan", BASE)
+    assert plan["num_devices"] == 8
+
+
+BAD = {
+    "bool": ["maybe", "2", "", "[true]"],
+    "int": ["1.5", "x", "", "-7", "1e400", "[1]"],
+    "float": ["x", "", "-1", "nan", "inf"],
+    "size": ["x", "", "-2", "1/0", "nan", "inf"],
+    "text": ["", " "],
+    "name": ["a/b", "..", "a b", "\u00e9"],
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_bad_value_for_each_key_is_refused(name, capsys, tmp_path):
+    """Whatever is wrong with any key: exit code 2, an error that names the key, no plan and no traceback."""
+    key = KEYS[name]
+    for value in ["no such choice", ""] if key.choices else BAD[key.kind]:
+        assert main(["plan", BASE, f"{name}={value}", "--devices", "4", "--json"]) == 2
+        out, err = capsys.readouterr()
+        assert json.loads(out)["error"]["key"] == name
+        assert "Traceback" not in err
+    (tmp_path / "bad.yml").write_text(f"base_config: {BASE}\n{name}: [1, 2]\n")
+    assert main(["plan", str(tmp_path / "bad.yml"), "--devices", "4"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "bad.yml:2: " in err
+    assert name in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["plan", BASE, "stepz=3"], "stepz"),
+        (["plan", BASE, "--devices", "0"], "num_devices"),
+        (["plan", BASE, "--devices", "-3"], "num_devices"),
+        (["plan", BASE, "--devices", "2.5"], None),
+        (["plan", BASE, "--devices", "many"], None),
+        (["plan", BASE, "--wrong"], None),
+        (["plan", BASE, "steps"], None),
+        (["plan"], None),
+        (["plan", "nowhere.yml"], None),
+        (["plam", BASE], None),
+        (["rows", BASE], None),
+        (["rows", BASE, "--step", "-1"], "step"),
+        (["rows", BASE, "--step", "1000000"], "step"),
+        (["train", BASE, "--fake-devices", "0"], "fake-devices"),
+    ],
+)
+def test_wrong_usage_is_an_error_like_any_other(arguments, key, capsys):
+    """Exit code 2, one JSON object with type, message, key and nearest, and a line on standard error."""
+    assert main([*arguments, "--json"]) == 2
+    out, err = capsys.readouterr()
+    error = json.loads(out)["error"]
+    assert set(error) == {"type", "message", "key", "nearest"}
+    assert error["key"] == key
+    assert error["message"] in err
+
+
+def test_help_and_version(capsys):
+    """Help names every command, and each command's help its options."""
+    assert main(["--version"]) == main([]) == main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("rampup ")
+    assert all(name in text for name in ("plan", "train", "rows"))
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--help"])
+    assert caught.value.code == 0
+    assert "--fake-devices" in capsys.readouterr().out
+
+
+def test_rows(capsys):
+    """The rows of a step are named, as many as its batch, each with its source."""
+    code, result = run_json(capsys, "rows", BASE, "--step", "140", "--devices", "2")
+    assert code == 0
+    assert result["global_batch_size"] == len(result["rows"])
+    assert set(result["rows"][0]) == {"sample", "row", "source"}
+    assert main(["rows", BASE, "--step", "140", "--devices", "2"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(result["rows"])
+
+
+def command(*arguments):
+    """Return the command line of `rampup` on two fake devices, in a process of its own."""
+    return [sys.executable, "-m", "rampup", "train", BASE, *TINY, "--fake-devices", "2", "--json", *arguments]
+
+
+def finished(*arguments):
+    """Run to the end; return the summary and what was on standard error."""
+    result = subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout), result.stderr
+
+
+def losses(folder):
+    """Return (step, samples, loss) of every line of metrics.jsonl."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["consumed_samples"], line["loss"]) for line in lines]
+
+
+def start_and_see_alive(folder, *arguments, after_step):
+    """Start a run and return its process once its metrics show the step."""
+    process = subprocess.Popen(command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 200
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > after_step):
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert process.poll() is None
+    return process
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The summary and the losses of a run that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("runs")
+    summary, log = finished(f"base_output_directory={folder}", "run_name=whole")
+    return summary, losses(folder / "whole"), log
+
+
+def test_train_json(uninterrupted):
+    """Standard output is one object in the contract's names; the plan and the phases are on standard error."""
+    summary, lines, log = uninterrupted
+    names = [
+        "steps",
+        "consumed_samples",
+        "first_loss",
+        "final_loss",
+        "num_compilations",
+        "ramp_steps",
+        "tokens_per_second",
+        "checkpoint",
+    ]
+    assert list(summary) == names
+    assert (summary["steps"], summary["num_compilations"]) == (40, 1)
+    assert summary["final_loss"] == lines[-1][2]
+    assert summary["consumed_samples"] == lines[-1][1]
+    assert Path(summary["checkpoint"]).is_dir()
+    assert "phase 2 from step" in log
+
+
+def test_killed_and_started_again(uninterrupted, tmp_path):
+    """SIGKILL to a process that is seen training; started again, losses and samples are those of the undisturbed run."""
+    where = [f"base_output_directory={tmp_path}", "run_name=killed"]
+    for after_step in (6, 17):
+        process = start_and_see_alive(tmp_path / "killed", *where, after_step=after_step)
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    summary, log = finished(*where)
+    assert "resumed after step" in log
+    assert losses(tmp_path / "killed") == uninterrupted[1]
+    assert summary["final_loss"] == uninterrupted[0]["final_loss"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopped_by_a_signal(uninterrupted, tmp_path, number):
+    """Ctrl-C and SIGTERM: exit code 130, a checkpoint of that very step, and the rest as if nothing had happened."""
+    where = [f"base_output_directory={tmp_path}", "run_name=stopped"]
+    process = start_and_see_alive(tmp_path / "stopped", *where, after_step=5)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 130, err
+    stopped = json.loads(out)
+    assert Path(stopped["checkpoint"]).name == str(stopped["steps"])
+    finished(*where)
+    assert losses(tmp_path / "stopped") == uninterrupted[1]
+
+
+def test_a_finished_run_says_so(uninterrupted):
+    """Started again, a finished run exits 0 at once and prints its summary."""
+    folder = Path(uninterrupted[0]["checkpoint"]).parent.parent
+    summary, log = finished(f"base_output_directory={folder.parent}", f"run_name={folder.name}")
+    assert "is finished: nothing to do" in log
+    assert summary == uninterrupted[0] | {"num_compilations": 0, "tokens_per_second": None}
+
+
+def test_a_failed_run_exits_1_with_the_traceback(tmp_path):
+    """An error that is not the user's: exit code 1, the traceback on standard error, the error as JSON."""
+    code = (
+        "import sys, rampup.cli as cli\n"
+        "def fail(*_): raise RuntimeError('boom')\n"
+        "cli.COMMANDS['plan'] = cli.Command(fail, 'x', cli.plan.plan_options)\n"
+        f"sys.exit(cli.main(['plan', {BASE!r}, '--json']))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert json.loads(result.stdout)["error"]["type"] == "RuntimeError"
+
+
+def test_a_closed_pipe_is_no_traceback():
+    """`rampup plan ... | head -1` ends quietly."""
+    result = subprocess.run(
+        f"{sys.executable} -m rampup plan {ROOT}/configs/bloom_176b.yml | head -1", shell=True, capture_output=True, text=True
+    )
+    assert "Traceback" not in result.stderr
+
+
+def test_timetable_json(capsys):
+    """The timetable is printed in the names of the contract."""
+    code, table = run_json(capsys, "timetable", "--stages", "4", "--microbatches", "8")
+    assert code == 0
+    assert (table["schedule"], table["num_ticks"], table["makespan"]) == ("1f1b", 33, 33)
+    assert table["bubble_fraction"] == pytest.approx(3 / 11)
+    assert table["peak_live_microbatches"] == [4, 3, 2, 1]
+    assert len(table["table"]) == 4 * 8 * 2
+    _, table = run_json(capsys, "timetable", "--stages=4", "--microbatches=8", "--repeats=2")
+    assert (table["schedule"], table["peak_live_microbatches"][0]) == ("interleaved", 5.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--stages=0", "--microbatches=8"], "stages"),
+        (["--stages=4", "--microbatches=0"], "microbatches"),
+        (["--stages=4", "--microbatches=8", "--repeats=2", "--schedule=gpipe"], "repeats"),
+        (["--stages=4", "--microbatches=8", "--schedule=fast"], "schedule"),
+        (["--stages=4", "--microbatches=8", "--forward-cost=free"], "forward-cost"),
+        (["--stages=4", "--microbatches=8", "-o", "picture.xyz"], "output"),
+        (["--stages=4", "--microbatches=8", "-o", "/nowhere/picture.png"], "output"),
+    ],
+)
+def test_timetables_that_cannot_be(capsys, arguments, key):
+    """Each wrong option is refused by name."""
+    code, result = run_json(capsys, "timetable", *arguments)
+    assert (code, result["error"]["key"]) == (2, key)
+
+
+def test_timetable_is_a_picture(capsys, tmp_path):
+    """Without --json the picture and what is counted are printed, and -o draws it."""
+    file = tmp_path / "picture.svg"
+    assert main(["timetable", "--stages=2", "--microbatches=3", "-o", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "stage 1 .. F0 B0 == F1 B1 == F2 B2 ==" in printed
+    assert "0.2500 = 1/4" in printed
+    assert "<svg" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        (["num_pipeline_microbatches=0"], "num_pipeline_microbatches"),
+        (["num_pipeline_microbatches=6"], "num_pipeline_microbatches"),
+        (["base_num_decoder_layers=6"], "base_num_decoder_layers"),
+        (["num_pipeline_repeats=3"], "base_num_decoder_layers"),
+        (["per_device_batch_size_start=1", "per_device_batch_size_increment=3", "num_pipeline_microbatches=8"], None),
+    ],
+)
+def test_pipelines_that_cannot_be_trained(capsys, tmp_path, settings, key):
+    """Each wrong shape is refused with its key before anything is compiled, in every phase of the ramp."""
+    common = ["base_num_decoder_layers=4", f"base_output_directory={tmp_path / 'out'}", "ici_pipeline_parallelism=4"]
+    common = [text for text in common if text.split("=")[0] not in [setting.split("=")[0] for setting in settings]]
+    code, result = run_json(capsys, "train", BASE, *common, *settings)
+    assert code == 2
+    assert result["error"]["type"] in ("PipelineShapeError", "BatchDivisibilityError")
+    assert result["error"]["nearest"]
+    if key:
+        assert result["error"]["key"] == key
+    assert not (tmp_path / "out").exists()
+
+
+RL = str(ROOT / "configs" / "rl.yml")
+
+
+def test_plan_of_a_rollout(capsys, monkeypatch):
+    """A rollout's file is planned like a ramp's: a table for people, one object for programs, settings from everywhere."""
+    monkeypatch.setenv("RAMPUP_RL_NUM_ITERATIONS", "3")
+    code, plan = run_json(capsys, "plan", RL, "num_prompts=100", "--devices", "4")
+    assert code == 0
+    names = ("samples_per_step", "optimizer_steps", "weight_syncs", "accumulation_steps")
+    assert [plan[name] for name in names] == [256, 6, 3, 2]
+    assert any("4 prompts" in note for note in plan["notes"])
+    assert main(["plan", RL, "num_devices=4"]) == 0
+    assert "32 prompts * 8 responses = 256 samples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "nearest"),
+    [
+        (["batch_size=0"], "batch_size", [1]),
+        (["batch_sise=8"], "batch_sise", ["batch_size"]),
+        (["train_micro_batch_size=3"], "train_micro_batch_size", [2, 4]),
+        (["--devices", "7"], "batch_size", [28, 35]),
+        (["steps=3"], "steps", None),
+    ],
+)
+def test_a_rollout_that_cannot_be(settings, key, nearest, capsys):
+    """A rollout's errors are those of any command: exit code 2, key and nearest values."""
+    devices = [] if "--devices" in settings else ["--devices", "4"]
+    code, result = run_json(capsys, "plan", RL, *settings, *devices)
+    assert code == 2
+    assert result["error"]["key"] == key
+    assert nearest is None or result["error"]["nearest"] == nearest
+
+
+def test_suggest(capsys):
+    """Starting sizes are one object with what is published, what is used and the memory behind them, or a table."""
+    code, result = run_json(capsys, "suggest", "--params", "6B", "--system", "trlx", "--memory-gib", "80")
+    assert code == 0
+    assert result["published"]["num_rollouts"] == 128
+    assert result["repository"]["num_rollouts"] == 64
+    assert result["memory"]["least_devices"] == 2
+    assert main(["suggest", "--params", "6B", "--system", "trlx"]) == 0
+    assert "published for 6B" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--params", "0", "--system", "trlx"], "params"),
+        (["--params", "-1", "--system", "trlx"], "params"),
+        (["--params", "6X", "--system", "trlx"], "params"),
+        (["--params", "1e99", "--system", "trlx"], "params"),
+        (["--params", "6B", "--system", "nemo"], "system"),
+        (["--params", "6B", "--system", "verl"], "memory-gib"),
+        (["--params", "6B", "--system", "verl", "--memory-gib", "-80"], "memory-gib"),
+        (["--params", "6B"], None),
+        (["--system", "trlx"], None),
+    ],
+)
+def test_bad_suggestions(arguments, key, capsys):
+    """Whatever is wrong: exit code 2 and the key."""
+    code, result = run_json(capsys, "suggest", *arguments)
+    assert code == 2
+    assert result["error"]["key"] == key
+
+
+def test_rollouts_and_suggestions_need_no_jax():
+    """Both commands are arithmetic and import no jax."""
+    code = f"import sys, rampup.cli as cli; cli.main(['plan', {RL!r}, '--devices', '8']); "
+    code += "cli.main(['suggest', '--params', '6B', '--system', 'trlx']); assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_restart_compiles_nothing(tmp_path):
+    """A second process finds every program of the first in the compilation cache."""
+    cache = tmp_path / "cache"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    settings = [*TINY, "steps=6", "run_name=run", f"base_output_directory={tmp_path}", f"jax_cache_dir={cache}"]
+    command = [sys.executable, "-m", "rampup", "train", BASE, "--fake-devices=2", "--json"]
+    found = []
+    for steps in (3, 6):
+        arguments = [*command, *(text for text in settings if text[:6] != "steps="), f"steps={steps}"]
+        arguments += ["learning_rate_schedule_steps=6"]
+        subprocess.run(arguments, check=True, capture_output=True, env=environment)
+        found.append({path.name for path in cache.iterdir() if path.name.endswith("-cache")})
+    assert any("fused_step" in name for name in found[0])
+    assert not [name for name in found[1] - found[0] if "fused_step" in name]
+
+
+@pytest.mark.parametrize("kind", ["batch", "rate", "timetable"])
+def test_a_plan_is_drawn(capsys, tmp_path, kind):
+    """Each kind of picture of a configuration is written, and said to be."""
+    file = tmp_path / "picture.svg"
+    settings = ["ici_pipeline_parallelism=4", "per_device_batch_size=8", "--devices=8"]
+    code, result = run_json(capsys, "plot", BASE, *settings, "--kind", kind, "-o", str(file))
+    assert (code, result) == (0, {"kind": kind, "output": str(file)})
+    assert "<svg" in file.read_text()
+
+
+def test_runs_are_drawn_and_reported(capsys, tmp_path, uninterrupted):
+    """From the folder of a run alone: its metrics as a picture, and with its plan as a page."""
+    folder = Path(uninterrupted[0]["checkpoint"]).parent.parent
+    picture, page = tmp_path / "picture.png", tmp_path / "page.html"
+    assert main(["plot", str(folder), str(folder), "-o", str(picture), "--width", "6"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert f"wrote {picture}" in capsys.readouterr().out
+    assert main(["plot", str(folder), "--kind", "batch", "-o", str(picture)]) == 0
+    capsys.readouterr()
+    code, result = run_json(capsys, "report", str(folder), "-o", str(page))
+    assert code == 0
+    assert (result["title"], result["bytes"]) == (folder.name, page.stat().st_size)
+    assert "last loss" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["plot", BASE], None),
+        (["plot", "-o", "x.png"], None),
+        (["plot", BASE, "-o", "x.gif"], "output"),
+        (["plot", BASE, "-o", "x.png", "--width", "1"], "width"),
+        (["plot", BASE, "-o", "x.png", "--width", "wide"], None),
+        (["plot", BASE, "-o", "x.png", "--kind", "nice"], None),
+        (["plot", BASE, "-o", "x.png", "--kind", "runs"], None),
+        (["plot", BASE, "-o", "x.png", "--kind", "timetable"], "ici_pipeline_parallelism"),
+        (["plot", BASE, "stepz=3", "-o", "x.png"], "stepz"),
+        (["plot", str(ROOT / "tests"), "-o", "x.png"], "run"),
+        (["plot", str(ROOT / "configs" / "rl.yml"), "-o", "x.png"], None),
+        (["report", BASE], None),
+        (["report", BASE, "-o", "x.pdf"], "output"),
+        (["report", BASE, "-o", "/nowhere/x.html"], "output"),
+        (["report", BASE, "per_device_batch_size=0.3", "-o", "x.html"], None),
+        (["report", str(ROOT / "tests"), "-o", "x.html"], None),
+        (["report", BASE, "--from", "nobody", "-o", "x.html"], "from"),
+    ],
+)
+def test_pictures_and_pages_that_cannot_be(capsys, tmp_path, monkeypatch, arguments, key):
+    """Each is refused like any other mistake, and no file is left behind."""
+    monkeypatch.chdir(tmp_path)
+    assert main([*arguments, "--devices", "4", "--json"]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert error["message"]
+    assert key is None or error["key"] == key
+    assert not list(tmp_path.iterdir())
+
+
+SMALL = ["dataset_type=synthetic", "vocab_size=16", "max_target_length=8", "base_emb_dim=8", "base_num_decoder_layers=1"]
+SMALL += ["base_mlp_dim=8", "base_num_query_heads=1", "enable_rampup_batch_size=false", "per_device_batch_size=2", "steps=3"]
+
+
+def test_tune_recommends_what_fits(capsys):
+    """One object, whose settings the plan takes; the table names them too."""
+    arguments = [BASE, *SMALL, "--memory-gib", "1", "--devices", "1"]
+    code, found = run_json(capsys, "tune", *arguments)
+    assert code == 0
+    assert found["largest_microbatch"] >= 2
+    assert found["phases"][0]["microbatch_size"] in (1, 2)
+    settings = [f"{key}={value}" for key, value in found["settings"].items()]
+    code, plan = run_json(capsys, "plan", BASE, *SMALL, *settings, "--devices", "1")
+    assert (code, plan["phases"][0]["microbatch_size"]) == (0, found["phases"][0]["microbatch_size"])
+
+
+def test_tune_says_what_would_help_where_nothing_fits(capsys):
+    """It is refused like any other mistake, and the same one object holds the levers."""
+    code, found = run_json(capsys, "tune", BASE, *SMALL, "--memory-gib", "1e-6", "--devices", "1")
+    assert code == 2
+    assert found["error"]["key"] == "microbatch_size"
+    assert "no microbatch fits" in found["error"]["message"]
+    assert found["settings"] is None
+    assert {lever["name"] for lever in found["levers"]} >= {"optimizer_memory_host_offload", "two devices on the fsdp axis"}
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ([], "memory-gib"),
+        (["--memory-gib", "0"], "memory-gib"),
+        (["--memory-gib", "-3"], "memory-gib"),
+        (["--memory-gib", "two"], "memory-gib"),
+        (["--memory-gib", "1", "--devices", "0"], "devices"),
+        (["--memory-gib", "1", "--devices", "99"], "devices"),
+        (["--memory-gib", "1", "gradient_accumulation=multi_steps"], "gradient_accumulation"),
+        (["--memory-gib", "1", "--devices", "1", "ici_context_parallelism=2"], None),
+    ],
+)
+def test_tune_needs_what_it_needs(capsys, options, key):
+    """A CPU has no limit of its own; each mistake is named before anything is compiled."""
+    code, found = run_json(capsys, "tune", BASE, *options)
+    assert code == 2
+    assert key is None or found["error"]["key"] == key

@@ -1,0 +1,284 @@
+"""Tests of rampup.commands, as a person types it: plan --diff, plan --budget, fix, explain and completion."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rampup.cli import COMMANDS, main
+from rampup.config.schema import KEYS
+
+ROOT = Path(__file__).parent.parent.parent
+BASE = str(ROOT / "configs" / "base.yml")
+GPT3 = str(ROOT / "configs" / "gpt3_175b.yml")
+PALM = str(ROOT / "configs" / "palm_540b.yml")
+ROLLOUT = str(ROOT / "configs" / "rl.yml")
+
+
+def run_json(capsys, *arguments):
+    """Run a command with --json in this process; return its exit code and its one object."""
+    code = main([*arguments, "--json"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    return code, json.loads(lines[0])
+
+
+def run_text(capsys, monkeypatch, *arguments, width=80):
+    """Run a command at a terminal's width; return what it prints."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_diff_json(capsys):
+    """Both plans as they are alone, and each key that differs with both values."""
+    code, both = run_json(capsys, "plan", GPT3, "--diff", PALM)
+    assert code == 0
+    assert both["a"] == run_json(capsys, "plan", GPT3)[1]
+    assert both["b"] == run_json(capsys, "plan", PALM)[1]
+    assert both["changed_keys"]["steps"] == {"a": 111_355, "b": 255_000}
+    assert "max_target_length" not in both["changed_keys"]
+
+
+def test_settings_are_for_the_first_plan_alone(capsys):
+    """A file beside itself with a setting shows what the setting changes; devices are for both."""
+    _, both = run_json(capsys, "plan", BASE, "steps=7", "--diff", BASE, "--devices", "2")
+    assert both["changed_keys"] == {"steps": {"a": 7, "b": 500}}
+    assert both["a"]["num_devices"] == both["b"]["num_devices"] == 2
+    assert both["a"]["phases"] == both["b"]["phases"]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_diff_marks_what_differs_and_loses_nothing(capsys, monkeypatch, width):
+    """Every phase of both plans with its numbers whole, and a mark on the phases that are not the same."""
+    text = run_text(capsys, monkeypatch, "plan", GPT3, "--diff", PALM, width=width)
+    _, both = run_json(capsys, "plan", GPT3, "--diff", PALM)
+    for plan in (both["a"], both["b"]):
+        for phase in plan["phases"]:
+            assert all(f"{phase[name]:,}" in text for name in ("start_step", "start_sample", "global_batch_size"))
+    assert max(map(len, text.splitlines())) <= width
+    same = run_text(capsys, monkeypatch, "plan", BASE, "steps=7", "--diff", BASE, "--devices", "2", width=width)
+    marked = [line.split()[0] for line in same.splitlines() if line.rstrip().endswith("*")]
+    assert marked == ["total_steps", "consumed_samples"]
+    assert "all keys are the same" in run_text(capsys, monkeypatch, "plan", BASE, "--diff", BASE, "--devices", "2")
+
+
+def test_diff_shows_patterns_as_they_are(capsys, monkeypatch, tmp_path):
+    """Square brackets in a file's name or in a value are not taken for a style."""
+    file = tmp_path / "[bold].yml"
+    file.write_text(f"base_config: {BASE}\nsteps: 500\n")
+    pattern = ["grain_eval_files=data/[ab]*.txt", "--devices", "2"]
+    text = run_text(capsys, monkeypatch, "plan", str(file), *pattern, "--diff", BASE, width=200)
+    assert "[bold].yml" in text
+    assert "data/[ab]*.txt" in text
+
+
+def test_budget_json(capsys):
+    """The plan, and beside it what the budget means: exact integers, and hours from a throughput."""
+    _, plan = run_json(capsys, "plan", GPT3)
+    code, result = run_json(capsys, "plan", GPT3, "--budget", "300B", "--tokens-per-second", "1.5M")
+    budget = result.pop("budget")
+    assert code == 0
+    assert result == plan
+    assert (budget["steps"], budget["fewer_steps_than_first"], budget["more_steps_than_final"]) == (111_355, 9_043_919, 15_987)
+    assert budget["tokens_per_second"] == 1_500_000
+    assert budget["hours"] == pytest.approx(300_000_935_936 / 1.5e6 / 3600)
+    assert "hours" not in run_json(capsys, "plan", GPT3, "--budget", "300B")[1]["budget"]
+
+
+def test_budget_in_words(capsys, monkeypatch):
+    """It says which constant batch is meant: fewer steps than the first, more than the last."""
+    text = " ".join(run_text(capsys, monkeypatch, "plan", GPT3, "--budget", "300B", "--tokens-per-second", "1e6").split())
+    assert "at 16 throughout 9,155,274 steps, the first batch kept constant; the ramp takes 9,043,919 fewer (98.8%)" in text
+    assert "at 1,536 throughout 95,368 steps, the last batch kept constant; the ramp takes 15,987 more (16.8%)" in text
+    assert "83.33 hours = 3.5 days at 1,000,000 tokens/s on average" in text
+    assert "this configuration" not in text
+    constant = [BASE, "enable_rampup_batch_size=false", "--devices", "4", "--budget", "10M"]
+    text = " ".join(run_text(capsys, monkeypatch, "plan", *constant).split())
+    assert "the batch is the same throughout" in text
+    assert "steps=500 consumes 4,096,000 tokens; for the budget set steps=1221" in text
+
+
+def test_budget_from_a_measured_run(capsys, monkeypatch, tmp_path):
+    """The throughput of each batch size is that of a run's own metrics; sizes that it never trained at are named."""
+    lines = [{"step": n, "global_batch_size": 16 * (1 + n // 3), "tokens_per_second": 1000.0 * (1 + n // 3)} for n in range(6)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    arguments = ["plan", BASE, "--devices", "4", "--budget", "10M", "--measured", str(tmp_path)]
+    _, result = run_json(capsys, *arguments)
+    spent = {int(size): steps * int(size) * 128 for size, steps in result["budget"]["steps_by_global_batch_size"].items()}
+    seconds = spent[16] / 1000 + (spent[32] + spent[48] + spent[64]) / 2000
+    assert result["budget"]["hours"] == pytest.approx(seconds / 3600)
+    assert "2 of 4 batch sizes" in run_text(capsys, monkeypatch, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["--budget", "0"], "budget"),
+        (["--budget=-300B"], "budget"),
+        (["--budget", "0.5"], "budget"),
+        (["--budget", "many"], "budget"),
+        (["--budget", ""], "budget"),
+        (["--budget", "2e18"], "budget"),
+        (["--budget", "1e999999999"], "budget"),
+        (["--budget", "1B", "--tokens-per-second", "0"], "tokens-per-second"),
+        (["--budget", "1B", "--tokens-per-second", "-5"], "tokens-per-second"),
+        (["--budget", "1B", "--tokens-per-second", "fast"], "tokens-per-second"),
+        (["--budget", "1B", "--tokens-per-second", ""], "tokens-per-second"),
+        (["--budget", "1B", "--measured", "/nowhere"], "measured"),
+        (["--budget", "1B", "--measured", ".", "--tokens-per-second", "5"], "measured"),
+        (["--tokens-per-second", "5"], "tokens-per-second"),
+        (["--measured", "."], "measured"),
+        (["--budget", "1B", "--diff", BASE], "diff"),
+        (["--diff", "nowhere.yml"], None),
+        (["--diff", ROLLOUT], "diff"),
+    ],
+)
+def test_questions_that_make_no_sense(capsys, arguments, key):
+    """Each is refused by its option's name."""
+    code, result = run_json(capsys, "plan", BASE, "--devices", "4", *arguments)
+    assert (code, result["error"]["key"]) == (2, key)
+
+
+@pytest.mark.parametrize(("option", "value"), [("diff", BASE), ("budget", "1B")])
+def test_a_rollout_has_no_ramp(capsys, option, value):
+    """A reinforcement-learning plan is not compared with a pre-training one."""
+    code, result = run_json(capsys, "plan", ROLLOUT, "--devices", "4", f"--{option}", value)
+    assert (code, result["error"]["key"]) == (2, option)
+
+
+def broken(folder):
+    """Write a configuration with two mistakes."""
+    file = folder / "run.yml"
+    file.write_text("base_config: base.yml\nsteps: 0  # few\nper_device_batch_size: 15\n")
+    return file
+
+
+def test_fix_prints_a_patch(capsys, tmp_path):
+    """Without --write the file stays; the patch is on standard output below a remark for each change."""
+    file = broken(tmp_path)
+    before = file.read_text()
+    assert main(["fix", str(file), "--devices", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "# steps: 0 -> 1 " in out
+    assert "\n-steps: 0  # few\n-per_device_batch_size: 15\n+steps: 1  # few\n+per_device_batch_size: 16\n" in out
+    assert file.read_text() == before
+
+
+def test_fix_writes_when_asked(capsys, tmp_path):
+    """With --write the file is legal afterwards, and a second time there is nothing to fix."""
+    file = broken(tmp_path)
+    code, result = run_json(capsys, "fix", str(file), "--devices", "4", "--write")
+    assert (code, result["written"], result["legal"], len(result["changes"])) == (0, True, False, 2)
+    assert file.read_text() == "base_config: base.yml\nsteps: 1  # few\nper_device_batch_size: 16\n"
+    assert run_json(capsys, "plan", str(file), "--devices", "4")[0] == 0
+    code, result = run_json(capsys, "fix", str(file), "--devices", "4", "--write")
+    assert (code, result) == (0, {"legal": True, "problems": [], "changes": [], "patch": "", "written": False})
+    assert main(["fix", str(file), "--devices", "4"]) == 0
+    assert "is legal: nothing to fix" in capsys.readouterr().out
+
+
+def test_fix_keeps_devices_and_says_what_is_not_in_the_file(capsys, tmp_path):
+    """--devices is given; a setting of the command line is changed there, so that nothing is written."""
+    file = tmp_path / "run.yml"
+    file.write_text("base_config: base.yml\n")
+    code, result = run_json(capsys, "fix", str(file), "ici_tensor_parallelism=5", "--devices", "6", "--write")
+    assert code == 0
+    assert [(c["key"], c["after"], c["where"]) for c in result["changes"]] == [("ici_tensor_parallelism", "6", "command line")]
+    assert (result["patch"], result["written"]) == ("", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [("banana: 1\n", "banana"), ("", None), ("dataset_type: tokens\n", "grain_train_files"), ("steps: 1\nsteps: 2\n", "steps")],
+)
+def test_fix_refuses(capsys, tmp_path, text, key):
+    """What cannot be fixed is exit code 2 with the problem that is left; nothing is written."""
+    file = tmp_path / "run.yml"
+    file.write_text(text)
+    code, result = run_json(capsys, "fix", str(file), "--devices", "4", "--write")
+    assert (code, result["error"]["key"]) == (2, key)
+    assert file.read_text() == text
+
+
+def test_fix_leaves_other_files_alone(capsys, tmp_path, monkeypatch):
+    """A configuration that comes with rampup is not written, nor one of a rollout; a base that is misspelt is put right."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("rampup.config.load._own_configs", lambda: [tmp_path / "own"])
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "base.yml").write_text("steps: 0\n")
+    code, result = run_json(capsys, "fix", "base", "--devices", "4", "--write")
+    assert (code, (tmp_path / "own" / "base.yml").read_text()) == (2, "steps: 0\n")
+    assert "comes with rampup" in result["error"]["message"]
+    assert run_json(capsys, "fix", ROLLOUT)[0] == 2
+    assert run_json(capsys, "fix", "nowhere.yml")[0] == 2
+    (tmp_path / "run.yml").write_text("base_config: bas.yml\nlog_period: 3\n")
+    (tmp_path / "own" / "base.yml").write_text("steps: 5\n")
+    assert main(["fix", "run.yml", "--devices", "4", "--write"]) == 0
+    assert (tmp_path / "run.yml").read_text() == "base_config: base.yml\nlog_period: 3\n"
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_explain_every_key(capsys, monkeypatch, name):
+    """Each key has an explanation in words and as JSON, and nothing is cut off."""
+    code, explained = run_json(capsys, "explain", name)
+    assert (code, explained["key"], explained["meaning"]) == (0, name, KEYS[name].doc)
+    text = " ".join(run_text(capsys, monkeypatch, "explain", name).split())
+    assert KEYS[name].doc in text
+    assert KEYS[name].expected in text
+    assert all(other in text for other in explained["interacts"])
+
+
+def test_explain_in_words(capsys, monkeypatch):
+    """Default, what base.yml sets, and MaxText's name and default, or that it has none."""
+    text = run_text(capsys, monkeypatch, "explain", "enable_rampup_batch_size")
+    assert "false; base.yml sets true" in text
+    assert "enable_rampup_batch_size, default false" in text
+    assert "has no such key; it does steps" in run_text(capsys, monkeypatch, "explain", "learning_rate_clock")
+
+
+def test_explain_what_is_unknown(capsys):
+    """Close matches are in the error; a key is needed."""
+    code, result = run_json(capsys, "explain", "stepz")
+    assert (code, result["error"]["key"]) == (2, "stepz")
+    assert "steps" in result["error"]["nearest"]
+    assert run_json(capsys, "explain")[0] == 2
+    assert run_json(capsys, "explain", "")[0] == 2
+
+
+def test_the_tools_import_no_jax():
+    """Looking at configurations for given devices is quick."""
+    calls = [
+        ["plan", BASE, "--diff", PALM, "--devices", "8"],
+        ["plan", BASE, "--budget", "1B", "--devices", "8"],
+        ["fix", BASE, "steps=0", "--devices", "8"],
+        ["explain", "steps"],
+        ["completion", "bash"],
+    ]
+    code = f"import sys, rampup.cli as cli; [cli.main(call) for call in {calls!r}]; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_completion_knows_every_command_option_and_key(capsys):
+    """The script is made from the commands and the schema."""
+    for shell in ("bash", "zsh"):
+        assert main(["completion", shell]) == 0
+        script = capsys.readouterr().out
+        assert all(f"    {name}) echo " in script for name in COMMANDS)
+        assert all(name in script for name in KEYS)
+        assert "--tokens-per-second" in script
+        assert run_json(capsys, "completion", shell)[1] == {"script": script}
+    code, result = run_json(capsys, "completion", "fish")
+    assert (code, result["error"]["nearest"]) == (2, ["bash", "zsh"])
+
+
+@pytest.mark.parametrize(("command", "good"), [(["tune", "base.yml", "--memory-gib=1"], "png"), (["bench", "packing"], "html")])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(capsys, monkeypatch, tmp_path, command, good):
+    """A wrong ending or a missing folder costs no compilation and no measurement."""
+    monkeypatch.chdir(tmp_path)
+    for name, said in (("found.txt", "must end in"), (f"none/found.{good}", "there is no folder")):
+        code, result = run_json(capsys, *command, "-o", name)
+        assert (code, result["error"]["key"]) == (2, "output")
+        assert said in result["error"]["message"]

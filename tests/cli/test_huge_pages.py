@@ -1,0 +1,100 @@
+"""Tests of rampup.cli.huge_pages."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rampup import cli
+from rampup.cli import huge_pages
+
+CODE = """
+import os, sys
+from rampup.cli import huge_pages
+huge_pages.on_offer = lambda: True
+huge_pages.has_accelerators = lambda: False
+print(os.getpid(), sys.argv[1:], os.environ.get("GLIBC_TUNABLES"), flush=True)
+huge_pages.ask_for_huge_pages()
+print("goes on")
+"""
+
+
+def starts(**environ):
+    """Return what a process with these variables prints that asks for large pages where they are on offer."""
+    others = {name: value for name, value in os.environ.items() if name != huge_pages.VARIABLE}
+    command = [sys.executable, "-c", CODE, "a b", "--c"]
+    return subprocess.run(command, env=others | environ, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_the_process_starts_anew_once():
+    """With the same arguments, as the same process, and with the wish added to those that are there."""
+    first, second, last = starts(GLIBC_TUNABLES="glibc.malloc.check=0")
+    number, rest = first.split(" ", 1)
+    assert rest == "['a b', '--c'] glibc.malloc.check=0"
+    assert second == f"{number} ['a b', '--c'] glibc.malloc.check=0:glibc.malloc.hugetlb=1"
+    assert last == "goes on"
+    assert starts()[1].endswith("] glibc.malloc.hugetlb=1")
+
+
+def test_what_somebody_has_said_stays():
+    """Small pages that are asked for stay small."""
+    assert len(starts(GLIBC_TUNABLES="glibc.malloc.hugetlb=0")) == 2
+
+
+@pytest.mark.parametrize(
+    ("libc", "kernel", "offered"),
+    [
+        (("glibc", "2.36"), "always [madvise] never", True),
+        (("glibc", "2.35"), "always [madvise] never", True),
+        (("glibc", "2.34"), "always [madvise] never", False),
+        (("glibc", "2.36"), "[always] madvise never", False),
+        (("glibc", "2.36"), "always madvise [never]", False),
+        (("glibc", "2.36"), None, False),
+        (("", ""), "always [madvise] never", False),
+        (("glibc", "odd"), "always [madvise] never", False),
+    ],
+)
+def test_where_they_are_on_offer(monkeypatch, tmp_path, libc, kernel, offered):
+    """A C library that can ask, and a kernel that gives on request; another system has neither."""
+    file = tmp_path / "enabled"
+    if kernel is not None:
+        file.write_text(kernel)
+    monkeypatch.setattr(huge_pages, "KERNEL", file)
+    monkeypatch.setattr(huge_pages.platform, "libc_ver", lambda: libc)
+    assert huge_pages.on_offer() is offered
+
+
+@pytest.mark.parametrize(
+    ("plugins", "packages", "platforms", "accelerators"),
+    [
+        ([], [], None, False),
+        (["cuda13"], [], None, True),
+        ([], ["libtpu"], None, True),
+        (["cuda13"], ["libtpu"], "cpu", False),
+        (["cuda13"], [], "cuda", True),
+    ],
+)
+def test_machines_with_accelerators(monkeypatch, plugins, packages, platforms, accelerators):
+    """They are known by what is installed for JAX, unless it is told to use the CPU."""
+    monkeypatch.setattr(huge_pages.metadata, "entry_points", lambda group: plugins)
+    monkeypatch.setattr(huge_pages, "_is_installed", packages.__contains__)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    if platforms is not None:
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    assert huge_pages.has_accelerators() is accelerators
+
+
+@pytest.mark.parametrize(
+    ("argv", "words", "asked"),
+    [(["train", "--help"], None, 1), (["plan", "--help"], None, 0), ([], None, 0), ([], ["train", "--help"], 0)],
+)
+def test_only_a_process_of_its_own_starts_anew(monkeypatch, argv, words, asked):
+    """A command that computes, typed in a shell; never a program or a notebook that calls `main` with words."""
+    calls = []
+    monkeypatch.setattr(cli, "ask_for_huge_pages", lambda: calls.append(1))
+    monkeypatch.setattr(sys, "argv", ["rampup", *argv])
+    with contextlib.suppress(SystemExit):
+        cli.main(words)
+    assert len(calls) == asked

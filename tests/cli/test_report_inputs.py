@@ -1,0 +1,80 @@
+"""Tests of rampup.cli.report_inputs: what goes into a report."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rampup import Config
+from rampup.cli.report_inputs import gather_report
+from rampup.config.schema import KEYS
+from rampup.config.template import run_yaml
+from rampup.errors import BatchDivisibilityError, ConfigError
+from rampup.show.report import report_html
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+MAXTEXT = """\
+per_device_batch_size: 12.0
+enable_rampup_batch_size: true
+per_device_batch_size_start: 4.0
+per_device_batch_size_increment: {increment}
+global_rampup_samples: 500
+steps: 100
+"""
+
+
+def gathered(*words, devices=4, **options):
+    """Return a report for so many devices."""
+    return gather_report(words, environ={}, count_devices=lambda config: devices, **options)
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yml")), ids=lambda path: path.stem)
+def test_every_configuration_has_a_report(path):
+    """Every configuration that comes with rampup, the rollout too, becomes a page of less than a megabyte."""
+    devices = {"base": 4, "rl": 8}.get(path.stem)
+    report = gather_report([str(path)], environ={}, count_devices=lambda config: devices or config.num_devices)
+    page = report_html(report)
+    assert report.title == path.stem
+    assert len(page) < 1_000_000
+    assert all(entry.name in page for entry in report.keys)
+
+
+def test_keys_say_whether_they_were_changed():
+    """A key is changed where its value is not the default, wherever it was set."""
+    changed = {entry.name for entry in gathered(str(CONFIGS / "base.yml"), "steps=9").keys if entry.changed}
+    assert changed == {"enable_rampup_batch_size", "steps"}
+
+
+def test_a_run_brings_its_plan_and_its_metrics(tmp_path):
+    """From the folder alone: the configuration it was started with, and what was measured."""
+    config = Config(steps=7, num_devices=2)
+    (tmp_path / "config.yml").write_text(run_yaml(config))
+    line = {"step": 0, "consumed_samples": 8, "global_batch_size": 8, "phase": 0, "loss": 1.5}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line))
+    report = gathered(str(tmp_path), devices=2)
+    assert report.title == tmp_path.name
+    assert report.plan.total_steps == 7
+    assert report.run.losses == (1.5,)
+    assert len(report.keys) == len(KEYS)
+
+
+@pytest.mark.parametrize(("increment", "good"), [(2.0, True), (3.0, False)])
+def test_another_system_s_file_brings_its_verdict(tmp_path, increment, good):
+    """With --from the verdict stands in the page, whether the file can be used or not."""
+    file = tmp_path / "theirs.yml"
+    file.write_text(MAXTEXT.format(increment=increment))
+    report = gathered(str(file), "num_target_devices=4", system="maxtext")
+    assert report.verdict.good == good
+    page = report_html(report)
+    assert ("accepts" if good else "rejects") in page
+    assert "Verdict" in page
+
+
+def test_what_cannot_be_reported(tmp_path):
+    """A run with --from, an unknown system, and a plan that is none are refused."""
+    with pytest.raises(ConfigError, match="another system's file"):
+        gathered(str(tmp_path), system="maxtext")
+    with pytest.raises(ConfigError, match="unknown system"):
+        gathered(str(CONFIGS / "base.yml"), system="nobody")
+    with pytest.raises(BatchDivisibilityError):
+        gathered(str(CONFIGS / "base.yml"), "batch_size_schedule=0:3", "enable_rampup_batch_size=false")

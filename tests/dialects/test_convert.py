@@ -1,0 +1,136 @@
+"""Tests of rampup.dialects.convert: our YAML of another system's run, read back."""
+
+import pytest
+import yaml
+from helpers.dialect_files import cases, verdict
+
+from rampup import build_plan, load_config
+from rampup.dialects.convert import to_rampup
+from rampup.errors import ConfigError
+
+PIPELINE = {
+    "ici_pipeline_parallelism": 4,
+    "base_num_decoder_layers": 16,
+    "per_device_batch_size": 4,
+    "num_pipeline_microbatches": 8,
+    "gradient_accumulation_steps": 2,
+}
+
+
+def read_back(tmp_path, result):
+    """Write the conversion and plan it again."""
+    path = tmp_path / "converted.yml"
+    path.write_text(to_rampup(result))
+    return build_plan(load_config(path))
+
+
+@pytest.mark.parametrize("case", cases("ramp_maxtext"), ids=lambda case: case["name"])
+def test_maxtext_ramps_come_back(tmp_path, case):
+    """The same plan and phases, with accumulation; a ramp of fractions is refused."""
+    config = {**case["config"], "ici_fsdp_parallelism": 1, "ici_tensor_parallelism": -1}
+    result = verdict("maxtext", config, f"num_devices={case['num_devices']}")
+    if result.plan is None:
+        with pytest.raises(ConfigError, match="whole number of samples"):
+            to_rampup(result)
+        return
+    plan = read_back(tmp_path, result)
+    assert plan == result.plan
+    assert tuple(plan.phase_rows()) == result.phases
+
+
+@pytest.mark.parametrize("case", cases("ramp_megatron"), ids=lambda case: case["name"])
+def test_megatron_ramps_come_back(tmp_path, case):
+    """Both kinds of ramp, phase by phase."""
+    result = verdict("megatron", case["config"], f"data_parallel_size={case['data_parallel_size']}")
+    plan = read_back(tmp_path, result)
+    assert plan == result.plan
+    assert plan.phase_rows() == [dict(row) for row in result.phases]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"global_batch_size": 80, "micro_batch_size": 2, "pipeline_model_parallel_size": 4},
+        {"global_batch_size": 128, "micro_batch_size": 1, "pipeline_model_parallel_size": 4, "rampup_batch_size": "32 32 999"},
+        {
+            "global_batch_size": 64,
+            "micro_batch_size": 1,
+            "rampup_batch_size": [32, 32, 500],
+            "pipeline_model_parallel_size": 4,
+            "virtual_pipeline_model_parallel_size": 2,
+            "context_parallel_size": 2,
+            "num_layers": 16,
+        },
+        {
+            "global_batch_size": 64,
+            "micro_batch_size": 4,
+            "rampup_batch_size": "48 8 600",
+            "decrease_batch_size_if_needed": True,
+        },
+        {"step_batch_size_schedule": "100:64 0:32", "micro_batch_size": 1, "seq_length": 4},
+    ],
+    ids=["constant pipeline", "ramp in a pipeline", "interleaved", "decreased", "unsorted"],
+)
+def test_megatron_pipelines_and_roundings_come_back(tmp_path, config):
+    """One pass of any number of microbatches, growing multiples of the stages, and rounded sizes."""
+    result = verdict("megatron", config, "data_parallel_size=8")
+    assert result.good
+    plan = read_back(tmp_path, result)
+    ramp = [[phase.start_step, phase.global_batch_size, phase.start_sample] for phase in plan.ramp.phases]
+    assert ramp == result.derived["ramp_phases"]
+    assert [split.num_microbatches for split in plan.splits] == result.derived["num_microbatches"]
+    if result.phases is not None:
+        assert plan.phase_rows() == [dict(row) for row in result.phases]
+
+
+def test_a_maxtext_pipeline_comes_back(tmp_path):
+    """Stages, repeats, microbatches, accumulation and evaluation."""
+    result = verdict("maxtext", {**PIPELINE, "eval_interval": 5}, "num_devices=8")
+    plan = read_back(tmp_path, result)
+    assert plan == result.plan
+    (row,) = plan.phase_rows()
+    assert (row["accumulation_steps"], row["num_pipeline_microbatches"], row["num_repeats"], row["microbatch_size"]) == (
+        2,
+        8,
+        4,
+        2,
+    )
+    assert plan.eval_split is not None
+
+
+def test_every_key_without_a_counterpart_has_a_comment():
+    """Keys of the file that are not converted stand in comments, once each, and nothing else is added to the YAML."""
+    config = {"per_device_batch_size": 2, "quantization": "int8", "attention": "flash", "learning_rate": 0.1}
+    text = to_rampup(verdict("maxtext", config, "num_devices=4"))
+    comments = [line for line in text.splitlines() if line.startswith("# ")]
+    for name in ("quantization", "attention", "learning_rate"):
+        assert sum(line.startswith(f"# {name}:") for line in comments) == 1
+    assert "learning_rate: not converted; rampup has a key of this name" in text
+    assert yaml.safe_load(text)["per_device_batch_size"] == 2
+
+
+def test_a_hostile_name_stays_in_its_comment():
+    """A key with a line break cannot write a line of its own."""
+    text = to_rampup(verdict("maxtext", '"x\\nsteps": 1\nper_device_batch_size: 2\n', "num_devices=4"))
+    assert yaml.safe_load(text)["steps"] == 150_001
+
+
+@pytest.mark.parametrize("system", ["maxtext_rl", "skyrl", "trlx"])
+def test_reinforcement_learning_has_no_counterpart(system):
+    """The error names the file in which such a run is written."""
+    case = cases(system)[0]
+    settings = [f"num_prompts={case.get('dataset_prompts') or case.get('num_prompts') or 1000}"] if system != "skyrl" else []
+    with pytest.raises(ConfigError, match=r"configs/rl\.yml"):
+        to_rampup(verdict(system, case["config"], *settings))
+
+
+def test_a_growing_pipeline_of_uneven_microbatches_is_refused():
+    """Our pipeline grows in multiples of its stages; the error names the first number that is none."""
+    config = {
+        "global_batch_size": 72,
+        "micro_batch_size": 1,
+        "rampup_batch_size": [24, 24, 500],
+        "pipeline_model_parallel_size": 4,
+    }
+    with pytest.raises(ConfigError, match="multiples of its 4 stages, but the file has phases of 3"):
+        to_rampup(verdict("megatron", config, "data_parallel_size=8"))

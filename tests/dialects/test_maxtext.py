@@ -1,0 +1,296 @@
+"""Tests of rampup.dialects.maxtext.check: what a base.yml really does."""
+
+import json
+
+import pytest
+from helpers.dialect_files import cases, check_nearest, rules, verdict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rampup.dialects.maxtext.job import MaxTextFile
+from rampup.dialects.maxtext.keys import ENTRIES
+from rampup.errors import ConfigError, RampupError
+
+RAMP = {
+    "enable_rampup_batch_size": True,
+    "per_device_batch_size_start": 4.0,
+    "per_device_batch_size_increment": 2.0,
+    "per_device_batch_size": 12.0,
+    "global_rampup_samples": 500,
+}
+TENTHS = {
+    "enable_rampup_batch_size": True,
+    "per_device_batch_size_start": 0.1,
+    "per_device_batch_size_increment": 0.1,
+    "per_device_batch_size": 1,
+}
+HALVES = {
+    **RAMP,
+    "per_device_batch_size_start": 0.5,
+    "per_device_batch_size_increment": 0.5,
+    "per_device_batch_size": 2,
+    "global_rampup_samples": 240,
+}
+ONES = {
+    **RAMP,
+    "per_device_batch_size_start": 1,
+    "per_device_batch_size_increment": 1,
+    "per_device_batch_size": 4,
+    "global_rampup_samples": 4096,
+    "gradient_accumulation_steps": 4,
+}
+PIPELINE = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 16, "per_device_batch_size": 4}
+# With these no batch is cut by the mesh, so that any number of samples can run.
+UNCUT = {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": -1}
+
+
+def found(config, devices=8, **more):
+    """Check a base.yml of these keys."""
+    return verdict("maxtext", {**config, **more}, f"num_devices={devices}")
+
+
+def table(verdict):
+    """Return the phases of a verdict as the reference cases write them."""
+    return [[row["start_step"], row["global_batch_size"], row["start_sample"]] for row in verdict.phases]
+
+
+@pytest.mark.parametrize("case", cases("ramp_maxtext"), ids=lambda case: case["name"])
+def test_the_manager_of_every_reference_case(case):
+    """MaxText's own ramp, step by step, also where our plan counts the accumulation or refuses fractions."""
+    config, wanted = {**case["config"], **UNCUT}, case["maxtext_manager"]
+    result = found(config, case["num_devices"])
+    assert result.validator == "accepts"
+    assert result.derived["manager_phases"] == wanted["phases"]
+    assert result.derived["manager_ramp_steps"] == wanted["ramp_steps"]
+    whole = all(config[f"per_device_batch_size{end}"] * case["num_devices"] % 1 == 0 for end in ("", "_start", "_increment"))
+    assert (result.phases is not None) == whole
+    if whole and config["gradient_accumulation_steps"] == 1:
+        assert table(result) == wanted["phases"]
+
+
+@pytest.mark.parametrize(
+    ("per_device", "expansion", "devices", "accumulation", "sizes"),
+    [
+        (12, -1, 4, 4, (192, 192, 48)),
+        (0.5, -1, 8, 1, (8, 4, 4)),
+        (0.1, -1, 8, 1, (8, 0, 0)),
+        (1.5, -1, 3, 1, (4, 4, 4)),
+        (2.7, -1, 8, 2, (42, 42, 21)),
+        (2, 0.5, 8, 1, (8, 16, 16)),
+        (2, 4, 8, 1, (64, 16, 16)),
+    ],
+)
+def test_sizes_are_rounded_as_in_maxtext(per_device, expansion, devices, accumulation, sizes):
+    """Loaded, trained and per pass: a whole sample per device is loaded below 1, and products are cut."""
+    config = {
+        "per_device_batch_size": per_device,
+        "expansion_factor_real_data": expansion,
+        "gradient_accumulation_steps": accumulation,
+    }
+    derived = found(config, devices).derived
+    names = ("global_batch_size_to_load", "global_batch_size_to_train_on", "micro_batch_size_to_train_on")
+    assert tuple(derived[name] for name in names) == sizes
+
+
+@pytest.mark.parametrize(("per_device", "run", "dropped"), [(0.5, "drops", 4), (1, "runs", 0), (0.125, "drops", 7)])
+def test_half_samples_per_device_drop_rows(per_device, run, dropped):
+    """Below one sample per device, what is loaded beyond the batch is dropped; with one, nothing is."""
+    result = found({"per_device_batch_size": per_device})
+    assert (result.validator, result.run, result.derived["dropped_samples_per_step"]) == ("accepts", run, dropped)
+    assert any("dropped" in note for note in result.notes) == (run == "drops")
+
+
+def test_rows_lost_at_the_end_of_the_ramp():
+    """Sizes 1 x 5, 2 x 3, 3 x 2 on one device: 17 rows trained, 20 loaded; a ramp that fills its buffer loses none."""
+    config = {**RAMP, "per_device_batch_size_start": 1, "per_device_batch_size_increment": 1, "per_device_batch_size": 4}
+    lossy = found(config, 1, global_rampup_samples=15)
+    assert lossy.derived["lost_samples_at_ramp_end"] == 3
+    assert lossy.run == "drops"
+    assert any("3 rows that were loaded are never trained on" in note for note in lossy.notes)
+    exact = found(config, 1, global_rampup_samples=36)
+    assert exact.derived["manager_ramp_samples"] % 4 == 0
+    assert (exact.derived["lost_samples_at_ramp_end"], exact.run) == (0, "runs")
+
+
+@pytest.mark.parametrize(
+    ("keys", "devices", "config_end", "manager_end"),
+    [({**HALVES, **UNCUT}, 8, 30, 37), (ONES, 8, 80, 314), (RAMP, 4, 22, 22)],
+)
+def test_the_configuration_and_the_manager_disagree(keys, devices, config_end, manager_end):
+    """Sizes below 1 and accumulation are counted in one and not in the other, which a note says."""
+    result = found(keys, devices)
+    assert (result.derived["rampup_end_step"], result.derived["manager_ramp_steps"]) == (config_end, manager_end)
+    assert any("rampup_end_step" in note for note in result.notes) == (config_end != manager_end)
+
+
+def test_accumulation_is_ignored_by_the_ramp():
+    """With G = 2, MaxText runs 4s, then jumps to 16; the phases count G, and the note says both with numbers."""
+    keys = {"per_device_batch_size_start": 1, "per_device_batch_size_increment": 1, "per_device_batch_size": 2}
+    result = found({**RAMP, **keys, "global_rampup_samples": 64, "gradient_accumulation_steps": 2}, 4)
+    assert result.derived["manager_phases"] == [[0, 4, 0], [16, 8, 64]]
+    assert [row["global_batch_size"] for row in result.phases] == [8, 16]
+    assert result.derived["lost_samples_at_ramp_end"] == 64
+    assert any("its batches are 4 " in note and "from 4 to 16" in note for note in result.notes)
+
+
+@pytest.mark.parametrize(
+    ("config", "broken"),
+    [
+        ({**RAMP, "per_device_batch_size": 4}, ["ramp_grows"]),
+        ({**RAMP, "per_device_batch_size": 6}, []),
+        ({**RAMP, "per_device_batch_size_increment": 3}, ["ramp_increment_divides"]),
+        ({**RAMP, "per_device_batch_size_increment": 4}, []),
+        ({**TENTHS, **UNCUT, "global_rampup_samples": 9}, ["ramp_increment_divides", "empty_first_batch"]),
+        ({**RAMP, "per_device_batch_size_increment": 0}, ["increment_positive"]),
+        ({**RAMP, "per_device_batch_size_increment": -4}, ["increment_positive"]),
+        ({**RAMP, "per_device_batch_size_start": 0}, ["empty_first_batch"]),
+        ({"per_device_batch_size": 0.0625}, ["empty_batch"]),
+        ({"per_device_batch_size": 0.1, "max_target_length": 1000}, ["empty_batch"]),
+        ({"per_device_batch_size": 0.1}, ["vocab_tiling", "empty_batch"]),
+        ({"per_device_batch_size": 0.125}, []),
+        ({"per_device_batch_size": 1.5}, ["rows_over_mesh"]),
+        ({"per_device_batch_size": 1.5, "ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2}, []),
+        ({**HALVES, "global_rampup_samples": 9}, ["first_rows_over_mesh", "increment_over_mesh"]),
+        ({**RAMP, "gradient_accumulation_steps": 3}, ["ramp_accumulation"]),
+        ({**RAMP, "gradient_accumulation_steps": 4}, []),
+        ({"gradient_accumulation_steps": 0}, ["accumulation_positive"]),
+        ({"num_vocab_tiling": 7}, ["vocab_tiling"]),
+        ({"num_vocab_tiling": 8}, []),
+        ({"quantization": "fp8", "gradient_accumulation_steps": 2}, ["fp8_accumulation"]),
+        ({"quantization": "int8", "gradient_accumulation_steps": 2}, []),
+        ({"ici_tensor_parallelism": 3}, ["mesh"]),
+        ({"eval_interval": 10, "eval_per_device_batch_size": 1.5}, ["eval_batch"]),
+        ({"eval_interval": -1, "eval_per_device_batch_size": 1.5}, []),
+        ({"steps": -1}, ["no_steps"]),
+        ({"steps": -1, "learning_rate_schedule_steps": 1}, []),
+        (PIPELINE, []),
+        ({**PIPELINE, "num_pipeline_microbatches": 6}, ["microbatches_multiple_of_stages", "batch_multiple_of_microbatches"]),
+        ({**PIPELINE, "num_pipeline_microbatches": 8}, []),
+        ({**PIPELINE, "num_pipeline_microbatches": 12}, ["batch_multiple_of_microbatches"]),
+        ({**PIPELINE, "num_pipeline_microbatches": 0}, ["microbatches_positive"]),
+        ({**PIPELINE, "num_pipeline_microbatches": 4, "pipeline_delay_activation_forwarding": True}, ["delayed_microbatches"]),
+        ({**PIPELINE, "num_pipeline_microbatches": 8, "pipeline_delay_activation_forwarding": True}, []),
+        ({**PIPELINE, "num_layers_per_pipeline_stage": 3}, ["pipeline_layers"]),
+        ({**PIPELINE, "num_layers_per_pipeline_stage": 4}, []),
+        ({**PIPELINE, "num_pipeline_repeats": 3}, ["pipeline_layers"]),
+        ({**PIPELINE, "num_pipeline_repeats": 4}, []),
+        ({**PIPELINE, "pipeline_fsdp_ag_per_repeat": True}, []),
+        ({**PIPELINE, "pipeline_fsdp_ag_per_repeat": True, "base_num_decoder_layers": 4}, ["pipeline_weight_prefetch"]),
+        ({**PIPELINE, **RAMP}, ["ramp_in_pipeline"]),
+        ({**PIPELINE, "eval_interval": 5, "eval_per_device_batch_size": 8}, ["eval_batch"]),
+        ({"num_pipeline_microbatches": 7}, []),
+    ],
+)  # fmt: skip
+def test_every_rule_on_both_sides(config, broken):
+    """A file just beyond each rule breaks it and a file just inside does not; what is offered mends it."""
+    result = found(config)
+    assert rules(result) == broken
+    check_nearest("maxtext", config, ["num_devices=8"], result)
+
+
+@pytest.mark.parametrize("rule", ["empty_batch", "rows_over_mesh", "increment_positive", "ramp_in_pipeline"])
+def test_what_maxtext_does_not_check_is_a_failure_of_the_run(rule):
+    """The validator accepts what only the run finds out."""
+    config = {
+        "empty_batch": {"per_device_batch_size": 0.0625},
+        "rows_over_mesh": {"per_device_batch_size": 1.5},
+        "increment_positive": {**RAMP, "per_device_batch_size_increment": 0},
+        "ramp_in_pipeline": {**PIPELINE, **RAMP},
+    }[rule]
+    assert (found(config).validator, found(config).run) == ("accepts", "fails")
+
+
+def test_nearest_values_are_offered():
+    """The nearest increments that divide the growth, in floating point too."""
+    (violation,) = found({**RAMP, "per_device_batch_size_increment": 3}).violations
+    assert violation.nearest == (2, 4)
+    assert "12 - 4 = 8 must be a multiple of per_device_batch_size_increment=3" in violation.message
+
+
+def test_pipeline_numbers():
+    """Stages, repeats, microbatches and bubble, with twice the bubble where forwarding is delayed."""
+    derived = found({**PIPELINE, "num_pipeline_microbatches": 8}).derived
+    names = ("num_stages", "num_repeats", "num_pipeline_microbatches", "data_parallel_size", "pipeline_microbatch_samples")
+    assert tuple(derived[name] for name in names) == (4, 4, 8, 2, 4)
+    assert derived["bubble_fraction"] == 3 / 35
+    delayed = found({**PIPELINE, "num_pipeline_microbatches": 8, "pipeline_delay_activation_forwarding": True}).derived
+    assert delayed["bubble_fraction"] == 6 / 38
+
+
+def test_a_shared_microbatch_is_noted():
+    """A pipeline microbatch that does not divide over the replicas is legal, and said."""
+    result = found({**PIPELINE, "per_device_batch_size": 2, "num_pipeline_microbatches": 16})
+    assert result.validator == "accepts"
+    assert any("does not divide over data * fsdp = 2" in note for note in result.notes)
+
+
+def test_devices_follow_from_a_closed_mesh():
+    """Without a free axis the file says how many devices there are; with one it must be told."""
+    closed = {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 2, "dcn_data_parallelism": 2}
+    assert verdict("maxtext", {"per_device_batch_size": 2, **closed}).derived["global_batch_size_to_train_on"] == 32
+    assert verdict("maxtext", {**closed}, "num_target_devices=16").good
+    with pytest.raises(ConfigError, match="num_devices=8"):
+        verdict("maxtext", {"per_device_batch_size": 2})
+
+
+def test_axes_that_we_do_not_have_are_counted():
+    """fsdp_transpose cuts the batch like fsdp, tensor_sequence does not, experts cut what is loaded."""
+    result = found({"ici_fsdp_parallelism": 2, "ici_fsdp_transpose_parallelism": 2, "ici_tensor_sequence_parallelism": 2})
+    assert result.derived["data_parallel_size"] == 4
+    experts = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": 4}
+    assert rules(found({**experts, "per_device_batch_size": 1.25})) == ["rows_over_mesh"]
+    assert rules(found({**experts, "per_device_batch_size": 2})) == []
+
+
+def test_hundreds_of_unrelated_keys_are_accepted(tmp_path):
+    """Keys that have nothing to do with batches may have any value, empty ones too."""
+    lines = [f"unrelated_key_{n}: [{n}, {{a: b}}]" for n in range(800)]
+    path = tmp_path / "base.yml"
+    path.write_text("\n".join([*lines, "per_device_batch_size: 2", 'quantization: ""', "logical_axis_rules: [['a', ['b']]]"]))
+    result = verdict("maxtext", path.read_text(), "num_devices=4")
+    assert result.derived["global_batch_size_to_load"] == 8
+
+
+def test_base_config_beside_the_file_is_read(tmp_path):
+    """A file takes what it does not set from the one that it names; a circle is an error."""
+    (tmp_path / "base.yml").write_text("per_device_batch_size: 3\nsteps: 7\nbase_config: ''\n")
+    (tmp_path / "mine.yml").write_text("base_config: base.yml\nsteps: 9\n")
+    from rampup.dialects import check_file
+
+    result = check_file(tmp_path / "mine.yml", "maxtext", ["num_devices=2"])
+    assert result.derived["global_batch_size_to_train_on"] == 6
+    (tmp_path / "base.yml").write_text("base_config: mine.yml\n")
+    with pytest.raises(ConfigError, match="circle"):
+        check_file(tmp_path / "mine.yml", "maxtext", ["num_devices=2"])
+
+
+def test_misspelt_and_mistyped_keys():
+    """A misspelt key is named with what it should be, a wrong type with its line."""
+    with pytest.raises(ConfigError, match="did you mean per_device_batch_size_start"):
+        found({"per_device_batch_size_strat": 1, "steps": 1})
+    with pytest.raises(ConfigError, match="enable_rampup_batch_size"):
+        found({"enable_rampup_batch_size": "sometimes"})
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(ENTRIES)),
+        st.one_of(st.integers(-3, 40), st.sampled_from([0, 1, -1, 0.5, 1e18, -1e18, 1e-9, None, "", "x", True, [], {}, 0.1])),
+        max_size=8,
+    )
+)
+def test_nothing_but_our_errors_escapes(config):
+    """Whatever the values: a verdict that is JSON, or a RampupError."""
+    try:
+        result = found(config)
+    except RampupError:
+        return
+    json.dumps(result.to_dict())
+    assert result.run == "fails" or not result.violations
+
+
+def test_every_entry_has_a_default_of_its_kind():
+    """The defaults pass their own kind, so that an empty file is MaxText's base.yml."""
+    values = {name: entry.key.read(name, entry.default) for name, entry in ENTRIES.items()}
+    assert MaxTextFile(values={**values, "num_devices": 2}).sizes.to_train == 24

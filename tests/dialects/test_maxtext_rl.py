@@ -1,0 +1,173 @@
+"""Tests of rampup.dialects.maxtext_rl.check: what an rl.yml really does."""
+
+import json
+
+import pytest
+from helpers.dialect_files import agrees, cases, check_nearest, rules, verdict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rampup.dialects.maxtext_rl.job import ENTRIES
+from rampup.errors import ConfigError, RampupError
+
+GOOD = {"batch_size": 8, "num_batches": 2, "rl": {"num_generations": 4, "num_iterations": 1}, "ici_fsdp_parallelism": 1}
+
+
+def found(config=GOOD, *settings, **more):
+    """Check an rl.yml of these keys."""
+    return verdict("maxtext_rl", {**config, **more}, *settings)
+
+
+@pytest.mark.parametrize("case", cases("maxtext_rl"), ids=lambda case: case["name"])
+def test_every_reference_case(case):
+    """Verdict and every number of the cases that MaxText's own code ran."""
+    result = found(case["config"], f"num_prompts={case['dataset_prompts']}")
+    assert not agrees(result, case["expect"])
+    assert found(case["config"], f"dataset_prompts={case['dataset_prompts']}").to_dict() == result.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("keys", "broken"),
+    [
+        ({}, []),
+        ({"train_micro_batch_size": 4}, []),
+        ({"train_micro_batch_size": 3}, ["train_micro_batch_size_divides_batch"]),
+        ({"train_micro_batch_size": 0}, ["train_micro_batch_size_positive"]),
+        ({"train_micro_batch_size": -1}, []),
+        ({"train_micro_batch_size": -2}, ["train_micro_batch_size_positive"]),
+        ({"rollout_micro_batch_size": 8}, []),
+        ({"rollout_micro_batch_size": 16}, ["rollout_micro_batch_size_divides_batch"]),
+        ({"rollout_micro_batch_size": 0}, ["rollout_micro_batch_size_positive"]),
+        ({"batch_size": 0}, ["batch_size_at_least_1"]),
+        ({"num_batches": 0}, ["num_batches_at_least_1"]),
+        ({"num_epoch": 0}, ["num_epoch_at_least_1"]),
+        ({"rl": {"num_generations": 1}}, ["num_generations_at_least_2"]),
+        ({"rl": {"num_generations": 2}}, []),
+        ({"rl": {"num_iterations": 0}}, ["num_iterations_at_least_1"]),
+        ({"train_fraction": 0.0}, ["train_fraction"]),
+        ({"train_fraction": 1.0}, []),
+        ({"train_fraction": 1.01}, ["train_fraction"]),
+        ({"train_fraction": 0.5}, []),
+        ({"train_fraction": 0.49}, ["dataset_fills_a_batch"]),
+        ({"trainer_devices_fraction": 0.0}, ["trainer_devices_fraction"]),
+        ({"sampler_devices_fraction": 1.5}, ["sampler_devices_fraction"]),
+        ({"num_trainer_slices": 1}, ["slices"]),
+        ({"num_trainer_slices": 1, "num_samplers_slices": 1}, []),
+        ({"rollout_tensor_parallelism": -1}, ["rollout_axes"]),
+        ({"rollout_tensor_parallelism": -1, "rollout_data_parallelism": 4}, []),
+        ({"rollout_tensor_parallelism": 0}, ["rollout_axes"]),
+        ({"rollout_tensor_parallelism": 3}, ["rollout_devices"]),
+        ({"rollout_tensor_parallelism": 8}, []),
+        ({"rollout_tensor_parallelism": 2, "rollout_data_parallelism": 2}, ["rollout_devices"]),
+        ({"rollout_tensor_parallelism": 2, "rollout_data_parallelism": 4}, []),
+        ({"num_trainer_slices": 1, "num_samplers_slices": 1, "ici_tensor_parallelism": 3}, ["tensor_in_slice"]),
+        ({"num_trainer_slices": 1, "num_samplers_slices": 1, "ici_tensor_parallelism": 4}, []),
+        ({"trainer_devices_fraction": 0.01}, ["devices_left"]),
+    ],
+)
+def test_every_rule_on_both_sides(keys, broken):
+    """A file just beyond each rule breaks it and a file just inside does not; what is offered mends it."""
+    config = {**GOOD, **keys}
+    result = found(config, "num_devices=16")
+    assert rules(result) == broken
+    check_nearest("maxtext_rl", config, ["num_devices=16"], result)
+
+
+def test_the_data_set_must_fill_a_batch():
+    """One prompt too few for a batch is refused, as many as the batch are enough, and epochs count."""
+    assert rules(found(GOOD, "num_prompts=7")) == ["dataset_fills_a_batch"]
+    assert found(GOOD, "num_prompts=7").validator == "rejects"
+    assert rules(found(GOOD, "num_prompts=8")) == []
+    assert found({**GOOD, "num_epoch": 2}, "num_prompts=7").derived["weight_syncs"] == 1
+
+
+def test_the_remainder_is_dropped_and_said():
+    """20 prompts are two batches of 8, and 4 prompts lost; 16 lose none."""
+    result = found({**GOOD, "num_batches": 5}, "num_prompts=20")
+    assert (result.run, result.derived["dropped_prompts"]) == ("drops", 4)
+    assert any("4 of 20 prompts fill no batch of 8" in note for note in result.notes)
+    assert found({**GOOD, "num_batches": 5}, "num_prompts=16").run == "runs"
+
+
+@pytest.mark.parametrize(("fsdp", "replicates"), [(1, False), (4, False), (8, False), (3, True), (16, True)])
+def test_silent_replication_is_noted(fsdp, replicates):
+    """2 prompts of 4 samples are 8 sequences: they divide over 8 devices, not over 3 or 16, and nothing fails."""
+    result = found(GOOD, train_micro_batch_size=2, ici_fsdp_parallelism=fsdp)
+    assert result.good
+    assert any(f"do not divide over fsdp={fsdp}" in note for note in result.notes) == replicates
+
+
+def test_the_open_fsdp_axis_follows_from_the_devices():
+    """Two hosts under Pathways are split, so that 8 of 16 devices train; without devices the note asks for them."""
+    config = {name: value for name, value in GOOD.items() if name != "ici_fsdp_parallelism"}
+    split = found(config, "num_devices=16", train_micro_batch_size=1)
+    assert (split.derived["trainer_devices"], split.derived["sampler_devices"]) == (8, 8)
+    assert any("fsdp=8" in note for note in split.notes)
+    shared = found(config, "num_devices=16", train_micro_batch_size=1, use_pathways=False)
+    assert shared.derived["trainer_devices"] == 16
+    assert any("num_devices=N" in note for note in found(config).notes)
+
+
+def test_the_older_key_stands_for_both():
+    """micro_batch_size is read as both of the keys that it was split into, unless one of them is there."""
+    old = found(GOOD, micro_batch_size=2)
+    new = found(GOOD, train_micro_batch_size=2, rollout_micro_batch_size=2)
+    assert old.derived == new.derived
+    assert any("older name" in note for note in old.notes)
+    mixed = found(GOOD, micro_batch_size=2, train_micro_batch_size=4)
+    assert mixed.derived["accumulation_steps"] == 2
+    assert mixed.derived["generation_calls"] == 4
+    assert rules(found(GOOD, micro_batch_size=3)) == [
+        "train_micro_batch_size_divides_batch",
+        "rollout_micro_batch_size_divides_batch",
+    ]
+
+
+def test_nested_and_flat_keys():
+    """The sections that MaxText mirrors may be used; contradicting themselves they are refused."""
+    nested = {"dataset": {"batch_size": 8, "num_batches": 2}, "rl": GOOD["rl"], "ici_fsdp_parallelism": 1}
+    assert found(nested).to_dict() == found().to_dict()
+    assert found({**nested, "batch_size": 8}).to_dict() == found().to_dict()
+    with pytest.raises(ConfigError, match="given twice"):
+        found({**nested, "batch_size": 4})
+    assert found(GOOD, "num_generations=2").derived["samples_per_step"] == 16
+
+
+def test_meanings_say_prompts_and_samples():
+    """Every size is said in prompts and in samples."""
+    means = {line.says.partition(" ")[0]: line.means for line in found(GOOD, train_micro_batch_size=2).meanings}
+    assert means["batch_size"].startswith("8 prompts = 32 samples")
+    assert means["train_micro_batch_size"].startswith("2 prompts = 8 samples per backward pass; 4 passes")
+    assert means["rollout_micro_batch_size"].startswith("2 prompts = 8 samples per generate call; 4 calls")
+
+
+def test_the_guide_is_wrong_about_pairs():
+    """The guide's unit of the micro batch is marked as wrong, with this file's numbers."""
+    advice = found(GOOD, train_micro_batch_size=2).advice
+    assert [entry.holds for entry in advice] == [None, True]
+    assert "8 sequences" in advice[0].because
+
+
+def test_agentic_learners_generate_one_prompt_at_a_time():
+    """The agentic learner ignores the rollout micro batch, and a note says so."""
+    result = found({**GOOD, "rl": {**GOOD["rl"], "use_agentic_rollout": True}}, rollout_micro_batch_size=4)
+    assert result.derived["generation_calls"] == 8
+    assert any("agentic" in note for note in result.notes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(ENTRIES)),
+        st.one_of(st.integers(-3, 40), st.sampled_from([0.5, 1e18, -1e18, 1e-9, 1e300, None, "", "x", True, [], {}])),
+        max_size=8,
+    )
+)
+def test_nothing_but_our_errors_escapes(config):
+    """Whatever the values: a verdict that is JSON, or a RampupError."""
+    try:
+        result = verdict("maxtext_rl", config)
+    except RampupError:
+        return
+    json.dumps(result.to_dict())
+    assert result.run == "fails" or not result.violations

@@ -1,0 +1,129 @@
+"""Tests of rampup.dialects.reading: other systems' files are read safely, typed, and with suspicion."""
+
+import pytest
+from helpers.dialect_files import verdict
+
+from rampup.dialects.reading import entry, flatten, read_settings
+from rampup.errors import ConfigError
+
+ENTRIES = {
+    "trainer.train_batch_size": entry(1024, "prompts", unit="prompts"),
+    "trainer.model.path": entry(None, "a path", kind="text"),
+    "trainer.micro_batch_size": entry(None, "samples"),
+    "trainer.flag": entry(False, "a switch", kind="bool"),
+}
+
+
+def read(tmp_path, text, *overrides):
+    """Read text as a file of a made-up system."""
+    file = tmp_path / "file.yml"
+    file.write_text(text)
+    return read_settings(file, overrides, ENTRIES, system="Some System")
+
+
+def test_nested_and_dotted_keys_are_the_same(tmp_path):
+    """Nested mappings, dotted keys and overrides give one table, with what was given and where."""
+    found = read(tmp_path, "trainer:\n  train_batch_size: 8\n  model: {path: m}\nother: 1\n", "trainer.flag=true")
+    same = read(tmp_path, "trainer.train_batch_size: 8\ntrainer.model.path: m\nother: 1\n", "trainer.flag=true")
+    assert found.values == same.values
+    assert found.given == {"trainer.train_batch_size", "trainer.model.path", "trainer.flag"}
+    assert found.others == {"other"}
+    assert found["trainer.micro_batch_size"] is None
+    assert found.where["trainer.flag"] == "command line"
+    assert found.where["trainer.train_batch_size"].endswith("file.yml:1")
+
+
+def test_overrides_win(tmp_path):
+    """What the command line says replaces what the file says."""
+    assert read(tmp_path, "trainer.train_batch_size: 8", "trainer.train_batch_size=9")["trainer.train_batch_size"] == 9
+    assert read(tmp_path, "trainer.micro_batch_size: 8", "trainer.micro_batch_size=null")["trainer.micro_batch_size"] is None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("${trainer.train_batch_size}", 8),
+        ("${.train_batch_size}", 8),
+        ("${oc.select:trainer.train_batch_size,3}", 8),
+        ("${oc.select:nothing.here,3}", 3),
+        ("${oc.select:nothing.here,null}", None),
+    ],
+)
+def test_references_are_followed(tmp_path, value, expected):
+    """A reference stands for the value of another key, or for its own default."""
+    found = read(tmp_path, f"trainer:\n  train_batch_size: 8\n  micro_batch_size: {value}\n")
+    assert found["trainer.micro_batch_size"] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("trainer.train_batch_size: many", "must be a whole number"),
+        ("trainer.train_batch_size: 2.5", "must be a whole number"),
+        ("trainer.train_batch_size: true", "must be a whole number"),
+        ("trainer.train_batch_size: [1]", "must be a whole number"),
+        ("trainer.train_batch_size: null", "must be a whole number"),
+        ("trainer.train_batch_size: 1e400", "must be a whole number"),
+        (f"trainer.train_batch_size: {10**19}", "must be a whole number"),
+        ("trainer.flag: 1\ntrainer.train_batch_size: 1", "true or false"),
+        ("trainer.train_batchsize: 8", "did you mean trainer.train_batch_size"),
+        ("trainer:\n  train_batch_size: 1\ntrainer.train_batch_size: 2", "stands twice"),
+        ("trainer.micro_batch_size: ${trainer.micro_batch_size}", "circle"),
+        ("trainer.micro_batch_size: ${no.such.key}\ntrainer.flag: true", "no.such.key"),
+        ("unrelated: 1", "not a file of Some System"),
+        ("", "empty"),
+        ("- 1", "a list"),
+        ("a: &a [x, x]\nb: &b [*a, *a]", "not a file of Some System"),
+        ("trainer.train_batch_size: !!python/object/apply:os.getcwd []", "not allowed"),
+        ("{" * 2000, "nested too deeply"),
+        ("trainer: {", "not valid YAML"),
+    ],
+)
+def test_bad_files_are_clear_errors(tmp_path, text, said):
+    """Mistyped, misspelt, foreign, empty or hostile: an error that says so."""
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, text)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("setting", ["trainer.flag", "--trainer.flag=true", "trainer.flag =true", "no_such_key=1"])
+def test_bad_overrides_are_errors(tmp_path, setting):
+    """An override is key=value, of a known key."""
+    with pytest.raises(ConfigError):
+        read(tmp_path, "trainer.train_batch_size: 8", setting)
+
+
+def test_overrides_do_not_make_a_file_known(tmp_path):
+    """A file without a single key of the system is refused, whatever the command line adds."""
+    with pytest.raises(ConfigError, match="not a file of Some System"):
+        read(tmp_path, "unrelated: 1", "trainer.train_batch_size=8")
+
+
+def test_bombs_and_giants_are_refused(tmp_path):
+    """A YAML bomb and a 50 MB file end in an error at once."""
+    bomb = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" if n else "a0: &a0 [x, x]" for n in range(20))
+    with pytest.raises(ConfigError, match="too large"):
+        read(tmp_path, bomb)
+    with pytest.raises(ConfigError, match="larger than"):
+        read(tmp_path, "trainer.train_batch_size: 8\n#" + "x" * 50_000_000)
+
+
+def test_all_problems_at_once(tmp_path):
+    """Every bad key is named, with its line."""
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, "trainer:\n  train_batch_size: x\n  flag: 7\n")
+    assert "2 problems" in str(error.value)
+    assert len(error.value.problems) == 2
+
+
+def test_empty_mappings_are_leaves():
+    """An empty mapping is a value, not nothing."""
+    assert dict(flatten({"a": {}, "b": {"c": 1}})) == {"a": {}, "b.c": 1}
+
+
+@pytest.mark.parametrize("system", ["skyrl", "verl", "trlx"])
+def test_real_files_have_many_other_keys(system):
+    """Keys that have nothing to do with batches are accepted, whatever they hold."""
+    own = {"skyrl": "trainer.train_batch_size", "verl": "data.train_batch_size", "trlx": "train.batch_size"}[system]
+    text = f"{own}: 1024\nhydra: {{run: {{dir: .}}}}\ndefaults:\n  - actor\n  - _self_\noptimizer: {{lr: 1e-6}}\n"
+    assert verdict(system, text).system == system

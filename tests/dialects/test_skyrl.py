@@ -1,0 +1,359 @@
+"""Tests of rampup.dialects.skyrl.check: its rules on both sides of each boundary, and what its guide claims."""
+
+import itertools
+
+import pytest
+from helpers.dialect_files import agrees, case_settings, cases, check_nearest, nested, rules, verdict
+
+from rampup.dialects.reading import Settings
+from rampup.dialects.skyrl.check import RULES, _outcome
+from rampup.dialects.skyrl.job import ENTRIES, SkyRLJob
+
+TRAIN = "trainer.train_batch_size"
+MINI = "trainer.policy_mini_batch_size"
+CRITIC_MINI = "trainer.critic_mini_batch_size"
+MICRO = "trainer.micro_train_batch_size_per_gpu"
+GPUS = "trainer.placement.policy_num_gpus_per_node"
+REF_GPUS = "trainer.placement.ref_num_gpus_per_node"
+CRITIC_GPUS = "trainer.placement.critic_num_gpus_per_node"
+RESPONSES = "generator.n_samples_per_prompt"
+REF_STAGES = "trainer.ref.megatron_config.pipeline_model_parallel_size"
+BASE = {
+    TRAIN: 64,
+    MINI: 16,
+    CRITIC_MINI: 16,
+    MICRO: 2,
+    GPUS: 4,
+    RESPONSES: 4,
+}
+CRITIC = {"trainer.critic.model.path": "m", CRITIC_GPUS: 4}
+MEGATRON = {"trainer.strategy": "megatron", "trainer.policy.megatron_config.tensor_model_parallel_size": 2}
+ASYNC = {"trainer.fully_async.enabled": True, MINI: 64}
+WORKERS, STALE = "trainer.fully_async.num_parallel_generation_workers", "trainer.fully_async.max_staleness_steps"
+ENGINES = "generator.inference_engine.num_engines"
+
+
+def skyrl(*changes, **settings):
+    """Check the base file with changes."""
+    config = dict(BASE)
+    for change in changes:
+        config |= change
+    return verdict("skyrl", nested(config), *[f"{key}={value}" for key, value in settings.items()])
+
+
+@pytest.mark.parametrize("case", cases("skyrl"), ids=lambda case: case["name"])
+def test_reference_cases(case):
+    """SkyRL's own code said the same, in both verdicts and in every number."""
+    found = verdict("skyrl", case["config"], *case_settings(case))
+    assert not agrees(found, case["expect"])
+    check_nearest("skyrl", case["config"], [], found)
+
+
+BOUNDARIES = [
+    # rule, changes that just hold, changes that just break it, validator's verdict on the latter
+    ("policy_mini_at_most_train", {MINI: 64}, {MINI: 65}, "rejects"),
+    ("policy_mini_divides_train", {TRAIN: 48}, {TRAIN: 47}, "rejects"),
+    (
+        "policy_mini_reaches_every_replica",
+        {MINI: 1, MICRO: 1},
+        {MINI: 1, GPUS: 5},
+        "rejects",
+    ),
+    (
+        "micro_divides_policy_mini",
+        {MICRO: 16},
+        {MICRO: 15},
+        "rejects",
+    ),
+    (
+        "micro_divides_policy_mini",
+        {MICRO: 16},
+        {MICRO: 32},
+        "rejects",
+    ),
+    ("critic_mini_at_most_train", {**CRITIC, CRITIC_MINI: 64}, {**CRITIC, CRITIC_MINI: 65}, "rejects"),
+    ("critic_mini_divides_train", {**CRITIC, CRITIC_MINI: 32}, {**CRITIC, CRITIC_MINI: 24}, "rejects"),
+    (
+        "critic_mini_reaches_every_replica",
+        {**CRITIC, CRITIC_MINI: 2},
+        {**CRITIC, CRITIC_MINI: 1, CRITIC_GPUS: 8},
+        "rejects",
+    ),
+    (
+        "micro_divides_critic_mini",
+        {**CRITIC, CRITIC_MINI: 8, MICRO: 8},
+        {**CRITIC, CRITIC_MINI: 8, MICRO: 16},
+        "rejects",
+    ),
+    (
+        "policy_has_a_replica",
+        {"trainer.policy.sequence_parallel_size": 4},
+        {"trainer.policy.sequence_parallel_size": 5},
+        "rejects",
+    ),
+    (
+        "critic_has_a_replica",
+        {**CRITIC, "trainer.critic.sequence_parallel_size": 4},
+        {**CRITIC, "trainer.critic.sequence_parallel_size": 5},
+        "rejects",
+    ),
+    (
+        "megatron_divides_policy_devices",
+        MEGATRON,
+        {**MEGATRON, "trainer.policy.megatron_config.context_parallel_size": 3},
+        "rejects",
+    ),
+    (
+        "megatron_divides_ref_devices",
+        {**MEGATRON, REF_GPUS: 4, REF_STAGES: 4},
+        {**MEGATRON, REF_GPUS: 4, REF_STAGES: 3},
+        "rejects",
+    ),
+    ("megatron_has_no_critic", MEGATRON, {**MEGATRON, **CRITIC}, "rejects"),
+    ("megatron_policy_sequence_parallel", MEGATRON, {**MEGATRON, "trainer.policy.sequence_parallel_size": 2}, "rejects"),
+    ("megatron_ref_sequence_parallel", MEGATRON, {**MEGATRON, "trainer.ref.sequence_parallel_size": 2}, "rejects"),
+    (
+        "samples_reach_every_replica",
+        {REF_GPUS: 4, TRAIN: 16},
+        {REF_GPUS: 65, TRAIN: 64},
+        "rejects",
+    ),
+    ("engines_fill_the_devices", {ENGINES: 4}, {ENGINES: 3}, "rejects"),
+    ("engines_fill_the_devices", {"generator.num_inference_engines": 4}, {"generator.num_inference_engines": 5}, "rejects"),
+    ("data_set_fills_a_step", {"num_prompts": 64}, {"num_prompts": 63}, "rejects"),
+    ("async_step_is_one_mini_batch", {**ASYNC, WORKERS: 64}, {**ASYNC, WORKERS: 64, MINI: 32}, "rejects"),
+    ("async_workers", {**ASYNC, WORKERS: 64}, {**ASYNC, WORKERS: 63}, "rejects"),
+    ("async_workers", {**ASYNC, WORKERS: 192, STALE: 2}, {**ASYNC, WORKERS: 193, STALE: 2}, "rejects"),
+    ("no_tail_is_cut", {GPUS: 8}, {GPUS: 24, MICRO: 1}, "accepts"),
+    ("colocated_ref_devices", {REF_GPUS: 4}, {REF_GPUS: 2}, "accepts"),
+    ("colocated_critic_devices", CRITIC, {**CRITIC, CRITIC_GPUS: 2}, "accepts"),
+    (
+        "ref_has_a_replica",
+        {REF_GPUS: 4, "trainer.ref.sequence_parallel_size": 4},
+        {REF_GPUS: 4, "trainer.ref.sequence_parallel_size": 5},
+        "accepts",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rule", "holds", "breaks", "validator"), BOUNDARIES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_rule_at_its_boundary(rule, holds, breaks, validator):
+    """One step to either side of each rule."""
+    good, bad = skyrl(holds), skyrl(breaks)
+    assert rule not in rules(good)
+    assert good.good
+    assert rule in rules(bad)
+    assert bad.validator == validator
+    assert bad.run == "fails"
+    check_nearest("skyrl", nested(BASE | breaks), [], bad)
+
+
+def test_shares_rounded_down():
+    """SkyRL compares samples per replica, both rounded down: 6 * 5 // 4 = 7 is no multiple of 3 * 5 // 4 = 3."""
+    sizes = {
+        MINI: 3,
+        MICRO: 3,
+        RESPONSES: 5,
+    }
+    assert "policy_share_divides_train_share" in rules(skyrl(sizes, {TRAIN: 6}))
+    assert skyrl(sizes, {TRAIN: 12}).run == "pads"
+    critic = {**CRITIC, CRITIC_MINI: 3, RESPONSES: 5}
+    found = skyrl(
+        critic,
+        {TRAIN: 6, MINI: 6, MICRO: 1},
+    )
+    assert "critic_share_divides_train_share" in rules(found)
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("key", [*BASE, "trainer.update_epochs_per_batch", "trainer.policy.sequence_parallel_size"])
+def test_counts_are_positive(key, value):
+    """Zero and less break one rule, which says so, and no division."""
+    found = skyrl({key: value}, CRITIC)
+    assert f"positive.{key}" in rules(found)
+    assert skyrl({key: 1}, CRITIC).system == "skyrl"
+    assert f"{key}={value} must be at least 1" in found.violations[0].message
+
+
+def test_what_the_check_misses():
+    """Of the 4,854 small configurations that SkyRL's check accepts, 1,413 stop in their first step and 235 are padded."""
+    defaults = {key: entry.default for key, entry in ENTRIES.items()} | {"trainer.algorithm.use_kl_loss": False}
+    accepted = stopped = padded = 0
+    for replicas, responses, prompts, micro in itertools.product(
+        (2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 8), range(1, 33), (1, 2, 3, 4)
+    ):
+        for mini in (size for size in range(1, prompts + 1) if prompts % size == 0):
+            sizes = {
+                TRAIN: prompts,
+                MINI: mini,
+                MICRO: micro,
+                RESPONSES: responses,
+                GPUS: replicas,
+            }
+            job = SkyRLJob(Settings(values=defaults | sizes))
+            broken = [rule.found_by for rule in RULES if not rule.holds(job)]
+            if "validator" not in broken:
+                accepted += 1
+                stopped += bool(broken)
+                padded += not broken and _outcome(job) == "pads"
+    assert (accepted, stopped, padded) == (4854, 1413, 235)
+
+
+GUIDE = [
+    # train, responses, mini, micro, devices; what the guide says: valid, optimizer steps, passes; what SkyRL does
+    (1024, 5, 256, 1, 4, True, 20, 64, True, 4, 320),
+    (1024, 5, 256, 2, 4, True, 20, 32, True, 4, 160),
+    (1024, 5, 256, 8, 4, False, 20, 8, True, 4, 40),
+    (512, 8, 256, 1, 8, True, 16, 32, True, 2, 256),
+    (100, 5, 256, 1, 4, False, None, None, False, None, None),
+    (512, 8, 128, 2, 4, True, 32, 16, True, 4, 128),
+    (256, 8, 64, 1, 8, True, 32, 8, True, 4, 64),
+    (128, 4, 32, 1, 16, True, 16, 2, True, 4, 8),
+]
+
+
+@pytest.mark.parametrize("row", GUIDE, ids=str)
+def test_the_guides_table_and_its_common_configurations(row):
+    """The guide counts a mini batch in samples; SkyRL counts prompts, so its steps and passes are others."""
+    train, responses, mini, micro, devices, said_valid, said_steps, said_passes, valid, steps, passes = row
+    found = skyrl(
+        {
+            TRAIN: train,
+            RESPONSES: responses,
+            MINI: mini,
+            MICRO: micro,
+            GPUS: devices,
+        }
+    )
+    assert found.good == valid
+    if valid:
+        assert (found.derived["optimizer_steps"], found.derived["accumulation_steps"]) == (steps, passes)
+        assert (said_steps, said_passes) == (train * responses // mini, mini // (micro * devices))
+        assert (steps * responses, passes) == (said_steps, said_passes * responses)
+        wrong = [advice for advice in found.advice if advice.holds is None]
+        assert any(f"{steps:,} and not {said_steps:,}" in advice.because for advice in wrong)
+        assert any(f"{passes:,} passes and not {said_passes:,}" in advice.because for advice in wrong)
+    # "256 samples are not divisible by 32": the guide's own rule is the other way round and accepts it.
+    assert (said_valid == valid) == (micro != 8)
+
+
+def test_the_guides_bad_example():
+    """300 prompts do not divide 1,024; the guide's error speaks of 5,120 samples, SkyRL's of prompts."""
+    found = skyrl({TRAIN: 1024, MINI: 300, RESPONSES: 5, MICRO: 1})
+    assert rules(found) == ["policy_mini_divides_train"]
+    assert found.validator == "rejects"
+    message = found.violations[0].message
+    assert "trainer.train_batch_size=1,024 must be a multiple of trainer.policy_mini_batch_size=300" in message
+    assert found.violations[0].nearest == (900, 1200)
+
+
+def test_explanation_is_complete():
+    """Meanings, flow, effects, advice and notes are there, with this file's numbers."""
+    found = skyrl(CRITIC)
+    text = " ".join([meaning.means for meaning in found.meanings] + list(found.flow))
+    for number in ("64 prompts", "256 samples", "4 mini batches", "4 replicas", "8 passes"):
+        assert number in text, number
+    assert [line.split()[0] for line in found.flow] == [
+        "load",
+        "generate",
+        "forward",
+        "advantages",
+        "train",
+        "mini",
+        "train",
+        "send",
+    ]
+    assert {effect.key for effect in found.effects} >= {TRAIN, MICRO}
+    assert all(effect.policy_lag for effect in found.effects)
+    assert "replica r takes the 16 from r * 16 on" in text
+
+
+def test_token_budget():
+    """A token budget leaves the number of passes open, and the rules of micro sizes stand all the same."""
+    found = skyrl({"trainer.max_tokens_per_microbatch": 8192})
+    assert found.good
+    assert "accumulation_steps" not in found.derived
+    assert found.plan.policy.token_budget == 8192
+    assert "micro_divides_policy_mini" in rules(skyrl({"trainer.max_tokens_per_microbatch": 8192, MICRO: 3}))
+
+
+def test_tail_of_the_data_set():
+    """What does not fill a step is dropped; the steps of the run follow."""
+    assert skyrl(num_prompts=128).run == "runs"
+    found = skyrl(num_prompts=129)
+    assert found.run == "drops"
+    assert (found.derived["training_steps"], found.derived["total_optimizer_steps"]) == (2, 8)
+    assert any("the last 1 prompt of 129" in note for note in found.notes)
+
+
+def test_our_plan_says_the_same():
+    """The RolloutPlan that comes with a verdict has its numbers."""
+    for case in cases("skyrl"):
+        found = verdict("skyrl", case["config"])
+        assert (found.plan is not None) == found.good
+        if found.plan:
+            updates = found.plan.policy_updates
+            assert updates.optimizer_steps == found.derived["optimizer_steps"]
+            assert updates.accumulation_steps == found.derived["accumulation_steps"]
+            assert found.plan.samples_per_step == found.derived["samples_per_step"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"trainer.strategy": "fsdp2"}, "old name of fsdp"),
+        ({"trainer.use_sample_packing": True}, "remove_microbatch_padding"),
+        ({"trainer.policy.sequence_parallel_size": 3}, "rounded down"),
+        ({"trainer.placement.colocate_all": True}, "does not size the inference engines"),
+        (
+            {"trainer.algorithm.loss_reduction": "token_mean_legacy", MINI: 32,
+             RESPONSES: 3, GPUS: 5,
+             TRAIN: 160, MICRO: 19},
+            "weights wrongly",
+        ),
+    ],
+)  # fmt: skip
+def test_notes(change, said):
+    """What is legal but surprising is said."""
+    assert any(said in note for note in skyrl(change).notes)
+
+
+SFT = {"batch_size": 32, "micro_train_batch_size_per_gpu": 4, "placement.num_gpus_per_node": 8}
+
+
+@pytest.mark.parametrize(
+    ("rule", "holds", "breaks"),
+    [
+        ("sft_batch_divides_over_replicas", {"batch_size": 64}, {"batch_size": 33}),
+        ("sft_micro_divides_share", {"micro_train_batch_size_per_gpu": 2}, {"micro_train_batch_size_per_gpu": 3}),
+        ("sft_micro_divides_share", {}, {"micro_train_batch_size_per_gpu": 8}),
+        (
+            "sft_packed_batch_reaches_every_replica",
+            {"use_sequence_packing": True, "batch_size": 8},
+            {"use_sequence_packing": True, "batch_size": 7},
+        ),
+        (
+            "sft_has_a_replica",
+            {"strategy": "megatron", "megatron_config.tensor_model_parallel_size": 8},
+            {"strategy": "megatron", "megatron_config.tensor_model_parallel_size": 9},
+        ),
+        ("positive.batch_size", {}, {"batch_size": 0}),
+    ],
+)
+def test_supervised_fine_tuning(rule, holds, breaks):
+    """SkyRL's other trainer has a file and rules of its own, on both sides of each boundary."""
+    good, bad = verdict("skyrl", nested(SFT | holds)), verdict("skyrl", nested(SFT | breaks))
+    assert good.good
+    assert rule in rules(bad)
+    assert bad.validator == "rejects"
+    check_nearest("skyrl", nested(SFT | breaks), [], bad)
+
+
+def test_supervised_fine_tuning_ignores_shared_sequences():
+    """Its check counts replicas without context parallelism; the verdict says so."""
+    change = {"strategy": "megatron", "megatron_config.context_parallel_size": 2}
+    found = verdict("skyrl", nested(SFT | change))
+    assert found.derived == {"data_parallel_size": 8, "mini_batch_samples": 32, "accumulation_steps": 1}
+    assert any("without megatron_config.context_parallel_size=2" in note for note in found.notes)

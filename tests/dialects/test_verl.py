@@ -1,0 +1,280 @@
+"""Tests of rampup.dialects.verl.check: its check, what only the run finds, and both trainers."""
+
+import math
+
+import pytest
+from helpers.dialect_files import agrees, case_settings, cases, check_nearest, nested, rules, verdict
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+A, R, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
+TRAIN, RESPONSES, GPUS = "data.train_batch_size", f"{R}n", "trainer.n_gpus_per_node"
+MINI, MICRO, OLD, DYNAMIC = (
+    f"{A}{name}" for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size", "use_dynamic_bsz")
+)
+LOG, OLD_LOG, LOG_DYNAMIC = (
+    f"{R}log_prob_{name}" for name in ("micro_batch_size_per_gpu", "micro_batch_size", "use_dynamic_bsz")
+)
+REF_LOG, OLD_REF_LOG = f"{REF}log_prob_micro_batch_size_per_gpu", f"{REF}log_prob_micro_batch_size"
+C_MINI, C_MICRO, C_OLD = (
+    f"critic.{name}" for name in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_micro_batch_size")
+)
+STRATEGY, TP, CP = f"{A}strategy", f"{A}megatron.tensor_model_parallel_size", f"{A}megatron.context_parallel_size"
+SP, OLD_SP = f"{A}fsdp_config.ulysses_sequence_parallel_size", f"{A}ulysses_sequence_parallel_size"
+SYNC, MODE = "trainer.v1.separate_async.parameter_sync_step", "trainer.v1.trainer_mode"
+V0, GEN, WORKERS, LEGACY = {"trainer.use_v1": False}, "data.gen_batch_size", f"{R}agent.num_workers", {"verl_version": "legacy"}
+BASE = {TRAIN: 64, RESPONSES: 4, MINI: 16, MICRO: 4, LOG: 4, GPUS: 8, "algorithm.adv_estimator": "grpo"}
+CRITIC = {"algorithm.adv_estimator": "gae", C_MICRO: 4}
+KL = {f"{A}use_kl_loss": True, REF_LOG: 4}
+BUDGET = {DYNAMIC: True, MICRO: None, LOG: None}
+MEGATRON = {STRATEGY: "megatron", TP: 2}
+
+
+def verl(*changes, **extra):
+    """Check the base file with changes; None takes a key away."""
+    config = dict(BASE)
+    for change in (*changes, extra):
+        config |= change
+    return verdict("verl", nested({key: value for key, value in config.items() if value is not None}))
+
+
+@pytest.mark.parametrize("case", cases("verl"), ids=lambda case: case["name"])
+def test_reference_cases(case):
+    """The code of veRL said the same, in both verdicts and in every number."""
+    found = verdict("verl", case["config"], *case_settings(case))
+    assert not agrees(found, case["expect"])
+    check_nearest("verl", case["config"], case_settings(case), found)
+
+
+BOUNDARIES = [
+    # rule, changes that just hold, changes that just break it, validator's verdict on the latter
+    ("megatron_divides_devices", {**MEGATRON, CP: 4}, {**MEGATRON, CP: 3}, "rejects"),
+    ("samples_fill_minimal_batch", {TRAIN: 18}, {TRAIN: 17}, "rejects"),
+    ("samples_fill_minimal_batch", {**MEGATRON, TRAIN: 68}, {**MEGATRON, TRAIN: 66}, "rejects"),
+    ("actor_micro_given", {}, {MICRO: None}, "rejects"),
+    ("actor_micro_given_once", {}, {OLD: 8}, "rejects"),
+    ("mini_at_most_train", {MINI: 64}, {MINI: 65}, "rejects"),
+    ("actor_old_micro_divides_mini", {}, {MICRO: None, OLD: 12}, "rejects"),
+    ("actor_old_micro_reaches_every_device", {}, {MICRO: None, OLD: 4}, "rejects"),
+    ("megatron_micro_per_gpu_needed", MEGATRON, {**MEGATRON, MICRO: None, OLD: 8}, "rejects"),
+    (
+        "sequence_parallel_needs_packing",
+        {OLD_SP: 2},
+        {OLD_SP: 2, "actor_rollout_ref.model.use_remove_padding": False},
+        "rejects",
+    ),
+    ("rollout_micro_given", {}, {LOG: None}, "rejects"),
+    ("rollout_micro_given_once", {}, {OLD_LOG: 8}, "rejects"),
+    ("ref_micro_given", KL, {**KL, REF_LOG: None}, "rejects"),
+    ("ref_micro_given_once", KL, {**KL, OLD_REF_LOG: 8}, "rejects"),
+    ("critic_micro_given", CRITIC, {**CRITIC, C_MICRO: None}, "rejects"),
+    ("critic_micro_given_once", CRITIC, {**CRITIC, C_OLD: 8}, "rejects"),
+    ("critic_micro_given_once", CRITIC, {**CRITIC, C_MICRO: None, C_OLD: 8}, "rejects"),
+    ("critic_old_micro_divides_mini", CRITIC, {**CRITIC, C_OLD: 3}, "rejects"),
+    ("critic_old_micro_reaches_every_device", CRITIC, {**CRITIC, C_OLD: 4}, "rejects"),
+    ("critic_mini_at_most_train", {**CRITIC, C_MINI: 64}, {**CRITIC, C_MINI: 65}, "rejects"),
+    ("actor_has_a_replica", {SP: 8}, {SP: 9}, "accepts"),
+    ("ref_has_a_replica", KL, {**KL, f"{REF}fsdp_config.ulysses_sequence_parallel_size": 9}, "accepts"),
+    ("critic_has_a_replica", CRITIC, {**CRITIC, "critic.fsdp.ulysses_sequence_parallel_size": 9}, "accepts"),
+    ("megatron_starts_actor", {**MEGATRON, **BUDGET}, {**MEGATRON, **BUDGET, CP: 3}, "accepts"),
+    (
+        "megatron_starts_critic",
+        {**CRITIC, "critic.strategy": "megatron"},
+        {**CRITIC, "critic.strategy": "megatron", "critic.megatron.pipeline_model_parallel_size": 3},
+        "accepts",
+    ),
+    ("dynamic_everywhere", BUDGET, {**BUDGET, LOG_DYNAMIC: False}, "accepts"),
+    ("dynamic_everywhere", {LOG_DYNAMIC: False}, {LOG_DYNAMIC: True}, "accepts"),
+    ("actor_micro_per_gpu_needed", {}, {MICRO: None, OLD: 8}, "accepts"),
+    ("rollout_micro_per_gpu_needed", {}, {LOG: None, OLD_LOG: 8}, "accepts"),
+    ("ref_micro_per_gpu_needed", KL, {**KL, REF_LOG: None, OLD_REF_LOG: 8}, "accepts"),
+    ("actor_mini_divides_over_replicas", {MINI: 2, MICRO: 1}, {MINI: 3, MICRO: 1}, "accepts"),
+    ("critic_mini_divides_over_replicas", {**CRITIC, C_MINI: 2}, {**CRITIC, C_MINI: 3}, "accepts"),
+    ("actor_mini_divides_share", {**V0, TRAIN: 80}, {**V0, TRAIN: 72}, "accepts"),
+    ("critic_mini_divides_share", {**V0, **CRITIC, C_MINI: 32}, {**V0, **CRITIC, C_MINI: 24}, "accepts"),
+    ("micro_divides_mini", {MICRO: 8}, {MICRO: 16}, "accepts"),
+    ("micro_divides_mini", {MICRO: 2}, {MICRO: 3}, "accepts"),
+    ("rollout_micro_divides_share", {LOG: 32}, {LOG: 33}, "accepts"),
+    ("ref_micro_divides_share", {**KL, REF_LOG: 16}, {**KL, REF_LOG: 12}, "accepts"),
+    ("samples_divide_over_actor_replicas", {**V0, **BUDGET}, {**V0, **BUDGET, TRAIN: 65, WORKERS: 1}, "accepts"),
+    (
+        "samples_divide_over_ref_replicas",
+        {**KL, **BUDGET, REF_LOG: None, SP: 4, TRAIN: 16, MINI: 2},
+        {**KL, **BUDGET, REF_LOG: None, SP: 4, TRAIN: 1, MINI: 1},
+        "accepts",
+    ),
+    ("samples_divide_over_workers", {**V0, WORKERS: 256}, {**V0, WORKERS: 257}, "accepts"),
+    ("parts_divide_train", {"trainer.v1.sync.parameter_sync_step": 4}, {"trainer.v1.sync.parameter_sync_step": 3}, "accepts"),
+    ("part_is_one_mini_batch", {MODE: "separate_async", SYNC: 4, LOG: 8}, {MODE: "separate_async", SYNC: 2}, "accepts"),
+    ("loader_divides_train", {GEN: 32}, {GEN: 33}, "accepts"),
+    ("engines_divide_devices", {f"{R}tensor_model_parallel_size": 4}, {f"{R}tensor_model_parallel_size": 3}, "accepts"),
+    ("data_set_fills_a_step", {"num_prompts": 64}, {"num_prompts": 63}, "accepts"),
+    (
+        "legacy_actor_mini_reaches_every_replica",
+        {**LEGACY, MINI: 2, MICRO: 1},
+        {**LEGACY, MINI: 1, MICRO: 1},
+        "accepts",
+    ),
+    ("legacy_actor_micro_divides_mini", {**LEGACY, MICRO: 8}, {**LEGACY, MICRO: 16}, "accepts"),
+    (
+        "legacy_actor_micro_divides_mini",
+        {**LEGACY, MICRO: None, OLD: 16},
+        {**LEGACY, MICRO: None, OLD: 28, MINI: 28},
+        "accepts",
+    ),
+    ("legacy_critic_micro_divides_mini", {**LEGACY, **CRITIC}, {**LEGACY, **CRITIC, C_MICRO: 3}, "accepts"),
+    ("legacy_critic_mini_reaches_every_replica", {**LEGACY, **CRITIC}, {**LEGACY, **CRITIC, C_MINI: 1}, "accepts"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "holds", "breaks", "validator"), BOUNDARIES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_rule_at_its_boundary(rule, holds, breaks, validator):
+    """One step to either side of each rule."""
+    good, bad = verl(holds), verl(breaks)
+    assert good.good, rules(good)
+    assert rule in rules(bad)
+    assert (bad.validator, bad.run) == (validator, "fails")
+    config = {key: value for key, value in (BASE | breaks).items() if value is not None}
+    check_nearest("verl", nested(config), [], bad)
+
+
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("key", [TRAIN, RESPONSES, MINI, MICRO, LOG, GPUS, SP, f"{A}ppo_epochs", C_MINI, WORKERS])
+def test_counts_are_positive(key, value):
+    """Zero and less break one rule, which says so, and no division."""
+    found = verl(CRITIC, {key: value})
+    assert f"positive.{key}" in rules(found)
+    assert found.validator == ("rejects" if key == GPUS else "accepts")
+
+
+def test_the_check_ignores_that_devices_share_a_sequence():
+    """A false rejection: 20 samples would do for 4 replicas, but the check counts 8 devices."""
+    found = verl({TRAIN: 5, MINI: 5, SP: 2, MICRO: 1, LOG: 1})
+    assert found.derived["data_parallel_size"] == 4
+    assert "the run itself would need the 4 replicas only" in found.violations[0].message
+
+
+def test_a_token_budget_switches_the_checks_off():
+    """Nothing that the check says of a static batch is said of a dynamic one; the newer trainer then pads."""
+    found = verl(BUDGET, {TRAIN: 5, MINI: 16, OLD: 3, MICRO: 7})
+    assert (found.validator, found.run) == ("accepts", "pads")
+    assert found.derived["padded_samples"] == 16 * 4 - 5 * 4
+    assert "accumulation_steps" not in found.derived
+
+
+def test_a_short_budget_is_noted():
+    """A budget below the longest sequence can stop the run; all devices that share a sequence count."""
+    budget = {**BUDGET, f"{A}ppo_max_token_len_per_gpu": 512}
+    assert any("less than the longest sequence" in note for note in verl(budget).notes)
+    assert not any("less than the longest sequence" in note for note in verl(budget, {SP: 2}).notes)
+
+
+@given(
+    train=st.integers(1, 40),
+    mini=st.integers(1, 40),
+    critic=st.integers(1, 40),
+    responses=st.integers(1, 6),
+    replicas=st.integers(1, 9),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_newer_trainer_pads_to_whole_mini_batches(train, mini, critic, responses, replicas):
+    """Samples are filled up to the least multiple that suits replicas, actor and critic, and no further."""
+    change = {TRAIN: train, MINI: mini, C_MINI: critic, RESPONSES: responses, GPUS: replicas, **CRITIC, **BUDGET}
+    found = verl(change)
+    total = train * responses + found.derived["padded_samples"]
+    multiple = math.lcm(replicas, mini * responses, critic * responses)
+    assert total % multiple == 0
+    assert total - multiple < train * responses <= total
+    assert found.derived["mini_batches"] == total // (mini * responses)
+    assert found.derived["critic_mini_batches"] == total // (critic * responses)
+    fits = mini * responses % replicas == 0 and critic * responses % replicas == 0
+    assert found.good == fits
+
+
+def test_parts_of_a_step():
+    """separate_async trains on a mini batch at a time: as many optimizer steps, one step of weights."""
+    found = verl({MODE: "separate_async", SYNC: 4, LOG: 8})
+    assert found.derived["mini_batches"] == 4
+    assert found.derived["padded_samples"] == 0
+    assert any("4 times, with 64 samples each" in line for line in found.flow)
+
+
+def test_rules_until_april_2026():
+    """Sizes per replica were rounded down, remainders of log-probability passes allowed, and nothing was padded."""
+    found = verl(LEGACY, {MINI: 17, MICRO: 2, LOG: 5, TRAIN: 64})
+    assert (found.validator, found.run) == ("accepts", "runs")
+    assert found.derived["mini_batches"] == 4
+    assert found.derived["mini_batch_samples"] == 17 * 4 // 8 * 8
+    assert found.derived["accumulation_steps"] == 4
+    assert "micro_divides_mini" not in rules(found)
+    old = verl(LEGACY, {MICRO: None, OLD: 16})
+    assert old.good
+    assert old.derived["accumulation_steps"] == 4
+
+
+def test_critic_keys_never_reach_the_engine():
+    """Whatever the critic's micro size is, its passes are filled by tokens, and the file says nothing of them."""
+    found = verl(CRITIC, {C_MICRO: 3})
+    assert found.good
+    assert any("never reach its engine" in note for note in found.notes)
+    assert found.plan.critic.token_budget == 32_768
+
+
+def test_the_older_trainers_data_loader():
+    """With gen_batch_size the older trainer's step has that many prompts."""
+    found = verl(V0, {GEN: 32})
+    assert found.derived["samples_per_step"] == 128
+    assert any("data.gen_batch_size=32 prompts" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({OLD_SP: 2}, f"{OLD_SP} is deprecated; use {SP}"),
+        ({"data.train_prompt_bsz": 64}, f"the key is {TRAIN}"),
+        ({"data.val_batch_size": 8}, "validation goes out whole"),
+        ({SP: 3}, "rounded down"),
+        ({GPUS: 1}, "does not divide 1 devices"),
+        ({GEN: 4, MODE: "colocate_async"}, "is set to 1"),
+        ({}, "once per training step"),
+        ({"num_prompts": 65}, "the last 1 prompt of 65"),
+        ({"algorithm.adv_estimator": None, C_MICRO: 4}, "gae by default"),
+        ({**CRITIC, "critic.ulysses_sequence_parallel_size": 2}, "read by the check alone"),
+    ],
+)
+def test_notes(change, said):
+    """What is legal but surprising is said."""
+    assert any(said in note for note in verl(change).notes)
+
+
+def test_explanation_is_complete():
+    """Meanings, flow, effects and advice are there, with this file's numbers."""
+    found = verl(CRITIC, KL)
+    text = " ".join([meaning.means for meaning in found.meanings] + list(found.flow))
+    for number in ("64 prompts", "256 samples", "64 samples per optimizer step", "4 mini batches", "8 replicas", "2 passes"):
+        assert number in text, number
+    assert {line.split()[0].rstrip(":") for line in found.flow} >= {"load", "generate", "share", "train", "advance"}
+    assert found.effects
+    assert {advice.holds for advice in found.advice} == {True, False}
+    assert None in {advice.holds for advice in verl(BUDGET).advice}
+
+
+def test_our_plan_says_the_same():
+    """The RolloutPlan that comes with a verdict has its numbers."""
+    built = 0
+    for case in cases("verl"):
+        found = verdict("verl", case["config"], *case_settings(case))
+        if found.plan:
+            built += 1
+            assert found.plan.policy_updates.optimizer_steps == found.derived["optimizer_steps"]
+            assert found.plan.policy_updates.accumulation_steps == found.derived.get("accumulation_steps")
+    assert built == sum(case["expect"]["run"] == "runs" for case in cases("verl"))
+
+
+@pytest.mark.parametrize("nodes", [32])
+def test_a_published_seventy_billion_run(nodes):
+    """32 nodes of 8, tensor parallel 8, pipeline 2: 16 replicas; each of 1,024 samples' mini batches is shared by 16."""
+    found = verl(MEGATRON, {TP: 8, f"{A}megatron.pipeline_model_parallel_size": 2, "trainer.nnodes": nodes, MICRO: 1, LOG: 1})
+    assert found.derived["data_parallel_size"] == nodes * 8 // 16

@@ -1,0 +1,138 @@
+"""Tests of rampup.lm.transformer."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rampup.errors import ConfigError
+from rampup.lm.transformer import LanguageModel, cross_entropy
+from rampup.plan import MeshAxes
+from rampup.run.accumulate import accumulate, row_keys
+from rampup.run.mesh import batch_sharding, make_mesh, shardings_like
+
+SMALL = LanguageModel(num_layers=2, width=16, mlp_dim=32, num_heads=4, num_kv_heads=2, vocab_size=32)
+
+
+def batch(rows=8, length=12):
+    """Return rows of random tokens, of unequal length."""
+    rng = np.random.default_rng(0)
+    return {
+        "tokens": rng.integers(0, 32, (rows, length + 1)).astype(np.uint8),
+        "length": rng.integers(1, length + 1, rows).astype(np.int32),
+    }
+
+
+def test_logits_see_only_the_past():
+    """Changing a token changes no logits before it."""
+    params = SMALL.init(jax.random.key(0))
+    tokens = jnp.asarray(batch()["tokens"][:, :-1], jnp.int32)
+    changed = tokens.at[:, 6].set((tokens[:, 6] + 1) % 32)
+    before, after = SMALL.logits(params, tokens), SMALL.logits(params, changed)
+    np.testing.assert_allclose(before[:, :6], after[:, :6], atol=1e-5)
+    assert not np.allclose(before[:, 6:], after[:, 6:], atol=1e-5)
+
+
+def test_positions_matter():
+    """The same token at another place in another order gives other logits."""
+    params = SMALL.init(jax.random.key(0))
+    forward = SMALL.logits(params, jnp.array([[1, 2, 3, 4]]))
+    swapped = SMALL.logits(params, jnp.array([[2, 1, 3, 4]]))
+    assert not np.allclose(forward[0, -1], swapped[0, -1], atol=1e-5)
+
+
+@pytest.mark.parametrize("remat_policy", ["minimal", "full"])
+def test_rematerialisation_changes_nothing(remat_policy):
+    """Loss and gradients are the same whatever the backward pass computes again."""
+    params = SMALL.init(jax.random.key(0))
+    other = dataclasses.replace(SMALL, remat_policy=remat_policy)
+    expected = jax.value_and_grad(lambda p: SMALL.loss(p, batch())[0])(params)
+    found = jax.value_and_grad(lambda p: other.loss(p, batch())[0])(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+
+
+def test_only_real_targets_count():
+    """Targets beyond a row's length do not count, in loss and in weight."""
+    logits, targets = jnp.zeros((2, 5, 7)), jnp.zeros((2, 5), jnp.int32)
+    loss, weight = cross_entropy(logits, targets, jnp.array([5, 2]))
+    assert float(weight) == 7
+    np.testing.assert_allclose(loss, 7 * np.log(7), rtol=1e-6)
+
+
+def test_a_tied_output_layer_has_no_head():
+    """With tied weights the embedding is the output layer and gets gradients from both."""
+    tied = dataclasses.replace(SMALL, tied=True)
+    params = tied.init(jax.random.key(0))
+    assert "head" not in params
+    grads = jax.grad(lambda p: tied.loss(p, batch())[0])(params)
+    assert float(jnp.abs(grads["embedding"]).sum()) > 0
+
+
+def test_dropout_depends_on_the_row_alone():
+    """A row's loss with dropout is the same in whatever microbatch it stands, and is another without."""
+    model = dataclasses.replace(SMALL, dropout_rate=0.3)
+    params, rows = model.init(jax.random.key(0)), batch()
+    keys = row_keys(jax.random.key(1), jnp.int32(0), jnp.arange(8).reshape(1, 8))[0]
+    whole = float(model.loss(params, rows, keys)[0])
+    halves = [
+        float(model.loss(params, {n: x[part] for n, x in rows.items()}, keys[part])[0]) for part in (slice(0, 4), slice(4, 8))
+    ]
+    assert whole == pytest.approx(sum(halves), rel=1e-5)
+    assert whole != pytest.approx(float(SMALL.loss(params, rows)[0]), rel=1e-3)
+
+
+def test_bfloat16_is_near_float32():
+    """bfloat16 activations give nearly the loss of float32, and float32 gradients."""
+    model = dataclasses.replace(SMALL, dtype="bfloat16")
+    params = model.init(jax.random.key(0))
+    loss, grads = jax.value_and_grad(lambda p: model.loss(p, batch())[0])(params)
+    assert float(loss) == pytest.approx(float(SMALL.loss(params, batch())[0]), rel=1e-2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
+
+
+def test_sharded_is_the_same():
+    """Accumulated over a data, fsdp and tensor mesh, loss and gradients are those of one device, in float64 to 1e-10."""
+    jax.config.update("jax_enable_x64", True)
+    try:
+        model = dataclasses.replace(SMALL, dtype="float64", param_dtype="float64")
+        params, rows = model.init(jax.random.key(0)), batch(24)
+        expected_loss, expected = jax.value_and_grad(lambda p: model.loss(p, rows)[0])(params)
+        mesh = make_mesh(MeshAxes(data=2, fsdp=2, tensor=2))
+        placed = jax.device_put(params, model.shardings(mesh))
+        buffer = jax.device_put({n: x.reshape(3, 8, *x.shape[1:]) for n, x in rows.items()}, batch_sharding(mesh, leading=1))
+        keys = row_keys(jax.random.key(0), jnp.int32(0), jnp.arange(24).reshape(3, 8))
+        sums = jax.jit(lambda *args: accumulate(model.loss, *args, mesh=mesh, param_shardings=shardings_like(placed, mesh)))(
+            placed, buffer, 3, keys
+        )
+        np.testing.assert_allclose(sums.loss, expected_loss, rtol=1e-12)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-10), sums.grads, expected)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+
+
+@pytest.mark.parametrize(
+    ("change", "axes", "key"),
+    [
+        ({"num_kv_heads": 1}, MeshAxes(data=4, tensor=2), "base_num_kv_heads"),
+        ({"mlp_dim": 33}, MeshAxes(data=4, tensor=2), "base_mlp_dim"),
+        ({"vocab_size": 31}, MeshAxes(data=4, tensor=2), "vocab_size"),
+        ({"width": 12, "num_heads": 2, "num_kv_heads": 2}, MeshAxes(fsdp=8), "base_emb_dim"),
+    ],
+)
+def test_sizes_must_divide_over_the_mesh(change, axes, key):
+    """A size that the mesh cannot cut is refused by key."""
+    with pytest.raises(ConfigError) as caught:
+        dataclasses.replace(SMALL, **change).shardings(make_mesh(axes))
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_are_those_of_the_compiled_gradient(tied):
+    """The formula agrees with the compiler's own count, for one layer, whose loop body is counted once."""
+    model = LanguageModel(num_layers=1, width=64, mlp_dim=256, num_heads=4, num_kv_heads=2, vocab_size=128, tied=tied)
+    rows = {"tokens": jnp.zeros((4, 33), jnp.int32), "length": jnp.full(4, 32)}
+    grad = jax.jit(jax.grad(lambda params: model.loss(params, rows, jax.random.split(jax.random.key(0), 4))[0]))
+    counted = grad.lower(model.init(jax.random.key(0))).compile().cost_analysis()["flops"]
+    assert 4 * model.flops_per_sample(32) == pytest.approx(counted, rel=0.05)

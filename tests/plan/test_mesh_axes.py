@@ -1,0 +1,71 @@
+"""Tests of rampup.plan.mesh_axes."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError
+from rampup.plan.mesh_axes import AXES, MeshAxes
+
+
+@pytest.mark.parametrize(
+    ("devices", "ici", "dcn", "slices", "expected"),
+    [
+        (1, {"data": -1}, {}, -1, {}),
+        (8, {"data": -1}, {}, -1, {"data": 8}),
+        (8, {"fsdp": -1}, {"data": -1}, -1, {"fsdp": 8}),
+        (8, {"data": -1, "tensor": 2}, {}, -1, {"data": 4, "tensor": 2}),
+        (16, {"fsdp": 4}, {"data": -1}, -1, {"fsdp": 4, "data": 4}),
+        (16, {"fsdp": -1}, {"data": -1}, 2, {"fsdp": 8, "data": 2}),
+        (16, {"data": 2, "pipeline": 2}, {"pipeline": 2, "data": 2}, -1, {"data": 4, "pipeline": 4}),
+        (64, {"data": -1, "context": 2, "expert": 2}, {"data": 2}, 2, {"data": 16, "context": 2, "expert": 2}),
+    ],
+)
+def test_resolve(devices, ici, dcn, slices, expected):
+    """The sizes of -1 take what the others leave, and dcn multiplies ici."""
+    axes = MeshAxes.resolve(devices, ici=ici, dcn=dcn, num_slices=slices)
+    assert {axis: getattr(axes, axis) for axis in AXES} == dict.fromkeys(AXES, 1) | expected
+    assert axes.num_devices == devices
+
+
+@given(st.integers(1, 64), st.fixed_dictionaries({axis: st.sampled_from([-1, 0, 1, 1, 2, 3]) for axis in AXES}))
+def test_resolve_fills_the_machine_or_refuses(devices, ici):
+    """Whatever is asked for either multiplies to the number of devices or is an error that names a key."""
+    try:
+        axes = MeshAxes.resolve(devices, ici=ici)
+    except RampupError as error:
+        assert error.key
+    else:
+        assert axes.num_devices == devices
+        assert axes.data_parallel_size * axes.tensor * axes.context * axes.expert * axes.pipeline == devices
+        assert all(size in (-1, getattr(axes, axis)) for axis, size in ici.items())
+
+
+def test_two_automatic_sizes_are_refused():
+    """At most one size of a group is the rest."""
+    with pytest.raises(ConfigError, match=r"only one ici_\*_parallelism may be -1"):
+        MeshAxes.resolve(8, ici={"data": -1, "fsdp": -1})
+
+
+@pytest.mark.parametrize("size", [0, -2])
+def test_bad_sizes_are_refused(size):
+    """A size is -1 or positive."""
+    with pytest.raises(ConfigError, match="ici_tensor_parallelism=") as caught:
+        MeshAxes.resolve(8, ici={"tensor": size})
+    assert caught.value.key == "ici_tensor_parallelism"
+
+
+@pytest.mark.parametrize("ici", [{"tensor": 3, "data": -1}, {"data": 4}, {"data": 16}])
+def test_sizes_must_fit(ici):
+    """Sizes that do not multiply to the devices are refused."""
+    with pytest.raises(BatchDivisibilityError) as caught:
+        MeshAxes.resolve(8, ici=ici)
+    assert math.gcd(caught.value.value, caught.value.divisor) < max(caught.value.value, caught.value.divisor)
+
+
+def test_slices_must_divide_devices():
+    """Slices are equal."""
+    with pytest.raises(BatchDivisibilityError, match="num_devices=10 must be a multiple of the number of slices = 4"):
+        MeshAxes.resolve(10, ici={"data": -1}, dcn={"data": 4})

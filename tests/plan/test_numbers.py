@@ -1,0 +1,103 @@
+"""Tests of rampup.plan.numbers."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rampup.errors import RampDefinitionError
+from rampup.plan.numbers import exact_fraction, parse_count, plain_number, written
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("250B", 250_000_000_000),
+        ("8.2B", 8_200_000_000),
+        ("2.01K", 2010),
+        ("117.25b", 117_250_000_000),
+        ("1_000", 1000),
+        ("1e3", 1000),
+        ("0", 0),
+        ("0.5K", 500),
+        ("1T", 10**12),
+        (" 7 ", 7),
+        (12, 12),
+        ("12.0", 12),
+    ],
+)
+def test_parse_count_is_exact(text, value):
+    """Suffixes and decimals give the exact number that a person means."""
+    assert parse_count(text, what="threshold") == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "12.9",
+        "-1",
+        "",
+        "B",
+        "1G",
+        "inf",
+        "nan",
+        "1e30",
+        "1e999999999",
+        "1e-999999999",
+        "two",
+        "1,000",
+        "1 000",
+        "0x10",
+        "1BB",
+        None,
+    ],
+)
+def test_parse_count_refuses(text):
+    """What is not a whole count up to 10**18 is refused."""
+    with pytest.raises(RampDefinitionError):
+        parse_count(text, what="threshold")
+
+
+def test_parse_count_offers_the_whole_numbers_around():
+    """A fractional count names its neighbours."""
+    with pytest.raises(RampDefinitionError, match=r"threshold='12.9' must be a whole number; nearest: 12, 13") as caught:
+        parse_count("12.9", what="threshold")
+    assert caught.value.nearest == (12, 13)
+
+
+@given(st.integers(0, 10**15), st.sampled_from(["", "K"]))
+def test_parse_count_reads_what_it_is_given(number, suffix):
+    """Every whole number survives."""
+    assert parse_count(f"{number}{suffix}", what="n") == number * (1000 if suffix else 1)
+
+
+@given(st.decimals(min_value=0, max_value=10**6, places=4))
+def test_exact_fraction_is_the_decimal_written(number):
+    """A decimal, as text or as float, becomes exactly that fraction."""
+    assert exact_fraction(str(number), what="size") == Fraction(number)
+    assert exact_fraction(float(number), what="size") == Fraction(number)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("1/3", Fraction(1, 3)), (" 2 / 4 ", Fraction(1, 2)), (3, 3), (Fraction(5, 7), Fraction(5, 7))]
+)
+def test_exact_fraction_reads_fractions(value, expected):
+    """Fractions can be written with a slash."""
+    assert exact_fraction(value, what="size") == expected
+
+
+@pytest.mark.parametrize(
+    "value", [True, "x", "1/0", "1/2/3", None, [], "", float("inf"), float("nan"), "1e400", 1e19, "1e-400"]
+)
+def test_exact_fraction_refuses(value):
+    """What is no finite number of sensible size is refused."""
+    with pytest.raises(RampDefinitionError):
+        exact_fraction(value, what="size")
+
+
+@given(st.fractions(min_value=0, max_value=1000, max_denominator=50))
+def test_written_reads_back(value):
+    """What `written` gives, the reader reads as the same number."""
+    assert exact_fraction(written(value), what="size") == value
+    assert abs(plain_number(value) - value) < 1e-9

@@ -1,0 +1,254 @@
+"""Tests of rampup.rl.config."""
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rampup import load_config
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError
+from rampup.rl.config import (
+    ROLLOUT_KEYS,
+    RolloutConfig,
+    build_rollout_plan,
+    is_rollout_file,
+    load_rollout_config,
+    rollout_notes,
+)
+
+ROOT = Path(__file__).parent.parent.parent
+RL = ROOT / "configs" / "rl.yml"
+CASES = json.loads((Path(__file__).parent.parent / "data" / "maxtext_rl.json").read_text())
+ACCEPTED = [case for case in CASES if case["expect"]["validator"] == "accepts"]
+REFUSED = [case for case in CASES if case["expect"]["validator"] == "rejects"]
+
+
+def planned(case):
+    """Return our configuration and plan of a case of MaxText RL."""
+    config = {name: value for name, value in case["config"].items() if name != "rl"} | case["config"].get("rl", {})
+    config = RolloutConfig(**config, num_prompts=case["dataset_prompts"])
+    return config, build_rollout_plan(config, config.ici_fsdp_parallelism)
+
+
+@pytest.mark.parametrize("case", ACCEPTED, ids=lambda case: case["name"])
+def test_cases_of_maxtext_rl(case):
+    """The same file gives the numbers that MaxText RL has, or an error where its batch does not go to its devices evenly."""
+    expect = case["expect"]
+    devices = case["config"].get("ici_fsdp_parallelism", 1)
+    if expect["microbatch_samples"][0] % devices:
+        with pytest.raises(BatchDivisibilityError, match=f"data_parallel_size={devices}"):
+            planned(case)
+        return
+    config, plan = planned(case)
+    numbers = plan.to_dict()
+    for name in ("total_optimizer_steps", "accumulation_steps", "samples_per_step", "weight_syncs", "eval_prompts"):
+        assert numbers[name] == expect[name], name
+    assert [numbers["microbatch_samples"]] == expect["microbatch_samples"]
+    assert config.prompts_used == expect["prompts_used"]
+    told = f"schedule {expect['scheduled_optimizer_steps']:,}"
+    notes = " ".join(rollout_notes(config, plan))
+    assert (told in notes) == (expect["scheduled_optimizer_steps"] != expect["total_optimizer_steps"])
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case["name"])
+def test_what_maxtext_rl_rejects_is_refused(case):
+    """Every file that MaxText RL rejects is an error here, with a key and what to write instead."""
+    with pytest.raises(RampupError) as caught:
+        planned(case)
+    assert caught.value.key in ROLLOUT_KEYS
+    assert caught.value.nearest
+
+
+def test_rl_yml_is_a_plan():
+    """The configuration that comes with rampup can be planned for 1 to 64 devices, and says which keys it sets."""
+    config = load_rollout_config(RL)
+    assert config.where("rl.num_generations").startswith(f"{RL}:")
+    for devices in (1, 2, 4, 8, 64):
+        plan = build_rollout_plan(config, devices)
+        assert plan.policy_updates.optimizer_steps == 2
+        assert plan.policy_updates.microbatch_size * devices == 64
+
+
+def test_files_are_told_apart(tmp_path):
+    """A rollout's file is known by its keys, also through base_config; every other configuration is a ramp's."""
+    assert is_rollout_file(RL)
+    for path in (ROOT / "configs").glob("*.yml"):
+        assert is_rollout_file(path) == (path.stem == "rl")
+    for text, expected in {
+        f"base_config: {RL}": True,
+        "rl: {num_generations: 4}": True,
+        "rl.num_generations: 4": True,
+        "steps: 4": False,
+        "num_epoch: 4": False,
+        "base_config: base.yml\nnum_devices: 4": False,
+        "wrong: 4": False,
+    }.items():
+        (tmp_path / "some.yml").write_text(text)
+        assert is_rollout_file(tmp_path / "some.yml") == expected, text
+
+
+def test_nested_dotted_and_overridden(tmp_path):
+    """`rl:` with keys under it, a dotted key, the command line and the environment all set the same value."""
+    file = tmp_path / "some.yml"
+    for text, overrides, environ, value in [
+        ("rl:\n  num_generations: 3", [], {}, 3),
+        ("rl.num_generations: 3", [], {}, 3),
+        ("rl.num_generations: 3", ["rl.num_generations=4"], {}, 4),
+        ("rl.num_generations: 3", [], {"RAMPUP_RL_NUM_GENERATIONS": "5"}, 5),
+        (f"base_config: {RL}\nrl: {{num_iterations: 2}}", [], {}, 8),
+    ]:
+        file.write_text(text)
+        assert load_rollout_config(file, overrides, environ=environ).num_generations == value
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("rl:\n  num_generation: 3", "rl.num_generation"),
+        ("rl: 3", "rl"),
+        ("rl: null", "rl"),
+        ("rl: {num_generations: 3}\nrl.num_generations: 3", "rl.num_generations"),
+        ("rl: {num_generations: {a: 1}}", "rl.num_generations"),
+        ("batch_sise: 3", "batch_sise"),
+        ("batch_size: 3\nsteps: 3", "steps"),
+        ("batch_size: [3]", "batch_size"),
+        ("batch_size: null", "batch_size"),
+        ("train_fraction: 1.01", "train_fraction"),
+        ("train_fraction: 0", "train_fraction"),
+        ("batch_size: 4\nnum_prompts: 3", "num_prompts"),
+        ("train_fraction: 0.0001", "num_batches"),
+        ("microbatch_size: 4\ntoken_budget: 4000", "token_budget"),
+        ("train_micro_batch_size: 4\nmicrobatch_size: 4\ntoken_budget: 4000", "microbatch_size"),
+        ("batch_size: 4\nnum_test_batches: 2\ntest_batch_start_index: 5", "test_batch_start_index"),
+        ("experience_dtype: float33", "experience_dtype"),
+    ],
+)
+def test_bad_files(text, key, tmp_path):
+    """Unknown, mistyped and contradictory keys are errors that name file and key."""
+    (tmp_path / "bad.yml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_rollout_config(tmp_path / "bad.yml")
+    assert caught.value.key == key
+    assert "bad.yml" in str(caught.value)
+
+
+INTS = [name for name, key in ROLLOUT_KEYS.items() if key.kind == "int"]
+
+
+@pytest.mark.parametrize("name", INTS)
+def test_bad_numbers(name):
+    """Every count refuses zero where it must, negatives, fractions, text and the huge."""
+    key = ROLLOUT_KEYS[name]
+    bad = [-2, 1.5, "x", True, 10**19, float("nan")] + ([] if key.minimum == 0 else [0]) + ([] if key.nullable else [None])
+    bad += [] if key.maximum is None else [int(key.maximum) + 1]
+    for value in bad:
+        with pytest.raises(ConfigError) as caught:
+            RolloutConfig(**{name.removeprefix("rl."): value})
+        assert name in str(caught.value)
+
+
+@given(
+    st.fixed_dictionaries({name: st.integers(1, 12) for name in ("batch_size", "num_batches", "num_epoch", "num_prompts")}),
+    st.fractions(0, 1) | st.fractions(0, 1, max_denominator=40),
+)
+def test_the_number_of_steps_is_that_of_counting(sizes, fraction):
+    """Steps are the whole batches that counting prompts one by one gives; none at all is an error."""
+    asked = [
+        i
+        for i in range(sizes["num_batches"] * sizes["batch_size"])
+        if i + 1 <= sizes["num_batches"] * sizes["batch_size"] * fraction
+    ]
+    prompts = asked[: sizes["num_prompts"]] * sizes["num_epoch"]
+    steps = len(range(0, len(prompts) - sizes["batch_size"] + 1, sizes["batch_size"]))
+    keys = sizes | {"train_fraction": fraction, "num_test_batches": 0}
+    try:
+        assert RolloutConfig(**keys).num_steps == steps
+    except ConfigError as error:
+        assert steps == 0
+        if fraction >= Fraction(1, 10**18):
+            offers = {problem.key: problem.nearest[0] for problem in error.problems or (error,)}
+            assert RolloutConfig(**keys | offers).num_steps >= 1
+
+
+counts = st.sampled_from([-1, 1, 2, 3, 4, 6, 8, 12])
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "batch_size": st.integers(1, 24),
+            "num_generations": st.integers(1, 6),
+            "mini_batch_size": counts,
+            "train_micro_batch_size": counts,
+            "rollout_micro_batch_size": counts,
+            "critic_mini_batch_size": counts,
+            "critic_train_micro_batch_size": counts,
+            "enable_critic": st.booleans(),
+            "pad_microbatches": st.booleans(),
+            "ici_tensor_parallelism": st.sampled_from([1, 2]),
+            "ici_pipeline_parallelism": st.sampled_from([1, 2]),
+        }
+    ),
+    st.integers(1, 16),
+)
+def test_any_configuration_is_a_plan_or_an_error_with_a_key(keys, devices):
+    """Whatever the sizes are: a plan, or errors that each name a key of the file."""
+    try:
+        plan = build_rollout_plan(RolloutConfig(**keys), devices)
+    except RampupError as error:
+        assert all(problem.key in ROLLOUT_KEYS for problem in error.problems or (error,))
+        return
+    assert plan.samples_per_step == keys["batch_size"] * keys["num_generations"]
+    shared = keys["ici_tensor_parallelism"] * keys["ici_pipeline_parallelism"]
+    assert plan.policy_updates.data_parallel_size * shared == devices
+    assert json.dumps(plan.to_dict())
+
+
+def test_defaults_of_sizes():
+    """-1 is the size that the comment names: the whole batch, the mini batch, the policy's size."""
+    config = RolloutConfig(batch_size=24, mini_batch_size=12, train_micro_batch_size=4, enable_critic=True)
+    plan = build_rollout_plan(config, 2)
+    assert (plan.policy_updates.mini_batch_samples, plan.policy_updates.microbatch_size) == (96, 16)
+    assert plan.critic_updates.to_dict() == plan.policy_updates.to_dict()
+    assert plan.sequences_per_call == 32
+    plan = build_rollout_plan(
+        RolloutConfig(batch_size=24, enable_critic=True, critic_mini_batch_size=8, critic_num_iterations=3), 2
+    )
+    assert (plan.policy_updates.mini_batch_samples, plan.policy_updates.accumulation_steps, plan.generate_calls) == (192, 1, 1)
+    assert (plan.critic_updates.mini_batch_samples, plan.critic_updates.optimizer_steps) == (64, 9)
+
+
+def test_errors_say_where_the_value_stands():
+    """An error of the plan carries file and line of the key to blame."""
+    config = load_rollout_config(RL, ["train_micro_batch_size=3"])
+    with pytest.raises(BatchDivisibilityError, match=r"\[train_micro_batch_size: command line\]"):
+        build_rollout_plan(config, 4)
+    with pytest.raises(BatchDivisibilityError, match=r"\[batch_size: .*rl.yml:\d+\]"):
+        build_rollout_plan(load_rollout_config(RL), 7)
+
+
+def test_devices_must_be_known():
+    """Without a number of devices there is no plan."""
+    with pytest.raises(ConfigError, match="num_devices=-1"):
+        build_rollout_plan(RolloutConfig())
+
+
+def test_notes_name_what_is_dropped():
+    """Prompts that fill no batch are said, in training and in evaluation."""
+    config = RolloutConfig(batch_size=32, num_prompts=100, test_batch_start_index=3)
+    notes = " ".join(rollout_notes(config, build_rollout_plan(config, 4)))
+    assert "4 prompts do not fill a last batch_size=32" in notes
+    assert "29 prompts of an evaluation" in notes
+    clean = RolloutConfig()
+    assert rollout_notes(clean, build_rollout_plan(clean, 4)) == ()
+
+
+def test_a_ramps_file_is_refused_as_a_rollout_and_the_other_way_round():
+    """A ramp's file names its first foreign key, a rollout's says what it is."""
+    with pytest.raises(ConfigError, match="unknown key"):
+        load_rollout_config(ROOT / "configs" / "base.yml")
+    with pytest.raises(ConfigError, match="configuration of a rollout"):
+        load_config(RL)

@@ -1,0 +1,248 @@
+"""Tests of rampup.rl.plan."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, ResumeMismatchError
+from rampup.rl.experience import Experience
+from rampup.rl.plan import RolloutPlan
+from rampup.rl.sizes import Size, data_parallel_size
+from rampup.rl.updates import Training
+
+
+def prompts(count, key=None):
+    """Return a size in prompts of the job."""
+    return Size(count=count, unit="prompts", key=key)
+
+
+def per_replica(count):
+    """Return a size in samples per replica."""
+    return Size(count=count, unit="samples", scope="replica")
+
+
+def make(batch=64, n=4, mini=16, micro=2, replicas=4, **options):
+    """Return a plan of 64 prompts * 4 responses."""
+    policy = Training(mini_batch=prompts(mini), microbatch=per_replica(micro), data_parallel_size=replicas, num_epochs=2)
+    return RolloutPlan(rollout_batch=prompts(batch), samples_per_prompt=n, policy=policy, **options)
+
+
+def test_a_step_in_numbers():
+    """Prompts, samples, mini batches, passes, optimizer steps and evaluation follow from the sizes."""
+    plan = make(num_steps=10, eval_prompts=12, eval_samples_per_prompt=3, generation=prompts(8))
+    expected = {
+        "prompts_per_step": 64,
+        "samples_per_step": 256,
+        "generate_calls": 8,
+        "sequences_per_generate_call": 32,
+        "mini_batches": 4,
+        "mini_batch_samples": 64,
+        "optimizer_steps": 8,
+        "accumulation_steps": 8,
+        "microbatch_size": 2,
+        "weight_syncs": 10,
+        "total_optimizer_steps": 80,
+        "eval_prompts": 12,
+        "eval_samples": 36,
+        "critic": None,
+    }
+    assert expected.items() <= plan.to_dict().items()
+
+
+def test_the_critic_has_sizes_of_its_own_and_trains_first():
+    """The critic's mini batch, replicas and epochs are its own, and it comes before the policy."""
+    critic = Training(mini_batch=prompts(32), microbatch=per_replica(8), data_parallel_size=2, num_epochs=3)
+    plan = make(critic=critic)
+    assert [updates.model for updates in plan.order] == ["critic", "policy"]
+    assert plan.to_dict()["critic"]["optimizer_steps"] == 2 * 3
+    assert plan.updates("critic").accumulation_steps == 32 * 4 // (2 * 8)
+    assert plan.to_dict()["optimizer_steps"] == 8
+
+
+def test_everything_wrong_is_said_at_once():
+    """Policy, critic and generation are checked together, each error with legal values."""
+    critic = Training(mini_batch=prompts(24), data_parallel_size=4)
+    with pytest.raises(BatchDivisibilityError) as caught:
+        make(mini=15, critic=critic, generation=prompts(5))
+    assert [(problem.key, problem.nearest) for problem in caught.value.problems] == [
+        ("policy.mini_batch", (8, 16)),
+        ("critic.mini_batch", (16, 32)),
+        ("generation", (4, 8)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("batch", "n", "replicas", "nearest"), [(10, 3, 8, (8, 16)), (3, 3, 8, (8,)), (7, 4, 8, (6, 8)), (12, 1, 8, (8, 16))]
+)
+def test_a_batch_that_no_mini_batch_can_cut(batch, n, replicas, nearest):
+    """Where not even the whole batch goes to the replicas evenly, the batch is to blame."""
+    with pytest.raises(BatchDivisibilityError) as caught:
+        make(batch, n, batch, 1, replicas)
+    assert (caught.value.key, caught.value.nearest) == ("rollout_batch", nearest)
+    for count in nearest:
+        make(count, n, count, 1, replicas)
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_boundaries(off):
+    """Each rule holds at its boundary and fails one beside it."""
+    for options in ({"mini": 16 + off}, {"micro": 4 + off}, {"generation": prompts(8 + off)}):
+        if off:
+            with pytest.raises(BatchDivisibilityError):
+                make(**options)
+        else:
+            make(**options)
+
+
+def test_samples_that_are_no_whole_prompts():
+    """A batch in samples must be whole prompts; its nearest sizes are."""
+    policy = Training(mini_batch=Size(count=5, unit="samples"))
+    with pytest.raises(BatchDivisibilityError) as caught:
+        RolloutPlan(rollout_batch=Size(count=24, unit="samples"), samples_per_prompt=5, policy=policy)
+    assert caught.value.nearest == (20, 25)
+
+
+def test_a_batch_that_is_no_multiple_of_what_the_mini_batch_counts():
+    """Mini batches in prompts of each of 2 replicas cannot make up 3 prompts: the batch is to blame, with sizes that work."""
+    policy = Training(mini_batch=Size(count=1, unit="prompts", scope="replica"), data_parallel_size=2)
+    with pytest.raises(BatchDivisibilityError) as caught:
+        RolloutPlan(rollout_batch=prompts(3), samples_per_prompt=2, policy=policy)
+    assert (caught.value.key, caught.value.nearest) == ("rollout_batch", (2, 4))
+    for count in caught.value.nearest:
+        RolloutPlan(rollout_batch=prompts(count), samples_per_prompt=2, policy=policy)
+
+
+def test_sizes_per_process():
+    """As trlX counts, per process: 128 samples on each of 8 are 1,024, in mini batches of 32 on each."""
+    policy = Training(mini_batch=Size(count=32, unit="samples", scope="process"), data_parallel_size=8, num_epochs=4)
+    plan = RolloutPlan(rollout_batch=Size(count=128, unit="samples", scope="process"), samples_per_prompt=1, policy=policy)
+    assert (plan.samples_per_step, plan.policy_updates.optimizer_steps, plan.policy_updates.mini_batch_samples) == (
+        1024,
+        16,
+        256,
+    )
+
+
+def test_padding_makes_a_short_last_mini_batch():
+    """100 samples in mini batches of 32 on 3 replicas: four optimizer steps, the last of 4 samples, padded to the shape."""
+    policy = Training(mini_batch=Size(count=32, unit="samples"), microbatch=per_replica(4), data_parallel_size=3)
+    plan = RolloutPlan(rollout_batch=prompts(100), samples_per_prompt=1, policy=policy, pad=True)
+    updates = plan.policy_updates
+    assert [len(updates.mini_batch_range(i)) for i in range(updates.num_mini_batches)] == [32, 32, 32, 4]
+    assert [updates.num_microbatches(i) for i in range(4)] == [3, 3, 3, 1]
+    assert updates.padded_samples == 10 * 12 - 100
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"n": 0},
+        {"n": True},
+        {"num_steps": 0},
+        {"num_steps": 1.5},
+        {"eval_prompts": -1},
+        {"eval_samples_per_prompt": 0},
+        {"generation": Size(count=5, unit="tokens")},
+        {"replicas": 0},
+        {"batch": 10**9, "n": 2},
+    ],
+)
+def test_nonsense_is_refused(options):
+    """Counts that are no counts are errors with a key."""
+    with pytest.raises(ConfigError) as caught:
+        make(**options)
+    assert caught.value.key
+
+
+sizes = st.integers(1, 12)
+
+
+@given(sizes, sizes, sizes, sizes, sizes, sizes, st.booleans())
+def test_any_sizes_give_a_plan_or_an_error(batch, n, mini, micro, replicas, generation, pad):
+    """Whatever the sizes are, there is a consistent plan, or an error whose offers are sizes from 1."""
+    try:
+        plan = make(batch, n, mini, micro, replicas, generation=prompts(generation), pad=pad)
+    except RampupError as error:
+        assert all(value >= 1 for problem in error.problems or (error,) for value in problem.nearest)
+        return
+    updates = plan.policy_updates
+    assert plan.generate_calls * plan.sequences_per_call >= plan.samples_per_step == batch * n
+    assert updates.optimizer_steps == 2 * updates.num_mini_batches
+    calls = [plan.calls_before(i) for i in range(updates.microbatches_per_epoch)]
+    assert calls == sorted(calls)
+    assert calls[-1] == plan.generate_calls
+    assert plan.overlapping_microbatches == sum(call < plan.generate_calls for call in calls)
+
+
+@pytest.mark.parametrize(("rollout", "train"), [(2, 8), (8, 2), (4, 4), (16, 16)])
+def test_calls_before_a_microbatch(rollout, train):
+    """A microbatch waits for the call that gives its last sample: counted sample by sample."""
+    policy = Training(mini_batch=prompts(16), microbatch=prompts(train))
+    plan = RolloutPlan(rollout_batch=prompts(16), samples_per_prompt=3, policy=policy, generation=prompts(rollout))
+    call_of_sample = [sample // (rollout * 3) + 1 for sample in range(48)]
+    expected = [max(call_of_sample[i * train * 3 : (i + 1) * train * 3]) for i in range(16 // train)]
+    assert [plan.calls_before(i) for i in range(16 // train)] == expected
+
+
+def test_positions_are_looked_up():
+    """Every optimizer step's position is the one that counting gives, for both models."""
+    plan = make(num_steps=3, critic=Training(mini_batch=prompts(32), data_parallel_size=2, num_epochs=3))
+    for model in ("policy", "critic"):
+        updates = plan.updates(model)
+        counted = [
+            (step, epoch * updates.num_mini_batches + mini, epoch, mini)
+            for step in range(3)
+            for epoch in range(updates.num_epochs)
+            for mini in range(updates.num_mini_batches)
+        ]
+        found = [plan.position(i, model=model) for i in range(len(counted))]
+        assert [(p.step, p.update, p.epoch, p.mini_batch) for p in found] == counted
+        assert [p.optimizer_step for p in found] == list(range(len(counted)))
+        assert plan.position(len(counted), model=model).step == 3
+        for bad in (-1, len(counted) + 1):
+            with pytest.raises(ResumeMismatchError):
+                plan.position(bad, model=model)
+
+
+def test_a_model_that_is_not_there():
+    """Without a critic there are no critic updates to ask for."""
+    with pytest.raises(ConfigError, match="must be one of policy"):
+        make().updates("critic")
+
+
+def test_stored_experience():
+    """Bytes per step and replica follow from bytes per sample; a critic's values and returns are included."""
+    experience = Experience(max_prompt_length=10, max_response_length=20)
+    without, with_critic = make(experience=experience), make(experience=experience, critic=Training(mini_batch=prompts(64)))
+    stored = without.to_dict()["experience"]
+    assert stored["bytes_per_step"] == 256 * experience.bytes_per_sample(critic=False) == 4 * stored["bytes_per_replica"]
+    extra = with_critic.experience_bytes_per_sample - without.experience_bytes_per_sample
+    assert extra == 2 * 20 * 4
+    assert make().to_dict()["experience"] is None
+
+
+def test_what_follows_from_the_70b_case_of_verl():
+    """Of a mini batch of 256, Megatron's 16 replicas get 16 samples and FSDP's 32 get 8, so one of 16 fits one only."""
+    world = 32 * 8
+    shares = {}
+    for backend, replicas in {
+        "megatron": data_parallel_size(world, tensor=8, pipeline=2),
+        "fsdp": data_parallel_size(world, sequence=8),
+    }.items():
+        policy = Training(mini_batch=prompts(256), data_parallel_size=replicas)
+        plan = RolloutPlan(rollout_batch=prompts(1024), samples_per_prompt=1, policy=policy)
+        shares[backend] = plan.policy_updates.microbatch_size
+        assert plan.policy_updates.optimizer_steps == 4
+    assert shares == {"megatron": 16, "fsdp": 8}
+    fitting = Training(mini_batch=prompts(256), microbatch=per_replica(16), data_parallel_size=16)
+    plan = RolloutPlan(rollout_batch=prompts(1024), samples_per_prompt=1, policy=fitting)
+    with pytest.raises(BatchDivisibilityError) as caught:
+        replace(plan, policy=replace(fitting, data_parallel_size=32))
+    assert caught.value.nearest == (8,)
+
+
+def test_in_a_notebook():
+    """A plan shows itself as a table of its numbers."""
+    assert "<tr><th>samples_per_step</th><td>256</td></tr>" in make()._repr_html_()

@@ -1,0 +1,94 @@
+"""Tests of rampup.rl.sizes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError
+from rampup.plan.numbers import MAX_SAMPLES, count_problems, divisors, next_to
+from rampup.rl.sizes import Size, data_parallel_size
+
+
+@pytest.mark.parametrize(
+    ("unit", "scope", "samples"),
+    [
+        ("prompts", "job", 15),
+        ("samples", "job", 3),
+        ("prompts", "replica", 60),
+        ("samples", "replica", 12),
+        ("samples", "process", 12),
+    ],
+)
+def test_every_unit_and_scope_becomes_samples_of_the_job(unit, scope, samples):
+    """Prompts count their responses, sizes per replica or process count all replicas."""
+    assert Size(count=3, unit=unit, scope=scope).samples(samples_per_prompt=5, data_parallel_size=4) == samples
+
+
+def test_text():
+    """A size says what it counts and of what."""
+    assert str(Size(count=1, unit="prompts")) == "1 prompt"
+    assert str(Size(count=2, unit="samples", scope="process")) == "2 samples per process"
+
+
+@pytest.mark.parametrize("count", [0, -1, MAX_SAMPLES + 1, True, 1.5, "3", None])
+def test_bad_counts(count):
+    """A count is a whole number from 1 to 10**9; the error names the key that it was written as."""
+    with pytest.raises(ConfigError) as caught:
+        Size(count=count, unit="prompts", key="batch_size")
+    assert caught.value.key == "batch_size"
+    assert "batch_size=" in str(caught.value)
+
+
+def test_bad_unit_and_scope_at_once():
+    """Everything that is wrong with a size is said together."""
+    with pytest.raises(ConfigError) as caught:
+        Size(count=0, unit="tonnes", scope="world")
+    assert len(caught.value.problems) == 3
+
+
+def test_the_70b_case_of_verl():
+    """32 nodes of 8 devices with TP 8, PP 2 and SP 8: 16 replicas in Megatron, whose SP lies on the TP devices; 32 in FSDP.
+
+    Multiplying all three, as one might read the file, would give 2.
+    """
+    world = 32 * 8
+    assert data_parallel_size(world, tensor=8, pipeline=2) == 16
+    assert data_parallel_size(world, sequence=8) == 32
+    assert data_parallel_size(world, tensor=8, pipeline=2, sequence=8) == 2
+
+
+@given(*[st.integers(1, 8)] * 4, st.integers(1, 5000))
+def test_data_parallel_size_or_the_nearest_worlds(tensor, pipeline, context, sequence, world):
+    """Devices are shared out exactly, or the error's nearest numbers of devices can be, and none lies closer."""
+    sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "sequence": sequence}
+    shared = tensor * pipeline * context * sequence
+    try:
+        assert data_parallel_size(world, **sizes) * shared == world
+    except BatchDivisibilityError as error:
+        assert world % shared != 0
+        assert (error.value, error.divisor, error.key) == (world, shared, "num_devices")
+        for near in error.nearest:
+            assert data_parallel_size(near, **sizes) >= 1
+            assert abs(near - world) < shared or near == shared
+
+
+def test_bad_parallel_sizes_at_once():
+    """Every size below 1 is named."""
+    with pytest.raises(RampupError) as caught:
+        data_parallel_size(0, tensor=-1, context=0, key="world_size")
+    assert [problem.key for problem in caught.value.problems] == ["world_size", "tensor", "context"]
+
+
+@given(st.integers(1, 3000), st.integers(0, 3000))
+def test_divisors_and_neighbours(number, value):
+    """Divisors are all of them, ascending; neighbours are the closest on each side."""
+    found = divisors(number)
+    assert found == [n for n in range(1, number + 1) if number % n == 0]
+    below, above = [n for n in found if n < value], [n for n in found if n > value]
+    assert next_to(value, found) == ([max(below)] if below else []) + ([min(above)] if above else [])
+
+
+def test_count_problems_respect_the_minimum():
+    """Zero is a count where the minimum is zero."""
+    assert not count_problems({"eval_prompts": 0}, minimum=0)
+    assert count_problems({"eval_prompts": -1}, minimum=0)[0].nearest == (0,)

@@ -1,0 +1,86 @@
+"""Tests of rampup.rl.starting_sizes."""
+
+import pytest
+
+from rampup.errors import ConfigError, RampupError
+from rampup.rl.starting_sizes import SYSTEMS, suggest
+
+
+@pytest.mark.parametrize(
+    ("params", "label", "published", "repository"),
+    [
+        ("1M", "125M-1B", (32, 128, 128, None), (32, 128, 16, 4)),
+        ("125M", "125M-1B", (32, 128, 128, None), (32, 128, 16, 4)),
+        ("1B", "125M-1B", (32, 128, 128, None), (8, 64, 16, 4)),
+        ("1000000001", "6B", (4, 128, 16, None), (4, 64, 16, 4)),
+        ("6B", "6B", (4, 128, 16, None), (4, 64, 16, 4)),
+        ("6.1B", "20B", (1, 16, 4, 2), (1, 16, 4, 2)),
+        ("20B", "20B", (1, 16, 4, 2), (1, 16, 4, 2)),
+        ("70B", "20B", (1, 16, 4, 2), (1, 16, 4, 2)),
+    ],
+)
+def test_the_table_of_trlx(params, label, published, repository):
+    """The row of this size or the next larger one applies, beside what the repository uses."""
+    suggestion = suggest(params, system="trlx").to_dict()
+    assert suggestion["published_for"] == label
+    assert tuple(suggestion["published"].values()) == published
+    assert tuple(suggestion["repository"].values()) == repository
+    assert suggestion["memory"] is None
+    text = " ".join(suggestion["notes"])
+    assert "rampup tune" in text
+    assert "noisier" in text
+    assert "diverse experience" in text
+
+
+def test_notes_depend_on_the_size():
+    """Only sizes outside a row are called a guess, and only where published and used differ is that said."""
+    notes = {params: " ".join(suggest(params, system="trlx").notes) for params in ("6B", "3B", "20B", "70B")}
+    assert "guess" not in notes["6B"] + notes["20B"]
+    assert "the model is smaller than" in notes["3B"]
+    assert "the model is larger than" in notes["70B"]
+    assert "does not use the published" in notes["6B"]
+    assert "does not use the published" not in notes["20B"]
+
+
+@pytest.mark.parametrize(
+    ("params", "gib", "devices"), [("1B", 80, 1), (80 * 2**30 // 18, 80, 1), (80 * 2**30 // 18 + 1, 80, 2), ("70B", 80, 15)]
+)
+def test_memory_rule_of_thumb(params, gib, devices):
+    """18 bytes per parameter are shared out over as few devices as hold them, exactly at the boundary."""
+    memory = suggest(params, system="verl", memory_gib=gib).memory
+    assert memory.least_devices == devices
+    assert 0 <= memory.free_bytes < gib * 2**30
+
+
+@pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "trlx"])
+def test_systems_without_a_table(system):
+    """Nothing is made up: without memory it is an error that names who has a table, with memory it is said."""
+    with pytest.raises(ConfigError, match="only for trlx") as caught:
+        suggest("6B", system=system)
+    assert caught.value.key == "memory-gib"
+    suggestion = suggest("6B", system=system, memory_gib="80")
+    assert suggestion.row is None
+    assert any("no table of starting sizes is published" in note for note in suggestion.notes)
+
+
+@pytest.mark.parametrize("params", ["0", "-1", "6X", "", "1e30", "0.5", "nan", "B"])
+def test_bad_params(params):
+    """Parameters are a whole number from 1."""
+    with pytest.raises(RampupError) as caught:
+        suggest(params, system="trlx")
+    assert caught.value.key == "params"
+
+
+@pytest.mark.parametrize("memory", ["0", "-80", "x", "nan", "inf", "1e7", "1e-18", ""])
+def test_bad_memory(memory):
+    """Memory is a number above 0."""
+    with pytest.raises(RampupError) as caught:
+        suggest("6B", system="trlx", memory_gib=memory)
+    assert caught.value.key == "memory-gib"
+
+
+def test_everything_wrong_at_once():
+    """System, parameters and memory are checked together."""
+    with pytest.raises(RampupError) as caught:
+        suggest("6X", system="nemo", memory_gib=-1)
+    assert [problem.key for problem in caught.value.problems] == ["system", "params", "memory-gib"]

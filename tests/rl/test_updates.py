@@ -1,0 +1,137 @@
+"""Tests of rampup.rl.updates."""
+
+import itertools
+
+import pytest
+
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError
+from rampup.rl.plan import RolloutPlan
+from rampup.rl.sizes import Size
+from rampup.rl.updates import Training, cut_updates
+
+
+def cut(prompts, per_prompt, replicas, mini, micro, *, stages=1, pad=False, unit="samples", scope="replica"):
+    """Cut a rollout; the mini batch counts prompts of the job, the microbatch what `unit` and `scope` say."""
+    training = Training(
+        mini_batch=Size(count=mini, unit="prompts"),
+        microbatch=None if micro is None else Size(count=micro, unit=unit, scope=scope),
+        data_parallel_size=replicas,
+        num_stages=stages,
+    )
+    return cut_updates("policy", training, samples_per_step=prompts * per_prompt, samples_per_prompt=per_prompt, pad=pad)
+
+
+GRID = list(itertools.product((1, 4, 6, 8, 12), (1, 2, 3, 5), (1, 2, 3, 4), (1, 2, 3, 4, 6, 8, 12), (None, 1, 2, 3, 4), (1, 2)))
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_the_rules_on_a_grid(pad):
+    """A cut exists exactly where everything divides, or fits with padding; it multiplies out, and padding is accounted for."""
+    cuts = 0
+    for prompts, per_prompt, replicas, mini, micro, stages in GRID:
+        per_stage, rest = divmod(mini * per_prompt, replicas * stages)
+        legal = mini <= prompts if pad else prompts % mini == 0 and not rest and (micro is None or per_stage % micro == 0)
+        try:
+            updates = cut(prompts, per_prompt, replicas, mini, micro, stages=stages, pad=pad)
+        except BatchDivisibilityError as error:
+            assert not legal
+            assert error.value in (mini, micro)
+            continue
+        assert legal
+        cuts += 1
+        split = updates.split
+        assert split.num_microbatches * split.microbatch_size * replicas == split.global_batch_size >= mini * per_prompt
+        assert split.num_microbatches % stages == 0
+        assert micro in (None, split.microbatch_size)
+        rows = sum(updates.num_microbatches(i) for i in range(updates.num_mini_batches)) * updates.microbatch_samples
+        assert rows - prompts * per_prompt == updates.padded_samples >= 0
+        assert pad or updates.padded_samples == 0
+        ranges = [updates.mini_batch_range(i) for i in range(updates.num_mini_batches)]
+        assert [i for r in ranges for i in r] == list(range(prompts * per_prompt))
+    assert cuts > 200
+
+
+def works(prompts, per_prompt, replicas, mini, micro, stages):
+    """Say whether these sizes can be cut."""
+    try:
+        cut(prompts, per_prompt, replicas, mini, micro, stages=stages)
+    except BatchDivisibilityError:
+        return False
+    return True
+
+
+def test_nearest_values_are_legal_and_next():
+    """Putting an offered value in the place of the refused one works, and no legal value lies between."""
+    tried = 0
+    for prompts, per_prompt, replicas, mini, micro, stages in GRID:
+        try:
+            cut(prompts, per_prompt, replicas, mini, micro, stages=stages)
+        except BatchDivisibilityError as error:
+            is_mini = error.key == "policy.mini_batch"
+            refused = mini if is_mini else micro
+
+            sizes = [(value, None) if is_mini else (mini, value) for value in range(1, prompts * per_prompt + 1)]
+            legal = [a if is_mini else b for a, b in sizes if works(prompts, per_prompt, replicas, a, b, stages)]
+            below, above = [v for v in legal if v < refused], [v for v in legal if v > refused]
+            assert list(error.nearest) == below[-1:] + above[:1]
+            tried += 1
+    assert tried > 200
+
+
+def test_a_microbatch_in_prompts_of_the_job():
+    """MaxText RL's unit: 4 prompts * 8 responses over 8 replicas are 4 samples each; 1 prompt * 4 cannot go to 8 replicas."""
+    assert cut(128, 8, 8, 128, 4, unit="prompts", scope="job").microbatch_size == 4
+    with pytest.raises(BatchDivisibilityError) as caught:
+        cut(4, 4, 8, 4, 1, unit="prompts", scope="job")
+    assert caught.value.nearest == (2,)
+    assert "1 prompt * samples_per_prompt=4 = 4 samples must divide the mini batch of 16 samples" in str(caught.value)
+    assert "data_parallel_size=8" in str(caught.value)
+
+
+@pytest.mark.parametrize(("budget", "passes"), [(100, 32), (199, 32), (200, 16), (3200, 1), (10**6, 1)])
+def test_passes_of_a_token_budget(budget, passes):
+    """With 32 samples of at most 100 tokens on a replica, the passes are at most those of full-length samples."""
+    training = Training(
+        mini_batch=Size(count=64, unit="samples"),
+        microbatch=Size(count=budget, unit="tokens", scope="replica"),
+        data_parallel_size=2,
+    )
+    updates = cut_updates("policy", training, samples_per_step=128, samples_per_prompt=4, max_length=100)
+    assert (updates.accumulation_steps, updates.token_budget, updates.split, updates.padded_samples) == (
+        passes,
+        budget,
+        None,
+        0,
+    )
+
+
+def test_a_token_budget_below_the_longest_sample():
+    """The longest sample must fit; the budget that holds it is named."""
+    training = Training(mini_batch=Size(count=8, unit="prompts"), microbatch=Size(count=99, unit="tokens", scope="replica"))
+    with pytest.raises(ConfigError) as caught:
+        cut_updates("critic", training, samples_per_step=8, samples_per_prompt=1, max_length=100)
+    assert (caught.value.key, caught.value.nearest) == ("critic.microbatch", (100,))
+
+
+def test_a_token_budget_with_a_pipeline_is_whole_rounds():
+    """The passes of a token budget are a multiple of the pipeline's stages."""
+    training = Training(
+        mini_batch=Size(count=5, unit="samples"), microbatch=Size(count=100, unit="tokens", scope="replica"), num_stages=4
+    )
+    assert cut_updates("policy", training, samples_per_step=5, samples_per_prompt=1, max_length=100).most_passes == 8
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"mini_batch": Size(count=4, unit="tokens")},
+        {"mini_batch": Size(count=4, unit="samples"), "microbatch": Size(count=4, unit="tokens")},
+        {"mini_batch": Size(count=4, unit="samples"), "num_epochs": 0},
+        {"mini_batch": Size(count=4, unit="samples"), "data_parallel_size": -1},
+        {"mini_batch": Size(count=4, unit="samples"), "num_stages": 1.5},
+    ],
+)
+def test_sizes_that_make_no_sense(sizes):
+    """Tokens are a budget per replica only, and counts are whole numbers from 1."""
+    with pytest.raises(RampupError):
+        RolloutPlan(rollout_batch=Size(count=4, unit="samples"), samples_per_prompt=1, policy=Training(**sizes))

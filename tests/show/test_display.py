@@ -1,0 +1,118 @@
+"""Tests of rampup.show.display: what objects look like in a notebook."""
+
+from html.parser import HTMLParser
+
+import pytest
+
+from rampup.plan import BatchRamp, BatchSplitter, RampPlan, RampupBatchManager
+from rampup.plan.schedules import SCHEDULES
+from rampup.plan.timetable import Timetable
+from rampup.show.display import html_facts, html_list, html_rows, shown
+
+EVIL = "<script>&\"'"
+PLAN = RampPlan(
+    ramp=BatchRamp.from_schedule("0:8 240:16"), splitter=BatchSplitter(data_parallel_size=2), num_devices=2, total_steps=20
+)
+
+
+class Elements(HTMLParser):
+    """Checks that elements close in order, and keeps their names and the text between them."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.names, self.styles, self.text = [], [], [], ""
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        """Note an element."""
+        self.open.append(tag)
+        self.names.append(tag)
+        self.styles.append(dict(attrs).get("style") or "")
+
+    def handle_endtag(self, tag):
+        """Close the newest element, which must be this one."""
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        """Keep the text."""
+        self.text += data
+
+
+@pytest.mark.parametrize(
+    "page",
+    [html_facts({EVIL: EVIL}), html_rows([{EVIL: EVIL}], caption=EVIL), html_list([EVIL])],
+    ids=["facts", "rows", "list"],
+)
+def test_texts_are_escaped(page):
+    """Names, values and captions cannot become elements."""
+    found = Elements(page)
+    assert EVIL in found.text
+    assert "script" not in found.names
+
+
+def test_nothing_is_no_table():
+    """No rows and no lines give no element."""
+    assert html_rows([]) == html_list([]) == ""
+
+
+@pytest.mark.parametrize("number", [1, 200, 201, 5000])
+def test_long_tables_say_what_they_leave_out(number):
+    """Up to 200 rows are all shown; of more, the first and last hundred, and how many are not."""
+    found = Elements(html_rows([{"n": n} for n in range(number)]))
+    assert found.names.count("tr") == 1 + min(number, 201)
+    assert (f"{number - 200:,} more rows" in found.text) == (number > 200)
+    assert f"{number - 1:,}" in found.text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0"), (-1234, "-1,234"), (0.5, "0.5"), (1e6, "1,000,000"), (False, "False"), (10**18, f"{10**18:,}")],
+)
+def test_shown(value, text):
+    """Numbers are written for people."""
+    assert shown(value) == text
+
+
+def test_a_plan_shows_summary_phases_and_notes():
+    """The same facts as in a terminal: what it amounts to, every phase, and what costs something."""
+    found = Elements(PLAN._repr_html_())
+    assert all(sentence in found.text for sentence in PLAN.summary)
+    assert found.names.count("tr") == 1 + len(PLAN.ramp.phases)
+    assert all(note in found.text for note in PLAN.advice)
+    assert PLAN.advice
+
+
+def test_a_phase_shows_its_place():
+    """A phase says where it starts and how long it lasts; the last has no end."""
+    first, last = PLAN.ramp.phases
+    assert "num_steps30" in Elements(first._repr_html_()).text
+    assert "num_stepsthe rest of the run" in Elements(last._repr_html_()).text
+
+
+def test_a_manager_shows_where_it_stands():
+    """Step, samples, phase and batch, and where the ramp ends."""
+    text = Elements(RampupBatchManager.from_plan(PLAN, 5)._repr_html_()).text
+    assert "consumed samples40" in text
+    assert "0 of 2, counted from 0" in text
+    assert "16 from step 30" in text
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_timetable_has_a_colour_a_kind(schedule):
+    """Each kind of operation has its own colours, with ink given besides; every row is as wide as the timetable."""
+    v = 2 if schedule in ("interleaved", "circular") else 1
+    table = Timetable.build(schedule, num_stages=3, num_microbatches=4, num_repeats=v)
+    found = Elements(table._repr_html_())
+    kinds = {operation.kind for operation in table.operations}
+    coloured = {style.partition("background:")[2] for style in found.styles if "background:" in style}
+    assert len(coloured) == len(kinds)
+    assert all("color:" in style for style in coloured)
+    assert all(operation.label in found.text for operation in table.operations)
+
+
+def test_a_timetable_that_is_too_large_is_told():
+    """Thousands of operations are counted and not shown."""
+    page = Timetable.build("1f1b", num_stages=4, num_microbatches=700)._repr_html_()
+    assert "5,600 operations are too many to show" in page
+    assert len(page) < 200

@@ -1,0 +1,90 @@
+"""Tests of rampup.show.series: the numbers behind the pictures."""
+
+import itertools
+import math
+
+import pytest
+
+from rampup import Config, build_plan
+from rampup.errors import DataError
+from rampup.show.series import RunMetrics, last_drawn_step, mean_of_neighbours, phase_spans, rate_points, some
+
+LINE = {"step": 0, "consumed_samples": 8, "global_batch_size": 8, "phase": 0, "loss": 1.5, "tokens_per_second": 10.0}
+
+
+@pytest.mark.parametrize("steps", [1, 30, 63, 64, 70, 500])
+def test_spans_join_without_gaps(steps):
+    """Each phase is drawn from where the one before it ends, in steps as in samples, wherever the run ends."""
+    plan = build_plan(Config(enable_rampup_batch_size=True, steps=steps), 4)
+    spans = phase_spans(plan)
+    for one, other in itertools.pairwise(spans):
+        assert (one.end_step, one.end_sample) == (other.start_step, other.start_sample)
+    for span in spans:
+        assert span.end_sample - span.start_sample == (span.end_step - span.start_step) * span.global_batch_size
+        assert span.end_step > span.start_step
+    assert spans[-1].end_step == last_drawn_step(plan)
+
+
+def test_rates_are_those_of_the_steps():
+    """Every point is a step of the run with the samples before it; ends and phase changes are among them."""
+    plan = build_plan(Config(enable_rampup_batch_size=True), 4)
+    points = rate_points(plan, lambda step: step**2)
+    assert all(point.rate == point.step**2 for point in points)
+    assert all(point.sample == plan.ramp.samples_before(point.step) for point in points)
+    assert {0, 33, 34, 51, 63, 499} <= {point.step for point in points}
+    assert [point.step for point in points] == sorted({point.step for point in points})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"consumed_samples": None},
+        {"consumed_samples": "8"},
+        {"consumed_samples": -1},
+        {"global_batch_size": 1.5},
+        {"phase": True},
+    ],
+)
+def test_metrics_that_are_none(change):
+    """A line without the whole numbers that pictures need is refused with run, step and key."""
+    with pytest.raises(DataError, match="mine, step 0 of its metrics") as caught:
+        RunMetrics.from_lines("mine", [LINE | change])
+    assert caught.value.key == next(iter(change))
+
+
+def test_a_run_without_steps():
+    """An empty file is refused."""
+    with pytest.raises(DataError, match="no steps"):
+        RunMetrics.from_lines("mine", [])
+
+
+@pytest.mark.parametrize("value", [None, "x", math.nan, math.inf, True, [1]])
+def test_losses_that_are_no_numbers_are_gaps(value):
+    """What is not finite is not drawn, and a mean leaves it out."""
+    run = RunMetrics.from_lines("a", [LINE | {"loss": value}, LINE | {"step": 1, "consumed_samples": 16}])
+    assert math.isnan(run.losses[0])
+    assert mean_of_neighbours(run.samples, run.losses, most=1) == ([16], [1.5], 2)
+    assert run.by_phase()[0]["last loss"] == 1.5
+
+
+def test_throughput_by_phase_is_a_median():
+    """One step that compiled does not spoil a phase."""
+    lines = [
+        LINE | {"step": n, "consumed_samples": 8 * (n + 1), "tokens_per_second": 1.0 if n == 0 else 50.0} for n in range(5)
+    ]
+    assert RunMetrics.from_lines("a", lines).by_phase()[0]["tokens/s (median)"] == 50.0
+
+
+def test_evaluations_are_placed_by_their_step():
+    """An evaluation stands at the samples of its step; one whose step was cut off is left out."""
+    evals = [{"step": 0, "eval_loss": 2.0}, {"step": 9, "eval_loss": 3.0}]
+    run = RunMetrics.from_lines("a", [LINE], evals)
+    assert (run.eval_samples, run.eval_losses) == ((8,), (2.0,))
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 100, 1201])
+def test_some_keeps_the_ends(number):
+    """However many are left, the first and the last are."""
+    kept = some(range(number), 100)
+    assert (kept[0], kept[-1]) == (0, number - 1)
+    assert len(kept) == min(number, 100)
