@@ -1,68 +1,113 @@
 """Batch ramp-up and pipeline-microbatch scheduling for JAX.
 
-`import rampup` gives the plan and the configuration, and does not import jax; `rampup.run` does.
+Everything a user needs is a name of this package: `rampup.load_config`, `rampup.train_step`, ... A name is imported when it is
+first used, so planning a run does not import jax.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rampup.config.build import build_plan
-from rampup.config.load import load_config
-from rampup.config.schema import Config
-from rampup.errors import (
-    BatchDivisibilityError,
-    ConfigError,
-    DataError,
-    MissingDependencyError,
-    PipelineShapeError,
-    RampDefinitionError,
-    RampupError,
-    ResumeMismatchError,
-)
-from rampup.plan import (
-    BatchRamp,
-    BatchSplit,
-    BatchSplitter,
-    MeshAxes,
-    Phase,
-    PlanPosition,
-    RampPlan,
-    RampupBatchManager,
-    Timetable,
-    define_ramp,
-)
-from rampup.rl.plan import RolloutPlan
+from rampup.moved import support_moved_modules
+
+if TYPE_CHECKING:  # for editors and type checkers; a test compares this list with the table below
+    from rampup.config.build import build_plan as build_plan
+    from rampup.config.load import load_config as load_config
+    from rampup.config.schema import Config as Config
+    from rampup.dialects import check_file as check_file
+    from rampup.errors import BatchDivisibilityError as BatchDivisibilityError
+    from rampup.errors import ConfigError as ConfigError
+    from rampup.errors import DataError as DataError
+    from rampup.errors import MissingDependencyError as MissingDependencyError
+    from rampup.errors import PipelineShapeError as PipelineShapeError
+    from rampup.errors import RampDefinitionError as RampDefinitionError
+    from rampup.errors import RampupError as RampupError
+    from rampup.errors import ResumeMismatchError as ResumeMismatchError
+    from rampup.lm.train import train as train
+    from rampup.plan.maxtext_manager import RampupBatchManager as RampupBatchManager
+    from rampup.plan.mesh_axes import MeshAxes as MeshAxes
+    from rampup.plan.per_device import define_ramp as define_ramp
+    from rampup.plan.plan import PlanPosition as PlanPosition
+    from rampup.plan.plan import RampPlan as RampPlan
+    from rampup.plan.ramp import BatchRamp as BatchRamp
+    from rampup.plan.ramp import Phase as Phase
+    from rampup.plan.split import BatchSplit as BatchSplit
+    from rampup.plan.split import BatchSplitter as BatchSplitter
+    from rampup.plan.timetable import Timetable as Timetable
+    from rampup.rl.plan import RolloutPlan as RolloutPlan
+    from rampup.run.accumulate import accumulate as accumulate
+    from rampup.run.accumulate import multi_steps as multi_steps
+    from rampup.run.data.batches import Batch as Batch
+    from rampup.run.data.batches import microbatches as microbatches
+    from rampup.run.data.batches import step_batches as step_batches
+    from rampup.run.loop import Loop as Loop
+    from rampup.run.loop import Summary as Summary
+    from rampup.run.mesh import make_mesh as make_mesh
+    from rampup.run.nnx import merge_model as merge_model
+    from rampup.run.nnx import split_model as split_model
+    from rampup.run.optimizer import LearningRate as LearningRate
+    from rampup.run.optimizer import make_optimizer as make_optimizer
+    from rampup.run.pipeline_stage import PipelinedLoss as PipelinedLoss
+    from rampup.run.step import EvalStep as EvalStep
+    from rampup.run.step import TrainState as TrainState
+    from rampup.run.step import TrainStep as TrainStep
+    from rampup.run.step import create_state as create_state
+    from rampup.run.step import prepare_state as prepare_state
+    from rampup.run.step import train_step as train_step
 
 __version__ = "0.1.0"
-__all__ = [
-    "BatchDivisibilityError",
-    "BatchRamp",
-    "BatchSplit",
-    "BatchSplitter",
-    "Config",
-    "ConfigError",
-    "DataError",
-    "MeshAxes",
-    "MissingDependencyError",
-    "Phase",
-    "PipelineShapeError",
-    "PlanPosition",
-    "RampDefinitionError",
-    "RampPlan",
-    "RampupBatchManager",
-    "RampupError",
-    "ResumeMismatchError",
-    "RolloutPlan",
-    "Timetable",
-    "build_plan",
-    "define_ramp",
-    "load_config",
-]
+
+# Where each public name is defined.
+_HOMES = {
+    "rampup.config.build": ("build_plan",),
+    "rampup.config.load": ("load_config",),
+    "rampup.config.schema": ("Config",),
+    "rampup.dialects": ("check_file",),
+    "rampup.errors": (
+        "BatchDivisibilityError",
+        "ConfigError",
+        "DataError",
+        "MissingDependencyError",
+        "PipelineShapeError",
+        "RampDefinitionError",
+        "RampupError",
+        "ResumeMismatchError",
+    ),
+    "rampup.lm.train": ("train",),
+    "rampup.plan.maxtext_manager": ("RampupBatchManager",),
+    "rampup.plan.mesh_axes": ("MeshAxes",),
+    "rampup.plan.per_device": ("define_ramp",),
+    "rampup.plan.plan": ("PlanPosition", "RampPlan"),
+    "rampup.plan.ramp": ("BatchRamp", "Phase"),
+    "rampup.plan.split": ("BatchSplit", "BatchSplitter"),
+    "rampup.plan.timetable": ("Timetable",),
+    "rampup.rl.plan": ("RolloutPlan",),
+    "rampup.run.accumulate": ("accumulate", "multi_steps"),
+    "rampup.run.data.batches": ("Batch", "microbatches", "step_batches"),
+    "rampup.run.loop": ("Loop", "Summary"),
+    "rampup.run.mesh": ("make_mesh",),
+    "rampup.run.nnx": ("merge_model", "split_model"),
+    "rampup.run.optimizer": ("LearningRate", "make_optimizer"),
+    "rampup.run.pipeline_stage": ("PipelinedLoss",),
+    "rampup.run.step": ("EvalStep", "TrainState", "TrainStep", "create_state", "prepare_state", "train_step"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+_MODULES = ("bench", "config", "dialects", "lm", "packing", "plan", "rl", "run", "show", "tune")
+__all__ = sorted(_HOME)
+
+support_moved_modules()
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("run", "show", "lm", "tune", "rl", "bench"):
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
         return importlib.import_module(f"rampup.{name}")
     raise AttributeError(f"module 'rampup' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_MODULES, "__version__"])

@@ -1,5 +1,6 @@
 """What will happen: pure integers and fractions, no jax, no clock, no globals."""
 
+from rampup.moved import moved_names
 from rampup.plan.maxtext_manager import RampupBatchManager
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.per_device import define_ramp
@@ -20,3 +21,15 @@ __all__ = [
     "Timetable",
     "define_ramp",
 ]
+
+__getattr__ = moved_names(
+    __name__,
+    {
+        "RolloutPlan": "rampup.rl.plan.RolloutPlan",
+        "RolloutPosition": "rampup.rl.plan.RolloutPosition",
+        "Size": "rampup.rl.sizes.Size",
+        "Training": "rampup.rl.updates.Training",
+        "Updates": "rampup.rl.updates.Updates",
+        "data_parallel_size": "rampup.rl.sizes.data_parallel_size",
+    },
+)

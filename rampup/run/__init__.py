@@ -1,5 +1,6 @@
 """Training that follows a plan: JAX, Flax, Optax, Grain and Orbax."""
 
+from rampup.moved import moved_names
 from rampup.run.accumulate import accumulate, multi_steps
 from rampup.run.data.batches import Batch, microbatches, step_batches
 from rampup.run.loop import Loop, Summary
@@ -33,3 +34,8 @@ __all__ = [
     "step_batches",
     "train_step",
 ]
+
+__getattr__ = moved_names(
+    __name__,
+    {name: f"rampup.rl.minibatches.{name}" for name in ("Microbatch", "MiniBatch", "mini_batches", "overlap", "regroup")},
+)
