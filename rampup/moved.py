@@ -35,6 +35,7 @@ MOVED_MODULES = {
     "rampup.run.memory": "rampup.run.offload",
     "rampup.run.processes": "rampup.run.distributed",
     "rampup.run.rollout": "rampup.rl.minibatches",
+    "rampup.show.display": "rampup.show.notebook",
 }
 
 

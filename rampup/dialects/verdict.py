@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
 
-from rampup.show.display import html_facts, html_list, html_rows, shown
+from rampup.notebook_repr import NotebookRepr
 
 Validator = Literal["accepts", "rejects"]
 Run = Literal["runs", "pads", "drops", "fails"]
@@ -93,7 +93,7 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(NotebookRepr):
     """What a file really does, in one vocabulary.
 
     Attributes:
@@ -152,32 +152,6 @@ class Verdict:
         if self.phases is not None:
             result["phases"] = [dict(phase) for phase in self.phases]
         return result
-
-    def _repr_html_(self) -> str:
-        facts = {"system": self.system, "validator": self.validator, "run": self.run}
-        numbers = {name: value if isinstance(value, int | float) else str(value) for name, value in self.derived.items()}
-        violations = [
-            {
-                "rule": v.rule,
-                "keys": ", ".join(v.keys),
-                "what is wrong": v.message,
-                "nearest": ", ".join(map(shown, v.nearest)),
-                "found by": v.found_by,
-            }
-            for v in self.violations
-        ]
-        tables = {
-            "what is wrong": html_rows(violations),
-            "what the file means": html_rows([{"says": m.says, "means": m.means} for m in self.meanings]),
-            "what follows": html_facts(numbers) if numbers else "",
-            "phases": html_rows(self.phases or ()),
-            "a step": html_list(self.flow),
-            "what a size changes": html_rows([asdict(effect) for effect in self.effects]),
-            "advice": html_rows([asdict(advice) for advice in self.advice]),
-            "notes": html_list(self.notes),
-        }
-        parts = [f"<h4>{title}</h4>{table}" for title, table in tables.items() if table]
-        return html_facts(facts) + "".join(parts)
 
 
 def in_words(job: Any, words: ModuleType) -> dict[str, Any]:

@@ -7,13 +7,13 @@ from fractions import Fraction
 from typing import Any, Self
 
 from rampup.errors import ConfigError, RampDefinitionError, ResumeMismatchError
+from rampup.notebook_repr import NotebookRepr
 from rampup.plan.per_device import define_ramp
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp, Phase
-from rampup.show.display import html_facts
 
 
-class RampupBatchManager:
+class RampupBatchManager(NotebookRepr):
     """Counts optimizer steps and says how large the next batch is; a drop-in for MaxText's manager.
 
     Differences from MaxText's (`utils/rampup_batch.py`), each a defect there: batches include
@@ -151,17 +151,6 @@ class RampupBatchManager:
                 f"{self.ramp.samples_before(step)}"
             )
         self.step = step
-
-    def _repr_html_(self) -> str:
-        facts = {
-            "step": self.step,
-            "consumed samples": self.total_used_samples,
-            "phase": f"{self.phase.index} of {len(self.ramp.phases)}, counted from 0",
-            "global batch size": self.global_batch_size_current,
-            "its end": f"{self.global_batch_size_end:,} from step {self.total_rampup_steps:,}",
-            "ramp active": self.rampup_active,
-        }
-        return html_facts(facts)
 
     def __repr__(self) -> str:
         return (

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import heapq
-import html
 import itertools
 import math
 import operator
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
 from rampup.errors import ConfigError
+from rampup.notebook_repr import NotebookRepr
 from rampup.plan.numbers import MAX_COUNT, exact_fraction
 
 MAX_EMPTY = 10**6
@@ -25,7 +25,7 @@ Bins = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedMicrobatches:
+class PackedMicrobatches(NotebookRepr):
     """Sequences in microbatches of a few static shapes, as many on every replica.
 
     Attributes:
@@ -77,16 +77,6 @@ class PackedMicrobatches:
     def shapes(self) -> tuple[int, ...]:
         """The different shapes, ascending, each of which is compiled once."""
         return tuple(sorted(set(self.microbatch_shapes)))
-
-    def _repr_html_(self) -> str:
-        columns = ["microbatch", "shape", *(f"replica {replica}" for replica in range(self.num_replicas))]
-        rows: list[Iterable[object]] = [columns]
-        for number, shape in enumerate(self.microbatch_shapes):
-            members = [replica[number] for replica in self.replicas]
-            held = [f"{len(m)} sequences, {sum(self.lengths[i] for i in m):,} tokens" for m in members]
-            rows.append([number, f"{shape:,}", *held])
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-        return f"<table>{body}</table>"
 
 
 def make_ladder(token_budget: int, rungs: int = 4) -> tuple[int, ...]:

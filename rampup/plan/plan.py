@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from rampup.errors import BatchDivisibilityError, PipelineShapeError, RampupError, raise_together
+from rampup.notebook_repr import NotebookRepr
 from rampup.plan.learning_rate import BatchScaling, Clock, ClockSegment, clock_segments, learning_rate_scale
 from rampup.plan.numbers import plain_number
 from rampup.plan.pipeline_cost import PipelineChoice
 from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.split import BatchSplit, BatchSplitter
 from rampup.plan.timetable import Timetable, bubble_fraction
-from rampup.show.display import html_list, html_rows
 
 # How many phases back a run looks for a shape to go on with.
 FALLBACK_PHASES = 8
@@ -50,7 +50,7 @@ class PlanPosition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RampPlan:
+class RampPlan(NotebookRepr):
     """Everything that is known before step 0.
 
     Attributes:
@@ -318,9 +318,3 @@ class RampPlan:
             "global_batch_to_load": self.global_batch_to_load,
             **({"pipeline_choices": [choice.to_dict() for choice in choices]} if choices else {}),
         }
-
-    def _repr_html_(self) -> str:
-        remarks = [f"note: {note}" for note in self.advice]
-        if self.eval_split is not None:
-            remarks.insert(0, f"evaluation: {self.eval_split.global_batch_size:,} samples a batch")
-        return html_rows(self.phase_table(), caption="; ".join(self.summary)) + html_list(remarks)

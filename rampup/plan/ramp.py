@@ -12,14 +12,14 @@ from fractions import Fraction
 from typing import Self
 
 from rampup.errors import RampDefinitionError
+from rampup.notebook_repr import NotebookRepr
 from rampup.plan.numbers import parse_count
-from rampup.show.display import html_facts
 
 MAX_PHASES = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase:
+class Phase(NotebookRepr):
     """One interval of constant global batch size.
 
     Attributes:
@@ -39,14 +39,9 @@ class Phase:
     def __str__(self) -> str:
         return f"phase {self.index}, from sample {self.start_sample:,}"
 
-    def _repr_html_(self) -> str:
-        names = ("start_step", "start_sample", "num_steps", "global_batch_size")
-        facts = {name: getattr(self, name) for name in names}
-        return html_facts({"phase": self.index, **facts, "num_steps": self.num_steps or "the rest of the run"})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRamp:
+class BatchRamp(NotebookRepr):
     """An immutable table of phases with closed-form look-ups by step and by sample.
 
     Build one with `constant`, `linear`, `piecewise` or `from_schedule`.

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from rampup.errors import PipelineShapeError
+from rampup.notebook_repr import NotebookRepr
 from rampup.plan.numbers import plain_number
 from rampup.plan.schedules import SCHEDULES, Kind, Order, Schedule, group_sizes, order_of_stage
-from rampup.show.timetable_html import html_timetable
 
 MAX_OPERATIONS = 2_000_000
 
@@ -44,7 +44,7 @@ class Operation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timetable:
+class Timetable(NotebookRepr):
     """All operations of one pipeline pass.
 
     Attributes:
@@ -186,9 +186,6 @@ class Timetable:
             live += change
             peak = max(peak, live)
         return Fraction(peak, self.num_repeats)
-
-    def _repr_html_(self) -> str:
-        return html_timetable(self)
 
 
 def bubble_fraction(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> Fraction:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from rampup.errors import (
     nearest_multiples,
     raise_together,
 )
+from rampup.notebook_repr import NotebookRepr
 from rampup.plan.numbers import MAX_SAMPLES, count_problems, divisors, next_to
 from rampup.rl.experience import Experience
 from rampup.rl.sizes import Size
@@ -42,7 +42,7 @@ class RolloutPosition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutPlan:
+class RolloutPlan(NotebookRepr):
     """One step of reinforcement learning: what is generated, how it is trained on, and how often.
 
     A step generates `rollout_batch`, then trains the critic, if there is one, through all of its epochs, then the policy
@@ -260,11 +260,6 @@ class RolloutPlan:
             "bytes_per_replica": per_sample * -(-self.samples_per_step // self.policy.data_parallel_size),
             "fields": {field.name: field.bytes_per_sample for field in fields},
         }
-
-    def _repr_html_(self) -> str:
-        rows = ((name, value) for name, value in self.to_dict().items() if isinstance(value, int))
-        cells = "".join(f"<tr><th>{html.escape(name)}</th><td>{value:,}</td></tr>" for name, value in rows)
-        return f"<table>{cells}</table>"
 
     @property
     def _factors(self) -> dict[str, int]:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from rampup.plan.budget import SECONDS_PER_HOUR, TokenBudget
 from rampup.plan.plan import RampPlan
-from rampup.show.display import shown
+from rampup.show.format import format_value
 
 FACTS = ("num_devices", "total_steps", "ramp_steps", "ramp_samples", "num_compiled_shapes", "global_batch_to_load")
 WHEN = {"from\nstep": "start_step", "from\nsample": "start_sample", "steps": "num_steps", "batch": "global_batch_size"}
@@ -86,7 +86,7 @@ def print_budget(
     if throughput:
         seconds = budget.seconds(throughput)
         rate = Fraction(budget.consumed_tokens) / seconds
-        rows["time"] = f"{_hours(seconds)} at {shown(float(rate))} tokens/s on average"
+        rows["time"] = f"{_hours(seconds)} at {format_value(float(rate))} tokens/s on average"
         unknown = [size for size in by_size if size not in throughput]
         if unknown and len(throughput) > 1:
             rows["not measured"] = f"{len(unknown):,} of {len(by_size):,} batch sizes, which take the nearest one's throughput"
@@ -132,13 +132,13 @@ def _width(table: Table, console: Console) -> int:
 def _phase_cell(row: Mapping[str, object] | None, name: str) -> str:
     if row is None:
         return "-"
-    return "rest" if row[name] is None else shown(row[name])
+    return "rest" if row[name] is None else format_value(row[name])
 
 
 def _cell(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return '""' if value == "" else shown(value)
+    return '""' if value == "" else format_value(value)
 
 
 def _table(console: Console, titles: Sequence[str], *, left: int = 0) -> Table:

@@ -19,7 +19,8 @@ from rampup.errors import ConfigError
 from rampup.plan.learning_rate import Clock
 from rampup.plan.plan import RampPlan
 from rampup.rl.plan import RolloutPlan
-from rampup.show.display import html_list, shown
+from rampup.show.format import format_value
+from rampup.show.notebook import html_list
 from rampup.show.report_charts import plan_charts, rate_charts, run_charts
 from rampup.show.series import RunMetrics
 from rampup.show.svg import Chart, chart_figure, timetable_figure
@@ -230,7 +231,7 @@ def _charts(charts: Sequence[Chart]) -> str:
 
 def _facts(facts: Mapping[str, object]) -> str:
     items = "".join(
-        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(shown(value))}</dd></div>" for name, value in facts.items()
+        f"<div><dt>{html.escape(name)}</dt><dd>{html.escape(format_value(value))}</dd></div>" for name, value in facts.items()
     )
     return f'<dl class="facts">{items}</dl>'
 
@@ -244,7 +245,7 @@ def _table(rows: Sequence[Mapping[str, object]], name: str, *, unreached: frozen
     for place, (number, row) in enumerate(kept):
         if hidden and place == MAX_ROWS // 2:
             lines.append(f'<tr><td class="text" colspan="{len(row)}">{hidden:,} more rows</td></tr>')
-        cells = "".join(f"<td>{'' if value is None else html.escape(shown(value))}</td>" for value in row.values())
+        cells = "".join(f"<td>{'' if value is None else html.escape(format_value(value))}</td>" for value in row.values())
         lines.append(f"<tr{' class=unreached' if number in unreached else ''}>{cells}</tr>")
     head = "".join(f'<th scope="col">{html.escape(title)}</th>' for title in rows[0])
     note = "<p class=dim>The run ends before the phases in italics.</p>" if unreached else ""

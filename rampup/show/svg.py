@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rampup.plan.timetable import Timetable
+from rampup.show.format import KIND_NAMES
 from rampup.show.series import short
-from rampup.show.timetable_html import KIND_NAMES
 
 WIDTH, HEIGHT = 460, 250
 LEFT, RIGHT, TOP, BOTTOM = 56, 14, 20, 42

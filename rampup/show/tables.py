@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
-from rampup.show.display import shown
+from rampup.show.format import format_value
 
 BAR_WIDTH = 12
 MAX_CHOICES = 6
@@ -47,7 +47,7 @@ def print_facts(facts: Mapping[str, Any], console: Console) -> None:
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name, shown(value))
+        table.add_row(name, format_value(value))
     console.print(table)
 
 
@@ -82,7 +82,7 @@ def _phase_table(plan: RampPlan, columns: Mapping[str, str], console: Console, *
     mark, largest = "\u2588" if console.is_terminal else "#", max(plan.ramp.sizes)
     for phase, row in zip(plan.ramp.phases, plan.phase_rows(), strict=True):
         reached = phase.start_step < plan.total_steps
-        cells = [shown(row[name]) if row[name] is not None else "rest" for name in columns.values()]
+        cells = [format_value(row[name]) if row[name] is not None else "rest" for name in columns.values()]
         bar = [mark * max(round(BAR_WIDTH * phase.global_batch_size / largest), 1)] if bars else []
         table.add_row(str(phase.index) if reached else f"({phase.index})", *cells, *bar, style=None if reached else "dim")
     return table
@@ -94,7 +94,12 @@ def _choices_table(plan: RampPlan, console: Console) -> Table:
     table.add_column("")
     for choice in choices[:MAX_CHOICES]:
         relative = f"{float(choice.predicted_time / choices[0].predicted_time):.2f}"
-        cells = (shown(choice.num_microbatches), shown(choice.microbatch_size), f"{float(choice.bubble):.3f}", relative)
+        cells = (
+            format_value(choice.num_microbatches),
+            format_value(choice.microbatch_size),
+            f"{float(choice.bubble):.3f}",
+            relative,
+        )
         table.add_row(*cells, "taken" if choice.microbatch_size == taken.microbatch_size else "")
     return table
 

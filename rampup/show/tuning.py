@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from rampup.show.display import shown
+from rampup.show.format import format_value
 
 Facts = Mapping[str, Any]
 
@@ -73,12 +73,12 @@ def _boundary(found: Facts) -> str:
 def _print_settings(found: Facts, console: Console) -> None:
     settings = " ".join(f"{key}={value}" for key, value in found["settings"].items()) or "what the configuration has"
     took = found["run_seconds"]
-    console.print(f"recommended: {settings}" + ("" if took is None else f"; the run's steps take {shown(took)} s"))
+    console.print(f"recommended: {settings}" + ("" if took is None else f"; the run's steps take {format_value(took)} s"))
     console.print(_phases(found["phases"], console))
     for other in found["alternatives"]:
         keys = " ".join(f"{key}={value}" for key, value in other["settings"].items()) or "what the configuration has"
         seconds = other["run_seconds"]
-        console.print(f"instead: {keys}: {'not timed' if seconds is None else f'{shown(seconds)} s'}")
+        console.print(f"instead: {keys}: {'not timed' if seconds is None else f'{format_value(seconds)} s'}")
     if found["pipeline_tick_overhead"] is not None:
         console.print(f"measured for the pipeline's chooser: pipeline_tick_overhead={found['pipeline_tick_overhead']:.4g}")
 
@@ -87,8 +87,8 @@ def _candidates(rows: Sequence[Facts], console: Console) -> Table:
     table = _empty(console, "micro-\nbatch", "micro-\nbatches", "memory", "step", "spread", "tokens/s", "")
     for row in rows:
         table.add_row(
-            shown(row["microbatch_size"]),
-            shown(row["num_microbatches"]),
+            format_value(row["microbatch_size"]),
+            format_value(row["num_microbatches"]),
             bytes_text(row["bytes"]),
             _time(row["step_seconds"]),
             "" if row["spread"] is None else f"{row['spread']:.0%}",
@@ -105,7 +105,7 @@ def _phases(rows: Sequence[Facts], console: Console) -> Table:
     columns |= {"micro-\nbatch": "microbatch_size"}
     table = _empty(console, "phase", *columns, "memory", "tokens/s")
     for number, row in enumerate(rows):
-        cells = (shown(row[name]) for name in columns.values())
+        cells = (format_value(row[name]) for name in columns.values())
         table.add_row(str(number), *cells, bytes_text(row["bytes"]), _rate(row["tokens_per_second"]))
     return table
 

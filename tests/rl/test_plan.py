@@ -245,4 +245,6 @@ def test_what_follows_from_the_70b_case_of_verl():
 
 def test_in_a_notebook():
     """A plan shows itself as a table of its numbers."""
-    assert "<tr><th>samples_per_step</th><td>256</td></tr>" in make()._repr_html_()
+    page = make()._repr_html_()
+    assert ">samples_per_step</th>" in page
+    assert ">256</td>" in page

@@ -7,8 +7,8 @@ from typing import Any
 
 from rampup.errors import ConfigError
 from rampup.plan.timetable import Timetable
+from rampup.show.format import KIND_NAMES
 from rampup.show.plots.figure import MIN_WIDTH, finish, matplotlib_part, new_figure
-from rampup.show.timetable_html import KIND_NAMES
 from rampup.show.timetables import label
 
 # Light and dark enough to tell apart in black and white, and hatched besides.

@@ -1,4 +1,4 @@
-"""Tests of rampup.show.display: what objects look like in a notebook."""
+"""Tests of rampup.show.notebook: the HTML of objects."""
 
 from html.parser import HTMLParser
 
@@ -7,7 +7,8 @@ import pytest
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan, RampupBatchManager
 from rampup.plan.schedules import SCHEDULES
 from rampup.plan.timetable import Timetable
-from rampup.show.display import html_facts, html_list, html_rows, shown
+from rampup.show.format import format_value
+from rampup.show.notebook import html_facts, html_list, html_table
 
 EVIL = "<script>&\"'"
 PLAN = RampPlan(
@@ -41,7 +42,7 @@ class Elements(HTMLParser):
 
 @pytest.mark.parametrize(
     "page",
-    [html_facts({EVIL: EVIL}), html_rows([{EVIL: EVIL}], caption=EVIL), html_list([EVIL])],
+    [html_facts({EVIL: EVIL}), html_table([{EVIL: EVIL}], caption=EVIL), html_list([EVIL])],
     ids=["facts", "rows", "list"],
 )
 def test_texts_are_escaped(page):
@@ -53,13 +54,13 @@ def test_texts_are_escaped(page):
 
 def test_nothing_is_no_table():
     """No rows and no lines give no element."""
-    assert html_rows([]) == html_list([]) == ""
+    assert html_table([]) == html_list([]) == ""
 
 
 @pytest.mark.parametrize("number", [1, 200, 201, 5000])
 def test_long_tables_say_what_they_leave_out(number):
     """Up to 200 rows are all shown; of more, the first and last hundred, and how many are not."""
-    found = Elements(html_rows([{"n": n} for n in range(number)]))
+    found = Elements(html_table([{"n": n} for n in range(number)]))
     assert found.names.count("tr") == 1 + min(number, 201)
     assert (f"{number - 200:,} more rows" in found.text) == (number > 200)
     assert f"{number - 1:,}" in found.text
@@ -69,9 +70,9 @@ def test_long_tables_say_what_they_leave_out(number):
     ("value", "text"),
     [(0, "0"), (-1234, "-1,234"), (0.5, "0.5"), (1e6, "1,000,000"), (False, "False"), (10**18, f"{10**18:,}")],
 )
-def test_shown(value, text):
+def test_format_value_separates_thousands(value, text):
     """Numbers are written for people."""
-    assert shown(value) == text
+    assert format_value(value) == text
 
 
 def test_a_plan_shows_summary_phases_and_notes():
