@@ -25,7 +25,7 @@ from rampup.plan.pipeline import stage_order
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.run.checkpoint import newest_record
-from rampup.run.compile import use_cache
+from rampup.run.compile import enable_compilation_cache
 from rampup.run.data.batches import Batch, SampleOrder, step_batches
 from rampup.run.data.fingerprint import fingerprints
 from rampup.run.data.loading import Loading, shared_sources
@@ -88,7 +88,7 @@ def train(config: Config, progress: Progress = lambda event, values: None) -> Su
         initialization_timeout=config.jax_distributed_initialization_timeout,
         heartbeat_timeout=2 * config.jax_distributed_heartbeat_timeout_seconds,
     )
-    use_cache(config.jax_cache_dir)
+    enable_compilation_cache(config.jax_cache_dir)
     with watchdog(config.jax_distributed_heartbeat_timeout_seconds):
         return _train(config, progress if is_first() else lambda event, values: None)
 

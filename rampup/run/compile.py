@@ -1,4 +1,4 @@
-"""Compiling a program before it is needed, in the background, and keeping it for the next process."""
+"""Compiles programs once: on request, or in a background thread before they are needed."""
 
 from __future__ import annotations
 
@@ -13,88 +13,94 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from rampup.run.rehearsal import rehearse
+from rampup.moved import moved_names
 
 Lower = Callable[[], Any]
-NICENESS = 10
+BACKGROUND_NICENESS = 10
 CPU_OPTIONS = {"xla_backend_optimization_level": 2}
 
 
 class Compiler:
-    """Compiles every program once: when it is asked for, or ahead of that in one background thread.
+    """A cache of ahead-of-time compiled programs, with one background thread.
+
+    `jax.jit` compiles on the first call with a new shape and blocks until it is done. Here a program can be compiled before its
+    first call, and the caller can ask whether it is ready. Ahead-of-time compilation does not fill the cache of `jax.jit`, so
+    this class holds the executables.
 
     Attributes:
         num_compilations: programs compiled so far.
-        waited_seconds: time that callers of `get` have waited for a compilation.
+        waited_seconds: total time that callers of `get` waited for a compilation.
     """
 
     def __init__(self) -> None:
         self.num_compilations = 0
         self.waited_seconds = 0.0
         self._programs: dict[Hashable, Any] = {}
-        self._coming: dict[Hashable, Future[tuple[Any, np.ndarray | None]]] = {}
+        self._pending: dict[Hashable, Future[Any]] = {}
         self._thread: ThreadPoolExecutor | None = None
 
     def get(self, key: Hashable, lower: Lower) -> Any:
-        """Return a program, compiled now unless it is there already or on its way.
+        """Return a program. Compile it now unless it is compiled or pending.
 
         Args:
-            key: names the program.
-            lower: returns its `jax.stages.Lowered`.
+            key: identifies the program.
+            lower: returns its `jax.stages.Lowered`; called only if the program has to be compiled here.
         """
-        if key not in self._programs:
+        program = self._programs.get(key)
+        if program is None:
             start, ready = time.perf_counter(), self.is_ready(key)
-            coming = self._coming.pop(key, None)
-            self._programs[key] = coming.result()[0] if coming else self._compiled(lower())
+            pending = self._pending.pop(key, None)
+            program = self._programs[key] = pending.result() if pending else self._compile(lower())
             self.waited_seconds += 0 if ready else time.perf_counter() - start
-        return self._programs[key]
+        return program
 
-    def ahead(self, key: Hashable, lower: Lower) -> None:
-        """Begin to compile a program in the background, after those that were begun before."""
+    def compile_async(self, key: Hashable, lower: Lower) -> None:
+        """Lower and compile a program in the background, after those requested earlier. Errors are raised by `get`."""
         if self.is_known(key):
             return
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="rampup-compile", initializer=_give_way)
-        contexts = _contexts()
+            # One thread: compilations share the cores with training, and a second one would only slow both down.
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="rampup-compile", initializer=_lower_thread_priority)
+        contexts = _capture_contexts()
 
-        def work() -> tuple[Any, np.ndarray | None]:
+        def work() -> Any:
             with contexts():
-                lowered = lower()
-                program = self._compiled(lowered)
-                return program, rehearse(program, lowered)
+                return self._compile(lower())
 
-        self._coming[key] = self._thread.submit(work)
+        self._pending[key] = self._thread.submit(work)
 
     def is_ready(self, key: Hashable) -> bool:
-        """Say whether `get` would return at once."""
-        return key in self._programs or (key in self._coming and self._coming[key].done())
+        """Return whether `get` would return without waiting."""
+        return key in self._programs or (key in self._pending and self._pending[key].done())
 
     def is_known(self, key: Hashable) -> bool:
-        """Say whether a program is compiled or on its way."""
-        return key in self._programs or key in self._coming
+        """Return whether a program is compiled or pending."""
+        return key in self._programs or key in self._pending
 
     def close(self) -> None:
-        """Give up what is only waiting to be compiled."""
+        """Cancel the programs whose compilation has not started. They are compiled when `get` is called."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None
-            self._coming = {key: coming for key, coming in self._coming.items() if not coming.cancelled()}
+            self._pending = {key: pending for key, pending in self._pending.items() if not pending.cancelled()}
 
-    def _compiled(self, lowered: Any) -> Any:
+    def _compile(self, lowered: Any) -> Any:
         program = compile_program(lowered)
         self.num_compilations += 1
         return program
 
 
 def compile_program(lowered: Any) -> Any:
-    """Compile a program: on a CPU at XLA's level 2, which takes a fifth less time than its 3, for steps as fast.
+    """Compile a program. On a CPU use XLA's optimization level 2, unless `XLA_FLAGS` sets another one.
+
+    Level 2 compiles a fifth faster than level 3, and the steps of the models here run equally fast.
 
     Args:
         lowered: a `jax.stages.Lowered`.
 
     Example:
+        >>> import numpy as np
         >>> import jax.numpy as jnp
         >>> compile_program(jax.jit(jnp.square).lower(np.float32(3)))(np.float32(3)).item()
         9.0
@@ -103,22 +109,22 @@ def compile_program(lowered: Any) -> Any:
     return lowered.compile(compiler_options=None if jax.default_backend() != "cpu" or is_set_already else CPU_OPTIONS)
 
 
-def use_cache(folder: str | None) -> None:
-    """Keep compiled programs in a folder, for later processes, unless JAX has one already; None keeps none."""
+def enable_compilation_cache(folder: str | None) -> None:
+    """Keep compiled programs in a folder for later processes, unless JAX has a cache folder already. None changes nothing."""
     if folder is not None and jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _give_way() -> None:
-    """Let training and its data go first where this thread wants the same cores."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+def _lower_thread_priority() -> None:
+    """Give way to training and its data loading, which need the same cores."""
+    if sys.platform == "linux":  # where a niceness belongs to a thread; elsewhere it would slow the whole process down
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
 
 
-def _contexts() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a function that enters, in another thread, the contexts that jax keeps for this one."""
+def _capture_contexts() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a function that enters this thread's JAX contexts, which change a trace, in another thread."""
     x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
     mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
 
@@ -137,6 +143,9 @@ def _contexts() -> Callable[[], contextlib.AbstractContextManager[None]]:
 def _enable_x64(enabled: bool) -> contextlib.AbstractContextManager[None]:
     if hasattr(jax, "enable_x64"):
         return jax.enable_x64(enabled)
-    from jax.experimental import enable_x64
+    from jax.experimental import enable_x64  # older versions of JAX
 
     return enable_x64(enabled)
+
+
+__getattr__ = moved_names(__name__, {"use_cache": "rampup.run.compile.enable_compilation_cache"})

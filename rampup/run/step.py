@@ -219,7 +219,7 @@ class TrainStep:
             if shapes is None:
                 rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), batch.chunks[0])
                 shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state), rows
-            self._compiler.ahead(layout, functools.partial(self.lower, *shapes, split))
+            self._compiler.compile_async(layout, functools.partial(self.lower, *shapes, split))
 
     def _no_sums(self, state: Any, chunk: Any) -> Metrics:
         """Return the metrics of no microbatch at all."""

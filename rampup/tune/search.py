@@ -10,7 +10,7 @@ import jax
 from rampup.config.schema import Config
 from rampup.errors import ConfigError
 from rampup.plan.numbers import exact_fraction
-from rampup.run.compile import use_cache
+from rampup.run.compile import enable_compilation_cache
 from rampup.run.offload import device_limit, is_out_of_memory, peak_bytes
 from rampup.tune.bisection import Boundary, candidate_sizes, largest_within
 from rampup.tune.fitting import Line, fit_line, fit_tick_overhead
@@ -91,7 +91,7 @@ def tune(
             nearest=("fused",),
         )
     limit, named = memory_limit(memory_gib, devices)
-    use_cache(config.jax_cache_dir)
+    enable_compilation_cache(config.jax_cache_dir)
     programs, usable = Programs(config, devices, report), usable_of(limit)
     boundary = find_largest(programs, usable)
     facts: dict[str, Any] = {

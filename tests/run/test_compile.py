@@ -21,12 +21,12 @@ def lowering(function, *args):
     return lower, threads
 
 
-def test_a_program_is_compiled_once():
-    """Asked for, asked for ahead, and asked for again: one compilation, in the background."""
+def test_get_compiles_a_program_once():
+    """Requested in the background twice and then three times by `get`: one compilation, in the background thread."""
     compiler = Compiler()
     lower, threads = lowering(jnp.sin, np.float32(1))
-    compiler.ahead("sin", lower)
-    compiler.ahead("sin", lower)
+    compiler.compile_async("sin", lower)
+    compiler.compile_async("sin", lower)
     assert compiler.is_known("sin")
     assert compiler.get("sin", lower)(np.float32(0)) == 0
     assert compiler.get("sin", lower) is compiler.get("sin", lower)
@@ -35,11 +35,11 @@ def test_a_program_is_compiled_once():
     assert threads[0].startswith("rampup-compile")
 
 
-def test_waiting_is_counted_and_being_ready_is_not():
-    """A program that is compiled when it is asked for costs time; one that is ready costs none."""
+def test_waited_seconds_counts_only_compilations_that_get_waited_for():
+    """A program compiled by `get` adds waiting time; one that is ready adds none."""
     compiler = Compiler()
     lower, _ = lowering(jnp.cos, np.float32(1))
-    compiler.ahead("ready", lower)
+    compiler.compile_async("ready", lower)
     while not compiler.is_ready("ready"):
         pass
     compiler.get("ready", lower)
@@ -48,8 +48,8 @@ def test_waiting_is_counted_and_being_ready_is_not():
     assert compiler.waited_seconds > 0
 
 
-def test_contexts_reach_the_background():
-    """A program that is traced in the background has the caller's precision of numbers and mesh."""
+def test_compile_async_uses_the_contexts_of_the_caller():
+    """A program that is traced in the background has the caller's x64 mode and matmul precision."""
     compiler = Compiler()
     seen = []
 
@@ -60,33 +60,33 @@ def test_contexts_reach_the_background():
     jax.config.update("jax_enable_x64", True)
     try:
         with jax.default_matmul_precision("highest"):
-            compiler.ahead("x", lower)
+            compiler.compile_async("x", lower)
         assert compiler.get("x", lower)(np.ones(2)).dtype == np.float64
     finally:
         jax.config.update("jax_enable_x64", False)
     assert seen == [(np.float64, "highest")]
 
 
-def test_what_goes_wrong_in_the_background_reaches_the_caller():
-    """An error is raised where the program is asked for."""
+def test_get_raises_errors_of_the_background():
+    """An error in the background thread is raised by `get`."""
     compiler = Compiler()
     lower, _ = lowering(lambda x: x @ x, np.ones((2, 3)))
-    compiler.ahead("bad", lower)
+    compiler.compile_async("bad", lower)
     with pytest.raises(TypeError):
         compiler.get("bad", lower)
 
 
-def test_closing_gives_up_what_waits():
-    """After closing, what was being compiled is there, and what only waited is compiled when it is asked for."""
+def test_close_cancels_pending_programs():
+    """A compilation that has started finishes; one that has not is compiled by `get`."""
     compiler, gate = Compiler(), threading.Event()
 
     def slow():
         gate.wait()
         return jax.jit(jnp.tan).lower(np.float32(1))
 
-    compiler.ahead("slow", slow)
+    compiler.compile_async("slow", slow)
     lower, threads = lowering(jnp.exp, np.float32(1))
-    compiler.ahead("never", lower)
+    compiler.compile_async("never", lower)
     compiler.close()
     gate.set()
     assert compiler.get("slow", slow)(np.float32(0)) == 0
@@ -95,8 +95,8 @@ def test_closing_gives_up_what_waits():
     assert threads == ["MainThread"]
 
 
-def test_a_cpu_gets_its_level_unless_it_is_set(monkeypatch):
-    """Programs for a CPU are compiled at level 2; XLA_FLAGS of one's own and accelerators are left alone."""
+def test_compile_program_sets_the_level_only_on_cpu(monkeypatch):
+    """On a CPU the level is 2, unless XLA_FLAGS sets one; other backends keep their default."""
     given = []
 
     class Lowered:

@@ -182,7 +182,7 @@ def test_a_late_compilation_stops_nothing():
     tx = optax.sgd(0.05)
     gate, used = threading.Event(), []
     step = train_step(toy.loss_fn, tx, plan, mesh)
-    step._compiler.ahead("gate", lambda: (gate.wait(), jax.jit(jnp.sin).lower(np.float32(1)))[1])
+    step._compiler.compile_async("gate", lambda: (gate.wait(), jax.jit(jnp.sin).lower(np.float32(1)))[1])
     state = create_state(toy.new_params(mesh), tx, mesh)
     for batch in step_batches(toy.rows(), plan, mesh, seed=3, choose_split=step.choose_split):
         used.append((batch.position.split.global_batch_size, batch.position.split.microbatch_size))
