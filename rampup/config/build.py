@@ -53,7 +53,7 @@ def build_plan(
     assert chosen is not None
     splitter = _with_best_repeats(config, splitter, chosen)
     size = eval_size or _collect(problems, config, lambda: _eval_size(config, num_devices, chosen, splitter))
-    plan = _collect(problems, config, lambda: _plan(config, num_devices, chosen, splitter, size))
+    plan = _collect(problems, config, lambda: _plan(config, num_devices, axes, chosen, splitter, size))
     raise_together(problems)
     assert plan is not None
     return plan
@@ -197,8 +197,12 @@ def _eval_size(config: Config, num_devices: int, ramp: BatchRamp, splitter: Batc
         raise
 
 
-def _plan(config: Config, num_devices: int, ramp: BatchRamp, splitter: BatchSplitter, eval_size: int | None) -> RampPlan:
+def _plan(
+    config: Config, num_devices: int, axes: MeshAxes | None, ramp: BatchRamp, splitter: BatchSplitter, eval_size: int | None
+) -> RampPlan:
+    assert axes is not None
     return RampPlan(
+        axes=axes,
         ramp=ramp,
         splitter=splitter,
         num_devices=num_devices,

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
-from rampup.errors import BatchDivisibilityError, PipelineShapeError, RampupError, raise_together
+from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError, raise_together
 from rampup.notebook_repr import NotebookRepr
 from rampup.plan.learning_rate import BatchScaling, Clock, ClockSegment, clock_segments, learning_rate_scale
+from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import plain_number
 from rampup.plan.pipeline_cost import PipelineChoice
 from rampup.plan.ramp import BatchRamp, Phase
@@ -64,6 +65,8 @@ class RampPlan(NotebookRepr):
         learning_rate_schedule_steps: length of that schedule in optimizer steps; None = `total_steps`.
         expansion_factor_real_data: MaxText's key; above 0, the factor between the batch that is loaded and the one trained on.
         assumed_tick_overhead: what a pipeline tick is taken to cost where the splitter has no measured value; for advice.
+        axes: devices along each mesh axis. By default the splitter's replicas are on the data axis, its stages on the pipeline
+            axis, and the tensor axis has the remaining factor of `num_devices`.
         splits: how the batch of every phase is cut (derived).
         eval_split: how the evaluation batch is cut (derived).
         clock: the clock of the learning-rate schedule, phase by phase (derived).
@@ -92,6 +95,7 @@ class RampPlan(NotebookRepr):
     learning_rate_schedule_steps: int | None = None
     expansion_factor_real_data: Fraction = Fraction(-1)
     assumed_tick_overhead: Fraction = Fraction(1)
+    axes: MeshAxes = None  # type: ignore[assignment]  # never None after __post_init__
     splits: tuple[BatchSplit, ...] = field(init=False, repr=False, compare=False)
     eval_split: BatchSplit | None = field(init=False, repr=False, compare=False)
     clock: tuple[ClockSegment, ...] = field(init=False, repr=False, compare=False)
@@ -103,7 +107,12 @@ class RampPlan(NotebookRepr):
         if eval_size is not None:
             checks.append(eval_splitter.problem(eval_size, "evaluation", key="eval_per_device_batch_size"))
         checks.append(self._loading_problem())
+        checks.append(self._axes_problem())
         raise_together([problem for problem in checks if problem])
+        if self.axes is None:
+            replicas, stages = self.splitter.data_parallel_size, self.splitter.num_stages
+            rest = max(self.num_devices // (replicas * stages), 1)
+            object.__setattr__(self, "axes", MeshAxes(data=replicas, tensor=rest, pipeline=stages))
         object.__setattr__(self, "splits", self.splitter.split(self.ramp.sizes))
         object.__setattr__(self, "eval_split", None if eval_size is None else eval_splitter.split([eval_size])[0])
         clock = clock_segments(
@@ -259,6 +268,19 @@ class RampPlan(NotebookRepr):
             key="expansion_factor_real_data",
             nearest=(-1,),
         )
+
+    def _axes_problem(self) -> RampupError | None:
+        """Return an error if the axes contradict the splitter or the number of devices."""
+        axes, splitter = self.axes, self.splitter
+        if axes is None:
+            return None
+        pairs = {
+            "num_devices": (axes.num_devices, self.num_devices),
+            "data_parallel_size": (axes.data_parallel_size, splitter.data_parallel_size),
+            "num_stages": (axes.pipeline, splitter.num_stages),
+        }
+        wrong = [f"{name}={size}, but the plan has {other}" for name, (size, other) in pairs.items() if size != other]
+        return ConfigError(f"the mesh axes have {'; '.join(wrong)}", key="axes") if wrong else None
 
     def _sizes_of(self, split: BatchSplit, gradient_accumulation_steps: int) -> dict[str, int | float]:
         """Return one batch's sizes by their contract names."""

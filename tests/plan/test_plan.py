@@ -4,8 +4,10 @@ from fractions import Fraction
 
 import pytest
 
-from rampup.errors import BatchDivisibilityError
-from rampup.plan import BatchRamp, BatchSplitter, RampPlan
+from rampup.config.build import build_plan
+from rampup.config.schema import Config
+from rampup.errors import BatchDivisibilityError, ConfigError
+from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
 
 KEYS = {
     "ramp": BatchRamp.linear(start=16, increment=8, end=48, samples=500),
@@ -156,3 +158,26 @@ def test_a_fixed_ramp_has_nothing_to_fall_back_on():
     )
     assert plan.fallbacks(1) == ()
     assert plan.num_compiled_shapes == 1
+
+
+def test_axes_default_to_replicas_stages_and_a_remainder():
+    """Without axes, replicas are on the data axis, stages on the pipeline axis, and the tensor axis has what remains."""
+    splitter = BatchSplitter(data_parallel_size=2, num_stages=2)
+    plan = RampPlan(ramp=BatchRamp.constant(8), splitter=splitter, num_devices=12, total_steps=1)
+    assert plan.axes == MeshAxes(data=2, pipeline=2, tensor=3)
+    assert RampPlan(**KEYS).axes == MeshAxes(data=4)
+
+
+def test_axes_must_agree_with_the_splitter_and_the_devices():
+    """Axes with other sizes than the plan are refused, and the error names every size that differs."""
+    axes = MeshAxes(data=2, fsdp=2)
+    assert RampPlan(**KEYS, axes=axes).axes is axes
+    with pytest.raises(ConfigError, match=r"num_devices=8.* 4; data_parallel_size=8.* 4; num_stages=1") as caught:
+        RampPlan(**(KEYS | {"splitter": BatchSplitter(data_parallel_size=4, num_stages=2)}), axes=MeshAxes(data=8))
+    assert caught.value.key == "axes"
+
+
+def test_build_plan_keeps_the_axes_of_the_configuration():
+    """The axes of a built plan are those that the parallelism keys describe."""
+    config = Config(ici_data_parallelism=2, ici_fsdp_parallelism=2, ici_tensor_parallelism=2)
+    assert build_plan(config, 8).axes == MeshAxes(data=2, fsdp=2, tensor=2)
