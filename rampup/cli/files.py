@@ -40,10 +40,10 @@ def check(args: argparse.Namespace, console: Console) -> int:
         from rampup.show.verdicts import print_verdict
 
         print_verdict(verdict, console)
-    if verdict.good and args.output is not None:
+    if verdict.ok and args.output is not None:
         write_conversion(verdict, args.output, source=args.file)
         print(f"wrote {args.output}", file=sys.stderr)
-    return 0 if verdict.good else EXIT_REFUSED
+    return 0 if verdict.ok else EXIT_REFUSED
 
 
 def suggest_options(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -43,21 +44,6 @@ class Meaning:
 
     says: str
     means: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effect:
-    """What changing one size does.
-
-    Attributes:
-        key: the size, in that system's words.
-        memory, speed, policy_lag: its effect on each, in a phrase; empty for none.
-    """
-
-    key: str
-    memory: str = ""
-    speed: str = ""
-    policy_lag: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +89,7 @@ class Verdict(NotebookRepr):
         notes: what is legal but surprising.
         derived: the numbers that follow, by the names of design: `samples_per_step`, `optimizer_steps`, ...
         phases: for a ramp, every phase as `rampup plan --json` gives it; None without one.
-        meanings, flow, effects, advice: the explanation for people.
+        meanings, flow, advice: the explanation for people.
         plan: our `RampPlan` or `RolloutPlan` of the same run, where one can be built.
         conversion: the same run in our keys; None for systems that our configuration has no counterpart of.
     """
@@ -116,7 +102,6 @@ class Verdict(NotebookRepr):
     phases: tuple[Mapping[str, Any], ...] | None = None
     meanings: tuple[Meaning, ...] = ()
     flow: tuple[str, ...] = ()
-    effects: tuple[Effect, ...] = ()
     advice: tuple[Advice, ...] = ()
     plan: Any = None
     conversion: Conversion | None = None
@@ -132,9 +117,15 @@ class Verdict(NotebookRepr):
         return "fails" if self.violations else self.outcome
 
     @property
-    def good(self) -> bool:
-        """Whether the file can be used."""
+    def ok(self) -> bool:
+        """True if the file breaks no rule."""
         return not self.violations
+
+    @property
+    def good(self) -> bool:
+        """Deprecated name of `ok`."""
+        warnings.warn("Verdict.good is now Verdict.ok", DeprecationWarning, stacklevel=2)
+        return self.ok
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as `rampup check --json` prints it."""
@@ -159,6 +150,6 @@ def in_words(job: Any, words: ModuleType) -> dict[str, Any]:
 
     Args:
         job: what a file makes the system do.
-        words: has `meanings`, `flow`, `effects`, `advice` and `notes`, each a function of the job.
+        words: has `meanings`, `flow`, `advice` and `notes`, each a function of the job.
     """
-    return {name: getattr(words, name)(job) for name in ("meanings", "flow", "effects", "advice", "notes")}
+    return {name: getattr(words, name)(job) for name in ("meanings", "flow", "advice", "notes")}

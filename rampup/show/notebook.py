@@ -193,10 +193,6 @@ def _(verdict: Verdict) -> str:
         }
         for violation in verdict.violations
     ]
-    effects = [
-        {"key": effect.key, "memory": effect.memory, "speed": effect.speed, "policy lag": effect.policy_lag}
-        for effect in verdict.effects
-    ]
     advice = [
         {"rule": advice.rule, "source": advice.source, "holds": ADVICE[advice.holds], "because": advice.because}
         for advice in verdict.advice
@@ -207,7 +203,6 @@ def _(verdict: Verdict) -> str:
         "what follows": html_facts(derived) if derived else "",
         "phases": html_table(verdict.phases or ()),
         "a step": html_list(verdict.flow),
-        "what a size changes": html_table(effects),
         "advice": html_table(advice),
         "notes": html_list(verdict.notes),
     }

@@ -10,9 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rampup.dialects.verdict import Advice, Effect, Verdict, Violation
+from rampup.dialects.verdict import Advice, Verdict, Violation
 
-WIDE = 130
 CHECKS = {"accepts": "its own check accepts the file", "rejects": "its own check rejects the file"}
 RUNS = {
     "runs": "the run goes as written",
@@ -33,8 +32,8 @@ PHASE_COLUMNS = {
 
 
 def print_verdict(verdict: Verdict, console: Console) -> None:
-    """Print a verdict: what is wrong, what the file means, how a step flows, what each size costs, which advice is true."""
-    style = "bold green" if verdict.good else "bold red"
+    """Print a verdict: what is wrong, what the file means, how a step flows, which advice is true."""
+    style = "bold green" if verdict.ok else "bold red"
     _line(console, f"{verdict.system}: {CHECKS[verdict.validator]}; {RUNS[verdict.run]}", style=style)
     _violations(verdict.violations, console)
     if verdict.meanings:
@@ -47,9 +46,6 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
     if verdict.flow:
         _title(console, "a step")
         _numbered(verdict.flow, console)
-    if verdict.effects:
-        _title(console, "what each size changes")
-        _effects(verdict.effects, console)
     if verdict.advice:
         _title(console, "advice of the guides")
         for advice in verdict.advice:
@@ -77,18 +73,6 @@ def _phases(phases: Iterable[Mapping[str, Any]], console: Console) -> None:
     names = [name for name in PHASE_COLUMNS if any(name in row for row in rows)]
     cells = [[_cell(row.get(name), rest="rest" if name == "num_steps" else "") for name in names] for row in rows]
     _table(console, [PHASE_COLUMNS[name] for name in names], cells, numbers=True)
-
-
-def _effects(effects: Iterable[Effect], console: Console) -> None:
-    if console.is_terminal and console.width >= WIDE:
-        rows = [(effect.key, effect.memory, effect.speed, effect.policy_lag) for effect in effects]
-        _table(console, ("size", "memory", "speed", "policy lag"), rows)
-        return
-    for effect in effects:
-        _line(console, effect.key, style="bold")
-        for name, text in (("memory", effect.memory), ("speed", effect.speed), ("policy lag", effect.policy_lag)):
-            if text:
-                _hanging(console, f"  {name + ':':<12}", text)
 
 
 def _advice(advice: Advice, console: Console) -> None:

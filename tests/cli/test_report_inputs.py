@@ -64,7 +64,7 @@ def test_another_system_s_file_brings_its_verdict(tmp_path, increment, good):
     file = tmp_path / "theirs.yml"
     file.write_text(MAXTEXT.format(increment=increment))
     report = gathered(str(file), "num_target_devices=4", system="maxtext")
-    assert report.verdict.good == good
+    assert report.verdict.ok == good
     page = report_html(report)
     assert ("accepts" if good else "rejects") in page
     assert "Verdict" in page

@@ -204,7 +204,7 @@ def test_any_file_gives_a_verdict_or_a_clear_error(system, entries, data):
             after = {other.rule for other in verdict(system, yaml.safe_dump(flat | {violation.keys[0]: value})).violations}
             assert after <= before - {violation.rule}
     assert len(before) == len(found.violations)
-    if found.good:
+    if found.ok:
         assert found.derived
         assert found.meanings
         assert found.flow

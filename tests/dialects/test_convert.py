@@ -74,7 +74,7 @@ def test_megatron_ramps_come_back(tmp_path, case):
 def test_megatron_pipelines_and_roundings_come_back(tmp_path, config):
     """One pass of any number of microbatches, growing multiples of the stages, and rounded sizes."""
     result = verdict("megatron", config, "data_parallel_size=8")
-    assert result.good
+    assert result.ok
     plan = read_back(tmp_path, result)
     ramp = [[phase.start_step, phase.global_batch_size, phase.start_sample] for phase in plan.ramp.phases]
     assert ramp == result.derived["ramp_phases"]

@@ -228,7 +228,7 @@ def test_devices_follow_from_a_closed_mesh():
     """Without a free axis the file says how many devices there are; with one it must be told."""
     closed = {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 2, "dcn_data_parallelism": 2}
     assert verdict("maxtext", {"per_device_batch_size": 2, **closed}).derived["global_batch_size_to_train_on"] == 32
-    assert verdict("maxtext", {**closed}, "num_target_devices=16").good
+    assert verdict("maxtext", {**closed}, "num_target_devices=16").ok
     with pytest.raises(ConfigError, match="num_devices=8"):
         verdict("maxtext", {"per_device_batch_size": 2})
 

@@ -93,7 +93,7 @@ def test_the_remainder_is_dropped_and_said():
 def test_silent_replication_is_noted(fsdp, replicates):
     """2 prompts of 4 samples are 8 sequences: they divide over 8 devices, not over 3 or 16, and nothing fails."""
     result = found(GOOD, train_micro_batch_size=2, ici_fsdp_parallelism=fsdp)
-    assert result.good
+    assert result.ok
     assert any(f"do not divide over fsdp={fsdp}" in note for note in result.notes) == replicates
 
 

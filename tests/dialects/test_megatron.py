@@ -176,7 +176,7 @@ def test_interleaving_is_checked_in_every_phase():
     (violation,) = found(ramp).violations
     assert violation.rule == "megatron.whole_groups"
     assert "5 microbatches from step" in violation.message
-    assert found({**ramp, "rampup_batch_size": [32, 32, 1000]}).good
+    assert found({**ramp, "rampup_batch_size": [32, 32, 1000]}).ok
     start = found({**ramp, "rampup_batch_size": [16, 16, 1000]})
     assert "group_in_range" in rules(start)
 
@@ -235,7 +235,7 @@ torchrun --nproc_per_node $GPUS_PER_NODE --nnodes ${NUM_NODES} pretrain_gpt.py \
 def test_formats_mean_the_same(text):
     """A shell script, a command line, YAML with underscores or dashes, and NeMo's YAML give one ramp."""
     result = verdict("megatron", text)
-    assert result.good
+    assert result.ok
     assert result.derived["data_parallel_size"] == 6
     assert result.derived["num_microbatches"] == [1, 2, 3, 4, 5]
     assert [row["start_step"] for row in result.phases] == [0, 7, 10, 12, 14]

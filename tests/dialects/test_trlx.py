@@ -54,7 +54,7 @@ BOUNDARIES = [
 def test_every_rule_at_its_boundary(rule, holds, breaks, validator):
     """One step to either side of each rule."""
     good, bad = trlx(holds), trlx(breaks)
-    assert good.good, rules(good)
+    assert good.ok, rules(good)
     assert rule in rules(bad)
     assert (bad.validator, bad.run) == (validator, "fails")
     check_nearest("trlx", nested(BASE | breaks), [], bad)
@@ -103,7 +103,7 @@ def test_nemo(asked, expected):
     found = trlx({"train.trainer": "NeMoPPOTrainer"}, dict(zip(names, asked, strict=True)))
     names = ("data_parallel_size", "mini_batch_samples", "micro_batch_samples_per_process")
     assert tuple(found.derived[name] for name in (*names, "chunk_size", "train_samples", "max_steps")) == expected
-    assert found.good
+    assert found.ok
 
 
 def test_nemo_sizes_inside_the_file():

@@ -1,12 +1,12 @@
 """Tests of rampup.dialects.verdict: how a verdict shows itself in a notebook."""
 
-from rampup.dialects.verdict import Advice, Effect, Meaning, Verdict, Violation
+from rampup.dialects.verdict import Advice, Meaning, Verdict, Violation
 
 EVIL = "<script>&"
 
 
 def test_everything_is_shown_and_escaped():
-    """What is wrong, what it means, what follows, phases, a step, effects, advice and notes; no text becomes an element."""
+    """What is wrong, what it means, what follows, phases, a step, advice and notes; no text becomes an element."""
     verdict = Verdict(
         system="skyrl",
         violations=(Violation(rule="a.rule", keys=("k1", "k2"), message=EVIL, nearest=(8, 1600)),),
@@ -15,7 +15,6 @@ def test_everything_is_shown_and_escaped():
         phases=({"start_step": 7, "num_steps": None},),
         meanings=(Meaning(says="x = 1", means="one x"),),
         flow=("first this",),
-        effects=(Effect(key="k1", memory="grows"),),
         advice=(Advice(rule="be good", source="a guide", holds=True, because="it is"),),
     )
     page = verdict._repr_html_()
@@ -33,7 +32,7 @@ def test_everything_is_shown_and_escaped():
         "first this",
     ):
         assert part in page
-    for part in ("grows", "be good", "a guide", "it is", "start_step", "&lt;script&gt;&amp;"):
+    for part in ("be good", "a guide", "it is", "start_step", "&lt;script&gt;&amp;"):
         assert part in page
     assert "<script>" not in page
 

@@ -133,7 +133,7 @@ BOUNDARIES = [
 def test_every_rule_at_its_boundary(rule, holds, breaks, validator):
     """One step to either side of each rule."""
     good, bad = verl(holds), verl(breaks)
-    assert good.good, rules(good)
+    assert good.ok, rules(good)
     assert rule in rules(bad)
     assert (bad.validator, bad.run) == (validator, "fails")
     config = {key: value for key, value in (BASE | breaks).items() if value is not None}
@@ -190,7 +190,7 @@ def test_the_newer_trainer_pads_to_whole_mini_batches(train, mini, critic, respo
     assert found.derived["mini_batches"] == total // (mini * responses)
     assert found.derived["critic_mini_batches"] == total // (critic * responses)
     fits = mini * responses % replicas == 0 and critic * responses % replicas == 0
-    assert found.good == fits
+    assert found.ok == fits
 
 
 def test_parts_of_a_step():
@@ -210,14 +210,14 @@ def test_rules_until_april_2026():
     assert found.derived["accumulation_steps"] == 4
     assert "micro_divides_mini" not in rules(found)
     old = verl(LEGACY, {MICRO: None, OLD: 16})
-    assert old.good
+    assert old.ok
     assert old.derived["accumulation_steps"] == 4
 
 
 def test_critic_keys_never_reach_the_engine():
     """Whatever the critic's micro size is, its passes are filled by tokens, and the file says nothing of them."""
     found = verl(CRITIC, {C_MICRO: 3})
-    assert found.good
+    assert found.ok
     assert any("never reach its engine" in note for note in found.notes)
     assert found.plan.critic.token_budget == 32_768
 
@@ -250,13 +250,12 @@ def test_notes(change, said):
 
 
 def test_explanation_is_complete():
-    """Meanings, flow, effects and advice are there, with this file's numbers."""
+    """Meanings, flow and advice are there, with this file's numbers."""
     found = verl(CRITIC, KL)
     text = " ".join([meaning.means for meaning in found.meanings] + list(found.flow))
     for number in ("64 prompts", "256 samples", "64 samples per optimizer step", "4 mini batches", "8 replicas", "2 passes"):
         assert number in text, number
     assert {line.split()[0].rstrip(":") for line in found.flow} >= {"load", "generate", "share", "train", "advance"}
-    assert found.effects
     assert {advice.holds for advice in found.advice} == {True, False}
     assert None in {advice.holds for advice in verl(BUDGET).advice}
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from rampup.dialects.verdict import Advice, Effect, Meaning, Verdict, Violation
+from rampup.dialects.verdict import Advice, Meaning, Verdict, Violation
 from rampup.show.verdicts import print_verdict
 
 LONG = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
@@ -21,7 +21,6 @@ FULL = Verdict(
     notes=("a note with [brackets]",),
     meanings=(Meaning(says=f"{LONG} = 1,024 (default)", means="samples per replica: 32 passes over 1,024 samples"),),
     flow=("load 64 prompts", "train " + "very " * 40 + "long"),
-    effects=(Effect(key=LONG, memory="larger: more", speed="faster", policy_lag="none here"), Effect(key="k", speed="slower")),
     advice=(
         Advice(rule="first rule", source="a guide", holds=True, because="reason one"),
         Advice(rule="second rule", source="a guide", holds=False, because="reason two"),
@@ -95,11 +94,3 @@ def test_headline(outcome, said):
     first = shown(Verdict(system="trlx", outcome=outcome), width=80).splitlines()[0]
     assert first.startswith("trlx: its own check accepts the file")
     assert said in first
-
-
-def test_effects_are_a_table_where_it_fits():
-    """Wide terminals get a table of effects, narrow ones and pipes a list."""
-    assert "policy lag:" in shown(FULL, width=80)
-    wide = shown(FULL, width=200, force_terminal=True)
-    assert "policy lag:" not in wide
-    assert "policy lag" in wide

@@ -9,7 +9,7 @@ from typing import Any
 
 from rampup.config.build import build_plan
 from rampup.config.schema import KEYS, Config
-from rampup.dialects.maxtext.explain import advice, effects, flow, meanings
+from rampup.dialects.maxtext.explain import advice, flow, meanings
 from rampup.dialects.maxtext.job import (
     ACCUMULATION,
     END,
@@ -64,7 +64,6 @@ def check(path: str | Path, overrides: Sequence[str] = ()) -> Verdict:
         phases=tuple(plan.phase_rows()) if plan is not None and file.ramps else None,
         meanings=meanings(file, settings),
         flow=flow(file),
-        effects=effects(file),
         advice=advice(file),
         plan=plan,
         conversion=_conversion(file, settings, refusal),

@@ -1,4 +1,4 @@
-"""MaxText's base.yml in words: what each size means, the step's flow, effects, and what its documentation advises."""
+"""MaxText's base.yml in words: what each size means, the step's flow, and what its documentation advises."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rampup.dialects.maxtext.job import (
 )
 from rampup.dialects.reading import Settings
 from rampup.dialects.rules import counted
-from rampup.dialects.verdict import Advice, Effect, Meaning
+from rampup.dialects.verdict import Advice, Meaning
 from rampup.plan.mesh_axes import AUTO
 from rampup.plan.numbers import written
 
@@ -78,29 +78,6 @@ def flow(file: MaxTextFile) -> tuple[str, ...]:
     steps.append(f"sum the gradients of {sizes.to_train:,} samples over {axes.data_parallel_size:,} replicas")
     steps.append("one optimizer step")
     return tuple(steps)
-
-
-def effects(file: MaxTextFile) -> tuple[Effect, ...]:
-    """Return what changing each size does."""
-    result = [
-        Effect(key=END, memory="grows with it: activations of a pass", speed="larger matrices, until the devices are full"),
-        Effect(key=ACCUMULATION, memory="none: passes follow each other", speed="steps take as many times longer"),
-    ]
-    if file.ramps:
-        result += [
-            Effect(key=START, memory="less in early phases", speed="more optimizer steps for the same samples"),
-            Effect(key=INCREMENT, speed="smaller ones compile more sizes"),
-            Effect(key=SAMPLES, speed="longer ramps take more, smaller steps"),
-        ]
-    if file.stages > 1:
-        result.append(
-            Effect(
-                key=MICROBATCHES,
-                memory="none: all activations of a pass are kept",
-                speed="more of them wait less, but are smaller",
-            )
-        )
-    return tuple(result)
 
 
 def advice(file: MaxTextFile) -> tuple[Advice, ...]:

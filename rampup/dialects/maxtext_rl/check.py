@@ -9,7 +9,7 @@ from typing import Any
 
 from rampup.config.yaml import Located
 from rampup.dialects.maxtext.keys import read_chain, rename
-from rampup.dialects.maxtext_rl.explain import advice, effects, flow, meanings
+from rampup.dialects.maxtext_rl.explain import advice, flow, meanings
 from rampup.dialects.maxtext_rl.job import ALIASES, ENTRIES, OLD, ROLLOUT, TRAIN, RlFile
 from rampup.dialects.maxtext_rl.rules import RULES
 from rampup.dialects.nearest import find_violations
@@ -41,7 +41,6 @@ def check(path: str | Path, overrides: Sequence[str] = ()) -> Verdict:
         derived=_derived(file) if explained else {},
         meanings=meanings(file, settings) if explained else (),
         flow=flow(file) if explained else (),
-        effects=effects(file) if explained else (),
         advice=advice(file) if explained else (),
     )
 

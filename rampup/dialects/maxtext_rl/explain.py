@@ -1,4 +1,4 @@
-"""MaxText's rl.yml in words: what each size means, the step's flow, effects, and what its documentation says."""
+"""MaxText's rl.yml in words: what each size means, the step's flow, and what its documentation says."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from rampup.dialects.maxtext_rl.job import ROLLOUT, TRAIN, RlFile
 from rampup.dialects.reading import Settings
 from rampup.dialects.rules import counted
-from rampup.dialects.verdict import Advice, Effect, Meaning
+from rampup.dialects.verdict import Advice, Meaning
 
 _GUIDE = "MaxText, docs/reference/core_concepts/batch_size.md"
 
@@ -67,28 +67,6 @@ def flow(file: RlFile) -> tuple[str, ...]:
         f"{counted(updates, 'time')}: {counted(file.batch // file.train_micro, 'backward pass')} of "
         f"{counted(file.train_micro * file.generations, 'sample')}, then one optimizer step",
         "send the weights to the generator",
-    )
-
-
-def effects(file: RlFile) -> tuple[Effect, ...]:
-    """Return what changing each size does."""
-    updates = file["rl.num_iterations"]
-    return (
-        Effect(
-            key="batch_size",
-            memory="stored samples grow with it; passes do not, while the train micro batch is given",
-            speed="more to generate at once, fewer weight syncs per prompt",
-            policy_lag="none: one batch is one optimizer step",
-        ),
-        Effect(key=TRAIN, memory="activations of a backward pass grow with it", speed="larger passes, fewer of them"),
-        Effect(key=ROLLOUT, memory="the generator's cache grows with it", speed="larger generate calls"),
-        Effect(key="rl.num_generations", memory="all sizes in samples grow with it", speed="more to generate per prompt"),
-        Effect(
-            key="rl.num_iterations",
-            speed="more optimizer steps for the same samples",
-            policy_lag=f"{counted(updates, 'update')} per rollout: "
-            + ("on-policy" if updates == 1 else f"the last one trains on samples {counted(updates - 1, 'update')} old"),
-        ),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rampup.config.build import build_plan
 from rampup.config.schema import Config
 from rampup.dialects.megatron.conversion import convert
-from rampup.dialects.megatron.explain import advice, effects, flow, meanings
+from rampup.dialects.megatron.explain import advice, flow, meanings
 from rampup.dialects.megatron.job import DECREASE, GLOBAL, MegatronFile
 from rampup.dialects.megatron.keys import RAMP, SCHEDULE, is_nemo, read_megatron
 from rampup.dialects.megatron.ramp import entries_of
@@ -53,7 +53,6 @@ def check(path: str | Path, overrides: Sequence[str] = ()) -> Verdict:
         phases=tuple(rows) if rows is not None and ramps else None,
         meanings=meanings(file, settings),
         flow=flow(file),
-        effects=effects(file),
         advice=advice(file),
         plan=plan,
         conversion=conversion,

@@ -1,11 +1,11 @@
-"""Megatron's arguments in words: what each means, the step's flow, effects, and what its documentation advises."""
+"""Megatron's arguments in words: what each means, the step's flow, and what its documentation advises."""
 
 from __future__ import annotations
 
-from rampup.dialects.megatron.job import GLOBAL, GROUP, MICRO, MODEL_AXES, VIRTUAL, MegatronFile
+from rampup.dialects.megatron.job import GLOBAL, MICRO, MODEL_AXES, VIRTUAL, MegatronFile
 from rampup.dialects.megatron.keys import RAMP, SCHEDULE
 from rampup.dialects.reading import Settings
-from rampup.dialects.verdict import Advice, Effect, Meaning
+from rampup.dialects.verdict import Advice, Meaning
 
 _HELP = "Megatron-LM, help of its arguments"
 
@@ -55,27 +55,6 @@ def flow(file: MegatronFile) -> tuple[str, ...]:
         f"one gradient reduction over {file.replicas:,} replicas",
         "one optimizer step",
     )
-
-
-def effects(file: MegatronFile) -> tuple[Effect, ...]:
-    """Return what changing each size does."""
-    piped = file.stages > 1
-    result = [
-        Effect(
-            key=MICRO,
-            memory="activations grow with it",
-            speed="larger matrices" + (", but fewer microbatches and a larger bubble" if piped else ""),
-        ),
-        Effect(key=GLOBAL, memory="none: more microbatches of the same size", speed="fewer, longer steps"),
-    ]
-    if file[RAMP] is not None or file[SCHEDULE] is not None:
-        key = SCHEDULE if file[SCHEDULE] is not None else RAMP
-        small = " and with a larger pipeline bubble" if piped else ""
-        result.append(Effect(key=key, memory="none", speed=f"more optimizer steps for the same samples{small}"))
-    if file.chunks > 1:
-        result.append(Effect(key=VIRTUAL, memory="more live microbatches", speed="a smaller bubble, more communication"))
-        result.append(Effect(key=GROUP, memory="more live microbatches", speed="longer rows through one chunk"))
-    return tuple(result)
 
 
 def advice(file: MegatronFile) -> tuple[Advice, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rampup.dialects.rules import counted
 from rampup.dialects.skyrl.job import SkyRLJob
-from rampup.dialects.verdict import Advice, Effect, Meaning
+from rampup.dialects.verdict import Advice, Meaning
 
 MINI, TRAIN = "trainer.policy_mini_batch_size", "trainer.train_batch_size"
 MICRO, FORWARD = "trainer.micro_train_batch_size_per_gpu", "trainer.micro_forward_batch_size_per_gpu"
@@ -89,47 +89,6 @@ def flow(job: SkyRLJob) -> tuple[str, ...]:
         "send the policy's weights to the engines, once",
     ]
     return tuple(lines)
-
-
-def effects(job: SkyRLJob) -> tuple[Effect, ...]:
-    """Return what changing each size does."""
-    policy = job.role("policy")
-    updates = job.prompts // policy.mini * job.epochs
-    return (
-        Effect(
-            key=TRAIN,
-            memory=f"host: {counted(job.samples, 'stored sample')}; devices: none",
-            speed="larger: engines stay full, weights are sent less often",
-            policy_lag=f"larger: more updates per rollout ({updates:,} now)",
-        ),
-        Effect(
-            key="generator.n_samples_per_prompt",
-            memory="host: as train_batch_size; engines share a prompt's cache",
-            speed="generation grows in proportion",
-            policy_lag="none: mini batches grow with it",
-        ),
-        Effect(
-            key=MINI,
-            memory="none: passes are the same size",
-            speed="larger: fewer optimizer steps",
-            policy_lag=f"larger: fewer updates per rollout; equal to {TRAIN} is on-policy",
-        ),
-        Effect(
-            key=MICRO,
-            memory="larger: more activations; this is the key for an out-of-memory error",
-            speed=f"larger: fewer passes ({policy.passes:,} now)",
-            policy_lag="none",
-        ),
-        Effect(
-            key=FORWARD, memory="larger: more logits, no gradients", speed="larger: fewer forward passes", policy_lag="none"
-        ),
-        Effect(
-            key="trainer.update_epochs_per_batch",
-            memory="none",
-            speed="training grows in proportion",
-            policy_lag="larger: later passes train on older samples",
-        ),
-    )
 
 
 def advice(job: SkyRLJob) -> tuple[Advice, ...]:

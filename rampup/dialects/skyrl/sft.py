@@ -10,7 +10,7 @@ from typing import Any
 from rampup.dialects.nearest import Rule
 from rampup.dialects.reading import Entry, Settings, entry, read_settings
 from rampup.dialects.rules import counted, divisors, multiples, positive, violations, where_usable
-from rampup.dialects.verdict import Effect, Meaning, Verdict
+from rampup.dialects.verdict import Meaning, Verdict
 
 BATCH, MICRO = "batch_size", "micro_train_batch_size_per_gpu"
 SPLITS = tuple(f"megatron_config.{name}_parallel_size" for name in ("tensor_model", "pipeline_model"))
@@ -125,10 +125,6 @@ def check(path: str | Path, overrides: Sequence[str]) -> Verdict:
         flow=(
             f"load {counted(job[BATCH], 'sample')}, {share:,} for each of {counted(job.replicas, 'replica')}",
             f"{passes} on every replica, then one optimizer step",
-        ),
-        effects=(
-            Effect(key=BATCH, memory="none: passes are the same size", speed="larger: fewer optimizer steps"),
-            Effect(key=MICRO, memory="larger: more activations", speed="larger: fewer passes"),
         ),
     )
 

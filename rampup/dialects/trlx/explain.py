@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rampup.dialects.rules import counted
 from rampup.dialects.trlx.job import CHUNK, INNER, MICRO, ROLLOUTS, TRAIN, TrlxJob
-from rampup.dialects.verdict import Advice, Effect, Meaning
+from rampup.dialects.verdict import Advice, Meaning
 
 GUIDE, DOCUMENTATION = "trlX's guide to batch sizes", "trlX's documentation"
 
@@ -78,42 +78,6 @@ def flow(job: TrlxJob) -> tuple[str, ...]:
         f"{counted(job[INNER], 'pass')} over the samples = {counted(job.mini_batches * job[INNER], 'optimizer step')}, and the "
         "learning rate advances with each",
         "the model that was trained generates the next round: there are no weights to send",
-    )
-
-
-def effects(job: TrlxJob) -> tuple[Effect, ...]:
-    """Return what changing each size does."""
-    common = (
-        Effect(
-            key=TRAIN,
-            memory="larger: more activations, unless minibatch_size is set",
-            speed="larger: fewer optimizer steps",
-            policy_lag="larger: fewer updates per rollout",
-        ),
-        Effect(
-            key=MICRO,
-            memory="smaller: fewer activations; set this for an out-of-memory error in training",
-            speed=f"smaller: more passes ({job.passes:,} now), and a gradient that is larger by their number",
-            policy_lag="none",
-        ),
-    )
-    if not job.ppo:
-        return common
-    return (
-        *common,
-        Effect(
-            key=ROLLOUTS,
-            memory=f"host: {counted(job.collected, 'stored sample')} per process",
-            speed="larger: less switching between generating and training",
-            policy_lag=f"larger: more updates per rollout ({job.mini_batches * job[INNER]:,} now); more diverse samples",
-        ),
-        Effect(
-            key=CHUNK,
-            memory="larger: more of the cache while generating; lower this for an out-of-memory error there",
-            speed="larger: fewer generate calls",
-            policy_lag="none, but more is collected than asked where it does not divide num_rollouts",
-        ),
-        Effect(key=INNER, memory="none", speed="training grows in proportion", policy_lag="larger: older samples are reused"),
     )
 
 

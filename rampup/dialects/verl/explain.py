@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rampup.dialects.rules import counted
-from rampup.dialects.verdict import Advice, Effect, Meaning
+from rampup.dialects.verdict import Advice, Meaning
 from rampup.dialects.verl.job import (
     ACTOR,
     REF,
@@ -121,45 +121,6 @@ def flow(job: VerlJob) -> tuple[str, ...]:
         "advance the learning rate, once; send the actor's weights to the engines, once",
     ]
     return tuple(lines)
-
-
-def effects(job: VerlJob) -> tuple[Effect, ...]:
-    """Return what changing each size does."""
-    updates = job.mini_batches("actor") * job.role("actor").epochs
-    size = (
-        Effect(key=BUDGET, memory="larger: more activations; set this for an out-of-memory error", speed="larger: fewer passes")
-        if job.dynamic
-        else Effect(
-            key=MICRO, memory="larger: more activations; set this for an out-of-memory error", speed="larger: fewer passes"
-        )
-    )
-    return (
-        Effect(
-            key=TRAIN,
-            memory=f"host: {counted(job.samples, 'stored sample')}; devices: none",
-            speed="larger: engines stay full, weights are sent less often",
-            policy_lag=f"larger: more updates per rollout ({updates:,} now)",
-        ),
-        Effect(
-            key=RESPONSES,
-            memory="host: as train_batch_size; engines share a prompt's cache",
-            speed="generation grows in proportion",
-            policy_lag="none: mini batches grow with it",
-        ),
-        Effect(
-            key=MINI,
-            memory="none: passes are the same size",
-            speed="larger: fewer optimizer steps",
-            policy_lag=f"larger: fewer updates per rollout; equal to {TRAIN} is on-policy",
-        ),
-        size,
-        Effect(key=LOG_PROB, memory="larger: more logits, no gradients", speed="larger: fewer forward passes"),
-        Effect(
-            key=f"{ACTOR}.ppo_epochs",
-            speed="training grows in proportion",
-            policy_lag="larger: later passes train on older samples",
-        ),
-    )
 
 
 def advice(job: VerlJob) -> tuple[Advice, ...]:
