@@ -164,7 +164,7 @@ def _ours(problem: Problem, plan: RampPlan, rows: ArrayRows, mesh: Mesh) -> Run:
 
     def losses() -> Iterator[jax.Array]:
         nonlocal state
-        for batch in step_batches(rows, plan, mesh, choose_split=step.choose_split):
+        for batch in step_batches(rows, plan, mesh, split_for=step.split_for):
             position = batch.position
             sizes.append(position.split.microbatch_size)
             late.extend([position.step] * (position.split != plan.position(position.step).split))

@@ -115,8 +115,8 @@ def _train(config: Config, progress: Progress) -> Summary:
     state = initial_state(config, plan, mesh, step.tx)
 
     def batches(start: int) -> Iterator[Batch]:
-        one_by_one = config.gradient_accumulation == "multi_steps"
-        options = data | {"one_by_one": one_by_one, "choose_split": step.choose_split, "loading": loading}
+        chunk_size = 1 if config.gradient_accumulation == "multi_steps" else None
+        options = data | {"chunk_size": chunk_size, "split_for": step.split_for, "loading": loading}
         return step_batches(train_rows, plan, mesh, start=start, **options)
 
     return Loop(

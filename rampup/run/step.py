@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -135,16 +136,21 @@ class TrainStep:
         """Give up programs that are only waiting to be compiled."""
         self._compiler.close()
 
-    def choose_split(self, position: PlanPosition) -> BatchSplit:
+    def split_for(self, position: PlanPosition) -> BatchSplit:
         """Return how to cut a batch now: as planned, or as in the phase before while the planned shape is being compiled.
 
-        Processes agree on the step from which the planned shape is used. For `step_batches(..., choose_split=...)`.
+        Processes agree on the step from which the planned shape is used. For `step_batches(..., split_for=...)`.
         """
         one_shape = not self._fused or self._plan.num_compiled_shapes == 1
         if one_shape or self._is_ready(position.split, position):
             return position.split
         known = (split for split in self._plan.fallbacks(position.phase.index) if self._is_ready(split, position))
         return next(known, position.split)
+
+    def choose_split(self, position: PlanPosition) -> BatchSplit:
+        """Return `split_for(position)`; the old name."""
+        warnings.warn("TrainStep.choose_split is now TrainStep.split_for", DeprecationWarning, stacklevel=2)
+        return self.split_for(position)
 
     def _is_ready(self, split: BatchSplit, position: PlanPosition) -> bool:
         """Say whether every process has the program for a split."""
@@ -157,7 +163,7 @@ class TrainStep:
         Args:
             state: the training state, placed by `create_state` or `prepare_state`; its memory is reused, so go on with the
                 returned one.
-            batch: from `step_batches` of the same plan, with `one_by_one=True` for the engine `multi_steps`.
+            batch: from `step_batches` of the same plan, with `chunk_size=1` for the engine `multi_steps`.
 
         Returns:
             The new state and the step's metrics, on the devices: `loss` (the weighted mean), `weight`, `aux` (sums),

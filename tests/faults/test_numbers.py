@@ -24,7 +24,7 @@ def states_of(engine, source, *, skips=True, mesh="one"):
     mesh, plan, step = toy_run.parts(engine, skips=skips, mesh=mesh)
     state = create_state(toy.new_params(mesh), step.tx, mesh)
     states, metrics = [jax.tree.map(np.array, jax.device_get(state))], []
-    for batch in step_batches(source, plan, mesh, one_by_one=engine == "multi_steps"):
+    for batch in step_batches(source, plan, mesh, chunk_size=toy_run.CHUNK_SIZE[engine]):
         state, values = step(state, batch)
         states.append(jax.tree.map(np.array, jax.device_get(state)))
         metrics.append(jax.device_get(values))
@@ -67,7 +67,7 @@ def test_the_step_after_is_as_if_the_bad_one_had_not_been_there(engine):
     state = create_state(before.params, step.tx, mesh).replace(opt_state=before.opt_state, **counters)
     state = state.replace(opt_state=_with_counts(state.opt_state, bad + 1, engine))
     state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, create_state(before.params, step.tx, mesh)))
-    batch = next(step_batches(toy_run.rows(), plan, mesh, start=bad + 1, one_by_one=engine == "multi_steps"))
+    batch = next(step_batches(toy_run.rows(), plan, mesh, start=bad + 1, chunk_size=toy_run.CHUNK_SIZE[engine]))
     state, _ = step(state, batch)
     toy_run.assert_equal(jax.device_get(state.params), states[bad + 2].params)
 
@@ -105,7 +105,7 @@ def test_the_flag_stays_on_the_device(engine):
     mesh, plan, _ = toy_run.parts()
     step = train_step(toy_run.loss_fn, optax.sgd(0.1), plan, mesh, engine=engine, skip_nonfinite=True)
     state = create_state(toy.new_params(mesh), step.tx, mesh)
-    for batch in step_batches(toy_run.rows({row_in(6): np.nan}), plan, mesh, one_by_one=engine == "multi_steps"):
+    for batch in step_batches(toy_run.rows({row_in(6): np.nan}), plan, mesh, chunk_size=toy_run.CHUNK_SIZE[engine]):
         state, values = step(state, batch)
         assert isinstance(values["skipped"], jax.Array)
     assert step.num_compilations == 1
@@ -218,7 +218,7 @@ def test_carried_state_stays_clean():
     for engine in ENGINES:
         step = train_step(loss_fn, optax.sgd(0.01), plan, mesh, engine=engine, skip_nonfinite=True)
         state = create_state(toy.new_params(mesh), step.tx, mesh, mutable={"mean": np.float32(0)})
-        for batch in step_batches(toy_run.rows({row_in(5): np.nan}), plan, mesh, one_by_one=engine == "multi_steps"):
+        for batch in step_batches(toy_run.rows({row_in(5): np.nan}), plan, mesh, chunk_size=toy_run.CHUNK_SIZE[engine]):
             state, values = step(state, batch)
             assert bool(values["skipped"]) == (batch.position.step == 5)
             assert math.isfinite(float(state.mutable["mean"]))

@@ -14,6 +14,7 @@ from rampup.run.loop import Loop
 from rampup.run.step import create_state, train_step
 
 STEPS = 12
+CHUNK_SIZE = {"fused": None, "multi_steps": 1}
 TIMES = ("step_seconds", "tokens_per_second", "tflops_per_device", "compile_seconds")
 
 
@@ -52,7 +53,7 @@ def run(folder, *, source=None, engine="fused", events=None, skips=True, mesh="o
     loop = Loop(
         plan=plan,
         step=step,
-        batches=lambda start: step_batches(source, plan, mesh, start=start, one_by_one=engine == "multi_steps"),
+        batches=lambda start: step_batches(source, plan, mesh, start=start, chunk_size=CHUNK_SIZE[engine]),
         learning_rate=lambda step: 0.01,
         folder=folder,
         tokens_per_sample=10,

@@ -21,7 +21,9 @@ def losses(mesh, plan, engine="fused", tx=None, number_of_rows=400, **options):
     step = train_step(toy.loss_fn, tx or optax.adamw(1e-2), plan, mesh, engine=engine, seed=3)
     state = create_state(toy.new_params(mesh), step.tx, mesh)
     found = []
-    for batch in step_batches(toy.rows(number_of_rows), plan, mesh, seed=5, one_by_one=engine == "multi_steps", **options):
+    for batch in step_batches(
+        toy.rows(number_of_rows), plan, mesh, seed=5, chunk_size=1 if engine == "multi_steps" else None, **options
+    ):
         state, metrics = step(state, batch)
         found.append(float(metrics["loss"]))
     assert int(state.step) == plan.total_steps
@@ -184,7 +186,7 @@ def test_a_late_compilation_stops_nothing():
     step = train_step(toy.loss_fn, tx, plan, mesh)
     step._compiler.compile_async("gate", lambda: (gate.wait(), jax.jit(jnp.sin).lower(np.float32(1)))[1])
     state = create_state(toy.new_params(mesh), tx, mesh)
-    for batch in step_batches(toy.rows(), plan, mesh, seed=3, choose_split=step.choose_split):
+    for batch in step_batches(toy.rows(), plan, mesh, seed=3, split_for=step.split_for):
         used.append((batch.position.split.global_batch_size, batch.position.split.microbatch_size))
         state, _ = step(state, batch)
         if len(used) == 7:

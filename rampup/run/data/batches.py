@@ -7,6 +7,7 @@ Shape suffixes: n microbatches of this step, K microbatches of a chunk, R rows o
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -150,9 +151,10 @@ def step_batches(
     num_epochs: int | None = None,
     num_threads: int = 2,
     read_ahead: int = 4,
-    one_by_one: bool = False,
-    choose_split: Callable[[PlanPosition], BatchSplit] | None = None,
+    chunk_size: int | None = None,
+    split_for: Callable[[PlanPosition], BatchSplit] | None = None,
     loading: Loading | None = None,
+    **renamed: Any,
 ) -> Iterator[Batch]:
     """Yield the batch of every optimizer step, read and put on the devices ahead of use.
 
@@ -166,10 +168,12 @@ def step_batches(
         num_epochs: passes over the source; None = as many as it takes.
         num_threads: threads that read.
         read_ahead: steps read ahead of use.
-        one_by_one: put every microbatch into a chunk of its own.
-        choose_split: how to cut the batch of a position, if not as planned: `TrainStep.choose_split`, so that a phase whose
-            program is not compiled yet goes on in the shape of the one before.
+        chunk_size: microbatches per chunk; None = as few as fit the largest batch into 8 chunks. The engine `multi_steps`
+            needs 1.
+        split_for: how to split the batch of a position, if not as planned: `TrainStep.split_for`, so that a phase whose
+            program is not compiled yet continues with the shape of the phase before.
         loading: which processes read; None = each its own rows.
+        renamed: `one_by_one=True` (now `chunk_size=1`) and `choose_split` (now `split_for`), deprecated.
 
     Raises:
         DataError: the source is too small for the run, or a row cannot be read.
@@ -183,6 +187,7 @@ def step_batches(
         >>> [np.concatenate(b.chunks)[: b.num_microbatches].ravel().tolist() for b in step_batches(range(6), plan, mesh)]
         [[0, 1], [2, 3], [4, 5, 0, 1]]
     """
+    chunk_size, split_for = _renamed_options(chunk_size, split_for, **renamed)
     rows = as_source(source)
     order = SampleOrder(len(rows), seed=seed, num_epochs=num_epochs)
     first = start.step if isinstance(start, PlanPosition) else start
@@ -197,11 +202,11 @@ def step_batches(
 
     def put(step: int) -> Batch:
         position, batch_nR = plan.position(step), next(steps)
-        split = choose_split(position) if choose_split else position.split
+        split = split_for(position) if split_for else position.split
         if split != position.split:
             position = replace(position, split=split)
             batch_nR = dataset.read(position)
-        layout = layout_of(plan, split, one_by_one=one_by_one)
+        layout = layout_of(plan, split, chunk_size=chunk_size)
         return Batch(position, put_chunks(batch_nR, layout, mesh, loading), layout)
 
     waiting: deque[Batch] = deque()
@@ -240,15 +245,29 @@ def microbatches(source: Any, plan: RampPlan, mesh: Mesh, *, start: int | PlanPo
         >>> [batch.tolist() for batch in microbatches(range(8), plan, mesh)]
         [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
-    for batch in step_batches(source, plan, mesh, start=start, one_by_one=True, **options):
+    for batch in step_batches(source, plan, mesh, start=start, chunk_size=1, **options):
         for chunk in batch.chunks:
             yield jax.tree.map(lambda x: x[0], chunk)
 
 
-def layout_of(plan: RampPlan, split: BatchSplit, *, one_by_one: bool = False) -> BufferLayout:
+def _renamed_options(
+    chunk_size: int | None,
+    split_for: Callable[[PlanPosition], BatchSplit] | None,
+    *,
+    one_by_one: bool = False,
+    choose_split: Callable[[PlanPosition], BatchSplit] | None = None,
+) -> tuple[int | None, Callable[[PlanPosition], BatchSplit] | None]:
+    """Return `chunk_size` and `split_for`, also if they were given under their old names."""
+    if one_by_one:
+        warnings.warn("one_by_one=True is now chunk_size=1", DeprecationWarning, stacklevel=3)
+    if choose_split is not None:
+        warnings.warn("choose_split is now split_for", DeprecationWarning, stacklevel=3)
+    return 1 if one_by_one else chunk_size, split_for or choose_split
+
+
+def layout_of(plan: RampPlan, split: BatchSplit, *, chunk_size: int | None = None) -> BufferLayout:
     """Return the buffer's shape for a phase."""
-    most = plan.most_microbatches[split.microbatch_size]
-    return buffer_layout(split, most, **({"max_chunks": most} if one_by_one else {}))
+    return buffer_layout(split, plan.most_microbatches[split.microbatch_size], chunk_size=chunk_size)
 
 
 def put_chunks(batch_nR: Any, layout: BufferLayout, mesh: Mesh, loading: Loading) -> tuple[Any, ...]:

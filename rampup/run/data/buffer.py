@@ -31,8 +31,14 @@ class BufferLayout:
         return -(-num_microbatches // self.chunk_size)
 
 
-def buffer_layout(split: BatchSplit, most: int, *, max_chunks: int = MAX_CHUNKS) -> BufferLayout:
+def buffer_layout(split: BatchSplit, most: int, *, chunk_size: int | None = None, max_chunks: int = MAX_CHUNKS) -> BufferLayout:
     """Return the layout that serves every step of up to `most` microbatches like those of `split`.
+
+    Args:
+        split: a split with the wanted microbatch.
+        most: the largest number of microbatches of a step.
+        chunk_size: microbatches per chunk; None = the smallest with which `max_chunks` chunks are enough.
+        max_chunks: the most chunks, if `chunk_size` is None.
 
     Example:
         >>> split = BatchSplit(global_batch_size=8, data_parallel_size=2, accumulation_steps=2,
@@ -40,7 +46,7 @@ def buffer_layout(split: BatchSplit, most: int, *, max_chunks: int = MAX_CHUNKS)
         >>> buffer_layout(split, 20)
         BufferLayout(rows=4, chunk_size=3, num_chunks=7)
     """
-    chunk_size = -(-most // max_chunks)
+    chunk_size = chunk_size or -(-most // max_chunks)
     return BufferLayout(
         rows=split.data_parallel_size * split.microbatch_size, chunk_size=chunk_size, num_chunks=-(-most // chunk_size)
     )
