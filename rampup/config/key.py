@@ -1,16 +1,17 @@
-"""What a configuration key is: its kind, its limits, its one line of documentation, and how a value is read."""
+"""Configuration keys: the type, limits and documentation of one key, and the base class of a configuration made of them."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from rampup.errors import ConfigError, RampDefinitionError
-from rampup.plan.numbers import MAX_COUNT, exact_fraction
+from rampup.errors import ConfigError, RampDefinitionError, RampupError, raise_together
+from rampup.plan.numbers import MAX_COUNT, exact_fraction, written
 
 Kind = Literal["bool", "int", "float", "size", "text", "name"]
 EXPECTED: dict[Kind, str] = {
@@ -21,31 +22,37 @@ EXPECTED: dict[Kind, str] = {
     "text": "text that is not empty",
     "name": "a folder name of letters, digits, '.', '_' and '-'",
 }
-_TRUTH = {"1": True, "0": False, "true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 FOLDER_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+_BOOL_WORDS = {"1": True, "0": False, "true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key of the configuration.
+    """One key of a configuration.
 
     Attributes:
-        kind: what values it takes.
-        doc: one line of documentation.
-        section: the banner it stands under in base.yml.
+        kind: the type of its values.
+        doc: its documentation, one or more sentences.
+        section: the heading above it in the configuration file.
+        group: the mapping that contains it in the file: `rl` makes the key `rl.num_generations`. None = top level.
         unit: the unit of its values, if they have one.
-        choices: the only values allowed, if there are few.
+        choices: the only legal values, if there are few.
         minimum, maximum: limits, inclusive.
         above, below: limits, exclusive.
-        also: values allowed outside the limits, such as -1 for automatic.
-        nullable: whether null is a value.
-        maxtext: MaxText's default where ours differs, as written there.
-        own: whether MaxText has no such key; `maxtext` then says what it does.
+        also: legal values outside the limits, such as -1 for automatic.
+        nullable: whether null is legal.
+        maxtext: MaxText's default, as written there, if it differs from the default here.
+        own: whether MaxText has no such key; `maxtext` then gives MaxText's behavior.
+        identity: whether a checkpoint belongs to a run only if both have the same value.
+        ramp: whether the key defines the ramp; a changed value changes the plan of a resumed run.
+        per_process: whether the value may differ between the processes of one run.
+        per_accumulation: whether `gradient_accumulation_steps` multiplies the value in a global batch.
     """
 
     kind: Kind
     doc: str
     section: str
+    group: str | None = None
     unit: str | None = None
     choices: tuple[str, ...] = ()
     minimum: float | None = None
@@ -56,10 +63,14 @@ class Key:
     nullable: bool = False
     maxtext: str | None = None
     own: bool = False
+    identity: bool = False
+    ramp: bool = False
+    per_process: bool = False
+    per_accumulation: bool = False
 
     @property
     def expected(self) -> str:
-        """What to write, in words.
+        """The legal values, in words.
 
         Example:
             >>> Key(kind="int", doc="", section="", minimum=1, also=(-1,)).expected
@@ -69,19 +80,24 @@ class Key:
             words = f"one of {', '.join(self.choices)}"
         else:
             limits = {"at least": self.minimum, "at most": self.maximum, "above": self.above, "below": self.below}
-            parts = [EXPECTED[self.kind], *(f"{name} {_plain(limit)}" for name, limit in limits.items() if limit is not None)]
+            parts = [EXPECTED[self.kind]]
+            parts += [
+                f"{name} {limit if isinstance(limit, int) else f'{limit:g}'}"
+                for name, limit in limits.items()
+                if limit is not None
+            ]
             words = ", ".join(parts) + "".join(f", or {value}" for value in self.also)
         return words + (", or null" if self.nullable else "")
 
     def read(self, name: str, value: object) -> Any:
-        """Return the value in this key's own type.
+        """Convert a value to this key's type and check its limits.
 
         Args:
             name: the key's name, for the error.
-            value: what YAML or Python gave.
+            value: the value from YAML or Python.
 
         Raises:
-            ConfigError: another type, or outside the limits; says what to write instead.
+            ConfigError: the value has another type or is outside the limits. The message gives the legal values.
         """
         if value is None and "none" in self.choices:
             return "none"
@@ -91,14 +107,23 @@ class Key:
             raise self._error(name, "null")
         converted = _READERS[self.kind](value)
         if converted is None:
-            shown = repr(value)[:100]
-            quoting = f"; in YAML put it in quotes: {name}: {str(value)[:80]!r}" if self._is_text and _is_scalar(value) else ""
-            raise self._error(name, shown, quoting, nearest=self._meant(value))
+            quoting = ""
+            if self._is_text and isinstance(value, bool | int | float):
+                quoting = f"; in YAML put it in quotes: {name}: {str(value)[:80]!r}"
+            raise self._error(name, repr(value)[:100], quoting, nearest=self._guesses(value))
         if self.choices and converted not in self.choices:
             raise self._error(name, repr(converted), nearest=self.choices)
         if isinstance(converted, int | float | Fraction) and not isinstance(converted, bool):
             self._check_limits(name, converted)
         return converted
+
+    def allows(self, value: object) -> bool:
+        """Return whether `read` accepts a value."""
+        try:
+            self.read("", value)
+        except ConfigError:
+            return False
+        return True
 
     @property
     def _is_text(self) -> bool:
@@ -116,21 +141,13 @@ class Key:
             nearest = [*self.also, *([] if limit is None else [int(limit) if limit == int(limit) else limit])]
             raise self._error(name, f"{float(value):g}" if isinstance(value, Fraction) else str(value), nearest=nearest)
 
-    def allows(self, value: object) -> bool:
-        """Say whether a value is one that `read` takes."""
-        try:
-            self.read("", value)
-        except ConfigError:
-            return False
-        return True
-
-    def _meant(self, value: object) -> list[Any]:
-        """Return what a value of another type may stand for: 5 for "5", 1 and 2 for 1.5, "5" for 5 where text is wanted."""
+    def _guesses(self, value: object) -> list[Any]:
+        """Return the legal values that a value of another type may stand for: 5 for "5", 1 and 2 for 1.5, "5" for 5."""
         candidates: list[Any] = []
         if self._is_text:
-            candidates = [str(value)] if _is_scalar(value) else []
+            candidates = [str(value)] if isinstance(value, bool | int | float) else []
         elif self.kind == "bool":
-            candidates = [_TRUTH[text]] if (text := str(value).lower()) in _TRUTH else []
+            candidates = [_BOOL_WORDS[word]] if (word := str(value).lower()) in _BOOL_WORDS else []
         elif isinstance(value, str | float) and (number := _read_size(value)) is not None:
             candidates = [float(number)] if self.kind == "float" else sorted({math.floor(number), math.ceil(number)})
         return [candidate for candidate in candidates if self.allows(candidate)]
@@ -139,19 +156,70 @@ class Key:
         return ConfigError(f"{name}={shown} must be {self.expected}{hint}", key=name, nearest=nearest)
 
 
-def key(default: Any, doc: str, *, section: str, kind: Kind | None = None, **limits: Any) -> Any:
-    """Return a dataclass field with its default and its `Key`; the kind follows from the default unless given."""
+def key(default: Any, doc: str, *, section: str, kind: Kind | None = None, **properties: Any) -> Any:
+    """Return a dataclass field with a default and a `Key`; the kind is that of the default unless given."""
     kinds: dict[type, Kind] = {bool: "bool", int: "int", float: "float", str: "text", Fraction: "size"}
-    chosen = kind or kinds[type(default)]
-    return field(default=default, metadata={"key": Key(kind=chosen, doc=doc, section=section, **limits)})
+    spec = Key(kind=kind or kinds[type(default)], doc=doc, section=section, **properties)
+    return field(default=default, metadata={"key": spec})
 
 
-def _plain(limit: float) -> str:
-    return str(limit) if isinstance(limit, int) else f"{limit:g}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """A checked configuration: one attribute per key, each value read once, when the object is made.
+
+    Attributes:
+        sources: where each value that was set comes from, by key.
+
+    Raises:
+        ConfigError: bad values, all of them at once; or keys that contradict each other, all of them at once.
+    """
+
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        problems: list[RampupError] = []
+        for name, spec in self.keys().items():
+            attribute = attribute_of(name)
+            try:
+                object.__setattr__(self, attribute, spec.read(name, getattr(self, attribute)))
+            except ConfigError as error:
+                problems.append(error)
+        raise_together(problems or self._contradictions())
+
+    @classmethod
+    @functools.cache
+    def keys(cls) -> dict[str, Key]:
+        """Return the keys by their names in a file, in the order of the class."""
+        specs = {f.name: f.metadata["key"] for f in fields(cls) if "key" in f.metadata}
+        return {f"{spec.group}.{name}" if spec.group else name: spec for name, spec in specs.items()}
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any], sources: Mapping[str, str]) -> Self:
+        """Return the configuration with these values by key, and defaults for the others."""
+        return cls(**{attribute_of(name): value for name, value in values.items()}, sources=sources)
+
+    def where(self, name: str) -> str:
+        """Return where the value of a key comes from: a file and line, the command line, a variable, or `default`."""
+        return self.sources.get(name, "default")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values by key, in the order of the keys, as plain numbers and text."""
+        values = {name: getattr(self, attribute_of(name)) for name in self.keys()}
+        return {name: written(value) if isinstance(value, Fraction) else value for name, value in values.items()}
+
+    def _contradictions(self) -> list[RampupError]:
+        """Return an error for each rule between keys that the values break."""
+        return []
 
 
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, bool | int | float)
+def attribute_of(name: str) -> str:
+    """Return the attribute that a key of the file becomes.
+
+    Example:
+        >>> attribute_of("rl.num_generations")
+        'num_generations'
+    """
+    return name.rpartition(".")[2]
 
 
 def _read_bool(value: object) -> bool | None:
@@ -187,6 +255,7 @@ def _read_name(value: object) -> str | None:
     return value if isinstance(value, str) and (value == "" or FOLDER_NAME.fullmatch(value)) else None
 
 
+# Each returns None for a value of another type.
 _READERS: dict[Kind, Callable[[object], Any]] = {
     "bool": _read_bool,
     "int": _read_int,

@@ -5,16 +5,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from rampup.config.key import Key
-from rampup.config.schema import KEYS, Config
+from rampup.config.key import Key, Settings
+from rampup.config.schema import Config
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_mapping
-from rampup.errors import ConfigError, RampupError, raise_together
+from rampup.errors import ConfigError, raise_together
 
 BASE = "base_config"
 ENVIRONMENT_PREFIX = "RAMPUP_"
 COMMAND_LINE = "command line"
+# Only the file of a rollout has this group of keys.
+ROLLOUT_GROUP = "rl"
+
+S = TypeVar("S", bound=Settings)
 
 
 def load_config(
@@ -35,61 +39,45 @@ def load_config(
     Raises:
         ConfigError: whatever cannot be used, with file, line and key; several problems at once.
     """
-    file = find_config(path)
-    try:
-        values, sources = load_values(file, overrides, environ or {}, KEYS, text=text)
-    except ConfigError as error:
-        if text is None:
-            _refuse_rollout(file, error)
-        raise
-    try:
-        return Config(**values, sources=sources)
-    except ConfigError as error:
-        located = ConfigError(str(error), key=error.key, nearest=error.nearest, path=str(file))
-        located.problems = error.problems
-        raise located from None
+    return load_settings(Config, path, overrides, environ=environ, text=text)
 
 
-def _refuse_rollout(file: Path, error: ConfigError) -> None:
-    """Say of a rollout's file what it is, instead of every key that a ramp's does not have."""
-    from rampup.rl.config import is_rollout_file
+def load_settings(
+    schema: type[S],
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    environ: Mapping[str, str] | None = None,
+    text: str | None = None,
+) -> S:
+    """Read a configuration of any schema.
 
-    if is_rollout_file(file):
-        raise ConfigError(
-            "this is the configuration of a rollout: `rampup plan` shows it; everything else takes the keys of "
-            "configs/base.yml",
-            key=error.key,
-            path=str(file),
-        ) from None
-
-
-def load_values(
-    file: Path, overrides: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, Key], *, text: str | None = None
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read the values of any schema's keys; a dotted key may also be nested in the file.
+    In a file, a dotted key may also be nested. In a variable's name, underscores replace dots.
 
     Args:
-        file: the file.
-        overrides, environ: see `load_config`; in a variable's name, dots are underscores.
-        keys: the schema.
-        text: see `load_config`.
-
-    Returns:
-        The values given, by key, and where each one came from.
+        schema: the class whose attributes are the keys.
+        path, overrides, environ, text: see `load_config`.
 
     Raises:
         ConfigError: see `load_config`.
     """
-    located = locate_values(file, overrides, environ, keys, text=text)
-    problems: list[RampupError] = []
-    values = {}
-    for name, entry in located.items():
-        try:
-            values[name] = keys[name].read(name, entry.value)
-        except ConfigError as error:
-            problems.append(ConfigError(str(error), key=name, nearest=error.nearest, path=entry.path, line=entry.line))
-    raise_together(problems)
-    return values, {name: str(entry) for name, entry in located.items()}
+    file = find_config(path)
+    located = locate_values(file, overrides, environ or {}, schema.keys(), text=text)
+    values = {name: entry.value for name, entry in located.items()}
+    try:
+        return schema.from_values(values, {name: str(entry) for name, entry in located.items()})
+    except ConfigError as error:
+        refused = error
+    bad = [
+        ConfigError(str(problem), key=name, nearest=problem.nearest, path=located[name].path, line=located[name].line)
+        for problem in refused.problems or (refused,)
+        if (name := problem.key) in located and not schema.keys()[name].allows(located[name].value)
+    ]
+    raise_together(bad)
+    # Keys that contradict each other may come from different lines: the error names the file.
+    contradiction = ConfigError(str(refused), key=refused.key, nearest=refused.nearest, path=str(file))
+    contradiction.problems = refused.problems
+    raise contradiction
 
 
 def locate_values(
@@ -141,7 +129,16 @@ def _chain(file: Path, keys: Mapping[str, Key], text: str | None) -> dict[str, L
     located: dict[str, Located] = {}
     for entries in _files(file, text=text):
         own = _unnested(entries, keys)
-        raise_together([_unknown(name, entry, keys) for name, entry in own.items() if name not in keys][:20])
+        unknown = [(name, entry) for name, entry in own.items() if name not in keys]
+        for name, entry in unknown:
+            if name.partition(".")[0] == ROLLOUT_GROUP:
+                raise ConfigError(
+                    "this is the configuration of a rollout: `rampup plan` shows it; everything else takes the keys of "
+                    "configs/base.yml",
+                    key=name,
+                    path=entry.path,
+                )
+        raise_together([_unknown(name, entry, keys) for name, entry in unknown][:20])
         located = own | located
     return located
 

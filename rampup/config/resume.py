@@ -6,22 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from rampup.config.build import build_plan
-from rampup.config.schema import Config
+from rampup.config.schema import RAMP_KEYS, Config
 from rampup.errors import BatchDivisibilityError, PipelineShapeError, RampupError, ResumeMismatchError
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 
-RAMP_KEYS = (
-    "enable_rampup_batch_size",
-    "per_device_batch_size_start",
-    "per_device_batch_size_increment",
-    "per_device_batch_size",
-    "global_rampup_samples",
-    "rampup_carry_overshoot",
-    "batch_size_schedule",
-    "batch_size_schedule_unit",
-    "gradient_accumulation_steps",
-)
 MAX_ROWS = 12
 
 

@@ -7,14 +7,14 @@ the ramp is off here and on there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import Any
 
-from rampup.config.key import Key, key
-from rampup.errors import ConfigError, RampupError, raise_together
-from rampup.plan.numbers import MAX_SAMPLES, divisors, next_to, written
+from rampup.config.key import Settings, key
+from rampup.errors import ConfigError, RampupError
+from rampup.plan.numbers import MAX_SAMPLES, divisors, next_to
 
 _run = partial(key, section="Run")
 _batch = partial(key, section="Batch")
@@ -28,7 +28,7 @@ _data = partial(key, section="Data")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+class Config(Settings):
     """A complete, checked configuration; every attribute is a key of the YAML file.
 
     Raises:
@@ -46,38 +46,38 @@ class Config:
     steps: int = _run(500, "optimizer steps of the run; -1 = learning_rate_schedule_steps", minimum=1, also=(-1,), unit="steps", maxtext="150_001")
     enable_tensorboard: bool = _run(False, "also write every metric for TensorBoard, into the run's folder; needs rampup[tensorboard]", maxtext="true")
     wandb_project: str | None = _run(None, "also log every metric to this project of Weights & Biases; needs rampup[wandb]", kind="text", nullable=True, own=True)
-    log_period: int = _run(20, "steps between printed lines where there is no progress bar", minimum=1, unit="steps", maxtext="100")
+    log_period: int = _run(20, "steps between printed lines where there is no progress bar", minimum=1, unit="steps", maxtext="100", per_process=True)
     enable_checkpointing: bool = _run(True, "whether checkpoints are written at all")
     checkpoint_period: int = _run(100, "steps between checkpoints", minimum=1, unit="steps", maxtext="10_000")
     async_checkpointing: bool = _run(True, "write checkpoints in the background while training goes on")
     on_checkpoint_error: str = _run("stop", "what to do when the disk takes no more: stop = end the run; continue = say so, keep the checkpoints that are there and try again at the next; several processes always stop", choices=("stop", "continue"), own=True)
     max_num_checkpoints_to_keep: int | None = _run(3, "older checkpoints are deleted; null keeps all", kind="int", minimum=1, nullable=True, maxtext="None")
-    jax_cache_dir: str | None = _run("~/.cache/rampup", "where compiled programs are kept, so that a restart compiles nothing; null keeps none; the environment's JAX_COMPILATION_CACHE_DIR wins", nullable=True, maxtext="~/jax_cache")
+    jax_cache_dir: str | None = _run("~/.cache/rampup", "where compiled programs are kept, so that a restart compiles nothing; null keeps none; the environment's JAX_COMPILATION_CACHE_DIR wins", nullable=True, maxtext="~/jax_cache", per_process=True)
     on_plan_change: str = _run("refuse", "what to do where a run goes on with another ramp than its checkpoint's: refuse, or continue_by_samples with the new sizes from the samples consumed so far", choices=("refuse", "continue_by_samples"), own=True)
     eval_interval: int = _run(100, "steps between evaluations; -1 = never", minimum=1, also=(-1,), unit="steps", maxtext="-1")
     eval_steps: int = _run(8, "evaluation batches per evaluation; -1 = all held-out rows that fill a batch", minimum=1, also=(-1,), maxtext="-1")
 
-    per_device_batch_size: Fraction = _batch(Fraction(16), "samples per device and accumulation step after the ramp; may be a fraction where tensor or pipeline axes share a sample", above=0, unit="samples", maxtext="12.0")
+    per_device_batch_size: Fraction = _batch(Fraction(16), "samples per device and accumulation step after the ramp; may be a fraction where tensor or pipeline axes share a sample", above=0, unit="samples", maxtext="12.0", ramp=True, per_accumulation=True)
     eval_per_device_batch_size: Fraction = _batch(Fraction(0), "the same for evaluation; 0 = per_device_batch_size", minimum=0, unit="samples")
-    gradient_accumulation_steps: int = _batch(1, "a factor of every global batch: devices * per_device_batch_size * this", minimum=1)
-    gradient_accumulation: str = _batch("fused", "how passes are accumulated: fused = one executable, one optimizer run and one gradient reduction per step, weighted by tokens; multi_steps = optax.MultiSteps", choices=("fused", "multi_steps"), own=True)
+    gradient_accumulation_steps: int = _batch(1, "a factor of every global batch: devices * per_device_batch_size * this", minimum=1, ramp=True)
+    gradient_accumulation: str = _batch("fused", "how passes are accumulated: fused = one executable, one optimizer run and one gradient reduction per step, weighted by tokens; multi_steps = optax.MultiSteps", choices=("fused", "multi_steps"), own=True, identity=True)
     rampup_microbatch: str = _batch("fixed", "what absorbs the ramp: fixed = more passes, one compiled shape; per_phase = a larger microbatch, one shape a phase; auto = fixed, then the largest microbatch in the last phase, two shapes", choices=("fixed", "per_phase", "auto"), own=True)
     microbatch_size: int = _batch(-1, "samples per replica and forward pass; -1 = the largest that divides every phase", minimum=1, also=(-1,), unit="samples", own=True)
     expansion_factor_real_data: Fraction = _batch(Fraction(-1), "above 1, only 1 of this many hosts loads data, for itself and the others; -1 = every host loads", above=0, also=(-1,))
 
-    enable_rampup_batch_size: bool = _ramp(False, "grow the batch linearly with the keys below")
-    per_device_batch_size_start: Fraction = _ramp(Fraction(4), "samples per device in the first phase", above=0, unit="samples")
-    per_device_batch_size_increment: Fraction = _ramp(Fraction(4), "growth per phase", above=0, unit="samples", maxtext="2.0")
-    global_rampup_samples: int = _ramp(1600, "samples that the whole ramp is asked to take", minimum=1, unit="samples", maxtext="500")
-    rampup_carry_overshoot: bool = _ramp(False, "what happens to samples beyond a threshold: false = each phase counts from zero, as in MaxText; true = thresholds count over the whole run, as in Megatron", own=True)
-    batch_size_schedule: str | None = _ramp(None, 'any other ramp: "0:768 250B:1536 500B:3072" = THRESHOLD:GLOBAL_BATCH_SIZE from 0 on; sizes may decrease', kind="text", nullable=True, own=True)
-    batch_size_schedule_unit: str = _ramp("samples", "what its thresholds count: samples, or tokens, which are divided by max_target_length", choices=("samples", "tokens"), own=True)
+    enable_rampup_batch_size: bool = _ramp(False, "grow the batch linearly with the keys below", ramp=True)
+    per_device_batch_size_start: Fraction = _ramp(Fraction(4), "samples per device in the first phase", above=0, unit="samples", ramp=True, per_accumulation=True)
+    per_device_batch_size_increment: Fraction = _ramp(Fraction(4), "growth per phase", above=0, unit="samples", maxtext="2.0", ramp=True, per_accumulation=True)
+    global_rampup_samples: int = _ramp(1600, "samples that the whole ramp is asked to take", minimum=1, unit="samples", maxtext="500", ramp=True)
+    rampup_carry_overshoot: bool = _ramp(False, "what happens to samples beyond a threshold: false = each phase counts from zero, as in MaxText; true = thresholds count over the whole run, as in Megatron", own=True, ramp=True)
+    batch_size_schedule: str | None = _ramp(None, 'any other ramp: "0:768 250B:1536 500B:3072" = THRESHOLD:GLOBAL_BATCH_SIZE from 0 on; sizes may decrease', kind="text", nullable=True, own=True, ramp=True)
+    batch_size_schedule_unit: str = _ramp("samples", "what its thresholds count: samples, or tokens, which are divided by max_target_length", choices=("samples", "tokens"), own=True, ramp=True)
 
     num_devices: int = _devices(-1, "devices that the plan is for; -1 = those of this machine", own=True)
     num_slices: int = _devices(-1, "slices that the dcn axes connect; -1 = as many as those axes imply", unit="slices")
     coordinator_address: str | None = _devices(None, "host:port of process 0, for several processes; null = as the launcher says", kind="text", nullable=True, minimum=None, also=(), unit=None, own=True)
     num_processes: int = _devices(-1, "processes that train together; -1 = as the launcher says", unit=None, own=True)
-    process_id: int = _devices(-1, "number of this process, from 0; -1 = as the launcher says", minimum=0, unit=None, own=True)
+    process_id: int = _devices(-1, "number of this process, from 0; -1 = as the launcher says", minimum=0, unit=None, own=True, per_process=True)
     jax_distributed_initialization_timeout: int = _devices(300, "how long the processes wait for each other at the start", also=(), unit="seconds")
     jax_distributed_heartbeat_timeout_seconds: int = _devices(60, "silence after which the other processes give one up and end", also=(), unit="seconds", maxtext="100")
     ici_data_parallelism: int = _devices(-1, "devices per slice that hold copies of the model; gradients are reduced once per step over this axis", maxtext="1")
@@ -111,7 +111,7 @@ class Config:
     learning_rate_clock: str = _rate("samples", "what the schedule counts: samples keep warm-up and decay where they belong in the data when the batch changes, steps do not", choices=("steps", "samples"), maxtext="steps", own=True)
     learning_rate_batch_scaling: str = _rate("none", "how the learning rate follows batch / final batch: none, sqrt (Adam) or linear (SGD)", choices=("none", "sqrt", "linear"), own=True)
 
-    opt_type: str = _optimizer("adamw", "the optimizer: adamw or sgd", choices=("adamw", "sgd"))
+    opt_type: str = _optimizer("adamw", "the optimizer: adamw or sgd", choices=("adamw", "sgd"), identity=True)
     skip_nonfinite: int = _optimizer(3, "a step whose loss or gradient is not finite changes nothing; so many of them in a row stop the run; 0 = not checked", minimum=0, unit="steps", own=True)
     adam_b1: float = _optimizer(0.9, "decay of the first moment", minimum=0, below=1)
     adam_b2: float = _optimizer(0.95, "decay of the second moment", minimum=0, below=1)
@@ -119,52 +119,33 @@ class Config:
     adam_weight_decay: float = _optimizer(0.1, "decoupled weight decay", minimum=0)
     gradient_clipping_threshold: float = _optimizer(1.0, "largest global norm of the gradient; 0 = no limit", minimum=0)
 
-    base_emb_dim: int = _model(128, "width of the model", minimum=1, maxtext="2048")
-    base_num_decoder_layers: int = _model(4, "layers", minimum=1, unit="layers", maxtext="16")
-    base_mlp_dim: int = _model(512, "width of the feed-forward part", minimum=1, maxtext="7168")
-    base_num_query_heads: int = _model(4, "attention heads", minimum=1, maxtext="16")
-    base_num_kv_heads: int = _model(-1, "heads of keys and values; -1 = base_num_query_heads", minimum=1, also=(-1,), maxtext="16")
-    vocab_size: int = _model(256, "different tokens; 256 for bytes", minimum=2, unit="tokens", maxtext="32_000")
-    max_target_length: int = _model(128, "tokens per sample", minimum=1, unit="tokens", maxtext="2048")
-    logits_via_embedding: bool = _model(False, "use the embedding as output layer too")
+    base_emb_dim: int = _model(128, "width of the model", minimum=1, maxtext="2048", identity=True)
+    base_num_decoder_layers: int = _model(4, "layers", minimum=1, unit="layers", maxtext="16", identity=True)
+    base_mlp_dim: int = _model(512, "width of the feed-forward part", minimum=1, maxtext="7168", identity=True)
+    base_num_query_heads: int = _model(4, "attention heads", minimum=1, maxtext="16", identity=True)
+    base_num_kv_heads: int = _model(-1, "heads of keys and values; -1 = base_num_query_heads", minimum=1, also=(-1,), maxtext="16", identity=True)
+    vocab_size: int = _model(256, "different tokens; 256 for bytes", minimum=2, unit="tokens", maxtext="32_000", identity=True)
+    max_target_length: int = _model(128, "tokens per sample", minimum=1, unit="tokens", maxtext="2048", identity=True)
+    logits_via_embedding: bool = _model(False, "use the embedding as output layer too", identity=True)
     dropout_rate: float = _model(0.0, "share of activations dropped in training", minimum=0, below=1)
     dtype: str = _model("float32", "type of activations: float32 or bfloat16; weights and accumulators stay float32", choices=("float32", "bfloat16"), maxtext="bfloat16")
     remat_policy: str = _model("none", "what the backward pass computes again to save memory: none, minimal = all but matrix products, full = everything", choices=("none", "minimal", "full"), maxtext="full")
     parameter_memory_host_offload: bool = _model(False, "keep the parameters in host memory between steps, and copy them to the devices in each")
     optimizer_memory_host_offload: bool = _model(False, "keep the optimizer's state there; `rampup tune` says what each saves")
-    init_weights_seed: int = _model(0, "seed of the initial weights and of dropout", minimum=0, maximum=2**31 - 1)
+    init_weights_seed: int = _model(0, "seed of the initial weights and of dropout", minimum=0, maximum=2**31 - 1, identity=True)
 
-    dataset_type: str = _data("text", "what the data are: text = bytes of text files; tokens = .npy or .bin arrays; arrayrecord = one row a record; synthetic = made up", choices=("text", "tokens", "arrayrecord", "synthetic"), maxtext="synthetic")
+    dataset_type: str = _data("text", "what the data are: text = bytes of text files; tokens = .npy or .bin arrays; arrayrecord = one row a record; synthetic = made up", choices=("text", "tokens", "arrayrecord", "synthetic"), maxtext="synthetic", identity=True)
     grain_train_files: str | None = _data(None, "files, as a glob pattern; null with text = the Python standard library's own source", kind="text", nullable=True, maxtext="''")
     grain_eval_files: str | None = _data(None, "files for evaluation; null = hold out a part of the training files", kind="text", nullable=True, maxtext="''")
     eval_holdout_fraction: float = _data(0.05, "share of the training data held out where grain_eval_files is null", above=0, below=1, own=True)
     token_dtype: str = _data("uint16", "type of the tokens in .bin and ArrayRecord files, little-endian", choices=("uint8", "uint16", "int32", "uint32"), own=True)
     num_epoch: int = _data(-1, "passes over the training rows; -1 = as many as steps need", minimum=1, also=(-1,), maxtext="1")
-    enable_data_shuffling: bool = _data(True, "a new order of rows in every epoch")
-    data_shuffle_seed: int = _data(0, "seed of that order", minimum=0, maximum=2**31 - 1)
+    enable_data_shuffling: bool = _data(True, "a new order of rows in every epoch", identity=True)
+    data_shuffle_seed: int = _data(0, "seed of that order", minimum=0, maximum=2**31 - 1, identity=True)
     grain_num_threads: int = _data(2, "threads that read ahead", minimum=1, maximum=1024, maxtext="16")
     grain_prefetch_buffer_size: int = _data(4, "batches read ahead", minimum=1, maximum=100_000, unit="batches", maxtext="500")
 
     # fmt: on
-    sources: dict[str, str] = field(default_factory=dict, repr=False, compare=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        problems: list[RampupError] = []
-        for name, spec in KEYS.items():
-            try:
-                object.__setattr__(self, name, spec.read(name, getattr(self, name)))
-            except ConfigError as error:
-                problems.append(error)
-        raise_together(problems or self._contradictions())
-
-    def where(self, name: str) -> str:
-        """Return where a key got its value: a file and line, the command line, the environment or `default`."""
-        return self.sources.get(name, "default")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the keys and values, in the order of the schema, as plain numbers and text."""
-        values = {name: getattr(self, name) for name in KEYS}
-        return {name: written(value) if isinstance(value, Fraction) else value for name, value in values.items()}
 
     def differences(self, other: Config) -> dict[str, dict[str, Any]]:
         """Return the keys in which two configurations differ, each with its value here, `a`, and there, `b`.
@@ -235,4 +216,9 @@ def _nearest_divisors(value: int, total: int) -> list[int]:
     return next_to(value, divisors(total)) if 0 < total <= MAX_SAMPLES else []
 
 
-KEYS: dict[str, Key] = {f.name: f.metadata["key"] for f in fields(Config) if "key" in f.metadata}
+KEYS = Config.keys()
+# A checkpoint belongs to a run only if these agree: they define the meaning of its arrays and the order of the data.
+IDENTITY_KEYS = tuple(name for name, spec in KEYS.items() if spec.identity)
+RAMP_KEYS = tuple(name for name, spec in KEYS.items() if spec.ramp)
+PER_PROCESS_KEYS = tuple(name for name, spec in KEYS.items() if spec.per_process)
+PER_ACCUMULATION_KEYS = tuple(name for name, spec in KEYS.items() if spec.per_accumulation)

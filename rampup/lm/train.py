@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from rampup.config.build import build_plan, mesh_axes
 from rampup.config.resume import plan_to_resume, ramp_record
-from rampup.config.schema import KEYS, Config
+from rampup.config.schema import IDENTITY_KEYS, KEYS, PER_PROCESS_KEYS, Config
 from rampup.config.template import run_yaml
 from rampup.errors import ConfigError, DataError
 from rampup.lm.data import data_options, described_rows, sources
@@ -43,27 +43,7 @@ from rampup.run.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWrit
 # What the run was last started with; written when the run's checkpoint, if there is one, has been accepted.
 CONFIG_FILE = "config.yml"
 RAMP_RECORD = "ramp_record"
-# A checkpoint is of the run only if these agree: they say what the numbers in it mean and which rows come next.
-_IDENTITY = (
-    "gradient_accumulation",
-    "opt_type",
-    "base_emb_dim",
-    "base_num_decoder_layers",
-    "base_mlp_dim",
-    "base_num_query_heads",
-    "base_num_kv_heads",
-    "vocab_size",
-    "max_target_length",
-    "logits_via_embedding",
-    "dataset_type",
-    "enable_data_shuffling",
-    "data_shuffle_seed",
-    "init_weights_seed",
-)
-
 _OFFLOAD = ("parameter_memory_host_offload", "optimizer_memory_host_offload")
-# What may differ from process to process.
-_OWN_KEYS = ("process_id", "jax_cache_dir", "log_period")
 
 
 def train(config: Config, progress: Progress = lambda event, values: None) -> Summary:
@@ -128,7 +108,7 @@ def _train(config: Config, progress: Progress) -> Summary:
         tokens_per_sample=config.max_target_length,
         flops_per_sample=model.flops_per_sample(config.max_target_length),
         writers=functools.partial(writers, folder),
-        record={"num_rows": len(train_rows), "data": content, **{name: getattr(config, name) for name in _IDENTITY}},
+        record={"num_rows": len(train_rows), "data": content, **{name: getattr(config, name) for name in IDENTITY_KEYS}},
         remarks={RAMP_RECORD: ramp_record(config, plan)},
         ramp_before=None if written is None else BatchRamp.from_table(written["ramp"]),
         evaluate=evaluate,
@@ -147,7 +127,7 @@ def _train(config: Config, progress: Progress) -> Summary:
 
 def _agreed_content(config: Config, rows: RowSource, loading: Loading) -> dict[str, str]:
     """Return what the files of the data hold, which every process has found to be the same, as it has the configuration."""
-    facts = {name: getattr(config, name) for name in KEYS if name not in _OWN_KEYS} | {"num_rows": len(rows)}
+    facts = {name: getattr(config, name) for name in KEYS if name not in PER_PROCESS_KEYS} | {"num_rows": len(rows)}
     content = fingerprints(files_of(rows)) if loading.reads else {}
     check_same(facts | ({"data": content} if loading.reads else {}))
     return dict(json.loads(from_first("data", json.dumps(content))))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rampup.config.key import Key, key
-from rampup.config.load import find_config, load_values, names_in
+from rampup.config.key import Settings, key
+from rampup.config.load import load_settings, names_in
 from rampup.config.schema import KEYS as RAMP_KEYS
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.mesh_axes import AUTO, AXES, MeshAxes
@@ -21,7 +21,6 @@ from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import Size
 from rampup.rl.updates import Training
 
-GROUP = "rl."
 _FLOATS, _INTS = ("float32", "bfloat16", "float16"), ("int32", "uint32", "uint16", "int64")
 _count: dict[str, Any] = {"minimum": 1, "maximum": MAX_SAMPLES}
 _batch = partial(key, section="Batch")
@@ -37,7 +36,7 @@ def _device(name: str, default: int) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutConfig:
+class RolloutConfig(Settings):
     """A complete, checked configuration of a rollout; every attribute is a key of the YAML file, two of them under `rl`.
 
     Raises:
@@ -51,8 +50,8 @@ class RolloutConfig:
     # One line per key, as a table.
     # fmt: off
     batch_size: int = _batch(32, "prompts per step, whole job", **_count, maxtext="1")
-    num_generations: int = _batch(8, "responses to each prompt; samples per step are batch_size times this", **_count, maxtext="2")
-    num_iterations: int = _batch(1, "passes over the samples of a step", **_count)
+    num_generations: int = _batch(8, "responses to each prompt; samples per step are batch_size times this", group="rl", **_count, maxtext="2")
+    num_iterations: int = _batch(1, "passes over the samples of a step", group="rl", **_count)
     num_batches: int = _batch(100, "batches of prompts in the run, before train_fraction and num_epoch", **_count, maxtext="4")
     train_fraction: Fraction = _batch(Fraction(1), "share of those prompts that is trained on", above=0, maximum=1)
     num_epoch: int = _batch(1, "passes over the prompts", **_count)
@@ -83,7 +82,7 @@ class RolloutConfig:
 
     shuffle_mini_batches: bool = _order(True, "a new order of the step's samples in every pass; false = as generated, which lets training overlap with generation", own=True)
     keep_prompts_together: bool = _order(True, "keep the responses to a prompt in one mini batch", own=True)
-    data_shuffle_seed: int = _order(0, "seed of that order", minimum=0, maximum=2**31 - 1)
+    data_shuffle_seed: int = _order(0, "seed of that order", minimum=0, maximum=2**31 - 1, own=True)
 
     num_devices: int = _device("num_devices", -1)
     ici_data_parallelism: int = _device("ici_data_parallelism", -1)
@@ -93,25 +92,6 @@ class RolloutConfig:
     ici_expert_parallelism: int = _device("ici_expert_parallelism", 1)
     ici_pipeline_parallelism: int = _device("ici_pipeline_parallelism", 1)
     # fmt: on
-    sources: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        problems: list[RampupError] = []
-        for name, spec in ROLLOUT_KEYS.items():
-            try:
-                object.__setattr__(self, attribute(name), spec.read(name, getattr(self, attribute(name))))
-            except ConfigError as error:
-                problems.append(error)
-        raise_together(problems or self._contradictions())
-
-    def where(self, name: str) -> str:
-        """Return where a key got its value: a file and line, the command line, the environment or `default`."""
-        return self.sources.get(name, "default")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the keys, dotted, and values, in the order of the schema, as plain numbers and text."""
-        values = {name: getattr(self, attribute(name)) for name in ROLLOUT_KEYS}
-        return {name: written(value) if isinstance(value, Fraction) else value for name, value in values.items()}
 
     @property
     def prompts_used(self) -> int:
@@ -179,23 +159,7 @@ class RolloutConfig:
         ]
 
 
-def _schema() -> dict[str, Key]:
-    grouped = ("num_generations", "num_iterations")
-    found = {f.name: f.metadata["key"] for f in fields(RolloutConfig) if "key" in f.metadata}
-    return {(GROUP + name if name in grouped else name): spec for name, spec in found.items()}
-
-
-def attribute(name: str) -> str:
-    """Return the attribute of `RolloutConfig` that a key of the file becomes.
-
-    Example:
-        >>> attribute("rl.num_generations")
-        'num_generations'
-    """
-    return name.removeprefix(GROUP)
-
-
-ROLLOUT_KEYS: dict[str, Key] = _schema()
+ROLLOUT_KEYS = RolloutConfig.keys()
 
 
 def is_rollout_file(path: str | Path) -> bool:
@@ -221,12 +185,7 @@ def load_rollout_config(
     Raises:
         ConfigError: whatever cannot be used, with file, line and key; several problems at once.
     """
-    file = find_config(path)
-    values, sources = load_values(file, overrides, environ or {}, ROLLOUT_KEYS)
-    try:
-        return RolloutConfig(**{attribute(name): value for name, value in values.items()}, sources=sources)
-    except ConfigError as error:
-        raise ConfigError(str(error), key=error.key, nearest=error.nearest, path=str(file)) from None
+    return load_settings(RolloutConfig, path, overrides, environ=environ)
 
 
 def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) -> RolloutPlan:

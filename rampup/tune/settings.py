@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from rampup.config.build import build_plan
-from rampup.config.schema import Config
+from rampup.config.schema import PER_ACCUMULATION_KEYS, Config
 from rampup.errors import RampupError
 from rampup.plan.numbers import divisors, written
 from rampup.plan.plan import RampPlan
@@ -18,7 +18,6 @@ from rampup.tune.programs import free_splitter
 
 NEAR_THE_TOP = 3
 MAX_SHAPES = 8
-_PER_DEVICE = ("per_device_batch_size", "per_device_batch_size_start", "per_device_batch_size_increment")
 # (microbatch size, microbatches of a step per replica) -> seconds of the step, or None where that was not measured.
 StepTime = Callable[[int, int], float | None]
 
@@ -132,7 +131,7 @@ def _accumulating(config: Config, accumulation: int) -> dict[str, Any]:
     settings: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
     if config.batch_size_schedule is None:
         factor = Fraction(config.gradient_accumulation_steps, accumulation)
-        names = _PER_DEVICE if config.enable_rampup_batch_size else _PER_DEVICE[:1]
+        names = PER_ACCUMULATION_KEYS if config.enable_rampup_batch_size else ("per_device_batch_size",)
         settings |= {name: factor * getattr(config, name) for name in names}
     return settings
 

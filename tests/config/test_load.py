@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rampup.config.key import Key
 from rampup.config.load import find_config, load_config
 from rampup.config.schema import KEYS
 from rampup.errors import ConfigError
@@ -155,3 +156,11 @@ def test_a_rollouts_file_is_called_by_its_name(tmp_path, text):
     (tmp_path / "rl.yml").write_text(text)
     with pytest.raises(ConfigError, match=r"configuration of a rollout.*`rampup plan` shows it"):
         load_config(tmp_path / "rl.yml")
+
+
+def test_load_config_reads_each_value_once(monkeypatch):
+    """One call of `Key.read` per key, for the values of base.yml and for the defaults."""
+    names, read = [], Key.read
+    monkeypatch.setattr(Key, "read", lambda key, name, value: names.append(name) or read(key, name, value))
+    load_config("base.yml")
+    assert names == list(KEYS)
