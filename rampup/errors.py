@@ -1,7 +1,7 @@
-"""Every error that rampup raises on purpose.
+"""The exceptions that rampup raises.
 
-A message states the rule, both numbers with their names, where it happened and the nearest fix. Each class also derives from
-the built-in exception that a caller would expect, so `except ValueError` keeps working.
+A message states the rule, both numbers with their names, the place and the nearest fix. Each class also derives from the
+built-in exception that a caller would expect, so `except ValueError` works.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ MAX_LISTED = 20
 
 
 class RampupError(Exception):
-    """Base of all errors that rampup raises on purpose.
+    """Base class of all errors that rampup raises.
 
     Attributes:
-        key: the configuration key to change, if one is to blame.
-        nearest: legal values near the refused one, smallest first.
-        problems: every problem found, where there was more than one; otherwise empty.
+        key: the configuration key to change, or None.
+        nearest: legal values near the rejected one, smallest first.
+        problems: the individual errors, if this one combines several (see `raise_together`). Otherwise empty.
     """
 
     def __init__(self, message: str, *, key: str | None = None, nearest: Sequence[object] = ()) -> None:
@@ -33,10 +33,10 @@ class RampupError(Exception):
 
 
 class ConfigError(RampupError, ValueError):
-    """A configuration that cannot be read: an unknown key, a bad value, a broken file.
+    """An invalid configuration: an unknown key, a bad value, or a file that cannot be read.
 
     Attributes:
-        path: the file, or the name of another place that the value came from.
+        path: the file that the value came from, or another source such as the command line.
         line: the line in that file, counted from 1.
     """
 
@@ -56,17 +56,17 @@ class ConfigError(RampupError, ValueError):
 
 
 class RampDefinitionError(RampupError, ValueError):
-    """A ramp that is no ramp: thresholds, increments or their order are wrong."""
+    """An invalid ramp definition (thresholds, increments, or their order)."""
 
 
 class BatchDivisibilityError(RampupError, ValueError):
-    """A batch that cannot be cut as asked.
+    """A batch size that cannot be split as configured.
 
     Attributes:
-        value: the number that does not divide.
-        divisor: what it must be a multiple of.
-        nearest_below: the largest legal value below, or None.
-        nearest_above: the smallest legal value above, or None.
+        value: the number that is not a multiple of `divisor`.
+        divisor: the number that `value` must be a multiple of.
+        nearest_below: the largest positive multiple below `value`, or None.
+        nearest_above: the smallest positive multiple that is not below `value`.
     """
 
     def __init__(
@@ -78,37 +78,37 @@ class BatchDivisibilityError(RampupError, ValueError):
         key: str | None = None,
         nearest: Sequence[object] | None = None,
     ) -> None:
-        below, above = nearest_multiples(value, divisor)
-        if nearest is None:
-            nearest = [n for n in (below, above) if n is not None]
-        super().__init__(message, key=key, nearest=nearest)
+        below = max((value - 1) // divisor * divisor, 0)
         self.value = value
         self.divisor = divisor
-        self.nearest_below = below
-        self.nearest_above = above
+        self.nearest_below = below or None
+        self.nearest_above = below + divisor
+        if nearest is None:
+            nearest = [n for n in (self.nearest_below, self.nearest_above) if n is not None]
+        super().__init__(message, key=key, nearest=nearest)
 
 
 class PipelineShapeError(RampupError, ValueError):
-    """Pipeline stages, repeats, layers and microbatches that do not fit together."""
+    """An inconsistent combination of pipeline stages, repeats, layers and microbatches."""
 
 
 class ResumeMismatchError(RampupError, ValueError):
-    """A checkpoint that does not belong to this plan, this data or these devices."""
+    """A checkpoint that does not match the plan, the data or the devices."""
 
 
 class DataError(RampupError, ValueError):
-    """Training data that cannot be read, or too little of it."""
+    """Training data that cannot be read or has too few rows."""
 
 
 class StorageError(RampupError, OSError):
-    """The disk refuses what a run must write: a checkpoint or its metrics."""
+    """A checkpoint or a metrics file that cannot be written, for example because the disk is full."""
 
 
 class NonFiniteError(RampupError, ArithmeticError):
-    """Too many optimizer steps in a row whose loss or gradient is not finite.
+    """Too many consecutive optimizer steps with a loss or gradient that is not finite.
 
     Attributes:
-        steps: the steps, in order.
+        steps: the numbers of these steps, in order.
     """
 
     def __init__(self, message: str, *, steps: Sequence[int], key: str | None = None) -> None:
@@ -117,24 +117,11 @@ class NonFiniteError(RampupError, ArithmeticError):
 
 
 class MissingDependencyError(RampupError, ImportError):
-    """An optional package that this feature needs is not installed."""
-
-
-def nearest_multiples(value: int, divisor: int) -> tuple[int | None, int]:
-    """Return the positive multiples of `divisor` next to `value`, below and above.
-
-    Example:
-        >>> nearest_multiples(1000, 512)
-        (512, 1024)
-        >>> nearest_multiples(3, 8)
-        (None, 8)
-    """
-    below = (value - 1) // divisor * divisor
-    return (below if below > 0 else None), max(below + divisor, divisor)
+    """An optional dependency that is not installed."""
 
 
 def raise_together(problems: Sequence[RampupError]) -> None:
-    """Raise all problems as one error of the first one's type; do nothing when there are none.
+    """Raise all problems as one error of the first problem's type. Do nothing if there are none.
 
     Example:
         >>> raise_together([])

@@ -10,7 +10,6 @@ from rampup.errors import (
     ConfigError,
     RampDefinitionError,
     RampupError,
-    nearest_multiples,
     raise_together,
 )
 
@@ -27,15 +26,6 @@ def test_builtin_bases():
     ):
         assert issubclass(getattr(errors, name), (RampupError, ValueError))
     assert issubclass(errors.MissingDependencyError, ImportError)
-
-
-@pytest.mark.parametrize(
-    ("value", "divisor", "expected"),
-    [(1000, 512, (512, 1024)), (3, 8, (None, 8)), (8, 8, (None, 8)), (17, 8, (16, 24)), (0, 4, (None, 4)), (-5, 4, (None, 4))],
-)
-def test_nearest_multiples(value, divisor, expected):
-    """The positive multiples around a value."""
-    assert nearest_multiples(value, divisor) == expected
 
 
 def test_location_is_part_of_the_message():

@@ -10,7 +10,7 @@ from typing import TypeVar
 from rampup.config.schema import KEYS, Config
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
 from rampup.plan.mesh_axes import AUTO, AXES, MeshAxes
-from rampup.plan.numbers import exact_fraction
+from rampup.plan.numbers import exact_fraction, nearest_in
 from rampup.plan.per_device import define_ramp, global_batch_size
 from rampup.plan.pipeline import legal_repeats, pipeline_repeats
 from rampup.plan.pipeline_cost import DEFAULT_OVERHEAD_TOKENS, predicted_time
@@ -153,7 +153,7 @@ def _check_phases(config: Config, ramp: BatchRamp, splitter: BatchSplitter) -> N
         problems += _problems_jumped_over(config, ramp, splitter)
     if problems and fixed and not scheduled and all(map(unfixed.allows, ramp.sizes)):
         legal = unfixed.legal_microbatches(ramp.sizes)
-        nearest = [n for n in legal if n < config.microbatch_size][-1:] + [n for n in legal if n > config.microbatch_size][:1]
+        nearest = nearest_in(config.microbatch_size, legal)
         raise BatchDivisibilityError(
             f"microbatch_size={config.microbatch_size} must divide global_batch_size / data_parallel_size in every phase; "
             f"nearest: {', '.join(map(str, nearest))} ({problems[0]})",

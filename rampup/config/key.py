@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, Literal, Self
 
 from rampup.errors import ConfigError, RampDefinitionError, RampupError, raise_together
-from rampup.plan.numbers import MAX_COUNT, exact_fraction, written
+from rampup.plan.numbers import MAX_COUNT, exact_fraction, to_yaml_number
 
 Kind = Literal["bool", "int", "float", "size", "text", "name"]
 EXPECTED: dict[Kind, str] = {
@@ -41,7 +41,7 @@ class Key:
         above, below: limits, exclusive.
         also: legal values outside the limits, such as -1 for automatic.
         nullable: whether null is legal.
-        maxtext: MaxText's default, as written there, if it differs from the default here.
+        maxtext: MaxText's default, as to_yaml_number there, if it differs from the default here.
         own: whether MaxText has no such key; `maxtext` then gives MaxText's behavior.
         identity: whether a checkpoint belongs to a run only if both have the same value.
         ramp: whether the key defines the ramp; a changed value changes the plan of a resumed run.
@@ -205,7 +205,7 @@ class Settings:
     def to_dict(self) -> dict[str, Any]:
         """Return the values by key, in the order of the keys, as plain numbers and text."""
         values = {name: getattr(self, attribute_of(name)) for name in self.keys()}
-        return {name: written(value) if isinstance(value, Fraction) else value for name, value in values.items()}
+        return {name: to_yaml_number(value) if isinstance(value, Fraction) else value for name, value in values.items()}
 
     def _contradictions(self) -> list[RampupError]:
         """Return an error for each rule between keys that the values break."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from rampup.config.key import Settings, key
 from rampup.errors import ConfigError, RampupError
-from rampup.plan.numbers import MAX_SAMPLES, divisors, next_to
+from rampup.plan.numbers import divisors, nearest_in
 
 _run = partial(key, section="Run")
 _batch = partial(key, section="Batch")
@@ -213,7 +213,7 @@ class Config(Settings):
 
 
 def _nearest_divisors(value: int, total: int) -> list[int]:
-    return next_to(value, divisors(total)) if 0 < total <= MAX_SAMPLES else []
+    return nearest_in(value, divisors(total))
 
 
 KEYS = Config.keys()

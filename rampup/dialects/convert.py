@@ -9,7 +9,7 @@ from typing import Any
 from rampup.config.template import yaml_value
 from rampup.dialects.verdict import Verdict
 from rampup.errors import ConfigError
-from rampup.plan.numbers import written
+from rampup.plan.numbers import to_yaml_number
 
 _NAMES = {"maxtext": "MaxText", "megatron": "Megatron"}
 _MAX_SHOWN = 100
@@ -56,7 +56,7 @@ def to_rampup(verdict: Verdict) -> str:
 
 
 def _text(value: Any) -> str:
-    return yaml_value(written(value) if isinstance(value, Fraction) else value)
+    return yaml_value(to_yaml_number(value) if isinstance(value, Fraction) else value)
 
 
 def _left_out(reasons: Mapping[str, str]) -> list[str]:

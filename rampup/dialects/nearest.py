@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from rampup.dialects.verdict import Violation
 from rampup.errors import RampupError
-from rampup.plan.numbers import written
+from rampup.plan.numbers import to_yaml_number
 
 T = TypeVar("T")
 MAX_TRIED = 512
@@ -116,7 +116,7 @@ def nearest_values(
             if above and (below or not number):
                 break
         if below or above:
-            return tuple(written(value) if isinstance(value, Fraction) else value for value in [*below, *above])
+            return tuple(to_yaml_number(value) if isinstance(value, Fraction) else value for value in [*below, *above])
     return ()
 
 

@@ -19,7 +19,8 @@ import numpy as np
 from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.errors import ConfigError, nearest_multiples
+from rampup.errors import ConfigError
+from rampup.plan.numbers import nearest_multiples
 from rampup.run.mesh import FSDP, STAGE, TENSOR, constrain, replicated
 from rampup.run.pipeline_stage import PipelinedLoss
 
@@ -271,7 +272,7 @@ class LanguageModel:
                 raise ConfigError(
                     f"{key}={size} must be a multiple of the devices on the axes {' and '.join(axes)}, {ways}",
                     key=key,
-                    nearest=[n for n in nearest_multiples(size, ways) if n is not None],
+                    nearest=nearest_multiples(size, ways),
                 )
 
 

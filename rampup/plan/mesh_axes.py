@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, nearest_multiples, raise_together
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
+from rampup.plan.numbers import nearest_multiples
 
 AXES = ("data", "fsdp", "tensor", "context", "expert", "pipeline")
 AUTO = -1
@@ -111,7 +112,7 @@ class _Asked:
         if key != "num_devices":
             return []
         slices = _known(self.dcn) if self.num_slices == AUTO else self.num_slices
-        return [number for number in nearest_multiples(self.num_devices, _known(self.ici) * slices) if number is not None]
+        return nearest_multiples(self.num_devices, _known(self.ici) * slices)
 
     def allows(self, key: str | None, value: object) -> bool:
         """Say whether everything would fit with another value of one key."""

@@ -1,33 +1,42 @@
-"""Exact numbers from text: "250B" tokens, "61.5K" samples, fractional sizes per device. No float touches a sample count."""
+"""Exact numbers: parsing ("250B" tokens, "61.5K" samples, fractional sizes per device), divisors and nearest legal values.
+
+Everything is an int or a `Fraction`. A sample count never passes through a float.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
+from typing import TypeVar
 
 from rampup.errors import ConfigError, RampDefinitionError, RampupError
 
+Number = TypeVar("Number", int, Fraction)
+
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-# Far beyond any training run; keeps "1e999999999" from filling the memory.
+# Far beyond any training run. The limit keeps "1e999999999" from exhausting memory.
 MAX_COUNT = 10**18
-# Divisors of a step's samples are listed for error messages, which stays instant up to here.
+# Upper limit on the sizes of a reinforcement-learning step.
 MAX_SAMPLES = 10**9
+# `divisors` tries factors up to this one, so it is complete up to 10**10 and fast for any number.
+MAX_FACTOR = 10**5
 
 
 def parse_count(text: str | int, *, what: str, key: str | None = None) -> int:
-    """Read a whole number with an optional suffix K, M, B or T (powers of 1,000, either case).
+    """Parse a whole number with an optional suffix K, M, B or T (powers of 1,000, either case).
 
     Args:
         text: for instance `"250B"`, `"117.25B"`, `"1_000"`, `"1e3"` or an int.
-        what: what the number counts, for the error's message.
-        key: the configuration key it came from, for the error.
+        what: the name of the number in error messages.
+        key: the configuration key that errors refer to.
 
     Returns:
-        The exact value. Decimal arithmetic throughout: "8.2B" is 8,200,000,000 and not one less.
+        The exact value. The arithmetic is decimal, so "8.2B" is exactly 8,200,000,000.
 
     Raises:
-        RampDefinitionError: not a number, negative, not whole ("12.9") or above 10**18.
+        RampDefinitionError: If `text` is not a number, is negative, not whole ("12.9") or above 10**18.
 
     Example:
         >>> parse_count("2.01K", what="threshold")
@@ -58,18 +67,18 @@ def parse_count(text: str | int, *, what: str, key: str | None = None) -> int:
 
 
 def exact_fraction(value: object, *, what: str, key: str | None = None) -> Fraction:
-    """Return the number that a person wrote, exactly: 0.1 is one tenth and not the nearest double to it.
+    """Return a number exactly as written: 0.1 is one tenth, not the nearest double.
 
     Args:
         value: int, float, Decimal, Fraction or text such as `"0.5"` or `"1/3"`.
-        what: what the number is, for the error's message.
-        key: the configuration key it came from, for the error.
+        what: the name of the number in error messages.
+        key: the configuration key that errors refer to.
 
     Returns:
-        The exact value; a float stands for its shortest decimal representation.
+        The exact value. A float is read as its shortest decimal representation.
 
     Raises:
-        RampDefinitionError: not a finite number, or beyond 10**18 or below 10**-18 in size.
+        RampDefinitionError: If `value` is not a finite number, or its magnitude is above 10**18 or below 10**-18.
 
     Example:
         >>> exact_fraction(0.1, what="per_device_batch_size") * 10
@@ -98,7 +107,7 @@ def exact_fraction(value: object, *, what: str, key: str | None = None) -> Fract
 
 
 def plain_number(value: Fraction) -> int | float:
-    """Return a fraction as an int where it is whole and as the nearest float otherwise, for printing and JSON.
+    """Return a fraction as an int if it is whole and as the nearest float otherwise, for printing and JSON.
 
     Example:
         >>> plain_number(Fraction(6, 2)), plain_number(Fraction(1, 4))
@@ -107,11 +116,11 @@ def plain_number(value: Fraction) -> int | float:
     return value.numerator if value.denominator == 1 else float(value)
 
 
-def written(value: Fraction) -> int | float | str:
-    """Return a fraction as what a configuration file reads back exactly.
+def to_yaml_number(value: Fraction) -> int | float | str:
+    """Return a fraction in a form that `exact_fraction` reads back exactly.
 
     Example:
-        >>> written(Fraction(4)), written(Fraction(1, 2)), written(Fraction(1, 3))
+        >>> to_yaml_number(Fraction(4)), to_yaml_number(Fraction(1, 2)), to_yaml_number(Fraction(1, 3))
         (4, 0.5, '1/3')
     """
     number = plain_number(value)
@@ -119,7 +128,7 @@ def written(value: Fraction) -> int | float | str:
 
 
 def count_problems(counts: dict[str, int], *, minimum: int = 1) -> list[RampupError]:
-    """Return an error for every count that is no whole number between `minimum` and 10**9."""
+    """Return an error for every count that is not a whole number between `minimum` and 10**9."""
     problems: list[RampupError] = []
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int):
@@ -132,21 +141,41 @@ def count_problems(counts: dict[str, int], *, minimum: int = 1) -> list[RampupEr
 
 
 def divisors(number: int) -> list[int]:
-    """Return the divisors of a number up to 10**9, smallest first.
+    """Return the divisors of a number in ascending order; above 10**10, only those with a cofactor or size up to 10**5.
 
     Example:
-        >>> divisors(12)
-        [1, 2, 3, 4, 6, 12]
+        >>> divisors(12), divisors(0)
+        ([1, 2, 3, 4, 6, 12], [])
     """
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    if number < 1:
+        return []
+    small = [n for n in range(1, min(math.isqrt(number), MAX_FACTOR) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
-def next_to(value: int, legal: list[int]) -> list[int]:
-    """Return the values of an ascending list that are next to `value`, below and above; `value` itself is not one.
+def nearest_in(value: Number, legal: Sequence[Number]) -> list[Number]:
+    """Return the neighbors of `value` in an ascending list, below and above; `value` itself is not one.
 
     Example:
-        >>> next_to(5, [1, 2, 4, 8, 16]), next_to(40, [1, 2, 4])
+        >>> nearest_in(5, [1, 2, 4, 8, 16]), nearest_in(40, [1, 2, 4])
         ([4, 8], [4])
     """
     return [n for n in legal if n < value][-1:] + [n for n in legal if n > value][:1]
+
+
+def nearest_multiples(value: Number, step: Number, offset: Number | None = None) -> list[Number]:
+    """Return the positive numbers of the form `offset + n * step` next to `value`, the lower one first.
+
+    The second one is the first such number at or above `value`, and there is always one. Below it there may be none.
+
+    Example:
+        >>> nearest_multiples(1000, 512), nearest_multiples(3, 8), nearest_multiples(8, 8)
+        ([512, 1024], [8], [8])
+        >>> nearest_multiples(Fraction(5, 2), Fraction(1), offset=Fraction(1, 4))
+        [Fraction(9, 4), Fraction(13, 4)]
+    """
+    start = value * 0 if offset is None else offset
+    above = start - (start - value) // step * step
+    if above <= 0:
+        above = start % step or step
+    return [n for n in (above - step, above) if n > 0]

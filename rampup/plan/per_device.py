@@ -6,7 +6,7 @@ import math
 from fractions import Fraction
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError, raise_together
-from rampup.plan.numbers import exact_fraction, written
+from rampup.plan.numbers import divisors, exact_fraction, nearest_in, nearest_multiples, to_yaml_number
 from rampup.plan.ramp import BatchRamp, check_num_phases
 from rampup.plan.split import BatchSplitter
 
@@ -134,23 +134,24 @@ class _Sizes:
                 f"{END}={_show(end)} must be greater than {START}={_show(start)}; a batch that shrinks is written as "
                 "batch_size_schedule",
                 key=END,
-                nearest=(written(start + increment),),
+                nearest=(to_yaml_number(start + increment),),
             )
         if (end - start) % increment:
-            ends, increments = _around(end - start, increment, start), self._increments(increment)
+            increments = self._increments(increment)
+            ends = [start + n for n in nearest_multiples(end - start, increment)]
             raise RampDefinitionError(
                 f"{END} - {START} = {_show(end)} - {_show(start)} = {_show(end - start)} must be a multiple of "
                 f"{INCREMENT}={_show(increment)}; nearest: {END} {_show(ends, ' or ')}, or {INCREMENT} "
                 f"{_show(increments, ' or ')}",
                 key=END,
-                nearest=[written(n) for n in ends],
+                nearest=[to_yaml_number(n) for n in ends],
             )
         check_num_phases(int((end - start) / increment) + 1, key=INCREMENT)
 
     def _problem(self, key: str) -> RampupError | None:
         value = self.values[key]
-        nearest = self._legal(key) or _around(max(value, Fraction(0)), self.step)
-        plain = [written(n) for n in nearest]
+        nearest = self._legal(key) or nearest_multiples(max(value, Fraction(0)), self.step)
+        plain = [to_yaml_number(n) for n in nearest]
         if value <= 0:
             return RampDefinitionError(
                 f"{key}={_show(value)} must be greater than 0; nearest: {_show(nearest)}", key=key, nearest=plain
@@ -174,30 +175,18 @@ class _Sizes:
         value = max(self.values[key], Fraction(0))
         start, increment, end = (self.values[name] for name in (START, INCREMENT, END))
         if key == START:
-            return [n for n in _near(value, increment, end % increment) if n < end]
+            return [n for n in nearest_multiples(value, increment, end % increment) if n < end]
         if key == INCREMENT:
             return self._increments(value) if end > start else []
-        return _around(max(value - start, Fraction(0)), increment, start)
+        return [start + n for n in nearest_multiples(max(value - start, Fraction(0)), increment)]
 
     def _increments(self, value: Fraction) -> list[Fraction]:
         span = int((self.values[END] - self.values[START]) / self.step)
-        counts = [n for n in range(1, min(span, 10_000) + 1) if span % n == 0]
-        legal = sorted(self.step * span / n for n in counts)
-        return [n for n in legal if n < value][-1:] + [n for n in legal if n > value][:1]
-
-
-def _around(value: Fraction, step: Fraction, origin: Fraction = Fraction(0)) -> list[Fraction]:
-    """Return the positive multiples of `step` next to `value`, each with `origin` added."""
-    return [origin + n for n in _near(value, step)]
-
-
-def _near(value: Fraction, step: Fraction, offset: Fraction = Fraction(0)) -> list[Fraction]:
-    below = (value - offset) // step * step + offset
-    return [n for n in (below, below + step) if n != value and n > 0] or [below + step]
+        return nearest_in(value, [self.step * span / n for n in reversed(divisors(span)) if n <= 10_000])
 
 
 def _show(values: Fraction | list[Fraction], joint: str = ", ") -> str:
-    return joint.join(str(written(value)) for value in ([values] if isinstance(values, Fraction) else values))
+    return joint.join(str(to_yaml_number(value)) for value in ([values] if isinstance(values, Fraction) else values))
 
 
 def _text(value: object) -> object:

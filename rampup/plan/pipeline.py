@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from rampup.errors import PipelineShapeError, nearest_multiples
+from rampup.errors import PipelineShapeError
+from rampup.plan.numbers import divisors, nearest_multiples
 from rampup.plan.split import AUTO, product_text
 
 
@@ -43,7 +44,7 @@ def pipeline_repeats(*, num_layers: int, num_stages: int, num_layers_per_stage: 
     factors |= {key: num_repeats} if given else {}
     product = math.prod(factors.values())
     if num_layers % product or (given and num_layers != product):
-        nearest = [product] if given else [n for n in nearest_multiples(num_layers, product) if n is not None]
+        nearest = [product] if given else nearest_multiples(num_layers, product)
         raise PipelineShapeError(
             f"base_num_decoder_layers={num_layers} must be {'' if given else 'a multiple of '}{product_text(factors)}; "
             f"nearest: {', '.join(map(str, nearest))}",
@@ -64,7 +65,7 @@ def legal_repeats(*, num_layers: int, num_stages: int) -> list[int]:
         [1, 2, 3, 6]
     """
     each = pipeline_repeats(num_layers=num_layers, num_stages=num_stages)
-    return [v for v in range(1, each + 1) if each % v == 0]
+    return divisors(each)
 
 
 def stage_order(num_layers: int, num_stages: int, num_repeats: int = 1) -> list[int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
+from rampup.plan.numbers import divisors
 from rampup.plan.timetable import bubble_fraction, num_ticks
 
 # What a tick costs beside its arithmetic, where nobody has measured it: moving weights and gradients is worth some hundred
@@ -85,7 +86,7 @@ def pipeline_choices(
         >>> best.num_microbatches, best.microbatch_size, best.predicted_time
         (8, 2, Fraction(33, 1))
     """
-    legal = [m for m in range(multiple, samples + 1, multiple) if samples % m == 0 and m >= least]
+    legal = [m for m in divisors(samples) if m % multiple == 0 and m >= least]
     choices = [
         PipelineChoice(
             num_microbatches=m,

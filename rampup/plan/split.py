@@ -13,9 +13,9 @@ from rampup.errors import (
     ConfigError,
     PipelineShapeError,
     RampupError,
-    nearest_multiples,
     raise_together,
 )
+from rampup.plan.numbers import divisors, nearest_multiples
 from rampup.plan.pipeline_cost import PipelineChoice, pipeline_choices
 
 AUTO = -1
@@ -132,8 +132,7 @@ class BatchSplitter:
             >>> BatchSplitter(data_parallel_size=8, microbatch_size=4).nearest(50)
             (32, 64)
         """
-        candidates = nearest_multiples(global_batch_size, self.unit)
-        legal = [size for size in candidates if size is not None and size >= self.smallest]
+        legal = [size for size in nearest_multiples(global_batch_size, self.unit) if size >= self.smallest]
         return tuple(legal) or (self.smallest,)
 
     def allows(self, global_batch_size: int) -> bool:
@@ -237,8 +236,7 @@ class BatchSplitter:
         """
         common = math.gcd(*(size // (self.data_parallel_size * self._pass_unit) for size in sizes))
         largest = min(self.largest_microbatch(size) for size in sizes)
-        small = [n for n in range(1, math.isqrt(common) + 1) if common % n == 0]
-        return tuple(sorted({n for n in (*small, *(common // n for n in small)) if n <= largest}))
+        return tuple(n for n in divisors(common) if n <= largest)
 
     def _cut(self, size: int, microbatch_size: int, *, merge_passes: bool) -> BatchSplit:
         """Cut one batch; with `merge_passes` an automatic m takes all microbatches into one pipeline pass."""
@@ -350,7 +348,7 @@ class BatchSplitter:
         rule = f"a multiple of num_stages = ici_pipeline_parallelism * dcn_pipeline_parallelism = {p}" if strict else ""
         rule += " and " if strict and late else ""
         rule += f"at least 2 * num_stages = {least} (pipeline_delay_activation_forwarding)" if late else ""
-        nearest = [n for n in nearest_multiples(m, p) if n is not None and n >= least] or [least]
+        nearest = [n for n in nearest_multiples(m, p) if n >= least] or [least]
         hint = "; pipeline_strict_multiple=false lifts the multiple" if strict else ""
         return [
             PipelineShapeError(

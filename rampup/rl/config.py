@@ -15,7 +15,7 @@ from rampup.config.load import load_settings, names_in
 from rampup.config.schema import KEYS as RAMP_KEYS
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.mesh_axes import AUTO, AXES, MeshAxes
-from rampup.plan.numbers import MAX_SAMPLES, written
+from rampup.plan.numbers import MAX_SAMPLES, to_yaml_number
 from rampup.rl.experience import Experience
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import Size
@@ -146,7 +146,7 @@ class RolloutConfig(Settings):
             enough["num_prompts"] = least
         if asked < least:
             batches = math.ceil(least / (self.batch_size * self.train_fraction))
-            fraction = written(Fraction(least, self.num_batches * self.batch_size))
+            fraction = to_yaml_number(Fraction(least, self.num_batches * self.batch_size))
             enough |= {"num_batches": batches} if batches <= MAX_SAMPLES else {"train_fraction": fraction}
         return [
             ConfigError(

@@ -12,11 +12,10 @@ from rampup.errors import (
     ConfigError,
     RampupError,
     ResumeMismatchError,
-    nearest_multiples,
     raise_together,
 )
 from rampup.notebook_repr import NotebookRepr
-from rampup.plan.numbers import MAX_SAMPLES, count_problems, divisors, next_to
+from rampup.plan.numbers import MAX_SAMPLES, count_problems, divisors, nearest_in, nearest_multiples
 from rampup.rl.experience import Experience
 from rampup.rl.sizes import Size
 from rampup.rl.updates import Training, Updates, cut_updates
@@ -306,7 +305,7 @@ class RolloutPlan(NotebookRepr):
         if samples % divisor == 0:
             return []
         step = divisor // math.gcd(divisor, per_count)
-        nearest = [n for n in nearest_multiples(size.count, step) if n is not None]
+        nearest = nearest_multiples(size.count, step)
         return [
             BatchDivisibilityError(
                 f"{size.arithmetic('rollout_batch', **self._factors)} must be a multiple of {divisor} samples, the least that "
@@ -342,7 +341,7 @@ class RolloutPlan(NotebookRepr):
             legal = [max(self.samples_per_step // per_count, 1)]
         else:
             legal = divisors(self.samples_per_step // per_count) if self.samples_per_step % per_count == 0 else []
-        nearest = next_to(size.count, legal)
+        nearest = nearest_in(size.count, legal)
         fix = f"nearest: {', '.join(map(str, nearest))}" if nearest else "count it in prompts of the job"
         return [
             BatchDivisibilityError(

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, nearest_multiples, raise_together
-from rampup.plan.numbers import count_problems
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
+from rampup.plan.numbers import count_problems, nearest_multiples
 
 Unit = Literal["prompts", "samples", "tokens"]
 Scope = Literal["job", "replica", "process"]
@@ -105,7 +105,7 @@ def data_parallel_size(
     if num_devices % shared:
         used = {name: size for name, size in sizes.items() if size > 1}
         names, values = " * ".join(used), " * ".join(map(str, used.values()))
-        nearest = [n for n in nearest_multiples(num_devices, shared) if n is not None]
+        nearest = nearest_multiples(num_devices, shared)
         raise BatchDivisibilityError(
             f"{key}={num_devices} must be a multiple of {names} = {values}{f' = {shared}' if len(used) > 1 else ''}; nearest: "
             f"{', '.join(map(str, nearest))}",

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
-from rampup.plan.numbers import count_problems, divisors, next_to
+from rampup.plan.numbers import count_problems, divisors, nearest_in
 from rampup.plan.split import BatchSplit
 from rampup.rl.sizes import Size
 
@@ -282,7 +282,7 @@ class _Cutter:
 
     def _problem(self, size: Size, name: str, rule: str, legal: list[int]) -> RampupError:
         role = f"{self.model}.{name}"
-        nearest = next_to(size.count, legal)
+        nearest = nearest_in(size.count, legal)
         fix = f"nearest: {', '.join(map(str, nearest))}" if nearest else f"no count of {size.unit} fits; change another size"
         return BatchDivisibilityError(
             f"{size.arithmetic(role, **self.factors)} {rule}; {fix}",

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from rampup.errors import PipelineShapeError, nearest_multiples
+from rampup.errors import PipelineShapeError
+from rampup.plan.numbers import nearest_multiples
 from rampup.run.accumulate import Sums, accumulator
 from rampup.run.mesh import DATA, STAGE, constrain
 from rampup.run.pipeline_stage import PipelinedLoss, Stage
@@ -200,7 +201,7 @@ def _check(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Arra
         raise PipelineShapeError(f"num_pipeline_repeats={v} must be at least 1", key="num_pipeline_repeats", nearest=(1,))
     num_layers = jax.tree.leaves(params[LAYERS])[0].shape[0]
     if num_layers % (p * v):
-        nearest = [n for n in nearest_multiples(num_layers, p * v) if n is not None]
+        nearest = nearest_multiples(num_layers, p * v)
         raise PipelineShapeError(
             f"base_num_decoder_layers={num_layers} must be a multiple of num_stages * num_pipeline_repeats = {p} * {v} = "
             f"{p * v}; nearest: {', '.join(map(str, nearest))}",
@@ -212,7 +213,7 @@ def _check(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Arra
         raise PipelineShapeError(
             f"a microbatch of {num_rows} rows must be a multiple of the data axis = {replicas}",
             key="microbatch_size",
-            nearest=[n for n in nearest_multiples(num_rows, replicas) if n is not None],
+            nearest=nearest_multiples(num_rows, replicas),
         )
     batch_R, keys_R = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (batch_KR, keys_KR))
     chunk = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_layers // (p * v), *x.shape[1:]), x.dtype), params[LAYERS])

@@ -11,7 +11,7 @@ from typing import Any
 from rampup.config.build import build_plan
 from rampup.config.schema import PER_ACCUMULATION_KEYS, Config
 from rampup.errors import RampupError
-from rampup.plan.numbers import divisors, written
+from rampup.plan.numbers import divisors, to_yaml_number
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import AUTO
 from rampup.tune.programs import free_splitter
@@ -63,7 +63,7 @@ class Proposal:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as a configuration file has them."""
-        return {key: written(value) if isinstance(value, Fraction) else value for key, value in self.settings.items()}
+        return {key: to_yaml_number(value) if isinstance(value, Fraction) else value for key, value in self.settings.items()}
 
 
 def legal_sizes(plan: RampPlan) -> list[tuple[int, ...]]:

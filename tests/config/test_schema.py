@@ -60,7 +60,7 @@ def test_derived_values():
         ({"lr_schedule_type": "wsd", "warmup_steps_fraction": 0.7, "wsd_decay_steps_fraction": 0.6}, (0.3,)),
         ({"base_emb_dim": 120, "base_num_query_heads": 7, "base_num_kv_heads": 1}, (6, 10)),
         ({"base_emb_dim": 121, "base_num_query_heads": 7, "base_num_kv_heads": 1}, ()),
-        ({"base_emb_dim": 10**18, "base_num_query_heads": 7, "base_num_kv_heads": 1}, ()),
+        ({"base_emb_dim": 10**18, "base_num_query_heads": 7, "base_num_kv_heads": 1}, (5, 8)),
         ({"base_num_kv_heads": 3}, (2, 4)),
         ({"vocab_size": 100}, (256,)),
     ],

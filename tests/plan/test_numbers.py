@@ -6,8 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rampup.errors import RampDefinitionError
-from rampup.plan.numbers import exact_fraction, parse_count, plain_number, written
+from rampup.errors import BatchDivisibilityError, RampDefinitionError
+from rampup.plan.numbers import (
+    count_problems,
+    divisors,
+    exact_fraction,
+    nearest_in,
+    nearest_multiples,
+    parse_count,
+    plain_number,
+    to_yaml_number,
+)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +106,42 @@ def test_exact_fraction_refuses(value):
 
 
 @given(st.fractions(min_value=0, max_value=1000, max_denominator=50))
-def test_written_reads_back(value):
-    """What `written` gives, the reader reads as the same number."""
-    assert exact_fraction(written(value), what="size") == value
+def test_to_yaml_number_reads_back(value):
+    """`exact_fraction` reads the same number back."""
+    assert exact_fraction(to_yaml_number(value), what="size") == value
     assert abs(plain_number(value) - value) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("value", "step", "expected"),
+    [(1000, 512, [512, 1024]), (3, 8, [8]), (8, 8, [8]), (16, 8, [8, 16]), (17, 8, [16, 24]), (0, 4, [4]), (-5, 4, [4])],
+)
+def test_nearest_multiples(value, step, expected):
+    """The positive multiples around a value are returned, and an error has the same ones."""
+    assert nearest_multiples(value, step) == expected
+    error = BatchDivisibilityError("", value=value, divisor=step)
+    assert [n for n in (error.nearest_below, error.nearest_above) if n] == expected == list(error.nearest)
+
+
+@given(st.fractions(-9, 9, max_denominator=6), st.fractions("1/6", 3, max_denominator=6), st.fractions(0, 3, max_denominator=6))
+def test_nearest_multiples_with_offset(value, step, offset):
+    """Fractions are the positive numbers offset + n * step around a value, found by listing them all."""
+    listed = [offset + n * step for n in range(-100, 101)]
+    above = min(n for n in listed if n >= value and n > 0)
+    below = [n for n in listed if 0 < n < above]
+    assert nearest_multiples(value, step, offset) == [*([max(below)] if below else []), above]
+
+
+@given(st.integers(1, 3000), st.integers(0, 3000))
+def test_divisors_and_nearest_in(number, value):
+    """`divisors` returns all of them in ascending order, and `nearest_in` the closest on each side."""
+    found = divisors(number)
+    assert found == [n for n in range(1, number + 1) if number % n == 0]
+    below, above = [n for n in found if n < value], [n for n in found if n > value]
+    assert nearest_in(value, found) == ([max(below)] if below else []) + ([min(above)] if above else [])
+
+
+def test_count_problems_minimum():
+    """Zero is accepted if the minimum is zero."""
+    assert not count_problems({"eval_prompts": 0}, minimum=0)
+    assert count_problems({"eval_prompts": -1}, minimum=0)[0].nearest == (0,)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError
-from rampup.plan.numbers import MAX_SAMPLES, count_problems, divisors, next_to
+from rampup.plan.numbers import MAX_SAMPLES
 from rampup.rl.sizes import Size, data_parallel_size
 
 
@@ -77,18 +77,3 @@ def test_bad_parallel_sizes_at_once():
     with pytest.raises(RampupError) as caught:
         data_parallel_size(0, tensor=-1, context=0, key="world_size")
     assert [problem.key for problem in caught.value.problems] == ["world_size", "tensor", "context"]
-
-
-@given(st.integers(1, 3000), st.integers(0, 3000))
-def test_divisors_and_neighbours(number, value):
-    """Divisors are all of them, ascending; neighbours are the closest on each side."""
-    found = divisors(number)
-    assert found == [n for n in range(1, number + 1) if number % n == 0]
-    below, above = [n for n in found if n < value], [n for n in found if n > value]
-    assert next_to(value, found) == ([max(below)] if below else []) + ([min(above)] if above else [])
-
-
-def test_count_problems_respect_the_minimum():
-    """Zero is a count where the minimum is zero."""
-    assert not count_problems({"eval_prompts": 0}, minimum=0)
-    assert count_problems({"eval_prompts": -1}, minimum=0)[0].nearest == (0,)

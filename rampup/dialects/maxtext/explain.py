@@ -18,7 +18,7 @@ from rampup.dialects.reading import Settings
 from rampup.dialects.rules import counted
 from rampup.dialects.verdict import Advice, Meaning
 from rampup.plan.mesh_axes import AUTO
-from rampup.plan.numbers import written
+from rampup.plan.numbers import to_yaml_number
 
 _BASE_YML = "MaxText, comments of base.yml"
 
@@ -122,4 +122,4 @@ def _tokens(file: MaxTextFile, samples: int) -> str:
 
 def _text(value: Fraction) -> str:
 
-    return str(written(Fraction(value)))
+    return str(to_yaml_number(Fraction(value)))

@@ -20,7 +20,7 @@ from rampup.dialects.maxtext.job import (
 )
 from rampup.dialects.nearest import Found, Rule, around
 from rampup.plan.mesh_axes import AUTO, MeshAxes
-from rampup.plan.numbers import written
+from rampup.plan.numbers import to_yaml_number
 
 FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")
 
@@ -60,7 +60,7 @@ def _whole_near(key: str, step: Callable[[MaxTextFile], int] = lambda _: 1) -> C
 
 def show(value: Any) -> str:
     """Write a size as a person would."""
-    return str(written(value)) if isinstance(value, Fraction) else f"{value:,}"
+    return str(to_yaml_number(value)) if isinstance(value, Fraction) else f"{value:,}"
 
 
 def _piped(file: MaxTextFile) -> bool:

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from rampup.errors import ConfigError, nearest_multiples
+from rampup.errors import ConfigError
+from rampup.plan.numbers import nearest_multiples
 from rampup.run.data.sources import RowSource
 from rampup.run.distributed import from_first
 from rampup.run.mesh import batch_sharding
@@ -35,7 +36,7 @@ class Loading:
     def __post_init__(self) -> None:
         count = jax.process_count()
         if self.factor < 1 or count % self.factor:
-            nearest = [n for n in nearest_multiples(count, max(self.factor, 1)) if n is not None]
+            nearest = nearest_multiples(count, max(self.factor, 1))
             raise ConfigError(
                 f"expansion_factor_real_data={self.factor} must divide the number of processes, {count}; it would fit "
                 f"{' or '.join(map(str, nearest))} processes",
