@@ -62,7 +62,8 @@ def tune_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="use N of this machine's devices")
     parser.add_argument("--fake-devices", type=int, metavar="N", help="use N pretended CPU devices")
     parser.add_argument("-o", "--output", metavar="FILE", help="draw memory by microbatch size into a .png, .svg or .pdf file")
-    parser.add_argument("--levers", action="store_true", help="also try what else would save memory, and what it costs")
+    parser.add_argument("--memory-options", action="store_true", help="also measure other ways to save memory, and their cost")
+    parser.add_argument("--levers", dest="memory_options", action="store_true", help=argparse.SUPPRESS)  # the old name
 
 
 def tune(args: argparse.Namespace, console: Console) -> int:
@@ -83,7 +84,7 @@ def tune(args: argparse.Namespace, console: Console) -> int:
         config,
         memory_gib=args.memory_gib,
         num_devices=args.devices,
-        levers=args.levers,
+        memory_options=args.memory_options,
         report=lambda line: progress.print(line, style="dim"),
     )
     facts = found.to_dict()

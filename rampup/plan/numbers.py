@@ -22,6 +22,7 @@ MAX_COUNT = 10**18
 MAX_SAMPLES = 10**9
 # `divisors` tries factors up to this one, so it is complete up to 10**10 and fast for any number.
 MAX_FACTOR = 10**5
+GIB, MAX_GIB = 2**30, 10**6
 
 
 def parse_count(text: str | int, *, what: str, key: str | None = None) -> int:
@@ -64,6 +65,28 @@ def parse_count(text: str | int, *, what: str, key: str | None = None) -> int:
             f"{what}={text!r} must be a whole number; nearest: {below:,}, {below + 1:,}", key=key, nearest=(below, below + 1)
         )
     return value.numerator
+
+
+def parse_memory_gib(value: str | float, *, key: str = "memory-gib") -> int:
+    """Return a memory size in bytes from a number of GiB.
+
+    Args:
+        value: GiB, for instance 80, 0.5 or `"1/3"`.
+        key: the option it came from, for the error.
+
+    Raises:
+        RampupError: not a number, below one byte or above 1,000,000 GiB.
+
+    Example:
+        >>> parse_memory_gib("0.5")
+        536870912
+    """
+    size = exact_fraction(value, what=key, key=key)
+    if size * GIB < 1 or size > MAX_GIB:
+        raise ConfigError(
+            f"{key}={value} must be above 0 and at most {MAX_GIB:,} GiB", key=key, nearest=(1,) if size < 1 else (MAX_GIB,)
+        )
+    return int(size * GIB)
 
 
 def exact_fraction(value: object, *, what: str, key: str | None = None) -> Fraction:

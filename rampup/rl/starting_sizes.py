@@ -8,10 +8,9 @@ from fractions import Fraction
 from typing import Any
 
 from rampup.errors import ConfigError, RampupError, raise_together
-from rampup.plan.numbers import exact_fraction, parse_count, plain_number
+from rampup.plan.numbers import GIB, parse_count, parse_memory_gib, plain_number
 
 SYSTEMS = ("trlx", "skyrl", "verl", "maxtext_rl")
-GIB = 2**30
 # Mixed-precision Adam: bfloat16 weights and gradients, float32 weights and both moments.
 STATE_BYTES = {"weights": 2, "gradients": 2, "float32 weights": 4, "Adam moments": 8}
 # A frozen reference policy: bfloat16 weights.
@@ -226,7 +225,7 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
     except RampupError as error:
         problems.append(error)
     try:
-        device_bytes = None if memory_gib is None else _device_bytes(memory_gib)
+        device_bytes = None if memory_gib is None else parse_memory_gib(memory_gib)
     except RampupError as error:
         problems.append(error)
     raise_together(problems)
@@ -248,14 +247,3 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
 
 def _row(table: tuple[PublishedSizes, ...], params: int) -> PublishedSizes:
     return next((row for row in table if params <= row.largest), table[-1])
-
-
-def _device_bytes(memory_gib: str | float) -> int:
-    size = exact_fraction(memory_gib, what="memory-gib", key="memory-gib")
-    if size * GIB < 1 or size > 10**6:
-        raise ConfigError(
-            f"memory-gib={memory_gib} must be above 0 and at most 1,000,000 GiB",
-            key="memory-gib",
-            nearest=(1,) if size < 1 else (),
-        )
-    return int(size * GIB)

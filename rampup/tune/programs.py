@@ -1,4 +1,6 @@
-"""The compiled training steps of a configuration, one per microbatch size: their memory without running, and their time."""
+"""The compiled training steps of a configuration, one per microbatch size: their memory, read without running them, and
+their measured times.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +9,14 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
 
-from rampup.config.build import build_plan, mesh_axes
+from rampup.config.build import build_plan
 from rampup.config.schema import Config
 from rampup.lm.train import initial_state, state_shapes, training_step
 from rampup.plan.plan import RampPlan
@@ -25,21 +28,24 @@ from rampup.run.data.batches import AHEAD_ON_DEVICE, step_batches
 from rampup.run.data.sources import SyntheticRows
 from rampup.run.mesh import make_mesh
 from rampup.run.offload import ProgramMemory, is_out_of_memory, program_memory, room_to_run
+from rampup.run.step import TrainState
 
 Report = Callable[[str], None]
+# (x, y)
+Point = tuple[float, float]
 ROUNDS = 5
 TIMING_SECONDS = 60.0
-# What one measurement takes at least, so that a clock and a busy machine do not decide it.
+# A shorter measurement would depend on the clock's resolution and on other processes; short steps are repeated.
 LEAST_SECONDS, MAX_REPEATS = 0.05, 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A microbatch size with the buffer of the program that runs it.
+    """A microbatch size, with the buffer of the program that runs it.
 
     Attributes:
         microbatch_size: b, samples per replica and forward pass.
-        num_microbatches: the most that a step of this program takes.
+        num_microbatches: the most that one step of this program takes.
     """
 
     microbatch_size: int
@@ -48,12 +54,12 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """The times of a step.
+    """Times of a step.
 
     Attributes:
         seconds: the median.
-        spread: slowest less fastest, over the median.
-        rounds: how many were measured.
+        spread: (slowest - fastest) / median.
+        rounds: number of measurements.
     """
 
     seconds: float
@@ -62,10 +68,10 @@ class Timing:
 
 
 class Programs:
-    """The training steps of one configuration on this machine's devices, compiled when they are asked for.
+    """The training steps of one configuration on this machine's devices, compiled on first use.
 
     Args:
-        config: the configuration; its own microbatch and accumulation do not matter.
+        config: the configuration; its own microbatch and accumulation are ignored.
         devices: the devices to use.
         report: called with a line about every compilation.
 
@@ -76,27 +82,25 @@ class Programs:
     def __init__(self, config: Config, devices: Sequence[jax.Device], report: Report = lambda line: None) -> None:
         self.config, self.devices, self._report = config, tuple(devices), report
         self.plan = build_plan(config, len(devices))
-        self.mesh = make_mesh(mesh_axes(config, len(devices)), devices)
-        self.free = free_splitter(self.plan.splitter)
+        self.mesh = make_mesh(self.plan.axes, devices)
+        self.splitter = unconstrained(self.plan.splitter)
         self._memory: dict[Size, ProgramMemory | None] = {}
         self._compiled: dict[Size, Any] = {}
-        self.compile_seconds: list[float] = []
 
     def size(self, microbatch_size: int) -> Size:
-        """Return a size with the number of microbatches of the largest batch, rounded up to whole passes."""
-        per_replica = max(self.plan.ramp.sizes) / self.free.data_parallel_size
+        """Return a size with the microbatches of the largest batch, rounded up to whole passes."""
+        per_replica = max(self.plan.ramp.sizes) / self.splitter.data_parallel_size
         passes = math.ceil(per_replica / (microbatch_size * self.pass_unit))
         return Size(microbatch_size=microbatch_size, num_microbatches=max(passes, 1) * self.pass_unit)
 
     @property
     def pass_unit(self) -> int:
-        """Microbatches that a pass consists of at least: 1 without a pipeline."""
-        return self.free.smallest // self.free.data_parallel_size
+        """Fewest microbatches of a pass: 1 without a pipeline."""
+        return self.splitter.smallest // self.splitter.data_parallel_size
 
     def memory(self, size: Size) -> ProgramMemory | None:
-        """Return the memory of one device that a step takes, or None if the compiler ran out of it."""
+        """Return the memory that a step takes of one device, or None if the compiler ran out of memory."""
         if size not in self._memory:
-            start = time.perf_counter()
             try:
                 compiled = compile_program(self._lower(size))
             except Exception as error:
@@ -105,23 +109,22 @@ class Programs:
                 self._memory[size] = None
             else:
                 self._compiled[size], self._memory[size] = compiled, program_memory(compiled)
-            self.compile_seconds.append(time.perf_counter() - start)
-            self._report(f"microbatch of {size.microbatch_size:,}: {self._in_words(size)}")
+            self._report(f"microbatch of {size.microbatch_size:,}: {self._describe(size)}")
         return self._memory[size]
 
     def bytes(self, size: Size) -> float:
-        """Return the bytes of one device that training takes: the step, and the batches that wait for the next ones."""
+        """Return the bytes that training takes of one device: the step and the prefetched batches."""
         memory = self.memory(size)
         return math.inf if memory is None else memory.total + AHEAD_ON_DEVICE * self._batch_bytes(size)
 
     def fits_here(self, size: Size) -> bool:
-        """Say whether a step can be run on this machine without running out of its memory."""
+        """Return whether a step fits in the memory of this machine."""
         return self.bytes(size) <= room_to_run(self.devices)
 
     def step_of(self, size: Size, num_microbatches: int) -> Callable[[], None]:
         """Return a function that runs one optimizer step on synthetic rows and waits for it.
 
-        All of them train one state, which lies in memory once; what it becomes does not matter.
+        All of these functions share one training state, so that it is in memory only once. Its values do not matter.
         """
         self.memory(size)
         program, chunks = self._compiled[size], self._chunks(size)
@@ -136,19 +139,24 @@ class Programs:
 
     def ticks(self, microbatch_size: int, num_microbatches: int) -> int:
         """Return the pipeline ticks of a step."""
-        split, splitter = self.split(microbatch_size, num_microbatches), self.free
-        return split.accumulation_steps * num_ticks(splitter.num_stages, split.num_pipeline_microbatches, splitter.num_repeats)
+        split, p, v = self.split(microbatch_size, num_microbatches), self.splitter.num_stages, self.splitter.num_repeats
+        return split.accumulation_steps * num_ticks(p, split.num_pipeline_microbatches, v)
 
     def split(self, microbatch_size: int, num_microbatches: int) -> BatchSplit:
-        """Return how a batch of so many microbatches per replica is cut."""
-        size = self.free.data_parallel_size * microbatch_size * num_microbatches
-        split = self.free.split_with(size, microbatch_size)
+        """Return the split of a batch of this many microbatches per replica."""
+        size = self.splitter.data_parallel_size * microbatch_size * num_microbatches
+        split = self.splitter.split_with(size, microbatch_size)
         assert split is not None
         return split
 
     def forget_state(self) -> None:
-        """Give the memory of the state back."""
+        """Free the memory of the training state."""
         self.__dict__.pop("_state", None)
+
+    @cached_property
+    def state_shapes(self) -> TrainState:
+        """Shapes, types and shardings of the training state."""
+        return state_shapes(self.config, self.mesh, training_step(self.config, self.plan, self.mesh).tx)
 
     @cached_property
     def _state(self) -> Any:
@@ -157,14 +165,17 @@ class Programs:
     def _lower(self, size: Size) -> Any:
         plan = self._plan_of(size)
         step = training_step(self.config, plan, self.mesh)
-        return step.lower(state_shapes(self.config, self.mesh, step.tx), self._row, plan.splits[0])
+        return step.lower(self.state_shapes, self._row, plan.splits[0])
 
     def _plan_of(self, size: Size) -> RampPlan:
-        """Return a plan of nothing but such steps, as long as the run."""
-        batch = self.free.data_parallel_size * size.microbatch_size * size.num_microbatches
-        splitter = replace(self.free, microbatch_size=size.microbatch_size)
+        """Return a plan of one phase with only such steps, as long as the run."""
+        batch = self.splitter.data_parallel_size * size.microbatch_size * size.num_microbatches
+        splitter = replace(self.splitter, microbatch_size=size.microbatch_size)
         ramp = BatchRamp.constant(batch)
-        return RampPlan(ramp=ramp, splitter=splitter, num_devices=len(self.devices), total_steps=self.plan.total_steps)
+        no_loading = Fraction(-1)
+        return replace(
+            self.plan, ramp=ramp, splitter=splitter, eval_global_batch_size=None, expansion_factor_real_data=no_loading
+        )
 
     def _rows(self, number: int) -> SyntheticRows:
         return SyntheticRows(number, sequence_length=self.config.max_target_length, vocab_size=self.config.vocab_size)
@@ -179,49 +190,106 @@ class Programs:
         return next(step_batches(self._rows(plan.ramp.sizes[0]), plan, self.mesh, stop=1)).chunks
 
     def _batch_bytes(self, size: Size) -> int:
-        """Bytes of one device that the rows of a step take."""
+        """Return the bytes that the rows of a step take of one device."""
         row: int = sum(leaf.nbytes for leaf in jax.tree.leaves(self._row))
         return row * size.microbatch_size * size.num_microbatches
 
-    def _in_words(self, size: Size) -> str:
+    def _describe(self, size: Size) -> str:
         bytes_ = self.bytes(size)
         return "the compiler runs out of memory" if math.isinf(bytes_) else f"{bytes_ / 2**20:,.1f} MiB"
 
 
-def free_splitter(splitter: BatchSplitter) -> BatchSplitter:
-    """Return the rule of a run without what its configuration says about microbatches and accumulation."""
+def unconstrained(splitter: BatchSplitter) -> BatchSplitter:
+    """Return a splitter without the configuration's own microbatch and accumulation."""
     return replace(splitter, microbatch_size=AUTO, gradient_accumulation_steps=1, rampup_microbatch="fixed", tick_overhead=None)
 
 
 def take_turns(steps: Mapping[Any, Callable[[], None]], *, seconds: float = TIMING_SECONDS) -> dict[Any, Timing]:
-    """Time every step once a round, after two rounds that do not count; a short one several times in a row.
+    """Time every step once a round, after two rounds that are not counted. Short steps run several times in a row.
 
     Args:
-        steps: name -> a step, which waits for itself.
-        seconds: what all rounds may take together, about; there is always one.
+        steps: name -> a step that waits for its own results.
+        seconds: approximate time of all rounds; there is at least one.
     """
-    for step in steps.values():
-        step()
-    warm_up = _seconds_of(steps.values(), 1)
-    repeats = min(max(int(LEAST_SECONDS * len(steps) / warm_up), 1), MAX_REPEATS)
-    rounds = max(min(int(seconds / (repeats * warm_up)), ROUNDS), 1)
-    times: dict[Any, list[float]] = {name: [] for name in steps}
-    names = list(steps)
+
+    def run(chosen: Iterable[Callable[[], None]], repeats: int = 1) -> float:
+        start = time.perf_counter()
+        for step in chosen:
+            for _ in range(repeats):
+                step()
+        return time.perf_counter() - start
+
+    run(steps.values())
+    one_round = run(steps.values())
+    repeats = min(max(int(LEAST_SECONDS * len(steps) / one_round), 1), MAX_REPEATS)
+    rounds = max(min(int(seconds / (repeats * one_round)), ROUNDS), 1)
+    names, times = list(steps), {name: [] for name in steps}  # type: tuple[list[Any], dict[Any, list[float]]]
     for number in range(rounds):
         for place in range(len(names)):
             name = names[(place + number) % len(names)]
-            times[name].append(_seconds_of([steps[name]], repeats) / repeats)
-    return {name: _timing(of_name) for name, of_name in times.items()}
+            times[name].append(run([steps[name]], repeats) / repeats)
+    return {name: _summarize(measured) for name, measured in times.items()}
 
 
-def _seconds_of(steps: Iterable[Callable[[], None]], repeats: int) -> float:
-    start = time.perf_counter()
-    for step in steps:
-        for _ in range(repeats):
-            step()
-    return time.perf_counter() - start
+def _summarize(seconds: Sequence[float]) -> Timing:
+    median = statistics.median(seconds)
+    return Timing(seconds=median, spread=(max(seconds) - min(seconds)) / median, rounds=len(seconds))
 
 
-def _timing(seconds: Sequence[float]) -> Timing:
-    middle = statistics.median(seconds)
-    return Timing(seconds=middle, spread=(max(seconds) - min(seconds)) / middle, rounds=len(seconds))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """The line y = start + slope * x."""
+
+    start: float
+    slope: float
+
+    def at(self, x: float) -> float:
+        """Return y."""
+        return self.start + self.slope * x
+
+
+def fit_line(points: Sequence[Point]) -> Line:
+    """Return the line with the least squared errors relative to y; it goes through 0 if all points have the same x.
+
+    Args:
+        points: (x, y), at least one, y above 0.
+
+    Example:
+        >>> line = fit_line([(1, 3), (2, 5), (4, 9)])
+        >>> round(line.start, 6), round(line.slope, 6)
+        (1.0, 2.0)
+    """
+    weights = [1 / y**2 for _, y in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    variance = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    if variance == 0:
+        return Line(start=0.0, slope=mean_y / mean_x)
+    slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True)) / variance
+    return Line(start=mean_y - slope * mean_x, slope=slope)
+
+
+def fit_tick_overhead(times: Mapping[int, Sequence[Point]], *, num_repeats: int) -> float | None:
+    """Return h, the cost of a pipeline tick apart from its arithmetic, in samples per replica.
+
+    It is the overhead of `predicted_time`. A step takes c + t * ticks * (b / v + h), with c for the optimizer. So the slope of
+    the times over the ticks is t * (b / v + h): a line over b, whose start over its slope is h * v.
+
+    Args:
+        times: microbatch size b -> (ticks of a step, seconds), at least two different numbers of ticks each.
+        num_repeats: v.
+
+    Returns:
+        h, at least 0; None with fewer than two sizes, or if the times do not grow with ticks and size.
+
+    Example:
+        >>> steps = {b: [(ticks, 7 + 0.1 * ticks * (b + 3)) for ticks in (7, 11)] for b in (1, 2, 8)}
+        >>> round(fit_tick_overhead(steps, num_repeats=1), 6)
+        3.0
+    """
+    slopes = [(float(b), fit_line(points).slope) for b, points in times.items() if len({ticks for ticks, _ in points}) > 1]
+    if len(slopes) < 2 or min(slope for _, slope in slopes) <= 0:
+        return None
+    line = fit_line(slopes)
+    return None if line.slope <= 0 else max(line.start / line.slope / num_repeats, 0.0)

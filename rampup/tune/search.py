@@ -1,63 +1,214 @@
-"""`rampup tune`: the largest microbatch that fits, found without running out of memory, and the settings that are fastest."""
+"""Find the largest microbatch that fits in memory and the settings that make the run fastest.
+
+`tune` works in three steps. A bisection over compiled programs, none of which runs, finds the largest microbatch that fits.
+The sizes near it then run a few steps on synthetic rows. The measured times rank the proposals: settings that leave the ramp
+unchanged and only split its batches differently.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import jax
 
-from rampup.config.schema import Config
-from rampup.errors import ConfigError
-from rampup.plan.numbers import exact_fraction
+from rampup.config.build import build_plan
+from rampup.config.schema import PER_ACCUMULATION_KEYS, Config
+from rampup.errors import ConfigError, RampupError
+from rampup.plan.numbers import GIB, divisors, parse_memory_gib, to_yaml_number
+from rampup.plan.plan import RampPlan
+from rampup.plan.split import AUTO, BatchSplit
 from rampup.run.compile import enable_compilation_cache
 from rampup.run.offload import device_limit, is_out_of_memory, peak_bytes
-from rampup.tune.bisection import Boundary, candidate_sizes, largest_within
-from rampup.tune.fitting import Line, fit_line, fit_tick_overhead
-from rampup.tune.memory_options import find_levers
-from rampup.tune.programs import Programs, Report, Size, Timing, take_turns
-from rampup.tune.result import GIB, Trial, Tuning, usable_of, whole_bytes
-from rampup.tune.settings import Proposal, legal_sizes, proposals
+from rampup.tune.memory_options import MemoryOption, find_memory_options
+from rampup.tune.programs import Programs, Report, Size, Timing, fit_line, fit_tick_overhead, take_turns, unconstrained
 
-MAX_GIB = 10**6
-# How far beyond the largest batch of the plan the search goes.
-BEYOND = 64
-MAX_TIMED = 8
-# Times closer than this are alike on a machine that is not idle; then fewer shapes and more of a size win.
-ALIKE = 0.05
+# Left free of a device's memory, for fragmentation and for what the backend's libraries allocate themselves.
+MARGIN = Fraction(5, 100)
+# The search ends at this many times the largest batch of the plan.
+SEARCH_FACTOR = 64
+MAX_TIMED_SIZES = 8
+# Relative differences below this are ties on a machine that is not idle. The proposal with fewer shapes then wins.
+TIE_TOLERANCE = 0.05
+# The largest sizes, per kind of proposal, that are worth timing.
+NEAR_THE_TOP = 3
+MAX_SHAPES = 8
+NOT_RUN = "not run: this is computed"
+
+# (microbatch size, microbatches of a step per replica) -> seconds of the step, or None if that size was not timed.
+StepTime = Callable[[int, int], float | None]
 
 
-def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) -> tuple[int, bool]:
-    """Return the memory of one device in bytes, and whether it was stated.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """A microbatch size that was compiled.
 
-    Args:
-        memory_gib: as stated, in GiB; None = what the devices have.
-        devices: the devices.
-
-    Raises:
-        ConfigError: no number above 0 and up to 1,000,000, or none for devices without memory of their own.
-
-    Example:
-        >>> memory_limit("0.5", jax.devices())
-        (536870912, True)
+    Attributes:
+        size: the size.
+        bytes: memory of one device; infinite if the compiler ran out of memory.
+        fits: whether that is within the limit.
+        timing: times of a step of the largest batch, or None if it was not timed.
+        tokens_per_second: throughput of that step, or None.
     """
-    if memory_gib is not None:
-        size = exact_fraction(memory_gib, what="memory-gib", key="memory-gib")
-        if size * GIB < 1 or size > MAX_GIB:
-            raise ConfigError(
-                f"memory-gib={memory_gib} must be above 0 and at most {MAX_GIB:,} GiB",
-                key="memory-gib",
-                nearest=(1,) if size < 1 else (MAX_GIB,),
-            )
-        return int(size * GIB), True
-    limits = [device_limit(device) for device in devices]
-    if any(limit is None for limit in limits):
-        raise ConfigError(
-            f"the device {devices[0].device_kind!r} has no memory limit of its own; say what to tune for, such as "
-            "--memory-gib 16",
-            key="memory-gib",
+
+    size: Size
+    bytes: float
+    fits: bool
+    timing: Timing | None = None
+    tokens_per_second: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the trial for JSON."""
+        return {
+            "microbatch_size": self.size.microbatch_size,
+            "num_microbatches": self.size.num_microbatches,
+            "bytes": _finite_bytes(self.bytes),
+            "fits": self.fits,
+            "step_seconds": self.timing and self.timing.seconds,
+            "spread": self.timing and self.timing.spread,
+            "rounds": self.timing and self.timing.rounds,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """Settings, and the plan that they give.
+
+    Attributes:
+        policy: `rampup_microbatch` of the plan.
+        settings: the keys that differ from the configuration.
+        plan: the same ramp, split into other microbatches.
+        run_seconds: predicted time of all steps of the run, or None if one of its sizes was not timed.
+    """
+
+    policy: str
+    settings: Mapping[str, Any]
+    plan: RampPlan
+    run_seconds: float | None = None
+
+    @property
+    def reached(self) -> tuple[BatchSplit, ...]:
+        """The splits of the phases that the run reaches."""
+        phases = self.plan.ramp.phases
+        return tuple(
+            split for phase, split in zip(phases, self.plan.splits, strict=True) if phase.start_step < self.plan.total_steps
         )
-    return min(limit for limit in limits if limit is not None), False
+
+    @property
+    def sizes(self) -> frozenset[int]:
+        """The microbatch sizes that the run uses."""
+        return frozenset(split.microbatch_size for split in self.reached)
+
+    def seconds(self, step_time: StepTime) -> float | None:
+        """Return the time of all steps of the run without compilation, or None if a size was not timed."""
+        total, plan = 0.0, self.plan
+        for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
+            end = plan.total_steps if phase.num_steps is None else min(phase.start_step + phase.num_steps, plan.total_steps)
+            if end > phase.start_step:
+                time = step_time(split.microbatch_size, split.num_microbatches)
+                if time is None:
+                    return None
+                total += (end - phase.start_step) * time
+        return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings as they are written in a configuration file."""
+        return {key: to_yaml_number(value) if isinstance(value, Fraction) else value for key, value in self.settings.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """The result of `tune`.
+
+    Attributes:
+        device: the device kind.
+        num_devices: number of devices that the plan is for.
+        limit_bytes: memory of one device.
+        named: whether that limit was given and is not the device's own.
+        largest: the largest microbatch that fits, or None.
+        next_larger: the next candidate, which does not fit, or None if every candidate fits.
+        next_larger_run: `failed: ...` or `ran: ...` if it was also run, otherwise the reason why it was not.
+        trials: every size that was compiled, ascending.
+        chosen: the recommended settings, or None.
+        others: the other proposals.
+        phases: one row for each phase of the chosen plan.
+        tick_overhead: a fitted value for `pipeline_tick_overhead`, or None.
+        memory_options: other ways to save memory, if requested or if nothing fits.
+        measured_peak_bytes: the peak memory of the devices while steps ran, if they report it.
+        notes: remarks, in sentences.
+    """
+
+    device: str
+    num_devices: int
+    limit_bytes: int
+    named: bool
+    largest: int | None
+    next_larger: int | None
+    next_larger_run: str
+    trials: tuple[Trial, ...]
+    chosen: Proposal | None = None
+    others: tuple[Proposal, ...] = ()
+    phases: tuple[Mapping[str, Any], ...] = ()
+    tick_overhead: float | None = None
+    memory_options: tuple[MemoryOption, ...] = ()
+    measured_peak_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def usable_bytes(self) -> int:
+        """The limit less the margin."""
+        return usable_bytes(self.limit_bytes)
+
+    @property
+    def problem(self) -> ConfigError | None:
+        """The error to report if no settings can be recommended."""
+        if self.chosen is not None:
+            return None
+        if self.largest is not None:
+            return ConfigError(
+                f"microbatches of up to {self.largest} samples fit, but no settings split every phase into such microbatches "
+                "and leave the ramp unchanged",
+                key="microbatch_size",
+            )
+        smallest = self.trials[0]
+        needs = "more than the compiler could place" if math.isinf(smallest.bytes) else f"{int(smallest.bytes):,} bytes"
+        enough = [option.name for option in self.memory_options if option.fits]
+        fix = f"; enough would be: {', '.join(enough)}" if enough else "; no single memory option is enough"
+        usable = f"{self.usable_bytes:,} usable bytes ({self.limit_bytes:,} less {float(MARGIN):.0%})"
+        return ConfigError(
+            f"no microbatch fits: a step with microbatch_size={smallest.size.microbatch_size} needs {needs} of each device's "
+            f"{usable}{fix}",
+            key="microbatch_size",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result for JSON."""
+        return {
+            "device": self.device,
+            "num_devices": self.num_devices,
+            "memory_gib": self.limit_bytes / GIB,
+            "memory_is_named": self.named,
+            "margin": float(MARGIN),
+            "usable_bytes": self.usable_bytes,
+            "largest_microbatch": self.largest,
+            "next_larger": self.next_larger,
+            "next_larger_run": self.next_larger_run,
+            "measured_peak_bytes": self.measured_peak_bytes,
+            "candidates": [trial.to_dict() for trial in self.trials],
+            "settings": self.chosen and self.chosen.to_dict(),
+            "run_seconds": self.chosen and self.chosen.run_seconds,
+            "phases": [dict(row) for row in self.phases],
+            "alternatives": [
+                {"rampup_microbatch": p.policy, "settings": p.to_dict(), "run_seconds": p.run_seconds} for p in self.others
+            ],
+            "pipeline_tick_overhead": self.tick_overhead,
+            "levers": [option.to_dict() for option in self.memory_options],
+            "notes": list(self.notes),
+        }
 
 
 def tune(
@@ -65,25 +216,25 @@ def tune(
     *,
     memory_gib: str | float | None = None,
     num_devices: int | None = None,
-    levers: bool = False,
+    memory_options: bool = False,
     report: Report = lambda line: None,
 ) -> Tuning:
-    """Find the largest microbatch that fits, time those near it, and choose the settings of the fastest run.
+    """Find the largest microbatch that fits, time the sizes near it, and choose the settings of the fastest run.
 
-    Memory comes from compiled programs that are not run, so that nothing runs out of it while searching. What fits on this
-    machine is then run for some steps on synthetic rows.
+    The search reads memory from compiled programs and runs none of them, so it cannot run out of memory. Sizes that fit on
+    this machine then run a few steps on synthetic rows.
 
     Args:
         config: the configuration.
-        memory_gib: memory of one device, in GiB; None = that of these devices. Required where they have none of their own.
-        num_devices: use so many of this machine's devices; None = all.
-        levers: also try what else saves memory, which happens anyway where nothing fits.
-        report: called with a line about what is being done.
+        memory_gib: memory of one device in GiB; None = the devices' own. Required for devices without a limit, such as CPUs.
+        num_devices: number of this machine's devices to use; None = all.
+        memory_options: also measure other ways to save memory. If nothing fits, they are always measured.
+        report: called with a line of progress.
 
     Raises:
-        RampupError: the configuration cannot be run here, or the memory is not known.
+        RampupError: the configuration cannot run here, or the memory is not known.
     """
-    devices = _devices(num_devices)
+    devices = _select_devices(num_devices)
     if config.gradient_accumulation != "fused":
         raise ConfigError(
             f"gradient_accumulation={config.gradient_accumulation} is not tuned, only fused",
@@ -92,60 +243,288 @@ def tune(
         )
     limit, named = memory_limit(memory_gib, devices)
     enable_compilation_cache(config.jax_cache_dir)
-    programs, usable = Programs(config, devices, report), usable_of(limit)
+    programs, usable = Programs(config, devices, report), usable_bytes(limit)
+
     boundary = find_largest(programs, usable)
-    facts: dict[str, Any] = {
-        "device": devices[0].device_kind,
-        "num_devices": len(devices),
-        "limit_bytes": limit,
-        "named": named,
-        "largest": boundary.largest,
-        "next_larger": boundary.next_larger,
-    }
-    trials = [Trial(size=programs.size(b), bytes=taken, fits=taken <= usable) for b, taken in sorted(boundary.costs.items())]
+    trials = [Trial(size=programs.size(b), bytes=used, fits=used <= usable) for b, used in sorted(boundary.costs.items())]
+    found = Tuning(
+        device=devices[0].device_kind,
+        num_devices=len(devices),
+        limit_bytes=limit,
+        named=named,
+        largest=boundary.largest,
+        next_larger=boundary.next_larger,
+        next_larger_run=NOT_RUN,
+        trials=tuple(trials),
+    )
     choices = () if boundary.largest is None else proposals(config, programs.plan, boundary.largest)
     if not choices:
-        found = find_levers(programs, trials[0].size, usable, report)
-        return Tuning(**facts, next_larger_run=NOT_RUN, trials=tuple(trials), levers=found)
-    times = _time(programs, choices, usable, report)
-    result = _result(programs, choices, times, trials, usable)
-    ran_next = _run_next(programs, boundary, named)
-    found = find_levers(programs, _reference(programs, result["chosen"]), usable, report) if levers else ()
-    return Tuning(**facts, **result, next_larger_run=ran_next, levers=found, measured_peak_bytes=_peak(programs, times))
+        return replace(found, memory_options=find_memory_options(programs, trials[0].size, usable, report))
+
+    times = _time_sizes(programs, choices, usable, report)
+    # The time of a step is a line over its number of microbatches: a constant for the update, and the passes.
+    lines = {b: fit_line([(n, timing.seconds) for n, timing in by_number.items()]) for b, by_number in times.items()}
+
+    def step_time(microbatch_size: int, num_microbatches: int) -> float | None:
+        line = lines.get(microbatch_size)
+        return None if line is None else max(line.at(num_microbatches), 0.0)
+
+    choices = tuple(replace(choice, run_seconds=choice.seconds(step_time)) for choice in choices)
+    chosen = _choose_fastest(choices)
+    overhead = _fit_overhead(programs, times)
+    found = replace(
+        found,
+        trials=_with_timings(programs, trials, times, usable),
+        chosen=chosen,
+        others=tuple(choice for choice in choices if choice is not chosen),
+        phases=tuple(_phase_rows(programs, chosen, step_time)),
+        tick_overhead=overhead,
+        notes=tuple(_notes(programs, choices, chosen, times, overhead)),
+        next_larger_run=_run_next_larger(programs, boundary, named),
+        measured_peak_bytes=peak_bytes(programs.devices) if times else None,
+    )
+    if memory_options:
+        largest = programs.size(max(chosen.sizes))
+        found = replace(found, memory_options=find_memory_options(programs, largest, usable, report))
+    return found
 
 
-NOT_RUN = "not run: this is computed"
+def _select_devices(number: int | None) -> Sequence[jax.Device]:
+    devices = jax.devices()
+    if number is None:
+        return devices
+    if not 1 <= number <= len(devices):
+        raise ConfigError(
+            f"--devices={number} must be between 1 and the {len(devices)} devices of this machine; --fake-devices {number} "
+            "simulates them",
+            key="devices",
+            nearest=(min(max(number, 1), len(devices)),),
+        )
+    return devices[:number]
+
+
+def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) -> tuple[int, bool]:
+    """Return the memory of one device in bytes, and whether it was given.
+
+    Args:
+        memory_gib: GiB as given; None = the memory that the devices report.
+        devices: the devices.
+
+    Raises:
+        ConfigError: not a number above 0 and up to 1,000,000, or None for devices without a limit of their own.
+
+    Example:
+        >>> memory_limit("0.5", jax.devices())
+        (536870912, True)
+    """
+    if memory_gib is not None:
+        return parse_memory_gib(memory_gib), True
+    limits = [limit for device in devices if (limit := device_limit(device)) is not None]
+    if len(limits) < len(devices):
+        raise ConfigError(
+            f"the device {devices[0].device_kind!r} has no memory limit of its own; pass the limit to tune for, such as "
+            "--memory-gib 16",
+            key="memory-gib",
+        )
+    return min(limits), False
+
+
+def usable_bytes(limit_bytes: int) -> int:
+    """Return the part of a device's memory that a step may use."""
+    return int(limit_bytes * (1 - MARGIN))
+
+
+def _finite_bytes(number: float) -> int | None:
+    """Return bytes for JSON; None for infinity."""
+    return None if math.isinf(number) else int(number)
+
+
+# The search: each trial is a compilation, so the number of trials matters.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Boundary:
+    """The sizes at which a limit is crossed.
+
+    Attributes:
+        largest: the largest size that fits, or None if none does.
+        next_larger: the next size, which was tried and does not fit, or None if all sizes fit.
+        costs: the cost of every size that was tried.
+    """
+
+    largest: int | None
+    next_larger: int | None
+    costs: Mapping[int, float]
 
 
 def find_largest(programs: Programs, usable: float) -> Boundary:
-    """Return where microbatch sizes stop fitting.
+    """Return the boundary between the microbatch sizes that fit and those that do not.
 
-    Sizes that take all of the largest batch in one pass are searched on their own: without a loop their program has one
-    buffer for gradients less, so that such a size can fit where a smaller one does not.
+    Sizes that take the largest batch in one pass are searched first and separately: their program has no loop and therefore
+    one gradient buffer less, so such a size can fit although a smaller one does not.
     """
     legal = sorted({size for sizes in legal_sizes(programs.plan) for size in sizes})
-    whole = legal[-1]
+    one_pass = legal[-1]
 
     def cost(microbatch_size: int) -> float:
         return programs.bytes(programs.size(microbatch_size))
 
-    above = largest_within(candidate_sizes([whole], least=whole, most=BEYOND * whole), cost, usable)
-    if above.largest is not None or whole == 1:
+    above = largest_within(candidate_sizes([one_pass], least=one_pass, most=SEARCH_FACTOR * one_pass), cost, usable)
+    if above.largest is not None or one_pass == 1:
         return above
-    below = largest_within(candidate_sizes(legal, least=1, most=whole - 1), cost, usable)
-    return Boundary(largest=below.largest, next_larger=below.next_larger or whole, costs={**above.costs, **below.costs})
+    below = largest_within(candidate_sizes(legal, least=1, most=one_pass - 1), cost, usable)
+    return replace(below, next_larger=below.next_larger or one_pass, costs={**above.costs, **below.costs})
 
 
+def largest_within(sizes: Sequence[int], cost: Callable[[int], float], limit: float) -> Boundary:
+    """Return the largest size whose cost is within a limit. That size and the next one have both been tried.
+
+    Two of three trials are where the straight line through the two nearest costs meets the limit, the third bisects. A cost
+    of the form `constant + factor * size` takes about four trials, any other at most three times the logarithm.
+
+    Args:
+        sizes: the candidates, ascending.
+        cost: cost of a size; it must not decrease from one candidate to the next, and may be infinite.
+        limit: the largest cost allowed.
+
+    Example:
+        >>> found = largest_within(range(1, 1000), lambda size: 100 + 3 * size, 1000)
+        >>> found.largest, found.next_larger, len(found.costs)
+        (300, 301, 4)
+    """
+    costs: dict[int, float] = {}
+
+    def fits(index: int) -> bool:
+        costs[sizes[index]] = cost(sizes[index])
+        return costs[sizes[index]] <= limit
+
+    # Invariant: sizes[:low + 1] fit and sizes[high:] do not.
+    low, high = -1, len(sizes)
+    if sizes and not fits(0):
+        high = 0
+    elif sizes:
+        low = 0
+        if len(sizes) > 1:
+            low, high = (len(sizes) - 1, high) if fits(len(sizes) - 1) else (0, len(sizes) - 1)
+    trial = 0
+    while high - low > 1:
+        index = (low + high) // 2 if trial % 3 == 2 else _interpolate(sizes, costs, low, high, limit)
+        low, high = (index, high) if fits(index) else (low, index)
+        trial += 1
+    return Boundary(
+        largest=sizes[low] if low >= 0 else None, next_larger=sizes[high] if high < len(sizes) else None, costs=costs
+    )
+
+
+def _interpolate(sizes: Sequence[int], costs: Mapping[int, float], low: int, high: int, limit: float) -> int:
+    """Return the index strictly between two others at which the line through their costs reaches the limit."""
+    start, rise = costs[sizes[low]], costs[sizes[high]] - costs[sizes[low]]
+    if not math.isfinite(rise):
+        return (low + high) // 2
+    size = sizes[low] + (limit - start) * (sizes[high] - sizes[low]) / rise
+    within = (index for index in range(high - 1, low, -1) if sizes[index] <= size)
+    return next(within, low + 1)
+
+
+def candidate_sizes(legal: Iterable[int], *, least: int, most: int) -> tuple[int, ...]:
+    """Return the sizes to try from `least` to `most`: the legal ones and the powers of two.
+
+    Example:
+        >>> candidate_sizes([1, 3, 6], least=2, most=8)
+        (2, 3, 4, 6, 8)
+    """
+    powers = (1 << exponent for exponent in range(most.bit_length()))
+    return tuple(sorted({size for size in (*legal, *powers) if least <= size <= most}))
+
+
+# The proposals: settings that change the microbatches and not the ramp.
+
+
+def legal_sizes(plan: RampPlan) -> list[tuple[int, ...]]:
+    """Return, phase by phase, the microbatch sizes that divide the batch for some accumulation."""
+    splitter = unconstrained(plan.splitter)
+    return [splitter.legal_microbatches([size]) for size in plan.ramp.sizes]
+
+
+def proposals(config: Config, plan: RampPlan, found: int) -> tuple[Proposal, ...]:
+    """Return the settings worth timing, those with the configuration's own `rampup_microbatch` first.
+
+    These are each size near the top for the whole ramp (`fixed`), pairs of sizes for the ramp and the phase after it
+    (`auto`), and the smallest accumulation with which every phase fits (`per_phase`).
+
+    Args:
+        config: the configuration.
+        plan: its plan.
+        found: the largest microbatch that fits.
+    """
+    splitter, last = unconstrained(plan.splitter), plan.ramp.sizes[-1]
+    # Sizes that fit and divide every phase, the largest first.
+    shared = [size for size in reversed(splitter.legal_microbatches(plan.ramp.sizes)) if size <= found][:NEAR_THE_TOP]
+
+    def fixed() -> Iterator[Proposal | None]:
+        for size in shared:
+            settings = {"rampup_microbatch": "fixed", "microbatch_size": size}
+            yield _propose(config, plan, settings, found) or _propose(config, plan, settings | _accumulation(config, 1), found)
+
+    def auto() -> Iterator[Proposal | None]:
+        after = [size for size in reversed(splitter.legal_microbatches([last])) if shared[0] < size <= found]
+        for final in after[:NEAR_THE_TOP]:
+            accumulation = _accumulation(config, splitter.largest_microbatch(last) // final)
+            settings = [{"rampup_microbatch": "auto", "microbatch_size": size, **accumulation} for size in shared]
+            # The accumulation applies to every phase, so the largest shared size may be too large for the first.
+            yield next((made for each in settings if (made := _propose(config, plan, each, found))), None)
+
+    def per_phase() -> Iterator[Proposal | None]:
+        largest = [splitter.largest_microbatch(size) for size in plan.ramp.sizes]
+        for accumulation in divisors(math.gcd(*largest)):
+            if max(largest) <= found * accumulation:
+                settings = {"rampup_microbatch": "per_phase", "microbatch_size": AUTO, **_accumulation(config, accumulation)}
+                made = _propose(config, plan, settings, found)
+                if made:
+                    yield made if len(made.sizes) <= MAX_SHAPES or config.rampup_microbatch == "per_phase" else None
+                    return
+
+    made = [proposal for proposal in (*fixed(), *auto(), *per_phase()) if proposal]
+    unique: dict[tuple[int, ...], Proposal] = {}
+    for proposal in sorted(made, key=lambda proposal: proposal.policy != config.rampup_microbatch):
+        unique.setdefault(tuple(split.microbatch_size for split in proposal.plan.splits), proposal)
+    return tuple(unique.values())
+
+
+def _accumulation(config: Config, accumulation: int) -> dict[str, Any]:
+    """Return the settings that change `gradient_accumulation_steps` and leave every global batch as it is."""
+    if accumulation == config.gradient_accumulation_steps:
+        return {}
+    settings: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
+    if config.batch_size_schedule is None:
+        factor = Fraction(config.gradient_accumulation_steps, accumulation)
+        names = PER_ACCUMULATION_KEYS if config.enable_rampup_batch_size else ("per_device_batch_size",)
+        settings |= {name: factor * getattr(config, name) for name in names}
+    return settings
+
+
+def _propose(config: Config, plan: RampPlan, settings: Mapping[str, Any], found: int) -> Proposal | None:
+    """Return a proposal if the settings are legal, leave the ramp unchanged and give only microbatches that fit."""
+    try:
+        made = build_plan(replace(config, **settings), plan.num_devices)
+    except RampupError:
+        return None
+    splits = [*made.splits, *([made.eval_split] if made.eval_split else [])]
+    if made.ramp.phases != plan.ramp.phases or max(split.microbatch_size for split in splits) > found:
+        return None
+    changed = {key: value for key, value in settings.items() if value != getattr(config, key)}
+    return Proposal(policy=made.splitter.rampup_microbatch, settings=changed, plan=made)
+
+
+# The measurement, and the choice that follows from it.
+
+# Microbatch size -> number of microbatches -> times.
 Times = dict[int, dict[int, Timing]]
 
 
-def _time(programs: Programs, choices: Sequence[Proposal], usable: float, report: Report) -> Times:
-    """Time the sizes of the proposals that can run here: at their most microbatches, and at one pass.
-
-    Returns:
-        Microbatch size -> microbatches -> times.
-    """
-    wanted = list(dict.fromkeys(b for choice in choices for b in sorted(choice.sizes, reverse=True)))[:MAX_TIMED]
+def _time_sizes(programs: Programs, choices: Sequence[Proposal], usable: float, report: Report) -> Times:
+    """Time the sizes of the proposals that fit on this machine, each with one pass and with the most microbatches."""
+    wanted = list(dict.fromkeys(b for choice in choices for b in sorted(choice.sizes, reverse=True)))[:MAX_TIMED_SIZES]
     steps: dict[tuple[int, int], Callable[[], None]] = {}
     for b in wanted:
         size = programs.size(b)
@@ -161,104 +540,71 @@ def _time(programs: Programs, choices: Sequence[Proposal], usable: float, report
     return times
 
 
-def _result(
-    programs: Programs, choices: Sequence[Proposal], times: Times, trials: Sequence[Trial], usable: float
-) -> dict[str, Any]:
-    """Return what was measured, and the choice that follows."""
-    lines = {b: fit_line([(n, timing.seconds) for n, timing in of_size.items()]) for b, of_size in times.items()}
-
-    def step_time(microbatch_size: int, num_microbatches: int) -> float | None:
-        line = lines.get(microbatch_size)
-        return None if line is None else max(line.at(num_microbatches), 0.0)
-
-    seconds = {id(p): time for p in choices if (time := p.seconds(step_time)) is not None}
-    chosen = _fastest(choices, seconds)
-    tokens = programs.config.max_target_length
-    rows = tuple(_phase_rows(programs, chosen, lines, tokens))
-    overhead, notes = _overhead(programs, times), []
-    if len(times) < len({b for p in choices for b in p.sizes}):
-        notes.append("not every size was timed: the others do not fit in this machine's memory, or are too many")
-    if programs.free.num_stages > 1 and overhead is None:
-        notes.append("pipeline_tick_overhead could not be fitted: it takes two microbatch sizes whose times grow with them")
-    before, after = programs.plan.eval_split, chosen.plan.eval_split
-    if before and after and before.global_batch_size != after.global_batch_size:
-        notes.append(
-            f"evaluation batches become {after.global_batch_size} samples instead of {before.global_batch_size}, since "
-            "eval_per_device_batch_size follows per_device_batch_size"
-        )
-    return {
-        "trials": _timed_trials(programs, times, trials, usable, tokens),
-        "chosen": chosen,
-        "others": tuple(p for p in choices if p is not chosen),
-        "run_seconds": seconds,
-        "phases": rows,
-        "tick_overhead": overhead,
-        "notes": tuple(notes),
-    }
-
-
-def _fastest(choices: Sequence[Proposal], seconds: Mapping[int, float]) -> Proposal:
-    """Return the fastest choice; among those alike the one of fewest shapes, of the configuration's kind, of most in memory."""
-    timed = [choice for choice in choices if id(choice) in seconds]
+def _choose_fastest(choices: Sequence[Proposal]) -> Proposal:
+    """Return the fastest proposal. Ties go to fewer shapes, then to the earlier one."""
+    timed = [(choice.run_seconds, choice) for choice in choices if choice.run_seconds is not None]
     if not timed:
         return choices[0]
-    best = min(seconds[id(choice)] for choice in timed)
-    alike = [choice for choice in timed if seconds[id(choice)] <= best * (1 + ALIKE)]
-    return min(alike, key=lambda choice: (len(choice.sizes), choices.index(choice)))
+    best = min(seconds for seconds, _ in timed)
+    tied = [choice for seconds, choice in timed if seconds <= best * (1 + TIE_TOLERANCE)]
+    return min(tied, key=lambda choice: (len(choice.sizes), choices.index(choice)))
 
 
-def _phase_rows(
-    programs: Programs, chosen: Proposal, lines: Mapping[int, Line], tokens_per_sample: int
-) -> list[dict[str, Any]]:
-    """Return a row for each phase: how it is cut, what it takes of a device, and how fast it is."""
-    names = (
-        "start_step",
-        "global_batch_size",
-        "per_device_batch_size",
-        "accumulation_steps",
-        "num_pipeline_microbatches",
-        "microbatch_size",
-    )
-    rows = []
-    for split, row in zip(chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
-        b = split.microbatch_size
-        size = Size(microbatch_size=b, num_microbatches=chosen.plan.most_microbatches[b])
-        seconds = lines[b].at(split.num_microbatches) if b in lines else None
-        rate = split.global_batch_size * tokens_per_sample / seconds if seconds else None
-        rows.append(
-            {
-                **{name: row[name] for name in names},
-                "bytes": whole_bytes(programs.bytes(size)),
-                "step_seconds": seconds,
-                "tokens_per_second": rate,
-            }
-        )
-    return rows
-
-
-def _timed_trials(
-    programs: Programs, times: Times, trials: Sequence[Trial], usable: float, tokens_per_sample: int
-) -> tuple[Trial, ...]:
-    """Return the trials with those that were timed among them, ascending."""
+def _with_timings(programs: Programs, trials: Iterable[Trial], times: Times, usable: float) -> tuple[Trial, ...]:
+    """Return the trials, with the sizes that were timed among them, ascending."""
     by_size = {trial.size.microbatch_size: trial for trial in trials}
-    for b, of_size in times.items():
+    for b, by_number in times.items():
         size = programs.size(b)
-        timing, samples = of_size[size.num_microbatches], b * size.num_microbatches * programs.free.data_parallel_size
-        rate = samples * tokens_per_sample / timing.seconds
-        taken = programs.bytes(size)
-        by_size[b] = Trial(size=size, bytes=taken, fits=taken <= usable, timing=timing, tokens_per_second=rate)
+        timing, used = by_number[size.num_microbatches], programs.bytes(size)
+        tokens = b * size.num_microbatches * programs.splitter.data_parallel_size * programs.config.max_target_length
+        by_size[b] = Trial(size=size, bytes=used, fits=used <= usable, timing=timing, tokens_per_second=tokens / timing.seconds)
     return tuple(by_size[b] for b in sorted(by_size))
 
 
-def _overhead(programs: Programs, times: Times) -> float | None:
-    if programs.free.num_stages == 1:
+def _phase_rows(programs: Programs, chosen: Proposal, step_time: StepTime) -> Iterator[dict[str, Any]]:
+    """Yield a row for each phase: how its batch is split, the memory it needs of a device, and its speed."""
+    for phase, split, row in zip(chosen.plan.ramp.phases, chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
+        b = split.microbatch_size
+        size = Size(microbatch_size=b, num_microbatches=chosen.plan.most_microbatches[b])
+        seconds = step_time(b, split.num_microbatches)
+        tokens = split.global_batch_size * programs.config.max_target_length
+        yield {
+            "start_step": phase.start_step,
+            "global_batch_size": split.global_batch_size,
+            "per_device_batch_size": row["per_device_batch_size"],
+            "accumulation_steps": split.accumulation_steps,
+            "num_pipeline_microbatches": split.num_pipeline_microbatches,
+            "microbatch_size": b,
+            "bytes": _finite_bytes(programs.bytes(size)),
+            "step_seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds else None,
+        }
+
+
+def _fit_overhead(programs: Programs, times: Times) -> float | None:
+    if programs.splitter.num_stages == 1:
         return None
-    points = {b: [(programs.ticks(b, n), timing.seconds) for n, timing in of_size.items()] for b, of_size in times.items()}
-    return fit_tick_overhead(points, num_repeats=programs.free.num_repeats)
+    points = {b: [(programs.ticks(b, n), timing.seconds) for n, timing in by_n.items()] for b, by_n in times.items()}
+    return fit_tick_overhead(points, num_repeats=programs.splitter.num_repeats)
 
 
-def _run_next(programs: Programs, boundary: Boundary, named: bool) -> str:
-    """Run the size that does not fit, on devices that refuse what is too much for them and live on."""
+def _notes(
+    programs: Programs, choices: Sequence[Proposal], chosen: Proposal, times: Times, overhead: float | None
+) -> Iterator[str]:
+    if len(times) < len({b for choice in choices for b in choice.sizes}):
+        yield "not every size was timed: the others do not fit in this machine's memory, or there are too many"
+    if programs.splitter.num_stages > 1 and overhead is None:
+        yield "pipeline_tick_overhead could not be fitted: it takes two microbatch sizes whose times grow with them"
+    before, after = programs.plan.eval_split, chosen.plan.eval_split
+    if before and after and before.global_batch_size != after.global_batch_size:
+        yield (
+            f"evaluation batches become {after.global_batch_size} samples instead of {before.global_batch_size}, since "
+            "eval_per_device_batch_size follows per_device_batch_size"
+        )
+
+
+def _run_next_larger(programs: Programs, boundary: Boundary, named: bool) -> str:
+    """Run the smallest size that does not fit, on devices that refuse an allocation and survive it."""
     if boundary.next_larger is None:
         return "not run: no larger size was tried"
     if named or any(device_limit(device) is None for device in programs.devices):
@@ -275,26 +621,3 @@ def _run_next(programs: Programs, boundary: Boundary, named: bool) -> str:
     finally:
         programs.forget_state()
     return "ran: it is within the margin"
-
-
-def _reference(programs: Programs, chosen: Proposal) -> Size:
-    """Return the size at which levers are compared: the largest of the recommended plan."""
-    return programs.size(max(chosen.sizes))
-
-
-def _peak(programs: Programs, times: Times) -> int | None:
-    return peak_bytes(programs.devices) if times else None
-
-
-def _devices(number: int | None) -> Sequence[jax.Device]:
-    devices = jax.devices()
-    if number is None:
-        return devices
-    if not 1 <= number <= len(devices):
-        raise ConfigError(
-            f"--devices={number} must be between 1 and the {len(devices)} of this machine; --fake-devices {number} pretends to "
-            "have them",
-            key="devices",
-            nearest=(min(max(number, 1), len(devices)),),
-        )
-    return devices[:number]

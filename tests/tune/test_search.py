@@ -1,74 +1,156 @@
-"""Tests of rampup.tune.search, tune_programs and levers, on one pretended device and a very small model."""
+"""Tests of rampup.tune.search."""
 
 import json
 import math
+from fractions import Fraction
 from types import SimpleNamespace
 
 import jax
 import pytest
+from helpers.tiny import TINY_MODEL
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rampup import Config, build_plan
-from rampup.config.build import mesh_axes
 from rampup.errors import BatchDivisibilityError, ConfigError
-from rampup.lm.train import initial_state, state_shapes, training_step
-from rampup.run.mesh import make_mesh
+from rampup.tune import memory_options
 from rampup.tune import search as tuning
-from rampup.tune.memory_options import find_levers
-from rampup.tune.programs import Programs, Size, take_turns
-from rampup.tune.result import GIB, MARGIN, usable_of
-from rampup.tune.search import find_largest, memory_limit, tune
+from rampup.tune.programs import Programs, Size
+from rampup.tune.search import (
+    GIB,
+    MARGIN,
+    candidate_sizes,
+    find_largest,
+    largest_within,
+    legal_sizes,
+    memory_limit,
+    proposals,
+    tune,
+    usable_bytes,
+)
 
-TINY = {
-    "batch_size_schedule": "0:2 4:4",
-    "dataset_type": "synthetic",
-    "vocab_size": 16,
-    "max_target_length": 8,
-    "base_emb_dim": 8,
-    "base_num_decoder_layers": 1,
-    "base_mlp_dim": 8,
-    "base_num_query_heads": 1,
-    "steps": 6,
-    "eval_interval": -1,
+ASCENDING = st.lists(st.integers(1, 10**6), unique=True, max_size=60).map(sorted)
+SMALL_RAMP = {"base_num_decoder_layers": 1, "batch_size_schedule": "0:2 4:4", "dataset_type": "synthetic", "steps": 6}
+RAMP = {"enable_rampup_batch_size": True, "per_device_batch_size_start": 4, "per_device_batch_size_increment": 4}
+CONFIGS = {
+    "ramp": RAMP,
+    "constant": {},
+    "accumulating": RAMP | {"gradient_accumulation_steps": 4},
+    "auto": RAMP | {"rampup_microbatch": "auto"},
+    "per_phase": RAMP | {"rampup_microbatch": "per_phase"},
+    "schedule": {"batch_size_schedule": "0:96 200:32 500:160"},
+    "pipeline": RAMP | {"ici_pipeline_parallelism": 2, "base_num_decoder_layers": 2},
+    "pipeline, m given": RAMP | {"ici_pipeline_parallelism": 2, "num_pipeline_microbatches": 2, "base_num_decoder_layers": 2},
+    "unreached": RAMP | {"steps": 3},
 }
 
 
+@given(ASCENDING, st.lists(st.integers(0, 1000), min_size=60, max_size=60), st.integers(-10, 10**4), st.integers(0, 60))
+def test_largest_within_agrees_with_trying_all(sizes, rises, limit, refused_from):
+    """For any costs that do not decrease, the largest size within the limit and the next one are found, and both were tried."""
+    costs, total = {}, 0
+    for place, (size, rise) in enumerate(zip(sizes, rises, strict=False)):
+        total += rise
+        costs[size] = total if place < refused_from else math.inf
+    found = largest_within(sizes, costs.__getitem__, limit)
+    fitting = [size for size in sizes if costs[size] <= limit]
+    too_large = [size for size in sizes if costs[size] > limit]
+    assert found.largest == (fitting[-1] if fitting else None)
+    assert found.next_larger == (too_large[0] if too_large else None)
+    assert found.costs == {size: costs[size] for size in found.costs}
+    assert {found.largest, found.next_larger} - {None} <= set(found.costs)
+
+
+@pytest.mark.parametrize("cost", [lambda n: n, lambda n: n**3, lambda n: math.log(n), lambda n: math.inf if n > 77 else 1])
+def test_largest_within_takes_few_trials(cost):
+    """At most three times the binary logarithm, and nothing is tried twice."""
+    tried = []
+
+    def counted(size):
+        tried.append(size)
+        return cost(size)
+
+    largest_within(range(1, 4097), counted, cost(77))
+    assert len(tried) == len(set(tried)) <= 2 + 3 * 12
+
+
+def test_candidate_sizes_are_legal_sizes_and_powers_of_two():
+    """The candidates are within the bounds, unique and ascending; none if the bounds are empty."""
+    assert candidate_sizes([6, 3, 12, 100], least=2, most=12) == (2, 3, 4, 6, 8, 12)
+    assert candidate_sizes([1], least=2, most=1) == ()
+
+
+@pytest.mark.parametrize("found", [1, 2, 3, 5, 8, 16, 64])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_proposals_keep_the_ramp_and_fit(name, found):
+    """Every proposal is a legal configuration with the same batches at the same steps, in microbatches that fit."""
+    config = Config(eval_interval=-1, **CONFIGS[name])
+    plan = build_plan(config, 4)
+    made = proposals(config, plan, found)
+    assert made
+    for proposal in made:
+        again = build_plan(Config(eval_interval=-1, **(CONFIGS[name] | dict(proposal.settings))), 4)
+        assert again.ramp.phases == plan.ramp.phases
+        assert [split.global_batch_size for split in again.splits] == list(plan.ramp.sizes)
+        assert again.splits == proposal.plan.splits
+        assert max(split.microbatch_size for split in again.splits) <= found
+        assert all(b in legal for b, legal in zip((s.microbatch_size for s in again.splits), legal_sizes(plan), strict=True))
+
+
+def test_proposals_cover_each_policy():
+    """One shape, two shapes and one per phase, the configuration's own policy first, without duplicates."""
+    config = Config(**RAMP)
+    made = proposals(config, build_plan(config, 4), 8)
+    cuts = [tuple(split.microbatch_size for split in proposal.plan.splits) for proposal in made]
+    assert cuts == [(4, 4, 4, 4), (2, 2, 2, 2), (1, 1, 1, 1), (2, 2, 2, 8), (2, 4, 6, 8)]
+    assert made[0].to_dict() == {"microbatch_size": 4}
+    assert made[3].settings["per_device_batch_size"] == Fraction(8)
+    assert made[4].settings["gradient_accumulation_steps"] == 2
+    assert len(set(cuts)) == len(cuts)
+
+
+def test_proposal_seconds_counts_reached_steps():
+    """Each phase counts with its reached steps; the total is None if a size was not timed."""
+    config = Config(**RAMP, steps=40)
+    plan = build_plan(config, 4)
+    proposal = proposals(config, plan, 4)[0]
+    steps = [min(phase.num_steps or 40, 40 - phase.start_step) for phase in plan.ramp.phases if phase.start_step < 40]
+    counts = [split.num_microbatches for split in proposal.reached]
+    assert proposal.seconds(lambda b, n: 1.0) == sum(steps) == 40
+    assert proposal.seconds(lambda b, n: n) == sum(s * n for s, n in zip(steps, counts, strict=True))
+    assert proposal.seconds(lambda b, n: None) is None
+
+
 def config(**changes):
-    """Return a very small configuration."""
-    return Config(**(TINY | changes))
+    """Return the tiny configuration with a ramp of two phases for one device."""
+    return Config(**(TINY_MODEL | SMALL_RAMP | changes))
 
 
 @pytest.fixture(scope="module")
 def programs():
-    """The programs of the small configuration on one device."""
+    """The programs of the tiny configuration on one device."""
     return Programs(config(), jax.devices()[:1])
 
 
 def gib_for(usable):
-    """Return the memory, in GiB, of which so many bytes are usable after the margin."""
+    """Return the memory in GiB of which this many bytes are usable."""
     limit = math.ceil(usable / (1 - MARGIN))
     return f"{limit}/{GIB}"
 
 
-def test_memory_grows_with_the_microbatch(programs):
-    """Each sample takes as much as the one before it, about, and far more than the rows of a waiting batch."""
-    taken = {b: programs.bytes(Size(microbatch_size=b, num_microbatches=2)) for b in (1, 2, 4)}
-    assert taken[1] < taken[2] < taken[4]
-    assert (taken[4] - taken[2]) / (taken[2] - taken[1]) == pytest.approx(2, rel=0.5)
-
-
-def test_the_boundary_is_exact_on_both_sides(programs):
-    """With just the bytes that a size needs it fits and the next does not; with one byte less the size below is found."""
+def test_find_largest_is_exact_on_both_sides(programs):
+    """A size fits with exactly the bytes that it needs; with one byte less, the size below is found."""
     needs = {b: programs.bytes(programs.size(b)) for b in (1, 2, 4)}
     at = find_largest(programs, needs[2])
     assert (at.largest, at.next_larger) == (2, 4)
     below = find_largest(programs, needs[2] - 1)
     assert (below.largest, below.next_larger) == (1, 2)
     assert find_largest(programs, needs[1] - 1).largest is None
-    assert find_largest(programs, math.inf).largest == tuning.BEYOND * 4
+    assert find_largest(programs, math.inf).largest == tuning.SEARCH_FACTOR * 4
 
 
-def test_a_recommendation_fits_and_is_timed(programs):
-    """The settings are a plan whose microbatches fit, every phase has its memory and tokens/s; the next size does not fit."""
+def test_tune_recommends_settings_that_fit_and_were_timed(programs):
+    """The settings give a plan whose microbatches fit, and every phase has its memory and throughput."""
     needs = programs.bytes(programs.size(2))
     found = tune(config(), memory_gib=gib_for(needs), num_devices=1)
     facts = json.loads(json.dumps(found.to_dict()))
@@ -85,50 +167,34 @@ def test_a_recommendation_fits_and_is_timed(programs):
     assert facts["levers"] == []
 
 
-def test_where_nothing_fits_levers_are_ranked(programs):
-    """The smallest size is compared with every lever: those that are enough come first, then by what they save."""
+def test_tune_ranks_memory_options_if_nothing_fits(programs, monkeypatch):
+    """Options that are enough come first, then those that save most."""
+    monkeypatch.setattr(memory_options, "SHORT_TIMING_SECONDS", 0)
     needs = programs.bytes(programs.size(1))
     found = tune(config(), memory_gib=gib_for(needs - 1), num_devices=1)
     assert found.largest is None
     assert found.chosen is None
     assert f"microbatch_size=1 needs {needs:,} bytes" in str(found.problem)
     assert found.problem.key == "microbatch_size"
-    assert [lever.fits for lever in found.levers] == sorted((lever.fits for lever in found.levers), reverse=True)
+    fits = [option.fits for option in found.memory_options]
+    assert fits == sorted(fits, reverse=True)
     assert "optimizer_memory_host_offload" in str(found.problem)
-    for lever in found.levers:
-        assert lever.saved_bytes > 0
-        assert lever.bytes == needs - lever.saved_bytes
-        assert lever.fits == (lever.bytes <= found.usable_bytes)
-
-
-def test_a_lever_says_what_its_own_program_takes(programs):
-    """The bytes with `remat_policy=full` are those of the configuration that has it, timed against the one without."""
-    lines = []
-    size = programs.size(4)
-    levers = find_levers(programs, size, math.inf, lines.append)
-    by_name = {lever.name: lever for lever in levers}
-    remat = by_name["remat_policy=full"]
-    other = Programs(config(remat_policy="full"), jax.devices()[:1])
-    assert remat.bytes == other.bytes(other.size(4)) < programs.bytes(size)
-    assert remat.slowdown > 0
-    assert remat.compiled
-    assert by_name["a smaller microbatch, 2"].settings == {"microbatch_size": 2}
-    offloaded = by_name["optimizer_memory_host_offload"]
-    # Adam's two moments are each as large as the parameters, and its counters are two int32.
-    assert offloaded.saved_bytes == 2 * by_name["parameter_memory_host_offload"].saved_bytes + 8
-    assert "trying remat_policy=full" in lines
+    for option in found.memory_options:
+        assert option.saved_bytes > 0
+        assert option.bytes == needs - option.saved_bytes
+        assert option.fits == (option.bytes <= found.usable_bytes)
 
 
 @pytest.mark.parametrize("memory_gib", ["0", "-1", "1e-10", "1e7", "much", "nan", "inf", "", "1/0"])
-def test_a_memory_that_is_none_is_refused(memory_gib):
-    """Zero, negative, beyond any device and no numbers: one error that names the option."""
+def test_memory_limit_rejects_invalid_sizes(memory_gib):
+    """Zero, negative, too large or not a number: the error names the option."""
     with pytest.raises((ConfigError, ValueError)) as caught:
         memory_limit(memory_gib, jax.devices()[:1])
     assert caught.value.key == "memory-gib"
 
 
-def test_devices_without_memory_need_it_named():
-    """On CPU there is no limit to find."""
+def test_tune_rejects_what_cannot_be_tuned():
+    """A CPU has no memory limit of its own; devices must exist; only the fused engine is tuned."""
     with pytest.raises(ConfigError, match=r"no memory limit of its own.*--memory-gib 16"):
         tune(config(), num_devices=1)
     with pytest.raises(ConfigError, match="between 1 and the 8"):
@@ -139,34 +205,16 @@ def test_devices_without_memory_need_it_named():
         tune(config(), memory_gib=1, num_devices=8)
 
 
-def test_a_limit_leaves_a_margin():
-    """A twentieth is left free, of a stated limit and of the devices' own, the least of them."""
-    assert usable_of(1000) == 950
+def test_memory_limit_leaves_a_margin():
+    """5% is left free, and of several devices the smallest limit counts."""
+    assert usable_bytes(1000) == 950
     assert memory_limit("0.5", jax.devices()) == (GIB // 2, True)
     small, large = (type("Device", (), {"memory_stats": lambda self, n=n: {"bytes_limit": n}})() for n in (5, 7))
     assert memory_limit(None, [large, small]) == (5, False)
 
 
-@pytest.mark.parametrize(
-    "axes", [{}, {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}, {"ici_pipeline_parallelism": 2}]
-)
-@pytest.mark.parametrize("opt_type", ["adamw", "sgd"])
-def test_shapes_without_arrays_are_those_of_the_state(axes, opt_type):
-    """What is compiled for is what training starts from: shapes, types and shardings."""
-    settings = config(**axes, opt_type=opt_type, batch_size_schedule="0:16", base_num_query_heads=2, base_num_decoder_layers=2)
-    plan, mesh = build_plan(settings, 8), make_mesh(mesh_axes(settings, 8))
-    tx = training_step(settings, plan, mesh).tx
-    state, shapes = initial_state(settings, plan, mesh, tx), state_shapes(settings, mesh, tx)
-
-    def same(real, shape):
-        placed = real.sharding.is_equivalent_to(shape.sharding, real.ndim)
-        return (real.shape, real.dtype) == (shape.shape, shape.dtype) and placed
-
-    assert jax.tree.all(jax.tree.map(same, state, shapes))
-
-
 def full_device(message=None, memory=1):
-    """Return programs of which a size is too large for the device, for the compiler, or for neither."""
+    """Return stub programs whose next size is too large for the device, for the compiler, or for neither."""
 
     def step():
         if message:
@@ -182,33 +230,18 @@ def full_device(message=None, memory=1):
 
 
 @pytest.mark.parametrize(
-    ("pretended", "seen"),
+    ("stub", "seen"),
     [
         (full_device("RESOURCE_EXHAUSTED: Out of memory"), "failed: the device"),
         (full_device(memory=None), "failed: the compiler"),
         (full_device(), "ran"),
     ],
 )
-def test_the_next_size_is_run_where_devices_refuse_it(pretended, seen, monkeypatch):
-    """On a device with a limit of its own it is seen to fail; other errors are not taken for that."""
+def test_run_next_larger_reports_refusals(stub, seen, monkeypatch):
+    """A device with a limit of its own refuses the size; other errors are raised."""
     monkeypatch.setattr(tuning, "device_limit", lambda device: 100)
     boundary = tuning.Boundary(largest=2, next_larger=4, costs={})
-    assert tuning._run_next(pretended, boundary, named=False).startswith(seen)
-    assert tuning._run_next(pretended, boundary, named=True).startswith("not run")
+    assert tuning._run_next_larger(stub, boundary, named=False).startswith(seen)
+    assert tuning._run_next_larger(stub, boundary, named=True).startswith("not run")
     with pytest.raises(RuntimeError, match="INTERNAL"):
-        tuning._run_next(full_device("INTERNAL: no"), boundary, named=False)
-
-
-def test_steps_take_turns():
-    """Each is run as often as the others, the first runs uncounted, and long ones fewer times."""
-    ran = {"a": 0, "b": 0}
-
-    def step(name):
-        def run():
-            ran[name] += 1
-
-        return run
-
-    times = take_turns({name: step(name) for name in ran})
-    assert ran["a"] == ran["b"] > times["a"].rounds == 5
-    assert take_turns({"a": step("a")}, seconds=0)["a"].rounds == 1
+        tuning._run_next_larger(full_device("INTERNAL: no"), boundary, named=False)

@@ -1,0 +1,27 @@
+"""The tiny configuration that the tests of training share: small enough to compile fast, large enough for its loss to fall."""
+
+from __future__ import annotations
+
+TINY_MODEL = {
+    "max_target_length": 16,
+    "base_emb_dim": 16,
+    "base_num_decoder_layers": 2,
+    "base_num_query_heads": 2,
+    "base_mlp_dim": 32,
+    "learning_rate": 0.01,
+    "eval_interval": -1,
+}
+# The model with a ramp of three phases: 1, 2 and 3 samples per device.
+TINY = TINY_MODEL | {
+    "enable_rampup_batch_size": True,
+    "per_device_batch_size_start": 1,
+    "per_device_batch_size_increment": 1,
+    "per_device_batch_size": 3,
+    "global_rampup_samples": 80,
+    "steps": 12,
+}
+
+
+def command_line(settings):
+    """Return settings as `key=value` words of a command line."""
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]

@@ -1,0 +1,96 @@
+"""Tests of rampup.tune.programs."""
+
+from fractions import Fraction
+
+import jax
+import pytest
+from helpers.tiny import TINY_MODEL
+
+from rampup import Config, build_plan
+from rampup.lm.train import initial_state, state_shapes, training_step
+from rampup.plan.pipeline_cost import predicted_time
+from rampup.plan.timetable import num_ticks
+from rampup.run.mesh import make_mesh
+from rampup.tune.programs import Programs, Size, fit_line, fit_tick_overhead, take_turns
+
+SMALL_RAMP = {"base_num_decoder_layers": 1, "batch_size_schedule": "0:2 4:4", "dataset_type": "synthetic", "steps": 6}
+
+
+def config(**changes):
+    """Return the tiny configuration with a ramp of two phases for one device."""
+    return Config(**(TINY_MODEL | SMALL_RAMP | changes))
+
+
+def test_programs_bytes_grow_with_the_microbatch():
+    """Memory grows about linearly with the microbatch."""
+    programs = Programs(config(), jax.devices()[:1])
+    taken = {b: programs.bytes(Size(microbatch_size=b, num_microbatches=2)) for b in (1, 2, 4)}
+    assert taken[1] < taken[2] < taken[4]
+    assert (taken[4] - taken[2]) / (taken[2] - taken[1]) == pytest.approx(2, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    "axes", [{}, {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}, {"ici_pipeline_parallelism": 2}]
+)
+@pytest.mark.parametrize("opt_type", ["adamw", "sgd"])
+def test_state_shapes_match_the_initial_state(axes, opt_type):
+    """Shapes, types and shardings equal those of the arrays that training starts from."""
+    settings = config(**axes, opt_type=opt_type, batch_size_schedule="0:16", base_num_query_heads=2, base_num_decoder_layers=2)
+    plan = build_plan(settings, 8)
+    mesh = make_mesh(plan.axes)
+    tx = training_step(settings, plan, mesh).tx
+    state, shapes = initial_state(settings, plan, mesh, tx), state_shapes(settings, mesh, tx)
+
+    def same(real, shape):
+        placed = real.sharding.is_equivalent_to(shape.sharding, real.ndim)
+        return (real.shape, real.dtype) == (shape.shape, shape.dtype) and placed
+
+    assert jax.tree.all(jax.tree.map(same, state, shapes))
+
+
+def test_take_turns_runs_steps_equally_often():
+    """All steps run equally often, the first rounds are not counted, and a small budget gives one round."""
+    ran = {"a": 0, "b": 0}
+
+    def step(name):
+        def run():
+            ran[name] += 1
+
+        return run
+
+    times = take_turns({name: step(name) for name in ran})
+    assert ran["a"] == ran["b"] > times["a"].rounds == 5
+    assert take_turns({"a": step("a")}, seconds=0)["a"].rounds == 1
+
+
+def test_fit_line_goes_through_its_points():
+    """Two points are enough; points with the same x give the line through 0."""
+    line = fit_line([(2, 10.0), (6, 18.0)])
+    assert (line.start, line.slope, line.at(10)) == pytest.approx((6, 2, 26))
+    line = fit_line([(4, 2.0), (4, 2.0)])
+    assert (line.start, line.slope) == pytest.approx((0, 0.5))
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 4])
+@pytest.mark.parametrize("overhead", [0, 0.25, 3])
+def test_fit_tick_overhead_inverts_predicted_time(repeats, overhead):
+    """Times made by `predicted_time`, plus a constant for the optimizer, return the overhead."""
+    stages, times = 4, {}
+    for b in (1, 2, 8):
+        times[b] = [
+            (
+                num_ticks(stages, m, repeats),
+                0.5 + 0.01 * float(predicted_time(m, b, num_stages=stages, num_repeats=repeats, overhead=Fraction(overhead))),
+            )
+            for m in (4, 8, 16)
+        ]
+    assert fit_tick_overhead(times, num_repeats=repeats) == pytest.approx(overhead, abs=1e-6)
+
+
+def test_fit_tick_overhead_returns_none_without_enough_data():
+    """One size, one number of ticks and decreasing times give None; a negative overhead becomes 0."""
+    assert fit_tick_overhead({1: [(5, 1.0), (9, 2.0)]}, num_repeats=1) is None
+    assert fit_tick_overhead({1: [(5, 1.0)], 2: [(5, 2.0)]}, num_repeats=1) is None
+    assert fit_tick_overhead({1: [(5, 2.0), (9, 1.0)], 2: [(5, 2.0), (9, 3.0)]}, num_repeats=1) is None
+    assert fit_tick_overhead({1: [(5, 2.0), (9, 3.0)], 2: [(5, 2.0), (9, 3.0)]}, num_repeats=1) is None
+    assert fit_tick_overhead({2: [(1, 1.0), (2, 2.0)], 4: [(1, 3.0), (2, 6.0)]}, num_repeats=1) == 0
