@@ -15,7 +15,9 @@ from typing import Any
 # Modules that moved. A name that moved out of a module which is still there is in that module's `__getattr__` (`moved_names`).
 MOVED_MODULES = {
     "rampup.config.dialects": "rampup.dialects",
+    "rampup.config.json_schema": "rampup.config.files",
     "rampup.config.rollout": "rampup.rl.config",
+    "rampup.config.template": "rampup.config.files",
     "rampup.config.yaml_file": "rampup.config.yaml",
     "rampup.plan.axes": "rampup.plan.mesh_axes",
     "rampup.plan.definition": "rampup.plan.per_device",

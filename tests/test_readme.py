@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rampup.cli import COMMANDS, main
-from rampup.config.template import keys_table
+from rampup.config.files import keys_table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

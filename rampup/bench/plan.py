@@ -219,9 +219,7 @@ class _Tiny:
     def run(self, steps: int) -> float:
         """Run the loop with everything that it has."""
         plan, choose = _constant_plan(8, steps), self._step.split_for
-        return self._through_loop(
-            plan, self._step, lambda start: step_batches(self._rows, plan, self._mesh, split_for=choose)
-        )
+        return self._through_loop(plan, self._step, lambda start: step_batches(self._rows, plan, self._mesh, split_for=choose))
 
     def _through_loop(self, plan: RampPlan, step: Any, batches: Callable[[int], Iterator[Batch]]) -> float:
         start = time.perf_counter()

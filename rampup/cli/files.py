@@ -126,8 +126,10 @@ def explain_options(parser: argparse.ArgumentParser) -> None:
 def explain(args: argparse.Namespace, console: Console) -> int:
     """Print what a key means."""
     from rampup.config.explain import explain as explained
+    from rampup.config.files import BASE_FILE
+    from rampup.rl.template import ROLLOUT_FILE
 
-    explanation = explained(args.key)
+    explanation = explained(args.key, (BASE_FILE, ROLLOUT_FILE))
     if args.json:
         print(json.dumps(explanation.to_dict()))
     else:

@@ -20,9 +20,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from rampup.config.files import yaml_value
 from rampup.config.load import BASE, ENVIRONMENT_PREFIX, find_config, load_config, locate_values
 from rampup.config.schema import KEYS, Config
-from rampup.config.template import yaml_value
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, positions, read_text
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
 from rampup.plan.mesh_axes import AUTO

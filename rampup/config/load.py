@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rampup.config.key import Key, Settings
-from rampup.config.schema import Config
+from rampup.config.schema import Config, keys_for_alias
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_mapping
 from rampup.errors import ConfigError, raise_together
 
@@ -221,7 +221,10 @@ def _set_once(settings: dict[str, Located], name: str, entry: Located) -> None:
 
 
 def _unknown(name: str, entry: Located, keys: Mapping[str, Key]) -> ConfigError:
-    close = difflib.get_close_matches(name.lower(), [*keys, BASE], n=1, cutoff=0.0)
-    return ConfigError(
-        f"unknown key {name[:100]!r}; the closest is {close[0]}", key=name, nearest=close, path=entry.path, line=entry.line
-    )
+    """Return the error about an unknown key, with its name here if another system has it, or else the closest spelling."""
+    nearest: Sequence[str] = keys_for_alias(name, keys)
+    hint = f"its name here is {' or '.join(nearest)}"
+    if not nearest:
+        nearest = difflib.get_close_matches(name.lower(), [*keys, BASE], n=1, cutoff=0.0)
+        hint = f"the closest is {nearest[0]}"
+    return ConfigError(f"unknown key {name[:100]!r}; {hint}", key=name, nearest=nearest, path=entry.path, line=entry.line)

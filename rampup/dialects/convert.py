@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from rampup.config.template import yaml_value
+from rampup.config.files import yaml_value
 from rampup.dialects.verdict import Verdict
 from rampup.errors import ConfigError
 from rampup.plan.numbers import to_yaml_number

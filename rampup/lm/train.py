@@ -15,9 +15,9 @@ import optax
 from jax.sharding import Mesh
 
 from rampup.config.build import build_plan, mesh_axes
+from rampup.config.files import run_yaml
 from rampup.config.resume import plan_to_resume, ramp_record
 from rampup.config.schema import IDENTITY_KEYS, KEYS, PER_PROCESS_KEYS, Config
-from rampup.config.template import run_yaml
 from rampup.errors import ConfigError, DataError
 from rampup.lm.data import data_options, described_rows, sources
 from rampup.lm.transformer import LanguageModel

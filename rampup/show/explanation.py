@@ -7,8 +7,8 @@ import sys
 from rich.console import Console
 
 from rampup.config.explain import Explanation
+from rampup.config.files import yaml_value
 from rampup.config.fix import Fix
-from rampup.config.template import yaml_value
 from rampup.show.tables import print_facts
 
 
@@ -28,8 +28,7 @@ def print_explanation(explained: Explanation, console: Console) -> None:
         "MaxText": maxtext,
         "file": f"{explained.file}, section {explained.section}",
     }
-    rules = {f"rule {number}": rule for number, rule in enumerate(explained.rules, start=1)}
-    print_facts(facts | rules | {"interacts with": ", ".join(explained.interacts) or "no other key"}, console)
+    print_facts(facts | {"interacts with": ", ".join(explained.interacts) or "no other key"}, console)
 
 
 def print_fix(fix: Fix, console: Console) -> None:

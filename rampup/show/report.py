@@ -12,8 +12,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from rampup.config.files import describe, yaml_value
 from rampup.config.key import Key
-from rampup.config.template import comment, yaml_value
 from rampup.dialects.verdict import Verdict
 from rampup.errors import ConfigError
 from rampup.plan.learning_rate import Clock
@@ -217,7 +217,7 @@ def _keys(keys: Sequence[KeyValue]) -> str:
 def _key_row(entry: KeyValue) -> str:
     """Return a key's line; of the file that set it only the name, since a page that is sent tells nothing of folders."""
     name, value, where, meaning = map(
-        html.escape, (entry.name, yaml_value(entry.value), Path(entry.where).name, comment(entry.key))
+        html.escape, (entry.name, yaml_value(entry.value), Path(entry.where).name, describe(entry.key))
     )
     return (
         f'<tr{" class=changed" if entry.changed else ""}><td class="text"><code>{name}</code></td>'

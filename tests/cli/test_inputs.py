@@ -8,7 +8,7 @@ import pytest
 
 from rampup import Config, build_plan
 from rampup.cli.inputs import config_of, rates_of, runs_of, sort_names
-from rampup.config.template import run_yaml
+from rampup.config.files import run_yaml
 from rampup.errors import ConfigError, DataError
 
 BASE = str(Path(__file__).parent.parent.parent / "configs" / "base.yml")

@@ -4,8 +4,8 @@ from fractions import Fraction
 
 import pytest
 
-from rampup import Config
-from rampup.config.schema import KEYS
+from rampup import Config, load_config
+from rampup.config.schema import ALIASES, KEYS, keys_for_alias
 from rampup.errors import ConfigError
 
 
@@ -80,3 +80,19 @@ def test_differences():
         "per_device_batch_size": {"a": "1/3", "b": 16}
     }
     assert Config().differences(Config()) == {}
+
+
+def test_aliases_name_keys_and_are_none():
+    """Each alias leads to keys that exist, and is not itself a key."""
+    assert set(ALIASES) <= set(KEYS)
+    words = [word for aliases in ALIASES.values() for word in aliases.split()]
+    assert not set(words) & set(KEYS)
+    assert {word for word in words if words.count(word) > 1} == {"seed"}
+
+
+@pytest.mark.parametrize("name", ["lr", "LR", "batch-size", "seq_len", "num_layers", "epochs", "output_dir", "max_steps"])
+def test_unknown_key_error_suggests_the_name_here(name):
+    """A name from another system is refused, with the key to write instead."""
+    with pytest.raises(ConfigError, match=r"unknown key.*; its name here is ") as caught:
+        load_config("base.yml", [f"{name}=1"])
+    assert caught.value.nearest == keys_for_alias(name)

@@ -1,16 +1,21 @@
 """Tests of rampup.rl.template."""
 
+import json
 from pathlib import Path
 
+from jsonschema import Draft202012Validator
+
 from rampup.rl.config import ROLLOUT_KEYS, RolloutConfig, load_rollout_config
-from rampup.rl.template import rollout_yaml
+from rampup.rl.template import ROLLOUT_FILE
 
 RL = Path(__file__).parent.parent.parent / "configs" / "rl.yml"
 
 
-def test_rl_yml_is_written_from_the_schema():
-    """The file in the repository is what the schema says; `python -m rampup.rl.template` writes it anew."""
-    assert RL.read_text() == rollout_yaml()
+def test_rl_yml_and_its_schema_are_current():
+    """The files in the repository are those that `python -m rampup.rl.template configs` writes; the schema is valid."""
+    assert RL.read_text() == ROLLOUT_FILE.text
+    assert json.loads(RL.with_name("rl.schema.json").read_text()) == ROLLOUT_FILE.json_schema
+    Draft202012Validator.check_schema(ROLLOUT_FILE.json_schema)
 
 
 def test_rl_yml_holds_every_key_with_a_comment():

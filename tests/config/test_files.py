@@ -1,4 +1,4 @@
-"""Tests of rampup.config.json_schema."""
+"""Tests of rampup.config.files."""
 
 import json
 import math
@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from rampup.config.json_schema import json_schema, rollout_schema, schema_of
+from rampup import load_config
+from rampup.config.files import BASE_FILE, MODELINE, schema_of, yaml_value
 from rampup.config.key import Key
 from rampup.config.schema import KEYS, Config
-from rampup.config.template import MODELINE
 from rampup.config.yaml import parse_scalar
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
-SCHEMA = json_schema()
+SCHEMA = BASE_FILE.json_schema
 WHOLE = Draft202012Validator(SCHEMA)
 BY_KEY = {name: Draft202012Validator(SCHEMA["properties"][name]) for name in KEYS}
 PRESETS = sorted(CONFIGS.glob("*.yml"))
@@ -40,11 +40,44 @@ for tag, pattern in {
 Core.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(node.value))
 
 
-def test_the_schemas_are_valid_and_the_files_current():
-    """The files are valid schemas, and what the keys say; write them anew as the module's docstring says."""
-    for name, schema in {"rampup": SCHEMA, "rl": rollout_schema()}.items():
-        Draft202012Validator.check_schema(schema)
-        assert json.loads((CONFIGS / f"{name}.schema.json").read_text()) == schema
+def test_base_yml_and_its_schema_are_current():
+    """The files in the repository are those that `python -m rampup.config.files configs` writes; the schema is valid."""
+    assert (CONFIGS / "base.yml").read_text() == BASE_FILE.text
+    assert json.loads((CONFIGS / "rampup.schema.json").read_text()) == SCHEMA
+    Draft202012Validator.check_schema(SCHEMA)
+
+
+def test_base_yml_sets_every_key_below_a_comment():
+    """Every key is in base.yml, below a comment."""
+    lines = (CONFIGS / "base.yml").read_text().splitlines()
+    for name in KEYS:
+        (index,) = [number for number, line in enumerate(lines) if line.startswith(f"{name}:")]
+        assert lines[index - 1].startswith("# ")
+
+
+def test_base_yml_has_the_defaults_and_a_ramp():
+    """Reading base.yml gives the schema's defaults, except that the ramp is on."""
+    assert load_config(CONFIGS / "base.yml") == Config(enable_rampup_batch_size=True)
+
+
+def test_write_makes_the_file_and_its_schema(tmp_path):
+    """Both files appear under their names."""
+    BASE_FILE.write(tmp_path)
+    assert (tmp_path / "base.yml").read_text() == BASE_FILE.text
+    assert json.loads((tmp_path / "rampup.schema.json").read_text()) == SCHEMA
+
+
+@given(st.one_of(st.booleans(), st.integers(-(10**9), 10**9), st.floats(allow_nan=False, allow_infinity=False), st.none()))
+def test_yaml_value_reads_back(value):
+    """A value written to YAML is read as the same value."""
+    assert parse_scalar(yaml_value(value), "file.yml") == value
+
+
+@pytest.mark.parametrize("text", ["runs", "", "yes", "5", "1e3", "a: b", "0:8 100:16", "null", "*.txt"])
+def test_yaml_value_quotes_text_that_would_be_read_as_something_else(text):
+    """Text is plain or in quotes."""
+    written = yaml_value(text)
+    assert written == f'"{text}"' or parse_scalar(written, "file.yml") == text
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)

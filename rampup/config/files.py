@@ -1,0 +1,249 @@
+"""Configuration files and their JSON schemas, written from the keys so that files and keys cannot differ.
+
+`python -m rampup.config.files configs` writes configs/base.yml and configs/rampup.schema.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from rampup.config.key import FOLDER_NAME, Key, Kind, Settings
+from rampup.config.load import BASE
+from rampup.config.schema import KEYS, Config
+from rampup.plan.numbers import MAX_COUNT
+
+MODELINE = "# yaml-language-server: $schema={}"
+LINE_LENGTH = 118
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+MAX_FLOAT = 1e300
+# In Python, `$` alone also matches before a line's end.
+_END = r"$(?!\n)"
+# YAML 1.2, which editors read, takes 1_000 for text.
+_GROUPED = "^(?=(_?[0-9]){{2,{most}}}{end})[1-9][0-9]*(_[0-9]+)+{end}"
+_NOT_ZERO = "(?=[^/]*[1-9])"
+_DIGITS = "[0-9]{1,18}"
+_CONTROL = r"\u0000-\u001f\u007f-\u009f\u2028\u2029"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigFile:
+    """A configuration file that sets every key, and its JSON schema.
+
+    Attributes:
+        name: the file's name, such as base.yml.
+        schema_name: the name of the file with its JSON schema.
+        title: the title of that schema.
+        head: the comment at the top of the file.
+        settings: the class whose attributes are the keys.
+        overrides: the values that differ from the defaults.
+    """
+
+    name: str
+    schema_name: str
+    title: str
+    head: str
+    settings: type[Settings]
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def keys(self) -> Mapping[str, Key]:
+        """The keys by name."""
+        return self.settings.keys()
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The value of each key that a file does not set."""
+        return self.settings().to_dict()
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The value of each key in this file."""
+        return self.settings.from_values(self.overrides, {}).to_dict()
+
+    @property
+    def text(self) -> str:
+        """The content of the file."""
+        return yaml_text(f"{MODELINE.format(self.schema_name)}\n{self.head}", self.keys, self.values)
+
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """The JSON schema of every file with these keys."""
+        return schema_of(self.keys, self.defaults, title=self.title)
+
+    def write(self, folder: str | Path) -> None:
+        """Write the file and its schema into a folder."""
+        Path(folder, self.name).write_text(self.text, encoding="utf-8")
+        schema = json.dumps(self.json_schema, indent=2, ensure_ascii=False)
+        Path(folder, self.schema_name).write_text(schema + "\n", encoding="utf-8")
+
+
+# The ramp is off by default, so that a file of a few keys has none unless it sets one; base.yml turns it on.
+BASE_FILE = ConfigFile(
+    name="base.yml",
+    schema_name="rampup.schema.json",
+    title="A configuration of rampup",
+    head="""\
+# The configuration of `rampup train`: every key, its documentation and its value.
+# Names and meanings are MaxText's. If MaxText's default differs, the comment gives it.
+# Set a key on the command line (steps=100), in the environment (RAMPUP_STEPS=100), or in a file of your own that starts
+# with `base_config: base.yml`.
+""",
+    settings=Config,
+    overrides={"enable_rampup_batch_size": True},
+)
+
+
+def run_yaml(config: Config) -> str:
+    """Return a file that sets every key as a run has it. The run can be planned, plotted and repeated from this file.
+
+    Example:
+        >>> "steps: 7" in run_yaml(Config(steps=7))
+        True
+    """
+    return yaml_text("# The configuration that this run was last started with.\n", KEYS, config.to_dict())
+
+
+def yaml_text(head: str, keys: Mapping[str, Key], values: Mapping[str, Any]) -> str:
+    """Return a file that sets every key, each under a comment; dotted keys are nested.
+
+    Example:
+        >>> print(yaml_text("# A file.", {"rl.mu": Key(kind="int", doc="Passes.", section="Run")}, {"rl.mu": 2}), end="")
+        # A file.
+        #### RUN ####
+        rl:
+          # Passes.
+          mu: 2
+    """
+    lines, section, group = [head], None, ""
+    for name, key in keys.items():
+        if key.section != section:
+            section = key.section
+            lines.append(f"#### {section.upper()} ####")
+        parent, _, own = name.rpartition(".")
+        lines += [f"{parent}:"] if parent and parent != group else []
+        group, indent = parent, "  " if parent else ""
+        lines += textwrap.wrap(describe(key), LINE_LENGTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# ")
+        lines += [f"{indent}{own}: {yaml_value(values[name])}", ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def describe(key: Key) -> str:
+    """Return a key's documentation with what it leaves out: the unit, the choices, and MaxText's default if it differs."""
+    remarks = [f"in {key.unit}"] if key.unit and key.unit.rstrip("s") not in key.doc else []
+    remarks += [" or ".join(key.choices)] if any(choice not in key.doc for choice in key.choices) else []
+    remarks += [f"MaxText: {key.maxtext}"] if key.maxtext else []
+    return key.doc[0].upper() + key.doc[1:] + (f" ({'; '.join(remarks)})" if remarks else "") + "."
+
+
+def yaml_value(value: Any) -> str:
+    """Write a value so that YAML reads it back.
+
+    Example:
+        >>> yaml_value(None), yaml_value(True), yaml_value(1e-8), yaml_value("a: b")
+        ('null', 'true', '1.0e-08', '"a: b"')
+    """
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str | Fraction):
+        text = str(value)
+        plain = text.replace("_", "").replace(".", "").isalnum() and not text[0].isdigit()
+        return text if plain and text.lower() not in ("null", "true", "false", "yes", "no", "on", "off") else f'"{text}"'
+    if isinstance(value, float):
+        text = repr(value)
+        return text.replace("e", ".0e") if "e" in text and "." not in text else text
+    return str(value)
+
+
+def keys_table() -> str:
+    """Return every key of base.yml as a Markdown table."""
+    values = BASE_FILE.values
+    rows = ["| key | value in base.yml | meaning |", "|---|---|---|"]
+    for name, key in KEYS.items():
+        meaning = describe(key).replace("|", "\\|")
+        rows.append(f"| `{name}` | `{yaml_value(values[name])}` | {meaning} |")
+    return "\n".join(rows)
+
+
+def schema_of(keys: Mapping[str, Key], defaults: Mapping[str, Any], *, title: str) -> dict[str, Any]:
+    """Return the JSON schema (draft 2020-12) of a configuration, with which an editor checks and completes it.
+
+    The schema accepts a value exactly if its key does. Rules between keys are left to `rampup plan`. Dotted keys may also be
+    nested.
+
+    Args:
+        keys: the keys by name.
+        defaults: the default of each key.
+        title: the title of the schema.
+
+    Example:
+        >>> schema = schema_of({"a.b": Key(kind="bool", doc="b of a", section="")}, {"a.b": True}, title="An example")
+        >>> sorted(schema["properties"]), schema["properties"]["a.b"]["default"]
+        (['a', 'a.b', 'base_config'], True)
+    """
+    base = {
+        "description": "The configuration that provides all values not set here: a file in the same folder, or one that comes "
+        "with rampup.",
+        "type": ["string", "null"],
+        "examples": ["base.yml"],
+    }
+    properties: dict[str, Any] = {BASE: base}
+    for name, key in keys.items():
+        properties[name] = _property(key, defaults[name])
+        group, dot, own = name.partition(".")
+        if dot:
+            nested = properties.setdefault(group, {"type": "object", "properties": {}, "additionalProperties": False})
+            nested["properties"][own] = properties[name]
+    return {"$schema": DRAFT, "title": title, "type": "object", "properties": properties, "additionalProperties": False}
+
+
+def _property(key: Key, default: Any) -> dict[str, Any]:
+    shapes = [_SHAPES[key.kind](key) if not key.choices else {"enum": list(key.choices)}]
+    if key.kind in ("int", "float", "size") and key.below is None:
+        # A number with fewer digits than the limit is below it.
+        digits = len(str(int(MAX_COUNT if key.maximum is None else key.maximum))) - 1
+        shapes += [{"type": "string", "pattern": _GROUPED.format(most=digits, end=_END)}] * (digits > 3)
+    if key.kind == "size" and key.maximum is None:
+        number = rf"{_DIGITS}(\.[0-9]{{1,17}})?"
+        fraction = f"^{_NOT_ZERO if key.above is not None else ''}{number}(/{_NOT_ZERO}{_DIGITS})?{_END}"
+        shapes.append({"type": "string", "pattern": fraction})
+    shapes += [{"const": value} for value in key.also]
+    if key.nullable or "none" in key.choices:
+        shapes.append({"type": "null"})
+    shape = shapes[0] if len(shapes) == 1 else {"anyOf": shapes}
+    return {"description": describe(key), "default": default, **shape}
+
+
+def _limits(key: Key, bound: float) -> dict[str, Any]:
+    """Return the limits of a number, or +-bound if the key has none."""
+    lowest = {"minimum": -bound if key.minimum is None else key.minimum}
+    highest = {"maximum": bound if key.maximum is None else key.maximum}
+    return (lowest if key.above is None else {"exclusiveMinimum": key.above}) | (
+        highest if key.below is None else {"exclusiveMaximum": key.below}
+    )
+
+
+_SHAPES: dict[Kind, Callable[[Key], dict[str, Any]]] = {
+    "bool": lambda key: {"type": "boolean"},
+    "int": lambda key: {"type": "integer", **_limits(key, MAX_COUNT)},
+    "float": lambda key: {"type": "number", **_limits(key, MAX_FLOAT)},
+    "size": lambda key: {"type": "number", **_limits(key, MAX_COUNT)},
+    "text": lambda key: {
+        "type": "string",
+        "maxLength": 1_000_000,
+        "pattern": rf"^[^{_CONTROL}]*[^\s{_CONTROL}][^{_CONTROL}]*{_END}",
+    },
+    "name": lambda key: {"type": "string", "pattern": f"^({FOLDER_NAME.pattern})?{_END}"},
+}
+
+
+if __name__ == "__main__":
+    BASE_FILE.write(sys.argv[1])
