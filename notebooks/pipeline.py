@@ -59,7 +59,7 @@ if PRETEND_EIGHT_CPU_DEVICES:
 
 import rampup
 from rampup import BatchRamp, BatchSplitter, MeshAxes, RampPlan, Timetable
-from rampup.plan.pipeline_cost import pipeline_choices
+from rampup.plan.pipeline import pipeline_candidates
 from rampup.run import PipelinedLoss, create_state, make_mesh, step_batches, train_step
 from rampup.show.plots import draw_batch, draw_timetable
 
@@ -244,7 +244,7 @@ figure, axis = plt.subplots(figsize=(9, 3.6), layout="constrained")
 looks = ["o-", "s--", "^:", "D-.", "v-"]
 for text, look in zip(OVERHEADS.split(","), looks, strict=False):
     overhead = Fraction(text.strip())
-    choices = pipeline_choices(SAMPLES, num_stages=STAGES_TO_CHOOSE_FOR, overhead=overhead, multiple=STAGES_TO_CHOOSE_FOR)
+    choices = pipeline_candidates(SAMPLES, num_stages=STAGES_TO_CHOOSE_FOR, overhead=overhead, multiple=STAGES_TO_CHOOSE_FOR)
     best, by_size = choices[0], sorted(choices, key=lambda choice: choice.num_microbatches)
     times = [float(choice.predicted_time / best.predicted_time) for choice in by_size]
     axis.plot(

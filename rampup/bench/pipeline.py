@@ -17,7 +17,7 @@ from rampup.bench.pipeline_programs import Model, Program, maxtext_program, our_
 from rampup.bench.result import BenchResult
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.mesh_axes import MeshAxes
-from rampup.plan.pipeline_cost import DEFAULT_OVERHEAD_TOKENS
+from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS
 from rampup.run.mesh import make_mesh
 
 NAME = "pipeline"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rampup.plan.pipeline_cost import PipelineChoice, pipeline_choices
+from rampup.plan.pipeline import PipelineCandidate, pipeline_candidates
 from rampup.plan.timetable import num_ticks
 
 Cut = tuple[int, int]
@@ -59,14 +59,14 @@ class ChooserCheck:
         fitted = self.fitted_overhead
         return ({} if fitted is None else {"fitted h": fitted}) | {"default h": self.default_overhead}
 
-    def ranking(self, overhead: Fraction) -> list[PipelineChoice]:
+    def ranking(self, overhead: Fraction) -> list[PipelineCandidate]:
         """Return the measured ways to cut the batch in the chooser's order, the fastest first.
 
         Args:
             overhead: h, in samples.
         """
         repeats = sorted({v for _, v in self.seconds})
-        choices = pipeline_choices(self.samples, num_stages=self.num_stages, overhead=overhead, repeats=repeats)
+        choices = pipeline_candidates(self.samples, num_stages=self.num_stages, overhead=overhead, repeats=repeats)
         return [choice for choice in choices if cut_of(choice) in self.seconds]
 
     def regret(self, cut: Cut) -> float:
@@ -97,6 +97,6 @@ class ChooserCheck:
         return notes
 
 
-def cut_of(choice: PipelineChoice) -> Cut:
+def cut_of(choice: PipelineCandidate) -> Cut:
     """Return (m, v)."""
     return choice.num_microbatches, choice.num_repeats

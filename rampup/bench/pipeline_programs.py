@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.bench.maxtext_pipeline import Layers, MaxTextPipeline, arranged
-from rampup.plan.pipeline import stage_order
+from rampup.plan.pipeline import stage_layer_order
 from rampup.run.mesh import STAGE
 from rampup.run.pipeline import gpipe_sums, pipeline_sums, reordered
 from rampup.run.pipeline_stage import PipelinedLoss
@@ -139,7 +139,7 @@ def our_program(
         num_repeats=num_repeats,
         skip_idle=skip_idle,
     )
-    order = stage_order(len(model.layers["up"]), mesh.shape[STAGE], num_repeats)
+    order = stage_layer_order(len(model.layers["up"]), mesh.shape[STAGE], num_repeats)
     shardings = {"layers": {name: NamedSharding(mesh, PartitionSpec(STAGE)) for name in model.layers}}
     params = jax.device_put(reordered({"layers": dict(model.layers)}, order), shardings)
     cut = (num_microbatches, len(model.x) // num_microbatches)

@@ -9,11 +9,10 @@ from typing import TypeVar
 
 from rampup.config.schema import KEYS, Config
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
-from rampup.plan.mesh_axes import AUTO, AXES, MeshAxes
-from rampup.plan.numbers import exact_fraction, nearest_in
+from rampup.plan.mesh_axes import AXES, MeshAxes
+from rampup.plan.numbers import AUTO, exact_fraction, nearest_in
 from rampup.plan.per_device import define_ramp, global_batch_size
-from rampup.plan.pipeline import legal_repeats, pipeline_repeats
-from rampup.plan.pipeline_cost import DEFAULT_OVERHEAD_TOKENS, predicted_time
+from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, legal_repeats, pipeline_repeats, predicted_time
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp, parse_schedule
 from rampup.plan.split import BatchSplitter

@@ -25,8 +25,7 @@ from rampup.config.load import BASE, ENVIRONMENT_PREFIX, find_config, load_confi
 from rampup.config.schema import KEYS, Config
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, positions, read_text
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
-from rampup.plan.mesh_axes import AUTO
-from rampup.plan.numbers import exact_fraction, parse_count
+from rampup.plan.numbers import AUTO, exact_fraction, parse_count
 
 MAX_TRIES = 300
 # How alike two words are, from 0 to 1, if one is a slip of the other.

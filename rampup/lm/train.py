@@ -21,7 +21,7 @@ from rampup.config.schema import IDENTITY_KEYS, KEYS, PER_PROCESS_KEYS, Config
 from rampup.errors import ConfigError, DataError
 from rampup.lm.data import data_options, described_rows, sources
 from rampup.lm.transformer import LanguageModel
-from rampup.plan.pipeline import stage_order
+from rampup.plan.pipeline import stage_layer_order
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.run.checkpoint import newest_record
@@ -240,7 +240,7 @@ def _loss(config: Config, model: LanguageModel, plan: RampPlan) -> Any:
 def _layer_order(config: Config, plan: RampPlan) -> np.ndarray:
     """Return the order in which the stages hold the layers; checkpoints hold them in their natural order."""
     splitter = plan.splitter
-    return np.array(stage_order(config.base_num_decoder_layers, splitter.num_stages, splitter.num_repeats))
+    return np.array(stage_layer_order(config.base_num_decoder_layers, splitter.num_stages, splitter.num_repeats))
 
 
 def _reordering(state: Any, order: np.ndarray) -> Callable[[Any], Any]:

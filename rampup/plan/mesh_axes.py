@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
-from rampup.plan.numbers import nearest_multiples
+from rampup.plan.numbers import AUTO, nearest_multiples
 
 AXES = ("data", "fsdp", "tensor", "context", "expert", "pipeline")
-AUTO = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

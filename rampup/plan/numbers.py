@@ -6,7 +6,7 @@ Everything is an int or a `Fraction`. A sample count never passes through a floa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import TypeVar
@@ -15,6 +15,8 @@ from rampup.errors import ConfigError, RampDefinitionError, RampupError
 
 Number = TypeVar("Number", int, Fraction)
 
+# In a configuration: choose or infer this size.
+AUTO = -1
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # Far beyond any training run. The limit keeps "1e999999999" from exhausting memory.
 MAX_COUNT = 10**18
@@ -202,3 +204,15 @@ def nearest_multiples(value: Number, step: Number, offset: Number | None = None)
     if above <= 0:
         above = start % step or step
     return [n for n in (above - step, above) if n > 0]
+
+
+def format_product(factors: Mapping[str, int]) -> str:
+    """Return a product as text, with names and values. Factors of 1 are left out.
+
+    Example:
+        >>> format_product({"data_parallel_size": 64, "microbatch_size": 8})
+        'data_parallel_size * microbatch_size = 64 * 8 = 512'
+    """
+    used = {name: size for name, size in factors.items() if size != 1} or factors
+    names, values = " * ".join(used), " * ".join(map(str, used.values()))
+    return f"{names} = {values}" + (f" = {math.prod(used.values())}" if len(used) > 1 else "")

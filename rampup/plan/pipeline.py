@@ -1,25 +1,36 @@
-"""Which layers the pipeline stages hold: layers = stages * repeats * layers per stage."""
+"""Pipeline stages: the layers of each stage, and a cost model that chooses the number of microbatches.
+
+layers = stages * repeats * layers per stage. More microbatches make the bubble smaller, but each one is smaller and has a fixed
+cost per tick.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
 
 from rampup.errors import PipelineShapeError
-from rampup.plan.numbers import divisors, nearest_multiples
-from rampup.plan.split import AUTO, product_text
+from rampup.plan.numbers import AUTO, divisors, format_product, nearest_multiples
+from rampup.plan.timetable import bubble_fraction, num_ticks
+
+# The assumed fixed cost of a tick, if it has not been measured. Moving weights and gradients takes as long as the arithmetic of
+# several hundred tokens on accelerators with about 200 floating-point operations per byte of memory traffic.
+DEFAULT_OVERHEAD_TOKENS = 512
 
 
 def pipeline_repeats(*, num_layers: int, num_stages: int, num_layers_per_stage: int = 1, num_repeats: int = AUTO) -> int:
-    """Return the layer chunks per stage, checked: layers = stages * repeats * layers per stage.
+    """Return the number of layer chunks per stage, after checking that layers = stages * repeats * layers per stage.
 
     Args:
         num_layers: decoder layers of the model.
-        num_stages: pipeline stages p; with 1 there is nothing to repeat.
+        num_stages: pipeline stages p. With one stage there are no repeats.
         num_layers_per_stage: layers in one chunk.
-        num_repeats: chunks per stage v, or -1 for as many as the layers give.
+        num_repeats: chunks per stage v, or -1 to derive it from the layers.
 
     Raises:
-        PipelineShapeError: layers that do not fit, with the nearest numbers that do.
+        PipelineShapeError: If the numbers do not multiply. The error has the nearest numbers of layers that do.
 
     Example:
         >>> pipeline_repeats(num_layers=16, num_stages=4, num_layers_per_stage=2)
@@ -46,7 +57,7 @@ def pipeline_repeats(*, num_layers: int, num_stages: int, num_layers_per_stage: 
     if num_layers % product or (given and num_layers != product):
         nearest = [product] if given else nearest_multiples(num_layers, product)
         raise PipelineShapeError(
-            f"base_num_decoder_layers={num_layers} must be {'' if given else 'a multiple of '}{product_text(factors)}; "
+            f"base_num_decoder_layers={num_layers} must be {'' if given else 'a multiple of '}{format_product(factors)}; "
             f"nearest: {', '.join(map(str, nearest))}",
             key="base_num_decoder_layers",
             nearest=nearest,
@@ -55,27 +66,26 @@ def pipeline_repeats(*, num_layers: int, num_stages: int, num_layers_per_stage: 
 
 
 def legal_repeats(*, num_layers: int, num_stages: int) -> list[int]:
-    """Return every number of repeats that the layers allow.
+    """Return every number of repeats that the layers allow, in ascending order.
 
     Raises:
-        PipelineShapeError: the layers do not divide over the stages.
+        PipelineShapeError: If the layers cannot be divided evenly among the stages.
 
     Example:
         >>> legal_repeats(num_layers=24, num_stages=4)
         [1, 2, 3, 6]
     """
-    each = pipeline_repeats(num_layers=num_layers, num_stages=num_stages)
-    return divisors(each)
+    return divisors(pipeline_repeats(num_layers=num_layers, num_stages=num_stages))
 
 
-def stage_order(num_layers: int, num_stages: int, num_repeats: int = 1) -> list[int]:
-    """Return the layers in the order in which pipeline stages hold them: stage s has the chunks s, s + p, s + 2p, ...
+def stage_layer_order(num_layers: int, num_stages: int, num_repeats: int = 1) -> list[int]:
+    """Return the layers in stage order: first those of stage 0, whose chunks are 0, p, 2p, ..., then those of stage 1, ...
 
     Raises:
-        PipelineShapeError: the layers do not divide into chunks.
+        PipelineShapeError: If the layers cannot be divided into chunks.
 
     Example:
-        >>> stage_order(8, num_stages=2, num_repeats=2)
+        >>> stage_layer_order(8, num_stages=2, num_repeats=2)
         [0, 1, 4, 5, 2, 3, 6, 7]
     """
     size = num_layers // (num_stages * num_repeats)
@@ -85,3 +95,90 @@ def stage_order(num_layers: int, num_stages: int, num_repeats: int = 1) -> list[
         )
     chunks = [r * num_stages + s for s in range(num_stages) for r in range(num_repeats)]
     return [chunk * size + layer for chunk in chunks for layer in range(size)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineCandidate:
+    """One way to split a batch for the pipeline, with its predicted cost.
+
+    Attributes:
+        num_microbatches: m.
+        num_repeats: v.
+        microbatch_size: b, samples per replica.
+        predicted_time: time of one pass, in samples' worth of one stage's arithmetic.
+        bubble: the idle fraction of that time.
+    """
+
+    num_microbatches: int
+    num_repeats: int
+    microbatch_size: int
+    predicted_time: Fraction
+    bubble: Fraction
+
+    def to_dict(self) -> dict[str, int | float]:
+        """Return the candidate as `rampup plan --json` prints it."""
+        return {
+            "num_pipeline_microbatches": self.num_microbatches,
+            "num_repeats": self.num_repeats,
+            "microbatch_size": self.microbatch_size,
+            "bubble_fraction": float(self.bubble),
+            "predicted_time": float(self.predicted_time),
+        }
+
+
+def predicted_time(
+    num_microbatches: int, microbatch_size: int, *, num_stages: int, num_repeats: int, overhead: Fraction
+) -> Fraction:
+    """Return T = ticks * (b / v + h), in samples' worth of a whole stage's arithmetic.
+
+    Args:
+        num_microbatches: m. A pass has m*v + p - 1 ticks for m >= p.
+        microbatch_size: b, samples per replica.
+        num_stages: p.
+        num_repeats: v. A tick computes one chunk, 1/v of a stage.
+        overhead: h, the fixed cost of a tick in samples. `rampup tune` measures it.
+
+    Example:
+        >>> predicted_time(8, 2, num_stages=4, num_repeats=1, overhead=Fraction(1))
+        Fraction(33, 1)
+    """
+    return num_ticks(num_stages, num_microbatches, num_repeats) * (Fraction(microbatch_size, num_repeats) + overhead)
+
+
+def pipeline_candidates(
+    samples: int,
+    *,
+    num_stages: int,
+    overhead: Fraction,
+    repeats: Iterable[int] = (1,),
+    multiple: int = 1,
+    minimum: int = 1,
+) -> tuple[PipelineCandidate, ...]:
+    """Return every legal split of one replica's samples, fastest first. Ties are sorted by the number of microbatches.
+
+    Args:
+        samples: samples per replica and pass, m * b.
+        num_stages: p.
+        overhead: h, see `predicted_time`.
+        repeats: the values of v to consider.
+        multiple: m must be a multiple of this number.
+        minimum: the smallest m.
+
+    Example:
+        >>> best, *_ = pipeline_candidates(16, num_stages=4, overhead=Fraction(1), multiple=4)
+        >>> best.num_microbatches, best.microbatch_size, best.predicted_time
+        (8, 2, Fraction(33, 1))
+    """
+    candidates = [
+        PipelineCandidate(
+            num_microbatches=m,
+            num_repeats=v,
+            microbatch_size=samples // m,
+            predicted_time=predicted_time(m, samples // m, num_stages=num_stages, num_repeats=v, overhead=overhead),
+            bubble=bubble_fraction(num_stages, m, v),
+        )
+        for v in repeats
+        for m in divisors(samples)
+        if m % multiple == 0 and m >= minimum
+    ]
+    return tuple(sorted(candidates, key=lambda c: (c.predicted_time, c.num_microbatches, c.num_repeats)))

@@ -11,7 +11,7 @@ from rampup.notebook_repr import NotebookRepr
 from rampup.plan.learning_rate import BatchScaling, Clock, ClockSegment, clock_segments, learning_rate_scale
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import plain_number
-from rampup.plan.pipeline_cost import PipelineChoice
+from rampup.plan.pipeline import PipelineCandidate
 from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.split import BatchSplit, BatchSplitter
 from rampup.plan.timetable import Timetable, bubble_fraction
@@ -70,7 +70,7 @@ class RampPlan(NotebookRepr):
         splits: how the batch of every phase is cut (derived).
         eval_split: how the evaluation batch is cut (derived).
         clock: the clock of the learning-rate schedule, phase by phase (derived).
-        most_microbatches: the most microbatches of each size that a step may consist of, fallbacks included (derived).
+        max_microbatches: the most microbatches of each size that a step may consist of, fallbacks included (derived).
 
     Example:
         >>> plan = RampPlan(
@@ -99,7 +99,7 @@ class RampPlan(NotebookRepr):
     splits: tuple[BatchSplit, ...] = field(init=False, repr=False, compare=False)
     eval_split: BatchSplit | None = field(init=False, repr=False, compare=False)
     clock: tuple[ClockSegment, ...] = field(init=False, repr=False, compare=False)
-    most_microbatches: Mapping[int, int] = field(init=False, repr=False, compare=False)
+    max_microbatches: Mapping[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         eval_size, eval_splitter = self.eval_global_batch_size, self.splitter.for_eval()
@@ -126,7 +126,7 @@ class RampPlan(NotebookRepr):
         for phase, split in enumerate(self.splits):
             for possible in (split, *self.fallbacks(phase)):
                 most[possible.microbatch_size] = max(most.get(possible.microbatch_size, 0), possible.num_microbatches)
-        object.__setattr__(self, "most_microbatches", most)
+        object.__setattr__(self, "max_microbatches", most)
 
     def position(self, step: int) -> PlanPosition:
         """Return where the run stands after `step` optimizer steps: a look-up, never a replay."""
@@ -151,7 +151,7 @@ class RampPlan(NotebookRepr):
     @property
     def num_compiled_shapes(self) -> int:
         """Different shapes of a microbatch over the ramp, each of which is compiled once."""
-        return len(self.most_microbatches)
+        return len(self.max_microbatches)
 
     def fallbacks(self, phase: int) -> tuple[BatchSplit, ...]:
         """Return a phase's batch in the microbatches of the phases before it, the nearest first, where it can be cut so.
@@ -182,13 +182,13 @@ class RampPlan(NotebookRepr):
         return self.total_steps if self.learning_rate_schedule_steps is None else self.learning_rate_schedule_steps
 
     @property
-    def pipeline_choices(self) -> tuple[PipelineChoice, ...]:
+    def pipeline_candidates(self) -> tuple[PipelineCandidate, ...]:
         """The ways to cut the last phase for the pipeline, the fastest predicted first; empty where nothing is to choose."""
         splitter = self.splitter
         if splitter.tick_overhead is None:
             splitter = replace(splitter, tick_overhead=self.assumed_tick_overhead)
         sizes = self.ramp.sizes[-1:] if splitter.rampup_microbatch == "per_phase" else self.ramp.sizes
-        return splitter.choices(sizes)
+        return splitter.candidates(sizes)
 
     @property
     def summary(self) -> tuple[str, str]:
@@ -245,7 +245,7 @@ class RampPlan(NotebookRepr):
         return tuple(notes)
 
     def _pipeline_advice(self, microbatch_size: int) -> list[str]:
-        choices = self.pipeline_choices
+        choices = self.pipeline_candidates
         taken = next((choice for choice in choices if choice.microbatch_size == microbatch_size), None)
         if taken is None or choices[0].predicted_time > Fraction(19, 20) * taken.predicted_time:
             return []
@@ -326,7 +326,7 @@ class RampPlan(NotebookRepr):
 
     def to_dict(self) -> Mapping[str, object]:
         """Return the plan as `rampup plan --json` prints it."""
-        increment, choices = self.ramp.samples_per_increment, self.pipeline_choices
+        increment, choices = self.ramp.samples_per_increment, self.pipeline_candidates
         return {
             "num_devices": self.num_devices,
             "num_increments": self.ramp.num_increments,

@@ -1,9 +1,12 @@
-"""How a global batch is cut: B = d * a * m * b. The one home of every divisibility rule."""
+"""Splits a global batch, B = d * a * m * b, and checks that it can be split.
+
+d replicas each run a sequential passes. A pass has m pipeline microbatches of b samples. Without a pipeline, m is 1.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
@@ -15,24 +18,26 @@ from rampup.errors import (
     RampupError,
     raise_together,
 )
-from rampup.plan.numbers import divisors, nearest_multiples
-from rampup.plan.pipeline_cost import PipelineChoice, pipeline_choices
+from rampup.plan.numbers import AUTO, divisors, format_product, nearest_multiples
+from rampup.plan.pipeline import PipelineCandidate, pipeline_candidates
 
-AUTO = -1
 RampupMicrobatch = Literal["fixed", "per_phase", "auto"]
 RAMPUP_MICROBATCH: tuple[RampupMicrobatch, ...] = ("fixed", "per_phase", "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSplit:
-    """One global batch, cut: global = data parallel * accumulation * pipeline microbatches * microbatch.
+    """The factors of one global batch: replicas * accumulation steps * pipeline microbatches * microbatch size.
 
     Attributes:
         global_batch_size: samples per optimizer step, B.
         data_parallel_size: replicas, d.
         accumulation_steps: sequential passes per optimizer step, a.
-        num_pipeline_microbatches: microbatches in one pipeline pass, m; 1 without a pipeline.
+        num_pipeline_microbatches: microbatches in one pipeline pass, m. It is 1 without a pipeline.
         microbatch_size: samples per replica and forward pass, b.
+
+    Raises:
+        BatchDivisibilityError: If the factors do not multiply to the global batch size.
     """
 
     global_batch_size: int
@@ -64,23 +69,23 @@ class BatchSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSplitter:
-    """The rule by which every global batch of a run is cut.
+    """The rule that splits every global batch of a run.
 
     Attributes:
         data_parallel_size: replicas, d.
-        gradient_accumulation_steps: G, the factor of B in MaxText's configuration; the least number of passes.
-        num_stages: pipeline stages p; 1 = no pipeline.
+        gradient_accumulation_steps: G, MaxText's factor of B. A step has at least G passes.
+        num_stages: pipeline stages p. 1 = no pipeline.
         num_repeats: layer chunks per stage v.
-        num_pipeline_microbatches: m, or -1 for automatic.
-        rampup_microbatch: what absorbs the growth of B. `fixed`: the number of passes, so that one shape serves the
-            whole ramp; `per_phase`: the microbatch, one shape a phase; `auto`: `fixed` until the last phase and the
-            largest allowed microbatch in it, two shapes.
-        microbatch_size: b, or -1 for automatic.
-        strict_multiple: m must be a multiple of p (the rule of MaxText's pipeline).
+        num_pipeline_microbatches: m, or -1 to choose it.
+        rampup_microbatch: the factor that absorbs the growth of B. `fixed`: the number of microbatches, so that one compiled
+            shape serves the whole ramp. `per_phase`: the microbatch size, with one shape per phase. `auto`: `fixed` until the
+            last phase, which has the largest possible microbatch; two shapes.
+        microbatch_size: b, or -1 to choose it.
+        strict_multiple: m must be a multiple of p, as MaxText's pipeline requires.
         delay_activation_forwarding: m must be at least 2p (MaxText).
-        tick_overhead: what a pipeline tick costs beside its arithmetic, in samples per replica (`chooser.predicted_time`).
-            With it an automatic m is the one with the lowest predicted time: `per_phase` in every phase, `fixed` in the last
-            one, whose microbatch then serves all. Without it m is the smallest, the microbatch the largest.
+        tick_overhead: fixed cost of a pipeline tick, in samples per replica (see `pipeline.predicted_time`). If it is set, an
+            automatic m is the one with the lowest predicted time: in every phase with `per_phase`; in the last phase with
+            `fixed`, whose microbatch size then serves all phases. If it is None, m is the smallest legal one.
 
     Example:
         >>> splitter = BatchSplitter(data_parallel_size=4)
@@ -103,30 +108,30 @@ class BatchSplitter:
         raise_together([*self._size_problems(), *self._microbatch_problems()])
 
     def for_eval(self) -> BatchSplitter:
-        """Return the rule for evaluation: the same without the accumulation factor."""
+        """Return the rule for evaluation: the same rule without the accumulation factor."""
         return replace(self, gradient_accumulation_steps=1, rampup_microbatch="fixed", tick_overhead=None)
 
     @property
     def unit(self) -> int:
-        """What every global batch must be a multiple of, in samples."""
+        """The number of samples that every global batch must be a multiple of."""
         return math.lcm(*(math.prod(factors.values()) for factors in self._conditions()))
 
     @property
     def unit_rule(self) -> str:
-        """The same in words: the products of keys that make up `unit`."""
+        """`unit` as text: the products of keys that it is the least common multiple of."""
         conditions = self._conditions()
         last = math.prod(conditions[-1].values())
         needed = [c for c in conditions if c is conditions[-1] or last % math.prod(c.values())]
-        return " and of ".join(product_text(factors) for factors in needed)
+        return " and of ".join(format_product(factors) for factors in needed)
 
     @property
     def smallest(self) -> int:
-        """The smallest legal global batch, in samples."""
+        """The smallest legal global batch size, in samples."""
         per_pass = self.data_parallel_size * self.gradient_accumulation_steps * self._pass_unit
         return per_pass * max(self.microbatch_size, 1) if self._fixes_microbatch else per_pass
 
     def nearest(self, global_batch_size: int) -> tuple[int, ...]:
-        """Return the legal global batch sizes next to the given one, below and above.
+        """Return the nearest legal global batch sizes below and above.
 
         Example:
             >>> BatchSplitter(data_parallel_size=8, microbatch_size=4).nearest(50)
@@ -136,16 +141,16 @@ class BatchSplitter:
         return tuple(legal) or (self.smallest,)
 
     def allows(self, global_batch_size: int) -> bool:
-        """Say whether a global batch of this size can be cut."""
+        """Return whether a global batch of this size can be split."""
         return global_batch_size % self.unit == 0 and global_batch_size >= self.smallest
 
     def problem(self, global_batch_size: int, where: str, *, key: str | None = None) -> RampupError | None:
-        """Return what is wrong with a global batch size, with the nearest legal ones, or None.
+        """Return an error that has the nearest legal sizes if a global batch cannot be split, and None otherwise.
 
         Args:
             global_batch_size: samples per optimizer step.
             where: the place in the plan, for the message.
-            key: the configuration key to blame.
+            key: the configuration key that the error refers to.
         """
         if self.allows(global_batch_size):
             return None
@@ -162,33 +167,31 @@ class BatchSplitter:
         )
 
     def split(self, sizes: Sequence[int]) -> tuple[BatchSplit, ...]:
-        """Cut the global batches of all phases of one run.
+        """Split the global batches of all phases of one run.
 
         Args:
             sizes: global batch size of every phase, in samples.
 
         Raises:
-            BatchDivisibilityError: sizes that cannot be cut; all of them at once.
+            BatchDivisibilityError: If sizes cannot be split. One error has all of them.
         """
         raise_together([p for i, size in enumerate(sizes) if (p := self.problem(size, f"phase {i}"))])
         largest = [self.largest_microbatch(size) for size in sizes]
         if self.rampup_microbatch == "per_phase":
-            chosen = [
-                choices[0].microbatch_size if (choices := self.choices([size])) else b
-                for size, b in zip(sizes, largest, strict=True)
-            ]
-            return tuple(self._cut(size, b, merge_passes=False) for size, b in zip(sizes, chosen, strict=True))
+            best = [self.candidates([size]) for size in sizes]
+            chosen = [found[0].microbatch_size if found else b for found, b in zip(best, largest, strict=True)]
+            return tuple(self._make_split(size, b, merge_passes=False) for size, b in zip(sizes, chosen, strict=True))
         if self._fixes_microbatch:
             fixed = self.microbatch_size
         else:
-            fixed = choices[0].microbatch_size if (choices := self.choices(sizes)) else math.gcd(*largest)
+            fixed = found[0].microbatch_size if (found := self.candidates(sizes)) else math.gcd(*largest)
         chosen = [fixed] * len(sizes)
         if self.rampup_microbatch == "auto":
             chosen[-1] = largest[-1]
-        return tuple(self._cut(size, b, merge_passes=True) for size, b in zip(sizes, chosen, strict=True))
+        return tuple(self._make_split(size, b, merge_passes=True) for size, b in zip(sizes, chosen, strict=True))
 
     def split_with(self, global_batch_size: int, microbatch_size: int) -> BatchSplit | None:
-        """Return the same batch in microbatches of another size, in more passes, or None if it cannot be cut so.
+        """Return the split of a batch into microbatches of a given size, or None if they do not divide it.
 
         Example:
             >>> BatchSplitter(data_parallel_size=2).split_with(48, 8).accumulation_steps
@@ -197,29 +200,30 @@ class BatchSplitter:
         replicas = self.data_parallel_size * self._pass_unit
         if global_batch_size % (replicas * microbatch_size):
             return None
-        return self._cut(global_batch_size, microbatch_size, merge_passes=True)
+        return self._make_split(global_batch_size, microbatch_size, merge_passes=True)
 
-    def choices(self, sizes: Sequence[int]) -> tuple[PipelineChoice, ...]:
-        """Return the ways to cut the last of these batches that suit all of them, the fastest first.
+    def candidates(self, sizes: Sequence[int]) -> tuple[PipelineCandidate, ...]:
+        """Return the splits of the last of these batches whose microbatch size divides all of them, fastest first.
 
-        Empty where there is nothing to choose: no pipeline, m or b given, or no `tick_overhead`.
+        Empty if there is no choice: without a pipeline, with a given m or b, or without `tick_overhead`.
         """
-        if not self._chooses or self.tick_overhead is None:
+        chooses = self.num_stages > 1 and self.num_pipeline_microbatches == AUTO and not self._fixes_microbatch
+        if not chooses or self.tick_overhead is None:
             return ()
         shared = math.gcd(*(self.largest_microbatch(size) for size in sizes))
         passes = self.gradient_accumulation_steps if self.rampup_microbatch == "per_phase" else 1
         samples = sizes[-1] // (self.data_parallel_size * passes)
-        return pipeline_choices(
+        return pipeline_candidates(
             samples,
             num_stages=self.num_stages,
             overhead=self.tick_overhead,
             repeats=(self.num_repeats,),
             multiple=samples // shared,
-            least=self._pass_unit,
+            minimum=self._pass_unit,
         )
 
     def largest_microbatch(self, global_batch_size: int) -> int:
-        """Return the largest microbatch that a legal global batch allows, in samples per replica.
+        """Return the largest microbatch size that a legal global batch allows, in samples per replica.
 
         Example:
             >>> BatchSplitter(data_parallel_size=4, gradient_accumulation_steps=2).largest_microbatch(96)
@@ -228,7 +232,7 @@ class BatchSplitter:
         return global_batch_size // (self.data_parallel_size * self.gradient_accumulation_steps * self._pass_unit)
 
     def legal_microbatches(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Return every microbatch size that cuts all of these batches, smallest first.
+        """Return every microbatch size that divides all of these batches, in ascending order.
 
         Example:
             >>> BatchSplitter(data_parallel_size=4).legal_microbatches([16, 32, 48])
@@ -238,23 +242,22 @@ class BatchSplitter:
         largest = min(self.largest_microbatch(size) for size in sizes)
         return tuple(n for n in divisors(common) if n <= largest)
 
-    def _cut(self, size: int, microbatch_size: int, *, merge_passes: bool) -> BatchSplit:
-        """Cut one batch; with `merge_passes` an automatic m takes all microbatches into one pipeline pass."""
+    def _make_split(self, size: int, microbatch_size: int, *, merge_passes: bool) -> BatchSplit:
+        """Split one batch. With `merge_passes`, an automatic m puts all microbatches into one pipeline pass.
+
+        One long pass has a smaller bubble than several short ones.
+        """
         num_microbatches = size // (self.data_parallel_size * microbatch_size)
-        in_a_pass = self._pass_unit
+        per_pass = self._pass_unit
         if self.num_stages > 1 and self.num_pipeline_microbatches == AUTO:
-            in_a_pass = num_microbatches // (1 if merge_passes else self.gradient_accumulation_steps)
+            per_pass = num_microbatches // (1 if merge_passes else self.gradient_accumulation_steps)
         return BatchSplit(
             global_batch_size=size,
             data_parallel_size=self.data_parallel_size,
-            accumulation_steps=num_microbatches // in_a_pass,
-            num_pipeline_microbatches=in_a_pass,
+            accumulation_steps=num_microbatches // per_pass,
+            num_pipeline_microbatches=per_pass,
             microbatch_size=microbatch_size,
         )
-
-    @property
-    def _chooses(self) -> bool:
-        return self.num_stages > 1 and self.num_pipeline_microbatches == AUTO and not self._fixes_microbatch
 
     @property
     def _fixes_microbatch(self) -> bool:
@@ -262,7 +265,7 @@ class BatchSplitter:
 
     @property
     def _pass_unit(self) -> int:
-        """Microbatches that one pass consists of at least: m, or the least m that the pipeline's rules allow."""
+        """The minimum number of microbatches in one pass: m, or the smallest m that the pipeline's rules allow."""
         if self.num_stages == 1:
             return 1
         if self.num_pipeline_microbatches != AUTO:
@@ -278,7 +281,7 @@ class BatchSplitter:
         return {"num_stages": self.num_stages} | ({"delayed forwarding": 2} if self.delay_activation_forwarding else {})
 
     def _conditions(self) -> list[dict[str, int]]:
-        """The products, by name, of which every global batch must be a multiple."""
+        """The products, by name, that every global batch must be a multiple of."""
         replicas = {"data_parallel_size": self.data_parallel_size}
         conditions = [replicas | {"gradient_accumulation_steps": self.gradient_accumulation_steps} | self._pass_factors]
         if self._fixes_microbatch:
@@ -314,8 +317,8 @@ class BatchSplitter:
         if self._fixes_microbatch and self.rampup_microbatch == "per_phase":
             problems.append(
                 ConfigError(
-                    f"microbatch_size={self.microbatch_size} fixes the microbatch, but rampup_microbatch=per_phase lets it "
-                    "grow; set microbatch_size=-1 or rampup_microbatch=fixed",
+                    f"microbatch_size={self.microbatch_size} fixes the microbatch size, but rampup_microbatch=per_phase lets "
+                    "it grow; set microbatch_size=-1 or rampup_microbatch=fixed",
                     key="microbatch_size",
                     nearest=(AUTO,),
                 )
@@ -335,35 +338,23 @@ class BatchSplitter:
             return [
                 PipelineShapeError(
                     f"{key}={m} needs a pipeline, but ici_pipeline_parallelism * dcn_pipeline_parallelism = 1; set it to -1, "
-                    "or cut the batch with gradient_accumulation_steps or microbatch_size",
+                    "or split the batch with gradient_accumulation_steps or microbatch_size",
                     key=key,
                     nearest=(AUTO, 1),
                 )
             ]
-        least = 2 * p if self.delay_activation_forwarding else p
+        minimum = 2 * p if self.delay_activation_forwarding else p
         strict = self.strict_multiple and m % p != 0
-        late = self.delay_activation_forwarding and m < least
+        late = self.delay_activation_forwarding and m < minimum
         if not strict and not late:
             return []
         rule = f"a multiple of num_stages = ici_pipeline_parallelism * dcn_pipeline_parallelism = {p}" if strict else ""
         rule += " and " if strict and late else ""
-        rule += f"at least 2 * num_stages = {least} (pipeline_delay_activation_forwarding)" if late else ""
-        nearest = [n for n in nearest_multiples(m, p) if n >= least] or [least]
+        rule += f"at least 2 * num_stages = {minimum} (pipeline_delay_activation_forwarding)" if late else ""
+        nearest = [n for n in nearest_multiples(m, p) if n >= minimum] or [minimum]
         hint = "; pipeline_strict_multiple=false lifts the multiple" if strict else ""
         return [
             PipelineShapeError(
                 f"{key}={m} must be {rule}; nearest: {', '.join(map(str, nearest))}{hint}", key=key, nearest=nearest
             )
         ]
-
-
-def product_text(factors: Mapping[str, int]) -> str:
-    """Write a product with its names and its values.
-
-    Example:
-        >>> product_text({"data_parallel_size": 64, "microbatch_size": 8})
-        'data_parallel_size * microbatch_size = 64 * 8 = 512'
-    """
-    used = {name: size for name, size in factors.items() if size != 1} or factors
-    names, values = " * ".join(used), " * ".join(map(str, used.values()))
-    return f"{names} = {values}" + (f" = {math.prod(used.values())}" if len(used) > 1 else "")

@@ -1,7 +1,15 @@
-"""When each pipeline stage works on which microbatch, and what the waiting costs.
+"""Pipeline schedules: the order of each stage's work, and a simulation of when it runs.
 
-A timetable is data: every operation of every stage with its start and end. Everything else (makespan, bubble, memory, volume)
-is counted from it, and the closed forms stand beside it. Costs are of a whole stage; a chunk of one with v repeats costs 1/v.
+A `Timetable` lists every operation of every stage with its start and end. Makespan, bubble, memory and communication are
+counted from that list, and the closed forms in this file are tested against the counts. A cost is that of a whole stage. With v
+repeats, one chunk of a stage costs 1/v of it.
+
+    1F1B, p = 3 stages, m = 4 microbatches, forward and backward of one tick each (F2 = forward of microbatch 2):
+
+    tick     0    1    2    3    4    5    6    7    8    9   10   11
+    stage 0  F0   F1   F2   .    .    B0   F3   B1   .    B2   .    B3
+    stage 1  .    F0   F1   .    B0   F2   B1   F3   B2   .    B3   .
+    stage 2  .    .    F0   B0   F1   B1   F2   B2   F3   B3   .    .
 """
 
 from __future__ import annotations
@@ -10,24 +18,30 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal
 
 from rampup.errors import PipelineShapeError
 from rampup.notebook_repr import NotebookRepr
 from rampup.plan.numbers import plain_number
-from rampup.plan.schedules import SCHEDULES, Kind, Order, Schedule, group_sizes, order_of_stage
+
+Schedule = Literal["gpipe", "1f1b", "interleaved", "circular", "zb-h1"]
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "circular", "zb-h1")
+# F forward, B backward. The zero-bubble schedule splits B into I, the gradient of the input, and W, that of the weights.
+Kind = Literal["F", "B", "I", "W"]
+Order = list[tuple[Kind, int, int]]  # (kind, microbatch, repeat)
 
 MAX_OPERATIONS = 2_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One piece of work of one stage.
+    """One unit of work of one stage.
 
     Attributes:
-        stage: which stage works.
-        kind: F forward, B backward; with zero bubble I the input's gradient and W the weights'.
-        microbatch, repeat: what it works on.
-        start, end: when, in units of the costs.
+        stage: the stage that runs it.
+        kind: F (forward) or B (backward). With zero bubble, I (gradient of the input) and W (of the weights) instead of B.
+        microbatch, repeat: the microbatch, and the layer chunk of the stage.
+        start, end: times, in units of the costs.
     """
 
     stage: int
@@ -39,8 +53,8 @@ class Operation:
 
     @property
     def label(self) -> str:
-        """Kind, microbatch and, from the second on, repeat."""
-        return _label_of(self.kind, self.microbatch, self.repeat)
+        """Kind, microbatch and, for the second and later repeats, the repeat: `F3` or `B2.1`."""
+        return _label(self.kind, self.microbatch, self.repeat)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +62,9 @@ class Timetable(NotebookRepr):
     """All operations of one pipeline pass.
 
     Attributes:
-        schedule: how the operations are ordered.
+        schedule: the name of the schedule.
         num_stages, num_microbatches, num_repeats: p, m and v.
-        operations: by stage, then by start.
+        operations: sorted by stage, then by start.
 
     Example:
         >>> table = Timetable.build("1f1b", num_stages=4, num_microbatches=8)
@@ -77,7 +91,7 @@ class Timetable(NotebookRepr):
         backward_cost: Fraction | float = 2,
         weight_cost: Fraction | float | None = None,
     ) -> Timetable:
-        """Return the timetable of a schedule, every operation as early as its order and its inputs allow.
+        """Simulate a schedule: every operation starts as early as its order and its inputs allow.
 
         Args:
             schedule: `gpipe` (Huang et al. 2018, arXiv 1811.06965); `1f1b` (Narayanan et al. 2021, arXiv 2104.04473);
@@ -85,20 +99,27 @@ class Timetable(NotebookRepr):
                 2211.05953; MaxText, praxis); `zb-h1` (Qi et al. 2023, arXiv 2401.10241).
             num_stages: p.
             num_microbatches: m.
-            num_repeats: v, layer chunks per stage, for `interleaved` and `circular`.
-            group_size: for `interleaved`, Megatron-LM's contiguous groups of this size, the last one smaller; None cuts
-                the microbatches into balanced groups of at least p.
-            forward_cost: of a whole stage and one microbatch.
-            backward_cost: the same; with zero bubble the input's and the weights' gradient together.
-            weight_cost: with zero bubble, the part of it that is the weights'; None = half.
+            num_repeats: v, the number of layer chunks per stage, for `interleaved` and `circular`.
+            group_size: for `interleaved`, contiguous groups of this size, of which the last may be smaller (Megatron-LM).
+                None splits the microbatches into balanced groups of at least p.
+            forward_cost: cost of the forward pass of one microbatch through a whole stage.
+            backward_cost: cost of its backward pass. With zero bubble, the gradients of input and weights together.
+            weight_cost: with zero bubble, the share of `backward_cost` that the gradient of the weights takes. None = half.
 
         Raises:
-            PipelineShapeError: numbers for which the schedule is not defined, with those for which it is.
+            PipelineShapeError: If the schedule is not defined for these numbers. The error has numbers for which it is.
         """
         check_shape(schedule, num_stages, num_microbatches, num_repeats, group_size)
-        costs = _costs(forward_cost, backward_cost, weight_cost, num_repeats)
+        costs = _operation_costs(forward_cost, backward_cost, weight_cost, num_repeats)
         groups = group_sizes(num_microbatches, num_stages, group_size)
-        orders = [order_of_stage(schedule, s, num_stages, num_microbatches, num_repeats, groups) for s in range(num_stages)]
+        order_of_stage = {
+            "gpipe": _gpipe_order,
+            "circular": _gpipe_order,
+            "1f1b": _one_f_one_b_order,
+            "interleaved": _one_f_one_b_order,
+            "zb-h1": _zero_bubble_order,
+        }[schedule]
+        orders = [order_of_stage(s, num_stages, num_microbatches, num_repeats, groups) for s in range(num_stages)]
         return cls(
             schedule=schedule,
             num_stages=num_stages,
@@ -114,40 +135,50 @@ class Timetable(NotebookRepr):
 
     @property
     def bubble_fraction(self) -> Fraction:
-        """Idle time over all stages' time, counted."""
+        """Idle time as a fraction of all stages' time, counted."""
         busy = sum((operation.end - operation.start for operation in self.operations), Fraction(0))
         return 1 - busy / (self.num_stages * self.makespan)
 
     @property
     def tick(self) -> Fraction:
-        """The longest time of which every start and end is a multiple: one column of the picture."""
+        """The width of one column of the table: the greatest common divisor of all starts and ends."""
         numbers = [n for operation in self.operations for n in (operation.start, operation.end)]
         denominator = math.lcm(*(n.denominator for n in numbers))
         return Fraction(math.gcd(*(int(n * denominator) for n in numbers)), denominator)
 
     @property
     def num_ticks(self) -> int:
-        """Columns of the picture."""
+        """The number of columns of the table."""
         return int(self.makespan / self.tick)
 
     @property
     def peak_live_microbatches(self) -> tuple[Fraction, ...]:
-        """The most microbatches whose activations a stage holds at once, in whole stages' worth.
+        """For each stage, the maximum number of microbatches whose activations are in memory, in units of a whole stage.
 
-        An activation lives from the start of its forward to the end of its backward, of its weight gradient with zero bubble.
+        An activation is live from the start of its forward pass to the end of its backward pass. With zero bubble it is live
+        until the gradient of the weights is done.
         """
-        return tuple(self._peak(stage) for stage in range(self.num_stages))
+        frees = "W" if self.schedule == "zb-h1" else "B"
+        peaks = []
+        for stage in range(self.num_stages):
+            own = self.of_stage(stage)
+            events = [(o.start, 1) for o in own if o.kind == "F"] + [(o.end, -1) for o in own if o.kind == frees]
+            live = peak = 0
+            for _, change in sorted(events):
+                live += change
+                peak = max(peak, live)
+            peaks.append(Fraction(peak, self.num_repeats))
+        return tuple(peaks)
 
     @property
     def sends_per_stage(self) -> tuple[int, ...]:
-        """Point-to-point volume: activations and gradients that each stage sends, in microbatches at one boundary."""
+        """For each stage, the number of point-to-point sends, of activations forward and of gradients backward."""
         last = self.num_stages - 1
         counts = [0] * self.num_stages
         for operation in self.operations:
-            forward = operation.kind == "F"
-            edge_stage, edge_repeat = (last, self.num_repeats - 1) if forward else (0, 0)
-            at_the_end = operation.stage == edge_stage and operation.repeat == edge_repeat
-            if operation.kind != "W" and not at_the_end and last > 0:
+            # The pipeline ends at the last chunk of the last stage and, for gradients, at the first chunk of the first stage.
+            end = (last, self.num_repeats - 1) if operation.kind == "F" else (0, 0)
+            if last > 0 and operation.kind != "W" and (operation.stage, operation.repeat) != end:
                 counts[operation.stage] += 1
         return tuple(counts)
 
@@ -177,33 +208,23 @@ class Timetable(NotebookRepr):
             ],
         }
 
-    def _peak(self, stage: int) -> Fraction:
-        frees = "W" if self.schedule == "zb-h1" else "B"
-        events = [(operation.start, 1) for operation in self.of_stage(stage) if operation.kind == "F"]
-        events += [(operation.end, -1) for operation in self.of_stage(stage) if operation.kind == frees]
-        live = peak = 0
-        for _, change in sorted(events):
-            live += change
-            peak = max(peak, live)
-        return Fraction(peak, self.num_repeats)
-
 
 def bubble_fraction(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> Fraction:
-    """Return idle time over total time of one pipeline pass (GPipe, 1F1B; circular and interleaved with repeats).
+    """Return the idle time of one pipeline pass as a fraction of its time (GPipe, 1F1B, circular, interleaved).
 
     Args:
         num_stages: pipeline stages p.
-        num_microbatches: microbatches m of the pass; below p, repeats stall.
+        num_microbatches: microbatches m of the pass. Below p, repeats stall.
         num_repeats: layer chunks v per stage.
 
     Returns:
-        (p - 1) / (v*m + p - 1) for m >= p or v = 1, exactly.
+        Exactly (p - 1) / (v*m + p - 1) for m >= p or v = 1.
 
     Example:
         >>> bubble_fraction(4, 8), bubble_fraction(4, 8, 2)
         (Fraction(3, 11), Fraction(3, 19))
 
-    Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2; for m < p the ticks of the circular pipeline.
+    Source: Narayanan et al. 2021 (arXiv 2104.04473), section 2.2. For m < p, the ticks of the circular pipeline.
     """
     ticks = num_ticks(num_stages, num_microbatches, num_repeats)
     return Fraction(ticks - num_repeats * num_microbatches, ticks)
@@ -222,7 +243,7 @@ def num_ticks(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> i
 def peak_live_microbatches(
     schedule: Schedule, *, num_stages: int, num_microbatches: int, num_repeats: int = 1, stage: int = 0
 ) -> Fraction:
-    """Return the closed form of `Timetable.peak_live_microbatches` for one stage; interleaved in balanced groups.
+    """Return the closed form of `Timetable.peak_live_microbatches` for one stage. Interleaved means balanced groups.
 
     Example:
         >>> peak_live_microbatches("interleaved", num_stages=4, num_microbatches=8, num_repeats=2)
@@ -239,11 +260,32 @@ def peak_live_microbatches(
     return Fraction(min(num_repeats * m, 2 * after + (num_repeats - 1) * first + 1), num_repeats)
 
 
+def group_sizes(num_microbatches: int, num_stages: int, group_size: int | None) -> list[int]:
+    """Return the sizes of the groups of microbatches that pass through all repeats together.
+
+    Args:
+        num_microbatches: m.
+        num_stages: p.
+        group_size: size of contiguous groups, of which the last may be smaller (Megatron-LM). None = balanced groups of at
+            least p.
+
+    Example:
+        >>> group_sizes(10, 4, None), group_sizes(10, 4, 4)
+        ([5, 5], [4, 4, 2])
+    """
+    if group_size is None:
+        number = max(num_microbatches // num_stages, 1)
+        size, larger = divmod(num_microbatches, number)
+        return [size + 1] * larger + [size] * (number - larger)
+    full, rest = divmod(num_microbatches, group_size)
+    return [group_size] * full + [rest] * (rest > 0)
+
+
 def check_shape(schedule: str, num_stages: int, num_microbatches: int, num_repeats: int, group_size: int | None) -> None:
-    """Refuse numbers for which a schedule is not defined.
+    """Check that a schedule is defined for these numbers.
 
     Raises:
-        PipelineShapeError: with the nearest numbers for which it is.
+        PipelineShapeError: If it is not. The error has the nearest numbers for which it is.
     """
     if schedule not in SCHEDULES:
         raise PipelineShapeError(
@@ -264,55 +306,95 @@ def check_shape(schedule: str, num_stages: int, num_microbatches: int, num_repea
         )
     if group_size is not None and (schedule != "interleaved" or not num_stages <= group_size <= num_microbatches):
         raise PipelineShapeError(
-            f"group-size={group_size} is for the schedule interleaved and must be from stages={num_stages} to "
+            f"group-size={group_size} needs the schedule interleaved and must be between stages={num_stages} and "
             f"microbatches={num_microbatches}",
             key="group-size",
             nearest=(num_stages, num_microbatches) if num_stages <= num_microbatches else (),
         )
     operations = 3 * num_stages * num_microbatches * num_repeats
     if operations > MAX_OPERATIONS:
-        most = MAX_OPERATIONS // (3 * num_stages * num_repeats)
+        largest = MAX_OPERATIONS // (3 * num_stages * num_repeats)
         raise PipelineShapeError(
-            f"microbatches={num_microbatches} make up to {operations:,} operations, too many to list; the most is "
-            f"{MAX_OPERATIONS:,}",
+            f"microbatches={num_microbatches} gives up to {operations:,} operations; the limit is {MAX_OPERATIONS:,}",
             key="microbatches",
-            nearest=(most,) if most else (),
+            nearest=(largest,) if largest else (),
         )
 
 
-def _costs(
+# The orders of the schedules, for stage s of p stages, m microbatches, v repeats and groups from `group_sizes`.
+
+
+def _gpipe_order(s: int, p: int, m: int, v: int, groups: list[int]) -> Order:
+    """All forward passes, then all backward passes in reverse. With repeats this is the circular schedule."""
+    forward: Order = [("F", k, r) for r in range(v) for k in range(m)]
+    return forward + [("B", k, r) for _, k, r in reversed(forward)]
+
+
+def _one_f_one_b_order(s: int, p: int, m: int, v: int, groups: list[int]) -> Order:
+    """A warm-up of forward passes, then backward and forward in turn. With repeats this is the interleaved schedule."""
+    forward: Order = []
+    backward: Order = []
+    start = 0
+    for size in groups:
+        for r in range(v):
+            forward += [("F", k, r) for k in range(start, start + size)]
+            backward += [("B", k, v - 1 - r) for k in range(start, start + size)]
+        start += size
+    # The warm-up fills the p - 1 - s stages behind this one. With repeats, the first group goes through all chunks but the
+    # last before its first gradient can come back, and Megatron-LM warms up by two forward passes per stage.
+    warm_up = min(p - 1 - s if v == 1 else 2 * (p - 1 - s) + (v - 1) * groups[0], len(forward))
+    order = forward[:warm_up]
+    for number, operation in enumerate(backward):
+        order += forward[warm_up + number : warm_up + number + 1]
+        order.append(operation)
+    return order
+
+
+def _zero_bubble_order(s: int, p: int, m: int, v: int, groups: list[int]) -> Order:
+    """1F1B with the backward pass in two parts. Stage s delays s weight gradients, to fill its idle time at the end."""
+    order: Order = [("F", k, 0) for k in range(min(p - 1 - s, m))]
+    for k in range(m):
+        if k + p - 1 - s < m:
+            order.append(("F", k + p - 1 - s, 0))
+        order.append(("I", k, 0))
+        if k >= s:
+            order.append(("W", k - s, 0))
+    return order + [("W", k, 0) for k in range(max(m - s, 0), m)]
+
+
+def _operation_costs(
     forward: Fraction | float, backward: Fraction | float, weight: Fraction | float | None, num_repeats: int
 ) -> Mapping[Kind, Fraction]:
-    values = {"forward-cost": forward, "backward-cost": backward} | ({} if weight is None else {"weight-cost": weight})
-    exact = {name: value if isinstance(value, Fraction) else Fraction(str(value)) for name, value in values.items()}
+    given = {"forward-cost": forward, "backward-cost": backward} | ({} if weight is None else {"weight-cost": weight})
+    exact = {name: value if isinstance(value, Fraction) else Fraction(str(value)) for name, value in given.items()}
     for name, value in exact.items():
         if value <= 0:
             raise PipelineShapeError(f"{name}={float(value):g} must be greater than 0", key=name, nearest=(1,))
-    whole = exact["backward-cost"]
-    weights = exact.get("weight-cost", whole / 2)
-    if weights >= whole:
+    both = exact["backward-cost"]
+    weights = exact.get("weight-cost", both / 2)
+    if weights >= both:
         raise PipelineShapeError(
-            f"weight-cost={float(weights):g} must be below backward-cost={float(whole):g}, of which it is a part",
+            f"weight-cost={float(weights):g} must be below backward-cost={float(both):g}, which includes it",
             key="weight-cost",
         )
-    costs: dict[Kind, Fraction] = {"F": exact["forward-cost"], "B": whole, "I": whole - weights, "W": weights}
+    costs: dict[Kind, Fraction] = {"F": exact["forward-cost"], "B": both, "I": both - weights, "W": weights}
     return {kind: cost / num_repeats for kind, cost in costs.items()}
 
 
 def _simulate(orders: list[Order], costs: Mapping[Kind, Fraction], num_repeats: int) -> Iterator[Operation]:
-    """Run every stage's order, each operation as soon as the stage is free and the operation's input is there."""
-    last, top = len(orders) - 1, num_repeats - 1
+    """Run every stage's order. An operation starts as soon as its stage is free and its input is ready."""
+    last, last_repeat = len(orders) - 1, num_repeats - 1
     ends: dict[tuple[int, Kind, int, int], Fraction] = {}
     free = [Fraction(0)] * len(orders)
     done = [0] * len(orders)
-    found: list[list[Operation]] = [[] for _ in orders]
+    operations: list[list[Operation]] = [[] for _ in orders]
 
-    def inputs(stage: int, kind: Kind, k: int, r: int) -> tuple[int, Kind, int, int] | None:
+    def input_of(stage: int, kind: Kind, k: int, r: int) -> tuple[int, Kind, int, int] | None:
         if kind == "W":
             return stage, "I", k, r
         if kind == "F":
             return (stage - 1, "F", k, r) if stage else (last, "F", k, r - 1) if r else None
-        if stage == last and r == top:
+        if stage == last and r == last_repeat:
             return stage, "F", k, r
         return (stage + 1, kind, k, r) if stage < last else (0, kind, k, r + 1)
 
@@ -322,23 +404,19 @@ def _simulate(orders: list[Order], costs: Mapping[Kind, Fraction], num_repeats: 
         for stage in waiting:
             while done[stage] < len(orders[stage]):
                 kind, k, r = orders[stage][done[stage]]
-                needed = inputs(stage, kind, k, r)
+                needed = input_of(stage, kind, k, r)
                 if needed is not None and needed not in ends:
                     break
                 start = max(free[stage], ends[needed] if needed else Fraction(0))
                 end = free[stage] = ends[stage, kind, k, r] = start + costs[kind]
-                found[stage].append(Operation(stage=stage, kind=kind, microbatch=k, repeat=r, start=start, end=end))
+                operations[stage].append(Operation(stage=stage, kind=kind, microbatch=k, repeat=r, start=start, end=end))
                 done[stage] += 1
                 progressed = True
         waiting = [stage for stage in waiting if done[stage] < len(orders[stage])]
-        if waiting and not progressed:
-            stage = waiting[0]
-            raise PipelineShapeError(
-                f"the schedule cannot run: stage {stage} waits for ever for {_label_of(*orders[stage][done[stage]])}"
-            )
-    for operations in found:
-        yield from operations
+        assert progressed or not waiting, f"deadlock: stage {waiting[0]} waits for {orders[waiting[0]][done[waiting[0]]]}"
+    for of_stage in operations:
+        yield from of_stage
 
 
-def _label_of(kind: Kind, microbatch: int, repeat: int) -> str:
+def _label(kind: Kind, microbatch: int, repeat: int) -> str:
     return f"{kind}{microbatch}" + (f".{repeat}" if repeat else "")

@@ -14,8 +14,8 @@ from rampup.config.key import Settings, key
 from rampup.config.load import load_settings, names_in
 from rampup.config.schema import KEYS as RAMP_KEYS
 from rampup.errors import ConfigError, RampupError, raise_together
-from rampup.plan.mesh_axes import AUTO, AXES, MeshAxes
-from rampup.plan.numbers import MAX_SAMPLES, to_yaml_number
+from rampup.plan.mesh_axes import AXES, MeshAxes
+from rampup.plan.numbers import AUTO, MAX_SAMPLES, to_yaml_number
 from rampup.rl.experience import Experience
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import Size

@@ -131,7 +131,7 @@ def reordered(tree: Any, order: Sequence[int]) -> Any:
 
     Args:
         tree: parameters, or an optimizer's state that mirrors them.
-        order: for every place, the layer that goes there: `stage_order`, or its inverse `np.argsort(order)`.
+        order: for every place, the layer that goes there: `stage_layer_order`, or its inverse `np.argsort(order)`.
     """
     index = np.asarray(order)
     if (index == np.arange(len(index))).all():

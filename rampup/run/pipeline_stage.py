@@ -27,8 +27,8 @@ from rampup.run.mesh import DATA, STAGE
 class PipelinedLoss:
     """A loss in three parts, so that its layers can be spread over pipeline stages. Takes the place of a loss function.
 
-    The parameters are a mapping: `layers`, stacked with the layer in front and in the order of `stage_order`, and whatever else
-    the first and the last part use, which every stage holds.
+    The parameters are a mapping: `layers`, stacked with the layer in front and in the order of `stage_layer_order`, and
+    whatever else the first and the last part use, which every stage holds.
 
     Attributes:
         first: `first(params, batch, rngs) -> x`, before the layers; `params` without `layers`. x is any pytree of arrays.
@@ -59,7 +59,7 @@ class Stage:
 
     Args:
         loss: the loss in parts.
-        layers: this stage's layers, stacked, in the order of `stage_order`.
+        layers: this stage's layers, stacked, in the order of `stage_layer_order`.
         shared: the other parameters.
         batch_KR, keys_KR: microbatches and a random key per row.
         mesh: the mesh.

@@ -34,7 +34,7 @@ def print_plan(plan: RampPlan, console: Console) -> None:
     if plan.eval_split:
         split = plan.eval_split
         console.print(f"evaluation: {split.global_batch_size:,} samples a batch = {cut(split)}")
-    if len(plan.pipeline_choices) > 1:
+    if len(plan.pipeline_candidates) > 1:
         console.print("pipeline microbatches of the last phase, by predicted step time:")
         console.print(_choices_table(plan, console))
     for note in plan.advice:
@@ -89,7 +89,7 @@ def _phase_table(plan: RampPlan, columns: Mapping[str, str], console: Console, *
 
 
 def _choices_table(plan: RampPlan, console: Console) -> Table:
-    choices, taken = plan.pipeline_choices, plan.splits[-1]
+    choices, taken = plan.pipeline_candidates, plan.splits[-1]
     table = _empty_table(console, "micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime")
     table.add_column("")
     for choice in choices[:MAX_CHOICES]:

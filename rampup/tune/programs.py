@@ -19,9 +19,10 @@ import numpy as np
 from rampup.config.build import build_plan
 from rampup.config.schema import Config
 from rampup.lm.train import initial_state, state_shapes, training_step
+from rampup.plan.numbers import AUTO
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.plan.split import AUTO, BatchSplit, BatchSplitter
+from rampup.plan.split import BatchSplit, BatchSplitter
 from rampup.plan.timetable import num_ticks
 from rampup.run.compile import compile_program
 from rampup.run.data.batches import AHEAD_ON_DEVICE, step_batches

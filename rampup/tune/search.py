@@ -18,9 +18,9 @@ import jax
 from rampup.config.build import build_plan
 from rampup.config.schema import PER_ACCUMULATION_KEYS, Config
 from rampup.errors import ConfigError, RampupError
-from rampup.plan.numbers import GIB, divisors, parse_memory_gib, to_yaml_number
+from rampup.plan.numbers import AUTO, GIB, divisors, parse_memory_gib, to_yaml_number
 from rampup.plan.plan import RampPlan
-from rampup.plan.split import AUTO, BatchSplit
+from rampup.plan.split import BatchSplit
 from rampup.run.compile import enable_compilation_cache
 from rampup.run.offload import device_limit, is_out_of_memory, peak_bytes
 from rampup.tune.memory_options import MemoryOption, find_memory_options
@@ -565,7 +565,7 @@ def _phase_rows(programs: Programs, chosen: Proposal, step_time: StepTime) -> It
     """Yield a row for each phase: how its batch is split, the memory it needs of a device, and its speed."""
     for phase, split, row in zip(chosen.plan.ramp.phases, chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
         b = split.microbatch_size
-        size = Size(microbatch_size=b, num_microbatches=chosen.plan.most_microbatches[b])
+        size = Size(microbatch_size=b, num_microbatches=chosen.plan.max_microbatches[b])
         seconds = step_time(b, split.num_microbatches)
         tokens = split.global_batch_size * programs.config.max_target_length
         yield {

@@ -14,7 +14,7 @@ from rampup.bench.pipeline_chooser import ChooserCheck
 from rampup.bench.pipeline_programs import Loops, pipeline_loops
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan import MeshAxes
-from rampup.plan.pipeline_cost import predicted_time
+from rampup.plan.pipeline import predicted_time
 from rampup.run import make_mesh
 
 

@@ -147,7 +147,7 @@ def test_fallbacks_are_the_same_batch_in_the_microbatches_of_earlier_phases():
     assert [(s.microbatch_size, s.accumulation_steps) for s in plan.fallbacks(3)] == [(6, 2), (4, 3), (2, 6)]
     assert [s.microbatch_size for s in plan.fallbacks(2)] == [2]
     assert plan.fallbacks(0) == ()
-    assert plan.most_microbatches == {2: 6, 4: 3, 6: 2, 12: 1}
+    assert plan.max_microbatches == {2: 6, 4: 3, 6: 2, 12: 1}
     assert plan.splits_ahead(1, 2) == plan.splits[2:]
 
 

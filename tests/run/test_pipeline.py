@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rampup.errors import PipelineShapeError
 from rampup.plan import MeshAxes
-from rampup.plan.pipeline import stage_order
+from rampup.plan.pipeline import stage_layer_order
 from rampup.run import PipelinedLoss, as_loss, gpipe_sums, make_mesh, pipeline_sums
 from rampup.run.pipeline import reordered
 
@@ -139,7 +139,7 @@ def on_mesh(params, axes, repeats=1):
         "embedding": PartitionSpec(None, tensor),
     }
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    order = stage_order(LAYERS, axes.pipeline, repeats)
+    order = stage_layer_order(LAYERS, axes.pipeline, repeats)
     return mesh, shardings, jax.device_put(reordered(params, order), shardings), np.argsort(order)
 
 

@@ -5,8 +5,7 @@ from html.parser import HTMLParser
 import pytest
 
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan, RampupBatchManager
-from rampup.plan.schedules import SCHEDULES
-from rampup.plan.timetable import Timetable
+from rampup.plan.timetable import SCHEDULES, Timetable
 from rampup.show.format import format_value
 from rampup.show.notebook import html_facts, html_list, html_table
 

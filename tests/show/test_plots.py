@@ -8,8 +8,7 @@ import pytest
 
 from rampup import Config, build_plan
 from rampup.errors import ConfigError, MissingDependencyError
-from rampup.plan.schedules import SCHEDULES
-from rampup.plan.timetable import Timetable
+from rampup.plan.timetable import SCHEDULES, Timetable
 from rampup.show.plots import draw_batch, draw_memory, draw_rate, draw_runs, draw_timetable
 from rampup.show.series import RunMetrics
 

@@ -5,8 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from rampup.plan.schedules import SCHEDULES
-from rampup.plan.timetable import Timetable
+from rampup.plan.timetable import SCHEDULES, Timetable
 from rampup.show.timetables import print_timetable
 
 

@@ -8,7 +8,7 @@ from helpers.tiny import TINY_MODEL
 
 from rampup import Config, build_plan
 from rampup.lm.train import initial_state, state_shapes, training_step
-from rampup.plan.pipeline_cost import predicted_time
+from rampup.plan.pipeline import predicted_time
 from rampup.plan.timetable import num_ticks
 from rampup.run.mesh import make_mesh
 from rampup.tune.programs import Programs, Size, fit_line, fit_tick_overhead, take_turns

@@ -27,8 +27,7 @@ from rampup.dialects.nearest import find_violations
 from rampup.dialects.reading import Settings
 from rampup.dialects.verdict import Conversion, Run, Verdict
 from rampup.errors import RampupError
-from rampup.plan.mesh_axes import AUTO
-from rampup.plan.numbers import plain_number
+from rampup.plan.numbers import AUTO, plain_number
 from rampup.plan.plan import RampPlan
 from rampup.plan.timetable import bubble_fraction
 

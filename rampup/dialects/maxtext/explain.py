@@ -17,8 +17,7 @@ from rampup.dialects.maxtext.job import (
 from rampup.dialects.reading import Settings
 from rampup.dialects.rules import counted
 from rampup.dialects.verdict import Advice, Meaning
-from rampup.plan.mesh_axes import AUTO
-from rampup.plan.numbers import to_yaml_number
+from rampup.plan.numbers import AUTO, to_yaml_number
 
 _BASE_YML = "MaxText, comments of base.yml"
 

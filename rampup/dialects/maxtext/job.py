@@ -11,7 +11,8 @@ from typing import Any
 from rampup.dialects.maxtext.keys import AXIS_GROUPS
 from rampup.dialects.maxtext.sizes import BatchSizes, Manager, batch_sizes
 from rampup.errors import ConfigError, RampupError
-from rampup.plan.mesh_axes import AUTO, MeshAxes
+from rampup.plan.mesh_axes import MeshAxes
+from rampup.plan.numbers import AUTO
 
 START, INCREMENT, END = "per_device_batch_size_start", "per_device_batch_size_increment", "per_device_batch_size"
 EVAL, SAMPLES, ACCUMULATION = "eval_per_device_batch_size", "global_rampup_samples", "gradient_accumulation_steps"

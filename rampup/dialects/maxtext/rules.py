@@ -19,8 +19,8 @@ from rampup.dialects.maxtext.job import (
     MaxTextFile,
 )
 from rampup.dialects.nearest import Found, Rule, around
-from rampup.plan.mesh_axes import AUTO, MeshAxes
-from rampup.plan.numbers import to_yaml_number
+from rampup.plan.mesh_axes import MeshAxes
+from rampup.plan.numbers import AUTO, to_yaml_number
 
 FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")
 

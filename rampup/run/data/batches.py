@@ -267,7 +267,7 @@ def _renamed_options(
 
 def layout_of(plan: RampPlan, split: BatchSplit, *, chunk_size: int | None = None) -> BufferLayout:
     """Return the buffer's shape for a phase."""
-    return buffer_layout(split, plan.most_microbatches[split.microbatch_size], chunk_size=chunk_size)
+    return buffer_layout(split, plan.max_microbatches[split.microbatch_size], chunk_size=chunk_size)
 
 
 def put_chunks(batch_nR: Any, layout: BufferLayout, mesh: Mesh, loading: Loading) -> tuple[Any, ...]:
