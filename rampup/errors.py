@@ -19,6 +19,7 @@ class RampupError(Exception):
     Attributes:
         key: the configuration key to change, or None.
         nearest: legal values near the rejected one, smallest first.
+        alternatives: legal values of other keys, each of which would also solve the problem.
         problems: the individual errors, if this one combines several (see `raise_together`). Otherwise empty.
     """
 
@@ -26,6 +27,7 @@ class RampupError(Exception):
         super().__init__(message)
         self.key = key
         self.nearest = tuple(nearest)
+        self.alternatives: dict[str, tuple[object, ...]] = {}
         self.problems: tuple[RampupError, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,51 +1,45 @@
-"""The nearest legal configuration: which few values to change in a file that is refused.
+"""Fix a refused configuration: change each bad value to the nearest legal one, in the text of the file.
 
-Errors name the key to blame and legal values near the refused one. A search tries these, the fewest and smallest changes first,
-each on the text of the file itself, until a configuration passes every check.
+An error names the key to blame and the legal values next to the refused one. Each round applies one such value per error; the
+configuration is then checked again, because a value that was hidden behind another problem may be refused too.
 """
 
 from __future__ import annotations
 
 import codecs
 import difflib
-import functools
-import heapq
-import itertools
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from rampup.config.files import yaml_value
 from rampup.config.load import BASE, ENVIRONMENT_PREFIX, find_config, load_config, locate_values
-from rampup.config.schema import KEYS, Config
-from rampup.config.yaml import Located, parse_mapping, parse_scalar, positions, read_text
+from rampup.config.schema import KEYS, Config, keys_for_alias
+from rampup.config.yaml import Located, parse_mapping, positions, read_text
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
-from rampup.plan.numbers import AUTO, exact_fraction, parse_count
+from rampup.plan.numbers import AUTO, exact_fraction, nearest_in, parse_count
 
-MAX_TRIES = 300
-# How alike two words are, from 0 to 1, if one is a slip of the other.
-ALIKE = 0.6
-SCHEDULE, LINEAR = "batch_size_schedule", "enable_rampup_batch_size"
-DEVICES, PARALLELISM = "num_devices", "_parallelism"
-_positions = functools.lru_cache(maxsize=8)(positions)
-# Further than any change of size: another meaning (-1 = automatic), other hardware.
-OTHER_MEANING, OTHER_HARDWARE = 2.0, 10.0
+MAX_ROUNDS = 20
+# Two words are spellings of each other if difflib's ratio, from 0 to 1, is at least this.
+MIN_SIMILARITY = 0.6
+# The final batch is kept if another key of the ramp can absorb the change within a factor of two.
+MAX_ALTERNATIVE_DISTANCE = 0.5
+SCHEDULE, DEVICES, PARALLELISM = "batch_size_schedule", "num_devices", "_parallelism"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One value to change.
+    """One changed value.
 
     Attributes:
-        key: the key; for a misspelt one, its right name.
-        before, after: the value as written; None before, where the file does not set the key.
-        where: the file and line, the command line, or the environment's variable.
-        renamed: the misspelt name, if that is what changes.
+        key: the key; the right name if the name was misspelled.
+        before, after: the value as written. `before` is None if the file did not set the key.
+        where: the file and line, the command line, or the environment variable.
+        renamed: the misspelled name, if the name is what changes.
     """
 
     key: str
@@ -65,9 +59,9 @@ class Fix:
 
     Attributes:
         file: the file.
-        before, text: its content, and what it should be.
-        changes: what differs, in the file or outside; empty where the configuration was legal.
-        problems: what was wrong.
+        before, text: its content, before and after.
+        changes: the changed values, in the file or outside; empty if the configuration was legal.
+        problems: the messages of the errors.
     """
 
     file: Path
@@ -78,21 +72,10 @@ class Fix:
 
     @property
     def patch(self) -> str:
-        """The change of the file as a unified diff; empty where it stays as it is."""
+        """The change of the file as a unified diff; empty if the file does not change."""
         before, after = (text.splitlines(keepends=True) for text in (self.before, self.text))
         lines = difflib.unified_diff(before, after, str(self.file), str(self.file))
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Draft:
-    """A configuration on the way: the file's text, the settings outside it, and what was changed so far."""
-
-    text: str
-    overrides: tuple[str, ...]
-    environ: Mapping[str, str]
-    changes: Mapping[str, Change] = field(default_factory=dict)
-    distance: float = 0.0
 
 
 def find_fix(
@@ -102,14 +85,15 @@ def find_fix(
     environ: Mapping[str, str] | None = None,
     check: Callable[[Config], object],
 ) -> Fix:
-    """Return the nearest legal configuration: the fewest values changed, and among those the smallest changes.
+    """Return a legal configuration near a refused one.
 
     Args:
         path, overrides, environ: as for `load_config`. A value that was set outside the file is changed there.
-        check: what a configuration has to pass, such as building its plan; raises a RampupError where it does not.
+        check: the check that a configuration must pass, such as building its plan. Raises a RampupError if it does not.
 
     Raises:
-        RampupError: what is left wrong where no legal configuration was found near, or why the file cannot be read.
+        RampupError: the file cannot be read, or no value that the errors offer leads to a legal configuration. The message
+            then names the problem that is left.
 
     Example:
         >>> from rampup.config.build import build_plan
@@ -120,15 +104,43 @@ def find_fix(
     file = find_config(path)
     text = read_text(file)
     parse_mapping(text, str(file))
-    start = _Draft(text=text, overrides=tuple(overrides), environ=environ or {})
-    _, problems = _problems(file, start, check)
-    draft = _search(file, start, check)
+    draft = start = _Draft(file=file, text=text, overrides=tuple(overrides), environ=environ or {})
+    problems = found = start.problems(check)
+    edits: dict[str, str] = {}
+    tried: set[tuple[str, str]] = set()
+    for _ in range(MAX_ROUNDS):
+        before = draft
+        done: set[str | None] = set()
+        for problem in problems:
+            # Different sizes of one schedule may be refused; otherwise a key changes once a round.
+            if problem.key in done and problem.key != SCHEDULE:
+                continue
+            for key, value in _suggestions(problem, draft):
+                edited = None if (key, value) in tried or key in done - {SCHEDULE} else draft.with_edit(key, value)
+                if edited is not None:
+                    draft = edited
+                    tried.add((key, value))
+                    edits.pop(key, None)
+                    edits[key] = value
+                    done |= {key, problem.key}
+                    break
+        if draft is before:
+            break
+        problems = draft.problems(check)
+    if problems:
+        raise _nothing_found(draft, problems)
+    # A change may have been made for a problem that another change solves too.
+    for key in list(edits)[::-1] if len(edits) > 1 else ():
+        fewer = {name: value for name, value in edits.items() if name != key}
+        without = start.with_edits(fewer)
+        if without is not None and not without.problems(check):
+            edits, draft = fewer, without
     changes = tuple(draft.changes.values())
-    return Fix(file=file, before=text, text=draft.text, changes=changes, problems=tuple(map(str, problems)))
+    return Fix(file=file, before=text, text=draft.text, changes=changes, problems=tuple(map(str, found)))
 
 
 def write_fix(fix: Fix) -> None:
-    """Write the fixed text into the file, whole or not at all; its permissions stay.
+    """Write the fixed text to the file, atomically and with the file's permissions.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -145,28 +157,196 @@ def write_fix(fix: Fix) -> None:
         raise ConfigError(f"cannot write the file: {error.strerror or error}", path=str(fix.file)) from None
 
 
-def _search(file: Path, start: _Draft, check: Callable[[Config], object]) -> _Draft:
-    count = itertools.count()
-    waiting = [(0, 0.0, next(count), start)]
-    seen = {_identity(start)}
-    furthest: tuple[tuple[bool, int, int], _Draft, Sequence[RampupError]] | None = None
-    for _ in range(MAX_TRIES):
-        if not waiting:
-            break
-        *_, draft = heapq.heappop(waiting)
-        checked, problems = _problems(file, draft, check)
-        if not problems:
-            return draft
-        # A value that was put right is progress; a change that only moved the problem elsewhere is not.
-        rank = (checked, -len(problems), 0 if checked else len(draft.changes))
-        if furthest is None or rank > furthest[0]:
-            furthest = (rank, draft, problems)
-        for changed in _next_drafts(file, draft, problems):
-            if (identity := _identity(changed)) not in seen:
-                seen.add(identity)
-                heapq.heappush(waiting, (len(changed.changes), changed.distance, next(count), changed))
-    assert furthest is not None
-    raise _nothing_found(*furthest[1:])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """A configuration on the way: the file's text, the settings outside it, and the changes so far by edited name."""
+
+    file: Path
+    text: str
+    overrides: tuple[str, ...]
+    environ: Mapping[str, str]
+    changes: Mapping[str, Change] = field(default_factory=dict)
+
+    def problems(self, check: Callable[[Config], object]) -> tuple[RampupError, ...]:
+        """Return the errors of the configuration, none if it is legal."""
+        try:
+            check(load_config(self.file, self.overrides, environ=self.environ, text=self.text))
+        except RampupError as error:
+            return error.problems or (error,)
+        return ()
+
+    def located(self) -> dict[str, Located]:
+        """Return the value of each key that is set, and where; nothing while a name is unknown."""
+        try:
+            return locate_values(self.file, self.overrides, self.environ, KEYS, text=self.text)
+        except ConfigError:
+            return {}
+
+    def with_edits(self, edits: Mapping[str, str]) -> _Draft | None:
+        """Return the draft after several edits, names first; None if one of them cannot be made."""
+        draft: _Draft | None = self
+        for name in sorted(edits, key=lambda name: name in KEYS):
+            draft = draft and draft.with_edit(name, edits[name])
+        return draft
+
+    def with_edit(self, name: str, after: str) -> _Draft | None:
+        """Return the draft after one edit: a key gets a value as written in YAML, an unknown name the name of a key.
+
+        None if the edit cannot be made: the text of the value is an alias or has one, or the right name is already there.
+        """
+        if name == BASE:
+            return self._with_value_in_file(BASE, after)
+        if name not in KEYS:
+            return self._with_name(name, after)
+        entry = self.located().get(name)
+        if entry is None or entry.line is not None:
+            own = entry is not None and entry.path == str(self.file)
+            return self._with_value_in_file(name, after) if own else self._with_line(name, after)
+        value = after.strip('"')
+        overrides = tuple(f"{name}={value}" if setting.startswith(f"{name}=") else setting for setting in self.overrides)
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        environ = {**self.environ, variable: value} if variable in self.environ else self.environ
+        change = Change(key=name, before=str(entry.value), after=value, where=entry.path)
+        return replace(self, overrides=overrides, environ=environ)._with_change(name, change)
+
+    def _with_name(self, name: str, key: str) -> _Draft | None:
+        overrides = tuple(re.sub(f"^{re.escape(name)}=", f"{key}=", setting) for setting in self.overrides)
+        if overrides != self.overrides:
+            change = Change(key=key, before=name, after=key, where="command line", renamed=name)
+            return replace(self, overrides=overrides)._with_change(name, change)
+        places = positions(self.text)
+        if name not in places or key in places:
+            return None
+        place = places[name][0]
+        change = Change(key=key, before=name, after=key, where=self._line_of(place), renamed=name)
+        return replace(self, text=_splice(self.text, place, key))._with_change(name, change)
+
+    def _with_value_in_file(self, key: str, after: str) -> _Draft | None:
+        places = positions(self.text)
+        if key not in places:
+            return None
+        place = places[key][1]
+        before = self.text[place]
+        # A value without text follows the colon directly; a block value includes its line's end.
+        gap = "" if before or self.text[place.start - 1].isspace() else " "
+        end = "\n" if before.endswith("\n") else ""
+        change = Change(key=key, before=before.strip(), after=after, where=self._line_of(place))
+        return replace(self, text=_splice(self.text, place, f"{gap}{after}{end}"))._with_change(key, change)
+
+    def _with_line(self, key: str, after: str) -> _Draft:
+        newline = "\r\n" if "\r\n" in self.text else "\n"
+        text = self.text if self.text.endswith("\n") else self.text + newline
+        change = Change(key=key, before=None, after=after, where=f"{self.file}, a new line")
+        return replace(self, text=f"{text}{key}: {after}{newline}")._with_change(key, change)
+
+    def _with_change(self, name: str, change: Change) -> _Draft:
+        """Return the draft with a change noted. A second change of a key keeps what was there first."""
+        first = self.changes.get(name)
+        if first is not None:
+            change = replace(change, before=first.before, where=first.where)
+        return replace(self, changes={**self.changes, name: change})
+
+    def _line_of(self, place: slice) -> str:
+        line = self.text.count("\n", 0, place.start) + 1
+        return f"{self.file}:{line}"
+
+
+def _suggestions(problem: RampupError, draft: _Draft) -> Iterator[tuple[str, str]]:
+    """Yield edits that may solve a problem, the nearest first: a key with a value, or an unknown name with a key."""
+    name = problem.key
+    if name is None:
+        return
+    if name == BASE:
+        yield from ((BASE, f"{near}.yml") for near in problem.nearest)
+        return
+    if name not in KEYS:
+        aliases = keys_for_alias(name)
+        for near in map(str, problem.nearest):
+            if near in aliases[:1] or _similarity(name.lower(), near) >= MIN_SIMILARITY:
+                yield name, near
+        return
+    located = draft.located()
+    before = _value(located, name)
+    if name == SCHEDULE and isinstance(problem, BatchDivisibilityError) and isinstance(before, str):
+        sizes = sorted(problem.nearest, key=lambda size: _distance(problem.value, size))
+        yield from ((SCHEDULE, yaml_value(_with_size(before, problem.value, size))) for size in sizes)
+        return
+    ranked = [
+        (rank, _distance(_value(located, key), value), key, value)
+        for rank, key, value in _values(problem, name, before, draft, located)
+    ]
+    yield from ((key, yaml_value(value)) for _, _, key, value in sorted(ranked, key=lambda candidate: candidate[:2]))
+
+
+def _values(
+    problem: RampupError, name: str, before: Any, draft: _Draft, located: Mapping[str, Located]
+) -> Iterator[tuple[int, str, Any]]:
+    """Yield keys and values that may solve a problem, each with a rank; a lower rank is better."""
+    for other, values in problem.alternatives.items():
+        own = other in located and (located[other].line is None or located[other].path == str(draft.file))
+        for value in values:
+            near = _distance(_value(located, other), value) <= MAX_ALTERNATIVE_DISTANCE
+            yield (0 if own and near else 3), other, value
+    if name == DEVICES:
+        yield from ((1, axis, size) for axis, size in _axis_sizes(problem, located))
+    key = KEYS[name]
+    # A value of another type says nothing about what was meant. One that only contradicts other keys may become automatic.
+    automatic = key.also if key.allows(before) else ()
+    for value in dict.fromkeys([*problem.nearest, *automatic]):
+        if (type(value), value) == (type(before), before) or not key.allows(value):
+            continue
+        if key.choices and _similarity(before, value) < MIN_SIMILARITY:
+            continue
+        if name != DEVICES:
+            yield (2 if value in key.also else 1), name, value
+        elif AUTO not in (before, value):
+            yield 4, name, value
+
+
+def _axis_sizes(problem: RampupError, located: Mapping[str, Located]) -> Iterator[tuple[str, int]]:
+    """Yield sizes of the mesh axes that divide the devices, if the product of the axes does not."""
+    if not isinstance(problem, BatchDivisibilityError):
+        return
+    for name in (name for name in KEYS if name.endswith(PARALLELISM) and name in str(problem)):
+        size = _value(located, name)
+        if isinstance(size, int) and size > 1 and problem.divisor % size == 0:
+            rest, wrong = divmod(problem.value, problem.divisor // size)
+            legal = [] if wrong else [n for n in range(1, min(rest, 4 * size) + 1) if rest % n == 0]
+            yield from ((name, near) for near in nearest_in(size, legal))
+
+
+def _with_size(schedule: str, refused: int, size: object) -> str:
+    """Return a schedule with another size in place of a refused one, wherever it occurs."""
+
+    def is_refused(text: str) -> bool:
+        try:
+            return parse_count(text, what="size") == refused
+        except RampDefinitionError:
+            return False
+
+    parts = re.split(r"(?<=:)([^\s,]+)", schedule)
+    return "".join(str(size) if is_refused(part) else part for part in parts)
+
+
+def _value(located: Mapping[str, Located], key: str) -> Any:
+    return located[key].value if key in located else getattr(Config(), key)
+
+
+def _distance(before: object, after: object) -> float:
+    """Return the distance of two values: the relative difference of numbers, 1 - the similarity of words."""
+    try:
+        old, new = exact_fraction(before, what="value"), exact_fraction(after, what="value")
+    except RampDefinitionError:
+        return 1 - _similarity(before, after)
+    return float(abs(old - new) / (max(abs(old), abs(new)) or 1))
+
+
+def _similarity(before: object, after: object) -> float:
+    return difflib.SequenceMatcher(None, str(before), str(after)).ratio()
+
+
+def _splice(text: str, place: slice, replacement: str) -> str:
+    return text[: place.start] + replacement + text[place.stop :]
 
 
 def _nothing_found(draft: _Draft, problems: Sequence[RampupError]) -> RampupError:
@@ -177,193 +357,3 @@ def _nothing_found(draft: _Draft, problems: Sequence[RampupError]) -> RampupErro
         key=problems[0].key,
         nearest=problems[0].nearest,
     )
-
-
-def _identity(draft: _Draft) -> frozenset[tuple[str, str]]:
-    return frozenset((change.renamed or change.key, change.after) for change in draft.changes.values())
-
-
-def _problems(file: Path, draft: _Draft, check: Callable[[Config], object]) -> tuple[bool, tuple[RampupError, ...]]:
-    """Return whether the configuration could be read, and what is wrong with it."""
-    readable = False
-    try:
-        config = load_config(file, draft.overrides, environ=draft.environ, text=draft.text)
-        readable = True
-        check(config)
-    except RampupError as error:
-        return readable, error.problems or (error,)
-    return True, ()
-
-
-def _next_drafts(file: Path, draft: _Draft, problems: Sequence[RampupError]) -> Iterator[_Draft]:
-    """Yield the configurations one change away that may solve a problem."""
-    unknown = [problem for problem in problems if problem.key and problem.key not in KEYS]
-    if unknown:
-        # As long as a name is unknown, values are not looked at.
-        yield from _renamed(draft, unknown[0], file)
-        return
-    try:
-        located = locate_values(file, draft.overrides, draft.environ, KEYS, text=draft.text)
-    except ConfigError:
-        return
-    bad = [p for p in problems if p.key in located and not KEYS[p.key].allows(located[p.key].value)]
-    for problem in bad[:1] or problems:
-        changed = [
-            edited
-            for key, value, extra in _suggestions(problem, located)
-            for edited in _with_value(draft, key, value, file, located.get(key), extra)
-        ]
-        # What is wrong in itself must change; another value may still suit the other keys better, and is found by their rules.
-        yield from sorted(changed, key=lambda edited: edited.distance)[: 1 if bad else None]
-
-
-def _suggestions(problem: RampupError, located: Mapping[str, Located]) -> Iterator[tuple[str, Any, float]]:
-    """Yield keys and values that may solve a problem, and how far they are beside the change of size."""
-    name = problem.key
-    if name is None:
-        return
-    before = located[name].value if name in located else getattr(Config(), name)
-    if name == SCHEDULE:
-        yield from ((name, text, 0.0) for text in _schedules(problem, before))
-        # A schedule suffices, and a file that has one often has the linear ramp only from base.yml.
-        yield LINEAR, False, 0.0
-        return
-    if name == DEVICES:
-        yield from _axis_sizes(problem, located)
-    key = KEYS[name]
-    # A value that is none says nothing of what was meant; one that does not suit the other keys may be left to them.
-    automatic = key.also if key.allows(before) else ()
-    for value in dict.fromkeys([*problem.nearest, *automatic]):
-        if (
-            (type(value), value) == (type(before), before)
-            or not key.allows(value)
-            or (name == DEVICES and AUTO in (before, value))
-        ):
-            continue
-        if key.choices and difflib.SequenceMatcher(None, str(before), str(value)).ratio() < ALIKE:
-            continue
-        yield name, value, OTHER_HARDWARE if name == DEVICES else OTHER_MEANING if value in key.also else 0.0
-
-
-def _axis_sizes(problem: RampupError, located: Mapping[str, Located]) -> Iterator[tuple[str, Any, float]]:
-    """Yield axes of the mesh that divide the devices where their product does not."""
-    if not isinstance(problem, BatchDivisibilityError):
-        return
-    for name in (name for name in KEYS if name.endswith(PARALLELISM) and name in str(problem)):
-        size = located[name].value if name in located else AUTO
-        if isinstance(size, int) and size > 1 and problem.divisor % size == 0:
-            rest, wrong = divmod(problem.value, problem.divisor // size)
-            legal = [] if wrong else [n for n in range(1, min(rest, 4 * size) + 1) if rest % n == 0]
-            near = [n for n in legal if n < size][-1:] + [n for n in legal if n > size][:1]
-            yield from ((name, value, 0.0) for value in near)
-
-
-def _schedules(problem: RampupError, before: object) -> Iterator[str]:
-    """Yield the schedule with each size that cannot be cut replaced by one next to it."""
-    if isinstance(problem, BatchDivisibilityError) and isinstance(before, str):
-        parts = re.split(r"(?<=:)([^\s,]+)", before)
-        for size in map(str, problem.nearest):
-            yield "".join(size if _counts(part, problem.value) else part for part in parts)
-
-
-def _counts(text: str, value: int) -> bool:
-    try:
-        return parse_count(text, what="size") == value
-    except RampDefinitionError:
-        return False
-
-
-def _renamed(draft: _Draft, problem: RampupError, file: Path) -> Iterator[_Draft]:
-    """Yield the draft with a misspelt key, or the name of a misspelt base file, put right."""
-    assert problem.key is not None
-    if problem.key == BASE:
-        for name in problem.nearest:
-            if edit := _in_file(draft, BASE, f"{name}.yml", file, own=True):
-                yield _noted(*edit, edit[1].before, name, 0.0)
-        return
-    for name in map(str, problem.nearest):
-        if difflib.SequenceMatcher(None, problem.key.lower(), name).ratio() < ALIKE:
-            continue
-        change = Change(key=name, before=problem.key, after=name, where=_place(problem), renamed=problem.key)
-        changes = {**draft.changes, problem.key: change}
-        overrides = tuple(re.sub(f"^{re.escape(problem.key)}=", f"{name}=", setting) for setting in draft.overrides)
-        if overrides != draft.overrides:
-            yield replace(draft, overrides=overrides, changes=changes, distance=draft.distance + 1)
-            continue
-        places = _positions(draft.text)
-        if problem.key in places and name not in places:
-            text = _replaced(draft.text, places[problem.key][0], name)
-            yield replace(draft, text=text, changes=changes, distance=draft.distance + 1)
-
-
-def _place(problem: RampupError) -> str:
-    path, line = getattr(problem, "path", None), getattr(problem, "line", None)
-    return f"{path}:{line}" if line is not None else str(path or "file")
-
-
-def _with_value(draft: _Draft, key: str, value: Any, file: Path, located: Located | None, extra: float) -> Iterator[_Draft]:
-    """Yield the draft with another value of a key, wherever the value in force was set."""
-    before = getattr(Config(), key) if located is None else located.value
-    if located is None or located.line is not None:
-        edit = _in_file(draft, key, value, file, own=located is not None and located.path == str(file))
-        if edit is not None:
-            yield _noted(*edit, before, value, extra)
-        return
-    after = "null" if value is None else str(value)
-    overrides = tuple(f"{key}={after}" if setting.startswith(f"{key}=") else setting for setting in draft.overrides)
-    variable = ENVIRONMENT_PREFIX + key.upper()
-    environ = {**draft.environ, variable: after} if variable in draft.environ else draft.environ
-    change = Change(key=key, before=str(before), after=after, where=located.path)
-    yield _noted(replace(draft, overrides=overrides, environ=environ), change, before, value, extra)
-
-
-def _in_file(draft: _Draft, key: str, value: Any, file: Path, *, own: bool) -> tuple[_Draft, Change] | None:
-    """Return the draft with the value's text replaced where the file has the key (`own`), or with a line for it at the end.
-
-    None where the value's text is not to be replaced: an alias of another value, or one that has an alias.
-    """
-    after = yaml_value(value)
-    if not own:
-        newline = "\r\n" if "\r\n" in draft.text else "\n"
-        start = draft.text if draft.text.endswith("\n") else draft.text + newline
-        change = Change(key=key, before=None, after=after, where=f"{file}, a new line")
-        return replace(draft, text=f"{start}{key}: {after}{newline}"), change
-    places = _positions(draft.text)
-    if key not in places:
-        return None
-    place = places[key][1]
-    before = draft.text[place]
-    gap = "" if before or draft.text[place.start - 1].isspace() else " "
-    end = "\n" if before.endswith("\n") else ""
-    line = draft.text.count("\n", 0, place.start) + 1
-    change = Change(key=key, before=before.strip(), after=after, where=f"{file}:{line}")
-    return replace(draft, text=_replaced(draft.text, place, f"{gap}{after}{end}")), change
-
-
-def _noted(draft: _Draft, change: Change, before: object, after: object, extra: float) -> _Draft:
-    """Return the draft with its change noted; a second change of a key counts from what was there first."""
-    first = draft.changes.get(change.key)
-    if first is not None and first.renamed is None:
-        change = replace(change, before=first.before, where=first.where)
-        before = parse_scalar(first.before, "") if first.before is not None else getattr(Config(), change.key, None)
-    distance = draft.distance + _distance(before, after) + extra
-    return replace(draft, changes={**draft.changes, change.key: change}, distance=distance)
-
-
-def _distance(before: object, after: object) -> float:
-    """Return how far two values are from each other: relative for numbers, 0 to 1 for words."""
-    old, new = _number(before), _number(after)
-    if old is not None and new is not None:
-        return float(abs(old - new) / (max(abs(old), abs(new)) or 1))
-    return 1 - difflib.SequenceMatcher(None, str(before), str(after)).ratio()
-
-
-def _number(value: object) -> Fraction | None:
-    try:
-        return exact_fraction(value, what="value")
-    except RampDefinitionError:
-        return None
-
-
-def _replaced(text: str, place: slice, by: str) -> str:
-    return text[: place.start] + by + text[place.stop :]

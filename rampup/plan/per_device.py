@@ -56,10 +56,12 @@ def define_ramp(
     """
     if batch_size_schedule is not None:
         if enable_rampup_batch_size:
-            raise RampDefinitionError(
+            problem = RampDefinitionError(
                 "batch_size_schedule and enable_rampup_batch_size: true are two ramps; set one of them to null or false",
                 key="batch_size_schedule",
             )
+            problem.alternatives = {"enable_rampup_batch_size": (False,)}
+            raise problem
         if batch_size_schedule_unit not in SCHEDULE_UNITS:
             raise ConfigError(
                 f"batch_size_schedule_unit={batch_size_schedule_unit!r} must be samples or tokens",
@@ -139,13 +141,18 @@ class _Sizes:
         if (end - start) % increment:
             increments = self._increments(increment)
             ends = [start + n for n in nearest_multiples(end - start, increment)]
-            raise RampDefinitionError(
+            problem = RampDefinitionError(
                 f"{END} - {START} = {_show(end)} - {_show(start)} = {_show(end - start)} must be a multiple of "
                 f"{INCREMENT}={_show(increment)}; nearest: {END} {_show(ends, ' or ')}, or {INCREMENT} "
                 f"{_show(increments, ' or ')}",
                 key=END,
                 nearest=[to_yaml_number(n) for n in ends],
             )
+            problem.alternatives = {
+                INCREMENT: tuple(map(to_yaml_number, increments)),
+                START: tuple(map(to_yaml_number, self._legal(START))),
+            }
+            raise problem
         check_num_phases(int((end - start) / increment) + 1, key=INCREMENT)
 
     def _problem(self, key: str) -> RampupError | None:
