@@ -48,7 +48,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.run.nnx import split_model as split_model
     from rampup.run.optimizer import LearningRate as LearningRate
     from rampup.run.optimizer import make_optimizer as make_optimizer
-    from rampup.run.pipeline_stage import PipelinedLoss as PipelinedLoss
+    from rampup.run.pipeline import PipelinedLoss as PipelinedLoss
     from rampup.run.step import EvalStep as EvalStep
     from rampup.run.step import TrainState as TrainState
     from rampup.run.step import TrainStep as TrainStep
@@ -89,7 +89,7 @@ _HOMES = {
     "rampup.run.mesh": ("make_mesh",),
     "rampup.run.nnx": ("merge_model", "split_model"),
     "rampup.run.optimizer": ("LearningRate", "make_optimizer"),
-    "rampup.run.pipeline_stage": ("PipelinedLoss",),
+    "rampup.run.pipeline": ("PipelinedLoss",),
     "rampup.run.step": ("EvalStep", "TrainState", "TrainStep", "create_state", "prepare_state", "train_step"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

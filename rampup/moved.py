@@ -38,8 +38,11 @@ MOVED_MODULES = {
     "rampup.recipes.tune": "rampup.tune.search",
     "rampup.run.compiler": "rampup.run.compile",
     "rampup.run.memory": "rampup.run.offload",
+    "rampup.run.nonfinite": "rampup.run.step",
+    "rampup.run.pipeline_stage": "rampup.run.pipeline",
     "rampup.run.processes": "rampup.run.distributed",
     "rampup.run.rollout": "rampup.rl.minibatches",
+    "rampup.run.step_programs": "rampup.run.step",
     "rampup.show.display": "rampup.show.notebook",
 }
 

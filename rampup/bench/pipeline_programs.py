@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rampup.bench.gpipe import gpipe_sums
 from rampup.bench.maxtext_pipeline import Layers, MaxTextPipeline, arranged
 from rampup.plan.pipeline import stage_layer_order
 from rampup.run.mesh import STAGE
-from rampup.run.pipeline import gpipe_sums, pipeline_sums, reordered
-from rampup.run.pipeline_stage import PipelinedLoss
+from rampup.run.pipeline import PipelinedLoss, permute_layers, pipeline_sums
 
 # As instructions of a compiled program. Matrix products may be calls of a library.
 PERMUTE = re.compile(r" collective-permute(?:-start)?\(")
@@ -141,7 +141,7 @@ def our_program(
     )
     order = stage_layer_order(len(model.layers["up"]), mesh.shape[STAGE], num_repeats)
     shardings = {"layers": {name: NamedSharding(mesh, PartitionSpec(STAGE)) for name in model.layers}}
-    params = jax.device_put(reordered({"layers": dict(model.layers)}, order), shardings)
+    params = jax.device_put(permute_layers({"layers": dict(model.layers)}, order), shardings)
     cut = (num_microbatches, len(model.x) // num_microbatches)
     x_KRTE, keys_KR = model.x.reshape(*cut, *model.x.shape[1:]), jax.random.split(jax.random.key(0), cut)
     arguments = (params, *jax.device_put((x_KRTE, keys_KR), NamedSharding(mesh, PartitionSpec())))
@@ -158,7 +158,7 @@ def our_program(
         num_repeats=num_repeats,
         executable=jax.jit(step).lower(*arguments).compile(),
         arguments=arguments,
-        gradients=lambda result: reordered(result[1], np.argsort(order).tolist())["layers"],
+        gradients=lambda result: permute_layers(result[1], np.argsort(order).tolist())["layers"],
     )
 
 

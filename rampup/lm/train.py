@@ -33,9 +33,9 @@ from rampup.run.data.sources import RowSource, files_of
 from rampup.run.distributed import check_same, from_first, is_first, join, watchdog
 from rampup.run.loop import CHECKPOINT_FOLDER, Loop, Progress, Summary
 from rampup.run.mesh import make_mesh, replicated
-from rampup.run.offload import host_memory_problem, in_host_memory, on_devices_first
+from rampup.run.offload import fetch_offloaded, host_memory_problem, host_shardings
 from rampup.run.optimizer import LearningRate, make_optimizer
-from rampup.run.pipeline import reordered
+from rampup.run.pipeline import permute_layers
 from rampup.run.run_folder import run_folder
 from rampup.run.step import EvalStep, TrainState, TrainStep, create_state, train_step
 from rampup.run.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
@@ -167,7 +167,7 @@ def training_step(config: Config, plan: RampPlan, mesh: Mesh) -> TrainStep:
 def initial_state(config: Config, plan: RampPlan, mesh: Mesh, tx: Any) -> TrainState:
     """Return the state that `train` starts from."""
     model, order = language_model(config), _layer_order(config, plan)
-    init = jax.jit(lambda key: reordered(model.init(key), order), out_shardings=model.shardings(mesh))
+    init = jax.jit(lambda key: permute_layers(model.init(key), order), out_shardings=model.shardings(mesh))
     state = create_state(init(jax.random.key(config.init_weights_seed)), tx, mesh)
     return jax.device_put(state, _placed(config, state))
 
@@ -195,9 +195,9 @@ def _placed(config: Config, state: TrainState) -> TrainState:
     """Return the shardings of a state, with what the configuration keeps in host memory there."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     if config.parameter_memory_host_offload:
-        shardings = shardings.replace(params=in_host_memory(state.params))
+        shardings = shardings.replace(params=host_shardings(state.params))
     if config.optimizer_memory_host_offload:
-        shardings = shardings.replace(opt_state=in_host_memory(state.opt_state))
+        shardings = shardings.replace(opt_state=host_shardings(state.opt_state))
     return shardings
 
 
@@ -248,7 +248,7 @@ def _reordering(state: Any, order: np.ndarray) -> Callable[[Any], Any]:
     if (order == np.arange(len(order))).all():
         return lambda state: state
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(on_devices_first(lambda state: reordered(state, order), shardings), out_shardings=shardings)
+    return jax.jit(lambda state: permute_layers(fetch_offloaded(state, shardings), order), out_shardings=shardings)
 
 
 def _refuse_what_is_only_planned(config: Config) -> None:

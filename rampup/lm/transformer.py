@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rampup.errors import ConfigError
 from rampup.plan.numbers import nearest_multiples
 from rampup.run.mesh import FSDP, STAGE, TENSOR, constrain, replicated
-from rampup.run.pipeline_stage import PipelinedLoss
+from rampup.run.pipeline import PipelinedLoss
 
 REMAT_POLICIES = {
     "minimal": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
@@ -226,7 +226,7 @@ class LanguageModel:
             targets_BT = batch["tokens"][:, 1:].astype(jnp.int32)
             return (*cross_entropy(self.head(params, x_BTE), targets_BT, batch["length"]), {})
 
-        return PipelinedLoss(first=first, stage=stage, last=last, num_repeats=num_repeats, keep=KEEP_POLICIES[keep])
+        return PipelinedLoss(first=first, stage=stage, last=last, num_repeats=num_repeats, remat_policy=KEEP_POLICIES[keep])
 
     def on(self, mesh: Mesh) -> LanguageModel:
         """Return the model for a mesh: activations cut by rows over fsdp and whole otherwise.

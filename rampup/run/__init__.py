@@ -7,8 +7,7 @@ from rampup.run.loop import Loop, Summary
 from rampup.run.mesh import make_mesh
 from rampup.run.nnx import merge_model, split_model
 from rampup.run.optimizer import LearningRate, make_optimizer
-from rampup.run.pipeline import as_loss, gpipe_sums, pipeline_sums
-from rampup.run.pipeline_stage import PipelinedLoss
+from rampup.run.pipeline import PipelinedLoss, as_loss, pipeline_sums
 from rampup.run.step import TrainState, TrainStep, create_state, prepare_state, train_step
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "accumulate",
     "as_loss",
     "create_state",
-    "gpipe_sums",
     "make_mesh",
     "make_optimizer",
     "merge_model",
@@ -37,5 +35,6 @@ __all__ = [
 
 __getattr__ = moved_names(
     __name__,
-    {name: f"rampup.rl.minibatches.{name}" for name in ("Microbatch", "MiniBatch", "mini_batches", "overlap", "regroup")},
+    {name: f"rampup.rl.minibatches.{name}" for name in ("Microbatch", "MiniBatch", "mini_batches", "overlap", "regroup")}
+    | {"gpipe_sums": "rampup.bench.gpipe.gpipe_sums"},
 )

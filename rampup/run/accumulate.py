@@ -1,12 +1,13 @@
-"""Gradient accumulation: fused in one executable, or with optax.MultiSteps whose k follows the ramp.
+"""Gradient accumulation: the sum over the microbatches of a step, and `optax.MultiSteps` with a k that follows the ramp.
 
-Shape suffixes: K microbatches, R rows of one microbatch over all replicas.
+Shape suffixes: K microbatches in the buffer, R rows of one microbatch over all replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -14,23 +15,26 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.errors import RampDefinitionError
+from rampup.errors import PipelineShapeError, RampDefinitionError
+from rampup.moved import moved_names
 from rampup.plan.plan import RampPlan
-from rampup.run.mesh import DATA, constrain
+from rampup.run.mesh import DATA, STAGE, constrain
 
 # loss_fn(params, batch, rngs[, mutable]) -> (loss_sum, weight_sum, aux[, mutable])
 LossFn = Callable[..., tuple[Any, ...]]
+# The numbers of microbatches in one pass and of passes, traced: a step runs their product.
+Counts = tuple[jax.Array, jax.Array]
 
 
 class Sums(NamedTuple):
-    """What is summed over all rows of an optimizer step.
+    """Sums over all rows of an optimizer step.
 
     Attributes:
-        grads: gradient of `loss`, float32 (float64 for float64 parameters), shaped and sharded like the parameters; of
-            loss / weight from `one_microbatch`.
-        loss: sum of losses.
-        weight: sum of weights, for instance tokens that count; loss / weight is the mean loss.
-        aux: sums of whatever else the loss function returns.
+        grads: gradient of `loss`, float32 (float64 for float64 parameters), shaped and sharded like the parameters. None if no
+            gradient was requested.
+        loss: sum of the losses.
+        weight: sum of the weights, for instance the number of tokens; loss / weight is the mean loss.
+        aux: sums of the other results of the loss function.
         mutable: the state that the loss function carries from microbatch to microbatch, or None.
     """
 
@@ -40,11 +44,113 @@ class Sums(NamedTuple):
     aux: Any
     mutable: Any
 
+    def mean_grads(self, params: Any) -> Any:
+        """Return the gradient of loss / weight, in the types of the parameters."""
+        scale = safe_reciprocal(self.weight)
+        return jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), self.grads, params)
 
-def row_keys(seed: jax.Array, step: jax.Array, rows_KR: jax.Array) -> jax.Array:
-    """Return one random key per row, from the seed, the optimizer step and the row's place in the global batch.
 
-    The key does not depend on how the batch is cut, so that dropout is the same on any number of devices.
+@runtime_checkable
+class SummableLoss(Protocol):
+    """A loss that sums itself over the microbatches of a step. The training step needs nothing else of it.
+
+    `AccumulatedLoss` makes one of a loss function; `rampup.run.pipeline.PipelinedLoss` spreads its layers over stages.
+    """
+
+    def check(self, mesh: Mesh, engine: str) -> None:
+        """Raise an error if this loss cannot run on a mesh, or with a gradient-accumulation engine."""
+
+    def sums_and_grads(
+        self,
+        params: Any,
+        batch_KR: Any,
+        keys_KR: jax.Array,
+        counts: Counts,
+        *,
+        mesh: Mesh,
+        param_shardings: Any,
+        mutable: Any = None,
+    ) -> tuple[Sums, Any]:
+        """Return the sums over the microbatches, and the gradient of the mean loss in the types of the parameters."""
+
+    def eval_sums(
+        self, params: Any, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
+    ) -> Sums:
+        """Return the sums without gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class AccumulatedLoss:
+    """The `SummableLoss` of a loss function: microbatches run one after the other on every replica.
+
+    Attributes:
+        loss_fn: see `rampup.run.step.train_step`.
+    """
+
+    loss_fn: LossFn
+
+    def check(self, mesh: Mesh, engine: str) -> None:  # noqa: ARG002 - both engines work
+        """Refuse pipeline stages; see `SummableLoss`."""
+        stages = dict(mesh.shape).get(STAGE, 1)
+        if stages > 1:
+            raise PipelineShapeError(
+                f"the mesh has {stages} pipeline stages, so the loss must say what a stage does: give a PipelinedLoss",
+                key="ici_pipeline_parallelism",
+                nearest=(1,),
+            )
+
+    def sums_and_grads(
+        self,
+        params: Any,
+        batch_KR: Any,
+        keys_KR: jax.Array,
+        counts: Counts,
+        *,
+        mesh: Mesh,
+        param_shardings: Any,
+        mutable: Any = None,
+    ) -> tuple[Sums, Any]:
+        """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
+        if keys_KR.shape[0] == 1 and mesh.shape[DATA] == 1:
+            # Nothing to add up: differentiate the mean. Dividing the gradient of a sum, as below, is one more pass over memory
+            # as large as the parameters.
+            microbatch_sums = _microbatch_sums(self.loss_fn, param_shardings, differentiate_mean=True)
+            sums = microbatch_sums(params, *_take((batch_KR, keys_KR), 0), mutable)
+            return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), sums.grads, params)
+        num_microbatches = counts[0] * counts[1]
+        options = {"mesh": mesh, "param_shardings": param_shardings, "mutable": mutable}
+        sums = accumulate(self.loss_fn, params, batch_KR, num_microbatches, keys_KR, **options)
+        return sums, sums.mean_grads(params)
+
+    def eval_sums(
+        self, params: Any, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
+    ) -> Sums:
+        """Return the sums without gradients. `mutable` is read, not carried; see `SummableLoss`."""
+
+        def microbatch_sums(params: Any, batch_R: Any, keys_R: jax.Array, mutable: Any) -> Sums:
+            loss, weight, aux, *_ = self.loss_fn(params, batch_R, keys_R, *(() if mutable is None else (mutable,)))
+            return Sums(None, *jax.tree.map(accumulator, (loss, weight, aux)), None)
+
+        def replica_sums(params: Any, batch_KR: Any, num: Any, keys_KR: Any, mutable: Any) -> Sums:
+            def add(i: jax.Array, total: Sums) -> Sums:
+                return jax.tree.map(jnp.add, total, microbatch_sums(params, *_take((batch_KR, keys_KR), i), mutable))
+
+            shapes = jax.eval_shape(microbatch_sums, params, *_take((batch_KR, keys_KR), 0), mutable)
+            sums = jax.lax.fori_loop(0, num, add, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
+            return jax.lax.psum(sums, DATA) if mesh.shape[DATA] > 1 else sums
+
+        return _per_replica(replica_sums, mesh)(params, batch_KR, num_microbatches, keys_KR, mutable)
+
+
+def summable(loss: LossFn | SummableLoss) -> SummableLoss:
+    """Return a loss that can sum itself: a loss function is wrapped in `AccumulatedLoss`."""
+    return loss if isinstance(loss, SummableLoss) else AccumulatedLoss(loss)
+
+
+def per_row_keys(seed: jax.Array, step: jax.Array, rows_KR: jax.Array) -> jax.Array:
+    """Return one random key per row, from the seed, the optimizer step and the row's index in the global batch.
+
+    The key does not depend on how the batch is split, so dropout is the same on any number of devices.
     """
     base = jax.random.fold_in(seed, step)
     return jax.vmap(jax.vmap(lambda row: jax.random.fold_in(base, row)))(rows_KR)
@@ -63,92 +169,77 @@ def accumulate(
 ) -> Sums:
     """Sum loss and gradients over microbatches, with one gradient reduction over the data axis at the end.
 
-    The sums run inside a `jax.shard_map` that is manual over the data axis alone, so that each replica adds up its own rows;
-    fsdp and tensor axes are left to the compiler. `num_microbatches` is a traced loop bound: one executable serves any
-    number up to K.
+    `num_microbatches` is a traced loop bound: one executable serves any number up to K.
 
     Args:
-        loss_fn: sums over the rows it is given; see `LossFn`. Under several replicas it sees the rows of one.
-        params: the parameters, not cut over the data axis.
-        batch_KR: arrays (K, R, ...), rows cut over the data and fsdp axes.
+        loss_fn: sums over the rows it is given; see `LossFn`. With several replicas it sees the rows of one.
+        params: the parameters, not sharded over the data axis.
+        batch_KR: arrays (K, R, ...), rows sharded over the data and fsdp axes.
         num_microbatches: how many of the K to use.
         keys_KR: a random key per row.
         mesh: the mesh.
         param_shardings: shardings of `params`, which the accumulators take.
-        mutable: state for `loss_fn` to carry, such as batch statistics. Replicas do not see each other's during a step;
-            its floating-point leaves are averaged over them at the end.
+        mutable: state for `loss_fn` to carry, such as batch statistics. Replicas do not see each other's during a step; its
+            floating-point leaves are averaged over them at the end.
 
     Returns:
-        The sums over the whole global batch.
+        The sums over the global batch.
     """
-    local_sums = _local_sums(loss_fn, param_shardings)
+    # jit caches the trace: the loss function is traced once for the shapes of the sums and for the body of the loop.
+    microbatch_sums = jax.jit(_microbatch_sums(loss_fn, param_shardings), inline=True)
 
-    def of_one_replica(params: Any, batch_KR: Any, num: Any, keys_KR: Any, mutable: Any) -> Sums:
-        sums = local_sums(params, batch_KR, num, keys_KR, mutable)
-        reduced = jax.lax.psum(sums._replace(mutable=None), DATA)
-        return reduced._replace(
-            grads=_constrain(reduced.grads, param_shardings), mutable=jax.tree.map(_mean_over_replicas, sums.mutable)
-        )
+    def replica_sums(params: Any, batch_KR: Any, num: Any, keys_KR: Any, mutable: Any) -> Sums:
+        """Sum over this replica's rows, then over the replicas."""
+        if keys_KR.shape[0] == 1:
+            sums = microbatch_sums(params, *_take((batch_KR, keys_KR), 0), mutable)
+        else:
 
-    arguments = (params, batch_KR, jnp.asarray(num_microbatches, jnp.int32), keys_KR, mutable)
-    if mesh.shape[DATA] == 1:
-        return local_sums(*arguments)
-    return per_replica(of_one_replica, mesh, rows=(1, 3))(*arguments)
+            def add(i: jax.Array, total: Sums) -> Sums:
+                new = microbatch_sums(params, *_take((batch_KR, keys_KR), i), total.mutable)
+                added = jax.tree.map(jnp.add, total._replace(mutable=None), new._replace(mutable=None))
+                return added._replace(grads=_constrain(added.grads, param_shardings), mutable=new.mutable)
 
+            shapes = jax.eval_shape(microbatch_sums, params, *_take((batch_KR, keys_KR), 0), mutable)
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None))
+            zeros = zeros._replace(grads=_constrain(zeros.grads, param_shardings), mutable=mutable)
+            sums = jax.lax.fori_loop(0, num, add, zeros)
+        if mesh.shape[DATA] == 1:
+            return sums
+        with jax.named_scope("reduce"):
+            # The one collective over the data axis: after the loop, once per optimizer step.
+            reduced = jax.lax.psum(sums._replace(mutable=None), DATA)
+            mutable = jax.tree.map(_mean_over_replicas, sums.mutable)
+            return reduced._replace(grads=_constrain(reduced.grads, param_shardings), mutable=mutable)
 
-def one_microbatch(
-    loss_fn: LossFn, params: Any, batch_1R: Any, keys_1R: jax.Array, *, param_shardings: Any, mutable: Any = None
-) -> Sums:
-    """Return the sums of a single microbatch on a single replica, with the gradient of the mean loss.
-
-    To divide a gradient afterwards, as sums over several microbatches need it, is one more pass over memory as large as the
-    parameters.
-
-    Args:
-        loss_fn, params, param_shardings, mutable: see `accumulate`.
-        batch_1R, keys_1R: the microbatch and its keys, with a leading axis of one.
-    """
-    one = _of_microbatch(loss_fn, param_shardings, of_mean=True)
-    sums: Sums = one(params, *_microbatch((batch_1R, keys_1R), 0), mutable)
-    return sums
+    num = jnp.asarray(num_microbatches, jnp.int32)
+    return _per_replica(replica_sums, mesh)(params, batch_KR, num, keys_KR, mutable)
 
 
-def inverse(weight: jax.Array) -> jax.Array:
-    """Return 1 / weight; 0 for a batch in which nothing counts, so that it changes nothing.
+def safe_reciprocal(weight: jax.Array) -> jax.Array:
+    """Return 1 / weight, or 0 if the weight is 0, so that a batch without weight has a zero loss and a zero gradient.
 
     Example:
-        >>> inverse(jnp.float32(4)).item(), inverse(jnp.float32(0)).item()
+        >>> safe_reciprocal(jnp.float32(4)).item(), safe_reciprocal(jnp.float32(0)).item()
         (0.25, 0.0)
     """
     return jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
 
 
-def per_replica(function: Callable[..., Any], mesh: Mesh, *, rows: tuple[int, ...]) -> Callable[..., Any]:
-    """Return a function that runs on every replica's own rows: manual over the data axis, automatic over the others.
-
-    Args:
-        function: what to run; it must reduce its results over the data axis.
-        mesh: the mesh.
-        rows: the positions of the arguments (K, R, ...) whose rows are cut over the data axis; others are whole.
-    """
-
-    def run(*arguments: Any) -> Any:
-        specs = tuple(PartitionSpec(None, DATA) if n in rows else PartitionSpec() for n in range(len(arguments)))
-        # Checked, replicated parameters would get their gradient reduction put back into the loop.
-        mapped = jax.shard_map(
-            function, mesh=mesh, axis_names={DATA}, in_specs=specs, out_specs=PartitionSpec(), check_vma=False
-        )
-        return mapped(*arguments)
-
-    return run
+def accumulator(x: Any) -> jax.Array:
+    """Return a value in the type in which it is summed: at least float32."""
+    x = jnp.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def multi_steps(tx: optax.GradientTransformation, plan: RampPlan, **options: Any) -> optax.MultiSteps:
     """Return `optax.MultiSteps` around an optimizer, with k = the plan's number of microbatches at every optimizer step.
 
-    For a training step of your own that calls the optimizer once per microbatch. It differs from the fused engine: the
-    optimizer's arithmetic runs at every microbatch; microbatches count equally, whatever their numbers of tokens; and a
-    checkpoint in the middle of an accumulation cannot be continued with another k, so write them between optimizer steps.
+    For a training step of your own that calls the optimizer once per microbatch. It differs from the engine `fused`:
+
+    - the optimizer's arithmetic runs at every microbatch;
+    - microbatches count equally, whatever their numbers of tokens;
+    - a checkpoint in the middle of an accumulation cannot be resumed with another k, so write checkpoints between optimizer
+      steps.
 
     Args:
         tx: the optimizer to run once per optimizer step.
@@ -156,7 +247,7 @@ def multi_steps(tx: optax.GradientTransformation, plan: RampPlan, **options: Any
         options: further arguments of `optax.MultiSteps`.
 
     Raises:
-        RampDefinitionError: the ramp goes on beyond 2**31 optimizer steps, which MultiSteps cannot count.
+        RampDefinitionError: the ramp takes 2**31 optimizer steps or more, which MultiSteps cannot count.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -178,63 +269,63 @@ def multi_steps(tx: optax.GradientTransformation, plan: RampPlan, **options: Any
     return optax.MultiSteps(tx, every_k, **options)
 
 
-def _of_microbatch(loss_fn: LossFn, param_shardings: Any, *, of_mean: bool = False) -> Callable[..., Sums]:
-    """Return the function that sums over the rows of one microbatch."""
+def _microbatch_sums(loss_fn: LossFn, param_shardings: Any, *, differentiate_mean: bool = False) -> Callable[..., Sums]:
+    """Return the function that sums over the rows of one microbatch.
 
-    def of_microbatch(params: Any, batch_R: Any, keys_R: Any, mutable: Any) -> Sums:
+    Args:
+        loss_fn: the loss function.
+        param_shardings: shardings of the gradient.
+        differentiate_mean: return the gradient of loss / weight instead of that of the loss.
+    """
+
+    def microbatch_sums(params: Any, batch_R: Any, keys_R: jax.Array, mutable: Any) -> Sums:
         def loss_of(params: Any) -> tuple[jax.Array, tuple[Any, ...]]:
             loss, weight, *rest = loss_fn(params, batch_R, keys_R, *(() if mutable is None else (mutable,)))
-            scale = inverse(jax.lax.stop_gradient(jnp.asarray(weight))) if of_mean else 1
+            # The weight counts tokens; it is a constant of the gradient also if it was computed from the parameters.
+            scale = safe_reciprocal(jax.lax.stop_gradient(jnp.asarray(weight))) if differentiate_mean else 1
             return loss * scale, (loss, weight, *rest)
 
-        (_, of_rows), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-        loss, weight, aux, *carried = of_rows
-        sums = jax.tree.map(accumulator, (grads, loss, weight, aux))
-        return Sums(_constrain(sums[0], param_shardings), *sums[1:], carried[0] if carried else None)
+        with jax.named_scope("microbatch"):
+            (_, (loss, weight, aux, *carried)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+            grads, loss, weight, aux = jax.tree.map(accumulator, (grads, loss, weight, aux))
+            return Sums(_constrain(grads, param_shardings), loss, weight, aux, carried[0] if carried else None)
 
-    return of_microbatch
-
-
-def _local_sums(loss_fn: LossFn, param_shardings: Any) -> Callable[..., Sums]:
-    """Return the function that sums over this replica's rows."""
-    # Traced once, for the shapes of the sums and for the loop's body.
-    of_microbatch = jax.jit(_of_microbatch(loss_fn, param_shardings), inline=True)
-
-    def of_all(params: Any, batch_KR: Any, num: Any, keys_KR: Any, mutable: Any) -> Sums:
-        if keys_KR.shape[0] == 1:
-            return of_microbatch(params, *_microbatch((batch_KR, keys_KR), 0), mutable)
-
-        def add(i: jax.Array, so_far: Sums) -> Sums:
-            new = of_microbatch(params, *_microbatch((batch_KR, keys_KR), i), so_far.mutable)
-            total = jax.tree.map(jnp.add, so_far._replace(mutable=None), new._replace(mutable=None))
-            return total._replace(grads=_constrain(total.grads, param_shardings), mutable=new.mutable)
-
-        shapes = jax.eval_shape(of_microbatch, params, *_microbatch((batch_KR, keys_KR), 0), mutable)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None))
-        start = zeros._replace(grads=_constrain(zeros.grads, param_shardings), mutable=mutable)
-        return jax.lax.fori_loop(0, num, add, start)
-
-    return of_all
+    return microbatch_sums
 
 
-def _microbatch(tree_KR: Any, i: Any) -> Any:
+def _per_replica(replica_sums: Callable[..., Sums], mesh: Mesh) -> Callable[..., Sums]:
+    """Return a function of (params, batch_KR, num, keys_KR, mutable) that runs on every replica's own rows.
+
+    The data axis is manual, so that each replica adds up its own rows and the caller decides when to reduce. If the compiler
+    partitioned the data axis, it would reduce the gradient inside the loop, once per microbatch. The other axes stay automatic:
+    parameters sharded over fsdp and tensor have to be gathered where they are used, which the compiler does well.
+
+    With check_vma=True, JAX would track which values vary over the data axis. The gradient with respect to the parameters,
+    which do not vary, would then be reduced where it is computed: inside the loop again.
+    """
+    if mesh.shape[DATA] == 1:
+        return replica_sums
+    whole, rows = PartitionSpec(), PartitionSpec(None, DATA)
+    in_specs = (whole, rows, whole, rows, whole)
+    return jax.shard_map(replica_sums, mesh=mesh, axis_names={DATA}, in_specs=in_specs, out_specs=whole, check_vma=False)
+
+
+def _take(tree_KR: Any, i: Any) -> Any:
+    """Return microbatch i of arrays (K, R, ...)."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree_KR)
 
 
-def accumulator(x: Any) -> jax.Array:
-    """Return a value in the type that it is summed in: at least float32."""
-    x = jnp.asarray(x)
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _constrain(tree: Any, shardings: Any) -> Any:
-    """Keep accumulators cut like the parameters, so that fsdp saves their memory too."""
+    """Keep accumulators sharded like the parameters, so that fsdp saves their memory too."""
 
-    def of(x: Any, sharding: NamedSharding) -> Any:
+    def constrain_leaf(x: Any, sharding: NamedSharding) -> Any:
         return x if sharding.is_fully_replicated else constrain(x, sharding)
 
-    return jax.tree.map(of, tree, shardings)
+    return jax.tree.map(constrain_leaf, tree, shardings)
 
 
 def _mean_over_replicas(x: Any) -> Any:
     return jax.lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+__getattr__ = moved_names(__name__, {"row_keys": "rampup.run.accumulate.per_row_keys"})

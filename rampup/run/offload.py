@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,8 +131,8 @@ def host_memory_problem(mesh: Mesh) -> str | None:
     return None
 
 
-def tells_host_memory(mesh: Mesh) -> bool:
-    """Say whether what a program has in host memory is counted apart from device memory; on CPU they are the same."""
+def reports_host_memory(mesh: Mesh) -> bool:
+    """Return whether this backend counts a program's host memory apart from device memory. On CPU they are the same."""
     return host_memory_problem(mesh) is None and program_memory(_host_program(mesh)).host > 0
 
 
@@ -145,31 +145,34 @@ def _host_program(mesh: Mesh) -> Any:
     return jax.jit(lambda x: jax.device_put(x, near) + 1, out_shardings=far).lower(shape).compile()
 
 
-def near_devices(shardings: Any) -> Any:
-    """Return shardings with what lies in host memory brought to the memory of the devices."""
+def device_shardings(shardings: Any) -> Any:
+    """Return shardings with those of host memory replaced by the default memory of the same devices."""
 
-    def of(sharding: Any) -> Any:
+    def on_device(sharding: Any) -> Any:
         if sharding.memory_kind != HOST:
             return sharding
         return sharding.with_memory_kind(next(iter(sharding.device_set)).default_memory().kind)
 
-    return jax.tree.map(of, shardings)
+    return jax.tree.map(on_device, shardings)
 
 
-def in_host_memory(tree: Any) -> Any:
-    """Return the shardings of a tree's leaves, those of its arrays in host memory; scalars stay with the devices."""
+def host_shardings(tree: Any) -> Any:
+    """Return the shardings of a tree's leaves with arrays in host memory; scalars stay on the devices."""
     return jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(HOST) if leaf.ndim else leaf.sharding, tree)
 
 
-def on_devices_first(function: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-    """Return a function whose first argument, which lies as `shardings` say, is brought to the devices where it is not there.
+def fetch_offloaded(state: Any, shardings: Any) -> Any:
+    """Return a state with its arrays in host memory copied to the devices. Call it inside a compiled program.
 
-    Inside a compiled program, so that the compiler copies each part when it is used.
+    There the compiler copies each array when it is needed. If nothing is offloaded, the state is returned as it is.
+
+    Args:
+        state: the state, inside a trace.
+        shardings: the shardings of the program's argument; a trace does not know them.
     """
-    near = near_devices(shardings)
-    if jax.tree.leaves(near) == jax.tree.leaves(shardings):
-        return function
-    return lambda state, *rest: function(jax.device_put(state, near), *rest)
+    on_devices = device_shardings(shardings)
+    is_on_devices = jax.tree.leaves(on_devices) == jax.tree.leaves(shardings)
+    return state if is_on_devices else jax.device_put(state, on_devices)
 
 
 def _host_bytes_left() -> int:

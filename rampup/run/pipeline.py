@@ -1,12 +1,63 @@
-"""Pipelined training over the mesh axis `stage`, in one executable for any number of microbatches.
+"""Pipelined training over the mesh axis `stage`: lock-step 1F1B, in one executable for any number of microbatches.
 
-`pipeline_stage` says what a stage does at each tick; here it runs on all stages, beside the data, fsdp and tensor axes.
+With p stages, each stage has some consecutive layers. In one tick, every stage runs at most one forward and then at most one
+backward. At the end of the tick, activations move to the next stage and gradients to the previous one. `pipeline_sums` runs
+this in one `shard_map`, and the ticks are a loop whose length follows from the number of microbatches, which may be traced.
+
 Shape suffixes: K microbatches in the buffer, R rows of one microbatch.
 """
 
+# The schedule of m = 4 microbatches in p = 3 stages; Fk and Bk are the forward and the backward of microbatch k:
+#
+#     tick     0   1   2      3      4      5      6   7
+#     stage 0  F0  F1  F2     F3     B0     B1     B2  B3
+#     stage 1      F0  F1     F2 B0  F3 B1  B2     B3
+#     stage 2          F0 B0  F1 B1  F2 B2  F3 B3
+#
+# Forward. Microbatch k enters stage 0 at tick k and moves on by one stage per tick, so it is on stage s at tick k + s:
+#     at tick t, stage s runs the forward of microbatch t - s.
+# Backward. The last stage starts the backward of k in the tick of its forward, k + p - 1. The gradient moves back by one stage
+# per tick and is on stage s at tick k + (p - 1) + (p - 1 - s):
+#     at tick t, stage s runs the backward of microbatch t - 2(p - 1) + s.
+# Length. The last backward is that of m - 1 on stage 0 at tick m - 1 + 2(p - 1): there are m + 2(p - 1) ticks. All stages wait
+# for each other at the end of a tick. m + p - 1 ticks have a forward somewhere and m + p - 1 have a backward, so a pass takes
+# (m + p - 1)(tF + tB).
+#
+# Memory. A backward needs the input of its forward, 2(p - 1 - s) ticks earlier on stage s. Stage 0 waits longest: when it runs
+# the backward of k, it has already run the forwards up to k + 2(p - 1), and the inputs of k to k + 2(p - 1) are alive. So a
+# ring buffer of 2p - 1 slots, with microbatch k in slot k mod (2p - 1), never overwrites an input that is still needed. Its
+# size does not depend on m. Every stage has a buffer of this size because all stages run the same program.
+#
+# With v repeats (interleaved schedule), the layers are split into v * p chunks, and chunk r * p + s is the r-th one of stage s.
+# A microbatch passes through all stages v times: p ticks after it entered stage 0 it arrives there again. In between, stage 0
+# runs p - 1 others. So microbatches go in groups of p, and a group passes through all repeats before the next one
+# starts. A unit is one microbatch in one repeat. Units are numbered in the order in which stage 0 runs them:
+#
+#     unit u = group * (v * p) + turn * p + (microbatch within the group)
+#
+# where `turn` counts repeats in the order in which they run: r = turn in the forward and r = v - 1 - turn in the backward. With
+# p = 2, v = 2, m = 4, and a, b for the two repeats:
+#
+#     tick     0    1    2    3        4        5        6        7        8        9    10   11
+#     stage 0  F0a  F1a  F0b  F1b      F2a B0b  F3a B1b  F2b B0a  F3b B1a  F2b      B3b  B2a  B3a
+#     stage 1       F0a  F1a  F0b B0b  F1b B1b  F2a B0a  F3a B1a  F2b B2b  F3b B3b  B2a  B3a
+#
+# Forward: at tick t, stage s runs unit t - s. Unit u leaves stage p - 1 at tick u + p - 1 and arrives at stage 0 at tick u + p,
+# which is when stage 0 runs unit u + p: the same microbatch in its next turn. The permutation of the stages is a ring for this.
+# Backward: the first one, unit 0 in the order of the backwards, is microbatch 0 in repeat v - 1. Its forward is unit
+# (v - 1) * p and runs on stage p - 1 at tick (v - 1) * p + (p - 1) = v * p - 1. The backward follows in that tick. Hence
+#     at tick t, stage s runs the backward of unit t - (v * p - 1) - (p - 1 - s).
+# The input of backward unit u in repeat r was stored by forward unit u + (r - turn) * p. Between the two are
+# 2(v - r) * p - 2 - 2s ticks, at most 2 * v * p - 2 (r = 0, s = 0). By the argument above, 2 * v * p - 1 slots suffice.
+# If m is not a multiple of p, the last group is not full, and the units without a microbatch are idle.
+
 from __future__ import annotations
 
+import functools
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import jax
@@ -14,14 +65,94 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from rampup.errors import PipelineShapeError
+from rampup.errors import ConfigError, PipelineShapeError
+from rampup.moved import moved_names
 from rampup.plan.numbers import nearest_multiples
-from rampup.run.accumulate import Sums, accumulator
+from rampup.run.accumulate import Counts, Sums, accumulator
 from rampup.run.mesh import DATA, STAGE, constrain
-from rampup.run.pipeline_stage import PipelinedLoss, Stage
 
 LAYERS = "layers"
 Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinedLoss:
+    """A loss in three parts, so that its layers can be spread over pipeline stages. It takes the place of a loss function.
+
+    The parameters are a mapping: `layers`, stacked along the first axis in the order of `stage_layer_order`, and the parameters
+    of the first and the last part, which every stage has.
+
+    Attributes:
+        first: `first(params, batch, rngs) -> x`, before the layers; `params` without `layers`. x is any pytree of arrays.
+        stage: `stage(layers, x, batch, rngs, first_layer) -> x`, some consecutive layers; x keeps its shapes and types. `batch`
+            has what belongs to the microbatch, such as positions or masks; `first_layer` is the index of the first of the
+            layers.
+        last: `last(params, x, batch, rngs) -> (loss_sum, weight_sum, aux)`, after the layers.
+        num_repeats: layer chunks v per stage.
+        remat_policy: a policy of `jax.checkpoint` for the values of a chunk's forward that are kept for its backward in
+            addition to its input, such as `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`. None keeps no others and
+            computes the chunk again. Each stage keeps these values for up to 2*v*p - 1 chunks.
+        skip_idle: whether a stage skips a tick for which it has no microbatch, and only the first and the last stage run the
+            first and the last part. False computes on placeholders whenever any stage has work, and drops the results: a pass
+            takes as long, but all stages do the work of the first and the last part. True is safe only if no stage waits inside
+            a branch for one that does not take the branch, which collectives that the compiler inserts for other axes may do.
+            None: True if there are no such axes, with fsdp and tensor of 1.
+        keep: the old name of `remat_policy`.
+    """
+
+    first: Callable[..., Any]
+    stage: Callable[..., Any]
+    last: Callable[..., tuple[Any, Any, Any]]
+    num_repeats: int = 1
+    remat_policy: Callable[..., Any] | None = None
+    skip_idle: bool | None = None
+    keep: InitVar[Callable[..., Any] | None] = None
+
+    def __post_init__(self, keep: Callable[..., Any] | None) -> None:
+        if keep is not None:
+            warnings.warn("PipelinedLoss(keep=...) is now PipelinedLoss(remat_policy=...)", DeprecationWarning, stacklevel=3)
+            object.__setattr__(self, "remat_policy", keep)
+
+    def check(self, mesh: Mesh, engine: str) -> None:  # noqa: ARG002 - `pipeline_sums` checks the mesh
+        """Refuse the engine `multi_steps`; see `SummableLoss`."""
+        if engine == "multi_steps":
+            raise ConfigError(
+                "gradient_accumulation=multi_steps does not support a pipeline; fused also runs the optimizer once per step",
+                key="gradient_accumulation",
+                nearest=("fused",),
+            )
+
+    def sums_and_grads(
+        self,
+        params: Params,
+        batch_KR: Any,
+        keys_KR: jax.Array,
+        counts: Counts,
+        *,
+        mesh: Mesh,
+        param_shardings: Any,
+        mutable: Any = None,
+    ) -> tuple[Sums, Any]:
+        """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
+        if mutable is not None:
+            raise ConfigError("the state has `mutable`, which a PipelinedLoss cannot update; put it into the parameters")
+        m, passes = counts
+        options = {"num_passes": passes, "mesh": mesh, "param_shardings": param_shardings}
+        sums = pipeline_sums(self, params, batch_KR, m, keys_KR, **options)
+        return sums, sums.mean_grads(params)
+
+    def eval_sums(
+        self,
+        params: Params,
+        batch_KR: Any,
+        keys_KR: jax.Array,
+        num_microbatches: jax.Array,
+        *,
+        mesh: Mesh,
+        mutable: Any = None,  # noqa: ARG002 - see `sums_and_grads`
+    ) -> Sums:
+        """Return the sums without gradients; see `SummableLoss`."""
+        return pipeline_sums(self, params, batch_KR, num_microbatches, keys_KR, mesh=mesh)
 
 
 def pipeline_sums(
@@ -32,69 +163,39 @@ def pipeline_sums(
     keys_KR: jax.Array,
     *,
     mesh: Mesh,
-    param_shardings: Any,
+    param_shardings: Any = None,
     num_passes: jax.Array | int = 1,
-    with_grads: bool = True,
 ) -> Sums:
-    """Sum loss and gradients over microbatches through the pipeline, each gradient reduced once.
+    """Sum loss and gradients over microbatches through the pipeline. Each gradient is reduced once.
 
     Args:
         loss: the loss in parts.
-        params: the parameters, `layers` cut over the stage axis.
-        batch_KR: arrays (K, R, ...), rows cut over the data and fsdp axes.
+        params: the parameters, `layers` sharded over the stage axis.
+        batch_KR: arrays (K, R, ...), rows sharded over the data and fsdp axes.
         num_microbatches: microbatches m of one pass; passes * m of the K are used.
         keys_KR: a random key per row.
         mesh: the mesh, whose `stage` axis is the pipeline.
-        param_shardings: shardings of `params`, which the accumulators take.
+        param_shardings: shardings of `params`, which the gradients take. None = forward only, without gradients.
         num_passes: passes one after the other.
-        with_grads: False for evaluation: forward only, and no gradients in the result.
 
     Raises:
         PipelineShapeError: no `stage` axis, layers that do not divide, or a stage that changes the activation's shape.
     """
     counts = (jnp.asarray(num_microbatches, jnp.int32), jnp.asarray(num_passes, jnp.int32))
 
-    def on_one_stage(layers: Any, shared: Any, batch_KR: Any, keys_KR: Any, m: Any, passes: Any) -> Sums:
-        pipe = Stage(loss, layers, shared, batch_KR, keys_KR, mesh, with_grads)
-        sums = jax.lax.fori_loop(0, passes, lambda number, sums: pipe.one_pass(number * m, m, sums), pipe.nothing())
-        return pipe.flat(sums)
+    def stage_sums(layers: Any, shared: Any, batch_KR: Any, keys_KR: Any, m: Any, passes: Any) -> Sums:
+        stage = Stage(loss, layers, shared, batch_KR, keys_KR, mesh, with_grads=param_shardings is not None)
+        sums = jax.lax.fori_loop(0, passes, lambda number, sums: stage.run_pass(number * m, m, sums), stage.zeros())
+        return stage.stack_grads(sums)
 
-    return _on_all_stages(on_one_stage, loss, params, batch_KR, keys_KR, counts, mesh, param_shardings, with_grads)
-
-
-def gpipe_sums(
-    loss: PipelinedLoss,
-    params: Params,
-    batch_KR: Any,
-    keys_KR: jax.Array,
-    *,
-    mesh: Mesh,
-    param_shardings: Any,
-) -> Sums:
-    """Do the same by differentiating through the forward ticks, as GPipe, praxis and MaxText do: the simple reference.
-
-    All K microbatches are used, their number is part of the program, and what the backward needs of each of them is kept.
-
-    Args:
-        loss, params, batch_KR, keys_KR, mesh, param_shardings: see `pipeline_sums`.
-    """
-
-    def on_one_stage(layers: Any, shared: Any, batch_KR: Any, keys_KR: Any) -> Sums:
-        def forward(layers: Any, shared: Any) -> tuple[jax.Array, Sums]:
-            pipe = Stage(loss, layers, shared, batch_KR, keys_KR, mesh, with_grads=False)
-            sums = pipe.one_pass(0, keys_KR.shape[0], pipe.nothing())
-            return sums.loss, sums
-
-        grads, sums = jax.grad(forward, argnums=(0, 1), has_aux=True)(layers, shared)
-        return sums._replace(grads=jax.tree.map(accumulator, grads))
-
-    return _on_all_stages(on_one_stage, loss, params, batch_KR, keys_KR, (), mesh, param_shardings, True)
+    return run_on_stages(stage_sums, loss, params, batch_KR, keys_KR, counts, mesh, param_shardings)
 
 
 def as_loss(loss: PipelinedLoss, mesh: Mesh, param_shardings: Any) -> Callable[[Params, Any, jax.Array], jax.Array]:
-    """Return the weighted mean loss as a function that `jax.grad` and `jax.value_and_grad` differentiate.
+    """Return the weighted mean loss as a function for `jax.grad` and `jax.value_and_grad`.
 
-    The gradients come from the pipeline itself, computed with the value; the function has a custom rule that hands them over.
+    The pipeline computes value and gradients together; a custom rule passes the gradients to JAX. The function is
+    differentiable in its parameters only: the gradient with respect to the batch is zero.
 
     Args:
         loss: the loss in parts.
@@ -105,47 +206,44 @@ def as_loss(loss: PipelinedLoss, mesh: Mesh, param_shardings: Any) -> Callable[[
         `mean_loss(params, batch_KR, keys_KR)` over all K microbatches.
     """
 
-    def sums_of(params: Params, batch_KR: Any, keys_KR: jax.Array, with_grads: bool) -> Sums:
-        options: Any = {"mesh": mesh, "param_shardings": param_shardings, "with_grads": with_grads}
-        return pipeline_sums(loss, params, batch_KR, keys_KR.shape[0], keys_KR, **options)
-
     @jax.custom_vjp
     def mean_loss(params: Params, batch_KR: Any, keys_KR: jax.Array) -> jax.Array:
-        sums = sums_of(params, batch_KR, keys_KR, False)
+        sums = pipeline_sums(loss, params, batch_KR, keys_KR.shape[0], keys_KR, mesh=mesh)
         return sums.loss / sums.weight
 
-    def with_gradient(params: Params, batch_KR: Any, keys_KR: jax.Array) -> tuple[jax.Array, Any]:
-        sums = sums_of(params, batch_KR, keys_KR, True)
+    def forward(params: Params, batch_KR: Any, keys_KR: jax.Array) -> tuple[jax.Array, Any]:
+        options = {"mesh": mesh, "param_shardings": param_shardings}
+        sums = pipeline_sums(loss, params, batch_KR, keys_KR.shape[0], keys_KR, **options)
         grads = jax.tree.map(lambda g, p: (g / sums.weight).astype(p.dtype), sums.grads, dict(params))
         return sums.loss / sums.weight, grads
 
-    def scaled(grads: Any, cotangent: jax.Array) -> tuple[Any, None, None]:
+    def backward(grads: Any, cotangent: jax.Array) -> tuple[Any, None, None]:
         return jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), grads), None, None
 
-    mean_loss.defvjp(with_gradient, scaled)
+    mean_loss.defvjp(forward, backward)
     return mean_loss
 
 
-def reordered(tree: Any, order: Sequence[int]) -> Any:
-    """Return a tree with all stacked layers (every leaf under a key `layers`) in another order; others stay as they are.
+def permute_layers(tree: Any, order: Sequence[int]) -> Any:
+    """Return a tree with all stacked layers (every leaf under a key `layers`) in another order. Other leaves are unchanged.
 
     Args:
         tree: parameters, or an optimizer's state that mirrors them.
-        order: for every place, the layer that goes there: `stage_layer_order`, or its inverse `np.argsort(order)`.
+        order: for every position, the layer that goes there: `stage_layer_order`, or its inverse `np.argsort(order)`.
     """
     index = np.asarray(order)
     if (index == np.arange(len(index))).all():
         return tree
 
-    def of(path: tuple[Any, ...], leaf: Any) -> Any:
-        stacked = any(getattr(part, "key", None) == LAYERS for part in path)
-        return jnp.take(leaf, index, axis=0) if stacked and jnp.ndim(leaf) else leaf
+    def permute(path: tuple[Any, ...], leaf: Any) -> Any:
+        is_stacked = any(getattr(part, "key", None) == LAYERS for part in path)
+        return jnp.take(leaf, index, axis=0) if is_stacked and jnp.ndim(leaf) else leaf
 
-    return jax.tree_util.tree_map_with_path(of, tree)
+    return jax.tree_util.tree_map_with_path(permute, tree)
 
 
-def _on_all_stages(
-    on_one_stage: Callable[..., Sums],
+def run_on_stages(
+    stage_sums: Callable[..., Sums],
     loss: PipelinedLoss,
     params: Params,
     batch_KR: Any,
@@ -153,37 +251,292 @@ def _on_all_stages(
     counts: tuple[jax.Array, ...],
     mesh: Mesh,
     param_shardings: Any,
-    with_grads: bool,
 ) -> Sums:
-    """Run a function on every stage, and add up what they return: over replicas, and what all stages hold over stages."""
-    _check(loss, params, batch_KR, keys_KR, mesh)
-    replicas = (DATA,) if mesh.shape[DATA] > 1 else ()
-    shardings = param_shardings[LAYERS], _without_layers(param_shardings)
+    """Run a function on every stage and replica, and add up the results.
 
-    def reduced(*arguments: Any) -> Sums:
-        sums = on_one_stage(*arguments)
-        totals = jax.lax.psum(sums._replace(grads=None), (*replicas, STAGE))
-        if not with_grads:
-            return totals
-        layers, shared = sums.grads
-        grads = (jax.lax.psum(layers, replicas) if replicas else layers, jax.lax.psum(shared, (*replicas, STAGE)))
-        return totals._replace(grads=jax.tree.map(_constrained, grads, shardings))
+    The stage axis is manual because each stage runs other microbatches and passes activations on itself. The data axis is
+    manual so that each replica adds up the gradients of its own rows; the compiler would reduce them in every tick. fsdp and
+    tensor stay automatic. check_vma=False for the reason given in `rampup.run.accumulate._per_replica`.
+
+    Nothing is donated here: the backward reads layers and rows that the forward has read before. The sums and the ring buffer
+    are carried by the loop, which updates them in place.
+
+    Args:
+        stage_sums: of (layers, shared, batch_KR, keys_KR, *counts), the sums of one stage over the rows of one replica.
+        loss, params, batch_KR, keys_KR, mesh, param_shardings: see `pipeline_sums`.
+        counts: further arguments of `stage_sums`.
+    """
+    _check_shapes(loss, params, batch_KR, keys_KR, mesh)
+    replicas = (DATA,) if mesh.shape[DATA] > 1 else ()
+
+    def reduced_sums(*arguments: Any) -> Sums:
+        sums = stage_sums(*arguments)
+        with jax.named_scope("reduce"):
+            # Only the last stage has added to loss, weight and aux; the sum over stages is a broadcast.
+            totals = jax.lax.psum(sums._replace(grads=None), (*replicas, STAGE))
+            if param_shardings is None:
+                return totals
+            # Each stage has the gradients of its own layers, and a part of those of the shared parameters.
+            layers, shared = sums.grads
+            grads = (jax.lax.psum(layers, replicas) if replicas else layers, jax.lax.psum(shared, (*replicas, STAGE)))
+            shardings = param_shardings[LAYERS], _without_layers(param_shardings)
+            return totals._replace(grads=jax.tree.map(_constrain, grads, shardings))
 
     rows = PartitionSpec(None, DATA) if replicas else PartitionSpec()
-    cut, whole = PartitionSpec(STAGE), PartitionSpec()
+    by_stage, whole = PartitionSpec(STAGE), PartitionSpec()
     sums: Sums = jax.shard_map(
-        reduced,
+        reduced_sums,
         mesh=mesh,
         axis_names={*replicas, STAGE},
-        in_specs=(cut, whole, rows, rows, *(whole,) * len(counts)),
-        out_specs=Sums((cut, whole) if with_grads else None, whole, whole, whole, None),
+        in_specs=(by_stage, whole, rows, rows, *(whole,) * len(counts)),
+        out_specs=Sums(None if param_shardings is None else (by_stage, whole), whole, whole, whole, None),
         check_vma=False,
     )(params[LAYERS], _without_layers(params), batch_KR, keys_KR, *counts)
-    return sums._replace(grads={LAYERS: sums.grads[0], **sums.grads[1]}) if with_grads else sums
+    return sums if param_shardings is None else sums._replace(grads={LAYERS: sums.grads[0], **sums.grads[1]})
 
 
-def _constrained(x: jax.Array, sharding: Any) -> jax.Array:
-    """Keep a gradient cut like its parameter over the axes that are left to the compiler."""
+class Stage:
+    """The program of one stage, in the trace of a function that is manual over the stage axis. See the schedule at the top.
+
+    Args:
+        loss: the loss in parts.
+        layers: this stage's layers, stacked, in the order of `stage_layer_order`.
+        shared: the other parameters.
+        batch_KR, keys_KR: microbatches and a random key per row.
+        mesh: the mesh.
+        with_grads: False for the forward alone.
+    """
+
+    def __init__(
+        self,
+        loss: PipelinedLoss,
+        layers: Any,
+        shared: Any,
+        batch_KR: Any,
+        keys_KR: Any,
+        mesh: Mesh,
+        with_grads: bool,
+    ) -> None:
+        self.loss, self.shared, self.with_grads = loss, shared, with_grads
+        self.batch_KR, self.keys_KR = batch_KR, keys_KR
+        self.p, self.v = mesh.shape[STAGE], loss.num_repeats
+        self.s = jax.lax.axis_index(STAGE)
+        # (v, layers of a chunk, ...): chunk r of this stage is chunk r * p + s of the model.
+        self.chunks = jax.tree.map(lambda x: x.reshape(self.v, -1, *x.shape[1:]), layers)
+        self.chunk_size = jax.tree.leaves(self.chunks)[0].shape[1]
+        self.ring_size = 2 * self.v * self.p - 1
+        other_axes = math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in (STAGE, DATA))
+        self.skips_idle = other_axes == 1 if loss.skip_idle is None else loss.skip_idle
+        # With a remat policy: the structure of a chunk's pullback (see `_forward_chunk`).
+        self._pullback_structure: Any = None
+        self._pullback_inputs: list[int | None] = []
+
+    def zeros(self) -> Sums:
+        """Return the sums over no microbatch."""
+        x = jax.eval_shape(self._first, 0)
+        _, weight, aux = jax.eval_shape(self._last, x, 0)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), (weight, aux))
+        grads = None
+        if self.with_grads:
+            grads = jax.tree.map(
+                lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (self.chunks, self.shared)
+            )
+        return Sums(grads, jnp.zeros_like(zeros[0]), *zeros, None)
+
+    def run_pass(self, first: Any, m: Any, sums: Sums) -> Sums:
+        """Run microbatches first to first + m through the pipeline and add them to the sums."""
+        num_groups = (m + self.p - 1) // self.p
+        last_unit = ((num_groups - 1) * self.v + self.v - 1) * self.p + (m - 1) % self.p
+        forward_ticks = last_unit + self.p
+        lag = self.v * self.p - 1 if self.with_grads else 0
+
+        # Placeholders are ones, so that ticks without a microbatch compute with ordinary numbers. Their results are dropped,
+        # but a NaN in them would stop a run with jax_debug_nans.
+        x = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), jax.eval_shape(self._first, 0))
+        ring = None
+        if self.with_grads:
+            kept = jax.eval_shape(lambda: self._forward_chunk(self._chunk(0), x, 0, 0)[1])
+            stash = x, jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), kept)
+            ring = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.ring_size, *x.shape)), stash)
+        tick = functools.partial(self._tick, first, m, forward_ticks)
+        return jax.lax.fori_loop(0, forward_ticks + lag, tick, (sums, ring, x, x))[0]
+
+    def stack_grads(self, sums: Sums) -> Sums:
+        """Return the sums with the gradients of all chunks stacked along one axis, as the layers are."""
+        if not self.with_grads:
+            return sums
+        chunks, shared = sums.grads
+        return sums._replace(grads=(jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), chunks), shared))
+
+    def _tick(self, first: Any, m: Any, forward_ticks: Any, t: jax.Array, carry: Any) -> Any:
+        """Run tick t; the carry is the sums, the ring buffer, and the activation and the gradient that arrived."""
+        sums, ring, x, gradient = carry
+        if not self.with_grads:
+            y, sums = self._evaluation_tick(first, m, t, x, sums)
+            return sums, ring, self._send(y, 1), gradient
+        y, ring = self._if_any_stage(t < forward_ticks, lambda: self._forward_tick(first, m, t, x, ring), otherwise=(x, ring))
+        sums, gradient = self._if_any_stage(
+            t >= self.v * self.p - 1,
+            lambda: self._backward_tick(first, m, t, y, ring, gradient, sums),
+            otherwise=(sums, gradient),
+        )
+        # The only communication of a tick: two permutes around the ring of stages, by all of them.
+        return sums, ring, self._send(y, 1), self._send(gradient, -1)
+
+    @jax.named_scope("evaluation_tick")
+    def _evaluation_tick(self, first: Any, m: Any, t: jax.Array, arrived: Any, sums: Sums) -> tuple[Any, Sums]:
+        """Run a forward without a backward; return the activation to send, and the sums."""
+        is_real, k, r = self._unit(t - self.s, m)
+        x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(first + k), arrived)
+        y = self._if(is_real, lambda: self._stage(self._chunk(r), x, first + k, r), x)
+        is_last = is_real & (self.s == self.p - 1) & (r == self.v - 1)
+        return y, self._if(is_last, lambda: _add_loss(sums, self._last(y, first + k)), sums)
+
+    @jax.named_scope("forward_tick")
+    def _forward_tick(self, first: Any, m: Any, t: jax.Array, arrived: Any, ring: Any) -> tuple[Any, Any]:
+        """Run the forward of unit t - s; return the activation to send, and the ring with what the backward will need."""
+        unit = t - self.s
+        is_real, k, r = self._unit(unit, m)
+        x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(first + k), arrived)
+        is_last = (self.s == self.p - 1) & (r == self.v - 1)
+        # Without a remat policy, the backward computes the chunk again. For the last chunk it does so in this very tick, so its
+        # forward is left to it.
+        runs = is_real if self.loss.remat_policy else is_real & ~is_last
+        y, kept = self._if(runs, lambda: self._forward_chunk(self._chunk(r), x, first + k, r), (x, _take(ring[1], 0)))
+        slot = unit % self.ring_size
+        return y, jax.tree.map(lambda ring, x: ring.at[slot].set(jnp.where(is_real, x, ring[slot])), ring, (x, kept))
+
+    @jax.named_scope("backward_tick")
+    def _backward_tick(self, first: Any, m: Any, t: jax.Array, y: Any, ring: Any, arrived: Any, sums: Sums) -> tuple[Sums, Any]:
+        """Run the backward of unit t - (v*p - 1) - (p - 1 - s); return the sums with its gradients, and the gradient to send.
+
+        y is the activation of this tick's forward, which on the last stage in the last repeat is that of the same unit.
+        """
+        unit = t - (self.v * self.p - 1) - (self.p - 1 - self.s)
+        is_real, k, turn = self._unit(unit, m)
+        r = self.v - 1 - turn
+        stash = _take(ring, (unit + (r - turn) * self.p) % self.ring_size)
+        return self._if(  # type: ignore[no-any-return]
+            is_real, lambda: self._backward_chunk(sums, stash, y, arrived, first + k, r), (sums, arrived)
+        )
+
+    def _unit(self, unit: jax.Array, m: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return whether a unit has a microbatch, and its microbatch and turn, or zeros that are safe as indices."""
+        group, rest = unit // (self.v * self.p), unit % (self.v * self.p)
+        k, turn = group * self.p + rest % self.p, rest // self.p
+        is_real = (unit >= 0) & (k < m)
+        return is_real, jnp.where(is_real, k, 0), jnp.where(is_real, turn, 0)
+
+    def _forward_chunk(self, chunk: Any, x: Any, k: Any, r: Any) -> tuple[Any, list[Any]]:
+        """Return a chunk's output, and the values that its backward needs in addition to its input.
+
+        A pullback of `jax.vjp` is a pytree whose leaves are the values that it needs, so they can be put into the ring buffer
+        and the pullback rebuilt from them. Some leaves are inputs of the chunk: layers, rows and x. Those are known in the
+        backward, so only the others are returned. `_pullback_inputs` has for every leaf its index among the inputs, or None.
+        Traced values are inputs if they are the same object.
+        """
+        if self.loss.remat_policy is None:
+            return self._stage(chunk, x, k, r), []
+        inputs = (chunk, x, self._microbatch(k), self._first_layer(r))
+        y, pullback = self._vjp_chunk(*inputs)
+        leaves, self._pullback_structure = jax.tree.flatten(pullback)
+        known = jax.tree.leaves(inputs)
+        self._pullback_inputs = [next((n for n, other in enumerate(known) if other is leaf), None) for leaf in leaves]
+        return y, [leaf for leaf, index in zip(leaves, self._pullback_inputs, strict=True) if index is None]
+
+    def _vjp_chunk(self, chunk: Any, x: Any, microbatch: Any, first_layer: Any) -> tuple[Any, Any]:
+        policy = self.loss.remat_policy
+        stage = jax.checkpoint(self.loss.stage, policy=policy) if policy else self.loss.stage
+        return jax.vjp(lambda chunk, x: stage(chunk, x, *microbatch, first_layer), chunk, x)
+
+    def _backward_chunk(self, sums: Sums, stash: Any, y: Any, arrived: Any, k: jax.Array, r: jax.Array) -> tuple[Sums, Any]:
+        """Add the gradients of one unit to the sums; return the gradient of its input."""
+        x, kept = stash
+        inputs = (self._chunk(r), x, self._microbatch(k), self._first_layer(r))
+        if self.loss.remat_policy is None:
+            y, pullback = self._vjp_chunk(*inputs)
+        else:
+            known, rest = jax.tree.leaves(inputs), iter(kept)
+            leaves = [next(rest) if index is None else known[index] for index in self._pullback_inputs]
+            pullback = jax.tree.unflatten(self._pullback_structure, leaves)
+        is_last = (self.s == self.p - 1) & (r == self.v - 1)
+        sums, gradient = self._if(is_last, lambda: self._loss_gradient(sums, y, k), (sums, arrived))
+        chunk_gradient, gradient = pullback(gradient)
+        chunks, shared = sums.grads
+        chunks = jax.tree.map(lambda total, g: total.at[r].add(g.astype(total.dtype)), chunks, chunk_gradient)
+        is_first = (self.s == 0) & (r == 0)
+        shared = self._if(is_first, lambda: self._first_gradient(shared, gradient, k), shared)
+        return sums._replace(grads=(chunks, shared)), gradient
+
+    def _loss_gradient(self, sums: Sums, y: Any, k: jax.Array) -> tuple[Sums, Any]:
+        """Add the loss of a microbatch and the gradients of the last part to the sums; return the gradient of y."""
+
+        def last(shared: Any, y: Any) -> tuple[Any, Any]:
+            loss, weight, aux = self.loss.last(shared, y, *self._microbatch(k))
+            return loss, (weight, aux)
+
+        (loss, (weight, aux)), (shared, gradient) = jax.value_and_grad(last, argnums=(0, 1), has_aux=True)(self.shared, y)
+        sums = _add_loss(sums, (loss, weight, aux))
+        return sums._replace(grads=(sums.grads[0], _add_gradient(sums.grads[1], shared))), gradient
+
+    def _first_gradient(self, shared: Any, gradient: Any, k: jax.Array) -> Any:
+        """Add the gradients of the first part."""
+        _, pullback = jax.vjp(lambda shared: self.loss.first(shared, *self._microbatch(k)), self.shared)
+        return _add_gradient(shared, pullback(gradient)[0])
+
+    def _first(self, k: Any) -> Any:
+        return self.loss.first(self.shared, *self._microbatch(k))
+
+    def _stage(self, chunk: Any, x: Any, k: Any, r: Any) -> Any:
+        return self.loss.stage(chunk, x, *self._microbatch(k), self._first_layer(r))
+
+    def _last(self, y: Any, k: Any) -> tuple[Any, Any, Any]:
+        return self.loss.last(self.shared, y, *self._microbatch(k))
+
+    def _chunk(self, r: Any) -> Any:
+        return _take(self.chunks, r)
+
+    def _first_layer(self, r: Any) -> Any:
+        return (r * self.p + self.s) * self.chunk_size
+
+    def _microbatch(self, k: Any) -> tuple[Any, Any]:
+        batch_R, keys_R = _take((self.batch_KR, self.keys_KR), k)
+        return batch_R, keys_R
+
+    def _send(self, x: Any, step: int) -> Any:
+        """Send a value `step` stages further around the ring; return the value that arrives."""
+        return jax.lax.ppermute(x, STAGE, [(s, (s + step) % self.p) for s in range(self.p)])
+
+    def _if(self, condition: jax.Array, compute: Callable[[], Any], otherwise: Any) -> Any:
+        """Return what this stage computes if the condition holds on this stage; see `PipelinedLoss.skip_idle`."""
+        if self.skips_idle:
+            return jax.lax.cond(condition, compute, lambda: otherwise)
+        return jax.tree.map(lambda a, b: jnp.where(condition, a, b), compute(), otherwise)
+
+    def _if_any_stage(self, condition: jax.Array, compute: Callable[[], Any], otherwise: Any) -> Any:
+        """Return what is computed in the ticks in which any stage has work.
+
+        The condition depends on t alone, so all stages take the same branch, and collectives inside it are safe. Stages that
+        skip idle work do not need it.
+        """
+        return compute() if self.skips_idle else jax.lax.cond(condition, compute, lambda: otherwise)
+
+
+def _take(tree: Any, index: Any) -> Any:
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
+
+
+def _add_loss(sums: Sums, results: tuple[Any, Any, Any]) -> Sums:
+    loss, weight, aux = jax.tree.map(accumulator, results)
+    return sums._replace(loss=sums.loss + loss, weight=sums.weight + weight, aux=jax.tree.map(jnp.add, sums.aux, aux))
+
+
+def _add_gradient(total: Any, gradient: Any) -> Any:
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, gradient)
+
+
+def _constrain(x: jax.Array, sharding: Any) -> jax.Array:
+    """Keep a gradient sharded like its parameter over the automatic axes."""
     spec = PartitionSpec(*(None if axis == STAGE else axis for axis in sharding.spec))
     return constrain(x, sharding.update(spec=spec)) if any(spec) else x
 
@@ -192,7 +545,8 @@ def _without_layers(params: Params) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name != LAYERS}
 
 
-def _check(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Array, mesh: Mesh) -> None:
+def _check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Array, mesh: Mesh) -> None:
+    """Refuse sizes that do not divide, and a stage that changes its input's shape, before anything is compiled."""
     if STAGE not in mesh.axis_names:
         axes = ", ".join(mesh.axis_names)
         raise PipelineShapeError(f"the mesh has the axes {axes} and no axis {STAGE!r}; make it with make_mesh")
@@ -222,6 +576,12 @@ def _check(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Arra
     before, after = (jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", tree) for tree in (x, y))
     if before != after:
         raise PipelineShapeError(
-            f"a pipeline stage must keep the shape and type of its input, but it turns {before} into {after}; put what changes "
-            "them into the first or the last part"
+            f"a pipeline stage must keep the shape and type of its input, but it turns {before} into {after}; move the change "
+            "into the first or the last part"
         )
+
+
+__getattr__ = moved_names(
+    __name__,
+    {"reordered": "rampup.run.pipeline.permute_layers", "gpipe_sums": "rampup.bench.gpipe.gpipe_sums"},
+)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rampup.errors import RampupError
-from rampup.run.offload import bytes_per_device, host_memory_problem, tells_host_memory
+from rampup.run.offload import bytes_per_device, host_memory_problem, reports_host_memory
 from rampup.tune.programs import Programs, Report, Size, take_turns
 
 SHORT_TIMING_SECONDS = 15.0
@@ -68,7 +68,7 @@ def find_memory_options(base: Programs, size: Size, usable: float, report: Repor
     for key, part in OFFLOAD_KEYS.items():
         if getattr(base.config, key):
             continue
-        if tells_host_memory(base.mesh):
+        if reports_host_memory(base.mesh):
             options.append(_compile_with(base, size, key, {key: True}, usable))
         else:
             most = "the most it can save: the step brings it back to the device part by part"

@@ -12,8 +12,7 @@ from helpers import toy
 
 from rampup.errors import NonFiniteError
 from rampup.run.data.batches import step_batches
-from rampup.run.nonfinite import chosen
-from rampup.run.step import create_state, train_step
+from rampup.run.step import create_state, train_step, tree_where
 
 ENGINES = ("fused", "multi_steps")
 BAD = {"nan": np.nan, "infinite": np.inf, "overflow": np.float32(3e38)}
@@ -201,7 +200,7 @@ def test_schedules_inside_injected_hyperparameters_move_on():
     params = {"w": np.ones(2, np.float32)}
     old = tx.init(params)
     _, new = tx.update({"w": np.ones(2, np.float32)}, old, params)
-    kept = chosen(np.bool_(False), new, old)
+    kept = tree_where(np.bool_(False), new, old)
     assert int(kept.count) == 1
     toy_run.assert_equal(optax.tree_utils.tree_get(kept, "mu"), optax.tree_utils.tree_get(old, "mu"))
 

@@ -10,7 +10,7 @@ import pytest
 from rampup.errors import ConfigError
 from rampup.lm.transformer import LanguageModel, cross_entropy
 from rampup.plan import MeshAxes
-from rampup.run.accumulate import accumulate, row_keys
+from rampup.run.accumulate import accumulate, per_row_keys
 from rampup.run.mesh import batch_sharding, make_mesh, shardings_like
 
 SMALL = LanguageModel(num_layers=2, width=16, mlp_dim=32, num_heads=4, num_kv_heads=2, vocab_size=32)
@@ -74,7 +74,7 @@ def test_dropout_depends_on_the_row_alone():
     """A row's loss with dropout is the same in whatever microbatch it stands, and is another without."""
     model = dataclasses.replace(SMALL, dropout_rate=0.3)
     params, rows = model.init(jax.random.key(0)), batch()
-    keys = row_keys(jax.random.key(1), jnp.int32(0), jnp.arange(8).reshape(1, 8))[0]
+    keys = per_row_keys(jax.random.key(1), jnp.int32(0), jnp.arange(8).reshape(1, 8))[0]
     whole = float(model.loss(params, rows, keys)[0])
     halves = [
         float(model.loss(params, {n: x[part] for n, x in rows.items()}, keys[part])[0]) for part in (slice(0, 4), slice(4, 8))
@@ -102,7 +102,7 @@ def test_sharded_is_the_same():
         mesh = make_mesh(MeshAxes(data=2, fsdp=2, tensor=2))
         placed = jax.device_put(params, model.shardings(mesh))
         buffer = jax.device_put({n: x.reshape(3, 8, *x.shape[1:]) for n, x in rows.items()}, batch_sharding(mesh, leading=1))
-        keys = row_keys(jax.random.key(0), jnp.int32(0), jnp.arange(24).reshape(3, 8))
+        keys = per_row_keys(jax.random.key(0), jnp.int32(0), jnp.arange(24).reshape(3, 8))
         sums = jax.jit(lambda *args: accumulate(model.loss, *args, mesh=mesh, param_shardings=shardings_like(placed, mesh)))(
             placed, buffer, 3, keys
         )

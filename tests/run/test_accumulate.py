@@ -11,7 +11,7 @@ from helpers import toy
 
 from rampup.errors import RampDefinitionError
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
-from rampup.run.accumulate import accumulate, multi_steps, row_keys
+from rampup.run.accumulate import accumulate, multi_steps, per_row_keys
 from rampup.run.mesh import batch_sharding, shardings_like
 
 
@@ -38,7 +38,7 @@ def test_accumulated_gradient_is_the_full_batch_gradient(name, float64):
     params = toy.new_params(mesh, float64)
     K, R = 5, 16
     batch, host = buffer(mesh, K, R, float64)
-    keys = row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(K * R).reshape(K, R))
+    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(K * R).reshape(K, R))
     traces = []
 
     def counted(params, batch, rngs):
@@ -67,7 +67,7 @@ def test_accumulators_are_float32():
     mesh = toy.mesh_of("one")
     params = {"w": jnp.ones((), jnp.bfloat16)}
     batch = {"x": jnp.full((1000, 1), 1 / 1024, jnp.bfloat16)}
-    keys = row_keys(jax.random.key(0), jnp.int32(0), jnp.zeros((1000, 1), jnp.int32))
+    keys = per_row_keys(jax.random.key(0), jnp.int32(0), jnp.zeros((1000, 1), jnp.int32))
     sums = accumulate(
         lambda p, b, _: (jnp.sum(p["w"] * b["x"]), 1, {}),
         params,
@@ -98,7 +98,7 @@ def test_one_reduction_per_step_over_the_data_axis():
     mesh = toy.mesh_of("data")
     params = toy.new_params(mesh)
     batch, _ = buffer(mesh, 4, 16, np.float32)
-    keys = row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(64).reshape(4, 16))
+    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(64).reshape(4, 16))
     run = jax.jit(lambda *args: accumulate(toy.loss_fn, *args, mesh=mesh, param_shardings=shardings_like(params, mesh)))
     hlo = run.lower(params, batch, np.int32(2), keys).compile().as_text()
     inside, outside = all_reduces_by_loop(hlo)
@@ -109,8 +109,8 @@ def test_one_reduction_per_step_over_the_data_axis():
 
 def test_dropout_does_not_depend_on_the_cut():
     """A row has the same random key however the batch is cut into microbatches."""
-    one = row_keys(jax.random.key(1), jnp.int32(5), jnp.arange(12).reshape(1, 12))
-    cut = row_keys(jax.random.key(1), jnp.int32(5), jnp.arange(12).reshape(4, 3))
+    one = per_row_keys(jax.random.key(1), jnp.int32(5), jnp.arange(12).reshape(1, 12))
+    cut = per_row_keys(jax.random.key(1), jnp.int32(5), jnp.arange(12).reshape(4, 3))
     assert (jax.random.key_data(one).reshape(12, -1) == jax.random.key_data(cut).reshape(12, -1)).all()
     assert len(set(map(tuple, jax.random.key_data(one)[0].tolist()))) == 12
 
@@ -120,7 +120,7 @@ def test_mutable_is_carried_and_averaged_over_replicas():
     mesh = toy.mesh_of("data")
     params = {"w": jnp.ones(())}
     batch = jax.device_put({"x": np.arange(24.0, dtype=np.float32).reshape(3, 8)}, batch_sharding(mesh, leading=1))
-    keys = row_keys(jax.random.key(0), jnp.int32(0), jnp.arange(24).reshape(3, 8))
+    keys = per_row_keys(jax.random.key(0), jnp.int32(0), jnp.arange(24).reshape(3, 8))
 
     def loss_fn(params, batch, rngs, mutable):
         return (

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rampup.errors import ConfigError
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
-from rampup.run import memory
+from rampup.run import offload
 from rampup.run.data.batches import step_batches
 from rampup.run.mesh import make_mesh
 from rampup.run.step import EvalStep, create_state, train_step
@@ -27,37 +27,37 @@ def device(**stats):
 def test_a_program_takes_what_its_arrays_take():
     """Arguments, outputs and what is in between are counted; an output in the place of an argument once."""
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)
-    grown = memory.program_memory(jax.jit(lambda x: (x @ x.T * jnp.ones((512,)))[:, None] * x[None]).lower(x).compile())
+    grown = offload.program_memory(jax.jit(lambda x: (x @ x.T * jnp.ones((512,)))[:, None] * x[None]).lower(x).compile())
     assert (grown.arguments, grown.outputs, grown.aliased) == (4096, 512 * 4096, 0)
     assert grown.total == grown.arguments + grown.outputs + grown.temporary + grown.code
-    in_place = memory.program_memory(jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile())
+    in_place = offload.program_memory(jax.jit(lambda x: x + 1, donate_argnums=0).lower(x).compile())
     assert in_place.aliased == 4096
     assert in_place.total == 4096 + in_place.temporary + in_place.code
 
 
 def test_a_backend_that_does_not_say_is_an_error():
-    """No analysis is not the same as no memory."""
+    """No analysis is not the same as no offload."""
     with pytest.raises(ConfigError, match="does not say"):
-        memory.program_memory(SimpleNamespace(memory_analysis=lambda: None))
+        offload.program_memory(SimpleNamespace(memory_analysis=lambda: None))
 
 
 def test_limits_are_those_of_the_smallest_device():
     """The room is the least of all devices; devices without memory of their own share half of the machine's."""
-    assert memory.device_limit(device(**GIVEN)) == 1000
-    assert memory.device_limit(device()) is None
-    assert memory.room_to_run([device(bytes_limit=7), device(bytes_limit=5)]) == 5
-    one, four = memory.room_to_run([device()]), memory.room_to_run([device()] * 4)
+    assert offload.device_limit(device(**GIVEN)) == 1000
+    assert offload.device_limit(device()) is None
+    assert offload.room_to_run([device(bytes_limit=7), device(bytes_limit=5)]) == 5
+    one, four = offload.room_to_run([device()]), offload.room_to_run([device()] * 4)
     assert 0 < four < one
-    assert memory.peak_bytes([device(**GIVEN), device(peak_bytes_in_use=90)]) == 90
-    assert memory.peak_bytes([device()]) is None
+    assert offload.peak_bytes([device(**GIVEN), device(peak_bytes_in_use=90)]) == 90
+    assert offload.peak_bytes([device()]) is None
 
 
 def test_out_of_memory_is_told_from_other_failures():
     """Only what the runtime calls exhausted resources counts, and Python's own error."""
-    assert memory.is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm"))
-    assert memory.is_out_of_memory(MemoryError())
-    assert not memory.is_out_of_memory(RuntimeError("INTERNAL: no"))
-    assert not memory.is_out_of_memory(ValueError("RESOURCE_EXHAUSTED"))
+    assert offload.is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm"))
+    assert offload.is_out_of_memory(MemoryError())
+    assert not offload.is_out_of_memory(RuntimeError("INTERNAL: no"))
+    assert not offload.is_out_of_memory(ValueError("RESOURCE_EXHAUSTED"))
 
 
 def test_a_cut_array_counts_once_per_device():
@@ -65,13 +65,13 @@ def test_a_cut_array_counts_once_per_device():
     mesh = make_mesh()
     cut = jax.device_put(jnp.zeros(16), NamedSharding(mesh, PartitionSpec("data")))
     whole = jax.device_put(jnp.zeros(16), NamedSharding(mesh, PartitionSpec()))
-    assert memory.bytes_per_device([cut, whole]) == 64 // 8 + 64
+    assert offload.bytes_per_device([cut, whole]) == 64 // 8 + 64
 
 
-def test_a_state_in_host_memory_trains_alike_and_stays_there():
-    """Steps and evaluation give the very same numbers, and every array comes back to host memory."""
+def test_a_state_host_shardings_trains_alike_and_stays_there():
+    """Steps and evaluation give the very same numbers, and every array comes back to host offload."""
     mesh = make_mesh(devices=jax.devices()[:2])
-    if problem := memory.host_memory_problem(mesh):
+    if problem := offload.host_memory_problem(mesh):
         pytest.skip(problem)
     plan = RampPlan(
         ramp=BatchRamp.from_schedule("0:4 8:8"), splitter=BatchSplitter(data_parallel_size=2), num_devices=2, total_steps=4
@@ -92,16 +92,16 @@ def test_a_state_in_host_memory_trains_alike_and_stays_there():
         return state, losses, [float(x) for x in EvalStep(loss_fn, mesh)(state, batch)]
 
     near, *numbers = trained(lambda state: jax.tree.map(lambda leaf: leaf.sharding, state))
-    far, *same = trained(memory.in_host_memory)
+    far, *same = trained(offload.host_shardings)
     assert numbers == same
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(far) if leaf.ndim}
-    assert kinds == {memory.HOST}
-    assert far.step.sharding.memory_kind == near.step.sharding.memory_kind != memory.HOST
+    assert kinds == {offload.HOST}
+    assert far.step.sharding.memory_kind == near.step.sharding.memory_kind != offload.HOST
     np.testing.assert_array_equal(far.params["w"], near.params["w"])
 
 
 def test_host_memory_is_looked_for():
     """A device without it says so; a CPU does not count it apart."""
     mesh = SimpleNamespace(devices=np.array([SimpleNamespace(addressable_memories=list)]))
-    assert "no pinned_host" in memory.host_memory_problem(mesh)
-    assert not memory.tells_host_memory(make_mesh(devices=jax.devices()[:1]))
+    assert "no pinned_host" in offload.host_memory_problem(mesh)
+    assert not offload.reports_host_memory(make_mesh(devices=jax.devices()[:1]))

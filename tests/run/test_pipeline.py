@@ -1,4 +1,4 @@
-"""Tests of rampup.run.pipeline and rampup.run.pipeline_stage, in float64 against the model without a pipeline.
+"""Tests of rampup.run.pipeline, in float64 against the model without a pipeline.
 
 Every executable here is small and serves many cases: the number of microbatches is an argument.
 """
@@ -13,11 +13,12 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from rampup.bench.gpipe import gpipe_sums
 from rampup.errors import PipelineShapeError
 from rampup.plan import MeshAxes
 from rampup.plan.pipeline import stage_layer_order
-from rampup.run import PipelinedLoss, as_loss, gpipe_sums, make_mesh, pipeline_sums
-from rampup.run.pipeline import reordered
+from rampup.run import PipelinedLoss, as_loss, make_mesh, pipeline_sums
+from rampup.run.pipeline import permute_layers
 
 LAYERS, WIDTH, ROWS, MOST, WORDS = 48, 8, 4, 16, 11
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -140,7 +141,7 @@ def on_mesh(params, axes, repeats=1):
     }
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     order = stage_layer_order(LAYERS, axes.pipeline, repeats)
-    return mesh, shardings, jax.device_put(reordered(params, order), shardings), np.argsort(order)
+    return mesh, shardings, jax.device_put(permute_layers(params, order), shardings), np.argsort(order)
 
 
 def largest_error(found, wanted):
@@ -151,7 +152,7 @@ def largest_error(found, wanted):
 
 GRID = [(p, v, {}) for p in (1, 2, 4, 8) for v in (1, 2, 3)]
 BESIDE = [(2, v, {"data": 2, "tensor": 2}) for v in (1, 2, 3)]
-OPTIONS = {"skipping": {}, "computing": {"skip_idle": False}, "keeping": {"keep": DOTS}}
+OPTIONS = {"skipping": {}, "computing": {"skip_idle": False}, "keeping": {"remat_policy": DOTS}}
 
 
 @pytest.mark.parametrize(("p", "v", "beside"), GRID + BESIDE)
@@ -192,7 +193,7 @@ def check_all(params, batch, keys, parts, axes, loss, numbers):
         assert abs(sums.loss - losses[m - 1]) <= 1e-9 * abs(losses[m - 1])
         assert sums.weight == weights[m - 1]
         assert sums.aux["rows"] == m * ROWS
-        assert largest_error(reordered(sums.grads, natural), jax.tree.map(lambda g: g[m - 1], grads)) < 1e-9  # noqa: B023
+        assert largest_error(permute_layers(sums.grads, natural), jax.tree.map(lambda g: g[m - 1], grads)) < 1e-9  # noqa: B023
     assert len(traces) == 1
 
 
@@ -201,10 +202,11 @@ def test_passes_one_after_the_other():
     params, batch, keys, parts = problem()
     mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4))
     (losses, _), grads = reference(params, batch, keys, parts)
-    options = {"mesh": mesh, "param_shardings": shardings, "num_passes": 3}
-    sums = jax.jit(lambda params: pipeline_sums(parts(), params, batch, 4, keys, **options))(placed)
-    assert largest_error(reordered(sums.grads, natural), jax.tree.map(lambda g: g[11], grads)) < 1e-9
-    alone = jax.jit(lambda params: pipeline_sums(parts(), params, batch, 4, keys, with_grads=False, **options))(placed)
+    options = {"mesh": mesh, "num_passes": 3}
+    with_grads = options | {"param_shardings": shardings}
+    sums = jax.jit(lambda params: pipeline_sums(parts(), params, batch, 4, keys, **with_grads))(placed)
+    assert largest_error(permute_layers(sums.grads, natural), jax.tree.map(lambda g: g[11], grads)) < 1e-9
+    alone = jax.jit(lambda params: pipeline_sums(parts(), params, batch, 4, keys, **options))(placed)
     assert alone.grads is None
     np.testing.assert_allclose(alone.loss, losses[11], rtol=1e-12)
 
@@ -218,7 +220,7 @@ def test_gpipe_is_a_reference(v):
     loss = parts(num_repeats=v)
     sums = jax.jit(lambda params: gpipe_sums(loss, params, batch, keys, mesh=mesh, param_shardings=shardings))(placed)
     np.testing.assert_allclose(sums.loss, losses[-1], rtol=1e-12)
-    assert largest_error(reordered(sums.grads, natural), jax.tree.map(lambda g: g[-1], grads)) < 1e-9
+    assert largest_error(permute_layers(sums.grads, natural), jax.tree.map(lambda g: g[-1], grads)) < 1e-9
 
 
 def test_a_drop_in_for_value_and_grad():
@@ -230,7 +232,7 @@ def test_a_drop_in_for_value_and_grad():
     value, found = jax.jit(jax.value_and_grad(lambda params: 3 * mean(params, batch, keys)))(placed)
     np.testing.assert_allclose(value, 3 * losses[-1] / weights[-1], rtol=1e-12)
     wanted = jax.tree.map(lambda g: 3 * g[-1] / weights[-1], grads)
-    assert largest_error(reordered(found, natural), wanted) < 1e-9
+    assert largest_error(permute_layers(found, natural), wanted) < 1e-9
     np.testing.assert_allclose(jax.jit(mean)(placed, batch, keys), losses[-1] / weights[-1], rtol=1e-12)
 
 

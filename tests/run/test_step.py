@@ -13,7 +13,7 @@ from helpers import toy
 from rampup.errors import ConfigError
 from rampup.run.data.batches import layout_of, step_batches
 from rampup.run.mesh import make_mesh
-from rampup.run.step import EvalStep, create_state, prepare_state, train_step
+from rampup.run.step import EvalStep, all_finite, create_state, prepare_state, train_step, tree_where, zeros_if_not
 
 
 def losses(mesh, plan, engine="fused", tx=None, number_of_rows=400, **options):
@@ -202,3 +202,29 @@ def test_a_late_compilation_stops_nothing():
     for batch in step_batches(toy.rows(), fixed, mesh, seed=3):
         wanted, _ = other(wanted, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.params, wanted.params)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_all_finite_checks_every_leaf(bad):
+    """One NaN or infinity in any leaf is found; integers and an empty tree are finite."""
+    assert all_finite({"a": jnp.ones(3)}, jnp.int32(2), None)
+    assert all_finite()
+    assert not all_finite({"a": jnp.ones(3)}, [jnp.array([1.0, bad])])
+    assert not all_finite(jnp.array([bad], jnp.bfloat16))
+
+
+def test_zeros_if_not_removes_nan():
+    """A tree replaced by zeros contains no NaN."""
+    np.testing.assert_array_equal(zeros_if_not(jnp.array(False), jnp.array([np.nan, 1.0])), [0, 0])
+    np.testing.assert_array_equal(zeros_if_not(jnp.array(True), jnp.array([2.0, 1.0])), [2, 1])
+
+
+def test_tree_where_keeps_schedule_counts():
+    """The old state is selected, except for the counts of schedules."""
+    tx = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda count: 1.0))
+    old = tx.init(jnp.ones(2))
+    _, new = tx.update(jnp.ones(2), old)
+    kept = tree_where(jnp.array(False), new, old)
+    assert (int(kept[0].count), int(kept[1].count)) == (0, 1)
+    np.testing.assert_array_equal(kept[0].mu, old[0].mu)
+    np.testing.assert_array_equal(tree_where(jnp.array(True), new, old)[0].mu, new[0].mu)
