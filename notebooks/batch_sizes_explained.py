@@ -57,7 +57,7 @@ import rampup
 from rampup.cli import main
 from rampup.dialects import check_file
 from rampup.errors import RampupError
-from rampup.plan.packing import balance, imbalance, make_ladder, pack
+from rampup.packing import balance, imbalance, make_ladder, pack
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import Size
 from rampup.rl.updates import Training

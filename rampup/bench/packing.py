@@ -15,7 +15,7 @@ import numpy as np
 
 from rampup.bench.measure import ROUNDS, take_turns
 from rampup.bench.result import BenchResult
-from rampup.plan.packing import balance, imbalance, make_ladder, pack
+from rampup.packing import balance, imbalance, make_ladder, pack
 
 # veRL's estimate of the work of a 7B transformer on a sequence of L tokens: 24576 * L + L**2 (verl/utils/seqlen_balancing.py).
 VERL_WORKLOAD = (24576, 1)

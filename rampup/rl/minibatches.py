@@ -71,7 +71,7 @@ class MiniBatch:
         position: rollout, epoch and number of this optimizer step.
         rows: which rows of the step's samples it holds, in order.
         microbatches: its passes; divide their summed gradients by `weight`. None with a token budget, with which they follow
-            from the lengths: `rampup.plan.packing.pack` cuts `rows` then.
+            from the lengths: `rampup.packing.pack` cuts `rows` then.
     """
 
     position: RolloutPosition

@@ -10,8 +10,8 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 
 from rampup.dialects.verdict import Verdict
+from rampup.packing import PackedMicrobatches
 from rampup.plan.maxtext_manager import RampupBatchManager
-from rampup.plan.packed import PackedMicrobatches
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.timetable import Timetable

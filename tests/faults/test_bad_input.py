@@ -25,8 +25,8 @@ from rampup.config.schema import KEYS
 from rampup.config.yaml import parse_mapping
 from rampup.dialects import SYSTEMS, check_file
 from rampup.errors import ConfigError, RampupError, ResumeMismatchError
+from rampup.packing import balance, make_ladder, pack
 from rampup.plan import BatchRamp, BatchSplitter
-from rampup.plan.packing import balance, make_ladder, pack
 from rampup.plan.ramp import parse_schedule
 from rampup.plan.timetable import Timetable
 from rampup.run.checksums import write_checksums

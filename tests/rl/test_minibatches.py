@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rampup.errors import ConfigError, DataError, RampupError, ResumeMismatchError
-from rampup.plan.packing import make_ladder, pack
+from rampup.packing import make_ladder, pack
 from rampup.rl.minibatches import mini_batches, overlap, regroup
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import Size
