@@ -1,11 +1,11 @@
-"""Config -> RampPlan: which keys make which part of the plan."""
+"""Builds the plan that a configuration describes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
-from typing import TypeVar
 
 from rampup.config.schema import KEYS, Config
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
@@ -17,8 +17,6 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp, parse_schedule
 from rampup.plan.split import BatchSplitter
 
-T = TypeVar("T")
-
 
 def build_plan(
     config: Config, num_devices: int | None = None, *, ramp: BatchRamp | None = None, eval_size: int | None = None
@@ -27,12 +25,12 @@ def build_plan(
 
     Args:
         config: the configuration.
-        num_devices: devices to plan for; None = the configuration's `num_devices`, which then must not be -1.
-        ramp: a ramp in place of the one that the configuration describes, and
-        eval_size: samples of an evaluation batch likewise: those of a run that goes on.
+        num_devices: the number of devices. None = the configuration's `num_devices`, which must then not be -1.
+        ramp: the ramp of a resumed run, instead of the one that the configuration describes.
+        eval_size: samples of an evaluation batch of a resumed run, instead of the configured size.
 
     Raises:
-        RampupError: every rule that the configuration breaks in any phase or in evaluation, all at once.
+        RampupError: the rules that the configuration breaks in any phase or in evaluation, all at once.
 
     Example:
         >>> plan = build_plan(Config(enable_rampup_batch_size=True), num_devices=4)
@@ -41,21 +39,69 @@ def build_plan(
     """
     num_devices = config.num_devices if num_devices is None else num_devices
     if num_devices < 1:
-        raise ConfigError(f"num_devices={num_devices} must be at least 1", key="num_devices", nearest=(1,))
+        raise ConfigError(
+            f"num_devices={num_devices} must be at least 1; pass the number to `build_plan` or set the key",
+            key="num_devices",
+            nearest=(1,),
+        )
     problems: list[RampupError] = []
-    axes = _collect(problems, config, lambda: mesh_axes(config, num_devices))
-    repeats = _collect(problems, config, lambda: _num_repeats(config, axes.pipeline if axes else 1))
-    splitter = _collect(problems, config, lambda: _splitter(config, axes or MeshAxes(), repeats or 1))
-    chosen = ramp or _collect(problems, config, lambda: _ramp(config, num_devices, splitter if axes else None))
+
+    # The mesh, the pipeline and the ramp break different rules, so each is checked even if another one is refused. A mesh
+    # that is refused has no known number of replicas: the ramp is then checked without its splitter.
+    axes = splitter = plan = None
+    num_repeats = 1
+    with _collected(problems, config):
+        axes = mesh_axes(config, num_devices)
+    with _collected(problems, config):
+        num_repeats = _num_repeats(config, axes.pipeline if axes else 1)
+    with _collected(problems, config):
+        splitter = _splitter(config, axes or MeshAxes(), num_repeats)
+    if ramp is None:
+        with _collected(problems, config):
+            ramp = _ramp(config, num_devices, splitter if axes else None)
     raise_together(problems)
+    assert axes is not None
     assert splitter is not None
-    assert chosen is not None
-    splitter = _with_best_repeats(config, splitter, chosen)
-    size = eval_size or _collect(problems, config, lambda: _eval_size(config, num_devices, chosen, splitter))
-    plan = _collect(problems, config, lambda: _plan(config, num_devices, axes, chosen, splitter, size))
+    assert ramp is not None
+
+    if splitter.num_stages > 1 and config.num_layers_per_pipeline_stage == config.num_pipeline_repeats == AUTO:
+        splitter = _with_best_repeats(config, splitter, ramp)
+    if eval_size is None:
+        with _collected(problems, config):
+            eval_size = _eval_size(config, num_devices, ramp, splitter)
+    schedule_steps = config.learning_rate_schedule_steps
+    with _collected(problems, config):
+        plan = RampPlan(
+            ramp=ramp,
+            splitter=splitter,
+            num_devices=num_devices,
+            axes=axes,
+            total_steps=config.total_steps,
+            eval_global_batch_size=eval_size,
+            learning_rate_batch_scaling=config.learning_rate_batch_scaling,  # type: ignore[arg-type]
+            learning_rate_clock=config.learning_rate_clock,  # type: ignore[arg-type]
+            learning_rate_schedule_steps=None if schedule_steps == AUTO else schedule_steps,
+            expansion_factor_real_data=config.expansion_factor_real_data,
+            assumed_tick_overhead=_tick_overhead(config),
+        )
     raise_together(problems)
     assert plan is not None
     return plan
+
+
+@contextmanager
+def _collected(problems: list[RampupError], config: Config) -> Iterator[None]:
+    """Append the errors of a block to a list, each with the place its key was set and with only the values a file can have."""
+    try:
+        yield
+    except RampupError as error:
+        for problem in error.problems or (error,):
+            if problem.key and (place := config.where(problem.key)) != "default":
+                problem.args = (f"{problem} [{problem.key}: {place}]",)
+            # The values offered for a schedule are sizes, not schedules.
+            if problem.key in KEYS and problem.key != "batch_size_schedule":
+                problem.nearest = tuple(filter(KEYS[problem.key].allows, problem.nearest))
+            problems.append(problem)
 
 
 def mesh_axes(config: Config, num_devices: int) -> MeshAxes:
@@ -81,9 +127,7 @@ def _num_repeats(config: Config, num_stages: int) -> int:
 
 
 def _with_best_repeats(config: Config, splitter: BatchSplitter, ramp: BatchRamp) -> BatchSplitter:
-    """Where repeats and layers per stage are both automatic, choose the repeats with the lowest predicted time at the end."""
-    if splitter.num_stages == 1 or config.num_layers_per_pipeline_stage != AUTO or config.num_pipeline_repeats != AUTO:
-        return splitter
+    """Return the splitter with the number of repeats whose predicted step time in the last phase is lowest."""
 
     def time(num_repeats: int) -> Fraction:
         *_, last = replace(splitter, num_repeats=num_repeats).split(ramp.sizes)
@@ -100,7 +144,7 @@ def _with_best_repeats(config: Config, splitter: BatchSplitter, ramp: BatchRamp)
 
 
 def _tick_overhead(config: Config) -> Fraction:
-    """What a tick costs beside its arithmetic, in samples: as measured, or as assumed where nobody has."""
+    """Return the overhead of a pipeline tick in samples: the configured one, or the assumed one if it was not measured."""
     if config.pipeline_tick_overhead is None:
         return Fraction(DEFAULT_OVERHEAD_TOKENS, config.max_target_length)
     return exact_fraction(config.pipeline_tick_overhead, what="pipeline_tick_overhead", key="pipeline_tick_overhead")
@@ -143,7 +187,7 @@ def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None) -> B
 
 
 def _check_phases(config: Config, ramp: BatchRamp, splitter: BatchSplitter) -> None:
-    """Check every phase, and blame the key that a person would change."""
+    """Check every phase. An error names the key that a user would change."""
     scheduled, fixed = config.batch_size_schedule is not None, config.microbatch_size != AUTO
     unfixed = replace(splitter, microbatch_size=AUTO)
     key = "batch_size_schedule" if scheduled else None
@@ -165,7 +209,7 @@ def _check_phases(config: Config, ramp: BatchRamp, splitter: BatchSplitter) -> N
 
 
 def _problems_jumped_over(config: Config, ramp: BatchRamp, splitter: BatchSplitter) -> list[RampupError]:
-    """Return what is wrong with sizes of a refused schedule that no step has: with others put right, a step may have them."""
+    """Return the problems of scheduled sizes that no step reaches. Once the other sizes are fixed, a step may reach them."""
     assert config.batch_size_schedule is not None
     length = config.max_target_length if config.batch_size_schedule_unit == "tokens" else None
     entries = parse_schedule(config.batch_size_schedule, sequence_length=length)
@@ -175,10 +219,11 @@ def _problems_jumped_over(config: Config, ramp: BatchRamp, splitter: BatchSplitt
 
 
 def _eval_size(config: Config, num_devices: int, ramp: BatchRamp, splitter: BatchSplitter) -> int | None:
-    """Samples of an evaluation batch; None where evaluation is off and the default size could not be cut."""
+    """Return the samples of an evaluation batch; None if evaluation is off and the default size cannot be split."""
     key, size = "eval_per_device_batch_size", config.eval_per_device_batch_size
     try:
         if size == 0 and config.batch_size_schedule is not None:
+            # A schedule gives global batches, so the default comes from its last one instead of per_device_batch_size.
             whole = ramp.sizes[-1] // config.gradient_accumulation_steps
             if problem := splitter.for_eval().problem(whole, "evaluation, the last phase without accumulation", key=key):
                 raise problem
@@ -194,39 +239,3 @@ def _eval_size(config: Config, num_devices: int, ramp: BatchRamp, splitter: Batc
         if size == 0 and config.eval_interval == AUTO:
             return None
         raise
-
-
-def _plan(
-    config: Config, num_devices: int, axes: MeshAxes | None, ramp: BatchRamp, splitter: BatchSplitter, eval_size: int | None
-) -> RampPlan:
-    assert axes is not None
-    return RampPlan(
-        axes=axes,
-        ramp=ramp,
-        splitter=splitter,
-        num_devices=num_devices,
-        total_steps=config.total_steps,
-        eval_global_batch_size=eval_size,
-        learning_rate_batch_scaling=config.learning_rate_batch_scaling,  # type: ignore[arg-type]
-        learning_rate_clock=config.learning_rate_clock,  # type: ignore[arg-type]
-        learning_rate_schedule_steps=None
-        if config.learning_rate_schedule_steps == AUTO
-        else config.learning_rate_schedule_steps,
-        expansion_factor_real_data=config.expansion_factor_real_data,
-        assumed_tick_overhead=_tick_overhead(config),
-    )
-
-
-def _collect(problems: list[RampupError], config: Config, make: Callable[[], T]) -> T | None:
-    """Return what `make` makes; note what it raises, with the place that the key's value came from and what a file may say."""
-    try:
-        return make()
-    except RampupError as error:
-        for problem in error.problems or (error,):
-            if problem.key and (place := config.where(problem.key)) != "default":
-                problem.args = (f"{problem} [{problem.key}: {place}]",)
-            # A schedule's offers are sizes, not what its key takes.
-            if problem.key in KEYS and problem.key != "batch_size_schedule":
-                problem.nearest = tuple(filter(KEYS[problem.key].allows, problem.nearest))
-            problems.append(problem)
-        return None
