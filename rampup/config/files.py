@@ -91,7 +91,7 @@ BASE_FILE = ConfigFile(
     title="A configuration of rampup",
     head="""\
 # The configuration of `rampup train`: every key, its documentation and its value.
-# Names and meanings are MaxText's. If MaxText's default differs, the comment gives it.
+# Names and meanings are those of MaxText. If its default differs, the comment ends with it.
 # Set a key on the command line (steps=100), in the environment (RAMPUP_STEPS=100), or in a file of your own that starts
 # with `base_config: base.yml`.
 """,
@@ -135,11 +135,16 @@ def yaml_text(head: str, keys: Mapping[str, Key], values: Mapping[str, Any]) -> 
 
 
 def describe(key: Key) -> str:
-    """Return a key's documentation with what it leaves out: the unit, the choices, and MaxText's default if it differs."""
-    remarks = [f"in {key.unit}"] if key.unit and key.unit.rstrip("s") not in key.doc else []
-    remarks += [" or ".join(key.choices)] if any(choice not in key.doc for choice in key.choices) else []
-    remarks += [f"MaxText: {key.maxtext}"] if key.maxtext else []
-    return key.doc[0].upper() + key.doc[1:] + (f" ({'; '.join(remarks)})" if remarks else "") + "."
+    """Return a key's documentation, with its unit and choices if the documentation leaves them out, and MaxText's default.
+
+    Example:
+        >>> describe(Key(kind="int", doc="Size of a buffer.", section="", unit="batches", maxtext="500"))
+        'Size of a buffer. Unit: batches. MaxText: 500.'
+    """
+    remarks = [f"Unit: {key.unit}."] if key.unit and key.unit.rstrip("s") not in key.doc.lower() else []
+    remarks += [f"One of {', '.join(key.choices)}."] if any(choice not in key.doc for choice in key.choices) else []
+    remarks += [f"MaxText: {key.maxtext}."] if key.maxtext else []
+    return " ".join([key.doc, *remarks])
 
 
 def yaml_value(value: Any) -> str:
@@ -185,7 +190,7 @@ def schema_of(keys: Mapping[str, Key], defaults: Mapping[str, Any], *, title: st
         title: the title of the schema.
 
     Example:
-        >>> schema = schema_of({"a.b": Key(kind="bool", doc="b of a", section="")}, {"a.b": True}, title="An example")
+        >>> schema = schema_of({"a.b": Key(kind="bool", doc="b of a.", section="")}, {"a.b": True}, title="An example")
         >>> sorted(schema["properties"]), schema["properties"]["a.b"]["default"]
         (['a', 'a.b', 'base_config'], True)
     """

@@ -14,7 +14,7 @@ ROLLOUT_FILE = ConfigFile(
     title="A rollout's configuration of rampup",
     head="""\
 # A step of reinforcement learning, for `rampup plan configs/rl.yml`: every key, its documentation and its value.
-# Names and meanings are MaxText RL's if it has the key. If MaxText RL's default differs, the comment gives it.
+# Names and meanings are those of MaxText RL, if it has the key. If its default differs, the comment ends with it.
 # A size in prompts counts prompts of the whole job; each prompt has rl.num_generations samples.
 """,
     settings=RolloutConfig,

@@ -9,11 +9,11 @@ from rampup.config.schema import ALIASES, KEYS, keys_for_alias
 from rampup.errors import ConfigError
 
 
-def test_defaults_are_a_whole_configuration():
-    """Every key has a default that its own rules accept, a section and a line of documentation."""
+def test_config_without_arguments_is_complete():
+    """Every key has a default that its own rules accept, a section and documentation in full sentences."""
     config = Config()
     assert list(config.to_dict()) == list(KEYS)
-    assert all(key.doc and key.section and not key.doc.endswith(".") for key in KEYS.values())
+    assert all(key.section and key.doc[0].isupper() and key.doc.endswith(".") for key in KEYS.values())
 
 
 @pytest.mark.parametrize(
