@@ -1,0 +1,123 @@
+"""Reference pages that are written from the code: a line `<!-- generated: NAME -->` becomes the Markdown of GENERATED[NAME]."""
+
+from __future__ import annotations
+
+import argparse
+import html
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rampup.cli import COMMANDS, _parser
+from rampup.config.key import Key
+from rampup.config.schema import KEYS, Config
+from rampup.config.template import base_values, comment, yaml_value
+from rampup.rl.config import ROLLOUT_KEYS
+from rampup.rl.template import rollout_values
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+NOT_PRESETS = ("base", "rl")
+
+
+def configuration_keys() -> str:
+    """Return every key of base.yml: one section of the file is one table."""
+    defaults = Config().to_dict()
+    return _tables(KEYS, base_values(), defaults)
+
+
+def rollout_keys() -> str:
+    """Return every key of rl.yml."""
+    return _tables(ROLLOUT_KEYS, rollout_values(), rollout_values())
+
+
+def _tables(keys: Mapping[str, Key], values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    lines: list[str] = []
+    section = None
+    for name, key in keys.items():
+        if key.section != section:
+            section = key.section
+            lines += ["", f"## {section}", "", "| Key | Default | Allowed values | Meaning |", "|---|---|---|---|"]
+        default = f"`{yaml_value(defaults[name])}`"
+        if values[name] != defaults[name]:
+            default += f" (`{yaml_value(values[name])}` in base.yml)"
+        allowed = key.expected[0].upper() + key.expected[1:]
+        lines.append(f"| `{name}` | {default} | {_cell(allowed)} | {_cell(comment(key))} |")
+    return "\n".join(lines)
+
+
+def presets() -> str:
+    """Return the published ramps that come with rampup, with the comment at the head of each file."""
+    lines = []
+    for path in sorted(CONFIGS.glob("*.yml")):
+        if path.stem not in NOT_PRESETS:
+            lines += [f"`{path.stem}`", f": {_cell(_head(path))}", ""]
+    return "\n".join(lines)
+
+
+def _head(path: Path) -> str:
+    """Return the comment at the head of a file, without the lines that every file begins with."""
+    head = re.match(r"(?:#.*\n)+", path.read_text(encoding="utf-8"))
+    assert head is not None
+    lines = [line.removeprefix("#").strip() for line in head[0].splitlines()]
+    return " ".join(line for line in lines if not line.startswith("yaml-language-server") and path.name not in line)
+
+
+def command_line() -> str:
+    """Return every command with its usage and options."""
+    return "\n".join(line for name in COMMANDS for line in _command(name, _parser(name)))
+
+
+def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:
+    description = str(parser.description)
+    lines = ["", f"## rampup {name}", "", description[0].upper() + description[1:].rstrip(".") + ".", ""]
+    lines += ["```text", parser.format_usage().rstrip(), "```", "", "| Argument | Meaning |", "|---|---|"]
+    for action in parser._actions:
+        if action.dest in ("help", "json"):
+            continue
+        lines.append(f"| {_argument(action)} | {_cell(str(action.help))} |")
+    return lines
+
+
+def _argument(action: argparse.Action) -> str:
+    """Return an argument as one writes it: `CONFIG.yml`, or `-o FILE, --output FILE`."""
+    value = action.metavar if isinstance(action.metavar, str) else "|".join(map(str, action.choices or ()))
+    if not action.option_strings:
+        return f"`{value}`"
+    takes_value = action.nargs != 0
+    return ", ".join(f"`{option} {value}`" if takes_value else f"`{option}`" for option in action.option_strings)
+
+
+def _cell(text: str) -> str:
+    """Return text for a cell of a table: no column separators, no tags."""
+    return html.escape(text, quote=False).replace("|", "\\|").replace("*", "\\*").replace("$", "\\$").replace("~", "\\~")
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "configuration-keys": configuration_keys,
+    "rollout-keys": rollout_keys,
+    "presets": presets,
+    "command-line": command_line,
+}
+MARK = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.MULTILINE)
+
+
+def fill_in(text: str) -> str:
+    """Return a page with its generated parts."""
+    return MARK.sub(lambda match: GENERATED[match[1]](), text)
+
+
+def _on_source_read(app: Any, name: str, source: list[str]) -> None:
+    source[0] = fill_in(source[0])
+
+
+def _skip_field_aliases(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
+    """Leave out the fields of a NamedTuple, whose class docstring describes them."""
+    return True if (getattr(obj, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
+def setup(app: Any) -> dict[str, Any]:
+    """Connect the extension to Sphinx."""
+    app.connect("source-read", _on_source_read)
+    app.connect("autodoc-skip-member", _skip_field_aliases)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,70 @@
+"""Configuration of the documentation: `sphinx-build -W --keep-going -b html docs OUT`. It needs no network."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+sys.path[:0] = [str(ROOT), str(DOCS / "_ext")]
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import rampup
+
+project = "rampup"
+author = "The rampup authors"
+copyright = author
+version = release = rampup.__version__
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+    "generated_reference",
+]
+templates_path = ["_templates"]
+exclude_patterns = ["_build", "_ext", "_templates"]
+
+# The tutorials are the notebooks of the repository. Sphinx reads sources below docs/ only, so they are copied here.
+for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
+    shutil.copyfile(notebook, DOCS / "tutorials" / notebook.name)
+
+# The tests run the notebooks. RAMPUP_DOCS_NOTEBOOKS=force also runs them here, so that the pages show their output.
+nb_execution_mode = os.environ.get("RAMPUP_DOCS_NOTEBOOKS", "off")
+nb_execution_timeout = 600
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_heading_anchors = 3
+
+autosummary_generate = True
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+
+copybutton_prompt_text = "$ "
+copybutton_only_copy_prompt_lines = True
+
+# Links to the documentation of JAX, Flax and Optax need their inventories, and so the network.
+if os.environ.get("RAMPUP_DOCS_INTERSPHINX"):
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "numpy": ("https://numpy.org/doc/stable", None),
+        "jax": ("https://docs.jax.dev/en/latest", None),
+        "flax": ("https://flax.readthedocs.io/en/latest", None),
+        "optax": ("https://optax.readthedocs.io/en/latest", None),
+    }
+
+html_theme = "sphinx_book_theme"
+html_title = "rampup"
+html_static_path = ["_static"]
+html_theme_options = {"show_toc_level": 2, "use_download_button": False, "use_fullscreen_button": False}
+html_show_sourcelink = False
+html_copy_source = False
