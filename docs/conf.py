@@ -12,7 +12,7 @@ ROOT = DOCS.parent
 sys.path[:0] = [str(ROOT), str(DOCS / "_ext")]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import rampup
+import rampup  # noqa: E402 - found through the path above
 
 project = "rampup"
 author = "The rampup authors"
@@ -40,6 +40,10 @@ nb_execution_timeout = 600
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
+# A single-backquoted name in a docstring is code.
+default_role = "code"
+# Several classes have an attribute of the same name.
+suppress_warnings = ["ref.python"]
 autosummary_generate = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

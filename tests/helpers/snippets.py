@@ -1,6 +1,6 @@
 """Finds what the README and the pages of docs/ ask a reader to run, and runs it.
 
-- All ``python`` blocks of a page run in one namespace, from top to bottom.
+- The ``python`` blocks of a page run in one namespace.
 - A ``console`` block has lines `$ COMMAND`, each followed by what the command prints. `rampup` commands run; others, such as
   `pip install`, do not. If the page shows no output, any output will do.
 """
@@ -24,67 +24,65 @@ SMALL = {
         "per_device_batch_size_increment=1",
         "per_device_batch_size=2",
         "global_rampup_samples=20",
-        "max_target_length=16",
+        "base_num_decoder_layers=1",
         "base_emb_dim=16",
         "base_mlp_dim=32",
         "base_num_query_heads=2",
-        "eval_steps=1",
-        "log_period=2",
-        "jax_cache_dir=null",
+        "max_target_length=16",
+        "eval_interval=-1",
+        "dataset_type=synthetic",
     ),
     "tune": (
-        "steps=4",
-        "max_target_length=16",
+        "steps=3",
+        "enable_rampup_batch_size=false",
+        "per_device_batch_size=2",
+        "base_num_decoder_layers=1",
         "base_emb_dim=16",
         "base_mlp_dim=32",
         "base_num_query_heads=2",
+        "max_target_length=16",
         "dataset_type=synthetic",
-        "jax_cache_dir=null",
     ),
 }
-# The tests have eight devices already.
-NOT_HERE = re.compile(r"--fake-devices \d+")
+# The tests have eight simulated devices already.
+SIMULATED = re.compile(r"--fake-devices \d+")
 
 
-def page_id(page: Path) -> str:
-    """Return a page's path in the repository."""
-    return str(page.relative_to(ROOT))
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """Return the language and the text of the blocks of a page that can run."""
+    text = page.read_text(encoding="utf-8")
+    return re.findall(r"^```(python|console)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
 def python_blocks(page: Path) -> list[str]:
     """Return the Python blocks of a page."""
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    return [text for language, text in blocks(page) if language == "python"]
 
 
-def console_commands(page: Path) -> list[tuple[str, str]]:
-    """Return the `rampup` commands in the console blocks of a page, each with the output that the page shows."""
-    blocks = re.findall(r"^```console\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-    commands = []
-    for block in blocks:
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, _, output = part.partition("\n")
-            if command.startswith("rampup "):
-                commands.append((command, output))
-    return commands
+def console_commands(block: str) -> list[tuple[str, str]]:
+    """Return the `rampup` commands of a console block, each with the output that the block shows."""
+    parts = (part.partition("\n") for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:])
+    return [(command, output) for command, _, output in parts if command.startswith("rampup ")]
 
 
-def run_page(page: Path) -> None:
-    """Run the Python blocks of a page in one namespace."""
-    namespace: dict[str, object] = {"__name__": page.stem}
-    for number, block in enumerate(python_blocks(page)):
-        exec(compile(block, f"{page_id(page)}, block {number}", "exec"), namespace)
-
-
-def run_command(command: str, read_output: Callable[[], str]) -> tuple[int, str]:
-    """Run a `rampup` command made small, and return its exit code and what it printed.
+def run_page(page: Path, read_output: Callable[[], str]) -> None:
+    """Run the Python and console blocks of a page from top to bottom, and compare what the commands print.
 
     Args:
-        command: the command line.
+        page: the page.
         read_output: returns what has been printed since it was last called.
     """
-    name, *words = shlex.split(NOT_HERE.sub("", command))[1:]
-    given = {word.partition("=")[0] for word in words}
-    small = [setting for setting in SMALL.get(name, ()) if setting.partition("=")[0] not in given]
-    read_output()
-    code = main([name, *words, *small])
-    return code, "\n".join(line.rstrip() for line in read_output().splitlines())
+    namespace: dict[str, object] = {"__name__": page.stem}
+    for number, (language, text) in enumerate(blocks(page)):
+        if language == "python":
+            exec(compile(text, f"{page.relative_to(ROOT)}, block {number}", "exec"), namespace)
+            continue
+        for command, expected in console_commands(text):
+            name, *words = shlex.split(SIMULATED.sub("", command))[1:]
+            given = {word.partition("=")[0] for word in words}
+            small = [setting for setting in SMALL.get(name, ()) if setting.partition("=")[0] not in given]
+            read_output()
+            code = main([name, *words, *small])
+            printed = "\n".join(line.rstrip() for line in read_output().splitlines())
+            assert code == 0, f"{command}: exit code {code}"
+            assert not expected or printed.strip("\n") == expected.strip("\n"), command
