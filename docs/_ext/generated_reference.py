@@ -5,44 +5,40 @@ from __future__ import annotations
 import argparse
 import html
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rampup.cli import COMMANDS, _parser
-from rampup.config.key import Key
-from rampup.config.schema import KEYS, Config
-from rampup.config.template import base_values, comment, yaml_value
-from rampup.rl.config import ROLLOUT_KEYS
-from rampup.rl.template import rollout_values
+from rampup.config.files import BASE_FILE, ConfigFile, describe, yaml_value
+from rampup.rl.template import ROLLOUT_FILE
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 NOT_PRESETS = ("base", "rl")
 
 
 def configuration_keys() -> str:
-    """Return every key of base.yml: one section of the file is one table."""
-    defaults = Config().to_dict()
-    return _tables(KEYS, base_values(), defaults)
+    """Return every key of base.yml."""
+    return _tables(BASE_FILE)
 
 
 def rollout_keys() -> str:
     """Return every key of rl.yml."""
-    return _tables(ROLLOUT_KEYS, rollout_values(), rollout_values())
+    return _tables(ROLLOUT_FILE)
 
 
-def _tables(keys: Mapping[str, Key], values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+def _tables(file: ConfigFile) -> str:
+    """Return the keys of a file, one table for each section."""
     lines: list[str] = []
-    section = None
-    for name, key in keys.items():
+    values, defaults, section = file.values, file.defaults, None
+    for name, key in file.keys.items():
         if key.section != section:
             section = key.section
-            lines += ["", f"## {section}", "", "| Key | Default | Allowed values | Meaning |", "|---|---|---|---|"]
+            lines += ["", f"## {section}", "", "| Key | Default | Valid values | Meaning |", "|---|---|---|---|"]
         default = f"`{yaml_value(defaults[name])}`"
         if values[name] != defaults[name]:
-            default += f" (`{yaml_value(values[name])}` in base.yml)"
-        allowed = key.expected[0].upper() + key.expected[1:]
-        lines.append(f"| `{name}` | {default} | {_cell(allowed)} | {_cell(comment(key))} |")
+            default += f" (`{yaml_value(values[name])}` in {file.name})"
+        lines.append(f"| `{name}` | {default} | {_cell(key.expected)} | {_cell(describe(key))} |")
     return "\n".join(lines)
 
 
@@ -73,7 +69,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:
     lines = ["", f"## rampup {name}", "", description[0].upper() + description[1:].rstrip(".") + ".", ""]
     lines += ["```text", parser.format_usage().rstrip(), "```", "", "| Argument | Meaning |", "|---|---|"]
     for action in parser._actions:
-        if action.dest in ("help", "json"):
+        if action.dest in ("help", "json") or action.help == argparse.SUPPRESS:
             continue
         lines.append(f"| {_argument(action)} | {_cell(str(action.help))} |")
     return lines

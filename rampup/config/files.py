@@ -168,16 +168,6 @@ def yaml_value(value: Any) -> str:
     return str(value)
 
 
-def keys_table() -> str:
-    """Return every key of base.yml as a Markdown table."""
-    values = BASE_FILE.values
-    rows = ["| key | value in base.yml | meaning |", "|---|---|---|"]
-    for name, key in KEYS.items():
-        meaning = describe(key).replace("|", "\\|")
-        rows.append(f"| `{name}` | `{yaml_value(values[name])}` | {meaning} |")
-    return "\n".join(rows)
-
-
 def schema_of(keys: Mapping[str, Key], defaults: Mapping[str, Any], *, title: str) -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a configuration, with which an editor checks and completes it.
 

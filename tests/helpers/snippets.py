@@ -12,36 +12,23 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from helpers.tiny import TINY, TINY_MODEL, command_line
 from rampup.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 # Commands that compute get settings that make them small; the page shows what a reader would type.
 SMALL = {
-    "train": (
-        "steps=6",
-        "per_device_batch_size_start=1",
-        "per_device_batch_size_increment=1",
-        "per_device_batch_size=2",
-        "global_rampup_samples=20",
-        "base_num_decoder_layers=1",
-        "base_emb_dim=16",
-        "base_mlp_dim=32",
-        "base_num_query_heads=2",
-        "max_target_length=16",
-        "eval_interval=-1",
-        "dataset_type=synthetic",
-    ),
-    "tune": (
-        "steps=3",
-        "enable_rampup_batch_size=false",
-        "per_device_batch_size=2",
-        "base_num_decoder_layers=1",
-        "base_emb_dim=16",
-        "base_mlp_dim=32",
-        "base_num_query_heads=2",
-        "max_target_length=16",
-        "dataset_type=synthetic",
+    "train": command_line({**TINY, "base_num_decoder_layers": 1, "steps": 6, "dataset_type": "synthetic"}),
+    "tune": command_line(
+        {
+            **TINY_MODEL,
+            "base_num_decoder_layers": 1,
+            "enable_rampup_batch_size": False,
+            "per_device_batch_size": 2,
+            "steps": 3,
+            "dataset_type": "synthetic",
+        }
     ),
 }
 # The tests have eight simulated devices already.
