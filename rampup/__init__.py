@@ -7,6 +7,7 @@ first used, so planning a run does not import jax.
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from rampup.moved import support_moved_modules
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.lm.train import train as train
     from rampup.plan.maxtext_manager import RampupBatchManager as RampupBatchManager
     from rampup.plan.mesh_axes import MeshAxes as MeshAxes
-    from rampup.plan.per_device import define_ramp as define_ramp
+    from rampup.plan.per_device import ramp_from_config as ramp_from_config
     from rampup.plan.plan import PlanPosition as PlanPosition
     from rampup.plan.plan import RampPlan as RampPlan
     from rampup.plan.ramp import BatchRamp as BatchRamp
@@ -77,7 +78,7 @@ _HOMES = {
     "rampup.lm.train": ("train",),
     "rampup.plan.maxtext_manager": ("RampupBatchManager",),
     "rampup.plan.mesh_axes": ("MeshAxes",),
-    "rampup.plan.per_device": ("define_ramp",),
+    "rampup.plan.per_device": ("ramp_from_config",),
     "rampup.plan.plan": ("PlanPosition", "RampPlan"),
     "rampup.plan.ramp": ("BatchRamp", "Phase"),
     "rampup.plan.split": ("BatchSplit", "BatchSplitter"),
@@ -92,6 +93,7 @@ _HOMES = {
     "rampup.run.pipeline": ("PipelinedLoss",),
     "rampup.run.step": ("EvalStep", "TrainState", "TrainStep", "create_state", "prepare_state", "train_step"),
 }
+_RENAMED = {"define_ramp": "ramp_from_config"}
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 _MODULES = ("bench", "config", "dialects", "lm", "packing", "plan", "rl", "run", "show", "tune")
 __all__ = sorted(_HOME)
@@ -100,6 +102,9 @@ support_moved_modules()
 
 
 def __getattr__(name: str) -> Any:
+    if name in _RENAMED:
+        warnings.warn(f"rampup.{name} is now rampup.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+        return __getattr__(_RENAMED[name])
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value

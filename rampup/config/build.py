@@ -11,7 +11,7 @@ from rampup.config.schema import KEYS, Config
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.numbers import AUTO, exact_fraction, nearest_in
-from rampup.plan.per_device import define_ramp, global_batch_size
+from rampup.plan.per_device import global_batch_size, ramp_from_config
 from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, legal_repeats, pipeline_repeats, predicted_time
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp, parse_schedule
@@ -167,7 +167,7 @@ def _splitter(config: Config, axes: MeshAxes, num_repeats: int) -> BatchSplitter
 
 
 def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None) -> BatchRamp:
-    ramp = define_ramp(
+    ramp = ramp_from_config(
         num_devices=num_devices,
         per_device_batch_size=config.per_device_batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,

@@ -17,7 +17,7 @@ MAX_ROWS = 12
 def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
     """Return what a checkpoint keeps of the ramp, as JSON: its table, the keys that it came from, and the devices."""
     return {
-        "ramp": plan.ramp.table,
+        "ramp": plan.ramp.to_rows(),
         "ramp_keys": ramp_keys(config),
         "num_devices": plan.num_devices,
         "eval_per_device_batch_size": str(config.eval_per_device_batch_size),
@@ -40,14 +40,14 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
         ResumeMismatchError: a global batch that cannot be cut here, with the nearest numbers of devices that can; or another
             ramp, with a table of both.
     """
-    before, now = BatchRamp.from_table(record["ramp"]), ramp_keys(config)
+    before, now = BatchRamp.from_rows(record["ramp"]), ramp_keys(config)
     if now == record["ramp_keys"]:
         return _same_batches(config, num_devices, before, record)
     plan = build_plan(config, num_devices)
     if plan.ramp.fingerprint == before.fingerprint:
         return plan
     if config.on_plan_change == "continue_by_samples":
-        ramp = before.continued_by(plan.ramp, record["step"])
+        ramp = before.spliced_at(record["step"], plan.ramp)
         return build_plan(config, num_devices, ramp=ramp, eval_size=plan.eval_global_batch_size)
     old = record["ramp_keys"]
     changed = [f"{key}: {old.get(key)} -> {value}" for key, value in now.items() if old.get(key) != value]

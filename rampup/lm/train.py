@@ -110,7 +110,7 @@ def _train(config: Config, progress: Progress) -> Summary:
         writers=functools.partial(writers, folder),
         record={"num_rows": len(train_rows), "data": content, **{name: getattr(config, name) for name in IDENTITY_KEYS}},
         remarks={RAMP_RECORD: ramp_record(config, plan)},
-        ramp_before=None if written is None else BatchRamp.from_table(written["ramp"]),
+        ramp_before=None if written is None else BatchRamp.from_rows(written["ramp"]),
         evaluate=evaluate,
         eval_interval=None if config.eval_interval == -1 else config.eval_interval,
         checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,

@@ -1,9 +1,9 @@
-"""What will happen: pure integers and fractions, no jax, no clock, no globals."""
+"""The plan of a run: pure arithmetic on integers and fractions, without jax."""
 
 from rampup.moved import moved_names
 from rampup.plan.maxtext_manager import RampupBatchManager
 from rampup.plan.mesh_axes import MeshAxes
-from rampup.plan.per_device import define_ramp
+from rampup.plan.per_device import ramp_from_config
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.split import BatchSplit, BatchSplitter
@@ -19,7 +19,7 @@ __all__ = [
     "RampPlan",
     "RampupBatchManager",
     "Timetable",
-    "define_ramp",
+    "ramp_from_config",
 ]
 
 __getattr__ = moved_names(
@@ -31,5 +31,6 @@ __getattr__ = moved_names(
         "Training": "rampup.rl.updates.Training",
         "Updates": "rampup.rl.updates.Updates",
         "data_parallel_size": "rampup.rl.sizes.data_parallel_size",
+        "define_ramp": "rampup.plan.per_device.ramp_from_config",
     },
 )

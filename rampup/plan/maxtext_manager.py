@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from rampup.errors import ConfigError, RampDefinitionError, ResumeMismatchError
 from rampup.notebook_repr import NotebookRepr
-from rampup.plan.per_device import define_ramp
+from rampup.plan.per_device import ramp_from_config
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp, Phase
 
@@ -177,7 +177,7 @@ def _ramp_of(config: Any) -> BatchRamp:
     if missing:
         raise ConfigError(f"the config has no attribute {', '.join(missing)}", key=missing[0])
     values = {name: getattr(config, name) for name in (*required[1:], *_OPTIONAL) if hasattr(config, name)}
-    return define_ramp(num_devices=int(config.num_target_devices), enable_rampup_batch_size=linear, **values)
+    return ramp_from_config(num_devices=int(config.num_target_devices), enable_rampup_batch_size=linear, **values)
 
 
 def _checked_step(step_num: int) -> int:

@@ -1,4 +1,4 @@
-"""From the configuration's ramp keys to a BatchRamp: the one reading of MaxText's sizes per device."""
+"""MaxText's ramp keys, which are sizes per device, as a `BatchRamp`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from fractions import Fraction
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError, raise_together
+from rampup.moved import moved_names
 from rampup.plan.numbers import divisors, exact_fraction, nearest_in, nearest_multiples, to_yaml_number
 from rampup.plan.ramp import BatchRamp, check_num_phases
 from rampup.plan.split import BatchSplitter
@@ -14,7 +15,7 @@ START, INCREMENT, END = "per_device_batch_size_start", "per_device_batch_size_in
 SCHEDULE_UNITS = ("samples", "tokens")
 
 
-def define_ramp(
+def ramp_from_config(
     *,
     num_devices: int,
     per_device_batch_size: object,
@@ -32,24 +33,25 @@ def define_ramp(
     """Return the ramp that the configuration's keys describe.
 
     Args:
-        num_devices: devices of the run; a global batch is devices * size per device * gradient_accumulation_steps.
-        per_device_batch_size: samples per device and accumulation step after the ramp; may be fractional.
+        num_devices: devices of the run. A global batch is devices * size per device * gradient_accumulation_steps.
+        per_device_batch_size: samples per device and accumulation step after the ramp. May be fractional.
         gradient_accumulation_steps: G, a factor of every batch.
-        enable_rampup_batch_size: whether the linear ramp applies; without it and without a schedule, B is constant.
+        enable_rampup_batch_size: whether the batch grows linearly. Without it and without a schedule, B is constant.
         per_device_batch_size_start: size per device in the first phase.
         per_device_batch_size_increment: growth per phase.
-        global_rampup_samples: samples asked for the whole ramp.
+        global_rampup_samples: requested length of the ramp, in samples.
         rampup_carry_overshoot: see `BatchRamp.linear`.
-        batch_size_schedule: see `BatchRamp.from_schedule`; gives B itself, G included.
-        batch_size_schedule_unit: whether its thresholds are `samples` or `tokens`.
+        batch_size_schedule: see `BatchRamp.from_schedule`. Its sizes are B itself, so they include G.
+        batch_size_schedule_unit: the unit of its thresholds, `samples` or `tokens`.
         max_target_length: tokens per sample, for thresholds in tokens.
-        splitter: if given, the nearest sizes that an error offers can be cut by it.
+        splitter: if given, sizes must be legal for it, and so are the nearest sizes in errors.
 
     Raises:
-        RampDefinitionError, BatchDivisibilityError: what is wrong, all of it at once, with the nearest legal values.
+        RampDefinitionError, BatchDivisibilityError: If the keys are invalid. One error has all problems and the nearest legal
+            values.
 
     Example:
-        >>> ramp = define_ramp(num_devices=8, per_device_batch_size=2, enable_rampup_batch_size=True,
+        >>> ramp = ramp_from_config(num_devices=8, per_device_batch_size=2, enable_rampup_batch_size=True,
         ...     per_device_batch_size_start=0.5, per_device_batch_size_increment=0.5, global_rampup_samples=240)
         >>> ramp.sizes
         (4, 8, 12, 16)
@@ -76,7 +78,7 @@ def define_ramp(
     sizes = _Sizes(values, num_devices * gradient_accumulation_steps, splitter)
     if not enable_rampup_batch_size:
         return BatchRamp.constant(sizes.samples(END))
-    samples = _rampup_samples(global_rampup_samples)
+    samples = _parse_rampup_samples(global_rampup_samples)
     sizes.check_growth()
     return BatchRamp.linear(
         start=sizes.samples(START),
@@ -90,7 +92,7 @@ def define_ramp(
 def global_batch_size(
     per_device: object, *, num_devices: int, gradient_accumulation_steps: int, key: str, splitter: BatchSplitter | None = None
 ) -> int:
-    """Return devices * size per device * G, which must be whole and, with a splitter, one that it can cut.
+    """Return devices * size per device * G, which must be a whole number and, with a splitter, a legal size for it.
 
     Example:
         >>> global_batch_size(0.5, num_devices=8, gradient_accumulation_steps=1, key="per_device_batch_size")
@@ -99,12 +101,12 @@ def global_batch_size(
     return _Sizes({key: per_device}, num_devices * gradient_accumulation_steps, splitter).samples(key)
 
 
-def _rampup_samples(value: object) -> int:
+def _parse_rampup_samples(value: object) -> int:
     key = "global_rampup_samples"
-    samples = exact_fraction(_text(value), what=key, key=key)
+    samples = exact_fraction("null" if value is None else value, what=key, key=key)
     if samples < 1 or samples.denominator != 1:
         raise RampDefinitionError(
-            f"{key}={_show(samples)} must be a whole number of at least 1; for no ramp set enable_rampup_batch_size: false",
+            f"{key}={_format(samples)} must be a whole number of at least 1; for no ramp set enable_rampup_batch_size: false",
             key=key,
             nearest=sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)}),
         )
@@ -112,7 +114,14 @@ def _rampup_samples(value: object) -> int:
 
 
 class _Sizes:
-    """Sizes per device, exactly, and what they are in samples."""
+    """The per-device sizes as exact fractions, checked.
+
+    Attributes:
+        values: the sizes by key.
+        factor: num_devices * G. A size times this factor is a global batch.
+        step: every size must be a multiple of this fraction, so that its global batch is a multiple of the splitter's unit.
+        rule: the same as text, for errors.
+    """
 
     def __init__(self, values: dict[str, object], factor: int, splitter: BatchSplitter | None) -> None:
         self.factor = factor
@@ -121,19 +130,20 @@ class _Sizes:
         self.rule = "a whole number of samples"
         if splitter is not None and unit > 1:
             self.rule += f" and a multiple of {splitter.unit_rule}"
-        self.values = {key: exact_fraction(_text(value), what=key, key=key) for key, value in values.items()}
+        given = {key: "null" if value is None else value for key, value in values.items()}
+        self.values = {key: exact_fraction(value, what=key, key=key) for key, value in given.items()}
         raise_together([problem for key in self.values if (problem := self._problem(key))])
 
     def samples(self, key: str) -> int:
-        """Return the global size of a checked key."""
+        """Return the global batch size of a key."""
         return int(self.values[key] * self.factor)
 
     def check_growth(self) -> None:
-        """Check that the increment leads from the start to the end."""
+        """Check that a whole number of increments leads from the start to the end."""
         start, increment, end = (self.values[key] for key in (START, INCREMENT, END))
         if end <= start:
             raise RampDefinitionError(
-                f"{END}={_show(end)} must be greater than {START}={_show(start)}; a batch that shrinks is written as "
+                f"{END}={_format(end)} must be greater than {START}={_format(start)}; for a decreasing batch size use "
                 "batch_size_schedule",
                 key=END,
                 nearest=(to_yaml_number(start + increment),),
@@ -142,9 +152,9 @@ class _Sizes:
             increments = self._increments(increment)
             ends = [start + n for n in nearest_multiples(end - start, increment)]
             problem = RampDefinitionError(
-                f"{END} - {START} = {_show(end)} - {_show(start)} = {_show(end - start)} must be a multiple of "
-                f"{INCREMENT}={_show(increment)}; nearest: {END} {_show(ends, ' or ')}, or {INCREMENT} "
-                f"{_show(increments, ' or ')}",
+                f"{END} - {START} = {_format(end)} - {_format(start)} = {_format(end - start)} must be a multiple of "
+                f"{INCREMENT}={_format(increment)}; nearest: {END} {_format(ends, ' or ')}, or {INCREMENT} "
+                f"{_format(increments, ' or ')}",
                 key=END,
                 nearest=[to_yaml_number(n) for n in ends],
             )
@@ -158,24 +168,24 @@ class _Sizes:
     def _problem(self, key: str) -> RampupError | None:
         value = self.values[key]
         nearest = self._legal(key) or nearest_multiples(max(value, Fraction(0)), self.step)
-        plain = [to_yaml_number(n) for n in nearest]
+        offered = [to_yaml_number(n) for n in nearest]
         if value <= 0:
             return RampDefinitionError(
-                f"{key}={_show(value)} must be greater than 0; nearest: {_show(nearest)}", key=key, nearest=plain
+                f"{key}={_format(value)} must be greater than 0; nearest: {_format(nearest)}", key=key, nearest=offered
             )
         if value % self.step == 0:
             return None
         return BatchDivisibilityError(
-            f"{key}={_show(value)} gives {_show(value * self.factor)} samples (num_devices * gradient_accumulation_steps = "
-            f"{self.factor}), which must be {self.rule}; nearest {key}: {_show(nearest)}",
+            f"{key}={_format(value)} gives {_format(value * self.factor)} samples (num_devices * gradient_accumulation_steps = "
+            f"{self.factor}), which must be {self.rule}; nearest {key}: {_format(nearest)}",
             value=math.floor(value * self.factor),
             divisor=int(self.step * self.factor),
             key=key,
-            nearest=plain,
+            nearest=offered,
         )
 
     def _legal(self, key: str) -> list[Fraction]:
-        """The values of this key next to the given one that are legal with the others as they are; empty if none are."""
+        """Return the nearest values of a key that are legal with the other keys as given. Empty if another key is invalid."""
         others = [value for name, value in self.values.items() if name != key]
         if not others or any(value <= 0 or value % self.step for value in others):
             return []
@@ -192,9 +202,8 @@ class _Sizes:
         return nearest_in(value, [self.step * span / n for n in reversed(divisors(span)) if n <= 10_000])
 
 
-def _show(values: Fraction | list[Fraction], joint: str = ", ") -> str:
-    return joint.join(str(to_yaml_number(value)) for value in ([values] if isinstance(values, Fraction) else values))
+def _format(values: Fraction | list[Fraction], separator: str = ", ") -> str:
+    return separator.join(str(to_yaml_number(value)) for value in ([values] if isinstance(values, Fraction) else values))
 
 
-def _text(value: object) -> object:
-    return "null" if value is None else value
+__getattr__ = moved_names(__name__, {"define_ramp": "rampup.plan.per_device.ramp_from_config"})

@@ -1,4 +1,4 @@
-"""RampPlan: the ramp, how each of its batches is cut, and what follows, phase by phase."""
+"""RampPlan: the ramp, the split of every batch, and everything that follows from them, phase by phase."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from rampup.plan.ramp import BatchRamp, Phase
 from rampup.plan.split import BatchSplit, BatchSplitter
 from rampup.plan.timetable import Timetable, bubble_fraction
 
-# How many phases back a run looks for a shape to go on with.
+# How many phases back a run looks for a compiled shape that it can use instead of one that is still compiling.
 FALLBACK_PHASES = 8
+# `str(plan)` leaves out the middle of longer tables.
+MAX_PRINTED_PHASES = 40
 
 _TITLES = {
     "start_step": "from step",
@@ -35,13 +37,13 @@ _TITLES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanPosition:
-    """Where a run stands after a number of optimizer steps.
+    """The progress of a run after a number of optimizer steps.
 
     Attributes:
-        step: optimizer steps done; also the number of the next step.
-        consumed_samples: samples consumed by them.
+        step: completed optimizer steps, which is also the number of the next step.
+        consumed_samples: samples consumed by these steps.
         phase: the phase of the next step.
-        split: how the next step's batch is cut.
+        split: the split of the next step's batch.
     """
 
     step: int
@@ -52,25 +54,29 @@ class PlanPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RampPlan(NotebookRepr):
-    """Everything that is known before step 0.
+    """Everything about a run's batches that is known before step 0.
 
     Attributes:
-        ramp: samples -> global batch size.
-        splitter: the rule by which each batch is cut.
+        ramp: maps samples to the global batch size.
+        splitter: the rule that splits each batch.
         num_devices: devices of the run.
         total_steps: optimizer steps of the run.
-        eval_global_batch_size: samples per evaluation batch; None where evaluation is off and its batch could not be cut.
-        learning_rate_batch_scaling: how the learning rate follows the batch size, relative to the last phase.
-        learning_rate_clock: what the learning-rate schedule counts.
-        learning_rate_schedule_steps: length of that schedule in optimizer steps; None = `total_steps`.
-        expansion_factor_real_data: MaxText's key; above 0, the factor between the batch that is loaded and the one trained on.
-        assumed_tick_overhead: what a pipeline tick is taken to cost where the splitter has no measured value; for advice.
+        eval_global_batch_size: samples per evaluation batch. None if evaluation is off and its batch could not be split.
+        learning_rate_batch_scaling: how the learning rate depends on the batch size, relative to the last phase.
+        learning_rate_clock: the unit of the learning-rate schedule's progress.
+        learning_rate_schedule_steps: length of that schedule in optimizer steps. None = `total_steps`.
+        expansion_factor_real_data: MaxText's key. If positive, the batch to load is this multiple of the training batch.
+        assumed_tick_overhead: assumed fixed cost of a pipeline tick if the splitter has no measured value, for advice only.
         axes: devices along each mesh axis. By default the splitter's replicas are on the data axis, its stages on the pipeline
             axis, and the tensor axis has the remaining factor of `num_devices`.
-        splits: how the batch of every phase is cut (derived).
-        eval_split: how the evaluation batch is cut (derived).
+        splits: the split of every phase's batch (derived).
+        eval_split: the split of the evaluation batch (derived).
         clock: the clock of the learning-rate schedule, phase by phase (derived).
-        max_microbatches: the most microbatches of each size that a step may consist of, fallbacks included (derived).
+        max_microbatches: for each microbatch size, the maximum number of microbatches in a step, fallbacks included (derived).
+
+    Raises:
+        RampupError: If a batch of any phase or of evaluation cannot be split, or the axes contradict the splitter. One error
+            has all problems.
 
     Example:
         >>> plan = RampPlan(
@@ -129,7 +135,7 @@ class RampPlan(NotebookRepr):
         object.__setattr__(self, "max_microbatches", most)
 
     def position(self, step: int) -> PlanPosition:
-        """Return where the run stands after `step` optimizer steps: a look-up, never a replay."""
+        """Return the progress of the run after `step` optimizer steps. This is a look-up, not a replay."""
         phase = self.ramp.phase_at(step)
         return PlanPosition(
             step=step,
@@ -139,34 +145,33 @@ class RampPlan(NotebookRepr):
         )
 
     def rows(self, step: int) -> range:
-        """Return the numbers of the samples that optimizer step `step` consumes, in order, over all epochs."""
+        """Return the numbers of the samples that optimizer step `step` consumes, counted over all epochs."""
         start = self.ramp.samples_before(step)
         return range(start, start + self.ramp.global_batch_size_at(step))
 
     @property
     def consumed_samples(self) -> int:
-        """Samples that the whole run consumes."""
+        """Samples that the run consumes in total."""
         return self.ramp.samples_before(self.total_steps)
 
     @property
     def num_compiled_shapes(self) -> int:
-        """Different shapes of a microbatch over the ramp, each of which is compiled once."""
+        """The number of different microbatch sizes over the ramp. Each is compiled once."""
         return len(self.max_microbatches)
 
     def fallbacks(self, phase: int) -> tuple[BatchSplit, ...]:
-        """Return a phase's batch in the microbatches of the phases before it, the nearest first, where it can be cut so.
+        """Return the splits of a phase's batch into the microbatch sizes of earlier phases, nearest phase first.
 
-        A run goes on with one of them where the program for the phase's own shape is not compiled yet.
+        A run uses one of them while the program for the phase's own shape is still compiling.
         """
         before = self.splits[max(phase - FALLBACK_PHASES, 0) : phase]
         sizes = dict.fromkeys(split.microbatch_size for split in reversed(before))
         sizes.pop(self.splits[phase].microbatch_size, None)
         batch = self.ramp.phases[phase].global_batch_size
-        cut = (self.splitter.split_with(batch, size) for size in sizes)
-        return tuple(split for split in cut if split is not None)
+        return tuple(split for size in sizes if (split := self.splitter.split_with(batch, size)) is not None)
 
     def splits_ahead(self, phase: int, number: int) -> tuple[BatchSplit, ...]:
-        """Return the splits of the next phases after `phase` that the run reaches."""
+        """Return the splits of the next `number` phases after `phase`, as far as the run reaches them."""
         phases = self.ramp.phases[phase + 1 : phase + 1 + number]
         return tuple(self.splits[phase.index] for phase in phases if phase.start_step < self.total_steps)
 
@@ -183,7 +188,7 @@ class RampPlan(NotebookRepr):
 
     @property
     def pipeline_candidates(self) -> tuple[PipelineCandidate, ...]:
-        """The ways to cut the last phase for the pipeline, the fastest predicted first; empty where nothing is to choose."""
+        """The legal pipeline splits of the last phase, fastest predicted first. Empty if there is no choice."""
         splitter = self.splitter
         if splitter.tick_overhead is None:
             splitter = replace(splitter, tick_overhead=self.assumed_tick_overhead)
@@ -192,7 +197,7 @@ class RampPlan(NotebookRepr):
 
     @property
     def summary(self) -> tuple[str, str]:
-        """What the plan amounts to, in two sentences: the run, and its ramp."""
+        """Two lines of text: the run, and its ramp."""
         devices, shapes, sizes = self.num_devices, self.num_compiled_shapes, self.ramp.sizes
         run = (
             f"{devices:,} device{'s' * (devices > 1)}, data parallel {self.splitter.data_parallel_size:,}, "
@@ -207,10 +212,10 @@ class RampPlan(NotebookRepr):
         return run, f"{ramp}; {shapes} compiled shape{'s' * (shapes > 1)}"
 
     def timetable(self, phase: int = -1) -> Timetable:
-        """Return one pipeline pass of a phase, by default the last: 1F1B, interleaved where there are repeats.
+        """Return the timetable of one pipeline pass of a phase, by default the last: 1F1B, or interleaved with repeats.
 
         Raises:
-            PipelineShapeError: there is no pipeline, or it has too many operations to list.
+            PipelineShapeError: If there is no pipeline, or it has too many operations to list.
         """
         stages, repeats = self.splitter.num_stages, self.splitter.num_repeats
         if stages == 1:
@@ -227,16 +232,16 @@ class RampPlan(NotebookRepr):
 
     @property
     def advice(self) -> tuple[str, ...]:
-        """What is legal but costs something, in sentences."""
+        """Sentences about legal settings that cost time, and about phases that the run does not reach."""
         notes = []
         final, size = self.splits[-1], self.ramp.sizes[-1]
         largest = self.splitter.largest_microbatch(size)
         if self.splitter.rampup_microbatch == "fixed" and largest >= 8 * final.microbatch_size:
             passes = size // (final.data_parallel_size * largest)
             notes.append(
-                f"the fixed microbatch of {final.microbatch_size} makes the last phase run {final.num_microbatches} of them "
-                f"per step for ever after; rampup_microbatch=auto runs {passes} of {largest} there, with two compiled shapes "
-                "instead of one"
+                f"with a fixed microbatch size of {final.microbatch_size}, every step after the ramp runs "
+                f"{final.num_microbatches} microbatches; rampup_microbatch=auto would run {passes} of {largest} there, at the "
+                "cost of a second compilation"
             )
         notes += self._pipeline_advice(final.microbatch_size)
         unreached = [phase.index for phase in self.ramp.phases if phase.start_step >= self.total_steps]
@@ -245,15 +250,14 @@ class RampPlan(NotebookRepr):
         return tuple(notes)
 
     def _pipeline_advice(self, microbatch_size: int) -> list[str]:
-        choices = self.pipeline_candidates
-        taken = next((choice for choice in choices if choice.microbatch_size == microbatch_size), None)
-        if taken is None or choices[0].predicted_time > Fraction(19, 20) * taken.predicted_time:
+        candidates = self.pipeline_candidates
+        used = next((candidate for candidate in candidates if candidate.microbatch_size == microbatch_size), None)
+        if used is None or candidates[0].predicted_time > Fraction(19, 20) * used.predicted_time:
             return []
-        best, gain = choices[0], float(1 - choices[0].predicted_time / taken.predicted_time)
+        best, gain = candidates[0], float(1 - candidates[0].predicted_time / used.predicted_time)
         return [
-            f"microbatch_size={best.microbatch_size} is predicted {gain:.0%} faster in the last phase, if a pipeline tick "
-            f"costs {float(self.assumed_tick_overhead):g} samples beside its arithmetic; with pipeline_tick_overhead it is "
-            "chosen so"
+            f"microbatch_size={best.microbatch_size} is predicted to be {gain:.0%} faster in the last phase, if a pipeline "
+            f"tick has a fixed cost of {float(self.assumed_tick_overhead):g} samples; set pipeline_tick_overhead to choose it"
         ]
 
     def _loading_problem(self) -> RampupError | None:
@@ -283,7 +287,7 @@ class RampPlan(NotebookRepr):
         return ConfigError(f"the mesh axes have {'; '.join(wrong)}", key="axes") if wrong else None
 
     def _sizes_of(self, split: BatchSplit, gradient_accumulation_steps: int) -> dict[str, int | float]:
-        """Return one batch's sizes by their contract names."""
+        """Return the sizes of one batch by their names in the JSON output."""
         per_device = Fraction(split.global_batch_size, self.num_devices * gradient_accumulation_steps)
         stages, repeats = self.splitter.num_stages, self.splitter.num_repeats
         return {
@@ -299,7 +303,7 @@ class RampPlan(NotebookRepr):
         }
 
     def phase_rows(self) -> list[dict[str, int | float | None]]:
-        """Return one dictionary per phase, in the names and the order of `rampup plan --json`."""
+        """Return one dictionary per phase, as in `rampup plan --json`."""
         final = self.ramp.sizes[-1]
         return [
             {
@@ -313,7 +317,7 @@ class RampPlan(NotebookRepr):
         ]
 
     def phase_table(self) -> list[dict[str, int | float | str | None]]:
-        """Return one dictionary per phase for people: short titles, and only the columns that say something."""
+        """Return one dictionary per phase for printing, with short titles and without columns that have no information."""
         left_out = set() if self.splitter.num_stages > 1 else {"num_pipeline_microbatches", "bubble_fraction"}
         left_out |= {"learning_rate_scale"} if self.learning_rate_batch_scaling == "none" else set()
         titles = {name: title for name, title in _TITLES.items() if name not in left_out}
@@ -324,9 +328,22 @@ class RampPlan(NotebookRepr):
         rows[-1]["steps"] = "rest"
         return rows
 
+    def __str__(self) -> str:
+        rows = self.phase_table()
+        hidden = range(MAX_PRINTED_PHASES // 2, len(rows) - MAX_PRINTED_PHASES // 2)
+        cells = [list(rows[0])]
+        for number, row in enumerate(rows):
+            if number not in hidden:
+                cells.append([_format_cell(cell) for cell in row.values()])
+            elif number == hidden.start:
+                cells.append(["..."] * len(row))
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+        return "\n".join([*self.summary, *table, *(f"note: {note}" for note in self.advice)])
+
     def to_dict(self) -> Mapping[str, object]:
         """Return the plan as `rampup plan --json` prints it."""
-        increment, choices = self.ramp.samples_per_increment, self.pipeline_candidates
+        increment, candidates = self.ramp.samples_per_increment, self.pipeline_candidates
         return {
             "num_devices": self.num_devices,
             "num_increments": self.ramp.num_increments,
@@ -338,5 +355,9 @@ class RampPlan(NotebookRepr):
             "phases": self.phase_rows(),
             "eval": None if self.eval_split is None else self._sizes_of(self.eval_split, 1),
             "global_batch_to_load": self.global_batch_to_load,
-            **({"pipeline_choices": [choice.to_dict() for choice in choices]} if choices else {}),
+            **({"pipeline_choices": [candidate.to_dict() for candidate in candidates]} if candidates else {}),
         }
+
+
+def _format_cell(value: int | float | str | None) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value)

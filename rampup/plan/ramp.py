@@ -1,4 +1,4 @@
-"""The ramp: a table of phases that maps samples consumed, and so steps, to a global batch size."""
+"""The batch-size ramp: a table of phases that maps samples consumed, and therefore steps, to a global batch size."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Phase(NotebookRepr):
         index: counted from 0.
         start_step: the first optimizer step of the phase.
         start_sample: samples consumed before that step.
-        num_steps: optimizer steps in the phase; None for the last, which has no end.
+        num_steps: optimizer steps in the phase. None for the last one, which has no end.
         global_batch_size: samples per optimizer step.
     """
 
@@ -47,9 +47,9 @@ class BatchRamp(NotebookRepr):
     Build one with `constant`, `linear`, `piecewise` or `from_schedule`.
 
     Attributes:
-        phases: in order; the last one never ends.
-        num_increments: how many changes of size were asked for (a change can be overtaken by one large step).
-        samples_per_increment: samples asked for per change in a linear ramp, exactly; None otherwise.
+        phases: the phases in order. The last one never ends.
+        num_increments: the number of requested changes of size. One large step can skip a size.
+        samples_per_increment: the requested samples per change of a linear ramp, exactly. None for other ramps.
 
     Example:
         >>> ramp = BatchRamp.from_schedule("0:8 100:16 250:32")
@@ -80,7 +80,7 @@ class BatchRamp(NotebookRepr):
 
     @classmethod
     def constant(cls, global_batch_size: int) -> Self:
-        """Return the ramp that is none: one phase.
+        """Return a constant schedule (a single phase).
 
         Example:
             >>> BatchRamp.constant(48).samples_before(10)
@@ -90,19 +90,19 @@ class BatchRamp(NotebookRepr):
 
     @classmethod
     def linear(cls, *, start: int, increment: int, end: int, samples: int, carry_overshoot: bool = False) -> Self:
-        """Return the ramp that grows from `start` to `end` by `increment` over `samples` samples.
+        """Return a ramp that grows from `start` to `end` by `increment` over `samples` samples.
 
         Args:
             start: global batch size of the first phase, in samples.
             increment: growth per phase, in samples.
             end: global batch size after the ramp, in samples.
-            samples: length of the ramp, in samples; each phase is asked to last its equal share of it.
-            carry_overshoot: False counts each phase from zero and gives it at least one step (MaxText,
-                `RampupBatchManager.update`); True changes at the first step at or past each multiple of the share,
-                counted over the whole run (Megatron-LM, `--rampup-batch-size`), so that a size can be skipped.
+            samples: length of the ramp, in samples. All phases have an equal share of it.
+            carry_overshoot: If False, each phase counts from zero and has at least one step (MaxText,
+                `RampupBatchManager.update`). If True, the size changes at the first step at or past each multiple of the
+                share, counted over the whole run, so a size can be skipped (Megatron-LM, `--rampup-batch-size`).
 
         Raises:
-            RampDefinitionError: sizes that are not positive, that do not grow, or that `increment` does not reach.
+            RampDefinitionError: If sizes are not positive or do not grow, or `increment` does not lead to `end`.
 
         Example:
             >>> [p.start_step for p in BatchRamp.linear(start=16, increment=8, end=48, samples=500).phases]
@@ -113,7 +113,7 @@ class BatchRamp(NotebookRepr):
                 raise RampDefinitionError(f"{name}={value} must be at least 1", key=name, nearest=(1,))
         if end <= start:
             raise RampDefinitionError(
-                f"end={end} must be greater than start={start}; for a batch that shrinks use piecewise", key="end"
+                f"end={end} must be greater than start={start}; for a decreasing batch size use piecewise", key="end"
             )
         num_increments, rest = divmod(end - start, increment)
         if rest:
@@ -125,8 +125,8 @@ class BatchRamp(NotebookRepr):
                 nearest=nearest,
             )
         check_num_phases(num_increments + 1)
-        count = _carried_segments if carry_overshoot else _restarted_segments
-        segments = count(start, increment, num_increments, samples)
+        make_segments = _carried_segments if carry_overshoot else _restarted_segments
+        segments = make_segments(start, increment, num_increments, samples)
         return cls._from_segments(
             [*segments, (None, end)],
             num_increments=num_increments,
@@ -135,14 +135,15 @@ class BatchRamp(NotebookRepr):
 
     @classmethod
     def piecewise(cls, thresholds: Iterable[tuple[int, int]]) -> Self:
-        """Return the ramp that has size B from the first step at or past its threshold, counted over the whole run.
+        """Return a ramp that changes size at the first step at or past each threshold, counted over the whole run.
 
         Args:
-            thresholds: pairs (samples consumed, global batch size), both in samples; the first starts at 0. Decreases
-                are allowed; a size that a single step overtakes is skipped.
+            thresholds: pairs (samples consumed, global batch size), both in samples. The first threshold is 0. Sizes may
+                decrease. A size is skipped if a single step passes its threshold and the next one.
 
         Raises:
-            RampDefinitionError: no pairs, not starting at 0, not strictly increasing, or a size below 1.
+            RampDefinitionError: If there are no pairs, the first threshold is not 0, thresholds do not increase strictly, or a
+                size is below 1.
 
         Example:
             >>> [(p.start_step, p.global_batch_size) for p in BatchRamp.piecewise([(0, 64), (1000, 32)]).phases]
@@ -162,16 +163,16 @@ class BatchRamp(NotebookRepr):
 
     @classmethod
     def from_schedule(cls, text: str, *, sequence_length: int | None = None, key: str = "batch_size_schedule") -> Self:
-        """Read a schedule such as `"0:768 250B:1536 500B:3072"` (Megatron-LM's `--step-batch-size-schedule`).
+        """Parse a schedule such as `"0:768 250B:1536 500B:3072"` (Megatron-LM's `--step-batch-size-schedule`).
 
         Args:
-            text: THRESHOLD:SIZE pairs, separated by spaces or commas, suffixes K, M, B, T.
-            sequence_length: tokens per sample. If given, thresholds are tokens, and one is reached when all the whole
-                samples that fit into it are consumed; otherwise thresholds are samples.
-            key: the configuration key it came from, for the error.
+            text: THRESHOLD:SIZE pairs, separated by spaces or commas, with the suffixes K, M, B and T.
+            sequence_length: tokens per sample. If given, thresholds are tokens and are rounded down to whole samples.
+                Otherwise thresholds are samples.
+            key: the configuration key that errors refer to.
 
         Raises:
-            RampDefinitionError: a pair that cannot be read, or what `piecewise` refuses.
+            RampDefinitionError: If a pair cannot be parsed, or `piecewise` rejects it.
 
         Example:
             >>> ramp = BatchRamp.from_schedule("0:768 250B:1536", sequence_length=4096)
@@ -184,31 +185,34 @@ class BatchRamp(NotebookRepr):
             raise RampDefinitionError(f"{key}={text[:200]!r}: {error}", key=key, nearest=error.nearest) from None
 
     @classmethod
-    def from_table(cls, table: Iterable[Sequence[int]]) -> Self:
-        """Return the ramp of a `table`.
+    def from_rows(cls, rows: Iterable[Sequence[int]]) -> Self:
+        """Return the ramp with the given rows, as returned by `to_rows`.
 
         Raises:
-            RampDefinitionError: rows that do not follow from each other.
+            RampDefinitionError: If a row does not start where the one before it ends.
 
         Example:
-            >>> BatchRamp.from_table([[0, 0, 8], [13, 104, 16]]) == BatchRamp.from_schedule("0:8 100:16")
+            >>> BatchRamp.from_rows([[0, 0, 8], [13, 104, 16]]) == BatchRamp.from_schedule("0:8 100:16")
             True
         """
-        rows = [tuple(row) for row in table]
-        steps = [following[0] - row[0] for row, following in itertools.pairwise(rows)]
+        table = [tuple(row) for row in rows]
+        steps = [following[0] - row[0] for row, following in itertools.pairwise(table)]
         phases = [
             Phase(index=index, start_step=row[0], start_sample=row[1], num_steps=num_steps, global_batch_size=row[2])
-            for index, (row, num_steps) in enumerate(zip(rows, [*steps, None], strict=True))
+            for index, (row, num_steps) in enumerate(zip(table, [*steps, None], strict=True))
         ]
-        changes = sum(before[2] != after[2] for before, after in itertools.pairwise(rows))
+        changes = sum(before[2] != after[2] for before, after in itertools.pairwise(table))
         return cls(phases=tuple(phases), num_increments=changes)
 
-    def continued_by(self, other: BatchRamp, step: int) -> BatchRamp:
-        """Return the ramp that is this one before `step`, and from there on has the sizes of another one by samples consumed.
+    def to_rows(self) -> list[list[int]]:
+        """Return start step, start sample and global batch size of every phase. They define the ramp completely."""
+        return [[phase.start_step, phase.start_sample, phase.global_batch_size] for phase in self.phases]
+
+    def spliced_at(self, step: int, other: BatchRamp) -> BatchRamp:
+        """Return this ramp before `step`, followed by the sizes that `other` has for the same samples consumed.
 
         Example:
-            >>> ramp = BatchRamp.constant(8).continued_by(BatchRamp.from_schedule("0:4 100:16 200:32"), 14)
-            >>> ramp.table
+            >>> BatchRamp.constant(8).spliced_at(14, BatchRamp.from_schedule("0:4 100:16 200:32")).to_rows()
             [[0, 0, 8], [14, 112, 16], [21, 224, 32]]
         """
         done = [phase for phase in self.phases if phase.start_step < step]
@@ -257,46 +261,41 @@ class BatchRamp(NotebookRepr):
 
     @property
     def fingerprint(self) -> str:
-        """A digest of the table: two runs with the same one consume the same samples at the same steps."""
-        return hashlib.sha256(json.dumps(self.table).encode()).hexdigest()[:16]
-
-    @property
-    def table(self) -> list[list[int]]:
-        """Start step, start sample and global batch size of every phase: all that there is to a ramp."""
-        return [[phase.start_step, phase.start_sample, phase.global_batch_size] for phase in self.phases]
+        """A digest of the rows. Runs with the same digest consume the same samples at the same steps."""
+        return hashlib.sha256(json.dumps(self.to_rows()).encode()).hexdigest()[:16]
 
     def phase_at(self, step: int) -> Phase:
         """Return the phase of optimizer step `step`, counted from 0."""
-        return self.phases[bisect.bisect_right(self._start_steps, _not_negative(step, "step")) - 1]
+        return self.phases[bisect.bisect_right(self._start_steps, _check_not_negative(step, "step")) - 1]
 
     def global_batch_size_at(self, step: int) -> int:
         """Return the samples that step `step` consumes."""
         return self.phase_at(step).global_batch_size
 
     def samples_before(self, step: int) -> int:
-        """Return the samples consumed by the first `step` steps; inverse of `step_of_sample`."""
+        """Return the samples consumed by the first `step` steps. The inverse of `step_of_sample`."""
         phase = self.phase_at(step)
         return phase.start_sample + (step - phase.start_step) * phase.global_batch_size
 
     def phase_of_sample(self, sample: int) -> Phase:
         """Return the phase whose steps consume sample number `sample`, counted from 0."""
-        return self.phases[bisect.bisect_right(self._start_samples, _not_negative(sample, "sample")) - 1]
+        return self.phases[bisect.bisect_right(self._start_samples, _check_not_negative(sample, "sample")) - 1]
 
     def step_of_sample(self, sample: int) -> int:
-        """Return the step that consumes sample number `sample`, counted from 0; inverse of `samples_before`."""
+        """Return the step that consumes sample number `sample`, counted from 0. The inverse of `samples_before`."""
         phase = self.phase_of_sample(sample)
         return phase.start_step + (sample - phase.start_sample) // phase.global_batch_size
 
 
 def parse_schedule(text: str, *, sequence_length: int | None = None) -> list[tuple[int, int]]:
-    """Return the (threshold in samples, global batch size) pairs of a schedule string, in the order written.
+    """Parse a schedule string into pairs (threshold in samples, global batch size), in the same order.
 
     Args:
         text: see `BatchRamp.from_schedule`.
         sequence_length: tokens per sample, if thresholds are tokens.
 
     Raises:
-        RampDefinitionError: an entry that is not THRESHOLD:SIZE with whole numbers.
+        RampDefinitionError: If an entry is not THRESHOLD:SIZE with whole numbers.
 
     Example:
         >>> parse_schedule("0:8, 1K:16")
@@ -335,20 +334,25 @@ def _check_thresholds(pairs: list[tuple[int, int]]) -> None:
 
 
 def check_num_phases(number: int, *, key: str | None = None) -> None:
-    """Refuse a table that would fill the memory."""
+    """Raise a RampDefinitionError if a ramp has so many phases that it could exhaust memory."""
     if number > MAX_PHASES:
         raise RampDefinitionError(
-            f"{number:,} phases are too many; the most is {MAX_PHASES:,}: use a larger increment", key=key
+            f"{number:,} phases are too many; the maximum is {MAX_PHASES:,}; use a larger increment", key=key
         )
 
 
 def _restarted_segments(start: int, increment: int, num_increments: int, samples: int) -> Iterator[tuple[int, int]]:
+    """Yield (steps, size) with every phase counted from zero: steps = ceil(samples / num_increments / size)."""
     for k in range(num_increments):
         size = start + k * increment
         yield -(-samples // (num_increments * size)), size
 
 
 def _carried_segments(start: int, increment: int, num_increments: int, samples: int) -> Iterator[tuple[int, int]]:
+    """Yield (steps, size) with one count over the whole run: size k ends at or past (k + 1) * samples / num_increments.
+
+    Both sides are multiplied by `num_increments`, so that all arithmetic is on integers.
+    """
     consumed = k = 0
     while k < num_increments:
         size = start + k * increment
@@ -366,7 +370,7 @@ def _phases(segments: Iterable[tuple[int | None, int]]) -> Iterator[Phase]:
         sample += (num_steps or 0) * size
 
 
-def _not_negative(value: int, what: str) -> int:
+def _check_not_negative(value: int, what: str) -> int:
     if value < 0:
         raise RampDefinitionError(f"{what}={value} must not be negative; {what}s are counted from 0", nearest=(0,))
     return value

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
-from rampup.plan.per_device import define_ramp, global_batch_size
+from rampup.plan.per_device import global_batch_size, ramp_from_config
 from rampup.plan.split import BatchSplitter
 
 MAXTEXT = json.loads((Path(__file__).parent.parent / "data" / "ramp_maxtext.json").read_text())
@@ -30,9 +30,9 @@ def test_keys_mean_what_they_mean_in_maxtext(case):
     factor = keys["gradient_accumulation_steps"]
     if case["carry_overshoot"]["phases"] is None:
         with pytest.raises(BatchDivisibilityError, match="whole number of samples"):
-            define_ramp(num_devices=case["num_devices"], **keys)
+            ramp_from_config(num_devices=case["num_devices"], **keys)
         return
-    ramp = define_ramp(num_devices=case["num_devices"], **keys)
+    ramp = ramp_from_config(num_devices=case["num_devices"], **keys)
     assert [size // factor for size in ramp.sizes] == [size for _, size, _ in case["maxtext_manager"]["phases"]]
     if factor == 1:
         assert [[p.start_step, p.global_batch_size, p.start_sample] for p in ramp.phases] == case["maxtext_manager"]["phases"]
@@ -40,7 +40,7 @@ def test_keys_mean_what_they_mean_in_maxtext(case):
 
 def test_accumulation_counts_samples():
     """With G = 4 each phase takes the steps that four times the batch needs (MaxText's manager ignores G)."""
-    ramp = define_ramp(
+    ramp = ramp_from_config(
         num_devices=8,
         enable_rampup_batch_size=True,
         per_device_batch_size_start=1,
@@ -55,7 +55,7 @@ def test_accumulation_counts_samples():
 
 def test_floats_are_taken_as_written():
     """0.1 -> 1 by 0.1 on 10 devices is legal, although 0.1 is no binary fraction (MaxText refuses it)."""
-    ramp = define_ramp(
+    ramp = ramp_from_config(
         num_devices=10,
         enable_rampup_batch_size=True,
         per_device_batch_size_start=0.1,
@@ -91,11 +91,11 @@ def test_wrong_keys_are_refused_with_legal_neighbours(change, error, key, neares
     """Each error names its key, and what it offers is legal with the other keys as they are."""
     keys = LINEAR | {"splitter": BatchSplitter(data_parallel_size=4)} | change
     with pytest.raises(error) as caught:
-        define_ramp(**keys)
+        ramp_from_config(**keys)
     assert caught.value.key == key
     assert caught.value.nearest == nearest
     for value in nearest:
-        define_ramp(**(keys | {key: value}))
+        ramp_from_config(**(keys | {key: value}))
 
 
 sizes = st.fractions(min_value=Fraction(1, 8), max_value=12, max_denominator=8)
@@ -105,7 +105,7 @@ sizes = st.fractions(min_value=Fraction(1, 8), max_value=12, max_denominator=8)
 def test_any_linear_keys_give_a_ramp_or_a_named_error(devices, G, start, increment, end, samples):
     """Every combination gives whole batches of the sizes asked for, or an error with a key."""
     try:
-        ramp = define_ramp(
+        ramp = ramp_from_config(
             num_devices=devices,
             gradient_accumulation_steps=G,
             enable_rampup_batch_size=True,
@@ -123,7 +123,7 @@ def test_any_linear_keys_give_a_ramp_or_a_named_error(devices, G, start, increme
 
 def test_schedule_gives_the_batch_itself():
     """A schedule counts in tokens if told so, and needs no sizes per device."""
-    ramp = define_ramp(
+    ramp = ramp_from_config(
         num_devices=4,
         per_device_batch_size=1,
         gradient_accumulation_steps=2,
@@ -133,7 +133,7 @@ def test_schedule_gives_the_batch_itself():
     )
     assert [(p.start_sample, p.global_batch_size) for p in ramp.phases] == [(0, 8), (104, 16)]
     with pytest.raises(ConfigError, match="must be samples or tokens"):
-        define_ramp(num_devices=4, per_device_batch_size=1, batch_size_schedule="0:8", batch_size_schedule_unit="bytes")
+        ramp_from_config(num_devices=4, per_device_batch_size=1, batch_size_schedule="0:8", batch_size_schedule_unit="bytes")
 
 
 def test_global_batch_size_is_exact():

@@ -99,8 +99,8 @@ def test_advice_names_what_a_small_microbatch_costs():
     ramp = BatchRamp.linear(start=192, increment=16, end=2048, samples=9_765_625, carry_overshoot=True)
     plan = RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=16), num_devices=16, total_steps=10**5)
     (advice,) = plan.advice
-    assert "run 128 of them" in advice
-    assert "auto runs 1 of 128" in advice
+    assert "runs 128 microbatches" in advice
+    assert "auto would run 1 of 128" in advice
     assert RampPlan(**KEYS).advice == ()
 
 
@@ -120,6 +120,28 @@ def test_learning_rate_scale_by_phase():
         learning_rate_batch_scaling="sqrt",
     )
     assert [row["learning_rate_scale"] for row in plan.phase_rows()] == [0.5, 1.0]
+
+
+def test_str_is_a_table():
+    """`print(plan)` shows the summary, a line per phase and the advice."""
+    text = str(RampPlan(**(KEYS | {"total_steps": 15})))
+    summary, ramp, head, *rows, note = text.splitlines()
+    assert summary.startswith("4 devices, data parallel 4, 15 steps")
+    assert ramp.startswith("the batch goes from 16 to 48 samples in 5 phases")
+    assert head.split()[:3] == ["phase", "from", "step"]
+    assert [row.split()[0] for row in rows] == ["0", "1", "2", "3", "4"]
+    assert {len(row) for row in rows} == {len(head)}
+    assert note.startswith("note: steps=15 ends before phase 3")
+
+
+def test_str_leaves_out_the_middle_of_many_phases():
+    """A plan of a thousand phases prints the first and the last of them."""
+    ramp = BatchRamp.linear(start=4, increment=4, end=4000, samples=10**6)
+    plan = RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=4), num_devices=4, total_steps=10**6)
+    lines = str(plan).splitlines()
+    assert len(lines) < 50
+    assert any(set(line.split()) == {"..."} for line in lines)
+    assert lines[-2].split()[0] == "999"
 
 
 def test_html_shows_every_phase():
