@@ -107,10 +107,12 @@ class Key:
             raise self._error(name, "null")
         converted = _READERS[self.kind](value)
         if converted is None:
-            quoting = ""
+            hint = ""
             if self._is_text and isinstance(value, bool | int | float):
-                quoting = f"; in YAML put it in quotes: {name}: {str(value)[:80]!r}"
-            raise self._error(name, repr(value)[:100], quoting, nearest=self._guesses(value))
+                hint = f"; in YAML put it in quotes: {name}: {str(value)[:80]!r}"
+            if self.kind in ("int", "size") and isinstance(value, int | float) and abs(value) > MAX_COUNT:
+                hint = ", at most 10**18"
+            raise self._error(name, repr(value)[:100], hint, nearest=self._guesses(value))
         if self.choices and converted not in self.choices:
             raise self._error(name, repr(converted), nearest=self.choices)
         if isinstance(converted, int | float | Fraction) and not isinstance(converted, bool):

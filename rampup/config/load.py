@@ -1,4 +1,4 @@
-"""base.yml -> Config: the base_config chain, key=value and the environment."""
+"""Reads a configuration: the base_config chain of files, `key=value` settings and environment variables."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ ENVIRONMENT_PREFIX = "RAMPUP_"
 COMMAND_LINE = "command line"
 # Only the file of a rollout has this group of keys.
 ROLLOUT_GROUP = "rl"
+MAX_UNKNOWN = 20
 
 S = TypeVar("S", bound=Settings)
 
@@ -27,17 +28,17 @@ def load_config(
     """Read a configuration.
 
     Args:
-        path: a YAML file; a bare name that does not exist here is looked up among the configurations that come with rampup.
+        path: a YAML file. A bare name that does not exist here is looked up among the configurations that come with rampup.
         overrides: `key=value` settings, which win over the file.
-        environ: environment variables; `RAMPUP_STEPS=10` sets `steps`, and wins over the file.
-        text: read this as the file's content instead.
+        environ: environment variables. `RAMPUP_STEPS=10` sets `steps` and wins over the file.
+        text: the content of the file, if it is not to be read from `path`.
 
     Returns:
-        The checked configuration: defaults < base_config chain < file < overrides and environment. `Config.where` says
-        where each value came from.
+        The checked configuration. Values come from, in ascending order: defaults, the base_config chain, the file, and
+        settings or variables. `Config.where` returns the source of each value.
 
     Raises:
-        ConfigError: whatever cannot be used, with file, line and key; several problems at once.
+        ConfigError: unknown keys or bad values, all at once, each with file, line and key; or a file that cannot be read.
     """
     return load_settings(Config, path, overrides, environ=environ, text=text)
 
@@ -83,16 +84,26 @@ def load_settings(
 def locate_values(
     file: Path, overrides: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, Key], *, text: str | None = None
 ) -> dict[str, Located]:
-    """Return what stands for each key that is set, unchecked, and where; arguments and errors as in `load_values`."""
-    located = _chain(file, keys, text)
-    settings = _overrides(overrides, keys)
-    for name, value in _environment(environ, keys).items():
-        _set_once(settings, name, value)
-    return located | settings
+    """Return the unchecked value of each key that is set, with its place. See `load_config` for arguments and errors."""
+    located: dict[str, Located] = {}
+    for entries in _files(file, text=text):
+        own = _unnested(entries, keys)
+        unknown = {name: entry for name, entry in own.items() if name not in keys}
+        for name, entry in unknown.items():
+            if name.partition(".")[0] == ROLLOUT_GROUP:
+                raise ConfigError(
+                    "this is the configuration of a rollout, which only `rampup plan` and `rampup report` take; everything "
+                    "else takes the keys of configs/base.yml",
+                    key=name,
+                    path=entry.path,
+                )
+        raise_together([_unknown(name, entry, keys) for name, entry in list(unknown.items())[:MAX_UNKNOWN]])
+        located = own | located
+    return located | _settings(overrides, environ, keys)
 
 
 def names_in(path: str | Path) -> frozenset[str]:
-    """Return the names at the top of a file and of the files that it is based on, known or not.
+    """Return the top-level names in a file and in the files of its base_config chain, known or not.
 
     Raises:
         ConfigError: a file that is missing or cannot be read.
@@ -100,55 +111,37 @@ def names_in(path: str | Path) -> frozenset[str]:
     return frozenset().union(*_files(find_config(path)))
 
 
-def find_config(path: str | Path, *, beside: Path | None = None) -> Path:
-    """Return the file that a name means: beside the file that names it, here, or among rampup's own configurations.
+def find_config(path: str | Path, *, folder: Path | None = None) -> Path:
+    """Return the file with a name: in `folder` (by default the working directory), or among rampup's own configurations.
 
     Raises:
         ConfigError: there is no such file.
     """
     name = Path(path)
-    candidates = [name if beside is None else beside / name]
+    candidates = [name if folder is None else folder / name]
     if not name.is_absolute():
-        candidates += [folder / file for folder in _own_configs() for file in (name, Path(f"{name}.yml"))]
+        candidates += [own / file for own in _own_folders() for file in (name, Path(f"{name}.yml"))]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    own = sorted(file.stem for folder in _own_configs() for file in folder.glob("*.yml"))
-    close = difflib.get_close_matches(name.stem, own, n=1)
+    own_names = sorted(file.stem for own in _own_folders() for file in own.glob("*.yml"))
+    close = difflib.get_close_matches(name.stem, own_names, n=1)
     hint = f"; did you mean {close[0]}.yml?" if close else ""
     kind = "is a folder, not a file" if candidates[0].is_dir() else "no such file"
-    raise ConfigError(f"{kind}{hint}", path=str(candidates[0]), key=BASE if beside else None, nearest=close)
+    raise ConfigError(f"{kind}{hint}", path=str(candidates[0]), key=BASE if folder else None, nearest=close)
 
 
-def _own_configs() -> list[Path]:
+def _own_folders() -> list[Path]:
     package = Path(__file__).resolve().parent.parent
     return [folder for folder in (package / "configs", package.parent / "configs") if (folder / "base.yml").is_file()]
 
 
-def _chain(file: Path, keys: Mapping[str, Key], text: str | None) -> dict[str, Located]:
-    located: dict[str, Located] = {}
-    for entries in _files(file, text=text):
-        own = _unnested(entries, keys)
-        unknown = [(name, entry) for name, entry in own.items() if name not in keys]
-        for name, entry in unknown:
-            if name.partition(".")[0] == ROLLOUT_GROUP:
-                raise ConfigError(
-                    "this is the configuration of a rollout: `rampup plan` shows it; everything else takes the keys of "
-                    "configs/base.yml",
-                    key=name,
-                    path=entry.path,
-                )
-        raise_together([_unknown(name, entry, keys) for name, entry in unknown][:20])
-        located = own | located
-    return located
-
-
 def _files(file: Path, seen: tuple[Path, ...] = (), *, text: str | None = None) -> Iterator[dict[str, Located]]:
-    """Yield the entries of a file, then of the file that it is based on, and so on."""
+    """Yield the entries of a file, then those of its base_config, and so on."""
     resolved = file.resolve()
     if resolved in seen:
         cycle = " -> ".join(path.name for path in (*seen[seen.index(resolved) :], resolved))
-        raise ConfigError(f"{BASE} goes round in a circle: {cycle}", key=BASE, path=str(file))
+        raise ConfigError(f"{BASE} is circular: {cycle}", key=BASE, path=str(file))
     own = read_mapping(file) if text is None else parse_mapping(text, str(file))
     base = own.pop(BASE, None)
     yield own
@@ -157,14 +150,14 @@ def _files(file: Path, seen: tuple[Path, ...] = (), *, text: str | None = None) 
     if not isinstance(base.value, str):
         raise ConfigError(f"{BASE} must be a file name", key=BASE, path=base.path, line=base.line)
     try:
-        parent = find_config(base.value, beside=file.parent)
+        parent = find_config(base.value, folder=file.parent)
     except ConfigError as error:
         raise ConfigError(f"{BASE}: {error}", key=BASE, nearest=error.nearest, path=base.path, line=base.line) from None
     yield from _files(parent, (*seen, resolved))
 
 
 def _unnested(entries: Mapping[str, Located], keys: Mapping[str, Key]) -> dict[str, Located]:
-    """Return the entries by dotted key, where the schema has such keys."""
+    """Return the entries with nested groups as dotted keys, for the groups that the keys have."""
     groups = {name.partition(".")[0] for name in keys if "." in name}
     result: dict[str, Located] = {}
     for top, entry in entries.items():
@@ -172,52 +165,40 @@ def _unnested(entries: Mapping[str, Located], keys: Mapping[str, Key]) -> dict[s
         values = {f"{top}.{inner}": value for inner, value in entry.value.items()} if nested else {top: entry.value}
         for name, value in values.items():
             if nested and name in entries:
-                raise ConfigError(f"{name} stands twice", key=name, path=entry.path, line=entry.line)
+                raise ConfigError(f"{name} is given twice", key=name, path=entry.path, line=entry.line)
             result[name] = Located(value=value, path=entry.path, line=entry.line)
     return result
 
 
-def _overrides(settings: Sequence[str], keys: Mapping[str, Key]) -> dict[str, Located]:
-    result: dict[str, Located] = {}
-    for setting in settings:
+def _settings(overrides: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, Key]) -> dict[str, Located]:
+    """Return the values from `key=value` settings and from environment variables."""
+    texts: list[tuple[str, Located]] = []
+    for setting in overrides:
         name, equals, text = setting.partition("=")
         if not equals or name != name.strip() or name.startswith("-"):
             raise ConfigError(f"{setting!r} is not key=value (no spaces around '=', no dashes)", path=COMMAND_LINE)
-        entry = Located(value=text, path=COMMAND_LINE)
-        if name not in keys:
-            raise _unknown(name, entry, keys)
-        _set_once(result, name, _typed(keys[name], entry))
-    return result
-
-
-def _environment(environ: Mapping[str, str], keys: Mapping[str, Key]) -> dict[str, Located]:
-    result, names = {}, {name.replace(".", "_"): name for name in keys}
+        texts.append((name, Located(value=text, path=COMMAND_LINE)))
+    names = {name.replace(".", "_"): name for name in keys}
     for variable, text in environ.items():
         if variable.startswith(ENVIRONMENT_PREFIX):
             name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
-            entry = Located(value=text, path=variable)
-            if name not in names:
-                raise _unknown(name, entry, keys)
-            result[names[name]] = _typed(keys[names[name]], entry)
+            texts.append((names.get(name, name), Located(value=text, path=variable)))
+
+    result: dict[str, Located] = {}
+    for name, entry in texts:
+        if name not in keys:
+            raise _unknown(name, entry, keys)
+        # A key of text takes the text as it is; otherwise YAML gives it a type.
+        value = parse_scalar(entry.value, entry.path)
+        is_text = entry.value == "" or (keys[name].kind in ("text", "name") and not (value is None and keys[name].nullable))
+        entry = Located(value=entry.value if is_text else value, path=entry.path)
+        before = result.setdefault(name, entry)
+        if before is not entry and before.value != entry.value:
+            raise ConfigError(
+                f"{name} is given twice: {before.value!r} ({before.path}) and {entry.value!r} ({entry.path}); leave one out",
+                key=name,
+            )
     return result
-
-
-def _typed(key: Key, entry: Located) -> Located:
-    """Give text from outside YAML its type: verbatim where the key takes text, as YAML reads it elsewhere."""
-    value = parse_scalar(entry.value, entry.path)
-    named_null = value is None and key.nullable
-    verbatim = entry.value == "" or (key.kind in ("text", "name") and not named_null)
-    return Located(value=entry.value if verbatim else value, path=entry.path)
-
-
-def _set_once(settings: dict[str, Located], name: str, entry: Located) -> None:
-    before = settings.get(name)
-    if before is not None and before.value != entry.value:
-        raise ConfigError(
-            f"{name} is given twice: {before.value!r} ({before.path}) and {entry.value!r} ({entry.path}); leave one out",
-            key=name,
-        )
-    settings[name] = entry
 
 
 def _unknown(name: str, entry: Located, keys: Mapping[str, Key]) -> ConfigError:

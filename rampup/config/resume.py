@@ -1,4 +1,4 @@
-"""The plan of a run that goes on: the same batches as before, whatever machine it goes on at."""
+"""Rebuilds the plan of a resumed run so that its global batches do not change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_ROWS = 12
 
 
 def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the ramp, as JSON: its table, the keys that it came from, and the devices."""
+    """Return a checkpoint's description of the ramp, as JSON: its phases, the keys that define it, and the devices."""
     return {
         "ramp": plan.ramp.to_rows(),
         "ramp_keys": ramp_keys(config),
@@ -26,19 +26,19 @@ def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
 
 
 def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) -> RampPlan:
-    """Return the plan with which a run goes on.
+    """Return the plan of a resumed run.
 
-    With the keys of the ramp as they were, the batches stay as they were, also on another number of devices. With other keys
-    that make another ramp, `on_plan_change` decides.
+    If the keys that define the ramp are unchanged, so are the batches, also on another number of devices. If they define
+    another ramp, `on_plan_change` decides.
 
     Args:
-        config: the configuration now.
-        num_devices: the devices now.
-        record: `ramp_record` of the run so far, and its `step`.
+        config: the configuration of the resumed run.
+        num_devices: its number of devices.
+        record: the `ramp_record` in the checkpoint, and the checkpoint's `step`.
 
     Raises:
-        ResumeMismatchError: a global batch that cannot be cut here, with the nearest numbers of devices that can; or another
-            ramp, with a table of both.
+        ResumeMismatchError: a global batch cannot be split here (the error gives the nearest numbers of devices that can), or
+            the ramp is another one (the error shows both).
     """
     before, now = BatchRamp.from_rows(record["ramp"]), ramp_keys(config)
     if now == record["ramp_keys"]:
@@ -54,7 +54,7 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
     raise ResumeMismatchError(
         f"the ramp is not that of the checkpoint of step {record['step']} ({'; '.join(changed)}):\n"
         f"{_side_by_side(before, plan.ramp)}\n"
-        "set the keys back, or set on_plan_change=continue_by_samples to go on with the new sizes by samples consumed",
+        "restore the keys, or set on_plan_change=continue_by_samples to continue with the new sizes by samples consumed",
         key="on_plan_change",
         nearest=("continue_by_samples",),
     )
@@ -77,7 +77,7 @@ def _same_batches(config: Config, num_devices: int, ramp: BatchRamp, record: Map
     except (BatchDivisibilityError, PipelineShapeError) as error:
         nearest = _nearest_devices(plan_for, num_devices)
         raise ResumeMismatchError(
-            f"the run was on {record['num_devices']} devices, and its batches cannot be cut for num_devices={num_devices}; "
+            f"the run was on {record['num_devices']} devices, and its batches cannot be split for num_devices={num_devices}; "
             f"nearest that can: {', '.join(map(str, nearest)) or 'none'}. {error}",
             key="num_devices",
             nearest=nearest,

@@ -1,4 +1,4 @@
-"""Reading YAML that a stranger wrote: safe, bounded, exact about numbers, and with the line of every value."""
+"""Strict, size-limited YAML reader that records source lines."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _PREFIX = "tag:yaml.org,2002:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """A value and where it was written.
+    """A value and its source.
 
     Attributes:
-        value: what YAML says it is: None, bool, int, float, str, list or dict.
-        path: the file, or the name of another place.
-        line: the line in that file, counted from 1; None elsewhere.
+        value: None, bool, int, float, str, list or dict.
+        path: the file, or the name of another source.
+        line: the line in that file, counted from 1; None in other sources.
     """
 
     value: Any
@@ -65,7 +65,7 @@ def read_mapping(path: str | Path, *, max_bytes: int = MAX_BYTES) -> dict[str, L
         max_bytes: a larger file is refused.
 
     Raises:
-        ConfigError: no such file, not UTF-8, not YAML, not a mapping, a name twice, or a value of no plain type.
+        ConfigError: the file cannot be read, is not UTF-8, YAML or a mapping, repeats a name, or has a value with a tag.
     """
     return parse_mapping(read_text(path, max_bytes=max_bytes), str(path))
 
@@ -89,7 +89,9 @@ def parse_mapping(text: str, path: str) -> dict[str, Located]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = None if mark is None else mark.line + 1
-        raise ConfigError(f"not valid YAML: {error.problem or error.context}", path=path, line=line) from None
+        problem = str(error.problem or error.context)
+        hint = "; indent with spaces, not tabs" if "\\t" in problem else ""
+        raise ConfigError(f"not valid YAML: {problem}{hint}", path=path, line=line) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", path=path) from None
     except RecursionError:
@@ -97,10 +99,10 @@ def parse_mapping(text: str, path: str) -> dict[str, Located]:
 
 
 def positions(text: str) -> dict[str, tuple[slice, slice]]:
-    r"""Return where each key of a mapping and its value stand in the text; an alias, an anchor and a tag are left out.
+    r"""Return the position in the text of each key of a mapping and of its value. Values with an alias or a tag are left out.
 
     Raises:
-        ConfigError: the text is no mapping.
+        ConfigError: the text is not a mapping.
 
     Example:
         >>> name, value = positions("# A comment.\nsteps: 10  # ten")["steps"]
@@ -119,7 +121,7 @@ def positions(text: str) -> dict[str, tuple[slice, slice]]:
 
 
 def parse_scalar(text: str, path: str) -> Any:
-    """Return what YAML makes of one value, for instance from the command line.
+    """Return the value that YAML reads from a text, for example from the command line.
 
     Example:
         >>> parse_scalar("1e3", "command line"), parse_scalar("None", "command line"), parse_scalar("0:8 9:16", "command line")
@@ -134,7 +136,7 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
     """Return a text file's content.
 
     Raises:
-        ConfigError: it cannot be read, is larger than `max_bytes` or is not UTF-8.
+        ConfigError: the file cannot be read, is larger than `max_bytes` or is not UTF-8.
     """
     try:
         with open(path, "rb") as file:
@@ -143,7 +145,7 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"cannot read the file: {reason}", path=str(path)) from None
     if len(content) > max_bytes:
-        raise ConfigError(f"the file is larger than {max_bytes:,} bytes; no configuration is", path=str(path))
+        raise ConfigError(f"the file is larger than {max_bytes:,} bytes, so it is not a configuration", path=str(path))
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -151,7 +153,7 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
 
 
 class _Reader:
-    """Turns one file's YAML nodes into values, with a limit on their number: an alias can stand for any number of others."""
+    """Converts the YAML nodes of one file into values. Limits their number, because aliases can repeat values without end."""
 
     def __init__(self, path: str) -> None:
         self._path, self._left = path, MAX_VALUES
@@ -164,7 +166,7 @@ class _Reader:
                 raise ConfigError("a key must be a plain name", path=self._path, line=line)
             name = key_node.value
             if name in seen:
-                raise ConfigError(f"{name} stands twice, first in line {seen[name]}", key=name, path=self._path, line=line)
+                raise ConfigError(f"{name} is given twice, first in line {seen[name]}", key=name, path=self._path, line=line)
             seen[name] = line
             yield name, Located(value=self._value(value_node, depth=depth + 1), path=self._path, line=line)
 
@@ -196,7 +198,7 @@ def _scalar(node: yaml.ScalarNode, path: str, line: int | None) -> Any:
         if kind == "float":
             return float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
     except ValueError:
-        raise ConfigError(f"{text[:50]!r} is not a number that can be used", path=path, line=line) from None
+        raise ConfigError(f"{text[:50]!r} is not a usable number", path=path, line=line) from None
     return text
 
 

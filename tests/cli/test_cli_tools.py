@@ -206,7 +206,7 @@ def test_fix_refuses(capsys, tmp_path, text, key):
 def test_fix_leaves_other_files_alone(capsys, tmp_path, monkeypatch):
     """A configuration that comes with rampup is not written, nor one of a rollout; a base that is misspelt is put right."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("rampup.config.load._own_configs", lambda: [tmp_path / "own"])
+    monkeypatch.setattr("rampup.config.load._own_folders", lambda: [tmp_path / "own"])
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "base.yml").write_text("steps: 0\n")
     code, result = run_json(capsys, "fix", "base", "--devices", "4", "--write")

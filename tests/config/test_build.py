@@ -18,7 +18,7 @@ RAMP = {
 }
 
 
-def test_the_example_of_the_documentation():
+def test_build_plan_of_the_example_in_the_documentation():
     """4 devices, 4 -> 12 by 2 per device: five phases of one shape."""
     plan = build_plan(Config(**RAMP), 4)
     assert [(s.global_batch_size, s.accumulation_steps, s.microbatch_size) for s in plan.splits] == [
@@ -32,14 +32,14 @@ def test_the_example_of_the_documentation():
 
 
 def test_tensor_parallelism_allows_fractions_of_a_sample_per_device():
-    """Half a sample per device is whole where two devices share it, and refused where they do not."""
+    """Half a sample per device is legal if two devices share a sample, and refused otherwise."""
     keys = RAMP | {"per_device_batch_size_start": 0.5, "per_device_batch_size_increment": 0.5, "per_device_batch_size": 2}
     assert build_plan(Config(**keys, ici_tensor_parallelism=2), 8).ramp.sizes == (4, 8, 12, 16)
     with pytest.raises(BatchDivisibilityError, match="data_parallel_size = 8"):
         build_plan(Config(**keys), 8)
 
 
-def test_errors_say_where_the_key_was_set(tmp_path):
+def test_build_plan_error_has_the_place_of_the_key(tmp_path):
     """A rule broken by a file's key is reported with the file and line."""
     path = tmp_path / "a.yml"
     path.write_text("steps: 10\nper_device_batch_size: 2.5\n")
@@ -47,7 +47,7 @@ def test_errors_say_where_the_key_was_set(tmp_path):
         build_plan(load_config(path), 4)
 
 
-def test_all_parts_report_at_once():
+def test_build_plan_reports_all_problems_at_once():
     """Layers, pipeline microbatches and batch are all named."""
     keys = {
         "base_num_decoder_layers": 7,
@@ -77,15 +77,15 @@ def test_all_parts_report_at_once():
         ({"expansion_factor_real_data": "1/7"}, BatchDivisibilityError, "expansion_factor_real_data"),
     ],
 )
-def test_broken_rules_name_the_key(keys, error, key):
-    """Each rule that a configuration can break blames the key that a person would change."""
+def test_build_plan_error_names_the_key(keys, error, key):
+    """The error about each rule names the key that a user would change."""
     with pytest.raises(error) as caught:
         build_plan(Config(**keys), 4)
     assert caught.value.key == key
 
 
-def test_sizes_that_a_refused_one_jumps_over_are_checked_too():
-    """With the size that is offered instead, a step would have them; a schedule whose steps all have legal sizes stands."""
+def test_build_plan_checks_sizes_that_no_step_reaches():
+    """With the offered size, a step would reach them. They do not matter if all other sizes are legal."""
     with pytest.raises(RampupError) as caught:
         build_plan(Config(batch_size_schedule="0:65 1:1 50:2 65:64 500:8"), 2)
     assert [(problem.value, problem.nearest) for problem in caught.value.problems] == [(65, (64, 66)), (1, (2,))]
@@ -93,15 +93,15 @@ def test_sizes_that_a_refused_one_jumps_over_are_checked_too():
     assert build_plan(Config(batch_size_schedule="0:64 1:1 64:8"), 2).ramp.sizes == (64, 8)
 
 
-def test_what_no_file_can_say_is_not_offered():
-    """A number of devices that the axes would divide, but that is larger than any that a configuration takes."""
+def test_build_plan_offers_only_values_that_a_file_can_have():
+    """A legal number of devices that exceeds the limit of the key is not offered."""
     with pytest.raises(BatchDivisibilityError, match="num_devices=1 must be a multiple") as caught:
         build_plan(Config(dcn_context_parallelism=200_000, dcn_data_parallelism=5 * 10**12 + 1), 1)
     assert caught.value.nearest == ()
 
 
-def test_device_counts_are_checked():
-    """Without a number of devices there is no plan."""
+def test_build_plan_needs_a_number_of_devices():
+    """A number of devices below 1 is refused."""
     with pytest.raises(ConfigError, match="num_devices=-1 must be at least 1"):
         build_plan(Config())
     with pytest.raises(ConfigError, match="num_devices=0"):
@@ -109,8 +109,8 @@ def test_device_counts_are_checked():
     assert build_plan(Config(num_devices=4)).num_devices == 4
 
 
-def test_evaluation_that_is_off_does_not_refuse_a_plan():
-    """An evaluation batch that could not be cut matters only where evaluation is on or its size was given."""
+def test_build_plan_ignores_the_evaluation_batch_if_evaluation_is_off():
+    """An evaluation batch that cannot be split matters only if evaluation is on or its size is set."""
     keys = {"per_device_batch_size": 3, "gradient_accumulation_steps": 2, "microbatch_size": 2}
     assert build_plan(Config(**keys, eval_interval=-1), 1).eval_split is None
     with pytest.raises(BatchDivisibilityError, match="eval_per_device_batch_size"):
@@ -119,8 +119,8 @@ def test_evaluation_that_is_off_does_not_refuse_a_plan():
         build_plan(Config(**keys, eval_interval=-1, eval_per_device_batch_size=0.3), 1)
 
 
-def test_schedule_evaluates_at_its_last_size():
-    """With a schedule, evaluation takes the last phase's batch without the accumulation factor."""
+def test_build_plan_evaluates_a_schedule_at_its_last_size():
+    """With a schedule, the evaluation batch is the last phase's without the accumulation factor."""
     plan = build_plan(Config(batch_size_schedule="0:8 100:16", gradient_accumulation_steps=2), 4)
     assert plan.eval_split.global_batch_size == 8
 
@@ -131,7 +131,7 @@ def test_global_batch_to_load():
 
 
 def test_mesh_axes_multiply_ici_and_dcn():
-    """Axes over slices multiply those within."""
+    """Axes across slices multiply the axes within a slice."""
     axes = mesh_axes(Config(ici_tensor_parallelism=2, dcn_data_parallelism=2), 16)
     assert (axes.data, axes.tensor) == (8, 2)
 
@@ -161,8 +161,8 @@ configs = st.fixed_dictionaries(
 
 @settings(max_examples=300, deadline=None)
 @given(configs, st.sampled_from([1, 2, 3, 4, 8, 12]))
-def test_any_configuration_is_a_sound_plan_or_a_named_error(keys, devices):
-    """Whatever is configured ends in a plan whose every phase multiplies out, or in an error with a key."""
+def test_any_config_gives_a_valid_plan_or_an_error_with_a_key(keys, devices):
+    """In a valid plan, the factors of every phase multiply to its batch."""
     try:
         plan = build_plan(Config(**keys), devices)
     except RampupError as error:

@@ -81,7 +81,7 @@ def test_yaml_value_quotes_text_that_would_be_read_as_something_else(text):
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_every_configuration_names_a_schema_that_takes_it(path):
+def test_every_config_names_a_schema_that_accepts_it(path):
     """The first line of each file is the modeline that editors read, and the schema that it names accepts the file."""
     text = path.read_text()
     named = re.fullmatch(re.escape(MODELINE).replace(r"\{\}", "(.*)"), text.splitlines()[0])
@@ -90,7 +90,7 @@ def test_every_configuration_names_a_schema_that_takes_it(path):
 
 
 def test_defaults_and_descriptions():
-    """Each key has its default, which it takes, and says what it means."""
+    """Each property has the default of its key, accepts it, and contains the documentation."""
     for name, value in Config().to_dict().items():
         assert SCHEMA["properties"][name]["default"] == value
         assert BY_KEY[name].is_valid(value)
@@ -114,8 +114,8 @@ def test_defaults_and_descriptions():
         {"run_name": "a/b"},
     ],
 )
-def test_files_that_are_refused(content):
-    """Unknown keys, wrong types, values outside the limits and what is no mapping."""
+def test_schema_refuses(content):
+    """Unknown keys, wrong types, values outside the limits, and files that are not mappings."""
     assert not WHOLE.is_valid(content)
 
 
@@ -132,8 +132,8 @@ OTHERS = st.none() | st.booleans() | st.lists(st.integers(), max_size=1) | st.di
 @pytest.mark.parametrize("name", KEYS)
 @settings(max_examples=30)
 @given(value=NUMBERS | OTHERS)
-def test_all_values_but_text_are_taken_exactly_as_by_the_key(name, value):
-    """What the schema takes the key reads, and the other way round; sizes below 10**-18 are beyond a schema."""
+def test_schema_accepts_the_values_that_the_key_accepts(name, value):
+    """The schema accepts a value exactly if its key does, except for sizes below 10**-18."""
     tiny = KEYS[name].kind == "size" and isinstance(value, float) and 0 < abs(value) < 1e-18
     if not tiny:
         assert BY_KEY[name].is_valid(value) == KEYS[name].allows(value)
@@ -143,7 +143,7 @@ LIMITS = {name: [key.minimum, key.maximum, key.above, key.below, *key.also] for 
 
 
 @pytest.mark.parametrize("name", [name for name, limits in LIMITS.items() if any(n is not None for n in limits)])
-def test_limits_are_the_same_on_both_sides(name):
+def test_schema_has_the_limits_of_the_key(name):
     """At each limit of each key, below it and above it."""
     for limit in LIMITS[name]:
         if limit is not None:
@@ -188,8 +188,8 @@ NUMERALS = [
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_text_that_is_taken_can_be_read(name):
-    """What the schema takes as text, also such that YAML 1.2 alone takes for text, the key reads as rampup's YAML does."""
+def test_key_reads_the_text_that_the_schema_accepts(name):
+    """A text that the schema accepts is legal, as it is or as rampup's YAML reads it; this includes 1_000."""
     for text in (*WORDS, *NUMERALS, *KEYS[name].choices):
         if BY_KEY[name].is_valid(text):
             assert KEYS[name].allows(text) or KEYS[name].allows(parse_scalar(text, "file.yml"))
@@ -198,8 +198,8 @@ def test_text_that_is_taken_can_be_read(name):
 
 
 @given(st.text())
-def test_any_text_is_taken_exactly_as_by_a_key_of_text(value):
-    """File names, folder names and schedules: the schema takes what the key reads, but for signs that Unicode cannot print."""
+def test_schema_accepts_the_text_that_the_key_accepts(value):
+    """File names, folder names and schedules: the schema accepts the same printable text as the key."""
     for name in ("base_output_directory", "run_name", "batch_size_schedule", "dtype"):
         if value.isprintable():
             assert BY_KEY[name].is_valid(value) == KEYS[name].allows(value)
@@ -220,13 +220,13 @@ def test_any_text_is_taken_exactly_as_by_a_key_of_text(value):
         ("per_device_batch_size", "1_000", True),
     ],
 )
-def test_grouped_digits_are_taken_where_rampup_reads_them(name, value, taken):
-    """1_000 is no error in an editor, which reads it as text, if no number of so many digits is beyond the key's limit."""
+def test_schema_accepts_grouped_digits(name, value, taken):
+    """1_000, which an editor reads as text, is accepted if all numbers with as many digits are within the limits."""
     assert BY_KEY[name].is_valid(value) == taken
 
 
-def test_dotted_keys_may_be_nested():
-    """A key with a dot is taken under its own name and under its group, and nothing else is."""
+def test_schema_accepts_nested_keys():
+    """A dotted key is accepted by its own name and nested in its group."""
     keys = {"rl.mu": Key(kind="int", doc="passes", section="Run", minimum=1)}
     validator = Draft202012Validator(schema_of(keys, {"rl.mu": 2}, title="nested"))
     assert validator.is_valid({"rl": {"mu": 2}})

@@ -33,7 +33,7 @@ def read(value, **spec):
         ({"kind": "name"}, "", ""),
     ],
 )
-def test_reads(spec, value, expected):
+def test_read_converts(spec, value, expected):
     """A value becomes the key's own type."""
     result = read(value, **spec)
     assert result == expected
@@ -48,7 +48,8 @@ def test_reads(spec, value, expected):
         ({"kind": "int"}, 10.5, "a whole number"),
         ({"kind": "int"}, True, "a whole number"),
         ({"kind": "int"}, "5", "a whole number"),
-        ({"kind": "int"}, 10**19, "a whole number"),
+        ({"kind": "int"}, 10**19, "a whole number, at most 10**18"),
+        ({"kind": "int"}, 1e22, "at most 10**18"),
         ({"kind": "int"}, float("inf"), "a whole number"),
         ({"kind": "int"}, float("nan"), "a whole number"),
         ({"kind": "int", "minimum": 1}, 0, "at least 1"),
@@ -70,8 +71,8 @@ def test_reads(spec, value, expected):
         ({"kind": "name"}, "x" * 300, "a folder name"),
     ],
 )
-def test_refuses_and_says_what_to_write(spec, value, message):
-    """Another type or a value outside the limits is an error that names the key and what is expected."""
+def test_read_refuses_with_the_legal_values(spec, value, message):
+    """The error about a wrong type or a value outside the limits names the key and the legal values."""
     with pytest.raises(ConfigError, match="name=") as caught:
         read(value, **spec)
     assert message in str(caught.value)
@@ -90,8 +91,8 @@ anything = (
 
 
 @given(st.sampled_from(["bool", "int", "float", "size", "text", "name"]), anything)
-def test_any_value_is_read_or_refused(kind, value):
-    """Nothing but a ConfigError comes out, whatever goes in."""
+def test_read_raises_nothing_but_config_error(kind, value):
+    """Any value is read or raises a ConfigError."""
     try:
         read(value, kind=kind, minimum=-5, maximum=10**6) if kind in ("int", "float", "size") else read(value, kind=kind)
     except ConfigError as error:
@@ -117,14 +118,14 @@ def test_any_value_is_read_or_refused(kind, value):
         ({"kind": "int"}, [5], ()),
     ],
 )
-def test_what_a_value_of_another_type_may_stand_for(spec, value, nearest):
-    """The error offers the legal values that were probably meant."""
+def test_read_suggests_values_for_a_value_of_another_type(spec, value, nearest):
+    """The error offers legal values close to the given one."""
     with pytest.raises(ConfigError) as caught:
         read(value, **spec)
     assert caught.value.nearest == nearest
     assert all(Key(doc="doc", section="section", **spec).allows(legal) for legal in nearest)
 
 
-def test_large_limits_are_written_out():
-    """A limit is the number itself."""
+def test_expected_writes_large_limits_out():
+    """Limits are not abbreviated."""
     assert Key(kind="int", doc="", section="", maximum=2**31 - 1).expected == "a whole number, at most 2147483647"

@@ -22,8 +22,8 @@ def write(tmp_path):
     return write
 
 
-def test_layers(write):
-    """Defaults < base_config chain < file < command line and environment, and `where` knows each."""
+def test_load_config_merges_sources_by_precedence(write):
+    """Defaults < base_config chain < file < command line and environment; `where` returns the source of each value."""
     write("steps: 1\nlearning_rate: 1e-5\nlog_period: 3\n", "base/root.yml")
     write("base_config: root.yml\nsteps: 2\neval_interval: 5\n", "base/middle.yml")
     path = write("base_config: base/middle.yml\nsteps: 3\n")
@@ -36,8 +36,8 @@ def test_layers(write):
     assert config.where("opt_type") == "default"
 
 
-def test_base_config_falls_back_to_rampups_own(write):
-    """`base_config: base.yml` means the one that comes with rampup where there is none beside the file."""
+def test_base_config_falls_back_to_the_configs_of_rampup(write):
+    """`base_config: base.yml` is the one that comes with rampup if the file's folder has none."""
     assert load_config(write("base_config: base.yml\nsteps: 5\n")).enable_rampup_batch_size
     assert find_config("base").name == "base.yml"
 
@@ -51,14 +51,14 @@ def test_base_config_falls_back_to_rampups_own(write):
         ("steps: [1]\n", 1, "steps", "a whole number"),
         ("steps: null\n", 1, "steps", "steps=null"),
         ("run_name: 5\n", 1, "run_name", "put it in quotes: run_name: '5'"),
-        ("steps: 1\nsteps: 2\n", 2, "steps", "stands twice"),
+        ("steps: 1\nsteps: 2\n", 2, "steps", "is given twice"),
         ("base_config: nowhere.yml\n", 1, "base_config", "no such file"),
         ("base_config: 5\n", 1, "base_config", "must be a file name"),
         ("base_config: bese.yml\n", 1, "base_config", "did you mean base.yml"),
     ],
 )
-def test_errors_carry_file_line_and_key(write, text, line, key, message):
-    """What is wrong in a file is said with file, line and key."""
+def test_config_error_has_file_line_and_key(write, text, line, key, message):
+    """An error in a file has the file, the line and the key."""
     path = write(text)
     with pytest.raises(ConfigError) as caught:
         load_config(path)
@@ -67,7 +67,7 @@ def test_errors_carry_file_line_and_key(write, text, line, key, message):
     assert (caught.value.path, caught.value.line, caught.value.key) == (str(path), line, key)
 
 
-def test_contradictions_name_the_file(write):
+def test_contradiction_names_the_file(write):
     """Keys that exclude each other are reported for the file."""
     path = write("steps: -1\n")
     with pytest.raises(ConfigError, match=r"a\.yml: steps=-1") as caught:
@@ -75,20 +75,20 @@ def test_contradictions_name_the_file(write):
     assert caught.value.key == "steps"
 
 
-def test_all_bad_lines_are_reported_at_once(write):
+def test_load_config_reports_all_bad_values_at_once(write):
     """Every bad value of a file is named in one error."""
     with pytest.raises(ConfigError, match="2 problems") as caught:
         load_config(write("steps: 0\nlog_period: x\n"))
     assert [problem.line for problem in caught.value.problems] == [1, 2]
 
 
-def test_cycles_are_refused(write):
-    """A base_config that comes back to itself is named as a circle."""
+def test_circular_base_config_is_refused(write):
+    """The error shows the cycle."""
     write("base_config: b.yml\n", "a.yml")
     write("base_config: a.yml\n", "b.yml")
-    with pytest.raises(ConfigError, match=r"circle: a\.yml -> b\.yml -> a\.yml"):
+    with pytest.raises(ConfigError, match=r"circular: a\.yml -> b\.yml -> a\.yml"):
         load_config(write("base_config: b.yml\n", "a.yml"))
-    with pytest.raises(ConfigError, match="circle"):
+    with pytest.raises(ConfigError, match="is circular"):
         load_config(write("base_config: c.yml\n", "c.yml"))
 
 
@@ -112,7 +112,7 @@ def test_cycles_are_refused(write):
     ],
 )
 def test_bad_overrides_are_refused(write, overrides, environ, message):
-    """What cannot be meant on the command line or in the environment is an error."""
+    """Invalid settings and variables are errors."""
     with pytest.raises(ConfigError, match=message):
         load_config(write("log_period: 3\n"), overrides, environ=environ)
 
@@ -123,15 +123,15 @@ def test_equal_values_given_twice_are_no_conflict(write):
     assert config.steps == 10
 
 
-def test_text_keys_take_text_verbatim(write):
-    """A run may be called 2026 or null on the command line only where that makes sense."""
+def test_text_keys_take_settings_verbatim(write):
+    """A setting of a text key is not parsed as YAML, except for null if the key allows it."""
     config = load_config(write("steps: 1\n"), ["run_name=2026", "grain_train_files=None", "remat_policy=none"])
     assert (config.run_name, config.grain_train_files, config.remat_policy) == ("2026", None, "none")
     assert load_config(write("steps: 1\n"), ["run_name="]).run_name == ""
 
 
 def test_missing_files_are_refused(tmp_path):
-    """No file, a folder, and a misspelt preset are said to be so."""
+    """A missing file, a folder and a misspelled preset each have their own message."""
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "none.yml")
     with pytest.raises(ConfigError, match="is a folder"):
@@ -142,7 +142,7 @@ def test_missing_files_are_refused(tmp_path):
 
 @given(st.dictionaries(st.sampled_from(sorted(KEYS)), st.text(max_size=12), max_size=4))
 def test_any_setting_is_read_or_refused(settings):
-    """Nothing but a ConfigError comes out, whatever is set on the command line."""
+    """Any setting is read or raises a ConfigError."""
     try:
         config = load_config("base.yml", [f"{name}={value}" for name, value in settings.items()])
     except ConfigError:
@@ -151,10 +151,10 @@ def test_any_setting_is_read_or_refused(settings):
 
 
 @pytest.mark.parametrize("text", ["rl: {num_generations: 4}\n", "rl.num_generations: 4\n"])
-def test_a_rollouts_file_is_called_by_its_name(tmp_path, text):
-    """It is not a list of unknown keys: what the file is, and what takes it, is said."""
+def test_load_config_recognizes_the_file_of_a_rollout(tmp_path, text):
+    """The error names the commands that take the file, instead of listing unknown keys."""
     (tmp_path / "rl.yml").write_text(text)
-    with pytest.raises(ConfigError, match=r"configuration of a rollout.*`rampup plan` shows it"):
+    with pytest.raises(ConfigError, match=r"configuration of a rollout.*`rampup plan`"):
         load_config(tmp_path / "rl.yml")
 
 

@@ -28,12 +28,12 @@ def preset(name):
 
 
 def test_every_preset_is_checked():
-    """No preset is without numbers here."""
+    """This file has the expected numbers of every preset."""
     assert {path.stem for path in CONFIGS.glob("*.yml")} - {"base", "rl"} == set(PUBLISHED)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_preset(name):
+def test_preset_has_the_expected_ramp(name):
     """First and last batch, number of phases, steps and samples of the ramp."""
     ramp = preset(name)[1].ramp
     found = {"first": ramp.sizes[0], "last": ramp.sizes[-1], "phases": len(ramp.phases)}
@@ -50,7 +50,7 @@ def test_preset(name):
         ("deepseek_v3", [9319, 13_978, 17_084, 19_414]),
     ],
 )
-def test_changes_happen_at_the_published_steps(name, steps):
+def test_preset_changes_its_batch_at_the_published_steps(name, steps):
     """The batch changes at the steps that the reports give or that follow from their token counts."""
     assert [phase.start_step for phase in preset(name)[1].ramp.phases[1:]] == steps
 
@@ -67,20 +67,20 @@ def test_changes_happen_at_the_published_steps(name, steps):
         ("deepseek_v3", 14.8e12),
     ],
 )
-def test_runs_have_the_published_tokens(name, tokens):
+def test_preset_consumes_the_published_tokens(name, tokens):
     """Steps times batches are the tokens that each report gives for the whole run."""
     config, plan = preset(name)
     assert plan.consumed_samples * config.max_target_length == pytest.approx(tokens, rel=1e-3)
 
 
-def test_llama_ramp_tokens():
+def test_llama3_ramp_has_the_published_tokens():
     """Llama 3's first phase is about 60 steps of 4M tokens, and the last change comes at 2.87T tokens."""
     _, plan = preset("llama3_405b")
     assert plan.ramp.phases[1].start_step == 61
     assert plan.ramp.phases[2].start_sample * 8192 == pytest.approx(2.87e12, rel=1e-5)
 
 
-def test_mimo_shrinks():
+def test_mimo_shrinks_its_batch_in_the_last_phase():
     """The last phase of MiMo is smaller than the one before."""
     sizes = preset("mimo_7b")[1].ramp.sizes
     assert sizes[-2:] == (2560, 640)

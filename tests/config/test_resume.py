@@ -13,13 +13,13 @@ LINEAR = {"enable_rampup_batch_size": True, "steps": 60, "global_rampup_samples"
 
 
 def written(config, devices, step):
-    """Return what a checkpoint of `step` holds, through JSON."""
+    """Return the record in the checkpoint of a step, through JSON."""
     return json.loads(json.dumps(ramp_record(config, build_plan(config, devices)))) | {"step": step}
 
 
 @pytest.mark.parametrize("keys", [SCHEDULE, LINEAR])
-def test_the_batches_stay_as_they_were_on_other_devices(keys):
-    """8, 4, 2 and 8 devices: the same ramp and the same evaluation batch, cut anew."""
+def test_plan_to_resume_keeps_the_batches_on_other_devices(keys):
+    """8, 4, 2 and 8 devices: the same ramp and the same evaluation batch, split again."""
     config = Config(**keys)
     first = build_plan(config, 8)
     record = written(config, 8, 5)
@@ -31,7 +31,7 @@ def test_the_batches_stay_as_they_were_on_other_devices(keys):
         record = json.loads(json.dumps(ramp_record(config, plan))) | {"step": 9}
 
 
-def test_batches_that_cannot_be_cut_here_name_the_nearest_devices_that_can():
+def test_plan_to_resume_names_the_nearest_devices_that_can_split_the_batches():
     """16, 32 and 64 samples do not divide over 6 devices; over 4 and 8 they do."""
     config = Config(**SCHEDULE)
     with pytest.raises(ResumeMismatchError, match="num_devices=6; nearest that can: 4, 8") as caught:
@@ -40,7 +40,7 @@ def test_batches_that_cannot_be_cut_here_name_the_nearest_devices_that_can():
         plan_to_resume(config, number, written(config, 8, 5))
 
 
-def test_another_ramp_is_refused_with_both_tables():
+def test_plan_to_resume_refuses_another_ramp_with_both_tables():
     """The message has the keys and the phases before and now."""
     changed = Config(**(SCHEDULE | {"batch_size_schedule": "0:16 160:48"}))
     with pytest.raises(ResumeMismatchError) as caught:
@@ -52,7 +52,7 @@ def test_another_ramp_is_refused_with_both_tables():
     assert caught.value.key == "on_plan_change"
 
 
-def test_other_keys_that_make_the_same_ramp_are_no_change():
+def test_plan_to_resume_accepts_other_keys_of_the_same_ramp():
     """The same table from a schedule is the same ramp."""
     linear = Config(**LINEAR)
     ramp = build_plan(linear, 4).ramp
@@ -62,8 +62,8 @@ def test_other_keys_that_make_the_same_ramp_are_no_change():
 
 
 @pytest.mark.parametrize("step", [0, 1, 9, 10, 11, 30, 31, 50])
-def test_continued_by_samples(step):
-    """What was consumed stays, and every later step has the size that the new schedule gives to its samples."""
+def test_continue_by_samples_looks_sizes_up_by_samples(step):
+    """Consumed samples are kept, and each later step has the size of the new schedule at its samples."""
     config = Config(**(SCHEDULE | {"batch_size_schedule": "0:8 200:48 900:96", "on_plan_change": "continue_by_samples"}))
     before, wanted = build_plan(Config(**SCHEDULE), 8).ramp, build_plan(config, 8).ramp
     ramp = plan_to_resume(config, 8, written(Config(**SCHEDULE), 8, step)).ramp
@@ -75,8 +75,8 @@ def test_continued_by_samples(step):
         consumed += ramp.global_batch_size_at(later)
 
 
-def test_a_continued_run_goes_on_as_continued():
-    """With the keys unchanged since, the recorded ramp with its past is used, and nothing is refused."""
+def test_plan_to_resume_keeps_a_continued_ramp():
+    """If the keys have not changed since, the recorded ramp is used, including its past."""
     config = Config(**(SCHEDULE | {"batch_size_schedule": "0:8 200:48", "on_plan_change": "continue_by_samples"}))
     plan = plan_to_resume(config, 8, written(Config(**SCHEDULE), 8, 12))
     record = json.loads(json.dumps(ramp_record(config, plan))) | {"step": 20}

@@ -33,21 +33,21 @@ def test_config_without_arguments_is_complete():
         ({"batch_size_schedule": ""}, "batch_size_schedule"),
     ],
 )
-def test_contradictions_are_refused(keys, blamed):
-    """Keys that exclude each other are an error that names one of them."""
+def test_config_refuses_contradictions(keys, blamed):
+    """The error about keys that exclude each other names one of them."""
     with pytest.raises(ConfigError) as caught:
         Config(**keys)
     assert caught.value.key == blamed
 
 
-def test_all_bad_values_are_reported_at_once():
+def test_config_reports_all_bad_values_at_once():
     """Two bad keys are two problems."""
     with pytest.raises(ConfigError, match="2 problems"):
         Config(steps=0, learning_rate=-1)
 
 
-def test_derived_values():
-    """-1 takes the other key's value."""
+def test_total_steps_and_num_kv_heads():
+    """-1 takes the value of the other key; sizes are exact."""
     config = Config(steps=-1, learning_rate_schedule_steps=77)
     assert (config.total_steps, config.num_kv_heads) == (77, 4)
     assert Config(per_device_batch_size="1/3").to_dict()["per_device_batch_size"] == "1/3"
@@ -65,8 +65,8 @@ def test_derived_values():
         ({"vocab_size": 100}, (256,)),
     ],
 )
-def test_contradictions_offer_values_that_end_them(keys, nearest):
-    """Each value offered makes a configuration that is accepted."""
+def test_contradiction_offers_legal_values(keys, nearest):
+    """Each offered value leads to a legal configuration."""
     with pytest.raises(ConfigError) as caught:
         Config(**keys)
     assert caught.value.nearest == nearest
@@ -74,7 +74,7 @@ def test_contradictions_offer_values_that_end_them(keys, nearest):
         Config(**{**keys, caught.value.key: value})
 
 
-def test_differences():
+def test_differences_between_configs():
     """Keys that differ with both values, and nothing for the same configuration."""
     assert Config(steps=10, per_device_batch_size="1/3").differences(Config(steps=10)) == {
         "per_device_batch_size": {"a": "1/3", "b": 16}

@@ -42,14 +42,14 @@ def values(text):
         (".inf", float("inf")),
     ],
 )
-def test_scalars_mean_what_people_mean(text, value):
+def test_scalars_follow_yaml_1_2(text, value):
     """Numbers are exact and decimal, 1e-5 is a float, None is null, and colons and dates stay text."""
     assert parse_scalar(text, "command line") == value
     assert values(f"key: {text}")["key"] == value
     assert type(values(f"key: {text}")["key"]) is type(value)
 
 
-def test_values_know_their_lines():
+def test_parse_mapping_records_lines():
     """Every value carries file and line."""
     parsed = parse_mapping("# comment\na: 1\n\nb:\n  - 2\n  - x: 3\n", "file.yml")
     assert {name: (entry.value, str(entry)) for name, entry in parsed.items()} == {
@@ -65,10 +65,10 @@ def test_values_know_their_lines():
         ("# only a comment\n", None, "is empty"),
         ("- 1\n- 2\n", 1, "is a list"),
         ("just text", 1, "is a single value"),
-        ("a: 1\nb: 2\na: 3\n", 3, "a stands twice, first in line 1"),
-        ("a: {b: 1, b: 2}", 1, "b stands twice"),
+        ("a: 1\nb: 2\na: 3\n", 3, "a is given twice, first in line 1"),
+        ("a: {b: 1, b: 2}", 1, "b is given twice"),
         ("a: [1\nb: 2", 2, "not valid YAML"),
-        ("a: 1\n\tb: 2", 2, "not valid YAML"),
+        ("a: 1\n\tb: 2", 2, "indent with spaces, not tabs"),
         ("a: !!python/object/apply:os.system ['ls']", 1, "python/object/apply"),
         ("a: !!python/name:os.system", 1, "python/name"),
         ("a: !!binary aGk=", 1, "binary"),
@@ -78,19 +78,19 @@ def test_values_know_their_lines():
         ("a: \x00", None, "not valid YAML"),
         ("a: *missing", 1, "not valid YAML"),
         ("a: " + "[" * 200 + "]" * 200, 1, "too deeply"),
-        ("a: " + "9" * 5000, 1, "is not a number that can be used"),
+        ("a: " + "9" * 5000, 1, "is not a usable number"),
     ],
 )
-def test_what_is_no_configuration_is_refused(text, line, message):
-    """Each broken file is an error with its line."""
+def test_parse_mapping_refuses_invalid_files(text, line, message):
+    """The error about an invalid file has the line."""
     with pytest.raises(ConfigError) as caught:
         parse_mapping(text, "file.yml")
     assert message in str(caught.value)
     assert (caught.value.path, caught.value.line) == ("file.yml", line)
 
 
-def test_a_bomb_does_not_explode():
-    """Aliases of aliases are nested too deeply or small, never expanded into memory; deep nesting is refused."""
+def test_parse_mapping_limits_aliases_and_depth():
+    """Aliases of aliases are not expanded into memory, and deep nesting is refused."""
     bomb = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
     with pytest.raises(ConfigError, match="too large"):
         parse_mapping(bomb, "bomb.yml")
@@ -98,7 +98,7 @@ def test_a_bomb_does_not_explode():
         parse_mapping("a: " + "[" * 50_000, "deep.yml")
 
 
-def test_files_that_cannot_be_read_are_refused(tmp_path):
+def test_read_mapping_refuses_unreadable_files(tmp_path):
     """A missing file, a folder, a huge file and one that is not UTF-8 are errors."""
     (tmp_path / "binary.yml").write_bytes(b"a: \xff\xfe")
     (tmp_path / "huge.yml").write_bytes(b"a: 1\n" + b"#" * MAX_BYTES)
@@ -113,8 +113,8 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
 
 
 @given(st.text())
-def test_any_text_is_parsed_or_refused(text):
-    """Nothing but a ConfigError comes out, whatever the file holds."""
+def test_any_text_is_parsed_or_raises_config_error(text):
+    """Any text is parsed or raises a ConfigError."""
     try:
         parse_mapping(text, "file.yml")
         parse_scalar(text, "command line")
@@ -122,8 +122,8 @@ def test_any_text_is_parsed_or_refused(text):
         pass
 
 
-def test_positions():
-    """Keys and values are found where they stand, whatever is around them; aliases, anchors and tags are left out."""
+def test_positions_of_keys_and_values():
+    """Keys and values are found in any context; values with an alias, an anchor or a tag are left out."""
     text = "# x: 1\r\na:  5 # five\r\n\"b\": 'six'\nc:\nd: [1,\n 2]\ne: &e 1\nf: *e\ng: !!str 3\n"
     found = {name: (text[key], text[value]) for name, (key, value) in positions(text).items()}
     assert found == {"a": ("a", "5"), "b": ('"b"', "'six'"), "c": ("c", ""), "d": ("d", "[1,\n 2]")}
