@@ -1,4 +1,4 @@
-"""What a budget of tokens means for a ramp: optimizer steps, beside those at a constant batch, and time."""
+"""Token budget of a ramp: its optimizer steps and time, compared with constant batch sizes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SECONDS_PER_HOUR = 3600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBudget:
-    """A budget of tokens, spent by a ramp.
+    """A number of tokens to train on with a ramp.
 
     Attributes:
-        ramp: samples -> global batch size.
+        ramp: maps samples to the global batch size.
         tokens: the budget.
         tokens_per_sample: tokens in one sample.
 
@@ -41,32 +41,32 @@ class TokenBudget:
 
     @property
     def num_samples(self) -> int:
-        """Samples that hold the budget; the last one may hold more than is left of it."""
+        """Samples needed for the budget, rounded up."""
         return -(-self.tokens // self.tokens_per_sample)
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the ramp until the budget is consumed."""
+        """Optimizer steps of the ramp that consume the budget."""
         return self.ramp.step_of_sample(self.num_samples - 1) + 1
 
     @property
     def consumed_tokens(self) -> int:
-        """Tokens of those steps: the budget, and what the last batch goes beyond it."""
+        """Tokens of these steps: the budget, plus the excess of the last batch."""
         return self.ramp.samples_before(self.steps) * self.tokens_per_sample
 
     @property
     def steps_at_first(self) -> int:
-        """Optimizer steps for the budget at the batch of the first phase, kept constant."""
+        """Optimizer steps for the budget at a constant batch size, that of the first phase."""
         return self._steps_at(self.ramp.sizes[0])
 
     @property
     def steps_at_final(self) -> int:
-        """Optimizer steps for the budget at the batch of the last phase, kept constant."""
+        """Optimizer steps for the budget at a constant batch size, that of the last phase."""
         return self._steps_at(self.ramp.sizes[-1])
 
     @property
     def steps_by_size(self) -> dict[int, int]:
-        """Optimizer steps of the ramp at each global batch size that the budget reaches."""
+        """Optimizer steps of the ramp at each global batch size, as far as the budget reaches."""
         result: dict[int, int] = {}
         for phase in self.ramp.phases:
             end = self.steps if phase.num_steps is None else min(phase.start_step + phase.num_steps, self.steps)
@@ -76,10 +76,10 @@ class TokenBudget:
         return result
 
     def seconds(self, tokens_per_second: Mapping[int, Fraction]) -> Fraction:
-        """Return the time that the steps take.
+        """Return the duration of the steps.
 
         Args:
-            tokens_per_second: throughput by global batch size; a size that is not there takes that of the nearest, by ratio.
+            tokens_per_second: throughput by global batch size. A missing size uses the nearest one, by ratio.
 
         Example:
             >>> budget = TokenBudget(ramp=BatchRamp.from_schedule("0:8 80:16"), tokens=2400, tokens_per_sample=10)
@@ -95,8 +95,9 @@ class TokenBudget:
     def to_dict(self) -> dict[str, object]:
         """Return the budget as `rampup plan --budget --json` prints it.
 
-        `fewer_steps_than_first` is how many optimizer steps the ramp saves over its first batch kept constant, and
-        `more_steps_than_final` how many it takes above its last batch kept constant; a batch that shrinks makes them negative.
+        `fewer_steps_than_first` is the number of optimizer steps that the ramp saves compared with its first batch size, and
+        `more_steps_than_final` the number of additional steps compared with its last one. A decreasing batch size makes them
+        negative.
         """
         return {
             "tokens": self.tokens,

@@ -1,4 +1,4 @@
-"""How the learning rate follows the batch size: its scale in each phase, and the clock that its schedule runs on."""
+"""The learning rate during a ramp: its scale in each phase, and the clock of its schedule."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ CLOCKS: tuple[Clock, ...] = ("steps", "samples")
 
 
 def learning_rate_scale(global_batch_size: int, final_global_batch_size: int, scaling: BatchScaling) -> float:
-    """Return the factor on the learning rate for a batch that is not yet the final one.
+    """Return the factor on the learning rate for a batch smaller than the final one.
 
     Args:
-        global_batch_size: samples per optimizer step now.
+        global_batch_size: samples per optimizer step.
         final_global_batch_size: samples per optimizer step in the last phase, for which the learning rate was chosen.
-        scaling: `none`; `linear` in the batch (SGD; Goyal et al. 2017, arXiv 1706.02677); `sqrt` of it (Adam; Malladi et
-            al. 2022, arXiv 2205.10287).
+        scaling: `none`; `linear`, in proportion to the batch (SGD; Goyal et al. 2017, arXiv 1706.02677); or `sqrt`, in
+            proportion to its square root (Adam; Malladi et al. 2022, arXiv 2205.10287).
 
     Example:
         >>> learning_rate_scale(256, 1024, "sqrt")
@@ -42,11 +42,11 @@ def learning_rate_scale(global_batch_size: int, final_global_batch_size: int, sc
 class ClockSegment:
     """The schedule's clock within one phase: progress(step) = progress + (step - start_step) * progress_per_step.
 
-    Samples outgrow the int32 of a device; these three numbers do not.
+    A sample count can overflow the int32 of a device. These three numbers cannot.
 
     Attributes:
         start_step: first optimizer step of the phase.
-        progress: fraction of the schedule done before that step; 1 is its end.
+        progress: fraction of the schedule completed before that step; 1 is its end.
         progress_per_step: fraction that each step adds.
         scale: factor on the learning rate in this phase.
     """
@@ -62,10 +62,10 @@ def clock_segments(ramp: BatchRamp, *, clock: Clock, schedule_steps: int, scalin
 
     Args:
         ramp: the ramp.
-        clock: `steps` counts optimizer steps; `samples` counts samples, so that warm-up and decay stay where they belong
-            in the data when the batch changes.
+        clock: `steps` counts optimizer steps. `samples` counts samples, so that warm-up and decay keep their position in the
+            data when the batch size changes.
         schedule_steps: length of the schedule in optimizer steps.
-        scaling: how the learning rate follows the batch size.
+        scaling: how the learning rate depends on the batch size.
 
     Example:
         >>> ramp = BatchRamp.piecewise([(0, 10), (100, 30)])

@@ -1,4 +1,4 @@
-"""RampupBatchManager: the stateful face of a ramp, with the names of MaxText's class of the same name."""
+"""RampupBatchManager: a stateful counter over a ramp, with the interface of MaxText's class of the same name."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from rampup.plan.ramp import BatchRamp, Phase
 
 
 class RampupBatchManager(NotebookRepr):
-    """Counts optimizer steps and says how large the next batch is; a drop-in for MaxText's manager.
+    """Counts optimizer steps and returns the size of the next batch. A drop-in replacement for MaxText's manager.
 
-    Differences from MaxText's (`utils/rampup_batch.py`), each a defect there: batches include
-    `gradient_accumulation_steps`; batches that are not whole numbers are errors; resuming is a look-up and not a replay.
-    MaxText labels a checkpoint s after s + 1 batches: a caller that restores label s passes `step_num=s + 1`.
+    It fixes three defects of MaxText's (`utils/rampup_batch.py`): batches include `gradient_accumulation_steps`, batch sizes
+    that are not whole numbers are errors, and resuming is a look-up instead of a replay. MaxText labels a checkpoint s after
+    s + 1 batches, so a caller that restores label s passes `step_num=s + 1`.
 
     Args:
         config: any object with MaxText's attributes per_device_batch_size_start, per_device_batch_size_increment,
-            per_device_batch_size, global_rampup_samples and num_target_devices; optional are
+            per_device_batch_size, global_rampup_samples and num_target_devices. Optional attributes are
             gradient_accumulation_steps, rampup_carry_overshoot, enable_rampup_batch_size, batch_size_schedule,
             batch_size_schedule_unit and max_target_length.
-        step_num: batches consumed already; -1 and 0 mean none.
+        step_num: batches already consumed. -1 and 0 mean none.
 
     Attributes:
-        ramp: the table behind it, for look-ups by step or sample that need no stepping.
+        ramp: the ramp, for look-ups by step or sample without stepping.
         step: batches consumed so far.
 
     Raises:
-        ConfigError: an attribute is missing.
-        RampDefinitionError: the ramp cannot be built from the attributes.
+        ConfigError: If an attribute is missing.
+        RampDefinitionError: If the attributes do not define a valid ramp.
 
     Example:
         >>> from types import SimpleNamespace
@@ -46,18 +46,18 @@ class RampupBatchManager(NotebookRepr):
 
     def __init__(self, config: Any, step_num: int = 0) -> None:
         self.ramp = _ramp_of(config)
-        self.step = _checked_step(step_num)
+        self.step = _check_step(step_num)
 
     @classmethod
     def from_plan(cls, plan: RampPlan, step_num: int = 0) -> Self:
-        """Return the manager of a plan's ramp after `step_num` batches."""
+        """Return a manager of a plan's ramp after `step_num` batches."""
         manager = cls.__new__(cls)
         manager.ramp = plan.ramp
-        manager.step = _checked_step(step_num)
+        manager.step = _check_step(step_num)
         return manager
 
     def update(self) -> bool:
-        """Count one batch as consumed; return whether the ramp is still active."""
+        """Count one batch as consumed, and return whether the ramp is still active."""
         self.step += 1
         return self.rampup_active
 
@@ -88,26 +88,26 @@ class RampupBatchManager(NotebookRepr):
 
     @property
     def increment(self) -> int:
-        """Samples by which a linear ramp grows; 0 for a constant batch; an error where phases grow unequally."""
+        """Growth per phase of a linear ramp in samples. 0 for a constant batch, an error if phases grow unequally."""
         if self.ramp.num_increments == 0:
             return 0
         if self.ramp.samples_per_increment is None:
-            raise RampDefinitionError("a batch_size_schedule has no single increment; look at ramp.phases")
+            raise RampDefinitionError("a batch_size_schedule has no single increment; see ramp.phases")
         return (self.global_batch_size_end - self.global_batch_size_start) // self.ramp.num_increments
 
     @property
     def num_increments(self) -> int:
-        """Changes of size that the ramp asks for."""
+        """Number of requested changes of size."""
         return self.ramp.num_increments
 
     @property
     def samples_per_increment(self) -> Fraction | None:
-        """Samples asked for per change of a linear ramp, exactly."""
+        """Requested samples per change of a linear ramp, exactly."""
         return self.ramp.samples_per_increment
 
     @property
     def global_rampup_samples(self) -> Fraction | int:
-        """Samples asked for the whole ramp; for a schedule, samples that it takes."""
+        """Requested length of a linear ramp in samples. For a schedule, its actual length."""
         each = self.ramp.samples_per_increment
         return self.ramp.ramp_samples if each is None else each * self.ramp.num_increments
 
@@ -127,27 +127,27 @@ class RampupBatchManager(NotebookRepr):
         return self.total_used_samples - self.phase.start_sample
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return what a checkpoint needs: the step, and the ramp's digest to notice another ramp."""
+        """Return the state for a checkpoint: the step, and the ramp's fingerprint to detect a different ramp."""
         return {"step": self.step, "consumed_samples": self.total_used_samples, "fingerprint": self.ramp.fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was taken.
+        """Restore the state that `state_dict` returned.
 
         Raises:
-            ResumeMismatchError: the state is of another ramp, or its counters contradict each other.
+            ResumeMismatchError: If the state is of a different ramp, or its counters contradict each other.
         """
         missing = {"step", "consumed_samples", "fingerprint"} - set(state)
         if missing:
             raise ResumeMismatchError(f"the saved state lacks {', '.join(sorted(missing))}")
         if state["fingerprint"] != self.ramp.fingerprint:
             raise ResumeMismatchError(
-                f"the saved state is of another ramp (fingerprint {state['fingerprint']}, here {self.ramp.fingerprint}); "
+                f"the saved state is of a different ramp (fingerprint {state['fingerprint']}, not {self.ramp.fingerprint}); "
                 "load it into a manager with the ramp it was saved with"
             )
-        step = _checked_step(state["step"])
+        step = _check_step(state["step"])
         if self.ramp.samples_before(step) != state["consumed_samples"]:
             raise ResumeMismatchError(
-                f"the saved state says consumed_samples={state['consumed_samples']} after step {step}, but the ramp consumes "
+                f"the saved state has consumed_samples={state['consumed_samples']} after step {step}, but the ramp consumes "
                 f"{self.ramp.samples_before(step)}"
             )
         self.step = step
@@ -180,7 +180,7 @@ def _ramp_of(config: Any) -> BatchRamp:
     return ramp_from_config(num_devices=int(config.num_target_devices), enable_rampup_batch_size=linear, **values)
 
 
-def _checked_step(step_num: int) -> int:
+def _check_step(step_num: int) -> int:
     if step_num < -1:
         raise RampDefinitionError(f"step_num={step_num} must be -1 (none), 0 or more", key="step_num", nearest=(-1, 0))
     return max(step_num, 0)

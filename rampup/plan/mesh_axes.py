@@ -1,4 +1,4 @@
-"""How many devices lie along each mesh axis, from MaxText's ici_*/dcn_*_parallelism sizes."""
+"""The number of devices along each mesh axis, from MaxText's ici_*/dcn_*_parallelism sizes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class MeshAxes:
     """Devices along each axis, over all slices.
 
     Attributes:
-        data, fsdp: cut the batch; fsdp cuts the parameters too.
-        tensor, context, expert: cut the model or the sequence, not the batch.
+        data, fsdp: shard the batch. fsdp shards the parameters too.
+        tensor, context, expert: shard the model or the sequence, not the batch.
         pipeline: the number of pipeline stages.
 
     Example:
@@ -37,12 +37,12 @@ class MeshAxes:
 
     @property
     def data_parallel_size(self) -> int:
-        """How many ways the batch dimension is cut."""
+        """The number of shards of the batch dimension."""
         return self.data * self.fsdp
 
     @property
     def num_devices(self) -> int:
-        """Devices in the whole mesh."""
+        """Devices of the mesh."""
         return math.prod(getattr(self, axis) for axis in AXES)
 
     @classmethod
@@ -54,79 +54,78 @@ class MeshAxes:
         dcn: Mapping[str, int] | None = None,
         num_slices: int = AUTO,
     ) -> MeshAxes:
-        """Fill in the sizes that are -1.
+        """Infer the sizes that are -1.
 
         Args:
-            num_devices: devices in all.
-            ici: devices along each axis within one slice (the inter-chip interconnect); what is missing is 1, and at
-                most one is -1, the rest of the slice.
-            dcn: slices along each axis (the data-center network); what is missing is 1, and at most one is -1, the
-                rest of the slices.
-            num_slices: slices in all; -1 = as many as `ici` and `dcn` imply.
+            num_devices: total number of devices.
+            ici: devices along each axis within one slice (the inter-chip interconnect). Missing axes are 1. At most one is -1,
+                which is inferred from the devices of a slice.
+            dcn: slices along each axis (the data-center network). Missing axes are 1. At most one is -1, which is inferred from
+                the number of slices.
+            num_slices: total number of slices. -1 = inferred from `ici` and `dcn`.
 
         Raises:
-            ConfigError: a size that is neither -1 nor positive, or two sizes of -1 in one group.
-            BatchDivisibilityError: sizes whose product is not the number of devices.
+            ConfigError: If a size is neither -1 nor positive, or two sizes of a group are -1.
+            BatchDivisibilityError: If the product of the sizes is not the number of devices.
 
         Source: the `ici_*_parallelism` and `dcn_*_parallelism` keys of MaxText's base.yml.
         """
         ici = dict.fromkeys(AXES, 1) | dict(ici)
         dcn = dict.fromkeys(AXES, 1) | dict(dcn or {})
         raise_together([*_check_group("ici", ici), *_check_group("dcn", dcn)])
-        asked = _Asked(num_devices=num_devices, num_slices=num_slices, ici=ici, dcn=dcn)
+        request = _AxisRequest(num_devices=num_devices, num_slices=num_slices, ici=ici, dcn=dcn)
         try:
-            return cls(**asked.filled())
+            return cls(**request.infer())
         except BatchDivisibilityError as error:
-            error.nearest = tuple(
-                value for value in (*error.nearest, *asked.other_counts(error.key)) if asked.allows(error.key, value)
-            )
+            candidates = [*error.nearest]
+            if error.key == "num_devices":
+                slices = _known_product(dcn) if num_slices == AUTO else num_slices
+                candidates += nearest_multiples(num_devices, _known_product(ici) * slices)
+            error.nearest = tuple(value for value in candidates if request.allows(error.key, value))
             raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What is asked of the axes: sizes of which at most one a group is the rest."""
+class _AxisRequest:
+    """Requested axis sizes. At most one per group may be -1 (inferred)."""
 
     num_devices: int
     num_slices: int
     ici: Mapping[str, int]
     dcn: Mapping[str, int]
 
-    def filled(self) -> dict[str, int]:
-        """Return the size of every axis over all slices."""
+    def infer(self) -> dict[str, int]:
+        """Return the size of every axis over all slices.
+
+        Raises:
+            BatchDivisibilityError: If the product of the sizes is not the number of devices.
+        """
         num_slices = self.num_slices
         if num_slices == AUTO:
             if AUTO in self.ici.values() or AUTO not in self.dcn.values():
-                num_slices = _known(self.dcn)
+                num_slices = _known_product(self.dcn)
             else:
-                num_slices = _divide(self.num_devices, _known(self.ici), "num_devices", _product("ici", self.ici))
+                num_slices = _divide(self.num_devices, _known_product(self.ici), "num_devices", _product("ici", self.ici))
         devices_per_slice = _divide(self.num_devices, num_slices, "num_devices", "the number of slices")
         what = f"devices per slice (num_devices={self.num_devices} / {num_slices} slices)"
-        within = _fill(self.ici, devices_per_slice, "ici", what)
-        between = _fill(self.dcn, num_slices, "dcn", "the number of slices")
+        within = _infer_group(self.ici, devices_per_slice, "ici", what)
+        between = _infer_group(self.dcn, num_slices, "dcn", "the number of slices")
         return {axis: within[axis] * between[axis] for axis in AXES}
 
-    def other_counts(self, key: str | None) -> list[int]:
-        """Return the numbers of devices next to the one asked for that the known sizes divide."""
-        if key != "num_devices":
-            return []
-        slices = _known(self.dcn) if self.num_slices == AUTO else self.num_slices
-        return nearest_multiples(self.num_devices, _known(self.ici) * slices)
-
     def allows(self, key: str | None, value: object) -> bool:
-        """Say whether everything would fit with another value of one key."""
+        """Return whether all sizes would fit with another value of one key."""
         changed: dict[str, Any] = {key: value} if key in ("num_devices", "num_slices") else {}
         for group in ("ici", "dcn"):
             sizes = getattr(self, group)
             changed[group] = {axis: value if _key(group, axis) == key else size for axis, size in sizes.items()}
         try:
-            replace(self, **changed).filled()
+            replace(self, **changed).infer()
         except BatchDivisibilityError:
             return False
         return True
 
 
-def _known(sizes: Mapping[str, int]) -> int:
+def _known_product(sizes: Mapping[str, int]) -> int:
     return math.prod(size for size in sizes.values() if size != AUTO)
 
 
@@ -148,13 +147,13 @@ def _check_group(group: str, sizes: Mapping[str, int]) -> list[RampupError]:
     return problems
 
 
-def _fill(sizes: Mapping[str, int], total: int, group: str, what: str) -> dict[str, int]:
-    known = _known(sizes)
+def _infer_group(sizes: Mapping[str, int], total: int, group: str, what: str) -> dict[str, int]:
+    known = _known_product(sizes)
     if AUTO in sizes.values():
         rest = _divide(total, known, what, _product(group, sizes))
         return {axis: rest if size == AUTO else size for axis, size in sizes.items()}
     if known != total:
-        key, nearest = _mended(group, sizes, total)
+        key, nearest = _find_single_fix(group, sizes, total)
         raise BatchDivisibilityError(
             f"{_product(group, sizes)} = {known} must be {what} = {total}; set one {group}_*_parallelism to -1 (the rest)",
             value=known,
@@ -165,8 +164,8 @@ def _fill(sizes: Mapping[str, int], total: int, group: str, what: str) -> dict[s
     return dict(sizes)
 
 
-def _mended(group: str, sizes: Mapping[str, int], total: int) -> tuple[str, tuple[int, ...]]:
-    """Return the key that a single change mends, and its value; or the first that is set, where it takes more than one."""
+def _find_single_fix(group: str, sizes: Mapping[str, int], total: int) -> tuple[str, tuple[int, ...]]:
+    """Return the key of a single change that would fix the group, and its value; otherwise the first key that is set."""
     known = math.prod(sizes.values())
     for axis in sorted(sizes, key=lambda axis: sizes[axis] == 1):
         if total * sizes[axis] % known == 0:

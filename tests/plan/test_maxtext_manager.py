@@ -103,13 +103,13 @@ def test_state_round_trip():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fingerprint": "x"}, "another ramp"),
+        ({"fingerprint": "x"}, "a different ramp"),
         ({"consumed_samples": 3}, "consumed_samples=3 after step 9"),
         ({"step": None}, None),
     ],
 )
 def test_foreign_state_is_refused(change, message):
-    """A state of another ramp, or one that contradicts itself, is refused."""
+    """A state of a different ramp, or one that contradicts itself, is refused."""
     state = RampupBatchManager(config(), 9).state_dict() | change
     if message is None:
         del state["step"]
