@@ -170,11 +170,6 @@ class RampPlan(NotebookRepr):
         batch = self.ramp.phases[phase].global_batch_size
         return tuple(split for size in sizes if (split := self.splitter.split_with(batch, size)) is not None)
 
-    def splits_ahead(self, phase: int, number: int) -> tuple[BatchSplit, ...]:
-        """Return the splits of the next `number` phases after `phase`, as far as the run reaches them."""
-        phases = self.ramp.phases[phase + 1 : phase + 1 + number]
-        return tuple(self.splits[phase.index] for phase in phases if phase.start_step < self.total_steps)
-
     @property
     def global_batch_to_load(self) -> int:
         """Samples that the loading hosts read per optimizer step after the ramp (MaxText `global_batch_size_to_load`)."""

@@ -1,4 +1,4 @@
-"""The device mesh: axes data, fsdp, tensor and stage, and how batches and parameters lie on it."""
+"""The device mesh with the axes data, fsdp, tensor and stage, and the shardings of batches and parameters on it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def make_mesh(axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None
     """Return the mesh (data, fsdp, tensor, stage) over all devices.
 
     Args:
-        axes: devices along each axis; None puts all of them on the data axis.
-        devices: the devices; None = all that JAX sees.
+        axes: number of devices along each axis; None puts all devices on the data axis.
+        devices: the devices; None = all devices of JAX.
 
     Raises:
-        ConfigError: the axes do not multiply to the number of devices, or use context or expert parallelism.
+        ConfigError: the product of the axes is not the number of devices, or they use context or expert parallelism.
 
     Example:
         >>> make_mesh().axis_names
@@ -52,17 +52,17 @@ def make_mesh(axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of a value that every device holds whole."""
+    """Return the sharding of a value that is replicated on all devices."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharding(mesh: Mesh, *, leading: int = 0) -> NamedSharding:
-    """Return the sharding of rows over the data and fsdp axes, behind `leading` dimensions that are not cut."""
+    """Return the sharding of rows over the data and fsdp axes, after `leading` dimensions that are not sharded."""
     return NamedSharding(mesh, PartitionSpec(*[None] * leading, BATCH_AXES))
 
 
 def shardings_like(tree: Any, mesh: Mesh) -> Any:
-    """Return the shardings that the arrays of a tree have on `mesh`; whatever is not on it counts as replicated.
+    """Return the shardings of a tree's leaves on `mesh`. Leaves that are not on this mesh are replicated.
 
     Example:
         >>> import jax.numpy as jnp
@@ -70,18 +70,16 @@ def shardings_like(tree: Any, mesh: Mesh) -> Any:
         True
     """
 
-    def of(leaf: Any) -> NamedSharding:
+    def sharding_of(leaf: Any) -> NamedSharding:
         sharding = getattr(leaf, "sharding", None)
         return sharding if isinstance(sharding, NamedSharding) and sharding.mesh == mesh else replicated(mesh)
 
-    return jax.tree.map(of, tree)
+    return jax.tree.map(sharding_of, tree)
 
 
 def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Tell the compiler how an array lies on the mesh, also inside a function that is manual over some axes.
-
-    There, new versions of jax take a bare spec only, and 0.7.2 a whole sharding only.
-    """
+    """Constrain the sharding of an array, also inside a function that is manual over some axes."""
+    # Inside such a function, new versions of JAX accept only a PartitionSpec, and 0.7.2 only a NamedSharding.
     try:
         return jax.lax.with_sharding_constraint(x, sharding.spec)
     except RuntimeError:
@@ -89,10 +87,10 @@ def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def process_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
-    """Return which rows of a batch this process must have: those of its own devices, ascending.
+    """Return the rows of a batch that this process must have: those of its own devices, in ascending order.
 
-    Processes that differ only in tensor or stage share rows, so this follows from the sharding and not from the number of
-    processes.
+    This follows from the sharding and not from the number of processes: processes that differ only in tensor or stage need the
+    same rows.
 
     Args:
         mesh: the mesh.

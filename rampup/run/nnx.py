@@ -1,6 +1,6 @@
-"""Flax NNX models in a pure training step: split once, trained as arrays, merged back at the end.
+"""Flax NNX models in a pure training step: split the model once, train arrays, merge them back at the end.
 
-The functional path: no `nnx.jit`, whose traversal of the model costs time at every call.
+This avoids `nnx.jit`, which traverses the model at every call.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def split_model(
         model: the model. Its `nnx.Param` are trained; other variables, such as batch statistics, are carried from microbatch
             to microbatch in `TrainState.mutable`.
         loss_fn: `loss_fn(model, batch, rngs) -> (loss_sum, weight_sum, aux)`, sums over rows. The model's own random
-            streams (`nnx.Dropout`) start anew in every microbatch from the key of its first row; for masks that do not
-            depend on how the batch is cut use `rngs`, one key per row.
-        tx: the optimizer; with the engine `multi_steps` the step's `tx`.
+            streams (`nnx.Dropout`) are seeded in every microbatch with the key of its first row. For masks that do not
+            depend on how the batch is split, use `rngs`, one key per row.
+        tx: the optimizer; with the engine `multi_steps`, the `tx` of the step.
         mesh: the devices.
 
     Example:
@@ -54,27 +54,31 @@ def split_model(
     has_rest = bool(jax.tree.leaves(rest))
 
     def pure(params: Any, batch: Any, rngs: jax.Array, *mutable: Any) -> tuple[Any, ...]:
-        # Rebuilt here, because a variable may only be written in the trace that it was made in.
+        # Copy the tree: an NNX variable may only be written in the trace in which it was created.
         carried = jax.tree.map(lambda leaf: leaf, mutable[0] if has_rest else rest)
-        merged = nnx.merge(graphdef, params, _restarted(streams, rngs), carried)
+        merged = nnx.merge(graphdef, params, _reseed(streams, rngs), carried)
         loss, weight, aux = loss_fn(merged, batch, rngs)
         return (loss, weight, aux, nnx.split(merged, nnx.Param, nnx.RngState, ...)[3]) if has_rest else (loss, weight, aux)
 
-    # The step takes over the memory of its state: the model keeps its own.
+    # The step donates its state, so the model keeps arrays of its own.
     own = jax.tree.map(jnp.copy, (params, rest))
     return create_state(own[0], tx, mesh, mutable=own[1] if has_rest else None), pure
 
 
 def merge_model(model: nnx.Module, state: TrainState) -> None:
-    """Write a training state's parameters, and what it carries, back into the model."""
+    """Write the parameters of a training state, and its `mutable`, back into the model."""
     nnx.update(model, state.params, *(() if state.mutable is None else (state.mutable,)))
 
 
-def _restarted(streams: Any, rngs: jax.Array) -> Any:
-    """Return random streams with keys of their own made from the first row's key, and counts of zero."""
+def _reseed(streams: Any, rngs: jax.Array) -> Any:
+    """Return random streams with new keys, derived from the key of the first row, and counters of zero."""
     leaves, structure = jax.tree.flatten(streams)
-    fresh = [
-        jax.random.fold_in(rngs[0], number) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jnp.zeros_like(leaf)
-        for number, leaf in enumerate(leaves)
-    ]
-    return jax.tree.unflatten(structure, fresh)
+
+    def new(index: int, leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jnp.zeros_like(leaf)
+        key = jax.random.fold_in(rngs[0], index)
+        # Layers that were stacked with `nnx.split_rngs` have an array of keys.
+        return jax.random.split(key, leaf.shape) if leaf.shape else key
+
+    return jax.tree.unflatten(structure, [new(index, leaf) for index, leaf in enumerate(leaves)])

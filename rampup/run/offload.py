@@ -1,4 +1,4 @@
-"""How much device memory a compiled program takes, and how much there is."""
+"""Memory: what a compiled program needs, what the devices have, and keeping state in host memory."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from rampup.errors import ConfigError
 from rampup.run.mesh import replicated
 
 HOST = "pinned_host"
-# Of what this machine has left: a program on pretended devices runs in the memory of everything else.
+# The share of this machine's free memory that programs on simulated devices may use: everything else runs in it too.
 SHARE_OF_HOST = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramMemory:
-    """The memory of one device that a program takes while it runs, in bytes.
+    """Memory per device that a program needs while it runs, in bytes.
 
     Attributes:
-        arguments: what it is given.
-        outputs: what it returns.
-        aliased: outputs that take the place of arguments.
-        temporary: everything in between, at its peak.
-        code: the program itself.
-        host: arguments and outputs that lie in host memory, not counted in the others.
+        arguments: size of the arguments.
+        outputs: size of the results.
+        aliased: size of the results that are written into the memory of donated arguments.
+        temporary: peak size of the intermediate values.
+        code: size of the program.
+        host: size of the arguments and results in host memory, which the other numbers leave out.
     """
 
     arguments: int
@@ -43,18 +43,18 @@ class ProgramMemory:
 
     @property
     def total(self) -> int:
-        """Bytes of device memory in all."""
+        """Total bytes of device memory."""
         return self.arguments + self.outputs - self.aliased + self.temporary + self.code
 
 
 def program_memory(compiled: Any) -> ProgramMemory:
-    """Return the memory of one device that a compiled program takes, without running it.
+    """Return the memory per device that a compiled program needs, without running it.
 
     Args:
         compiled: a `jax.stages.Compiled`.
 
     Raises:
-        ConfigError: this backend does not say.
+        ConfigError: this backend does not report it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -63,7 +63,7 @@ def program_memory(compiled: Any) -> ProgramMemory:
     """
     stats = compiled.memory_analysis()
     if stats is None:
-        raise ConfigError(f"the backend {jax.default_backend()!r} does not say how much memory a compiled program takes")
+        raise ConfigError(f"the backend {jax.default_backend()!r} does not report how much memory a compiled program needs")
     return ProgramMemory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
@@ -75,7 +75,7 @@ def program_memory(compiled: Any) -> ProgramMemory:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Say whether a compiler, a device or the host gave up for want of memory.
+    """Return whether an error of the compiler, a device or the host means that memory ran out.
 
     Example:
         >>> is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte"))
@@ -85,30 +85,30 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def device_limit(device: jax.Device) -> int | None:
-    """Return the bytes of memory that a device has for programs, or None where it has no memory of its own."""
+    """Return the bytes of memory that a device has for programs, or None if it has no memory of its own."""
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def peak_bytes(devices: Sequence[jax.Device]) -> int | None:
-    """Return the most bytes that any of the devices has had in use so far, or None where they do not say."""
+    """Return the largest peak memory of the devices so far in bytes, or None if they do not report it."""
     peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
     known = [peak for peak in peaks if peak is not None]
     return max(known) if known else None
 
 
 def room_to_run(devices: Sequence[jax.Device]) -> int:
-    """Return how many bytes a program may take on each device to be run here: the least that any of them has.
+    """Return the bytes that a program may use on each device: the smallest limit of any of them.
 
-    Devices without memory of their own share half of what is left of this machine's; 0 where that is not known.
+    Devices without memory of their own share half of this machine's free memory. If that is unknown, the result is 0.
     """
     limits = [device_limit(device) for device in devices]
     if any(limit is None for limit in limits):
-        return int(SHARE_OF_HOST * _host_bytes_left()) // len(devices)
+        return int(SHARE_OF_HOST * _free_host_bytes()) // len(devices)
     return min(limit for limit in limits if limit is not None)
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Return the bytes of one device that arrays, or their shapes and shardings, take.
+    """Return the bytes per device of arrays, or of their shapes and shardings.
 
     Example:
         >>> import jax.numpy as jnp
@@ -120,7 +120,7 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def host_memory_problem(mesh: Mesh) -> str | None:
-    """Return why a training state cannot lie in this backend's host memory, or None; seen by compiling a few operations."""
+    """Return why this backend cannot keep a training state in host memory, or None. Compiles a small program to find out."""
     backend = jax.default_backend()
     if HOST not in [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]:
         return f"the backend {backend!r} has no {HOST} memory"
@@ -138,11 +138,11 @@ def reports_host_memory(mesh: Mesh) -> bool:
 
 @functools.cache
 def _host_program(mesh: Mesh) -> Any:
-    """Return a program that takes an array from host memory to the devices, and back."""
-    near = replicated(mesh)
-    far = near.with_memory_kind(HOST)
-    shape: Any = jax.eval_shape(lambda: jax.numpy.zeros(8)).update(sharding=far)
-    return jax.jit(lambda x: jax.device_put(x, near) + 1, out_shardings=far).lower(shape).compile()
+    """Return a program that copies an array from host memory to the devices and back."""
+    device = replicated(mesh)
+    host = device.with_memory_kind(HOST)
+    shape: Any = jax.eval_shape(lambda: jax.numpy.zeros(8)).update(sharding=host)
+    return jax.jit(lambda x: jax.device_put(x, device) + 1, out_shardings=host).lower(shape).compile()
 
 
 def device_shardings(shardings: Any) -> Any:
@@ -175,13 +175,13 @@ def fetch_offloaded(state: Any, shardings: Any) -> Any:
     return state if is_on_devices else jax.device_put(state, on_devices)
 
 
-def _host_bytes_left() -> int:
-    """Memory of this machine that is free, within the limit that its processes are held to."""
-    left = [number for number in (_available(), _left_in_group()) if number is not None]
+def _free_host_bytes() -> int:
+    """Return the free memory of this machine, within the limit of this process's control group."""
+    left = [number for number in (_available_bytes(), _cgroup_bytes_left()) if number is not None]
     return max(min(left), 0) if left else 0
 
 
-def _available() -> int | None:
+def _available_bytes() -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -193,7 +193,7 @@ def _available() -> int | None:
         return None
 
 
-def _left_in_group() -> int | None:
+def _cgroup_bytes_left() -> int | None:
     folder = Path("/sys/fs/cgroup")
     try:
         limit, used = ((folder / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))

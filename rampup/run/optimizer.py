@@ -1,4 +1,4 @@
-"""The learning rate as a function of the plan, and the optimizers that the recipes use."""
+"""The learning rate as a function of the plan, and the optimizers of `rampup train`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ MAX_STEPS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRate:
-    """Warm-up, then cosine, warm-up-stable-decay or constant, on the clock of a plan. An `optax.Schedule`.
+    """A learning-rate schedule on the clock of a plan, as an `optax.Schedule`: warm-up, then cosine, WSD or constant.
 
     Attributes:
-        plan: whose clock (`RampPlan.clock`) and batch scaling apply.
+        plan: the plan whose clock (`RampPlan.clock`) and batch scaling apply.
         peak: learning rate after the warm-up, for the batch of the last phase.
-        kind: what follows the warm-up.
-        warmup_fraction: share of the schedule in which the rate rises linearly from 0.
-        final_fraction: rate at the schedule's end over `peak`.
-        decay_fraction: share of the schedule in which `wsd` decays.
-        decay_style: how `wsd` decays.
+        kind: shape of the schedule after the warm-up; `wsd` is warm-up, stable, decay.
+        warmup_fraction: fraction of the schedule in which the rate rises linearly from 0.
+        final_fraction: rate at the end of the schedule divided by `peak`.
+        decay_fraction: fraction of the schedule in which `wsd` decays.
+        decay_style: shape of the decay of `wsd`.
 
-    After the schedule's end the rate is 0, except for `constant` (as in MaxText's `create_learning_rate_schedule`).
+    After the end of the schedule the rate is 0, except for `constant` (as in MaxText's `create_learning_rate_schedule`).
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -52,11 +52,14 @@ class LearningRate:
     def __post_init__(self) -> None:
         if self.plan.total_steps > MAX_STEPS:
             raise RampDefinitionError(
-                f"steps={self.plan.total_steps:,} is more than a device's int32 counts", key="steps", nearest=(MAX_STEPS,)
+                f"steps={self.plan.total_steps:,} does not fit into the int32 step counter of a device",
+                key="steps",
+                nearest=(MAX_STEPS,),
             )
 
     def __call__(self, count: Any) -> Any:
         """Return the learning rate of optimizer step `count`, a traced int32."""
+        # Sample counts do not fit into int32, so progress is given per phase: its value at the first step, and per step.
         segments = [segment for segment in self.plan.clock if segment.start_step <= MAX_STEPS]
         start_steps = jnp.asarray(np.array([segment.start_step for segment in segments], np.int32))
         index = jnp.searchsorted(start_steps, count, side="right") - 1
@@ -68,14 +71,14 @@ class LearningRate:
         return self._rate(count, progress, jnp) * column("scale")
 
     def at(self, step: int) -> float:
-        """Return the learning rate of optimizer step `step` without a device."""
+        """Return the learning rate of optimizer step `step`, computed on the host."""
         phase = self.plan.ramp.phase_at(step)
         segment = self.plan.clock[phase.index]
         progress = segment.progress + (step - segment.start_step) * segment.progress_per_step
         return float(self._rate(step, progress, np)) * segment.scale
 
     def _rate(self, step: Any, progress: Any, xp: Any) -> Any:
-        """The one formula, for numpy and jax.numpy: progress 0 is the schedule's start and 1 its end."""
+        """Return the rate before batch scaling, in numpy or jax.numpy. Progress goes from 0 to 1 over the schedule."""
         peak, final, warmup = self.peak, self.peak * self.final_fraction, self.warmup_fraction
         decay = max(self.decay_fraction if self.kind == "wsd" else 1 - warmup, 1e-9)
         done = xp.clip((progress - (1 - decay)) / decay, 0.0, 1.0)
@@ -99,10 +102,10 @@ def make_optimizer(
     """Return an optimizer: clipping by global norm, then AdamW or SGD.
 
     Args:
-        learning_rate: a number or a schedule over optimizer steps, such as `LearningRate`.
+        learning_rate: a number, or a schedule over optimizer steps such as `LearningRate`.
         kind: `adamw` (Loshchilov & Hutter 2019, arXiv 1711.05101) or `sgd`.
         b1, b2, eps, weight_decay: AdamW's constants.
-        clip_norm: largest global norm of the gradient; 0 = no limit.
+        clip_norm: maximum global norm of the gradient; 0 = no clipping.
 
     Example:
         >>> tx = make_optimizer(0.1, kind="sgd", clip_norm=0)

@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 from rampup.errors import ConfigError
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
-from rampup.run.accumulate import LossFn, SummableLoss, Sums, multi_steps, per_row_keys, safe_reciprocal, summable
+from rampup.run.accumulate import LossFn, SummableLoss, multi_steps, per_row_keys, safe_reciprocal, summable
 from rampup.run.compile import Compiler, compile_program
 from rampup.run.consensus import Agreement
 from rampup.run.data.batches import Batch, layout_of
@@ -206,7 +206,7 @@ class TrainStep:
         if not self._is_fused:
             return self._run_multi_steps(state, batch)
         args = self._pad_chunks(batch), _counts(batch.position.split)
-        program = self._compiler.get(batch.layout, lambda: self._lower(self._fused_update, state, *args))
+        program = self._compiler.get(batch.layout, functools.partial(self._lower, self._fused_update, state, *args))
         self._compile_next_phases(batch, state)
         return program(state, *args)  # type: ignore[no-any-return]
 
@@ -287,7 +287,11 @@ class TrainStep:
             counts: microbatches of a pass, and passes; together at most K.
         """
         state = fetch_offloaded(state, shardings)
-        sums, grads = self._sums_and_grads(shardings, state, _join(chunks), counts, 0)
+        batch_KR = _join(chunks)
+        keys_KR = per_row_keys(self._seed, state.step, _row_numbers(batch_KR, 0))
+        options = {"param_shardings": device_shardings(shardings.params), "mutable": _mutable(state)}
+        with jax.named_scope("accumulate"):
+            sums, grads = self._loss.sums_and_grads(state.params, batch_KR, keys_KR, counts, mesh=self._mesh, **options)
         with jax.named_scope("update"):
             updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
@@ -319,7 +323,10 @@ class TrainStep:
             first_row: the index of its first row in the global batch, for the random keys.
         """
         state = fetch_offloaded(state, shardings)
-        sums, grads = self._sums_and_grads(shardings, state, chunk, ONE_MICROBATCH, first_row)
+        keys_KR = per_row_keys(self._seed, state.step, _row_numbers(chunk, first_row))
+        options = {"param_shardings": device_shardings(shardings.params), "mutable": _mutable(state)}
+        with jax.named_scope("accumulate"):
+            sums, grads = self._loss.sums_and_grads(state.params, chunk, keys_KR, ONE_MICROBATCH, mesh=self._mesh, **options)
         mutable, is_finite = sums.mutable, jnp.array(True)
         if self._skip_nonfinite:
             # MultiSteps must see every microbatch, or its counter would leave the plan: zero this gradient, remember that, and
@@ -344,17 +351,11 @@ class TrainStep:
             opt_state = opt_state._replace(inner_opt_state=inner)
         return _next_state(state, mutable, params=params, opt_state=opt_state, step=opt_state.gradient_step), metrics
 
-    def _sums_and_grads(self, shardings: Any, state: Any, batch_KR: Any, counts: Any, first_row: Any) -> tuple[Sums, Any]:
-        """Sum the loss over microbatches of the step, with a random key for every row; see `SummableLoss`."""
-        keys_KR = per_row_keys(self._seed, state.step, _row_numbers(batch_KR, first_row))
-        options = {"param_shardings": device_shardings(shardings.params), "mutable": _mutable(state)}
-        with jax.named_scope("accumulate"):
-            return self._loss.sums_and_grads(state.params, batch_KR, keys_KR, counts, mesh=self._mesh, **options)
-
     def _init_metrics(self, state: Any, chunk: Any) -> Metrics:
-        """Return the metrics of no microbatch: zeros of the shapes that the loss has."""
-        sums_and_grads = functools.partial(self._sums_and_grads, jax.tree.map(lambda leaf: leaf.sharding, state))
-        sums, _ = jax.eval_shape(sums_and_grads, state, chunk, ONE_MICROBATCH, np.int32(0))
+        """Return the metrics of no microbatch: zeros of the shapes and types that the loss sums have."""
+        keys_KR = jax.eval_shape(lambda: per_row_keys(self._seed, jnp.int32(0), _row_numbers(chunk, 0)))
+        eval_sums = functools.partial(self._loss.eval_sums, mesh=self._mesh, mutable=_mutable(state))
+        sums = jax.eval_shape(eval_sums, state.params, chunk, keys_KR, np.int32(1))
         shapes = {"loss": sums.loss, "weight": sums.weight, "aux": sums.aux}
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         return jax.device_put(zeros | ({"skipped": np.False_} if self._skip_nonfinite else {}), replicated(self._mesh))
@@ -366,11 +367,13 @@ class TrainStep:
 
     def _compile_next_phases(self, batch: Batch, state: Any) -> None:
         """Request the programs of the next phases that this run reaches, once per phase."""
-        phase = batch.position.phase.index
-        if phase == self._requested_after:
+        index = batch.position.phase.index
+        if index == self._requested_after:
             return
-        self._requested_after = phase
-        layouts = {layout_of(self._plan, split): split for split in self._plan.splits_ahead(phase, PHASES_AHEAD)}
+        self._requested_after = index
+        phases = self._plan.ramp.phases[index + 1 : index + 1 + PHASES_AHEAD]
+        splits = [self._plan.splits[phase.index] for phase in phases if phase.start_step < self._plan.total_steps]
+        layouts = {layout_of(self._plan, split): split for split in splits}
         unknown = {layout: split for layout, split in layouts.items() if not self._compiler.is_known(layout)}
         if unknown:
             # Shapes, not arrays: the background thread must not hold on to a state that the next step donates.

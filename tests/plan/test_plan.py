@@ -170,7 +170,6 @@ def test_fallbacks_are_the_same_batch_in_the_microbatches_of_earlier_phases():
     assert [s.microbatch_size for s in plan.fallbacks(2)] == [2]
     assert plan.fallbacks(0) == ()
     assert plan.max_microbatches == {2: 6, 4: 3, 6: 2, 12: 1}
-    assert plan.splits_ahead(1, 2) == plan.splits[2:]
 
 
 def test_a_fixed_ramp_has_nothing_to_fall_back_on():

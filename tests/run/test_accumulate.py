@@ -32,7 +32,7 @@ def buffer(mesh, K, R, dtype):
 
 
 @pytest.mark.parametrize("name", toy.MESHES)
-def test_accumulated_gradient_is_the_full_batch_gradient(name, float64):
+def test_accumulate_equals_the_full_batch_gradient(name, float64):
     """In float64, with unequal weights, for any number of microbatches, from one trace and one executable, to 1e-10."""
     mesh = toy.mesh_of(name)
     params = toy.new_params(mesh, float64)
@@ -62,7 +62,7 @@ def test_accumulated_gradient_is_the_full_batch_gradient(name, float64):
     assert (len(traces), run._cache_size()) == (1, 1)
 
 
-def test_accumulators_are_float32():
+def test_accumulate_sums_in_float32():
     """Gradients of bfloat16 parameters are summed in float32: a thousand small ones do not vanish."""
     mesh = toy.mesh_of("one")
     params = {"w": jnp.ones((), jnp.bfloat16)}
@@ -93,7 +93,7 @@ def all_reduces_by_loop(hlo):
     return inside, outside
 
 
-def test_one_reduction_per_step_over_the_data_axis():
+def test_accumulate_reduces_once_over_the_data_axis():
     """The compiled program has no all-reduce inside the loop over microbatches, and one round of them after it."""
     mesh = toy.mesh_of("data")
     params = toy.new_params(mesh)
@@ -107,16 +107,16 @@ def test_one_reduction_per_step_over_the_data_axis():
     assert outside
 
 
-def test_dropout_does_not_depend_on_the_cut():
-    """A row has the same random key however the batch is cut into microbatches."""
+def test_per_row_keys_do_not_depend_on_the_split():
+    """A row has the same random key however the batch is split into microbatches."""
     one = per_row_keys(jax.random.key(1), jnp.int32(5), jnp.arange(12).reshape(1, 12))
     cut = per_row_keys(jax.random.key(1), jnp.int32(5), jnp.arange(12).reshape(4, 3))
     assert (jax.random.key_data(one).reshape(12, -1) == jax.random.key_data(cut).reshape(12, -1)).all()
     assert len(set(map(tuple, jax.random.key_data(one)[0].tolist()))) == 12
 
 
-def test_mutable_is_carried_and_averaged_over_replicas():
-    """Carried state passes from microbatch to microbatch within a replica, and is averaged over replicas at the end."""
+def test_accumulate_carries_mutable_and_averages_it_over_replicas():
+    """State is carried from microbatch to microbatch within a replica, and averaged over replicas at the end."""
     mesh = toy.mesh_of("data")
     params = {"w": jnp.ones(())}
     batch = jax.device_put({"x": np.arange(24.0, dtype=np.float32).reshape(3, 8)}, batch_sharding(mesh, leading=1))
@@ -168,7 +168,7 @@ def test_multi_steps_averages_microbatches_not_tokens():
     assert float(updates["w"]) == -3.0
 
 
-def test_multi_steps_cannot_count_beyond_int32():
+def test_multi_steps_refuses_more_than_int32_steps():
     """A ramp of more than 2**31 steps is refused."""
     plan = RampPlan(
         ramp=BatchRamp.piecewise([(0, 1), (2**32, 2)]),

@@ -9,8 +9,8 @@ from rampup.plan import MeshAxes
 from rampup.run.mesh import AXIS_NAMES, batch_sharding, make_mesh, process_rows
 
 
-def test_axes_and_sizes():
-    """The mesh has its four axes, and all devices on data unless told otherwise."""
+def test_make_mesh_has_four_axes():
+    """The mesh has four axes, with all devices on the data axis by default."""
     assert dict(make_mesh().shape) == {"data": 8, "fsdp": 1, "tensor": 1, "stage": 1}
     mesh = make_mesh(MeshAxes(data=2, fsdp=2, pipeline=2))
     assert mesh.axis_names == AXIS_NAMES
@@ -26,15 +26,15 @@ def test_axes_and_sizes():
         (MeshAxes(expert=8), "ici_expert_parallelism"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(axes, key):
-    """A mesh of another size, and axes that are only planned, are refused by key."""
+def test_make_mesh_refuses_axes_that_cannot_be_trained(axes, key):
+    """A mesh of another size, and axes that can only be planned, are refused by key."""
     with pytest.raises(ConfigError) as caught:
         make_mesh(axes)
     assert caught.value.key == key
 
 
-def test_one_process_has_all_rows():
-    """The rows of this process follow from the sharding: with one process, all of them, once."""
+def test_process_rows_of_one_process_are_all_rows():
+    """The rows of a process follow from the sharding: with one process all of them, once."""
     mesh = make_mesh(MeshAxes(data=2, fsdp=2, tensor=2))
     assert process_rows(mesh, 8).tolist() == list(range(8))
     rows = jax.device_put(np.arange(8), batch_sharding(mesh))

@@ -32,8 +32,8 @@ def loss_fn(model, batch, rngs):
 
 
 @pytest.mark.parametrize("name", ["one", "data"])
-def test_a_model_with_statistics_and_dropout_trains(name):
-    """The loss falls through a whole ramp in one executable, and the model has the new parameters and statistics."""
+def test_split_model_trains_batch_statistics_and_dropout(name):
+    """The loss falls over a whole ramp in one executable, and the model gets the new parameters and statistics."""
     mesh = toy.mesh_of(name)
     plan, tx = toy.plan_for(mesh, steps=60), optax.adam(1e-2)
     model = Model(nnx.Rngs(0))
@@ -51,8 +51,8 @@ def test_a_model_with_statistics_and_dropout_trains(name):
     np.testing.assert_array_equal(model.first.kernel[...], jax.tree.leaves(state.params["first"]["kernel"])[0])
 
 
-def test_nnx_is_the_same_arithmetic():
-    """Without statistics and dropout, nnx gives the losses of the same model written as a pure function."""
+def test_split_model_equals_a_pure_function():
+    """Without statistics and dropout, NNX gives the losses of the same model written as a pure function."""
     mesh = toy.mesh_of("data")
     plan, tx = toy.plan_for(mesh), optax.sgd(0.01)
     model = nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=nnx.Rngs(0))
@@ -71,3 +71,35 @@ def test_nnx_is_the_same_arithmetic():
         other, expected = plain_step(other, batch)
         np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
     model(jnp.ones((1, toy.WIDTH)))
+
+
+class Stack(nnx.Module):
+    """Three stacked layers with dropout, built with `nnx.vmap` and applied with `nnx.scan`."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def create(rngs):
+            return nnx.Sequential(nnx.Linear(toy.WIDTH, toy.WIDTH, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+
+        self.layers = create(rngs)
+
+    def __call__(self, x):
+        """Return the output."""
+
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def apply(x, layer):
+            return x + layer(x)
+
+        return apply(x, self.layers)
+
+
+def test_split_model_seeds_stacked_layers():
+    """Stacked layers have one random stream each, and train."""
+    mesh = toy.mesh_of("one")
+    plan, tx = toy.plan_for(mesh, steps=2), optax.sgd(0.01)
+    state, pure = split_model(Stack(nnx.Rngs(0)), loss_fn, tx, mesh)
+    step = train_step(pure, tx, plan, mesh)
+    for batch in step_batches(toy.rows(), plan, mesh):
+        state, metrics = step(state, batch)
+    assert np.isfinite(float(metrics["loss"]))

@@ -20,12 +20,12 @@ GIVEN = {"bytes_limit": 1000, "peak_bytes_in_use": 70}
 
 
 def device(**stats):
-    """Return a pretended device."""
+    """Return a simulated device."""
     return SimpleNamespace(memory_stats=lambda: stats or None)
 
 
-def test_a_program_takes_what_its_arrays_take():
-    """Arguments, outputs and what is in between are counted; an output in the place of an argument once."""
+def test_program_memory_counts_arrays():
+    """Arguments, outputs and temporaries are counted. An output that aliases an argument is counted once."""
     x = jax.ShapeDtypeStruct((1024,), jnp.float32)
     grown = offload.program_memory(jax.jit(lambda x: (x @ x.T * jnp.ones((512,)))[:, None] * x[None]).lower(x).compile())
     assert (grown.arguments, grown.outputs, grown.aliased) == (4096, 512 * 4096, 0)
@@ -35,14 +35,14 @@ def test_a_program_takes_what_its_arrays_take():
     assert in_place.total == 4096 + in_place.temporary + in_place.code
 
 
-def test_a_backend_that_does_not_say_is_an_error():
-    """No analysis is not the same as no offload."""
-    with pytest.raises(ConfigError, match="does not say"):
+def test_program_memory_refuses_a_backend_without_analysis():
+    """A missing analysis is an error, not a size of zero."""
+    with pytest.raises(ConfigError, match="does not report"):
         offload.program_memory(SimpleNamespace(memory_analysis=lambda: None))
 
 
-def test_limits_are_those_of_the_smallest_device():
-    """The room is the least of all devices; devices without memory of their own share half of the machine's."""
+def test_room_to_run_is_that_of_the_smallest_device():
+    """The room is the smallest of all devices. Devices without memory of their own share half of the host's free memory."""
     assert offload.device_limit(device(**GIVEN)) == 1000
     assert offload.device_limit(device()) is None
     assert offload.room_to_run([device(bytes_limit=7), device(bytes_limit=5)]) == 5
@@ -52,24 +52,24 @@ def test_limits_are_those_of_the_smallest_device():
     assert offload.peak_bytes([device()]) is None
 
 
-def test_out_of_memory_is_told_from_other_failures():
-    """Only what the runtime calls exhausted resources counts, and Python's own error."""
+def test_is_out_of_memory_recognizes_only_exhausted_resources():
+    """Only RESOURCE_EXHAUSTED errors of the runtime and MemoryError count."""
     assert offload.is_out_of_memory(RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm"))
     assert offload.is_out_of_memory(MemoryError())
     assert not offload.is_out_of_memory(RuntimeError("INTERNAL: no"))
     assert not offload.is_out_of_memory(ValueError("RESOURCE_EXHAUSTED"))
 
 
-def test_a_cut_array_counts_once_per_device():
-    """A cut array takes its part of every device, a copied one the whole."""
+def test_bytes_per_device_counts_shards():
+    """A sharded array counts with its shard per device, a replicated one with its full size."""
     mesh = make_mesh()
     cut = jax.device_put(jnp.zeros(16), NamedSharding(mesh, PartitionSpec("data")))
     whole = jax.device_put(jnp.zeros(16), NamedSharding(mesh, PartitionSpec()))
     assert offload.bytes_per_device([cut, whole]) == 64 // 8 + 64
 
 
-def test_a_state_host_shardings_trains_alike_and_stays_there():
-    """Steps and evaluation give the very same numbers, and every array comes back to host offload."""
+def test_offloaded_state_trains_identically_and_stays_in_host_memory():
+    """Steps and evaluation give identical numbers, and every array returns to host memory."""
     mesh = make_mesh(devices=jax.devices()[:2])
     if problem := offload.host_memory_problem(mesh):
         pytest.skip(problem)
@@ -91,17 +91,17 @@ def test_a_state_host_shardings_trains_alike_and_stays_there():
             losses.append(float(metrics["loss"]))
         return state, losses, [float(x) for x in EvalStep(loss_fn, mesh)(state, batch)]
 
-    near, *numbers = trained(lambda state: jax.tree.map(lambda leaf: leaf.sharding, state))
-    far, *same = trained(offload.host_shardings)
+    on_device, *numbers = trained(lambda state: jax.tree.map(lambda leaf: leaf.sharding, state))
+    offloaded, *same = trained(offload.host_shardings)
     assert numbers == same
-    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(far) if leaf.ndim}
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(offloaded) if leaf.ndim}
     assert kinds == {offload.HOST}
-    assert far.step.sharding.memory_kind == near.step.sharding.memory_kind != offload.HOST
-    np.testing.assert_array_equal(far.params["w"], near.params["w"])
+    assert offloaded.step.sharding.memory_kind == on_device.step.sharding.memory_kind != offload.HOST
+    np.testing.assert_array_equal(offloaded.params["w"], on_device.params["w"])
 
 
-def test_host_memory_is_looked_for():
-    """A device without it says so; a CPU does not count it apart."""
+def test_host_memory_problem_names_the_missing_memory():
+    """A device without host memory is reported, and a CPU does not count it separately."""
     mesh = SimpleNamespace(devices=np.array([SimpleNamespace(addressable_memories=list)]))
     assert "no pinned_host" in offload.host_memory_problem(mesh)
     assert not offload.reports_host_memory(make_mesh(devices=jax.devices()[:1]))

@@ -21,8 +21,8 @@ def plan(steps=60, **keys):
 @pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
 @pytest.mark.parametrize("clock", ["steps", "samples"])
 @pytest.mark.parametrize("scaling", ["none", "sqrt"])
-def test_host_and_device_agree(kind, clock, scaling):
-    """The rate on the device is the rate on the host, at every step, also after the schedule's end."""
+def test_learning_rate_is_the_same_on_host_and_device(kind, clock, scaling):
+    """The rate on the device equals the rate on the host, at every step, also after the end of the schedule."""
     keys = {"learning_rate_clock": clock, "learning_rate_batch_scaling": scaling, "learning_rate_schedule_steps": 50}
     rate = LearningRate(plan=plan(**keys), peak=0.3, kind=kind, warmup_fraction=0.2, decay_fraction=0.3)
     on_device = jax.jit(jax.vmap(rate))(jnp.arange(60))
@@ -30,7 +30,7 @@ def test_host_and_device_agree(kind, clock, scaling):
     assert (rate.at(55) == 0) == (kind != "constant")
 
 
-def test_the_samples_clock_keeps_warm_up_where_it_belongs():
+def test_learning_rate_warm_up_follows_the_samples_clock():
     """Warm-up over a tenth of the samples ends at the step that has consumed a tenth of them, not at a tenth of the steps."""
     by_samples = LearningRate(plan=plan(learning_rate_clock="samples"), peak=1.0, kind="constant", warmup_fraction=0.1)
     by_steps = LearningRate(plan=plan(learning_rate_clock="steps"), peak=1.0, kind="constant", warmup_fraction=0.1)
@@ -40,8 +40,8 @@ def test_the_samples_clock_keeps_warm_up_where_it_belongs():
     assert next(step for step in range(60) if by_steps.at(step) == 1.0) == 6
 
 
-def test_constant_batch_agrees_with_optax():
-    """With a constant batch both clocks are the usual warm-up and cosine decay."""
+def test_learning_rate_of_a_constant_batch_equals_optax():
+    """With a constant batch, both clocks give the usual warm-up and cosine decay."""
     constant = RampPlan(
         ramp=BatchRamp.constant(8), splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=100
     )
@@ -52,8 +52,8 @@ def test_constant_batch_agrees_with_optax():
     )
 
 
-def test_wsd_stays_then_decays():
-    """Warm-up, stay and linear decay to the final fraction."""
+def test_learning_rate_wsd_is_stable_then_decays():
+    """Warm-up, a constant rate, then linear decay to the final fraction."""
     constant = RampPlan(
         ramp=BatchRamp.constant(8), splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=100
     )
@@ -61,14 +61,14 @@ def test_wsd_stays_then_decays():
     assert [round(rate.at(step), 3) for step in (0, 5, 10, 80, 90, 99)] == [0.0, 0.5, 1.0, 1.0, 0.5, 0.05]
 
 
-def test_batch_scaling_is_applied():
+def test_learning_rate_applies_batch_scaling():
     """A quarter of the final batch has half of the rate with sqrt scaling."""
     rate = LearningRate(plan=plan(learning_rate_batch_scaling="sqrt"), peak=1.0, kind="constant")
     assert (rate.at(1), rate.at(59)) == (0.5, 1.0)
 
 
-def test_phases_beyond_int32_do_not_disturb():
-    """A ramp that goes on beyond what a device counts works up to there; a run beyond it is refused."""
+def test_learning_rate_refuses_steps_beyond_int32():
+    """Phases beyond the int32 range are ignored as long as the run ends before them. A longer run is refused."""
     long = BatchRamp.piecewise([(0, 1), (2**33, 2)])
     keys = {"ramp": long, "splitter": BatchSplitter(data_parallel_size=1), "num_devices": 1}
     assert float(LearningRate(plan=RampPlan(**keys, total_steps=10), peak=1.0, kind="constant")(jnp.int32(3))) == 1.0
@@ -76,8 +76,8 @@ def test_phases_beyond_int32_do_not_disturb():
         LearningRate(plan=RampPlan(**keys, total_steps=2**33), peak=1.0)
 
 
-def test_optimizers():
-    """Both kinds run, clipping limits the step, and a misspelt kind is refused."""
+def test_make_optimizer_runs_both_kinds():
+    """Both kinds run, clipping limits the step, and an unknown kind is refused."""
     params, grads = {"w": jnp.ones(4)}, {"w": jnp.full(4, 100.0)}
     for kind in ("adamw", "sgd"):
         tx = make_optimizer(0.1, kind=kind, clip_norm=1.0)

@@ -13,6 +13,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import rampup.run
 from rampup.bench.gpipe import gpipe_sums
 from rampup.errors import PipelineShapeError
 from rampup.plan import MeshAxes
@@ -156,23 +157,23 @@ OPTIONS = {"skipping": {}, "computing": {"skip_idle": False}, "keeping": {"remat
 
 
 @pytest.mark.parametrize(("p", "v", "beside"), GRID + BESIDE)
-def test_gradients_are_the_models_own(p, v, beside):
-    """One trace serves 1 to 16 microbatches, and loss, weight and gradients are those of the model to 1e-9 for each."""
+def test_pipeline_sums_equal_the_model(p, v, beside):
+    """One trace serves 1 to 16 microbatches, and loss, weight and gradients equal those of the model to 1e-9 for each."""
     params, batch, keys, parts = problem()
     check_all(params, batch, keys, parts, MeshAxes(pipeline=p, **beside), parts(num_repeats=v), range(1, MOST + 1))
 
 
 @pytest.mark.parametrize("name", ["computing", "keeping"])
 @pytest.mark.parametrize("v", [1, 2])
-def test_other_ways_to_compute(name, v):
-    """Computing idle ticks instead of skipping them poisons nothing, and neither does keeping more for the backward."""
+def test_pipeline_sums_with_other_options_equal_the_model(name, v):
+    """Neither computing idle ticks instead of skipping them nor a remat policy changes the results."""
     params, batch, keys, parts = problem()
     loss = parts(num_repeats=v, **OPTIONS[name])
     check_all(params, batch, keys, parts, MeshAxes(pipeline=4), loss, (1, 3, 4, 7, 16))
 
 
-def test_nnx_layers():
-    """Layers of NNX go through the pipeline like those of Linen."""
+def test_pipeline_sums_run_nnx_layers():
+    """Layers of NNX run in the pipeline like those of Linen."""
     params, batch, keys, parts = problem(nnx_layers)
     check_all(params, batch, keys, parts, MeshAxes(pipeline=4), parts(num_repeats=2), (2, 5, 16))
 
@@ -197,8 +198,8 @@ def check_all(params, batch, keys, parts, axes, loss, numbers):
     assert len(traces) == 1
 
 
-def test_passes_one_after_the_other():
-    """Three passes of four microbatches are twelve microbatches, and the forward alone gives the same loss."""
+def test_pipeline_sums_run_several_passes():
+    """Three passes of four microbatches equal twelve microbatches, and the forward alone gives the same loss."""
     params, batch, keys, parts = problem()
     mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4))
     (losses, _), grads = reference(params, batch, keys, parts)
@@ -212,8 +213,8 @@ def test_passes_one_after_the_other():
 
 
 @pytest.mark.parametrize("v", [1, 2])
-def test_gpipe_is_a_reference(v):
-    """Differentiating through the forward ticks gives the same."""
+def test_gpipe_sums_equal_the_model(v):
+    """Differentiating through the forward ticks gives the same loss and gradients."""
     params, batch, keys, parts = problem()
     mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4), v)
     (losses, _), grads = reference(params, batch, keys, parts)
@@ -223,8 +224,8 @@ def test_gpipe_is_a_reference(v):
     assert largest_error(permute_layers(sums.grads, natural), jax.tree.map(lambda g: g[-1], grads)) < 1e-9
 
 
-def test_a_drop_in_for_value_and_grad():
-    """`as_loss` is a function of the parameters that jax differentiates, also inside other arithmetic."""
+def test_as_loss_is_differentiable():
+    """`as_loss` is a function of the parameters that JAX differentiates, also inside other arithmetic."""
     params, batch, keys, parts = problem()
     mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4, data=2))
     (losses, weights), grads = reference(params, batch, keys, parts)
@@ -234,6 +235,17 @@ def test_a_drop_in_for_value_and_grad():
     wanted = jax.tree.map(lambda g: 3 * g[-1] / weights[-1], grads)
     assert largest_error(permute_layers(found, natural), wanted) < 1e-9
     np.testing.assert_allclose(jax.jit(mean)(placed, batch, keys), losses[-1] / weights[-1], rtol=1e-12)
+
+
+def test_old_names_warn():
+    """`PipelinedLoss(keep=...)` and the old functions still work."""
+    with pytest.warns(DeprecationWarning, match="remat_policy"):
+        assert problem()[3](keep=DOTS).remat_policy is DOTS
+    with pytest.warns(DeprecationWarning, match=r"rampup.run.gpipe_sums is now rampup.bench.gpipe.gpipe_sums"):
+        assert rampup.run.gpipe_sums is gpipe_sums
+    with pytest.warns(DeprecationWarning, match="permute_layers"):
+        from rampup.run.pipeline import reordered
+    assert reordered is permute_layers
 
 
 def compiled(loss, number, axes, sums=pipeline_sums):
@@ -251,7 +263,7 @@ def compiled(loss, number, axes, sums=pipeline_sums):
 
 
 def test_memory_does_not_grow_with_the_microbatches():
-    """From at most 4 to 64 microbatches, temporary memory grows by no more than the inputs; GPipe's grows with each of them."""
+    """From 4 to 64 microbatches, temporary memory grows by no more than the inputs. GPipe's grows with each microbatch."""
     parts = problem()[3]
     axes = MeshAxes(pipeline=4)
     ours, gpipe = {}, {}
@@ -266,8 +278,8 @@ def test_memory_does_not_grow_with_the_microbatches():
 
 
 @pytest.mark.parametrize("v", [1, 2])
-def test_communication_is_two_permutes_a_tick_and_one_reduction_a_step(v):
-    """The loop has one permute of activations and one of gradients (per leaf), and no all-reduce; one follows the loop."""
+def test_a_tick_has_two_permutes_and_a_step_one_reduction(v):
+    """The loop has one permute of activations and one of gradients (per leaf), and no all-reduce. One follows the loop."""
     parts = problem()[3]
     executable, _ = compiled(parts(num_repeats=v), 16, MeshAxes(pipeline=4, data=2))
     text = executable.as_text()
@@ -277,11 +289,13 @@ def test_communication_is_two_permutes_a_tick_and_one_reduction_a_step(v):
     reductions = re.findall(r"^.*? all-reduce(?:-start)?\(.*$", text, re.MULTILINE)
     assert len(reductions) <= 3
     assert not [line for line in reductions if "while/body" in line]
+    for name in ("forward_tick", "backward_tick", "reduce"):
+        assert f"/{name}/" in text
 
 
 @pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 16), (4, 2, 16), (2, 3, 12)])
-def test_ticks_of_a_pass(p, v, m):
-    """A pass takes v*m + p - 1 forward ticks and v*p - 1 more for the backward to follow: the bound of the compiled loop."""
+def test_a_pass_has_the_documented_number_of_ticks(p, v, m):
+    """The bound of the compiled loop is v*m + p - 1 forward ticks, and v*p - 1 more for the last backward."""
     executable, _ = compiled(problem()[3](num_repeats=v), m, MeshAxes(pipeline=p))
     bounds = re.findall(r'known_trip_count":\{"n":"(\d+)"', executable.as_text())
     assert v * m + p - 1 + v * p - 1 in map(int, bounds)
@@ -303,8 +317,8 @@ def changing(state, **changes):
         ("dtype", None, "must keep the shape and type"),
     ],
 )
-def test_wrong_shapes_are_refused_before_anything_is_compiled(spoil, key, words, monkeypatch):
-    """Each refusal names the arithmetic and the fix, and nothing reaches the compiler."""
+def test_pipeline_sums_refuse_wrong_shapes_before_compiling(spoil, key, words, monkeypatch):
+    """Each error names the arithmetic and the fix, and nothing is compiled."""
     params, batch, keys, parts = problem()
     axes = MeshAxes(data=8) if spoil == "rows" else MeshAxes(pipeline=4)
     mesh, shardings, placed, _ = on_mesh(params, axes)

@@ -1,5 +1,6 @@
 """Tests of rampup.run.step."""
 
+import re
 import threading
 
 import jax
@@ -60,8 +61,8 @@ def reference():
 
 
 @pytest.mark.parametrize("name", toy.MESHES)
-def test_fused_is_the_big_batch_on_any_mesh(name, reference):
-    """Three phases through one executable give the losses and parameters of the plain big batch, on every mesh."""
+def test_fused_step_equals_the_full_batch_on_every_mesh(name, reference):
+    """Three phases in one executable give the losses and parameters of a plain full-batch loop, on every mesh."""
     mesh = toy.mesh_of(name)
     found, params, step = losses(mesh, toy.plan_for(mesh))
     np.testing.assert_allclose(found, reference[0], rtol=1e-5)
@@ -70,8 +71,8 @@ def test_fused_is_the_big_batch_on_any_mesh(name, reference):
 
 
 @pytest.mark.parametrize(("mode", "compilations"), [("fixed", 1), ("per_phase", 3), ("auto", 2)])
-def test_compilations_are_the_shapes_of_the_plan(mode, compilations, reference):
-    """As many executables are built as the plan has shapes, and the losses do not depend on the shapes."""
+def test_step_compiles_once_per_shape(mode, compilations, reference):
+    """The number of executables is the plan's number of shapes, and the losses do not depend on the shapes."""
     mesh = toy.mesh_of("data")
     plan = toy.plan_for(mesh, rampup_microbatch=mode)
     found, _, step = losses(mesh, plan)
@@ -79,8 +80,8 @@ def test_compilations_are_the_shapes_of_the_plan(mode, compilations, reference):
     np.testing.assert_allclose(found, reference[0], rtol=1e-5)
 
 
-def test_small_microbatches_fill_chunks(reference):
-    """Forty-eight microbatches a step, in chunks whose last is only partly filled, change nothing."""
+def test_step_pads_chunks(reference):
+    """Forty-eight microbatches per step, in chunks of which the last is partly padding, change nothing."""
     mesh = toy.mesh_of("one")
     found, _, step = losses(mesh, toy.plan_for(mesh, microbatch_size=1))
     np.testing.assert_allclose(found, reference[0], rtol=1e-5)
@@ -88,8 +89,8 @@ def test_small_microbatches_fill_chunks(reference):
 
 
 @pytest.mark.parametrize("name", ["one", "data_fsdp_tensor"])
-def test_multi_steps_is_one_executable_and_differs_as_documented(name, reference):
-    """MultiSteps compiles once too; with unequal weights its average of averages is near the token mean, and is not it."""
+def test_multi_steps_compiles_once_and_averages_microbatches(name, reference):
+    """MultiSteps compiles once too. With unequal weights, its average of averages is near the token mean, but not equal."""
     mesh = toy.mesh_of(name)
     found, _, step = losses(mesh, toy.plan_for(mesh), engine="multi_steps")
     assert step.num_compilations == 1
@@ -97,8 +98,8 @@ def test_multi_steps_is_one_executable_and_differs_as_documented(name, reference
     assert not np.allclose(found, reference[0], rtol=1e-5)
 
 
-def test_multi_steps_accumulators_lie_like_the_parameters():
-    """The accumulators of MultiSteps are cut over fsdp and tensor."""
+def test_multi_steps_shards_accumulators_like_parameters():
+    """The accumulators of MultiSteps are sharded over fsdp and tensor."""
     mesh = toy.mesh_of("data_fsdp_tensor")
     step = train_step(toy.loss_fn, optax.adamw(1e-2), toy.plan_for(mesh), mesh, engine="multi_steps")
     state = create_state(toy.new_params(mesh), step.tx, mesh)
@@ -107,8 +108,8 @@ def test_multi_steps_accumulators_lie_like_the_parameters():
     }
 
 
-def test_a_stock_flax_train_state_compiles_once():
-    """Flax's own TrainState, prepared, goes through the whole ramp in one executable and counts optimizer steps."""
+def test_prepare_state_lets_a_flax_train_state_compile_once():
+    """A prepared Flax TrainState runs the whole ramp in one executable and counts optimizer steps."""
     mesh = toy.mesh_of("data")
     plan, tx = toy.plan_for(mesh), optax.sgd(0.01)
     stock = LinenTrainState.create(apply_fn=lambda *_: None, params=toy.new_params(toy.mesh_of("one")), tx=tx)
@@ -122,7 +123,7 @@ def test_a_stock_flax_train_state_compiles_once():
     assert int(metrics["aux"]["rows"]) == 48
 
 
-def test_a_batch_in_which_nothing_counts_changes_nothing():
+def test_step_with_zero_weight_changes_nothing():
     """Zero weight gives a zero gradient and a zero loss, not NaN."""
     mesh = toy.mesh_of("one")
     plan = toy.plan_for(mesh, steps=2)
@@ -136,8 +137,8 @@ def test_a_batch_in_which_nothing_counts_changes_nothing():
     assert float(metrics["loss"]) == 0
 
 
-def test_gradient_norm_is_of_the_mean_gradient():
-    """`grad_norm` is what optax computes from the gradient of the weighted mean."""
+def test_grad_norm_is_the_norm_of_the_mean_gradient():
+    """`grad_norm` is the global norm of the gradient of the weighted mean."""
     mesh = toy.mesh_of("data")
     plan = toy.plan_for(mesh, steps=1)
     tx = optax.sgd(1.0)
@@ -151,8 +152,8 @@ def test_gradient_norm_is_of_the_mean_gradient():
     assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-4)
 
 
-def test_evaluation_is_the_weighted_mean():
-    """EvalStep sums losses and weights over all microbatches of a batch."""
+def test_eval_step_sums_losses_and_weights():
+    """EvalStep sums losses and weights over the microbatches of a batch."""
     mesh = toy.mesh_of("data")
     plan = toy.plan_for(mesh, "0:48", steps=2, microbatch_size=2)
 
@@ -170,15 +171,51 @@ def test_evaluation_is_the_weighted_mean():
     np.testing.assert_allclose(sums, [loss, weight], rtol=1e-5)
 
 
-def test_unknown_engine_is_refused():
-    """A misspelt engine names the two."""
+def test_eval_step_ignores_padding():
+    """The zero rows that pad the last chunk of a batch, here the tenth of ten microbatches, are not evaluated."""
+    mesh = toy.mesh_of("one")
+    plan = toy.plan_for(mesh, "0:9", steps=2, microbatch_size=1)
+
+    def count_rows(params, batch, rngs):
+        return jnp.sum((batch["x"] - 1) ** 2), batch["x"].shape[0], {}
+
+    state = create_state(toy.new_params(mesh), optax.sgd(0.1), mesh)
+    evaluate = EvalStep(count_rows, mesh)
+    assert [float(evaluate(state, batch)[1]) for batch in step_batches(toy.rows(18), plan, mesh)] == [9, 9]
+
+
+def test_multi_steps_refuses_chunks_of_several_microbatches():
+    """A batch made without `chunk_size=1` would lose microbatches."""
+    mesh = toy.mesh_of("one")
+    plan = toy.plan_for(mesh, "0:2 16:160", microbatch_size=2)
+    step = train_step(toy.loss_fn, optax.sgd(0.1), plan, mesh, engine="multi_steps")
+    state = create_state(toy.new_params(mesh), step.tx, mesh)
+    with pytest.raises(ConfigError, match="chunk_size=1"):
+        step(state, next(step_batches(toy.rows(), plan, mesh)))
+
+
+@pytest.mark.parametrize("name", ["one", "data"])
+def test_step_names_its_parts_for_profiles(name):
+    """The operations of a step are grouped as accumulate, microbatch, reduce (with several replicas) and update."""
+    mesh = toy.mesh_of(name)
+    plan, tx = toy.plan_for(mesh), optax.adamw(1e-2)
+    step = train_step(toy.loss_fn, tx, plan, mesh)
+    lowered = step.lower(create_state(toy.new_params(mesh), tx, mesh), toy.rows(1)[0], plan.splits[0])
+    hlo = lowered.compile().as_text()
+    assert re.search(r'op_name="[^"]*/accumulate/[^"]*microbatch', hlo)
+    assert re.search(r'op_name="[^"]*/update/', hlo)
+    assert bool(re.search(r'op_name="[^"]*/accumulate/[^"]*reduce/psum', hlo)) == (name == "data")
+
+
+def test_train_step_refuses_an_unknown_engine():
+    """The error for an unknown engine names both engines."""
     mesh = make_mesh()
     with pytest.raises(ConfigError, match="must be one of fused, multi_steps"):
         train_step(toy.loss_fn, optax.sgd(0.1), toy.plan_for(mesh), mesh, engine="multistep")
 
 
-def test_a_late_compilation_stops_nothing():
-    """While the next shape is being compiled, the phase goes on in the old one with more passes, on the same rows."""
+def test_split_for_falls_back_while_the_program_compiles():
+    """While the next shape is being compiled, the phase runs in the old shape with more passes, on the same rows."""
     mesh = toy.mesh_of("data")
     plan = toy.plan_for(mesh, "0:16 64:32 200:64", steps=14, rampup_microbatch="per_phase")
     tx = optax.sgd(0.05)
