@@ -320,6 +320,10 @@ import signal
 import tempfile
 from pathlib import Path
 
+from rampup.run.checkpoint import CheckpointOptions
+from rampup.run.events import StepDone
+from rampup.run.metrics import MetricOptions
+
 folder = Path(tempfile.mkdtemp())
 STOP_AFTER_STEP = 40  # @param {type:"integer"}
 
@@ -327,8 +331,8 @@ STOP_AFTER_STEP = 40  # @param {type:"integer"}
 def run(name, stop_after=None):
     """Train in a folder of that name, from its newest checkpoint if there is one."""
 
-    def progress(event, values):
-        if event == "step" and values["step"] == stop_after:
+    def on_event(event):
+        if isinstance(event, StepDone) and event.step == stop_after:
             signal.raise_signal(signal.SIGINT)
 
     state, pure_loss_fn = split_model(NnxNet(nnx.Rngs(0)), loss_fn, tx, mesh)
@@ -338,12 +342,10 @@ def run(name, stop_after=None):
         plan=plan,
         step=step,
         batches=lambda start: step_batches(rows, plan, mesh, start=start, seed=0),
-        learning_rate=lambda step: 0.005,
         folder=folder / name,
-        tokens_per_sample=1,
-        record={"data": "spirals"},
-        checkpoint_period=STEPS,
-        progress=progress,
+        metrics=MetricOptions(learning_rate=lambda step: 0.005, tokens_per_sample=1),
+        checkpoints=CheckpointOptions(checkpoint_period=STEPS, identity={"data": "spirals"}),
+        on_event=on_event,
     ).run(state)
     print(f"{name}: steps {summary.resumed_from} to {summary.steps}, loss {summary.final_loss:.4f}")
     return summary

@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.errors import RampDefinitionError as RampDefinitionError
     from rampup.errors import RampupError as RampupError
     from rampup.errors import ResumeMismatchError as ResumeMismatchError
+    from rampup.lm.train import Run as Run
     from rampup.lm.train import train as train
     from rampup.plan.maxtext_manager import RampupBatchManager as RampupBatchManager
     from rampup.plan.mesh_axes import MeshAxes as MeshAxes
@@ -39,12 +40,16 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.rl.plan import RolloutPlan as RolloutPlan
     from rampup.run.accumulate import accumulate as accumulate
     from rampup.run.accumulate import multi_steps as multi_steps
+    from rampup.run.checkpoint import CheckpointOptions as CheckpointOptions
     from rampup.run.data.batches import Batch as Batch
+    from rampup.run.data.batches import BatchLoader as BatchLoader
     from rampup.run.data.batches import microbatches as microbatches
     from rampup.run.data.batches import step_batches as step_batches
+    from rampup.run.loop import EvalOptions as EvalOptions
     from rampup.run.loop import Loop as Loop
     from rampup.run.loop import Summary as Summary
     from rampup.run.mesh import make_mesh as make_mesh
+    from rampup.run.metrics import MetricOptions as MetricOptions
     from rampup.run.nnx import merge_model as merge_model
     from rampup.run.nnx import split_model as split_model
     from rampup.run.optimizer import LearningRate as LearningRate
@@ -75,7 +80,7 @@ _HOMES = {
         "RampupError",
         "ResumeMismatchError",
     ),
-    "rampup.lm.train": ("train",),
+    "rampup.lm.train": ("Run", "train"),
     "rampup.plan.maxtext_manager": ("RampupBatchManager",),
     "rampup.plan.mesh_axes": ("MeshAxes",),
     "rampup.plan.per_device": ("ramp_from_config",),
@@ -85,9 +90,11 @@ _HOMES = {
     "rampup.plan.timetable": ("Timetable",),
     "rampup.rl.plan": ("RolloutPlan",),
     "rampup.run.accumulate": ("accumulate", "multi_steps"),
-    "rampup.run.data.batches": ("Batch", "microbatches", "step_batches"),
-    "rampup.run.loop": ("Loop", "Summary"),
+    "rampup.run.checkpoint": ("CheckpointOptions",),
+    "rampup.run.data.batches": ("Batch", "BatchLoader", "microbatches", "step_batches"),
+    "rampup.run.loop": ("EvalOptions", "Loop", "Summary"),
     "rampup.run.mesh": ("make_mesh",),
+    "rampup.run.metrics": ("MetricOptions",),
     "rampup.run.nnx": ("merge_model", "split_model"),
     "rampup.run.optimizer": ("LearningRate", "make_optimizer"),
     "rampup.run.pipeline": ("PipelinedLoss",),

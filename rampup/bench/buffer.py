@@ -18,9 +18,7 @@ from rampup.bench.result import BenchResult
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import RampupMicrobatch
 from rampup.run.compile import compile_program
-from rampup.run.data.batches import SampleOrder, StepDataset, layout_of, put_chunks
-from rampup.run.data.buffer import BufferLayout
-from rampup.run.data.loading import Loading
+from rampup.run.data.batches import BufferLayout, SampleOrder, StepDataset, layout_of, put_chunks
 from rampup.run.mesh import batch_sharding, make_mesh
 from rampup.run.offload import bytes_per_device, program_memory
 from rampup.run.step import train_step
@@ -75,7 +73,7 @@ def phase_rows(problem: Problem, plan: RampPlan, mesh: Mesh, *, rounds: int) -> 
         layout = layout_of(plan, split)
         if layout not in programs:
             programs[layout] = program_memory(compile_program(step.lower(state, one, split))).total
-        moved = transfers(dataset.read(plan.position(phase.start_step)), layout, mesh)
+        moved = transfers(dataset.split_rows(dataset[phase.start_step], split), layout, mesh)
         times = take_turns({name: functools.partial(_finish, move) for name, move in moved.items()}, rounds=rounds)
         found.append(
             {
@@ -103,7 +101,7 @@ def transfers(batch_nR: Any, layout: BufferLayout, mesh: Mesh) -> dict[str, Call
     padded = jax.tree.map(lambda x: np.zeros((whole, *x.shape[1:]), x.dtype), batch_nR)
     sharding = batch_sharding(mesh, leading=1)
     return {
-        "ours": lambda: put_chunks(batch_nR, layout, mesh, Loading()),
+        "ours": lambda: put_chunks(batch_nR, layout, mesh),
         "padded": lambda: jax.device_put(padded, sharding),
         "rows": lambda: jax.device_put(batch_nR, sharding),
     }

@@ -145,7 +145,7 @@ def read_ours(source: RowSource, plan: RampPlan, seed: int | None, threads: int)
     """Read all batches of a plan through our dataset and return how many rows they had."""
     mesh = make_mesh(devices=jax.devices()[:1])
     dataset = StepDataset(source, plan, SampleOrder(len(source), seed=seed), mesh)
-    return sum(_num_rows(batch, 2) for batch in dataset[:].to_iter_dataset(_options(threads)))
+    return sum(_num_rows(step.rows) for step in dataset[:].to_iter_dataset(_options(threads)))
 
 
 def read_grain(items: Any, steps: int, seed: int | None, threads: int) -> int:
@@ -154,12 +154,12 @@ def read_grain(items: Any, steps: int, seed: int | None, threads: int) -> int:
     if seed is not None:
         dataset = dataset.shuffle(seed=seed)
     batches = dataset.repeat().batch(BATCH)[:steps].to_iter_dataset(_options(threads))
-    return sum(_num_rows(batch, 1) for batch in batches)
+    return sum(map(_num_rows, batches))
 
 
 def _options(threads: int) -> grain.ReadOptions:
     return grain.ReadOptions(num_threads=threads, prefetch_buffer_size=READ_AHEAD)
 
 
-def _num_rows(batch: Mapping[str, np.ndarray], leading: int) -> int:
-    return int(np.prod(batch["tokens"].shape[:leading]))
+def _num_rows(batch: Mapping[str, np.ndarray]) -> int:
+    return len(batch["tokens"])

@@ -25,8 +25,10 @@ from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
 from rampup.run.data.batches import Batch, step_batches
 from rampup.run.data.sources import SyntheticRows
+from rampup.run.events import RunPlanned
 from rampup.run.loop import Loop
 from rampup.run.mesh import make_mesh
+from rampup.run.metrics import MetricOptions
 from rampup.run.optimizer import LearningRate
 from rampup.run.step import create_state, train_step
 from rampup.show.progress import TrainProgress
@@ -225,17 +227,16 @@ class _Tiny:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="rampup-bench-") as folder, open("/dev/null", "w") as nowhere:
             progress = TrainProgress(Console(file=nowhere))
-            progress("plan", {"plan": plan, "num_parameters": 3, "devices": jax.devices(), "folder": folder})
+            progress(RunPlanned(plan=plan, num_parameters=3, devices=jax.devices(), folder=Path(folder)))
             Loop(
                 plan=plan,
                 step=step,
                 batches=batches,
-                learning_rate=LearningRate(plan=plan, peak=1e-3).at,
                 folder=Path(folder),
-                tokens_per_sample=1,
-                flops_per_sample=1.0,
-                record={},
-                progress=progress,
+                metrics=MetricOptions(
+                    learning_rate=LearningRate(plan=plan, peak=1e-3).at, tokens_per_sample=1, flops_per_sample=1.0
+                ),
+                on_event=progress,
             ).run(self._new_state())
         return time.perf_counter() - start
 

@@ -41,7 +41,7 @@ def train(args: argparse.Namespace, console: Console) -> int:
 
     progress = TrainProgress(console, log_period=config.log_period, quiet=args.quiet)
     try:
-        summary = run(config, progress)
+        summary = run(config, on_event=progress)
     finally:
         progress.close()
     if args.json:

@@ -9,12 +9,11 @@ from pathlib import Path
 from rampup.config.load import COMMAND_LINE, load_config
 from rampup.config.schema import Config
 from rampup.errors import ConfigError
-from rampup.lm.train import CONFIG_FILE, learning_rate
+from rampup.lm.train import learning_rate
 from rampup.plan.learning_rate import CLOCKS, Clock
 from rampup.plan.plan import RampPlan
 from rampup.rl.config import is_rollout_file
-from rampup.run.metrics import EVAL_FILE, METRICS_FILE
-from rampup.run.run_folder import read_lines
+from rampup.run.run_folder import CONFIG_FILE, EVAL_FILE, METRICS_FILE, read_lines
 from rampup.show.series import RunMetrics
 
 

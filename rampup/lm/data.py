@@ -1,4 +1,4 @@
-"""The data of `rampup train`: what the configuration reads, in which order, and which rows a step has."""
+"""The data of `rampup train`: the configured files, the order of their rows, and the rows of a step."""
 
 from __future__ import annotations
 
@@ -25,18 +25,25 @@ def sources(config: Config) -> tuple[RowSource, RowSource]:
     )
 
 
-def data_options(config: Config) -> dict[str, Any]:
-    """Return how rows become batches, as `step_batches` takes it."""
-    return {
-        "seed": config.data_shuffle_seed if config.enable_data_shuffling else None,
-        "num_epochs": None if config.num_epoch == -1 else config.num_epoch,
-        "num_threads": config.grain_num_threads,
-        "read_ahead": config.grain_prefetch_buffer_size,
-    }
+def sample_order(config: Config, num_rows: int, consumed_samples: int) -> SampleOrder:
+    """Return the order of the training rows.
+
+    Args:
+        config: the configuration.
+        num_rows: training rows.
+        consumed_samples: samples that will be read.
+
+    Raises:
+        DataError: `num_epoch` passes contain fewer samples.
+    """
+    seed = config.data_shuffle_seed if config.enable_data_shuffling else None
+    order = SampleOrder(num_rows, seed=seed, num_epochs=None if config.num_epoch == -1 else config.num_epoch)
+    order.check(consumed_samples)
+    return order
 
 
 def rows_of_step(config: Config, plan: RampPlan, step: int) -> list[dict[str, Any]]:
-    """Return the samples that a step reads: number of the sample, row and where it comes from.
+    """Return the samples that a step reads: number of the sample, row, and where the row comes from.
 
     Raises:
         RampupError: no such step, or no such data.
@@ -46,14 +53,6 @@ def rows_of_step(config: Config, plan: RampPlan, step: int) -> list[dict[str, An
             f"step={step} must be from 0 to {plan.total_steps - 1}", key="step", nearest=(0, plan.total_steps - 1)
         )
     rows, _ = sources(config)
-    options = data_options(config)
-    order = SampleOrder(len(rows), seed=options["seed"], num_epochs=options["num_epochs"])
-    order.check(plan.ramp.samples_before(step + 1))
-    numbers = order.rows(plan.rows(step)).tolist()
-    samples = zip(plan.rows(step), numbers, strict=True)
+    order = sample_order(config, len(rows), plan.ramp.samples_before(step + 1))
+    samples = zip(plan.rows(step), order.rows(plan.rows(step)).tolist(), strict=True)
     return [{"sample": sample, "row": row, "source": rows.describe(row)} for sample, row in samples]
-
-
-def described_rows(rows: RowSource, order: SampleOrder, plan: RampPlan, step: int) -> list[str]:
-    """Return where each row of a step comes from."""
-    return [rows.describe(row) for row in order.rows(plan.rows(step)).tolist()]

@@ -1,62 +1,66 @@
-"""The byte-level language model that `rampup train` trains."""
+"""The byte-level language model that `rampup train` trains.
+
+Data flow: `load_config` -> `build_plan` -> `Run.from_config(config, plan)` -> `run.train()`. The function `train` does the last
+three, and resumes.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from rampup.config.build import build_plan, mesh_axes
+from rampup.config.build import build_plan
 from rampup.config.files import run_yaml
 from rampup.config.resume import plan_to_resume, ramp_record
-from rampup.config.schema import IDENTITY_KEYS, KEYS, PER_PROCESS_KEYS, Config
+from rampup.config.schema import IDENTITY_KEYS, PER_PROCESS_KEYS, Config
 from rampup.errors import ConfigError, DataError
-from rampup.lm.data import data_options, described_rows, sources
+from rampup.lm.data import sample_order, sources
 from rampup.lm.transformer import LanguageModel
 from rampup.plan.pipeline import stage_layer_order
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.run.checkpoint import newest_record
+from rampup.run.checkpoint import CheckpointOptions, SavedCheckpoint, find_checkpoint
 from rampup.run.compile import enable_compilation_cache
-from rampup.run.data.batches import Batch, SampleOrder, step_batches
-from rampup.run.data.fingerprint import fingerprints
+from rampup.run.data.batches import BatchLoader, SampleOrder
+from rampup.run.data.files import fingerprints
 from rampup.run.data.loading import Loading, shared_sources
 from rampup.run.data.sources import RowSource, files_of
-from rampup.run.distributed import check_same, from_first, is_first, join, watchdog
-from rampup.run.loop import CHECKPOINT_FOLDER, Loop, Progress, Summary
+from rampup.run.distributed import broadcast_from_process0, check_consistent, is_primary, join, watchdog
+from rampup.run.events import OnEvent, RunPlanned, ignore_event
+from rampup.run.loop import EvalOptions, Loop, Summary
 from rampup.run.mesh import make_mesh, replicated
+from rampup.run.metrics import MetricOptions
 from rampup.run.offload import fetch_offloaded, host_memory_problem, host_shardings
 from rampup.run.optimizer import LearningRate, make_optimizer
 from rampup.run.pipeline import permute_layers
-from rampup.run.run_folder import run_folder
+from rampup.run.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, run_folder
 from rampup.run.step import EvalStep, TrainState, TrainStep, create_state, train_step
 from rampup.run.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
 
-# What the run was last started with; written when the run's checkpoint, if there is one, has been accepted.
-CONFIG_FILE = "config.yml"
+# The part of a checkpoint's record from which the ramp is rebuilt on resume.
 RAMP_RECORD = "ramp_record"
-_OFFLOAD = ("parameter_memory_host_offload", "optimizer_memory_host_offload")
 
 
-def train(config: Config, progress: Progress = lambda event, values: None) -> Summary:
-    """Train the language model as configured, in the run's folder.
+def train(config: Config, on_event: OnEvent = ignore_event) -> Summary:
+    """Train the language model as configured, in the run's folder, from its newest checkpoint if there is one.
+
+    Several processes that are started alike train one model together; see `rampup.run.distributed.join`.
 
     Args:
         config: the configuration.
-        progress: called with an event's name and its values; see `Loop`. The first event is `plan`.
-
-    Several processes that are started alike train one model together: see `rampup.run.distributed.join`.
+        on_event: called with every event of the run; see `rampup.run.events`.
 
     Returns:
-        What the run did.
+        The result of the run.
 
     Raises:
         RampupError: before any work, if the configuration cannot be run here.
@@ -66,205 +70,250 @@ def train(config: Config, progress: Progress = lambda event, values: None) -> Su
         num_processes=None if config.num_processes == -1 else config.num_processes,
         process_id=None if config.process_id == -1 else config.process_id,
         initialization_timeout=config.jax_distributed_initialization_timeout,
+        # The watchdog reports first, in words; JAX ends what is left.
         heartbeat_timeout=2 * config.jax_distributed_heartbeat_timeout_seconds,
     )
     enable_compilation_cache(config.jax_cache_dir)
     with watchdog(config.jax_distributed_heartbeat_timeout_seconds):
-        return _train(config, progress if is_first() else lambda event, values: None)
+        saved = saved_checkpoint(config)
+        if saved is None or RAMP_RECORD not in saved.record:
+            plan = build_plan(config, jax.device_count())
+        else:
+            plan = plan_to_resume(config, jax.device_count(), {**saved.record[RAMP_RECORD], "step": saved.step})
+        return Run.from_config(config, plan, saved).train(on_event)
 
 
-def _train(config: Config, progress: Progress) -> Summary:
-    written = _written_ramp(config)
-    plan = build_plan(config, jax.device_count()) if written is None else plan_to_resume(config, jax.device_count(), written)
-    _refuse_what_is_only_planned(config)
-    mesh = make_mesh(mesh_axes(config, plan.num_devices))
-    model = language_model(config).on(mesh)
-    _check_devices(config, mesh)
-    loading = Loading(factor=max(int(config.expansion_factor_real_data), 1) if jax.process_count() > 1 else 1)
-    train_rows, eval_rows = shared_sources(loading, lambda: sources(config))
-    data = data_options(config)
-    samples = SampleOrder(len(train_rows), seed=data["seed"], num_epochs=data["num_epochs"])
-    samples.check(plan.consumed_samples)
-    rate, order = learning_rate(config, plan), _layer_order(config, plan)
-    step, writers = training_step(config, plan, mesh), metric_writers(config)
-    evaluate = None if config.eval_interval == -1 else _evaluation(config, plan, mesh, model, eval_rows, loading)
-    content = _agreed_content(config, train_rows, loading)
-    folder = Path(from_first("folder", str(run_folder(config.base_output_directory, config.run_name)) if is_first() else ""))
-    facts = {"folder": str(folder), "devices": jax.devices(), "num_parameters": model.num_parameters}
-    progress("plan", {"plan": plan, **facts})
-    state = initial_state(config, plan, mesh, step.tx)
-
-    def batches(start: int) -> Iterator[Batch]:
-        chunk_size = 1 if config.gradient_accumulation == "multi_steps" else None
-        options = data | {"chunk_size": chunk_size, "split_for": step.split_for, "loading": loading}
-        return step_batches(train_rows, plan, mesh, start=start, **options)
-
-    return Loop(
-        plan=plan,
-        step=step,
-        batches=batches,
-        learning_rate=rate.at,
-        folder=folder,
-        tokens_per_sample=config.max_target_length,
-        flops_per_sample=model.flops_per_sample(config.max_target_length),
-        writers=functools.partial(writers, folder),
-        record={"num_rows": len(train_rows), "data": content, **{name: getattr(config, name) for name in IDENTITY_KEYS}},
-        remarks={RAMP_RECORD: ramp_record(config, plan)},
-        ramp_before=None if written is None else BatchRamp.from_rows(written["ramp"]),
-        evaluate=evaluate,
-        eval_interval=None if config.eval_interval == -1 else config.eval_interval,
-        checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,
-        keep_checkpoints=config.max_num_checkpoints_to_keep,
-        async_checkpoints=config.async_checkpointing,
-        on_checkpoint_error=config.on_checkpoint_error,
-        skip_nonfinite=config.skip_nonfinite,
-        rows_of=lambda step: described_rows(train_rows, samples, plan, step),
-        to_checkpoint=_reordering(state, np.argsort(order)),
-        from_checkpoint=_reordering(state, order),
-        progress=_keeping(replace(config, num_devices=plan.num_devices), folder, progress),
-    ).run(state)
+def saved_checkpoint(config: Config) -> SavedCheckpoint | None:
+    """Return the newest checkpoint of the configured run; None for a run without a name, whose folder is new."""
+    if not config.run_name:
+        return None
+    return find_checkpoint(Path(config.base_output_directory) / config.run_name / CHECKPOINT_FOLDER)
 
 
-def _agreed_content(config: Config, rows: RowSource, loading: Loading) -> dict[str, str]:
-    """Return what the files of the data hold, which every process has found to be the same, as it has the configuration."""
-    facts = {name: getattr(config, name) for name in KEYS if name not in PER_PROCESS_KEYS} | {"num_rows": len(rows)}
-    content = fingerprints(files_of(rows)) if loading.reads else {}
-    check_same(facts | ({"data": content} if loading.reads else {}))
-    return dict(json.loads(from_first("data", json.dumps(content))))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSetup:
+    """The model, its optimizer and its training step on a mesh: a run without its data and its folder.
 
-
-def metric_writers(config: Config) -> Callable[[Path, int], list[MetricWriter]]:
-    """Return what makes the writers that the configuration asks for, from a run's folder and first step.
-
-    Raises:
-        MissingDependencyError: a package that they need is not installed.
+    Attributes:
+        config: the configuration.
+        plan: the plan.
+        mesh: the devices.
+        model: the model.
+        param_shardings: shardings of its parameters.
+        layer_order: the order in which the pipeline stages have the layers; checkpoints have them in their natural order.
+        loss: the loss function, in parts if there are pipeline stages.
+        learning_rate: the schedule.
+        step: the training step.
     """
-    makers: list[Callable[[Path, int], MetricWriter]] = []
-    if config.enable_tensorboard:
-        required("tensorboardX")
-        makers.append(lambda folder, start: TensorBoardWriter(folder / TENSORBOARD_FOLDER, start=start))
-    if config.wandb_project is not None:
-        required("wandb")
-        project, keys = config.wandb_project, {name: getattr(config, name) for name in KEYS}
-        values = json.loads(json.dumps(keys, default=float))
-        makers.append(lambda folder, start: WandbWriter(folder, project=project, config=values))
-    return lambda folder, start: [make(folder, start) for make in makers]
 
+    config: Config
+    plan: RampPlan
+    mesh: Mesh
+    model: LanguageModel
+    param_shardings: Any
+    layer_order: np.ndarray
+    learning_rate: LearningRate
+    step: TrainStep
 
-def training_step(config: Config, plan: RampPlan, mesh: Mesh) -> TrainStep:
-    """Return the step that `train` runs."""
-    return train_step(
-        _loss(config, language_model(config).on(mesh), plan),
-        optimizer(config, learning_rate(config, plan)),
-        plan,
-        mesh,
-        engine=config.gradient_accumulation,
-        seed=config.init_weights_seed,
-        skip_nonfinite=config.skip_nonfinite > 0,
-    )
+    @classmethod
+    def from_config(cls, config: Config, plan: RampPlan, mesh: Mesh) -> Self:
+        """Build everything once.
 
-
-def initial_state(config: Config, plan: RampPlan, mesh: Mesh, tx: Any) -> TrainState:
-    """Return the state that `train` starts from."""
-    model, order = language_model(config), _layer_order(config, plan)
-    init = jax.jit(lambda key: permute_layers(model.init(key), order), out_shardings=model.shardings(mesh))
-    state = create_state(init(jax.random.key(config.init_weights_seed)), tx, mesh)
-    return jax.device_put(state, _placed(config, state))
-
-
-def state_shapes(config: Config, mesh: Mesh, tx: Any) -> TrainState:
-    """Return the shapes, types and shardings of `initial_state`, without any array."""
-    model, whole = language_model(config), replicated(mesh)
-
-    def of(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    params = jax.tree.map(of, jax.eval_shape(model.init, jax.random.key(0)), model.shardings(mesh))
-    opt_state = optax.tree.map_params(
-        tx,
-        lambda leaf, param: of(leaf, param.sharding),
-        jax.eval_shape(tx.init, params),
-        params,
-        transform_non_params=lambda leaf: of(leaf, whole),
-    )
-    state = TrainState(step=of(np.int32(0), whole), params=params, opt_state=opt_state)
-    return jax.tree.map(of, state, _placed(config, state))
-
-
-def _placed(config: Config, state: TrainState) -> TrainState:
-    """Return the shardings of a state, with what the configuration keeps in host memory there."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    if config.parameter_memory_host_offload:
-        shardings = shardings.replace(params=host_shardings(state.params))
-    if config.optimizer_memory_host_offload:
-        shardings = shardings.replace(opt_state=host_shardings(state.opt_state))
-    return shardings
-
-
-def _check_devices(config: Config, mesh: Mesh) -> None:
-    """Refuse a model that the mesh's axes do not divide, and host memory where the devices cannot use it."""
-    language_model(config).shardings(mesh)
-    asked = [name for name in _OFFLOAD if getattr(config, name)]
-    problem = host_memory_problem(mesh) if asked else None
-    if problem:
-        raise ConfigError(
-            f"{asked[0]}=true keeps a part of the state in host memory, but {problem}", key=asked[0], nearest=(False,)
+        Raises:
+            ConfigError: the mesh's axes do not divide the model, or the devices cannot use host memory as configured.
+        """
+        model = language_model(config).on(mesh)
+        param_shardings = model.shardings(mesh)
+        _check_host_memory(config, mesh)
+        rate = learning_rate(config, plan)
+        step = train_step(
+            _loss(config, model, plan),
+            optimizer(config, rate),
+            plan,
+            mesh,
+            engine=config.gradient_accumulation,
+            seed=config.init_weights_seed,
+            skip_nonfinite=config.skip_nonfinite > 0,
+        )
+        splitter = plan.splitter
+        layer_order = np.array(stage_layer_order(config.base_num_decoder_layers, splitter.num_stages, splitter.num_repeats))
+        return cls(
+            config=config,
+            plan=plan,
+            mesh=mesh,
+            model=model,
+            param_shardings=param_shardings,
+            layer_order=layer_order,
+            learning_rate=rate,
+            step=step,
         )
 
+    def initial_state(self) -> TrainState:
+        """Return the state of step 0."""
+        init = jax.jit(lambda key: permute_layers(self.model.init(key), self.layer_order), out_shardings=self.param_shardings)
+        state = create_state(init(jax.random.key(self.config.init_weights_seed)), self.step.tx, self.mesh)
+        return jax.device_put(state, self._offloaded(state))
 
-def _keeping(config: Config, folder: Path, progress: Progress) -> Progress:
-    """Return a progress callback that also leaves the configuration in the run's folder as soon as the run starts."""
+    def state_shapes(self) -> TrainState:
+        """Return the shapes, types and shardings of `initial_state`, without any array."""
+        whole = replicated(self.mesh)
 
-    def keep_and_tell(event: str, values: Mapping[str, Any]) -> None:
-        if event == "start" and is_first():
-            (folder / CONFIG_FILE).write_text(run_yaml(config), encoding="utf-8")
-        progress(event, values)
+        def of(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    return keep_and_tell
-
-
-def _written_ramp(config: Config) -> dict[str, Any] | None:
-    """Return what the newest checkpoint of the run says of its ramp, and its step; None if there is none."""
-    folder = Path(config.base_output_directory) / config.run_name / CHECKPOINT_FOLDER
-    record = newest_record(folder) if config.run_name else None
-    return None if record is None or RAMP_RECORD not in record else {**record[RAMP_RECORD], "step": record["step"]}
-
-
-def _loss(config: Config, model: LanguageModel, plan: RampPlan) -> Any:
-    """Return the loss function, in parts if there are pipeline stages."""
-    if plan.splitter.num_stages == 1:
-        return model.loss
-    return model.pipelined(plan.splitter.num_repeats, keep=config.pipeline_keep)
-
-
-def _layer_order(config: Config, plan: RampPlan) -> np.ndarray:
-    """Return the order in which the stages hold the layers; checkpoints hold them in their natural order."""
-    splitter = plan.splitter
-    return np.array(stage_layer_order(config.base_num_decoder_layers, splitter.num_stages, splitter.num_repeats))
-
-
-def _reordering(state: Any, order: np.ndarray) -> Callable[[Any], Any]:
-    """Return the function that puts a state's layers in an order, and leaves every array where it lies."""
-    if (order == np.arange(len(order))).all():
-        return lambda state: state
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    return jax.jit(lambda state: permute_layers(fetch_offloaded(state, shardings), order), out_shardings=shardings)
-
-
-def _refuse_what_is_only_planned(config: Config) -> None:
-    if config.expansion_factor_real_data > 1 and config.expansion_factor_real_data.denominator != 1:
-        raise ConfigError(
-            f"expansion_factor_real_data={float(config.expansion_factor_real_data)} must be a whole number of processes, or -1",
-            key="expansion_factor_real_data",
-            nearest=(-1, int(config.expansion_factor_real_data), int(config.expansion_factor_real_data) + 1),
+        params = jax.tree.map(of, jax.eval_shape(self.model.init, jax.random.key(0)), self.param_shardings)
+        # What mirrors the parameters, such as Adam's moments, is sharded as they are; the rest is replicated.
+        opt_state = optax.tree.map_params(
+            self.step.tx,
+            lambda leaf, param: of(leaf, param.sharding),
+            jax.eval_shape(self.step.tx.init, params),
+            params,
+            transform_non_params=lambda leaf: of(leaf, whole),
         )
-    if 0 < config.expansion_factor_real_data < 1:
-        raise ConfigError(
-            f"expansion_factor_real_data={float(config.expansion_factor_real_data)} below 1 is MaxText's way to resume on "
-            "fewer hosts; here a position does not depend on hosts: set it to -1",
-            key="expansion_factor_real_data",
-            nearest=(-1,),
+        state = TrainState(step=of(np.int32(0), whole), params=params, opt_state=opt_state)
+        return jax.tree.map(of, state, self._offloaded(state))
+
+    def reorder_layers(self, state: TrainState) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+        """Return two functions that put a state's layers into their natural order, for checkpoints, and back.
+
+        A run can so resume with another number of pipeline stages. Every array keeps its sharding and its memory.
+        """
+        order = self.layer_order
+        if (order == np.arange(len(order))).all():
+            return lambda state: state, lambda state: state
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+
+        def permutation(order: np.ndarray) -> Callable[[Any], Any]:
+            permute: Callable[[Any], Any] = jax.jit(
+                lambda state: permute_layers(fetch_offloaded(state, shardings), order), out_shardings=shardings
+            )
+            return permute
+
+        return permutation(np.argsort(order)), permutation(order)
+
+    def _offloaded(self, state: TrainState) -> TrainState:
+        """Return a state's shardings, with the parts that the configuration keeps in host memory there."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
+        if self.config.parameter_memory_host_offload:
+            shardings = shardings.replace(params=host_shardings(state.params))
+        if self.config.optimizer_memory_host_offload:
+            shardings = shardings.replace(opt_state=host_shardings(state.opt_state))
+        return shardings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A run of the language model, built once from its configuration, from the mesh to the data.
+
+    Attributes:
+        setup: model, optimizer and training step.
+        saved: the checkpoint from which it resumes, or None.
+        loader: the batches.
+        data: fingerprints of the files with training data.
+        evaluation: when to evaluate, and how; None = never.
+        writers: from a folder and the first step to the metric writers.
+    """
+
+    setup: TrainSetup
+    saved: SavedCheckpoint | None
+    loader: BatchLoader
+    data: Mapping[str, str]
+    evaluation: EvalOptions | None
+    writers: Callable[[Path, int], list[MetricWriter]]
+
+    @classmethod
+    def from_config(cls, config: Config, plan: RampPlan, saved: SavedCheckpoint | None = None) -> Self:
+        """Build a run on all devices, and check everything that can be checked. Nothing is written.
+
+        Args:
+            config: the configuration.
+            plan: its plan, from `build_plan` or, with a checkpoint, `plan_to_resume`.
+            saved: the checkpoint from which to resume.
+
+        Raises:
+            RampupError: the configuration cannot be run here, or the processes have different configurations or data.
+        """
+        _check_expansion_factor(config)
+        setup = TrainSetup.from_config(config, plan, make_mesh(plan.axes))
+        loading = Loading(factor=max(int(config.expansion_factor_real_data), 1) if jax.process_count() > 1 else 1)
+        train_rows, eval_rows = shared_sources(loading, lambda: sources(config))
+        loader = BatchLoader(
+            source=train_rows,
+            plan=plan,
+            mesh=setup.mesh,
+            order=sample_order(config, len(train_rows), plan.consumed_samples),
+            split_for=setup.step.split_for,
+            chunk_size=1 if config.gradient_accumulation == "multi_steps" else None,
+            num_threads=config.grain_num_threads,
+            read_ahead=config.grain_prefetch_buffer_size,
+            loading=loading,
         )
+        return cls(
+            setup=setup,
+            saved=saved,
+            loader=loader,
+            writers=metric_writers(config),
+            evaluation=None if config.eval_interval == -1 else _evaluation(config, setup, eval_rows, loading),
+            data=_check_processes(config, train_rows, loading),
+        )
+
+    def train(self, on_event: OnEvent = ignore_event) -> Summary:
+        """Train in the run's folder, to the plan's end or to Ctrl-C or SIGTERM.
+
+        Args:
+            on_event: called with every event of the run, in process 0 only.
+
+        Raises:
+            RampupError: see `Loop`.
+        """
+        setup, config, plan = self.setup, self.setup.config, self.setup.plan
+        on_event = on_event if is_primary() else ignore_event
+        name = str(run_folder(config.base_output_directory, config.run_name)) if is_primary() else ""
+        folder = Path(broadcast_from_process0("folder", name))
+        on_event(RunPlanned(plan=plan, folder=folder, devices=jax.devices(), num_parameters=setup.model.num_parameters))
+        state = setup.initial_state()
+        to_saved, from_saved = setup.reorder_layers(state)
+        loop = Loop(
+            plan=plan,
+            step=setup.step,
+            batches=self.loader.batches,
+            folder=folder,
+            metrics=MetricOptions(
+                learning_rate=setup.learning_rate.at,
+                tokens_per_sample=config.max_target_length,
+                flops_per_sample=setup.model.flops_per_sample(config.max_target_length),
+                writers=functools.partial(self.writers, folder),
+                skip_nonfinite=config.skip_nonfinite,
+                describe_rows=self._describe_rows,
+            ),
+            checkpoints=CheckpointOptions(
+                checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,
+                max_to_keep=config.max_num_checkpoints_to_keep,
+                async_checkpointing=config.async_checkpointing,
+                on_checkpoint_error=config.on_checkpoint_error,  # type: ignore[arg-type]
+                identity={
+                    "num_rows": len(self.loader.source),
+                    "data": self.data,
+                    **{name: getattr(config, name) for name in IDENTITY_KEYS},
+                },
+                extra_metadata={RAMP_RECORD: ramp_record(config, plan)},
+                to_saved=to_saved,
+                from_saved=from_saved,
+            ),
+            evaluation=self.evaluation,
+            on_event=on_event,
+        )
+        known = None if self.saved is None else self.saved.record.get(RAMP_RECORD)
+        state, start = loop.restore(state, self.saved, ramp_before=known and BatchRamp.from_rows(known["ramp"]))
+        if is_primary():
+            # Only now: a run that is refused must leave the configuration of the run in this folder alone.
+            (folder / CONFIG_FILE).write_text(run_yaml(replace(config, num_devices=plan.num_devices)), encoding="utf-8")
+        return loop.train(state, start)
+
+    def _describe_rows(self, step: int) -> list[str]:
+        """Return where each row of a step comes from."""
+        rows = self.loader.order.rows(self.setup.plan.rows(step)).tolist()
+        return [self.loader.source.describe(row) for row in rows]
 
 
 def language_model(config: Config) -> LanguageModel:
@@ -309,10 +358,33 @@ def optimizer(config: Config, rate: Callable[[Any], Any]) -> Any:
     )
 
 
-def _evaluation(
-    config: Config, plan: RampPlan, mesh: Mesh, model: LanguageModel, rows: RowSource, loading: Loading
-) -> Callable[[Any], Mapping[str, float]]:
+def metric_writers(config: Config) -> Callable[[Path, int], list[MetricWriter]]:
+    """Return a function from a run's folder and first step to the configured writers.
+
+    Raises:
+        MissingDependencyError: a package that they need is not installed.
+    """
+    makers: list[Callable[[Path, int], MetricWriter]] = []
+    if config.enable_tensorboard:
+        required("tensorboardX")
+        makers.append(lambda folder, start: TensorBoardWriter(folder / TENSORBOARD_FOLDER, start=start))
+    if config.wandb_project is not None:
+        required("wandb")
+        project, values = config.wandb_project, config.to_dict()
+        makers.append(lambda folder, start: WandbWriter(folder, project=project, config=values))
+    return lambda folder, start: [make(folder, start) for make in makers]
+
+
+def _loss(config: Config, model: LanguageModel, plan: RampPlan) -> Any:
+    """Return the loss function, in parts if there are pipeline stages."""
+    if plan.splitter.num_stages == 1:
+        return model.loss
+    return model.pipelined(plan.splitter.num_repeats, keep=config.pipeline_keep)
+
+
+def _evaluation(config: Config, setup: TrainSetup, rows: RowSource, loading: Loading) -> EvalOptions:
     """Return the evaluation: the weighted mean loss over the same held-out rows every time."""
+    plan = setup.plan
     assert plan.eval_global_batch_size is not None
     available = len(rows) // plan.eval_global_batch_size
     num_batches = available if config.eval_steps == -1 else config.eval_steps
@@ -327,13 +399,53 @@ def _evaluation(
         ramp=BatchRamp.constant(plan.eval_global_batch_size),
         splitter=plan.splitter.for_eval(),
         num_devices=plan.num_devices,
+        axes=plan.axes,
         total_steps=num_batches,
     )
-    step = EvalStep(_loss(config, replace(model, dropout_rate=0.0), plan), mesh)
+    order = SampleOrder(len(rows), seed=None)
+    loader = BatchLoader(source=rows, plan=eval_plan, mesh=setup.mesh, order=order, loading=loading)
+    step = EvalStep(_loss(config, replace(setup.model, dropout_rate=0.0), plan), setup.mesh)
 
     def evaluate(state: Any) -> dict[str, float]:
-        sums = [step(state, batch) for batch in step_batches(rows, eval_plan, mesh, loading=loading)]
+        sums = [step(state, batch) for batch in loader.batches()]
+        # float64: the weights of many batches add up to more than float32 counts exactly.
         loss, weight = np.sum(jax.device_get(sums), axis=0, dtype=np.float64)
         return {"eval_loss": float(loss / weight), "eval_tokens": int(weight)}
 
-    return evaluate
+    return EvalOptions(evaluate=evaluate, eval_interval=config.eval_interval)
+
+
+def _check_processes(config: Config, rows: RowSource, loading: Loading) -> dict[str, str]:
+    """Check that all processes have the same configuration and data, and return the fingerprints of the training files."""
+    facts = {name: value for name, value in config.to_dict().items() if name not in PER_PROCESS_KEYS} | {"num_rows": len(rows)}
+    content = fingerprints(files_of(rows)) if loading.reads else {}
+    check_consistent(facts | ({"data": content} if loading.reads else {}))
+    return dict(json.loads(broadcast_from_process0("data", json.dumps(content))))
+
+
+def _check_host_memory(config: Config, mesh: Mesh) -> None:
+    offload = ("parameter_memory_host_offload", "optimizer_memory_host_offload")
+    enabled = [name for name in offload if getattr(config, name)]
+    problem = host_memory_problem(mesh) if enabled else None
+    if problem:
+        raise ConfigError(
+            f"{enabled[0]}=true keeps a part of the state in host memory, but {problem}", key=enabled[0], nearest=(False,)
+        )
+
+
+def _check_expansion_factor(config: Config) -> None:
+    """Refuse values of `expansion_factor_real_data` that can be planned but not trained with."""
+    factor = config.expansion_factor_real_data
+    if factor > 1 and factor.denominator != 1:
+        raise ConfigError(
+            f"expansion_factor_real_data={float(factor)} must be a whole number of processes, or -1",
+            key="expansion_factor_real_data",
+            nearest=(-1, int(factor), int(factor) + 1),
+        )
+    if 0 < factor < 1:
+        raise ConfigError(
+            f"expansion_factor_real_data={float(factor)} below 1 is MaxText's way to resume on fewer hosts; here a position "
+            "does not depend on hosts: set it to -1",
+            key="expansion_factor_real_data",
+            nearest=(-1,),
+        )

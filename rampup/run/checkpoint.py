@@ -1,57 +1,153 @@
-"""Checkpoints with Orbax: the training state, where the run stands, and what it belongs to."""
+"""Checkpoints with Orbax: the training state, and a record of the step and the run that it belongs to.
+
+Every checkpoint has the checksums of its files, so that damage after it was written is noticed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import logging
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import Any, Literal, NoReturn, Self
 
 import jax
 import orbax.checkpoint as ocp
 
 from rampup.errors import ResumeMismatchError, StorageError
-from rampup.run.checksums import damage, write_checksums
-from rampup.run.distributed import from_first, is_first
+from rampup.run.distributed import broadcast_from_process0, is_primary
+from rampup.run.events import CheckpointDamaged, OnEvent, ignore_event
+from rampup.run.run_folder import DAMAGED_FOLDER
 
 RECORD_VERSION = 1
-DAMAGED_FOLDER = "damaged_checkpoints"
-_questions = itertools.count()
+CHECKSUMS_FILE = "checksums.json"
+# Files that Orbax adds or completes after the checksums are taken. They contain no part of the state.
+_WRITTEN_LATER = frozenset({"commit_success.txt", "_CHECKPOINT_METADATA"})
+_THREADS = 8
+_question_numbers = itertools.count()
 
 
-def _fail(error: StorageError) -> NoReturn:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOptions:
+    """When a run writes checkpoints, and what is in them besides the state.
+
+    Attributes:
+        checkpoint_period: steps between checkpoints; None = write none.
+        max_to_keep: older checkpoints are deleted; None keeps all.
+        async_checkpointing: write in the background.
+        on_checkpoint_error: if a checkpoint cannot be written, `stop` the run, or `continue` with the existing checkpoints.
+        identity: what a checkpoint must agree on with the run that resumes it; key -> value.
+        extra_metadata: extra metadata stored with each checkpoint and not validated on resume.
+        to_saved, from_saved: between the state in training and the state in checkpoints, if they differ.
+    """
+
+    checkpoint_period: int | None = None
+    max_to_keep: int | None = None
+    async_checkpointing: bool = True
+    on_checkpoint_error: Literal["stop", "continue"] = "stop"
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    extra_metadata: Mapping[str, Any] = field(default_factory=dict)
+    to_saved: Callable[[Any], Any] = lambda state: state
+    from_saved: Callable[[Any], Any] = lambda state: state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """The newest intact checkpoint of a folder, as `find_checkpoint` returns it.
+
+    Attributes:
+        step: optimizer steps done.
+        record: its record, read once.
+        damaged: newer checkpoints that are damaged: optimizer steps -> what is wrong.
+    """
+
+    step: int
+    record: Mapping[str, Any]
+    damaged: Mapping[int, str] = field(default_factory=dict)
+
+
+def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
+    """Return the newest intact checkpoint in a folder, the same in every process, or None if there is none.
+
+    Nothing is opened for writing, created or moved. Only process 0 looks at the files.
+
+    Raises:
+        ResumeMismatchError: every checkpoint is damaged, or the newest intact one has a record of another version of rampup.
+    """
+    step, content, damaged = None, None, {}
+    if is_primary():
+        for candidate in reversed(checkpoint_steps(folder)):
+            problem = damage(folder / str(candidate))
+            if problem is None:
+                step, content = candidate, (folder / str(candidate) / "record" / "metadata").read_text(encoding="utf-8")
+                break
+            damaged[candidate] = problem
+    found = json.dumps([step, content, list(damaged.items())])
+    step, content, problems = json.loads(broadcast_from_process0(f"checkpoint{next(_question_numbers)}", found))
+    if step is None:
+        if problems:
+            lines = "\n".join(f"  {folder / str(number)}: {problem}" for number, problem in problems)
+            raise ResumeMismatchError(
+                f"every checkpoint is damaged, and none is deleted:\n{lines}\n"
+                "restore one from a copy, or give the run another run_name to start from the beginning",
+                key="run_name",
+            )
+        return None
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError):
+        record = None
+    version = record.get("version") if isinstance(record, Mapping) else None
+    if version != RECORD_VERSION:
+        raise ResumeMismatchError(f"{folder / str(step)} was written in format {version}, this is format {RECORD_VERSION}")
+    if record.get("step") != step:
+        raise ResumeMismatchError(f"the record of {folder / str(step)} is of step {record.get('step')!r:.100}")
+    return SavedCheckpoint(step=step, record=record, damaged=dict(problems))
+
+
+def checkpoint_steps(folder: Path) -> tuple[int, ...]:
+    """Return the optimizer steps done in each checkpoint of a folder, oldest first."""
+    if not folder.is_dir():
+        return ()
+    return tuple(sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()))
+
+
+def _raise(error: StorageError) -> NoReturn:
     raise error
 
 
 class Checkpoints:
-    """The checkpoints of one run, labelled with the number of optimizer steps that they hold.
+    """The checkpoints of one run. Each is named after the number of optimizer steps done.
 
-    Each is written beside its final place, with the checksums of its files, and then moved there; so it is whole or not there.
+    Orbax writes a checkpoint into a temporary folder, with the checksums of its files, and then renames it: a checkpoint is
+    complete or absent.
 
     Args:
-        folder: where they lie; made when the first is written.
-        keep: older ones are deleted; None keeps all.
-        asynchronous: write in the background.
-        on_error: called with a StorageError if one cannot be written; those before it stay. By default it is raised.
+        folder: the folder; created with the first checkpoint.
+        max_to_keep: older ones are deleted; None keeps all.
+        async_checkpointing: write in the background.
+        on_error: called with a StorageError if a checkpoint cannot be written. By default it is raised.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
-        keep: int | None = None,
-        asynchronous: bool = True,
-        on_error: Callable[[StorageError], None] = _fail,
+        max_to_keep: int | None = None,
+        async_checkpointing: bool = True,
+        on_error: Callable[[StorageError], None] = _raise,
     ) -> None:
-        # What fails is raised as well, and said in our own words.
+        # Orbax logs failures that it also raises, which are reported here.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
         self.folder = folder
-        self._keep, self._asynchronous, self._on_error = keep, asynchronous, on_error
+        self._max_to_keep, self._asynchronous, self._on_error = max_to_keep, async_checkpointing, on_error
         self._writing: int | None = None
         self._manager = self._open()
 
@@ -59,35 +155,28 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        # What goes wrong while closing must not hide why it is closed.
+        # An error while closing must not hide the error that led to closing.
         with contextlib.suppress(*(() if error is None else (Exception,))):
             self._manager.close()
 
     @property
-    def steps(self) -> tuple[int, ...]:
-        """Optimizer steps done in each checkpoint, oldest first."""
-        if not self.folder.is_dir():
-            return ()
-        return tuple(sorted(int(path.name) for path in self.folder.iterdir() if path.name.isdecimal() and path.is_dir()))
-
-    @property
     def latest(self) -> int | None:
         """Optimizer steps done in the newest checkpoint, or None."""
-        return max(self.steps, default=None)
+        return max(checkpoint_steps(self.folder), default=None)
 
     def save(self, step: int, state: Any, record: Mapping[str, Any]) -> None:
-        """Write a checkpoint; in the background if asynchronous, but free to change `state` on return.
+        """Write a checkpoint. On return `state` may be changed, also if it is written in the background.
 
         Args:
             step: optimizer steps done.
             state: the training state.
-            record: what it belongs to, as JSON: at least what `restore` is to check.
+            record: JSON values to store with it.
 
         Raises:
             StorageError: from `on_error`, for this checkpoint or the one before it.
         """
         self.wait()
-        if step in self.steps:
+        if step in checkpoint_steps(self.folder):
             return
         content = {"version": RECORD_VERSION, "step": step, **record}
         self._writing = step
@@ -97,92 +186,52 @@ class Checkpoints:
             self.wait()
 
     def wait(self) -> None:
-        """Return when every checkpoint is written.
+        """Wait until every checkpoint is written.
 
         Raises:
             StorageError: from `on_error`, if one could not be written.
         """
         self._attempt(self._manager.wait_until_finished)
 
-    def restore(
-        self,
-        state: Any,
-        check: Callable[[Mapping[str, Any]], None],
-        tell: Callable[[str, Mapping[str, Any]], None] = lambda event, values: None,
-    ) -> tuple[Any, int] | None:
-        """Return the newest state that is whole and its step, or None where there is no checkpoint.
-
-        Damaged checkpoints that are newer are moved into `damaged_checkpoints`, beside the folder.
+    def restore(self, saved: SavedCheckpoint, state: Any, on_event: OnEvent = ignore_event) -> Any:
+        """Return the state of a checkpoint, and move newer, damaged checkpoints into `damaged_checkpoints` next to the folder.
 
         Args:
-            state: a state of the same structure; what is restored takes its shapes, types and shardings.
-            check: raises if a record does not belong to this run.
-            tell: called with the event `damaged_checkpoint` and its step, problem, where it is now and the step used instead.
+            saved: from `find_checkpoint`.
+            state: a state of the same structure, whose shapes, types and shardings the restored state gets.
+            on_event: called with `CheckpointDamaged`.
 
         Raises:
-            ResumeMismatchError: from `check`, a record of another version of rampup, a state of another structure, or no
-                checkpoint that is whole; nothing is moved then.
+            ResumeMismatchError: a state of another structure; nothing is moved then.
         """
-        step, damaged = self._newest_whole()
-        if step is None:
-            return None
-        record = self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
-        version = record.get("version") if isinstance(record, Mapping) else None
-        if version != RECORD_VERSION:
-            raise ResumeMismatchError(
-                f"{self.folder / str(step)} was written in format {version}, this is format {RECORD_VERSION}"
-            )
-        if record.get("step") != step:
-            raise ResumeMismatchError(f"{self.folder / str(step)} says that it is of step {record.get('step')!r:.100}")
-        check(record)
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _as_tree(state))
         try:
-            tree = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
+            tree = self._manager.restore(saved.step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
         except (ValueError, KeyError, TypeError) as error:
             reason = " ".join(str(error).split())[:500]
             raise ResumeMismatchError(
-                f"the state in {self.folder / str(step)} is not of this model and optimizer: {reason}"
+                f"the state in {self.folder / str(saved.step)} is not of this model and optimizer: {reason}"
             ) from error
-        self._move_aside(damaged, step, tell)
-        return state.replace(**tree), step
+        self._move_aside(saved, on_event)
+        return state.replace(**tree)
 
-    def _newest_whole(self) -> tuple[int | None, dict[int, str]]:
-        """Return the newest checkpoint that is whole, and what is wrong with those after it, the same in every process."""
-        found: tuple[int | None, dict[int, str]] = (None, {})
-        if is_first():
-            for step in reversed(self.steps):
-                problem = damage(self.folder / str(step))
-                if problem is None:
-                    found = step, found[1]
-                    break
-                found[1][step] = problem
-        answer = json.loads(from_first(f"checkpoint{next(_questions)}", json.dumps([found[0], list(found[1].items())])))
-        step, damaged = answer[0], {int(number): str(problem) for number, problem in answer[1]}
-        if step is None and damaged:
-            lines = "\n".join(f"  {self.folder / str(number)}: {problem}" for number, problem in damaged.items())
-            raise ResumeMismatchError(
-                f"every checkpoint is damaged, and none is deleted:\n{lines}\n"
-                "put one back from a copy, or give the run another run_name to start from the beginning",
-                key="run_name",
-            )
-        return step, damaged
-
-    def _move_aside(self, damaged: Mapping[int, str], used: int, tell: Callable[[str, Mapping[str, Any]], None]) -> None:
-        for step, problem in damaged.items():
+    def _move_aside(self, saved: SavedCheckpoint, on_event: OnEvent) -> None:
+        for step, problem in saved.damaged.items():
             source, target = self.folder / str(step), self.folder.parent / DAMAGED_FOLDER
             names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
             target /= next(name for name in names if not (target / name).exists())
-            if is_first():
+            if is_primary():
                 target.parent.mkdir(exist_ok=True)
                 source.rename(target)
-            tell("damaged_checkpoint", {"step": step, "problem": problem, "moved_to": str(target), "used": used})
-        if damaged:
-            from_first(f"moved{next(_questions)}", "")
+            on_event(CheckpointDamaged(steps=step, problem=problem, moved_to=target, used=saved.step))
+        if saved.damaged:
+            # The others must not list the folder before process 0 has moved everything.
+            broadcast_from_process0(f"moved{next(_question_numbers)}", "")
             self._manager.reload()
 
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep,
+            max_to_keep=self._max_to_keep,
             create=True,
             cleanup_tmp_directories=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
@@ -190,8 +239,8 @@ class Checkpoints:
         return ocp.CheckpointManager(self.folder.resolve(), options=options)
 
     def _seal(self) -> None:
-        """Write the checksums; called when all files of a checkpoint are written and before it is moved to its place."""
-        if not is_first():
+        """Write the checksums. Orbax calls it when all files of a checkpoint are written, before it renames the folder."""
+        if not is_primary():
             return
         for unfinished in self.folder.glob(f"{self._writing}.*"):
             write_checksums(unfinished)
@@ -201,33 +250,80 @@ class Checkpoints:
             action()
         except Exception as error:  # noqa: BLE001 - what a full disk raises depends on the library and its version
             step, self._writing = self._writing, None
+            # A manager whose write has failed raises that error again in every later call, so a new one takes its place.
             with contextlib.suppress(Exception):
                 self._manager.close()
-            if is_first():
+            if is_primary():
                 for unfinished in self.folder.glob(f"{step}.*"):
                     shutil.rmtree(unfinished, ignore_errors=True)
             self._manager = self._open()
-            good = "there is no other" if self.latest is None else f"the newest is {self.folder / str(self.latest)}"
+            existing = "there is no other" if self.latest is None else f"the newest is {self.folder / str(self.latest)}"
             reason = " ".join(str(error).split())[:300] or type(error).__name__
-            failure = StorageError(f"the checkpoint of step {step} could not be written: {reason}; {good}")
+            failure = StorageError(f"the checkpoint of step {step} could not be written: {reason}; {existing}")
             failure.__cause__ = error
             self._on_error(failure)
-
-
-def newest_record(folder: Path) -> dict[str, Any] | None:
-    """Return the record of the newest checkpoint in a folder whose record can be read, without opening the folder; or None."""
-    steps = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()] if folder.is_dir() else []
-    for step in sorted(steps, reverse=True):
-        try:
-            record = json.loads((folder / str(step) / "record" / "metadata").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(record, dict):
-            return record
-    return None
 
 
 def _as_tree(state: Any) -> dict[str, Any]:
     tree = {"step": state.step, "params": state.params, "opt_state": state.opt_state}
     mutable = getattr(state, "mutable", None)
     return tree if mutable is None else tree | {"mutable": mutable}
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the size and the SHA-256 of every file in a folder into a file there.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as name:
+        ...     _ = (Path(name) / "a").write_text("x")
+        ...     write_checksums(Path(name))
+        ...     before = damage(Path(name))
+        ...     _ = (Path(name) / "a").write_text("y")
+        ...     print(before, "|", damage(Path(name)))
+        None | a was changed after it was written: its SHA-256 differs
+    """
+    files = _files_to_check(folder)
+    with ThreadPoolExecutor(_THREADS) as threads:
+        sums = dict(zip(files, threads.map(lambda name: _size_and_digest(folder / name), files), strict=True))
+    (folder / CHECKSUMS_FILE).write_text(json.dumps(sums, indent=1) + "\n")
+
+
+def damage(folder: Path) -> str | None:
+    """Return how a folder differs from its checksums, or None if it is intact."""
+    try:
+        expected = json.loads((folder / CHECKSUMS_FILE).read_bytes())
+        wanted = {str(name): (int(size), str(digest)) for name, (size, digest) in expected.items()}
+    except FileNotFoundError:
+        return f"{CHECKSUMS_FILE} is missing"
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return f"{CHECKSUMS_FILE} cannot be read"
+    if extra := sorted(set(_files_to_check(folder)) - set(wanted)):
+        return f"{extra[0]} was not written with it"
+    with ThreadPoolExecutor(_THREADS) as threads:
+        problems = threads.map(lambda name: _file_damage(folder / name, name, *wanted[name]), sorted(wanted))
+        return next(filter(None, problems), None)
+
+
+def _files_to_check(folder: Path) -> list[str]:
+    """Return the files of a folder, without those that are written later at its top level."""
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    return sorted(name for name in names if name not in _WRITTEN_LATER and name != CHECKSUMS_FILE)
+
+
+def _size_and_digest(path: Path) -> tuple[int, str]:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), digest
+
+
+def _file_damage(path: Path, name: str, size: int, digest: str) -> str | None:
+    try:
+        found_size, found_digest = _size_and_digest(path)
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror or error}"
+    if found_size != size:
+        return f"{name} has {found_size:,} bytes, not {size:,}"
+    return None if found_digest == digest else f"{name} was changed after it was written: its SHA-256 differs"

@@ -1,15 +1,14 @@
-"""Several processes as one run: joining, agreeing on what is run, and noticing that one is gone.
+"""Several processes as one run: joining, agreeing, and ending together when one of them is gone.
 
-What is said between processes goes through the key-value store of jax.distributed, so that no device waits for it.
+Processes communicate through the key-value store of jax.distributed, without device collectives, so no device waits for it.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import itertools
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -18,16 +17,16 @@ from typing import Any
 
 import jax
 
-from rampup.errors import ConfigError, RampupError
-from rampup.run.data.fingerprint import changed_files
+from rampup.errors import ConfigError
+from rampup.run.data.files import changed_files
 
+# Steps from a decision to its effect. A step ends for all processes together, so none is this many steps ahead of another.
+NOTICE_STEPS = 8
 _LAUNCHERS = ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES", "MEGASCALE_COORDINATOR_ADDRESS")
 _FOLDER = "rampup"
 _ALIVE, _DONE, _FAILED = f"{_FOLDER}/alive", "done", "failed "
 _EXIT_FAILED = 1
-_PATIENCE = 5
-_AGAIN = "Start the job again to resume."
-_WITNESS = "import sys; sys.stdin.buffer.read() or print(sys.argv[1], file=sys.stderr, flush=True)"
+_agreement_numbers = itertools.count()
 
 
 def join(
@@ -38,32 +37,32 @@ def join(
     initialization_timeout: int = 300,
     heartbeat_timeout: int = 60,
 ) -> None:
-    """Join the other processes of the run, if there are any; before JAX sees its devices.
+    """Join the other processes of the run, if there are any. Call it before JAX looks for devices.
 
-    Without arguments the environment decides: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or what Slurm,
-    Open MPI and Cloud TPU set where they start several processes.
+    Without arguments the environment decides: JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or the variables
+    that Slurm, Open MPI and Cloud TPU set when they start several processes.
 
     Args:
         coordinator_address: host:port of process 0.
-        num_processes: processes in all.
-        process_id: the number of this one, from 0.
+        num_processes: total number of processes.
+        process_id: number of this process, from 0.
         initialization_timeout: seconds to wait for the others.
-        heartbeat_timeout: seconds of silence after which JAX gives a process up.
+        heartbeat_timeout: seconds without a heartbeat after which JAX gives a process up.
 
     Raises:
-        ConfigError: some of the three are given and not all, or the others do not come.
+        ConfigError: only some of the three are given, or the others do not come.
     """
     if jax.distributed.is_initialized():
         return
     given = {
         "coordinator_address": coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS"),
-        "num_processes": _number(num_processes, "JAX_NUM_PROCESSES"),
-        "process_id": _number(process_id, "JAX_PROCESS_ID"),
+        "num_processes": _int_or_environment(num_processes, "JAX_NUM_PROCESSES"),
+        "process_id": _int_or_environment(process_id, "JAX_PROCESS_ID"),
     }
     missing = [name for name, value in given.items() if value is None]
     timeouts = {"initialization_timeout": initialization_timeout, "heartbeat_timeout_seconds": heartbeat_timeout}
     if len(missing) == len(given):
-        if _launched_with_others():
+        if _launcher_started_several():
             jax.distributed.initialize(**timeouts)
         return
     if missing:
@@ -87,28 +86,36 @@ def join(
         ) from None
 
 
-def is_first() -> bool:
-    """Say whether this process writes what is written once."""
+def is_primary() -> bool:
+    """Return whether this is process 0, which writes the files that a run has only once."""
     return jax.process_index() == 0
 
 
-def from_first(name: str, value: str, *, timeout: int = 300) -> str:
+def kv_store() -> Any:
+    """Return the key-value store that all processes share."""
+    # It has no public name; Orbax and others take it from here too.
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def broadcast_from_process0(name: str, value: str, *, timeout: int = 300) -> str:
     """Return process 0's value, in every process."""
     if jax.process_count() == 1:
         return value
     key = f"{_FOLDER}/first/{name}"
-    if is_first():
-        store().key_value_set(key, value, allow_overwrite=True)
+    if is_primary():
+        kv_store().key_value_set(key, value, allow_overwrite=True)
         return value
-    return str(store().blocking_key_value_get(key, 1000 * timeout))
+    return str(kv_store().blocking_key_value_get(key, 1000 * timeout))
 
 
-def check_same(facts: Mapping[str, Any], *, timeout: int = 300) -> None:
-    """Refuse to start where the processes are not about to run the same.
+def check_consistent(facts: Mapping[str, Any], *, timeout: int = 300) -> None:
+    """Check that all processes are about to run the same thing.
 
     Args:
-        facts: key -> value, of the configuration and the data; of files, a mapping from name to fingerprint. What a process
-            does not know it leaves out, process 0 nothing.
+        facts: key -> value, of the configuration and the data. The value for files is a mapping from name to fingerprint. A
+            process leaves out the facts that it does not know; process 0 knows all.
         timeout: seconds to wait for the others.
 
     Raises:
@@ -117,128 +124,111 @@ def check_same(facts: Mapping[str, Any], *, timeout: int = 300) -> None:
     count = jax.process_count()
     if count == 1:
         return
-    store().key_value_set(f"{_FOLDER}/facts/{jax.process_index()}", json.dumps(facts, default=str), allow_overwrite=True)
-    if is_first():
-        found = [json.loads(store().blocking_key_value_get(f"{_FOLDER}/facts/{n}", 1000 * timeout)) for n in range(count)]
-        store().key_value_set(f"{_FOLDER}/verdict", json.dumps(_differences(found)), allow_overwrite=True)
-    problems = json.loads(store().blocking_key_value_get(f"{_FOLDER}/verdict", 1000 * timeout))
+    kv_store().key_value_set(f"{_FOLDER}/facts/{jax.process_index()}", json.dumps(facts, default=str), allow_overwrite=True)
+    if is_primary():
+        found = [json.loads(kv_store().blocking_key_value_get(f"{_FOLDER}/facts/{n}", 1000 * timeout)) for n in range(count)]
+        kv_store().key_value_set(f"{_FOLDER}/verdict", json.dumps(_differences(found)), allow_overwrite=True)
+    problems = json.loads(kv_store().blocking_key_value_get(f"{_FOLDER}/verdict", 1000 * timeout))
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems.values())
         raise ConfigError(f"the processes are not started alike:\n{lines}", key=next(iter(problems)))
 
 
+class StepConsensus:
+    """Agrees on the step from which a decision applies, without stopping any process.
+
+    Each process reports when it is ready. When enough are, process 0 sets a step a little ahead, which all of them find in the
+    store before they reach it. Every process creates its instances in the same order. A single process decides at once.
+
+    Args:
+        any_process: whether one ready process is enough; otherwise all of them must be ready.
+    """
+
+    def __init__(self, *, any_process: bool = False) -> None:
+        self._any_process = any_process
+        self._prefix = f"{_FOLDER}/agreement{next(_agreement_numbers)}"
+        self._from_step: dict[str, int] = {}
+        self._reported: set[str] = set()
+
+    def agreed(self, name: str, ready: bool, step: int) -> bool:
+        """Return whether the decision applies at `step`.
+
+        Args:
+            name: the decision.
+            ready: whether this process is ready for it.
+            step: the step, never smaller than in the call before.
+        """
+        if jax.process_count() == 1:
+            return ready
+        if name not in self._from_step:
+            self._update(name, ready, step)
+        return name in self._from_step and step >= self._from_step[name]
+
+    def _update(self, name: str, ready: bool, step: int) -> None:
+        folder = f"{self._prefix}/{name}"
+        if ready and name not in self._reported:
+            kv_store().key_value_set(f"{folder}/ready{jax.process_index()}", "")
+            self._reported.add(name)
+        found = dict(kv_store().key_value_dir_get(folder))
+        decision = f"{folder}/from"
+        enough = 1 if self._any_process else jax.process_count()
+        if is_primary() and decision not in found and len(found) >= enough:
+            found[decision] = str(step + NOTICE_STEPS)
+            kv_store().key_value_set(decision, found[decision])
+        if decision in found:
+            self._from_step[name] = int(found[decision])
+
+
 @contextlib.contextmanager
 def watchdog(timeout: float) -> Iterator[None]:
-    """End this process with a clear message when another one has been silent for `timeout` seconds.
+    """End this process with a clear message when another one has been silent for `timeout` seconds, or has failed.
 
-    JAX notices that too, later, and ends the process from C++ without a word from Python; it does so at once when process 0 is
-    gone. For that case a small process beside this one says what has happened.
+    JAX's own heartbeat ends the process as well, later and from C++, or at once if process 0 is gone.
     """
     if jax.process_count() == 1:
         yield
         return
     done = threading.Event()
-    with _last_words() as witness:
-        thread = threading.Thread(target=_watch, args=(done, timeout, witness), name="rampup-watchdog", daemon=True)
-        thread.start()
-        try:
-            yield
-        except BaseException as error:
-            done.set()
-            _say(f"{_FAILED}{type(error).__name__}: {error}")
-            _leave_at_once(error)
-            raise
-        done.set()
-        thread.join()
-        _say(_DONE)
-
-
-@contextlib.contextmanager
-def _last_words() -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process that speaks when this one ends without having closed its input by a word."""
-    message = (
-        f"rampup: process {jax.process_index()} was ended from outside: killed, or by JAX because process 0 is gone. {_AGAIN}"
-    )
-    witness = subprocess.Popen([sys.executable, "-S", "-c", _WITNESS, message], stdin=subprocess.PIPE, start_new_session=True)
+    thread = threading.Thread(target=_watch, args=(done, timeout), name="rampup-watchdog", daemon=True)
+    thread.start()
     try:
-        yield witness
-    finally:
-        _dismiss(witness)
+        yield
+    except BaseException as error:
+        done.set()
+        _report_state(f"{_FAILED}{type(error).__name__}: {error}")
+        raise
+    done.set()
+    thread.join()
+    _report_state(_DONE)
 
 
-def _dismiss(witness: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(OSError):
-        witness.communicate(b"end", timeout=10)
-
-
-def store() -> Any:
-    """Return the key-value store that all processes share."""
-    # It has no public name; Orbax and others take it from here too.
-    from jax._src import distributed
-
-    return distributed.global_state.client
-
-
-def _number(given: int | None, variable: str) -> int | None:
-    text = os.environ.get(variable)
-    if given is not None or text is None:
-        return given
-    if not text.isdecimal():
-        raise ConfigError(f"{variable}={text!r} must be a whole number", key=variable)
-    return int(text)
-
-
-def _launched_with_others() -> bool:
-    sizes = (os.environ.get(name, "1") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"))
-    several = any(size.isdecimal() and int(size) > 1 for size in sizes) or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
-    return any(name in os.environ for name in _LAUNCHERS) and (several or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ)
-
-
-def _differences(found: list[dict[str, Any]]) -> dict[str, str]:
-    """Return what differs from process 0, by key; a process need not know every fact."""
-    problems = {}
-    for key, first in found[0].items():
-        others = {number: facts[key] for number, facts in enumerate(found) if facts.get(key, first) != first}
-        if others:
-            number, value = next(iter(others.items()))
-            more = f" (and in {len(others) - 1} more)" if len(others) > 1 else ""
-            problems[key] = f"{key}: {_told(first, value, number)}{more}"
-    return problems
-
-
-def _told(first: Any, value: Any, number: int) -> str:
-    if not isinstance(first, Mapping):
-        return f"{first!r} in process 0, {value!r} in process {number}"
-    files = changed_files(first, value)
-    more = f", and {len(files) - 1:,} more files" if len(files) > 1 else ""
-    return f"{files[0][0]}: {files[0][1]} in process 0, {files[0][2]} in process {number}{more}"
-
-
-def _watch(done: threading.Event, timeout: float, witness: subprocess.Popen[bytes]) -> None:
-    """Say that this process is alive, and look for those that have stopped saying so."""
+def _watch(done: threading.Event, timeout: float) -> None:
+    """Report that this process is alive, and look for processes that have stopped reporting it."""
     seen: dict[str, tuple[str, float]] = {}
-    heard, beat = time.monotonic(), 0
+    answered, beat = time.monotonic(), 0
     while not done.wait(min(timeout / 5, 1.0)):
         now, beat = time.monotonic(), beat + 1
         try:
-            store().key_value_set(f"{_ALIVE}/{jax.process_index()}", str(beat), allow_overwrite=True)
-            states, heard = dict(store().key_value_dir_get(_ALIVE)), now
+            kv_store().key_value_set(f"{_ALIVE}/{jax.process_index()}", str(beat), allow_overwrite=True)
+            states, answered = dict(kv_store().key_value_dir_get(_ALIVE)), now
         except Exception:  # noqa: BLE001 - whatever it is, the store does not answer
             states = {}
         for key, state in states.items():
+            # The clocks of two machines differ, so only the time since a state last changed here counts.
             if key not in seen or seen[key][0] != state:
                 seen[key] = state, now
-        problem = _problem(seen, now, heard, timeout)
+        problem = _problem(seen, now, answered, timeout)
         if problem and not done.is_set():
             own = jax.process_index()
-            print(f"rampup: {problem}; process {own} ends too. {_AGAIN}", file=sys.stderr, flush=True)
-            _dismiss(witness)
+            print(f"rampup: {problem}; process {own} ends too. Start the job again to resume.", file=sys.stderr, flush=True)
+            # The main thread is inside a collective that waits for the process that is gone. No exception reaches it there, and
+            # jax.distributed.shutdown would wait for that process as well.
             os._exit(_EXIT_FAILED)
 
 
-def _problem(seen: Mapping[str, tuple[str, float]], now: float, heard: float, timeout: float) -> str | None:
-    """Return what is wrong with another process, if anything."""
-    if now - heard > timeout:
+def _problem(seen: Mapping[str, tuple[str, float]], now: float, answered: float, timeout: float) -> str | None:
+    """Return the problem of another process, or None."""
+    if now - answered > timeout:
         return f"process 0 has not answered for {timeout:g} s"
     for key, (state, since) in seen.items():
         number = key.rsplit("/", 1)[-1]
@@ -249,31 +239,41 @@ def _problem(seen: Mapping[str, tuple[str, float]], now: float, heard: float, ti
     return None
 
 
-def _say(state: str) -> None:
+def _report_state(state: str) -> None:
     with contextlib.suppress(Exception):
-        store().key_value_set(f"{_ALIVE}/{jax.process_index()}", state[:1000], allow_overwrite=True)
+        kv_store().key_value_set(f"{_ALIVE}/{jax.process_index()}", state[:1000], allow_overwrite=True)
 
 
-def _leave_at_once(error: BaseException) -> None:
-    """Let the end of this process not wait for the others, which cannot end their steps without it."""
-    code = 2 if isinstance(error, RampupError) else 130 if isinstance(error, KeyboardInterrupt) else _EXIT_FAILED
-
-    def leave() -> None:
-        if is_first():
-            _let_others_leave()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-    atexit.register(leave)
+def _int_or_environment(given: int | None, variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if given is not None or text is None:
+        return given
+    if not text.isdecimal():
+        raise ConfigError(f"{variable}={text!r} must be a whole number", key=variable)
+    return int(text)
 
 
-def _let_others_leave() -> None:
-    """Wait a little for processes that end by themselves: JAX ends them from C++ when process 0 is gone."""
-    for _ in range(_PATIENCE):
-        with contextlib.suppress(Exception):
-            states = [state for _, state in store().key_value_dir_get(_ALIVE)]
-            if len(states) == jax.process_count() and all(state == _DONE or state.startswith(_FAILED) for state in states):
-                break
-        time.sleep(1)
-    time.sleep(1)
+def _launcher_started_several() -> bool:
+    sizes = (os.environ.get(name, "1") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"))
+    several = any(size.isdecimal() and int(size) > 1 for size in sizes) or "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+    return any(name in os.environ for name in _LAUNCHERS) and (several or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ)
+
+
+def _differences(found: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the facts that differ from those of process 0, by key. A process need not know every fact."""
+    problems = {}
+    for key, first in found[0].items():
+        others = {number: facts[key] for number, facts in enumerate(found) if facts.get(key, first) != first}
+        if others:
+            number, value = next(iter(others.items()))
+            more = f" (and in {len(others) - 1} more)" if len(others) > 1 else ""
+            problems[key] = f"{key}: {_format_difference(first, value, number)}{more}"
+    return problems
+
+
+def _format_difference(first: Any, value: Any, number: int) -> str:
+    if not isinstance(first, Mapping):
+        return f"{first!r} in process 0, {value!r} in process {number}"
+    files = changed_files(first, value)
+    more = f", and {len(files) - 1:,} more files" if len(files) > 1 else ""
+    return f"{files[0][0]}: {files[0][1]} in process 0, {files[0][2]} in process {number}{more}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -15,24 +15,22 @@ import jax
 from rampup.errors import DataError, ResumeMismatchError, StorageError
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.run.checkpoint import Checkpoints
-from rampup.run.consensus import Agreement
+from rampup.run.checkpoint import CheckpointOptions, Checkpoints, SavedCheckpoint, find_checkpoint
 from rampup.run.data.batches import Batch
-from rampup.run.data.fingerprint import changed_files
-from rampup.run.distributed import is_first
-from rampup.run.metrics import METRICS_FILE, Metrics, Progress, StepRecorder
-from rampup.run.run_folder import read_lines
-from rampup.run.skipped import SkippedSteps, skipped_before
+from rampup.run.data.files import changed_files
+from rampup.run.distributed import StepConsensus
+from rampup.run.events import CheckpointSaved, Evaluated, OnEvent, RunStarted, RunStopped, StorageFailed, ignore_event
+from rampup.run.metrics import MetricOptions, Metrics
+from rampup.run.run_folder import CHECKPOINT_FOLDER, METRICS_FILE, read_lines
 from rampup.run.step import TrainStep
-from rampup.run.writers import MetricWriter
 
-CHECKPOINT_FOLDER = "checkpoints"
+# Files that an error message lists if the data have changed.
 NAMED_FILES = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a run did, in the names of `rampup train --json`.
+    """The result of a run, in the names of `rampup train --json`.
 
     Attributes:
         steps: optimizer steps done since the beginning.
@@ -41,11 +39,11 @@ class Summary:
         final_loss: loss of the last step.
         num_compilations: executables built for the training step by this process.
         ramp_steps: steps before the last phase.
-        tokens_per_second: of this process, without its first step; None if it did no other.
+        tokens_per_second: of this process without its first step; None if it did no other.
         checkpoint: folder of the newest checkpoint, or None.
         metrics: the metrics file.
         interrupted: whether a signal ended the run early.
-        resumed_from: steps that an earlier process had done.
+        resumed_from: steps that earlier processes had done.
     """
 
     steps: int
@@ -61,102 +59,130 @@ class Summary:
     resumed_from: int
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    """When a run evaluates, and how.
+
+    Attributes:
+        evaluate: from a state to its metrics, `eval_loss` among them.
+        eval_interval: steps between evaluations; the last step is always evaluated.
+    """
+
+    evaluate: Callable[[Any], Mapping[str, float]]
+    eval_interval: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
     """A run in its folder.
 
     Attributes:
         plan: the plan.
         step: the training step.
-        batches: from a step number to the batches from there on.
-        learning_rate: from a step number to its learning rate, for the metrics.
-        evaluate: from a state to its evaluation metrics, or None.
+        batches: from a step number to the batches from there on, such as `BatchLoader.batches`.
         folder: the run's folder.
-        tokens_per_sample, flops_per_sample: for tokens and FLOP per second; see `StepRecorder`.
-        writers: from the first step to what gets the metrics besides the files; see `MetricWriter`.
-        record: what a checkpoint must agree on with the run that resumes it; key -> value.
-        remarks: what a checkpoint keeps besides, without any check.
-        ramp_before: the ramp that the run's checkpoint was written with, if `plan` goes on with another one.
-        eval_interval, checkpoint_period: in steps; None = never.
-        keep_checkpoints, async_checkpoints: see `Checkpoints`.
-        to_checkpoint, from_checkpoint: between the state in training and the state that checkpoints hold, where they differ.
-        on_checkpoint_error: what a disk that takes no more means: `stop`, or `continue` with the checkpoints that are there.
-        skip_nonfinite: the run stops when so many steps in a row were skipped (see `train_step`); 0 = never.
-        rows_of: from a step number to its rows, for a person.
-        progress: called with an event's name and its values: start, phase, step, eval, checkpoint, stop, and where something
-            is wrong damaged_checkpoint, storage, skip.
+        metrics: what metrics.jsonl contains, and who else gets it.
+        checkpoints: when checkpoints are written, and what they contain.
+        evaluation: when to evaluate, and how; None = never.
+        on_event: called with every `rampup.run.events.Event`.
     """
 
     plan: RampPlan
     step: TrainStep
     batches: Callable[[int], Iterator[Batch]]
-    learning_rate: Callable[[int], float]
     folder: Path
-    tokens_per_sample: int
-    record: Mapping[str, Any]
-    flops_per_sample: float | None = None
-    writers: Callable[[int], Sequence[MetricWriter]] = lambda start: ()
-    remarks: Mapping[str, Any] = field(default_factory=dict)
-    ramp_before: BatchRamp | None = None
-    evaluate: Callable[[Any], Mapping[str, float]] | None = None
-    eval_interval: int | None = None
-    checkpoint_period: int | None = None
-    keep_checkpoints: int | None = None
-    async_checkpoints: bool = True
-    to_checkpoint: Callable[[Any], Any] = lambda state: state
-    from_checkpoint: Callable[[Any], Any] = lambda state: state
-    on_checkpoint_error: str = "stop"
-    skip_nonfinite: int = 0
-    rows_of: Callable[[int], Sequence[str]] = lambda step: ()
-    progress: Progress = field(default=lambda event, values: None)
+    metrics: MetricOptions
+    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
+    evaluation: EvalOptions | None = None
+    on_event: OnEvent = ignore_event
 
     def run(self, state: Any) -> Summary:
-        """Train from the newest checkpoint, or from `state`, to the plan's end or to Ctrl-C or SIGTERM.
+        """Train from the newest checkpoint, or from `state`, to the plan's end, Ctrl-C or SIGTERM: `restore`, then `train`.
+
+        Args:
+            state: the training state of step 0.
 
         Raises:
-            ResumeMismatchError: the folder's checkpoint does not belong to this run, or all are damaged.
+            RampupError: see `restore` and `train`.
+        """
+        return self.train(*self.restore(state, find_checkpoint(self.folder / CHECKPOINT_FOLDER)))
+
+    def restore(self, state: Any, saved: SavedCheckpoint | None, *, ramp_before: BatchRamp | None = None) -> tuple[Any, int]:
+        """Return the state of a checkpoint of this run and the step that follows it; without one, `state` and 0.
+
+        Args:
+            state: the training state of step 0.
+            saved: the checkpoint, from `find_checkpoint`.
+            ramp_before: the ramp that it was written with, if `plan` continues it with another one.
+
+        Raises:
+            ResumeMismatchError: the checkpoint does not belong to this run.
+        """
+        if saved is None:
+            return state, 0
+        self._check_identity(saved, ramp_before or self.plan.ramp)
+        with self._open_checkpoints() as checkpoints:
+            return self.checkpoints.from_saved(checkpoints.restore(saved, state, self.on_event)), saved.step
+
+    def train(self, state: Any, start: int) -> Summary:
+        """Train from step `start` to the plan's end or to Ctrl-C or SIGTERM.
+
+        Args:
+            state: the training state before step `start`; its memory is reused.
+            start: the first step.
+
+        Raises:
             StorageError: a checkpoint or the metrics cannot be written.
             NonFiniteError: too many steps in a row were skipped.
-            DataError: a row cannot be read; what was trained before it is in a checkpoint (with one process).
+            DataError: a row cannot be read; with one process, the steps before it are in a checkpoint.
         """
-        checkpoints = Checkpoints(
+        with (
+            self._open_checkpoints() as checkpoints,
+            stop_requests() as stop_requested,
+            contextlib.closing(
+                Metrics(self.folder, start, options=self.metrics, ramp=self.plan.ramp, on_event=self.on_event)
+            ) as metrics,
+        ):
+            self.on_event(RunStarted(step=start, folder=self.folder))
+            done, state, failure = self._train(state, start, stop_requested, checkpoints, metrics)
+            interrupted = done < self.plan.total_steps
+            self._flush(metrics)
+            # A checkpoint needs all processes, and a row that one cannot read may be no problem for the others.
+            can_save = failure is None or jax.process_count() == 1
+            if interrupted and self.checkpoints.checkpoint_period and done > start and can_save:
+                self._save(checkpoints, done, state, metrics)
+            checkpoints.wait()
+        if failure is not None:
+            raise failure
+        self.on_event(RunStopped(steps=done, interrupted=interrupted))
+        return self._summary(done, start, metrics, checkpoints)
+
+    def _open_checkpoints(self) -> Checkpoints:
+        return Checkpoints(
             self.folder / CHECKPOINT_FOLDER,
-            keep=self.keep_checkpoints,
-            asynchronous=self.async_checkpoints,
+            max_to_keep=self.checkpoints.max_to_keep,
+            async_checkpointing=self.checkpoints.async_checkpointing,
             on_error=self._storage_failed,
         )
-        with checkpoints, stop_requests() as stop:
-            restored = checkpoints.restore(state, self._check_record, self.progress)
-            state, start = (self.from_checkpoint(restored[0]), restored[1]) if restored else (state, 0)
-            with contextlib.closing(self._metrics(start)) as metrics:
-                self.progress("start", {"step": start, "folder": str(self.folder)})
-                done, state, failure = self._train(state, start, stop, checkpoints, metrics)
-                interrupted = done < self.plan.total_steps
-                self._flushed(metrics)
-                # Other processes may not have failed, and a checkpoint needs all of them.
-                if interrupted and self.checkpoint_period and done > start and (failure is None or jax.process_count() == 1):
-                    self._save(checkpoints, done, state, metrics)
-                checkpoints.wait()
-            if failure is not None:
-                raise failure
-            self.progress("stop", {"step": done, "interrupted": interrupted})
-            return self._summary(done, start, metrics, checkpoints)
 
     def _train(
-        self, state: Any, start: int, stop: Callable[[], bool], checkpoints: Checkpoints, metrics: Metrics
+        self, state: Any, start: int, stop_requested: Callable[[], bool], checkpoints: Checkpoints, metrics: Metrics
     ) -> tuple[int, Any, DataError | None]:
-        """Return the steps done, the state after them, and what ended them early, if that was a row."""
-        done, stopping = start, Agreement(by_any=True)
+        """Return the steps done, the state after them, and the error if a row that cannot be read ended the run."""
+        period, last = self.checkpoints.checkpoint_period, self.plan.total_steps
+        done, stopping = start, StepConsensus(any_process=True)
         try:
             for batch in self.batches(start):
-                if stopping.reached("stop", stop(), batch.position.step):
+                # All processes stop before the same step; one signal is enough.
+                if stopping.agreed("stop", stop_requested(), batch.position.step):
                     break
                 waited = self.step.waited_seconds
                 state, values = self.step(state, batch)
                 metrics.push(batch.position, values, self.step.waited_seconds - waited)
                 done = batch.position.step + 1
-                self._evaluate_if_due(done, state, metrics)
-                if self.checkpoint_period and (done % self.checkpoint_period == 0 or done == self.plan.total_steps):
+                if self.evaluation and (done % self.evaluation.eval_interval == 0 or done == last):
+                    self._evaluate(self.evaluation, done, state, metrics)
+                if period and (done % period == 0 or done == last):
                     self._save(checkpoints, done, state, metrics)
         except DataError as error:
             return done, state, error
@@ -164,46 +190,23 @@ class Loop:
             self.step.close()
         return done, state, None
 
-    def _metrics(self, start: int) -> Metrics:
-        skipped = SkippedSteps(
-            skipped_before(self.folder / METRICS_FILE, start),
-            limit=self.skip_nonfinite,
-            ramp=self.plan.ramp,
-            rows_of=self.rows_of,
-            progress=self.progress,
-        )
-        recorder = StepRecorder(
-            learning_rate=self.learning_rate,
-            tokens_per_sample=self.tokens_per_sample,
-            flops_per_sample=self.flops_per_sample,
-        )
-        writers = self.writers(start) if is_first() else ()
-        return Metrics(self.folder, start, recorder=recorder, skipped=skipped, writers=writers, progress=self.progress)
-
-    def _check_record(self, found: Mapping[str, Any]) -> None:
-        ramp = self.ramp_before or self.plan.ramp
-        expected = self._record(found["step"]) | {"fingerprint": ramp.fingerprint}
-        changed = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
-        if changed:
-            table = "\n".join(line for key, (old, new) in changed.items() for line in _lines_of_change(key, old, new))
-            raise ResumeMismatchError(
-                f"the checkpoint of step {found['step']} in {self.folder} is of another run:\n{table}\n"
-                "set these keys back, or give the run another run_name",
-                key=next(iter(changed)),
-            )
-
-    def _record(self, step: int) -> dict[str, Any]:
-        position = {"consumed_samples": self.plan.ramp.samples_before(step), "fingerprint": self.plan.ramp.fingerprint}
-        return {**position, **self.record}
-
-    def _save(self, checkpoints: Checkpoints, done: int, state: Any, metrics: Metrics) -> None:
-        if self._flushed(metrics):
-            checkpoints.save(done, self.to_checkpoint(state), {**self._record(done), **self.remarks})
-            self.progress("checkpoint", {"step": done})
+    def _evaluate(self, evaluation: EvalOptions, done: int, state: Any, metrics: Metrics) -> None:
+        self._flush(metrics)
+        values = {"step": done - 1, **evaluation.evaluate(state)}
+        metrics.write_eval(values)
+        self.on_event(Evaluated(step=done - 1, metrics=values))
         metrics.restart_clock()
 
-    def _flushed(self, metrics: Metrics) -> bool:
-        """Write all metrics out; say whether the disk took them."""
+    def _save(self, checkpoints: Checkpoints, done: int, state: Any, metrics: Metrics) -> None:
+        # Metrics first: a run that resumes from a checkpoint must find the lines of all steps before it.
+        if self._flush(metrics):
+            record = {**self._identity(self.plan.ramp, done), **self.checkpoints.extra_metadata}
+            checkpoints.save(done, self.checkpoints.to_saved(state), record)
+            self.on_event(CheckpointSaved(steps=done))
+        metrics.restart_clock()
+
+    def _flush(self, metrics: Metrics) -> bool:
+        """Write all metrics, and return whether the disk took them."""
         try:
             metrics.flush()
         except StorageError as error:
@@ -212,19 +215,26 @@ class Loop:
         return True
 
     def _storage_failed(self, error: StorageError) -> None:
-        # With several processes the others would wait for a checkpoint that does not come.
-        if self.on_checkpoint_error == "stop" or jax.process_count() > 1:
+        # Several processes always stop: the others would wait for a checkpoint that never comes.
+        if self.checkpoints.on_checkpoint_error == "stop" or jax.process_count() > 1:
             raise error
-        self.progress("storage", {"problem": str(error)})
+        self.on_event(StorageFailed(problem=str(error)))
 
-    def _evaluate_if_due(self, done: int, state: Any, metrics: Metrics) -> None:
-        due = self.eval_interval and (done % self.eval_interval == 0 or done == self.plan.total_steps)
-        if self.evaluate and due:
-            self._flushed(metrics)
-            values = {"step": done - 1, **self.evaluate(state)}
-            metrics.write_eval(values)
-            self.progress("eval", values)
-            metrics.restart_clock()
+    def _identity(self, ramp: BatchRamp, step: int) -> dict[str, Any]:
+        """Return what a checkpoint after `step` steps must agree on with the run that resumes it."""
+        position = {"consumed_samples": self.plan.ramp.samples_before(step), "fingerprint": ramp.fingerprint}
+        return {**position, **self.checkpoints.identity}
+
+    def _check_identity(self, saved: SavedCheckpoint, ramp: BatchRamp) -> None:
+        expected, found = self._identity(ramp, saved.step), saved.record
+        changed = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
+        if changed:
+            table = "\n".join(line for key, (old, new) in changed.items() for line in _format_change(key, old, new))
+            raise ResumeMismatchError(
+                f"the checkpoint of step {saved.step} in {self.folder} is of another run:\n{table}\n"
+                "set these keys back, or give the run another run_name",
+                key=next(iter(changed)),
+            )
 
     def _summary(self, done: int, start: int, metrics: Metrics, checkpoints: Checkpoints) -> Summary:
         lines = list(read_lines(self.folder / METRICS_FILE))
@@ -243,8 +253,8 @@ class Loop:
         )
 
 
-def _lines_of_change(key: str, old: Any, new: Any) -> list[str]:
-    """Return what a refusal says of one value; of the files of the data, the first that differ."""
+def _format_change(key: str, old: Any, new: Any) -> list[str]:
+    """Return the lines of an error message for one value; for the files of the data, the first ones that differ."""
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return [f"  {key}: {old!r} in the checkpoint, {new!r} here"]
     lines = [f"  {key}: {name}: {before} in the checkpoint, {now} here" for name, before, now in changed_files(old, new)]
@@ -267,7 +277,7 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
         for number in (signal.SIGINT, signal.SIGTERM):
             before[number] = signal.signal(number, request)
     except ValueError:
-        pass  # Not the main thread: signals go elsewhere.
+        pass  # Only the main thread may handle signals.
     try:
         yield lambda: requested
     finally:

@@ -1,8 +1,11 @@
-"""The metrics of a run: fetched late, written once, told to whoever listens."""
+"""Collects per-step metrics: fetches them asynchronously, writes metrics.jsonl, and forwards them to writers and listeners."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -12,65 +15,62 @@ from typing import Any
 
 import jax
 
+from rampup.errors import NonFiniteError
 from rampup.plan.plan import PlanPosition
-from rampup.run.distributed import is_first
-from rampup.run.run_folder import StepLog
-from rampup.run.skipped import SkippedSteps
-from rampup.run.utilisation import utilisation
+from rampup.plan.ramp import BatchRamp
+from rampup.run.distributed import is_primary
+from rampup.run.events import OnEvent, PhaseStarted, StepDone, StepSkipped
+from rampup.run.run_folder import EVAL_FILE, METRICS_FILE, StepLog, read_lines
 from rampup.run.writers import MetricWriter, write_numbers
 
-METRICS_FILE, EVAL_FILE = "metrics.jsonl", "eval.jsonl"
+# Steps whose metrics stay on the devices, so that the host does not wait for a step before it starts the next one.
 IN_FLIGHT = 2
-Progress = Callable[[str, Mapping[str, Any]], None]
+# Rows of a skipped step that an error message names.
+NAMED_ROWS = 3
+
+# Dense bfloat16 FLOP/s of one JAX device, from the vendors' data sheets: a core of TPU v2, v3 and v7, a chip of the other
+# TPUs, a whole GPU. The first name that occurs in a device's kind counts.
+_PEAK_FLOPS = {
+    "TPU v2": 22.5e12,
+    "TPU v3": 61.5e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 1153.5e12,
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "NVIDIA L4": 121e12,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecorder:
-    """Makes the record of a step, in the names of metrics.jsonl.
+class MetricOptions:
+    """The metrics of a run.
 
     Attributes:
         learning_rate: from a step number to its learning rate.
         tokens_per_sample: for tokens per second.
-        flops_per_sample: of the model, forward and backward; None leaves its FLOP/s out.
+        flops_per_sample: FLOPs of the model, forward and backward, for FLOP/s; None leaves FLOP/s out.
+        writers: from the first step to the writers that get the metrics in addition to the files; see `MetricWriter`.
+        skip_nonfinite: consecutive skipped steps (see `train_step`) that end the run; 0 = never.
+        describe_rows: from a step number to descriptions of its rows, for the error that ends the run.
     """
 
     learning_rate: Callable[[int], float]
     tokens_per_sample: int
     flops_per_sample: float | None = None
-
-    def record(
-        self, position: PlanPosition, values: Mapping[str, Any], seconds: float, compile_seconds: float
-    ) -> dict[str, Any]:
-        """Return a step's record.
-
-        Args:
-            position: where the step stands in the plan.
-            values: what the training step returned, on the host.
-            seconds: since the step before.
-            compile_seconds: how much of that a compilation took.
-        """
-        size = position.split.global_batch_size
-        found = {
-            "step": position.step,
-            "consumed_samples": position.consumed_samples + size,
-            "phase": position.phase.index,
-            "global_batch_size": size,
-            "loss": _finite(values["loss"]),
-            "learning_rate": self.learning_rate(position.step),
-            "step_seconds": round(seconds, 6),
-            "tokens_per_second": round(size * self.tokens_per_sample / seconds, 3),
-            "microbatch_size": position.split.microbatch_size,
-        }
-        if "grad_norm" in values:
-            found["grad_norm"] = _finite(values["grad_norm"])
-        if self.flops_per_sample is not None:
-            flops = size * self.flops_per_sample / seconds / jax.device_count()
-            found |= utilisation(flops, jax.devices()[0].device_kind)
-        if compile_seconds:
-            found["compile_seconds"] = round(compile_seconds, 6)
-        if values.get("skipped", False):
-            found["skipped"] = True
-        return found
+    writers: Callable[[int], Sequence[MetricWriter]] = lambda start: ()
+    skip_nonfinite: int = 0
+    describe_rows: Callable[[int], Sequence[str]] = lambda step: ()
 
 
 class Metrics:
@@ -78,46 +78,49 @@ class Metrics:
 
     Args:
         folder: the run's folder.
-        start: its first step here; lines of it and later are replaced.
-        recorder: makes the records.
-        skipped: counts the steps that were left out.
-        writers: get every number besides the files.
-        progress: told `phase` and `step`.
+        start: the first step of this process; lines of this and later steps are replaced.
+        options: see `MetricOptions`.
+        ramp: the samples of each step.
+        on_event: called with `PhaseStarted`, `StepDone` and `StepSkipped`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        start: int,
-        *,
-        recorder: StepRecorder,
-        skipped: SkippedSteps,
-        writers: Sequence[MetricWriter],
-        progress: Progress,
-    ) -> None:
-        self._recorder, self._skipped, self._progress = recorder, skipped, progress
-        self._writers = writers
+    def __init__(self, folder: Path, start: int, *, options: MetricOptions, ramp: BatchRamp, on_event: OnEvent) -> None:
+        self._options, self._on_event = options, on_event
+        self._skipped = SkippedSteps(
+            skipped_before(folder / METRICS_FILE, start),
+            limit=options.skip_nonfinite,
+            ramp=ramp,
+            describe_rows=options.describe_rows,
+            on_event=on_event,
+        )
         self._waiting: deque[tuple[PlanPosition, Any, float]] = deque()
-        self._log = StepLog(folder / METRICS_FILE, keep_below=start, writes=is_first())
-        self._eval_log = StepLog(folder / EVAL_FILE, keep_below=start, writes=is_first())
+        self._log = StepLog(folder / METRICS_FILE, keep_below=start, writes=is_primary())
+        self._eval_log = StepLog(folder / EVAL_FILE, keep_below=start, writes=is_primary())
+        self._writers = options.writers(start) if is_primary() else ()
         self._phase: int | None = None
         self._tokens, self._seconds, self._first = 0, 0.0, start
         self.restart_clock()
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of this process so far, without its first step; None before its second."""
+        """Tokens per second of this process without its first step; None before its second."""
         return self._tokens / self._seconds if self._seconds else None
 
     def restart_clock(self) -> None:
-        """Do not count the time until now for the next step."""
+        """Leave the time until now out of the next step's time."""
         self._last = time.perf_counter()
 
     def push(self, position: PlanPosition, values: Any, compile_seconds: float) -> None:
-        """Take the metrics of a step that may not be done yet."""
+        """Take the metrics of a step that may still be running.
+
+        Args:
+            position: the step's position in the plan.
+            values: the metrics on the devices, as the training step returns them.
+            compile_seconds: time that the step waited for a compilation.
+        """
         self._waiting.append((position, values, compile_seconds))
         if len(self._waiting) > IN_FLIGHT:
-            self._write()
+            self._write_oldest()
 
     def write_eval(self, values: Mapping[str, Any]) -> None:
         """Write the line of an evaluation."""
@@ -125,14 +128,14 @@ class Metrics:
         write_numbers(self._writers, values)
 
     def flush(self) -> None:
-        """Return when all metrics are on the disk.
+        """Wait until all metrics are on disk.
 
         Raises:
-            StorageError: the disk takes no more; the lines stay in memory.
+            StorageError: the disk is full; the lines stay in memory.
             NonFiniteError: too many steps in a row were skipped.
         """
         while self._waiting:
-            self._write()
+            self._write_oldest()
         self._log.sync()
         for writer in self._writers:
             writer.flush()
@@ -144,25 +147,148 @@ class Metrics:
         for writer in self._writers:
             writer.close()
 
-    def _write(self) -> None:
+    def _write_oldest(self) -> None:
         position, values, compile_seconds = self._waiting.popleft()
         values = jax.device_get({name: values[name] for name in ("loss", "grad_norm", "skipped") if name in values})
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        record = self._recorder.record(position, values, seconds, compile_seconds)
+        record = self._record(position, values, seconds, compile_seconds)
         self._log.write(record)
         write_numbers(self._writers, record)
+        # The first step includes the start of the run and is no measure of its speed.
         if position.step > self._first:
-            self._tokens += position.split.global_batch_size * self._recorder.tokens_per_sample
+            self._tokens += position.split.global_batch_size * self._options.tokens_per_sample
             self._seconds += seconds
         if position.phase.index != self._phase:
             self._phase = position.phase.index
-            self._progress("phase", record)
-        self._progress("step", record)
+            self._on_event(PhaseStarted(step=position.step, phase=self._phase))
+        self._on_event(StepDone(step=position.step, metrics=record))
         self._skipped.count(record)
 
+    def _record(
+        self, position: PlanPosition, values: Mapping[str, Any], seconds: float, compile_seconds: float
+    ) -> dict[str, Any]:
+        """Return a step's line of metrics.jsonl."""
+        options, size = self._options, position.split.global_batch_size
+        found = {
+            "step": position.step,
+            "consumed_samples": position.consumed_samples + size,
+            "phase": position.phase.index,
+            "global_batch_size": size,
+            "loss": _finite_or_none(values["loss"]),
+            "learning_rate": options.learning_rate(position.step),
+            "step_seconds": round(seconds, 6),
+            "tokens_per_second": round(size * options.tokens_per_sample / seconds, 3),
+            "microbatch_size": position.split.microbatch_size,
+        }
+        if "grad_norm" in values:
+            found["grad_norm"] = _finite_or_none(values["grad_norm"])
+        if options.flops_per_sample is not None:
+            flops = size * options.flops_per_sample / seconds / jax.device_count()
+            found |= utilisation(flops, jax.devices()[0].device_kind)
+        if compile_seconds:
+            found["compile_seconds"] = round(compile_seconds, 6)
+        if values.get("skipped", False):
+            found["skipped"] = True
+        return found
 
-def _finite(value: Any) -> float | None:
-    """JSON has no NaN and no infinity; null stands for them."""
+
+class SkippedSteps:
+    """Counts consecutive skipped steps, and ends the run when there are too many.
+
+    Args:
+        before: steps that an earlier process skipped just before this run's first step; see `skipped_before`.
+        limit: consecutive skipped steps that end the run; 0 = never.
+        ramp: the samples of each step.
+        describe_rows: from a step number to descriptions of its rows.
+        on_event: called with `StepSkipped`.
+    """
+
+    def __init__(
+        self,
+        before: Sequence[int],
+        *,
+        limit: int,
+        ramp: BatchRamp,
+        describe_rows: Callable[[int], Sequence[str]],
+        on_event: OnEvent,
+    ) -> None:
+        self._steps, self._limit = list(before), limit
+        self._ramp, self._describe_rows, self._on_event = ramp, describe_rows, on_event
+
+    def count(self, record: Mapping[str, Any]) -> None:
+        """Take the next step's line of metrics.jsonl.
+
+        Raises:
+            NonFiniteError: the limit is reached.
+        """
+        if "skipped" not in record:
+            self._steps = []
+            return
+        self._steps.append(record["step"])
+        self._on_event(StepSkipped(step=record["step"], in_a_row=len(self._steps)))
+        if len(self._steps) == self._limit:
+            rows = "\n".join(self._rows_in_words(step) for step in self._steps[-NAMED_ROWS:])
+            raise NonFiniteError(
+                f"the loss or the gradient of step {', '.join(map(str, self._steps[-10:]))} was not finite, "
+                f"{len(self._steps)} in a row: skip_nonfinite={self._limit} stops there; none of them changed "
+                f"the parameters, and the checkpoints stay. The rows they used:\n{rows}",
+                steps=self._steps,
+                key="skip_nonfinite",
+            )
+
+    def _rows_in_words(self, step: int) -> str:
+        ramp, rows = self._ramp, self._describe_rows(step)
+        samples = f"  step {step}: samples {ramp.samples_before(step):,} to {ramp.samples_before(step + 1) - 1:,}"
+        more = f", and {len(rows) - NAMED_ROWS} more (rampup rows lists them)" if len(rows) > NAMED_ROWS else ""
+        return f"{samples}: {', '.join(rows[:NAMED_ROWS])}{more}" if rows else samples
+
+
+def skipped_before(path: Path, start: int) -> list[int]:
+    """Return the steps that an earlier process skipped just before step `start`.
+
+    Args:
+        path: the run's metrics.jsonl.
+        start: the first step of this process.
+    """
+    done = [line for line in read_lines(path) if line["step"] < start]
+    return [line["step"] for line in itertools.takewhile(lambda line: line.get("skipped"), reversed(done))][::-1]
+
+
+@functools.cache
+def peak_flops(device_kind: str) -> float | None:
+    """Return the peak FLOP/s of a device in bfloat16 without sparsity, or None for an unknown device.
+
+    Args:
+        device_kind: `jax.Device.device_kind`.
+
+    Example:
+        >>> peak_flops("TPU v5 lite"), peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
+        (197000000000000.0, 989000000000000.0, None)
+    """
+    return next((peak for name, peak in _PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_kind)), None)
+
+
+def utilisation(flops_per_device: float, device_kind: str) -> dict[str, float]:
+    """Return a step's model FLOP/s as metrics: `tflops_per_device` and, if the device's peak is known, `mfu`.
+
+    `mfu` is the model FLOP/s utilisation of Chowdhery et al., "PaLM" (2022), appendix B: recomputed activations do not count
+    as work. It is relative to the bfloat16 peak whatever type the model computes in.
+
+    Args:
+        flops_per_device: FLOP/s of the model on one device.
+        device_kind: see `peak_flops`.
+
+    Example:
+        >>> utilisation(98.5e12, "TPU v5 lite"), utilisation(2e9, "cpu")
+        ({'tflops_per_device': 98.5, 'mfu': 0.5}, {'tflops_per_device': 0.002})
+    """
+    found = {"tflops_per_device": round(flops_per_device / 1e12, 6)}
+    peak = peak_flops(device_kind)
+    return found if peak is None else {**found, "mfu": round(flops_per_device / peak, 6)}
+
+
+def _finite_or_none(value: Any) -> float | None:
+    """Return a number, or None for one that JSON cannot represent."""
     number = float(value)
     return number if math.isfinite(number) else None

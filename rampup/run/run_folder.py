@@ -1,4 +1,4 @@
-"""The folder of one run: metrics.jsonl and eval.jsonl, one line a step, each step once whatever happened."""
+"""The folder of one run: its files, and metrics.jsonl and eval.jsonl with one line per step, each step once."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from typing import Any
 
 from rampup.errors import ConfigError, StorageError
 
+# The configuration that the run was last started with; written after the run's checkpoint, if there is one, was accepted.
+CONFIG_FILE = "config.yml"
+METRICS_FILE, EVAL_FILE = "metrics.jsonl", "eval.jsonl"
+CHECKPOINT_FOLDER, DAMAGED_FOLDER = "checkpoints", "damaged_checkpoints"
+
 
 class StepLog:
-    """A file of JSON lines, each with a `step`; what is written is flushed at once.
+    """A file of JSON lines, each with a `step`, that are flushed when they are written.
 
-    What a full disk refuses is kept in memory and written with the next line, or by `sync`.
+    Lines that a full disk refuses stay in memory and are written with the next line, or by `sync`.
 
     Args:
         path: the file.
-        keep_below: lines of this step and later, and any line that a crash tore, are cut off first.
+        keep_below: lines of this step and later, and any line that a crash left incomplete, are removed first.
         writes: False in a process that leaves the file to another one.
 
     Raises:
-        StorageError: the file cannot be made.
+        StorageError: the file cannot be created.
     """
 
     def __init__(self, path: Path, *, keep_below: int, writes: bool = True) -> None:
@@ -35,6 +40,7 @@ class StepLog:
         kept = [line for line in read_lines(path) if line["step"] < keep_below]
         temporary = path.with_suffix(".tmp")
         try:
+            # Written next to the file and moved into its place, so that a crash leaves the old file or the new one.
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
             os.replace(temporary, path)
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
@@ -49,10 +55,10 @@ class StepLog:
                 self._write_out()
 
     def sync(self) -> None:
-        """Return when every line is on the disk.
+        """Wait until every line is on disk.
 
         Raises:
-            StorageError: the disk takes no more; the lines stay in memory.
+            StorageError: the disk is full; the lines stay in memory.
         """
         if self._file is not None:
             try:
@@ -69,33 +75,37 @@ class StepLog:
 
     def _write_out(self) -> None:
         assert self._file is not None
+        # A full disk may take a part of the bytes; the rest stays in front.
         while self._unwritten:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of a JSON-lines file; none if there is no file."""
+    """Yield the complete lines of metrics.jsonl or eval.jsonl; none if there is no such file.
+
+    A line that a crash left incomplete is skipped.
+    """
     if not path.exists():
         return
     with open(path, "rb") as file:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 yield record
 
 
 def run_folder(base: str, name: str) -> Path:
-    """Return the folder of a run, made if need be.
+    """Return the folder of a run, created if necessary.
 
     Args:
         base: `base_output_directory`.
-        name: the run's name, whose folder may exist; "" makes a new folder, named after the time.
+        name: the run's name, whose folder may exist; "" creates a new folder with the time as its name.
 
     Raises:
-        ConfigError: the folder cannot be made.
+        ConfigError: the folder cannot be created.
     """
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     names = iter([name]) if name else (f"run-{now}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
@@ -105,7 +115,7 @@ def run_folder(base: str, name: str) -> Path:
             folder.mkdir(parents=True, exist_ok=bool(name))
         except FileExistsError:
             if name:
-                raise ConfigError(f"{folder} exists and is no folder", key="run_name") from None
+                raise ConfigError(f"{folder} exists and is not a folder", key="run_name") from None
             continue
         except OSError as error:
             raise ConfigError(f"cannot make the folder {folder}: {error.strerror}", key="base_output_directory") from None

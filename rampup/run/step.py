@@ -31,8 +31,8 @@ from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.run.accumulate import LossFn, SummableLoss, multi_steps, per_row_keys, safe_reciprocal, summable
 from rampup.run.compile import Compiler, compile_program
-from rampup.run.consensus import Agreement
 from rampup.run.data.batches import Batch, layout_of
+from rampup.run.distributed import StepConsensus
 from rampup.run.mesh import batch_sharding, replicated, shardings_like
 from rampup.run.offload import device_shardings, fetch_offloaded
 
@@ -170,7 +170,7 @@ class TrainStep:
         self.tx = tx if self._is_fused else multi_steps(tx, plan)
         self._plan, self._mesh = plan, mesh
         self._seed, self._skip_nonfinite = jax.random.key(seed), skip_nonfinite
-        self._compiler, self._agreement = Compiler(), Agreement()
+        self._compiler, self._consensus = Compiler(), StepConsensus()
         # The phase for which the programs of the next phases have been requested.
         self._requested_after: int | None = None
         self._padding: dict[Any, Any] = {}
@@ -363,7 +363,7 @@ class TrainStep:
     def _is_ready(self, split: BatchSplit, position: PlanPosition) -> bool:
         """Return whether every process has the program for a split."""
         layout = layout_of(self._plan, split)
-        return self._agreement.reached(f"layout{layout.rows}", self._compiler.is_ready(layout), position.step)
+        return self._consensus.agreed(f"layout{layout.rows}", self._compiler.is_ready(layout), position.step)
 
     def _compile_next_phases(self, batch: Batch, state: Any) -> None:
         """Request the programs of the next phases that this run reaches, once per phase."""

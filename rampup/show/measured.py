@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
@@ -10,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rampup.errors import ConfigError
+from rampup.run.run_folder import METRICS_FILE, read_lines
 
-METRICS_FILE = "metrics.jsonl"
 KEY = "measured"
 
 
@@ -48,16 +47,9 @@ def _positive(value: float) -> bool:
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole lines; a torn one is what a crash leaves behind."""
+    if not file.is_file():
+        raise ConfigError(f"cannot read the run's metrics: {file} is no file", key=KEY, path=str(file))
     try:
-        with open(file, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(record, dict):
-                    yield record
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(f"cannot read the run's metrics: {reason}", key=KEY, path=str(file)) from None
+        yield from read_lines(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read the run's metrics: {error.strerror or error}", key=KEY, path=str(file)) from None

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from rampup.plan.plan import RampPlan
+from rampup.run import events
 from rampup.show.bars import make_bar
 from rampup.show.tables import cut, print_plan
 
@@ -17,7 +18,7 @@ RECENT_STEPS = 20
 
 
 class TrainProgress:
-    """A `progress` callback for the training loop: a bar in a terminal or a notebook, a line now and then elsewhere.
+    """Shows the events of a run: a bar in a terminal or a notebook, a line now and then elsewhere.
 
     Args:
         console: where to print.
@@ -31,79 +32,81 @@ class TrainProgress:
         self._plan: RampPlan | None = None
         self._bar = make_bar(console, quiet=quiet)
 
-    def __call__(self, event: str, values: Mapping[str, Any]) -> None:
-        """Show one event; see `rampup.run.loop.Loop.progress`."""
-        if not self._quiet:
-            getattr(self, f"_on_{event}")(values)
+    def __call__(self, event: events.Event) -> None:
+        """Show one event."""
+        if self._quiet:
+            return
+        match event:
+            case events.RunPlanned():
+                self._show_plan(event)
+            case events.RunStarted():
+                self._show_start(event)
+            case events.PhaseStarted():
+                self._show_phase(event)
+            case events.StepDone():
+                self._show_step(event.metrics)
+            case events.Evaluated():
+                self._console.print(f"evaluation after step {event.step:,}: loss {_number(event.metrics['eval_loss'])}")
+            case events.CheckpointDamaged():
+                self._console.print(
+                    f"the checkpoint of step {event.steps:,} is damaged: {event.problem}; it is now {event.moved_to}, "
+                    f"and that of step {event.used:,} is used"
+                )
+            case events.StorageFailed():
+                self._console.print(f"{event.problem}; the run continues")
+            case events.StepSkipped():
+                self._console.print(
+                    f"step {event.step:,} is skipped: its loss or gradient is not finite ({event.in_a_row} in a row)"
+                )
+            case events.RunStopped():
+                self._bar.stop()
+                if event.interrupted:
+                    self._console.print(f"stopped after {event.steps:,} steps; the same command resumes from there")
 
     def close(self) -> None:
         """Stop drawing."""
         self._bar.stop()
 
-    def _on_plan(self, values: Mapping[str, Any]) -> None:
-        self._plan = values["plan"]
-        print_plan(values["plan"], self._console)
-        devices = values["devices"]
+    def _show_plan(self, event: events.RunPlanned) -> None:
+        self._plan = event.plan
+        print_plan(event.plan, self._console)
         self._console.print(
-            f"{values['num_parameters']:,} parameters on {len(devices)} {devices[0].device_kind}; run folder {values['folder']}"
+            f"{event.num_parameters:,} parameters on {len(event.devices)} {event.devices[0].device_kind}; "
+            f"run folder {event.folder}"
         )
 
-    def _on_start(self, values: Mapping[str, Any]) -> None:
+    def _show_start(self, event: events.RunStarted) -> None:
         plan = self._plan
         assert plan
-        if values["step"] >= plan.total_steps:
-            self._console.print(f"the run in {values['folder']} is finished: nothing to do")
+        if event.step >= plan.total_steps:
+            self._console.print(f"the run in {event.folder} is finished: nothing to do")
             return
-        if values["step"]:
-            self._console.print(f"resumed after step {values['step'] - 1:,} from a checkpoint")
+        if event.step:
+            self._console.print(f"resumed after step {event.step - 1:,} from a checkpoint")
         self._console.print("compiling the training step", style="dim")
-        self._recent.append((time.monotonic(), plan.ramp.samples_before(values["step"])))
-        self._bar.start(plan.consumed_samples, plan.ramp.samples_before(values["step"]))
+        self._recent.append((time.monotonic(), plan.ramp.samples_before(event.step)))
+        self._bar.start(plan.consumed_samples, plan.ramp.samples_before(event.step))
 
-    def _on_phase(self, values: Mapping[str, Any]) -> None:
+    def _show_phase(self, event: events.PhaseStarted) -> None:
         plan = self._plan
         assert plan
-        split = plan.splits[values["phase"]]
+        split = plan.splits[event.phase]
         self._console.print(
-            f"phase {values['phase']} from step {values['step']:,}: {split.global_batch_size:,} samples a step = {cut(split)}"
+            f"phase {event.phase} from step {event.step:,}: {split.global_batch_size:,} samples a step = {cut(split)}"
         )
 
-    def _on_step(self, values: Mapping[str, Any]) -> None:
+    def _show_step(self, metrics: Mapping[str, Any]) -> None:
         plan = self._plan
         assert plan
-        self._recent.append((time.monotonic(), values["consumed_samples"]))
+        self._recent.append((time.monotonic(), metrics["consumed_samples"]))
         line = (
-            f"step {values['step']:,}, phase {values['phase']}, batch {values['global_batch_size']:,}, "
-            f"loss {_number(values['loss'])}, {values['tokens_per_second']:,.0f} tokens/s"
+            f"step {metrics['step']:,}, phase {metrics['phase']}, batch {metrics['global_batch_size']:,}, "
+            f"loss {_number(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} tokens/s"
         )
         left = _duration(self._seconds_left(plan))
-        self._bar.update(values["consumed_samples"], left, line)
-        if not self._bar.visible and values["step"] % self._log_period == 0:
-            self._console.print(f"{line}, {values['consumed_samples']:,} samples, {left} left")
-
-    def _on_eval(self, values: Mapping[str, Any]) -> None:
-        self._console.print(f"evaluation after step {values['step']:,}: loss {_number(values['eval_loss'])}")
-
-    def _on_checkpoint(self, values: Mapping[str, Any]) -> None: ...
-
-    def _on_damaged_checkpoint(self, values: Mapping[str, Any]) -> None:
-        self._console.print(
-            f"the checkpoint of step {values['step']:,} is damaged: {values['problem']}; it is now {values['moved_to']}, "
-            f"and that of step {values['used']:,} is used"
-        )
-
-    def _on_storage(self, values: Mapping[str, Any]) -> None:
-        self._console.print(f"{values['problem']}; the run goes on")
-
-    def _on_skip(self, values: Mapping[str, Any]) -> None:
-        self._console.print(
-            f"step {values['step']:,} is skipped: its loss or gradient is not finite ({values['in_a_row']} in a row)"
-        )
-
-    def _on_stop(self, values: Mapping[str, Any]) -> None:
-        self._bar.stop()
-        if values["interrupted"]:
-            self._console.print(f"stopped after {values['step']:,} steps; the same command goes on from there")
+        self._bar.update(metrics["consumed_samples"], left, line)
+        if not self._bar.visible and metrics["step"] % self._log_period == 0:
+            self._console.print(f"{line}, {metrics['consumed_samples']:,} samples, {left} left")
 
     def _seconds_left(self, plan: RampPlan) -> float:
         """Time for the plan's remaining samples at the recent rate."""

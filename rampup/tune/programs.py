@@ -18,7 +18,7 @@ import numpy as np
 
 from rampup.config.build import build_plan
 from rampup.config.schema import Config
-from rampup.lm.train import initial_state, state_shapes, training_step
+from rampup.lm.train import TrainSetup
 from rampup.plan.numbers import AUTO
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
@@ -155,18 +155,21 @@ class Programs:
         self.__dict__.pop("_state", None)
 
     @cached_property
+    def _setup(self) -> TrainSetup:
+        return TrainSetup.from_config(self.config, self.plan, self.mesh)
+
+    @cached_property
     def state_shapes(self) -> TrainState:
         """Shapes, types and shardings of the training state."""
-        return state_shapes(self.config, self.mesh, training_step(self.config, self.plan, self.mesh).tx)
+        return self._setup.state_shapes()
 
     @cached_property
     def _state(self) -> Any:
-        return initial_state(self.config, self.plan, self.mesh, training_step(self.config, self.plan, self.mesh).tx)
+        return self._setup.initial_state()
 
     def _lower(self, size: Size) -> Any:
-        plan = self._plan_of(size)
-        step = training_step(self.config, plan, self.mesh)
-        return step.lower(self.state_shapes, self._row, plan.splits[0])
+        setup = TrainSetup.from_config(self.config, self._plan_of(size), self.mesh)
+        return setup.step.lower(self.state_shapes, self._row, setup.plan.splits[0])
 
     def _plan_of(self, size: Size) -> RampPlan:
         """Return a plan of one phase with only such steps, as long as the run."""

@@ -7,8 +7,8 @@ import pytest
 
 from rampup import Config
 from rampup.cli.report_inputs import gather_report
-from rampup.config.schema import KEYS
 from rampup.config.files import run_yaml
+from rampup.config.schema import KEYS
 from rampup.errors import BatchDivisibilityError, ConfigError
 from rampup.show.report import report_html
 

@@ -29,13 +29,14 @@ def main(folder, steps, every):
 
     from rampup import Config
     from rampup.lm.train import train
+    from rampup.run.events import Evaluated, RunStopped, StepDone
 
     samples, files = [], []
 
-    def look(event, values):
-        if event == "step" and (values["step"] + 1) % every == 0:
-            samples.append([values["step"] + 1, resident_bytes(), time.process_time(), time.monotonic()])
-        if event == "stop" or (event == "eval" and values["step"] + 1 == steps // 2):
+    def look(event):
+        if isinstance(event, StepDone) and (event.step + 1) % every == 0:
+            samples.append([event.step + 1, resident_bytes(), time.process_time(), time.monotonic()])
+        if isinstance(event, RunStopped) or (isinstance(event, Evaluated) and event.step + 1 == steps // 2):
             files.append(files_of(Path(folder) / "run"))
 
     own = {"checkpoint_period": steps // 40, "eval_interval": steps // 20, "eval_steps": 2, "per_device_batch_size": 8}

@@ -29,7 +29,7 @@ from rampup.packing import balance, make_ladder, pack
 from rampup.plan import BatchRamp, BatchSplitter
 from rampup.plan.ramp import parse_schedule
 from rampup.plan.timetable import Timetable
-from rampup.run.checksums import write_checksums
+from rampup.run.checkpoint import write_checksums
 
 BASE = random_configs.BASE
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

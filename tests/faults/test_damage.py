@@ -11,8 +11,9 @@ from faults import toy_run
 
 from rampup.errors import ResumeMismatchError, StorageError
 from rampup.run import checkpoint
-from rampup.run.checkpoint import DAMAGED_FOLDER, Checkpoints
-from rampup.run.checksums import CHECKSUMS_FILE, damage
+from rampup.run.checkpoint import CHECKSUMS_FILE, checkpoint_steps, damage
+from rampup.run.events import CheckpointDamaged, StorageFailed
+from rampup.run.run_folder import DAMAGED_FOLDER
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +56,10 @@ def test_the_checkpoint_before_a_damaged_one_is_used(whole, tmp_path, harm):
     events = []
     summary, _ = toy_run.run(folder, events=events)
     assert (summary.resumed_from, summary.steps) == (8, 12)
-    assert events[0][0] == "damaged_checkpoint"
-    assert (events[0][1]["step"], events[0][1]["used"]) == (12, 8)
+    assert isinstance(events[0], CheckpointDamaged)
+    assert (events[0].steps, events[0].used) == (12, 8)
     assert toy_run.metrics_of(folder) == toy_run.metrics_of(whole)
-    assert events[0][1]["moved_to"] == str(folder / DAMAGED_FOLDER / "12")
+    assert events[0].moved_to == folder / DAMAGED_FOLDER / "12"
     assert (folder / DAMAGED_FOLDER / "12").is_dir()
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["12", "4", "8"]
     assert damage(folder / "checkpoints" / "12") is None
@@ -126,7 +127,7 @@ def test_an_empty_folder_is_no_checkpoint(whole, tmp_path):
     events = []
     summary, _ = toy_run.run(folder, events=events)
     assert summary.resumed_from == 12
-    assert events[0][1]["problem"] == f"{CHECKSUMS_FILE} is missing"
+    assert events[0].problem == f"{CHECKSUMS_FILE} is missing"
 
 
 def test_a_refused_record_moves_nothing(whole, tmp_path):
@@ -134,7 +135,7 @@ def test_a_refused_record_moves_nothing(whole, tmp_path):
     folder = copy_of(whole, tmp_path)
     cut(max(files_of(folder / "checkpoints" / "12"), key=lambda path: path.stat().st_size))
     with pytest.raises(ResumeMismatchError, match="who: 'toy' in the checkpoint"):
-        toy_run.run(folder, record={"who": "else"})
+        toy_run.run(folder, identity={"who": "else"})
     assert (folder / "checkpoints" / "12").is_dir()
     assert not (folder / DAMAGED_FOLDER).exists()
 
@@ -168,9 +169,9 @@ def test_or_the_run_goes_on_without_it(whole, tmp_path, monkeypatch):
     FullDisk(monkeypatch, {4, 8})
     events = []
     summary, _ = toy_run.run(tmp_path, events=events, on_checkpoint_error="continue")
-    told = [values["problem"] for event, values in events if event == "storage"]
-    assert len(told) == 2
-    assert "there is no other" in told[0]
+    problems = [event.problem for event in events if isinstance(event, StorageFailed)]
+    assert len(problems) == 2
+    assert "there is no other" in problems[0]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["12"]
     assert summary.steps == 12
     assert toy_run.metrics_of(tmp_path) == toy_run.metrics_of(whole)
@@ -179,7 +180,7 @@ def test_or_the_run_goes_on_without_it(whole, tmp_path, monkeypatch):
 def test_the_newest_is_not_deleted_for_one_that_fails(tmp_path, monkeypatch):
     """Where only one checkpoint is kept, it stays until the next one is whole."""
     FullDisk(monkeypatch, {8, 12})
-    toy_run.run(tmp_path, on_checkpoint_error="continue", keep_checkpoints=1)
+    toy_run.run(tmp_path, on_checkpoint_error="continue", max_to_keep=1)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4"]
     assert damage(tmp_path / "checkpoints" / "4") is None
 
@@ -189,5 +190,4 @@ def test_the_record_says_what_it_belongs_to(whole):
     record = json.loads((whole / "checkpoints" / "12" / "record" / "metadata").read_text())
     assert record["step"] == 12
     assert "record/metadata" in json.loads((whole / "checkpoints" / "12" / CHECKSUMS_FILE).read_text())
-    with Checkpoints(whole / "checkpoints") as checkpoints:
-        assert checkpoints.steps == (4, 8, 12)
+    assert checkpoint_steps(whole / "checkpoints") == (4, 8, 12)

@@ -12,10 +12,9 @@ from faults import toy_run
 from rampup import Config
 from rampup.errors import DataError, ResumeMismatchError
 from rampup.lm import train as lm
-from rampup.run import fingerprint
+from rampup.run.data import files
 from rampup.run.data.batches import step_batches
-from rampup.run.data.files import open_sources
-from rampup.run.data.fingerprint import fingerprints
+from rampup.run.data.files import fingerprints, open_sources
 from rampup.run.data.sources import files_of
 from rampup.run.loop import Loop
 
@@ -108,7 +107,7 @@ def test_rows_that_fail_only_together_are_an_error_too():
 def test_a_source_that_gives_another_number_of_rows_is_refused(given):
     """Too few or too many rows are never taken for the batch."""
     mesh, plan, _ = toy_run.parts()
-    with pytest.raises(DataError, match=r"16 rows were asked for, from shard 0 row 0 on"):
+    with pytest.raises(DataError, match=r"16 rows were requested, from shard 0 row 0 on"):
         next(step_batches(Rows(read=lambda rows: np.zeros((given, 3))), plan, mesh))
 
 
@@ -235,8 +234,8 @@ AT_START = {
     harm_truncated: r"1\.bin cannot be read as tokens: 4,001 bytes",
     harm_header: r"2\.npy cannot be read as tokens",
     harm_npy: r"2\.npy cannot be read as tokens",
-    harm_link: r"1\.bin, which is a link to nothing",
-    harm_pipe: r"1\.bin, which is no regular file",
+    harm_link: r"1\.bin, which is a broken link",
+    harm_pipe: r"1\.bin, which is not a regular file",
 }
 ON_RESUME = {
     harm_missing: r"1\.bin: 8000 bytes, SHA-256 \w+ in the checkpoint, no such file here",
@@ -262,9 +261,9 @@ def test_a_checkpoint_says_what_the_data_were(tmp_path, tokens, monkeypatch):
     class Recorded(Loop):
         """A loop that does not train."""
 
-        def run(self, state):  # noqa: ARG002 - as in the base class
-            """Note what a checkpoint would hold."""
-            records.append(self.record["data"])
+        def train(self, state, start):  # noqa: ARG002 - as in the base class
+            """Note what a checkpoint would contain."""
+            records.append(self.checkpoints.identity["data"])
 
     monkeypatch.setattr(lm, "Loop", Recorded)
     lm.train(config(tmp_path))
@@ -283,10 +282,10 @@ def test_every_change_of_the_data_is_named(tmp_path, tokens, harm):
         rows, _ = open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
         return {"data": fingerprints(files_of(rows))}
 
-    toy_run.run(tmp_path / "run", record=content())
+    toy_run.run(tmp_path / "run", identity=content())
     harm(tokens)
     with pytest.raises(ResumeMismatchError, match=ON_RESUME[harm]):
-        toy_run.run(tmp_path / "run", record=content())
+        toy_run.run(tmp_path / "run", identity=content())
 
 
 def test_a_file_cut_short_while_it_is_read_is_no_crash(tokens):
@@ -294,7 +293,7 @@ def test_a_file_cut_short_while_it_is_read_is_no_crash(tokens):
     rows, _ = open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
     os.truncate(tokens / "0.bin", 4000)
     assert rows.read(np.arange(100))["tokens"].shape == (100, 17)
-    with pytest.raises(DataError, match=r"0\.bin from token 3,200 \(row 200\): .*0\.bin ends at byte 4,000: it was cut short"):
+    with pytest.raises(DataError, match=r"0\.bin from token 3,200 \(row 200\): .*0\.bin ends at byte 4,000: it was truncated"):
         rows.read(np.array([100, 200]))
 
 
@@ -317,8 +316,8 @@ def test_unreadable_text_is_named(tmp_path):
 
 def test_large_files_are_known_by_their_blocks(tmp_path, monkeypatch):
     """Of a file that is too large to be read whole, size, first, last and evenly spread blocks count."""
-    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 1000)
-    monkeypatch.setattr(fingerprint, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(files, "FULL_HASH_BYTES", 1000)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 10)
     path = tmp_path / "large"
     content = bytearray(np.random.default_rng(0).bytes(100_000))
     path.write_bytes(content)

@@ -10,7 +10,8 @@ from faults import toy_run
 from rampup.cli import main
 from rampup.errors import NonFiniteError, StorageError
 from rampup.lm import train as lm
-from rampup.run.checksums import damage
+from rampup.run.checkpoint import damage
+from rampup.run.events import StepDone, StorageFailed
 from rampup.run.run_folder import StepLog, read_lines
 
 
@@ -43,16 +44,15 @@ class Filler:
     """A list of events that fills the disk at one step and frees it at another."""
 
     def __init__(self, folder, full_at, free_at):
-        self.folder, self.full_at, self.free_at, self.told = folder, full_at, free_at, []
+        self.folder, self.full_at, self.free_at, self.problems = folder, full_at, free_at, []
 
     def append(self, event):
         """Take an event."""
-        name, values = event
-        if name == "storage":
-            self.told.append(values["problem"])
-        if name == "step" and values["step"] == self.full_at:
+        if isinstance(event, StorageFailed):
+            self.problems.append(event.problem)
+        if isinstance(event, StepDone) and event.step == self.full_at:
             fill(self.folder)
-        if name == "step" and values["step"] == self.free_at:
+        if isinstance(event, StepDone) and event.step == self.free_at:
             (self.folder / "filler").unlink()
 
 
@@ -67,7 +67,7 @@ def whole(tmp_path_factory):
 def test_the_run_stops_and_can_go_on(small_disk, whole):
     """By default the run stops, says what it could not write, keeps its checkpoint, and goes on when there is room."""
     with pytest.raises(StorageError, match=r"No space left|RESOURCE_EXHAUSTED|ENOSPC"):
-        toy_run.run(small_disk, events=Filler(small_disk, 4, None), async_checkpoints=False)
+        toy_run.run(small_disk, events=Filler(small_disk, 4, None), async_checkpointing=False)
     assert damage(small_disk / "checkpoints" / "4") is None
     (small_disk / "filler").unlink()
     summary, _ = toy_run.run(small_disk)
@@ -78,8 +78,8 @@ def test_the_run_stops_and_can_go_on(small_disk, whole):
 def test_the_run_goes_on_as_configured(small_disk, whole):
     """With `continue` it says so, trains on, and writes metrics and checkpoints again as soon as there is room."""
     events = Filler(small_disk, 4, 8)
-    summary, _ = toy_run.run(small_disk, events=events, on_checkpoint_error="continue", async_checkpoints=False)
-    assert events.told
+    summary, _ = toy_run.run(small_disk, events=events, on_checkpoint_error="continue", async_checkpointing=False)
+    assert events.problems
     assert summary.steps == 12
     assert damage(small_disk / "checkpoints" / "4") is None
     assert damage(small_disk / "checkpoints" / "12") is None
@@ -115,7 +115,7 @@ def test_a_full_disk_at_the_start_is_refused(small_disk):
 def test_the_command_line_says_it_in_a_sentence(capsys, monkeypatch, error):
     """What ends a run that was configured well is exit code 1, a sentence and the error as JSON, without a traceback."""
 
-    def fail(config, progress):
+    def fail(config, on_event):
         raise error
 
     monkeypatch.setattr(lm, "train", fail)

@@ -12,6 +12,7 @@ from helpers import toy
 
 from rampup.errors import NonFiniteError
 from rampup.run.data.batches import step_batches
+from rampup.run.events import StepDone, StepSkipped
 from rampup.run.step import create_state, train_step, tree_where
 
 ENGINES = ("fused", "multi_steps")
@@ -120,12 +121,8 @@ def test_single_bad_steps_do_not_stop_a_run(tmp_path, engine):
     assert summary.steps == toy_run.STEPS == len(lines)
     assert [line["step"] for line in lines if line.get("skipped")] == [3, 4, 6, 7]
     assert [line["loss"] for line in lines if line.get("skipped")] == [None] * 4
-    assert [values for event, values in events if event == "skip"] == [
-        {"step": 3, "in_a_row": 1},
-        {"step": 4, "in_a_row": 2},
-        {"step": 6, "in_a_row": 1},
-        {"step": 7, "in_a_row": 2},
-    ]
+    skipped = [(event.step, event.in_a_row) for event in events if isinstance(event, StepSkipped)]
+    assert skipped == [(3, 1), (4, 2), (6, 1), (7, 2)]
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state.params))
 
 
@@ -133,7 +130,7 @@ def test_single_bad_steps_do_not_stop_a_run(tmp_path, engine):
 def test_too_many_in_a_row_stop_the_run(tmp_path, engine):
     """The steps, their samples and rows are named; the last good checkpoint stays, and a resume comes to the same end."""
     source = toy_run.rows({row_in(step): np.nan for step in (6, 7, 8)})
-    options = {"source": source, "engine": engine, "skip_nonfinite": 3, "rows_of": lambda step: [f"row of {step}"] * 5}
+    options = {"source": source, "engine": engine, "skip_nonfinite": 3, "describe_rows": lambda step: [f"row of {step}"] * 5}
     for _ in range(2):
         with pytest.raises(NonFiniteError, match="step 6, 7, 8 was not finite, 3 in a row: skip_nonfinite=3") as caught:
             toy_run.run(tmp_path, **options)
@@ -168,8 +165,8 @@ def test_a_resume_in_between_is_exact(tmp_path, engine):
     class FailingError(Exception):
         """Ends the first process."""
 
-    def fail(event, values):
-        if event == "step" and values["step"] == 7:
+    def fail(event):
+        if isinstance(event, StepDone) and event.step == 7:
             raise FailingError
 
     class Events(list):
@@ -177,7 +174,7 @@ def test_a_resume_in_between_is_exact(tmp_path, engine):
 
         def append(self, event):
             """Take an event."""
-            fail(*event)
+            fail(event)
 
     with pytest.raises(FailingError):
         toy_run.run(tmp_path / "cut", source=source, engine=engine, skip_nonfinite=2, events=Events())

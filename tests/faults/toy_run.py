@@ -9,8 +9,10 @@ import numpy as np
 import optax
 from helpers import toy
 
+from rampup.run.checkpoint import CheckpointOptions
 from rampup.run.data.batches import step_batches
 from rampup.run.loop import Loop
+from rampup.run.metrics import MetricOptions
 from rampup.run.step import create_state, train_step
 
 STEPS = 12
@@ -46,7 +48,7 @@ def run(folder, *, source=None, engine="fused", events=None, skips=True, mesh="o
     source = rows() if source is None else source
     last = {}
 
-    def to_checkpoint(state):
+    def to_saved(state):
         last["state"] = jax.device_get(state)
         return state
 
@@ -54,11 +56,16 @@ def run(folder, *, source=None, engine="fused", events=None, skips=True, mesh="o
         plan=plan,
         step=step,
         batches=lambda start: step_batches(source, plan, mesh, start=start, chunk_size=CHUNK_SIZE[engine]),
-        learning_rate=lambda step: 0.01,
         folder=folder,
-        tokens_per_sample=10,
-        **{"record": {"who": "toy"}, "checkpoint_period": 4, "to_checkpoint": to_checkpoint} | options,
-        progress=lambda event, values: None if events is None else events.append((event, dict(values))),
+        metrics=MetricOptions(
+            learning_rate=lambda step: 0.01,
+            tokens_per_sample=10,
+            **{name: options.pop(name) for name in ("skip_nonfinite", "describe_rows") if name in options},
+        ),
+        checkpoints=CheckpointOptions(
+            **{"identity": {"who": "toy"}, "checkpoint_period": 4, "to_saved": to_saved} | options,
+        ),
+        on_event=lambda event: None if events is None else events.append(event),
     )
     return loop.run(create_state(toy.new_params(mesh), step.tx, mesh)), last.get("state")
 

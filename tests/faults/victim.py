@@ -53,27 +53,27 @@ def run(settings, folder, pause, devices):
     from rampup import Config
     from rampup.errors import RampupError
     from rampup.lm import train as lm
+    from rampup.run.events import CheckpointDamaged, RunStarted, StepSkipped, StorageFailed
 
-    inner = lm.step_batches
+    inner = lm.BatchLoader.batches
 
-    def watched(*arguments, **options):
+    def watched(*arguments):
         with open(folder / ROWS_FILE, "a", buffering=1) as file:
-            for batch in inner(*arguments, **options):
+            for batch in inner(*arguments):
                 held = jax.device_get(batch.chunks)
                 content = hashlib.sha256(b"".join(leaf.tobytes() for leaf in jax.tree.leaves(held))).hexdigest()
                 file.write(json.dumps({"step": batch.position.step, "rows": content}) + "\n")
                 time.sleep(pause)
                 yield batch
 
-    lm.step_batches = watched
+    lm.BatchLoader.batches = watched
     events = []
     try:
-        summary = lm.train(Config(**(SETTINGS | settings)), lambda event, values: events.append((event, str(values)[:500])))
+        summary = lm.train(Config(**(SETTINGS | settings)), events.append)
     except RampupError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
         sys.exit(2)
     finally:
-        print(
-            *(event for event in events if event[0] in ("start", "damaged_checkpoint", "storage", "skip")), sep="\n", flush=True
-        )
+        kinds = (RunStarted, CheckpointDamaged, StorageFailed, StepSkipped)
+        print(*(str(event)[:500] for event in events if isinstance(event, kinds)), sep="\n", flush=True)
     sys.exit(130 if summary.interrupted else 0)

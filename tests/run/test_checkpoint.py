@@ -8,20 +8,20 @@ from helpers import toy
 
 from rampup.errors import ResumeMismatchError
 from rampup.run import checkpoint
-from rampup.run.checkpoint import Checkpoints
+from rampup.run.checkpoint import CHECKSUMS_FILE, Checkpoints, damage, find_checkpoint, write_checksums
 from rampup.run.data.batches import step_batches
 from rampup.run.step import create_state, train_step
 
 
 def assert_equal(a, b):
-    """Assert that two states are the same, bit for bit, and lie on the devices in the same way."""
+    """Assert that two states are the same, bit for bit, and have the same shardings."""
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
     assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y.sharding, a, b)))
 
 
 @pytest.mark.parametrize("name", ["one", "data_fsdp_tensor"])
-def test_what_is_saved_is_the_state_at_that_moment(tmp_path, name):
-    """A checkpoint written in the background while training goes on holds the state of its own step."""
+def test_save_keeps_the_state_of_its_own_step(tmp_path, name):
+    """A checkpoint written in the background while training continues has the state of its own step."""
     mesh = toy.mesh_of(name)
     plan, tx = toy.plan_for(mesh, steps=6), optax.adamw(1e-2)
     step = train_step(toy.loss_fn, tx, plan, mesh)
@@ -35,19 +35,20 @@ def test_what_is_saved_is_the_state_at_that_moment(tmp_path, name):
             checkpoints.save(done, state, {"a": 1})
         checkpoints.wait()
         fresh = create_state(toy.new_params(mesh), tx, mesh)
-        restored, found = checkpoints.restore(fresh, lambda record: None)
-    assert found == 6
+        saved = find_checkpoint(tmp_path)
+        restored = checkpoints.restore(saved, fresh)
+    assert (saved.step, saved.record["a"]) == (6, 1)
     assert_equal(restored, state)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), kept[6])
 
 
-def test_only_the_newest_are_kept(tmp_path):
+def test_save_keeps_only_the_newest(tmp_path):
     """Older checkpoints are deleted beyond the number to keep, and saving a step twice is no error."""
     mesh = toy.mesh_of("one")
     state = create_state(toy.new_params(mesh), optax.sgd(0.1), mesh)
-    with Checkpoints(tmp_path, keep=2, asynchronous=False) as checkpoints:
+    with Checkpoints(tmp_path, max_to_keep=2, async_checkpointing=False) as checkpoints:
         assert checkpoints.latest is None
-        assert checkpoints.restore(state, lambda record: None) is None
+        assert find_checkpoint(tmp_path) is None
         for step in (1, 2, 3, 3):
             checkpoints.save(step, state, {})
         checkpoints.wait()
@@ -55,18 +56,49 @@ def test_only_the_newest_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
 
 
-def test_a_record_that_does_not_fit_is_refused(tmp_path, monkeypatch):
-    """What `check` says of the record reaches the caller, and a record of another format is refused."""
+def test_find_checkpoint_refuses_a_record_of_another_format(tmp_path, monkeypatch):
+    """A checkpoint of another version of rampup is refused with both numbers."""
     mesh = toy.mesh_of("one")
     state = create_state(toy.new_params(mesh), optax.sgd(0.1), mesh)
-
-    def refuse(record):
-        raise ResumeMismatchError(f"{record['step']} {record['who']}")
-
-    with Checkpoints(tmp_path, asynchronous=False) as checkpoints:
+    with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
         checkpoints.save(4, state, {"who": "me"})
-        with pytest.raises(ResumeMismatchError, match="4 me"):
-            checkpoints.restore(state, refuse)
-        monkeypatch.setattr(checkpoint, "RECORD_VERSION", 99)
-        with pytest.raises(ResumeMismatchError, match="format 1, this is format 99"):
-            checkpoints.restore(state, lambda record: None)
+    assert find_checkpoint(tmp_path).record == {"version": 1, "step": 4, "who": "me"}
+    monkeypatch.setattr(checkpoint, "RECORD_VERSION", 99)
+    with pytest.raises(ResumeMismatchError, match="format 1, this is format 99"):
+        find_checkpoint(tmp_path)
+
+
+def test_restore_refuses_a_state_of_another_structure(tmp_path):
+    """The state of another optimizer does not fit."""
+    mesh = toy.mesh_of("one")
+    with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
+        checkpoints.save(4, create_state(toy.new_params(mesh), optax.sgd(0.1), mesh), {})
+        with pytest.raises(ResumeMismatchError, match="not of this model and optimizer"):
+            checkpoints.restore(find_checkpoint(tmp_path), create_state(toy.new_params(mesh), optax.adamw(0.1), mesh))
+
+
+def test_damage_ignores_files_that_are_written_later(tmp_path):
+    """Files that Orbax completes after the checksums do not count at the top level, and the same names deeper down do."""
+    (tmp_path / "state").mkdir()
+    for name in ("a", "state/b", "_CHECKPOINT_METADATA", "state/commit_success.txt"):
+        (tmp_path / name).write_text(name)
+    write_checksums(tmp_path)
+    (tmp_path / "commit_success.txt").write_text("x")
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("other")
+    assert damage(tmp_path) is None
+    (tmp_path / "state" / "commit_success.txt").write_text("other")
+    assert damage(tmp_path) == "state/commit_success.txt has 5 bytes, not 24"
+
+
+def test_damage_names_each_kind_of_damage(tmp_path):
+    """Missing, shorter, changed, unreadable, and no checksums at all."""
+    (tmp_path / "a").write_text("one")
+    write_checksums(tmp_path)
+    (tmp_path / "a").write_text("two")
+    assert damage(tmp_path) == "a was changed after it was written: its SHA-256 differs"
+    (tmp_path / "a").unlink()
+    assert damage(tmp_path) == "a is missing"
+    (tmp_path / "a").mkdir()
+    assert damage(tmp_path).startswith("a cannot be read: ")
+    (tmp_path / CHECKSUMS_FILE).unlink()
+    assert damage(tmp_path) == f"{CHECKSUMS_FILE} is missing"

@@ -9,36 +9,26 @@ import pytest
 from helpers import toy
 
 from rampup.errors import ResumeMismatchError
+from rampup.run.checkpoint import CheckpointOptions
 from rampup.run.data.batches import step_batches
-from rampup.run.loop import Loop, stop_requests
+from rampup.run.events import CheckpointSaved, Evaluated, PhaseStarted, RunStarted, RunStopped, StepDone
+from rampup.run.loop import EvalOptions, Loop, stop_requests
+from rampup.run.metrics import MetricOptions
 from rampup.run.step import create_state, train_step
 
 STEPS = 12
 
 
-class Recorder:
-    """A source that remembers which rows were read."""
-
-    def __init__(self):
-        self.rows = toy.rows()
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, row):
-        return self.rows[row]
-
-
 @pytest.fixture(scope="module")
 def parts():
-    """Return mesh, plan and a compiled step, shared by all runs."""
+    """Mesh, plan and a compiled step, shared by all runs."""
     mesh = toy.mesh_of("data")
     plan = toy.plan_for(mesh, steps=STEPS)
     return mesh, plan, train_step(toy.loss_fn, optax.adamw(1e-2), plan, mesh, seed=3)
 
 
-def run(parts, folder, *, stop_after=None, events=None, record=None, **options):
-    """Run or resume in a folder; `stop_after` sends this process a signal when that step's metrics are out."""
+def run(parts, folder, *, stop_after=None, events=None, identity=None, checkpoint_period=5, **options):
+    """Run or resume in a folder; `stop_after` sends this process a signal when that step's metrics are written."""
     mesh, plan, step = parts
     ids = []
 
@@ -48,22 +38,20 @@ def run(parts, folder, *, stop_after=None, events=None, record=None, **options):
             ids.append((batch.position.step, held.ravel().tolist()))
             yield batch
 
-    def progress(event, values):
+    def on_event(event):
         if events is not None:
-            events.append((event, dict(values)))
-        if event == "step" and values["step"] == stop_after:
+            events.append(event)
+        if isinstance(event, StepDone) and event.step == stop_after:
             signal.raise_signal(signal.SIGTERM)
 
     loop = Loop(
         plan=plan,
         step=step,
         batches=batches,
-        learning_rate=lambda step: 0.01,
         folder=folder,
-        tokens_per_sample=10,
-        record=record or {"who": "toy"},
-        checkpoint_period=5,
-        progress=progress,
+        metrics=MetricOptions(learning_rate=lambda step: 0.01, tokens_per_sample=10),
+        checkpoints=CheckpointOptions(checkpoint_period=checkpoint_period, identity=identity or {"who": "toy"}),
+        on_event=on_event,
         **options,
     )
     summary = loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
@@ -71,21 +59,21 @@ def run(parts, folder, *, stop_after=None, events=None, record=None, **options):
 
 
 def lines(folder):
-    """Return what metrics.jsonl says of every step, without the times."""
+    """Return every line of metrics.jsonl, without the times."""
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: line[name] for name in line if name not in ("step_seconds", "tokens_per_second")} for line in found]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(parts, tmp_path_factory):
-    """The metrics and rows of a run that nothing disturbs."""
+    """The metrics and rows of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     _, ids = run(parts, folder)
     return lines(folder), dict(ids)
 
 
-def test_metrics_are_the_contract(parts, tmp_path):
-    """Every step stands once in metrics.jsonl, with the names and values that are promised."""
+def test_loop_writes_the_promised_metrics(parts, tmp_path):
+    """Every step is in metrics.jsonl once, with the names and values that are promised."""
     summary, _ = run(parts, tmp_path)
     found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     plan = parts[1]
@@ -112,7 +100,7 @@ def test_metrics_are_the_contract(parts, tmp_path):
 
 
 @pytest.mark.parametrize("stop_after", range(STEPS - 3))
-def test_stopped_anywhere_a_run_goes_on_bit_for_bit(parts, tmp_path, uninterrupted, stop_after):
+def test_loop_resumes_bit_for_bit_after_any_step(parts, tmp_path, uninterrupted, stop_after):
     """Stopped after any step and started again, every row and every loss is that of the uninterrupted run."""
     first, ids = run(parts, tmp_path, stop_after=stop_after)
     assert first.interrupted
@@ -125,62 +113,55 @@ def test_stopped_anywhere_a_run_goes_on_bit_for_bit(parts, tmp_path, uninterrupt
     assert [step for step, _ in more] == list(range(first.steps, STEPS))
 
 
-def test_a_finished_run_does_nothing(parts, tmp_path):
-    """Started again, a finished run trains nothing and says the same."""
+def test_loop_does_nothing_for_a_finished_run(parts, tmp_path):
+    """Started again, a finished run trains nothing and returns the same summary."""
     first, _ = run(parts, tmp_path)
     events = []
     second, ids = run(parts, tmp_path, events=events)
     assert ids == []
     assert (second.steps, second.first_loss, second.final_loss) == (first.steps, first.first_loss, first.final_loss)
-    assert [event for event, _ in events] == ["start", "stop"]
+    assert [type(event) for event in events] == [RunStarted, RunStopped]
 
 
-def test_events(parts, tmp_path):
+def test_loop_reports_events(parts, tmp_path):
     """Start, each phase once before its first step, every step, evaluations, checkpoints and stop are reported."""
     events = []
-    run(parts, tmp_path, events=events, evaluate=lambda state: {"eval_loss": 1.5}, eval_interval=6)
-    names = [event for event, _ in events]
-    assert names[0] == "start"
-    assert names[-1] == "stop"
-    assert [values["phase"] for event, values in events if event == "phase"] == [0, 1, 2]
-    assert [values["step"] for event, values in events if event == "step"] == list(range(STEPS))
-    assert [values["step"] for event, values in events if event == "checkpoint"] == [5, 10, 12]
-    assert [values["step"] for event, values in events if event == "eval"] == [5, 11]
+    evaluation = EvalOptions(evaluate=lambda state: {"eval_loss": 1.5}, eval_interval=6)
+    run(parts, tmp_path, events=events, evaluation=evaluation)
+    assert events[0] == RunStarted(step=0, folder=tmp_path)
+    assert events[-1] == RunStopped(steps=STEPS, interrupted=False)
+
+    def values(kind, name):
+        return [getattr(event, name) for event in events if isinstance(event, kind)]
+
+    assert values(PhaseStarted, "phase") == [0, 1, 2]
+    assert values(PhaseStarted, "step") == [phase.start_step for phase in parts[1].ramp.phases]
+    assert values(StepDone, "step") == list(range(STEPS))
+    assert values(CheckpointSaved, "steps") == [5, 10, 12]
+    assert values(Evaluated, "step") == [5, 11]
     evals = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
     assert evals == [{"step": 5, "eval_loss": 1.5}, {"step": 11, "eval_loss": 1.5}]
 
 
-def test_without_checkpoints_nothing_is_kept(parts, tmp_path):
+def test_loop_without_checkpoints_starts_over(parts, tmp_path):
     """A run without checkpoints starts from the beginning again, and its metrics with it."""
-    options = {"checkpoint_period": None}
-    mesh, plan, step = parts
-    loop = Loop(
-        plan=plan,
-        step=step,
-        batches=lambda start: step_batches(toy.rows(), plan, mesh, seed=5, start=start),
-        learning_rate=lambda step: 0.01,
-        folder=tmp_path,
-        tokens_per_sample=10,
-        record={},
-        **options,
-    )
     for _ in range(2):
-        summary = loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+        summary, _ = run(parts, tmp_path, checkpoint_period=None)
         assert (summary.resumed_from, summary.checkpoint) == (0, None)
         assert len(lines(tmp_path)) == STEPS
 
 
-def test_another_runs_checkpoint_is_refused(parts, tmp_path):
+def test_loop_refuses_the_checkpoint_of_another_run(parts, tmp_path):
     """A checkpoint of a run with other keys is refused with a table of both values, and nothing is lost."""
     run(parts, tmp_path, stop_after=4)
     before = lines(tmp_path)
     with pytest.raises(ResumeMismatchError, match="who: 'toy' in the checkpoint, 'other' here") as caught:
-        run(parts, tmp_path, record={"who": "other"})
+        run(parts, tmp_path, identity={"who": "other"})
     assert caught.value.key == "who"
     assert lines(tmp_path) == before
 
 
-def test_another_ramp_is_refused(parts, tmp_path):
+def test_loop_refuses_the_checkpoint_of_another_ramp(parts, tmp_path):
     """A checkpoint of another ramp is refused."""
     run(parts, tmp_path, stop_after=4)
     mesh, _, _ = parts
@@ -190,7 +171,7 @@ def test_another_ramp_is_refused(parts, tmp_path):
         run(other, tmp_path)
 
 
-def test_non_finite_losses_are_null(parts, tmp_path):
+def test_loop_writes_null_for_losses_that_are_not_finite(parts, tmp_path):
     """metrics.jsonl stays JSON when a loss is not finite."""
     mesh, plan, _ = parts
     step = train_step(lambda p, b, r: (p["in"].sum() * np.nan, 1.0, {}), optax.sgd(0.1), plan, mesh)
@@ -198,8 +179,8 @@ def test_non_finite_losses_are_null(parts, tmp_path):
     assert lines(tmp_path)[0]["loss"] is None
 
 
-def test_the_second_signal_acts_as_usual():
-    """The first Ctrl-C asks for a stop, the second interrupts, and afterwards everything is as before."""
+def test_stop_requests_handle_only_the_first_signal():
+    """The first Ctrl-C requests a stop, the second interrupts, and afterwards everything is as before."""
     before = signal.getsignal(signal.SIGINT)
     with stop_requests() as stop:
         assert not stop()

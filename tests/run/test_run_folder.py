@@ -8,8 +8,8 @@ from rampup.errors import ConfigError
 from rampup.run.run_folder import StepLog, read_lines, run_folder
 
 
-def test_lines_are_cut_back_to_the_step_that_is_restored(tmp_path):
-    """Lines of the restored step and later, and a line that a crash tore, are gone; the rest stay."""
+def test_step_log_removes_lines_from_the_restored_step_on(tmp_path):
+    """Lines of the restored step and later, and a line that a crash left incomplete, are removed; the rest stay."""
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps({"step": step, "loss": step}) + "\n" for step in range(5)) + '{"step": 5, "lo')
     log = StepLog(path, keep_below=3)
@@ -20,7 +20,7 @@ def test_lines_are_cut_back_to_the_step_that_is_restored(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_each_line_is_flushed(tmp_path):
+def test_step_log_flushes_each_line(tmp_path):
     """A line can be read as soon as it is written."""
     log = StepLog(tmp_path / "metrics.jsonl", keep_below=0)
     log.write({"step": 0})
@@ -28,16 +28,16 @@ def test_each_line_is_flushed(tmp_path):
     log.close()
 
 
-def test_a_name_is_a_folder_and_no_name_is_a_new_one(tmp_path):
+def test_run_folder_of_a_name_is_found_again(tmp_path):
     """A named run's folder is found again; runs without a name never share one."""
     assert run_folder(str(tmp_path), "mine") == run_folder(str(tmp_path), "mine") == tmp_path / "mine"
     assert len({run_folder(str(tmp_path / "deep" / "er"), "") for _ in range(3)}) == 3
 
 
-def test_folders_that_cannot_be_made_are_refused(tmp_path):
+def test_run_folder_refuses_what_cannot_be_created(tmp_path):
     """A file in the way is an error that names the key."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="exists and is no folder") as caught:
+    with pytest.raises(ConfigError, match="exists and is not a folder") as caught:
         run_folder(str(tmp_path), "file")
     assert caught.value.key == "run_name"
     with pytest.raises(ConfigError, match="cannot make the folder") as caught:

@@ -4,25 +4,28 @@ import io
 import itertools
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from rampup import Config, build_plan
+from rampup.run import events
 from rampup.show.progress import TrainProgress
 
 PLAN = build_plan(Config(enable_rampup_batch_size=True, steps=60, global_rampup_samples=100), 1)
 
 
-def events():
+def run_events():
     """Yield the events of a run, as the loop reports them."""
-    yield "plan", {"plan": PLAN, "folder": "runs/x", "devices": [SimpleNamespace(device_kind="cpu")], "num_parameters": 1234}
-    yield "start", {"step": 0, "folder": "runs/x"}
+    devices = [SimpleNamespace(device_kind="cpu")]
+    yield events.RunPlanned(plan=PLAN, folder=Path("runs/x"), devices=devices, num_parameters=1234)
+    yield events.RunStarted(step=0, folder=Path("runs/x"))
     phase = None
     for step in range(60):
         position = PLAN.position(step)
-        values = {
+        metrics = {
             "step": step,
             "consumed_samples": position.consumed_samples + position.split.global_batch_size,
             "phase": position.phase.index,
@@ -32,19 +35,19 @@ def events():
         }
         if phase != position.phase.index:
             phase = position.phase.index
-            yield "phase", values
-        yield "step", values
-    yield "eval", {"step": 59, "eval_loss": 4.5}
-    yield "checkpoint", {"step": 60}
-    yield "stop", {"step": 60, "interrupted": True}
+            yield events.PhaseStarted(step=step, phase=phase)
+        yield events.StepDone(step=step, metrics=metrics)
+    yield events.Evaluated(step=59, metrics={"step": 59, "eval_loss": 4.5})
+    yield events.CheckpointSaved(steps=60)
+    yield events.RunStopped(steps=60, interrupted=True)
 
 
 def shown(**options):
     """Return what is printed of the events above."""
     console = Console(file=io.StringIO(), width=120, highlight=False, **options.pop("console", {}))
     progress = TrainProgress(console, log_period=20, **options)
-    for event, values in events():
-        progress(event, values)
+    for event in run_events():
+        progress(event)
     progress.close()
     return console.file.getvalue()
 
@@ -58,7 +61,7 @@ def test_lines_without_a_terminal():
     assert [f"step {step}, " in text for step in (0, 1, 20, 40)] == [True, False, True, True]
     assert "loss not finite" in text
     assert "evaluation after step 59: loss 4.500" in text
-    assert "stopped after 60 steps; the same command goes on from there" in text
+    assert "stopped after 60 steps; the same command resumes from there" in text
     assert "0:00 left" in text
 
 
@@ -78,10 +81,9 @@ def test_resumed_and_finished_runs_say_so():
     """A resumed run says where it goes on; a finished one that there is nothing to do."""
     console = Console(file=io.StringIO(), width=120)
     progress = TrainProgress(console)
-    (name, plan), *_ = events()
-    progress(name, plan)
-    progress("start", {"step": 30, "folder": "runs/x"})
-    progress("start", {"step": 60, "folder": "runs/x"})
+    progress(next(run_events()))
+    progress(events.RunStarted(step=30, folder=Path("runs/x")))
+    progress(events.RunStarted(step=60, folder=Path("runs/x")))
     progress.close()
     assert "resumed after step 29" in console.file.getvalue()
     assert "the run in runs/x is finished: nothing to do" in console.file.getvalue()
@@ -93,8 +95,8 @@ def test_time_left_counts_samples_and_not_steps(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     console = Console(file=io.StringIO(), width=120, highlight=False)
     progress = TrainProgress(console, log_period=1)
-    for event, values in events():
-        progress(event, values)
+    for event in run_events():
+        progress(event)
     lines = {line.partition(",")[0]: line for line in console.file.getvalue().splitlines()}
     assert lines["step 8"].endswith("36 samples, 3:11 left")  # 764 samples at 4 a second, and not 51 steps at one a second
     assert lines["step 39"].endswith("480 samples, 0:20 left")

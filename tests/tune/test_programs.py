@@ -7,7 +7,7 @@ import pytest
 from helpers.tiny import TINY_MODEL
 
 from rampup import Config, build_plan
-from rampup.lm.train import initial_state, state_shapes, training_step
+from rampup.lm.train import TrainSetup
 from rampup.plan.pipeline import predicted_time
 from rampup.plan.timetable import num_ticks
 from rampup.run.mesh import make_mesh
@@ -37,9 +37,8 @@ def test_state_shapes_match_the_initial_state(axes, opt_type):
     """Shapes, types and shardings equal those of the arrays that training starts from."""
     settings = config(**axes, opt_type=opt_type, batch_size_schedule="0:16", base_num_query_heads=2, base_num_decoder_layers=2)
     plan = build_plan(settings, 8)
-    mesh = make_mesh(plan.axes)
-    tx = training_step(settings, plan, mesh).tx
-    state, shapes = initial_state(settings, plan, mesh, tx), state_shapes(settings, mesh, tx)
+    setup = TrainSetup.from_config(settings, plan, make_mesh(plan.axes))
+    state, shapes = setup.initial_state(), setup.state_shapes()
 
     def same(real, shape):
         placed = real.sharding.is_equivalent_to(shape.sharding, real.ndim)

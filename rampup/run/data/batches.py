@@ -1,16 +1,17 @@
 """Batches by step number: element i of the dataset is the batch of optimizer step i.
 
-So prefetching crosses steps, resuming is an index, and the rows of a step do not depend on the number of hosts.
-Shape suffixes: n microbatches of this step, K microbatches of a chunk, R rows of one microbatch over all replicas.
+Prefetching therefore crosses steps, resuming is an index, and the rows of a step do not depend on the number of hosts.
+
+Shape suffixes: n microbatches of a step, K microbatches of a chunk, R rows of one microbatch over all replicas, S samples of a
+step that this process reads.
 """
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import grain
@@ -21,12 +22,60 @@ from jax.sharding import Mesh, NamedSharding
 from rampup.errors import DataError
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
-from rampup.run.data.buffer import BufferLayout, buffer_layout
 from rampup.run.data.loading import Loading
 from rampup.run.data.sources import RowSource, as_source, read_rows
 from rampup.run.mesh import batch_sharding, process_rows
 
+# Steps whose rows are on the devices before they are used.
 AHEAD_ON_DEVICE = 2
+MAX_CHUNKS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferLayout:
+    """The shape of a compiled step's input, the same in every phase with the same microbatch size.
+
+    The buffer is a fixed number of chunks of microbatches. A step with few microbatches fills only the first chunks. The
+    others are one chunk of zeros that stays on the devices, so an early phase transfers its own rows and not a buffer as large
+    as the last phase's batch.
+
+    Attributes:
+        rows: R, rows of one microbatch over all replicas (data_parallel_size * microbatch_size).
+        chunk_size: K, microbatches of one chunk.
+        num_chunks: chunks in the buffer.
+    """
+
+    rows: int
+    chunk_size: int
+    num_chunks: int
+
+    def chunks_for(self, num_microbatches: int) -> int:
+        """Return the number of chunks that a step of `num_microbatches` fills."""
+        return -(-num_microbatches // self.chunk_size)
+
+
+def buffer_layout(split: BatchSplit, max_microbatches: int, *, chunk_size: int | None = None) -> BufferLayout:
+    """Return the layout for every step of up to `max_microbatches` microbatches of the size of `split`.
+
+    Args:
+        split: gives the rows of a microbatch.
+        max_microbatches: the largest number of microbatches of any step.
+        chunk_size: microbatches of a chunk; None = as many as make at most `MAX_CHUNKS` chunks.
+
+    Example:
+        >>> split = BatchSplit(global_batch_size=8, data_parallel_size=2, accumulation_steps=2,
+        ...     num_pipeline_microbatches=1, microbatch_size=2)
+        >>> buffer_layout(split, 20)
+        BufferLayout(rows=4, chunk_size=3, num_chunks=7)
+    """
+    size = -(-max_microbatches // MAX_CHUNKS) if chunk_size is None else chunk_size
+    rows = split.data_parallel_size * split.microbatch_size
+    return BufferLayout(rows=rows, chunk_size=size, num_chunks=-(-max_microbatches // size))
+
+
+def layout_of(plan: RampPlan, split: BatchSplit, *, chunk_size: int | None = None) -> BufferLayout:
+    """Return the buffer layout of a plan's steps with the microbatch size of `split`; see `buffer_layout`."""
+    return buffer_layout(split, plan.max_microbatches[split.microbatch_size], chunk_size=chunk_size)
 
 
 class Batch(NamedTuple):
@@ -34,7 +83,7 @@ class Batch(NamedTuple):
 
     Attributes:
         position: step, samples before it, phase and split.
-        chunks: the filled chunks of the buffer; arrays (K, R, ...), rows cut over the data and fsdp axes.
+        chunks: the filled chunks of the buffer: arrays (K, R, ...), rows sharded over the data and fsdp axes.
         layout: the buffer's shape.
     """
 
@@ -44,17 +93,17 @@ class Batch(NamedTuple):
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches that hold rows."""
+        """Microbatches that contain rows."""
         return self.position.split.num_microbatches
 
 
 class SampleOrder:
-    """Which row each sample of the run is, over all epochs.
+    """Maps the number of a sample, counted over all epochs, to its row.
 
     Args:
         num_rows: rows of the source.
-        seed: shuffles every epoch anew; None keeps the source's order.
-        num_epochs: passes over the rows; None = as many as it takes.
+        seed: shuffles every epoch in a new order; None keeps the source's order.
+        num_epochs: passes over the rows; None = unlimited.
 
     Raises:
         DataError: no rows, or more than can be shuffled.
@@ -71,7 +120,7 @@ class SampleOrder:
             raise DataError(f"{num_rows:,} rows are more than the 2**32 that can be shuffled; set enable_data_shuffling=false")
         self.num_samples = None if num_epochs is None else num_rows * num_epochs
         self._num_rows = num_rows
-        # Beyond its length, a shuffled range goes on with the order of the next epoch.
+        # Indexed beyond its length, Grain's shuffled range continues with the next epoch in an order of its own.
         self._shuffled = None if seed is None else grain.MapDataset.range(num_rows).shuffle(seed=seed)
 
     def rows(self, samples: Iterable[int]) -> np.ndarray:
@@ -81,7 +130,7 @@ class SampleOrder:
         return np.fromiter((self._shuffled[sample] for sample in samples), np.int64)
 
     def check(self, consumed_samples: int) -> None:
-        """Refuse a run that the data cannot feed.
+        """Check that the epochs contain enough samples for a run.
 
         Raises:
             DataError: with the number of epochs that would be enough.
@@ -97,47 +146,148 @@ class SampleOrder:
             )
 
 
+class StepRows(NamedTuple):
+    """The rows of one optimizer step that this process has read, not yet split into microbatches.
+
+    Attributes:
+        position: the step's position in the plan, looked up once per step.
+        samples: the number of each sample (S,), in the order in which the planned split uses them.
+        rows: a pytree of arrays (S, ...).
+    """
+
+    position: PlanPosition
+    samples: np.ndarray
+    rows: Any
+
+
 class StepDataset(grain.MapDataset[Any]):
-    """A Grain dataset whose element i is this process's part of the batch of optimizer step i, arrays (n, rows, ...).
+    """A Grain dataset whose element i is the `StepRows` of optimizer step i.
 
     Args:
         source: the rows.
-        plan: which samples each step consumes, and how they are cut.
-        order: which row each sample is.
-        mesh: which rows of a microbatch this process holds.
-        loading: which rows it reads, if not just those.
+        plan: decides which samples each step consumes.
+        order: maps samples to rows.
+        mesh: decides which rows of a microbatch this process needs.
+        loading: which rows it reads, if not only its own.
     """
 
     def __init__(
         self, source: RowSource, plan: RampPlan, order: SampleOrder, mesh: Mesh, loading: Loading | None = None
     ) -> None:
         super().__init__()
-        self._source, self._plan, self._order = source, plan, order
-        sizes = {split.microbatch_size * split.data_parallel_size for split in plan.splits}
-        self._local_rows = {rows: (loading or Loading()).rows_to_read(mesh, rows) for rows in sizes}
+        self._source, self._plan, self._order, self._mesh = source, plan, order, mesh
+        self._loading = loading or Loading()
+        self._local_rows: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return self._plan.total_steps
 
     def __getitem__(self, index: Any) -> Any:
-        return self.slice(index) if isinstance(index, slice) else self.read(self._plan.position(index))
+        if isinstance(index, slice):
+            return self.slice(index)
+        position = self._plan.position(index)
+        samples_S = self.samples_of(position, position.split).ravel()
+        return StepRows(position, samples_S, self._read(samples_S))
 
-    def read(self, position: PlanPosition) -> Any:
-        """Return this process's part of a batch, cut as the position says."""
-        local = self._local_rows[position.split.microbatch_size * position.split.data_parallel_size]
-        rows = self._order.rows(local_samples(position, local).tolist())
-        batch = read_rows(self._source, rows)
-        return jax.tree.map(lambda x: x.reshape(position.split.num_microbatches, len(local), *x.shape[1:]), batch)
+    def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
+        """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch)."""
+        num_rows = split.data_parallel_size * split.microbatch_size
+        # Worked out once per microbatch shape: asking a sharding for its indices takes longer than reading a small batch.
+        if num_rows not in self._local_rows:
+            self._local_rows[num_rows] = self._loading.rows_to_read(self._mesh, num_rows)
+        return local_samples(position.consumed_samples, split, self._local_rows[num_rows])
+
+    def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
+        """Return a step's rows as microbatches, arrays (n, rows of a microbatch, ...).
+
+        If `split` is not the planned one, a process among several needs other rows than those that it has read ahead. It
+        reads the missing ones only. A process that needs every row of the batch reads none.
+        """
+        rows, samples_S = step.rows, step.samples
+        if split != step.position.split:
+            wanted_S = self.samples_of(step.position, split).ravel()
+            if len(missing := np.setdiff1d(wanted_S, samples_S)):
+                rows = jax.tree.map(lambda *parts: np.concatenate(parts), rows, self._read(missing))
+                samples_S = np.concatenate([samples_S, missing])
+            if not np.array_equal(wanted_S, samples_S):
+                by_number = np.argsort(samples_S, kind="stable")
+                place_S = by_number[np.searchsorted(samples_S, wanted_S, sorter=by_number)]
+                rows = jax.tree.map(lambda x: x[place_S], rows)
+        return jax.tree.map(lambda x: x.reshape(split.num_microbatches, -1, *x.shape[1:]), rows)
+
+    def _read(self, samples: np.ndarray) -> Any:
+        return read_rows(self._source, self._order.rows(samples.tolist()))
 
 
-def local_samples(position: PlanPosition, local_rows: np.ndarray) -> np.ndarray:
-    """Return the numbers of the samples that fill the given rows of every microbatch of a step, microbatch by microbatch.
+def local_samples(consumed_samples: int, split: BatchSplit, local_rows: np.ndarray) -> np.ndarray:
+    """Return the samples that fill the given rows of every microbatch of a step, shape (n, rows).
 
-    Microbatch i of a step that starts at sample s holds samples s + i*d*b to s + (i+1)*d*b.
+    Microbatch i of a step that starts at sample s contains samples s + i*d*b to s + (i+1)*d*b.
     """
-    split = position.split
-    starts = position.consumed_samples + split.data_parallel_size * split.microbatch_size * np.arange(split.num_microbatches)
-    return (starts[:, None] + local_rows[None, :]).ravel()
+    starts = consumed_samples + split.data_parallel_size * split.microbatch_size * np.arange(split.num_microbatches)
+    return starts[:, None] + local_rows[None, :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLoader:
+    """Reads the batch of every optimizer step and puts it on the devices ahead of use.
+
+    Attributes:
+        source: the rows.
+        plan: the plan.
+        mesh: the devices.
+        order: which row each sample is.
+        split_for: the split to use for a position if it may differ from the planned one, such as `TrainStep.split_for`:
+            a phase whose program is not compiled yet then starts in the shape of the phase before.
+        chunk_size: microbatches of a chunk; 1 puts every microbatch into a chunk of its own. None: see `buffer_layout`.
+        num_threads: threads that read.
+        read_ahead: steps whose rows are read ahead of use.
+        loading: which processes read.
+    """
+
+    source: RowSource
+    plan: RampPlan
+    mesh: Mesh
+    order: SampleOrder
+    split_for: Callable[[PlanPosition], BatchSplit] | None = None
+    chunk_size: int | None = None
+    num_threads: int = 2
+    read_ahead: int = 4
+    loading: Loading = field(default_factory=Loading)
+
+    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
+        """Yield the batches from step `start` up to step `stop`, by default to the end of the plan.
+
+        Raises:
+            DataError: the source is too small for the run, or a row cannot be read. All batches before it are yielded.
+        """
+        stop = self.plan.total_steps if stop is None else stop
+        self.order.check(self.plan.ramp.samples_before(stop))
+        if start >= stop:
+            return
+        dataset = StepDataset(self.source, self.plan, self.order, self.mesh, self.loading)
+        options = grain.ReadOptions(num_threads=self.num_threads, prefetch_buffer_size=self.read_ahead)
+        steps = iter(dataset[start:stop].to_iter_dataset(options))
+        ready: deque[Batch] = deque()
+        for _ in range(start, stop):
+            try:
+                ready.append(self._put(dataset, next(steps)))
+            except DataError:
+                # Everything read before the bad row can still be trained on.
+                yield from ready
+                raise
+            if len(ready) > AHEAD_ON_DEVICE:
+                yield ready.popleft()
+        yield from ready
+
+    def _put(self, dataset: StepDataset, step: StepRows) -> Batch:
+        """Split a step's rows into microbatches and put them on the devices: the one place where either happens."""
+        position = step.position
+        split = position.split if self.split_for is None else self.split_for(position)
+        if split != position.split:
+            position = replace(position, split=split)
+        layout = layout_of(self.plan, split, chunk_size=self.chunk_size)
+        return Batch(position, put_chunks(dataset.split_rows(step, split), layout, self.mesh, self.loading), layout)
 
 
 def step_batches(
@@ -149,12 +299,7 @@ def step_batches(
     stop: int | None = None,
     seed: int | None = None,
     num_epochs: int | None = None,
-    num_threads: int = 2,
-    read_ahead: int = 4,
-    chunk_size: int | None = None,
-    split_for: Callable[[PlanPosition], BatchSplit] | None = None,
-    loading: Loading | None = None,
-    **renamed: Any,
+    **options: Any,
 ) -> Iterator[Batch]:
     """Yield the batch of every optimizer step, read and put on the devices ahead of use.
 
@@ -163,17 +308,10 @@ def step_batches(
         plan: the plan.
         mesh: the devices.
         start: the first step, or a position of the plan.
-        stop: the step to stop before; None = the plan's end.
-        seed: shuffles every epoch anew; None keeps the source's order.
-        num_epochs: passes over the source; None = as many as it takes.
-        num_threads: threads that read.
-        read_ahead: steps read ahead of use.
-        chunk_size: microbatches per chunk; None = as few as fit the largest batch into 8 chunks. The engine `multi_steps`
-            needs 1.
-        split_for: how to split the batch of a position, if not as planned: `TrainStep.split_for`, so that a phase whose
-            program is not compiled yet continues with the shape of the phase before.
-        loading: which processes read; None = each its own rows.
-        renamed: `one_by_one=True` (now `chunk_size=1`) and `choose_split` (now `split_for`), deprecated.
+        stop: the step to stop before; None = the end of the plan.
+        seed: shuffles every epoch in a new order; None keeps the source's order.
+        num_epochs: passes over the source; None = unlimited.
+        options: further attributes of `BatchLoader`, such as `split_for=step.split_for`.
 
     Raises:
         DataError: the source is too small for the run, or a row cannot be read.
@@ -187,49 +325,21 @@ def step_batches(
         >>> [np.concatenate(b.chunks)[: b.num_microbatches].ravel().tolist() for b in step_batches(range(6), plan, mesh)]
         [[0, 1], [2, 3], [4, 5, 0, 1]]
     """
-    chunk_size, split_for = _renamed_options(chunk_size, split_for, **renamed)
     rows = as_source(source)
     order = SampleOrder(len(rows), seed=seed, num_epochs=num_epochs)
-    first = start.step if isinstance(start, PlanPosition) else start
-    last = plan.total_steps if stop is None else stop
-    order.check(plan.ramp.samples_before(last))
-    if first >= last:
-        return
-    options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=read_ahead)
-    loading = loading or Loading()
-    dataset = StepDataset(rows, plan, order, mesh, loading)
-    steps = iter(dataset[first:last].to_iter_dataset(options))
-
-    def put(step: int) -> Batch:
-        position, batch_nR = plan.position(step), next(steps)
-        split = split_for(position) if split_for else position.split
-        if split != position.split:
-            position = replace(position, split=split)
-            batch_nR = dataset.read(position)
-        layout = layout_of(plan, split, chunk_size=chunk_size)
-        return Batch(position, put_chunks(batch_nR, layout, mesh, loading), layout)
-
-    waiting: deque[Batch] = deque()
-    for step in range(first, last):
-        try:
-            waiting.append(put(step))
-        except DataError:
-            yield from waiting
-            raise
-        if len(waiting) > AHEAD_ON_DEVICE:
-            yield waiting.popleft()
-    yield from waiting
+    loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=order, **_with_new_names(options))
+    yield from loader.batches(start.step if isinstance(start, PlanPosition) else start, stop)
 
 
 def microbatches(source: Any, plan: RampPlan, mesh: Mesh, *, start: int | PlanPosition = 0, **options: Any) -> Iterator[Any]:
-    """Yield microbatch after microbatch, for a training step of your own: one shape for the whole of a `fixed` ramp.
+    """Yield one microbatch after another, for a training step of your own: one shape throughout a `fixed` ramp.
 
     Use it with `multi_steps`: the optimizer then steps when a global batch is complete.
 
     Args:
         source: see `step_batches`.
         plan: the plan.
-        mesh: the devices; rows are cut over its data and fsdp axes.
+        mesh: the devices; rows are sharded over its data and fsdp axes.
         start: the first optimizer step, or a position of the plan.
         options: further arguments of `step_batches`.
 
@@ -250,60 +360,66 @@ def microbatches(source: Any, plan: RampPlan, mesh: Mesh, *, start: int | PlanPo
             yield jax.tree.map(lambda x: x[0], chunk)
 
 
-def _renamed_options(
-    chunk_size: int | None,
-    split_for: Callable[[PlanPosition], BatchSplit] | None,
-    *,
-    one_by_one: bool = False,
-    choose_split: Callable[[PlanPosition], BatchSplit] | None = None,
-) -> tuple[int | None, Callable[[PlanPosition], BatchSplit] | None]:
-    """Return `chunk_size` and `split_for`, also if they were given under their old names."""
-    if one_by_one:
-        warnings.warn("one_by_one=True is now chunk_size=1", DeprecationWarning, stacklevel=3)
-    if choose_split is not None:
-        warnings.warn("choose_split is now split_for", DeprecationWarning, stacklevel=3)
-    return 1 if one_by_one else chunk_size, split_for or choose_split
+def _with_new_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of `step_batches` without the names that they had before, which warn."""
+    renamed = dict(options)
+    if "one_by_one" in renamed:
+        warnings.warn("step_batches: one_by_one=True is now chunk_size=1", DeprecationWarning, stacklevel=4)
+        if renamed.pop("one_by_one"):
+            renamed["chunk_size"] = 1
+    if "choose_split" in renamed:
+        warnings.warn("step_batches: choose_split is now split_for", DeprecationWarning, stacklevel=4)
+        renamed["split_for"] = renamed.pop("choose_split")
+    return renamed
 
 
-def layout_of(plan: RampPlan, split: BatchSplit, *, chunk_size: int | None = None) -> BufferLayout:
-    """Return the buffer's shape for a phase."""
-    return buffer_layout(split, plan.max_microbatches[split.microbatch_size], chunk_size=chunk_size)
+def put_chunks(batch_nR: Any, layout: BufferLayout, mesh: Mesh, loading: Loading | None = None) -> tuple[Any, ...]:
+    """Put a step's microbatches on the devices as chunks of one shape; the last chunk is padded with zeros.
 
+    Args:
+        batch_nR: the rows that this process has read, arrays (n, rows, ...).
+        layout: the buffer's shape.
+        mesh: the devices.
+        loading: which processes read.
 
-def put_chunks(batch_nR: Any, layout: BufferLayout, mesh: Mesh, loading: Loading) -> tuple[Any, ...]:
-    """Put a step's rows on the devices, as chunks of one shape; the last is filled up with zeros."""
+    Returns:
+        The filled chunks: global arrays (K, R, ...).
+    """
+    loading = loading or Loading()
     sharding = batch_sharding(mesh, leading=1)
     num_microbatches, num_rows = jax.tree.leaves(batch_nR)[0].shape[:2]
-    parts = tuple(
-        jax.tree.map(functools.partial(_chunk, number=number, size=layout.chunk_size), batch_nR)
-        for number in range(layout.chunks_for(num_microbatches))
-    )
+
+    def chunk(x_nR: np.ndarray, first: int) -> np.ndarray:
+        x_KR = x_nR[first : first + layout.chunk_size]
+        missing = layout.chunk_size - len(x_KR)
+        return np.concatenate([x_KR, np.zeros((missing, *x_KR.shape[1:]), x_KR.dtype)]) if missing else x_KR
+
+    firsts = range(0, num_microbatches, layout.chunk_size)
+    chunks = tuple(jax.tree.map(lambda x, first=first: chunk(x, first), batch_nR) for first in firsts)
     if num_rows == layout.rows and loading.factor == 1:
-        # One call for all arrays: each costs as much as moving a hundred kilobytes.
-        return jax.device_put(parts, sharding)
+        # One call for all arrays: each costs as much as transferring a hundred kilobytes.
+        return jax.device_put(chunks, sharding)
 
-    def put(part: np.ndarray) -> jax.Array:
+    def put(x_KR: np.ndarray) -> jax.Array:
         if loading.factor == 1:
-            return put_rows(part, layout.rows, sharding)
-        return loading.spread([put_rows(own, layout.rows, sharding) for own in np.split(part, loading.factor, axis=1)], mesh)
+            return _global_array(x_KR, layout.rows, sharding)
+        # This process has also read for the processes after it: hand their rows on.
+        parts = [_global_array(part, layout.rows, sharding) for part in np.split(x_KR, loading.factor, axis=1)]
+        return loading.redistribute(parts, mesh)
 
-    return jax.tree.map(put, parts)
-
-
-def _chunk(x: np.ndarray, *, number: int, size: int) -> np.ndarray:
-    part = x[number * size : (number + 1) * size]
-    return part if len(part) == size else np.concatenate([part, np.zeros((size - len(part), *x.shape[1:]), x.dtype)])
+    return jax.tree.map(put, chunks)
 
 
-def put_rows(part: np.ndarray, num_rows: int, sharding: NamedSharding) -> jax.Array:
-    """Return the global array (K, R, ...) of which this process has the rows `part` (K, local rows, ...)."""
-    if part.shape[1] == num_rows:
-        return jax.device_put(part, sharding)
+def _global_array(part_KR: np.ndarray, num_rows: int, sharding: NamedSharding) -> jax.Array:
+    """Return the global array (K, R, ...) of which this process has the rows `part_KR` (K, local rows, ...)."""
+    if part_KR.shape[1] == num_rows:
+        return jax.device_put(part_KR, sharding)
     local = process_rows(sharding.mesh, num_rows)
 
-    def rows_of(index: tuple[slice, ...]) -> np.ndarray:
-        first = int(np.searchsorted(local, index[1].start or 0))
-        count = (num_rows if index[1].stop is None else index[1].stop) - (index[1].start or 0)
-        return part[:, first : first + count]
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        start = index[1].start or 0
+        stop = num_rows if index[1].stop is None else index[1].stop
+        first = int(np.searchsorted(local, start))
+        return part_KR[:, first : first + stop - start]
 
-    return jax.make_array_from_callback((part.shape[0], num_rows, *part.shape[2:]), sharding, rows_of)
+    return jax.make_array_from_callback((part_KR.shape[0], num_rows, *part_KR.shape[2:]), sharding, shard)

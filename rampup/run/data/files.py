@@ -1,17 +1,26 @@
-"""The configured data: files found, opened and cut into rows to train on and rows to evaluate on."""
+"""The files of a data set: opened as row sources, split into training and evaluation rows, and fingerprinted."""
 
 from __future__ import annotations
 
 import glob
+import hashlib
+import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from rampup.errors import DataError
 from rampup.run.data.sources import RecordRows, RowRange, RowSource, SyntheticRows, TokenRows
-from rampup.run.data.token_file import open_token_file
+
+# Files up to this size are hashed completely, larger ones by evenly spaced blocks.
+FULL_HASH_BYTES = 64 * 2**20
+NUM_BLOCKS = 64
+BLOCK_BYTES = 2**20
+_THREADS = 8
 
 
 def open_sources(
@@ -29,9 +38,9 @@ def open_sources(
     Args:
         dataset_type: `text`, `tokens`, `arrayrecord` or `synthetic`.
         train_files: glob pattern; None with `text` means the Python standard library's own source files.
-        eval_files: glob pattern; None holds out a part of the training data: every n-th text file, or the last rows
-            where there are few text files, or none.
-        holdout_fraction: the share held out.
+        eval_files: glob pattern; None holds out a part of the training data: every n-th text file, or the last rows of
+            other data and of few text files.
+        holdout_fraction: the fraction held out.
         sequence_length: T, tokens per sample.
         vocab_size: tokens must be below this.
         token_dtype: type of the tokens in .bin and ArrayRecord files.
@@ -42,14 +51,14 @@ def open_sources(
     shape = {"sequence_length": sequence_length, "vocab_size": vocab_size}
     if dataset_type == "synthetic":
         return SyntheticRows(2**20, **shape), SyntheticRows(2**14, first=2**20, **shape)
-    paths = _standard_library() if train_files is None else _matching(train_files, "grain_train_files")
-    eval_paths = None if eval_files is None else _matching(eval_files, "grain_eval_files")
+    paths = _standard_library_files() if train_files is None else _find_files(train_files, "grain_train_files")
+    eval_paths = None if eval_files is None else _find_files(eval_files, "grain_eval_files")
     if dataset_type == "text":
         if eval_paths is None:
             period = max(round(1 / holdout_fraction), 2)
             eval_paths = paths[period // 2 :: period]
-            if not eval_paths:
-                return _last_held_out(_text_rows(paths, **shape), holdout_fraction, paths)
+            if not eval_paths:  # too few files to spare one
+                return _hold_out_last(_text_rows(paths, **shape), holdout_fraction, paths)
             held_out = set(eval_paths)
             paths = [path for path in paths if path not in held_out]
         return _text_rows(paths, **shape), _text_rows(eval_paths, **shape)
@@ -57,15 +66,15 @@ def open_sources(
     def open_one(files: list[str]) -> RowSource:
         if dataset_type == "arrayrecord":
             return RecordRows(files, dtype=token_dtype, **shape)
-        return _not_empty(TokenRows([open_token_file(path, token_dtype) for path in files], files, **shape), files)
+        return _require_rows(TokenRows([open_token_file(path, token_dtype) for path in files], files, **shape), files)
 
     train = open_one(paths)
     if eval_paths is not None:
         return train, open_one(eval_paths)
-    return _last_held_out(train, holdout_fraction, paths)
+    return _hold_out_last(train, holdout_fraction, paths)
 
 
-def _last_held_out(rows: RowSource, fraction: float, paths: Sequence[str]) -> tuple[RowSource, RowSource]:
+def _hold_out_last(rows: RowSource, fraction: float, paths: Sequence[str]) -> tuple[RowSource, RowSource]:
     held_out = max(round(len(rows) * fraction), 1)
     if held_out >= len(rows):
         raise DataError(f"{', '.join(paths)[:300]}: {len(rows)} rows are too few to hold out {held_out} for evaluation")
@@ -73,18 +82,18 @@ def _last_held_out(rows: RowSource, fraction: float, paths: Sequence[str]) -> tu
     return RowRange(rows, 0, split), RowRange(rows, split, len(rows))
 
 
-def _matching(pattern: str, key: str) -> list[str]:
+def _find_files(pattern: str, key: str) -> list[str]:
     paths = sorted(path for path in glob.glob(pattern, recursive=True) if not Path(path).is_dir())
     if not paths:
         raise DataError(f"{key}={pattern!r} matches no file", key=key)
     for path in paths:
         if not Path(path).is_file():
-            what = "a link to nothing" if Path(path).is_symlink() else "no regular file"
-            raise DataError(f"{key}={pattern!r} matches {path}, which is {what}", key=key)
+            kind = "a broken link" if Path(path).is_symlink() else "not a regular file"
+            raise DataError(f"{key}={pattern!r} matches {path}, which is {kind}", key=key)
     return paths
 
 
-def _standard_library() -> list[str]:
+def _standard_library_files() -> list[str]:
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
     paths = [path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts)]
@@ -96,7 +105,7 @@ def _standard_library() -> list[str]:
 
 
 def _text_rows(paths: Sequence[str], *, sequence_length: int, vocab_size: int) -> RowSource:
-    """Join text files, a zero byte after each, and cut the bytes into rows."""
+    """Join text files, with a zero byte after each, and split the bytes into rows."""
     pieces, starts, offset = [], [], 0
     for path in paths:
         content = _read_bytes(path) + b"\0"
@@ -105,7 +114,7 @@ def _text_rows(paths: Sequence[str], *, sequence_length: int, vocab_size: int) -
         offset += len(content)
     text = np.frombuffer(b"".join(pieces), np.uint8)
     rows = TokenRows([text], ["text"], sequence_length=sequence_length, vocab_size=vocab_size, starts=starts)
-    return _not_empty(rows, paths)
+    return _require_rows(rows, paths)
 
 
 def _read_bytes(path: str) -> bytes:
@@ -115,7 +124,139 @@ def _read_bytes(path: str) -> bytes:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _not_empty(rows: TokenRows, paths: Sequence[str]) -> TokenRows:
+def _require_rows(rows: TokenRows, paths: Sequence[str]) -> TokenRows:
     if len(rows) == 0:
-        raise DataError(f"{', '.join(paths)[:300]}: fewer than two tokens, which is no row")
+        raise DataError(f"{', '.join(paths)[:300]}: fewer than two tokens are not a row")
     return rows
+
+
+class TokenFile:
+    """A file of tokens that is read in parts. Unlike a memory map, it raises an error if the file is truncated meanwhile.
+
+    Args:
+        path: the file.
+        dtype: type of the tokens.
+        offset: bytes before the first token.
+        size: number of tokens.
+    """
+
+    def __init__(self, path: str, dtype: np.dtype[Any], *, offset: int, size: int) -> None:
+        self._path, self._dtype, self._offset, self._size = path, dtype, offset, size
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 - stays open for the run
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        start, stop, _ = part.indices(self._size)
+        wanted, place = (stop - start) * self._dtype.itemsize, self._offset + start * self._dtype.itemsize
+        content = b""
+        # pread does not move a shared file position, so threads can read at the same time; it may return less than requested.
+        while len(content) < wanted:
+            try:
+                more = os.pread(self._file.fileno(), wanted - len(content), place + len(content))
+            except OSError as error:
+                raise DataError(f"{self._path} cannot be read at byte {place:,}: {error.strerror or error}") from error
+            if not more:
+                end = os.fstat(self._file.fileno()).st_size
+                raise DataError(f"{self._path} ends at byte {end:,}: it was truncated after the run started")
+            content += more
+        return np.frombuffer(content, self._dtype)
+
+
+def open_token_file(path: str, token_dtype: str) -> TokenFile:
+    """Open a .npy file, or a .bin file of little-endian tokens.
+
+    Args:
+        path: the file.
+        token_dtype: type of the tokens in a .bin file.
+
+    Raises:
+        DataError: a file of another kind, or one that cannot be read or is truncated.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     np.save(f"{folder}/tokens.npy", np.arange(5))
+        ...     tokens = open_token_file(f"{folder}/tokens.npy", "uint16")
+        >>> len(tokens), tokens[1:3].tolist()
+        (5, [1, 2])
+    """
+    try:
+        if path.endswith(".npy"):
+            return _numpy_file(path)
+        if path.endswith(".bin"):
+            dtype, size = np.dtype(token_dtype).newbyteorder("<"), os.path.getsize(path)
+            if size == 0 or size % dtype.itemsize:
+                raise ValueError(f"{size:,} bytes are not a multiple of {dtype.itemsize} bytes per token")
+            return TokenFile(path, dtype, offset=0, size=size // dtype.itemsize)
+    except (OSError, ValueError, EOFError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path} cannot be read as tokens: {error}") from error
+    raise DataError(f"{path} must end in .npy or .bin for dataset_type=tokens", key="grain_train_files")
+
+
+def _numpy_file(path: str) -> TokenFile:
+    array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if not isinstance(array, np.ndarray):
+        raise DataError(f"{path} is an archive of arrays; save a single array with numpy.save")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise DataError(f"{path} must be a one-dimensional array of integers; it is {array.dtype} of shape {array.shape}")
+    return TokenFile(path, array.dtype, offset=getattr(array, "offset", 0), size=array.size)
+
+
+def fingerprints(paths: Sequence[str]) -> dict[str, str]:
+    """Return size and digest of each file, by its name relative to the folder that all of them share.
+
+    Files up to 64 MiB are read completely. Of larger files, 64 evenly spaced blocks of 1 MiB are read, the first and the last
+    among them: a few bytes changed in place can go unnoticed, a file that is longer, shorter or another one cannot.
+
+    Args:
+        paths: the files.
+
+    Raises:
+        DataError: a file cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "a.txt").write_text("x")
+        ...     fingerprints([f"{folder}/a.txt"])
+        {'a.txt': '1 bytes, SHA-256 2d711642b726'}
+    """
+    if not paths:
+        return {}
+    shared = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
+    names = [Path(os.path.relpath(os.path.abspath(path), shared)).as_posix() for path in paths]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return dict(zip(names, threads.map(_fingerprint, paths), strict=True))
+
+
+def changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Return (name, fingerprint before, fingerprint now) of the files that differ.
+
+    Example:
+        >>> changed_files({"a": "x", "b": "y"}, {"a": "x", "c": "z"})
+        [('b', 'y', 'no such file'), ('c', 'no such file', 'z')]
+    """
+    names = (name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name))
+    return [(name, before.get(name, "no such file"), now.get(name, "no such file")) for name in names]
+
+
+def _fingerprint(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest = hashlib.file_digest(file, "sha256") if size <= FULL_HASH_BYTES else _hash_blocks(file, size)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    return f"{size} bytes, SHA-256 {digest.hexdigest()[:12]}"
+
+
+def _hash_blocks(file: BinaryIO, size: int) -> hashlib._Hash:
+    digest = hashlib.sha256()
+    for number in range(NUM_BLOCKS):
+        file.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
+        digest.update(file.read(BLOCK_BYTES))
+    return digest

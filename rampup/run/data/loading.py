@@ -1,4 +1,4 @@
-"""Few processes that read the data of all: for hosts that cannot all reach it, or should not all ask for it.
+"""Lets a subset of the processes load data for the others (MaxText's `expansion_factor_real_data`).
 
 Shape suffixes: K microbatches of a chunk, R rows of one microbatch over all replicas, f processes that share a reader.
 """
@@ -19,13 +19,13 @@ from jax.sharding import Mesh
 from rampup.errors import ConfigError
 from rampup.plan.numbers import nearest_multiples
 from rampup.run.data.sources import RowSource
-from rampup.run.distributed import from_first
+from rampup.run.distributed import broadcast_from_process0
 from rampup.run.mesh import batch_sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """Which processes read: number 0, f, 2f, ... each for itself and the f - 1 after it (MaxText `expansion_factor_real_data`).
+    """Which processes read: 0, f, 2f, ..., each for itself and the f - 1 processes after it.
 
     Attributes:
         factor: f; 1 = every process reads for itself.
@@ -55,18 +55,19 @@ class Loading:
         first = jax.process_index() // self.factor * self.factor
         return np.concatenate([rows[first + member] for member in range(self.factor)])
 
-    def spread(self, parts: list[jax.Array], mesh: Mesh) -> jax.Array:
-        """Return the rows where they belong.
+    def redistribute(self, parts: list[jax.Array], mesh: Mesh) -> jax.Array:
+        """Return the global array (K, R, ...) with every row on the process that needs it.
 
         Args:
-            parts: f arrays (K, R, ...); in array g, a reader's rows hold what it has read for the process g after it.
+            parts: f arrays (K, R, ...). In array g, the rows of a reader contain what it has read for the g-th process after
+                it.
             mesh: the devices.
         """
-        return _spreading(mesh, parts[0].shape[1], self.factor)(*parts)
+        return _redistribution(mesh, parts[0].shape[1], self.factor)(*parts)
 
 
-class NoRows:
-    """Stands for the rows in a process that does not read them: the same number, all zero."""
+class PlaceholderRows:
+    """A source for a process that does not read: as many rows as the real source, all zero."""
 
     paths: tuple[str, ...] = ()
 
@@ -81,35 +82,36 @@ class NoRows:
         return jax.tree.map(lambda x: np.zeros((len(rows), *x.shape), x.dtype), self._row)
 
     def describe(self, row: int) -> str:
-        """Say that another process reads it."""
+        """Return the row's number."""
         return f"row {row:,}, read by another process"
 
 
 def shared_sources(loading: Loading, open_all: Callable[[], tuple[RowSource, ...]]) -> tuple[RowSource, ...]:
-    """Open the sources in the processes that read, and stand in for them elsewhere, where no file is opened.
+    """Open the sources in the processes that read; the others open no file and get placeholders.
 
     Args:
-        loading: who reads.
-        open_all: opens the sources of dictionaries of arrays.
+        loading: which processes read.
+        open_all: opens the sources, whose rows are dictionaries of arrays.
     """
     if loading.factor == 1:
         return open_all()
     opened = open_all() if loading.reads else ()
-    told = [
+    own = [
         {"number": len(source), "row": {name: (x.shape[1:], x.dtype.str) for name, x in source.read(np.array([0])).items()}}
         for source in opened
         if len(source)
     ]
-    facts = json.loads(from_first("sources", json.dumps(told)))
+    described = json.loads(broadcast_from_process0("sources", json.dumps(own)))
     if loading.reads:
         return opened
     return tuple(
-        NoRows(fact["number"], {name: np.zeros(shape, dtype) for name, (shape, dtype) in fact["row"].items()}) for fact in facts
+        PlaceholderRows(fact["number"], {name: np.zeros(shape, dtype) for name, (shape, dtype) in fact["row"].items()})
+        for fact in described
     )
 
 
 def rows_of_processes(mesh: Mesh, num_rows: int) -> dict[int, np.ndarray]:
-    """Return which rows of a microbatch each process holds, ascending."""
+    """Return the rows of a microbatch that each process needs, ascending."""
     found: dict[int, set[tuple[int, int]]] = {}
     for device, index in batch_sharding(mesh).devices_indices_map((num_rows,)).items():
         piece = index[0].start or 0, num_rows if index[0].stop is None else index[0].stop
@@ -120,14 +122,17 @@ def rows_of_processes(mesh: Mesh, num_rows: int) -> dict[int, np.ndarray]:
 
 
 @functools.cache
-def _spreading(mesh: Mesh, num_rows: int, factor: int) -> Callable[..., jax.Array]:
+def _redistribution(mesh: Mesh, num_rows: int, factor: int) -> Callable[..., jax.Array]:
+    """Return a compiled gather that moves each row from the process that has read it to the one that needs it."""
     rows = rows_of_processes(mesh, num_rows)
-    place = np.zeros(num_rows, np.int32)
+    # Row r of the result is row source_R[r] of the f parts, concatenated along R: the g-th process after a reader finds its
+    # rows in part g, at the places of the reader's own rows.
+    source_R = np.zeros(num_rows, np.int32)
     for process, own in rows.items():
         member = process % factor
-        place[own] = member * num_rows + rows[process - member]
+        source_R[own] = member * num_rows + rows[process - member]
 
-    def spread(*parts_KR: jax.Array) -> jax.Array:
-        return jnp.take(jnp.concatenate(parts_KR, axis=1), place, axis=1)
+    def gather(*parts_KR: jax.Array) -> jax.Array:
+        return jnp.take(jnp.concatenate(parts_KR, axis=1), source_R, axis=1)
 
-    return jax.jit(spread, out_shardings=batch_sharding(mesh, leading=1))
+    return jax.jit(gather, out_shardings=batch_sharding(mesh, leading=1))

@@ -1,4 +1,4 @@
-"""Rows by number: of token arrays, ArrayRecord files, anything that can be indexed, or made up; no batches here."""
+"""Rows by number: from token arrays, ArrayRecord files, anything that can be indexed, or synthetic. Batches are elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from rampup.errors import DataError, MissingDependencyError, RampupError
-from rampup.run.data.token_file import TokenFile
 
 Rows = Mapping[str, np.ndarray]
 
@@ -25,26 +24,26 @@ class RowSource(Protocol):
         ...
 
     def read(self, rows: np.ndarray) -> Any:
-        """Return a pytree of arrays whose first dimension are the rows asked for, in that order."""
+        """Return a pytree of arrays whose first dimension is the requested rows, in that order."""
         ...
 
     def describe(self, row: int) -> str:
-        """Say where a row comes from, for a person."""
+        """Return where a row comes from, for messages."""
         ...
 
 
 class TokenRows:
-    """Rows of consecutive tokens cut from flat arrays.
+    """Rows of consecutive tokens from flat arrays.
 
-    Row i of an array holds tokens [i*T, i*T + T]: T inputs and the T targets that follow them. The last row of an array is
-    filled up with zeros; `length` says how many of its targets count.
+    Row i of an array contains tokens [i*T, i*T + T]: T inputs, and the T targets that are one token later. The last row of an
+    array is padded with zeros; `length` is the number of its targets that count.
 
     Args:
-        arrays: one-dimensional integer arrays, or `TokenFile`s.
-        names: what to call each array in messages.
+        arrays: one-dimensional integer arrays, or `rampup.run.data.files.TokenFile`s.
+        names: the name of each array in messages.
         sequence_length: T, tokens per sample.
         vocab_size: tokens must be below this.
-        starts: for text, (offset, name) of each document inside the one array.
+        starts: for text, (offset, name) of each document inside the single array.
 
     Example:
         >>> rows = TokenRows([np.arange(6)], ["six"], sequence_length=4, vocab_size=10)
@@ -55,7 +54,7 @@ class TokenRows:
 
     def __init__(
         self,
-        arrays: Sequence[np.ndarray | TokenFile],
+        arrays: Sequence[Any],
         names: Sequence[str],
         *,
         sequence_length: int,
@@ -106,7 +105,7 @@ class ItemRows:
     """Rows from anything that can be indexed: a list, a Grain data source or a Grain MapDataset.
 
     Args:
-        items: has `len` and gives one row, a pytree of arrays, per index.
+        items: has a length and returns one row, a pytree of arrays, per index.
 
     Example:
         >>> ItemRows([{"x": 1.0}, {"x": 2.0}]).read(np.array([1, 0]))["x"].tolist()
@@ -183,12 +182,13 @@ class RecordRows:
 
 
 class SyntheticRows:
-    """Made-up rows: counting up in steps, with a start and a step that follow from the row's number.
+    """Synthetic rows: each counts up from a start and by a stride that depend on the row's number.
 
     Args:
-        num_rows: how many.
+        num_rows: number of rows.
         sequence_length: T, tokens per sample.
         vocab_size: tokens are below this.
+        first: number of the first row, so that two sources can differ.
 
     Example:
         >>> SyntheticRows(4, sequence_length=3, vocab_size=10).read(np.array([2]))["tokens"].shape
@@ -247,7 +247,7 @@ class RowRange:
 
 
 def files_of(source: RowSource) -> tuple[str, ...]:
-    """Return the files that a source's rows come from, in order; none where it does not say.
+    """Return the files that a source's rows come from, in order; none if the source has no `paths`.
 
     Example:
         >>> files_of(SyntheticRows(4, sequence_length=3, vocab_size=10))
@@ -257,16 +257,17 @@ def files_of(source: RowSource) -> tuple[str, ...]:
 
 
 def read_rows(source: RowSource, rows: np.ndarray) -> Any:
-    """Return the rows asked for.
+    """Return the given rows of a source.
 
     Raises:
-        DataError: whatever goes wrong in the source, with the row that is to blame and where it comes from.
+        DataError: any failure of the source, with the row that causes it and where that row comes from.
     """
     try:
         batch = source.read(rows)
     except RampupError:
         raise
     except Exception as error:
+        # A source fails for a batch of rows: find the one row to report.
         for row in rows.tolist():
             try:
                 source.read(np.array([row]))
@@ -276,13 +277,13 @@ def read_rows(source: RowSource, rows: np.ndarray) -> Any:
     sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if sizes != {(len(rows),)}:
         raise DataError(
-            f"{len(rows)} rows were asked for, from {source.describe(int(rows[0]))} on, but the source gave {sizes}"
+            f"{len(rows)} rows were requested, from {source.describe(int(rows[0]))} on, but the source returned {sizes}"
         )
     return batch
 
 
 def as_source(source: Any) -> RowSource:
-    """Return a RowSource for one, or for anything that can be indexed."""
+    """Return `source` if it is a RowSource, and otherwise one for anything that can be indexed."""
     return source if hasattr(source, "read") and hasattr(source, "describe") else ItemRows(source)
 
 

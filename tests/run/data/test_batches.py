@@ -12,12 +12,20 @@ from hypothesis import strategies as st
 
 from rampup.errors import DataError
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
-from rampup.run.data.batches import SampleOrder, StepDataset, local_samples, microbatches, step_batches
+from rampup.run.data.batches import (
+    MAX_CHUNKS,
+    SampleOrder,
+    StepDataset,
+    buffer_layout,
+    local_samples,
+    microbatches,
+    step_batches,
+)
 from rampup.run.data.sources import ItemRows
 
 
 def ids(batch):
-    """Return the rows that a batch holds, in the order of its samples."""
+    """Return the rows of a batch, in the order of its samples."""
     held = np.concatenate([np.asarray(chunk) for chunk in batch.chunks])
     return held[: batch.num_microbatches].ravel().tolist()
 
@@ -25,7 +33,7 @@ def ids(batch):
 @pytest.mark.parametrize("name", ["one", "data_fsdp_tensor"])
 @pytest.mark.parametrize("mode", ["fixed", "per_phase", "auto"])
 @pytest.mark.parametrize("seed", [None, 5])
-def test_no_row_is_lost_and_none_repeated(name, mode, seed):
+def test_step_batches_reads_every_row_once_an_epoch(name, mode, seed):
     """Over three phases and several epochs, with steps that straddle an epoch's end, every row is read once an epoch."""
     mesh = toy.mesh_of(name)
     plan = toy.plan_for(mesh, steps=25, rampup_microbatch=mode)
@@ -41,8 +49,8 @@ def test_no_row_is_lost_and_none_repeated(name, mode, seed):
 
 
 @pytest.mark.parametrize("start", [0, 1, 4, 5, 9, 10, 11, 12])
-def test_any_start_gives_the_same_rows(start):
-    """Batches from step N on are those of the whole run from step N on."""
+def test_step_batches_starts_anywhere_with_the_same_rows(start):
+    """Batches from step N on are those of the full run from step N on."""
     mesh = toy.mesh_of("data")
     plan = toy.plan_for(mesh)
     whole = [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1)]
@@ -53,7 +61,7 @@ def test_any_start_gives_the_same_rows(start):
 
 @settings(deadline=None)
 @given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=3), st.sampled_from([1, 2, 4]))
-def test_processes_share_the_batch_without_overlap(per_process, factors, num_processes):
+def test_local_samples_share_the_batch_without_overlap(per_process, factors, num_processes):
     """However many processes read, together they read each microbatch's rows, each its own."""
     R = per_process * num_processes
     plan = RampPlan(
@@ -64,23 +72,25 @@ def test_processes_share_the_batch_without_overlap(per_process, factors, num_pro
     )
     for step in (0, 7, 39):
         position = plan.position(step)
-        parts = [local_samples(position, np.arange(p * per_process, (p + 1) * per_process)) for p in range(num_processes)]
-        cut = [part.reshape(position.split.num_microbatches, per_process) for part in parts]
-        assert np.concatenate(cut, axis=1).ravel().tolist() == list(plan.rows(step))
+        rows = [np.arange(p * per_process, (p + 1) * per_process) for p in range(num_processes)]
+        parts = [local_samples(position.consumed_samples, position.split, own) for own in rows]
+        assert {part.shape for part in parts} == {(position.split.num_microbatches, per_process)}
+        assert np.concatenate(parts, axis=1).ravel().tolist() == list(plan.rows(step))
 
 
 def test_step_dataset_is_a_grain_dataset():
-    """It has a length, can be sliced, and element i is the batch of step i."""
+    """It has a length, can be sliced, and element i has the position and the rows of step i."""
     mesh = toy.mesh_of("one")
     plan = toy.plan_for(mesh)
     dataset = StepDataset(ItemRows(range(300)), plan, SampleOrder(300, seed=None), mesh)
     assert isinstance(dataset, grain.MapDataset)
     assert len(dataset) == 12
-    assert dataset[5].ravel().tolist() == list(plan.rows(5))
-    assert dataset[3:5][1].ravel().tolist() == list(plan.rows(4))
+    assert dataset[5].position == plan.position(5)
+    assert dataset[5].rows.tolist() == dataset[5].samples.tolist() == list(plan.rows(5))
+    assert dataset[3:5][1].rows.tolist() == list(plan.rows(4))
 
 
-def test_early_phases_move_only_their_own_rows():
+def test_step_batches_transfers_only_the_rows_of_early_phases():
     """A phase with a third of the microbatches fills a third of the chunks."""
     mesh = toy.mesh_of("one")
     plan = toy.plan_for(mesh, microbatch_size=2)
@@ -100,8 +110,8 @@ def test_microbatches_have_one_shape():
     assert all(batch.sharding.is_equivalent_to(seen[0].sharding, 1) for batch in seen)
 
 
-def test_a_grain_dataset_is_a_source():
-    """A MapDataset of one's own, shuffled and mapped, feeds the ramp."""
+def test_step_batches_takes_a_grain_dataset():
+    """A shuffled and mapped MapDataset is a source of rows."""
     mesh = toy.mesh_of("one")
     plan = toy.plan_for(mesh, steps=3)
     source = grain.MapDataset.range(100).shuffle(seed=3).map(lambda n: {"x": np.int32(n)})
@@ -111,7 +121,7 @@ def test_a_grain_dataset_is_a_source():
     ]
 
 
-def test_too_few_rows_are_noticed_before_the_first_batch():
+def test_step_batches_refuses_too_few_rows_before_the_first_batch():
     """A bounded number of epochs that cannot feed the run is refused with the number that can."""
     mesh = toy.mesh_of("one")
     plan = toy.plan_for(mesh)
@@ -123,7 +133,7 @@ def test_too_few_rows_are_noticed_before_the_first_batch():
         next(step_batches([], plan, mesh))
 
 
-def test_a_row_that_cannot_be_read_reaches_the_caller():
+def test_step_batches_names_a_row_that_cannot_be_read():
     """An exception in a reading thread is a DataError that names the row."""
 
     class Broken:
@@ -141,31 +151,96 @@ def test_a_row_that_cannot_be_read_reaches_the_caller():
         list(batches)
 
 
-def test_order_without_seed_is_the_sources():
-    """Without a seed, samples are the source's rows, round and round."""
+def test_sample_order_without_seed_is_that_of_the_source():
+    """Without a seed, samples are the source's rows, over and over."""
     assert SampleOrder(3, seed=None).rows(range(8)).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
-def test_shuffling_more_rows_than_it_can_is_refused():
-    """The shuffle's limit is said, with the way out."""
+def test_sample_order_refuses_more_rows_than_can_be_shuffled():
+    """The error names the limit and the key that turns shuffling off."""
     with pytest.raises(DataError, match="enable_data_shuffling=false"):
         SampleOrder(2**32, seed=0)
 
 
-def test_batches_are_put_ahead_of_use():
-    """When a batch is handed out, the next ones have been read."""
-    read = []
+class CountedRows:
+    """A source that remembers which rows were read."""
 
-    class Watched:
-        def __len__(self):
-            return 400
+    def __init__(self, number):
+        self.number, self.read = number, []
 
-        def __getitem__(self, row):
-            read.append(row)
-            return np.int32(row)
+    def __len__(self):
+        return self.number
 
-    mesh = toy.mesh_of("one")
-    batches = step_batches(Watched(), toy.plan_for(mesh), mesh)
+    def __getitem__(self, row):
+        self.read.append(row)
+        return np.int32(row)
+
+
+def test_step_batches_reads_ahead_of_use():
+    """When a batch is yielded, the next ones have been read."""
+    mesh, source = toy.mesh_of("one"), CountedRows(400)
+    batches = step_batches(source, toy.plan_for(mesh), mesh)
     next(batches)
-    assert max(read) >= 47
+    assert max(source.read) >= 47
     jax.block_until_ready(next(batches).chunks)
+
+
+def test_step_batches_reads_no_row_twice_for_another_split():
+    """A batch that is split otherwise than planned is the batch that was read ahead: rows read = rows used, and in order."""
+    mesh = toy.mesh_of("data")
+    plan, source = toy.plan_for(mesh, rampup_microbatch="per_phase"), CountedRows(1000)
+
+    def first_shape(position):
+        return plan.splitter.split_with(position.split.global_batch_size, plan.splits[0].microbatch_size)
+
+    batches = list(step_batches(source, plan, mesh, split_for=first_shape))
+    assert any(batch.position.split != plan.position(batch.position.step).split for batch in batches)
+    assert sorted(source.read) == list(range(plan.consumed_samples))
+    assert [row for batch in batches for row in ids(batch)] == list(range(plan.consumed_samples))
+
+
+class HalfOfTheRows:
+    """A `Loading` of the second of two processes, without the first."""
+
+    def rows_to_read(self, mesh, num_rows):  # noqa: ARG002 - as in `Loading`
+        """Return the second half of a microbatch's rows."""
+        return np.arange(num_rows // 2, num_rows)
+
+
+def test_split_rows_reads_only_missing_rows():
+    """A process among several keeps the rows that it has, and reads those that only the other split needs, once."""
+    mesh = toy.mesh_of("data")
+    plan, source = toy.plan_for(mesh, rampup_microbatch="per_phase"), CountedRows(1000)
+    dataset = StepDataset(ItemRows(source), plan, SampleOrder(1000, seed=None), mesh, HalfOfTheRows())
+    step = dataset[11]
+    before = len(source.read)
+    split = plan.splitter.split_with(step.position.split.global_batch_size, plan.splits[0].microbatch_size)
+    assert split != step.position.split
+    rows = dataset.split_rows(step, split)
+    wanted = dataset.samples_of(step.position, split)
+    assert rows.tolist() == wanted.tolist()
+    assert sorted(source.read[before:]) == sorted(set(wanted.ravel().tolist()) - set(step.samples.tolist()))
+    assert len(source.read) < before + wanted.size
+
+
+def test_loader_looks_up_each_position_once(monkeypatch):
+    """The plan is asked once per step for its position."""
+    mesh = toy.mesh_of("one")
+    plan, asked, position = toy.plan_for(mesh), [], RampPlan.position
+    monkeypatch.setattr(RampPlan, "position", lambda self, step: asked.append(step) or position(self, step))
+    assert [batch.position.step for batch in step_batches(range(400), plan, mesh)] == list(range(12))
+    assert sorted(asked) == list(range(12))
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 300), min_size=1, max_size=6), st.sampled_from([None, 1, 5]))
+def test_buffer_layout_holds_every_phase_and_wastes_less_than_a_chunk(d, factors, chunk_size):
+    """Every phase's microbatches fit, in at most `MAX_CHUNKS` chunks by default, and its last chunk is not empty."""
+    splits = BatchSplitter(data_parallel_size=d, microbatch_size=1).split([d * factor for factor in factors])
+    layout = buffer_layout(splits[0], max(split.num_microbatches for split in splits), chunk_size=chunk_size)
+    assert layout.rows == d
+    assert chunk_size in (None, layout.chunk_size)
+    assert chunk_size is not None or layout.num_chunks <= MAX_CHUNKS
+    for split in splits:
+        filled = layout.chunks_for(split.num_microbatches)
+        assert filled <= layout.num_chunks
+        assert 0 <= filled * layout.chunk_size - split.num_microbatches < layout.chunk_size

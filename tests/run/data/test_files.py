@@ -6,12 +6,12 @@ from array_record.python import array_record_module
 from helpers.toy import all_tokens
 
 from rampup.errors import DataError
-from rampup.run.data.files import open_sources
+from rampup.run.data.files import fingerprints, open_sources, open_token_file
 
 SIZES = {"holdout_fraction": 0.1, "sequence_length": 4, "vocab_size": 256, "train_files": None, "eval_files": None}
 
 
-def test_text_files(tmp_path):
+def test_open_sources_reads_text(tmp_path):
     """Text is bytes in the files' order, a zero after each; every n-th file is held out; rows name their file."""
     for number in range(20):
         (tmp_path / f"{number:02}.txt").write_text(f"text number {number}")
@@ -24,7 +24,7 @@ def test_text_files(tmp_path):
     assert "01.txt from byte 2" in train.describe(4)
 
 
-def test_default_text_is_there():
+def test_open_sources_defaults_to_the_standard_library():
     """The standard library's source is enough to train on, and evaluation reads other files."""
     train, held_out = open_sources("text", **SIZES)
     assert len(train) > 10 * len(held_out) / 2 > 1000
@@ -34,7 +34,7 @@ def test_default_text_is_there():
 
 
 @pytest.mark.parametrize("suffix", ["npy", "bin"])
-def test_token_arrays(tmp_path, suffix):
+def test_open_sources_reads_token_arrays(tmp_path, suffix):
     """Memory-mapped .npy and .bin files give their tokens; the last rows are held out."""
     tokens = np.arange(1, 42, dtype=np.uint16)
     path = tmp_path / f"tokens.{suffix}"
@@ -46,7 +46,7 @@ def test_token_arrays(tmp_path, suffix):
     assert len(other) == 10
 
 
-def test_array_records(tmp_path):
+def test_open_sources_reads_array_records(tmp_path):
     """A record is a row of tokens, also a short one; a record of another size is refused by number."""
     path = str(tmp_path / "rows.array_record")
     writer = array_record_module.ArrayRecordWriter(path, "group_size:1")
@@ -77,8 +77,8 @@ def test_array_records(tmp_path):
         ("a.csv", b"1,2", "must end in .npy or .bin"),
     ],
 )
-def test_broken_token_files_are_refused(tmp_path, name, content, message):
-    """A file that is missing, empty, cut short or of another kind is a DataError that names it."""
+def test_open_sources_refuses_broken_token_files(tmp_path, name, content, message):
+    """A file that is missing, empty, truncated or of another kind is a DataError that names it."""
     path = tmp_path / name
     if isinstance(content, np.ndarray):
         np.save(path, content, allow_pickle=True)
@@ -89,8 +89,8 @@ def test_broken_token_files_are_refused(tmp_path, name, content, message):
     assert name in str(caught.value)
 
 
-def test_tokens_outside_the_vocabulary_are_named(tmp_path):
-    """A token that the model does not know is refused with file, row and value."""
+def test_read_names_tokens_outside_the_vocabulary(tmp_path):
+    """A token beyond the vocabulary is refused with file, row and value."""
     np.save(tmp_path / "a.npy", np.array([1, 2, 3, 4, 5, 6, 300, 8, 9] * 5, np.int32))
     train, _ = open_sources("tokens", **(SIZES | {"train_files": str(tmp_path / "a.npy")}))
     with pytest.raises(DataError, match=r"a.npy from token 4 \(row 1\): token 300 must be at least 0 and below vocab_size=256"):
@@ -98,7 +98,7 @@ def test_tokens_outside_the_vocabulary_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("dataset_type", ["text", "arrayrecord"])
-def test_other_broken_files_are_refused(tmp_path, dataset_type):
+def test_open_sources_refuses_other_broken_files(tmp_path, dataset_type):
     """Empty text and files that are no ArrayRecord are DataErrors."""
     (tmp_path / "a").write_bytes(b"")
     (tmp_path / "b").write_bytes(b"")
@@ -106,8 +106,8 @@ def test_other_broken_files_are_refused(tmp_path, dataset_type):
         open_sources(dataset_type, **(SIZES | {"train_files": str(tmp_path / "*")}))
 
 
-def test_few_text_files_hold_out_their_last_rows(tmp_path):
-    """A single text file is enough to train on: where no whole file can be spared, its end is held out."""
+def test_open_sources_holds_out_the_last_rows_of_few_text_files(tmp_path):
+    """A single text file is enough to train on: if no complete file can be spared, its last rows are held out."""
     (tmp_path / "my.txt").write_text("0123456789" * 8)
     train, held_out = open_sources("text", **(SIZES | {"train_files": str(tmp_path / "my.txt")}))
     assert (len(train), len(held_out)) == (18, 2)
@@ -117,7 +117,52 @@ def test_few_text_files_hold_out_their_last_rows(tmp_path):
         open_sources("text", **(SIZES | {"train_files": str(tmp_path / "my.txt")}))
 
 
-def test_made_up_rows_for_evaluation_are_others():
+def test_open_sources_evaluates_on_other_synthetic_rows():
     """Evaluation of synthetic data does not read the rows of training."""
     train, held_out = open_sources("synthetic", **SIZES)
     assert not (train.read(np.array([0]))["tokens"] == held_out.read(np.array([0]))["tokens"]).all()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "uint32", ">u2", "int64"])
+@pytest.mark.parametrize("number", [1, 2, 1000])
+def test_token_file_reads_the_parts_of_an_array(tmp_path, dtype, number):
+    """Every part of a .npy file, of either byte order, is that of the array."""
+    array = (np.arange(number) % 120).astype(dtype)
+    np.save(tmp_path / "a.npy", array)
+    file = open_token_file(str(tmp_path / "a.npy"), "uint16")
+    assert len(file) == number
+    for part in (slice(0, number), slice(0, 0), slice(number // 2, number + 50), slice(number, number + 5), slice(1, 3)):
+        np.testing.assert_array_equal(file[part], array[part])
+
+
+def test_token_file_reads_bin_files_as_little_endian(tmp_path):
+    """A .bin file is read as the tokens it holds, whatever the machine."""
+    (tmp_path / "a.bin").write_bytes(bytes([1, 0, 2, 1]))
+    assert open_token_file(str(tmp_path / "a.bin"), "uint16")[0:2].tolist() == [1, 258]
+
+
+def test_fingerprints_name_files_below_the_shared_folder(tmp_path):
+    """Files keep their names when all of them move, and files of the same name in two folders are two."""
+    paths = [tmp_path / "x" / "a.txt", tmp_path / "y" / "a.txt"]
+    for number, path in enumerate(paths):
+        path.parent.mkdir()
+        path.write_text(str(number))
+    found = fingerprints([str(path) for path in paths])
+    assert list(found) == ["x/a.txt", "y/a.txt"]
+    assert len(set(found.values())) == 2
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    for path in paths:
+        path.parent.rename(moved / path.parent.name)
+    assert fingerprints([str(moved / "x" / "a.txt"), str(moved / "y" / "a.txt")]) == found
+
+
+def test_fingerprints_of_no_files():
+    """Synthetic rows come from no file."""
+    assert fingerprints([]) == {}
+
+
+def test_fingerprints_name_a_file_that_cannot_be_read(tmp_path):
+    """A file that is gone is a DataError."""
+    with pytest.raises(DataError, match="gone cannot be read"):
+        fingerprints([str(tmp_path / "gone")])

@@ -8,14 +8,14 @@ from rampup.run.data.sources import SyntheticRows, TokenRows, as_source
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5, 6, 8, 9, 10])
-def test_every_token_is_a_target_once(number):
+def test_token_rows_have_every_token_as_target_once(number):
     """Rows cover an array without loss: every token but the last is an input once, every token but the first a target."""
     source = TokenRows([np.arange(number)], ["array"], sequence_length=4, vocab_size=100)
     assert all_tokens(source) == (list(range(number - 1)), list(range(1, number)))
 
 
-def test_rows_do_not_cross_arrays():
-    """Each file has rows of its own, and says which."""
+def test_token_rows_do_not_cross_arrays():
+    """Each file has rows of its own, which name it."""
     source = TokenRows([np.arange(6), np.arange(50, 53)], ["one", "two"], sequence_length=4, vocab_size=100)
     assert source.read(np.array([2]))["tokens"].tolist() == [[50, 51, 52, 0, 0]]
     assert [source.describe(row) for row in range(3)] == [
@@ -31,7 +31,7 @@ def test_synthetic_rows_follow_from_their_number():
     assert (rows.read(np.array([3, 9]))["tokens"][1] == rows.read(np.array([9]))["tokens"][0]).all()
 
 
-def test_anything_that_can_be_indexed_is_a_source():
+def test_as_source_wraps_anything_that_can_be_indexed():
     """A list of rows is wrapped, a source is taken as it is."""
     rows = SyntheticRows(3, sequence_length=2, vocab_size=9)
     assert as_source(rows) is rows

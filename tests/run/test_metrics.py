@@ -1,8 +1,8 @@
-"""Tests of rampup.run.utilisation."""
+"""Tests of rampup.run.metrics; the lines of a run are in test_loop."""
 
 import pytest
 
-from rampup.run.utilisation import peak_flops, utilisation
+from rampup.run.metrics import peak_flops, utilisation
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,12 @@ from rampup.run.utilisation import peak_flops, utilisation
         ("cpu", None),
     ],
 )
-def test_peaks_by_the_names_that_jax_gives(kind, peak):
-    """The most telling part of a name decides, and an unknown device has no peak."""
+def test_peak_flops_by_the_names_that_jax_gives(kind, peak):
+    """The first name that occurs in a device's kind decides, and an unknown device has no peak."""
     assert peak_flops(kind) == peak
 
 
-def test_utilisation_needs_a_peak():
-    """FLOP/s are told for every device, their share of the peak where it is known."""
+def test_utilisation_has_mfu_only_with_a_peak():
+    """Every device has FLOP/s, and their fraction of the peak if it is known."""
     assert utilisation(494.5e12, "NVIDIA H200") == {"tflops_per_device": 494.5, "mfu": 0.5}
     assert set(utilisation(1e9, "cpu")) == {"tflops_per_device"}

@@ -1,0 +1,125 @@
+"""What a run reports while it trains: one small class per event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rampup.plan.plan import RampPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlanned:
+    """The run is planned and built, and nothing is trained yet.
+
+    Attributes:
+        plan: the plan.
+        folder: the run's folder.
+        devices: the devices of all processes.
+        num_parameters: parameters of the model.
+    """
+
+    plan: RampPlan
+    folder: Path
+    devices: Sequence[Any]
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted:
+    """The state is restored or new, and step `step` is next."""
+
+    step: int
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseStarted:
+    """Step `step` is the first of this process in a phase of the ramp."""
+
+    step: int
+    phase: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """A step's metrics are written; `metrics` is its line of metrics.jsonl."""
+
+    step: int
+    metrics: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSkipped:
+    """A step was skipped because its loss or gradient was not finite, the `in_a_row`-th in a row."""
+
+    step: int
+    in_a_row: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """An evaluation after step `step`; `metrics` is its line of eval.jsonl."""
+
+    step: int
+    metrics: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved:
+    """A checkpoint after `steps` steps has its data; it may still be written in the background."""
+
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointDamaged:
+    """A damaged checkpoint was moved aside, and an older one is used.
+
+    Attributes:
+        steps: optimizer steps of the damaged checkpoint.
+        problem: what is wrong with it.
+        moved_to: where it is now.
+        used: optimizer steps of the checkpoint that is used instead.
+    """
+
+    steps: int
+    problem: str
+    moved_to: Path
+    used: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageFailed:
+    """A checkpoint or metrics could not be written, and the run continues."""
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStopped:
+    """The run ended after `steps` steps, early if `interrupted`."""
+
+    steps: int
+    interrupted: bool
+
+
+Event = (
+    RunPlanned
+    | RunStarted
+    | PhaseStarted
+    | StepDone
+    | StepSkipped
+    | Evaluated
+    | CheckpointSaved
+    | CheckpointDamaged
+    | StorageFailed
+    | RunStopped
+)
+OnEvent = Callable[[Event], None]
+
+
+def ignore_event(event: Event) -> None:
+    """Do nothing: the default listener."""
