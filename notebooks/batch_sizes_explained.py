@@ -61,7 +61,7 @@ from rampup.packing import balance, imbalance, make_ladder, pack
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import Size
 from rampup.rl.updates import Training
-from rampup.show.plots import draw_batch, draw_memory
+from rampup.show.figures import draw_batch, draw_memory
 
 found = jax.devices()
 print(f"found {len(found)} device(s): {found[0].platform.upper()}, {found[0].device_kind}")

@@ -61,7 +61,7 @@ import rampup
 from rampup import BatchRamp, BatchSplitter, MeshAxes, RampPlan, Timetable
 from rampup.plan.pipeline import pipeline_candidates
 from rampup.run import PipelinedLoss, create_state, make_mesh, step_batches, train_step
-from rampup.show.plots import draw_batch, draw_timetable
+from rampup.show.figures import draw_batch, draw_timetable
 
 found = jax.devices()
 print(f"found {len(found)} device(s): {found[0].platform.upper()}, {found[0].device_kind}")

@@ -70,7 +70,7 @@ from rampup.run import (
     step_batches,
     train_step,
 )
-from rampup.show.plots import draw_batch
+from rampup.show.figures import draw_batch
 
 found = jax.devices()
 print(f"found {len(found)} device(s): {found[0].platform.upper()}, {found[0].device_kind}")

@@ -47,6 +47,7 @@ MOVED_MODULES = {
     "rampup.run.rollout": "rampup.rl.minibatches",
     "rampup.run.step_programs": "rampup.run.step",
     "rampup.show.display": "rampup.show.notebook",
+    "rampup.show.plots": "rampup.show.figures",
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rampup.cli import COMMANDS, _parser
+from rampup.cli import COMMANDS, make_parser
 from rampup.config.files import BASE_FILE, ConfigFile, describe, yaml_value
 from rampup.rl.template import ROLLOUT_FILE
 
@@ -61,7 +61,7 @@ def _head(path: Path) -> str:
 
 def command_line() -> str:
     """Return every command with its usage and options."""
-    return "\n".join(line for name in COMMANDS for line in _command(name, _parser(name)))
+    return "\n".join(line for name in COMMANDS for line in _command(name, make_parser(name)))
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +23,6 @@ from rampup.bench.contenders import our_state
 from rampup.bench.measure import ROUNDS, Seconds
 from rampup.bench.problem import Problem, bench_optimizer, main_problem
 from rampup.bench.result import BenchResult
-from rampup.cli.huge_pages import TUNABLE, VARIABLE, on_offer
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
@@ -30,6 +30,8 @@ from rampup.run.data.batches import step_batches
 from rampup.run.mesh import make_mesh
 from rampup.run.step import train_step
 
+VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
+KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MICROBATCHES = (1, 8)
 STEPS, QUICK_STEPS = 15, 2
 TIMEOUT_SECONDS = 600
@@ -54,10 +56,8 @@ def run(*, quick: bool = False) -> BenchResult:
             str(main_problem(jax.local_devices(backend="cpu")[0], quick=quick)),
             f"ours, one CPU device; medians of {rounds} processes each, in turn, of which each gives the median of "
             f"{QUICK_STEPS if quick else STEPS} steps; faults are the kernel's page faults in a step",
-            f"large pages are {VARIABLE}={TUNABLE}=1, with which `rampup train`, `tune` and `bench` start themselves where JAX "
-            "has no other device than the CPU"
-            if on_offer()
-            else "this machine gives no large pages on request: both are the same here",
+            f"large pages are {VARIABLE}={TUNABLE}=1, which needs glibc 2.35 and [madvise] in {KERNEL}; here that says: "
+            + (KERNEL.read_text().strip() if KERNEL.is_file() else "nothing"),
         ],
     )
 

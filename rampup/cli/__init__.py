@@ -1,36 +1,46 @@
-"""The command line: finds the command, runs it, and turns what goes wrong into a message and an exit code."""
+"""The command line: dispatches to a command, prints its result, and turns errors into messages and exit codes.
+
+A command is a module of this package with `add_arguments(parser)` and `run(args, console) -> Result`. Only the module of the
+command that runs is imported. Exit codes: 0 success, 1 failed, 2 refused, 130 interrupted, 141 the output was closed early.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
-import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from rich.console import Console
 
 import rampup
-from rampup.cli import device_commands as train
-from rampup.cli import files, pictures
-from rampup.cli import plan_commands as plan
-from rampup.cli.huge_pages import ask_for_huge_pages
-from rampup.cli.options import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, report_error
+from rampup.cli.common import EXIT_CLOSED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, Result
+from rampup.cli.huge_pages import enable_huge_pages
 from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError, NonFiniteError, RampupError, StorageError
 
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A subcommand: what it runs, its one line of help and its own options."""
-
-    run: Callable[[argparse.Namespace, Console], int]
-    help: str
-    options: Callable[[argparse.ArgumentParser], None]
+# Each command, whose module has its name, with one line of help.
+COMMANDS = {
+    "plan": "show every phase of a run before it starts",
+    "train": "train the language model",
+    "timetable": "show a pipeline schedule and its bubble",
+    "plot": "draw a plan, its learning rate or pipeline, or the metrics of runs",
+    "report": "write a self-contained HTML report of a plan or a run",
+    "bench": "run benchmarks against common alternatives",
+    "check": "explain and check another system's configuration",
+    "suggest": "show starting sizes for reinforcement learning by model size",
+    "fix": "find the nearest legal configuration, as a patch",
+    "explain": "explain a configuration key and its legal values",
+    "completion": "print a shell completion script",
+    "tune": "find the largest microbatch that fits in memory and the fastest settings",
+    "rows": "show exactly which rows an optimizer step reads",
+}
+# The commands that compute.
+ON_DEVICES = ("train", "tune", "bench")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,11 +50,18 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see `{self.prog} --help`", path=COMMAND_LINE)
 
 
+class _Console(Console):
+    """Leaves a closed pipe to `main`; rich would exit with 1, the code of a failed run."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Args:
-        argv: its words; None = those of this process, which a command that works on devices may start anew.
+        argv: the arguments; None = those of this process, which may then re-execute itself with huge pages.
 
     Example:
         >>> main(["--version"])
@@ -53,23 +70,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None and arguments and arguments[0] in ON_DEVICES:
-        ask_for_huge_pages()
+        enable_huge_pages()
     as_json = "--json" in arguments
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()  # a closed pipe must be noticed here, and not when the interpreter exits
+        return code
     except RampupError as error:
-        report_error(error, as_json)
+        _print_error(error, as_json=as_json)
         return EXIT_FAILED if isinstance(error, StorageError | NonFiniteError) else EXIT_REFUSED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
-    except Exception as error:  # noqa: BLE001 - the last resort: say it in JSON too, with the traceback
+        return EXIT_CLOSED
+    except Exception as error:  # noqa: BLE001 - the last resort: the traceback, and the error as JSON
         traceback.print_exc()
         if as_json:
-            report_error(error, as_json)
+            _print_error(error, as_json=True)
         return EXIT_FAILED
+
+
+def make_parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of a command."""
+    parser = _Parser(prog=f"rampup {name}", description=COMMANDS[name], allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, and everything else on standard error")
+    importlib.import_module(f"rampup.cli.{name}").add_arguments(parser)
+    return parser
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -84,62 +111,45 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError(
             f"unknown command {name!r}; choose from {', '.join(COMMANDS)}", path=COMMAND_LINE, nearest=tuple(COMMANDS)
         )
-    args = _parser(name).parse_intermixed_args(rest)
-    console = Console(stderr=args.json, highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
-    return COMMANDS[name].run(args, console)
+    args = make_parser(name).parse_intermixed_args(rest)
+    console = _Console(stderr=args.json, highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
+    result: Result = importlib.import_module(f"rampup.cli.{name}").run(args, console)
+    if result.problem is not None:
+        _print_error(result.problem, as_json=False)
+    if args.json:
+        print(json.dumps({**({} if result.problem is None else _error_object(result.problem)), **result.facts}))
+    else:
+        result.show(console)
+    return result.exit_code
 
 
-def _parser(name: str) -> _Parser:
-    """Return the parser of a command."""
-    command = COMMANDS[name]
-    parser = _Parser(prog=f"rampup {name}", description=command.help, allow_abbrev=False)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and everything else on standard error")
-    command.options(parser)
-    return parser
+def _error_object(error: Exception) -> dict[str, Any]:
+    return {
+        "error": {
+            "type": type(error).__name__,
+            "message": str(error),
+            "key": getattr(error, "key", None),
+            "nearest": list(getattr(error, "nearest", ())),
+        }
+    }
 
 
-def _completion_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", metavar="bash|zsh", help="the shell")
-
-
-def _completion(args: argparse.Namespace, console: Console) -> int:
-    from rampup.cli.completion import completion_script
-    from rampup.config.schema import KEYS
-
-    usages = {name: _parser(name).format_usage() for name in COMMANDS}
-    options = {name: list(dict.fromkeys(re.findall(r"--[a-z][a-z-]*", usage))) for name, usage in usages.items()}
-    configured = [name for name, usage in usages.items() if "key=value" in usage]
-    script = completion_script(args.shell, options, KEYS, configured=configured)
-    print(json.dumps({"script": script}) if args.json else script, end="\n" if args.json else "")
-    return 0
+def _print_error(error: Exception, *, as_json: bool) -> None:
+    """Print an error: as JSON on standard output, and one of rampup's own as a message on standard error."""
+    if as_json:
+        print(json.dumps(_error_object(error)))
+    if isinstance(error, RampupError):
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
 
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
-        ["usage: rampup COMMAND CONFIG.yml [key=value ...] [options]", "", *lines, "", "rampup COMMAND --help says more."]
+        [
+            "usage: rampup COMMAND CONFIG.yml [key=value ...] [options]",
+            "",
+            *(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items()),
+            "",
+            "rampup COMMAND --help describes a command; rampup --version prints the version.",
+        ]
     )
-
-
-COMMANDS = {
-    "plan": Command(plan.plan, "show every phase of a run before it starts", plan.plan_options),
-    "train": Command(train.train, "train the language model", train.train_options),
-    "timetable": Command(
-        plan.timetable, "show when each pipeline stage works on what, and what waiting costs", plan.timetable_options
-    ),
-    "plot": Command(pictures.plot, "draw a plan, its learning rate or pipeline, or runs side by side", pictures.plot_options),
-    "report": Command(pictures.report, "write a plan, and a run if there is one, as one page to send", pictures.report_options),
-    "bench": Command(train.bench, "measure this machine, beside what people use today", train.bench_options),
-    "check": Command(files.check, "say what another system's configuration really does", files.check_options),
-    "suggest": Command(
-        files.suggest, "show starting sizes for reinforcement learning on a model of a size", files.suggest_options
-    ),
-    "fix": Command(files.fix, "find the nearest legal configuration, as a patch", files.fix_options),
-    "explain": Command(files.explain, "say what a key means and what it may be", files.explain_options),
-    "completion": Command(_completion, "print a script that completes rampup in a shell", _completion_options),
-    "tune": Command(train.tune, "find the largest microbatch that fits, and the fastest cut of the ramp", train.tune_options),
-    "rows": Command(plan.rows, "show exactly which rows an optimizer step reads", plan.rows_options),
-}
-# The commands that compute.
-ON_DEVICES = ("train", "tune", "bench")

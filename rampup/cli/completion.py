@@ -1,125 +1,115 @@
-"""Completion of `rampup` in a shell: commands, their options, keys and the values of keys that have few."""
+"""`rampup completion`: a script that completes commands, options, files, configuration keys and their values in a shell."""
 
 from __future__ import annotations
 
+import argparse
+import importlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+from rampup.cli.common import Result
 from rampup.config.key import Key
-from rampup.errors import ConfigError
+from rampup.errors import ConfigError, MissingDependencyError
 
 SHELLS = ("bash", "zsh")
+FILES = ("CONFIG.yml", "CONFIG.yml|RUN_DIR", "FILE", "FILE.html", "OTHER.yml", "RUN_DIR")
 
+# Functions that shtab's script calls. Bash takes key=value for three words, zsh for one.
 _BASH = """\
-# Completion of rampup for bash: eval "$(rampup completion bash)"
-_rampup_words() {{
-  case "$1" in
-{options}
-  esac
-}}
-_rampup_values() {{
-  case "$1" in
 {values}
-  esac
-}}
-_rampup() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} key=
-  COMPREPLY=()
-  if [[ $word == = ]]; then
-    key=${{COMP_WORDS[COMP_CWORD-1]}} word=
-  elif (( COMP_CWORD > 1 )) && [[ ${{COMP_WORDS[COMP_CWORD-1]}} == = ]]; then
+_rampup_keys() {{ compgen -W {keys} -- "$1"; }}
+_rampup_settings() {{
+  local key=
+  if [[ $1 == = ]]; then
+    key=${{COMP_WORDS[COMP_CWORD-1]}}; set -- ""
+  elif [[ ${{COMP_WORDS[COMP_CWORD-1]}} == = ]]; then
     key=${{COMP_WORDS[COMP_CWORD-2]}}
   fi
   if [[ -n $key ]]; then
-    COMPREPLY=($(compgen -W "$(_rampup_values "$key")" -- "$word"))
-  elif (( COMP_CWORD == 1 )); then
-    COMPREPLY=($(compgen -W {commands} -- "$word"))
-  elif [[ $word == -* ]]; then
-    COMPREPLY=($(compgen -W "$(_rampup_words "${{COMP_WORDS[1]}}")" -- "$word"))
-  elif [[ ${{COMP_WORDS[1]}} == explain ]]; then
-    COMPREPLY=($(compgen -W {keys} -- "$word"))
-  elif [[ " "{configured}" " == *" ${{COMP_WORDS[1]}} "* ]]; then
-    COMPREPLY=($(compgen -S = -W {keys} -- "$word"))
-    (( ${{#COMPREPLY[@]}} )) && compopt -o nospace 2>/dev/null
-    COMPREPLY+=($(compgen -f -- "$word"))
+    compgen -W "$(_rampup_values "$key")" -- "$1"
   else
-    COMPREPLY=($(compgen -f -- "$word"))
+    compgen -S = -W {keys} -- "$1"
+    compgen -f -- "$1"
   fi
 }}
-complete -o filenames -F _rampup rampup
 """
-
+# A key is followed by its value without a space; only the function that bash calls itself can say so.
+_BASH_END = """
+_rampup() {
+  _shtab_rampup
+  [[ ${COMPREPLY[0]-} == *= ]] && compopt -o nospace 2>/dev/null
+  return 0
+}
+complete -o bashdefault -F _rampup rampup
+"""
 _ZSH = """\
-#compdef rampup
-# Completion of rampup for zsh: eval "$(rampup completion zsh)", after compinit
-_rampup_words() {{
-  case "$1" in
-{options}
-  esac
-}}
-_rampup_values() {{
-  case "$1" in
 {values}
-  esac
-}}
-_rampup() {{
-  local key
-  if (( CURRENT == 2 )); then
-    compadd -- ${{=:-{commands}}}
-  elif [[ $PREFIX == -* ]]; then
-    compadd -- $(_rampup_words $words[2])
-  elif [[ $PREFIX == *=* ]]; then
-    key=${{PREFIX%%=*}}
-    compset -P '*='
-    compadd -- $(_rampup_values $key)
-  elif [[ $words[2] == explain ]]; then
-    compadd -- ${{=:-{keys}}}
+_rampup_keys() {{ compadd -- ${{=:-{keys}}} }}
+_rampup_settings() {{
+  if compset -P '*='; then
+    compadd -- $(_rampup_values ${{IPREFIX%=}})
   else
-    [[ " {configured} " == *" $words[2] "* ]] && compadd -S = -- ${{=:-{keys}}}
+    compadd -S = -- ${{=:-{keys}}}
     _files
   fi
 }}
-compdef _rampup rampup
 """
 
 
-def completion_script(
-    shell: str, options: Mapping[str, Sequence[str]], keys: Mapping[str, Key], *, configured: Sequence[str] = ()
-) -> str:
-    """Return a script that completes `rampup` in a shell.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rampup completion`."""
+    parser.add_argument("shell", metavar="bash|zsh", help="the shell")
+
+
+def run(args: argparse.Namespace, console: object) -> Result:
+    """Make the script."""
+    from rampup.config.schema import KEYS
+
+    script = completion_script(args.shell, KEYS)
+    return Result(facts={"script": script}, show=lambda console: print(script, end=""))
+
+
+def completion_script(shell: str, keys: Mapping[str, Key]) -> str:
+    """Return a script that completes `rampup` in a shell: eval "$(rampup completion bash)".
 
     Args:
         shell: bash or zsh.
-        options: the options of each command.
         keys: the keys of a configuration.
-        configured: the commands that take key=value.
 
     Raises:
         ConfigError: another shell.
-
-    Example:
-        >>> "plan) echo '--devices --json' ;;" in completion_script("bash", {"plan": ["--devices", "--json"]}, {})
-        True
+        MissingDependencyError: shtab is not installed.
     """
+    from rampup.cli import COMMANDS, make_parser
+
     if shell not in SHELLS:
         raise ConfigError(f"no completion for {shell!r}; choose from {', '.join(SHELLS)}", key="shell", nearest=SHELLS)
-    values = {name: _values(key) for name, key in keys.items()}
-    template = _BASH if shell == "bash" else _ZSH
-    quote = shlex.quote if shell == "bash" else str
-    return template.format(
-        options=_cases({name: list(words) for name, words in options.items()}),
-        values=_cases({name: words for name, words in values.items() if words}),
-        commands=quote(" ".join(options)),
-        keys=quote(" ".join(keys)),
-        configured=quote(" ".join(configured)),
+    try:
+        shtab = importlib.import_module("shtab")
+    except ImportError as error:
+        raise MissingDependencyError("completion needs shtab: pip install 'rampup[completion]'") from error
+    root = argparse.ArgumentParser(prog="rampup")
+    commands = root.add_subparsers()
+    for name, line in COMMANDS.items():
+        parser = commands.add_parser(name, help=line, parents=[make_parser(name)], add_help=False)
+        for action in parser._actions:
+            functions = {"key=value": "_rampup_settings", "KEY": "_rampup_keys"}
+            if action.metavar in FILES:
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+            elif action.metavar in functions:
+                action.complete = dict.fromkeys(SHELLS, functions[action.metavar])  # type: ignore[attr-defined, index]
+    cases = {name: " ".join(words) for name, key in keys.items() if (words := _values(key))}
+    values = "\n".join(f"    {name}) echo {shlex.quote(words)} ;;" for name, words in cases.items())
+    names, template = " ".join(keys), _BASH if shell == "bash" else _ZSH
+    preamble = template.format(
+        values=f'_rampup_values() {{\n  case "$1" in\n{values}\n  esac\n}}',
+        keys=shlex.quote(names) if shell == "bash" else names,
     )
+    script: str = shtab.complete(root, shell, preamble=preamble)
+    return script + (_BASH_END if shell == "bash" else "\n")
 
 
 def _values(key: Key) -> list[str]:
     """Return the values of a key that can be listed."""
     words = list(key.choices) or (["true", "false"] if key.kind == "bool" else [str(value) for value in key.also])
     return words + (["null"] if key.nullable else [])
-
-
-def _cases(words: Mapping[str, Sequence[str]]) -> str:
-    return "\n".join(f"    {name}) echo {shlex.quote(' '.join(given))} ;;" for name, given in words.items())

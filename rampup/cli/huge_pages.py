@@ -1,8 +1,8 @@
-"""Large memory pages for work on a CPU.
+"""Huge memory pages for work on a CPU.
 
-XLA takes a step's temporary memory from the C library and gives it back after the step, and the kernel hands it out anew in
-pages of 4 KiB, with a fault for each. From version 2.35 on, glibc can ask for large pages instead (its manual, "Memory
-Allocation Tunables": `glibc.malloc.hugetlb`), but it reads that wish only when a process starts.
+XLA allocates a step's temporary buffers from the C library on every step and frees them after it. With pages of 4 KiB, the
+kernel handles one page fault per page, every time. From version 2.35 on, glibc can ask for huge pages instead (its manual,
+"Memory Allocation Tunables": `glibc.malloc.hugetlb`), but it reads the tunable only when a process starts.
 """
 
 from __future__ import annotations
@@ -13,36 +13,37 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+# RAMPUP_HUGE_PAGES=0 leaves the pages as they are.
+SWITCH = "RAMPUP_HUGE_PAGES"
 VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 FIRST_GLIBC = (2, 35)
 KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def ask_for_huge_pages() -> None:
-    """Start this process anew with large pages, where the kernel gives them on request and nobody has said what is wanted.
+def enable_huge_pages() -> None:
+    """Re-execute this process with huge pages if the kernel offers them and the user has not set the tunable.
 
-    Only where JAX has no other device than the CPU: the memory of a machine with accelerators is left as it is.
-
-    With `GLIBC_TUNABLES=glibc.malloc.hugetlb=0` in the environment the pages stay small.
+    Only if JAX has no other device than the CPU. `RAMPUP_HUGE_PAGES=0` in the environment turns this off.
     """
     before = os.environ.get(VARIABLE, "")
-    if TUNABLE in before or not sys.executable or not on_offer() or has_accelerators():
+    if os.environ.get(SWITCH) == "0" or TUNABLE in before or not sys.executable or not on_offer() or has_accelerators():
         return
     os.environ[VARIABLE] = ":".join(filter(None, (before, f"{TUNABLE}=1")))
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def on_offer() -> bool:
-    """Say whether large pages are to be had on request, and only then."""
+    """Return whether transparent huge pages are in `madvise` mode and the C library can ask for them."""
     library, version = platform.libc_ver()
     try:
-        return library == "glibc" and _numbers(version) >= FIRST_GLIBC and "[madvise]" in KERNEL.read_text()
+        recent = tuple(map(int, version.split("."))) >= FIRST_GLIBC
+        return library == "glibc" and recent and "[madvise]" in KERNEL.read_text()
     except (OSError, ValueError):
         return False
 
 
 def has_accelerators() -> bool:
-    """Say whether a package is installed that gives JAX another device than the CPU, and JAX is not told to use the CPU."""
+    """Return whether a package gives JAX another device than the CPU, and JAX is not restricted to the CPU."""
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return False
     return bool(metadata.entry_points(group="jax_plugins")) or _is_installed("libtpu")
@@ -54,7 +55,3 @@ def _is_installed(package: str) -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))

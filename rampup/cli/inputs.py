@@ -1,7 +1,8 @@
-"""What a picture or a report is about: a configuration, the folder of a run, or both, found by what is named."""
+"""The inputs of `plot` and `report`: a configuration with its settings, or folders of runs."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,37 +10,81 @@ from pathlib import Path
 from rampup.config.load import COMMAND_LINE, load_config
 from rampup.config.schema import Config
 from rampup.errors import ConfigError
-from rampup.lm.train import learning_rate
 from rampup.plan.learning_rate import CLOCKS, Clock
 from rampup.plan.plan import RampPlan
 from rampup.rl.config import is_rollout_file
-from rampup.run.run_folder import CONFIG_FILE, EVAL_FILE, METRICS_FILE, read_lines
+from rampup.run.run_folder import CONFIG_FILE
 from rampup.show.series import RunMetrics
 
 
+def add_inputs_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the words that `parse_inputs` sorts."""
+    parser.add_argument(
+        "sources", metavar="CONFIG.yml|RUN_DIR", nargs="+", help="a configuration and key=value settings, or folders of runs"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
-    """What stands on a command line, sorted.
+class CliInputs:
+    """The inputs named on a command line.
 
     Attributes:
         runs: folders of runs.
-        config: a configuration; None where only runs are named.
-        overrides: `key=value` settings for the configuration.
+        config: a configuration; None if only runs are named.
+        overrides: `key=value` settings of the configuration.
     """
 
     runs: tuple[Path, ...]
     config: str | None
     overrides: tuple[str, ...]
 
+    def read_config(self, environ: Mapping[str, str]) -> Config:
+        """Return the configuration, or the one that the run was last started with.
 
-def sort_names(words: Sequence[str]) -> Named:
-    """Sort words into folders of runs, one configuration and its settings.
+        Raises:
+            ConfigError: it cannot be read, it is a rollout's, or the run's folder has none.
+        """
+        if self.config is not None:
+            if is_rollout_file(self.config):
+                raise ConfigError(
+                    "a step of reinforcement learning has no ramp to draw; `rampup plan` and `rampup report` show it",
+                    path=self.config,
+                )
+            return load_config(self.config, self.overrides, environ=environ)
+        if len(self.runs) > 1:
+            raise ConfigError(f"{len(self.runs)} runs are named; only their metrics can be drawn together", path=COMMAND_LINE)
+        file = self.runs[0] / CONFIG_FILE
+        if not file.is_file():
+            raise ConfigError(
+                f"{self.runs[0]} has no {CONFIG_FILE}, which `rampup train` writes; its metrics alone can be drawn: "
+                f"rampup plot {self.runs[0]} -o FILE",
+                path=COMMAND_LINE,
+            )
+        return load_config(file)
+
+    def read_runs(self) -> tuple[RunMetrics, ...]:
+        """Return the metrics of the runs, named after their folders.
+
+        Raises:
+            DataError: a folder has no metrics.
+            ConfigError: no runs are named.
+        """
+        if not self.runs:
+            raise ConfigError("only the folder of a run has metrics", path=COMMAND_LINE)
+        names = [folder.resolve().name for folder in self.runs]
+        if len(set(names)) < len(names):
+            names = list(map(str, self.runs))
+        return tuple(RunMetrics.from_folder(folder, name=name) for folder, name in zip(self.runs, names, strict=True))
+
+
+def parse_inputs(words: Sequence[str]) -> CliInputs:
+    """Sort words into folders of runs, one configuration, and its settings.
 
     Raises:
-        ConfigError: nothing named, two configurations, both kinds at once, or settings without a configuration.
+        ConfigError: nothing is named, two configurations, both kinds, or settings without a configuration.
 
     Example:
-        >>> sort_names(["configs/base.yml", "steps=3"]).overrides
+        >>> parse_inputs(["configs/base.yml", "steps=3"]).overrides
         ('steps=3',)
     """
     runs = tuple(Path(word) for word in words if Path(word).is_dir())
@@ -48,67 +93,27 @@ def sort_names(words: Sequence[str]) -> Named:
     configs = [word for word in rest if word not in overrides]
     if len(configs) > 1:
         raise ConfigError(f"one configuration at a time: {', '.join(configs[:5])}", path=COMMAND_LINE)
-    if bool(configs) == bool(runs):
-        what = "a configuration and folders of runs cannot stand together" if runs else "name a configuration or a run's folder"
-        raise ConfigError(what, path=COMMAND_LINE)
+    if configs and runs:
+        raise ConfigError("name a configuration or folders of runs, not both", path=COMMAND_LINE)
+    if not configs and not runs:
+        raise ConfigError("name a configuration or the folder of a run", path=COMMAND_LINE)
     if runs and overrides:
-        raise ConfigError(f"{overrides[0]} is of no use: a run was what it was", key=overrides[0].partition("=")[0])
-    return Named(runs=runs, config=configs[0] if configs else None, overrides=overrides)
+        key = overrides[0].partition("=")[0]
+        raise ConfigError(f"{overrides[0]} cannot be applied: the settings of a run folder are fixed", key=key)
+    return CliInputs(runs=runs, config=configs[0] if configs else None, overrides=overrides)
 
 
-def config_of(named: Named, environ: Mapping[str, str]) -> Config:
-    """Return the configuration named, or the one that the one run named was last started with.
-
-    Raises:
-        ConfigError: it cannot be read, is not of a ramp, or the run's folder has none.
-    """
-    if named.config is not None:
-        if is_rollout_file(named.config):
-            raise ConfigError(
-                "a step of reinforcement learning has no ramp to draw; `rampup plan` and `rampup report` show it",
-                path=named.config,
-            )
-        return load_config(named.config, named.overrides, environ=environ)
-    if len(named.runs) > 1:
-        raise ConfigError(f"{len(named.runs)} runs are named; only their metrics can be drawn together", path=COMMAND_LINE)
-    file = named.runs[0] / CONFIG_FILE
-    if not file.is_file():
-        raise ConfigError(
-            f"{named.runs[0]} has no {CONFIG_FILE}, which `rampup train` writes; its metrics alone can be drawn: "
-            f"rampup plot {named.runs[0]} -o FILE",
-            path=COMMAND_LINE,
-        )
-    return load_config(file)
-
-
-def runs_of(named: Named) -> tuple[RunMetrics, ...]:
-    """Return the metrics of the runs named.
-
-    Raises:
-        DataError: a folder without metrics.
-        ConfigError: no runs are named.
-    """
-    if not named.runs:
-        raise ConfigError("only the folder of a run has metrics", path=COMMAND_LINE)
-    names = [folder.resolve().name for folder in named.runs]
-    unique = len(set(names)) == len(names)
-    return tuple(
-        RunMetrics.from_lines(
-            name if unique else str(folder), read_lines(folder / METRICS_FILE), read_lines(folder / EVAL_FILE)
-        )
-        for folder, name in zip(named.runs, names, strict=True)
-    )
-
-
-def rates_of(config: Config, plan: RampPlan) -> dict[Clock, Callable[[int], float]]:
-    """Return the configured learning rate, with its schedule on each clock, the plan's own first.
+def learning_rates(config: Config, plan: RampPlan) -> dict[Clock, Callable[[int], float]]:
+    """Return the configured learning rate with its schedule on each clock, the plan's own clock first.
 
     Example:
         >>> from rampup import build_plan
         >>> config = Config(batch_size_schedule="0:8 80:16", steps=20)
-        >>> rates = rates_of(config, build_plan(config, 1))
+        >>> rates = learning_rates(config, build_plan(config, 1))
         >>> round(rates["steps"](10), 6), round(rates["samples"](10), 6)
         (0.001884, 0.002576)
     """
+    from rampup.lm.train import learning_rate
+
     clocks = sorted(CLOCKS, key=lambda clock: clock != plan.learning_rate_clock)
     return {clock: learning_rate(config, replace(plan, learning_rate_clock=clock)).at for clock in clocks}

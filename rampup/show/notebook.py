@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import html
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from rampup.dialects.verdict import Verdict
 from rampup.packing import PackedMicrobatches
@@ -34,7 +35,11 @@ ADVICE = {True: "true", False: "not here", None: "wrong"}
 
 
 def html_table(
-    rows: Sequence[Mapping[str, object]], *, caption: str = "", max_rows: int = MAX_ROWS, dim: frozenset[int] = frozenset()
+    rows: Sequence[Mapping[str, object]],
+    *,
+    caption: str = "",
+    max_rows: int = MAX_ROWS,
+    row_classes: Mapping[int, str] = MappingProxyType({}),
 ) -> str:
     """Return an HTML table with a column for each key of the first row. None becomes an empty cell.
 
@@ -42,7 +47,7 @@ def html_table(
         rows: the rows, all with the same keys.
         caption: a line above the table.
         max_rows: if there are more rows, the middle ones are left out and counted.
-        dim: numbers of the rows to print in italics.
+        row_classes: CSS classes by row number.
 
     Example:
         >>> html_table([{"a": 1, "b": None}]).count("<td")
@@ -60,7 +65,7 @@ def html_table(
         if hidden and max_rows // 2 <= number < len(rows) - max_rows // 2:
             continue
         cells = "".join(_cell(value, style) for value, style in zip(row.values(), styles.values(), strict=True))
-        lines.append(f'<tr class="dim" style="font-style:italic">{cells}</tr>' if number in dim else f"<tr>{cells}</tr>")
+        lines.append(f'<tr class="{row_classes[number]}">{cells}</tr>' if number in row_classes else f"<tr>{cells}</tr>")
     title = f'<caption style="{_TEXT}">{html.escape(caption)}</caption>' if caption else ""
     return f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 

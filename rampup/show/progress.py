@@ -1,36 +1,175 @@
-"""What a training run prints while it runs: the plan, a progress bar, a line at each phase change."""
+"""The progress of a training run: the plan, a bar over samples (rich in a terminal, tqdm in a notebook), a line per phase."""
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
+import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 
 from rampup.plan.plan import RampPlan
 from rampup.run import events
-from rampup.show.bars import make_bar
-from rampup.show.tables import cut, print_plan
+from rampup.show.console import print_plan
+from rampup.show.format import describe_split, format_count
 
 RECENT_STEPS = 20
 
 
-class TrainProgress:
-    """Shows the events of a run: a bar in a terminal or a notebook, a line now and then elsewhere.
+class Bar:
+    """A progress bar that shows nothing, for output that is piped.
+
+    Attributes:
+        visible: whether the bar shows anything; if not, the caller prints lines.
+    """
+
+    visible = False
+
+    def start(self, total: int, done: int) -> None:
+        """Show the bar.
+
+        Args:
+            total: samples of the run.
+            done: samples consumed so far.
+        """
+
+    def update(self, done: int, left: str, line: str) -> None:
+        """Update the bar.
+
+        Args:
+            done: samples consumed so far.
+            left: the time left.
+            line: a line about the newest step.
+        """
+
+    def stop(self) -> None:
+        """Stop updating. What the bar shows stays."""
+
+
+class _ProgressWithLine(Progress):
+    """A bar, and below it a line about the newest step, which a narrow terminal wraps instead of truncating."""
+
+    line = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        yield Text(self.line)
+
+
+class TerminalBar(Bar):
+    """A bar drawn by rich."""
+
+    visible = True
+
+    def __init__(self, console: Console) -> None:
+        self._progress = _ProgressWithLine(
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f} samples"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[left]} left"),
+            console=console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("train", total=0, left="?", visible=False)
+
+    def start(self, total: int, done: int) -> None:
+        """Show the bar."""
+        self._progress.update(self._task, total=total, completed=done, visible=True)
+        self._progress.start()
+
+    def update(self, done: int, left: str, line: str) -> None:
+        """Update the bar."""
+        self._progress.line = line
+        self._progress.update(self._task, completed=done, left=left)
+
+    def stop(self) -> None:
+        """Stop updating."""
+        self._progress.stop()
+
+
+class NotebookBar(Bar):
+    """A bar drawn by tqdm. The time left is the caller's, because tqdm counts steps of equal length."""
+
+    visible = True
+
+    def __init__(self, tqdm: Any) -> None:
+        self._tqdm = tqdm
+        self._bar: Any = None
+
+    def start(self, total: int, done: int) -> None:
+        """Show the bar."""
+        self.stop()
+        form = "{n:,}/{total:,} samples {bar} {desc}"
+        self._bar = self._tqdm(total=total, initial=done, bar_format=form, dynamic_ncols=True)
+
+    def update(self, done: int, left: str, line: str) -> None:
+        """Update the bar."""
+        if self._bar is not None:
+            self._bar.set_description_str(f"{left} left, {line}", refresh=False)
+            self._bar.update(done - self._bar.n)
+
+    def stop(self) -> None:
+        """Stop updating."""
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.close()
+            self._bar = None
+
+
+def make_bar(console: Console, *, quiet: bool = False) -> Bar:
+    """Return the bar that fits the output.
 
     Args:
-        console: where to print.
-        log_period: steps between lines where there is no terminal for a bar.
+        console: where the output goes.
+        quiet: show nothing.
+    """
+    if quiet:
+        return Bar()
+    if in_notebook() and (tqdm := _import_tqdm()) is not None:
+        return NotebookBar(tqdm)
+    return TerminalBar(console) if console.is_terminal else Bar()
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook (Jupyter, Colab)."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def _import_tqdm() -> Any:
+    """Return tqdm for this notebook, as widgets if possible and else as text; None if it is not installed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # tqdm warns if widgets are not installed
+        try:
+            return importlib.import_module("tqdm.auto").tqdm
+        except ImportError:
+            return None
+
+
+class TrainProgress:
+    """Shows the events of a run: a bar in a terminal or a notebook, and lines elsewhere. Pass it as `on_event`.
+
+    Args:
+        console: where to print; None = standard output.
+        plan: the plan of the run, if its loop does not report it as an event, as `rampup.train` does.
+        log_period: steps between lines if there is no bar.
         quiet: print nothing.
     """
 
-    def __init__(self, console: Console, *, log_period: int = 20, quiet: bool = False) -> None:
-        self._console, self._log_period, self._quiet = console, log_period, quiet
+    def __init__(
+        self, console: Console | None = None, *, plan: RampPlan | None = None, log_period: int = 20, quiet: bool = False
+    ) -> None:
+        self._console = Console(highlight=False, markup=False) if console is None else console
+        self._plan, self._log_period, self._quiet = plan, log_period, quiet
+        # Time and consumed samples of the newest steps, for the time left.
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
-        self._plan: RampPlan | None = None
-        self._bar = make_bar(console, quiet=quiet)
+        self._bar = make_bar(self._console, quiet=quiet)
 
     def __call__(self, event: events.Event) -> None:
         """Show one event."""
@@ -38,19 +177,24 @@ class TrainProgress:
             return
         match event:
             case events.RunPlanned():
-                self._show_plan(event)
+                self._plan = event.plan
+                print_plan(event.plan, self._console)
+                parameters = format_count(event.num_parameters, "parameter")
+                devices = f"{len(event.devices)} {event.devices[0].device_kind}"
+                self._console.print(f"{parameters} on {devices}; run folder {event.folder}")
             case events.RunStarted():
-                self._show_start(event)
+                self._start(event)
             case events.PhaseStarted():
                 self._show_phase(event)
             case events.StepDone():
                 self._show_step(event.metrics)
             case events.Evaluated():
-                self._console.print(f"evaluation after step {event.step:,}: loss {_number(event.metrics['eval_loss'])}")
+                loss = _format_loss(event.metrics["eval_loss"])
+                self._console.print(f"evaluation after step {event.step:,}: loss {loss}")
             case events.CheckpointDamaged():
                 self._console.print(
-                    f"the checkpoint of step {event.steps:,} is damaged: {event.problem}; it is now {event.moved_to}, "
-                    f"and that of step {event.used:,} is used"
+                    f"the checkpoint of step {event.steps:,} is corrupt: {event.problem}; it was moved to {event.moved_to}, "
+                    f"and the run resumes from step {event.used:,}"
                 )
             case events.StorageFailed():
                 self._console.print(f"{event.problem}; the run continues")
@@ -61,64 +205,59 @@ class TrainProgress:
             case events.RunStopped():
                 self._bar.stop()
                 if event.interrupted:
-                    self._console.print(f"stopped after {event.steps:,} steps; the same command resumes from there")
+                    steps = format_count(event.steps, "step")
+                    self._console.print(f"stopped after {steps}; the same command resumes the run")
 
     def close(self) -> None:
         """Stop drawing."""
         self._bar.stop()
 
-    def _show_plan(self, event: events.RunPlanned) -> None:
-        self._plan = event.plan
-        print_plan(event.plan, self._console)
-        self._console.print(
-            f"{event.num_parameters:,} parameters on {len(event.devices)} {event.devices[0].device_kind}; "
-            f"run folder {event.folder}"
-        )
-
-    def _show_start(self, event: events.RunStarted) -> None:
+    def _start(self, event: events.RunStarted) -> None:
         plan = self._plan
-        assert plan
+        if plan is None:
+            return
         if event.step >= plan.total_steps:
             self._console.print(f"the run in {event.folder} is finished: nothing to do")
             return
         if event.step:
             self._console.print(f"resumed after step {event.step - 1:,} from a checkpoint")
         self._console.print("compiling the training step", style="dim")
-        self._recent.append((time.monotonic(), plan.ramp.samples_before(event.step)))
         self._bar.start(plan.consumed_samples, plan.ramp.samples_before(event.step))
 
     def _show_phase(self, event: events.PhaseStarted) -> None:
-        plan = self._plan
-        assert plan
-        split = plan.splits[event.phase]
-        self._console.print(
-            f"phase {event.phase} from step {event.step:,}: {split.global_batch_size:,} samples a step = {cut(split)}"
-        )
+        text = f"phase {event.phase} from step {event.step:,}"
+        if self._plan is not None:
+            split = self._plan.splits[event.phase]
+            text += f": {split.global_batch_size:,} samples per step = {describe_split(split)}"
+        self._console.print(text)
 
     def _show_step(self, metrics: Mapping[str, Any]) -> None:
-        plan = self._plan
-        assert plan
         self._recent.append((time.monotonic(), metrics["consumed_samples"]))
         line = (
             f"step {metrics['step']:,}, phase {metrics['phase']}, batch {metrics['global_batch_size']:,}, "
-            f"loss {_number(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} tokens/s"
+            f"loss {_format_loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} tokens/s"
         )
-        left = _duration(self._seconds_left(plan))
+        left = self._time_left()
         self._bar.update(metrics["consumed_samples"], left, line)
         if not self._bar.visible and metrics["step"] % self._log_period == 0:
             self._console.print(f"{line}, {metrics['consumed_samples']:,} samples, {left} left")
 
-    def _seconds_left(self, plan: RampPlan) -> float:
-        """Time for the plan's remaining samples at the recent rate."""
+    def _time_left(self) -> str:
+        """Return the time for the remaining samples at the recent rate; "?" until two steps are done.
+
+        The rate starts with the end of the first step, whose compilation would spoil it.
+        """
         (t0, s0), (t1, s1) = self._recent[0], self._recent[-1]
-        return (plan.consumed_samples - s1) * (t1 - t0) / max(s1 - s0, 1)
+        if self._plan is None or s1 == s0:
+            return "?"
+        return _format_duration((self._plan.consumed_samples - s1) * (t1 - t0) / (s1 - s0))
 
 
-def _number(value: float | None) -> str:
+def _format_loss(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.3f}"
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -12,34 +12,33 @@ from rich.table import Table
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.starting_sizes import Suggestion
 from rampup.rl.updates import Updates
+from rampup.show.console import make_table, print_notes
+from rampup.show.format import format_bytes, format_count, format_value
 
 GIB = 2**30
 
 
 def print_rollout(plan: RolloutPlan, console: Console, *, notes: Iterable[str] = ()) -> None:
-    """Print a step of reinforcement learning in its order: generate, train, sync, evaluate, and what is stored."""
+    """Print one step of reinforcement learning in its order: generate, train, sync, evaluate and store."""
     console.print(
-        f"{plan.num_steps:,} steps of {plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses = "
-        f"{plan.samples_per_step:,} samples; {plan.total_optimizer_steps:,} optimizer steps of the policy"
+        f"{format_count(plan.num_steps, 'step')} of {plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses "
+        f"= {plan.samples_per_step:,} samples; {format_count(plan.total_optimizer_steps, 'optimizer step')} of the policy"
     )
-    calls = f"{plan.generate_calls:,} call{'s' * (plan.generate_calls > 1)}"
+    calls = format_count(plan.generate_calls, "call")
     console.print(f"a step generates in {calls} of {plan.sequences_per_call:,} sequences, trains, then syncs weights:")
     console.print(_training_table(plan.order, console))
     if plan.eval_prompts:
         console.print(f"evaluation: {plan.eval_prompts:,} prompts, {plan.eval_samples:,} samples")
     for remark in _remarks(plan):
         console.print(remark)
-    for note in notes:
-        console.print(f"note: {note}", style="yellow")
+    print_notes(notes, console)
 
 
 def print_suggestion(suggestion: Suggestion, console: Console) -> None:
-    """Print starting sizes: what is published beside what the repository uses, the memory behind them, and what to know."""
+    """Print starting sizes: the published ones and those of the repository, the memory behind them, and notes."""
     console.print(f"{suggestion.params:,} parameters, {suggestion.system}: a starting point")
     if suggestion.row is not None and suggestion.used is not None:
-        table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, show_edge=False)
-        for title in ("key", f"published for {suggestion.row.label}", "the repository uses"):
-            table.add_column(title, justify="left" if title == "key" else "right")
+        table = make_table(console, ("key", f"published for {suggestion.row.label}", "the repository uses"), left=1)
         used = suggestion.used.to_dict()
         for name, size in suggestion.row.published.to_dict().items():
             table.add_row(name, _cell(size), _cell(used[name]))
@@ -47,9 +46,9 @@ def print_suggestion(suggestion: Suggestion, console: Console) -> None:
     if suggestion.memory is not None:
         memory = suggestion.memory
         console.print(
-            f"training state: {memory.state_bytes / GIB:,.1f} GiB, at least {memory.least_devices:,} "
-            f"device{'s' * (memory.least_devices > 1)} of {memory.device_bytes / GIB:,g} GiB, which leaves "
-            f"{memory.free_bytes / GIB:,.1f} GiB on each for activations and generation"
+            f"training state: {memory.state_bytes / GIB:,.1f} GiB, at least {format_count(memory.least_devices, 'device')} of "
+            f"{memory.device_bytes / GIB:,g} GiB, which leaves {memory.free_bytes / GIB:,.1f} GiB on each for activations and "
+            "generation"
         )
     for note in suggestion.notes:
         console.print(f"- {note}")
@@ -57,8 +56,8 @@ def print_suggestion(suggestion: Suggestion, console: Console) -> None:
 
 def _training_table(order: Iterable[Updates], console: Console) -> Table:
     titles = ("model", "replicas", "epochs", "mini\nbatches", "optimizer\nsteps", "samples\neach", "passes\neach")
-    shown = box.SIMPLE_HEAD if console.is_terminal else None
-    table = Table(box=shown, pad_edge=False, show_edge=False, collapse_padding=shown is not None)
+    line = box.SIMPLE_HEAD if console.is_terminal else None
+    table = Table(box=line, pad_edge=False, show_edge=False, collapse_padding=console.is_terminal)
     for title in (*titles, "per replica\nand pass"):
         table.add_column(title, justify="left" if title == "model" else "right", no_wrap=True)
     for updates in order:
@@ -74,9 +73,9 @@ def _training_table(order: Iterable[Updates], console: Console) -> Table:
 def _remarks(plan: RolloutPlan) -> list[str]:
     lag = plan.policy_updates.optimizer_steps - 1
     remarks = [
-        "on-policy: the weights that generate a sample are those that train on it"
+        "on-policy: each sample is trained on by the weights that generated it"
         if lag == 0
-        else f"policy lag: the last optimizer step trains on samples of weights {lag:,} update{'s' * (lag > 1)} older"
+        else f"policy lag: the last optimizer step trains on samples of weights {format_count(lag, 'update')} older"
     ]
     first = plan.order[0]
     if plan.overlapping_microbatches and first.microbatches_per_epoch:
@@ -85,32 +84,15 @@ def _remarks(plan: RolloutPlan) -> list[str]:
             f"can train ({first.model}) while later calls generate, if samples keep the order of generation"
         )
     padded = {updates.model: updates.padded_samples for updates in plan.order if updates.padded_samples}
-    remarks += [f"padding: {rows:,} rows of weight 0 per epoch ({model})" for model, rows in padded.items()]
-    stored = plan.to_dict()["experience"]
+    remarks += [f"padding: {format_count(rows, 'row')} of weight 0 per epoch ({model})" for model, rows in padded.items()]
+    stored: Mapping[str, Any] | None = plan.to_dict()["experience"]
     if stored is not None:
-        remarks.append(_stored_text(stored))
+        remarks.append(
+            f"stored experience: {stored['bytes_per_sample']:,} bytes per sample at full length, "
+            f"{format_bytes(stored['bytes_per_step'])} per step, {format_bytes(stored['bytes_per_replica'])} per replica"
+        )
     return remarks
 
 
-def _stored_text(stored: Mapping[str, Any]) -> str:
-    return (
-        f"stored experience: {stored['bytes_per_sample']:,} bytes a sample at full length, "
-        f"{_bytes(stored['bytes_per_step'])} a step, {_bytes(stored['bytes_per_replica'])} a replica"
-    )
-
-
-def _bytes(number: int) -> str:
-    """Write a number of bytes for people.
-
-    Example:
-        >>> _bytes(6_422_528), _bytes(900)
-        ('6.1 MiB', '900 bytes')
-    """
-    for unit, size in (("TiB", 2**40), ("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= size:
-            return f"{number / size:,.1f} {unit}"
-    return f"{number} bytes"
-
-
 def _cell(value: int | None) -> str:
-    return "" if value is None else f"{value:,}"
+    return "" if value is None else format_value(value)

@@ -1,28 +1,32 @@
-"""What pictures are made of: the phases of a plan, its learning rate and a run's metrics, as numbers."""
+"""The numbers behind pictures and budgets: phases of a plan, its learning rate, and the metrics of a run."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, TypeVar
 
-from rampup.errors import DataError
+from rampup.errors import ConfigError, DataError
 from rampup.plan.plan import RampPlan
 from rampup.plan.timetable import bubble_fraction
+from rampup.run.run_folder import EVAL_FILE, METRICS_FILE, read_lines
 
 MAX_POINTS = 1_200
+_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A phase as it is drawn; the last one, which has no end, as far as the picture goes.
+    """A phase as it is drawn. The last one has no end and is drawn up to the edge of the picture.
 
     Attributes:
         phase: its number.
         start_step, end_step, start_sample, end_sample: where it is drawn.
         global_batch_size: samples per optimizer step.
-        num_microbatches: passes times pipeline microbatches of one replica and optimizer step.
         accumulation_steps: passes.
         bubble: idle share of the pipeline.
     """
@@ -33,7 +37,6 @@ class Span:
     start_sample: int
     end_sample: int
     global_batch_size: int
-    num_microbatches: int
     accumulation_steps: int
     bubble: float
 
@@ -54,7 +57,7 @@ class RatePoint:
 
 
 def last_drawn_step(plan: RampPlan) -> int:
-    """Return the step up to which the ramp is drawn: a third beyond its end, and no further than the run if it gets so far.
+    """Return the step up to which the ramp is drawn: a third beyond its end, but not beyond a run that reaches its end.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -72,7 +75,7 @@ def last_drawn_step(plan: RampPlan) -> int:
 
 
 def phase_spans(plan: RampPlan, *, most: int = MAX_POINTS) -> tuple[Span, ...]:
-    """Return the phases as they are drawn; of very many, evenly chosen ones, the first and the last among them.
+    """Return the phases as they are drawn. Of more than `most`, evenly spaced ones with the first and the last.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -81,9 +84,8 @@ def phase_spans(plan: RampPlan, *, most: int = MAX_POINTS) -> tuple[Span, ...]:
         >>> [(span.start_sample, span.end_sample) for span in phase_spans(plan)]
         [(0, 240), (240, 400)]
     """
-    end = last_drawn_step(plan)
-    phases = some(plan.ramp.phases, most)
-    stops = [phase.start_step for phase in phases[1:]] + [end]
+    phases = subsample(plan.ramp.phases, most)
+    stops = [phase.start_step for phase in phases[1:]] + [last_drawn_step(plan)]
     spans = []
     for phase, stop in zip(phases, stops, strict=True):
         split = plan.splits[phase.index]
@@ -96,7 +98,6 @@ def phase_spans(plan: RampPlan, *, most: int = MAX_POINTS) -> tuple[Span, ...]:
                 start_sample=phase.start_sample,
                 end_sample=plan.ramp.samples_before(stop),
                 global_batch_size=phase.global_batch_size,
-                num_microbatches=split.num_microbatches,
                 accumulation_steps=split.accumulation_steps,
                 bubble=float(bubble),
             )
@@ -105,7 +106,7 @@ def phase_spans(plan: RampPlan, *, most: int = MAX_POINTS) -> tuple[Span, ...]:
 
 
 def rate_points(plan: RampPlan, rate: Callable[[int], float], *, most: int = 400) -> tuple[RatePoint, ...]:
-    """Return the learning rate over the whole run, at evenly spaced steps and on both sides of every kink that is known.
+    """Return the learning rate over the whole run, at evenly spaced steps and on both sides of every known kink.
 
     Args:
         plan: the plan.
@@ -113,7 +114,7 @@ def rate_points(plan: RampPlan, rate: Callable[[int], float], *, most: int = 400
         most: about how many points.
     """
     last = plan.total_steps - 1
-    kinks = {phase.start_step + shift for phase in some(plan.ramp.phases, most // 4) for shift in (-1, 0)}
+    kinks = {phase.start_step + shift for phase in subsample(plan.ramp.phases, most // 4) for shift in (-1, 0)}
     kinks |= {plan.schedule_steps - 1, plan.schedule_steps}
     even = {round(last * part / most) for part in range(most + 1)}
     steps = sorted(step for step in kinks | even if 0 <= step <= last)
@@ -122,14 +123,14 @@ def rate_points(plan: RampPlan, rate: Callable[[int], float], *, most: int = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMetrics:
-    """The metrics of one run, a value a step.
+    """The metrics of one run, one value per step.
 
     Attributes:
-        name: what the run is called in a picture.
-        steps: numbers of the steps.
-        samples: samples consumed after each.
-        losses: not a number where the loss was not finite.
-        tokens_per_second: not a number where it is not known.
+        name: the name of the run in a picture.
+        steps: step numbers.
+        samples: samples consumed after each step.
+        losses: NaN if the loss was not finite.
+        tokens_per_second: NaN if unknown.
         sizes: samples of each step.
         phases: phase of each step.
         eval_samples, eval_losses: evaluations.
@@ -146,13 +147,18 @@ class RunMetrics:
     eval_losses: tuple[float, ...] = ()
 
     @classmethod
+    def from_folder(cls, folder: Path, *, name: str) -> RunMetrics:
+        """Return the metrics in the folder of a run; see `from_lines`."""
+        return cls.from_lines(name, read_lines(folder / METRICS_FILE), read_lines(folder / EVAL_FILE))
+
+    @classmethod
     def from_lines(
         cls, name: str, lines: Iterable[Mapping[str, Any]], eval_lines: Iterable[Mapping[str, Any]] = ()
     ) -> RunMetrics:
-        """Return the metrics of the lines of metrics.jsonl and eval.jsonl.
+        """Return the metrics in the lines of metrics.jsonl and eval.jsonl.
 
         Raises:
-            DataError: no lines, or a line without a number that pictures need.
+            DataError: there are no lines, or a line lacks a number that pictures need.
 
         Example:
             >>> line = {"step": 0, "consumed_samples": 8, "loss": None, "global_batch_size": 8, "phase": 0}
@@ -162,17 +168,19 @@ class RunMetrics:
         """
         rows = list(lines)
         if not rows:
-            raise DataError(f"{name} has no steps in its metrics.jsonl", key="run")
-        whole = {key: tuple(_whole(row, key, name) for row in rows) for key in ("step", "consumed_samples")}
-        counts = {key: tuple(_whole(row, key, name) for row in rows) for key in ("global_batch_size", "phase")}
-        after = dict(zip(whole["step"], whole["consumed_samples"], strict=True))
-        evals = [(after[row["step"]], _number(row.get("eval_loss"))) for row in eval_lines if row["step"] in after]
+            raise DataError(f"{name} has no steps in its {METRICS_FILE}", key="run")
+        counts = {
+            key: tuple(_require_count(row, key, name) for row in rows)
+            for key in ("step", "consumed_samples", "global_batch_size", "phase")
+        }
+        after = dict(zip(counts["step"], counts["consumed_samples"], strict=True))
+        evals = [(after[row["step"]], _finite_or_nan(row.get("eval_loss"))) for row in eval_lines if row["step"] in after]
         return cls(
             name=name,
-            steps=whole["step"],
-            samples=whole["consumed_samples"],
-            losses=tuple(_number(row.get("loss")) for row in rows),
-            tokens_per_second=tuple(_number(row.get("tokens_per_second")) for row in rows),
+            steps=counts["step"],
+            samples=counts["consumed_samples"],
+            losses=tuple(_finite_or_nan(row.get("loss")) for row in rows),
+            tokens_per_second=tuple(_finite_or_nan(row.get("tokens_per_second")) for row in rows),
             sizes=counts["global_batch_size"],
             phases=counts["phase"],
             eval_samples=tuple(sample for sample, _ in evals),
@@ -180,9 +188,9 @@ class RunMetrics:
         )
 
     def by_phase(self) -> list[dict[str, int | float | None]]:
-        """Return, phase by phase, how many steps the run did, its last loss and its median tokens per second.
+        """Return the steps, last loss and median tokens per second of each phase.
 
-        The median leaves out what a step waited for: compilation, checkpoints, evaluation.
+        The median ignores steps that waited for compilation, a checkpoint or an evaluation.
         """
         rows: list[dict[str, int | float | None]] = []
         for phase in sorted(set(self.phases)):
@@ -201,6 +209,33 @@ class RunMetrics:
         return rows
 
 
+def measured_throughput(folder: str | Path) -> dict[int, Fraction]:
+    """Return the median tokens per second of a run at each global batch size that it trained at.
+
+    Args:
+        folder: the run's folder. Steps that compiled count only if there are no others of their size.
+
+    Returns:
+        Tokens per second by global batch size, in samples.
+
+    Raises:
+        ConfigError: there is no such folder or file, or no step in it has a throughput.
+    """
+    file, key = Path(folder) / METRICS_FILE, "measured"
+    if not file.is_file():
+        raise ConfigError("cannot read the run's metrics: no such file", key=key, path=str(file))
+    steady, compiled = defaultdict(list), defaultdict(list)
+    for record in read_lines(file):
+        size, rate = record.get("global_batch_size"), record.get("tokens_per_second")
+        if _is_positive(size) and isinstance(size, int) and _is_positive(rate):
+            # The first step compiles too, even if it took its program from the cache.
+            (compiled if record["step"] == 0 or "compile_seconds" in record else steady)[size].append(float(rate))
+    rates = {size: sorted(steady[size] or compiled[size]) for size in sorted(steady.keys() | compiled.keys())}
+    if not rates:
+        raise ConfigError("no line has a global_batch_size and its tokens_per_second", key=key, path=str(file))
+    return {size: Fraction(found[(len(found) - 1) // 2]) for size, found in rates.items()}
+
+
 def mean_of_neighbours(
     xs: Sequence[float], ys: Sequence[float], *, most: int = MAX_POINTS
 ) -> tuple[list[float], list[float], int]:
@@ -217,24 +252,11 @@ def mean_of_neighbours(
     return [xs[min(start + number, len(xs)) - 1] for start in range(0, len(xs), number)], means, number
 
 
-def short(value: float) -> str:
-    """Write a number in few letters, with K, M, B and T for powers of 1,000.
+def subsample(items: Sequence[_Item], most: int) -> Sequence[_Item]:
+    """Return at most `most` items, evenly spaced, with the first and the last.
 
     Example:
-        >>> short(1500), short(2e12), short(0.003), short(0), short(-2.5e7)
-        ('1.5K', '2T', '0.003', '0', '-25M')
-    """
-    for factor, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(value) >= factor:
-            return f"{value / factor:.4g}{letter}"
-    return f"{value:.4g}"
-
-
-def some(items: Sequence[Any], most: int) -> Sequence[Any]:
-    """Return at most `most` items, evenly chosen, the first and the last among them.
-
-    Example:
-        >>> some(range(11), 3)
+        >>> subsample(range(11), 3)
         [0, 5, 10]
     """
     if len(items) <= most:
@@ -242,14 +264,18 @@ def some(items: Sequence[Any], most: int) -> Sequence[Any]:
     return [items[round((len(items) - 1) * place / (most - 1))] for place in range(most)]
 
 
-def _whole(row: Mapping[str, Any], key: str, name: str) -> int:
+def _require_count(row: Mapping[str, Any], key: str, name: str) -> int:
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise DataError(f"{name}, step {row['step']} of its metrics.jsonl: {key}={value!r} is not a whole number", key=key)
+        raise DataError(f"{name}, step {row['step']} of its {METRICS_FILE}: {key}={value!r} is not a whole number", key=key)
     return value
 
 
-def _number(value: object) -> float:
-    """Return a finite number as it is, and anything else as not a number."""
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e18
+
+
+def _finite_or_nan(value: Any) -> float:
+    """Return a finite number unchanged, and NaN for anything else."""
     known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     return float(value) if known else math.nan

@@ -1,4 +1,4 @@
-"""Tests of rampup.commands, as a person types it: plan --diff, plan --budget, fix, explain and completion."""
+"""Tests of rampup.cli, as a person types it: plan --diff, plan --budget, fix, explain and completion."""
 
 import json
 import subprocess
@@ -53,7 +53,7 @@ def test_settings_are_for_the_first_plan_alone(capsys):
 @pytest.mark.parametrize("width", [80, 200])
 def test_diff_marks_what_differs_and_loses_nothing(capsys, monkeypatch, width):
     """Every phase of both plans with its numbers whole, and a mark on the phases that are not the same."""
-    text = run_text(capsys, monkeypatch, "plan", GPT3, "--diff", PALM, width=width)
+    text = run_text(capsys, monkeypatch, "plan", GPT3, "--diff", PALM, "--all", width=width)
     _, both = run_json(capsys, "plan", GPT3, "--diff", PALM)
     for plan in (both["a"], both["b"]):
         for phase in plan["phases"]:
@@ -266,7 +266,7 @@ def test_completion_knows_every_command_option_and_key(capsys):
     for shell in ("bash", "zsh"):
         assert main(["completion", shell]) == 0
         script = capsys.readouterr().out
-        assert all(f"    {name}) echo " in script for name in COMMANDS)
+        assert all(f"_shtab_rampup_{name}_option" in script for name in COMMANDS)
         assert all(name in script for name in KEYS)
         assert "--tokens-per-second" in script
         assert run_json(capsys, "completion", shell)[1] == {"script": script}

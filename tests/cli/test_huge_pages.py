@@ -16,7 +16,7 @@ from rampup.cli import huge_pages
 huge_pages.on_offer = lambda: True
 huge_pages.has_accelerators = lambda: False
 print(os.getpid(), sys.argv[1:], os.environ.get("GLIBC_TUNABLES"), flush=True)
-huge_pages.ask_for_huge_pages()
+huge_pages.enable_huge_pages()
 print("goes on")
 """
 
@@ -41,6 +41,7 @@ def test_the_process_starts_anew_once():
 def test_what_somebody_has_said_stays():
     """Small pages that are asked for stay small."""
     assert len(starts(GLIBC_TUNABLES="glibc.malloc.hugetlb=0")) == 2
+    assert len(starts(RAMPUP_HUGE_PAGES="0")) == 2
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_machines_with_accelerators(monkeypatch, plugins, packages, platforms, a
 def test_only_a_process_of_its_own_starts_anew(monkeypatch, argv, words, asked):
     """A command that computes, typed in a shell; never a program or a notebook that calls `main` with words."""
     calls = []
-    monkeypatch.setattr(cli, "ask_for_huge_pages", lambda: calls.append(1))
+    monkeypatch.setattr(cli, "enable_huge_pages", lambda: calls.append(1))
     monkeypatch.setattr(sys, "argv", ["rampup", *argv])
     with contextlib.suppress(SystemExit):
         cli.main(words)

@@ -43,7 +43,7 @@ def test_remarks_follow_from_the_plan():
     assert "weights 5 updates older" in text
     assert "microbatches of the first epoch can train (policy) while later calls generate" in text
     assert "rows of weight 0 per epoch (policy)" in text
-    assert "25,088 bytes a sample at full length, 6.1 MiB a step" in text
+    assert "25,088 bytes per sample at full length, 6.125 MiB per step" in text
 
 
 def test_a_token_budget_has_at_most_so_many_passes():

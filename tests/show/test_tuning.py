@@ -4,7 +4,8 @@ import io
 
 from rich.console import Console
 
-from rampup.show.tuning import bytes_text, print_tuning
+from rampup.show.format import format_bytes
+from rampup.show.tuning import print_tuning
 
 TRIAL = {"microbatch_size": 2, "num_microbatches": 16, "bytes": 2**30, "fits": True}
 TIMED = {"step_seconds": 0.0123456, "spread": 0.04, "rounds": 5, "tokens_per_second": 123456.7}
@@ -50,13 +51,13 @@ def test_everything_found_is_said():
     """The boundary, each candidate, the settings, each phase, the levers with their remarks, and the notes."""
     text = printed(FOUND)
     for part in (
-        "4 x cpu, 16 GiB each (as named), of which 15 GiB are used: 5% are left free",
+        "4 x cpu, 16 GiB each (as given), of which 15 GiB are used: 5% are left free",
         "the largest microbatch that fits is 2 samples; 4 does not (not run: this is computed)",
         "2 16 1 GiB 12.35 ms 4% 123,457 fits",
         "4 16 too much not timed does not fit",
         "recommended: microbatch_size=2; the run's steps take 12.5 s",
         "0 64 8 4 2 2 1 GiB not timed",
-        "instead: what the configuration has: not timed",
+        "alternative: the configuration as it is: not timed",
         "pipeline_tick_overhead=2.75",
         "remat_policy=full 512 MiB 512 MiB x 1.25 yes",
         "note: tensor axis of 2: vocab_size=5 is odd",
@@ -72,13 +73,13 @@ def test_nothing_that_fits_is_said_too():
     assert "recommended" not in nothing
     assert "the largest microbatch tried, 2 samples, fits" in printed(FOUND | {"next_larger": None})
     own = printed(FOUND | {"memory_is_named": False, "measured_peak_bytes": 2**29})
-    assert "(its own)" in own
+    assert "(as reported by the device)" in own
     assert "512 MiB in use at most" in own
 
 
 def test_bytes_have_units():
     """From bytes to any number of GiB."""
-    assert [bytes_text(n) for n in (0, 1023, 1024, 2**20 * 3, 2**40)] == [
+    assert [format_bytes(n) for n in (0, 1023, 1024, 2**20 * 3, 2**40)] == [
         "0 bytes",
         "1023 bytes",
         "1 KiB",

@@ -87,7 +87,7 @@ def test_piped_output_is_plain():
 
 @pytest.mark.parametrize(
     ("outcome", "said"),
-    [("runs", "goes as written"), ("pads", "pads its batches"), ("drops", "drops samples")],
+    [("runs", "uses the sizes as written"), ("pads", "pads its batches"), ("drops", "drops samples")],
 )
 def test_headline(outcome, said):
     """The first line says what the check says and what the run does."""

@@ -1,4 +1,4 @@
-"""Tests of rampup.show.plots: what is drawn, read back from the picture."""
+"""Tests of rampup.show.figures: what is drawn, read back from the picture."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ import pytest
 from rampup import Config, build_plan
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.timetable import SCHEDULES, Timetable
-from rampup.show.plots import draw_batch, draw_memory, draw_rate, draw_runs, draw_timetable
+from rampup.show.figures import draw_batch, draw_memory, draw_rate, draw_runs, draw_timetable
 from rampup.show.series import RunMetrics
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rampup[plot]'")

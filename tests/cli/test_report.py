@@ -1,4 +1,4 @@
-"""Tests of rampup.cli.report_inputs: what goes into a report."""
+"""Tests of rampup.cli.report: the content of a report."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rampup import Config
-from rampup.cli.report_inputs import gather_report
+from rampup.cli.report import gather_report
 from rampup.config.files import run_yaml
 from rampup.config.schema import KEYS
 from rampup.errors import BatchDivisibilityError, ConfigError

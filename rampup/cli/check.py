@@ -1,0 +1,41 @@
+"""`rampup check`: explains and checks another system's configuration, and converts it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from rampup.cli.common import EXIT_REFUSED, Result
+from rampup.config.load import COMMAND_LINE
+from rampup.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rampup check`."""
+    parser.add_argument("file", metavar="FILE", help="another system's configuration")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", help="settings in that system's keys that take precedence over the file"
+    )
+    parser.add_argument(
+        "--from", dest="system", required=True, metavar="SYSTEM", help="maxtext, maxtext_rl, megatron, skyrl, verl or trlx"
+    )
+    parser.add_argument("--to", choices=("rampup",), help="also convert what can be expressed")
+    parser.add_argument("-o", "--output", metavar="FILE", help="the converted file")
+
+
+def run(args: argparse.Namespace, console: object) -> Result:
+    """Check a file, and convert it if an output is given."""
+    from rampup.dialects import check_file, write_conversion
+    from rampup.show.verdicts import print_verdict
+
+    if (args.to is None) != (args.output is None):
+        raise ConfigError("--to and -o FILE belong together", key="to", path=COMMAND_LINE)
+    verdict = check_file(args.file, args.system, args.overrides)
+    if verdict.ok and args.output is not None:
+        write_conversion(verdict, args.output, source=args.file)
+        print(f"wrote {args.output}", file=sys.stderr)
+    return Result(
+        facts=verdict.to_dict(),
+        show=lambda console: print_verdict(verdict, console),
+        exit_code=0 if verdict.ok else EXIT_REFUSED,
+    )

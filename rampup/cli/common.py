@@ -1,0 +1,109 @@
+"""What commands share: their result, exit codes, arguments, and the devices that they mean."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rampup.cli.huge_pages import SWITCH
+from rampup.errors import ConfigError, RampupError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from rampup.config.schema import Config
+    from rampup.rl.config import RolloutConfig
+
+EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_CLOSED = 1, 2, 130, 141
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a command returns.
+
+    Attributes:
+        facts: printed with `--json`, as one object.
+        show: prints the result for people; by default nothing, for a command that has printed everything.
+        exit_code: of the process.
+        problem: an error to report together with the result.
+    """
+
+    facts: Mapping[str, Any]
+    show: Callable[[Console], None] = lambda console: None
+    exit_code: int = 0
+    problem: RampupError | None = None
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a configuration file and its settings."""
+    parser.add_argument("config", metavar="CONFIG.yml", help="a configuration file")
+    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that take precedence over the file")
+
+
+def add_devices_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the number of devices to plan for."""
+    parser.add_argument("--devices", type=int, metavar="N", help="plan for N devices instead of those of this machine")
+
+
+def add_fake_devices_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the number of simulated devices."""
+    parser.add_argument("--fake-devices", type=int, metavar="N", help="simulate N CPU devices")
+
+
+def environment() -> dict[str, str]:
+    """Return the environment, in which `RAMPUP_KEY` sets a key, without the variable that is not a key."""
+    return {name: value for name, value in os.environ.items() if name != SWITCH}
+
+
+def count_devices(args: argparse.Namespace, config: Config | RolloutConfig) -> int:
+    """Return the devices of `--devices`, or of the configuration, or of this machine; only the last needs JAX."""
+    if args.devices is not None:
+        if args.devices < 1:
+            raise ConfigError(f"--devices={args.devices} must be at least 1", key="num_devices", nearest=(1,))
+        return int(args.devices)
+    if config.num_devices != -1:
+        return config.num_devices
+    import jax
+
+    return jax.device_count()
+
+
+def use_fake_devices(number: int | None) -> None:
+    """Simulate CPU devices, if a number is given."""
+    if number is None:
+        return
+    if not 1 <= number <= 1024:
+        raise ConfigError(f"--fake-devices={number} must be between 1 and 1024", key="fake-devices", nearest=(1, 1024))
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    split_cpu(number)
+
+
+def split_cpu(number: int) -> None:
+    """Let JAX see the CPU as several devices; other backends are not affected."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", number)
+
+
+def check_output(path: str | None, suffixes: Sequence[str]) -> None:
+    """Refuse an output file that cannot be written, before the work.
+
+    Args:
+        path: the file, if any.
+        suffixes: the legal ones.
+
+    Raises:
+        ConfigError: another suffix, or there is no such folder.
+    """
+    if path is None:
+        return
+    if Path(path).suffix.lower() not in suffixes:
+        raise ConfigError(f"cannot write {path}: it must end in {', '.join(suffixes)}", key="output", nearest=tuple(suffixes))
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"cannot write {path}: there is no folder {Path(path).absolute().parent}", key="output")

@@ -1,0 +1,26 @@
+"""`rampup explain`: a key of the configuration."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from rampup.cli.common import Result
+from rampup.config.explain import explain
+from rampup.config.files import BASE_FILE
+from rampup.rl.template import ROLLOUT_FILE
+from rampup.show.console import print_explanation
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rampup explain`."""
+    parser.add_argument("key", metavar="KEY", help="a key of base.yml or rl.yml")
+
+
+def run(args: argparse.Namespace, console: object) -> Result:
+    """Explain a key."""
+    explanation = explain(args.key, (BASE_FILE, ROLLOUT_FILE))
+    return Result(
+        facts=dataclasses.asdict(explanation),
+        show=lambda console: print_explanation(explanation, console),
+    )

@@ -1,0 +1,58 @@
+"""`rampup fix`: the nearest legal configuration, as a patch."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+import rampup
+from rampup.cli.common import Result, add_config_arguments, add_devices_argument, count_devices, environment
+from rampup.config.fix import find_fix, write_fix
+from rampup.errors import ConfigError
+from rampup.rl.config import is_rollout_file
+from rampup.show.console import print_fix
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rampup fix`."""
+    add_config_arguments(parser)
+    add_devices_argument(parser)
+    parser.add_argument("--write", action="store_true", help="write the file instead of only printing the patch")
+
+
+def run(args: argparse.Namespace, console: object) -> Result:
+    """Find a fix, and write it if requested."""
+    if _is_rollout(args.config):
+        raise ConfigError(
+            "fix is for a pre-training configuration; `rampup plan` shows what is wrong with a rollout", path=args.config
+        )
+    found = find_fix(
+        args.config,
+        args.overrides,
+        environ=environment(),
+        check=lambda config: rampup.build_plan(config, count_devices(args, config)),
+    )
+    write = args.write and found.text != found.before
+    if write and not Path(args.config).is_file():
+        raise ConfigError("this file comes with rampup; copy it, and fix the copy", path=str(found.file))
+    if write:
+        write_fix(found)
+        print(f"wrote {found.file}", file=sys.stderr)
+    facts = {
+        "legal": not found.changes,
+        "problems": found.problems,
+        "changes": [dataclasses.asdict(change) for change in found.changes],
+        "patch": found.patch,
+        "written": write,
+    }
+    return Result(facts=facts, show=lambda console: print_fix(found, console))
+
+
+def _is_rollout(path: str) -> bool:
+    """Return whether a file is a rollout's. One that cannot be read yet, because its base is misspelled, is not."""
+    try:
+        return is_rollout_file(path)
+    except ConfigError:
+        return False

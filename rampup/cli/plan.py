@@ -1,0 +1,127 @@
+"""`rampup plan`: the phases of a run, compared with another plan, or with a token budget."""
+
+from __future__ import annotations
+
+import argparse
+from fractions import Fraction
+
+import rampup
+from rampup.cli.common import Result, add_config_arguments, add_devices_argument, count_devices, environment
+from rampup.config.load import COMMAND_LINE
+from rampup.errors import ConfigError, RampDefinitionError
+from rampup.rl.config import is_rollout_file
+from rampup.show.console import MAX_PHASES, print_plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rampup plan`."""
+    add_config_arguments(parser)
+    add_devices_argument(parser)
+    parser.add_argument("--all", action="store_true", help=f"print every phase, also if there are more than {MAX_PHASES}")
+    parser.add_argument("--diff", metavar="OTHER.yml", help="compare with another plan; key=value applies to the first only")
+    parser.add_argument("--budget", metavar="TOKENS", help="show what a number of tokens means, for example 300B")
+    parser.add_argument("--tokens-per-second", metavar="X", help="with --budget: a throughput, for the time")
+    parser.add_argument("--measured", metavar="RUN_DIR", help="with --budget: the throughput of a run's metrics.jsonl")
+
+
+def run(args: argparse.Namespace, console: object) -> Result:
+    """Plan a configuration."""
+    rollout = is_rollout_file(args.config)
+    _check_options(args, rollout=rollout)
+    if rollout:
+        return _plan_rollout(args)
+    config = rampup.load_config(args.config, args.overrides, environ=environment())
+    plan = rampup.build_plan(config, count_devices(args, config))
+    max_phases = None if args.all else MAX_PHASES
+    if args.diff is not None:
+        return _compare(args, config, plan, max_phases)
+    if args.budget is not None:
+        return _apply_budget(args, config, plan)
+    return Result(facts=plan.to_dict(), show=lambda console: print_plan(plan, console, max_phases=max_phases))
+
+
+def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
+    """Refuse options that exclude each other.
+
+    Raises:
+        ConfigError: names the option.
+    """
+    given = [name for name in ("diff", "budget") if getattr(args, name) is not None]
+    if len(given) > 1:
+        raise ConfigError("--diff and --budget exclude each other; leave one out", key="diff", path=COMMAND_LINE)
+    if rollout and given:
+        raise ConfigError(f"--{given[0]} is for a pre-training plan, not for a rollout", key=given[0], path=COMMAND_LINE)
+    rates = [name for name in ("tokens_per_second", "measured") if getattr(args, name) is not None]
+    if rates and args.budget is None:
+        name = rates[0].replace("_", "-")
+        raise ConfigError(f"--{name} gives the time of a token budget; add --budget", key=name, path=COMMAND_LINE)
+    if len(rates) > 1:
+        raise ConfigError(
+            "--tokens-per-second and --measured both give the throughput; leave one out", key=rates[1], path=COMMAND_LINE
+        )
+
+
+def _plan_rollout(args: argparse.Namespace) -> Result:
+    from rampup.rl.config import build_rollout_plan, load_rollout_config, rollout_notes
+    from rampup.show.rollouts import print_rollout
+
+    config = load_rollout_config(args.config, args.overrides, environ=environment())
+    plan = build_rollout_plan(config, count_devices(args, config))
+    notes = rollout_notes(config, plan)
+    return Result(
+        facts={**plan.to_dict(), "notes": list(notes)}, show=lambda console: print_rollout(plan, console, notes=notes)
+    )
+
+
+def _compare(args: argparse.Namespace, config: rampup.Config, plan: rampup.RampPlan, max_phases: int | None) -> Result:
+    """Compare a plan with the one of another file."""
+    from rampup.show.console import print_comparison
+
+    if is_rollout_file(args.diff):
+        raise ConfigError("--diff is for pre-training plans, not for a rollout", key="diff", path=args.diff)
+    other = rampup.load_config(args.diff, environ=environment())
+    plans = (plan, rampup.build_plan(other, count_devices(args, other)))
+    changed = config.differences(other)
+    names = (" ".join([args.config, *args.overrides]), args.diff)
+    return Result(
+        facts={"a": plans[0].to_dict(), "b": plans[1].to_dict(), "changed_keys": changed},
+        show=lambda console: print_comparison(plans, names, changed, console, max_phases=max_phases),
+    )
+
+
+def _apply_budget(args: argparse.Namespace, config: rampup.Config, plan: rampup.RampPlan) -> Result:
+    """Show what a budget of tokens means for a plan."""
+    from rampup.plan.budget import SECONDS_PER_HOUR, TokenBudget
+    from rampup.plan.numbers import parse_count
+    from rampup.show.console import print_budget
+
+    tokens = parse_count(args.budget, what="budget", key="budget")
+    budget = TokenBudget(ramp=plan.ramp, tokens=tokens, tokens_per_sample=config.max_target_length)
+    throughput = None
+    if args.measured is not None:
+        from rampup.show.series import measured_throughput
+
+        throughput = measured_throughput(args.measured)
+    if args.tokens_per_second is not None:
+        throughput = dict.fromkeys(plan.ramp.sizes, _parse_rate(args.tokens_per_second))
+    facts = budget.to_dict()
+    if throughput is not None:
+        seconds = budget.seconds(throughput)
+        facts["hours"] = float(seconds / SECONDS_PER_HOUR)
+        facts["tokens_per_second"] = float(budget.consumed_tokens / seconds)
+    return Result(
+        facts={**plan.to_dict(), "budget": facts},
+        show=lambda console: print_budget(budget, console, configured_steps=plan.total_steps, throughput=throughput),
+    )
+
+
+def _parse_rate(text: str) -> Fraction:
+    """Return a throughput, with a suffix as for a count or with decimals."""
+    from rampup.plan.numbers import SUFFIXES, exact_fraction, parse_count
+
+    name = "tokens-per-second"
+    suffixed = text.strip()[-1:].upper() in SUFFIXES
+    rate = Fraction(parse_count(text, what=name, key=name)) if suffixed else exact_fraction(text, what=name, key=name)
+    if rate <= 0:
+        raise RampDefinitionError(f"{name}={text} must be above 0", key=name)
+    return rate

@@ -1,0 +1,107 @@
+"""`rampup report`: a plan, a run or a verdict as one HTML page."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import rampup
+from rampup.cli.common import Result, add_devices_argument, count_devices, environment
+from rampup.cli.inputs import CliInputs, add_inputs_argument, learning_rates, parse_inputs
+from rampup.config.load import COMMAND_LINE
+from rampup.config.schema import KEYS, Config
+from rampup.errors import ConfigError
+from rampup.plan.plan import RampPlan
+from rampup.rl.config import (
+    ROLLOUT_KEYS,
+    RolloutConfig,
+    build_rollout_plan,
+    is_rollout_file,
+    load_rollout_config,
+    rollout_notes,
+)
+from rampup.show.report import Report, key_values, write_report
+
+CountDevices = Callable[[Any], int]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rampup report`."""
+    add_inputs_argument(parser)
+    add_devices_argument(parser)
+    parser.add_argument("-o", "--output", required=True, metavar="FILE.html", help="the page to write")
+    parser.add_argument("--from", dest="system", metavar="SYSTEM", help="the file is another system's; see `rampup check`")
+
+
+def run(args: argparse.Namespace, console: object) -> Result:
+    """Write the page."""
+    report = gather_report(
+        args.sources, environ=environment(), system=args.system, count_devices=lambda config: count_devices(args, config)
+    )
+    size = write_report(report, args.output)
+    return Result(
+        facts={"title": report.title, "notes": list(report.notes), "output": args.output, "bytes": size},
+        show=lambda console: console.print(f"wrote {args.output}", soft_wrap=True),
+    )
+
+
+def gather_report(
+    words: Sequence[str], *, environ: Mapping[str, str], count_devices: CountDevices, system: str | None = None
+) -> Report:
+    """Return the content of a report.
+
+    Args:
+        words: a configuration and `key=value` settings, or the folder of a run.
+        environ: environment variables with settings.
+        count_devices: from a configuration to the devices to plan for.
+        system: the system of the file, one of those that `rampup check` knows; None = rampup.
+
+    Raises:
+        RampupError: the input cannot be read or planned.
+    """
+    inputs = parse_inputs(words)
+    if system is not None:
+        return _report_on_other_system(inputs, system)
+    if inputs.config is not None and is_rollout_file(inputs.config):
+        return _report_on_rollout(inputs, inputs.config, environ, count_devices)
+    config = inputs.read_config(environ)
+    plan = rampup.build_plan(config, count_devices(config))
+    return Report(
+        title=Path(inputs.config).stem if inputs.config else inputs.runs[0].resolve().name,
+        plan=plan,
+        notes=plan.advice,
+        keys=key_values(KEYS, config.to_dict(), Config().to_dict(), config.where),
+        rates=learning_rates(config, plan),
+        run=inputs.read_runs()[0] if inputs.runs else None,
+        version=rampup.__version__,
+    )
+
+
+def _report_on_rollout(inputs: CliInputs, file: str, environ: Mapping[str, str], count_devices: CountDevices) -> Report:
+    config = load_rollout_config(file, inputs.overrides, environ=environ)
+    plan = build_rollout_plan(config, count_devices(config))
+    return Report(
+        title=Path(file).stem,
+        plan=plan,
+        notes=rollout_notes(config, plan),
+        keys=key_values(ROLLOUT_KEYS, config.to_dict(), RolloutConfig().to_dict(), config.where),
+        version=rampup.__version__,
+    )
+
+
+def _report_on_other_system(inputs: CliInputs, system: str) -> Report:
+    from rampup.dialects import check_file
+
+    if inputs.config is None:
+        raise ConfigError("--from needs another system's file, not the folder of a run", key="from", path=COMMAND_LINE)
+    verdict = check_file(inputs.config, system, inputs.overrides)
+    plan = verdict.plan
+    return Report(
+        title=Path(inputs.config).name,
+        plan=plan,
+        notes=plan.advice if isinstance(plan, RampPlan) else (),
+        verdict=verdict,
+        version=rampup.__version__,
+    )

@@ -1,0 +1,105 @@
+"""Tests of rampup.show.console: plans, facts and timetables as text."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from rampup import Config, build_plan
+from rampup.plan.timetable import SCHEDULES, Timetable
+from rampup.show.console import MAX_PHASES, print_facts, print_plan, print_timetable
+
+RAMP = {"enable_rampup_batch_size": True}
+
+
+def printed(plan, **options):
+    """Return what is printed of a plan at 80 columns."""
+    console = Console(file=io.StringIO(), width=80, highlight=False, **options)
+    print_plan(plan, console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("options", [{}, {"force_terminal": True, "color_system": None}])
+def test_every_phase_and_size_is_shown_at_80_columns(options):
+    """Nothing is cut off at 80 columns, in a terminal or piped, even with every column and large numbers."""
+    keys = RAMP | {"ici_pipeline_parallelism": 2, "learning_rate_batch_scaling": "sqrt", "global_rampup_samples": 10**12}
+    plan = build_plan(Config(**keys, steps=10**12), 65536)
+    text = printed(plan, **options)
+    assert max(map(len, text.splitlines())) <= 80
+    flat = re.sub(r"[\s│]+", "", text)
+    for row in plan.phase_rows():
+        assert f"{row['start_sample']:,}" in flat
+        assert f"{row['global_batch_size']:,}" in flat
+
+
+def test_piped_output_is_plain():
+    """Without a terminal there are no colours and no boxes."""
+    text = printed(build_plan(Config(**RAMP), 4))
+    assert "\x1b" not in text
+    assert not set(text) & set("─│┏┃━")
+
+
+def test_phases_that_are_not_reached_are_marked():
+    """A phase beyond the last step stands in brackets."""
+    text = printed(build_plan(Config(**RAMP, steps=30), 4))
+    assert re.search(r"^\s*\(3\)", text, re.MULTILINE)
+    assert "note: steps=30 ends before phase 1" in text
+
+
+def test_facts():
+    """Names and values stand side by side."""
+    console = Console(file=io.StringIO(), width=80)
+    print_facts({"steps": 1234567, "loss": 1.25, "checkpoint": None, "rate": 11060.4}, console)
+    text = console.file.getvalue()
+    assert "1,234,567" in text
+    assert "11,060" in text
+
+
+def printed_timetable(table, **options):
+    """Return what is printed at 80 columns."""
+    console = Console(file=io.StringIO(), width=80, highlight=False, **options)
+    print_timetable(table, console)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("options", [{}, {"force_terminal": True, "color_system": None}])
+def test_every_operation_is_in_the_picture_at_80_columns(schedule, options):
+    """Nothing is cut off, blocks follow each other, and each operation starts once."""
+    v = 2 if schedule in ("interleaved", "circular") else 1
+    table = Timetable.build(schedule, num_stages=4, num_microbatches=12, num_repeats=v)
+    text = printed_timetable(table, **options)
+    assert max(map(len, text.splitlines())) <= 80
+    for operation in table.operations:
+        name = f"{operation.kind}{operation.microbatch}" + ("ab"[operation.repeat] if v > 1 else "")
+        assert sum(line.split().count(name) for line in text.splitlines()) == 4
+    assert str(table.bubble_fraction) in text
+
+
+@pytest.mark.parametrize("costs", [{"forward_cost": 0.001}, {"num_microbatches": 2000}])
+def test_a_picture_that_nobody_can_read_is_left_out(costs):
+    """Where costs or numbers make it too wide, what is counted is printed all the same."""
+    table = Timetable.build(**({"schedule": "1f1b", "num_stages": 2, "num_microbatches": 4} | costs))
+    text = printed_timetable(table)
+    assert "too many to draw" in text
+    assert str(table.bubble_fraction) in text
+    assert len(text.splitlines()) < 12
+
+
+@pytest.mark.parametrize(("phases", "kept"), [(MAX_PHASES, MAX_PHASES), (MAX_PHASES + 1, MAX_PHASES), (500, MAX_PHASES)])
+def test_print_plan_leaves_out_the_middle_of_many_phases(phases, kept):
+    """Of many phases, the first and the last are printed and the others counted; `max_phases=None` prints all."""
+    schedule = " ".join(f"{9000 * n}:{4 * n + 4}" for n in range(phases))
+    plan = build_plan(Config(batch_size_schedule=schedule, steps=10**7), 1)
+    console = Console(file=io.StringIO(), width=100, highlight=False)
+    print_plan(plan, console)
+    text = console.file.getvalue()
+    rows = [line.split()[0] for line in text.splitlines() if re.match(r"\s*\d+ +[\d,]+ +[\d,]+ ", line)]
+    assert len(rows) == kept
+    assert (rows[0], rows[-1]) == ("0", str(phases - 1))
+    left_out = phases - kept
+    assert ("left out" in text) == (left_out > 0)
+    assert left_out == 0 or f"{left_out} phase{'s' * (left_out > 1)} left out" in text
+    print_plan(plan, console, max_phases=None)
+    assert f"\n{phases // 2:>5}" in console.file.getvalue()
