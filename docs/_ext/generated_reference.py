@@ -11,7 +11,7 @@ from typing import Any
 
 from rampup.cli import COMMANDS, make_parser
 from rampup.config.files import BASE_FILE, ConfigFile, describe, yaml_value
-from rampup.rl.template import ROLLOUT_FILE
+from rampup.rl.config import ROLLOUT_FILE
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 NOT_PRESETS = ("base", "rl")

@@ -8,7 +8,7 @@ import dataclasses
 from rampup.cli.common import Result
 from rampup.config.explain import explain
 from rampup.config.files import BASE_FILE
-from rampup.rl.template import ROLLOUT_FILE
+from rampup.rl.config import ROLLOUT_FILE
 from rampup.show.console import print_explanation
 
 

@@ -1,1 +1,32 @@
-"""Reinforcement learning: the sizes of a rollout, their plan, and the mini batches that execute it."""
+"""Reinforcement learning: batch sizes from prompts to microbatches, and the mini batches of a step.
+
+The plan is pure arithmetic. jax is imported with `mini_batches`, `overlap` and `regroup`, when one of them is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_HOMES = {
+    "rampup.rl.config": ("RolloutConfig", "build_rollout_plan", "load_rollout_config"),
+    "rampup.rl.minibatches": ("Microbatch", "MiniBatch", "mini_batches", "overlap", "regroup"),
+    "rampup.rl.plan": ("RolloutPlan", "RolloutPosition"),
+    "rampup.rl.sizes": ("Experience", "Size", "data_parallel_size"),
+    "rampup.rl.starting_sizes": ("StartingSizes", "suggest"),
+    "rampup.rl.updates": ("Training", "Updates"),
+}
+_HOME = {name: module for module, names in _HOMES.items() for name in names}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,8 +1,12 @@
-"""configs/rl.yml: a step of reinforcement learning in the keys of MaxText RL, and the RolloutPlan that it describes."""
+"""The configuration of a rollout: the keys of configs/rl.yml, its loading, and the `RolloutPlan` that it describes.
+
+Keys and meanings are those of MaxText RL. `python -m rampup.rl.config configs` writes configs/rl.yml and its JSON schema.
+"""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -10,15 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rampup.config.files import ConfigFile
 from rampup.config.key import Settings, key
 from rampup.config.load import load_settings, names_in
 from rampup.config.schema import KEYS as RAMP_KEYS
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.numbers import AUTO, MAX_SAMPLES, to_yaml_number
-from rampup.rl.experience import Experience
 from rampup.rl.plan import RolloutPlan
-from rampup.rl.sizes import Size
+from rampup.rl.sizes import Experience, Size
 from rampup.rl.updates import Training
 
 _FLOATS, _INTS = ("float32", "bfloat16", "float16"), ("int32", "uint32", "uint16", "int64")
@@ -37,10 +41,10 @@ def _device(name: str, default: int) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig(Settings):
-    """A complete, checked configuration of a rollout; every attribute is a key of the YAML file, two of them under `rl`.
+    """A complete, checked configuration of a rollout. Every attribute is a key of the YAML file, two of them in the group `rl`.
 
     Raises:
-        ConfigError: a bad value, or keys that contradict each other; all of them at once.
+        ConfigError: If values are invalid or contradict each other. One error has all problems.
 
     Example:
         >>> RolloutConfig(batch_size=4).batch_size
@@ -95,18 +99,18 @@ class RolloutConfig(Settings):
 
     @property
     def prompts_used(self) -> int:
-        """Prompts that the run may use in one pass over them, as MaxText RL counts them."""
-        asked = int(self.num_batches * self.batch_size * self.train_fraction)
-        return asked if self.num_prompts is None else min(asked, self.num_prompts)
+        """Prompts available to one pass of the run, counted as in MaxText RL."""
+        requested = int(self.num_batches * self.batch_size * self.train_fraction)
+        return requested if self.num_prompts is None else min(requested, self.num_prompts)
 
     @property
     def num_steps(self) -> int:
-        """Steps of the run; prompts that do not fill a batch are dropped."""
+        """Steps of the run. Prompts that do not fill a batch are dropped."""
         return self.prompts_used * self.num_epoch // self.batch_size
 
     @property
     def eval_prompts(self) -> int:
-        """Prompts of one evaluation: whole batches of what test_batch_start_index leaves."""
+        """Prompts of one evaluation: the full batches from test_batch_start_index on."""
         size = self.eval_batch_size if self.eval_batch_size != AUTO else self.batch_size
         return max((self.num_test_batches * size - self.test_batch_start_index) // size * size, 0)
 
@@ -117,7 +121,7 @@ class RolloutConfig(Settings):
         if len(given) > 1:
             problems.append(
                 ConfigError(
-                    f"{' and '.join(given)} all say what a pass gets; set all but one of them to -1",
+                    f"{' and '.join(given)} all set the size of a pass; set all but one of them to -1",
                     key=given[1].partition("=")[0],
                     nearest=(AUTO,),
                 )
@@ -129,7 +133,7 @@ class RolloutConfig(Settings):
             most = (self.num_test_batches - 1) * size
             problems.append(
                 ConfigError(
-                    f"test_batch_start_index={self.test_batch_start_index} leaves no whole batch of the {self.num_test_batches} * "
+                    f"test_batch_start_index={self.test_batch_start_index} leaves no full batch of the {self.num_test_batches} * "
                     f"{size} prompts of an evaluation; nearest: {most}, or num_test_batches=0 for no evaluation",
                     key="test_batch_start_index",
                     nearest=(most,),
@@ -138,19 +142,19 @@ class RolloutConfig(Settings):
         return problems
 
     def _too_few_prompts(self) -> list[RampupError]:
-        """The run's batches, the data set, or both give fewer prompts than one batch."""
-        least = -(-self.batch_size // self.num_epoch)
-        asked = self.num_batches * self.batch_size * self.train_fraction
+        """Return errors for the keys that leave fewer prompts than one batch: of the run, of the data set, or both."""
+        minimum = -(-self.batch_size // self.num_epoch)
+        requested = self.num_batches * self.batch_size * self.train_fraction
         enough: dict[str, int | float | str] = {}
-        if self.num_prompts is not None and self.num_prompts < least:
-            enough["num_prompts"] = least
-        if asked < least:
-            batches = math.ceil(least / (self.batch_size * self.train_fraction))
-            fraction = to_yaml_number(Fraction(least, self.num_batches * self.batch_size))
+        if self.num_prompts is not None and self.num_prompts < minimum:
+            enough["num_prompts"] = minimum
+        if requested < minimum:
+            batches = math.ceil(minimum / (self.batch_size * self.train_fraction))
+            fraction = to_yaml_number(Fraction(minimum, self.num_batches * self.batch_size))
             enough |= {"num_batches": batches} if batches <= MAX_SAMPLES else {"train_fraction": fraction}
         return [
             ConfigError(
-                f"{key}={getattr(self, key)} leaves {self.prompts_used} prompts * num_epoch={self.num_epoch}, which do not fill one "
+                f"{key}={getattr(self, key)} leaves {self.prompts_used} prompts * num_epoch={self.num_epoch}, which do not fill a "
                 f"batch_size={self.batch_size}; nearest: {value}",
                 key=key,
                 nearest=(value,),
@@ -163,10 +167,10 @@ ROLLOUT_KEYS = RolloutConfig.keys()
 
 
 def is_rollout_file(path: str | Path) -> bool:
-    """Say whether a file is a rollout's, like configs/rl.yml, and not a ramp's, by the keys that only one of them has.
+    """Return whether a file configures a rollout, like configs/rl.yml, judged by the keys that only one kind of file has.
 
     Raises:
-        ConfigError: the file cannot be read.
+        ConfigError: If the file cannot be read.
     """
     rollout, names = {name.partition(".")[0] for name in ROLLOUT_KEYS} | set(ROLLOUT_KEYS), names_in(path)
     return len(names & (rollout - set(RAMP_KEYS))) > len(names & (set(RAMP_KEYS) - rollout))
@@ -175,15 +179,15 @@ def is_rollout_file(path: str | Path) -> bool:
 def load_rollout_config(
     path: str | Path, overrides: Sequence[str] = (), *, environ: Mapping[str, str] | None = None
 ) -> RolloutConfig:
-    """Read a rollout's configuration; see `load_config` for files, `key=value` and the environment.
+    """Load the configuration of a rollout. See `load_config` for files, `key=value` and the environment.
 
     Args:
-        path: a YAML file in the keys of configs/rl.yml.
+        path: a YAML file with the keys of configs/rl.yml.
         overrides: `key=value` settings, such as `rl.num_generations=4`.
-        environ: environment variables; `RAMPUP_RL_NUM_GENERATIONS=4` sets `rl.num_generations`.
+        environ: environment variables. `RAMPUP_RL_NUM_GENERATIONS=4` sets `rl.num_generations`.
 
     Raises:
-        ConfigError: whatever cannot be used, with file, line and key; several problems at once.
+        ConfigError: If the configuration is invalid. The error has file, line and key, and all problems.
     """
     return load_settings(RolloutConfig, path, overrides, environ=environ)
 
@@ -193,10 +197,10 @@ def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) ->
 
     Args:
         config: the configuration.
-        num_devices: devices that train; None = the configuration's `num_devices`, which then must not be -1.
+        num_devices: devices for training. None = the configuration's `num_devices`, which then must not be -1.
 
     Raises:
-        RampupError: every rule that the sizes break, all at once, with the nearest legal values.
+        RampupError: If the sizes are invalid. One error has all problems and the nearest legal values.
 
     Example:
         >>> plan = build_rollout_plan(RolloutConfig(batch_size=64, mini_batch_size=16, microbatch_size=4), num_devices=8)
@@ -218,7 +222,7 @@ def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) ->
 
 
 def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
-    """Return what is legal in a rollout's configuration but drops something or differs from MaxText RL, in sentences."""
+    """Return sentences about legal settings that drop data or differ from MaxText RL."""
     notes = []
     dropped = config.prompts_used * config.num_epoch - plan.num_steps * config.batch_size
     if dropped:
@@ -227,10 +231,10 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
     lost = (config.num_test_batches * size - config.test_batch_start_index) % size
     if config.num_test_batches and lost:
         notes.append(f"{lost:,} prompts of an evaluation do not fill a batch of {size:,} and are left out")
-    told = int(config.num_batches * config.num_iterations * config.train_fraction * config.num_epoch)
-    if told != plan.total_optimizer_steps:
+    maxtext_steps = int(config.num_batches * config.num_iterations * config.train_fraction * config.num_epoch)
+    if maxtext_steps != plan.total_optimizer_steps:
         notes.append(
-            f"the run has {plan.total_optimizer_steps:,} optimizer steps; MaxText RL would tell its learning-rate schedule {told:,}"
+            f"the run has {plan.total_optimizer_steps:,} optimizer steps; MaxText RL would schedule its learning rate for {maxtext_steps:,}"
         )
     return tuple(notes)
 
@@ -284,3 +288,21 @@ def _microbatch(config: RolloutConfig) -> Size | None:
     if config.token_budget != AUTO:
         return Size(count=config.token_budget, unit="tokens", scope="replica", key="token_budget")
     return _prompts(config, "train_micro_batch_size")
+
+
+# By default nothing is split, so that a file of a few keys has no mini batches unless it sets them; rl.yml shows some.
+ROLLOUT_FILE = ConfigFile(
+    name="rl.yml",
+    schema_name="rl.schema.json",
+    title="A rollout's configuration of rampup",
+    head="""\
+# A step of reinforcement learning, for `rampup plan configs/rl.yml`: every key, its documentation and its value.
+# Names and meanings are those of MaxText RL, if it has the key. If its default differs, the comment ends with it.
+# A size in prompts counts prompts of the whole job; each prompt has rl.num_generations samples.
+""",
+    settings=RolloutConfig,
+    overrides={"mini_batch_size": 16, "train_micro_batch_size": 8},
+)
+
+if __name__ == "__main__":
+    ROLLOUT_FILE.write(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Training on what a step generated: epochs, mini batches and microbatches of one shape; and generation that overlaps with it.
+"""Mini batches and microbatches of one shape from the samples of a step, and generation that overlaps with training.
 
 Shape suffixes: S samples of a step, R rows of one microbatch over all replicas.
 """
@@ -26,13 +26,13 @@ Result = TypeVar("Result")
 
 
 class Microbatch(NamedTuple):
-    """The rows of one pass over all replicas, always of one shape.
+    """The rows of one pass over all replicas. All microbatches have the same shape.
 
     Attributes:
-        samples: the caller's arrays (R, ...); replica r has rows r * b to (r + 1) * b.
-        weights: float32 (R,): 1 for a sample; 0 for a row that only fills the shape, which repeats a real one, so that
-            nothing in it is empty or undefined.
-        rows: (R,) which row of the step's samples each is.
+        samples: the caller's arrays (R, ...). Replica r has rows r * b to (r + 1) * b.
+        weights: float32 (R,). 1 for a sample, 0 for padding. A padding row is a copy of a real row, so that no computation
+            on it is undefined.
+        rows: (R,) the index of each row among the step's samples.
     """
 
     samples: Any
@@ -41,13 +41,13 @@ class Microbatch(NamedTuple):
 
 
 class Microbatches(Sequence[Microbatch]):
-    """The microbatches of one mini batch, made when they are asked for."""
+    """The microbatches of one mini batch, created on access."""
 
     def __init__(self, samples: Any, rows: np.ndarray, num_microbatches: int, size: int) -> None:
         padding = num_microbatches * size - len(rows)
-        filled = np.concatenate([rows, np.full(padding, rows[0], rows.dtype)])
-        self._samples, self._rows = samples, filled.reshape(num_microbatches, size)
-        self._weights = (np.arange(filled.size) < len(rows)).astype(np.float32).reshape(num_microbatches, size)
+        padded = np.concatenate([rows, np.full(padding, rows[0], rows.dtype)])
+        self._samples, self._rows = samples, padded.reshape(num_microbatches, size)
+        self._weights = (np.arange(padded.size) < len(rows)).astype(np.float32).reshape(num_microbatches, size)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -65,13 +65,13 @@ class Microbatches(Sequence[Microbatch]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatch:
-    """What one optimizer step trains on.
+    """The samples of one optimizer step.
 
     Attributes:
         position: rollout, epoch and number of this optimizer step.
-        rows: which rows of the step's samples it holds, in order.
-        microbatches: its passes; divide their summed gradients by `weight`. None with a token budget, with which they follow
-            from the lengths: `rampup.packing.pack` cuts `rows` then.
+        rows: the indices of its samples among the step's samples, in order.
+        microbatches: its passes. Divide their summed gradients by `weight`. None with a token budget: then split `rows` by
+            their lengths with `rampup.packing.pack`.
     """
 
     position: RolloutPosition
@@ -90,7 +90,7 @@ class MiniBatch:
 
     @property
     def weight(self) -> int:
-        """Samples in it: the sum of its microbatches' weights."""
+        """The number of samples, which is the sum of the microbatches' weights."""
         return len(self.rows)
 
 
@@ -104,23 +104,24 @@ def mini_batches(
     model: str = "policy",
     keep_prompts_together: bool = True,
 ) -> Iterator[MiniBatch]:
-    """Yield what each optimizer step of one model trains on: epoch after epoch, mini batch after mini batch.
+    """Yield the mini batches of one model, epoch by epoch.
 
     Every sample is in exactly one mini batch of every epoch. Train the models in the order of `plan.order`.
 
     Args:
-        samples_S: a pytree of NumPy or JAX arrays (S, ...); the responses to a prompt stand next to each other.
+        samples_S: a pytree of NumPy or JAX arrays (S, ...). The responses to a prompt are adjacent.
         plan: the plan.
-        step: the rollout that the samples are of, counted from 0.
-        seed: gives every rollout, epoch and model an order of its own, the same on every machine; None = as generated.
-        start: the optimizer step within this rollout to start at, or a position of the plan: a look-up, nothing is replayed.
+        step: the rollout that generated the samples, counted from 0.
+        seed: seed of the shuffle. Every rollout, epoch and model has its own order, which is the same on every machine. None =
+            the order of generation.
+        start: the optimizer step within this rollout to start at, or a position of the plan. Nothing is replayed.
         model: `policy` or `critic`.
-        keep_prompts_together: shuffle prompts with all their responses, and not single samples.
+        keep_prompts_together: shuffle prompts with all their responses instead of single samples.
 
     Raises:
-        DataError: arrays whose rows are not the samples of a step.
-        ResumeMismatchError: a step or start that the plan does not have, or that belongs to another rollout.
-        ConfigError: a model that the plan does not have, a bad seed, or mini batches that must cut a prompt's responses apart.
+        DataError: If the rows of the arrays are not the samples of a step.
+        ResumeMismatchError: If the plan has no such step or start, or `start` belongs to a different rollout.
+        ConfigError: If the plan has no such model, the seed is invalid, or mini batches would separate a prompt's responses.
 
     Example:
         >>> from rampup.rl.sizes import Size
@@ -139,8 +140,8 @@ def mini_batches(
     group = plan.samples_per_prompt if together else 1
     if updates.mini_batch_samples % group:
         raise ConfigError(
-            f"mini batches of {updates.mini_batch_samples} samples cut prompts of samples_per_prompt={group} apart; set "
-            "keep_prompts_together=False or count them in prompts",
+            f"mini batches of {updates.mini_batch_samples} samples would separate the samples_per_prompt={group} responses of "
+            "a prompt; set keep_prompts_together=False or count mini batches in prompts",
             key="keep_prompts_together",
             nearest=(False,),
         )
@@ -152,15 +153,15 @@ def mini_batches(
 
 
 def regroup(chunks: Iterable[Any], num_rows: int) -> Iterator[Any]:
-    """Cut a stream of arrays anew: from what the generator gives per call to what a training pass takes.
+    """Rebatch a stream of arrays, for example from generator calls to training passes.
 
     Args:
-        chunks: pytrees of arrays (rows, ...), of any numbers of rows.
-        num_rows: rows of every pytree that comes out.
+        chunks: pytrees of arrays (rows, ...), with any number of rows.
+        num_rows: rows of every pytree in the output.
 
     Raises:
-        ConfigError: `num_rows` below 1.
-        DataError: rows are left over at the end.
+        ConfigError: If `num_rows` is below 1.
+        DataError: If rows are left over at the end.
 
     Example:
         >>> [part.tolist() for part in regroup([np.arange(4), np.arange(4, 6)], 3)]
@@ -179,29 +180,32 @@ def overlap(
     ahead: int = 1,
     on_cancel: Callable[[], None] | None = None,
 ) -> Iterator[Result]:
-    """Generate the next microbatch in a thread while this one trains; yield what training returns, in order.
+    """Generate the next microbatch in a thread while the current one trains. Yield the results of training, in order.
 
-    At most `ahead` microbatches are generated, or being generated, beyond the one that trains, so the samples' policy is at
-    most that many calls of `train` behind. What `generate` or `requests` raises is raised here at its place in the order, after
-    all earlier microbatches have trained. When `train` raises, or the caller closes or drops the iterator, no further call is
-    made, the one under way is waited for, and the thread has ended when the exception goes on.
+    At most `ahead` microbatches are generated ahead of the one that trains, including the one in progress, so the samples'
+    policy is at most that many calls of `train` old. An exception of `generate` or `requests` is raised here in order, after
+    all earlier microbatches have trained. If `train` raises, or the caller closes or drops the iterator, there are no further
+    calls. The call in progress is awaited, and the thread ends before the exception propagates.
 
     Args:
-        generate: makes one microbatch, in the other thread (a `jax.set_mesh` of this one does not reach it).
-        train: trains on it, in the caller's thread.
-        requests: what to generate, read in the other thread, as late as possible; closed there if it is a generator.
-        ahead: microbatches that may wait.
-        on_cancel: called when the iterator ends early, so that a call under way can be told to return soon.
+        generate: generates one microbatch, in the other thread. A `jax.set_mesh` of the caller's thread has no effect there.
+        train: trains on one microbatch, in the caller's thread.
+        requests: the arguments of `generate`. The other thread reads them as late as possible, and closes them if they are a
+            generator.
+        ahead: the maximum number of microbatches to generate ahead.
+        on_cancel: called if the iterator ends early, for example to interrupt a call in progress.
 
     Raises:
-        ConfigError: `ahead` below 1.
+        ConfigError: If `ahead` is below 1.
 
     Example:
         >>> list(overlap(lambda prompt: prompt * 10, lambda sample: sample + 1, [1, 2, 3]))
         [11, 21, 31]
     """
     if ahead < 1:
-        raise ConfigError(f"ahead={ahead} must be at least 1; to take turns call train(generate(x))", key="ahead", nearest=(1,))
+        raise ConfigError(
+            f"ahead={ahead} must be at least 1; without overlap, call train(generate(x))", key="ahead", nearest=(1,)
+        )
     return _overlap(generate, train, requests, ahead, on_cancel)
 
 
@@ -209,14 +213,12 @@ def _mini_batches(
     samples: Any, plan: RolloutPlan, updates: Updates, step: int, seed: int | None, first: int, group: int
 ) -> Iterator[MiniBatch]:
     size = updates.microbatch_samples
-    order, ordered_epoch = np.arange(plan.samples_per_step), None
+    order, shuffled_epoch = np.arange(plan.samples_per_step), None
     for update in range(first, updates.optimizer_steps):
         position = plan.position(step * updates.optimizer_steps + update, model=updates.model)
-        if seed is not None and position.epoch != ordered_epoch:
-            order, ordered_epoch = (
-                _order(plan.samples_per_step, group, (seed, step, position.epoch, updates.model)),
-                position.epoch,
-            )
+        if seed is not None and position.epoch != shuffled_epoch:
+            order = _shuffle(plan.samples_per_step, group, (seed, step, position.epoch, updates.model))
+            shuffled_epoch = position.epoch
         places = updates.mini_batch_range(position.mini_batch)
         rows = order[places.start : places.stop]
         number = position.mini_batch
@@ -224,10 +226,10 @@ def _mini_batches(
         yield MiniBatch(position=position, rows=rows, microbatches=microbatches)
 
 
-def _order(num_samples: int, group: int, identity: tuple[int, int, int, str]) -> np.ndarray:
+def _shuffle(num_samples: int, group: int, identity: tuple[int, int, int, str]) -> np.ndarray:
     """Return a permutation of the samples that keeps groups together.
 
-    Sorting a bit generator's raw output, whose stream NumPy guarantees: that of `Generator.permutation` may change.
+    It sorts the raw output of a bit generator, because NumPy guarantees that stream. `Generator.permutation` may change.
     """
     seed, step, epoch, model = identity
     bits = np.random.Philox(np.random.SeedSequence([seed, step, epoch, *model.encode()]))
@@ -244,12 +246,13 @@ def _first_update(plan: RolloutPlan, updates: Updates, step: int, start: int | R
         )
     if isinstance(start, RolloutPosition):
         if start != plan.position(start.optimizer_step, model=updates.model) or start.step != step:
-            raise ResumeMismatchError(f"{start} is no position of the {updates.model} in step={step} of this plan", key="start")
+            raise ResumeMismatchError(
+                f"{start} is not a position of the {updates.model} in step={step} of this plan", key="start"
+            )
         return start.update
     if not 0 <= start <= updates.optimizer_steps:
         raise ResumeMismatchError(
-            f"start={start} must be between 0 and optimizer_steps={updates.optimizer_steps}, those of the {updates.model} per "
-            "rollout",
+            f"start={start} must be between 0 and optimizer_steps={updates.optimizer_steps} per rollout of the {updates.model}",
             key="start",
             nearest=(0 if start < 0 else updates.optimizer_steps,),
         )
@@ -259,7 +262,7 @@ def _first_update(plan: RolloutPlan, updates: Updates, step: int, start: int | R
 def _check_samples(samples: Any, expected: int) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(samples)
     if not leaves:
-        raise DataError("the samples of a step hold no array")
+        raise DataError("the samples of a step have no arrays")
     for path, leaf in leaves:
         shape = np.shape(leaf)
         if not shape or shape[0] != expected:
@@ -271,21 +274,21 @@ def _check_samples(samples: Any, expected: int) -> None:
 
 
 def _regroup(chunks: Iterable[Any], num_rows: int) -> Iterator[Any]:
-    waiting: list[Any] = []
+    pending: list[Any] = []
     count = 0
     for chunk in chunks:
-        waiting.append(chunk)
+        pending.append(chunk)
         count += len(jax.tree.leaves(chunk)[0])
         if count < num_rows:
             continue
-        joined = waiting[0] if len(waiting) == 1 else jax.tree.map(lambda *parts: _concatenate(parts), *waiting)
-        whole = count - count % num_rows
-        for start in range(0, whole, num_rows):
+        joined = pending[0] if len(pending) == 1 else jax.tree.map(lambda *parts: _concatenate(parts), *pending)
+        complete = count - count % num_rows
+        for start in range(0, complete, num_rows):
             yield _rows(joined, start, start + num_rows)
-        waiting, count = ([_rows(joined, whole, count)] if count > whole else []), count - whole
+        pending, count = ([_rows(joined, complete, count)] if count > complete else []), count - complete
     if count:
         raise DataError(
-            f"{count} rows are left over at the end; the rows of all chunks must be a multiple of num_rows={num_rows}"
+            f"{count} rows are left over at the end; the total number of rows must be a multiple of num_rows={num_rows}"
         )
 
 
@@ -298,7 +301,7 @@ def _concatenate(parts: Sequence[Any]) -> Any:
 
 
 class _End(NamedTuple):
-    """The last thing that the generating thread says: why it ended."""
+    """The last item from the generating thread, with the exception that ended it, if any."""
 
     error: BaseException | None
 
@@ -324,7 +327,7 @@ def _overlap(
                 except StopIteration:
                     break
                 done.put(generate(request))
-        except BaseException as raised:  # noqa: BLE001 - whatever it is, it belongs to the caller's thread
+        except BaseException as raised:  # noqa: BLE001 - it is raised in the caller's thread
             error = raised
         try:
             getattr(source, "close", lambda: None)()
@@ -339,7 +342,7 @@ def _overlap(
         while not isinstance(chunk := done.get(), _End):
             slots.release()
             result = train(chunk)
-            del chunk  # not kept while the next one is waited for
+            del chunk  # free its memory before waiting for the next one
             yield result
         complete = True
         if chunk.error is not None:
@@ -351,11 +354,11 @@ def _overlap(
             on_cancel()
         if thread.ident is not None and threading.current_thread() is not thread:
             thread.join()
-        _note_lost_error(done)
+        _add_generator_note(done)
 
 
-def _note_lost_error(done: queue.SimpleQueue[Any]) -> None:
-    """Note, on the exception that ends an overlap, that the generating thread had failed too."""
+def _add_generator_note(done: queue.SimpleQueue[Any]) -> None:
+    """If the generating thread failed too, add a note about it to the exception that ends the overlap."""
     while not done.empty():
         last, raised = done.get(), sys.exception()
         if isinstance(last, _End) and last.error is not None and raised is not None:

@@ -1,4 +1,4 @@
-"""RolloutPlan: the batch arithmetic of reinforcement learning, from prompts to the passes of each replica."""
+"""RolloutPlan: the batch arithmetic of reinforcement learning, from prompts to the microbatches of each replica."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from rampup.errors import (
 )
 from rampup.notebook_repr import NotebookRepr
 from rampup.plan.numbers import MAX_SAMPLES, count_problems, divisors, nearest_in, nearest_multiples
-from rampup.rl.experience import Experience
-from rampup.rl.sizes import Size
-from rampup.rl.updates import Training, Updates, cut_updates
+from rampup.rl.sizes import Experience, Size
+from rampup.rl.updates import Training, Updates, split_updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPosition:
-    """Where a model's training stands.
+    """The progress of a model's training.
 
     Attributes:
-        step: the rollout, counted from 0; the policy's weights go to the generator once before each.
-        update: the next optimizer step within the rollout, counted from 0: how many updates the samples' policy is behind.
+        step: the rollout, counted from 0. The generator gets the policy's weights once before each rollout.
+        update: the next optimizer step within the rollout, counted from 0. The samples' policy is this many updates old.
         epoch: the pass over the rollout's samples.
         mini_batch: the mini batch within the epoch.
-        optimizer_step: optimizer steps of this model before, over the whole run.
+        optimizer_step: completed optimizer steps of this model, over the whole run.
     """
 
     step: int
@@ -42,26 +41,26 @@ class RolloutPosition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPlan(NotebookRepr):
-    """One step of reinforcement learning: what is generated, how it is trained on, and how often.
+    """The batches of one step of reinforcement learning: generation, and the training of each model.
 
-    A step generates `rollout_batch`, then trains the critic, if there is one, through all of its epochs, then the policy
-    (SkyRL's order), then gives the new weights to the generator.
+    A step generates `rollout_batch`, trains the critic through all of its epochs if there is one, then trains the policy
+    (SkyRL's order), and sends the new weights to the generator.
 
     Attributes:
-        rollout_batch: what one step generates.
+        rollout_batch: the batch that one step generates.
         samples_per_prompt: responses to each prompt.
-        policy: how the policy is trained on it.
-        critic: how the critic is trained on it; None without a critic.
-        generation: what one call of the generator gets (a rollout microbatch); None = the whole batch.
+        policy: the sizes of the policy's training.
+        critic: the sizes of the critic's training. None without a critic.
+        generation: the batch of one call of the generator (a rollout microbatch). None = the whole batch.
         num_steps: steps of the run.
-        pad: fill up what does not divide with rows of weight 0 (a last mini batch may then be short); False = an error.
-        eval_prompts: prompts of one evaluation; 0 for none.
-        eval_samples_per_prompt: responses to each of them.
-        experience: lengths and types of what is stored; None = unknown.
-        policy_updates, critic_updates: what follows for each model (derived).
+        pad: pad sizes that do not divide with rows of weight 0; a last mini batch may be short. False = raise an error.
+        eval_prompts: prompts of one evaluation. 0 = no evaluation.
+        eval_samples_per_prompt: responses to each prompt of an evaluation.
+        experience: lengths and types of the stored arrays. None = unknown.
+        policy_updates, critic_updates: the resulting optimizer steps of each model (derived).
 
     Raises:
-        ConfigError, BatchDivisibilityError: every rule that the sizes break, all at once, with the nearest legal values.
+        ConfigError, BatchDivisibilityError: If sizes are invalid. One error has all problems and the nearest legal values.
 
     Example:
         >>> plan = RolloutPlan(
@@ -97,7 +96,7 @@ class RolloutPlan(NotebookRepr):
         updates: dict[str, Updates | None] = {"policy": None, "critic": None}
         for model, training in self._models().items():
             try:
-                updates[model] = cut_updates(
+                updates[model] = split_updates(
                     model,
                     training,
                     samples_per_step=self.samples_per_step,
@@ -124,7 +123,7 @@ class RolloutPlan(NotebookRepr):
 
     @property
     def sequences_per_call(self) -> int:
-        """Sequences that one call of the generator gives."""
+        """Sequences per call of the generator."""
         return self.samples_per_step if self.generation is None else self.generation.samples(**self._factors)
 
     @property
@@ -149,14 +148,14 @@ class RolloutPlan(NotebookRepr):
 
     @property
     def experience_bytes_per_sample(self) -> int | None:
-        """Bytes stored of one sample; None where the lengths are unknown."""
+        """Bytes stored per sample. None if the lengths are unknown."""
         return None if self.experience is None else self.experience.bytes_per_sample(critic=self.critic is not None)
 
     def updates(self, model: str = "policy") -> Updates:
-        """Return what follows for one model.
+        """Return the updates of one model.
 
         Raises:
-            ConfigError: there is no such model in this plan.
+            ConfigError: If the plan has no such model.
         """
         found = {updates.model: updates for updates in self.order}
         if model not in found:
@@ -164,14 +163,15 @@ class RolloutPlan(NotebookRepr):
         return found[model]
 
     def position(self, optimizer_step: int, *, model: str = "policy") -> RolloutPosition:
-        """Return where a model's training stands after a number of its optimizer steps: a look-up, never a replay.
+        """Return the progress of a model after a number of its optimizer steps. This is a look-up, not a replay.
 
         Args:
-            optimizer_step: optimizer steps done, over the whole run; at its end the position is the start of the next step.
+            optimizer_step: completed optimizer steps over the whole run. At the end of a rollout, the position is the start of
+                the next one.
             model: `policy` or `critic`.
 
         Raises:
-            ResumeMismatchError: the run has no such optimizer step.
+            ResumeMismatchError: If the run has no such optimizer step.
 
         Example:
             >>> training = Training(mini_batch=Size(count=4, unit="prompts"), num_epochs=2)
@@ -194,10 +194,10 @@ class RolloutPlan(NotebookRepr):
         return RolloutPosition(step=step, update=update, epoch=epoch, mini_batch=mini_batch, optimizer_step=optimizer_step)
 
     def calls_before(self, microbatch: int) -> int | None:
-        """Return how many calls of the generator must be done before a microbatch of the first epoch can train.
+        """Return the number of generator calls that must complete before a microbatch of the first epoch can train.
 
-        The microbatches are those of the model that trains first, over all of its mini batches, in the order of generation
-        (without a shuffle). Later epochs need every sample. None with a token budget, where it depends on the lengths.
+        Microbatches are counted over all mini batches of the model that trains first, in the order of generation (without a
+        shuffle). Later epochs need every sample. None with a token budget, because the number depends on the lengths.
         """
         updates = self.order[0]
         if updates.split is None or updates.microbatch_samples is None:
@@ -209,7 +209,7 @@ class RolloutPlan(NotebookRepr):
 
     @property
     def overlapping_microbatches(self) -> int | None:
-        """Microbatches of the first epoch that can train while the generator still works, if they keep its order.
+        """Microbatches of the first epoch that can train while generation is running, if they keep its order.
 
         Example:
             >>> plan = RolloutPlan(rollout_batch=Size(count=16, unit="prompts"), samples_per_prompt=2,
@@ -285,22 +285,22 @@ class RolloutPlan(NotebookRepr):
         return problems
 
     def _rollout_problems(self) -> list[RampupError]:
-        """Whole prompts, not too many, and a mini batch that divides them must exist."""
+        """Return errors unless the batch has whole prompts, is not too large, and some mini batch divides it."""
         size, samples = self.rollout_batch, self.samples_per_step
         if samples > MAX_SAMPLES:
-            most = max(MAX_SAMPLES // size.factor(**self._factors), 1)
+            largest = max(MAX_SAMPLES // size.factor(**self._factors), 1)
             return [
                 ConfigError(
                     f"{size.arithmetic('rollout_batch', **self._factors)} must be at most {MAX_SAMPLES:,} samples",
                     key=size.key or "rollout_batch",
-                    nearest=(most,),
+                    nearest=(largest,),
                 )
             ]
         units = {"samples_per_prompt": self.samples_per_prompt}
         for model, training in self._models().items():
             replicas, per_count = training.data_parallel_size, self._mini_factor(training)
             evenly = 1 if training.token_budget is not None else replicas * training.num_stages
-            units |= {} if self.pad else {f"what the mini batch of the {model} counts in": math.lcm(per_count, evenly)}
+            units |= {} if self.pad else {f"mini batch of the {model}": math.lcm(per_count, evenly)}
         divisor, per_count = math.lcm(*units.values()), size.factor(**self._factors)
         if samples % divisor == 0:
             return []
@@ -308,8 +308,8 @@ class RolloutPlan(NotebookRepr):
         nearest = nearest_multiples(size.count, step)
         return [
             BatchDivisibilityError(
-                f"{size.arithmetic('rollout_batch', **self._factors)} must be a multiple of {divisor} samples, the least that "
-                f"is whole prompts and can be shared out evenly over {self._replicas_text()}; nearest: "
+                f"{size.arithmetic('rollout_batch', **self._factors)} must be a multiple of {divisor} samples, the smallest "
+                f"number that has whole prompts and divides evenly over {self._format_replicas()}; nearest: "
                 f"{', '.join(map(str, nearest))}",
                 value=size.count,
                 divisor=step,
@@ -322,7 +322,7 @@ class RolloutPlan(NotebookRepr):
             samples_per_prompt=self.samples_per_prompt, data_parallel_size=training.data_parallel_size
         )
 
-    def _replicas_text(self) -> str:
+    def _format_replicas(self) -> str:
         return " and ".join(
             f"data_parallel_size={training.data_parallel_size}"
             + (f" * num_stages={training.num_stages}" if training.num_stages > 1 else "")

@@ -1,4 +1,4 @@
-"""Sizes that say what they count and of what, and the data-parallel size from the other parallel sizes."""
+"""Sizes with a unit and a scope, the data-parallel size, and the memory of the stored experience."""
 
 from __future__ import annotations
 
@@ -11,20 +11,33 @@ from rampup.plan.numbers import count_problems, nearest_multiples
 
 Unit = Literal["prompts", "samples", "tokens"]
 Scope = Literal["job", "replica", "process"]
+BYTES = {
+    "bool": 1,
+    "int8": 1,
+    "uint8": 1,
+    "float16": 2,
+    "bfloat16": 2,
+    "uint16": 2,
+    "float32": 4,
+    "int32": 4,
+    "uint32": 4,
+    "float64": 8,
+    "int64": 8,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A size with its unit and its scope: the two things that every system leaves unsaid.
+    """A size with its unit and its scope, which the configurations of RL systems leave implicit.
 
     Attributes:
-        count: how many.
-        unit: of what; a sample is one response to a prompt.
-        scope: of the whole job, of each data-parallel replica, or of each process that is one (trlX).
-        key: the configuration key that it was written as, for errors.
+        count: the number.
+        unit: what it counts. A sample is one response to a prompt.
+        scope: the whole job, each data-parallel replica, or each process that is a replica (trlX).
+        key: the configuration key that errors refer to.
 
     Raises:
-        ConfigError: a count below 1 or above 10**9, or a unit or scope that does not exist.
+        ConfigError: If the count is below 1 or above 10**9, or the unit or scope is unknown.
 
     Example:
         >>> mini_batch = Size(count=256, unit="prompts")
@@ -47,8 +60,8 @@ class Size:
         )
 
     def factor(self, *, samples_per_prompt: int, data_parallel_size: int) -> int:
-        """Return the samples of the whole job that a count of one stands for."""
-        assert self.unit != "tokens", "tokens are no samples"
+        """Return the number of samples of the whole job per unit of `count`."""
+        assert self.unit != "tokens", "a number of tokens is not a number of samples"
         per_count = samples_per_prompt if self.unit == "prompts" else 1
         return per_count * (1 if self.scope == "job" else data_parallel_size)
 
@@ -57,7 +70,7 @@ class Size:
         return self.count * self.factor(samples_per_prompt=samples_per_prompt, data_parallel_size=data_parallel_size)
 
     def arithmetic(self, role: str, *, samples_per_prompt: int, data_parallel_size: int) -> str:
-        """Return the size by its name, and how it becomes samples of the job.
+        """Return the conversion of the size into samples of the job as text.
 
         Example:
             >>> size = Size(count=4, unit="prompts", scope="replica", key="micro")
@@ -78,20 +91,20 @@ class Size:
 def data_parallel_size(
     num_devices: int, *, tensor: int = 1, pipeline: int = 1, context: int = 1, sequence: int = 1, key: str = "num_devices"
 ) -> int:
-    """Return how many replicas share the batch: devices / (tensor * pipeline * context * sequence).
+    """Return the number of replicas that share the batch: devices / (tensor * pipeline * context * sequence).
 
     Args:
         num_devices: devices of the job that train the model.
         tensor: devices that share each layer's matrices.
         pipeline: pipeline stages.
         context: devices that share each sequence throughout the model (Megatron's context parallelism).
-        sequence: devices that share each sequence by exchanging heads (Ulysses, as the FSDP backends of veRL and SkyRL use
-            it). Megatron's sequence parallelism lies on the tensor-parallel devices and is 1 here.
-        key: the configuration key of `num_devices`, for the error.
+        sequence: devices that share each sequence by exchanging heads (Ulysses, in the FSDP backends of veRL and SkyRL).
+            Megatron's sequence parallelism uses the tensor-parallel devices, so it is 1 here.
+        key: the configuration key of `num_devices`, for errors.
 
     Raises:
-        ConfigError: a size below 1.
-        BatchDivisibilityError: the devices cannot be shared out so; names the nearest numbers of devices.
+        ConfigError: If a size is below 1.
+        BatchDivisibilityError: If the devices cannot be divided evenly. The error has the nearest numbers of devices.
 
     Example:
         >>> data_parallel_size(256, tensor=8, pipeline=2), data_parallel_size(256, sequence=8)
@@ -120,3 +133,90 @@ def _choice_problems(name: str, value: object, choices: tuple[str, ...], key: st
     if value in choices:
         return []
     return [ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}", key=key or name, nearest=choices)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExperienceField:
+    """One array of the stored experience.
+
+    Attributes:
+        name: the name of the array.
+        dtype: type of its elements.
+        elements: elements per sample.
+    """
+
+    name: str
+    dtype: str
+    elements: int
+
+    @property
+    def bytes_per_sample(self) -> int:
+        """Bytes per sample."""
+        return self.elements * BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experience:
+    """The arrays stored for every sample between generation and training, padded to the maximum lengths.
+
+    Attributes:
+        max_prompt_length: tokens of the longest prompt.
+        max_response_length: tokens of the longest response.
+        reference: whether a reference policy's log-probabilities are stored, for a KL term.
+        token_dtype: type of the tokens.
+        value_dtype: type of log-probabilities, values, rewards and advantages.
+
+    Raises:
+        ConfigError: If a length is below 1 or a type is unknown.
+
+    Example:
+        >>> experience = Experience(max_prompt_length=512, max_response_length=1024)
+        >>> experience.bytes_per_sample(critic=False), experience.bytes_per_sample(critic=True)
+        (25088, 33280)
+    """
+
+    max_prompt_length: int
+    max_response_length: int
+    reference: bool = True
+    token_dtype: str = "int32"
+    value_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        lengths = {"max_prompt_length": self.max_prompt_length, "max_response_length": self.max_response_length}
+        types = {"token_dtype": self.token_dtype, "value_dtype": self.value_dtype}
+        problems: list[RampupError] = count_problems(lengths)
+        problems += [
+            ConfigError(f"{name}={dtype!r} must be one of {', '.join(BYTES)}", key=name, nearest=tuple(BYTES))
+            for name, dtype in types.items()
+            if dtype not in BYTES
+        ]
+        raise_together(problems)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest prompt plus the longest response."""
+        return self.max_prompt_length + self.max_response_length
+
+    def fields(self, *, critic: bool) -> tuple[ExperienceField, ...]:
+        """Return the stored arrays. A critic adds values and returns.
+
+        Per-token arrays cover the response. Tokens and attention mask also cover the prompt.
+        """
+        value, response = self.value_dtype, self.max_response_length
+        per_response = [
+            "log_probabilities",
+            *(["reference_log_probabilities"] if self.reference else []),
+            "rewards",
+            "advantages",
+        ]
+        per_response += ["values", "returns"] if critic else []
+        return (
+            ExperienceField(name="tokens", dtype=self.token_dtype, elements=self.max_length),
+            ExperienceField(name="attention_mask", dtype="bool", elements=self.max_length),
+            ExperienceField(name="response_mask", dtype="bool", elements=response),
+            *(ExperienceField(name=name, dtype=value, elements=response) for name in per_response),
+        )
+
+    def bytes_per_sample(self, *, critic: bool) -> int:
+        """Return the bytes stored per sample."""
+        return sum(field.bytes_per_sample for field in self.fields(critic=critic))

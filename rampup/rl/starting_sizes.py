@@ -1,4 +1,4 @@
-"""Starting sizes for a model of a given size: what is published, what its source really uses, and the memory behind it."""
+"""Starting sizes for reinforcement learning by model size: published values, values used in practice, and memory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ REFERENCE_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartingSizes:
-    """Sizes for one model size, in trlX's keys; all of them per process.
+    """Sizes for one model size, by trlX's keys. All are per process.
 
     Attributes:
         batch_size: samples per optimizer step.
         num_rollouts: samples collected before training on them.
         chunk_size: prompts per call of the generator.
-        ppo_epochs: passes over the collected samples; None where it is not given (trlX's default is 4).
+        ppo_epochs: passes over the collected samples. None if the source does not have it (trlX's default is 4).
     """
 
     batch_size: int
@@ -44,9 +44,9 @@ class PublishedSizes:
 
     Attributes:
         label: the model sizes as published.
-        smallest, largest: the same in parameters.
-        published: the table's sizes.
-        used: what the repository's own example uses at each model size, by parameters.
+        smallest, largest: the range of model sizes in parameters.
+        published: the sizes in the table.
+        used: the sizes in the repository's own example, by parameters.
     """
 
     label: str
@@ -93,7 +93,7 @@ TRADE_OFFS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a model's training state needs, by the rule of thumb.
+    """The memory of a model's training state, by a rule of thumb.
 
     Attributes:
         params: parameters of the policy.
@@ -105,21 +105,21 @@ class Memory:
 
     @property
     def state_bytes(self) -> int:
-        """Weights, gradients and Adam's state of the policy, and a frozen reference policy."""
+        """Bytes of weights, gradients and Adam's state of the policy, and of a frozen reference policy."""
         return self.params * (sum(STATE_BYTES.values()) + REFERENCE_BYTES)
 
     @property
     def least_devices(self) -> int:
-        """Devices that hold the state if all of them share it and nothing else needs memory."""
+        """The minimum number of devices for the state, sharded over all of them, without anything else in memory."""
         return -(-self.state_bytes // self.device_bytes)
 
     @property
     def free_bytes(self) -> int:
-        """What that leaves on each device for activations and the generator."""
+        """Bytes left on each of these devices for activations and the generator."""
         return self.device_bytes - -(-self.state_bytes // self.least_devices)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arithmetic by name."""
+        """Return the numbers as in `rampup suggest --json`."""
         return {
             "bytes_per_parameter": STATE_BYTES | {"reference weights": REFERENCE_BYTES},
             "state_gib": float(Fraction(self.state_bytes, GIB)),
@@ -131,14 +131,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """Where to start for one model.
+    """Starting sizes for one model.
 
     Attributes:
-        system: whose keys the sizes are in.
+        system: the system whose keys the sizes have.
         params: the model's parameters.
-        row: the published row that applies; None where the system has no published table.
-        used: what the repository uses at the nearest size of that row; None without a row.
-        memory: the rule of thumb from memory; None where the device's memory was not given.
+        row: the published row that applies. None if the system has no published table.
+        used: the repository's sizes at the nearest model size of that row. None without a row.
+        memory: the rule of thumb for memory. None if the memory of a device was not given.
     """
 
     system: str
@@ -149,12 +149,12 @@ class Suggestion:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know about these numbers, in sentences."""
-        notes = ["a starting point, not a result: `rampup tune` finds the largest microbatch that fits"]
+        """Sentences about the origin and the limits of these numbers."""
+        notes = ["a starting point only: `rampup tune` finds the largest microbatch that fits"]
         if self.row is None:
             notes.append(
-                f"no table of starting sizes is published for {self.system}; begin with one sample per replica and pass, reach "
-                "the batch with passes, and let the memory that is left decide how many samples a pass can have"
+                f"no table of starting sizes is published for {self.system}; start with one sample per replica and pass, reach "
+                "the batch size by accumulation, and use the remaining memory for more samples per pass"
             )
         else:
             notes += self._row_notes(self.row)
@@ -170,12 +170,10 @@ class Suggestion:
         notes = ["rule of thumb behind the table: the larger the model, the smaller batch_size; all sizes are per process"]
         if not row.smallest <= self.params <= row.largest:
             side = "larger" if self.params > row.largest else "smaller"
-            notes.append(
-                f"the model is {side} than what the row is published for ({row.label}), so these sizes are a guess for it"
-            )
+            notes.append(f"the model is {side} than those the row is published for ({row.label}), so these sizes are a guess")
         given = {name: size for name, size in row.published.to_dict().items() if size is not None}
         if self.used is not None and not given.items() <= self.used.to_dict().items():
-            notes.append("the repository does not use the published sizes: where they differ, prefer what it uses")
+            notes.append("the repository does not use the published sizes; if they differ, prefer those of the repository")
         return notes
 
     def to_dict(self) -> dict[str, Any]:
@@ -197,14 +195,15 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
     Args:
         params: parameters, such as `"6B"`.
         system: one of `SYSTEMS`.
-        memory_gib: memory of one device in GiB, for the rule of thumb; systems without a published table need it.
+        memory_gib: memory of one device in GiB, for the rule of thumb. Required for systems without a published table.
 
     Returns:
-        The published row for this size or, between two rows, for the next larger one, which needs the least memory.
+        The published row for this model size. Between two rows, the row of the larger models, which needs less memory.
 
     Raises:
-        RampDefinitionError: parameters that are no whole number, or memory that is no number.
-        ConfigError: none or no memory, an unknown system, or one without a table where no memory is given.
+        RampDefinitionError: If `params` is not a whole number, or `memory_gib` is not a number.
+        ConfigError: If `params` or `memory_gib` is out of range, the system is unknown, or it has no table and no memory is
+            given.
 
     Example:
         >>> suggest("6B", system="trlx").row.published
@@ -231,8 +230,8 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
     raise_together(problems)
     if system not in TABLES and device_bytes is None:
         raise ConfigError(
-            f"no table of starting sizes is published for {system}, only for {', '.join(TABLES)}; with memory-gib, the memory "
-            "of a device, the rule of thumb applies",
+            f"no table of starting sizes is published for {system}, only for {', '.join(TABLES)}; set memory-gib, the memory "
+            "of a device, for a rule of thumb",
             key="memory-gib",
         )
     row = _row(TABLES[system], number) if system in TABLES else None

@@ -1,4 +1,4 @@
-"""How one model, policy or critic, is trained on the samples of a step: mini batches, microbatches, epochs."""
+"""The training of one model, policy or critic, on the samples of a step: mini batches, microbatches and epochs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rampup.rl.sizes import Size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """What is asked of one model's training on the samples of a step.
+    """The requested sizes of one model's training on the samples of a step.
 
     Attributes:
-        mini_batch: what one optimizer step sees.
-        microbatch: what one forward and backward pass sees; in tokens per replica, a budget; None = the whole mini batch.
+        mini_batch: samples of one optimizer step.
+        microbatch: samples of one forward and backward pass, or a token budget per replica. None = the whole mini batch.
         data_parallel_size: replicas of this model.
         num_epochs: passes over the samples of a step.
-        num_stages: pipeline stages; the microbatches of an optimizer step are then a multiple of them.
+        num_stages: pipeline stages. The number of microbatches of an optimizer step is a multiple of it.
     """
 
     mini_batch: Size
@@ -30,7 +30,7 @@ class Training:
     num_stages: int = 1
 
     def problems(self, model: str) -> list[RampupError]:
-        """Return what is wrong with the sizes by themselves; `model` names it in errors."""
+        """Return errors for sizes that are invalid by themselves. `model` is the name in errors."""
         counts = {
             f"{model}.data_parallel_size": self.data_parallel_size,
             f"{model}.num_epochs": self.num_epochs,
@@ -50,13 +50,13 @@ class Training:
 
     @property
     def token_budget(self) -> int | None:
-        """Tokens of one pass of one replica, where a budget stands in the place of a count."""
+        """Tokens of one pass of one replica, if the microbatch is a token budget."""
         return self.microbatch.count if self.microbatch is not None and self.microbatch.unit == "tokens" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Updates:
-    """What follows: one model's training on the samples of a step.
+    """One model's training on the samples of a step, as it follows from `Training`.
 
     Attributes:
         model: `policy` or `critic`.
@@ -65,15 +65,15 @@ class Updates:
         num_epochs: passes over the samples.
         data_parallel_size: replicas.
         num_stages: pipeline stages.
-        split: how a mini batch is cut, rows of weight 0 included; None with a token budget.
-        token_budget: tokens of one pass of one replica; None without a budget.
-        most_passes: with a token budget, the passes of an optimizer step if every sample is as long as can be; None where
-            the lengths are not known. A first-fit packing never needs more.
+        split: the split of a mini batch, including rows of weight 0. None with a token budget.
+        token_budget: tokens of one pass of one replica. None without a budget.
+        max_passes: with a token budget, the passes of an optimizer step if every sample has the maximum length. A first-fit
+            packing never needs more. None if the lengths are unknown.
 
     Example:
         >>> training = Training(mini_batch=Size(count=64, unit="prompts"), data_parallel_size=8,
         ...     microbatch=Size(count=4, unit="samples", scope="replica"), num_epochs=2)
-        >>> updates = cut_updates("policy", training, samples_per_step=2048, samples_per_prompt=8)
+        >>> updates = split_updates("policy", training, samples_per_step=2048, samples_per_prompt=8)
         >>> updates.num_mini_batches, updates.optimizer_steps, updates.accumulation_steps
         (4, 8, 16)
     """
@@ -86,7 +86,7 @@ class Updates:
     num_stages: int
     split: BatchSplit | None
     token_budget: int | None = None
-    most_passes: int | None = None
+    max_passes: int | None = None
 
     @property
     def num_mini_batches(self) -> int:
@@ -95,52 +95,52 @@ class Updates:
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps per rollout, epochs included."""
+        """Optimizer steps per rollout, over all epochs."""
         return self.num_mini_batches * self.num_epochs
 
     @property
     def accumulation_steps(self) -> int | None:
-        """Forward and backward passes of each replica per optimizer step; with a token budget the most, if known."""
-        return self.most_passes if self.split is None else self.split.num_microbatches
+        """Forward and backward passes of each replica per optimizer step. With a token budget the maximum, if known."""
+        return self.max_passes if self.split is None else self.split.num_microbatches
 
     @property
     def microbatch_size(self) -> int | None:
-        """Samples per replica and pass; None with a token budget."""
+        """Samples per replica and pass. None with a token budget."""
         return None if self.split is None else self.split.microbatch_size
 
     @property
     def microbatch_samples(self) -> int | None:
-        """Samples per pass over all replicas; None with a token budget."""
+        """Samples per pass over all replicas. None with a token budget."""
         return None if self.split is None else self.split.microbatch_size * self.split.data_parallel_size
 
     @property
     def padded_samples(self) -> int:
-        """Rows of weight 0 per epoch, which fill up mini batches and microbatches."""
+        """Rows of weight 0 per epoch, which pad mini batches and microbatches."""
         if self.microbatch_samples is None or self.microbatches_per_epoch is None:
             return 0
         return self.microbatches_per_epoch * self.microbatch_samples - self.samples_per_step
 
     @property
     def microbatches_per_epoch(self) -> int | None:
-        """Microbatches of each replica per epoch; None with a token budget."""
+        """Microbatches of each replica per epoch. None with a token budget."""
         if self.split is None:
             return None
         last = self.num_mini_batches - 1
         return last * self.split.num_microbatches + self.num_microbatches(last)
 
     def num_microbatches(self, mini_batch: int) -> int:
-        """Return the microbatches of a mini batch, without a token budget; a short last one has fewer."""
+        """Return the number of microbatches of a mini batch, without a token budget. A short last one has fewer."""
         assert self.microbatch_samples is not None, "a token budget has no fixed microbatches"
         unit = self.microbatch_samples * self.num_stages
         return -(-len(self.mini_batch_range(mini_batch)) // unit) * self.num_stages
 
     def mini_batch_range(self, number: int) -> range:
-        """Return the places of a mini batch's samples in the epoch's order; with padding the last may be short."""
+        """Return the positions of a mini batch's samples in the epoch's order. With padding the last may be short."""
         start = number * self.mini_batch_samples
         return range(start, min(start + self.mini_batch_samples, self.samples_per_step))
 
     def to_dict(self) -> dict[str, int | None]:
-        """Return the numbers by the names of `rampup plan --json`."""
+        """Return the numbers as in `rampup plan --json`."""
         return {
             "data_parallel_size": self.data_parallel_size,
             "mini_batches": self.num_mini_batches,
@@ -155,7 +155,7 @@ class Updates:
         }
 
 
-def cut_updates(
+def split_updates(
     model: str,
     training: Training,
     *,
@@ -164,93 +164,95 @@ def cut_updates(
     pad: bool = False,
     max_length: int | None = None,
 ) -> Updates:
-    """Return what follows from one model's sizes.
+    """Split the samples of a step into mini batches and microbatches of one model.
 
     Args:
         model: `policy` or `critic`.
         training: the sizes.
         samples_per_step: samples of one rollout.
         samples_per_prompt: responses to one prompt.
-        pad: fill up what does not divide with rows of weight 0.
+        pad: pad sizes that do not divide with rows of weight 0.
         max_length: tokens of the longest sample, for a token budget.
 
     Raises:
-        BatchDivisibilityError, ConfigError: sizes that do not fit, with the nearest legal ones, all at once.
+        BatchDivisibilityError, ConfigError: If sizes do not divide. One error has all problems and the nearest legal sizes.
     """
-    cutter = _Cutter(model, training, samples_per_step, samples_per_prompt, pad)
-    if training.token_budget is not None:
-        raise_together([*cutter.mini_batch_problems(), *cutter.budget_problems(max_length)])
-        split, passes = None, None
-        if max_length is not None:
-            per_replica = -(-cutter.mini_batch // training.data_parallel_size)
-            fewest_each = (training.token_budget // max_length) * training.num_stages
-            passes = -(-per_replica // fewest_each) * training.num_stages
+    rules = _UpdateRules(model, training, samples_per_step, samples_per_prompt, pad)
+    split, max_passes = None, None
+    if training.token_budget is None:
+        raise_together(rules.mini_batch_problems() or rules.microbatch_problems())
+        split = rules.split()
     else:
-        raise_together(cutter.mini_batch_problems() or cutter.microbatch_problems())
-        split, passes = cutter.split(), None
+        raise_together([*rules.mini_batch_problems(), *rules.budget_problems(max_length)])
+        if max_length is not None:
+            per_replica = -(-rules.mini_batch // training.data_parallel_size)
+            per_pass = (training.token_budget // max_length) * training.num_stages
+            max_passes = -(-per_replica // per_pass) * training.num_stages
     return Updates(
         model=model,
         samples_per_step=samples_per_step,
-        mini_batch_samples=cutter.mini_batch,
+        mini_batch_samples=rules.mini_batch,
         num_epochs=training.num_epochs,
         num_stages=training.num_stages,
         data_parallel_size=training.data_parallel_size,
         split=split,
         token_budget=training.token_budget,
-        most_passes=passes,
+        max_passes=max_passes,
     )
 
 
-class _Cutter:
-    """The divisibility rules of one model's sizes; everything is counted in samples of the job."""
+class _UpdateRules:
+    """The divisibility rules of one model's sizes. Every number is in samples of the whole job.
+
+    Attributes:
+        mini_batch: samples of a mini batch.
+        unit: the number that a mini batch must be a multiple of.
+    """
 
     def __init__(self, model: str, training: Training, samples: int, samples_per_prompt: int, pad: bool) -> None:
         self.model, self.training, self.step_samples, self.pad = model, training, samples, pad
         self.replicas, self.stages = training.data_parallel_size, training.num_stages
         self.factors = {"samples_per_prompt": samples_per_prompt, "data_parallel_size": self.replicas}
         self.mini_batch = training.mini_batch.samples(**self.factors)
-
-    @property
-    def unit(self) -> int:
-        """What a mini batch must be a multiple of."""
-        return 1 if self.pad or self.training.token_budget is not None else self.replicas * self.stages
+        self.unit = 1 if pad or training.token_budget is not None else self.replicas * self.stages
 
     def mini_batch_problems(self) -> list[RampupError]:
-        size, per_count = self.training.mini_batch, self.training.mini_batch.factor(**self.factors)
-        rules = ["must not exceed" if self.pad else "must divide", f"the {self.step_samples} samples of a step"]
-        rules += [f"and be a multiple of {self._unit_text()}"] if self.unit > 1 else []
-        least = self.replicas if self.training.token_budget is not None and not self.pad else 1
-        rules += [f"and give each of data_parallel_size={least} replicas a sample"] if least > 1 else []
+        size = self.training.mini_batch
+        per_count = size.factor(**self.factors)
         if self.pad:
-            fits, legal = self.mini_batch <= self.step_samples, [max(self.step_samples // per_count, 1)]
-        else:
-            fits = self.step_samples % self.mini_batch == 0 and self.mini_batch % self.unit == 0 and self.mini_batch >= least
-            legal = [] if fits else self._mini_batch_counts(per_count, least)
-        return [] if fits else [self._problem(size, "mini_batch", " ".join(rules), legal)]
+            if self.mini_batch <= self.step_samples:
+                return []
+            rule = f"must not exceed the {self.step_samples} samples of a step"
+            return [self._error(size, "mini_batch", rule, [max(self.step_samples // per_count, 1)])]
+        # With a token budget a mini batch need not divide over the replicas, but each of them needs a sample.
+        minimum = self.replicas if self.training.token_budget is not None else 1
 
-    def _mini_batch_counts(self, per_count: int, least: int) -> list[int]:
-        if self.step_samples % per_count:
+        def is_legal(samples: int) -> bool:
+            return self.step_samples % samples == 0 and samples % self.unit == 0 and samples >= minimum
+
+        if is_legal(self.mini_batch):
             return []
-        return [
-            count
-            for count in divisors(self.step_samples // per_count)
-            if count * per_count % self.unit == 0 and count * per_count >= least
-        ]
+        rule = f"must divide the {self.step_samples} samples of a step"
+        if self.unit > 1:
+            rule += f" and be a multiple of data_parallel_size={self.replicas}"
+            rule += f" * num_stages={self.stages} = {self.unit}" if self.stages > 1 else ""
+        rule += f" and give each of data_parallel_size={minimum} replicas a sample" if minimum > 1 else ""
+        counts = divisors(self.step_samples // per_count) if self.step_samples % per_count == 0 else []
+        return [self._error(size, "mini_batch", rule, [count for count in counts if is_legal(count * per_count)])]
 
     def microbatch_problems(self) -> list[RampupError]:
         size = self.training.microbatch
         if size is None or self.pad:
             return []
-        per_count, whole = size.factor(**self.factors), self.mini_batch // self.stages
+        per_count, per_stage = size.factor(**self.factors), self.mini_batch // self.stages
         samples = size.samples(**self.factors)
-        if samples % self.replicas == 0 and whole % samples == 0:
+        if samples % self.replicas == 0 and per_stage % samples == 0:
             return []
-        counts = divisors(whole // per_count) if whole % per_count == 0 else []
-        legal = [count for count in counts if count * per_count % self.replicas == 0]
+        counts = divisors(per_stage // per_count) if per_stage % per_count == 0 else []
         rule = f"must divide the mini batch of {self.mini_batch} samples"
-        rule += f" / num_stages={self.stages} = {whole}" if self.stages > 1 else ""
+        rule += f" / num_stages={self.stages} = {per_stage}" if self.stages > 1 else ""
         rule += f" and be a multiple of data_parallel_size={self.replicas}" if self.replicas > 1 else ""
-        return [self._problem(size, "microbatch", rule, legal)]
+        return [self._error(size, "microbatch", rule, [count for count in counts if count * per_count % self.replicas == 0])]
 
     def budget_problems(self, max_length: int | None) -> list[RampupError]:
         size = self.training.microbatch
@@ -260,18 +262,19 @@ class _Cutter:
         key = size.key or f"{self.model}.microbatch"
         return [
             ConfigError(
-                f"{key}={size} must hold the longest sample of max_prompt_length + max_response_length = {max_length} tokens; "
-                f"nearest: {max_length}",
+                f"{key}={size} must be at least the longest sample, max_prompt_length + max_response_length = {max_length} "
+                f"tokens; nearest: {max_length}",
                 key=key,
                 nearest=(max_length,),
             )
         ]
 
     def split(self) -> BatchSplit:
+        """Return the split of a mini batch, rounded up to full microbatches if it is padded."""
         size = self.training.microbatch
-        whole = -(-self.mini_batch // (self.replicas * self.stages))
-        microbatch = whole if size is None else -(-size.samples(**self.factors) // self.replicas)
-        passes = -(-whole // microbatch)
+        per_replica = -(-self.mini_batch // (self.replicas * self.stages))
+        microbatch = per_replica if size is None else -(-size.samples(**self.factors) // self.replicas)
+        passes = -(-per_replica // microbatch)
         return BatchSplit(
             global_batch_size=self.replicas * passes * self.stages * microbatch,
             data_parallel_size=self.replicas,
@@ -280,7 +283,7 @@ class _Cutter:
             microbatch_size=microbatch,
         )
 
-    def _problem(self, size: Size, name: str, rule: str, legal: list[int]) -> RampupError:
+    def _error(self, size: Size, name: str, rule: str, legal: list[int]) -> RampupError:
         role = f"{self.model}.{name}"
         nearest = nearest_in(size.count, legal)
         fix = f"nearest: {', '.join(map(str, nearest))}" if nearest else f"no count of {size.unit} fits; change another size"
@@ -291,7 +294,3 @@ class _Cutter:
             key=size.key or role,
             nearest=nearest,
         )
-
-    def _unit_text(self) -> str:
-        text = f"data_parallel_size={self.replicas}"
-        return text + (f" * num_stages={self.stages} = {self.unit}" if self.stages > 1 else "")

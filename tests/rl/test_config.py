@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from rampup import load_config
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError
 from rampup.rl.config import (
+    ROLLOUT_FILE,
     ROLLOUT_KEYS,
     RolloutConfig,
     build_rollout_plan,
@@ -48,9 +50,9 @@ def test_cases_of_maxtext_rl(case):
         assert numbers[name] == expect[name], name
     assert [numbers["microbatch_samples"]] == expect["microbatch_samples"]
     assert config.prompts_used == expect["prompts_used"]
-    told = f"schedule {expect['scheduled_optimizer_steps']:,}"
+    scheduled = f"learning rate for {expect['scheduled_optimizer_steps']:,}"
     notes = " ".join(rollout_notes(config, plan))
-    assert (told in notes) == (expect["scheduled_optimizer_steps"] != expect["total_optimizer_steps"])
+    assert (scheduled in notes) == (expect["scheduled_optimizer_steps"] != expect["total_optimizer_steps"])
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case["name"])
@@ -252,3 +254,23 @@ def test_a_ramps_file_is_refused_as_a_rollout_and_the_other_way_round():
         load_rollout_config(ROOT / "configs" / "base.yml")
     with pytest.raises(ConfigError, match="configuration of a rollout"):
         load_config(RL)
+
+
+def test_rl_yml_and_its_schema_are_current():
+    """`python -m rampup.rl.config configs` writes the files of the repository, and the schema is valid."""
+    assert RL.read_text() == ROLLOUT_FILE.text
+    assert json.loads(RL.with_name("rl.schema.json").read_text()) == ROLLOUT_FILE.json_schema
+    Draft202012Validator.check_schema(ROLLOUT_FILE.json_schema)
+
+
+def test_rl_yml_has_every_key_with_a_comment():
+    """Every key is in rl.yml, below a comment."""
+    lines = RL.read_text().splitlines()
+    for name in ROLLOUT_KEYS:
+        (index,) = [number for number, line in enumerate(lines) if line.strip().startswith(f"{name.removeprefix('rl.')}:")]
+        assert lines[index - 1].strip().startswith("# ")
+
+
+def test_rl_yml_has_the_defaults():
+    """rl.yml has the defaults, except for the two sizes that it sets."""
+    assert load_rollout_config(RL) == RolloutConfig(mini_batch_size=16, train_micro_batch_size=8)

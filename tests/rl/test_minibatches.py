@@ -171,7 +171,7 @@ def test_a_token_budget_leaves_the_cutting_to_packing():
         assert batch.microbatches is None
         packed = pack(lengths[batch.rows].tolist(), 64, make_ladder(64, 4), num_replicas=2)
         assert sorted(i for replica in packed.replicas for part in replica for i in part) == list(range(32))
-        assert packed.num_microbatches <= replace(plan.policy_updates, most_passes=8).accumulation_steps
+        assert packed.num_microbatches <= replace(plan.policy_updates, max_passes=8).accumulation_steps
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, ResumeMismatchError
-from rampup.rl.experience import Experience
 from rampup.rl.plan import RolloutPlan
-from rampup.rl.sizes import Size, data_parallel_size
+from rampup.rl.sizes import Experience, Size, data_parallel_size
 from rampup.rl.updates import Training
 
 

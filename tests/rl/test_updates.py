@@ -7,7 +7,7 @@ import pytest
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import Size
-from rampup.rl.updates import Training, cut_updates
+from rampup.rl.updates import Training, split_updates
 
 
 def cut(prompts, per_prompt, replicas, mini, micro, *, stages=1, pad=False, unit="samples", scope="replica"):
@@ -18,7 +18,7 @@ def cut(prompts, per_prompt, replicas, mini, micro, *, stages=1, pad=False, unit
         data_parallel_size=replicas,
         num_stages=stages,
     )
-    return cut_updates("policy", training, samples_per_step=prompts * per_prompt, samples_per_prompt=per_prompt, pad=pad)
+    return split_updates("policy", training, samples_per_step=prompts * per_prompt, samples_per_prompt=per_prompt, pad=pad)
 
 
 GRID = list(itertools.product((1, 4, 6, 8, 12), (1, 2, 3, 5), (1, 2, 3, 4), (1, 2, 3, 4, 6, 8, 12), (None, 1, 2, 3, 4), (1, 2)))
@@ -96,7 +96,7 @@ def test_passes_of_a_token_budget(budget, passes):
         microbatch=Size(count=budget, unit="tokens", scope="replica"),
         data_parallel_size=2,
     )
-    updates = cut_updates("policy", training, samples_per_step=128, samples_per_prompt=4, max_length=100)
+    updates = split_updates("policy", training, samples_per_step=128, samples_per_prompt=4, max_length=100)
     assert (updates.accumulation_steps, updates.token_budget, updates.split, updates.padded_samples) == (
         passes,
         budget,
@@ -109,7 +109,7 @@ def test_a_token_budget_below_the_longest_sample():
     """The longest sample must fit; the budget that holds it is named."""
     training = Training(mini_batch=Size(count=8, unit="prompts"), microbatch=Size(count=99, unit="tokens", scope="replica"))
     with pytest.raises(ConfigError) as caught:
-        cut_updates("critic", training, samples_per_step=8, samples_per_prompt=1, max_length=100)
+        split_updates("critic", training, samples_per_step=8, samples_per_prompt=1, max_length=100)
     assert (caught.value.key, caught.value.nearest) == ("critic.microbatch", (100,))
 
 
@@ -118,7 +118,7 @@ def test_a_token_budget_with_a_pipeline_is_whole_rounds():
     training = Training(
         mini_batch=Size(count=5, unit="samples"), microbatch=Size(count=100, unit="tokens", scope="replica"), num_stages=4
     )
-    assert cut_updates("policy", training, samples_per_step=5, samples_per_prompt=1, max_length=100).most_passes == 8
+    assert split_updates("policy", training, samples_per_step=5, samples_per_prompt=1, max_length=100).max_passes == 8
 
 
 @pytest.mark.parametrize(
