@@ -1,74 +1,79 @@
-"""One optimizer step of k microbatches: ours beside the plain big batch, optax.MultiSteps and optax.microbatching."""
+"""One optimizer step of k microbatches: rampup, the plain big batch, optax.MultiSteps and optax.microbatching."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from rampup.bench.contenders import MICROBATCHING, MULTI_STEPS, big_batch, jitted, microbatched, new_state, our_state, strided
-from rampup.bench.measure import ROUNDS, Seconds, take_turns
-from rampup.bench.problem import Problem, bench_optimizer, problems
-from rampup.bench.reductions import Reductions, all_reduces
-from rampup.bench.result import BenchResult
-from rampup.plan.plan import RampPlan
+from rampup.bench.contenders import (
+    MICROBATCHING,
+    MULTI_STEPS,
+    Problem,
+    baseline,
+    baseline_calls,
+    bench_optimizer,
+    plan_for,
+    problems,
+    rampup_state,
+)
+from rampup.bench.hlo import Reductions, all_reduces
+from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, ignore_row, take_turns
 from rampup.plan.ramp import BatchRamp
-from rampup.plan.split import BatchSplitter
-from rampup.run.accumulate import multi_steps
 from rampup.run.compile import compile_program
 from rampup.run.data.batches import step_batches
 from rampup.run.mesh import batch_sharding, make_mesh
 from rampup.run.step import train_step
 
-OURS, TUNED, PLAIN = "ours", "ours, tuned", "plain big batch"
+RAMPUP, TUNED, PLAIN = "rampup", "rampup, tuned", "plain big batch"
+SYSTEMS = (RAMPUP, TUNED, PLAIN, MULTI_STEPS, MICROBATCHING)
 COUNTS, QUICK_COUNTS = (1, 2, 4, 16), (1, 2)
 REDUCING_DEVICES = 4
 SHORT_ROUNDS = 96
 
 
-def run(*, quick: bool = False) -> BenchResult:
-    """Time one optimizer step of every system, and read the all-reduces of its program for several devices.
-
-    Args:
-        quick: a tiny model, few microbatches and few rounds.
-    """
+def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
+    """Time one optimizer step of every system, and read the all-reduces of its program for several devices."""
     devices = jax.devices()
     mesh = make_mesh(devices=devices[:1])
     wide = make_mesh(devices=devices[:REDUCING_DEVICES]) if len(devices) >= REDUCING_DEVICES else None
-    measured = problems(devices[0], quick=quick)
-    rows = []
+    measured, counts = problems(devices[0], quick=quick), QUICK_COUNTS if quick else COUNTS
+    found = Measurements(len(measured) * len(counts) * len(SYSTEMS), on_row)
     for problem in measured:
-        for k in QUICK_COUNTS if quick else COUNTS:
-            rows += compare(problem, k, mesh, wide, rounds=3 if quick else rounds_of(k))
+        for k in counts:
+            found.add(compare(problem, k, mesh, wide, rounds=3 if quick else rounds_of(k)))
     return BenchResult(
         name="accumulate",
-        title="one optimizer step of k microbatches, beside the plain big batch, optax.MultiSteps and optax.microbatching",
-        rows=rows,
+        title="one optimizer step of k microbatches: rampup, the plain big batch, optax.MultiSteps and optax.microbatching",
+        rows=found.rows,
         notes=[
             *map(str, measured),
-            f"one {devices[0].device_kind or devices[0].platform} device, medians of {rounds_of(1)} steps at k=1 to "
-            f"{rounds_of(COUNTS[-1])} at k={COUNTS[-1]}, all systems in turn; over_fastest and over_plain are a system's time "
-            "over the fastest's and over the hand-written step's at this k",
-            "k microbatches of the same size: the batch grows with k. All run AdamW behind clipping by the global norm; "
-            "only ours also returns the gradient norm",
-            f"{TUNED}, cuts the same rows into whichever power of two of microbatches, up to k, took the least time, as "
-            "`rampup tune` looks for it; with k microbatches the memory does not grow with the batch",
-            "cpu_ms is the processor time of this process in a step, and cpu_over_least its ratio to the least: on a CPU that "
-            "others use as well it says more than the time",
-            "temp_bytes is of one program beside arguments and results",
-            _reduction_note(wide),
+            f"One {devices[0].device_kind or devices[0].platform} device; medians of {rounds_of(1)} steps at k=1 to "
+            f"{rounds_of(COUNTS[-1])} at k={COUNTS[-1]}, all systems in turn. over_fastest and over_plain are a system's time "
+            "over that of the fastest system and of the plain big batch at this k.",
+            "The k microbatches have the same size, so the batch grows with k. All systems run AdamW after clipping by the "
+            "global norm. Only rampup also returns the gradient norm.",
+            f"{TUNED}: the same rows, split into the number of microbatches, among the powers of two up to k, that took the "
+            "least time, as `rampup tune` finds it. With k microbatches the memory does not grow with the batch.",
+            "cpu_ms is the processor time of this process in a step, and cpu_over_least its ratio to the least. On a CPU with "
+            "other processes it is more reliable than the time.",
+            "temp_bytes is the temporary memory of one program, without arguments and results.",
+            f"all_reduces were not counted: JAX sees fewer than {REDUCING_DEVICES} devices."
+            if wide is None
+            else f"all_reduces and reduced_bytes are of one optimizer step on {wide.size} devices, from the compiled program. "
+            "One in a loop counts once per iteration. Compilers may combine arrays into one all-reduce, so compare the bytes. "
+            "in_loops is how many are in loop bodies.",
         ],
     )
 
 
 def rounds_of(k: int) -> int:
-    """Return how many steps of k microbatches are timed: more of the short ones, whose times differ more."""
+    """Return the number of timed steps of k microbatches: more for short steps, whose times vary more."""
     return max(ROUNDS, SHORT_ROUNDS // k)
 
 
@@ -77,70 +82,58 @@ def compare(problem: Problem, k: int, mesh: Mesh, wide: Mesh | None, *, rounds: 
 
     Args:
         problem: the model.
-        k: microbatches.
-        mesh: one device, to be timed on.
+        k: number of microbatches.
+        mesh: one device, for the timing.
         wide: several devices, whose program is compiled and not run; or None.
-        rounds: steps that each is timed for.
+        rounds: number of timed steps.
     """
-    cuts = dict.fromkeys(SYSTEMS, (problem, k)) | {TUNED: _fastest_cut(problem, k, mesh)}
-    systems = {name: build(*cuts[name], mesh) for name, build in SYSTEMS.items()}
-    cpu = {name: _CpuClock(system.step) for name, system in systems.items()}
-    times = take_turns(cpu, rounds=rounds)
-    fastest, plain = min(seconds.median for seconds in times.values()), times[PLAIN].median
-    least_work = min(clock.median for clock in cpu.values())
+    sizes = dict.fromkeys(SYSTEMS, (problem, k)) | {TUNED: fastest_split(problem, k, mesh)}
+    systems = {name: build(name, *sizes[name], mesh) for name in SYSTEMS}
+    cpu: dict[str, list[float]] = {name: [] for name in SYSTEMS}
+
+    def clocked(name: str) -> Callable[[], None]:
+        def step() -> None:
+            start = time.process_time()
+            systems[name].step()
+            cpu[name].append(time.process_time() - start)
+
+        return step
+
+    times = take_turns({name: clocked(name) for name in SYSTEMS}, rounds=rounds)
+    work = {name: statistics.median(seconds[1:]) for name, seconds in cpu.items()}
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     rows = []
-    for name, system in systems.items():
-        microbatches = cuts[name][1]
-        reductions = None if wide is None else SYSTEMS[name](*cuts[name], wide).reductions(microbatches)
-        ratios = {
-            "over_fastest": times[name].median / fastest,
-            "over_plain": times[name].median / plain,
-            "cpu_ms": cpu[name].median * 1e3 if is_cpu else None,
-            "cpu_over_least": cpu[name].median / least_work if is_cpu else None,
-        }
-        first = {"model": problem.name, "k": k, "system": name, "microbatches": 1 if name == PLAIN else microbatches}
-        rows.append(first | _times(times[name]) | ratios | _facts(system.executable, reductions))
+    for name in SYSTEMS:
+        microbatches, seconds = sizes[name][1], times[name]
+        analysis = systems[name].executable.memory_analysis()
+        reductions = None if wide is None else build(name, *sizes[name], wide).reductions(microbatches)
+        rows.append(
+            {
+                "model": problem.name,
+                "k": k,
+                "system": name,
+                "microbatches": 1 if name == PLAIN else microbatches,
+                "step_ms": seconds.median * 1e3,
+                "spread": seconds.spread,
+                "over_fastest": seconds.median / min(other.median for other in times.values()),
+                "over_plain": seconds.median / times[PLAIN].median,
+                "cpu_ms": work[name] * 1e3 if is_cpu else None,
+                "cpu_over_least": work[name] / min(work.values()) if is_cpu else None,
+                "temp_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
+                "all_reduces": reductions and reductions.number,
+                "reduced_bytes": reductions and reductions.num_bytes,
+                "in_loops": reductions and reductions.in_loops,
+            }
+        )
     return rows
 
 
-def _fastest_cut(problem: Problem, k: int, mesh: Mesh) -> tuple[Problem, int]:
-    """Return the cut of the rows of k microbatches that takes the least time: a problem and its number of microbatches."""
+def fastest_split(problem: Problem, k: int, mesh: Mesh) -> tuple[Problem, int]:
+    """Return the fastest split of the rows of k microbatches: a problem and its number of microbatches."""
     fewer = [2**power for power in range(k.bit_length()) if k % 2**power == 0]
-    cuts = {str(number): (replace(problem, rows=problem.rows * k // number), number) for number in fewer}
-    times = take_turns({name: _ours(*cut, mesh).step for name, cut in cuts.items()}, rounds=ROUNDS)
-    return cuts[min(times, key=lambda name: times[name].median)]
-
-
-class _CpuClock:
-    """Runs a step and keeps what processor time this process spent on it, in all its threads."""
-
-    def __init__(self, step: Callable[[], Any]) -> None:
-        self._step = step
-        self._seconds: list[float] = []
-
-    def __call__(self) -> None:
-        start = time.process_time()
-        self._step()
-        self._seconds.append(time.process_time() - start)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self._seconds[1:])
-
-
-def _times(seconds: Seconds) -> dict[str, Any]:
-    return {"step_ms": seconds.median * 1e3, "spread": seconds.spread}
-
-
-def _facts(executable: Any, reductions: Reductions | None) -> dict[str, Any]:
-    analysis = executable.memory_analysis()
-    return {
-        "temp_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
-        "all_reduces": None if reductions is None else reductions.number,
-        "reduced_bytes": None if reductions is None else reductions.num_bytes,
-        "in_loops": None if reductions is None else reductions.in_loops,
-    }
+    splits = {str(number): (replace(problem, rows=problem.rows * k // number), number) for number in fewer}
+    times = take_turns({name: build(RAMPUP, *split, mesh).step for name, split in splits.items()}, rounds=ROUNDS)
+    return splits[min(times, key=lambda name: times[name].median)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +142,8 @@ class System:
 
     Attributes:
         executable: the program.
-        step: run one optimizer step from the state that the last one left, wait for it and return the parameters.
-        calls: of the program in one optimizer step.
+        step: runs one optimizer step from the state that the last one left, waits for it and returns the parameters.
+        calls: calls of the program in one optimizer step.
     """
 
     executable: Any
@@ -162,80 +155,43 @@ class System:
         return all_reduces(self.executable.as_text(), unknown_trips=k).times(self.calls)
 
 
-def _plan(problem: Problem, k: int, mesh: Mesh) -> RampPlan:
-    replicas = mesh.size
-    return RampPlan(
-        ramp=BatchRamp.constant(k * replicas * problem.rows),
-        splitter=BatchSplitter(data_parallel_size=replicas, microbatch_size=problem.rows),
-        num_devices=replicas,
-        total_steps=1,
-    )
+def build(name: str, problem: Problem, k: int, mesh: Mesh) -> System:
+    """Compile a system.
 
-
-def _ours(problem: Problem, k: int, mesh: Mesh) -> System:
-    plan, tx = _plan(problem, k, mesh), bench_optimizer()
-    step = train_step(problem.model.loss, tx, plan, mesh)
-    state = our_state(problem, tx, mesh)
+    Args:
+        name: one of `SYSTEMS`.
+        problem: the model.
+        k: number of microbatches.
+        mesh: the devices, all on the data axis.
+    """
+    ramp = BatchRamp.constant(k * mesh.size * problem.rows)
+    plan = plan_for(ramp, 1, replicas=mesh.size, microbatch_size=problem.rows)
     source = problem.source(plan.consumed_samples)
-    (batch,) = step_batches(source, plan, mesh)
-    row = jax.tree.map(lambda x: x[0], source.read(range(1)))  # type: ignore[arg-type]
-    executable = compile_program(step.lower(state, row, plan.splits[0]))
+    if name in (RAMPUP, TUNED):
+        train = train_step(problem.model.loss, bench_optimizer(), plan, mesh)
+        (batch,) = step_batches(source, plan, mesh)
+        row = jax.tree.map(lambda x: x[0], source.arrays)
+        first = rampup_state(problem, train.tx, mesh)
+        executable = compile_program(train.lower(first, row, plan.splits[0]))
 
-    def once() -> Any:
+        def rampup_step() -> Any:
+            nonlocal first
+            first, metrics = train(first, batch)
+            jax.block_until_ready((first, metrics))
+            return first.params
+
+        return System(executable=executable, step=rampup_step)
+    step, state = baseline(name, problem, plan, mesh)
+    calls = [
+        (jax.device_put(rows_B, batch_sharding(mesh)), *more) for rows_B, *more in baseline_calls(name, source.arrays, plan)
+    ]
+    compiled = step.lower(state, *calls[0]).compile()
+
+    def baseline_step() -> Any:
         nonlocal state
-        state, metrics = step(state, batch)
-        jax.block_until_ready((state, metrics))
-        return state.params
-
-    return System(executable=executable, step=once)
-
-
-def _plain(problem: Problem, k: int, mesh: Mesh) -> System:
-    tx = bench_optimizer()
-    batch_B = problem.source(k * mesh.size * problem.rows).arrays
-    return _of_peer(big_batch(problem, tx), new_state(problem, tx, mesh), mesh, batch_B)
-
-
-def _multi_steps(problem: Problem, k: int, mesh: Mesh) -> System:
-    tx = multi_steps(bench_optimizer(), _plan(problem, k, mesh))
-    batch_B = problem.source(mesh.size * problem.rows).arrays
-    return _of_peer(big_batch(problem, tx), new_state(problem, tx, mesh), mesh, batch_B, calls=k)
-
-
-def _optax_microbatching(problem: Problem, k: int, mesh: Mesh) -> System:
-    tx, size = bench_optimizer(), mesh.size * problem.rows
-    batch_B = strided(problem.source(k * size).arrays, size, k)
-    return _of_peer(microbatched(problem, tx, size), new_state(problem, tx, mesh), mesh, batch_B, jnp.int32(k))
-
-
-def _of_peer(step: Any, state: Any, mesh: Mesh, batch_B: Mapping[str, Any], *more: Any, calls: int = 1) -> System:
-    rows = jax.device_put(dict(batch_B), batch_sharding(mesh))
-    executable = jitted(step, mesh).lower(state, rows, *more).compile()
-
-    def once() -> Any:
-        nonlocal state
-        for _ in range(calls):
-            state, loss = executable(state, rows, *more)
+        for arguments in calls:
+            state, loss = compiled(state, *arguments)
         jax.block_until_ready((state, loss))
         return state[0]
 
-    return System(executable=executable, step=once, calls=calls)
-
-
-SYSTEMS: dict[str, Callable[[Problem, int, Mesh], System]] = {
-    OURS: _ours,
-    TUNED: _ours,
-    PLAIN: _plain,
-    MULTI_STEPS: _multi_steps,
-    MICROBATCHING: _optax_microbatching,
-}
-
-
-def _reduction_note(wide: Mesh | None) -> str:
-    if wide is None:
-        return f"all-reduces were not counted: JAX sees fewer than {REDUCING_DEVICES} devices"
-    return (
-        f"all_reduces and reduced_bytes are of one optimizer step on {wide.size} devices, as its compiled program says (one in "
-        "a loop counts as often as the loop runs; compilers put several arrays into one or not, so compare the bytes); "
-        "in_loops is how many stand in loop bodies"
-    )
+    return System(executable=compiled, step=baseline_step, calls=len(calls))

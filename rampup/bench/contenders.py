@@ -1,12 +1,13 @@
-"""Training steps that are timed beside ours: written by hand, with optax.MultiSteps, with optax.microbatching.
+"""What the benchmarks of training compare: models of several sizes, and the ways to grow a batch.
 
-All of them take the loss of `LanguageModel` and return a state (parameters, optimizer state) and a loss.
+Baselines take the loss of `LanguageModel`; their state is (parameters, optimizer state) and a step returns (state, loss).
 Shape suffixes: K microbatches, R rows of one microbatch, B rows of the batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,17 +18,186 @@ import optax
 from jax.sharding import Mesh
 from optax import microbatching
 
-from rampup.bench.problem import ArrayRows, Problem, bench_optimizer, optimizer_state
+from rampup.lm.transformer import LanguageModel
 from rampup.plan.plan import RampPlan
-from rampup.plan.split import RampupMicrobatch
+from rampup.plan.ramp import BatchRamp
+from rampup.plan.split import BatchSplitter, RampupMicrobatch
 from rampup.run.accumulate import multi_steps
 from rampup.run.data.batches import step_batches
 from rampup.run.mesh import batch_sharding, replicated
 from rampup.run.step import TrainState, prepare_state, train_step
 
-StepFn = Callable[..., tuple[Any, jax.Array]]
-FIXED, PER_PHASE, AUTO = "ours, fixed", "ours, per_phase", "ours, auto"
+FIXED, PER_PHASE, AUTO = "rampup, fixed", "rampup, per_phase", "rampup, auto"
 JIT, MULTI_STEPS, MICROBATCHING = "jit per batch size", "optax.MultiSteps", "optax.microbatching"
+POLICIES: dict[str, RampupMicrobatch] = {FIXED: "fixed", PER_PHASE: "per_phase", AUTO: "auto"}
+CONTENDERS = (*POLICIES, JIT, MULTI_STEPS, MICROBATCHING)
+
+# Bytes of a parameter in training: itself, its gradient and Adam's two moments, in float32.
+BYTES_PER_PARAMETER = 16
+# 1 / the share of a device's memory for them; the rest is for activations and for the other systems' states.
+MEMORY_SHARE = 8
+
+StepFn = Callable[..., tuple[Any, jax.Array]]
+
+
+class ArrayRows:
+    """A RowSource of arrays in memory.
+
+    Args:
+        arrays: name -> array, rows first.
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self.arrays = arrays
+
+    def __len__(self) -> int:
+        return len(next(iter(self.arrays.values())))
+
+    def read(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return these rows of every array."""
+        return {name: array[rows] for name, array in self.arrays.items()}
+
+    def describe(self, row: int) -> str:
+        """Return the number of the row."""
+        return f"row {row:,}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A model and the shape of its microbatch.
+
+    Attributes:
+        name: the name in the tables.
+        model: the model.
+        tokens: T, tokens per row.
+        rows: rows of one microbatch on one device.
+    """
+
+    name: str
+    model: LanguageModel
+    tokens: int
+    rows: int
+
+    def source(self, num_rows: int) -> ArrayRows:
+        """Return random rows of T + 1 tokens, without padding."""
+        tokens = np.random.default_rng(0).integers(self.model.vocab_size, size=(num_rows, self.tokens + 1), dtype=np.int32)
+        return ArrayRows({"tokens": tokens, "length": np.full(num_rows, self.tokens, np.int32)})
+
+    def params(self) -> Any:
+        """Return small random parameters, made on the host so that nothing is compiled for them."""
+        rng = np.random.default_rng(1)
+        shapes = jax.eval_shape(self.model.init, jax.random.key(0))
+        return jax.tree.map(lambda s: (0.02 * rng.standard_normal(s.shape, np.float32)).astype(s.dtype), shapes)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.model.num_parameters / 1e6:.1f} M parameters, {self.rows} rows of {self.tokens} tokens in a "
+            f"microbatch, {self.model.dtype}"
+        )
+
+
+def _model(num_layers: int, width: int, mlp_dim: int, num_heads: int, num_kv_heads: int, **more: Any) -> LanguageModel:
+    return LanguageModel(
+        num_layers=num_layers,
+        width=width,
+        mlp_dim=mlp_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        **{"vocab_size": 256, **more},
+    )
+
+
+QUICK = Problem(name="quick", model=_model(1, 16, 32, 2, 1), tokens=8, rows=2)
+SMALL = Problem(name="1M", model=_model(4, 128, 512, 4, 2), tokens=64, rows=8)
+MEDIUM = Problem(name="10M", model=_model(6, 384, 1024, 6, 3), tokens=32, rows=4)
+_LARGE = {"vocab_size": 32_768, "tied": True, "dtype": "bfloat16", "remat_policy": "minimal"}
+# For accelerators, the smallest first.
+LARGE = (
+    Problem(name="138M", model=_model(12, 768, 3072, 12, 12, **_LARGE), tokens=1024, rows=8),
+    Problem(name="1.3B", model=_model(24, 2048, 5632, 16, 16, **_LARGE), tokens=1024, rows=4),
+)
+
+
+def problems(device: jax.Device, *, quick: bool = False) -> list[Problem]:
+    """Return the problems for a device: two small ones on a CPU, and also the largest that fits on an accelerator."""
+    if quick:
+        return [QUICK]
+    if device.platform == "cpu":
+        return [SMALL, MEDIUM]
+    memory = (device.memory_stats() or {}).get("bytes_limit", 0) // MEMORY_SHARE
+    fitting = [large for large in LARGE if large.model.num_parameters * BYTES_PER_PARAMETER <= memory]
+    return [SMALL, MEDIUM, fitting[-1] if fitting else LARGE[0]]
+
+
+def main_problem(device: jax.Device, *, quick: bool = False) -> Problem:
+    """Return the problem of a whole ramp: the 1 M model on a CPU, one of more than 100 M on an accelerator.
+
+    A microbatch has at least 1,024 tokens, so that a step's work is in its rows and not in the optimizer, as in real training.
+    """
+    if quick:
+        return QUICK
+    return replace(SMALL, rows=16) if device.platform == "cpu" else LARGE[0]
+
+
+def plan_for(
+    ramp: BatchRamp, total_steps: int, *, replicas: int = 1, microbatch_size: int = -1, policy: RampupMicrobatch = "fixed"
+) -> RampPlan:
+    """Return a plan of data parallelism only."""
+    splitter = BatchSplitter(data_parallel_size=replicas, microbatch_size=microbatch_size, rampup_microbatch=policy)
+    return RampPlan(ramp=ramp, splitter=splitter, num_devices=replicas, total_steps=total_steps)
+
+
+def with_policy(plan: RampPlan, policy: RampupMicrobatch) -> RampPlan:
+    """Return a plan with another `rampup_microbatch`."""
+    return replace(plan, splitter=replace(plan.splitter, rampup_microbatch=policy))
+
+
+def bench_optimizer() -> optax.GradientTransformation:
+    """Return the optimizer of the default recipe at a constant rate: AdamW after clipping by the global norm."""
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def new_state(problem: Problem, tx: optax.GradientTransformation | optax.MultiSteps, mesh: Mesh) -> Any:
+    """Return (parameters, optimizer state), replicated. AdamW and MultiSteps start from zeros, made on the host."""
+    params = problem.params()
+    opt_state = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), jax.eval_shape(tx.init, params))
+    return jax.device_put((params, opt_state), replicated(mesh))
+
+
+def rampup_state(problem: Problem, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Return the same as a training state of rampup."""
+    params, opt_state = new_state(problem, tx, mesh)
+    state: TrainState = prepare_state(TrainState(step=0, params=params, opt_state=opt_state), mesh)
+    return state
+
+
+# The baselines.
+
+
+def baseline(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> tuple[Any, Any]:
+    """Return the jitted step of a baseline, which donates its state, and its first state."""
+    tx: Any = bench_optimizer()
+    if name == MULTI_STEPS:
+        tx = multi_steps(tx, plan)
+    step = microbatched(problem, tx, _microbatch_rows(plan)) if name == MICROBATCHING else big_batch(problem, tx)
+    return jax.jit(step, donate_argnums=0, out_shardings=replicated(mesh)), new_state(problem, tx, mesh)
+
+
+def baseline_calls(name: str, batch_B: Mapping[str, np.ndarray], plan: RampPlan) -> list[tuple[Any, ...]]:
+    """Return the arguments of each call of a baseline's step in one optimizer step, after the state."""
+    size = _microbatch_rows(plan)
+    num_rows = len(next(iter(batch_B.values())))
+    if name == MULTI_STEPS:
+        return [({key: x[start : start + size] for key, x in batch_B.items()},) for start in range(0, num_rows, size)]
+    if name == MICROBATCHING:
+        most = max(split.num_microbatches for split in plan.splits)
+        return [(strided(dict(batch_B), size, most), jnp.int32(num_rows // size))]
+    return [(dict(batch_B),)]
+
+
+def _microbatch_rows(plan: RampPlan) -> int:
+    """Return the rows of a microbatch on all replicas."""
+    return plan.splits[0].data_parallel_size * plan.splits[0].microbatch_size
 
 
 def big_batch(problem: Problem, tx: optax.GradientTransformation) -> StepFn:
@@ -40,7 +210,7 @@ def big_batch(problem: Problem, tx: optax.GradientTransformation) -> StepFn:
 
         params, opt_state = state
         loss, grads = jax.value_and_grad(mean_loss)(params)
-        return _updated(tx, params, opt_state, grads), loss
+        return _apply(tx, params, opt_state, grads), loss
 
     return step
 
@@ -51,7 +221,7 @@ def microbatched(problem: Problem, tx: optax.GradientTransformation, rows: int) 
     Args:
         problem: the model.
         tx: the optimizer.
-        rows: R. The batch holds `strided` rows, of which the first `number` microbatches count.
+        rows: R. The batch has `strided` rows, of which the first `number` microbatches count.
     """
 
     def sums(params: Any, batch_R: Any) -> tuple[Any, jax.Array, jax.Array]:
@@ -67,23 +237,23 @@ def microbatched(problem: Problem, tx: optax.GradientTransformation, rows: int) 
             sums, argnums=1, microbatch_size=rows, accumulator=microbatching.AccumulationType.SUM, num_real_microbatches=number
         )
         grads, loss, weight = total(params, batch_B)
-        return _updated(tx, params, opt_state, jax.tree.map(lambda g: g / weight, grads)), loss / weight
+        return _apply(tx, params, opt_state, jax.tree.map(lambda g: g / weight, grads)), loss / weight
 
     return step
 
 
-def _updated(tx: optax.GradientTransformation, params: Any, opt_state: Any, grads: Any) -> Any:
+def _apply(tx: optax.GradientTransformation, params: Any, opt_state: Any, grads: Any) -> Any:
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
 
 
 def strided(batch_B: Any, rows: int, most: int) -> Any:
-    """Return rows in the order that `optax.microbatching` cuts them in, filled up with zeros to `most` microbatches.
+    """Return rows in the order in which `optax.microbatching` splits them, padded with zeros to `most` microbatches.
 
-    Its microbatch i holds the rows i, i + K, i + 2K and so on of K * R.
+    Its microbatch i has the rows i, i + K, i + 2K and so on of K * R.
 
     Args:
-        batch_B: arrays of whole microbatches.
+        batch_B: arrays of complete microbatches.
         rows: R.
         most: K.
 
@@ -92,150 +262,93 @@ def strided(batch_B: Any, rows: int, most: int) -> Any:
         [1, 3, 0, 2, 4, 0]
     """
 
-    def of(x: np.ndarray) -> np.ndarray:
-        filled = np.zeros((rows, most, *x.shape[1:]), x.dtype)
-        filled[:, : len(x) // rows] = x.reshape(-1, rows, *x.shape[1:]).swapaxes(0, 1)
-        return filled.reshape(rows * most, *x.shape[1:])
+    def reorder(x: np.ndarray) -> np.ndarray:
+        padded = np.zeros((rows, most, *x.shape[1:]), x.dtype)
+        padded[:, : len(x) // rows] = x.reshape(-1, rows, *x.shape[1:]).swapaxes(0, 1)
+        return padded.reshape(rows * most, *x.shape[1:])
 
-    return jax.tree.map(of, batch_B)
-
-
-def jitted(step: StepFn, mesh: Mesh) -> Any:
-    """Return the step compiled with its state donated and whole on every device, its rows as they are given."""
-    return jax.jit(step, donate_argnums=0, out_shardings=replicated(mesh))
+    return jax.tree.map(reorder, batch_B)
 
 
-def new_state(problem: Problem, tx: optax.GradientTransformation | optax.MultiSteps, mesh: Mesh) -> Any:
-    """Return (parameters, optimizer state), whole on every device."""
-    params = problem.params()
-    return jax.device_put((params, optimizer_state(tx, params)), replicated(mesh))
-
-
-def our_state(problem: Problem, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Return the same as a training state of ours."""
-    params, opt_state = new_state(problem, tx, mesh)
-    state: TrainState = prepare_state(TrainState(step=0, params=params, opt_state=opt_state), mesh)
-    return state
+# A contender's run through a ramp.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A contender's way through a ramp.
+    """A contender's run through a ramp, not started yet.
 
     Attributes:
-        losses: the loss after every optimizer step, on the device; running it is what is timed.
-        num_compilations: of the step, so far.
-        microbatch_sizes: what each step was cut into, filled as it runs.
-        late_steps: steps that ran in the shape of a phase before, because their own was not compiled yet; filled too.
+        losses: yields the loss after every optimizer step, on the device. Iterating runs the steps.
+        num_compilations: returns the compilations of the step so far.
+        microbatch_sizes: microbatch size of each step, filled while it runs.
+        late_steps: steps that ran in the shape of an earlier phase because their own was not compiled yet; also filled.
     """
 
     losses: Iterator[jax.Array]
     num_compilations: Callable[[], int]
-    microbatch_sizes: list[int]
+    microbatch_sizes: list[int] = field(default_factory=list)
     late_steps: list[int] = field(default_factory=list)
 
 
-def start_run(name: str, problem: Problem, plan: RampPlan, rows: ArrayRows, mesh: Mesh) -> Run:
-    """Prepare a contender, its state on the devices and nothing compiled.
+def start_run(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Run:
+    """Return a contender's run, with its state on the devices and nothing compiled.
 
     Args:
-        name: one of the names above.
+        name: one of `CONTENDERS`.
         problem: the model.
-        plan: with `rampup_microbatch=fixed`; the ramp, and the microbatches of all contenders with one fixed size.
-        rows: the data.
-        mesh: one device or several on the data axis.
+        plan: a plan with `rampup_microbatch=fixed`, whose microbatches all contenders with a fixed size take.
+        mesh: one device, or several on the data axis.
     """
-    if name in _OURS:
-        return _ours(problem, with_policy(plan, _OURS[name]), rows, mesh)
-    return _PEERS[name](problem, plan, rows, mesh)
-
-
-def with_policy(plan: RampPlan, policy: RampupMicrobatch) -> RampPlan:
-    """Return a plan with another way to absorb the ramp."""
-    return replace(plan, splitter=replace(plan.splitter, rampup_microbatch=policy))
-
-
-def _ours(problem: Problem, plan: RampPlan, rows: ArrayRows, mesh: Mesh) -> Run:
-    tx = bench_optimizer()
-    step = train_step(problem.model.loss, tx, plan, mesh)
-    state = our_state(problem, tx, mesh)
+    source = problem.source(4 * plan.ramp.sizes[-1])
     sizes: list[int] = []
     late: list[int] = []
+    if name in POLICIES:
+        plan = with_policy(plan, POLICIES[name])
+        rampup_step = train_step(problem.model.loss, bench_optimizer(), plan, mesh)
+        rampup_first = rampup_state(problem, rampup_step.tx, mesh)
+
+        def rampup_losses() -> Iterator[jax.Array]:
+            state = rampup_first
+            for batch in step_batches(source, plan, mesh, split_for=rampup_step.split_for):
+                position = batch.position
+                sizes.append(position.split.microbatch_size)
+                late.extend([position.step] * (position.split != plan.position(position.step).split))
+                state, metrics = rampup_step(state, batch)
+                yield metrics["loss"]
+            rampup_step.close()
+
+        return Run(
+            losses=rampup_losses(),
+            num_compilations=lambda: rampup_step.num_compilations,
+            microbatch_sizes=sizes,
+            late_steps=late,
+        )
+    step, first = baseline(name, problem, plan, mesh)
 
     def losses() -> Iterator[jax.Array]:
-        nonlocal state
-        for batch in step_batches(rows, plan, mesh, split_for=step.split_for):
-            position = batch.position
-            sizes.append(position.split.microbatch_size)
-            late.extend([position.step] * (position.split != plan.position(position.step).split))
-            state, metrics = step(state, batch)
-            yield metrics["loss"]
-        step.close()
-
-    return Run(losses=losses(), num_compilations=lambda: step.num_compilations, microbatch_sizes=sizes, late_steps=late)
-
-
-def _jit_per_size(problem: Problem, plan: RampPlan, rows: ArrayRows, mesh: Mesh) -> Run:
-    tx = bench_optimizer()
-    step, state = jitted(big_batch(problem, tx), mesh), new_state(problem, tx, mesh)
-    sizes: list[int] = []
-
-    def losses() -> Iterator[jax.Array]:
-        nonlocal state
+        state = first
         for number in range(plan.total_steps):
-            batch_B = _batch(rows, plan, number)
-            sizes.append(plan.position(number).split.global_batch_size)
-            state, loss = step(state, jax.device_put(batch_B, batch_sharding(mesh)))
+            split, rows = plan.position(number).split, plan.rows(number)
+            batch_B = {key: np.take(x, rows, axis=0, mode="wrap") for key, x in source.arrays.items()}
+            sizes.append(split.global_batch_size if name == JIT else split.microbatch_size)
+            for rows_B, *more in baseline_calls(name, batch_B, plan):
+                state, loss = step(state, jax.device_put(rows_B, batch_sharding(mesh)), *more)
             yield loss
 
     return Run(losses=losses(), num_compilations=step._cache_size, microbatch_sizes=sizes)
 
 
-def _multi_steps(problem: Problem, plan: RampPlan, rows: ArrayRows, mesh: Mesh) -> Run:
-    tx, size = multi_steps(bench_optimizer(), plan), plan.splits[0].data_parallel_size * plan.splits[0].microbatch_size
-    step, state = jitted(big_batch(problem, tx), mesh), new_state(problem, tx, mesh)
-    sizes: list[int] = []
+@contextlib.contextmanager
+def no_compilation_cache() -> Iterator[None]:
+    """Disable the persistent compilation cache, so that everything compiles."""
+    from jax.experimental.compilation_cache import compilation_cache
 
-    def losses() -> Iterator[jax.Array]:
-        nonlocal state
-        for number in range(plan.total_steps):
-            batch_B, split = _batch(rows, plan, number), plan.position(number).split
-            sizes.append(split.microbatch_size)
-            for start in range(0, split.global_batch_size, size):
-                part = {name: x[start : start + size] for name, x in batch_B.items()}
-                state, loss = step(state, jax.device_put(part, batch_sharding(mesh)))
-            yield loss
-
-    return Run(losses=losses(), num_compilations=step._cache_size, microbatch_sizes=sizes)
-
-
-def _optax_microbatching(problem: Problem, plan: RampPlan, rows: ArrayRows, mesh: Mesh) -> Run:
-    tx, most = bench_optimizer(), max(split.num_microbatches for split in plan.splits)
-    size = plan.splits[0].data_parallel_size * plan.splits[0].microbatch_size
-    step, state = jitted(microbatched(problem, tx, size), mesh), new_state(problem, tx, mesh)
-    sizes: list[int] = []
-
-    def losses() -> Iterator[jax.Array]:
-        nonlocal state
-        for number in range(plan.total_steps):
-            split = plan.position(number).split
-            batch_B = jax.device_put(strided(_batch(rows, plan, number), size, most), batch_sharding(mesh))
-            sizes.append(split.microbatch_size)
-            state, loss = step(state, batch_B, jnp.int32(split.num_microbatches))
-            yield loss
-
-    return Run(losses=losses(), num_compilations=step._cache_size, microbatch_sizes=sizes)
-
-
-def _batch(rows: ArrayRows, plan: RampPlan, step: int) -> dict[str, np.ndarray]:
-    samples = plan.rows(step)
-    return {name: np.take(x, samples, axis=0, mode="wrap") for name, x in rows.arrays.items()}
-
-
-_OURS: dict[str, RampupMicrobatch] = {FIXED: "fixed", PER_PHASE: "per_phase", AUTO: "auto"}
-_PEERS: dict[str, Callable[[Problem, RampPlan, ArrayRows, Mesh], Run]] = {
-    JIT: _jit_per_size,
-    MULTI_STEPS: _multi_steps,
-    MICROBATCHING: _optax_microbatching,
-}
-CONTENDERS = (*_OURS, *_PEERS)
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    # JAX decides only once per process whether there is a cache.
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()

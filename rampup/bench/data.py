@@ -1,4 +1,4 @@
-"""Rows per second of our loader beside Grain's own fixed batches, from the same source with the same threads."""
+"""The path of the data: rows per second of the loader, and bytes moved to the device."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ from typing import Any
 import grain
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from rampup.bench.measure import ROUNDS, Seconds, take_turns
-from rampup.bench.result import BenchResult
+from rampup.bench.contenders import Problem, bench_optimizer, main_problem, plan_for, rampup_state, with_policy
+from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, ignore_row, take_turns
+from rampup.bench.ramp import ramp_plan, sizes
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.plan.split import BatchSplitter
-from rampup.run.data.batches import SampleOrder, StepDataset
+from rampup.plan.split import RampupMicrobatch
+from rampup.run.compile import compile_program
+from rampup.run.data.batches import BufferLayout, SampleOrder, StepDataset, layout_of, put_chunks
 from rampup.run.data.sources import RowSource, TokenRows, as_source
-from rampup.run.mesh import make_mesh
+from rampup.run.mesh import batch_sharding, make_mesh
+from rampup.run.offload import bytes_per_device, program_memory
+from rampup.run.step import train_step
 
 TOKENS, VOCAB_SIZE, SEED = 128, 256, 3
 BATCH = 64
@@ -24,13 +29,14 @@ NUM_ROWS, STEPS, THREADS = 100_000, 300, (1, 2, 4, 8, 16)
 QUICK_NUM_ROWS, QUICK_STEPS, QUICK_THREADS = 1_000, 6, (1, 2)
 # Batches read ahead, at least one for every thread.
 READ_AHEAD = 16
+POLICIES: tuple[RampupMicrobatch, ...] = ("fixed", "per_phase", "auto")
 
 
 class RowItems:
     """The rows of a token array one by one, as Grain reads them.
 
     Args:
-        tokens: the array that `TokenRows` cuts too.
+        tokens: the array, also read by `TokenRows`.
         length: tokens per row.
     """
 
@@ -45,13 +51,10 @@ class RowItems:
         return {"tokens": self._tokens[start : start + self._length + 1], "length": np.asarray(self._length, np.int32)}
 
 
-def run(*, quick: bool = False) -> BenchResult:
-    """Read the same number of rows through both, with several numbers of threads.
-
-    Args:
-        quick: few rows and few rounds.
-    """
+def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
+    """Read the same number of rows through rampup and Grain, with several numbers of threads."""
     num_rows, steps, rounds = (QUICK_NUM_ROWS, QUICK_STEPS, 3) if quick else (NUM_ROWS, STEPS, ROUNDS)
+    threads = QUICK_THREADS if quick else THREADS
     tokens = np.random.default_rng(0).integers(VOCAB_SIZE, size=num_rows * TOKENS + 1).astype(np.uint8)
     items = RowItems(tokens, TOKENS)
     stored = [items[row] for row in range(len(items))]
@@ -59,97 +62,87 @@ def run(*, quick: bool = False) -> BenchResult:
         "rows in memory": (as_source(stored), stored),
         "tokens cut into rows": (TokenRows([tokens], ["random"], sequence_length=TOKENS, vocab_size=VOCAB_SIZE), items),
     }
-    rows = []
-    for name, (ours, theirs) in sources.items():
+    found = Measurements(len(sources) * 2 * len(threads) * 2, on_row)
+    for name, (source, grain_items) in sources.items():
         for seed in (None, SEED):
-            for threads in QUICK_THREADS if quick else THREADS:
-                rows += compare(name, ours, theirs, seed=seed, threads=threads, steps=steps, rounds=rounds)
+            for number in threads:
+                rows = compare(source, grain_items, seed=seed, threads=number, steps=steps, rounds=rounds)
+                found.add({"source": name, **row} for row in rows)
     return BenchResult(
         name="data",
-        title="rows per second of our loader, beside Grain's own .batch() on the same source",
-        rows=rows,
+        title="rows per second of the loader, compared with Grain's own .batch() on the same source",
+        rows=found.rows,
         notes=[
-            f"{num_rows:,} rows of {TOKENS} tokens; {steps} steps of {BATCH} rows, read to the end and thrown away; the ramp "
-            f"has as many rows in batches of {BATCH // 4}, {BATCH // 2} and {BATCH}. Medians of {rounds} rounds in turn",
-            "ours reads the rows of a step at once, in the order of the plan; Grain's batch is fixed, and reads row by row",
-            f"both read {READ_AHEAD} batches ahead; nothing is put on a device. Threads share the cores and Python's lock",
+            f"{num_rows:,} rows of {TOKENS} tokens; {steps} steps of {BATCH} rows, read to the end and discarded. The ramp "
+            f"has as many rows in batches of {BATCH // 4}, {BATCH // 2} and {BATCH}. Medians of {rounds} rounds in turn.",
+            "rampup reads all rows of a step at once, in the order of the plan; Grain's batch is fixed, and reads row by row.",
+            f"Both read {READ_AHEAD} batches ahead. Nothing is put on a device. Threads share the cores and Python's lock.",
         ],
     )
 
 
-def compare(
-    name: str, ours: RowSource, theirs: Any, *, seed: int | None, threads: int, steps: int, rounds: int
-) -> list[dict[str, Any]]:
-    """Return a row for our fixed batch and one for our ramp, each beside Grain's fixed batch.
+def compare(source: RowSource, items: Any, *, seed: int | None, threads: int, steps: int, rounds: int) -> list[dict[str, Any]]:
+    """Return a row for rampup's fixed batch and one for its ramp, each compared with Grain's fixed batch.
 
     Args:
-        name: of the source.
-        ours, theirs: the same rows, for either.
+        source: the rows for rampup.
+        items: the same rows for Grain.
         seed: shuffles; None keeps the order.
-        threads: that read.
-        steps: of the fixed batch.
-        rounds: that each is timed.
+        threads: number of reading threads.
+        steps: steps of the fixed batch.
+        rounds: number of measurements of each.
     """
     counted: dict[str, int] = {}
     readers: dict[str, Callable[[], int]] = {
-        f"fixed batch of {BATCH}": lambda: read_ours(ours, fixed_plan(steps), seed, threads),
-        "ramp": lambda: read_ours(ours, ramp_plan(steps), seed, threads),
-        "Grain": lambda: read_grain(theirs, steps, seed, threads),
+        f"fixed batch of {BATCH}": lambda: read_rampup(source, fixed_plan(steps), seed, threads),
+        "ramp": lambda: read_rampup(source, three_phase_plan(steps), seed, threads),
+        "Grain": lambda: read_grain(items, steps, seed, threads),
     }
-    times = take_turns({what: _counting(what, read, counted) for what, read in readers.items()}, rounds=rounds)
+
+    def counting(name: str) -> Callable[[], None]:
+        return lambda: counted.update({name: readers[name]()})
+
+    times = take_turns({name: counting(name) for name in readers}, rounds=rounds)
     assert len(set(counted.values())) == 1, counted
-    peer = counted["Grain"] / times["Grain"].median
+    rates = {name: counted[name] / times[name].median for name in readers}
     return [
-        _row(name, what, seed, threads, counted[what], times[what]) | {"grain_rows_per_s": peer, "ratio": ours_rate / peer}
-        for what in times
-        if what != "Grain" and (ours_rate := counted[what] / times[what].median)
+        {
+            "ours": name,
+            "shuffled": seed is not None,
+            "threads": threads,
+            "rows": counted[name],
+            "rows_per_s": rates[name],
+            "grain_rows_per_s": rates["Grain"],
+            "ratio": rates[name] / rates["Grain"],
+            "spread": times[name].spread,
+        }
+        for name in readers
+        if name != "Grain"
     ]
-
-
-def _row(name: str, what: str, seed: int | None, threads: int, num_rows: int, seconds: Seconds) -> dict[str, Any]:
-    return {
-        "source": name,
-        "ours": what,
-        "shuffled": seed is not None,
-        "threads": threads,
-        "rows": num_rows,
-        "rows_per_s": num_rows / seconds.median,
-        "grain_rows_per_s": 0.0,
-        "ratio": 0.0,
-        "spread": seconds.spread,
-    }
-
-
-def _counting(what: str, read: Callable[[], int], counted: dict[str, int]) -> Callable[[], None]:
-    return lambda: counted.update({what: read()})
 
 
 def fixed_plan(steps: int) -> RampPlan:
     """Return the plan of a constant batch."""
-    return _plan(BatchRamp.constant(BATCH), steps)
+    return plan_for(BatchRamp.constant(BATCH), steps)
 
 
-def ramp_plan(steps: int) -> RampPlan:
-    """Return a plan of three batch sizes that consumes as many rows as `steps` of the largest, a third in each phase."""
+def three_phase_plan(steps: int) -> RampPlan:
+    """Return a plan of three batch sizes with as many rows as `steps` of the largest, a third in each phase."""
     third = steps * BATCH // 3
     assert third % BATCH == 0
     ramp = BatchRamp.piecewise([(0, BATCH // 4), (third, BATCH // 2), (2 * third, BATCH)])
-    return _plan(ramp, ramp.ramp_steps + third // BATCH)
+    return plan_for(ramp, ramp.ramp_steps + third // BATCH)
 
 
-def _plan(ramp: BatchRamp, steps: int) -> RampPlan:
-    return RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=steps)
-
-
-def read_ours(source: RowSource, plan: RampPlan, seed: int | None, threads: int) -> int:
-    """Read all batches of a plan through our dataset and return how many rows they had."""
+def read_rampup(source: RowSource, plan: RampPlan, seed: int | None, threads: int) -> int:
+    """Read all batches of a plan and return their number of rows."""
     mesh = make_mesh(devices=jax.devices()[:1])
     dataset = StepDataset(source, plan, SampleOrder(len(source), seed=seed), mesh)
     return sum(_num_rows(step.rows) for step in dataset[:].to_iter_dataset(_options(threads)))
 
 
 def read_grain(items: Any, steps: int, seed: int | None, threads: int) -> int:
-    """Read as many fixed batches through Grain alone and return how many rows they had."""
+    """Read as many fixed batches through Grain alone and return their number of rows."""
     dataset = grain.MapDataset.source(items)
     if seed is not None:
         dataset = dataset.shuffle(seed=seed)
@@ -163,3 +156,80 @@ def _options(threads: int) -> grain.ReadOptions:
 
 def _num_rows(batch: Mapping[str, np.ndarray]) -> int:
     return len(batch["tokens"])
+
+
+def run_buffer(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
+    """Put a batch of every phase on the device in three ways, and compile the programs that take them."""
+    device = jax.devices()[0]
+    problem, mesh = main_problem(device, quick=quick), make_mesh(devices=jax.devices()[:1])
+    plan = ramp_plan(problem, *sizes(device, quick=quick))
+    policies = POLICIES[: 1 if quick else None]
+    found = Measurements(len(policies) * len(plan.ramp.phases), on_row)
+    for policy in policies:
+        buffer_rows(problem, with_policy(plan, policy), mesh, found, rounds=3 if quick else ROUNDS)
+    return BenchResult(
+        name="buffer",
+        title="bytes moved to the device by a step of each phase, and the memory of its program",
+        rows=found.rows,
+        notes=[
+            str(problem),
+            f"One {device.device_kind or device.platform} device; medians of {ROUNDS} transfers, in turn, each waited for.",
+            "ours: the chunks with the rows of the step. padded: a buffer for the largest batch, which a step with one "
+            "compiled shape would otherwise move in every phase. rows: the rows alone, for a step compiled for each size.",
+            "program_bytes is the memory of the phase's program on the device: state, buffer and all temporary values.",
+        ],
+    )
+
+
+def buffer_rows(problem: Problem, plan: RampPlan, mesh: Mesh, found: Measurements, *, rounds: int) -> None:
+    """Add a row for each phase of a plan.
+
+    Args:
+        problem: the model.
+        plan: the ramp.
+        mesh: one device.
+        found: where the rows are added.
+        rounds: number of measurements of each transfer.
+    """
+    source = problem.source(4 * plan.ramp.sizes[-1])
+    dataset = StepDataset(source, plan, SampleOrder(len(source), seed=None), mesh)
+    step = train_step(problem.model.loss, bench_optimizer(), plan, mesh)
+    state, row = rampup_state(problem, step.tx, mesh), jax.tree.map(lambda x: x[0], source.arrays)
+    programs: dict[BufferLayout, int] = {}
+    for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
+        layout = layout_of(plan, split)
+        if layout not in programs:
+            programs[layout] = program_memory(compile_program(step.lower(state, row, split))).total
+        moves = transfers(dataset.split_rows(dataset[phase.start_step], split), layout, mesh)
+        times = take_turns(moves, rounds=rounds)
+        found.add(
+            [
+                {
+                    "rampup_microbatch": plan.splitter.rampup_microbatch,
+                    "phase": phase.index,
+                    "batch": split.global_batch_size,
+                    **{f"{name}_bytes": bytes_per_device(move()) for name, move in moves.items()},
+                    **{f"{name}_ms": times[name].median * 1e3 for name in moves},
+                    "spread": times["ours"].spread,
+                    "program_bytes": programs[layout],
+                }
+            ]
+        )
+
+
+def transfers(batch_nR: Any, layout: BufferLayout, mesh: Mesh) -> dict[str, Callable[[], Any]]:
+    """Return three ways to put a step's rows on the devices: in chunks, padded to the full buffer, and the rows alone.
+
+    Args:
+        batch_nR: the rows, arrays (n, R, ...).
+        layout: the buffer.
+        mesh: the devices.
+    """
+    num_microbatches = layout.num_chunks * layout.chunk_size
+    padded = jax.tree.map(lambda x: np.zeros((num_microbatches, *x.shape[1:]), x.dtype), batch_nR)
+    sharding = batch_sharding(mesh, leading=1)
+    return {
+        "ours": lambda: jax.block_until_ready(put_chunks(batch_nR, layout, mesh)),
+        "padded": lambda: jax.block_until_ready(jax.device_put(padded, sharding)),
+        "rows": lambda: jax.block_until_ready(jax.device_put(batch_nR, sharding)),
+    }

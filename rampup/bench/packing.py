@@ -1,27 +1,27 @@
-"""Balancing and packing beside veRL's published algorithm, on the same lengths in the same run."""
+"""Balancing and packing compared with veRL's published algorithm, on the same lengths in the same run."""
 
 from __future__ import annotations
 
-import ast
 import heapq
 import importlib.util
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rampup.bench.measure import ROUNDS, take_turns
-from rampup.bench.result import BenchResult
+from rampup.bench.maxtext import definitions_in
+from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, ignore_row, take_turns
 from rampup.packing import balance, imbalance, make_ladder, pack
 
 # veRL's estimate of the work of a 7B transformer on a sequence of L tokens: 24576 * L + L**2 (verl/utils/seqlen_balancing.py).
 VERL_WORKLOAD = (24576, 1)
+VERL_FUNCTIONS = ("karmarkar_karp", "get_seqlen_balanced_partitions")
 TOKEN_BUDGET = 16_384
 RUNGS = 4
-# Sequences at most, seeds, rounds of rampup, rounds of the peer, which takes up to 20 seconds on the largest.
+# Sequences at most, seeds, rounds of rampup, rounds of veRL, which takes up to 20 seconds on the largest.
 EFFORTS = ((5_000, 10, ROUNDS, ROUNDS), (20_000, 2, 3, 3), (10**9, 1, ROUNDS, 1))
 BALANCE_SIZES = ((512, 32), (1024, 64), *((n, k) for n in (10_000, 100_000) for k in (8, 32, 64)))
 PACK_SIZES = (64, 256, 1024)
@@ -31,38 +31,31 @@ Parts = Sequence[Sequence[int]]
 Partition = Callable[[list[int], int, bool], Parts]
 
 
-def run(*, quick: bool = False) -> BenchResult:
-    """Measure imbalance, padding and time beside veRL's.
-
-    Args:
-        quick: small sizes and few rounds only, for a first look.
-
-    Returns:
-        One row per size: the excess of the most expensive part over the mean, or the fraction of padding, of both, and the
-        median seconds of both.
-    """
-    peer, origin = verl_partition()
+def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
+    """Measure imbalance, padding and time. The rows compare means over several samples and median times."""
+    partition, origin = verl_partition()
     sizes, pack_sizes = (QUICK_BALANCE_SIZES, QUICK_PACK_SIZES) if quick else (BALANCE_SIZES, PACK_SIZES)
-    contests = [_balancing(n, k, equal_count, peer) for n, k in sizes for equal_count in (False, True)]
-    contests += [_packing(n, peer) for n in pack_sizes]
+    contests = [_balancing(n, k, equal_count, partition) for n, k in sizes for equal_count in (False, True)]
+    contests += [_packing(n, partition) for n in pack_sizes]
+    found = Measurements(len(contests), on_row)
+    found.add(contest.row(quick) for contest in contests)
     return BenchResult(
         name="packing",
-        title=f"parts of equal work, and {TOKEN_BUDGET:,}-token microbatches on a ladder of {RUNGS} shapes, beside veRL",
-        rows=[contest.row(quick) for contest in contests],
+        title=f"parts of equal work, and {TOKEN_BUDGET:,}-token microbatches on a ladder of {RUNGS} shapes, compared with veRL",
+        rows=found.rows,
         notes=(
-            f"the peer is {origin}",
-            "lengths are lognormal(7.3, 0.9), clipped to 16..16,384; L tokens cost 24576 * L + L**2, veRL's estimate",
-            "values are means over the seeds; no_worse says whether rampup's was no greater with any of them",
-            "with equal counts, sequences beyond a multiple of the parts are left out, since veRL refuses them",
-            "veRL makes ceil(tokens / budget) microbatches without holding them to the budget; those over it are counted "
-            "without padding",
-            "where peer_rounds is less than rounds, the two were timed one after the other and the peer not warmed up",
+            f"The baseline (peer) is {origin}.",
+            "Lengths are lognormal(7.3, 0.9), clipped to 16..16,384. L tokens cost 24576 * L + L**2, veRL's estimate.",
+            "Values are means over the seeds. no_worse: rampup's value is not greater with any of them.",
+            "With equal counts, sequences beyond a multiple of the parts are left out, since veRL refuses them.",
+            "veRL makes ceil(tokens / budget) microbatches, which may exceed the budget; those count without padding.",
+            "If peer_rounds is less than rounds, the two were timed one after the other and veRL's algorithm not warmed up.",
         ),
     )
 
 
 def sample_lengths(n: int, seed: int) -> list[int]:
-    """Return lengths such as reinforcement learning of language models has: many short ones and a long tail.
+    """Return lengths like those in reinforcement learning of language models: many short ones and a long tail.
 
     Example:
         >>> lengths = sample_lengths(1000, seed=0)
@@ -74,30 +67,39 @@ def sample_lengths(n: int, seed: int) -> list[int]:
 
 
 def verl_partition() -> tuple[Partition, str]:
-    """Return veRL's partition function and where it is from: the installed package's file, or the same method written anew.
-
-    Of the installed file only the two functions are executed, so that none of veRL's dependencies is needed.
-    """
+    """Return veRL's partition function and its origin: the installed package's file, or `karmarkar_karp`."""
     spec = importlib.util.find_spec("verl")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / "utils" / "seqlen_balancing.py"
         if path.is_file():
-            return functions_of(path)["get_seqlen_balanced_partitions"], "the installed verl package's seqlen_balancing.py"
-    return karmarkar_karp, "our own writing of veRL's method, since the verl package is not installed"
+            partition: Partition = definitions_in(path, *VERL_FUNCTIONS, heapq=heapq)[VERL_FUNCTIONS[1]]
+            return partition, "the installed verl package's seqlen_balancing.py"
+    return karmarkar_karp, "a reimplementation of veRL's method, since the verl package is not installed"
 
 
-def functions_of(path: Path) -> Mapping[str, Any]:
-    """Return the partition functions of veRL's file without importing what else it imports."""
-    wanted = ("karmarkar_karp", "get_seqlen_balanced_partitions")
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    tree.body = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in wanted]
-    names: dict[str, Any] = {"heapq": heapq}
-    exec(compile(tree, str(path), "exec"), names)
-    return names
+def karmarkar_karp(costs: list[int], k: int, equal_size: bool) -> list[list[int]]:
+    """Partition as veRL does: merge the two partial partitions of the largest spread, copying their items, until one is left.
+
+    Example:
+        >>> karmarkar_karp([5, 5, 4, 3, 3], 2, False), karmarkar_karp([10, 1, 1, 1, 1, 1], 2, True)
+        ([[0, 3, 4], [1, 2]], [[0, 1, 3], [2, 4, 5]])
+    """
+    width = k if equal_size else 1
+    assert len(costs) % width == 0, f"{len(costs)} % {width} != 0"
+    ascending = sorted((cost, index) for index, cost in enumerate(costs))
+    heap: list[_Partial] = []
+    for start in range(0, len(ascending), width):
+        groups = [_Group(cost, [(index, cost)]) for cost, index in ascending[start : start + width]]
+        heapq.heappush(heap, _Partial(groups + [_Group() for _ in range(k - width)]))
+    while len(heap) > 1:
+        first, second = heapq.heappop(heap).groups, heapq.heappop(heap).groups
+        merged = [_Group(a.cost + b.cost, a.items + b.items) for a, b in zip(first, reversed(second), strict=True)]
+        heapq.heappush(heap, _Partial(merged))
+    return [sorted(index for index, _ in group.items) for group in heap[0].groups]
 
 
 class _Group:
-    """Items that will share a part, and their cost."""
+    """Items that share a part, and their cost."""
 
     __slots__ = ("cost", "items")
 
@@ -126,37 +128,16 @@ class _Partial:
         return self.groups[0].order() > other.groups[0].order()
 
 
-def karmarkar_karp(costs: list[int], k: int, equal_size: bool) -> list[list[int]]:
-    """Partition as veRL does: merge the two partial partitions of the largest spread, copying their items, until one is left.
-
-    Example:
-        >>> karmarkar_karp([5, 5, 4, 3, 3], 2, False), karmarkar_karp([10, 1, 1, 1, 1, 1], 2, True)
-        ([[0, 3, 4], [1, 2]], [[0, 1, 3], [2, 4, 5]])
-    """
-    width = k if equal_size else 1
-    assert len(costs) % width == 0, f"{len(costs)} % {width} != 0"
-    ascending = sorted((cost, index) for index, cost in enumerate(costs))
-    heap: list[_Partial] = []
-    for start in range(0, len(ascending), width):
-        groups = [_Group(cost, [(index, cost)]) for cost, index in ascending[start : start + width]]
-        heapq.heappush(heap, _Partial(groups + [_Group() for _ in range(k - width)]))
-    while len(heap) > 1:
-        first, second = heapq.heappop(heap).groups, heapq.heappop(heap).groups
-        merged = [_Group(a.cost + b.cost, a.items + b.items) for a, b in zip(first, reversed(second), strict=True)]
-        heapq.heappush(heap, _Partial(merged))
-    return [sorted(index for index, _ in group.items) for group in heap[0].groups]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Contest:
-    """One measurement of both.
+    """One comparison.
 
     Attributes:
         case: what is measured.
         num_sequences: sequences per sample.
-        num_parts: parts to make; None where that is part of the answer.
-        equal_count: whether the parts hold equally many sequences.
-        ours, theirs: lengths -> parts.
+        num_parts: parts to make; None if their number is part of the answer.
+        equal_count: whether all parts have the same number of sequences.
+        rampup, verl: lengths -> parts.
         judge: lengths and parts -> the imbalance or the padding.
     """
 
@@ -164,24 +145,24 @@ class _Contest:
     num_sequences: int
     num_parts: int | None
     equal_count: bool
-    ours: Callable[[list[int]], Parts]
-    theirs: Callable[[list[int]], Parts]
+    rampup: Callable[[list[int]], Parts]
+    verl: Callable[[list[int]], Parts]
     judge: Callable[[list[int], Parts], float]
 
     def row(self, quick: bool) -> dict[str, Any]:
         """Time both on the first sample, and judge both on all samples."""
         n = self.num_sequences
-        seeds, rounds, peer_rounds = (2, 3, 3) if quick else next(effort for size, *effort in EFFORTS if n <= size)
+        seeds, rounds, verl_rounds = (2, 3, 3) if quick else next(effort for size, *effort in EFFORTS if n <= size)
         samples = [sample_lengths(n, seed) for seed in range(seeds)]
-        found: dict[str, Parts] = {}
-        ours = {"rampup": lambda: found.update(rampup=self.ours(samples[0]))}
-        theirs = {"peer": lambda: found.update(peer=self.theirs(samples[0]))}
-        if rounds == peer_rounds:
-            times = take_turns(ours | theirs, rounds=rounds)
+        parts: dict[str, Parts] = {}
+        rampup = {"rampup": lambda: parts.update(rampup=self.rampup(samples[0]))}
+        verl = {"verl": lambda: parts.update(verl=self.verl(samples[0]))}
+        if rounds == verl_rounds:
+            times = take_turns(rampup | verl, rounds=rounds)
         else:
-            times = take_turns(ours, rounds=rounds) | take_turns(theirs, rounds=peer_rounds, warm_up=0)
-        values = [(self.judge(samples[0], found["rampup"]), self.judge(samples[0], found["peer"]))]
-        values += [(self.judge(s, self.ours(s)), self.judge(s, self.theirs(s))) for s in samples[1:]]
+            times = take_turns(rampup, rounds=rounds) | take_turns(verl, rounds=verl_rounds, warm_up=0)
+        values = [(self.judge(samples[0], parts["rampup"]), self.judge(samples[0], parts["verl"]))]
+        values += [(self.judge(s, self.rampup(s)), self.judge(s, self.verl(s))) for s in samples[1:]]
         return {
             "case": self.case,
             "sequences": n,
@@ -189,45 +170,45 @@ class _Contest:
             "equal_count": self.equal_count,
             "rampup": statistics.fmean(value for value, _ in values),
             "peer": statistics.fmean(value for _, value in values),
-            "no_worse": all(value <= peer for value, peer in values),
+            "no_worse": all(value <= other for value, other in values),
             "rampup_seconds": times["rampup"].median,
-            "peer_seconds": times["peer"].median,
-            "times_faster": times["peer"].median / times["rampup"].median,
+            "peer_seconds": times["verl"].median,
+            "times_faster": times["verl"].median / times["rampup"].median,
             "seeds": seeds,
             "rounds": rounds,
-            "peer_rounds": peer_rounds,
+            "peer_rounds": verl_rounds,
         }
 
 
-def _balancing(n: int, k: int, equal_count: bool, peer: Partition) -> _Contest:
+def _balancing(n: int, k: int, equal_count: bool, partition: Partition) -> _Contest:
     return _Contest(
         case="balance: largest / mean - 1",
         num_sequences=n - n % k if equal_count else n,
         num_parts=k,
         equal_count=equal_count,
-        ours=lambda lengths: balance(lengths, k, VERL_WORKLOAD, equal_count),
-        theirs=lambda lengths: peer(_workloads(lengths), k, equal_count),
+        rampup=lambda lengths: balance(lengths, k, VERL_WORKLOAD, equal_count),
+        verl=lambda lengths: partition(_workloads(lengths), k, equal_count),
         judge=lambda lengths, parts: imbalance(lengths, parts, VERL_WORKLOAD),
     )
 
 
-def _packing(n: int, peer: Partition) -> _Contest:
+def _packing(n: int, partition: Partition) -> _Contest:
     ladder = make_ladder(TOKEN_BUDGET, RUNGS)
+
+    def padding(lengths: list[int], parts: Parts) -> float:
+        loads = [sum(lengths[index] for index in part) for part in parts]
+        shapes = [next((shape for shape in ladder if shape >= load), load) for load in loads]
+        return 1 - sum(loads) / sum(shapes)
+
     return _Contest(
         case="pack: fraction of padding",
         num_sequences=n,
         num_parts=None,
         equal_count=False,
-        ours=lambda lengths: pack(lengths, TOKEN_BUDGET, ladder).replicas[0],
-        theirs=lambda lengths: peer(_workloads(lengths), -(-sum(lengths) // TOKEN_BUDGET), False),
-        judge=lambda lengths, parts: _padding(lengths, parts, ladder),
+        rampup=lambda lengths: pack(lengths, TOKEN_BUDGET, ladder).replicas[0],
+        verl=lambda lengths: partition(_workloads(lengths), -(-sum(lengths) // TOKEN_BUDGET), False),
+        judge=padding,
     )
-
-
-def _padding(lengths: list[int], parts: Parts, ladder: tuple[int, ...]) -> float:
-    loads = [sum(lengths[index] for index in part) for part in parts]
-    shapes = [next((shape for shape in ladder if shape >= load), load) for load in loads]
-    return 1 - sum(loads) / sum(shapes)
 
 
 def _workloads(lengths: list[int]) -> list[int]:

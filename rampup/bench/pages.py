@@ -1,7 +1,7 @@
-"""A training step on a CPU with large memory pages, as our commands ask for, beside one with small pages.
+"""A training step on a CPU with huge pages, which `rampup train` requests, compared with small pages.
 
-Pages are chosen when a process starts, so that each measurement is one of its own: this file, run as a program, prints a
-line of JSON. Its argument is `quick` or `full`.
+The page size is fixed when a process starts, so each measurement is a process of its own: this module, run as a program, prints
+one line of JSON. Its argument is `quick` or `full`.
 """
 
 from __future__ import annotations
@@ -14,84 +14,68 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from rampup.bench.contenders import our_state
-from rampup.bench.measure import ROUNDS, Seconds
-from rampup.bench.problem import Problem, bench_optimizer, main_problem
-from rampup.bench.result import BenchResult
-from rampup.plan.plan import RampPlan
+from rampup.bench.contenders import Problem, bench_optimizer, main_problem, plan_for, rampup_state
+from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, in_turns
 from rampup.plan.ramp import BatchRamp
-from rampup.plan.split import BatchSplitter
 from rampup.run.data.batches import step_batches
 from rampup.run.mesh import make_mesh
 from rampup.run.step import train_step
 
-VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
-KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 MICROBATCHES = (1, 8)
 STEPS, QUICK_STEPS = 15, 2
 TIMEOUT_SECONDS = 600
+# From version 2.35 on, glibc asks the kernel for huge pages if this is 1.
+VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
 
-def run(*, quick: bool = False) -> BenchResult:
-    """Start processes with large and with small pages in turn.
-
-    Args:
-        quick: a tiny model, few steps and few rounds.
-    """
+def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
+    """Start processes with huge and with small pages in turn."""
     rounds = 2 if quick else ROUNDS
-    found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
-    for number in range(rounds):
-        for large in (True, False) if number % 2 else (False, True):
-            found[large].append(run_process(large=large, quick=quick))
+    found: dict[str, list[dict[str, Any]]] = {"small": [], "huge": []}
+    measured = Measurements(2 * rounds, on_row)
+    for pages in in_turns(list(found), rounds):
+        result = run_process(huge=pages == "huge", quick=quick)
+        found[pages].append(result)
+        measured.add([{"pages": pages, **{f"k={k}": f"{seconds * 1e3:.3g} ms" for k, seconds in result["seconds"].items()}}])
     return BenchResult(
         name="pages",
-        title="a training step on a CPU with large memory pages, beside one with small pages",
-        rows=[row(k, found[True], found[False]) for k in MICROBATCHES],
+        title="a training step on a CPU with huge pages, compared with small pages",
+        rows=[row(k, found["huge"], found["small"]) for k in MICROBATCHES],
         notes=[
             str(main_problem(jax.local_devices(backend="cpu")[0], quick=quick)),
-            f"ours, one CPU device; medians of {rounds} processes each, in turn, of which each gives the median of "
-            f"{QUICK_STEPS if quick else STEPS} steps; faults are the kernel's page faults in a step",
-            f"large pages are {VARIABLE}={TUNABLE}=1, which needs glibc 2.35 and [madvise] in {KERNEL}; here that says: "
-            + (KERNEL.read_text().strip() if KERNEL.is_file() else "nothing"),
+            f"One CPU device; medians of {rounds} processes each, in turn, each of which returns the median of "
+            f"{QUICK_STEPS if quick else STEPS} steps. faults are the kernel's page faults in a step.",
+            f"Huge pages are {VARIABLE}={TUNABLE}=1, with which `rampup train`, `tune` and `bench` restart themselves if JAX "
+            "has no other device than the CPU. If the faults are the same in both, this machine does not provide huge pages on "
+            "request (the kernel's transparent_hugepage must be `madvise`).",
         ],
     )
 
 
-def row(k: int, large: Sequence[dict[str, Any]], small: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of a number of microbatches.
-
-    Args:
-        k: the number.
-        large, small: what the processes with large pages printed, and those with small ones.
-    """
-    ours, theirs = (Seconds(all=tuple(one["seconds"][str(k)] for one in found)) for found in (large, small))
+def row(k: int, huge: Sequence[dict[str, Any]], small: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the row of a number of microbatches, from the results of the processes."""
+    with_huge, with_small = (Seconds(all=tuple(one["seconds"][str(k)] for one in found)) for found in (huge, small))
     return {
         "microbatches": k,
-        "ms": ours.median * 1e3,
-        "spread": ours.spread,
-        "small_ms": theirs.median * 1e3,
-        "small_spread": theirs.spread,
-        "ratio": ours.median / theirs.median,
-        "faults": statistics.median(one["faults"][str(k)] for one in large),
+        "ms": with_huge.median * 1e3,
+        "spread": with_huge.spread,
+        "small_ms": with_small.median * 1e3,
+        "small_spread": with_small.spread,
+        "ratio": with_huge.median / with_small.median,
+        "faults": statistics.median(one["faults"][str(k)] for one in huge),
         "small_faults": statistics.median(one["faults"][str(k)] for one in small),
     }
 
 
-def run_process(*, large: bool, quick: bool) -> dict[str, Any]:
-    """Return what `measure` finds in a new process.
-
-    Args:
-        large: whether it asks for large pages.
-        quick: a tiny model and few steps.
-    """
+def run_process(*, huge: bool, quick: bool) -> dict[str, Any]:
+    """Return the result of `measure` in a new process."""
     done = subprocess.run(
         [sys.executable, "-m", "rampup.bench.pages", "quick" if quick else "full"],
-        env=os.environ | {VARIABLE: f"{TUNABLE}={int(large)}"},
+        env=os.environ | {VARIABLE: f"{TUNABLE}={int(huge)}"},
         timeout=TIMEOUT_SECONDS,
         check=True,
         stdout=subprocess.PIPE,
@@ -102,36 +86,26 @@ def run_process(*, large: bool, quick: bool) -> dict[str, Any]:
 
 
 def measure(problem: Problem, steps: int) -> dict[str, Any]:
-    """Return the median seconds and page faults of a step, by its number of microbatches.
-
-    Args:
-        problem: the model.
-        steps: how many of each are timed.
-    """
+    """Return the median seconds and page faults of a step, by its number of microbatches."""
     mesh, tx = make_mesh(devices=jax.devices()[:1]), bench_optimizer()
     first, last = (k * problem.rows for k in MICROBATCHES)
-    plan = RampPlan(
-        ramp=BatchRamp.piecewise([(0, first), (1, last)]),
-        splitter=BatchSplitter(data_parallel_size=1, microbatch_size=problem.rows),
-        num_devices=1,
-        total_steps=2,
-    )
+    plan = plan_for(BatchRamp.piecewise([(0, first), (1, last)]), 2, microbatch_size=problem.rows)
     batches = list(step_batches(problem.source(plan.consumed_samples), plan, mesh))
-    step, state = train_step(problem.model.loss, tx, plan, mesh), our_state(problem, tx, mesh)
+    step, state = train_step(problem.model.loss, tx, plan, mesh), rampup_state(problem, tx, mesh)
     seconds: dict[int, float] = {}
     faults: dict[int, float] = {}
     for k, batch in zip(MICROBATCHES, batches, strict=True):
-        taken = []
+        measured = []
         for _ in range(1 + steps):
-            before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            start, faults_before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             state, metrics = step(state, batch)
             jax.block_until_ready((state, metrics))
-            taken.append((time.perf_counter() - before[0], resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before[1]))
-        seconds[k], faults[k] = map(statistics.median, zip(*taken[1:], strict=True))
+            measured.append((time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults_before))
+        seconds[k], faults[k] = map(statistics.median, zip(*measured[1:], strict=True))
     return {"seconds": seconds, "faults": faults}
 
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
-    of = main_problem(jax.devices()[0], quick=sys.argv[1] == "quick")
-    print(json.dumps(measure(of, QUICK_STEPS if sys.argv[1] == "quick" else STEPS)))
+    is_quick = sys.argv[1] == "quick"
+    print(json.dumps(measure(main_problem(jax.devices()[0], quick=is_quick), QUICK_STEPS if is_quick else STEPS)))

@@ -1,45 +1,50 @@
-"""Pipelined training beside MaxText's own pipeline on identical layers, and what the chooser's pick costs."""
+"""Pipelined gradients of rampup and MaxText on identical layers, and the cost model's choice against measured times.
+
+Shape suffixes: K microbatches, R rows of one microbatch; B rows of the batch, T tokens, E width, F hidden width.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.bench.maxtext_pipeline import MaxTextPipeline
-from rampup.bench.measure import ROUNDS, Seconds, take_turns
-from rampup.bench.pipeline_chooser import ChooserCheck
-from rampup.bench.pipeline_programs import Model, Program, maxtext_program, our_program, pipeline_loops
-from rampup.bench.result import BenchResult
+from rampup.bench.gpipe import gpipe_sums
+from rampup.bench.hlo import pipeline_loops
+from rampup.bench.maxtext import Layers, MaxTextPipeline, arrange_layers
+from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, take_turns
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.mesh_axes import MeshAxes
-from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS
-from rampup.run.mesh import make_mesh
+from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, pipeline_candidates, stage_layer_order
+from rampup.plan.timetable import num_ticks
+from rampup.run.mesh import STAGE, make_mesh
+from rampup.run.pipeline import PipelinedLoss, permute_layers, pipeline_sums
+from rampup.tune.programs import fit_line
 
-NAME = "pipeline"
-TITLE = (
-    "loss and gradients with p stages, m microbatches and v repeats: ours and MaxText's on identical layers; then every way to "
-    "cut one batch, and the chooser's pick"
-)
 MIN_DEVICES = 4
 COLUMNS = ("system", "p", "m", "v", "step_ms", "spread", "vs_maxtext", "temp_bytes", "iterations", "permutes", "matmuls")
 COLUMNS += ("gradient_error", "predicted_rank", "regret")
-ALL_TICKS = {1: "our 1f1b, all ticks", 2: "our interleaved, all ticks"}
+ALL_TICKS = {1: "rampup 1f1b, all ticks", 2: "rampup interleaved, all ticks"}
+# (m, v)
+Candidate = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is run: a model of two-matmul layers, two per stage, so that v may be 1 or 2.
+    """The model: layers of two matrix products, two per stage, so that v may be 1 or 2.
 
     Attributes:
         batch, tokens, width, hidden: B, T, E and F.
-        shapes: (p, m) of the comparison with the peer.
-        chooser_stages: p of the chooser's part, which runs every m that divides the batch.
-        rounds: times that each program is timed.
+        shapes: (p, m) of the comparison with MaxText.
+        chooser_stages: p of the part about the cost model, which runs every m that divides the batch.
+        rounds: number of measurements of each program.
     """
 
     batch: int
@@ -50,29 +55,60 @@ class Sizes:
     chooser_stages: int
     rounds: int
 
+    @property
+    def candidates(self) -> list[Candidate]:
+        """The (m, v) of the part about the cost model."""
+        p = self.chooser_stages
+        return [(m, v) for v in ALL_TICKS for m in range(1, self.batch + 1) if self.batch % m == 0 and (m >= p or v == 1)]
+
     def model(self, num_stages: int) -> Model:
-        """Return the model for a number of stages."""
-        sizes = {"batch": self.batch, "tokens": self.tokens, "width": self.width, "hidden": self.hidden}
-        return Model.make(num_layers=2 * num_stages, **sizes)
+        """Return the model for a number of stages: random layers and a random batch in float32."""
+        rng, num_layers = np.random.default_rng(0), 2 * num_stages
+
+        def normal(*shape: int, scale: float) -> jax.Array:
+            return jnp.asarray(rng.normal(size=shape) * scale, jnp.float32)
+
+        up = normal(num_layers, self.width, self.hidden, scale=self.width**-0.5)
+        down = normal(num_layers, self.hidden, self.width, scale=self.hidden**-0.5)
+        return Model(layers={"up": up, "down": down}, x=normal(self.batch, self.tokens, self.width, scale=1.0))
 
 
 FULL = Sizes(
-    batch=32,
-    tokens=32,
-    width=256,
-    hidden=1024,
-    shapes=((2, 8), (4, 4), (4, 16), (8, 16)),
-    chooser_stages=4,
-    rounds=ROUNDS,
+    batch=32, tokens=32, width=256, hidden=1024, shapes=((2, 8), (4, 4), (4, 16), (8, 16)), chooser_stages=4, rounds=ROUNDS
 )
 QUICK = Sizes(batch=16, tokens=2, width=8, hidden=16, shapes=((2, 4),), chooser_stages=2, rounds=3)
 
 
-def run(*, quick: bool = False) -> BenchResult:
-    """Measure pipelines side by side, and the chooser against measured times.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The layers and the batch of all pipelines.
 
-    Args:
-        quick: tiny sizes, for a look at the table and not at the times.
+    Attributes:
+        layers: stacked in the model's own order: `up` (L, E, F) and `down` (L, F, E).
+        x: the batch (B, T, E).
+    """
+
+    layers: Layers
+    x: jax.Array
+
+    def gradients(self) -> Layers:
+        """Return the gradients of the loss over the batch, without a pipeline."""
+        return jax.jit(jax.grad(lambda layers, x_BTE: _sum_squares(_two_matmuls(layers, x_BTE))))(self.layers, self.x)
+
+
+def _two_matmuls(layers: Layers, x: jax.Array) -> jax.Array:
+    """Apply stacked layers x + relu(x @ up) @ down, unrolled as in MaxText's stages."""
+    for up, down in zip(layers["up"], layers["down"], strict=True):
+        x = x + jax.nn.relu(x @ up) @ down
+    return x
+
+
+def _sum_squares(y: jax.Array) -> jax.Array:
+    return jnp.sum(y * y) / 2
+
+
+def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
+    """Time pipelines in turn, and compare the cost model with measured times.
 
     Raises:
         ConfigError: JAX sees fewer than four devices.
@@ -80,97 +116,88 @@ def run(*, quick: bool = False) -> BenchResult:
     devices = jax.devices()
     if len(devices) < MIN_DEVICES:
         raise ConfigError(
-            f"bench {NAME} needs at least {MIN_DEVICES} devices for its stages, but JAX sees num_devices={len(devices)} "
+            f"bench pipeline needs at least {MIN_DEVICES} devices for its stages, but JAX sees num_devices={len(devices)} "
             f"({devices[0].platform}); on a CPU, use --fake-devices 8",
             key="fake_devices",
             nearest=(8,),
         )
     sizes = QUICK if quick else FULL
     notes = _reading_notes(sizes, devices)
-    peer: MaxTextPipeline | None = None
+    maxtext: MaxTextPipeline | None = None
     try:
-        peer = MaxTextPipeline.load()
+        maxtext = MaxTextPipeline.load()
     except MissingDependencyError as error:
-        notes.append(f"The peer was skipped. {error}")
-    rows: list[dict[str, Any]] = []
-    for p, m in sizes.shapes:
-        if p > len(devices):
-            notes.append(f"p={p} was not run: JAX sees {len(devices)} devices.")
-        else:
-            rows += compare(sizes, p, m, peer, notes)
-    rows += check_chooser(sizes, notes)
-    return BenchResult(name=NAME, title=TITLE, rows=rows, notes=notes)
+        notes.append(f"The baseline was skipped. {error}")
+    shapes = [(p, m) for p, m in sizes.shapes if p <= len(devices)]
+    notes += [f"p={p} was not run: JAX sees {len(devices)} devices." for p, _ in sizes.shapes if p > len(devices)]
+    found = Measurements(len(shapes) * (7 if maxtext else 5) + len(sizes.candidates), on_row)
+    for p, m in shapes:
+        found.add(compare(sizes, p, m, maxtext, notes))
+    found.add(check_cost_model(sizes, notes))
+    title = (
+        "loss and gradients with p stages, m microbatches and v repeats: rampup and MaxText on identical layers; then every "
+        "split of one batch, and the cost model's choice"
+    )
+    return BenchResult(name="pipeline", title=title, rows=found.rows, notes=notes)
 
 
-def compare(sizes: Sizes, p: int, m: int, peer: MaxTextPipeline | None, notes: list[str]) -> list[dict[str, Any]]:
-    """Time all systems on one model, taking turns; return a row for each.
+def compare(sizes: Sizes, p: int, m: int, maxtext: MaxTextPipeline | None, notes: list[str]) -> list[dict[str, Any]]:
+    """Time all systems on one model, in turn; return a row for each, and note what could not run.
 
     Args:
         sizes: the model.
         p: stages.
         m: microbatches.
-        peer: MaxText's pipeline, if there is one.
-        notes: takes what could not run.
+        maxtext: MaxText's pipeline, if it is installed.
+        notes: the list that takes the notes.
     """
     model, mesh = sizes.model(p), make_mesh(MeshAxes(pipeline=p), jax.devices()[:p])
     programs = [
-        our_program("our 1f1b", model, mesh, m),
-        our_program(ALL_TICKS[1], model, mesh, m, skip_idle=False),
-        our_program("our interleaved", model, mesh, m, num_repeats=2),
-        our_program(ALL_TICKS[2], model, mesh, m, num_repeats=2, skip_idle=False),
-        our_program("our gpipe reference", model, mesh, m, is_gpipe=True),
+        rampup_program("rampup 1f1b", model, mesh, m),
+        rampup_program(ALL_TICKS[1], model, mesh, m, skip_idle=False),
+        rampup_program("rampup interleaved", model, mesh, m, num_repeats=2),
+        rampup_program(ALL_TICKS[2], model, mesh, m, num_repeats=2, skip_idle=False),
+        rampup_program("rampup gpipe reference", model, mesh, m, is_gpipe=True),
     ]
-    for v in ALL_TICKS if peer else ():
+    for v in ALL_TICKS if maxtext else ():
         try:
-            program = maxtext_program(peer, model, mesh, m, v)
+            program = maxtext_program(maxtext, model, mesh, m, v)
             program.run()
             programs.append(program)
-        except Exception as error:  # noqa: BLE001 - whatever another system raises on a jax that it was not written for
+        except Exception as error:  # noqa: BLE001 - another system may raise anything on a jax that it was not written for
             notes.append(f"MaxText's pipeline does not run at p={p}, m={m}, v={v}: {type(error).__name__}: {error}")
     wanted = model.gradients()
     errors = [program.gradient_error(wanted) for program in programs]
-    times = _timed(dict(enumerate(programs)), sizes.rounds)
-    peers = {program.num_repeats: times[n].median for n, program in enumerate(programs) if program.is_peer}
+    times = list(take_turns({str(n): program.run for n, program in enumerate(programs)}, rounds=sizes.rounds).values())
+    baselines = {each.num_repeats: seconds.median for each, seconds in zip(programs, times, strict=True) if each.is_baseline}
     rows = []
-    for n, program in enumerate(programs):
-        beside = None if program.is_peer else peers.get(program.num_repeats)
-        ratio = None if beside is None else times[n].median / beside
-        rows.append(_row(program, p, m, times[n], vs_maxtext=ratio, gradient_error=errors[n]))
+    for program, seconds, error in zip(programs, times, errors, strict=True):
+        baseline = None if program.is_baseline else baselines.get(program.num_repeats)
+        ratio = None if baseline is None else seconds.median / baseline
+        rows.append(_row(program, p, m, seconds, vs_maxtext=ratio, gradient_error=error))
     return rows
 
 
-def check_chooser(sizes: Sizes, notes: list[str]) -> list[dict[str, Any]]:
-    """Time every way to cut the batch, and compare what the chooser picks with the fastest; return a row for each.
+def check_cost_model(sizes: Sizes, notes: list[str]) -> list[dict[str, Any]]:
+    """Time every split of the batch; return a row for each, and note the cost model's choice.
 
-    All ticks are computed, also the idle ones: stages that share cores then work in proportion to the critical path that they
+    All ticks are computed, also the idle ones. Stages that share cores then work in proportion to the critical path that they
     would have on devices of their own.
-
-    Args:
-        sizes: the model and the batch.
-        notes: takes what the chooser picked.
     """
     p = sizes.chooser_stages
     model, mesh = sizes.model(p), make_mesh(MeshAxes(pipeline=p), jax.devices()[:p])
     programs = {
-        (m, v): our_program(ALL_TICKS[v], model, mesh, m, num_repeats=v, skip_idle=False)
-        for v in ALL_TICKS
-        for m in range(1, sizes.batch + 1)
-        if sizes.batch % m == 0 and (m >= p or v == 1)
+        (m, v): rampup_program(ALL_TICKS[v], model, mesh, m, num_repeats=v, skip_idle=False) for m, v in sizes.candidates
     }
-    times = _timed(programs, sizes.rounds)
-    check = ChooserCheck(
+    times = take_turns({str(key): program.run for key, program in programs.items()}, rounds=sizes.rounds)
+    check = CostModelCheck(
         num_stages=p,
         samples=sizes.batch,
-        seconds={cut: seconds.median for cut, seconds in times.items()},
+        seconds={key: times[str(key)].median for key in programs},
         default_overhead=Fraction(DEFAULT_OVERHEAD_TOKENS, sizes.tokens),
     )
     notes += check.notes()
-    return [_row(program, p, cut[0], times[cut], **check.columns(cut)) for cut, program in programs.items()]
-
-
-def _timed(programs: Mapping[Any, Program], rounds: int) -> dict[Any, Seconds]:
-    times = take_turns({str(key): program.run for key, program in programs.items()}, rounds=rounds)
-    return {key: times[str(key)] for key in programs}
+    return [_row(program, p, key[0], times[str(key)], **check.columns(key)) for key, program in programs.items()]
 
 
 def _row(program: Program, p: int, m: int, seconds: Seconds, **more: Any) -> dict[str, Any]:
@@ -182,7 +209,7 @@ def _row(program: Program, p: int, m: int, seconds: Seconds, **more: Any) -> dic
         "v": program.num_repeats,
         "step_ms": seconds.median * 1e3,
         "spread": seconds.spread,
-        "temp_bytes": program.temp_bytes,
+        "temp_bytes": int(program.executable.memory_analysis().temp_size_in_bytes),
         "iterations": loops.iterations,
         "permutes": loops.permutes,
         "matmuls": loops.matmuls,
@@ -195,20 +222,196 @@ def _reading_notes(sizes: Sizes, devices: list[jax.Device]) -> list[str]:
     notes = [
         f"Layers are x + relu(x @ up) @ down, two per stage, float32, B={sizes.batch}, T={sizes.tokens}, E={sizes.width}, "
         f"F={sizes.hidden}; {len(devices)} {devices[0].platform} devices; medians of {sizes.rounds} rounds in which all "
-        "programs of one (p, m) take turns. spread is the middle half of the times over their median.",
-        "All systems compute each chunk's forward again in the backward. gradient_error is against the model without a "
-        "pipeline, relative to the largest gradient of an array.",
-        "vs_maxtext is our time over MaxText's at the same p, m and v. temp_bytes is of one device. iterations, permutes and "
-        "matmuls are those of the loops in the compiled program: MaxText and gpipe have a forward and a backward loop, added "
-        "up, ours have one for both. predicted_rank and regret (time over the best) are of the chooser's part.",
+        "programs of one (p, m) take turns. spread is the interquartile range over the median.",
+        "All systems recompute each chunk's forward in the backward. gradient_error is against the model without a pipeline, "
+        "relative to the largest gradient of an array.",
+        "vs_maxtext is rampup's time over MaxText's at the same p, m and v. temp_bytes is of one device. iterations, permutes "
+        "and matmuls are those of the loops in the compiled program: MaxText and gpipe have a forward and a backward loop, "
+        "added up; rampup has one loop for both. predicted_rank and regret (time over the best) are of the cost model.",
         "Not run: real accelerators with several devices.",
     ]
     if devices[0].platform == "cpu":
         notes.append(
-            f"Fake devices share {os.cpu_count()} CPU cores, so a step's time measures the total work of all stages and not "
-            "the critical path. Skipping idle ticks shortens it here; with a device for each stage it saves energy and not "
-            "time. The rows with all ticks compute the idle ones too, as MaxText does, and compare like with like. Part of "
-            "what is left belongs to XLA on CPUs, which copies and transposes the weights at every tick where stages are a "
-            "vmapped dimension, as in MaxText: expect no such ratio on accelerators."
+            f"Simulated devices share {os.cpu_count()} CPU cores, so a step's time measures the total work of all stages and "
+            "not the critical path. Skipping idle ticks shortens it here; with a device for each stage it saves energy and no "
+            "time. The rows with all ticks compute the idle ones too, as MaxText does, and compare like with like. A part of "
+            "the ratio is specific to XLA on CPUs, which copies and transposes the weights at every tick if stages are a "
+            "vmapped dimension, as in MaxText: expect another ratio on accelerators."
         )
     return notes
+
+
+# The programs.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A compiled pipeline that returns the loss and its gradients.
+
+    Attributes:
+        system: the name in the table.
+        num_repeats: v.
+        executable: the compiled program.
+        arguments: its arguments.
+        gradients: takes the program's result and returns the layers' gradients in the model's own order.
+        is_baseline: whether it is not rampup's.
+    """
+
+    system: str
+    num_repeats: int
+    executable: Any
+    arguments: tuple[Any, ...]
+    gradients: Callable[[Any], Layers]
+    is_baseline: bool = False
+
+    def run(self) -> Any:
+        """Run it and wait for the result."""
+        return jax.block_until_ready(self.executable(*self.arguments))
+
+    def gradient_error(self, wanted: Layers) -> float:
+        """Return the largest difference from other gradients, relative to the largest value of each array."""
+        found = self.gradients(self.run())
+        differences = (np.max(np.abs(np.asarray(found[name]) - wanted[name])) / np.max(np.abs(wanted[name])) for name in wanted)
+        return float(max(differences))
+
+
+def rampup_program(
+    system: str,
+    model: Model,
+    mesh: Mesh,
+    num_microbatches: int,
+    *,
+    num_repeats: int = 1,
+    skip_idle: bool = True,
+    is_gpipe: bool = False,
+) -> Program:
+    """Compile one of rampup's pipelines.
+
+    Args:
+        system: the name in the table.
+        model: layers and batch.
+        mesh: the mesh, whose `stage` axis is the pipeline.
+        num_microbatches: m.
+        num_repeats: v.
+        skip_idle: whether idle ticks are skipped.
+        is_gpipe: differentiate through the forward ticks instead of 1F1B.
+    """
+    # GPipe keeps what its backward needs of every microbatch; recompute the chunks there too, as the other systems do.
+    chunk = jax.checkpoint(_two_matmuls) if is_gpipe else _two_matmuls
+    loss = PipelinedLoss(
+        first=lambda params, x_RTE, keys: x_RTE,
+        stage=lambda layers, x_RTE, batch, keys, first_layer: chunk(layers, x_RTE),
+        last=lambda params, y_RTE, batch, keys: (_sum_squares(y_RTE), jnp.float32(y_RTE.shape[0]), {}),
+        num_repeats=num_repeats,
+        skip_idle=skip_idle,
+    )
+    order = stage_layer_order(len(model.layers["up"]), mesh.shape[STAGE], num_repeats)
+    shardings = {"layers": {name: NamedSharding(mesh, PartitionSpec(STAGE)) for name in model.layers}}
+    params = jax.device_put(permute_layers({"layers": dict(model.layers)}, order), shardings)
+    shape = (num_microbatches, len(model.x) // num_microbatches)
+    x_KRTE, keys_KR = model.x.reshape(*shape, *model.x.shape[1:]), jax.random.split(jax.random.key(0), shape)
+    arguments = (params, *jax.device_put((x_KRTE, keys_KR), NamedSharding(mesh, PartitionSpec())))
+
+    def step(params: Any, x_KRTE: jax.Array, keys_KR: jax.Array) -> tuple[jax.Array, Layers]:
+        if is_gpipe:
+            sums = gpipe_sums(loss, params, x_KRTE, keys_KR, mesh=mesh, param_shardings=shardings)
+        else:
+            sums = pipeline_sums(loss, params, x_KRTE, num_microbatches, keys_KR, mesh=mesh, param_shardings=shardings)
+        return sums.loss, sums.grads
+
+    return Program(
+        system=system,
+        num_repeats=num_repeats,
+        executable=jax.jit(step).lower(*arguments).compile(),
+        arguments=arguments,
+        gradients=lambda result: permute_layers(result[1], np.argsort(order).tolist())["layers"],
+    )
+
+
+def maxtext_program(maxtext: MaxTextPipeline, model: Model, mesh: Mesh, num_microbatches: int, num_repeats: int) -> Program:
+    """Compile MaxText's pipeline."""
+    layers = arrange_layers(model.layers, mesh, num_repeats)
+    x_BTE = jax.device_put(model.x, NamedSharding(mesh, PartitionSpec(STAGE)))
+    sizes = {"num_microbatches": num_microbatches, "num_repeats": num_repeats}
+    forward = maxtext.forward(_two_matmuls, layers, x_BTE, mesh=mesh, **sizes)
+
+    def loss(layers: Layers, x_BTE: jax.Array) -> jax.Array:
+        return _sum_squares(forward(layers, x_BTE))
+
+    return Program(
+        system=f"maxtext {maxtext.version}",
+        num_repeats=num_repeats,
+        executable=jax.jit(jax.value_and_grad(loss)).lower(layers, x_BTE).compile(),
+        arguments=(layers, x_BTE),
+        gradients=lambda result: {name: g.reshape(model.layers[name].shape) for name, g in result[1].items()},
+        is_baseline=True,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModelCheck:
+    """Measured step times of all splits of a batch, and the order that the cost model predicts without them.
+
+    Attributes:
+        num_stages: p.
+        samples: samples B of the batch.
+        seconds: measured step time by (m, v).
+        default_overhead: h if it is not measured, in samples.
+    """
+
+    num_stages: int
+    samples: int
+    seconds: Mapping[Candidate, float]
+    default_overhead: Fraction
+
+    @property
+    def overheads(self) -> dict[str, Fraction]:
+        """The values of h to predict with, by name: the fitted one first, if there is one."""
+        fitted = self.fitted_overhead
+        return ({} if fitted is None else {"fitted h": fitted}) | {"default h": self.default_overhead}
+
+    @property
+    def fitted_overhead(self) -> Fraction | None:
+        """The h of t = ticks * c * (b + h) that fits the times with v = 1 best.
+
+        None if h would be negative: a tick whose cost grows more than in proportion to b, or falls.
+
+        Example:
+            >>> seconds = {(1, 1): 4.0 * (16 + 3), (16, 1): 19.0 * (1 + 3)}
+            >>> check = CostModelCheck(num_stages=4, samples=16, seconds=seconds, default_overhead=Fraction(8))
+            >>> round(float(check.fitted_overhead), 9)
+            3.0
+        """
+        line = fit_line([(self.samples / m, t / num_ticks(self.num_stages, m)) for (m, v), t in self.seconds.items() if v == 1])
+        # Rounding errors of the fit may leave h = 0 slightly negative.
+        overhead = line.start / line.slope if line.slope > 0 else -1.0
+        return Fraction(max(overhead, 0.0)) if overhead > -1e-9 else None
+
+    def ranking(self, overhead: Fraction) -> list[Candidate]:
+        """Return the measured splits in the order that the cost model predicts, the fastest first."""
+        repeats = sorted({v for _, v in self.seconds})
+        choices = pipeline_candidates(self.samples, num_stages=self.num_stages, overhead=overhead, repeats=repeats)
+        return [key for choice in choices if (key := (choice.num_microbatches, choice.num_repeats)) in self.seconds]
+
+    def columns(self, candidate: Candidate) -> dict[str, object]:
+        """Return the table's columns for one (m, v): its predicted rank, and its time over the best."""
+        ranking = self.ranking(next(iter(self.overheads.values())))
+        return {"predicted_rank": ranking.index(candidate) + 1, "regret": self.regret(candidate)}
+
+    def regret(self, candidate: Candidate) -> float:
+        """Return a measured time over the best one."""
+        return self.seconds[candidate] / min(self.seconds.values())
+
+    def notes(self) -> list[str]:
+        """Return a note for each h: the cost model's choice and its regret."""
+        notes = []
+        best = min(self.seconds, key=lambda key: self.seconds[key])
+        for name, overhead in self.overheads.items():
+            m, v = chosen = self.ranking(overhead)[0]
+            notes.append(
+                f"Cost model at p={self.num_stages}, B={self.samples}: with the {name} of {float(overhead):.3g} samples it "
+                f"picks m={m}, v={v}; measured best m={best[0]}, v={best[1]}; regret (chosen / best) {self.regret(chosen):.3f}."
+            )
+        if self.fitted_overhead is None:
+            notes.append("The measured times give no h: the time of a tick is far from linear in the microbatch, or too noisy.")
+        return notes

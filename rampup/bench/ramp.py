@@ -1,4 +1,4 @@
-"""A whole ramp, from the first step to the last with its compilations: ours beside what people use, and the ideal."""
+"""A whole ramp with its compilations, and the cost of each phase change: rampup, the baselines and the ideal."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from rampup.bench.contenders import CONTENDERS, FIXED, start_run
-from rampup.bench.measure import ROUNDS, Seconds
-from rampup.bench.problem import QUICK, ArrayRows, Problem, main_problem, no_compilation_cache
-from rampup.bench.result import BenchResult
+from rampup.bench.contenders import CONTENDERS, FIXED, QUICK, Problem, main_problem, no_compilation_cache, plan_for, start_run
+from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, in_turns
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.plan.split import BatchSplitter
 from rampup.run.mesh import make_mesh
 from rampup.run.metrics import IN_FLIGHT
 
 PHASES = 8
-# Rows of the ramp, in microbatches, and steps after it: on a CPU, on an accelerator, and for a first look.
+# Rows of the ramp, in microbatches, and steps after it.
 CPU_SIZES, DEVICE_SIZES, QUICK_SIZES = (56, 6), (5600, 100), (14, 3)
-# The devices that a CPU pretends to have share its cores and caches, which is not what a ramp on several devices is like.
+# Simulated devices share the cores and caches of the CPU, unlike real ones, so a ramp on a CPU runs on one.
 CPU_DEVICES = 1
+
+TRANSITION_PHASES = 3
+# Steps of the first phase, long enough for the other phases to compile in the background, and of each later phase.
+CPU_STEPS, DEVICE_STEPS, QUICK_STEPS = (100, 15), (1000, 200), (6, 6)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clocked:
-    """What one clock says of a contender's way through the ramp.
+    """A contender's run through the ramp by one clock.
 
     Attributes:
         seconds: from before the first step until the last loss is known.
-        first_seconds: until the first step was on its way, which is its compilation.
-        row_seconds: time per row in the last phase, its first step left out.
-        step_seconds: what the steps would take if each took as long as the median step of its phase.
+        first_seconds: until the first step was dispatched, which is its compilation.
+        row_seconds: time per row in the last phase, without its first step.
+        step_seconds: time of all steps if each took as long as the median step of its phase.
     """
 
     seconds: float
@@ -49,17 +50,17 @@ class Clocked:
 
     @property
     def over_own(self) -> float:
-        """The time over that of the first compilation and of undisturbed steps: what the changes cost."""
+        """The time over that of the first compilation and of undisturbed steps: the cost of the phase changes."""
         return self.seconds / (self.first_seconds + self.step_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trip:
-    """One contender's way through the ramp.
+    """A contender's run through the ramp.
 
     Attributes:
-        wall: by the clock on the wall.
-        cpu: by the processor time of this process, in all its threads.
+        wall: by wall-clock time.
+        cpu: by the processor time of this process, over all threads.
         compilations: programs compiled for the step.
     """
 
@@ -68,23 +69,21 @@ class Trip:
     compilations: int
 
 
-def run(*, quick: bool = False) -> BenchResult:
-    """Run the ramp with every contender in turn, each with cold caches.
-
-    Args:
-        quick: a tiny model, a short ramp and one round.
-    """
-    device, mesh = jax.devices()[0], make_mesh(devices=_devices())
+def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
+    """Run the ramp with every contender in turn, each with cold caches."""
+    devices = jax.devices()
+    device, mesh = devices[0], make_mesh(devices=devices[:CPU_DEVICES] if devices[0].platform == "cpu" else devices)
     problem, rounds = main_problem(device, quick=quick), 1 if quick else ROUNDS
     plan = ramp_plan(problem, *sizes(device, quick=quick), replicas=mesh.size)
     trips: dict[str, list[Trip]] = {name: [] for name in CONTENDERS}
+    found = Measurements(rounds * len(CONTENDERS), on_row)
     with no_compilation_cache():
-        # The first compilation of a process takes longer.
+        # The first compilation of a process takes longer than the others.
         trip(FIXED, QUICK, ramp_plan(QUICK, *QUICK_SIZES, replicas=mesh.size), mesh)
-        for number in range(rounds):
-            for place in range(len(CONTENDERS)):
-                name = CONTENDERS[(place + number) % len(CONTENDERS)]
-                trips[name].append(trip(name, problem, plan, mesh))
+        for name in in_turns(CONTENDERS, rounds):
+            trips[name].append(trip(name, problem, plan, mesh))
+            last = trips[name][-1]
+            found.add([{"system": name, "seconds": last.wall.seconds, "cpu_s": last.cpu.seconds}])
     return BenchResult(
         name="ramp",
         title=f"a ramp of {PHASES} phases from the first step to the last, compilations included",
@@ -92,29 +91,22 @@ def run(*, quick: bool = False) -> BenchResult:
         notes=[
             str(problem),
             f"{plan.total_steps} steps, {plan.consumed_samples:,} rows, batches of {plan.ramp.sizes[0]} to "
-            f"{plan.ramp.sizes[-1]}; {mesh.size} x {device.device_kind or device.platform}; medians of {rounds} whole "
-            "ramps each, in turn, JAX's caches cleared before each and none kept on disk",
-            "ideal is rows * the best time per row of any system in the last phase + the shortest first compilation; "
-            "least_over_ideal is the same of each system's fastest run and of the fastest single compilation and row, which "
-            "others on the machine disturb least; over_own is a system's time over its own first compilation and its own "
-            "steps, each as long as the median of its phase: what the changes cost it, run by run; times_ours is a system's "
-            "time over that of ours, fixed",
-            "the columns with cpu are the same by this process's processor time, background compilations included; others on "
-            "the machine disturb it less",
-            "jit per batch size is what MaxText does; the fixed microbatches of ours, of optax.MultiSteps and of "
-            "optax.microbatching are the first phase's batch",
-            "per_phase and auto compile in the background, on the same cores here: a ramp as short as this one ends before "
-            "that work pays"
+            f"{plan.ramp.sizes[-1]}; {mesh.size} x {device.device_kind or device.platform}; medians of {rounds} complete "
+            "ramps each, in turn, with JAX's caches cleared before each and no cache on disk.",
+            "ideal is rows * the best time per row of any system in the last phase + the shortest first compilation. "
+            "least_over_ideal is the same for each system's fastest run, over the fastest single compilation and row: the "
+            "numbers that other processes disturb least. over_own is a system's time over its own first compilation and steps, "
+            "each as long as the median of its phase: the cost of the phase changes, run by run. times_ours is a system's time "
+            f"over that of {FIXED}.",
+            "The columns with cpu are the same by this process's processor time, background compilations included.",
+            "A jit per batch size is MaxText's behaviour. The fixed microbatch of rampup, optax.MultiSteps and "
+            "optax.microbatching is the first phase's batch.",
+            "per_phase and auto compile in the background, here on the same cores: a ramp as short as this one ends before "
+            "that pays off."
             if device.platform == "cpu"
-            else "per_phase and auto compile in the background, on the host's cores",
+            else "per_phase and auto compile in the background, on the host's cores.",
         ],
     )
-
-
-def _devices() -> list[jax.Device]:
-    """All devices; of those that a CPU pretends to have, one."""
-    devices = jax.devices()
-    return devices[:CPU_DEVICES] if devices[0].platform == "cpu" else devices
 
 
 def sizes(device: jax.Device, *, quick: bool) -> tuple[int, int]:
@@ -126,28 +118,20 @@ def ramp_plan(problem: Problem, ramp_microbatches: int, last_steps: int, *, repl
     """Return a linear ramp of 1 to 8 microbatches.
 
     Args:
-        problem: says how many rows a microbatch has.
-        ramp_microbatches: length of the ramp, in microbatches.
+        problem: the model, for the rows of a microbatch.
+        ramp_microbatches: length of the ramp in microbatches.
         last_steps: steps after it.
         replicas: devices on the data axis.
     """
     b = problem.rows * replicas
     ramp = BatchRamp.linear(start=b, increment=b, end=PHASES * b, samples=ramp_microbatches * b)
-    splitter = BatchSplitter(data_parallel_size=replicas)
-    return RampPlan(ramp=ramp, splitter=splitter, num_devices=replicas, total_steps=ramp.ramp_steps + last_steps)
+    return plan_for(ramp, ramp.ramp_steps + last_steps, replicas=replicas)
 
 
 def trip(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Trip:
-    """Run one contender through the ramp; losses are fetched some steps later, as a training loop does.
-
-    Args:
-        name: the contender.
-        problem: the model.
-        plan: the ramp.
-        mesh: the devices.
-    """
+    """Run one contender through the ramp. Losses are fetched some steps later, as a training loop does."""
     jax.clear_caches()
-    started = start_run(name, problem, plan, _rows_for(problem, plan), mesh)
+    started = start_run(name, problem, plan, mesh)
     waiting: deque[jax.Array] = deque()
     readings = [_clocks()]
     for number, loss in enumerate(started.losses):
@@ -160,7 +144,7 @@ def trip(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Trip:
     for loss in waiting:
         loss.block_until_ready()
         readings.append(_clocks())
-    wall, cpu = (_clocked(clock, plan) for clock in zip(*readings, strict=True))
+    wall, cpu = (_read_clock(clock, plan) for clock in zip(*readings, strict=True))
     join_compilations()
     return Trip(wall=wall, cpu=cpu, compilations=started.num_compilations())
 
@@ -169,22 +153,22 @@ def _clocks() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
 
 
-def _clocked(readings: Sequence[float], plan: RampPlan) -> Clocked:
-    """Read one clock: at the start, when the first step was on its way, and when each loss was known."""
+def _read_clock(readings: Sequence[float], plan: RampPlan) -> Clocked:
+    """Summarize the readings of one clock: at the start, after the first dispatch, and when each loss was known."""
     start, first, *known = readings
-    rows = (plan.total_steps - 1 - plan.ramp.ramp_steps) * plan.ramp.sizes[-1]
-    taken = [now - before for before, now in itertools.pairwise([first, *known])]
-    bounds = [*(phase.start_step for phase in plan.ramp.phases), len(taken)]
+    num_rows = (plan.total_steps - 1 - plan.ramp.ramp_steps) * plan.ramp.sizes[-1]
+    step_times = [now - before for before, now in itertools.pairwise([first, *known])]
+    bounds = [*(phase.start_step for phase in plan.ramp.phases), len(step_times)]
     return Clocked(
         seconds=known[-1] - start,
         first_seconds=first - start,
-        row_seconds=(known[-1] - known[plan.ramp.ramp_steps]) / rows,
-        step_seconds=sum((end - begin) * statistics.median(taken[begin:end]) for begin, end in itertools.pairwise(bounds)),
+        row_seconds=(known[-1] - known[plan.ramp.ramp_steps]) / num_rows,
+        step_seconds=sum((end - begin) * statistics.median(step_times[begin:end]) for begin, end in itertools.pairwise(bounds)),
     )
 
 
 def join_compilations() -> None:
-    """Wait for compilations that a run which is over left in the background, so that they do not disturb the next."""
+    """Wait for background compilations of a finished run, so that they do not disturb the next one."""
     for thread in threading.enumerate():
         if thread.name.startswith("rampup-compile"):
             thread.join()
@@ -194,36 +178,32 @@ def rows(trips: Mapping[str, Sequence[Trip]], plan: RampPlan) -> list[dict[str, 
     """Return the table: the ideal, then a row for every contender.
 
     Args:
-        trips: of every contender, one a round.
+        trips: the trips of every contender, one for each round.
         plan: the ramp.
     """
     wall = {name: _median([trip.wall for trip in of]) for name, of in trips.items()}
     cpu = {name: _median([trip.cpu for trip in of]) for name, of in trips.items()}
-    best, least = _ideal(wall.values(), plan), _ideal(cpu.values(), plan)
-    shortest = {name: min(trip.wall.seconds for trip in of) for name, of in trips.items()}
-    undisturbed = _ideal([trip.wall for of in trips.values() for trip in of], plan).seconds
-    spreads = {name: Seconds(all=tuple(trip.wall.seconds for trip in of)).spread for name, of in trips.items()}
-    own = {name: [(trip.wall.over_own, trip.cpu.over_own) for trip in of] for name, of in trips.items()}
-    own |= {"ideal": [(1.0, 1.0)]}
-    compilations = {name: max(trip.compilations for trip in of) for name, of in trips.items()}
-    return [
-        {
+    ideal, cpu_ideal = _ideal(wall.values(), plan), _ideal(cpu.values(), plan)
+    least_ideal = _ideal([trip.wall for of in trips.values() for trip in of], plan)
+
+    def row(name: str, clocked: Clocked, work: Clocked, of: Sequence[Trip]) -> dict[str, Any]:
+        return {
             "system": name,
-            "seconds": of.seconds,
-            "spread": spreads.get(name),
-            "over_ideal": of.seconds / best.seconds,
-            "least_over_ideal": shortest.get(name, undisturbed) / undisturbed,
-            "over_own": statistics.median(ratio for ratio, _ in own[name]),
-            "times_ours": of.seconds / wall[FIXED].seconds,
-            "compilations": compilations.get(name, 1),
-            "first_compile_s": of.first_seconds,
-            "row_ms": of.row_seconds * 1e3,
+            "seconds": clocked.seconds,
+            "spread": Seconds(all=tuple(trip.wall.seconds for trip in of)).spread if of else None,
+            "over_ideal": clocked.seconds / ideal.seconds,
+            "least_over_ideal": min(trip.wall.seconds for trip in of) / least_ideal.seconds if of else 1.0,
+            "over_own": statistics.median(trip.wall.over_own for trip in of) if of else 1.0,
+            "times_ours": clocked.seconds / wall[FIXED].seconds,
+            "compilations": max(trip.compilations for trip in of) if of else 1,
+            "first_compile_s": clocked.first_seconds,
+            "row_ms": clocked.row_seconds * 1e3,
             "cpu_s": work.seconds,
-            "cpu_over_ideal": work.seconds / least.seconds,
-            "cpu_over_own": statistics.median(ratio for _, ratio in own[name]),
+            "cpu_over_ideal": work.seconds / cpu_ideal.seconds,
+            "cpu_over_own": statistics.median(trip.cpu.over_own for trip in of) if of else 1.0,
         }
-        for name, of, work in [("ideal", best, least), *((name, wall[name], cpu[name]) for name in trips)]
-    ]
+
+    return [row("ideal", ideal, cpu_ideal, ()), *(row(name, wall[name], cpu[name], of) for name, of in trips.items())]
 
 
 def _median(trips: Sequence[Clocked]) -> Clocked:
@@ -235,13 +215,140 @@ def _median(trips: Sequence[Clocked]) -> Clocked:
     )
 
 
-def _ideal(medians: Iterable[Clocked], plan: RampPlan) -> Clocked:
+def _ideal(trips: Iterable[Clocked], plan: RampPlan) -> Clocked:
     """Return one compilation and then every row at the best rate of any system."""
-    found = list(medians)
-    first, row = min(of.first_seconds for of in found), min(of.row_seconds for of in found)
+    found = list(trips)
+    first, row = min(trip.first_seconds for trip in found), min(trip.row_seconds for trip in found)
     steps = plan.consumed_samples * row
     return Clocked(seconds=first + steps, first_seconds=first, row_seconds=row, step_seconds=steps)
 
 
-def _rows_for(problem: Problem, plan: RampPlan) -> ArrayRows:
-    return problem.source(4 * plan.ramp.sizes[-1])
+# Phase changes: every step is waited for, and the steps at a change are compared with the others.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """The steps of one contender's run.
+
+    Attributes:
+        seconds: time of every step with its batch, until its loss is known.
+        microbatch_sizes: microbatch size of every step.
+        compilations: programs compiled for the step.
+        num_late: steps that ran in the shape of an earlier phase.
+    """
+
+    seconds: tuple[float, ...]
+    microbatch_sizes: tuple[int, ...]
+    compilations: int
+    num_late: int = 0
+
+    def changes(self, plan: RampPlan) -> list[int]:
+        """Return the steps, after the first, at which the phase or the microbatch size changes."""
+        first = {phase.start_step for phase in plan.ramp.phases}
+        sizes = self.microbatch_sizes
+        return [i for i in range(1, len(sizes)) if i in first or sizes[i] != sizes[i - 1]]
+
+    def over_median(self, step: int, plan: RampPlan) -> float:
+        """Return a step's time over the median of the steps of the same phase and microbatch size."""
+        phase, size = plan.position(step).phase, self.microbatch_sizes[step]
+        same = [
+            seconds
+            for number, (seconds, other) in enumerate(zip(self.seconds, self.microbatch_sizes, strict=True))
+            if plan.position(number).phase == phase and other == size
+        ]
+        return self.seconds[step] / statistics.median(same)
+
+    def slowest_change(self, plan: RampPlan) -> float:
+        """Return the largest `over_median` of the steps at a change."""
+        return max(self.over_median(step, plan) for step in self.changes(plan))
+
+    def slowest_control(self, plan: RampPlan) -> float:
+        """Return the same for as many steps without a change, three steps later each."""
+        after = [min(step + 3, len(self.seconds) - 1) for step in self.changes(plan)]
+        return max(self.over_median(step, plan) for step in after)
+
+
+def run_transition(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
+    """Run a ramp of three phases with every contender in turn, step by step."""
+    device = jax.devices()[0]
+    problem, rounds = main_problem(device, quick=quick), 1 if quick else ROUNDS
+    steps = QUICK_STEPS if quick else CPU_STEPS if device.platform == "cpu" else DEVICE_STEPS
+    plan = transition_plan(problem, *steps)
+    found: dict[str, list[Steps]] = {name: [] for name in CONTENDERS}
+    measured = Measurements(rounds * len(CONTENDERS), on_row)
+    with no_compilation_cache():
+        for name in in_turns(CONTENDERS, rounds):
+            found[name].append(timed_steps(name, problem, plan))
+            measured.add([{"system": name, "slowest_change": found[name][-1].slowest_change(plan)}])
+    return BenchResult(
+        name="transition",
+        title="the slowest step at a phase change over the median step of its phase",
+        rows=transition_rows(found, plan),
+        notes=[
+            str(problem),
+            f"{TRANSITION_PHASES} phases of {steps[0]}, {steps[1]} and {steps[1]} steps, batches of "
+            f"{', '.join(map(str, plan.ramp.sizes))}; one {device.device_kind or device.platform} "
+            f"device; {rounds} runs each, in turn, every step waited for, with cold caches.",
+            "A change is the first step of a phase, or the first in another microbatch size. slowest_change is the slowest of "
+            "a run's changes, each over the median of the steps of its phase and size; the table has the median over the runs. "
+            "least is the smallest over the runs, which noise does not raise. control is slowest_change of steps without a "
+            "change. slowest_ms is the slowest step at a change.",
+            "late_steps ran in the shape of an earlier phase, because their own was still compiling.",
+            "While a shape compiles in the background, training and compiler share the cores of this CPU, so the steps of the "
+            "first phase are slower. With an accelerator they do not interfere."
+            if device.platform == "cpu"
+            else "Shapes compile in the background on the host.",
+        ],
+    )
+
+
+def transition_plan(problem: Problem, first: int, steps: int) -> RampPlan:
+    """Return three phases of 1, 2 and 3 microbatches on one device.
+
+    Args:
+        problem: the model, for the rows of a microbatch.
+        first: steps of the first phase.
+        steps: steps of each later phase.
+    """
+    pairs, consumed = [], 0
+    for k in range(1, TRANSITION_PHASES + 1):
+        pairs.append((consumed, k * problem.rows))
+        consumed += (first if k == 1 else steps) * k * problem.rows
+    return plan_for(BatchRamp.piecewise(pairs), first + (TRANSITION_PHASES - 1) * steps)
+
+
+def timed_steps(name: str, problem: Problem, plan: RampPlan) -> Steps:
+    """Run one contender and wait for every step."""
+    jax.clear_caches()
+    started = start_run(name, problem, plan, make_mesh(devices=jax.devices()[:1]))
+    times = [time.perf_counter()]
+    for loss in started.losses:
+        loss.block_until_ready()
+        times.append(time.perf_counter())
+    join_compilations()
+    return Steps(
+        seconds=tuple(now - before for before, now in itertools.pairwise(times)),
+        microbatch_sizes=tuple(started.microbatch_sizes),
+        compilations=started.num_compilations(),
+        num_late=len(started.late_steps),
+    )
+
+
+def transition_rows(found: Mapping[str, Sequence[Steps]], plan: RampPlan) -> list[dict[str, Any]]:
+    """Return a row for every contender, from its runs."""
+    changes = {name: Seconds(all=tuple(steps.slowest_change(plan) for steps in runs)) for name, runs in found.items()}
+    return [
+        {
+            "system": name,
+            "slowest_change": changes[name].median,
+            "spread": changes[name].spread,
+            "least": min(changes[name].all),
+            "control": statistics.median(steps.slowest_control(plan) for steps in runs),
+            "times_ours": changes[name].median / changes[FIXED].median,
+            "slowest_ms": 1e3 * statistics.median(max(steps.seconds[i] for i in steps.changes(plan)) for steps in runs),
+            "median_ms": 1e3 * statistics.median(second for steps in runs for second in steps.seconds),
+            "late_steps": statistics.median(steps.num_late for steps in runs),
+            "compilations": max(steps.compilations for steps in runs),
+        }
+        for name, runs in found.items()
+    ]

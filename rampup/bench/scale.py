@@ -1,4 +1,8 @@
-"""Several processes as one run, and plans for many devices and phases."""
+"""A training step in several processes, and plans for many devices and phases.
+
+A process of the training step is this module, run as a program, which prints one line of JSON. Its arguments: the number of all
+devices, the number of processes, its own number, the coordinator's address, rounds, and `quick` or `full`.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,23 @@ import socket
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from rampup.bench.maxtext_manager import MakeManager, maxtext_manager
-from rampup.bench.measure import ROUNDS, Seconds, take_turns
-from rampup.bench.result import BenchResult
+import jax
+
+from rampup.bench.contenders import QUICK, SMALL, Problem, baseline, bench_optimizer, plan_for, rampup_state
+from rampup.bench.maxtext import MakeManager, manager_ramp, maxtext_manager
+from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, take_turns
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.plan.split import BatchSplitter, RampupMicrobatch
+from rampup.plan.split import RampupMicrobatch
+from rampup.run.data.batches import step_batches
+from rampup.run.distributed import join
+from rampup.run.mesh import batch_sharding, make_mesh, process_rows
+from rampup.run.step import train_step
 
 FAKE_DEVICES, PROCESSES, QUICK_PROCESSES = 8, (1, 2, 4), (1, 2)
 PLANNED_DEVICES, PHASES = (4_096, 65_536), 10_000
@@ -25,72 +36,52 @@ QUICK_PLANNED_DEVICES, QUICK_PHASES = (4_096,), 100
 FIRST_STEPS = 1_000_000
 REPLAYED = 300_000
 TIMEOUT_SECONDS = 600
-COLUMNS = (
-    "case",
-    "devices",
-    "processes",
-    "phases",
-    "ms",
-    "spread",
-    "peer_ms",
-    "ratio",
-    "peak_bytes",
-    "compilations",
-    "rows_here",
-    "loss_difference",
-)
+MICROBATCHES = 4
+COLUMNS = ("case", "devices", "processes", "phases", "ms", "spread", "peer_ms", "ratio", "peak_bytes", "compilations")
+COLUMNS += ("rows_here", "loss_difference")
 
 
-def run(*, quick: bool = False) -> BenchResult:
-    """Start runs of one, two and four processes, and plan for thousands of devices.
-
-    Args:
-        quick: fewer processes, phases and rounds.
-    """
-    peer, origin = maxtext_manager()
-    rounds = 3 if quick else ROUNDS
-    rows = [*process_rows_of(QUICK_PROCESSES if quick else PROCESSES, rounds, quick=quick)]
+def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
+    """Start runs of one, two and four processes, and plan for thousands of devices."""
+    manager, origin = maxtext_manager()
+    rounds, processes = 3 if quick else ROUNDS, QUICK_PROCESSES if quick else PROCESSES
     devices, phases = (QUICK_PLANNED_DEVICES, QUICK_PHASES) if quick else (PLANNED_DEVICES, PHASES)
+    found = Measurements(len(processes) + 2 * len(devices), on_row)
+    found.add(process_table(processes, rounds, quick=quick))
     for num_devices in devices:
-        rows += planning_rows(num_devices, phases, peer, rounds)
+        found.add(planning_rows(num_devices, phases, manager, rounds))
     return BenchResult(
         name="scale",
         title="one training step in several processes, and plans for many devices and phases",
-        rows=[{name: row.get(name) for name in COLUMNS} for row in rows],
+        rows=[{name: row.get(name) for name in COLUMNS} for row in found.rows],
         notes=[
-            f"a step: {FAKE_DEVICES} pretended CPU devices in all, real processes joined by jax.distributed, all on the cores "
-            "of this machine; the peer is a hand-written jitted step on the whole batch; ratio is ours over it",
-            "loss_difference is the largest relative difference of a loss from that of one process; rows_here is what one "
-            "process reads of a step",
-            "a plan: built, checked and cut, phase by phase, and its last step looked up; the peer is the replay of the ramp's "
-            f"steps by {origin}, timed for {REPLAYED:,} of them and extrapolated; it checks and cuts nothing",
-            f"medians of {rounds} rounds in turn; peak_bytes is what Python allocated for a plan at most",
-            "not run: several machines, accelerators, and more than 4 processes",
+            f"A step: {FAKE_DEVICES} simulated CPU devices in all, in real processes joined by jax.distributed, all on the "
+            "cores of this machine. The baseline is a hand-written jitted step on the full batch; ratio is rampup / baseline.",
+            "loss_difference is the largest relative difference of a loss from that of one process. rows_here is the number of "
+            "rows that one process reads for a step.",
+            "A plan: built, checked and split, phase by phase, and its last step looked up. The baseline is the replay of the "
+            f"ramp's steps by {origin}, timed for {REPLAYED:,} of them and extrapolated; it checks and splits nothing.",
+            f"Medians of {rounds} rounds in turn. peak_bytes is the peak of Python's allocations for a plan.",
+            "Not run: several machines, accelerators, and more than 4 processes.",
         ],
     )
 
 
-def process_rows_of(numbers: tuple[int, ...], rounds: int, *, quick: bool) -> Iterator[dict[str, Any]]:
-    """Yield a row for every number of processes.
-
-    Args:
-        numbers: of processes.
-        rounds: steps that are timed.
-        quick: a tiny model.
-    """
+def process_table(numbers: tuple[int, ...], rounds: int, *, quick: bool) -> Iterator[dict[str, Any]]:
+    """Yield a row for every number of processes."""
     losses: list[float] = []
     for number in numbers:
         found = run_processes(number, rounds, quick=quick)
         losses = losses or found["losses"]
-        seconds, peer = Seconds(all=tuple(found["seconds"])), Seconds(all=tuple(found["peer_seconds"]))
+        seconds, baseline_seconds = Seconds(all=tuple(found["seconds"])), Seconds(all=tuple(found["peer_seconds"]))
         yield {
             "case": "training step",
             "devices": FAKE_DEVICES,
             "processes": number,
             "ms": seconds.median * 1e3,
             "spread": seconds.spread,
-            "peer_ms": peer.median * 1e3,
-            "ratio": seconds.median / peer.median,
+            "peer_ms": baseline_seconds.median * 1e3,
+            "ratio": seconds.median / baseline_seconds.median,
             "compilations": found["compilations"],
             "rows_here": found["rows"],
             "loss_difference": max(abs(a - b) / abs(b) for a, b in zip(found["losses"], losses, strict=True)),
@@ -98,17 +89,11 @@ def process_rows_of(numbers: tuple[int, ...], rounds: int, *, quick: bool) -> It
 
 
 def run_processes(number: int, rounds: int, *, quick: bool) -> dict[str, Any]:
-    """Start so many processes and return what the first one found; see `rampup.bench.scale_process`.
-
-    Args:
-        number: of processes; it divides the devices.
-        rounds: steps that are timed.
-        quick: a tiny model.
-    """
+    """Start this many processes, a divisor of the devices, and return the result of the first; see `measure`."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    command = [sys.executable, "-m", "rampup.bench.scale_process", str(FAKE_DEVICES), str(number)]
+    command = [sys.executable, "-m", "rampup.bench.scale", str(FAKE_DEVICES), str(number)]
     started = [
         subprocess.Popen(
             [*command, str(place), address, str(rounds), "quick" if quick else "full"],
@@ -130,14 +115,68 @@ def run_processes(number: int, rounds: int, *, quick: bool) -> dict[str, Any]:
     return found
 
 
-def planning_rows(num_devices: int, phases: int, peer: MakeManager, rounds: int) -> Iterator[dict[str, Any]]:
+def measure(problem: Problem, rounds: int) -> dict[str, Any]:
+    """Time one optimizer step of rampup and of a hand-written big batch on all devices of all processes, in turn.
+
+    Returns:
+        The seconds of each, the losses of rampup's steps, its compilations, and the rows of a step that this process reads.
+    """
+    mesh, tx = make_mesh(), bench_optimizer()
+    num_rows = mesh.size * problem.rows
+    ramp = BatchRamp.constant(MICROBATCHES * num_rows)
+    plan = plan_for(ramp, 1, replicas=mesh.size, microbatch_size=problem.rows)
+    source = problem.source(plan.consumed_samples)
+    (batch,) = step_batches(source, plan, mesh)
+    step, state = train_step(problem.model.loss, tx, plan, mesh), rampup_state(problem, tx, mesh)
+    losses: list[float] = []
+
+    def rampup_step() -> None:
+        nonlocal state
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+
+    plain, plain_state = baseline("plain", problem, plan, mesh)
+    batch_B = jax.tree.map(
+        lambda x: jax.make_array_from_callback(x.shape, batch_sharding(mesh), lambda index: x[index]), source.arrays
+    )
+
+    def baseline_step() -> None:
+        nonlocal plain_state
+        plain_state, loss = plain(plain_state, batch_B)
+        loss.block_until_ready()
+
+    times = take_turns({"rampup": rampup_step, "baseline": baseline_step}, rounds=rounds)
+    return {
+        "seconds": times["rampup"].all,
+        "peer_seconds": times["baseline"].all,
+        "losses": losses,
+        "compilations": step.num_compilations,
+        "rows": MICROBATCHES * len(process_rows(mesh, num_rows)),
+    }
+
+
+def main(arguments: list[str]) -> None:
+    """Join the other processes, time the step, and print the result if this is the first process."""
+    num_devices, num_processes, number, rounds = (int(arguments[n]) for n in (0, 1, 2, 4))
+    if num_devices % num_processes:
+        raise SystemExit(f"{num_devices} devices cannot be shared by {num_processes} processes")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", num_devices // num_processes)
+    if num_processes > 1:
+        join(coordinator_address=arguments[3], num_processes=num_processes, process_id=number)
+    found = measure(QUICK if arguments[5] == "quick" else replace(SMALL, rows=1), rounds)
+    if number == 0:
+        print(json.dumps(found), flush=True)
+
+
+def planning_rows(num_devices: int, phases: int, manager: MakeManager, rounds: int) -> Iterator[dict[str, Any]]:
     """Yield a row for a plan of one shape and for one of a shape per phase.
 
     Args:
         num_devices: devices, all of them replicas.
-        phases: of the ramp, one row per device more in each.
-        peer: MaxText's manager.
-        rounds: times that each is timed.
+        phases: phases of the ramp; each adds one row per device.
+        manager: MaxText's manager.
+        rounds: number of measurements of each.
     """
     config = SimpleNamespace(
         per_device_batch_size_start=1,
@@ -146,47 +185,39 @@ def planning_rows(num_devices: int, phases: int, peer: MakeManager, rounds: int)
         global_rampup_samples=FIRST_STEPS * num_devices * (phases - 1),
         num_target_devices=num_devices,
     )
-    for mode in ("fixed", "per_phase"):
-        make = _maker(config, mode)
-        plan, peak = _traced(make)
-        times = take_turns({"ours": make, "replay": lambda: peer(config, REPLAYED)}, rounds=rounds)
+    policies: tuple[RampupMicrobatch, ...] = ("fixed", "per_phase")
+    for policy in policies:
+        make = _maker(config, policy)
+        tracemalloc.start()
+        try:
+            plan = make()
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        times = take_turns({"rampup": make, "replay": lambda: manager(config, REPLAYED)}, rounds=rounds)
         replay = times["replay"].median * plan.ramp.ramp_steps / REPLAYED
         yield {
-            "case": f"plan, {mode}",
+            "case": f"plan, {policy}",
             "devices": num_devices,
             "phases": len(plan.ramp.phases),
-            "ms": times["ours"].median * 1e3,
-            "spread": times["ours"].spread,
+            "ms": times["rampup"].median * 1e3,
+            "spread": times["rampup"].spread,
             "peer_ms": replay * 1e3,
-            "ratio": times["ours"].median / replay,
+            "ratio": times["rampup"].median / replay,
             "peak_bytes": peak,
             "compilations": plan.num_compiled_shapes,
         }
 
 
-def _maker(config: Any, mode: RampupMicrobatch) -> Any:
-    devices = config.num_target_devices
-
+def _maker(config: Any, policy: RampupMicrobatch) -> Callable[[], RampPlan]:
     def make() -> RampPlan:
-        ramp = BatchRamp.linear(
-            start=devices,
-            increment=devices,
-            end=devices * config.per_device_batch_size,
-            samples=config.global_rampup_samples,
-        )
-        splitter = BatchSplitter(data_parallel_size=devices, rampup_microbatch=mode)
-        plan = RampPlan(ramp=ramp, splitter=splitter, num_devices=devices, total_steps=2 * ramp.ramp_steps)
+        ramp = manager_ramp(config)
+        plan = plan_for(ramp, 2 * ramp.ramp_steps, replicas=config.num_target_devices, policy=policy)
         plan.position(plan.total_steps - 1)
         return plan
 
     return make
 
 
-def _traced(make: Any) -> tuple[RampPlan, int]:
-    """Return a plan and the most bytes that Python had allocated while it was made."""
-    tracemalloc.start()
-    try:
-        plan = make()
-        return plan, tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -23,16 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> Result:
     """Run benchmarks, and print the table of each one as soon as it is done."""
-    from rampup.bench.output import ENDINGS, print_result, write_results
+    from rampup.bench.measure import ENDINGS, RowPrinter, print_result, write_results
 
     check_output(args.output, ENDINGS)
-    benches = [bench(name) for name in args.names or BENCHES]
+    benches = {name: bench(name) for name in args.names or BENCHES}
     use_fake_devices(args.fake_devices)
     if args.fake_devices is None:
         split_cpu(BENCH_CPU_DEVICES)
+    progress = Console(stderr=True, highlight=False, markup=False)
     results = []
-    for measure in benches:
-        results.append(measure(quick=args.quick))
+    for name, measure in benches.items():
+        results.append(measure(quick=args.quick, on_row=RowPrinter(name, progress)))
         print_result(results[-1], console)
     if args.output:
         write_results(results, args.output)

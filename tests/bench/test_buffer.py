@@ -1,11 +1,11 @@
 """Tests of rampup.bench.buffer: what is moved, not how fast."""
 
-from rampup.bench.buffer import run
+from rampup.bench.data import run_buffer
 
 
 def test_an_early_phase_moves_its_own_rows():
     """A step moves the chunks that its rows fill, and never the buffer of the largest batch before the last phase."""
-    rows = run(quick=True).rows
+    rows = run_buffer(quick=True).rows
     assert len(rows) == 8
     per_microbatch = rows[0]["rows_bytes"]
     for number, row in enumerate(rows, start=1):

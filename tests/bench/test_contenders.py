@@ -4,9 +4,19 @@ import jax
 import numpy as np
 import pytest
 
-from rampup.bench.contenders import AUTO, CONTENDERS, FIXED, JIT, MICROBATCHING, MULTI_STEPS, PER_PHASE, start_run, strided
-from rampup.bench.problem import QUICK
-from rampup.bench.transition import transition_plan
+from rampup.bench.contenders import (
+    AUTO,
+    CONTENDERS,
+    FIXED,
+    JIT,
+    MICROBATCHING,
+    MULTI_STEPS,
+    PER_PHASE,
+    QUICK,
+    start_run,
+    strided,
+)
+from rampup.bench.ramp import transition_plan
 from rampup.run.mesh import make_mesh
 
 STEPS = 4
@@ -18,7 +28,7 @@ def runs():
     plan, mesh = transition_plan(QUICK, STEPS, STEPS), make_mesh(devices=jax.devices()[:1])
     found = {}
     for name in CONTENDERS:
-        started = start_run(name, QUICK, plan, QUICK.source(60), mesh)
+        started = start_run(name, QUICK, plan, mesh)
         losses = [float(loss) for loss in started.losses]
         found[name] = losses, started.num_compilations(), started.microbatch_sizes, started.late_steps
     return found

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rampup.bench.data import BATCH, RowItems, fixed_plan, ramp_plan, read_grain, read_ours, run
+from rampup.bench.data import BATCH, RowItems, fixed_plan, read_grain, read_rampup, run, three_phase_plan
 from rampup.run.data.sources import TokenRows, as_source
 
 
@@ -28,7 +28,7 @@ def test_both_read_as_many_rows(result):
 
 def test_the_ramp_reads_as_many_rows_as_the_fixed_batch():
     """The ramp's plan consumes the samples of the fixed one, in three sizes."""
-    fixed, ramp = fixed_plan(6), ramp_plan(6)
+    fixed, ramp = fixed_plan(6), three_phase_plan(6)
     assert fixed.consumed_samples == ramp.consumed_samples == 6 * BATCH
     assert ramp.ramp.sizes == (BATCH // 4, BATCH // 2, BATCH)
 
@@ -48,5 +48,5 @@ def test_the_two_views_of_a_token_array_are_the_same_rows():
 def test_readers_count_rows(seed):
     """Both readers say how many rows came, more than the source has."""
     items = [{"tokens": np.zeros(3, np.uint8)}] * 100
-    assert read_ours(as_source(items), fixed_plan(3), seed, 2) == 3 * BATCH
+    assert read_rampup(as_source(items), fixed_plan(3), seed, 2) == 3 * BATCH
     assert read_grain(items, 3, seed, 2) == 3 * BATCH

@@ -1,10 +1,10 @@
-"""Tests of rampup.bench.maxtext_manager."""
+"""Tests of rampup.bench.maxtext."""
 
 from types import SimpleNamespace
 
 import pytest
 
-from rampup.bench.maxtext_manager import ReplayManager, manager_of, maxtext_manager
+from rampup.bench.maxtext import ReplayManager, maxtext_manager
 from rampup.plan import BatchRamp
 
 FILE = """
@@ -26,7 +26,6 @@ def test_the_installed_file_is_used_without_its_dependencies(monkeypatch, tmp_pa
     make, origin = maxtext_manager()
     assert make("config", 3).seen == ("config", 3, 1)
     assert "installed MaxText" in origin
-    assert manager_of(folder / "rampup_batch.py")("c", 0).seen == ("c", 0, 1)
 
 
 def test_without_maxtext_the_replay_is_ours(monkeypatch):

@@ -1,10 +1,12 @@
 """Tests of rampup.bench.packing."""
 
+import heapq
 import random
 
 import pytest
 
-from rampup.bench.packing import functions_of, karmarkar_karp, run, sample_lengths, verl_partition
+from rampup.bench.maxtext import definitions_in
+from rampup.bench.packing import VERL_FUNCTIONS, karmarkar_karp, run, sample_lengths, verl_partition
 
 FILE = """
 import package_that_nobody_has
@@ -61,7 +63,7 @@ def test_the_installed_file_is_used_without_its_dependencies(monkeypatch, tmp_pa
     partition, origin = verl_partition()
     assert partition([3], 1, True) == [[3], 1, True]
     assert "installed" in origin
-    assert "unwanted" not in functions_of(folder / "seqlen_balancing.py")
+    assert "unwanted" not in definitions_in(folder / "seqlen_balancing.py", *VERL_FUNCTIONS, heapq=heapq)
 
 
 def test_without_verl_the_peer_is_ours(monkeypatch):
@@ -90,5 +92,5 @@ def test_the_benchmark_is_won():
         assert row["no_worse"]
         assert 0 <= row["rampup"] <= row["peer"]
         assert row["times_faster"] > 0
-    assert "peer is" in result.notes[0]
+    assert "(peer) is" in result.notes[0]
     assert "packing" in result.to_markdown()

@@ -2,8 +2,8 @@
 
 import pytest
 
+from rampup.bench.contenders import QUICK
 from rampup.bench.pages import MICROBATCHES, row, run, run_process
-from rampup.bench.problem import QUICK
 from rampup.cli.huge_pages import on_offer
 
 
@@ -26,5 +26,5 @@ def test_quick():
 @pytest.mark.skipif(not on_offer(), reason="the kernel gives no large pages on request")
 def test_large_pages_have_fewer_faults():
     """A step of the 1 M model takes its temporary memory in hundreds of large pages and not in thousands of small ones."""
-    large, small = (run_process(large=large, quick=False)["faults"] for large in (True, False))
+    large, small = (run_process(huge=large, quick=False)["faults"] for large in (True, False))
     assert large["1"] < small["1"] / 20

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rampup.bench.maxtext_manager import ReplayManager
+from rampup.bench.maxtext import ReplayManager
 from rampup.bench.plan import CONFIG, FAR_STEP, run
 from rampup.plan.maxtext_manager import RampupBatchManager
 

@@ -3,8 +3,7 @@
 import jax
 import pytest
 
-from rampup.bench.contenders import CONTENDERS, FIXED, JIT, MICROBATCHING, MULTI_STEPS
-from rampup.bench.problem import QUICK, SMALL
+from rampup.bench.contenders import CONTENDERS, FIXED, JIT, MICROBATCHING, MULTI_STEPS, QUICK, SMALL
 from rampup.bench.ramp import CPU_SIZES, PHASES, QUICK_SIZES, Clocked, Trip, ramp_plan, rows, trip
 from rampup.run.mesh import make_mesh
 
@@ -53,4 +52,4 @@ def test_the_ideal_is_the_best_of_all():
 def test_contenders_are_ours_and_three_peers():
     """Ours runs in three modes beside three other ways to grow a batch."""
     assert len(CONTENDERS) == 6
-    assert sum(name.startswith("ours") for name in CONTENDERS) == 3
+    assert sum(name.startswith("rampup") for name in CONTENDERS) == 3

@@ -1,11 +1,11 @@
-"""Tests of rampup.bench.reductions."""
+"""Tests of rampup.bench.hlo."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rampup.bench.reductions import Reductions, all_reduces
+from rampup.bench.hlo import Reductions, all_reduces
 from rampup.run.mesh import make_mesh
 
 HLO = """

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rampup.bench.maxtext_manager import ReplayManager
+from rampup.bench.maxtext import ReplayManager
 from rampup.bench.scale import FAKE_DEVICES, planning_rows, run_processes
 
 

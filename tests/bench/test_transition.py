@@ -2,9 +2,8 @@
 
 import pytest
 
-from rampup.bench.contenders import FIXED, JIT
-from rampup.bench.problem import QUICK
-from rampup.bench.transition import PHASES, Steps, rows, timed_steps, transition_plan
+from rampup.bench.contenders import FIXED, JIT, QUICK
+from rampup.bench.ramp import TRANSITION_PHASES, Steps, timed_steps, transition_plan, transition_rows
 
 PLAN = transition_plan(QUICK, 4, 4)
 
@@ -18,7 +17,7 @@ def test_the_plan_has_equal_phases():
     """Three phases of as many steps each, of one, two and three microbatches."""
     assert [phase.start_step for phase in PLAN.ramp.phases] == [0, 4, 8]
     assert PLAN.ramp.sizes == (QUICK.rows, 2 * QUICK.rows, 3 * QUICK.rows)
-    assert PLAN.total_steps == 4 * PHASES
+    assert PLAN.total_steps == 4 * TRANSITION_PHASES
 
 
 def test_changes_are_phases_and_swaps():
@@ -45,7 +44,7 @@ def test_the_table_compares_medians():
         FIXED: [steps(calm)] * 3,
         JIT: [steps([*calm[:8], slow, 3, 3, 3], num_late=4) for slow in (6, 30, 60)],
     }
-    ours, peer = rows(runs, PLAN)
+    ours, peer = transition_rows(runs, PLAN)
     assert (ours["slowest_change"], ours["times_ours"], ours["late_steps"]) == (1, 1, 0)
     assert (peer["slowest_change"], peer["least"], peer["times_ours"], peer["late_steps"]) == (10, 2, 10, 4)
     assert peer["slowest_ms"] == 30_000
