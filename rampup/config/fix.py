@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ class Change:
 
     def to_dict(self) -> dict[str, str | None]:
         """Return the change as `rampup fix --json` prints it."""
-        return {name: getattr(self, name) for name in ("key", "before", "after", "where", "renamed")}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,14 +89,13 @@ def locate_values(
     for entries in _files(file, text=text):
         own = _unnested(entries, keys)
         unknown = {name: entry for name, entry in own.items() if name not in keys}
-        for name, entry in unknown.items():
-            if name.partition(".")[0] == ROLLOUT_GROUP:
-                raise ConfigError(
-                    "this is the configuration of a rollout, which only `rampup plan` and `rampup report` take; everything "
-                    "else takes the keys of configs/base.yml",
-                    key=name,
-                    path=entry.path,
-                )
+        if any(name.partition(".")[0] == ROLLOUT_GROUP for name in unknown):
+            raise ConfigError(
+                "this is the configuration of a rollout: `rampup plan` shows it; everything else takes the keys of "
+                "configs/base.yml",
+                key=next(iter(unknown)),
+                path=str(file),
+            )
         raise_together([_unknown(name, entry, keys) for name, entry in list(unknown.items())[:MAX_UNKNOWN]])
         located = own | located
     return located | _settings(overrides, environ, keys)

@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of the YAML and schedule readers: `PYTHONPATH=tests python -m faults.fuzz -max_total_time=300`.
 
-Needs the package atheris. A crash is an exception that is no RampupError; a timeout is a reader that hangs.
+Needs the package atheris. A crash is an exception other than RampupError; a timeout is a reader that hangs.
 """
 
 import sys
@@ -21,7 +21,7 @@ PART = 350
 
 
 def read(data):
-    """Give bytes to one of the two readers."""
+    """Pass bytes to one of the two readers."""
     provider = atheris.FuzzedDataProvider(data)
     as_yaml = provider.ConsumeBool()
     text = provider.ConsumeUnicodeNoSurrogates(400)
@@ -35,7 +35,7 @@ def read(data):
 
 
 def main():
-    """Fuzz, starting from our own configurations in parts."""
+    """Fuzz, starting from parts of our own configurations."""
     with tempfile.TemporaryDirectory() as corpus:
         for number, text in enumerate(SCHEDULES):
             (Path(corpus) / f"schedule{number}").write_bytes(b"\0" + text.encode())

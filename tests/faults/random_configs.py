@@ -1,4 +1,4 @@
-"""Random configurations, likely and unlikely, and what must hold of whatever comes of them."""
+"""Random configurations, likely and unlikely, and the properties of their plans and errors."""
 
 import itertools
 import json
@@ -85,7 +85,7 @@ def _count(draw, number):
 
 @st.composite
 def sound_ramps(draw):
-    """Return a linear ramp whose increments lead from its start to its end, and whose sizes many machines can cut."""
+    """Return a linear ramp whose increments lead from its start to its end, with sizes that many meshes can split."""
     start, increment = draw(st.sampled_from([1, 2, 4, 8, 16, 12, 0.5])), draw(st.sampled_from([1, 2, 4, 8, 3, 0.5]))
     names = ("per_device_batch_size_start", "per_device_batch_size_increment", "per_device_batch_size")
     sizes = dict(zip(names, (start, increment, start + increment * draw(st.integers(1, 40))), strict=True))
@@ -94,7 +94,7 @@ def sound_ramps(draw):
 
 @st.composite
 def configs(draw):
-    """Return the settings of a configuration; one in three has a value that nobody would write."""
+    """Return the settings of a configuration; one in three has an absurd value."""
     settings = {}
     for name in draw(st.lists(st.sampled_from(sorted(LIKELY)), unique=True, max_size=14)):
         settings[name] = draw(LIKELY[name])
@@ -111,14 +111,14 @@ def configs(draw):
 
 
 def load(settings):
-    """Return the configuration and the plan of settings that stand in a file based on base.yml."""
+    """Return the configuration and the plan of settings in a file based on base.yml."""
     text = f"base_config: {BASE}\n" + "".join(f"{name}: {json.dumps(value)}\n" for name, value in settings.items())
     config = load_config(BASE.with_name("gpt3_175b.yml"), text=text.replace("NaN", ".nan").replace("Infinity", ".inf"))
     return config, build_plan(config, config.num_devices if config.num_devices != -1 else 4)
 
 
 def check(settings):
-    """Assert that settings end in a plan that holds or in an error that names a key; return which, for statistics."""
+    """Assert that settings give a valid plan or an error with a key; return which of the two, for statistics."""
     try:
         config, plan = load(settings)
     except RampupError as error:
@@ -140,7 +140,7 @@ def check_error(settings, error):
 
 
 def check_offer(settings, error, value):
-    """Assert that with the offered value the key is no longer to blame, or what a key takes by itself, that it takes it."""
+    """Assert that the offered value is legal: by itself, and if the refused one was too, together with the other keys."""
     if not KEYS[error.key].allows(settings.get(error.key, value)):
         assert KEYS[error.key].allows(value), (str(error), value)
         return
@@ -154,13 +154,13 @@ def check_offer(settings, error, value):
 
 
 def with_size(schedule, error, value):
-    """Return a schedule with the size that an error refuses replaced by one that it offers; only sizes are offered there."""
+    """Return a schedule with a refused size replaced by an offered one. Errors about schedules offer only sizes."""
     entries = [entry.split(":") for entry in schedule.replace(",", " ").split()]
     return " ".join(f"{at}:{value if number(size) == error.value else size}" for at, size in entries)
 
 
 def check_plan(config, plan):
-    """Assert what must hold of every plan."""
+    """Assert the properties of every plan."""
     d = plan.splitter.data_parallel_size
     for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
         parts = (split.accumulation_steps, split.num_pipeline_microbatches, split.microbatch_size)
@@ -179,7 +179,7 @@ def check_plan(config, plan):
 
 
 def check_steps(config, plan):
-    """Assert that the first steps are those of the slow, obvious version."""
+    """Assert that the first steps agree with the slow reference."""
     consumed = 0
     for step, size in enumerate(itertools.islice(sizes_of(config, plan), CHECKED_STEPS)):
         assert plan.ramp.global_batch_size_at(step) == size
@@ -189,7 +189,7 @@ def check_steps(config, plan):
 
 
 def sizes_of(config, plan):
-    """Return the batch of every step, counted step by step from what the configuration says."""
+    """Return the batch of every step, counted step by step from the configuration."""
     factor = plan.num_devices * config.gradient_accumulation_steps
     if config.batch_size_schedule is not None:
         length = config.max_target_length if config.batch_size_schedule_unit == "tokens" else 1
@@ -205,7 +205,7 @@ def sizes_of(config, plan):
 
 
 def number(text):
-    """Return the whole number that a count with a suffix says."""
+    """Return the value of a count with a suffix."""
     factor = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}.get(text[-1].upper(), 1)
     digits = text if factor == 1 else text[:-1]
     try:

@@ -1,4 +1,4 @@
-"""Whatever is written into a file: a plan that holds, or an error that names a key."""
+"""Malformed input ends in either a valid plan or an error that names the key."""
 
 import collections
 import itertools
@@ -42,14 +42,14 @@ ANYTHING = st.recursive(
 
 @given(random_configs.configs())
 @settings(QUICK, max_examples=100)
-def test_random_configurations(changes):
-    """Each ends in a plan that is what the slow version says, or in an error with a key whose offers are legal."""
+def test_random_config_is_planned_or_refused(changes):
+    """A plan agrees with the slow reference; an error names a key and offers legal values."""
     random_configs.check(changes)
 
 
 @pytest.mark.faults
-def test_twenty_thousand_configurations():
-    """The same for 20,000 of them."""
+def test_20000_random_configs_are_planned_or_refused():
+    """The same for 20,000 configurations."""
     ends = collections.Counter()
 
     @given(random_configs.configs())
@@ -77,8 +77,8 @@ LINES = st.one_of(
 
 @given(st.lists(LINES, max_size=12), st.sampled_from(["\n", "\r\n", "\x85", "\u2028"]))
 @QUICK
-def test_yaml_text(lines, ending):
-    """Any text is a mapping of plain values or a ConfigError; more different lines are looked for."""
+def test_any_lines_are_parsed_or_refused(lines, ending):
+    """Any text is a mapping of plain values or raises a ConfigError; the search prefers many different lines."""
     target(float(len(set(lines))))
     try:
         found = parse_mapping(ending.join(lines), "test.yml")
@@ -90,8 +90,8 @@ def test_yaml_text(lines, ending):
 
 @given(st.sampled_from(sorted(KEYS)), st.one_of(st.text(max_size=20), ANYTHING.map(str)))
 @QUICK
-def test_key_equals_value(name, text):
-    """Any text given to any key is taken or refused with that key."""
+def test_any_setting_of_a_key_is_read_or_refused(name, text):
+    """Any text is accepted as the value of a key, or refused with that key."""
     try:
         load_config(BASE, [f"{name}={text}"])
     except ConfigError as error:
@@ -102,8 +102,8 @@ def test_key_equals_value(name, text):
 
 @given(st.lists(st.text(max_size=12), max_size=3))
 @QUICK
-def test_settings_that_are_none(texts):
-    """What is no key=value at all is a ConfigError."""
+def test_any_setting_is_read_or_refused(texts):
+    """A setting without the form key=value raises a ConfigError."""
     try:
         load_config(BASE, texts)
     except ConfigError:
@@ -122,8 +122,8 @@ SCHEDULES = st.one_of(
 
 @given(SCHEDULES, st.one_of(st.none(), st.integers(1, 5000)))
 @settings(QUICK, max_examples=200)
-def test_schedule_strings(text, length):
-    """Any text is the ramp that the slow version steps through, or an error of the key."""
+def test_any_schedule_is_read_or_refused(text, length):
+    """Any text is a ramp that agrees with the slow reference, or an error of the key."""
     try:
         ramp = BatchRamp.from_schedule(text, sequence_length=length)
     except RampupError as error:
@@ -141,8 +141,8 @@ COUNTS = st.integers(-2, 40)
 
 @given(COUNTS, COUNTS, COUNTS, COUNTS, st.integers(-1, 12), st.integers(-1, 9), st.lists(st.integers(-5, 4000), max_size=5))
 @QUICK
-def test_splits(d, accumulation, stages, repeats, microbatches, size, batches):
-    """Any numbers give splits whose product is the batch, or an error whose offers can be cut."""
+def test_any_batch_is_split_or_refused(d, accumulation, stages, repeats, microbatches, size, batches):
+    """Any numbers give splits whose product is the batch, or an error whose offers can be split."""
     try:
         splitter = BatchSplitter(
             data_parallel_size=d,
@@ -169,8 +169,8 @@ def test_splits(d, accumulation, stages, repeats, microbatches, size, batches):
     *[st.fractions(-1, 5), st.fractions(-1, 5)],
 )
 @QUICK
-def test_timetables(schedule, stages, microbatches, repeats, group, forward, backward):
-    """Any numbers give a timetable in which every stage does everything once and one thing at a time, or an error."""
+def test_any_timetable_is_complete_or_refused(schedule, stages, microbatches, repeats, group, forward, backward):
+    """Any numbers give a timetable in which each stage does everything once, one operation at a time, or an error."""
     options = {"num_repeats": repeats, "group_size": group, "forward_cost": forward, "backward_cost": backward}
     try:
         table = Timetable.build(schedule, num_stages=stages, num_microbatches=microbatches, **options)
@@ -187,8 +187,8 @@ def test_timetables(schedule, stages, microbatches, repeats, group, forward, bac
 
 @given(st.lists(st.integers(-2, 300), max_size=30), st.integers(-2, 400), st.integers(-1, 8), st.booleans())
 @QUICK
-def test_lengths(lengths, budget, parts, equal):
-    """Any lengths are packed and balanced with each row once and no budget exceeded, or refused."""
+def test_any_lengths_are_packed_or_refused(lengths, budget, parts, equal):
+    """Any lengths are packed and balanced with each row once and within the budget, or refused."""
     try:
         packed = pack(lengths, budget, make_ladder(budget, 3))
         bins = [part for replica in packed.replicas for part in replica]
@@ -214,8 +214,8 @@ def run_folder(tmp_path_factory):
 
 @given(st.data())
 @settings(QUICK, max_examples=25)
-def test_records_of_checkpoints(run_folder, data):
-    """Whatever a checkpoint's record says, it is taken as ours or refused, with the key where there is one."""
+def test_any_checkpoint_record_is_accepted_or_refused(run_folder, data):
+    """A record with any change is refused unless the change has no effect."""
     path = run_folder / "checkpoints" / "12" / "record" / "metadata"
     whole = path.read_text()
     record = json.loads(whole)
@@ -245,8 +245,8 @@ def dialect_files(system):
 @pytest.mark.parametrize("system", SYSTEMS)
 @given(data=st.data())
 @settings(QUICK, max_examples=25)
-def test_dialect_files(system, data):
-    """A reference file with anything in the place of one of its values ends in a verdict or in an error."""
+def test_any_dialect_file_gets_a_verdict_or_an_error(system, data):
+    """A reference file with any value replaced gives a verdict or an error."""
     config = json.loads(json.dumps(data.draw(st.sampled_from(dialect_files(system)))))
     place = config
     while place:
@@ -268,8 +268,8 @@ def test_dialect_files(system, data):
 
 @given(st.text(max_size=12))
 @QUICK
-def test_a_run_is_inside_its_base(name):
-    """No name of a run leads out of the folder that runs are made in."""
+def test_run_folder_is_inside_the_base_folder(name):
+    """No run name leads out of base_output_directory."""
     try:
         config = Config(run_name=name)
     except ConfigError as error:
@@ -280,15 +280,15 @@ def test_a_run_is_inside_its_base(name):
 
 
 @pytest.mark.parametrize("name", ["..", ".", "../x", "a/b", "/etc", "a\0b", "a\nb", "~", "..\\x", "-" * 201, "con:", "\u2025"])
-def test_names_that_lead_elsewhere_are_refused(name):
-    """Parents, separators, control characters and homes are no names."""
+def test_run_names_with_paths_are_refused(name):
+    """Parents, separators, control characters and home folders are not names."""
     with pytest.raises(ConfigError) as caught:
         Config(run_name=name)
     assert caught.value.key == "run_name"
 
 
-def test_nothing_is_written_elsewhere_and_no_secret_is_told(tmp_path):
-    """A run writes into its folder and the cache of programs alone, and nothing that stands in the environment."""
+def test_train_writes_only_its_folders_and_no_secrets(tmp_path):
+    """A run writes only into its folder and the compilation cache, and never a value of the environment."""
     home, out, work = tmp_path / "home", tmp_path / "out", tmp_path / "work"
     for folder in (home, work):
         folder.mkdir()
@@ -309,5 +309,5 @@ def test_nothing_is_written_elsewhere_and_no_secret_is_told(tmp_path):
 
 
 def test_fractions_stay_exact():
-    """What the random configurations rely on: sizes are exact."""
+    """Sizes are exact, on which the random configurations rely."""
     assert Config(per_device_batch_size="1/3").per_device_batch_size == Fraction(1, 3)
