@@ -189,7 +189,7 @@ def accumulate(
     microbatch_sums = jax.jit(_microbatch_sums(loss_fn, param_shardings), inline=True)
 
     def replica_sums(params: Any, batch_KR: Any, num: Any, keys_KR: Any, mutable: Any) -> Sums:
-        """Sum over this replica's rows, then over the replicas."""
+        # First over this replica's rows, then over the replicas.
         if keys_KR.shape[0] == 1:
             sums = microbatch_sums(params, *_take((batch_KR, keys_KR), 0), mutable)
         else:
@@ -199,6 +199,8 @@ def accumulate(
                 added = jax.tree.map(jnp.add, total._replace(mutable=None), new._replace(mutable=None))
                 return added._replace(grads=_constrain(added.grads, param_shardings), mutable=new.mutable)
 
+            # A while loop in the program: its bound is an argument, so it runs as often as the step has microbatches. Without
+            # the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
             shapes = jax.eval_shape(microbatch_sums, params, *_take((batch_KR, keys_KR), 0), mutable)
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None))
             zeros = zeros._replace(grads=_constrain(zeros.grads, param_shardings), mutable=mutable)
@@ -222,6 +224,7 @@ def safe_reciprocal(weight: jax.Array) -> jax.Array:
         >>> safe_reciprocal(jnp.float32(4)).item(), safe_reciprocal(jnp.float32(0)).item()
         (0.25, 0.0)
     """
+    # The inner `where` keeps the division by zero out of the branch that is not selected.
     return jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
 
 
@@ -259,6 +262,7 @@ def multi_steps(tx: optax.GradientTransformation, plan: RampPlan, **options: Any
     """
     if plan.ramp.ramp_steps >= 2**31:
         raise RampDefinitionError(f"the ramp takes {plan.ramp.ramp_steps:,} steps; optax.MultiSteps counts in int32")
+    # MultiSteps asks for k in every microbatch, inside the compiled step: a look-up in two small constants.
     start_steps = np.array([phase.start_step for phase in plan.ramp.phases], np.int32)
     num_microbatches = np.array([split.num_microbatches for split in plan.splits], np.int32)
 
@@ -294,17 +298,15 @@ def _microbatch_sums(loss_fn: LossFn, param_shardings: Any, *, differentiate_mea
 
 
 def _per_replica(replica_sums: Callable[..., Sums], mesh: Mesh) -> Callable[..., Sums]:
-    """Return a function of (params, batch_KR, num, keys_KR, mutable) that runs on every replica's own rows.
-
-    The data axis is manual, so that each replica adds up its own rows and the caller decides when to reduce. If the compiler
-    partitioned the data axis, it would reduce the gradient inside the loop, once per microbatch. The other axes stay automatic:
-    parameters sharded over fsdp and tensor have to be gathered where they are used, which the compiler does well.
-
-    With check_vma=True, JAX would track which values vary over the data axis. The gradient with respect to the parameters,
-    which do not vary, would then be reduced where it is computed: inside the loop again.
-    """
+    """Return a function of (params, batch_KR, num, keys_KR, mutable) that runs on every replica's own rows."""
     if mesh.shape[DATA] == 1:
         return replica_sums
+    # The data axis is manual, so that each replica adds up its own rows and the function decides when to reduce. If the
+    # compiler partitioned the data axis, it would reduce the gradient inside the loop, once per microbatch. The other axes stay
+    # automatic: parameters sharded over fsdp and tensor have to be gathered where they are used, which the compiler does well.
+    #
+    # With check_vma=True, JAX would track which values vary over the data axis. The gradient with respect to the parameters,
+    # which do not vary, would then be reduced where it is computed: inside the loop again.
     whole, rows = PartitionSpec(), PartitionSpec(None, DATA)
     in_specs = (whole, rows, whole, rows, whole)
     return jax.shard_map(replica_sums, mesh=mesh, axis_names={DATA}, in_specs=in_specs, out_specs=whole, check_vma=False)

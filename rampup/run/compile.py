@@ -62,6 +62,7 @@ class Compiler:
         if self._thread is None:
             # One thread: compilations share the cores with training, and a second one would only slow both down.
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="rampup-compile", initializer=_lower_thread_priority)
+        # The x64 mode, the matmul precision and the mesh of the caller are thread-local and change what is traced.
         contexts = _capture_contexts()
 
         def work() -> Any:
@@ -81,6 +82,7 @@ class Compiler:
     def close(self) -> None:
         """Cancel the programs whose compilation has not started. They are compiled when `get` is called."""
         if self._thread is not None:
+            # Not waited for: XLA cannot be interrupted, and a compilation that has started may take minutes.
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None
             self._pending = {key: pending for key, pending in self._pending.items() if not pending.cancelled()}

@@ -47,6 +47,7 @@ def make_mesh(axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None
             key="num_devices",
             nearest=(-1,),
         )
+    # Auto: the compiler partitions along fsdp and tensor. The training step makes data and stage manual where it needs that.
     shape = (axes.data, axes.fsdp, axes.tensor, axes.pipeline)
     return jax.make_mesh(shape, AXIS_NAMES, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
 
@@ -96,6 +97,7 @@ def process_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
         mesh: the mesh.
         num_rows: rows of one microbatch over all replicas.
     """
+    # Devices that differ only in tensor or stage have the same slice, which counts once. A missing start or stop is the end.
     indices = batch_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
     slices = {(index[0].start or 0, num_rows if index[0].stop is None else index[0].stop) for index in indices if index}
     return np.concatenate([np.arange(start, stop) for start, stop in sorted(slices)])

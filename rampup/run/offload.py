@@ -61,6 +61,7 @@ def program_memory(compiled: Any) -> ProgramMemory:
         >>> program_memory(jax.jit(lambda x: x + 1).lower(jnp.zeros(256)).compile()).arguments
         1024
     """
+    # Of the compiler: sizes of the buffers that it has planned, without running the program.
     stats = compiled.memory_analysis()
     if stats is None:
         raise ConfigError(f"the backend {jax.default_backend()!r} does not report how much memory a compiled program needs")
@@ -103,6 +104,7 @@ def room_to_run(devices: Sequence[jax.Device]) -> int:
     """
     limits = [device_limit(device) for device in devices]
     if any(limit is None for limit in limits):
+        # CPU devices are threads of this process and share the memory of the machine.
         return int(SHARE_OF_HOST * _free_host_bytes()) // len(devices)
     return min(limit for limit in limits if limit is not None)
 
@@ -188,12 +190,14 @@ def _available_bytes() -> int | None:
     except (OSError, StopIteration, ValueError):
         pass
     try:
+        # Not Linux: assume that half of the memory is free.
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     except (AttributeError, OSError, ValueError):
         return None
 
 
 def _cgroup_bytes_left() -> int | None:
+    # Control groups of version 2, as containers have them. Without a limit, memory.max contains "max".
     folder = Path("/sys/fs/cgroup")
     try:
         limit, used = ((folder / name).read_text(encoding="ascii").strip() for name in ("memory.max", "memory.current"))

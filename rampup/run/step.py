@@ -205,8 +205,10 @@ class TrainStep:
         """
         if not self._is_fused:
             return self._run_multi_steps(state, batch)
+        # The counts are int32 arrays of the host: as Python numbers they would be constants of the program.
         args = self._pad_chunks(batch), _counts(batch.position.split)
         program = self._compiler.get(batch.layout, functools.partial(self._lower, self._fused_update, state, *args))
+        # Before the call, which donates the state. The call itself returns at once, while the devices still work.
         self._compile_next_phases(batch, state)
         return program(state, *args)  # type: ignore[no-any-return]
 
@@ -266,11 +268,9 @@ class TrainStep:
         return self._lower(self._fused_update, state, chunks, _counts(split))
 
     def _lower(self, update: Callable[..., Any], state: Any, *args: Any) -> Any:
-        """Lower a program that maps a state and further arguments to the next state and the metrics.
-
-        The next state has the shardings of the given one, so that the program accepts its own result. The state is donated; the
-        batch is not, because no result has its shape, and the padding is used again in later steps.
-        """
+        """Lower a program that maps a state and further arguments to the next state and the metrics."""
+        # The next state has the shardings of the given one, so that the program accepts its own result. The state is donated:
+        # all of it is replaced. The batch is not: no result has its shape, and the padding is used again in later steps.
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
         out_shardings = shardings, replicated(self._mesh)
         return jax.jit(functools.partial(update, shardings), donate_argnums=0, out_shardings=out_shardings).lower(state, *args)
@@ -337,6 +337,8 @@ class TrainStep:
         with jax.named_scope("update"):
             updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
+        # The loss of the metrics is the weighted mean over the microbatches so far. Only the gradients are averaged with equal
+        # weights, by MultiSteps.
         weight = so_far["weight"] + sums.weight
         metrics = {
             "loss": (so_far["loss"] * so_far["weight"] + sums.loss) * safe_reciprocal(weight),
@@ -344,6 +346,7 @@ class TrainStep:
             "aux": jax.tree.map(jnp.add, so_far["aux"], sums.aux),
         }
         if self._skip_nonfinite:
+            # Nothing to drop between optimizer steps: MultiSteps emits zero updates there and leaves the inner state alone.
             metrics["skipped"] = so_far["skipped"] | ~is_finite
             keep = ~metrics["skipped"] | ~self.tx.has_updated(opt_state)
             params = tree_where(keep, params, state.params)
@@ -353,6 +356,7 @@ class TrainStep:
 
     def _init_metrics(self, state: Any, chunk: Any) -> Metrics:
         """Return the metrics of no microbatch: zeros of the shapes and types that the loss sums have."""
+        # The program adds to them from the first microbatch on, so that all calls of a step are of one shape.
         keys_KR = jax.eval_shape(lambda: per_row_keys(self._seed, jnp.int32(0), _row_numbers(chunk, 0)))
         eval_sums = functools.partial(self._loss.eval_sums, mesh=self._mesh, mutable=_mutable(state))
         sums = jax.eval_shape(eval_sums, state.params, chunk, keys_KR, np.int32(1))
@@ -362,6 +366,7 @@ class TrainStep:
 
     def _is_ready(self, split: BatchSplit, position: PlanPosition) -> bool:
         """Return whether every process has the program for a split."""
+        # All processes must run the same program at the same step: their collectives meet in it.
         layout = layout_of(self._plan, split)
         return self._consensus.agreed(f"layout{layout.rows}", self._compiler.is_ready(layout), position.step)
 
@@ -383,11 +388,9 @@ class TrainStep:
                 self._compiler.compile_async(layout, functools.partial(self.lower, shapes, row, split))
 
     def _pad_chunks(self, batch: Batch) -> tuple[Any, ...]:
-        """Return as many chunks as the program takes: those of the batch, then one chunk of zeros, repeated.
-
-        The zeros are on the devices already, so a step in an early phase transfers its own rows and not those of the largest
-        batch. The program does not read them: its loop ends before.
-        """
+        """Return as many chunks as the program takes: those of the batch, then one chunk of zeros, repeated."""
+        # The zeros are on the devices already, so a step in an early phase transfers its own rows and not those of the largest
+        # batch. The program does not compute with them: its loop ends before.
         if batch.layout not in self._padding:
             # Made on the host: `jnp.zeros` would be one more compilation, at a phase change and with the run waiting.
             self._padding[batch.layout] = jax.tree.map(_zeros_like, batch.chunks[0])
@@ -403,6 +406,7 @@ class EvalStep:
 
     def __call__(self, state: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Return (sum of losses, sum of weights) of a batch, on the devices."""
+        # One program per number of chunks. Evaluation batches are all of one size, so there is one.
         key, num_microbatches = (batch.layout, len(batch.chunks)), np.int32(batch.num_microbatches)
         if key not in self._programs:
             sums = functools.partial(self._sums, jax.tree.map(lambda leaf: leaf.sharding, state))
@@ -415,6 +419,7 @@ class EvalStep:
     ) -> tuple[jax.Array, jax.Array]:
         state = fetch_offloaded(state, shardings)
         batch_KR = _join(chunks)
+        # A loss function takes keys. Evaluation is the same every time, whatever the step.
         keys_KR = per_row_keys(jax.random.key(0), jnp.int32(0), _row_numbers(batch_KR, 0))
         options = {"mesh": self._mesh, "mutable": _mutable(state)}
         sums = self._loss.eval_sums(state.params, batch_KR, keys_KR, num_microbatches, **options)
