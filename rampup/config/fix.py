@@ -110,19 +110,16 @@ def find_fix(
     tried: set[tuple[str, str]] = set()
     for _ in range(MAX_ROUNDS):
         before = draft
+        # A key changes at most once a round, except that several sizes of a schedule may be refused.
         done: set[str | None] = set()
         for problem in problems:
-            # Different sizes of one schedule may be refused; otherwise a key changes once a round.
-            if problem.key in done and problem.key != SCHEDULE:
-                continue
-            for key, value in _suggestions(problem, draft):
-                edited = None if (key, value) in tried or key in done - {SCHEDULE} else draft.with_edit(key, value)
+            for key, value in _suggestions(problem, draft) if problem.key not in done else ():
+                edited = draft.with_edit(key, value) if key not in done and (key, value) not in tried else None
                 if edited is not None:
                     draft = edited
-                    tried.add((key, value))
-                    edits.pop(key, None)
                     edits[key] = value
-                    done |= {key, problem.key}
+                    tried.add((key, value))
+                    done |= {key, problem.key} - {SCHEDULE}
                     break
         if draft is before:
             break
@@ -281,7 +278,11 @@ def _suggestions(problem: RampupError, draft: _Draft) -> Iterator[tuple[str, str
 def _values(
     problem: RampupError, name: str, before: Any, draft: _Draft, located: Mapping[str, Located]
 ) -> Iterator[tuple[int, str, Any]]:
-    """Yield keys and values that may solve a problem, each with a rank; a lower rank is better."""
+    """Yield keys and values that may solve a problem, each with a rank. The lowest rank wins, then the smallest change.
+
+    0 = another key that the user set, if a small change of it suffices (this keeps the final batch of a ramp); 1 = a near
+    value of the key to blame; 2 = automatic; 3 = any other key that solves the problem; 4 = other hardware.
+    """
     for other, values in problem.alternatives.items():
         own = other in located and (located[other].line is None or located[other].path == str(draft.file))
         for value in values:
