@@ -128,11 +128,11 @@ class RampPlan(NotebookRepr):
             scaling=self.learning_rate_batch_scaling,
         )
         object.__setattr__(self, "clock", clock)
-        most: dict[int, int] = {}
+        counts: dict[int, int] = {}
         for phase, split in enumerate(self.splits):
             for possible in (split, *self.fallbacks(phase)):
-                most[possible.microbatch_size] = max(most.get(possible.microbatch_size, 0), possible.num_microbatches)
-        object.__setattr__(self, "max_microbatches", most)
+                counts[possible.microbatch_size] = max(counts.get(possible.microbatch_size, 0), possible.num_microbatches)
+        object.__setattr__(self, "max_microbatches", counts)
 
     def position(self, step: int) -> PlanPosition:
         """Return the progress of the run after `step` optimizer steps. This is a look-up, not a replay."""
