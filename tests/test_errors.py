@@ -14,8 +14,8 @@ from rampup.errors import (
 )
 
 
-def test_builtin_bases():
-    """Each error is also the built-in that a caller would expect."""
+def test_errors_derive_from_builtins():
+    """Each error is also the built-in exception that a caller would expect."""
     for name in (
         "ConfigError",
         "RampDefinitionError",
@@ -28,14 +28,14 @@ def test_builtin_bases():
     assert issubclass(errors.MissingDependencyError, ImportError)
 
 
-def test_location_is_part_of_the_message():
-    """A configuration error says file and line."""
+def test_config_error_message_has_the_location():
+    """A configuration error has file and line."""
     assert str(ConfigError("bad", key="k", path="a.yml", line=3)) == "a.yml:3: bad"
     assert str(ConfigError("bad", path="command line")) == "command line: bad"
 
 
-def test_several_problems_are_one_error():
-    """All problems are raised at once, nested ones laid flat, as the first one's type."""
+def test_raise_together_combines_problems():
+    """All problems are raised as one error of the first one's type, and nested ones are flattened."""
     inner = [RampDefinitionError("a", key="ka"), ConfigError("b")]
     with pytest.raises(RampDefinitionError, match="2 problems") as first:
         raise_together(inner)
@@ -46,13 +46,13 @@ def test_several_problems_are_one_error():
     assert str(inner[0]) == "a"
 
 
-def test_very_many_problems_are_counted():
-    """A thousand problems do not fill the screen."""
+def test_raise_together_limits_the_list():
+    """A thousand problems are summarized."""
     with pytest.raises(ConfigError, match="and 980 more"):
         raise_together([ConfigError(str(n)) for n in range(1000)])
 
 
-def test_errors_cross_processes():
+def test_errors_can_be_pickled():
     """Errors keep their attributes through pickle."""
     error = BatchDivisibilityError("no", value=10, divisor=4, key="k")
     copy = pickle.loads(pickle.dumps(error))

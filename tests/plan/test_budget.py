@@ -17,7 +17,7 @@ def budget(schedule="0:8 80:16", tokens=2400, tokens_per_sample=10):
 
 
 def counted(ramp, samples):
-    """Return the steps and samples of a ramp that is stepped through until so many samples are consumed."""
+    """Return steps and samples of a ramp, stepped through until a number of samples is consumed."""
     steps = consumed = 0
     while consumed < samples:
         consumed += ramp.global_batch_size_at(steps)
@@ -31,8 +31,8 @@ def counted(ramp, samples):
     st.integers(1, 4000),
     st.integers(1, 9),
 )
-def test_steps_are_those_of_stepping_through(gaps, first, tokens, length):
-    """Steps, consumed tokens and steps by size are those of a loop that counts; so are those at a constant batch."""
+def test_steps_agree_with_a_step_by_step_loop(gaps, first, tokens, length):
+    """Steps, consumed tokens and steps by size agree with a loop that counts, and so do the steps at a constant batch size."""
     thresholds, pairs = 0, [(0, first)]
     for gap, size in gaps:
         thresholds += gap
@@ -48,21 +48,21 @@ def test_steps_are_those_of_stepping_through(gaps, first, tokens, length):
     assert sum(size * number for size, number in spent.steps_by_size.items()) == consumed
 
 
-def test_a_ramp_is_between_its_first_and_its_last_batch():
-    """A ramp that grows takes fewer steps than its first batch kept constant, and more than its last."""
+def test_steps_are_between_those_of_first_and_last_batch():
+    """A growing ramp needs fewer steps than its first batch size and more than its last."""
     facts = budget().to_dict()
     assert (facts["steps"], facts["steps_at_first"], facts["steps_at_final"]) == (20, 30, 15)
     assert (facts["fewer_steps_than_first"], facts["more_steps_than_final"]) == (10, 5)
 
 
-def test_a_batch_that_shrinks_makes_the_differences_negative():
-    """Then the first batch kept constant takes fewer steps, and the last more."""
+def test_differences_are_negative_for_a_decreasing_batch():
+    """With a decreasing batch size, the first size needs fewer steps and the last one more."""
     facts = budget("0:16 80:8").to_dict()
     assert (facts["fewer_steps_than_first"], facts["more_steps_than_final"]) == (-10, -5)
 
 
-def test_a_published_run():
-    """300 billion tokens at GPT-3's ramp, 16 to 1,536 over 12 billion tokens of sequences of 2,048: counted by hand."""
+def test_budget_of_gpt3():
+    """300 billion tokens with the ramp of GPT-3, 16 to 1,536 over 12 billion tokens of sequences of 2,048, counted by hand."""
     ramp = BatchRamp.linear(start=16, increment=16, end=1536, samples=5_859_375, carry_overshoot=True)
     spent = TokenBudget(ramp=ramp, tokens=300 * 10**9, tokens_per_sample=2048)
     assert spent.num_samples == 146_484_375
@@ -71,23 +71,23 @@ def test_a_published_run():
 
 
 @pytest.mark.parametrize("tokens", [1, 10, 11, 79, 80, 81, 10**18])
-def test_the_smallest_and_the_largest_budgets(tokens):
-    """One token takes one step; the most tokens are counted exactly."""
+def test_budget_limits(tokens):
+    """One token needs one step, and the largest budget is counted exactly."""
     spent = budget(tokens=tokens, tokens_per_sample=1)
     before = spent.ramp.samples_before(spent.steps - 1)
     assert before < tokens <= spent.consumed_tokens
 
 
 @pytest.mark.parametrize("changed", [{"tokens": 0}, {"tokens": -5}, {"tokens": 10**18 + 1}, {"tokens_per_sample": 0}])
-def test_budgets_that_are_none(changed):
-    """Nothing, less than nothing and more than can be counted."""
+def test_budget_rejects_bad_numbers(changed):
+    """Zero, negative and too large numbers are rejected."""
     with pytest.raises(RampDefinitionError, match="must be between 1 and") as caught:
         budget(**changed)
     assert caught.value.key == ("budget" if "tokens" in changed else "max_target_length")
 
 
-def test_time_goes_by_the_throughput_of_each_batch_size():
-    """Ten steps of 80 tokens at 100 a second and ten of 160 at 200; a size that was not measured takes the nearest one's."""
+def test_seconds_use_the_throughput_of_each_size():
+    """Ten steps of 80 tokens at 100 per second and ten of 160 at 200. A size without a measurement uses the nearest one."""
     assert budget().seconds({8: Fraction(100), 16: Fraction(200)}) == 8 + 8
     assert budget().seconds({16: Fraction(200)}) == 4 + 8
     assert budget("0:8 80:16 200:64").seconds({8: Fraction(1), 50: Fraction(10)}) == 800 + 1280 + 64

@@ -15,7 +15,7 @@ MAXTEXT = json.loads((Path(__file__).parent.parent / "data" / "ramp_maxtext.json
 
 
 def config(**changes):
-    """Return MaxText's attributes, and no others."""
+    """Return an object with only MaxText's attributes."""
     keys = {
         "per_device_batch_size_start": 4.0,
         "per_device_batch_size_increment": 2.0,
@@ -27,8 +27,8 @@ def config(**changes):
 
 
 @pytest.mark.parametrize("case", [c for c in MAXTEXT if c["carry_overshoot"]["phases"]], ids=lambda c: c["name"])
-def test_stepping_gives_maxtexts_batches(case):
-    """`update` called as MaxText's loop calls it gives its phases, attributes and return values."""
+def test_update_agrees_with_maxtext(case):
+    """`update`, called as in MaxText's loop, gives the same phases, attributes and return values."""
     keys = {name: value for name, value in case["config"].items() if name != "gradient_accumulation_steps"}
     manager = RampupBatchManager(SimpleNamespace(num_target_devices=case["num_devices"], **keys), -1)
     phases = case["maxtext_manager"]["phases"]
@@ -46,8 +46,8 @@ def test_stepping_gives_maxtexts_batches(case):
 
 
 @given(st.integers(-1, 200), st.booleans(), st.integers(1, 3))
-def test_resuming_is_stepping(step_num, carry, factor):
-    """A manager made at step N is what N updates make."""
+def test_resume_agrees_with_stepping(step_num, carry, factor):
+    """A manager created at step N equals one after N updates."""
     keys = config(rampup_carry_overshoot=carry, gradient_accumulation_steps=factor)
     stepped = RampupBatchManager(keys, 0)
     for _ in range(step_num):
@@ -58,13 +58,13 @@ def test_resuming_is_stepping(step_num, carry, factor):
 
 
 def test_batches_include_accumulation():
-    """With G = 2 every batch is twice as large, which MaxText's loader expects and its manager forgets."""
+    """With G = 2 every batch is twice as large, as MaxText's loader expects. MaxText's manager ignores G."""
     manager = RampupBatchManager(config(gradient_accumulation_steps=2), 0)
     assert (manager.global_batch_size_start, manager.increment, manager.global_batch_size_end) == (32, 16, 96)
 
 
-def test_other_ramps():
-    """A schedule, a constant batch and a plan work behind the same face."""
+def test_manager_of_other_ramps():
+    """A schedule, a constant batch and a plan have the same interface."""
     scheduled = RampupBatchManager(config(batch_size_schedule="0:8 100:16"), 13)
     assert scheduled.global_batch_size_current == 16
     assert scheduled.global_rampup_samples == 104
@@ -77,21 +77,21 @@ def test_other_ramps():
 
 
 def test_missing_attributes_are_named():
-    """A config that lacks an attribute is refused by name."""
+    """The error for a config without an attribute names the attribute."""
     keys = config()
     del keys.num_target_devices
     with pytest.raises(ConfigError, match="no attribute num_target_devices"):
         RampupBatchManager(keys, 0)
 
 
-def test_step_num_below_minus_one_is_refused():
-    """-1 and 0 mean no batch; less means nothing."""
+def test_step_num_below_minus_one():
+    """-1 and 0 mean no batch. Smaller numbers are rejected."""
     with pytest.raises(RampDefinitionError, match="step_num=-2"):
         RampupBatchManager(config(), -2)
 
 
 def test_state_round_trip():
-    """A saved state continues exactly, in a new manager of the same ramp."""
+    """A saved state is restored exactly in a new manager of the same ramp."""
     manager = RampupBatchManager(config(), 9)
     state = json.loads(json.dumps(manager.state_dict()))
     other = RampupBatchManager(config(), 0)
@@ -108,8 +108,8 @@ def test_state_round_trip():
         ({"step": None}, None),
     ],
 )
-def test_foreign_state_is_refused(change, message):
-    """A state of a different ramp, or one that contradicts itself, is refused."""
+def test_load_state_dict_rejects_other_states(change, message):
+    """A state of a different ramp, or one that contradicts itself, is rejected."""
     state = RampupBatchManager(config(), 9).state_dict() | change
     if message is None:
         del state["step"]
@@ -119,5 +119,5 @@ def test_foreign_state_is_refused(change, message):
 
 
 def test_html():
-    """In a notebook a manager shows where it stands."""
+    """In a notebook, a manager shows its progress."""
     assert "global batch size" in RampupBatchManager(config(), 9)._repr_html_()

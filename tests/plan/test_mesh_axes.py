@@ -24,15 +24,15 @@ from rampup.plan.mesh_axes import AXES, MeshAxes
     ],
 )
 def test_resolve(devices, ici, dcn, slices, expected):
-    """The sizes of -1 take what the others leave, and dcn multiplies ici."""
+    """Sizes of -1 are inferred, and the sizes of dcn and ici are multiplied."""
     axes = MeshAxes.resolve(devices, ici=ici, dcn=dcn, num_slices=slices)
     assert {axis: getattr(axes, axis) for axis in AXES} == dict.fromkeys(AXES, 1) | expected
     assert axes.num_devices == devices
 
 
 @given(st.integers(1, 64), st.fixed_dictionaries({axis: st.sampled_from([-1, 0, 1, 1, 2, 3]) for axis in AXES}))
-def test_resolve_fills_the_machine_or_refuses(devices, ici):
-    """Whatever is asked for either multiplies to the number of devices or is an error that names a key."""
+def test_resolve_uses_all_devices_or_raises(devices, ici):
+    """Any request either multiplies to the number of devices or raises an error that names a key."""
     try:
         axes = MeshAxes.resolve(devices, ici=ici)
     except RampupError as error:
@@ -43,29 +43,29 @@ def test_resolve_fills_the_machine_or_refuses(devices, ici):
         assert all(size in (-1, getattr(axes, axis)) for axis, size in ici.items())
 
 
-def test_two_automatic_sizes_are_refused():
-    """At most one size of a group is the rest."""
+def test_two_inferred_sizes():
+    """At most one size of a group may be -1."""
     with pytest.raises(ConfigError, match=r"only one ici_\*_parallelism may be -1"):
         MeshAxes.resolve(8, ici={"data": -1, "fsdp": -1})
 
 
 @pytest.mark.parametrize("size", [0, -2])
-def test_bad_sizes_are_refused(size):
-    """A size is -1 or positive."""
+def test_bad_sizes(size):
+    """A size must be -1 or positive."""
     with pytest.raises(ConfigError, match="ici_tensor_parallelism=") as caught:
         MeshAxes.resolve(8, ici={"tensor": size})
     assert caught.value.key == "ici_tensor_parallelism"
 
 
 @pytest.mark.parametrize("ici", [{"tensor": 3, "data": -1}, {"data": 4}, {"data": 16}])
-def test_sizes_must_fit(ici):
-    """Sizes that do not multiply to the devices are refused."""
+def test_sizes_must_multiply_to_the_devices(ici):
+    """Sizes that do not multiply to the number of devices are rejected."""
     with pytest.raises(BatchDivisibilityError) as caught:
         MeshAxes.resolve(8, ici=ici)
     assert math.gcd(caught.value.value, caught.value.divisor) < max(caught.value.value, caught.value.divisor)
 
 
 def test_slices_must_divide_devices():
-    """Slices are equal."""
+    """All slices have the same number of devices."""
     with pytest.raises(BatchDivisibilityError, match="num_devices=10 must be a multiple of the number of slices = 4"):
         MeshAxes.resolve(10, ici={"data": -1}, dcn={"data": 4})

@@ -37,7 +37,7 @@ from rampup.plan.numbers import (
     ],
 )
 def test_parse_count_is_exact(text, value):
-    """Suffixes and decimals give the exact number that a person means."""
+    """Numbers with suffixes and decimals are parsed exactly."""
     assert parse_count(text, what="threshold") == value
 
 
@@ -62,28 +62,28 @@ def test_parse_count_is_exact(text, value):
         None,
     ],
 )
-def test_parse_count_refuses(text):
-    """What is not a whole count up to 10**18 is refused."""
+def test_parse_count_rejects(text):
+    """Text that is not a whole count up to 10**18 is rejected."""
     with pytest.raises(RampDefinitionError):
         parse_count(text, what="threshold")
 
 
-def test_parse_count_offers_the_whole_numbers_around():
-    """A fractional count names its neighbours."""
+def test_parse_count_nearest():
+    """The error for a fractional count has its neighbors."""
     with pytest.raises(RampDefinitionError, match=r"threshold='12.9' must be a whole number; nearest: 12, 13") as caught:
         parse_count("12.9", what="threshold")
     assert caught.value.nearest == (12, 13)
 
 
 @given(st.integers(0, 10**15), st.sampled_from(["", "K"]))
-def test_parse_count_reads_what_it_is_given(number, suffix):
-    """Every whole number survives."""
+def test_parse_count_round_trip(number, suffix):
+    """Every whole number is parsed back."""
     assert parse_count(f"{number}{suffix}", what="n") == number * (1000 if suffix else 1)
 
 
 @given(st.decimals(min_value=0, max_value=10**6, places=4))
-def test_exact_fraction_is_the_decimal_written(number):
-    """A decimal, as text or as float, becomes exactly that fraction."""
+def test_exact_fraction_of_decimals(number):
+    """A decimal, as text or as a float, is exactly that fraction."""
     assert exact_fraction(str(number), what="size") == Fraction(number)
     assert exact_fraction(float(number), what="size") == Fraction(number)
 
@@ -91,16 +91,16 @@ def test_exact_fraction_is_the_decimal_written(number):
 @pytest.mark.parametrize(
     ("value", "expected"), [("1/3", Fraction(1, 3)), (" 2 / 4 ", Fraction(1, 2)), (3, 3), (Fraction(5, 7), Fraction(5, 7))]
 )
-def test_exact_fraction_reads_fractions(value, expected):
-    """Fractions can be written with a slash."""
+def test_exact_fraction_of_fractions(value, expected):
+    """Fractions may have a slash."""
     assert exact_fraction(value, what="size") == expected
 
 
 @pytest.mark.parametrize(
     "value", [True, "x", "1/0", "1/2/3", None, [], "", float("inf"), float("nan"), "1e400", 1e19, "1e-400"]
 )
-def test_exact_fraction_refuses(value):
-    """What is no finite number of sensible size is refused."""
+def test_exact_fraction_rejects(value):
+    """Values that are not finite numbers of a sensible magnitude are rejected."""
     with pytest.raises(RampDefinitionError):
         exact_fraction(value, what="size")
 

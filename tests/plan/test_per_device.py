@@ -24,8 +24,8 @@ LINEAR = {
 
 
 @pytest.mark.parametrize("case", MAXTEXT, ids=lambda c: c["name"])
-def test_keys_mean_what_they_mean_in_maxtext(case):
-    """The same keys give MaxText's phases; with accumulation, every batch and every sample counts it."""
+def test_ramp_from_config_agrees_with_maxtext(case):
+    """The same keys give the phases of MaxText. With accumulation, every batch and sample count includes it."""
     keys = case["config"]
     factor = keys["gradient_accumulation_steps"]
     if case["carry_overshoot"]["phases"] is None:
@@ -39,7 +39,7 @@ def test_keys_mean_what_they_mean_in_maxtext(case):
 
 
 def test_accumulation_counts_samples():
-    """With G = 4 each phase takes the steps that four times the batch needs (MaxText's manager ignores G)."""
+    """With G = 4, each phase has the steps of a four times larger batch. MaxText's manager ignores G."""
     ramp = ramp_from_config(
         num_devices=8,
         enable_rampup_batch_size=True,
@@ -53,8 +53,8 @@ def test_accumulation_counts_samples():
     assert ramp.ramp_steps == 80
 
 
-def test_floats_are_taken_as_written():
-    """0.1 -> 1 by 0.1 on 10 devices is legal, although 0.1 is no binary fraction (MaxText refuses it)."""
+def test_floats_are_exact_decimals():
+    """0.1 -> 1 by 0.1 on 10 devices is legal, although 0.1 is not a binary fraction. MaxText rejects it."""
     ramp = ramp_from_config(
         num_devices=10,
         enable_rampup_batch_size=True,
@@ -87,8 +87,8 @@ def test_floats_are_taken_as_written():
         ({"per_device_batch_size_increment": 2.2}, BatchDivisibilityError, "per_device_batch_size_increment", (2, 4)),
     ],
 )
-def test_wrong_keys_are_refused_with_legal_neighbours(change, error, key, nearest):
-    """Each error names its key, and what it offers is legal with the other keys as they are."""
+def test_ramp_from_config_errors_have_legal_values(change, error, key, nearest):
+    """Each error names its key, and its nearest values are legal with the other keys unchanged."""
     keys = LINEAR | {"splitter": BatchSplitter(data_parallel_size=4)} | change
     with pytest.raises(error) as caught:
         ramp_from_config(**keys)
@@ -102,8 +102,8 @@ sizes = st.fractions(min_value=Fraction(1, 8), max_value=12, max_denominator=8)
 
 
 @given(st.integers(1, 8), st.integers(1, 3), sizes, sizes, sizes, st.integers(1, 1000))
-def test_any_linear_keys_give_a_ramp_or_a_named_error(devices, G, start, increment, end, samples):
-    """Every combination gives whole batches of the sizes asked for, or an error with a key."""
+def test_ramp_from_config_always_returns_a_ramp_or_a_named_error(devices, G, start, increment, end, samples):
+    """Every combination of keys gives a ramp of the requested sizes, or an error with a key."""
     try:
         ramp = ramp_from_config(
             num_devices=devices,
@@ -121,8 +121,8 @@ def test_any_linear_keys_give_a_ramp_or_a_named_error(devices, G, start, increme
         assert ramp.sizes[-1] == devices * G * end
 
 
-def test_schedule_gives_the_batch_itself():
-    """A schedule counts in tokens if told so, and needs no sizes per device."""
+def test_batch_size_schedule_sets_the_global_batch():
+    """A schedule may count in tokens, and needs no per-device sizes."""
     ramp = ramp_from_config(
         num_devices=4,
         per_device_batch_size=1,
@@ -137,7 +137,7 @@ def test_schedule_gives_the_batch_itself():
 
 
 def test_global_batch_size_is_exact():
-    """Fractions of a sample per device are whole over the devices, or refused."""
+    """Fractions of a sample per device must give a whole global batch."""
     assert global_batch_size("1/3", num_devices=3, gradient_accumulation_steps=2, key="k") == 2
     with pytest.raises(BatchDivisibilityError, match="nearest k: 1/3, 2/3"):
         global_batch_size(0.5, num_devices=3, gradient_accumulation_steps=1, key="k")

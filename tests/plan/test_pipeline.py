@@ -30,7 +30,7 @@ PIPELINE = {
     [(8, 4, 1, -1, 2), (8, 4, 2, -1, 1), (8, 1, 1, -1, 1), (12, 2, 2, 3, 3)],
 )
 def test_pipeline_repeats(layers, stages, per_stage, repeats, expected):
-    """Repeats are what the layers give."""
+    """Repeats are derived from the layers."""
     result = pipeline_repeats(num_layers=layers, num_stages=stages, num_layers_per_stage=per_stage, num_repeats=repeats)
     assert result == expected
 
@@ -46,15 +46,15 @@ def test_pipeline_repeats(layers, stages, per_stage, repeats, expected):
         (0, 4, 1, -1, (1,)),
     ],
 )
-def test_layers_must_fit_the_stages(layers, stages, per_stage, repeats, nearest):
-    """Layers = stages * repeats * layers per stage, or an error with the nearest number."""
+def test_pipeline_repeats_rejects_other_layers(layers, stages, per_stage, repeats, nearest):
+    """Layers = stages * repeats * layers per stage, or an error with the nearest number of layers."""
     with pytest.raises(PipelineShapeError) as caught:
         pipeline_repeats(num_layers=layers, num_stages=stages, num_layers_per_stage=per_stage, num_repeats=repeats)
     assert caught.value.nearest == nearest
 
 
-def test_legal_repeats_are_all_that_fit():
-    """Every listed number of repeats is accepted with the layers per stage that it leaves, and no other is."""
+def test_legal_repeats_is_complete():
+    """Every listed number of repeats is accepted with the remaining layers per stage, and no other."""
     for layers in range(4, 49, 4):
         legal = legal_repeats(num_layers=layers, num_stages=4)
         assert legal == [v for v in range(1, layers + 1) if layers % (4 * v) == 0]
@@ -64,8 +64,8 @@ def test_legal_repeats_are_all_that_fit():
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 3])
-def test_stages_hold_layers_in_turn(repeats):
-    """Chunk c of the layers lies on stage c mod p, and every layer lies somewhere once."""
+def test_stage_layer_order_assigns_chunks_in_turn(repeats):
+    """Chunk c of the layers is on stage c mod p, and every layer appears once."""
     order = stage_layer_order(24, num_stages=4, num_repeats=repeats)
     assert sorted(order) == list(range(24))
     size = 24 // (4 * repeats)
@@ -73,15 +73,15 @@ def test_stages_hold_layers_in_turn(repeats):
         assert layer // size % 4 == place // (24 // 4)
 
 
-def test_an_order_of_layers_that_do_not_divide_is_refused():
-    """24 layers do not make two chunks for each of 8 stages."""
+def test_stage_layer_order_rejects_layers_that_do_not_divide():
+    """24 layers cannot be divided into two chunks for each of 8 stages."""
     with pytest.raises(PipelineShapeError, match="nearest: 16"):
         stage_layer_order(24, num_stages=8, num_repeats=2)
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 1), (4, 8, 1), (4, 8, 2), (4, 3, 2), (2, 5, 3)])
-def test_the_predicted_time_is_the_timetables(p, m, v):
-    """With forward and backward of a chunk costing b/v + h together, the makespan is the predicted time."""
+def test_predicted_time_agrees_with_the_timetable(p, m, v):
+    """If forward and backward of a chunk cost b/v + h together, the makespan is the predicted time."""
     b, h = 3, Fraction(1, 2)
     cost = (Fraction(b) + v * h) / 2
     table = Timetable.build(
@@ -90,8 +90,8 @@ def test_the_predicted_time_is_the_timetables(p, m, v):
     assert predicted_time(m, b, num_stages=p, num_repeats=v, overhead=h) == table.makespan
 
 
-def test_choices_are_all_legal_ones_the_fastest_first():
-    """Every divisor that is a multiple of p is there, in the order of the predicted times."""
+def test_pipeline_candidates_are_complete_and_sorted():
+    """Every divisor that is a multiple of p appears, in the order of predicted time."""
     choices = pipeline_candidates(48, num_stages=4, overhead=Fraction(1, 3), repeats=(1, 2), multiple=4)
     assert {(c.num_microbatches, c.num_repeats) for c in choices} == {(m, v) for m in (4, 8, 12, 16, 24, 48) for v in (1, 2)}
     assert all(c.num_microbatches * c.microbatch_size == 48 for c in choices)
@@ -99,15 +99,15 @@ def test_choices_are_all_legal_ones_the_fastest_first():
     assert times == sorted(times)
 
 
-def test_overhead_decides():
-    """Without overhead the smallest microbatch wins, with a huge one the largest."""
+def test_pipeline_candidates_depend_on_the_overhead():
+    """Without overhead the smallest microbatch is best, with a huge overhead the largest."""
     for overhead, m in ((0, 48), (1000, 4)):
         best = pipeline_candidates(48, num_stages=4, overhead=Fraction(overhead), multiple=4)[0]
         assert best.num_microbatches == m
 
 
-def test_each_phase_has_the_best_of_its_own():
-    """`per_phase` chooses m for every phase alone."""
+def test_per_phase_splits_each_phase_best():
+    """`per_phase` chooses the best m for every phase."""
     splitter = BatchSplitter(data_parallel_size=1, num_stages=4, rampup_microbatch="per_phase", tick_overhead=Fraction(1))
     for split in splitter.split([16, 64, 256]):
         best = min(
@@ -117,8 +117,8 @@ def test_each_phase_has_the_best_of_its_own():
         assert split.num_pipeline_microbatches == best
 
 
-def test_one_microbatch_serves_a_fixed_ramp():
-    """`fixed` with a measured overhead takes the best of the last phase among those that cut every phase."""
+def test_fixed_split_uses_one_microbatch_size():
+    """`fixed` with a measured overhead uses the best size for the last phase among those that divide every phase."""
     splitter = BatchSplitter(data_parallel_size=1, num_stages=4, tick_overhead=Fraction(2))
     splits = splitter.split([24, 48, 96])
     assert {split.microbatch_size for split in splits} == {splitter.candidates([24, 48, 96])[0].microbatch_size}
@@ -127,8 +127,8 @@ def test_one_microbatch_serves_a_fixed_ramp():
     assert {split.microbatch_size for split in unmeasured} == {6}
 
 
-def test_the_plan_shows_its_table_and_says_what_would_be_faster():
-    """A plan lists the choices, and advises where a fixed ramp's rule is predicted to be slower than the best."""
+def test_plan_has_candidates_and_advice():
+    """A plan lists the candidates, and advises if a fixed ramp is predicted to be slower than the best of them."""
     plan = build_plan(Config(**(PIPELINE | {"rampup_microbatch": "fixed", "max_target_length": 4096})), 4)
     assert len(plan.pipeline_candidates) > 1
     assert plan.splits[-1].num_pipeline_microbatches == 4
@@ -138,7 +138,7 @@ def test_the_plan_shows_its_table_and_says_what_would_be_faster():
 
 
 @pytest.mark.parametrize(("overhead", "repeats"), [(0, 2), (100, 1)])
-def test_repeats_are_chosen_where_both_keys_are_automatic(overhead, repeats):
-    """More repeats shrink the bubble and cost ticks: the overhead decides."""
+def test_build_plan_chooses_the_best_repeats(overhead, repeats):
+    """More repeats make the bubble smaller but add ticks, so the overhead decides."""
     keys = PIPELINE | {"num_layers_per_pipeline_stage": -1, "pipeline_tick_overhead": overhead}
     assert build_plan(Config(**keys), 4).splitter.num_repeats == repeats

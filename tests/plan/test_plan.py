@@ -18,8 +18,8 @@ KEYS = {
 }
 
 
-def test_to_dict_is_the_contract():
-    """The example of the documentation, in the names and values that `rampup plan --json` prints."""
+def test_to_dict_has_the_documented_format():
+    """The example of the documentation, with the names and values of `rampup plan --json`."""
     plan = RampPlan(**KEYS).to_dict()
     assert {name: plan[name] for name in plan if name not in ("phases", "eval")} == {
         "num_devices": 4,
@@ -56,8 +56,8 @@ def test_to_dict_is_the_contract():
     }
 
 
-def test_position_is_what_stepping_gives():
-    """The position at step N is what N steps, one by one, consume."""
+def test_position_agrees_with_stepping():
+    """The position at step N has the samples of N steps, one by one."""
     plan = RampPlan(**KEYS)
     consumed = 0
     for step in range(40):
@@ -69,8 +69,8 @@ def test_position_is_what_stepping_gives():
     assert plan.consumed_samples == plan.position(100).consumed_samples
 
 
-def test_every_phase_and_eval_are_checked_at_once():
-    """A bad phase in the middle and a bad evaluation batch are both named."""
+def test_plan_checks_every_phase_and_evaluation():
+    """An invalid phase in the middle and an invalid evaluation batch are in one error."""
     keys = KEYS | {"ramp": BatchRamp.from_schedule("0:16 100:18 200:32"), "eval_global_batch_size": 6}
     with pytest.raises(BatchDivisibilityError) as caught:
         RampPlan(**keys)
@@ -81,12 +81,12 @@ def test_every_phase_and_eval_are_checked_at_once():
 
 @pytest.mark.parametrize(("factor", "expected"), [(-1, 48), (2, 96), (Fraction(1, 2), 24), (1, 48)])
 def test_global_batch_to_load(factor, expected):
-    """Loading hosts read the expansion factor's multiple of the final batch."""
+    """Loading hosts read the final batch times the expansion factor."""
     assert RampPlan(**KEYS, expansion_factor_real_data=Fraction(factor)).global_batch_to_load == expected
 
 
-def test_compiled_shapes():
-    """`fixed` compiles one shape, `per_phase` one a phase, `auto` two."""
+def test_num_compiled_shapes():
+    """`fixed` compiles one shape, `per_phase` one per phase, and `auto` two."""
     number = {
         mode: RampPlan(**(KEYS | {"splitter": BatchSplitter(data_parallel_size=4, rampup_microbatch=mode)})).num_compiled_shapes
         for mode in ("fixed", "per_phase", "auto")
@@ -94,8 +94,8 @@ def test_compiled_shapes():
     assert number == {"fixed": 1, "per_phase": 5, "auto": 2}
 
 
-def test_advice_names_what_a_small_microbatch_costs():
-    """BLOOM's ramp on 16 devices: 128 passes of one sample for ever, or one of 128 with `auto`."""
+def test_advice_about_a_small_microbatch():
+    """BLOOM's ramp on 16 devices: 128 passes of one sample per step after the ramp, or one of 128 with `auto`."""
     ramp = BatchRamp.linear(start=192, increment=16, end=2048, samples=9_765_625, carry_overshoot=True)
     plan = RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=16), num_devices=16, total_steps=10**5)
     (advice,) = plan.advice
@@ -104,14 +104,14 @@ def test_advice_names_what_a_small_microbatch_costs():
     assert RampPlan(**KEYS).advice == ()
 
 
-def test_advice_names_phases_that_are_not_reached():
-    """Phases beyond the last step are listed and said to be so."""
+def test_advice_about_phases_that_are_not_reached():
+    """Advice names the first phase after the last step."""
     (advice,) = RampPlan(**(KEYS | {"total_steps": 15})).advice
     assert advice == "steps=15 ends before phase 3 and those after it"
 
 
-def test_learning_rate_scale_by_phase():
-    """With sqrt scaling a quarter of the final batch has half of the rate."""
+def test_phase_rows_have_the_learning_rate_scale():
+    """With sqrt scaling, a quarter of the final batch has half of the rate."""
     plan = RampPlan(
         ramp=BatchRamp.from_schedule("0:8 100:32"),
         splitter=BatchSplitter(data_parallel_size=1),
@@ -144,21 +144,21 @@ def test_str_leaves_out_the_middle_of_many_phases():
     assert lines[-2].split()[0] == "999"
 
 
-def test_html_shows_every_phase():
-    """In a notebook a plan is a table with a row per phase."""
+def test_html_has_every_phase():
+    """In a notebook, a plan is a table with a row per phase."""
     assert RampPlan(**KEYS)._repr_html_().count("<tr>") == 6
 
 
-def test_large_plans_are_cheap():
-    """Ten thousand phases on 65,536 devices are planned, and looked up at step 10**12."""
+def test_plan_of_ten_thousand_phases():
+    """A plan of 10,001 phases on 65,536 devices is looked up at step 10**12."""
     ramp = BatchRamp.linear(start=65536, increment=65536, end=65536 * 10_001, samples=10**12)
     plan = RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=65536), num_devices=65536, total_steps=10**13)
     assert len(plan.splits) == 10_001
     assert plan.position(10**12).phase.index == 10_000
 
 
-def test_fallbacks_are_the_same_batch_in_the_microbatches_of_earlier_phases():
-    """Nearest phase first, where it divides; the most microbatches of each size count them."""
+def test_fallbacks_use_microbatch_sizes_of_earlier_phases():
+    """Nearest phase first, if its size divides the batch. The maximum numbers of microbatches include them."""
     plan = RampPlan(
         ramp=BatchRamp.from_schedule("0:4 40:8 80:12 200:24"),
         splitter=BatchSplitter(data_parallel_size=2, rampup_microbatch="per_phase"),
@@ -172,7 +172,7 @@ def test_fallbacks_are_the_same_batch_in_the_microbatches_of_earlier_phases():
     assert plan.max_microbatches == {2: 6, 4: 3, 6: 2, 12: 1}
 
 
-def test_a_fixed_ramp_has_nothing_to_fall_back_on():
+def test_fallbacks_of_a_fixed_ramp_are_empty():
     """One shape serves all phases."""
     plan = RampPlan(
         ramp=BatchRamp.from_schedule("0:4 40:8"), splitter=BatchSplitter(data_parallel_size=2), num_devices=2, total_steps=9

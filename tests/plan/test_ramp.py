@@ -20,19 +20,19 @@ WRONG_ORDER = "250:32 0:8 100:16"
 
 
 def table(ramp):
-    """Return a ramp as the reference files write it."""
+    """Return a ramp in the format of the reference files."""
     return [[phase.start_step, phase.global_batch_size, phase.start_sample] for phase in ramp.phases]
 
 
 def sizes_from(ramp, steps):
-    """Return the batch of the first steps by look-up."""
+    """Return the batch sizes of the first steps by look-up."""
     return [ramp.global_batch_size_at(step) for step in range(steps)]
 
 
 @pytest.mark.parametrize("case", [c for c in MAXTEXT if c["carry_overshoot"]["phases"]], ids=lambda c: c["name"])
 @pytest.mark.parametrize("rule", ["maxtext_manager", "carry_overshoot"])
 def test_linear_agrees_with_maxtext(case, rule):
-    """Both boundary rules give the phases that MaxText's manager, and exact counting, give."""
+    """Both boundary rules give the phases of MaxText's manager and of exact counting."""
     keys = case["config"]
     start, increment, end = (
         int(case["num_devices"] * Fraction(str(keys[f"per_device_batch_size{suffix}"])))
@@ -49,8 +49,8 @@ def test_linear_agrees_with_maxtext(case, rule):
 
 
 @pytest.mark.parametrize("case", MEGATRON, ids=lambda c: c["name"])
-def test_agrees_with_megatron(case):
-    """Megatron's linear ramps and schedule strings give its phases; a schedule in the wrong order is refused."""
+def test_ramps_agree_with_megatron(case):
+    """Megatron's linear ramps and schedule strings give its phases. A schedule in the wrong order is rejected."""
     keys = case["config"]
     if "rampup_batch_size" in keys:
         start, increment, samples = keys["rampup_batch_size"]
@@ -71,8 +71,8 @@ linear_keys = st.tuples(st.integers(1, 20), st.integers(1, 9), st.integers(1, 12
 
 
 @given(linear_keys)
-def test_linear_is_step_by_step_counting(keys):
-    """The closed form of a linear ramp is what counting step by step gives."""
+def test_linear_agrees_with_step_by_step_counting(keys):
+    """The closed form of a linear ramp agrees with counting step by step."""
     start, increment, number, samples, carry = keys
     end = start + increment * number
     ramp = BatchRamp.linear(start=start, increment=increment, end=end, samples=samples, carry_overshoot=carry)
@@ -91,8 +91,8 @@ thresholds = st.lists(st.tuples(st.integers(1, 200), st.integers(1, 60)), min_si
 
 
 @given(thresholds)
-def test_piecewise_is_step_by_step_counting(pairs):
-    """The closed form of a schedule is what counting step by step gives, decreases and overtaken sizes included."""
+def test_piecewise_agrees_with_step_by_step_counting(pairs):
+    """The closed form of a schedule agrees with counting step by step, with decreases and skipped sizes."""
     ramp = BatchRamp.piecewise(pairs)
     steps = ramp.ramp_steps + 3
     assert sizes_from(ramp, steps) == list(itertools.islice(piecewise_steps(pairs), steps))
@@ -100,7 +100,7 @@ def test_piecewise_is_step_by_step_counting(pairs):
 
 @given(thresholds, st.integers(0, 5000))
 def test_look_ups_are_inverse(pairs, step):
-    """A step's first and last samples lead back to the step, and the phases agree."""
+    """A step's first and last samples map back to the step, and the phases agree."""
     ramp = BatchRamp.piecewise(pairs)
     sample, size = ramp.samples_before(step), ramp.global_batch_size_at(step)
     assert ramp.step_of_sample(sample) == ramp.step_of_sample(sample + size - 1) == step
@@ -108,8 +108,8 @@ def test_look_ups_are_inverse(pairs, step):
     assert ramp.phase_of_sample(sample) is ramp.phase_at(step)
 
 
-def test_boundaries():
-    """At a boundary the new size begins exactly there: one before, at, one after."""
+def test_phase_boundaries():
+    """The new size starts exactly at the boundary, checked one before, at and one after."""
     ramp = BatchRamp.from_schedule("0:8 100:16 250:32")
     assert [ramp.global_batch_size_at(step) for step in (0, 12, 13, 14, 22, 23)] == [8, 8, 16, 16, 16, 32]
     assert [ramp.step_of_sample(sample) for sample in (103, 104, 105, 119, 120)] == [12, 13, 13, 13, 14]
@@ -118,7 +118,7 @@ def test_boundaries():
             look_up(-1)
 
 
-def test_far_steps_are_exact():
+def test_look_ups_of_far_steps_are_exact():
     """At step 10**12 the look-ups are exact integers."""
     ramp = BatchRamp.linear(start=1, increment=1, end=1001, samples=10**9)
     assert len(ramp.phases) == 1001
@@ -146,15 +146,15 @@ def test_far_steps_are_exact():
         (":8", "is not a number"),
     ],
 )
-def test_schedule_refuses(text, message):
-    """A schedule that cannot be meant is refused, with the key."""
+def test_from_schedule_rejects(text, message):
+    """An invalid schedule is rejected, and the error has the key."""
     with pytest.raises(RampDefinitionError, match=message) as caught:
         BatchRamp.from_schedule(text)
     assert caught.value.key == "batch_size_schedule"
 
 
-def test_token_thresholds_that_fall_together_are_refused():
-    """Two token thresholds within one sample are no increase."""
+def test_from_schedule_rejects_equal_token_thresholds():
+    """Two token thresholds within one sample do not increase."""
     with pytest.raises(RampDefinitionError, match="must increase"):
         BatchRamp.from_schedule("0:8 10:16 20:32", sequence_length=4096)
 
@@ -172,8 +172,8 @@ def test_token_thresholds_that_fall_together_are_refused():
         ({"increment": 100}, "end", (116,)),
     ],
 )
-def test_linear_refuses(change, key, nearest):
-    """Sizes that do not grow to the end are refused, with what would."""
+def test_linear_rejects(change, key, nearest):
+    """Sizes that do not grow to the end are rejected with the nearest ones that do."""
     keys = {"start": 16, "increment": 8, "end": 48, "samples": 500} | change
     with pytest.raises(RampDefinitionError) as caught:
         BatchRamp.linear(**keys)
@@ -181,21 +181,21 @@ def test_linear_refuses(change, key, nearest):
     assert caught.value.nearest == nearest
 
 
-def test_too_many_phases_are_refused():
-    """A table that would fill the memory is refused before it is made."""
+def test_too_many_phases():
+    """A table that could exhaust memory is rejected before it is built."""
     with pytest.raises(RampDefinitionError, match="too many"):
         BatchRamp.linear(start=1, increment=1, end=MAX_PHASES + 5, samples=10)
 
 
-def test_equal_neighbours_are_one_phase():
-    """A threshold that changes nothing makes no phase."""
+def test_equal_sizes_are_one_phase():
+    """A threshold that does not change the size does not start a phase."""
     ramp = BatchRamp.piecewise([(0, 8), (50, 8), (100, 16)])
     assert table(ramp) == [[0, 8, 0], [13, 16, 104]]
     assert ramp.num_increments == 1
 
 
-def test_table_must_be_contiguous():
-    """A hand-made table with a gap is refused."""
+def test_phases_must_be_contiguous():
+    """Phases with a gap are rejected."""
     phase = Phase(index=0, start_step=5, start_sample=0, num_steps=None, global_batch_size=8)
     with pytest.raises(RampDefinitionError, match="must start at step 0"):
         BatchRamp(phases=(phase,))
@@ -203,8 +203,8 @@ def test_table_must_be_contiguous():
         BatchRamp(phases=())
 
 
-def test_fingerprint_is_of_the_table():
-    """Two ways to write one ramp have one fingerprint; another ramp has another."""
+def test_fingerprint_identifies_the_rows():
+    """Two definitions of the same ramp have the same fingerprint, and a different ramp has a different one."""
     one = BatchRamp.from_schedule("0:8 100:16")
     assert one.fingerprint == BatchRamp.piecewise([(0, 8), (100, 16)]).fingerprint
     assert one.fingerprint != BatchRamp.from_schedule("0:8 105:16").fingerprint

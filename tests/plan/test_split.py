@@ -51,8 +51,8 @@ def shapes(splitter, sizes):
         ({"data_parallel_size": 1, "num_stages": 2, "delay_activation_forwarding": True}, [8], [(1, 4, 2)]),
     ],
 )
-def test_split(keys, sizes, expected):
-    """The cut of every phase is what the design says, case by case."""
+def test_split_examples(keys, sizes, expected):
+    """The split of every phase, case by case."""
     assert shapes(BatchSplitter(**keys), sizes) == expected
 
 
@@ -69,8 +69,8 @@ splitters = st.fixed_dictionaries(
 
 
 @given(splitters, st.lists(st.integers(1, 12), min_size=1, max_size=5))
-def test_every_split_holds_the_invariants(keys, factors):
-    """B = d*a*m*b in every phase, at least G passes' worth of microbatches, one shape if fixed; or an error with a key."""
+def test_split_invariants(keys, factors):
+    """B = d*a*m*b in every phase, at least G passes of microbatches, and one shape if fixed; or an error with a key."""
     try:
         splitter = BatchSplitter(**keys)
     except RampupError as error:
@@ -92,7 +92,7 @@ def test_every_split_holds_the_invariants(keys, factors):
 
 @given(splitters, st.integers(1, 500))
 def test_nearest_sizes_are_legal_and_nearest(keys, size):
-    """What an error offers can be cut, and nothing nearer can."""
+    """The sizes in an error are legal, and no legal size is nearer."""
     try:
         splitter = BatchSplitter(**keys)
     except RampupError:
@@ -112,8 +112,8 @@ def test_nearest_sizes_are_legal_and_nearest(keys, size):
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(1, 30), min_size=1, max_size=4))
-def test_legal_microbatches_are_all_that_work(d, G, factors):
-    """Exactly the microbatch sizes that are listed can be given."""
+def test_legal_microbatches_is_complete(d, G, factors):
+    """Exactly the listed microbatch sizes are accepted."""
     sizes = [d * G * factor for factor in factors]
     legal = BatchSplitter(data_parallel_size=d, gradient_accumulation_steps=G).legal_microbatches(sizes)
     for size in range(1, max(sizes) + 2):
@@ -121,8 +121,8 @@ def test_legal_microbatches_are_all_that_work(d, G, factors):
         assert all(map(splitter.allows, sizes)) == (size in legal)
 
 
-def test_message_states_rule_numbers_place_and_fix():
-    """The message is the one that the documentation promises."""
+def test_problem_message_has_rule_numbers_place_and_fix():
+    """The message has the documented form."""
     problem = BatchSplitter(data_parallel_size=64, microbatch_size=8).problem(1000, "phase 2, from sample 250,000")
     assert str(problem) == (
         "global_batch_size=1000 (phase 2, from sample 250,000) must be a multiple of data_parallel_size * microbatch_size = "
@@ -131,8 +131,8 @@ def test_message_states_rule_numbers_place_and_fix():
     assert (problem.value, problem.divisor, problem.nearest_below, problem.nearest_above) == (1000, 512, 512, 1024)
 
 
-def test_all_phases_are_reported_at_once():
-    """Two bad phases are two problems of one error."""
+def test_split_reports_all_phases():
+    """Two invalid phases are two problems of one error."""
     with pytest.raises(BatchDivisibilityError, match="2 problems") as caught:
         BatchSplitter(data_parallel_size=4).split([6, 8, 10])
     assert len(caught.value.problems) == 2
@@ -158,15 +158,15 @@ def test_all_phases_are_reported_at_once():
         ),
     ],
 )
-def test_rules_that_cannot_be_meant_are_refused(keys, error, key):
-    """A splitter that could cut nothing is refused with the key to change."""
+def test_splitter_rejects_impossible_rules(keys, error, key):
+    """A splitter that could not split any batch is rejected, and the error has the key."""
     with pytest.raises(error) as caught:
         BatchSplitter(**({"data_parallel_size": 1} | keys))
     assert caught.value.key == key
 
 
-def test_strict_multiple_can_be_lifted():
-    """Without MaxText's rule any m will do, and m = 6 with 4 stages names 4 and 8 with it."""
+def test_strict_multiple_can_be_disabled():
+    """Without MaxText's rule any m is legal. With it, the error for m = 6 and 4 stages has 4 and 8."""
     with pytest.raises(PipelineShapeError, match="nearest: 4, 8") as caught:
         BatchSplitter(data_parallel_size=1, num_stages=4, num_pipeline_microbatches=6)
     assert caught.value.nearest == (4, 8)
@@ -174,14 +174,14 @@ def test_strict_multiple_can_be_lifted():
     assert shapes(splitter, [12]) == [(1, 6, 2)]
 
 
-def test_eval_has_no_accumulation_factor():
-    """Evaluation is cut by the same rules without G."""
+def test_for_eval_has_no_accumulation_factor():
+    """Evaluation is split by the same rules without G."""
     splitter = BatchSplitter(data_parallel_size=4, gradient_accumulation_steps=3)
     assert shapes(splitter.for_eval(), [48]) == [(1, 1, 12)]
 
 
-def test_a_split_checks_its_own_product():
-    """Factors that do not multiply to B are refused."""
+def test_batch_split_checks_its_product():
+    """Factors that do not multiply to B are rejected."""
     with pytest.raises(BatchDivisibilityError, match="global_batch_size=10 must be"):
         BatchSplit(
             global_batch_size=10, data_parallel_size=2, accumulation_steps=2, num_pipeline_microbatches=1, microbatch_size=2

@@ -33,8 +33,8 @@ def build(schedule, p, m, v=1, **options):
         (4, 2, 2, 9, Fraction(5, 9)),
     ],
 )
-def test_closed_forms(stages, microbatches, repeats, ticks, bubble):
-    """Ticks and bubble agree with the published tables, also with fewer microbatches than stages."""
+def test_closed_forms_agree_with_published_tables(stages, microbatches, repeats, ticks, bubble):
+    """Ticks and bubble agree with published tables, also with fewer microbatches than stages."""
     assert num_ticks(stages, microbatches, repeats) == ticks
     assert bubble_fraction(stages, microbatches, repeats) == bubble
 
@@ -54,8 +54,8 @@ def test_closed_forms(stages, microbatches, repeats, ticks, bubble):
         (4, 6, 18, 27, Fraction(1, 3), (4, 3, 2, 1), None),
     ],
 )
-def test_published_numbers_without_repeats(p, m, slots, span, bubble, peaks, zero_bubble_span):
-    """GPipe, 1F1B and ZB-H1 give the spans, bubbles and peaks that other implementations' tables have."""
+def test_build_agrees_with_published_numbers_without_repeats(p, m, slots, span, bubble, peaks, zero_bubble_span):
+    """GPipe, 1F1B and ZB-H1 have the spans, bubbles and peaks of other implementations' tables."""
     for schedule, live in (("gpipe", (m,) * p), ("1f1b", peaks)):
         table = build(schedule, p, m)
         assert (table.makespan, table.bubble_fraction, table.peak_live_microbatches) == (slots, bubble, live)
@@ -83,8 +83,8 @@ def test_published_numbers_without_repeats(p, m, slots, span, bubble, peaks, zer
         (4, 2, 2, 9, Fraction(5, 9), 2),
     ],
 )
-def test_published_numbers_with_repeats(p, m, v, ticks, bubble, peak):
-    """Interleaved and circular give the ticks, bubbles and peaks that other implementations' tables have."""
+def test_build_agrees_with_published_numbers_with_repeats(p, m, v, ticks, bubble, peak):
+    """Interleaved and circular have the ticks, bubbles and peaks of other implementations' tables."""
     for schedule, live in (("interleaved", peak), ("circular", m)):
         table = build(schedule, p, m, v)
         assert (table.makespan * v, table.bubble_fraction) == (2 * ticks, bubble)
@@ -92,8 +92,8 @@ def test_published_numbers_with_repeats(p, m, v, ticks, bubble, peak):
 
 
 @pytest.mark.parametrize(("m", "bubble", "peak"), [(6, 0.3455, Fraction(11, 2)), (5, 0.3750, 5), (8, 3 / 19, Fraction(11, 2))])
-def test_contiguous_groups_bubble_where_the_last_is_short(m, bubble, peak):
-    """Megatron's groups of 4 leave the bubbles that it warns of; balanced groups do not."""
+def test_contiguous_groups_have_a_larger_bubble(m, bubble, peak):
+    """Megatron's groups of 4 have the bubbles that it warns about. Balanced groups do not."""
     table = build("interleaved", 4, m, 2, group_size=4, backward_cost=2)
     assert float(table.bubble_fraction) == pytest.approx(bubble, abs=5e-5)
     assert table.peak_live_microbatches[0] == peak
@@ -101,8 +101,8 @@ def test_contiguous_groups_bubble_where_the_last_is_short(m, bubble, peak):
 
 
 @pytest.mark.parametrize("p", STAGES)
-def test_closed_forms_are_what_is_counted_without_repeats(p):
-    """Every p, every m up to 32: makespan, bubble and peak of every stage."""
+def test_closed_forms_agree_with_counts_without_repeats(p):
+    """Makespan, bubble and peak of every stage, for every p and every m up to 32."""
     for m in MICROBATCHES:
         for schedule in ("gpipe", "1f1b"):
             table = build(schedule, p, m, backward_cost=2)
@@ -117,8 +117,8 @@ def test_closed_forms_are_what_is_counted_without_repeats(p):
 
 @pytest.mark.parametrize("v", [2, 3, 4])
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 8])
-def test_closed_forms_are_what_is_counted_with_repeats(p, v):
-    """Every m up to 32: with repeats the bubble is 1/v of what it was, and stalls only below m = p."""
+def test_closed_forms_agree_with_counts_with_repeats(p, v):
+    """With repeats the bubble is 1/v as large, and only m < p stalls, for every m up to 32."""
     for m in MICROBATCHES:
         for schedule in ("interleaved", "circular"):
             table = build(schedule, p, m, v, backward_cost=2)
@@ -140,8 +140,8 @@ def peaks(schedule, p, m, v=1):
     forward=st.fractions(Fraction(1, 8), 8, max_denominator=16),
     backward=st.fractions(Fraction(1, 8), 8, max_denominator=16),
 )
-def test_every_timetable_can_be_run(schedule, p, m, v, forward, backward):
-    """Whatever the costs: each piece of work once, no stage in two places, inputs there before their use, all costs paid."""
+def test_every_timetable_is_valid(schedule, p, m, v, forward, backward):
+    """For any costs: each operation once, one at a time per stage, inputs before their use, and all costs counted."""
     v = v if schedule in ("interleaved", "circular") else 1
     m = max(m, p) if schedule == "zb-h1" else m
     table = build(schedule, p, m, v, forward_cost=forward, backward_cost=backward)
@@ -166,8 +166,8 @@ def test_every_timetable_can_be_run(schedule, p, m, v, forward, backward):
 
 
 @pytest.mark.parametrize(("p", "m", "v", "sends"), [(1, 4, 1, (0,)), (3, 4, 1, (4, 8, 4)), (3, 4, 2, (12, 16, 12))])
-def test_sends_are_counted(p, m, v, sends):
-    """Each stage sends its activations on and its gradients back; the ends of the pipeline send nothing."""
+def test_sends_per_stage(p, m, v, sends):
+    """Each stage sends activations forward and gradients backward. The ends of the pipeline send nothing."""
     assert build("interleaved" if v > 1 else "1f1b", p, m, v).sends_per_stage == sends
 
 
@@ -189,16 +189,16 @@ def test_sends_are_counted(p, m, v, sends):
         ({"num_microbatches": 10**9}, "microbatches", (166_666,)),
     ],
 )
-def test_what_is_not_defined_is_refused(change, key, nearest):
-    """Each refusal names what to change, and at most p, m and costs for which the schedule is defined."""
+def test_build_rejects_undefined_schedules(change, key, nearest):
+    """Each error has the key to change, and the nearest numbers for which the schedule is defined."""
     shape = {"schedule": "1f1b", "num_stages": 4, "num_microbatches": 8} | change
     with pytest.raises(PipelineShapeError) as caught:
         Timetable.build(**shape)
     assert (caught.value.key, caught.value.nearest) == (key, nearest)
 
 
-def test_notebook_table():
-    """The HTML table has a row a stage, and as many columns as ticks in each."""
+def test_html_has_a_row_per_stage():
+    """The HTML table has a row per stage with a column per tick."""
     html = build("1f1b", 3, 4)._repr_html_()
     assert html.count("<tr>") == 3
     assert "F3" in html

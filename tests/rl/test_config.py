@@ -29,15 +29,15 @@ REFUSED = [case for case in CASES if case["expect"]["validator"] == "rejects"]
 
 
 def planned(case):
-    """Return our configuration and plan of a case of MaxText RL."""
+    """Return configuration and plan of a MaxText RL case."""
     config = {name: value for name, value in case["config"].items() if name != "rl"} | case["config"].get("rl", {})
     config = RolloutConfig(**config, num_prompts=case["dataset_prompts"])
     return config, build_rollout_plan(config, config.ici_fsdp_parallelism)
 
 
 @pytest.mark.parametrize("case", ACCEPTED, ids=lambda case: case["name"])
-def test_cases_of_maxtext_rl(case):
-    """The same file gives the numbers that MaxText RL has, or an error where its batch does not go to its devices evenly."""
+def test_plan_agrees_with_maxtext_rl(case):
+    """The same file gives the numbers of MaxText RL, or an error if its batch does not divide over its devices."""
     expect = case["expect"]
     devices = case["config"].get("ici_fsdp_parallelism", 1)
     if expect["microbatch_samples"][0] % devices:
@@ -56,16 +56,16 @@ def test_cases_of_maxtext_rl(case):
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case["name"])
-def test_what_maxtext_rl_rejects_is_refused(case):
-    """Every file that MaxText RL rejects is an error here, with a key and what to write instead."""
+def test_plan_rejects_files_that_maxtext_rl_rejects(case):
+    """Every file that MaxText RL rejects raises an error with a key and a legal value."""
     with pytest.raises(RampupError) as caught:
         planned(case)
     assert caught.value.key in ROLLOUT_KEYS
     assert caught.value.nearest
 
 
-def test_rl_yml_is_a_plan():
-    """The configuration that comes with rampup can be planned for 1 to 64 devices, and says which keys it sets."""
+def test_rl_yml_can_be_planned():
+    """The shipped configuration can be planned for 1 to 64 devices, and records the keys that it sets."""
     config = load_rollout_config(RL)
     assert config.where("rl.num_generations").startswith(f"{RL}:")
     for devices in (1, 2, 4, 8, 64):
@@ -74,8 +74,8 @@ def test_rl_yml_is_a_plan():
         assert plan.policy_updates.microbatch_size * devices == 64
 
 
-def test_files_are_told_apart(tmp_path):
-    """A rollout's file is known by its keys, also through base_config; every other configuration is a ramp's."""
+def test_is_rollout_file(tmp_path):
+    """A rollout's file is recognized by its keys, also through base_config. Every other configuration is a ramp's."""
     assert is_rollout_file(RL)
     for path in (ROOT / "configs").glob("*.yml"):
         assert is_rollout_file(path) == (path.stem == "rl")
@@ -92,8 +92,8 @@ def test_files_are_told_apart(tmp_path):
         assert is_rollout_file(tmp_path / "some.yml") == expected, text
 
 
-def test_nested_dotted_and_overridden(tmp_path):
-    """`rl:` with keys under it, a dotted key, the command line and the environment all set the same value."""
+def test_load_nested_dotted_and_overridden_keys(tmp_path):
+    """`rl:` with nested keys, a dotted key, the command line and the environment set the same value."""
     file = tmp_path / "some.yml"
     for text, overrides, environ, value in [
         ("rl:\n  num_generations: 3", [], {}, 3),
@@ -128,8 +128,8 @@ def test_nested_dotted_and_overridden(tmp_path):
         ("experience_dtype: float33", "experience_dtype"),
     ],
 )
-def test_bad_files(text, key, tmp_path):
-    """Unknown, mistyped and contradictory keys are errors that name file and key."""
+def test_load_rejects_bad_files(text, key, tmp_path):
+    """Unknown, mistyped and contradictory keys raise errors with file and key."""
     (tmp_path / "bad.yml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         load_rollout_config(tmp_path / "bad.yml")
@@ -141,8 +141,8 @@ INTS = [name for name, key in ROLLOUT_KEYS.items() if key.kind == "int"]
 
 
 @pytest.mark.parametrize("name", INTS)
-def test_bad_numbers(name):
-    """Every count refuses zero where it must, negatives, fractions, text and the huge."""
+def test_counts_reject_bad_numbers(name):
+    """Every count rejects zero if it must be positive, negative numbers, fractions, text and huge numbers."""
     key = ROLLOUT_KEYS[name]
     bad = [-2, 1.5, "x", True, 10**19, float("nan")] + ([] if key.minimum == 0 else [0]) + ([] if key.nullable else [None])
     bad += [] if key.maximum is None else [int(key.maximum) + 1]
@@ -156,8 +156,8 @@ def test_bad_numbers(name):
     st.fixed_dictionaries({name: st.integers(1, 12) for name in ("batch_size", "num_batches", "num_epoch", "num_prompts")}),
     st.fractions(0, 1) | st.fractions(0, 1, max_denominator=40),
 )
-def test_the_number_of_steps_is_that_of_counting(sizes, fraction):
-    """Steps are the whole batches that counting prompts one by one gives; none at all is an error."""
+def test_num_steps_agrees_with_counting(sizes, fraction):
+    """Steps are the full batches of counting prompts one by one. None at all is an error."""
     asked = [
         i
         for i in range(sizes["num_batches"] * sizes["batch_size"])
@@ -196,8 +196,8 @@ counts = st.sampled_from([-1, 1, 2, 3, 4, 6, 8, 12])
     ),
     st.integers(1, 16),
 )
-def test_any_configuration_is_a_plan_or_an_error_with_a_key(keys, devices):
-    """Whatever the sizes are: a plan, or errors that each name a key of the file."""
+def test_build_rollout_plan_returns_a_plan_or_an_error_with_a_key(keys, devices):
+    """Any sizes give a plan, or errors that each name a key of the file."""
     try:
         plan = build_rollout_plan(RolloutConfig(**keys), devices)
     except RampupError as error:
@@ -209,8 +209,8 @@ def test_any_configuration_is_a_plan_or_an_error_with_a_key(keys, devices):
     assert json.dumps(plan.to_dict())
 
 
-def test_defaults_of_sizes():
-    """-1 is the size that the comment names: the whole batch, the mini batch, the policy's size."""
+def test_default_sizes():
+    """-1 is the size in the documentation of the key: the batch, the mini batch or the policy's size."""
     config = RolloutConfig(batch_size=24, mini_batch_size=12, train_micro_batch_size=4, enable_critic=True)
     plan = build_rollout_plan(config, 2)
     assert (plan.policy_updates.mini_batch_samples, plan.policy_updates.microbatch_size) == (96, 16)
@@ -223,8 +223,8 @@ def test_defaults_of_sizes():
     assert (plan.critic_updates.mini_batch_samples, plan.critic_updates.optimizer_steps) == (64, 9)
 
 
-def test_errors_say_where_the_value_stands():
-    """An error of the plan carries file and line of the key to blame."""
+def test_build_rollout_plan_errors_have_the_location():
+    """An error of the plan has file and line of its key."""
     config = load_rollout_config(RL, ["train_micro_batch_size=3"])
     with pytest.raises(BatchDivisibilityError, match=r"\[train_micro_batch_size: command line\]"):
         build_rollout_plan(config, 4)
@@ -232,14 +232,14 @@ def test_errors_say_where_the_value_stands():
         build_rollout_plan(load_rollout_config(RL), 7)
 
 
-def test_devices_must_be_known():
+def test_build_rollout_plan_needs_devices():
     """Without a number of devices there is no plan."""
     with pytest.raises(ConfigError, match="num_devices=-1"):
         build_rollout_plan(RolloutConfig())
 
 
-def test_notes_name_what_is_dropped():
-    """Prompts that fill no batch are said, in training and in evaluation."""
+def test_rollout_notes_about_dropped_prompts():
+    """Notes count the prompts that do not fill a batch, in training and in evaluation."""
     config = RolloutConfig(batch_size=32, num_prompts=100, test_batch_start_index=3)
     notes = " ".join(rollout_notes(config, build_rollout_plan(config, 4)))
     assert "4 prompts do not fill a last batch_size=32" in notes
@@ -248,8 +248,8 @@ def test_notes_name_what_is_dropped():
     assert rollout_notes(clean, build_rollout_plan(clean, 4)) == ()
 
 
-def test_a_ramps_file_is_refused_as_a_rollout_and_the_other_way_round():
-    """A ramp's file names its first foreign key, a rollout's says what it is."""
+def test_load_rejects_the_other_kind_of_file():
+    """The error for a ramp's file has its first unknown key, and that for a rollout's file names its kind."""
     with pytest.raises(ConfigError, match="unknown key"):
         load_rollout_config(ROOT / "configs" / "base.yml")
     with pytest.raises(ConfigError, match="configuration of a rollout"):

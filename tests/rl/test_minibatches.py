@@ -22,7 +22,7 @@ from rampup.rl.updates import Training
 
 
 def make(prompts=12, n=2, mini=4, micro=1, replicas=2, *, epochs=2, pad=False, unit="prompts", **options):
-    """Return a plan; the microbatch counts samples per replica."""
+    """Return a plan whose microbatch counts samples per replica."""
     policy = Training(
         mini_batch=Size(count=mini, unit=unit),
         microbatch=Size(count=micro, unit="samples", scope="replica"),
@@ -34,7 +34,7 @@ def make(prompts=12, n=2, mini=4, micro=1, replicas=2, *, epochs=2, pad=False, u
 
 
 def rows_of(batches):
-    """Return position and real rows of every mini batch, as read from its microbatches' arrays."""
+    """Return position and real rows of every mini batch, read from its microbatches' arrays."""
     return [
         (b.position, [int(x) for m in b.microbatches for x, w in zip(m.samples["id"], m.weights, strict=True) if w])
         for b in batches
@@ -42,7 +42,7 @@ def rows_of(batches):
 
 
 def samples(plan):
-    """Return a step's samples, whose ids are their rows."""
+    """Return the samples of a step. Their ids are their rows."""
     ids = np.arange(plan.samples_per_step)
     return {"id": ids, "tokens": ids[:, None] + np.zeros((1, 3), int)}
 
@@ -52,8 +52,8 @@ sizes = st.integers(1, 6)
 
 @settings(deadline=None)
 @given(sizes, sizes, sizes, sizes, sizes, st.booleans(), st.integers(0, 3), st.booleans())
-def test_none_lost_and_none_twice(prompts, n, mini, micro, replicas, pad, seed, together):
-    """Every epoch holds every sample once, in microbatches of one shape, and weights mark exactly the real rows."""
+def test_mini_batches_have_every_sample_once(prompts, n, mini, micro, replicas, pad, seed, together):
+    """Every epoch has every sample once, in microbatches of one shape, and weights mark exactly the real rows."""
     try:
         plan = make(prompts, n, mini, micro, replicas, pad=pad)
     except RampupError:
@@ -76,8 +76,8 @@ def test_none_lost_and_none_twice(prompts, n, mini, micro, replicas, pad, seed, 
     assert padded == updates.padded_samples * updates.num_epochs
 
 
-def test_resume_at_every_optimizer_step():
-    """Starting anywhere, by number or by position, gives exactly what an undisturbed run gives from there on."""
+def test_mini_batches_resume_at_every_optimizer_step():
+    """Starting at any number or position gives the rest of an uninterrupted run."""
     plan = make(critic=Training(mini_batch=Size(count=6, unit="prompts"), data_parallel_size=4, num_epochs=3))
     for model in ("policy", "critic"):
         steps = plan.updates(model).optimizer_steps
@@ -90,8 +90,8 @@ def test_resume_at_every_optimizer_step():
         assert [position.optimizer_step for position, _ in whole] == list(range(2 * steps, 3 * steps))
 
 
-def test_orders_differ_where_they_should():
-    """Every seed, rollout, epoch and model has an order of its own; the same ones give the same order."""
+def test_shuffle_depends_on_seed_rollout_epoch_and_model():
+    """Every seed, rollout, epoch and model has its own order, and the same ones have the same order."""
     plan = make(epochs=3, critic=Training(mini_batch=Size(count=4, unit="prompts"), num_epochs=2))
     orders = set()
     for seed, step, model in [(0, 0, "policy"), (1, 0, "policy"), (0, 1, "policy"), (0, 0, "critic")]:
@@ -104,20 +104,20 @@ def test_orders_differ_where_they_should():
     assert len(orders) == 3 * 3 + 2
 
 
-def test_the_order_is_the_same_on_every_machine():
-    """The order of seed 0 is fixed for good: a run that is resumed with newer libraries goes on with it."""
+def test_shuffle_is_stable():
+    """The order of seed 0 is fixed, so that a run resumed with newer libraries keeps its order."""
     found = mini_batches(np.arange(24), make(), step=0, seed=0)
     assert [row // 2 for row in next(found).rows[::2].tolist()] == [8, 3, 5, 10]
 
 
-def test_without_a_seed_the_order_is_that_of_generation():
-    """None keeps the samples as they came, so that training can begin before generation ends."""
+def test_mini_batches_without_a_seed_keep_the_order():
+    """Without a seed, samples keep the order of generation, so that training can overlap with it."""
     rows = [row for b in mini_batches(np.arange(24), make(epochs=1), step=0, seed=None) for row in b.rows]
     assert rows == list(range(24))
 
 
-def test_prompts_stay_together_or_are_told_apart():
-    """Mini batches that must cut prompts apart are an error, unless that is asked for."""
+def test_keep_prompts_together():
+    """Mini batches that would separate the responses to a prompt are an error, unless it is allowed."""
     plan = make(prompts=4, n=3, mini=2, unit="samples")
     with pytest.raises(ConfigError, match="samples_per_prompt=3"):
         mini_batches(samples(plan), plan, step=0, seed=0)
@@ -126,8 +126,8 @@ def test_prompts_stay_together_or_are_told_apart():
     assert len(list(mini_batches(samples(plan), plan, step=0, seed=None))) == 12
 
 
-def test_summed_weighted_gradients_are_those_of_the_mini_batch():
-    """Accumulated over padded microbatches and divided by the weight, gradients equal those of the mini batch at once."""
+def test_weighted_gradients_equal_those_of_the_mini_batch():
+    """Gradients accumulated over padded microbatches, divided by the weight, equal those of the mini batch."""
     plan = make(prompts=7, n=3, mini=3, micro=2, replicas=2, epochs=1, pad=True)
     rng = np.random.default_rng(0)
     data = {"x": jnp.asarray(rng.normal(size=(21, 4))), "y": jnp.asarray(rng.normal(size=21))}
@@ -148,8 +148,8 @@ def test_summed_weighted_gradients_are_those_of_the_mini_batch():
     assert shapes == [(4,)]
 
 
-def test_microbatches_are_a_sequence():
-    """They can be counted, indexed and sliced; nothing is made before it is asked for."""
+def test_microbatches_are_a_lazy_sequence():
+    """They have a length, an index and slices, and are created on access."""
     batch = next(mini_batches(np.arange(24), make(), step=0, seed=0))
     assert len(batch.microbatches) == 4
     assert batch.microbatches[-1].rows.tolist() == list(batch.microbatches)[3].rows.tolist()
@@ -158,8 +158,8 @@ def test_microbatches_are_a_sequence():
         batch.microbatches[4]
 
 
-def test_a_token_budget_leaves_the_cutting_to_packing():
-    """With a budget a mini batch has rows, which packing cuts into no more passes than the plan says, none lost."""
+def test_token_budget_is_packed_within_the_planned_passes():
+    """With a token budget, `pack` splits the rows of a mini batch into at most the planned passes."""
     policy = Training(
         mini_batch=Size(count=8, unit="prompts"),
         microbatch=Size(count=64, unit="tokens", scope="replica"),
@@ -193,8 +193,8 @@ def test_a_token_budget_leaves_the_cutting_to_packing():
         ({"samples": {"a": np.arange(24), "b": np.arange(25)}}, DataError),
     ],
 )
-def test_bad_arguments(arguments, error):
-    """Wrong rows, starts and seeds are errors at the call, before anything trains."""
+def test_mini_batches_rejects_bad_arguments(arguments, error):
+    """Wrong rows, starts and seeds raise errors at the call, before training."""
     arguments = {"step": 0, "seed": 0} | arguments
     with pytest.raises(error):
         mini_batches(arguments.pop("samples", np.arange(24)), make(), **arguments)
@@ -202,7 +202,7 @@ def test_bad_arguments(arguments, error):
 
 @given(st.lists(st.integers(0, 7), max_size=12), st.integers(1, 9))
 def test_regroup(chunks, num_rows):
-    """The rows come out in order, in parts of the asked size; what is left over is an error after all whole parts."""
+    """Rows keep their order in parts of the requested size. Left-over rows raise an error after all full parts."""
     bounds = np.cumsum([0, *chunks])
     parts, left = [], None
     try:
@@ -215,7 +215,7 @@ def test_regroup(chunks, num_rows):
 
 
 def test_regroup_keeps_jax_arrays():
-    """Chunks on the device stay there."""
+    """Chunks on a device stay there."""
     (part,) = regroup([jnp.arange(2), jnp.arange(2, 4)], 4)
     assert isinstance(part, jax.Array)
     assert part.tolist() == [0, 1, 2, 3]
@@ -229,8 +229,8 @@ def threads():
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_generation_overlaps_with_training(ahead):
-    """Generation i+1 starts before training i ends, training starts after its generation, and nobody runs further ahead."""
+def test_overlap_limits_generation_ahead(ahead):
+    """Generation i+1 starts before training i ends, training starts after its generation, and `ahead` is respected."""
     times, number, started = {}, 6, [threading.Event() for _ in range(7)]
 
     def generate(i):
@@ -261,8 +261,8 @@ def test_generation_overlaps_with_training(ahead):
 @pytest.mark.parametrize("where", ["generate", "requests"])
 @pytest.mark.parametrize("failing", [0, 2])
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, SystemExit])
-def test_the_generators_error_comes_at_its_place(where, failing, kind):
-    """What the other thread raises at item i is raised here after the items before it have trained."""
+def test_overlap_raises_generator_errors_in_order(where, failing, kind):
+    """An exception of the other thread at item i is raised after the items before it have trained."""
 
     def generate(number):
         if where == "generate" and number == failing:
@@ -282,8 +282,8 @@ def test_the_generators_error_comes_at_its_place(where, failing, kind):
     assert not threads()
 
 
-def test_the_trainings_error_stops_the_generator():
-    """When training raises, no further call is made, the one under way ends, and requests are closed in their own thread."""
+def test_overlap_stops_generation_on_training_errors():
+    """If training raises, there are no further calls, the call in progress ends, and its thread closes the requests."""
     closed, generated = [], []
 
     def requests():
@@ -309,8 +309,8 @@ def test_the_trainings_error_stops_the_generator():
     assert len(generated) <= 4
 
 
-def test_both_failing_loses_no_error():
-    """When the generator fails while training does, the exception that goes on tells of it."""
+def test_overlap_reports_both_errors():
+    """If generation fails too, the exception of training has a note about it."""
 
     def generate(number):
         if number == 1:
@@ -326,8 +326,8 @@ def test_both_failing_loses_no_error():
     assert caught.value.__notes__ == ["the generator failed too: ValueError: out of prompts"]
 
 
-def test_closing_cancels_and_joins():
-    """Closing, or dropping, the iterator ends the thread; a call under way is told to return soon."""
+def test_overlap_close_cancels_and_joins():
+    """Closing or dropping the iterator ends the thread, and `on_cancel` can interrupt a call in progress."""
     released, told = threading.Event(), []
 
     def generate(number):
@@ -350,8 +350,8 @@ def test_closing_cancels_and_joins():
     assert not threads()
 
 
-def test_nothing_starts_before_it_is_asked_for():
-    """An iterator that nobody reads has no thread; on_cancel is not called after a complete run."""
+def test_overlap_starts_on_first_use():
+    """An unused iterator has no thread, and `on_cancel` is not called after a complete run."""
     told = []
     unread = overlap(lambda x: x, lambda x: x, range(3))
     assert not threads()
@@ -361,8 +361,8 @@ def test_nothing_starts_before_it_is_asked_for():
     assert told == []
 
 
-def test_ctrl_c_in_the_consumer_joins():
-    """A KeyboardInterrupt while this thread waits for a microbatch, or trains, ends the thread and goes on."""
+def test_overlap_joins_on_keyboard_interrupt():
+    """A KeyboardInterrupt while waiting or training ends the thread and propagates."""
     for waiting in (True, False):
         started = threading.Event()
 
@@ -386,7 +386,7 @@ def test_ctrl_c_in_the_consumer_joins():
 
 
 def test_overlap_with_jax():
-    """Generation and training on devices give what taking turns gives."""
+    """Generation and training on devices give the same result as without overlap."""
     generate = jax.jit(lambda x: jnp.sin(x) * jnp.ones((4, 8)))
     train = jax.jit(lambda x: x.sum())
     values = [jnp.float32(i) for i in range(5)]
@@ -394,7 +394,7 @@ def test_overlap_with_jax():
     assert found == [float(train(generate(x))) for x in values]
 
 
-def test_ahead_must_be_positive():
-    """Taking turns needs no thread."""
+def test_overlap_rejects_ahead_below_one():
+    """`ahead` must be at least 1."""
     with pytest.raises(ConfigError, match="ahead=0"):
         overlap(lambda x: x, lambda x: x, [1], ahead=0)

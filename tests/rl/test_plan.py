@@ -28,7 +28,7 @@ def make(batch=64, n=4, mini=16, micro=2, replicas=4, **options):
     return RolloutPlan(rollout_batch=prompts(batch), samples_per_prompt=n, policy=policy, **options)
 
 
-def test_a_step_in_numbers():
+def test_plan_numbers():
     """Prompts, samples, mini batches, passes, optimizer steps and evaluation follow from the sizes."""
     plan = make(num_steps=10, eval_prompts=12, eval_samples_per_prompt=3, generation=prompts(8))
     expected = {
@@ -50,8 +50,8 @@ def test_a_step_in_numbers():
     assert expected.items() <= plan.to_dict().items()
 
 
-def test_the_critic_has_sizes_of_its_own_and_trains_first():
-    """The critic's mini batch, replicas and epochs are its own, and it comes before the policy."""
+def test_critic_has_its_own_sizes_and_trains_first():
+    """The critic has its own mini batch, replicas and epochs, and trains before the policy."""
     critic = Training(mini_batch=prompts(32), microbatch=per_replica(8), data_parallel_size=2, num_epochs=3)
     plan = make(critic=critic)
     assert [updates.model for updates in plan.order] == ["critic", "policy"]
@@ -60,8 +60,8 @@ def test_the_critic_has_sizes_of_its_own_and_trains_first():
     assert plan.to_dict()["optimizer_steps"] == 8
 
 
-def test_everything_wrong_is_said_at_once():
-    """Policy, critic and generation are checked together, each error with legal values."""
+def test_plan_reports_all_problems():
+    """Policy, critic and generation are checked together, and each error has legal values."""
     critic = Training(mini_batch=prompts(24), data_parallel_size=4)
     with pytest.raises(BatchDivisibilityError) as caught:
         make(mini=15, critic=critic, generation=prompts(5))
@@ -75,8 +75,8 @@ def test_everything_wrong_is_said_at_once():
 @pytest.mark.parametrize(
     ("batch", "n", "replicas", "nearest"), [(10, 3, 8, (8, 16)), (3, 3, 8, (8,)), (7, 4, 8, (6, 8)), (12, 1, 8, (8, 16))]
 )
-def test_a_batch_that_no_mini_batch_can_cut(batch, n, replicas, nearest):
-    """Where not even the whole batch goes to the replicas evenly, the batch is to blame."""
+def test_plan_rejects_a_batch_without_a_legal_mini_batch(batch, n, replicas, nearest):
+    """If not even the whole batch divides over the replicas, the error is about the batch."""
     with pytest.raises(BatchDivisibilityError) as caught:
         make(batch, n, batch, 1, replicas)
     assert (caught.value.key, caught.value.nearest) == ("rollout_batch", nearest)
@@ -85,8 +85,8 @@ def test_a_batch_that_no_mini_batch_can_cut(batch, n, replicas, nearest):
 
 
 @pytest.mark.parametrize("off", [-1, 0, 1])
-def test_boundaries(off):
-    """Each rule holds at its boundary and fails one beside it."""
+def test_plan_rules_at_their_boundaries(off):
+    """Each rule passes at its boundary and fails one away from it."""
     for options in ({"mini": 16 + off}, {"micro": 4 + off}, {"generation": prompts(8 + off)}):
         if off:
             with pytest.raises(BatchDivisibilityError):
@@ -95,16 +95,16 @@ def test_boundaries(off):
             make(**options)
 
 
-def test_samples_that_are_no_whole_prompts():
-    """A batch in samples must be whole prompts; its nearest sizes are."""
+def test_plan_rejects_fractions_of_prompts():
+    """A batch in samples must have whole prompts, and so have its nearest sizes."""
     policy = Training(mini_batch=Size(count=5, unit="samples"))
     with pytest.raises(BatchDivisibilityError) as caught:
         RolloutPlan(rollout_batch=Size(count=24, unit="samples"), samples_per_prompt=5, policy=policy)
     assert caught.value.nearest == (20, 25)
 
 
-def test_a_batch_that_is_no_multiple_of_what_the_mini_batch_counts():
-    """Mini batches in prompts of each of 2 replicas cannot make up 3 prompts: the batch is to blame, with sizes that work."""
+def test_plan_rejects_a_batch_that_does_not_fit_the_mini_batch_unit():
+    """Mini batches in prompts per replica, with 2 replicas, cannot make up 3 prompts. The error is about the batch."""
     policy = Training(mini_batch=Size(count=1, unit="prompts", scope="replica"), data_parallel_size=2)
     with pytest.raises(BatchDivisibilityError) as caught:
         RolloutPlan(rollout_batch=prompts(3), samples_per_prompt=2, policy=policy)
@@ -113,8 +113,8 @@ def test_a_batch_that_is_no_multiple_of_what_the_mini_batch_counts():
         RolloutPlan(rollout_batch=prompts(count), samples_per_prompt=2, policy=policy)
 
 
-def test_sizes_per_process():
-    """As trlX counts, per process: 128 samples on each of 8 are 1,024, in mini batches of 32 on each."""
+def test_plan_with_sizes_per_process():
+    """Sizes per process, as in trlX: 128 samples on each of 8 processes are 1,024, in mini batches of 32 on each."""
     policy = Training(mini_batch=Size(count=32, unit="samples", scope="process"), data_parallel_size=8, num_epochs=4)
     plan = RolloutPlan(rollout_batch=Size(count=128, unit="samples", scope="process"), samples_per_prompt=1, policy=policy)
     assert (plan.samples_per_step, plan.policy_updates.optimizer_steps, plan.policy_updates.mini_batch_samples) == (
@@ -124,7 +124,7 @@ def test_sizes_per_process():
     )
 
 
-def test_padding_makes_a_short_last_mini_batch():
+def test_padded_plan_has_a_short_last_mini_batch():
     """100 samples in mini batches of 32 on 3 replicas: four optimizer steps, the last of 4 samples, padded to the shape."""
     policy = Training(mini_batch=Size(count=32, unit="samples"), microbatch=per_replica(4), data_parallel_size=3)
     plan = RolloutPlan(rollout_batch=prompts(100), samples_per_prompt=1, policy=policy, pad=True)
@@ -148,8 +148,8 @@ def test_padding_makes_a_short_last_mini_batch():
         {"batch": 10**9, "n": 2},
     ],
 )
-def test_nonsense_is_refused(options):
-    """Counts that are no counts are errors with a key."""
+def test_plan_rejects_bad_counts(options):
+    """Counts that are not positive whole numbers raise errors with a key."""
     with pytest.raises(ConfigError) as caught:
         make(**options)
     assert caught.value.key
@@ -160,7 +160,7 @@ sizes = st.integers(1, 12)
 
 @given(sizes, sizes, sizes, sizes, sizes, sizes, st.booleans())
 def test_any_sizes_give_a_plan_or_an_error(batch, n, mini, micro, replicas, generation, pad):
-    """Whatever the sizes are, there is a consistent plan, or an error whose offers are sizes from 1."""
+    """Any sizes give a consistent plan, or an error whose nearest values are at least 1."""
     try:
         plan = make(batch, n, mini, micro, replicas, generation=prompts(generation), pad=pad)
     except RampupError as error:
@@ -176,8 +176,8 @@ def test_any_sizes_give_a_plan_or_an_error(batch, n, mini, micro, replicas, gene
 
 
 @pytest.mark.parametrize(("rollout", "train"), [(2, 8), (8, 2), (4, 4), (16, 16)])
-def test_calls_before_a_microbatch(rollout, train):
-    """A microbatch waits for the call that gives its last sample: counted sample by sample."""
+def test_calls_before_agrees_with_counting(rollout, train):
+    """A microbatch waits for the call that generates its last sample, counted sample by sample."""
     policy = Training(mini_batch=prompts(16), microbatch=prompts(train))
     plan = RolloutPlan(rollout_batch=prompts(16), samples_per_prompt=3, policy=policy, generation=prompts(rollout))
     call_of_sample = [sample // (rollout * 3) + 1 for sample in range(48)]
@@ -185,8 +185,8 @@ def test_calls_before_a_microbatch(rollout, train):
     assert [plan.calls_before(i) for i in range(16 // train)] == expected
 
 
-def test_positions_are_looked_up():
-    """Every optimizer step's position is the one that counting gives, for both models."""
+def test_position_agrees_with_counting():
+    """Every optimizer step has the position of counting, for both models."""
     plan = make(num_steps=3, critic=Training(mini_batch=prompts(32), data_parallel_size=2, num_epochs=3))
     for model in ("policy", "critic"):
         updates = plan.updates(model)
@@ -205,14 +205,14 @@ def test_positions_are_looked_up():
                 plan.position(bad, model=model)
 
 
-def test_a_model_that_is_not_there():
-    """Without a critic there are no critic updates to ask for."""
+def test_updates_of_a_missing_model():
+    """Without a critic there are no critic updates."""
     with pytest.raises(ConfigError, match="must be one of policy"):
         make().updates("critic")
 
 
-def test_stored_experience():
-    """Bytes per step and replica follow from bytes per sample; a critic's values and returns are included."""
+def test_stored_experience_bytes():
+    """Bytes per step and replica follow from bytes per sample, including a critic's values and returns."""
     experience = Experience(max_prompt_length=10, max_response_length=20)
     without, with_critic = make(experience=experience), make(experience=experience, critic=Training(mini_batch=prompts(64)))
     stored = without.to_dict()["experience"]
@@ -222,8 +222,8 @@ def test_stored_experience():
     assert make().to_dict()["experience"] is None
 
 
-def test_what_follows_from_the_70b_case_of_verl():
-    """Of a mini batch of 256, Megatron's 16 replicas get 16 samples and FSDP's 32 get 8, so one of 16 fits one only."""
+def test_plan_of_verls_70b_case():
+    """With a mini batch of 256, Megatron's 16 replicas have 16 samples and FSDP's 32 have 8, so 16 fits only one."""
     world = 32 * 8
     shares = {}
     for backend, replicas in {
@@ -242,8 +242,8 @@ def test_what_follows_from_the_70b_case_of_verl():
     assert caught.value.nearest == (8,)
 
 
-def test_in_a_notebook():
-    """A plan shows itself as a table of its numbers."""
+def test_html_is_a_table():
+    """In a notebook, a plan is a table of its numbers."""
     page = make()._repr_html_()
     assert ">samples_per_step</th>" in page
     assert ">256</td>" in page

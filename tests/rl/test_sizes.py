@@ -20,35 +20,35 @@ from rampup.rl.sizes import BYTES, Experience, Size, data_parallel_size
         ("samples", "process", 12),
     ],
 )
-def test_every_unit_and_scope_becomes_samples_of_the_job(unit, scope, samples):
-    """Prompts count their responses, sizes per replica or process count all replicas."""
+def test_samples_of_every_unit_and_scope(unit, scope, samples):
+    """Prompts count their responses, and sizes per replica or process count all replicas."""
     assert Size(count=3, unit=unit, scope=scope).samples(samples_per_prompt=5, data_parallel_size=4) == samples
 
 
-def test_text():
-    """A size says what it counts and of what."""
+def test_size_as_text():
+    """The text has count, unit and scope."""
     assert str(Size(count=1, unit="prompts")) == "1 prompt"
     assert str(Size(count=2, unit="samples", scope="process")) == "2 samples per process"
 
 
 @pytest.mark.parametrize("count", [0, -1, MAX_SAMPLES + 1, True, 1.5, "3", None])
-def test_bad_counts(count):
-    """A count is a whole number from 1 to 10**9; the error names the key that it was written as."""
+def test_size_rejects_bad_counts(count):
+    """A count is a whole number from 1 to 10**9, and the error has the configuration key."""
     with pytest.raises(ConfigError) as caught:
         Size(count=count, unit="prompts", key="batch_size")
     assert caught.value.key == "batch_size"
     assert "batch_size=" in str(caught.value)
 
 
-def test_bad_unit_and_scope_at_once():
-    """Everything that is wrong with a size is said together."""
+def test_size_reports_all_problems():
+    """All problems of a size are in one error."""
     with pytest.raises(ConfigError) as caught:
         Size(count=0, unit="tonnes", scope="world")
     assert len(caught.value.problems) == 3
 
 
-def test_the_70b_case_of_verl():
-    """32 nodes of 8 devices with TP 8, PP 2 and SP 8: 16 replicas in Megatron, whose SP lies on the TP devices; 32 in FSDP.
+def test_data_parallel_size_of_verls_70b_case():
+    """32 nodes of 8 devices with TP 8, PP 2 and SP 8: 16 replicas in Megatron, whose SP uses the TP devices; 32 in FSDP.
 
     Multiplying all three, as one might read the file, would give 2.
     """
@@ -59,8 +59,8 @@ def test_the_70b_case_of_verl():
 
 
 @given(*[st.integers(1, 8)] * 4, st.integers(1, 5000))
-def test_data_parallel_size_or_the_nearest_worlds(tensor, pipeline, context, sequence, world):
-    """Devices are shared out exactly, or the error's nearest numbers of devices can be, and none lies closer."""
+def test_data_parallel_size_or_the_nearest_devices(tensor, pipeline, context, sequence, world):
+    """The devices divide evenly, or the error has the nearest numbers of devices that do."""
     sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "sequence": sequence}
     shared = tensor * pipeline * context * sequence
     try:
@@ -73,23 +73,23 @@ def test_data_parallel_size_or_the_nearest_worlds(tensor, pipeline, context, seq
             assert abs(near - world) < shared or near == shared
 
 
-def test_bad_parallel_sizes_at_once():
+def test_data_parallel_size_reports_all_problems():
     """Every size below 1 is named."""
     with pytest.raises(RampupError) as caught:
         data_parallel_size(0, tensor=-1, context=0, key="world_size")
     assert [problem.key for problem in caught.value.problems] == ["world_size", "tensor", "context"]
 
 
-def test_bytes_are_those_of_numpy():
-    """Every type's size is NumPy's; bfloat16, which NumPy lacks, has two bytes."""
+def test_bytes_agree_with_numpy():
+    """Every type has NumPy's size. bfloat16, which NumPy lacks, has two bytes."""
     for name, size in BYTES.items():
         assert size == (2 if name == "bfloat16" else np.dtype(name).itemsize)
 
 
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("reference", [False, True])
-def test_memory_is_that_of_the_arrays(critic, reference):
-    """The bytes are those of arrays of these shapes and types, added up."""
+def test_experience_bytes_agree_with_arrays(critic, reference):
+    """The bytes are the sum of those of arrays of these shapes and types."""
     experience = Experience(max_prompt_length=7, max_response_length=5, reference=reference, value_dtype="float16")
     arrays = {"tokens": np.zeros(12, np.int32), "attention_mask": np.zeros(12, bool), "response_mask": np.zeros(5, bool)}
     names = ["log_probabilities", "rewards", "advantages"]
@@ -102,7 +102,7 @@ def test_memory_is_that_of_the_arrays(critic, reference):
     assert experience.bytes_per_sample(critic=critic) == sum(array.nbytes for array in arrays.values())
 
 
-def test_everything_wrong_is_said_at_once():
+def test_experience_reports_all_problems():
     """Lengths and types are checked together."""
     with pytest.raises(ConfigError) as caught:
         Experience(max_prompt_length=0, max_response_length=-1, token_dtype="int33", value_dtype="")

@@ -19,8 +19,8 @@ from rampup.rl.starting_sizes import SYSTEMS, suggest
         ("70B", "20B", (1, 16, 4, 2), (1, 16, 4, 2)),
     ],
 )
-def test_the_table_of_trlx(params, label, published, repository):
-    """The row of this size or the next larger one applies, beside what the repository uses."""
+def test_suggest_for_trlx(params, label, published, repository):
+    """The row of this model size or the next larger one applies, together with the repository's sizes."""
     suggestion = suggest(params, system="trlx").to_dict()
     assert suggestion["published_for"] == label
     assert tuple(suggestion["published"].values()) == published
@@ -33,7 +33,7 @@ def test_the_table_of_trlx(params, label, published, repository):
 
 
 def test_notes_depend_on_the_size():
-    """Only sizes outside a row are called a guess, and only where published and used differ is that said."""
+    """Notes call only sizes outside a row a guess, and mention a difference only if there is one."""
     notes = {params: " ".join(suggest(params, system="trlx").notes) for params in ("6B", "3B", "20B", "70B")}
     assert "guess" not in notes["6B"] + notes["20B"]
     assert "the model is smaller than" in notes["3B"]
@@ -46,15 +46,15 @@ def test_notes_depend_on_the_size():
     ("params", "gib", "devices"), [("1B", 80, 1), (80 * 2**30 // 18, 80, 1), (80 * 2**30 // 18 + 1, 80, 2), ("70B", 80, 15)]
 )
 def test_memory_rule_of_thumb(params, gib, devices):
-    """18 bytes per parameter are shared out over as few devices as hold them, exactly at the boundary."""
+    """18 bytes per parameter are shared by the smallest number of devices, exactly at the boundary."""
     memory = suggest(params, system="verl", memory_gib=gib).memory
     assert memory.least_devices == devices
     assert 0 <= memory.free_bytes < gib * 2**30
 
 
 @pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "trlx"])
-def test_systems_without_a_table(system):
-    """Nothing is made up: without memory it is an error that names who has a table, with memory it is said."""
+def test_suggest_for_systems_without_a_table(system):
+    """Without memory, the error names the systems with a table. With memory, a note says so."""
     with pytest.raises(ConfigError, match="only for trlx") as caught:
         suggest("6B", system=system)
     assert caught.value.key == "memory-gib"
@@ -64,22 +64,22 @@ def test_systems_without_a_table(system):
 
 
 @pytest.mark.parametrize("params", ["0", "-1", "6X", "", "1e30", "0.5", "nan", "B"])
-def test_bad_params(params):
-    """Parameters are a whole number from 1."""
+def test_suggest_rejects_bad_params(params):
+    """The number of parameters is a whole number of at least 1."""
     with pytest.raises(RampupError) as caught:
         suggest(params, system="trlx")
     assert caught.value.key == "params"
 
 
 @pytest.mark.parametrize("memory", ["0", "-80", "x", "nan", "inf", "1e7", "1e-18", ""])
-def test_bad_memory(memory):
+def test_suggest_rejects_bad_memory(memory):
     """Memory is a number above 0."""
     with pytest.raises(RampupError) as caught:
         suggest("6B", system="trlx", memory_gib=memory)
     assert caught.value.key == "memory-gib"
 
 
-def test_everything_wrong_at_once():
+def test_suggest_reports_all_problems():
     """System, parameters and memory are checked together."""
     with pytest.raises(RampupError) as caught:
         suggest("6X", system="nemo", memory_gib=-1)

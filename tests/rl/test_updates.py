@@ -11,7 +11,7 @@ from rampup.rl.updates import Training, split_updates
 
 
 def cut(prompts, per_prompt, replicas, mini, micro, *, stages=1, pad=False, unit="samples", scope="replica"):
-    """Cut a rollout; the mini batch counts prompts of the job, the microbatch what `unit` and `scope` say."""
+    """Split a rollout. The mini batch counts prompts of the job, the microbatch `unit` per `scope`."""
     training = Training(
         mini_batch=Size(count=mini, unit="prompts"),
         microbatch=None if micro is None else Size(count=micro, unit=unit, scope=scope),
@@ -25,8 +25,8 @@ GRID = list(itertools.product((1, 4, 6, 8, 12), (1, 2, 3, 5), (1, 2, 3, 4), (1, 
 
 
 @pytest.mark.parametrize("pad", [False, True])
-def test_the_rules_on_a_grid(pad):
-    """A cut exists exactly where everything divides, or fits with padding; it multiplies out, and padding is accounted for."""
+def test_split_updates_on_a_grid(pad):
+    """A split exists exactly if everything divides, or fits with padding. It multiplies out and counts the padding."""
     cuts = 0
     for prompts, per_prompt, replicas, mini, micro, stages in GRID:
         per_stage, rest = divmod(mini * per_prompt, replicas * stages)
@@ -52,7 +52,7 @@ def test_the_rules_on_a_grid(pad):
 
 
 def works(prompts, per_prompt, replicas, mini, micro, stages):
-    """Say whether these sizes can be cut."""
+    """Return whether these sizes can be split."""
     try:
         cut(prompts, per_prompt, replicas, mini, micro, stages=stages)
     except BatchDivisibilityError:
@@ -60,8 +60,8 @@ def works(prompts, per_prompt, replicas, mini, micro, stages):
     return True
 
 
-def test_nearest_values_are_legal_and_next():
-    """Putting an offered value in the place of the refused one works, and no legal value lies between."""
+def test_nearest_values_are_legal_and_nearest():
+    """An offered value is legal in place of the rejected one, and no legal value is nearer."""
     tried = 0
     for prompts, per_prompt, replicas, mini, micro, stages in GRID:
         try:
@@ -78,8 +78,8 @@ def test_nearest_values_are_legal_and_next():
     assert tried > 200
 
 
-def test_a_microbatch_in_prompts_of_the_job():
-    """MaxText RL's unit: 4 prompts * 8 responses over 8 replicas are 4 samples each; 1 prompt * 4 cannot go to 8 replicas."""
+def test_microbatch_in_prompts_of_the_job():
+    """MaxText RL's unit: 4 prompts * 8 responses over 8 replicas are 4 samples each. 1 prompt * 4 cannot divide over 8."""
     assert cut(128, 8, 8, 128, 4, unit="prompts", scope="job").microbatch_size == 4
     with pytest.raises(BatchDivisibilityError) as caught:
         cut(4, 4, 8, 4, 1, unit="prompts", scope="job")
@@ -89,8 +89,8 @@ def test_a_microbatch_in_prompts_of_the_job():
 
 
 @pytest.mark.parametrize(("budget", "passes"), [(100, 32), (199, 32), (200, 16), (3200, 1), (10**6, 1)])
-def test_passes_of_a_token_budget(budget, passes):
-    """With 32 samples of at most 100 tokens on a replica, the passes are at most those of full-length samples."""
+def test_token_budget_max_passes(budget, passes):
+    """With 32 samples of at most 100 tokens on a replica, there are at most the passes of full-length samples."""
     training = Training(
         mini_batch=Size(count=64, unit="samples"),
         microbatch=Size(count=budget, unit="tokens", scope="replica"),
@@ -105,15 +105,15 @@ def test_passes_of_a_token_budget(budget, passes):
     )
 
 
-def test_a_token_budget_below_the_longest_sample():
-    """The longest sample must fit; the budget that holds it is named."""
+def test_token_budget_below_the_longest_sample():
+    """The longest sample must fit, and the error has the smallest budget for it."""
     training = Training(mini_batch=Size(count=8, unit="prompts"), microbatch=Size(count=99, unit="tokens", scope="replica"))
     with pytest.raises(ConfigError) as caught:
         split_updates("critic", training, samples_per_step=8, samples_per_prompt=1, max_length=100)
     assert (caught.value.key, caught.value.nearest) == ("critic.microbatch", (100,))
 
 
-def test_a_token_budget_with_a_pipeline_is_whole_rounds():
+def test_token_budget_with_a_pipeline():
     """The passes of a token budget are a multiple of the pipeline's stages."""
     training = Training(
         mini_batch=Size(count=5, unit="samples"), microbatch=Size(count=100, unit="tokens", scope="replica"), num_stages=4
@@ -131,7 +131,7 @@ def test_a_token_budget_with_a_pipeline_is_whole_rounds():
         {"mini_batch": Size(count=4, unit="samples"), "num_stages": 1.5},
     ],
 )
-def test_sizes_that_make_no_sense(sizes):
-    """Tokens are a budget per replica only, and counts are whole numbers from 1."""
+def test_training_rejects_bad_sizes(sizes):
+    """Tokens are only allowed as a budget per replica, and counts are whole numbers of at least 1."""
     with pytest.raises(RampupError):
         RolloutPlan(rollout_batch=Size(count=4, unit="samples"), samples_per_prompt=1, policy=Training(**sizes))
