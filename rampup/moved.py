@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -53,11 +51,17 @@ MOVED_MODULES = {
 }
 
 
-class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module under its old name and puts the module of today in its place."""
+class _MovedModules:
+    """Finds a module under its old name and puts the module of today in its place.
+
+    A finder and loader without importlib's base classes, whose import takes longer than that of rampup.
+    """
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Let the import system make the module."""
 
     def find_spec(self, fullname: str, *_: Sequence[str] | ModuleType | None) -> ModuleSpec | None:
-        return importlib.util.spec_from_loader(fullname, self) if fullname in MOVED_MODULES else None
+        return ModuleSpec(fullname, self) if fullname in MOVED_MODULES else None  # type: ignore[arg-type]
 
     def exec_module(self, module: ModuleType) -> None:
         old, new = module.__name__, MOVED_MODULES[module.__name__]

@@ -200,9 +200,10 @@ class RampPlan(NotebookRepr):
         )
         ramp = f"the batch stays at {sizes[-1]:,} samples"
         if len(sizes) > 1:
+            peak = f" (at most {max(sizes):,})" if max(sizes) > max(sizes[0], sizes[-1]) else ""
             ramp = (
-                f"the batch goes from {sizes[0]:,} to {sizes[-1]:,} samples in {len(sizes)} phases, "
-                f"{self.ramp.ramp_steps:,} steps, {self.ramp.ramp_samples:,} samples"
+                f"the batch goes from {sizes[0]:,} to {sizes[-1]:,} samples{peak} in {len(sizes)} phases, "
+                f"the last from step {self.ramp.ramp_steps:,}, sample {self.ramp.ramp_samples:,}"
             )
         return run, f"{ramp}; {shapes} compiled shape{'s' * (shapes > 1)}"
 

@@ -99,3 +99,11 @@ def test_only_a_process_of_its_own_starts_anew(monkeypatch, argv, words, asked):
     with contextlib.suppress(SystemExit):
         cli.main(words)
     assert len(calls) == asked
+
+
+def test_the_switch_is_no_configuration_key(monkeypatch, capsys):
+    """Variables with the prefix RAMPUP_ set keys; this one does not."""
+    monkeypatch.setenv("RAMPUP_HUGE_PAGES", "0")
+    monkeypatch.setenv("RAMPUP_STEPS", "7")
+    assert cli.main(["plan", "base", "--devices", "2", "--json"]) == 0
+    assert '"total_steps": 7' in capsys.readouterr().out

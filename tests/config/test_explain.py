@@ -6,8 +6,7 @@ from rampup.config.explain import explain
 from rampup.config.files import BASE_FILE
 from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError
-from rampup.rl.config import ROLLOUT_KEYS
-from rampup.rl.config import ROLLOUT_FILE
+from rampup.rl.config import ROLLOUT_FILE, ROLLOUT_KEYS
 
 FILES = (BASE_FILE, ROLLOUT_FILE)
 

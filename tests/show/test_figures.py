@@ -2,14 +2,16 @@
 
 import itertools
 import math
+import re
 import sys
+from xml.etree import ElementTree
 
 import pytest
 
 from rampup import Config, build_plan
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.timetable import SCHEDULES, Timetable
-from rampup.show.figures import draw_batch, draw_memory, draw_rate, draw_runs, draw_timetable
+from rampup.show.figures import draw_batch, draw_memory, draw_rate, draw_runs, draw_timetable, svg_element
 from rampup.show.series import RunMetrics
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'rampup[plot]'")
@@ -191,3 +193,22 @@ def test_pictures_leave_pyplot_alone():
     draw_batch(build_plan(RAMP, 4))
     assert pyplot.get_backend() == backend
     assert pyplot.get_fignums() == []
+
+
+def test_svg_element_is_part_of_a_page():
+    """Colours follow the page's theme, identifiers have a prefix, and values are shown on hover."""
+    figure = draw_timetable(Timetable.build("1f1b", num_stages=2, num_microbatches=3))
+    picture = svg_element(figure, title="a timetable", prefix="mine-")
+    text = ElementTree.tostring(picture, encoding="unicode", method="html")
+    assert 'aria-label="a timetable"' in text
+    assert all(name.startswith("mine-") for name in re.findall(r'\bid="([^"]*)"', text))
+    assert set(re.findall(r'(?:href="|url\()#([^")]*)', text)) <= set(re.findall(r'\bid="([^"]*)"', text))
+    assert "var(--f)" in text
+    assert text.count("<title>stage ") == 2 * 2 * 3
+    assert "<title>stage 1: backward of microbatch 2, from" in text
+
+
+def test_files_have_no_hover_areas(tmp_path):
+    """What is only for pages is not in a file."""
+    draw_batch(build_plan(RAMP, 4), tmp_path / "a.svg")
+    assert "samples per step, " not in (tmp_path / "a.svg").read_text()

@@ -4,10 +4,12 @@ from html.parser import HTMLParser
 
 import pytest
 
+from rampup.dialects.verdict import Advice, Verdict
+from rampup.notebook_repr import NotebookRepr
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan, RampupBatchManager
 from rampup.plan.timetable import SCHEDULES, Timetable
 from rampup.show.format import format_value
-from rampup.show.notebook import html_facts, html_list, html_table
+from rampup.show.notebook import html_facts, html_list, html_table, to_html
 
 EVIL = "<script>&\"'"
 PLAN = RampPlan(
@@ -116,3 +118,32 @@ def test_a_timetable_that_is_too_large_is_told():
     page = Timetable.build("1f1b", num_stages=4, num_microbatches=700)._repr_html_()
     assert "5,600 operations are too many to show" in page
     assert len(page) < 200
+
+
+def test_every_class_with_an_html_form_has_one():
+    """Each subclass of the mixin is registered, and anything else is refused."""
+    # By name, because a dataclass with slots is a second class of the same name.
+    registered = {cls.__qualname__ for cls in to_html.registry}
+    assert {cls.__qualname__ for cls in NotebookRepr.__subclasses__()} <= registered
+    with pytest.raises(TypeError, match="int has no HTML form"):
+        to_html(3)
+
+
+def test_a_ramp_shows_its_phases():
+    """A ramp is a table with a row per phase."""
+    found = Elements(PLAN.ramp._repr_html_())
+    assert found.names.count("tr") == 1 + len(PLAN.ramp.phases)
+
+
+@pytest.mark.parametrize(("holds", "word"), [(True, "true"), (False, "not here"), (None, "wrong")])
+def test_advice_is_judged_in_words(holds, word):
+    """What a guide's advice is worth is a word in every case."""
+    verdict = Verdict(system="trlx", advice=(Advice(rule="r", source="a guide", holds=holds, because="b"),))
+    assert f"a guide{word}b" in Elements(verdict._repr_html_()).text
+
+
+def test_html_table_marks_rows():
+    """A row gets its CSS class, also after rows that are left out."""
+    page = html_table([{"n": n} for n in range(9)], max_rows=4, row_classes={8: "unreached", 4: "x"})
+    assert page.count("<tr class=") == 1
+    assert '<tr class="unreached"><td style="text-align:right;padding:2px 8px">8</td>' in page
