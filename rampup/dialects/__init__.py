@@ -1,33 +1,27 @@
-"""Other systems' configurations, each read in its own words: what a file really does, before it is run."""
+"""Configurations of other systems: what a file really does, before it is run.
+
+Each system is a folder: its keys in `__init__.py`, its numbers in `job.py`, its rules in `rules.py` and its words in
+`explain.py`. (trlX and MaxText RL are small: their numbers are in `rules.py`.) A check imports only the requested system.
+"""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from rampup.config.yaml import read_mapping
 from rampup.dialects.reading import flatten
 from rampup.dialects.verdict import Verdict
 from rampup.errors import ConfigError
 
-# Where each system's `check` and its table of keys are; imported when asked for.
+# The folders of the systems.
 SYSTEMS = ("maxtext", "maxtext_rl", "megatron", "skyrl", "verl", "trlx")
-_KEYS = {
-    "maxtext": "maxtext.keys",
-    "maxtext_rl": "maxtext_rl.job",
-    "megatron": "megatron.keys",
-    "skyrl": "skyrl.job",
-    "verl": "verl.job",
-    "trlx": "trlx.job",
-}
 MIN_MATCHES = 2
 
 
 def check_file(path: str | Path, system: str, overrides: Sequence[str] = ()) -> Verdict:
-    """Say what a file of another system does, and whether that system's own check and its run take it.
+    """Check what a file of another system does, and whether that system's own check and its run accept it.
 
     Args:
         path: the file, in that system's format.
@@ -35,7 +29,7 @@ def check_file(path: str | Path, system: str, overrides: Sequence[str] = ()) -> 
         overrides: `key=value` settings that win over the file, and facts that no file states, such as `num_processes=8`.
 
     Returns:
-        The verdict; what is wrong with the file by that system's rules is in its violations.
+        The verdict. The rules that the file breaks are in its violations.
 
     Raises:
         ConfigError: no such system, or a file that cannot be read as one of it; names the system that it looks like.
@@ -43,7 +37,7 @@ def check_file(path: str | Path, system: str, overrides: Sequence[str] = ()) -> 
     if system not in SYSTEMS:
         raise ConfigError(f"unknown system {system!r}; choose from {', '.join(SYSTEMS)}", key="from", nearest=SYSTEMS)
     try:
-        verdict = _module(system).check(path, overrides)
+        return _check(path, system, overrides)
     except ConfigError as error:
         other = _looks_like(path, system)
         if other is None:
@@ -55,26 +49,26 @@ def check_file(path: str | Path, system: str, overrides: Sequence[str] = ()) -> 
             nearest=(name,),
             path=str(path),
         ) from error
-    assert isinstance(verdict, Verdict)
-    return verdict
 
 
 def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) -> None:
-    """Write our configuration of the run that a verdict is about.
+    """Write rampup's configuration of the run that a verdict is about.
 
     Args:
-        verdict: of a file that can be used.
-        path: the file to write; one that is there is replaced.
+        verdict: of a file that breaks no rule.
+        path: the file to write; an existing one is replaced.
         source: the file that the verdict is about, which is never replaced.
 
     Raises:
-        ConfigError: nothing that we can express, or a file that cannot be written.
+        ConfigError: rampup's configuration cannot express the run, or the file cannot be written.
     """
-    text: str = importlib.import_module(f"{__name__}.convert").to_rampup(verdict)
+    from rampup.dialects.convert import to_rampup
+
+    text = to_rampup(verdict)
     target = Path(path)
     try:
         if target.exists() and target.samefile(source):
-            raise ConfigError("the converted file must be another than the one it comes from", key="output", path=str(path))
+            raise ConfigError("the output file must not be the source file", key="output", path=str(path))
         target.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
@@ -83,27 +77,43 @@ def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) 
         raise ConfigError(f"cannot write the file: {reason}", key="output", path=str(path)) from None
 
 
+def _check(path: str | Path, system: str, overrides: Sequence[str]) -> Verdict:
+    """Read the keys, compute the job, apply the rules, and collect numbers and words in a verdict."""
+    from rampup.dialects.rules import Dialect, find_violations
+
+    dialect: Dialect = importlib.import_module(f"{__name__}.{system}.rules").DIALECT
+    dialect = dialect.variant(path) or dialect
+    settings = dialect.read(path, overrides)
+    job = dialect.job(settings)
+    violations = find_violations(dialect.rules, job, dialect.job, dialect.keys)
+    if not job.usable:
+        return Verdict(system=system, violations=violations, notes=settings.notes)
+    conversion, phases, words = job.conversion(), job.phases(), dialect.words
+    return Verdict(
+        system=system,
+        violations=violations,
+        outcome=job.outcome,
+        notes=(*settings.notes, *words.notes(job)),
+        derived=job.derived(),
+        phases=None if phases is None else tuple(phases),
+        meanings=tuple(words.meanings(job)),
+        flow=tuple(words.flow(job)),
+        advice=tuple(words.advice(job)),
+        # A run that rampup can express has a plan even if its own system rejects the file.
+        plan=job.plan() if conversion is not None or not violations else None,
+        conversion=conversion,
+    )
+
+
 def _looks_like(path: str | Path, system: str) -> tuple[str, list[str]] | None:
-    """Return the system most of whose keys a file sets, with those, if it sets none of the asked system's."""
+    """Return the system most of whose keys a file sets, with those keys, if it sets none of the requested system's."""
     try:
         names = dict(flatten({name: located.value for name, located in read_mapping(path).items()}))
     except ConfigError:
         return None
-    matches = {name: _matches(names, _entries(name)) for name in SYSTEMS}
+    keys = {name: importlib.import_module(f"{__name__}.{name}").KEYS for name in SYSTEMS}
+    matches = {name: [key for key in names if key in keys[name]] for name in SYSTEMS}
     if matches[system]:
         return None
     best = max(SYSTEMS, key=lambda name: len(matches[name]))
     return (best, matches[best]) if len(matches[best]) >= MIN_MATCHES else None
-
-
-def _matches(names: Collection[str], entries: Collection[str]) -> list[str]:
-    return [name for name in names if name in entries]
-
-
-def _entries(system: str) -> Mapping[str, Any]:
-    entries: Mapping[str, Any] = importlib.import_module(f"{__name__}.{_KEYS[system]}").ENTRIES
-    return entries
-
-
-def _module(system: str) -> ModuleType:
-    return importlib.import_module(f"{__name__}.{system}.check")

@@ -1,38 +1,42 @@
-"""From a verdict to our own YAML: ramps, accumulation and pipelines, with a comment for every key that has no counterpart."""
+"""Another system's run as rampup's own: YAML for pre-training, a `RolloutPlan` for reinforcement learning."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fractions import Fraction
-from typing import Any
 
 from rampup.config.files import yaml_value
+from rampup.config.schema import KEYS
+from rampup.dialects.reading import Settings
 from rampup.dialects.verdict import Verdict
-from rampup.errors import ConfigError
+from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import to_yaml_number
+from rampup.rl.plan import RolloutPlan
+from rampup.rl.sizes import Size, Unit
+from rampup.rl.updates import Training
 
 _NAMES = {"maxtext": "MaxText", "megatron": "Megatron"}
-_MAX_SHOWN = 100
+_MAX_NAME = 100
 
 
 def to_rampup(verdict: Verdict) -> str:
-    """Return our configuration of the run that a verdict is about.
+    """Return rampup's configuration of the run that a verdict is about.
 
     Args:
         verdict: of a MaxText or Megatron file.
 
     Returns:
-        YAML text. `rampup.load_config` and `build_plan` make the verdict's plan of it; keys that are not in it have our
-        defaults.
+        YAML text, from which `rampup.load_config` and `build_plan` make the verdict's plan. Keys that it does not set have
+        rampup's defaults. A comment names each key of the file that has no counterpart.
 
     Raises:
-        ConfigError: a system that our configuration has no counterpart of, or a run that our plan refuses.
+        ConfigError: rampup's configuration has no counterpart of the system, or its plan refuses the run.
 
     Example:
         >>> from rampup.dialects.verdict import Conversion
         >>> conversion = Conversion(values={"steps": 10}, left_out={"a": "no counterpart"})
         >>> print(to_rampup(Verdict(system="maxtext", conversion=conversion)))
-        # Converted from a file of MaxText: its batches, its ramp and its pipeline.
+        # Converted from a MaxText file: its batches, its ramp and its pipeline.
         <BLANKLINE>
         steps: 10
         <BLANKLINE>
@@ -40,31 +44,82 @@ def to_rampup(verdict: Verdict) -> str:
         # a: no counterpart
         <BLANKLINE>
     """
-    if verdict.conversion is None:
+    conversion = verdict.conversion
+    if conversion is None:
         raise ConfigError(
-            f"a file of {verdict.system} cannot be converted: rampup's configuration is for pre-training; write its sizes in "
+            f"a {verdict.system} file cannot be converted: rampup's configuration is for pre-training; write its sizes in "
             "the keys of configs/rl.yml",
             key="to",
         )
-    if verdict.conversion.refusal is not None:
-        raise ConfigError(f"it cannot be converted: {verdict.conversion.refusal}", key="to")
+    if conversion.refusal is not None:
+        raise ConfigError(f"the file cannot be converted: {conversion.refusal}", key="to")
     name = _NAMES.get(verdict.system, verdict.system)
-    lines = [f"# Converted from a file of {name}: its batches, its ramp and its pipeline.", ""]
-    lines += [f"{key}: {_text(value)}" for key, value in verdict.conversion.values.items()]
-    lines += _left_out(verdict.conversion.left_out)
+    lines = [f"# Converted from a {name} file: its batches, its ramp and its pipeline.", ""]
+    for key, value in conversion.values.items():
+        lines.append(f"{key}: {yaml_value(to_yaml_number(value) if isinstance(value, Fraction) else value)}")
+    if conversion.left_out:
+        lines += ["", "# Left out:"]
+    for key, reason in conversion.left_out.items():
+        # A key may contain anything; it must stay within its comment.
+        printable = "".join(letter if letter.isprintable() else "?" for letter in key)
+        lines.append(f"# {printable[:_MAX_NAME]}: {reason}")
     return "\n".join(lines) + "\n"
 
 
-def _text(value: Any) -> str:
-    return yaml_value(to_yaml_number(value) if isinstance(value, Fraction) else value)
+def left_out(settings: Settings, expressed: Collection[str], reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return the keys of a file that a conversion does not express, each with the reason.
+
+    Args:
+        settings: the file.
+        expressed: the keys that are converted.
+        reasons: keys with a reason of their own.
+    """
+    result = dict(reasons)
+    for key in sorted((settings.given - set(expressed) - set(reasons)) | settings.others):
+        result[key] = "not converted; rampup has a key of this name" if key in KEYS else "no counterpart"
+    return result
 
 
-def _left_out(reasons: Mapping[str, str]) -> list[str]:
-    if not reasons:
-        return []
-    return ["", "# Left out:", *(f"# {_printable(name)}: {reason}" for name, reason in reasons.items())]
+def training(
+    unit: Unit, *, mini_batch: int, micro: int | None, tokens: int | None = None, replicas: int, epochs: int
+) -> Training:
+    """Return how one model is trained on a step's samples, in the words of a `RolloutPlan`.
+
+    Args:
+        unit: the unit of `mini_batch`.
+        mini_batch: size of an optimizer step, whole job.
+        micro: samples of a pass and replica; None if unknown.
+        tokens: token budget of a pass and replica, which replaces `micro`.
+        replicas: data-parallel size.
+        epochs: passes over a step's samples.
+    """
+    microbatch = None
+    if tokens is not None:
+        microbatch = Size(count=tokens, unit="tokens", scope="replica")
+    elif micro is not None:
+        microbatch = Size(count=micro, unit="samples", scope="replica")
+    return Training(
+        mini_batch=Size(count=mini_batch, unit=unit), microbatch=microbatch, data_parallel_size=replicas, num_epochs=epochs
+    )
 
 
-def _printable(name: str) -> str:
-    """A key's name as one line of a comment, whatever a stranger wrote into it."""
-    return "".join(letter if letter.isprintable() else "?" for letter in name)[:_MAX_SHOWN]
+def rollout_plan(
+    count: int, unit: Unit, *, samples_per_prompt: int, policy: Training, critic: Training | None = None, pad: bool = False
+) -> RolloutPlan | None:
+    """Return the plan of a step of `count` prompts or samples, or None if rampup's rules refuse it.
+
+    Example:
+        >>> sizes = training("prompts", mini_batch=64, micro=4, replicas=8, epochs=1)
+        >>> rollout_plan(256, "prompts", samples_per_prompt=4, policy=sizes).policy_updates.accumulation_steps
+        8
+    """
+    try:
+        return RolloutPlan(
+            rollout_batch=Size(count=count, unit=unit),
+            samples_per_prompt=samples_per_prompt,
+            policy=policy,
+            critic=critic,
+            pad=pad,
+        )
+    except RampupError:
+        return None

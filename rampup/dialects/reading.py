@@ -1,7 +1,8 @@
-"""Another system's file as dotted keys: read safely, typed, with defaults, and suspicious of what it does not know."""
+"""Reads another system's file as dotted keys: typed, with defaults, and with an error for a key that looks misspelt."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,8 +26,8 @@ class Entry:
     Attributes:
         key: kind, limits and documentation of its values.
         default: that system's default.
-        unit: what it counts: prompts, samples, tokens, devices, ...
-        scope: of what: `step`, `replica`, `process`, `job`, ...
+        unit: the unit of a count: prompts, samples, tokens, devices, ...
+        scope: the scope of a count: `step`, `replica`, `process`, `job`, ...
     """
 
     key: Key
@@ -51,22 +52,28 @@ class Settings:
     """The values of a file, by dotted key.
 
     Attributes:
-        values: each known key's value, or its default.
+        values: the value of each known key, or its default.
         given: the known keys that the file or the command line sets.
         where: file and line of each given key.
         others: the names of all other keys in the file.
+        notes: remarks of the reader, such as an old name of a key.
     """
 
     values: Mapping[str, Any]
     given: frozenset[str] = frozenset()
     where: Mapping[str, str] = field(default_factory=dict)
     others: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
 
-    def said(self, name: str) -> str:
-        """Return `key = value`, marked where it is a default, for the table of what the file says."""
+    def with_value(self, name: str, value: Any) -> Settings:
+        """Return the settings with one more key given."""
+        return dataclasses.replace(self, values={**self.values, name: value}, given=self.given | {name})
+
+    def describe(self, name: str) -> str:
+        """Return `key = value` for the table of meanings; a default is marked."""
         value = self.values[name]
         shown = (
             f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "null" if value is None else str(value)
@@ -88,40 +95,56 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
+def read_leaves(mapping: Mapping[str, Located]) -> dict[str, Located]:
+    """Return the leaves of a file by dotted key.
+
+    Raises:
+        ConfigError: a key is given twice, once nested and once dotted.
+    """
+    result: dict[str, Located] = {}
+    for top, entry in mapping.items():
+        nested = isinstance(entry.value, Mapping) and entry.value
+        for name, value in flatten(entry.value, f"{top}.") if nested else ((top, entry.value),):
+            if name in result:
+                raise ConfigError(f"{name} is given twice", key=name, path=entry.path, line=entry.line)
+            result[name] = Located(value=value, path=entry.path, line=entry.line)
+    return result
+
+
 def read_settings(path: str | Path, overrides: Sequence[str], entries: Mapping[str, Entry], *, system: str) -> Settings:
     """Read a file in another system's keys.
 
     Args:
         path: a YAML file: nested mappings, dotted keys, or both.
-        overrides: `key=value` settings, which win over the file; only known keys.
-        entries: the keys that matter, by dotted name. Keys that are not among them are accepted, unless they look like a
-            misspelling of one that is.
-        system: whose file it should be, for errors.
+        overrides: `key=value` settings of known keys, which win over the file.
+        entries: the keys that matter, by dotted name. Other keys are accepted, unless they look like a misspelling of one.
+        system: the name of the system, for errors.
 
     Returns:
-        The typed values. `${other.key}` and `${oc.select:other.key,default}` are followed.
+        The typed values. `${other.key}` and `${oc.select:other.key,default}` are resolved.
 
     Raises:
         ConfigError: unreadable, mistyped, misspelt, or without a single key of this system; all problems at once.
     """
-    return settings_from(_located(read_mapping(path)), overrides, entries, system=system, path=str(path))
+    return type_settings(read_leaves(read_mapping(path)), overrides, entries, system=system, path=str(path))
 
 
-def settings_from(
+def type_settings(
     located: Mapping[str, Located], overrides: Sequence[str], entries: Mapping[str, Entry], *, system: str, path: str
 ) -> Settings:
-    """Type the values of dotted keys, as `read_settings` does; for formats other than YAML."""
+    """Return the typed values of dotted keys, as `read_settings` does; for formats other than plain YAML."""
     recognised = any(name in entries for name in located)
-    located = {**located, **_overridden(overrides, entries)}
+    located = {**located, **_read_overrides(overrides, entries)}
     others = frozenset(located) - frozenset(entries)
     known = {name: entry for name, entry in located.items() if name in entries}
-    problems: list[RampupError] = [*_misspelt(others, known, entries, located)]
+    problems: list[RampupError] = [*_find_misspelt(others, known, entries, located)]
     if not recognised and not problems:
-        raise ConfigError(f"not a file of {system}: it sets none of its batch keys, such as {_examples(entries)}", path=path)
+        examples = ", ".join(list(entries)[:3])
+        raise ConfigError(f"not a file of {system}: it sets none of its batch keys, such as {examples}", path=path)
     values = {name: entry.default for name, entry in entries.items()}
     for name, entry in known.items():
         try:
-            values[name] = entries[name].key.read(name, _followed(entry.value, name, located, values))
+            values[name] = entries[name].key.read(name, _resolve_reference(entry.value, name, located, values))
         except ConfigError as error:
             problems.append(ConfigError(str(error), key=name, nearest=error.nearest, path=entry.path, line=entry.line))
     raise_together(problems)
@@ -129,18 +152,18 @@ def settings_from(
     return Settings(values=values, given=frozenset(known), where=where, others=others)
 
 
-def _located(mapping: Mapping[str, Located]) -> dict[str, Located]:
-    result: dict[str, Located] = {}
-    for top, entry in mapping.items():
-        leaves = flatten(entry.value, f"{top}.") if isinstance(entry.value, Mapping) and entry.value else ((top, entry.value),)
-        for name, value in leaves:
-            if name in result:
-                raise ConfigError(f"{name} stands twice", key=name, path=entry.path, line=entry.line)
-            result[name] = Located(value=value, path=entry.path, line=entry.line)
-    return result
+def rename(setting: str, aliases: Mapping[str, str]) -> str:
+    """Return a `key=value` setting with the key's canonical name.
+
+    Example:
+        >>> rename("num_target_devices=8", {"num_target_devices": "num_devices"})
+        'num_devices=8'
+    """
+    name, equals, text = setting.partition("=")
+    return f"{aliases.get(name, name)}{equals}{text}"
 
 
-def _overridden(overrides: Sequence[str], entries: Mapping[str, Entry]) -> dict[str, Located]:
+def _read_overrides(overrides: Sequence[str], entries: Mapping[str, Entry]) -> dict[str, Located]:
     result = {}
     for setting in overrides:
         name, equals, text = setting.partition("=")
@@ -155,10 +178,10 @@ def _overridden(overrides: Sequence[str], entries: Mapping[str, Entry]) -> dict[
     return result
 
 
-def _misspelt(
+def _find_misspelt(
     others: frozenset[str], known: Mapping[str, Located], entries: Mapping[str, Entry], located: Mapping[str, Located]
 ) -> Iterator[ConfigError]:
-    """Keys that differ from a known, unset one by so little that they are surely meant to be it."""
+    """Yield an error for each unknown key that differs from a known, unset one by very little."""
     missing = [name for name in entries if name not in known]
     for name in sorted(others):
         close = difflib.get_close_matches(name, missing, n=1, cutoff=0.93)
@@ -169,8 +192,10 @@ def _misspelt(
             )
 
 
-def _followed(value: Any, name: str, located: Mapping[str, Located], defaults: Mapping[str, Any], hops: int = 0) -> Any:
-    """Follow an OmegaConf reference to the value that it stands for."""
+def _resolve_reference(
+    value: Any, name: str, located: Mapping[str, Located], defaults: Mapping[str, Any], hops: int = 0
+) -> Any:
+    """Return the value that an OmegaConf reference stands for; any other value as it is."""
     match = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         return value
@@ -180,15 +205,11 @@ def _followed(value: Any, name: str, located: Mapping[str, Located], defaults: M
         parents = name.split(".")[:-dots]
         target = ".".join([*parents, target.lstrip(".")])
     if hops == _MAX_HOPS:
-        raise ConfigError(f"{name}={value} goes round in a circle", key=name)
+        raise ConfigError(f"{name}={value} is a circular reference", key=name)
     if target in located:
-        return _followed(located[target].value, target, located, defaults, hops + 1)
+        return _resolve_reference(located[target].value, target, located, defaults, hops + 1)
     if target in defaults:
         return defaults[target]
     if default is not None:
         return parse_scalar(default.strip(), name)
     raise ConfigError(f"{name}={value} refers to {target}, which the file does not set", key=name)
-
-
-def _examples(entries: Mapping[str, Entry]) -> str:
-    return ", ".join(list(entries)[:3])

@@ -1,147 +1,397 @@
-"""What the tables of rules of the reinforcement-learning systems share: counts, candidates, words."""
+"""The rule engine: a dialect as a table, its rules as rows, and the nearest legal values of broken rules."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from rampup.dialects.nearest import Found, Rule, broken_rules, nearest_values, with_nearest
-from rampup.dialects.reading import Settings
-from rampup.dialects.verdict import Violation
-from rampup.errors import ConfigError
+from rampup.dialects.reading import Entry, Settings
+from rampup.dialects.verdict import Advice, Conversion, FoundBy, Meaning, Run, Violation
+from rampup.errors import RampupError
 from rampup.plan import numbers
-from rampup.plan.numbers import MAX_COUNT
+from rampup.plan.numbers import MAX_COUNT, to_yaml_number
 
-MAX_FACTOR = 1_000
+MAX_TRIED = 512
+_MAX_FACTOR = 1_000
+_WINDOW = 64
+_NUM_MULTIPLES = 40
+_MAX_RATIO = 16
 
 
-class Job(Protocol):
-    """What rules look at: a file's settings, and whether its counts are all positive, without which nothing follows."""
+class Job:
+    """The numbers that follow from a file, by that system's own formulas.
+
+    A dialect's subclass computes them in `__init__`, from top to bottom. Rules, words and the verdict read them.
+
+    Attributes:
+        settings: the values of the file; `job[key]` is a shorthand.
+        usable: True if all counts are positive and every model has a replica. Otherwise most numbers are not computed.
+    """
+
+    usable: bool = True
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+
+    def __getitem__(self, key: str) -> Any:
+        return self.settings.values[key]
+
+    def effective(self, key: str) -> Any:
+        """Return the value that a key has in effect: an unset one may follow another key."""
+        return self[key]
 
     @property
-    def settings(self) -> Settings:
-        """The file."""
+    def outcome(self) -> Run:
+        """What a run of this file does if it breaks no rule."""
+        return "runs"
 
-    @property
-    def usable(self) -> bool:
-        """Whether the other numbers can be computed."""
+    def derived(self) -> dict[str, Any]:
+        """Return the numbers of the report, by the names that all systems share."""
+        return {}
+
+    def phases(self) -> Sequence[Mapping[str, Any]] | None:
+        """Return the phases of a ramp as `rampup plan --json` does, or None without a ramp."""
+        return None
+
+    def conversion(self) -> Conversion | None:
+        """Return the same run in rampup's keys, or None if rampup's configuration has no counterpart."""
+        return None
+
+    def plan(self) -> Any:
+        """Return rampup's plan of the same run, or None if there is none."""
+        return None
 
 
 J = TypeVar("J", bound=Job)
 
 
-def violations(rules: Sequence[Rule[J]], settings: Settings, build: Callable[[Settings], J]) -> tuple[Violation, ...]:
-    """Return every rule that a file breaks, with legal values of its first key that has any.
+class Term(NamedTuple):
+    """One side of a divisibility rule: a number, and the text that names it in a message."""
+
+    text: str
+    number: int
+
+
+def _always(_: Job) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule(Generic[J]):
+    """One rule of another system.
+
+    Attributes:
+        name: its id, such as `maxtext.ramp_grows`.
+        keys: the keys to change. Nearest values are those of the first key that has any.
+        holds: whether a job satisfies it.
+        message: the rule, the arithmetic and the numbers of a job that breaks it.
+        when: whether it applies to a job at all.
+        found_by: whether that system's own check finds it, or only the run.
+        candidates: values of the first key to try, nearest first. None = whole numbers from `whole_numbers`.
+        division: dividend and divisor of a divisibility rule, or two numbers to compare; candidates are made from them.
+    """
+
+    name: str
+    keys: tuple[str, ...]
+    holds: Callable[[J], bool]
+    message: Callable[[J], str]
+    when: Callable[[J], bool] = _always
+    found_by: FoundBy = "validator"
+    candidates: Callable[[J], Iterable[Any]] | None = None
+    division: Callable[[J], tuple[int, int]] | None = None
+
+    def is_broken(self, job: J) -> bool:
+        """Return whether the rule applies to a job that does not satisfy it."""
+        return self.when(job) and not self.holds(job)
+
+
+class Words(Protocol):
+    """A module of functions of a job, each of which returns one part of the explanation."""
+
+    meanings: Callable[[Any], Iterable[Meaning]]
+    flow: Callable[[Any], Iterable[str]]
+    advice: Callable[[Any], Iterable[Advice]]
+    notes: Callable[[Any], Iterable[str]]
+
+
+def _no_variant(_: str | Path) -> Dialect | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """Everything that a check needs of one system.
+
+    Attributes:
+        read: from a file and `key=value` settings to typed settings.
+        keys: the keys that matter, with their defaults.
+        job: from settings to the numbers that follow.
+        rules: the rules that a job must satisfy.
+        words: the module that explains a job.
+        variant: the dialect to use instead for a file, if the system has several kinds of files.
+    """
+
+    read: Callable[[str | Path, Sequence[str]], Settings]
+    keys: Mapping[str, Entry]
+    job: Callable[[Settings], Job]
+    rules: Sequence[Rule[Any]]
+    words: Words
+    variant: Callable[[str | Path], Dialect | None] = _no_variant
+
+
+def multiple(
+    name: str,
+    keys: Sequence[str],
+    left: Callable[[J], Term],
+    right: Callable[[J], Term],
+    *,
+    when: Callable[[J], bool] = _always,
+    found_by: FoundBy = "validator",
+    note: str | Callable[[J], str] = "",
+    candidates: Callable[[J], Iterable[Any]] | None = None,
+) -> Rule[J]:
+    """Return the rule that `left` must be a multiple of `right`; a `right` below 1 is another rule's business.
 
     Args:
-        rules: the system's table.
-        settings: the file.
-        build: makes of settings what the rules look at; called again for every value that is tried.
+        name, keys, when, found_by, candidates: as in `Rule`.
+        left, right: the two sides, from a job.
+        note: the end of the message.
     """
-    original = settings.values
 
-    def make(values: Mapping[str, Any]) -> J:
-        new = {name: value for name, value in values.items() if value is not original[name]}
-        if any(isinstance(value, int) and value > MAX_COUNT for value in new.values()):
-            raise ConfigError(f"no file can say a number above {MAX_COUNT:,}")
-        given = settings.given | new.keys()
-        return build(dataclasses.replace(settings, values=values, given=given))
+    def holds(job: J) -> bool:
+        divisor = right(job).number
+        return divisor < 1 or left(job).number % divisor == 0
 
-    job = make(original)
-    broken = broken_rules(rules, job)
+    def message(job: J) -> str:
+        end = note if isinstance(note, str) else note(job)
+        return f"{left(job).text} must be a multiple of {right(job).text}{end}"
 
-    def violation(rule: Rule[J]) -> Violation:
-        nearest = nearest_values(rule, rules, broken, original, make)
-        for key in rule.keys if not nearest else ():
-            keys = (key, *(other for other in rule.keys if other != key))
-            sizes_near = plausible(original[key])
-            other = dataclasses.replace(rule, keys=keys, candidates=functools.partial(_always, sizes_near))
-            nearest = nearest_values(other, rules, broken, original, make)
-            if nearest:
-                rule = other
-                break
-        message = with_nearest(rule.message(job), rule.keys[0], nearest)
-        return Violation(rule=rule.name, keys=rule.keys, message=message, nearest=nearest, found_by=rule.found_by)
-
-    return tuple(map(violation, broken))
+    return Rule(
+        name=name,
+        keys=tuple(keys),
+        holds=holds,
+        message=message,
+        when=when,
+        found_by=found_by,
+        candidates=candidates,
+        division=lambda job: (left(job).number, right(job).number),
+    )
 
 
-def _always(candidates: Sequence[Any], job: Job) -> Sequence[Any]:
-    return candidates
+def value_of(key: str) -> Callable[[Job], Term]:
+    """Return a side of a divisibility rule that is the value of one key."""
+    return lambda job: Term(f"{key}={job[key]:,}", job[key])
 
 
-def plausible(value: Any) -> list[int]:
-    """Return sizes that are often legal, nearest to a size first; nothing for what is no size.
+def product(factors: Mapping[str, int], noun: str = "") -> Term:
+    """Return a product with its arithmetic.
 
     Example:
-        >>> plausible(100)[:6], plausible("fsdp")
-        ([100, 99, 101, 98, 102, 97], [])
+        >>> product({"prompts": 4, "responses": 8}, "samples").text
+        'prompts * responses = 4 * 8 = 32 samples'
     """
-    if isinstance(value, bool) or not isinstance(value, int | None):
-        return []
-    size = max(value or 1, 1)
-    found = {*range(max(size - 16, 1), size + 17), *(size * n for n in range(2, 9)), *(size // n for n in range(2, 17))}
-    found |= {2**power for power in range(13)}
-    return sorted(found - {0}, key=lambda n: (abs(n - size), n))
+    number = math.prod(factors.values())
+    terms = " * ".join(f"{factor:,}" for factor in factors.values())
+    return Term(f"{' * '.join(factors)} = {terms} = {number:,}{noun and ' '}{noun}", number)
 
 
-def where_usable(rules: Iterable[Rule[J]]) -> list[Rule[J]]:
-    """Return rules that keep quiet about a job whose counts are not even positive."""
+def positive(
+    system: str,
+    keys: Iterable[str],
+    *,
+    why: str,
+    found_by: FoundBy = "validator",
+    when: Callable[[Any], bool] = _always,
+) -> list[Rule[Any]]:
+    """Return the rules that counts are unset or at least 1. `why` says what happens otherwise."""
+
+    def rule(key: str) -> Rule[Any]:
+        return Rule(
+            name=f"{system}.positive.{key}",
+            keys=(key,),
+            holds=lambda job: job[key] is None or job[key] >= 1,
+            message=lambda job: f"{key}={job[key]:,} must be at least 1: {why}",
+            when=when,
+            found_by=found_by,
+        )
+
+    return [rule(key) for key in keys]
+
+
+def if_usable(rules: Iterable[Rule[J]]) -> list[Rule[J]]:
+    """Return rules that apply only to a job whose numbers can be computed."""
 
     def guarded(rule: Rule[J]) -> Rule[J]:
-        return dataclasses.replace(rule, holds=lambda job: not job.usable or rule.holds(job))
+        return dataclasses.replace(rule, when=lambda job: job.usable and rule.when(job))
 
     return [guarded(rule) for rule in rules]
 
 
-def positive(
-    system: str, key: str, *, found_by: Found, why: str, applies: Callable[[Any], bool] = lambda job: True
-) -> Rule[Any]:
-    """Return the rule that a count, where it applies, is at least 1 or unset; `why` says what happens otherwise."""
-    return Rule(
-        name=f"{system}.positive.{key}",
-        keys=(key,),
-        holds=lambda job: not applies(job) or job.settings[key] is None or job.settings[key] >= 1,
-        message=lambda job: f"{key}={job.settings[key]:,} must be at least 1: {why}",
-        candidates=lambda job: [*range(1, 65), *(2**power for power in range(7, 13))],
-        found_by=found_by,
-    )
+def broken_rules(rules: Iterable[Rule[J]], job: J) -> list[Rule[J]]:
+    """Return the rules that a job breaks, in the order of the table."""
+    return [rule for rule in rules if rule.is_broken(job)]
 
 
-def multiples(value: int, *steps: int, number: int = 40) -> list[int]:
-    """Return positive multiples of each step around `value`, nearest first; steps below 1 give none.
+def find_violations(
+    rules: Sequence[Rule[J]], job: J, build: Callable[[Settings], J], keys: Mapping[str, Entry]
+) -> tuple[Violation, ...]:
+    """Return every rule that a job breaks, each with legal values of its first key that has any.
 
-    Example:
-        >>> multiples(1000, 512, number=1)
-        [1024, 512]
-        >>> multiples(10, 4, 6, number=1)
-        [8, 12, 6]
+    Legal values are found by trial: a value is offered only if the file with it satisfies the rule and breaks no other.
+
+    Args:
+        rules: the system's table.
+        job: the file.
+        build: makes a job of settings; called again for every value that is tried.
+        keys: the system's keys, for their kinds.
     """
-    found: set[int] = set()
-    for step in steps:
-        if step >= 1:
-            below = value // step
-            found.update(n * step for n in range(max(below - number + 1, 1), below + number + 1))
-    return sorted(found, key=lambda n: (abs(n - value), n))
+    broken = broken_rules(rules, job)
+    divisions = [rule.division(job) for rule in rules if rule.division is not None and rule.when(job)] if broken else []
+
+    def violation(rule: Rule[J]) -> Violation:
+        own = () if rule.candidates is None else rule.candidates(job)
+        nearest = _nearest_values(rule, rule.keys[0], own, rules, broken, job, build)
+        first = rule.keys[0]
+        for key in rule.keys if not nearest else ():
+            if keys[key].key.kind == "int":
+                own_division = () if rule.division is None else (rule.division(job),)
+                tried = whole_numbers(job.effective(key), own_division, divisions)
+                nearest = _nearest_values(rule, key, tried, rules, broken, job, build)
+            if nearest:
+                first = key
+                break
+        ordered = (first, *(key for key in rule.keys if key != first))
+        message = _with_nearest(rule.message(job), first, nearest)
+        return Violation(rule=rule.name, keys=ordered, message=message, nearest=nearest, found_by=rule.found_by)
+
+    return tuple(map(violation, broken))
 
 
-def divisors(number: int, near: int | None = None) -> list[int]:
-    """Return the divisors of a positive number, nearest to `near` first; of a huge one, those that are found soon.
+def _nearest_values(
+    rule: Rule[J],
+    key: str,
+    candidates: Iterable[Any],
+    rules: Sequence[Rule[J]],
+    broken: Sequence[Rule[J]],
+    job: J,
+    build: Callable[[Settings], J],
+) -> tuple[Any, ...]:
+    """Return up to one legal value of a key below the given one and one above."""
+    before = job[key]
+    is_number = isinstance(before, int | Fraction) and not isinstance(before, bool)
+    tolerated = {other.name for other in broken} - {rule.name}
+    # The nearest values below and above that fix the whole file, and those that leave only other broken rules broken.
+    fixing: dict[bool, Any] = {}
+    helping: dict[bool, Any] = {}
+    for value in candidates:
+        is_below = is_number and value is not None and value < before
+        if value == before or is_below in fixing or (isinstance(value, int) and value > MAX_COUNT):
+            continue
+        try:
+            changed = build(job.settings.with_value(key, value))
+            if rule.is_broken(changed):
+                continue
+            still_broken = {other.name for other in rules if other.is_broken(changed)}
+        except RampupError:
+            continue
+        if not still_broken:
+            fixing[is_below] = value
+            if False in fixing and (True in fixing or not is_number):
+                break
+        elif still_broken <= tolerated:
+            helping.setdefault(is_below, value)
+    found = fixing or helping
+    nearest = [found[is_below] for is_below in (True, False) if is_below in found]
+    return tuple(to_yaml_number(value) if isinstance(value, Fraction) else value for value in nearest)
+
+
+def _with_nearest(message: str, key: str, nearest: Sequence[Any]) -> str:
+    if not nearest:
+        return message
+    words = {True: "true", False: "false", None: "null"}
+    shown = ", ".join(words[value] if value is None or isinstance(value, bool) else str(value) for value in nearest)
+    return f"{message}; nearest {key}: {shown}"
+
+
+def whole_numbers(
+    value: int | None, divisions: Sequence[tuple[int, int]] = (), others: Sequence[tuple[int, int]] = ()
+) -> list[int]:
+    """Return positive whole numbers that divisibility rules are likely to accept, nearest to `value` first.
+
+    Args:
+        value: the given number; None if it is unset, which gives the smallest first.
+        divisions: dividend and divisor of the broken rule, if it has them. `value` may be a factor or a summand of the
+            dividend, or a factor of the divisor.
+        others: those of the other rules, of which fewer multiples are returned.
 
     Example:
-        >>> divisors(12), divisors(12, near=5), divisors(0)
-        ([1, 2, 3, 4, 6, 12], [4, 6, 3, 2, 1, 12], [])
+        >>> whole_numbers(1000, [(1000, 512)])[:3], 512 in whole_numbers(1000, [(1000, 512)])
+        ([1000, 999, 1001], True)
+    """
+    size = max(value or 1, 1)
+    found = {*range(max(size - _WINDOW, 1), size + _WINDOW + 1), *(2**power for power in range(13))}
+    found |= {*(size * n for n in range(2, 9)), *(size // n for n in range(2, 17))}
+    steps = {1: 1}
+    for pairs, number in ((divisions, _NUM_MULTIPLES), (others, _NUM_MULTIPLES // 4)):
+        for left, right in pairs:
+            if not 1 <= left <= MAX_COUNT or not 1 <= right <= MAX_COUNT:
+                continue
+            found |= {left, right, *divisors(left)}
+            found.update(_multiples(size, right, number, shift=(size - left) % right))
+            factor = left // size if left % size == 0 else 1
+            for step in (right, right // math.gcd(right, factor)):
+                steps[step] = max(steps.get(step, 0), number)
+    common = math.lcm(*steps)
+    for step, number in {**steps, common: _NUM_MULTIPLES}.items():
+        found.update(_multiples(size, step, number))
+    # A value far away that fixes the whole file is worse advice than a near one that fixes this rule.
+    largest = min(max(size, *(max(pair) for pair in divisions), 64) * _MAX_RATIO, MAX_COUNT)
+    given = 1 if value is None else value
+    return sorted((n for n in found if 1 <= n <= largest), key=lambda n: (abs(n - given), n))
+
+
+def _multiples(value: int, step: int, number: int, *, shift: int = 0) -> range:
+    """Return `number` multiples of `step` (plus `shift`) on each side of `value`."""
+    below = (value - shift) // step * step + shift
+    return range(below - (number - 1) * step, below + number * step + 1, step)
+
+
+@functools.cache
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number in ascending order; of one above 10**9, those that are found quickly.
+
+    Example:
+        >>> divisors(12), divisors(0)
+        ([1, 2, 3, 4, 6, 12], [])
     """
     if number < 1:
         return []
     if number <= numbers.MAX_SAMPLES:
-        found = numbers.divisors(number)
-    else:
-        small = [factor for factor in range(1, MAX_FACTOR + 1) if number % factor == 0]
-        found = sorted({*small, *(number // factor for factor in small)})
-    return found if near is None else sorted(found, key=lambda n: (abs(n - near), n))
+        return numbers.divisors(number)
+    small = [factor for factor in range(1, _MAX_FACTOR + 1) if number % factor == 0]
+    return sorted({*small, *(number // factor for factor in small)})
+
+
+def around(value: Fraction | int, step: Fraction | int = 1, *, origin: Fraction | int = 0) -> list[Fraction]:
+    """Return multiples of `step` (plus `origin`) on both sides of `value`, nearest first.
+
+    Example:
+        >>> [int(n) for n in around(10, 4)[:4]]
+        [8, 12, 4, 16]
+    """
+    exact, width = Fraction(value) - origin, Fraction(step)
+    if width <= 0:
+        return []
+    low = exact // width
+    return sorted(
+        (n * width + origin for n in range(low - MAX_TRIED + 1, low + MAX_TRIED + 1)), key=lambda n: abs(n - Fraction(value))
+    )
 
 
 def counted(number: int, noun: str) -> str:

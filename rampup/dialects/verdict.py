@@ -1,17 +1,17 @@
-"""What a check of another system's file found out: the verdict, and everything that explains it."""
+"""The result of checking another system's file: the verdict, and everything that explains it."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, Literal
 
 from rampup.notebook_repr import NotebookRepr
 
 Validator = Literal["accepts", "rejects"]
 Run = Literal["runs", "pads", "drops", "fails"]
+FoundBy = Literal["validator", "run"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,41 +19,41 @@ class Violation:
     """A rule that the file breaks.
 
     Attributes:
-        rule: its id, such as `skyrl.mini_divides_train`.
+        rule: its id, such as `skyrl.policy_mini_divides_train`.
         keys: the keys to change, in that system's words.
         message: the rule, the arithmetic with its names, and the fix.
-        nearest: legal values of the first key near the one given, smallest first.
-        found_by: `validator`: that system's own check says so before the run; `run`: nothing does, and the run fails.
+        nearest: legal values of the first key near the given one, smallest first.
+        found_by: `validator` if that system's own check reports it before the run; `run` if only the run fails.
     """
 
     rule: str
     keys: tuple[str, ...]
     message: str
     nearest: tuple[Any, ...] = ()
-    found_by: Literal["validator", "run"] = "validator"
+    found_by: FoundBy = "validator"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Meaning:
     """One line of the table "what the file says / what it means".
 
     Attributes:
-        says: what the file says, such as `trainer.policy_mini_batch_size = 256`; empty for what only follows.
-        means: what it means, such as `1,280 samples per optimizer step`.
+        says: a setting, such as `trainer.policy_mini_batch_size = 256`; empty for a consequence of several.
+        means: its meaning, such as `1,280 samples per optimizer step`.
     """
 
     says: str
     means: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Advice:
-    """A rule that the system's guide gives, and whether it is true of this file.
+    """A rule that a guide gives, and whether it is true of this file.
 
     Attributes:
-        rule: the advice, in our words.
-        source: which guide gives it.
-        holds: whether this file follows it; None where the guide's rule is itself wrong.
+        rule: the advice.
+        source: the guide that gives it.
+        holds: whether this file follows it; None if the guide's rule is itself wrong.
         because: the arithmetic of this file, or why the rule is wrong.
     """
 
@@ -65,12 +65,12 @@ class Advice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What of a file our own configuration can say.
+    """The part of a file that rampup's configuration can express.
 
     Attributes:
-        values: our keys and their values; empty where there is a `refusal`.
+        values: rampup's keys and their values; empty if there is a `refusal`.
         left_out: the file's keys that have no counterpart, each with the reason.
-        refusal: why the file cannot be converted; None where it can.
+        refusal: why the file cannot be converted; None if it can.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -83,15 +83,15 @@ class Verdict(NotebookRepr):
     """What a file really does, in one vocabulary.
 
     Attributes:
-        system: whose file it is.
-        violations: what is wrong, all of it.
+        system: the system that the file belongs to.
+        violations: all rules that it breaks.
         outcome: what a run without violations does: it `runs`, `pads` its batches or `drops` samples.
-        notes: what is legal but surprising.
-        derived: the numbers that follow, by the names of design: `samples_per_step`, `optimizer_steps`, ...
-        phases: for a ramp, every phase as `rampup plan --json` gives it; None without one.
+        notes: settings that are legal but surprising.
+        derived: the numbers that follow, such as `samples_per_step` and `optimizer_steps`.
+        phases: every phase of a ramp, as in `rampup plan --json`; None without a ramp.
         meanings, flow, advice: the explanation for people.
-        plan: our `RampPlan` or `RolloutPlan` of the same run, where one can be built.
-        conversion: the same run in our keys; None for systems that our configuration has no counterpart of.
+        plan: rampup's `RampPlan` or `RolloutPlan` of the same run, if one can be built.
+        conversion: the same run in rampup's keys; None for systems that have no counterpart.
     """
 
     system: str
@@ -108,7 +108,7 @@ class Verdict(NotebookRepr):
 
     @property
     def validator(self) -> Validator:
-        """What that system's own check says."""
+        """The result of that system's own check."""
         return "rejects" if any(violation.found_by == "validator" for violation in self.violations) else "accepts"
 
     @property
@@ -143,13 +143,3 @@ class Verdict(NotebookRepr):
         if self.phases is not None:
             result["phases"] = [dict(phase) for phase in self.phases]
         return result
-
-
-def in_words(job: Any, words: ModuleType) -> dict[str, Any]:
-    """Return the parts of a verdict that are sentences, by their names, from the functions of a system's module of words.
-
-    Args:
-        job: what a file makes the system do.
-        words: has `meanings`, `flow`, `advice` and `notes`, each a function of the job.
-    """
-    return {name: getattr(words, name)(job) for name in ("meanings", "flow", "advice", "notes")}

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from rampup.cli import main
 from rampup.dialects import SYSTEMS, check_file, write_conversion
-from rampup.dialects.skyrl.job import ENTRIES as SKYRL
-from rampup.dialects.trlx.job import ENTRIES as TRLX
-from rampup.dialects.verl.job import ENTRIES as VERL
+from rampup.dialects.skyrl import KEYS as SKYRL
+from rampup.dialects.trlx import KEYS as TRLX
+from rampup.dialects.verl import KEYS as VERL
 from rampup.errors import ConfigError, RampupError
 
 GOOD = {"trainer.train_batch_size": 8, "trainer.policy_mini_batch_size": 4, "generator.n_samples_per_prompt": 2}

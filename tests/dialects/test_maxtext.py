@@ -7,8 +7,9 @@ from helpers.dialect_files import cases, check_nearest, rules, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rampup.dialects.maxtext.job import MaxTextFile
-from rampup.dialects.maxtext.keys import ENTRIES
+from rampup.dialects.maxtext.job import MaxTextJob
+from rampup.dialects.maxtext import KEYS
+from rampup.dialects.reading import Settings
 from rampup.errors import ConfigError, RampupError
 
 RAMP = {
@@ -275,7 +276,7 @@ def test_misspelt_and_mistyped_keys():
 @settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(
-        st.sampled_from(sorted(ENTRIES)),
+        st.sampled_from(sorted(KEYS)),
         st.one_of(st.integers(-3, 40), st.sampled_from([0, 1, -1, 0.5, 1e18, -1e18, 1e-9, None, "", "x", True, [], {}, 0.1])),
         max_size=8,
     )
@@ -292,5 +293,5 @@ def test_nothing_but_our_errors_escapes(config):
 
 def test_every_entry_has_a_default_of_its_kind():
     """The defaults pass their own kind, so that an empty file is MaxText's base.yml."""
-    values = {name: entry.key.read(name, entry.default) for name, entry in ENTRIES.items()}
-    assert MaxTextFile(values={**values, "num_devices": 2}).sizes.to_train == 24
+    values = {name: entry.key.read(name, entry.default) for name, entry in KEYS.items()}
+    assert MaxTextJob(Settings(values={**values, "num_devices": 2})).sizes.to_train == 24

@@ -7,7 +7,7 @@ from helpers.dialect_files import agrees, cases, check_nearest, rules, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rampup.dialects.maxtext_rl.job import ENTRIES
+from rampup.dialects.maxtext_rl import KEYS
 from rampup.errors import ConfigError, RampupError
 
 GOOD = {"batch_size": 8, "num_batches": 2, "rl": {"num_generations": 4, "num_iterations": 1}, "ici_fsdp_parallelism": 1}
@@ -158,7 +158,7 @@ def test_agentic_learners_generate_one_prompt_at_a_time():
 @settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(
-        st.sampled_from(sorted(ENTRIES)),
+        st.sampled_from(sorted(KEYS)),
         st.one_of(st.integers(-3, 40), st.sampled_from([0.5, 1e18, -1e18, 1e-9, 1e300, None, "", "x", True, [], {}])),
         max_size=8,
     )

@@ -8,8 +8,8 @@ from helpers.dialect_files import cases, check_nearest, rules, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rampup.dialects.megatron.keys import ENTRIES
-from rampup.dialects.megatron.ramp import LinearRamp, parse_entry
+from rampup.dialects.megatron import KEYS
+from rampup.dialects.megatron.job import LinearRamp, parse_entry
 from rampup.errors import ConfigError, RampupError
 
 RAMP = {"rampup_batch_size": [16, 8, 500], "global_batch_size": 48, "micro_batch_size": 1}
@@ -290,7 +290,7 @@ def test_files_that_are_not_arguments(text):
 @settings(max_examples=60, deadline=None)
 @given(
     st.dictionaries(
-        st.sampled_from(sorted(ENTRIES)),
+        st.sampled_from(sorted(KEYS)),
         st.one_of(
             st.integers(-3, 40),
             st.sampled_from(

@@ -6,8 +6,8 @@ import pytest
 from helpers.dialect_files import agrees, case_settings, cases, check_nearest, nested, rules, verdict
 
 from rampup.dialects.reading import Settings
-from rampup.dialects.skyrl.check import RULES, _outcome
-from rampup.dialects.skyrl.job import ENTRIES, SkyRLJob
+from rampup.dialects.skyrl import KEYS
+from rampup.dialects.skyrl.rules import RULES, SkyRLJob
 
 TRAIN = "trainer.train_batch_size"
 MINI = "trainer.policy_mini_batch_size"
@@ -179,7 +179,7 @@ def test_counts_are_positive(key, value):
 
 def test_what_the_check_misses():
     """Of the 4,854 small configurations that SkyRL's check accepts, 1,413 stop in their first step and 235 are padded."""
-    defaults = {key: entry.default for key, entry in ENTRIES.items()} | {"trainer.algorithm.use_kl_loss": False}
+    defaults = {key: entry.default for key, entry in KEYS.items()} | {"trainer.algorithm.use_kl_loss": False}
     accepted = stopped = padded = 0
     for replicas, responses, prompts, micro in itertools.product(
         (2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 8), range(1, 33), (1, 2, 3, 4)
@@ -193,11 +193,11 @@ def test_what_the_check_misses():
                 GPUS: replicas,
             }
             job = SkyRLJob(Settings(values=defaults | sizes))
-            broken = [rule.found_by for rule in RULES if not rule.holds(job)]
+            broken = [rule.found_by for rule in RULES if rule.is_broken(job)]
             if "validator" not in broken:
                 accepted += 1
                 stopped += bool(broken)
-                padded += not broken and _outcome(job) == "pads"
+                padded += not broken and job.outcome == "pads"
     assert (accepted, stopped, padded) == (4854, 1413, 235)
 
 

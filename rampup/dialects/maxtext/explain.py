@@ -1,124 +1,200 @@
-"""MaxText's base.yml in words: what each size means, the step's flow, and what its documentation advises."""
+"""MaxText's base.yml in words: what each size means, how a step runs, what surprises, and what the comments advise."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import Any
 
-from rampup.dialects.maxtext.job import (
+from rampup.dialects.maxtext import (
     ACCUMULATION,
     END,
     EVAL,
+    EXPANSION,
     INCREMENT,
+    LAYERS,
     MICROBATCHES,
+    REPEATS,
     SAMPLES,
     START,
-    MaxTextFile,
 )
-from rampup.dialects.reading import Settings
-from rampup.dialects.rules import counted
+from rampup.dialects.maxtext.job import MaxTextJob
+from rampup.dialects.rules import broken_rules, counted
 from rampup.dialects.verdict import Advice, Meaning
+from rampup.errors import RampupError
 from rampup.plan.numbers import AUTO, to_yaml_number
 
-_BASE_YML = "MaxText, comments of base.yml"
+BASE_YML = "MaxText, comments of base.yml"
+MAX_LISTED_PHASES = 12
 
 
-def meanings(file: MaxTextFile, settings: Settings) -> tuple[Meaning, ...]:
-    """Return the table of what the file says and what it means."""
-    sizes, n = file.sizes, file.num_devices
-    lines = [
-        Meaning(
-            says=settings.said(END),
-            means=f"{sizes.micro:,} samples per forward pass over {n:,} devices; {_tokens(file, sizes.micro)} tokens",
-        ),
-        Meaning(
-            says=settings.said(ACCUMULATION),
-            means=f"{counted(file[ACCUMULATION], 'pass')}, so {sizes.to_train:,} samples per optimizer step",
-        ),
-        Meaning(says=settings.said("expansion_factor_real_data"), means=f"{sizes.to_load:,} rows to load per step"),
-        Meaning(
-            says=settings.said(EVAL),
-            means=f"{file.eval_sizes.to_train:,} samples per evaluation batch"
-            if file["eval_interval"] > 0
-            else "no evaluation",
-        ),
-        Meaning(says="", means=f"the batch is cut {file.axes.data_parallel_size:,} ways (data * fsdp)"),
-    ]
-    if file.ramps:
-        lines += [
-            Meaning(says=settings.said(key), means=f"{file.global_size(key):,} samples {what}, accumulation not counted")
-            for key, what in ((START, "in the first phase"), (INCREMENT, "more in each phase"))
-        ]
-        lines.append(
-            Meaning(says=settings.said(SAMPLES), means="samples asked for the whole ramp, shared equally by its phases")
+def show(value: Any) -> str:
+    """Return a size as text: a whole number with commas, a fraction as a decimal if it is one."""
+    return str(to_yaml_number(value)) if isinstance(value, Fraction) else f"{value:,}"
+
+
+def product_text(job: MaxTextJob, key: str) -> str:
+    """Return the arithmetic from a size per device to a global batch size."""
+    return f"num_devices * {key} = {job.num_devices} * {show(job[key])} = {show(job.num_devices * job[key])}"
+
+
+def meanings(job: MaxTextJob) -> Iterator[Meaning]:
+    """Yield each setting of the file with its meaning."""
+    sizes, describe = job.sizes, job.settings.describe
+    yield Meaning(
+        describe(END),
+        f"{sizes.micro:,} samples per forward pass over {job.num_devices:,} devices; "
+        f"{sizes.micro * job['max_target_length']:,} tokens",
+    )
+    passes = counted(job[ACCUMULATION], "pass")
+    yield Meaning(describe(ACCUMULATION), f"{passes}, so {sizes.to_train:,} samples per optimizer step")
+    yield Meaning(describe(EXPANSION), f"{sizes.to_load:,} rows to load per step")
+    evaluates = job["eval_interval"] > 0
+    yield Meaning(describe(EVAL), f"{job.eval_sizes.to_train:,} samples per evaluation batch" if evaluates else "no evaluation")
+    yield Meaning("", f"the batch is sharded over {counted(job.axes.data_parallel_size, 'replica')} (data * fsdp)")
+    if job.ramps:
+        for key, what in ((START, "in the first phase"), (INCREMENT, "more in each phase")):
+            yield Meaning(describe(key), f"{job.global_size(key):,} samples {what}, without accumulation")
+        yield Meaning(describe(SAMPLES), "samples requested for the whole ramp, shared equally by its phases")
+    if job.is_piped and job.microbatches > 0:
+        yield Meaning(
+            describe(MICROBATCHES),
+            f"{job.microbatches:,} microbatches of {sizes.micro // job.microbatches:,} samples through "
+            f"{job.stages:,} stages, {counted(job.repeats, 'repeat')}",
         )
-    if file.stages > 1 and file.microbatches > 0:
-        lines.append(
-            Meaning(
-                says=settings.said(MICROBATCHES),
-                means=f"{file.microbatches:,} microbatches of {sizes.micro // file.microbatches:,} samples through "
-                f"{file.stages:,} stages, {file.repeats:,} times round",
-            )
+
+
+def flow(job: MaxTextJob) -> Iterator[str]:
+    """Yield the stages of one optimizer step after the ramp."""
+    sizes = job.sizes
+    yield f"load {sizes.to_load:,} rows of {job['max_target_length']:,} tokens, sharded over {job.loading_shards:,} devices"
+    yield f"take {sizes.micro:,} of them in each of {counted(job[ACCUMULATION], 'pass')}, one after the other"
+    if job.is_piped and job.microbatches > 0:
+        yield (
+            f"split a pass into {job.microbatches:,} microbatches and send them through {job.stages:,} pipeline stages "
+            f"({counted(job.repeats, 'repeat')})"
         )
-    return tuple(lines)
+    yield f"sum the gradients of {sizes.to_train:,} samples over {job.axes.data_parallel_size:,} replicas"
+    yield "one optimizer step"
 
 
-def flow(file: MaxTextFile) -> tuple[str, ...]:
-    """Return what one optimizer step after the ramp does, in order."""
-    sizes, axes = file.sizes, file.axes
-    steps = [
-        f"load {sizes.to_load:,} rows of {file['max_target_length']:,} tokens, laid over {file.loading_shards:,} devices",
-        f"take {sizes.micro:,} of them in each of {counted(file[ACCUMULATION], 'pass')}, one after the other",
-    ]
-    if file.stages > 1 and file.microbatches > 0:
-        steps.append(
-            f"cut a pass into {file.microbatches:,} microbatches and send them through {file.stages:,} pipeline stages "
-            f"({file.repeats:,} times)"
+def advice(job: MaxTextJob) -> Iterator[Advice]:
+    """Yield the advice of MaxText's documentation, and whether this file follows it."""
+    if job.ramps:
+        increment = job[INCREMENT]
+        yield Advice(
+            "the growth of the batch should be a multiple of its increment",
+            BASE_YML,
+            bool(increment > 0 and (job[END] - job[START]) % increment == 0),
+            f"{show(job[END])} - {show(job[START])} in steps of {show(increment)}",
         )
-    steps.append(f"sum the gradients of {sizes.to_train:,} samples over {axes.data_parallel_size:,} replicas")
-    steps.append("one optimizer step")
-    return tuple(steps)
-
-
-def advice(file: MaxTextFile) -> tuple[Advice, ...]:
-    """Return what MaxText's documentation advises, and whether this file follows it."""
-    result = []
-    if file.ramps:
-        increment = file[INCREMENT]
-        whole = increment > 0 and (file[END] - file[START]) % increment == 0
-        result.append(
-            Advice(
-                rule="the growth of the batch should be a multiple of its increment",
-                source=_BASE_YML,
-                holds=bool(whole),
-                because=f"{_text(file[END])} - {_text(file[START])} in steps of {_text(increment)}",
-            )
+    if job.is_piped:
+        yield Advice(
+            "more pipeline microbatches, a smaller bubble",
+            BASE_YML,
+            job[MICROBATCHES] != AUTO and job.microbatches > job.stages,
+            f"{job.microbatches} microbatches for {job.stages} stages; the automatic value is the minimum, with the largest "
+            "bubble",
         )
-    if file.stages > 1:
-        result.append(
-            Advice(
-                rule="more pipeline microbatches, a smaller bubble",
-                source=_BASE_YML,
-                holds=file[MICROBATCHES] != AUTO and file.microbatches > file.stages,
-                because=f"{file.microbatches} microbatches for {file.stages} stages; the automatic value is the least, "
-                "with the largest bubble",
-            )
+    if job["eval_interval"] > 0:
+        yield Advice(
+            "set eval_steps, so that evaluation does not run out of data",
+            BASE_YML,
+            bool(job["eval_steps"] > 0),
+            f"eval_steps={job['eval_steps']}",
         )
-    if file["eval_interval"] > 0:
-        result.append(
-            Advice(
-                rule="set eval_steps, so that evaluation does not run out of data",
-                source=_BASE_YML,
-                holds=bool(file["eval_steps"] > 0),
-                because=f"eval_steps={file['eval_steps']}",
-            )
+
+
+def notes(job: MaxTextJob) -> Iterator[str]:
+    """Yield what is legal but surprising."""
+    yield from _size_notes(job)
+    if job.manager is not None and job.manager.ends:
+        yield from _ramp_notes(job, job.manager.phases())
+    yield from _pipeline_notes(job)
+    if isinstance(job.planned, RampupError):
+        from rampup.dialects.maxtext.rules import RULES  # which imports this module
+
+        if not broken_rules(RULES, job):
+            refusals = "; ".join(str(problem) for problem in job.planned.problems or (job.planned,))
+            yield f"rampup itself would refuse this file: {refusals}"
+
+
+def _size_notes(job: MaxTextJob) -> Iterator[str]:
+    sizes, expansion = job.sizes, job[EXPANSION]
+    if job.dropped_per_step and sizes.micro >= 1:
+        yield (
+            f"{END}={show(job[END])} is below 1: a full sample per device is loaded, {sizes.to_load:,} rows per step, and "
+            f"{sizes.to_train:,} of them are trained on; {job.dropped_per_step:,} are dropped"
         )
-    return tuple(result)
+    for key in (START, INCREMENT, END) if job.ramps else (END,):
+        exact, truncated = Fraction(job.num_devices) * job[key], job.global_size(key)
+        if exact != truncated:
+            yield f"{product_text(job, key)} is truncated to {truncated}, in floating point; rampup reports an error"
+    if 0 < expansion < 1:
+        yield (
+            f"{EXPANSION}={show(expansion)}: the loaders of {int(1 / expansion)} times as many hosts take turns, and each step "
+            f"gets the {sizes.to_load:,} rows of one of them, while global_batch_size_to_train_on is {sizes.to_train:,}"
+        )
+    elif expansion > 1:
+        yield (
+            f"{EXPANSION}={show(expansion)}: 1 of {show(expansion)} hosts loads, for itself and the others; "
+            f"global_batch_size_to_load={sizes.to_load:,} counts the rows that they would load together if all did"
+        )
 
 
-def _tokens(file: MaxTextFile, samples: int) -> str:
-    return f"{samples * file['max_target_length']:,}"
+def _ramp_notes(job: MaxTextJob, phases: Sequence[tuple[int, int, int]]) -> Iterator[str]:
+    *ramp, (steps, _, trained) = phases
+    samples = job[SAMPLES]
+    if job[ACCUMULATION] > 1:
+        shown = ", ".join(f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES])
+        shown += ", ..." if len(ramp) > MAX_LISTED_PHASES else ""
+        yield (
+            f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}: in the ramp its batches are {shown} ({trained:,} "
+            f"samples in {steps:,} steps), then the batch jumps from {ramp[-1][1]:,} to {job.sizes.to_train:,}; the phases "
+            "here include the factor in every batch"
+        )
+    if samples < 1:
+        yield f"{SAMPLES}={samples:,} is below 1: every phase lasts one step"
+    elif trained != samples:
+        yield (
+            f"the ramp takes {trained:,} samples in {steps:,} steps, but {SAMPLES} requests {samples:,} "
+            f"({trained / samples - 1:+.1%}): samples beyond a phase's share do not count towards the next"
+        )
+    if lost := job.lost_at_ramp_end:
+        yield (
+            f"at the end of the ramp {lost:,} loaded rows are never trained on: the buffer of {job.sizes.to_load:,} rows "
+            f"is dropped with the ramp ({trained:,} trained, {trained + lost:,} loaded)"
+        )
+    yield (
+        f"a resume within the ramp loses up to {max(job.sizes.to_load - 1, 0):,} buffered rows, which no checkpoint contains, "
+        "and is one batch behind: a checkpoint labelled s contains s + 1 batches and s are replayed"
+    )
+    if job.config_ramp_end != steps:
+        yield (
+            f"the configuration expects the ramp to end at step {job.config_ramp_end:,} (rampup_end_step, from loaded rows: "
+            f"sizes below 1 rounded up, accumulation included), the manager at step {steps:,}; throughput metrics use the first"
+        )
+    yield f"each of the {len(phases):,} batch sizes is compiled at its first step; only the final one is lowered at the start"
 
 
-def _text(value: Fraction) -> str:
-
-    return str(to_yaml_number(Fraction(value)))
+def _pipeline_notes(job: MaxTextJob) -> Iterator[str]:
+    if not job.is_piped:
+        ignored = [key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO]
+        if ignored:
+            yield f"{' and '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} ignored: there is one pipeline stage"
+        return
+    if job.microbatches > 0 and job.sizes.micro % (job.microbatches * job.axes.data_parallel_size):
+        yield (
+            f"a pipeline microbatch of {job.sizes.micro // job.microbatches} samples does not divide over data * fsdp = "
+            f"{job.axes.data_parallel_size}: MaxText does not check it, and devices share or pad samples"
+        )
+    if job["model_name"] != "default" and LAYERS not in job.settings.given:
+        yield (
+            f"model_name={job['model_name']} has its own number of layers; {job.layers} from base_num_decoder_layers "
+            "was used here, so give base_num_decoder_layers=N if the model has another"
+        )
+    if job[ACCUMULATION] > 1:
+        yield (
+            f"each of the {job[ACCUMULATION]} accumulation passes waits for the pipeline to fill; the same microbatches in one "
+            "pass would wait once"
+        )

@@ -1,160 +1,373 @@
-"""A MaxText base.yml and what follows from its keys: devices, batches, ramp, pipeline."""
+"""The numbers that follow from a MaxText base.yml, with MaxText's own roundings: float products cut to whole numbers.
+
+Exact arithmetic belongs to `rampup.plan`; this file computes MaxText's numbers, which sometimes differ.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from rampup.dialects.maxtext.keys import AXIS_GROUPS
-from rampup.dialects.maxtext.sizes import BatchSizes, Manager, batch_sizes
+from rampup.config.build import build_plan
+from rampup.config.schema import Config
+from rampup.dialects.convert import left_out
+from rampup.dialects.maxtext import (
+    ACCUMULATION,
+    AXIS_GROUPS,
+    DELAY,
+    END,
+    EVAL,
+    EXPANSION,
+    INCREMENT,
+    LAYERS,
+    MICROBATCHES,
+    RAMP,
+    REPEATS,
+    SAMPLES,
+    STAGE_LAYERS,
+    START,
+)
+from rampup.dialects.reading import Settings
+from rampup.dialects.rules import Job
+from rampup.dialects.verdict import Conversion, Run
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.mesh_axes import MeshAxes
-from rampup.plan.numbers import AUTO
+from rampup.plan.numbers import AUTO, plain_number
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import MAX_PHASES
+from rampup.plan.timetable import bubble_fraction
 
-START, INCREMENT, END = "per_device_batch_size_start", "per_device_batch_size_increment", "per_device_batch_size"
-EVAL, SAMPLES, ACCUMULATION = "eval_per_device_batch_size", "global_rampup_samples", "gradient_accumulation_steps"
-MICROBATCHES, REPEATS, LAYERS = "num_pipeline_microbatches", "num_pipeline_repeats", "pipeline_parallel_layers"
 
-
-@dataclass(frozen=True, kw_only=True)
-class MaxTextFile:
-    """A base.yml, and what follows from it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """One batch as MaxText sees it, in samples.
 
     Attributes:
-        values: every key that matters, with MaxText's defaults.
+        to_load: rows that the loaders read per optimizer step.
+        to_train: rows that the optimizer step is meant to use.
+        micro: rows of one forward pass over all devices.
     """
 
-    values: Mapping[str, Any]
+    to_load: int
+    to_train: int
+    micro: int
 
-    def __getitem__(self, name: str) -> Any:
-        return self.values[name]
 
-    @cached_property
-    def combined_axes(self) -> dict[str, dict[str, int]]:
-        """MaxText's mesh axes, multiplied into ours; -1 where one of a group is -1."""
-        return {group: {ours: self._combined(group, names) for ours, names in AXIS_GROUPS.items()} for group in ("ici", "dcn")}
+def batch_sizes(per_device: Fraction, expansion: Fraction, num_devices: int, accumulation: int) -> BatchSizes:
+    """Return the sizes of one batch.
 
-    @cached_property
-    def num_devices(self) -> int:
-        """Devices of the run: as given, or those of a mesh without a free axis."""
+    Args:
+        per_device: samples per device and accumulation step; below 1, a full sample per device is loaded.
+        expansion: `expansion_factor_real_data`; ignored unless positive.
+        num_devices: devices.
+        accumulation: `gradient_accumulation_steps`.
+
+    Example:
+        >>> batch_sizes(Fraction(1, 2), Fraction(-1), 8, 1)
+        BatchSizes(to_load=8, to_train=4, micro=4)
+
+    Source: MaxText `configs/types.py`, calculate_global_batch_sizes.
+    """
+    factor = float(expansion) if expansion > 0 else 1
+    micro_to_load = num_devices * factor if per_device < 1 else int(num_devices * float(per_device) * factor)
+    micro = int(num_devices * float(per_device))
+    return BatchSizes(to_load=int(micro_to_load * accumulation), to_train=micro * accumulation, micro=micro)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manager:
+    """MaxText's ramp as it runs: without the accumulation factor, each phase counted from zero.
+
+    Attributes:
+        start, increment, end: global batch sizes, cut to whole samples.
+        samples: `global_rampup_samples`.
+        num_increments: changes, from the sizes per device.
+
+    Source: MaxText `utils/rampup_batch.py`.
+    """
+
+    start: int
+    increment: int
+    end: int
+    samples: int
+    num_increments: int
+
+    @classmethod
+    def build(cls, *, start: Fraction, increment: Fraction, end: Fraction, samples: int, num_devices: int) -> Manager:
+        """Return the manager of sizes per device that MaxText accepts.
+
+        Example:
+            >>> manager = Manager.build(start=Fraction(4), increment=Fraction(2), end=Fraction(12), samples=500, num_devices=4)
+            >>> manager.phases()
+            [(0, 16, 0), (8, 24, 128), (14, 32, 272), (18, 40, 400), (22, 48, 560)]
+        """
+        return cls(
+            start=int(num_devices * float(start)),
+            increment=int(num_devices * float(increment)),
+            end=int(num_devices * float(end)),
+            samples=samples,
+            num_increments=int((float(end) - float(start)) // float(increment)),
+        )
+
+    @property
+    def grows_twice(self) -> bool:
+        """True if the ramp has a size between its first and its last."""
+        return self.start + self.increment < self.end
+
+    @property
+    def ends(self) -> bool:
+        """True if the ramp reaches its end in a number of phases that can be listed."""
+        if self.start < 1 or self.increment < 1:
+            return self.start >= max(self.end, 1)
+        return (self.end - self.start) // self.increment < MAX_PHASES
+
+    def phases(self) -> list[tuple[int, int, int]]:
+        """Return (first step, global batch size, samples before it) of every phase of a ramp that `ends`."""
+        rows, step, consumed, size = [], 0, 0, self.start
+        share = Fraction(self.samples, self.num_increments)
+        while size < self.end:
+            rows.append((step, size, consumed))
+            num_steps = max(math.ceil(share / size), 1)
+            step, consumed = step + num_steps, consumed + num_steps * size
+            size = min(size + self.increment, self.end)
+        return [*rows, (step, self.end, consumed)]
+
+    def divides_by(self, divisor: int) -> bool:
+        """Return whether every batch is a multiple of `divisor`; true for a ramp that never ends."""
+        if not self.ends or divisor < 1:
+            return True
+        sizes = [self.start, self.end, *([self.increment] if self.grows_twice else [])]
+        return all(size % divisor == 0 for size in sizes)
+
+
+class MaxTextJob(Job):
+    """The numbers of a base.yml.
+
+    Raises:
+        ConfigError: the file leaves the number of devices open.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        # MaxText's mesh axes, multiplied into rampup's; -1 if one of a group is -1.
+        self.combined_axes = {
+            group: {name: self._combine(group, axes) for name, axes in AXIS_GROUPS.items()} for group in ("ici", "dcn")
+        }
+        self.num_devices = self._count_devices()
+        # An impossible mesh is reported by a rule; one device stands in for it.
+        self.axes, self.mesh_problem = MeshAxes(), ""
+        try:
+            self.axes = MeshAxes.resolve(self.num_devices, num_slices=self["num_slices"], **self.combined_axes)
+        except RampupError as error:
+            self.mesh_problem = str(error)
+        # A loaded batch is sharded over the data, stage, fsdp and expert axes.
+        self.loading_shards = self.axes.data_parallel_size * self.axes.pipeline * self.axes.expert
+
+        # The pipeline. With one stage every pipeline key is ignored.
+        self.stages = self.axes.pipeline
+        self.is_piped = self.stages > 1
+        self.least_microbatches = self.stages * (2 if self[DELAY] else 1)
+        self.microbatches: int = self.least_microbatches if self[MICROBATCHES] == AUTO else self[MICROBATCHES]
+        dense = self["first_num_dense_layers"] if self["decoder_block"] == "deepseek" else 0
+        self.layers: int = self["base_num_decoder_layers"] - dense if self[LAYERS] == AUTO else self[LAYERS]
+        self.repeats: int = self[REPEATS]
+        if self.repeats == AUTO:
+            self.repeats = self.layers // max(self.stages * self[STAGE_LAYERS], 1)
+
+        # The batch after the ramp, that of evaluation, and the ramp.
+        self.sizes = batch_sizes(self[END], self[EXPANSION], self.num_devices, self[ACCUMULATION])
+        self.eval_sizes = batch_sizes(self[EVAL] or self[END], self[EXPANSION], self.num_devices, 1)
+        self.total_steps: int = self["learning_rate_schedule_steps"] if self["steps"] == AUTO else self["steps"]
+        self.ramps: bool = self[RAMP]
+        self.grows: bool = self[END] > self[START]
+        # MaxText tests the increment in floating point: 1 - 0.1 is not a multiple of 0.1 there.
+        increment = float(self[INCREMENT])
+        self.increment_divides = increment == 0 or (float(self[END]) - float(self[START])) % increment == 0
+        self.manager: Manager | None = None  # none without a ramp, or if MaxText refuses to build it
+        if self.ramps and self.grows and self.increment_divides and min(self[START], self[INCREMENT]) > 0:
+            self.manager = Manager.build(
+                start=self[START],
+                increment=self[INCREMENT],
+                end=self[END],
+                samples=self[SAMPLES],
+                num_devices=self.num_devices,
+            )
+
+    def _combine(self, group: str, axes: Sequence[str]) -> int:
+        sizes = [self[f"{group}_{axis}_parallelism"] for axis in axes]
+        return AUTO if AUTO in sizes else math.prod(sizes)
+
+    def _count_devices(self) -> int:
+        """Return the given devices, or those of a mesh without a free axis."""
         if self["num_devices"] is not None:
             return int(self["num_devices"])
-        sizes = self.combined_axes
-        if AUTO in sizes["ici"].values() or min(sizes["ici"].values()) < 1:
+        ici, dcn = (self.combined_axes[group].values() for group in ("ici", "dcn"))
+        if AUTO in ici or min(ici) < 1:
             raise ConfigError(
-                "the file leaves a mesh axis open (-1), so its batches depend on the machine; add num_devices=N, for instance "
+                "the file leaves a mesh axis open (-1), so its batches depend on the machine; add num_devices=N, for example "
                 "num_devices=8",
                 key="num_devices",
             )
-        slices = math.prod(size for size in sizes["dcn"].values() if size != AUTO)
-        if self["num_slices"] > 0 and AUTO in sizes["dcn"].values():
+        slices = math.prod(size for size in dcn if size != AUTO)
+        if self["num_slices"] > 0 and AUTO in dcn:
             slices = self["num_slices"]
-        return max(math.prod(sizes["ici"].values()) * slices, 1)
-
-    @cached_property
-    def mesh(self) -> MeshAxes | RampupError:
-        """Devices along each of our axes, or why there is no such mesh."""
-        sizes = self.combined_axes
-        try:
-            axes = MeshAxes.resolve(self.num_devices, num_slices=self["num_slices"], **sizes)
-        except RampupError as error:
-            return error
-        return axes
-
-    @property
-    def axes(self) -> MeshAxes:
-        """The mesh; of one device where the file's is impossible, which a rule reports."""
-        return self.mesh if isinstance(self.mesh, MeshAxes) else MeshAxes()
-
-    @property
-    def loading_shards(self) -> int:
-        """How many ways MaxText cuts a loaded batch: over the data, stage, fsdp and expert axes."""
-        axes = self.axes
-        return axes.data_parallel_size * axes.pipeline * axes.expert
-
-    @property
-    def stages(self) -> int:
-        """Pipeline stages; 1 = no pipeline, and then every pipeline key is ignored."""
-        return self.axes.pipeline
-
-    @property
-    def microbatches(self) -> int:
-        """Microbatches of one pipeline pass, with MaxText's automatic value."""
-        least = self.stages * (2 if self["pipeline_delay_activation_forwarding"] else 1)
-        return least if self[MICROBATCHES] == AUTO else int(self[MICROBATCHES])
-
-    @property
-    def layers(self) -> int:
-        """Layers in the pipeline."""
-        if self[LAYERS] != AUTO:
-            return int(self[LAYERS])
-        dense = self["first_num_dense_layers"] if self["decoder_block"] == "deepseek" else 0
-        return int(self["base_num_decoder_layers"] - dense)
-
-    @property
-    def repeats(self) -> int:
-        """Layer chunks per stage, with MaxText's automatic value."""
-        if self[REPEATS] != AUTO:
-            return int(self[REPEATS])
-        return self.layers // max(self.stages * int(self["num_layers_per_pipeline_stage"]), 1)
-
-    @cached_property
-    def sizes(self) -> BatchSizes:
-        """The batch after the ramp."""
-        return batch_sizes(self[END], self["expansion_factor_real_data"], self.num_devices, self[ACCUMULATION])
-
-    @cached_property
-    def eval_sizes(self) -> BatchSizes:
-        """The batch of evaluation."""
-        return batch_sizes(self[EVAL] or self[END], self["expansion_factor_real_data"], self.num_devices, 1)
-
-    @property
-    def ramps(self) -> bool:
-        """Whether the batch grows."""
-        return bool(self["enable_rampup_batch_size"])
-
-    @property
-    def grows(self) -> bool:
-        """Whether the ramp's end is above its start."""
-        return bool(self[END] > self[START])
-
-    @property
-    def increment_divides(self) -> bool:
-        """MaxText's own test, in floating point: 1 - 0.1 is no multiple of 0.1 there."""
-        increment = float(self[INCREMENT])
-        return increment == 0 or (float(self[END]) - float(self[START])) % increment == 0
-
-    @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the run."""
-        return int(self["learning_rate_schedule_steps"] if self["steps"] == AUTO else self["steps"])
-
-    @cached_property
-    def manager(self) -> Manager | None:
-        """MaxText's ramp; None without one, or where MaxText refuses to build it."""
-        start, increment, end = self[START], self[INCREMENT], self[END]
-        if not self.ramps or not self.grows or not self.increment_divides or min(start, increment) <= 0:
-            return None
-        return Manager.build(start=start, increment=increment, end=end, samples=self[SAMPLES], num_devices=self.num_devices)
+        return max(math.prod(ici) * slices, 1)
 
     def global_size(self, key: str) -> int:
         """Return devices * size per device, cut to whole samples as MaxText does."""
         return int(self.num_devices * float(self[key]))
 
-    def ramp_sizes_divide(self, divisor: int) -> bool:
-        """Say whether every batch of the ramp is a multiple; true without a ramp that ends."""
-        manager = self.manager
-        if manager is None or not manager.ends or divisor < 1:
-            return True
-        return (
-            manager.start % divisor == 0
-            and (not manager.grows_twice or manager.increment % divisor == 0)
-            and manager.end % divisor == 0
-        )
+    @property
+    def layer_product(self) -> int:
+        """Layers of one round through the pipeline, or of all repeats if their number is given."""
+        return int(self.stages * (1 if self[REPEATS] == AUTO else self[REPEATS]) * self[STAGE_LAYERS])
 
-    def _combined(self, group: str, names: Iterable[str]) -> int:
-        sizes = [self.values[f"{group}_{name}_parallelism"] for name in names]
-        return AUTO if AUTO in sizes else math.prod(sizes)
+    @property
+    def dropped_per_step(self) -> int:
+        """Rows loaded and not trained on, per step after the ramp. Partial loading by few hosts reads each row once."""
+        if self[EXPANSION] > 0 and self[END] >= 1:
+            return 0
+        return max(self.sizes.to_load - self.sizes.to_train, 0)
+
+    @cached_property
+    def lost_at_ramp_end(self) -> int:
+        """Rows that were read in the ramp and never trained on: the loader's buffer is dropped with the ramp.
+
+        Source: MaxText `common/data_loader.py`, RampUpDataLoader. It believes that a pull fills its buffer with the rows of the
+        final batch.
+        """
+        manager = self.manager
+        if manager is None or not manager.ends or manager.end < 1 or self[EXPANSION] > 0:
+            return 0
+        trained = manager.phases()[-1][2]
+        return -(-trained // manager.end) * self.sizes.to_load - trained
+
+    @cached_property
+    def config_ramp_end(self) -> int:
+        """`rampup_end_step`, the step at which MaxText's configuration expects the ramp to end; metrics wait for it.
+
+        Source: MaxText `configs/types.py`. It counts loaded rows: at least a full sample per device, with accumulation.
+        """
+        first, step, last = (
+            batch_sizes(self[key], self[EXPANSION], self.num_devices, self[ACCUMULATION]).to_load
+            for key in (START, INCREMENT, END)
+        )
+        count = (last - first) // step if step > 0 else 0
+        if not 0 < count < MAX_PHASES or first < 1:
+            return 0
+        share = Fraction(self[SAMPLES], count)
+        return sum(max(math.ceil(share / (first + k * step)), 0) for k in range(count))
+
+    @property
+    def outcome(self) -> Run:
+        """Rows may be dropped in each step, and at the end of the ramp."""
+        return "drops" if self.dropped_per_step or self.lost_at_ramp_end else "runs"
+
+    def derived(self) -> dict[str, Any]:
+        """Return the numbers of the report."""
+        sizes, evaluation = self.sizes, self.eval_sizes
+        derived: dict[str, Any] = {
+            "num_devices": self.num_devices,
+            "global_batch_size_to_load": sizes.to_load,
+            "global_batch_size_to_train_on": sizes.to_train,
+            "micro_batch_size_to_train_on": sizes.micro,
+            "global_batch_size_to_load_eval": evaluation.to_load,
+            "global_batch_size_to_eval_on": evaluation.to_train,
+            "data_parallel_size": self.axes.data_parallel_size,
+            "accumulation_steps": self[ACCUMULATION],
+            "num_stages": self.stages,
+            "dropped_samples_per_step": self.dropped_per_step,
+        }
+        if self.is_piped and self.microbatches > 0:
+            # Forwarding one tick later is a pipeline with twice the distance between its stages.
+            distance = (2 if self[DELAY] else 1) * (self.stages - 1) + 1
+            bubble = bubble_fraction(distance, max(self.microbatches, self.stages), max(self.repeats, 1))
+            derived |= {
+                "num_repeats": self.repeats,
+                "num_pipeline_microbatches": self.microbatches,
+                "pipeline_microbatch_samples": sizes.micro // self.microbatches,
+                "bubble_fraction": float(bubble),
+            }
+        manager = self.manager
+        if manager is None:
+            return derived
+        derived |= {
+            "num_increments": manager.num_increments,
+            "samples_per_increment": plain_number(Fraction(manager.samples, manager.num_increments)),
+            "rampup_end_step": self.config_ramp_end,
+        }
+        if manager.ends:
+            phases = manager.phases()
+            derived |= {
+                "manager_phases": [list(phase) for phase in phases],
+                "manager_ramp_steps": phases[-1][0],
+                "manager_ramp_samples": phases[-1][2],
+                "lost_samples_at_ramp_end": self.lost_at_ramp_end,
+            }
+        return derived
+
+    @cached_property
+    def planned(self) -> RampPlan | RampupError:
+        """Rampup's plan of the same run, or why there is none."""
+        try:
+            return build_plan(Config(**self._rampup_values()))
+        except RampupError as error:
+            return error
+
+    def plan(self) -> RampPlan | None:
+        """Return rampup's plan of the same run, or None if rampup refuses it."""
+        return self.planned if isinstance(self.planned, RampPlan) else None
+
+    def phases(self) -> Sequence[Mapping[str, Any]] | None:
+        """Return the phases of the ramp, which count accumulation in every batch."""
+        return self.planned.phase_rows() if isinstance(self.planned, RampPlan) and self.ramps else None
+
+    def conversion(self) -> Conversion:
+        """Return the same run in rampup's keys, or why it cannot be expressed."""
+        if isinstance(self.planned, RampupError):
+            return Conversion(refusal=str(self.planned))
+        values = self._rampup_values()
+        axes = [name for names in AXIS_GROUPS.values() for name in names]
+        expressed = {*values, *(f"{group}_{axis}_parallelism" for group in ("ici", "dcn") for axis in axes)}
+        expressed |= {"learning_rate_schedule_steps", LAYERS}
+        unused = [] if self.ramps else sorted(self.settings.given & {START, INCREMENT, SAMPLES})
+        return Conversion(values=values, left_out=left_out(self.settings, expressed, dict.fromkeys(unused, "the ramp is off")))
+
+    def _rampup_values(self) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "num_devices": self.num_devices,
+            "num_slices": self["num_slices"],
+            **{
+                f"{group}_{axis}_parallelism": size for group, axes in self.combined_axes.items() for axis, size in axes.items()
+            },
+            END: self[END],
+            EVAL: self[EVAL],
+            ACCUMULATION: self[ACCUMULATION],
+            EXPANSION: self[EXPANSION] if self[EXPANSION] > 0 else Fraction(AUTO),
+            "rampup_microbatch": "per_phase",
+            RAMP: self.ramps,
+            "steps": self.total_steps,
+            "eval_interval": self["eval_interval"] if self["eval_interval"] > 0 else AUTO,
+            "max_target_length": self["max_target_length"],
+            "learning_rate_clock": "steps",
+        }
+        if self["eval_steps"] > 0:
+            values["eval_steps"] = self["eval_steps"]
+        if self["steps"] != AUTO and self["learning_rate_schedule_steps"] > 0:
+            values["learning_rate_schedule_steps"] = self["learning_rate_schedule_steps"]
+        if self.ramps:
+            # With no samples requested, every phase of MaxText's ramp lasts one step; so does a ramp of one sample.
+            values |= {START: self[START], INCREMENT: self[INCREMENT], SAMPLES: max(self[SAMPLES], 1)}
+        if self.is_piped:
+            values |= {
+                MICROBATCHES: self.microbatches,
+                STAGE_LAYERS: self[STAGE_LAYERS],
+                REPEATS: self.repeats,
+                "base_num_decoder_layers": self.layers,
+                DELAY: self[DELAY],
+            }
+        return values

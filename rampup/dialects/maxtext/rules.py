@@ -1,4 +1,4 @@
-"""The rules of MaxText's pre-training configuration: those that it checks, and those that its run finds out."""
+"""The rules of MaxText's base.yml: those that MaxText checks, and those that only its run finds."""
 
 from __future__ import annotations
 
@@ -7,106 +7,94 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
-from rampup.dialects.maxtext.job import (
+from rampup.dialects.maxtext import (
     ACCUMULATION,
+    DELAY,
     END,
     EVAL,
     INCREMENT,
+    KEYS,
     LAYERS,
     MICROBATCHES,
+    RAMP,
     REPEATS,
+    STAGE_LAYERS,
     START,
-    MaxTextFile,
+    explain,
+    read,
 )
-from rampup.dialects.nearest import Found, Rule, around
-from rampup.plan.mesh_axes import MeshAxes
-from rampup.plan.numbers import AUTO, to_yaml_number
+from rampup.dialects.maxtext.explain import product_text, show
+from rampup.dialects.maxtext.job import MaxTextJob
+from rampup.dialects.rules import Dialect, Rule, Term, around, multiple
+from rampup.plan.numbers import AUTO
 
 FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")
+VOCAB_TILING, PREFETCH = "num_vocab_tiling", "pipeline_fsdp_ag_per_repeat"
+Rules = list[Rule[MaxTextJob]]
 
 
-def _unit(file: MaxTextFile) -> Fraction:
-    """The step between sizes per device that every rule on whole batches likes."""
-    passes = file.microbatches if file.stages > 1 and file.microbatches > 0 else 1
-    return Fraction(math.lcm(max(file.loading_shards, 1), passes), file.num_devices)
+def _unit(job: MaxTextJob) -> Fraction:
+    """Return the step between sizes per device that divide over the mesh and into microbatches."""
+    microbatches = job.microbatches if job.is_piped and job.microbatches > 0 else 1
+    return Fraction(math.lcm(max(job.loading_shards, 1), microbatches), job.num_devices)
 
 
-def _sizes_near(key: str) -> Callable[[MaxTextFile], Iterable[Any]]:
-    def candidates(file: MaxTextFile) -> Iterable[Any]:
-        value = max(Fraction(file[key]), Fraction(0))
-        steps = {
-            _unit(file),
-            Fraction(1, file.num_devices),
-            *([abs(file[INCREMENT])] if file.ramps and key != INCREMENT else []),
-        }
-        origin = file[START] if file.ramps and key == END else 0
-        found = {n for step in steps for n in around(value, step)[:256]} | set(
-            around(value, abs(file[INCREMENT]), origin=origin)[:64]
-        )
+def _sizes_near(key: str) -> Callable[[MaxTextJob], Iterable[Any]]:
+    """Return the candidates of a size per device, which is a fraction."""
+
+    def candidates(job: MaxTextJob) -> Iterable[Any]:
+        value, increment = max(Fraction(job[key]), Fraction(0)), abs(Fraction(job[INCREMENT]))
+        steps = {_unit(job), Fraction(1, job.num_devices), *([increment] if job.ramps else [])}
+        origin = job[START] if job.ramps and key == END else 0
+        found = {n for step in steps for n in around(value, step)[:256]} | {*around(value, increment, origin=origin)[:64]}
         return sorted((n for n in found if n > 0), key=lambda n: abs(n - value))
 
     return candidates
 
 
-def _increments_near(file: MaxTextFile) -> Iterable[Any]:
-    span, value = Fraction(file[END]) - Fraction(file[START]), Fraction(file[INCREMENT])
-    parts = [span / n for n in range(1, 257)] if span > 0 else []
-    return sorted(parts, key=lambda n: abs(n - value))
+def _increments_near(job: MaxTextJob) -> Iterable[Any]:
+    span, value = Fraction(job[END]) - Fraction(job[START]), Fraction(job[INCREMENT])
+    return sorted((span / n for n in range(1, 257) if span > 0), key=lambda n: abs(n - value))
 
 
-def _whole_near(key: str, step: Callable[[MaxTextFile], int] = lambda _: 1) -> Callable[[MaxTextFile], Iterable[Any]]:
-    return lambda file: [int(n) for n in around(file[key], max(step(file), 1)) if n >= 1]
+def _tokens_per_device(job: MaxTextJob) -> str:
+    length = job["max_target_length"]
+    return f"{END} * max_target_length = {show(job[END])} * {length} = {show(job[END] * length)}"
 
 
-def show(value: Any) -> str:
-    """Write a size as a person would."""
-    return str(to_yaml_number(value)) if isinstance(value, Fraction) else f"{value:,}"
-
-
-def _piped(file: MaxTextFile) -> bool:
-    return file.stages > 1
-
-
-def _mesh_message(file: MaxTextFile) -> str:
-    return str(file.mesh)
-
-
-def _product(file: MaxTextFile, key: str) -> str:
-    return f"num_devices * {key} = {file.num_devices} * {show(file[key])} = {show(file.num_devices * file[key])}"
-
-
-CHECKED: tuple[Rule[MaxTextFile], ...] = (
+CHECKED: Rules = [
     Rule(
         name="maxtext.accumulation_positive",
         keys=(ACCUMULATION,),
-        holds=lambda f: f[ACCUMULATION] >= 1,
-        message=lambda f: f"{ACCUMULATION}={f[ACCUMULATION]} must be at least 1",
-        candidates=lambda _: (1,),
+        holds=lambda job: job[ACCUMULATION] >= 1,
+        message=lambda job: f"{ACCUMULATION}={job[ACCUMULATION]} must be at least 1",
     ),
     Rule(
         name="maxtext.mesh",
         keys=("num_devices",),
-        holds=lambda f: isinstance(f.mesh, MeshAxes),
-        message=_mesh_message,
-        candidates=lambda f: [int(n) for n in around(f.num_devices) if n >= 1],
+        holds=lambda job: not job.mesh_problem,
+        message=lambda job: job.mesh_problem,
+        candidates=lambda job: [int(n) for n in around(job.num_devices) if n >= 1],
     ),
     Rule(
         name="maxtext.ramp_grows",
         keys=(END, START),
-        holds=lambda f: not f.ramps or f.grows,
-        message=lambda f: f"{END}={show(f[END])} must be greater than {START}={show(f[START])}",
+        when=lambda job: job.ramps,
+        holds=lambda job: job.grows,
+        message=lambda job: f"{END}={show(job[END])} must be greater than {START}={show(job[START])}",
         candidates=_sizes_near(END),
     ),
     Rule(
         name="maxtext.ramp_increment_divides",
         keys=(INCREMENT, START, END),
-        holds=lambda f: not f.ramps or not f.grows or f.increment_divides,
-        message=lambda f: (
-            f"{END} - {START} = {show(f[END])} - {show(f[START])} = {show(f[END] - f[START])} must be a multiple of "
-            f"{INCREMENT}={show(f[INCREMENT])}"
+        when=lambda job: job.ramps and job.grows,
+        holds=lambda job: job.increment_divides,
+        message=lambda job: (
+            f"{END} - {START} = {show(job[END])} - {show(job[START])} = {show(job[END] - job[START])} must be a multiple of "
+            f"{INCREMENT}={show(job[INCREMENT])}"
             + (
-                f" in floating point too, where the rest is {(float(f[END]) - float(f[START])) % float(f[INCREMENT]):g}"
-                if (f[END] - f[START]) % f[INCREMENT] == 0
+                f" in floating point, where the remainder is {(float(job[END]) - float(job[START])) % float(job[INCREMENT]):g}"
+                if (job[END] - job[START]) % job[INCREMENT] == 0
                 else ""
             )
         ),
@@ -114,186 +102,176 @@ CHECKED: tuple[Rule[MaxTextFile], ...] = (
     ),
     Rule(
         name="maxtext.vocab_tiling",
-        keys=("num_vocab_tiling", END, "max_target_length"),
-        holds=lambda f: f[END] <= 0 or (float(f[END]) * f["max_target_length"]) % f["num_vocab_tiling"] == 0,
-        message=lambda f: (
-            f"{END} * max_target_length = {show(f[END])} * {f['max_target_length']} = {show(f[END] * f['max_target_length'])} "
-            f"must be a multiple of num_vocab_tiling={f['num_vocab_tiling']}"
-        ),
-        candidates=_whole_near("num_vocab_tiling"),
+        keys=(VOCAB_TILING, END, "max_target_length"),
+        when=lambda job: job[END] > 0,
+        holds=lambda job: (float(job[END]) * job["max_target_length"]) % job[VOCAB_TILING] == 0,
+        message=lambda job: f"{_tokens_per_device(job)} must be a multiple of {VOCAB_TILING}={job[VOCAB_TILING]}",
+        division=lambda job: (int(job[END] * job["max_target_length"]), job[VOCAB_TILING]),
     ),
     Rule(
         name="maxtext.fp8_accumulation",
         keys=(ACCUMULATION, "quantization"),
-        holds=lambda f: f["quantization"] not in FP8 or f[ACCUMULATION] <= 1,
-        message=lambda f: f"{ACCUMULATION}={f[ACCUMULATION]} must be 1 with quantization={f['quantization']}",
-        candidates=lambda _: (1,),
+        when=lambda job: job["quantization"] in FP8,
+        holds=lambda job: job[ACCUMULATION] <= 1,
+        message=lambda job: f"{ACCUMULATION}={job[ACCUMULATION]} must be 1 with quantization={job['quantization']}",
     ),
-)  # fmt: skip
+]
 
-PIPELINE: tuple[Rule[MaxTextFile], ...] = (
+
+def _prefetch_needs(job: MaxTextJob) -> list[str]:
+    needed = {
+        f"more than one repeat ({REPEATS} is {job.repeats})": job.repeats > 1,
+        f"{STAGE_LAYERS}=1": job[STAGE_LAYERS] == 1,
+        f"{DELAY}=false": not job[DELAY],
+        "no quantization": not job["quantization"],
+        "scan_layers_per_stage=false": not job["scan_layers_per_stage"],
+    }
+    return [text for text, is_met in needed.items() if not is_met]
+
+
+def _layers_fit(job: MaxTextJob) -> bool:
+    if job.layer_product < 1 or job.layers < 1:
+        return False
+    return job.layers % job.layer_product == 0 if job[REPEATS] == AUTO else job.layers == job.layer_product
+
+
+def _layers_message(job: MaxTextJob) -> str:
+    given = job[REPEATS] != AUTO
+    names, numbers = (f"{REPEATS} * ", f"{job[REPEATS]} * ") if given else ("", "")
+    return (
+        f"{LAYERS}={job.layers:,} must be num_stages * {names}{STAGE_LAYERS} = {job.stages} * {numbers}{job[STAGE_LAYERS]} = "
+        f"{job.layer_product:,}{'' if given else ', or a multiple'}"
+    )
+
+
+def _microbatches(job: MaxTextJob) -> Term:
+    return Term(f"{MICROBATCHES}={job.microbatches}", job.microbatches)
+
+
+PIPELINE: Rules = [
     Rule(
         name="maxtext.pipeline_layers",
-        keys=(LAYERS, "base_num_decoder_layers", "num_layers_per_pipeline_stage", REPEATS),
-        holds=lambda f: not _piped(f) or _layers_fit(f),
-        message=lambda f: (
-            f"{LAYERS}={f.layers:,} must be num_stages * {'' if f[REPEATS] == AUTO else f'{REPEATS} * '}"
-            f"num_layers_per_pipeline_stage = {f.stages} * {'' if f[REPEATS] == AUTO else f'{f[REPEATS]} * '}"
-            f"{f['num_layers_per_pipeline_stage']} = {_layer_product(f):,}{', or a multiple' if f[REPEATS] == AUTO else ''}"
-        ),
-        candidates=lambda f: [int(n) for n in around(f.layers, max(_layer_product(f), 1)) if n >= 1],
+        keys=(LAYERS, "base_num_decoder_layers", STAGE_LAYERS, REPEATS),
+        when=lambda job: job.is_piped,
+        holds=_layers_fit,
+        message=_layers_message,
+        candidates=lambda job: [int(n) for n in around(job.layers, max(job.layer_product, 1)) if n >= 1],
     ),
     Rule(
         name="maxtext.pipeline_weight_prefetch",
-        keys=("pipeline_fsdp_ag_per_repeat",),
-        holds=lambda f: not _piped(f) or not f["pipeline_fsdp_ag_per_repeat"] or not _prefetch_problems(f),
-        message=lambda f: f"pipeline_fsdp_ag_per_repeat=true needs {' and '.join(_prefetch_problems(f))}",
-        candidates=lambda _: (False,),
+        keys=(PREFETCH,),
+        when=lambda job: job.is_piped and job[PREFETCH],
+        holds=lambda job: not _prefetch_needs(job),
+        message=lambda job: f"{PREFETCH}=true needs {' and '.join(_prefetch_needs(job))}",
+        candidates=lambda job: (False,),
     ),
     Rule(
         name="maxtext.microbatches_positive",
         keys=(MICROBATCHES,),
-        holds=lambda f: not _piped(f) or f.microbatches > 0,
-        message=lambda f: f"{MICROBATCHES}={f.microbatches} must be -1 (automatic) or at least 1",
-        candidates=_whole_near(MICROBATCHES, lambda f: f.stages),
+        when=lambda job: job.is_piped,
+        holds=lambda job: job.microbatches > 0,
+        message=lambda job: f"{MICROBATCHES}={job.microbatches} must be -1 (automatic) or at least 1",
     ),
-    Rule(
-        name="maxtext.microbatches_multiple_of_stages",
-        keys=(MICROBATCHES,),
-        holds=lambda f: not _piped(f) or f.microbatches < 1 or f.microbatches % f.stages == 0,
-        message=lambda f: (
-            f"{MICROBATCHES}={f.microbatches} must be a multiple of the stages, ici_pipeline_parallelism * "
-            f"dcn_pipeline_parallelism = {f.stages}"
-        ),
-        candidates=_whole_near(MICROBATCHES, lambda f: f.stages),
+    multiple(
+        "maxtext.microbatches_multiple_of_stages",
+        (MICROBATCHES,),
+        _microbatches,
+        lambda job: Term(f"the stages, ici_pipeline_parallelism * dcn_pipeline_parallelism = {job.stages}", job.stages),
+        when=lambda job: job.is_piped and job.microbatches >= 1,
     ),
-    Rule(
-        name="maxtext.batch_multiple_of_microbatches",
-        keys=(END, MICROBATCHES),
-        holds=lambda f: not _piped(f) or f.microbatches < 1 or f.sizes.micro <= 0 or f.sizes.micro % f.microbatches == 0,
-        message=lambda f: (
-            f"{_product(f, END)}, the batch of one forward pass ({f.sizes.micro}), must be a multiple of "
-            f"{MICROBATCHES}={f.microbatches}"
-        ),
+    multiple(
+        "maxtext.batch_multiple_of_microbatches",
+        (END, MICROBATCHES),
+        lambda job: Term(f"{product_text(job, END)}, the batch of one forward pass ({job.sizes.micro}),", job.sizes.micro),
+        _microbatches,
+        when=lambda job: job.is_piped and job.microbatches >= 1 and job.sizes.micro > 0,
         candidates=_sizes_near(END),
     ),
     Rule(
         name="maxtext.delayed_microbatches",
-        keys=(MICROBATCHES, "pipeline_delay_activation_forwarding"),
-        holds=lambda f: (
-            not _piped(f) or not f["pipeline_delay_activation_forwarding"] or f.microbatches >= 2 * f.stages
+        keys=(MICROBATCHES, DELAY),
+        when=lambda job: job.is_piped and job[DELAY],
+        holds=lambda job: job.microbatches >= job.least_microbatches,
+        message=lambda job: (
+            f"{MICROBATCHES}={job.microbatches} must be at least 2 * stages = {job.least_microbatches} with {DELAY}"
         ),
-        message=lambda f: (
-            f"{MICROBATCHES}={f.microbatches} must be at least 2 * stages = {2 * f.stages} with "
-            "pipeline_delay_activation_forwarding"
-        ),
-        candidates=_whole_near(MICROBATCHES, lambda f: f.stages),
+        division=lambda job: (max(job.microbatches, 1), job.least_microbatches),
     ),
-)  # fmt: skip
+]
 
 
-def _layer_product(file: MaxTextFile) -> int:
-    repeats = 1 if file[REPEATS] == AUTO else file[REPEATS]
-    return int(file.stages * repeats * file["num_layers_per_pipeline_stage"])
-
-
-def _layers_fit(file: MaxTextFile) -> bool:
-    product = _layer_product(file)
-    if product < 1 or file.layers < 1:
-        return False
-    return file.layers % product == 0 if file[REPEATS] == AUTO else file.layers == product
-
-
-def _prefetch_problems(file: MaxTextFile) -> list[str]:
-    wanted = {
-        f"more than one repeat ({REPEATS} is {file.repeats})": file.repeats > 1,
-        "num_layers_per_pipeline_stage=1": file["num_layers_per_pipeline_stage"] == 1,
-        "pipeline_delay_activation_forwarding=false": not file["pipeline_delay_activation_forwarding"],
-        "no quantization": not file["quantization"],
-        "scan_layers_per_stage=false": not file["scan_layers_per_stage"],
-    }
-    return [text for text, holds in wanted.items() if not holds]
-
-
-_RUN: Found = "run"
-
-
-def _trains_something(file: MaxTextFile) -> bool:
-    return file.sizes.micro >= 1
-
-
-def _starts_with_something(file: MaxTextFile) -> bool:
-    return not file.ramps or not file.grows or file.global_size(START) >= 1
-
-
-def _lies_over_mesh(file: MaxTextFile, key: str) -> bool:
-    """A whole sample per device is loaded below 1; otherwise the rows loaded are those trained on."""
-    size = file.global_size(key)
+def _divides_over_mesh(job: MaxTextJob, key: str) -> bool:
+    """Return whether a batch divides over the devices. Below 1 per device a full sample per device is loaded."""
+    size = job.global_size(key)
     if key == END:
-        return bool(file[END] < 1) or file.sizes.to_train % file.loading_shards == 0
-    if file.manager is None or size < 1 or (key == INCREMENT and not file.manager.grows_twice):
+        return bool(job[END] < 1) or job.sizes.to_train % job.loading_shards == 0
+    if job.manager is None or size < 1 or (key == INCREMENT and not job.manager.grows_twice):
         return True
-    return size % file.loading_shards == 0
+    return size % job.loading_shards == 0
 
 
-def _over_mesh(name: str, key: str) -> Rule[MaxTextFile]:
-    """The rule that a batch, or what is added to it, can be laid over the devices."""
+def _over_mesh(name: str, key: str) -> Rule[MaxTextJob]:
+    """Return the rule that a batch, or the increment of one, divides over the devices."""
     return Rule(
         name=f"maxtext.{name}",
         keys=(key,),
-        holds=lambda f: _lies_over_mesh(f, key),
-        message=lambda f: (
-            f"{_product(f, key)} samples must be a multiple of the devices that a batch is laid over, data * stage * fsdp * "
-            f"expert = {f.loading_shards}; MaxText does not check it, and the first such step fails"
+        holds=lambda job: _divides_over_mesh(job, key),
+        message=lambda job: (
+            f"{product_text(job, key)} samples must be a multiple of the devices that a batch is sharded over, data * stage * "
+            f"fsdp * expert = {job.loading_shards}; MaxText does not check it, and the first such step fails"
         ),
         candidates=_increments_near if key == INCREMENT else _sizes_near(key),
-        found_by=_RUN,
+        found_by="run",
     )
 
 
-def _eval_fits(file: MaxTextFile) -> bool:
-    if file["eval_interval"] <= 0:
-        return True
-    micro = file.eval_sizes.micro
-    over_mesh = (file[EVAL] or file[END]) < 1 or micro % file.loading_shards == 0
-    return micro >= 1 and over_mesh and (not _piped(file) or micro == file.sizes.micro)
+def _eval_fits(job: MaxTextJob) -> bool:
+    micro = job.eval_sizes.micro
+    over_mesh = (job[EVAL] or job[END]) < 1 or micro % job.loading_shards == 0
+    return micro >= 1 and over_mesh and (not job.is_piped or micro == job.sizes.micro)
 
 
-def _eval_message(file: MaxTextFile) -> str:
-    key = EVAL if file[EVAL] else END
-    rule = f"a multiple of data * stage * fsdp * expert = {file.loading_shards}"
-    if _piped(file):
-        rule = f"the training batch of one forward pass, {file.sizes.micro}, whose shape the pipeline is built for"
-    return f"{_product(file, key)} ({file.eval_sizes.micro} rows of evaluation) must be {rule}; MaxText does not check it"
+def _eval_message(job: MaxTextJob) -> str:
+    key = EVAL if job[EVAL] else END
+    rule = f"a multiple of data * stage * fsdp * expert = {job.loading_shards}"
+    if job.is_piped:
+        rule = f"the training batch of one forward pass, {job.sizes.micro}, for whose shape the pipeline is built"
+    return f"{product_text(job, key)} ({job.eval_sizes.micro} rows of evaluation) must be {rule}; MaxText does not check it"
 
 
-FOUND_OUT: tuple[Rule[MaxTextFile], ...] = (
+FOUND_BY_RUN: Rules = [
     Rule(
         name="maxtext.empty_batch",
         keys=(END,),
-        holds=_trains_something,
-        message=lambda f: f"{_product(f, END)} is cut to {f.sizes.micro} samples: the step trains on nothing, without an error",
+        holds=lambda job: job.sizes.micro >= 1,
+        message=lambda job: (
+            f"{product_text(job, END)} is truncated to {job.sizes.micro} samples: the step trains on nothing, without an error"
+        ),
         candidates=_sizes_near(END),
-        found_by=_RUN,
+        found_by="run",
     ),
     Rule(
         name="maxtext.empty_first_batch",
         keys=(START,),
-        holds=_starts_with_something,
-        message=lambda f: f"{_product(f, START)} is cut to {f.global_size(START)} samples: the ramp never starts",
+        when=lambda job: job.ramps and job.grows,
+        holds=lambda job: job.global_size(START) >= 1,
+        message=lambda job: (
+            f"{product_text(job, START)} is truncated to {job.global_size(START)} samples: the ramp never starts"
+        ),
         candidates=_sizes_near(START),
-        found_by=_RUN,
+        found_by="run",
     ),
     Rule(
         name="maxtext.increment_positive",
         keys=(INCREMENT,),
-        holds=lambda f: not f.ramps or not f.grows or not f.increment_divides or f.global_size(INCREMENT) >= 1,
-        message=lambda f: (
-            f"{_product(f, INCREMENT)}, cut to {f.global_size(INCREMENT)}, must be at least 1: MaxText divides by zero, "
-            "hangs, or keeps the first batch for ever"
+        when=lambda job: job.ramps and job.grows and job.increment_divides,
+        holds=lambda job: job.global_size(INCREMENT) >= 1,
+        message=lambda job: (
+            f"{product_text(job, INCREMENT)}, truncated to {job.global_size(INCREMENT)}, must be at least 1: MaxText divides "
+            "by zero, hangs, or keeps the first batch indefinitely"
         ),
         candidates=_increments_near,
-        found_by=_RUN,
+        found_by="run",
     ),
     _over_mesh("rows_over_mesh", END),
     _over_mesh("first_rows_over_mesh", START),
@@ -301,40 +279,45 @@ FOUND_OUT: tuple[Rule[MaxTextFile], ...] = (
     Rule(
         name="maxtext.ramp_accumulation",
         keys=(ACCUMULATION, START, INCREMENT),
-        holds=lambda f: not f.ramps or f[ACCUMULATION] < 2 or f.ramp_sizes_divide(f[ACCUMULATION]),
-        message=lambda f: (
-            f"MaxText's ramp ignores {ACCUMULATION}={f[ACCUMULATION]}, but cuts each of its batches into as many parts: "
-            f"{_product(f, START)} and {_product(f, INCREMENT)} must be multiples of it"
+        when=lambda job: job.manager is not None and job[ACCUMULATION] >= 2,
+        holds=lambda job: job.manager is None or job.manager.divides_by(job[ACCUMULATION]),
+        message=lambda job: (
+            f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}, but splits each of its batches into that many parts: "
+            f"{product_text(job, START)} and {product_text(job, INCREMENT)} must be multiples of it"
         ),
-        candidates=_whole_near(ACCUMULATION),
-        found_by=_RUN,
+        division=lambda job: (max(job.global_size(START), 1), 1),
+        found_by="run",
     ),
     Rule(
         name="maxtext.ramp_in_pipeline",
-        keys=("enable_rampup_batch_size", "ici_pipeline_parallelism"),
-        holds=lambda f: not _piped(f) or f.manager is None,
-        message=lambda f: (
-            f"the pipeline is built for the final batch of {f.sizes.micro} samples only; the ramp's first one of "
-            f"{f.global_size(START)} cannot be given that shape, and the first step fails"
+        keys=(RAMP, "ici_pipeline_parallelism"),
+        when=lambda job: job.is_piped,
+        holds=lambda job: job.manager is None,
+        message=lambda job: (
+            f"the pipeline is built for the final batch of {job.sizes.micro} samples only; the ramp's first one of "
+            f"{job.global_size(START)} cannot be given that shape, and the first step fails"
         ),
-        candidates=lambda _: (False,),
-        found_by=_RUN,
+        candidates=lambda job: (False,),
+        found_by="run",
     ),
     Rule(
         name="maxtext.eval_batch",
         keys=(EVAL, "eval_interval"),
+        when=lambda job: job["eval_interval"] > 0,
         holds=_eval_fits,
         message=_eval_message,
-        candidates=lambda f: [0, f[END], *around(f[EVAL] or f[END], _unit(f))],
-        found_by=_RUN,
+        candidates=lambda job: [0, job[END], *around(job[EVAL] or job[END], _unit(job))],
+        found_by="run",
     ),
     Rule(
         name="maxtext.no_steps",
         keys=("steps",),
-        holds=lambda f: f.total_steps >= 1,
-        message=lambda f: f"the run has steps={f['steps']} (learning_rate_schedule_steps={f['learning_rate_schedule_steps']})",
-        candidates=lambda _: (1,),
-        found_by=_RUN,
+        holds=lambda job: job.total_steps >= 1,
+        message=lambda job: (
+            f"the run has steps={job['steps']} (learning_rate_schedule_steps={job['learning_rate_schedule_steps']})"
+        ),
+        found_by="run",
     ),
-)  # fmt: skip
-RULES = CHECKED + PIPELINE + FOUND_OUT
+]
+RULES = [*CHECKED, *PIPELINE, *FOUND_BY_RUN]
+DIALECT = Dialect(read=read, keys=KEYS, job=MaxTextJob, rules=RULES, words=explain)

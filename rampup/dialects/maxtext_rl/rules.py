@@ -1,186 +1,290 @@
-"""The rules of MaxText's reinforcement learning: its own, and those of Tunix, which it is built on."""
+"""MaxText's reinforcement learning: the numbers that follow from an rl.yml, its rules, and those of Tunix below it."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
-from rampup.dialects.maxtext_rl.job import AUTO, ROLLOUT, ROLLOUT_AXES, SLICES, TENSOR, TRAIN, RlFile
-from rampup.dialects.nearest import MAX_TRIED, Found, Rule, around
+from rampup.config.yaml import Located
+from rampup.dialects.maxtext import read_chain
+from rampup.dialects.maxtext_rl import (
+    ALIASES,
+    AUTO,
+    AXES,
+    BATCH,
+    FSDP,
+    GENERATIONS,
+    ITERATIONS,
+    KEYS,
+    OLD,
+    ROLLOUT,
+    ROLLOUT_AXES,
+    SLICES,
+    TENSOR,
+    TRAIN,
+    explain,
+)
+from rampup.dialects.reading import Settings, rename, type_settings
+from rampup.dialects.rules import Dialect, Job, Rule, divisors, multiple, value_of
+from rampup.dialects.verdict import Run
+from rampup.errors import ConfigError
 
-BATCH, GENERATIONS = "batch_size", "rl.num_generations"
+FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
 
 
-def _at_least(key: str, least: int) -> Rule[RlFile]:
+def read(path: str | Path, overrides: Sequence[str]) -> Settings:
+    """Read an rl.yml, whose keys may be flat or in their `rl`, `dataset` and `cluster` sections."""
+    located: dict[str, Located] = {}
+    for name, value in read_chain(path).items():
+        canonical = ALIASES.get(name, name)
+        if canonical in located and located[canonical].value != value.value:
+            raise ConfigError(
+                f"{canonical} is given twice, as {located[canonical].value!r} and as {value.value!r} ({name}); leave one out",
+                key=canonical,
+                path=value.path,
+                line=value.line,
+            )
+        located[canonical] = value
+    renamed = [rename(setting, ALIASES) for setting in overrides]
+    settings = type_settings(located, renamed, KEYS, system="MaxText RL", path=str(path))
+    if settings[OLD] is None:
+        return settings
+    # The older key stands for the two that it was split into, unless they are set.
+    taken = {key: settings[OLD] for key in (TRAIN, ROLLOUT) if key not in settings.given}
+    values = {**settings.values, **taken}
+    note = (
+        f"{OLD}={settings[OLD]} is the older name of {TRAIN} and {ROLLOUT}; it is read as {TRAIN}={values[TRAIN]}, "
+        f"{ROLLOUT}={values[ROLLOUT]}; newer versions do not know it"
+    )
+    return dataclasses.replace(settings, values=values, given=settings.given | set(taken), notes=(note,))
+
+
+class MaxTextRlJob(Job):
+    """The numbers of an rl.yml. Some are computed in MaxText's floating point."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.batch: int = self[BATCH]  # prompts per training step and optimizer step
+        self.generations: int = self[GENERATIONS]
+        self.updates: int = self[ITERATIONS]  # optimizer steps per batch
+        # Prompts per backward pass and per generate call.
+        self.train_micro: int = self.batch if self[TRAIN] == AUTO else self[TRAIN]
+        self.rollout_micro: int = self.train_micro if self[ROLLOUT] == AUTO else self[ROLLOUT]
+        if self["rl.use_agentic_rollout"]:
+            self.rollout_micro = 1
+        # Prompts of one epoch, training steps of the run, and prompts that never fill a batch.
+        known = self["num_prompts"]
+        fraction = self["train_fraction"] if 0 < self["train_fraction"] <= 1 else 0
+        self.wanted_prompts = int(self["num_batches"] * self.batch * fraction)
+        self.prompts: int = self.wanted_prompts if known is None else min(self.wanted_prompts, known)
+        self.full_batches: int = self.prompts * self["num_epoch"] // max(self.batch, 1)
+        self.dropped_prompts = self.prompts * self["num_epoch"] - self.full_batches * self.batch
+        self.total_steps = self.full_batches * self.updates
+        # Optimizer steps that the learning-rate schedule is made for.
+        self.scheduled_steps = int(self["num_batches"] * self.updates * fraction * self["num_epoch"])
+
+        self.rollout_axes = [self[axis] for axis in ROLLOUT_AXES]
+        self.axes_valid = all(n == AUTO or n > 0 for n in self.rollout_axes) and self.rollout_axes.count(AUTO) <= 1
+        slices = [self[key] for key in SLICES]
+        self.multislice = min(slices) > 0  # training and generation have slices of their own
+        self.slices_agree = self.multislice or slices == [AUTO, AUTO]
+        self.fractions_valid = all(0 < self[key] <= 1 for key in FRACTIONS)
+        # Devices that train and that generate; None if the number of devices is unknown or the split is invalid.
+        self.trainer_devices: int | None = None
+        self.sampler_devices: int | None = None
+        if self["num_devices"] is not None and (self.multislice or (self.slices_agree and self.fractions_valid)):
+            self.trainer_devices, self.sampler_devices = self._split_devices(self["num_devices"])
+        self.usable = not any(rule.is_broken(self) for rule in RULES if rule.found_by == "validator")
+
+    def _split_devices(self, devices: int) -> tuple[int, int]:
+        if self.multislice:
+            total = sum(self[key] for key in SLICES)
+            trainer, sampler = (devices * self[key] // total for key in SLICES)
+            return trainer, sampler
+        # A single slice is divided only between at least two hosts, under Pathways.
+        if devices // self["chips_per_vm"] >= 2 and self["use_pathways"]:
+            trainer, sampler = (int(devices * self[key]) for key in FRACTIONS)
+            return trainer, sampler
+        return devices, devices
+
+    @property
+    def devices_per_slice(self) -> int:
+        """Training devices of a slice."""
+        return (self.trainer_devices or 0) // int(self[SLICES[0]])
+
+    @property
+    def fsdp(self) -> int | None:
+        """Devices along the fsdp axis of training; None if the file and `num_devices` leave it open."""
+        if not self.multislice and self[FSDP] != AUTO:
+            return int(self[FSDP])
+        if self.trainer_devices is None:
+            return None
+        if self.multislice:
+            return max(self.trainer_devices // (self[SLICES[0]] * max(self[TENSOR], 1)), 1)
+        others = math.prod(self[axis] for axis in AXES if axis != FSDP and self[axis] != AUTO)
+        return max(self.trainer_devices // others, 1)
+
+    @property
+    def eval_prompts(self) -> int:
+        """Prompts of an evaluation, in full batches."""
+        size = self.batch if self["eval_batch_size"] <= 0 else self["eval_batch_size"]
+        rows = self["num_test_batches"] * size - max(self["test_batch_start_index"], 0)
+        return int(max(rows // size, 0) * size)
+
+    @property
+    def outcome(self) -> Run:
+        """The last, short batch is dropped."""
+        return "drops" if self.dropped_prompts else "runs"
+
+    def derived(self) -> dict[str, Any]:
+        """Return the numbers of the report."""
+        derived: dict[str, Any] = {
+            "samples_per_step": self.batch * self.generations,
+            "mini_batches": 1,
+            "mini_batch_samples": self.batch * self.generations,
+            "optimizer_steps": self.updates,
+            "accumulation_steps": self.batch // self.train_micro,
+            "microbatch_samples": [self.train_micro * self.generations],
+            "generation_calls": self.batch // self.rollout_micro,
+            "samples_per_generation_call": self.rollout_micro * self.generations,
+            "num_batches": self.full_batches,
+            "prompts_used": self.prompts,
+            "dropped_prompts": self.dropped_prompts,
+            "weight_syncs": self.full_batches,
+            "scheduled_optimizer_steps": self.scheduled_steps,
+            "total_optimizer_steps": self.total_steps,
+            "eval_prompts": self.eval_prompts,
+        }
+        if self["num_devices"] is not None:
+            derived |= {"trainer_devices": self.trainer_devices, "sampler_devices": self.sampler_devices}
+        return derived
+
+
+def _at_least(key: str, least: int) -> Rule[MaxTextRlJob]:
     return Rule(
         name=f"maxtext_rl.{key.removeprefix('rl.')}_at_least_{least}",
         keys=(key,),
-        holds=lambda f: f[key] >= least,
-        message=lambda f: f"{key}={f[key]:,} must be at least {least}",
-        candidates=lambda f: range(least, least + MAX_TRIED),
+        holds=lambda job: job[key] >= least,
+        message=lambda job: f"{key}={job[key]:,} must be at least {least}",
     )
 
 
-def _share(key: str) -> Rule[RlFile]:
+def _share(key: str) -> Rule[MaxTextRlJob]:
     return Rule(
         name=f"maxtext_rl.{key}",
         keys=(key,),
-        holds=lambda f: 0 < f[key] <= 1,
-        message=lambda f: f"{key}={f[key]:g} must be above 0 and at most 1",
-        candidates=lambda f: (1.0, 0.5, 0.25) if f[key] > 1 else (0.25, 0.5, 1.0),
+        holds=lambda job: 0 < job[key] <= 1,
+        message=lambda job: f"{key}={job[key]:g} must be above 0 and at most 1",
+        candidates=lambda job: (1.0, 0.5, 0.25) if job[key] > 1 else (0.25, 0.5, 1.0),
     )
 
 
-def _micro_positive(key: str) -> Rule[RlFile]:
+def _micro_positive(key: str) -> Rule[MaxTextRlJob]:
     return Rule(
         name=f"maxtext_rl.{key}_positive",
         keys=(key,),
-        holds=lambda f: f[key] == AUTO or f[key] > 0,
-        message=lambda f: f"{key}={f[key]} (prompts) must be a positive whole number, or -1 for automatic",
-        candidates=lambda f: (AUTO, *_divisors(f)),
+        holds=lambda job: job[key] == AUTO or job[key] > 0,
+        message=lambda job: f"{key}={job[key]} (prompts) must be a positive whole number, or -1 for automatic",
+        candidates=lambda job: (AUTO, *divisors(max(job.batch, 1))),
     )
 
 
-def _divisors(file: RlFile) -> list[int]:
-    """Divisors of the batch, smallest first; of a huge one those that are found soon."""
-    batch = max(file.batch, 1)
-    small = [n for n in range(1, min(math.isqrt(batch), 10_000) + 1) if batch % n == 0]
-    return sorted({*small, *(batch // n for n in small)})
-
-
-def _divisors_near(key: str) -> Callable[[RlFile], Iterable[int]]:
-    return lambda f: sorted(_divisors(f), key=lambda n: abs(n - f[key]))
-
-
-def _divides(key: str, micro: Callable[[RlFile], int], what: str) -> Rule[RlFile]:
-    return Rule(
-        name=f"maxtext_rl.{key}_divides_batch",
-        keys=(key, BATCH),
-        holds=lambda f: f.batch < 1 or micro(f) < 1 or f[key] == AUTO or f.batch % micro(f) == 0,
-        message=lambda f: f"{BATCH}={f.batch:,} (prompts) must be a multiple of {key}={f[key]:,} (prompts per {what})",
-        candidates=_divisors_near(key),
+def _micro_divides(key: str, micro: Callable[[MaxTextRlJob], int], unit: str) -> Rule[MaxTextRlJob]:
+    return multiple(
+        f"maxtext_rl.{key}_divides_batch",
+        (key, BATCH),
+        value_of(BATCH),
+        value_of(key),
+        when=lambda job: job.batch >= 1 and micro(job) >= 1 and job[key] != AUTO,
+        note=f" (prompts per {unit}; both count prompts)",
     )
 
 
-def _has_a_batch(file: RlFile) -> bool:
-    asked = min(file.batch, file["num_batches"], file["num_epoch"]) >= 1 and 0 < file["train_fraction"] <= 1
-    return not asked or file.full_batches >= 1
+def _fits_devices(job: MaxTextRlJob) -> bool:
+    assert job.sampler_devices is not None
+    given = math.prod(size for size in job.rollout_axes if size != AUTO)
+    return job.sampler_devices % given == 0 if AUTO in job.rollout_axes else job.sampler_devices == given
 
 
-def _rollout_axes(file: RlFile) -> list[int]:
-    return [file[axis] for axis in ROLLOUT_AXES]
-
-
-def _valid_axes(file: RlFile) -> bool:
-    return all(size == AUTO or size > 0 for size in _rollout_axes(file)) and _rollout_axes(file).count(AUTO) <= 1
-
-
-def _axes_fit(file: RlFile) -> bool:
-    if file["num_devices"] is None or not _valid_axes(file) or not _slices_agree(file) or not _fractions_hold(file):
-        return True
-    given, devices = math.prod(size for size in _rollout_axes(file) if size != AUTO), file.sampler_devices
-    return devices % given == 0 if AUTO in _rollout_axes(file) else devices == given
-
-
-def _axes_message(file: RlFile) -> str:
-    given = {axis: file[axis] for axis in ROLLOUT_AXES if file[axis] != AUTO}
-    rule = "must divide" if AUTO in _rollout_axes(file) else "must be"
+def _fits_message(job: MaxTextRlJob) -> str:
+    given = {axis: job[axis] for axis in ROLLOUT_AXES if job[axis] != AUTO}
+    relation = "must divide" if AUTO in job.rollout_axes else "must equal"
     return (
-        f"{' * '.join(given)} = {' * '.join(map(str, given.values()))} = {math.prod(given.values())} {rule} the "
-        f"{file.sampler_devices} devices that generate"
+        f"{' * '.join(given)} = {' * '.join(map(str, given.values()))} = {math.prod(given.values())} {relation} the "
+        f"{job.sampler_devices} devices that generate"
     )
 
 
-def _slices_agree(file: RlFile) -> bool:
-    trainer, sampler = (file[key] for key in SLICES)
-    return bool(trainer == AUTO and sampler == AUTO) or bool(min(trainer, sampler) > 0)
-
-
-def _fractions_hold(file: RlFile) -> bool:
-    return all(0 < file[f"{who}_devices_fraction"] <= 1 for who in ("trainer", "sampler"))
-
-
-def _tensor_fits(file: RlFile) -> bool:
-    if file["num_devices"] is None or not file.multislice or file[TENSOR] <= 1:
-        return True
-    return _per_slice(file) % int(file[TENSOR]) == 0
-
-
-def _per_slice(file: RlFile) -> int:
-    return file.trainer_devices // int(file[SLICES[0]])
-
-
-_RUN: Found = "run"
-
-
-def _someone_works(file: RlFile) -> bool:
-    if file["num_devices"] is None or not _slices_agree(file) or not _fractions_hold(file):
-        return True
-    return min(file.trainer_devices, file.sampler_devices) >= 1
-
-
-RULES: tuple[Rule[RlFile], ...] = (
+RULES: list[Rule[MaxTextRlJob]] = [
     _at_least(BATCH, 1),
     _at_least("num_batches", 1),
     _at_least("num_epoch", 1),
-    _at_least("rl.num_iterations", 1),
+    _at_least(ITERATIONS, 1),
     _at_least(GENERATIONS, 2),
-    _share("train_fraction"),
-    _share("trainer_devices_fraction"),
-    _share("sampler_devices_fraction"),
+    *map(_share, ("train_fraction", *FRACTIONS)),
     _micro_positive(TRAIN),
     _micro_positive(ROLLOUT),
-    _divides(TRAIN, lambda f: f.train_micro, "backward pass"),
-    _divides(ROLLOUT, lambda f: int(f[ROLLOUT]), "generate call"),
+    _micro_divides(TRAIN, lambda job: job.train_micro, "backward pass"),
+    _micro_divides(ROLLOUT, lambda job: job[ROLLOUT], "generate call"),
     Rule(
         name="maxtext_rl.dataset_fills_a_batch",
         keys=(BATCH, "num_prompts", "num_batches", "train_fraction"),
-        holds=_has_a_batch,
-        message=lambda f: (
-            f"{f.prompts:,} prompts * num_epoch={f['num_epoch']} must fill a batch of {BATCH}={f.batch:,} (prompts); the data "
-            "set is empty after its last, short batch is dropped"
+        when=lambda job: min(job.batch, job["num_batches"], job["num_epoch"]) >= 1 and 0 < job["train_fraction"] <= 1,
+        holds=lambda job: job.full_batches >= 1,
+        message=lambda job: (
+            f"{job.prompts:,} prompts * num_epoch={job['num_epoch']} must fill a batch of {BATCH}={job.batch:,} (prompts); "
+            "the data set is empty after its last, short batch is dropped"
         ),
-        candidates=lambda f: [n for n in around(f.prompts * max(f["num_epoch"], 1)) if n >= 1],
+        division=lambda job: (job.prompts * max(job["num_epoch"], 1), 1),
     ),
     Rule(
         name="maxtext_rl.rollout_axes",
         keys=ROLLOUT_AXES,
-        holds=_valid_axes,
-        message=lambda f: (
-            f"{', '.join(f'{axis}={f[axis]}' for axis in ROLLOUT_AXES)}: each must be -1 or above 0, and at most one -1"
+        holds=lambda job: job.axes_valid,
+        message=lambda job: (
+            f"{', '.join(f'{axis}={job[axis]}' for axis in ROLLOUT_AXES)}: each must be -1 or above 0, and at most one -1"
         ),
-        candidates=lambda f: (1, AUTO),
+        candidates=lambda job: (1, AUTO),
     ),
     Rule(
         name="maxtext_rl.rollout_devices",
         keys=ROLLOUT_AXES,
-        holds=_axes_fit,
-        message=_axes_message,
-        candidates=lambda f: sorted(range(1, min(f.sampler_devices, 4096) + 1), key=lambda n: abs(n - f[ROLLOUT_AXES[0]])),
+        when=lambda job: job.axes_valid and job.sampler_devices is not None and job.fractions_valid,
+        holds=_fits_devices,
+        message=_fits_message,
+        division=lambda job: (job.sampler_devices or 0, 1),
     ),
     Rule(
         name="maxtext_rl.slices",
         keys=SLICES,
-        holds=_slices_agree,
-        message=lambda f: f"{SLICES[0]}={f[SLICES[0]]} and {SLICES[1]}={f[SLICES[1]]} must both be -1 or both be above 0",
-        candidates=lambda f: (AUTO, 1),
+        holds=lambda job: job.slices_agree,
+        message=lambda job: f"{SLICES[0]}={job[SLICES[0]]} and {SLICES[1]}={job[SLICES[1]]} must both be -1 or both be above 0",
+        candidates=lambda job: (AUTO, 1),
     ),
     Rule(
         name="maxtext_rl.tensor_in_slice",
         keys=(TENSOR, SLICES[0]),
-        holds=_tensor_fits,
-        message=lambda f: f"the {_per_slice(f)} training devices of a slice must be a multiple of {TENSOR}={f[TENSOR]}",
-        candidates=lambda f: sorted(range(1, min(_per_slice(f), 4096) + 1), key=lambda n: abs(n - f[TENSOR])),
+        when=lambda job: job["num_devices"] is not None and job.multislice and job[TENSOR] > 1,
+        holds=lambda job: job.devices_per_slice % job[TENSOR] == 0,
+        message=lambda job: (
+            f"the {job.devices_per_slice} training devices of a slice must be a multiple of {TENSOR}={job[TENSOR]}"
+        ),
+        division=lambda job: (job.devices_per_slice, job[TENSOR]),
     ),
     Rule(
         name="maxtext_rl.devices_left",
-        keys=("trainer_devices_fraction", "sampler_devices_fraction"),
-        holds=_someone_works,
-        message=lambda f: (
-            f"num_devices={f['num_devices']} leave {f.trainer_devices} devices to train and {f.sampler_devices} to generate; "
-            "each needs at least 1"
+        keys=FRACTIONS,
+        when=lambda job: job.trainer_devices is not None and job.fractions_valid,
+        holds=lambda job: min(job.trainer_devices or 0, job.sampler_devices or 0) >= 1,
+        message=lambda job: (
+            f"num_devices={job['num_devices']} leave {job.trainer_devices} devices to train and {job.sampler_devices} to "
+            "generate; each needs at least 1"
         ),
-        candidates=lambda f: (0.5, 1.0),
-        found_by=_RUN,
+        candidates=lambda job: (0.5, 1.0),
+        found_by="run",
     ),
-)
+]
+DIALECT = Dialect(read=read, keys=KEYS, job=MaxTextRlJob, rules=RULES, words=explain)

@@ -1,1 +1,202 @@
-"""Arguments of Megatron-LM."""
+"""Megatron: its arguments, and how they are read.
+
+A file is YAML with underscores or dashes, NeMo's nested YAML, or a command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
+from rampup.dialects.reading import Entry, Settings, entry, read_leaves, type_settings
+from rampup.errors import ConfigError
+
+RAMP, SCHEDULE = "rampup_batch_size", "step_batch_size_schedule"
+MICRO, GLOBAL, DECREASE = "micro_batch_size", "global_batch_size", "decrease_batch_size_if_needed"
+TENSOR, STAGES, CONTEXT = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+MODEL_AXES = (TENSOR, STAGES, CONTEXT)
+VIRTUAL, PER_CHUNK = "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
+GROUP, OVERLAP = "microbatch_group_size_per_vp_stage", "overlap_p2p_comm"
+EVAL_MICRO, EVAL_GLOBAL = "eval_micro_batch_size", "eval_global_batch_size"
+_YAML_KEY = re.compile(r"^\s*(?:-+)?[A-Za-z_][\w.\-]*\s*:(?:\s|$)", re.MULTILINE)
+_OPTION = re.compile(r"(?:^|\s)--[A-Za-z]")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
+_REFERENCE = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*\}")
+_END_OF_VALUES = {")", ");", "|", "&&", "||", ";", ">", "&"}
+_MAX_HOPS = 20
+
+KEYS: dict[str, Entry] = {
+    MICRO: entry(None, "samples per replica and forward pass", unit="samples", scope="replica"),
+    GLOBAL: entry(None, "samples per optimizer step; unset: one micro batch per replica", unit="samples"),
+    RAMP: entry(None, "start, increment and samples of a linear ramp", kind="text", nullable=True),
+    SCHEDULE: entry(None, "THRESHOLD:SIZE pairs of a ramp in steps", kind="text", nullable=True),
+    DECREASE: entry(False, "round batches down to a multiple of micro batch * replicas", kind="bool"),
+    "data_parallel_size": entry(None, "replicas; given as data_parallel_size=N", minimum=1),
+    "world_size": entry(None, "devices of the job", minimum=1, unit="devices"),
+    "nnodes": entry(None, "hosts (torchrun)", minimum=1),
+    "nproc_per_node": entry(None, "devices per host (torchrun)", minimum=1, unit="devices"),
+    "num_nodes": entry(None, "hosts (NeMo)", minimum=1),
+    "devices": entry(None, "devices per host (NeMo)", minimum=1, also=(-1,), unit="devices"),
+    TENSOR: entry(1, "devices that share each layer's matrices", minimum=1),
+    STAGES: entry(1, "pipeline stages", minimum=1),
+    CONTEXT: entry(1, "devices that share each sequence", minimum=1),
+    VIRTUAL: entry(None, "layer chunks per stage"),
+    PER_CHUNK: entry(None, "layers in a chunk", minimum=1, unit="layers"),
+    GROUP: entry(None, "microbatches in a row through one chunk; unset: the stages", minimum=1),
+    OVERLAP: entry(True, "send while computing; needed for two interleaved stages", kind="bool"),
+    "num_layers": entry(None, "layers", minimum=1, unit="layers"),
+    "seq_length": entry(None, "tokens per sample", minimum=1, unit="tokens"),
+    "train_iters": entry(None, "optimizer steps", minimum=0, unit="steps"),
+    "max_steps": entry(None, "optimizer steps (NeMo)", minimum=-1, unit="steps"),
+    "train_samples": entry(None, "samples of the run", minimum=0, unit="samples"),
+    EVAL_MICRO: entry(None, "micro batch of evaluation; unset: that of training", minimum=1, unit="samples"),
+    EVAL_GLOBAL: entry(None, "batch of evaluation; unset: that of training", minimum=1, unit="samples"),
+}
+ALIASES = {
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
+    "encoder_seq_length": "seq_length",
+    "gpus_per_node": "nproc_per_node",
+}
+_NEGATIVES = {"no_overlap_p2p_communication": "overlap_p2p_comm", "no_overlap_p2p_comm": "overlap_p2p_comm"}
+
+
+def read(path: str | Path, overrides: Sequence[str]) -> Settings:
+    """Read a file of Megatron arguments.
+
+    Args:
+        path: YAML (flat, or nested as NeMo's; names with underscores or dashes), or text with `--option value`.
+        overrides: `key=value` settings of known keys.
+
+    Raises:
+        ConfigError: unreadable, mistyped, misspelt, given twice, or without a single argument that matters.
+    """
+    text = read_text(path)
+    renamed = [_rename_override(setting) for setting in overrides]
+    overridden = {setting.partition("=")[0] for setting in renamed}
+    located = _from_yaml(text, str(path), overridden) if _is_yaml(text) else _from_command_line(text, str(path))
+    return type_settings(located, renamed, KEYS, system="Megatron", path=str(path))
+
+
+def canonical(name: str) -> str:
+    """Return Megatron's name for an option, a YAML key or one of its older names.
+
+    Example:
+        >>> canonical("--micro-batch-size"), canonical("model.encoder_seq_length")
+        ('micro_batch_size', 'seq_length')
+    """
+    plain = name.rpartition(".")[2].lstrip("-").replace("-", "_")
+    return ALIASES.get(plain, plain)
+
+
+def _is_yaml(text: str) -> bool:
+    return text.lstrip().startswith("{") or _YAML_KEY.search(text) is not None or _OPTION.search(text) is None
+
+
+def _rename_override(setting: str) -> str:
+    name, equals, value = setting.partition("=")
+    known = canonical(name)
+    return f"{known}{equals}{value}" if not name.startswith("-") and known in KEYS else setting
+
+
+def _from_yaml(text: str, path: str, overridden: Collection[str]) -> dict[str, Located]:
+    leaves = read_leaves(parse_mapping(text, path))
+    found: dict[str, list[str]] = {}
+    for name in leaves:
+        found.setdefault(canonical(name), []).append(name)
+    located: dict[str, Located] = {}
+    for known, names in found.items():
+        # The least nested of several names counts.
+        depth = min(name.count(".") for name in names)
+        first, *rest = [name for name in names if name.count(".") == depth]
+        for other in rest:
+            if known in KEYS and known not in overridden and leaves[other].value != leaves[first].value:
+                raise ConfigError(
+                    f"{known} is given twice, as {first}={leaves[first].value!r} and {other}={leaves[other].value!r}; choose "
+                    f"one with {known}=...",
+                    key=known,
+                    path=path,
+                    line=leaves[other].line,
+                )
+        located.update([_normalize(known, _resolve_reference(leaves[first], leaves))])
+    return located
+
+
+def _resolve_reference(value: Located, leaves: Mapping[str, Located]) -> Located:
+    for _ in range(_MAX_HOPS):
+        match = _REFERENCE.fullmatch(value.value.strip()) if isinstance(value.value, str) else None
+        if match is None or match[1] not in leaves:
+            return value
+        value = leaves[match[1]]
+    return value
+
+
+def _normalize(name: str, value: Located) -> tuple[str, Located]:
+    """Return a key and its value in the form that the key takes: lists as text, a negative option as its opposite."""
+    content = value.value
+    if name in _NEGATIVES and isinstance(content, bool):
+        return _NEGATIVES[name], dataclasses.replace(value, value=not content)
+    if name == RAMP and isinstance(content, list):
+        return name, dataclasses.replace(value, value=" ".join(map(str, content)) or "[]")
+    if name in (RAMP, SCHEDULE) and isinstance(content, int | float) and not isinstance(content, bool):
+        return name, dataclasses.replace(value, value=str(content))
+    return name, value
+
+
+def _from_command_line(text: str, path: str) -> dict[str, Located]:
+    try:
+        tokens = shlex.split(text.replace("\\\r\n", " ").replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        raise ConfigError(f"not a command line: {str(error).lower()}", path=path) from None
+    tokens = [part for token in tokens for part in _split_brackets(token)]
+    variables: dict[str, str] = {}
+    located: dict[str, Located] = {}
+    for index, token in enumerate(tokens):
+        if assigned := _ASSIGNMENT.fullmatch(token):
+            variables[assigned[1]] = _expand(assigned[2], variables)
+        elif token.startswith("--") and len(token) > 2:
+            name, equals, attached = token.partition("=")
+            values = [attached] if equals else list(_values_after(tokens, index))
+            known, value = _normalize(canonical(name), _option(canonical(name), [_expand(v, variables) for v in values], path))
+            located[known] = value
+    return located
+
+
+def _split_brackets(token: str) -> list[str]:
+    """Split the brackets of a shell array from its words: `ARGS=(--a` and `1)`."""
+    name, bracket, first = token.partition("=(")
+    if bracket and name.isidentifier():
+        return [part for part in (first,) if part]
+    return [token[:-1], ")"] if len(token) > 1 and token.endswith(")") and "(" not in token else [token]
+
+
+def _values_after(tokens: Sequence[str], index: int) -> Iterable[str]:
+    for token in tokens[index + 1 :]:
+        if token in _END_OF_VALUES or token.startswith("--"):
+            return
+        yield token
+
+
+def _expand(text: str, variables: Mapping[str, str]) -> str:
+    return _VARIABLE.sub(lambda match: variables.get(match[1] or match[2], match[0]), text)
+
+
+def _option(name: str, values: Sequence[str], path: str) -> Located:
+    """Return an option's value: true for a flag, the numbers of a triple, the pairs of a schedule, otherwise the first."""
+    value: Any = True
+    if name == RAMP:
+        numbers = [v for v in values if re.match(r"[-+\d]", v)]
+        value = " ".join(numbers or values[:1])
+    elif name == SCHEDULE:
+        value = " ".join(v for v in values if ":" in v) or " ".join(values[:1])
+    elif values and not (name in KEYS and KEYS[name].key.kind == "bool") and name not in _NEGATIVES:
+        value = parse_scalar(values[0], path)
+    elif values and values[0].lower() in ("true", "false"):
+        value = values[0].lower() == "true"
+    return Located(value=value, path=path)

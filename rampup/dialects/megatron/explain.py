@@ -1,83 +1,134 @@
-"""Megatron's arguments in words: what each means, the step's flow, and what its documentation advises."""
+"""Megatron's arguments in words: what each means, how a step runs, what surprises, and what the documentation advises."""
 
 from __future__ import annotations
 
-from rampup.dialects.megatron.job import GLOBAL, MICRO, MODEL_AXES, VIRTUAL, MegatronFile
-from rampup.dialects.megatron.keys import RAMP, SCHEDULE
-from rampup.dialects.reading import Settings
+from collections.abc import Iterator, Sequence
+
+from rampup.dialects.megatron import DECREASE, GLOBAL, MICRO, MODEL_AXES, RAMP, SCHEDULE, VIRTUAL
+from rampup.dialects.megatron.job import LinearRamp, MegatronJob
+from rampup.dialects.rules import counted
 from rampup.dialects.verdict import Advice, Meaning
+from rampup.plan.ramp import BatchRamp
 
-_HELP = "Megatron-LM, help of its arguments"
-
-
-def meanings(file: MegatronFile, settings: Settings) -> tuple[Meaning, ...]:
-    """Return the table of what the file says and what it means."""
-    axes = " * ".join(str(file[axis]) for axis in MODEL_AXES)
-    lines = [
-        Meaning(says=settings.said(MICRO), means=f"{file.micro:,} samples per replica and forward pass"),
-        Meaning(
-            says=f"tensor * pipeline * context = {axes}",
-            means=f"{file.model_parallel:,} devices per replica, {file.replicas:,} replicas",
-        ),
-    ]
-    if file.ramp is not None:
-        final = file.ramp.sizes[-1]
-        passes = f", {final // file.unit:,} microbatches per replica" if file.cut else ""
-        lines.append(Meaning(says=settings.said(GLOBAL), means=f"{final:,} samples per optimizer step after any ramp{passes}"))
-        if key := SCHEDULE if file[SCHEDULE] is not None else RAMP if file[RAMP] is not None else None:
-            lines.append(
-                Meaning(
-                    says=settings.said(key),
-                    means=f"{len(file.ramp.phases):,} phases from {file.ramp.sizes[0]:,} to {final:,} samples, over after "
-                    f"{file.ramp.ramp_steps:,} steps and {file.ramp.ramp_samples:,} samples",
-                )
-            )
-    if file.chunks > 1:
-        lines.append(
-            Meaning(
-                says=settings.said(VIRTUAL),
-                means=f"{file.chunks:,} layer chunks on each of {file.stages:,} stages, {file.group:,} microbatches in a row",
-            )
-        )
-    return tuple(lines)
+HELP = "Megatron-LM, help of its arguments"
+MAX_LISTED = 12
 
 
-def flow(file: MegatronFile) -> tuple[str, ...]:
-    """Return what one optimizer step after any ramp does, in order."""
-    if file.ramp is None or not file.cut:
-        return ()
-    final = file.ramp.sizes[-1]
-    count = final // file.unit
-    through = f" through {file.stages:,} pipeline stages" if file.stages > 1 else ""
-    return (
-        f"each of {file.replicas:,} replicas reads {final // file.replicas:,} of the {final:,} samples",
-        f"and runs them as {count:,} microbatches of {file.micro:,}{through}, adding up gradients",
-        f"one gradient reduction over {file.replicas:,} replicas",
-        "one optimizer step",
+def meanings(job: MegatronJob) -> Iterator[Meaning]:
+    """Yield each argument with its meaning."""
+    describe = job.settings.describe
+    yield Meaning(describe(MICRO), f"{job.micro:,} samples per replica and forward pass")
+    yield Meaning(
+        f"tensor * pipeline * context = {' * '.join(str(job[axis]) for axis in MODEL_AXES)}",
+        f"{counted(job.model_parallel, 'device')} per replica, {counted(job.replicas, 'replica')}",
     )
+    if job.ramp is not None:
+        final = job.ramp.sizes[-1]
+        passes = f", {final // job.unit:,} microbatches per replica" if job.splits else ""
+        yield Meaning(describe(GLOBAL), f"{final:,} samples per optimizer step after any ramp{passes}")
+        if job.has_ramp:
+            yield Meaning(
+                describe(SCHEDULE if job.has_schedule else RAMP),
+                f"{len(job.ramp.phases):,} phases from {job.ramp.sizes[0]:,} to {final:,} samples, complete after "
+                f"{job.ramp.ramp_steps:,} steps and {job.ramp.ramp_samples:,} samples",
+            )
+    if job.chunks > 1:
+        yield Meaning(
+            describe(VIRTUAL),
+            f"{job.chunks:,} layer chunks on each of {job.stages:,} stages, {job.group:,} microbatches in a row",
+        )
 
 
-def advice(file: MegatronFile) -> tuple[Advice, ...]:
-    """Return what Megatron's documentation says, and whether this file follows it."""
-    result = []
-    if file.triple is not None and len(file.triple) == 3 and file.triple[1] > 0:
-        start, increment, _ = file.triple
-        result.append(
-            Advice(
-                rule="the batch grows from start to global batch in steps of the increment",
-                source=_HELP,
-                holds=(file.final - start) % increment == 0,
-                because=f"({file.final:,} - {start:,}) / {increment:,}",
-            )
+def flow(job: MegatronJob) -> Iterator[str]:
+    """Yield the stages of one optimizer step after any ramp."""
+    if job.ramp is None or not job.splits:
+        return
+    final = job.ramp.sizes[-1]
+    through = f" through {job.stages:,} pipeline stages" if job.stages > 1 else ""
+    yield f"each of {job.replicas:,} replicas reads {final // job.replicas:,} of the {final:,} samples"
+    yield f"and runs them as {final // job.unit:,} microbatches of {job.micro:,}{through}, accumulating gradients"
+    yield f"one gradient reduction over {job.replicas:,} replicas"
+    yield "one optimizer step"
+
+
+def advice(job: MegatronJob) -> Iterator[Advice]:
+    """Yield the advice of Megatron's documentation, and whether this file follows it."""
+    if job.triple is not None and len(job.triple) == 3 and job.triple[1] > 0:
+        start, increment, _ = job.triple
+        yield Advice(
+            "the batch grows from start to global batch in steps of the increment",
+            HELP,
+            (job.final - start) % increment == 0,
+            f"({job.final:,} - {start:,}) / {increment:,}",
         )
-    if file.stages > 1 and file.num_microbatches is not None:
-        least = min(file.num_microbatches)
-        result.append(
-            Advice(
-                rule="many more microbatches than pipeline stages keep the bubble small",
-                source="Narayanan et al. 2021, section 2.2",
-                holds=least >= 4 * file.stages,
-                because=f"the smallest phase has {least:,} microbatches for {file.stages:,} stages",
-            )
+    if job.stages > 1 and job.num_microbatches is not None:
+        least = min(job.num_microbatches)
+        yield Advice(
+            "many more microbatches than pipeline stages keep the bubble small",
+            "Narayanan et al. 2021, section 2.2",
+            least >= 4 * job.stages,
+            f"the smallest phase has {least:,} microbatches for {job.stages:,} stages",
         )
-    return tuple(result)
+
+
+def notes(job: MegatronJob) -> Iterator[str]:
+    """Yield what is legal but surprising."""
+    if job.has_schedule:
+        yield from _schedule_notes(job)
+    elif job.linear is not None and job.ramp is not None:
+        yield from _linear_notes(job.linear, job.ramp)
+    elif job[DECREASE] and job.ramp is not None and job.ramp.sizes[-1] != job.final:
+        yield f"{DECREASE}: {GLOBAL}={job.final:,} runs as {job.ramp.sizes[-1]:,}, a multiple of {job.unit:,}"
+    if job[RAMP] is not None and job.has_schedule:
+        yield f"{RAMP} is ignored: versions that know {SCHEDULE} only print a warning"
+    if job.chunks > 1 and job.stages == 1:
+        yield "there is one pipeline stage: its layer chunks change nothing"
+    is_nemo = bool(job.settings.given & {"num_nodes", "devices"})
+    if is_nemo and job.ramp is not None and len(job.ramp.phases) > 1:
+        yield "NeMo 2 ends the job at every change of the batch, to be restarted with the devices for the next"
+    if job.num_microbatches is not None and job.stages > 1 and min(job.num_microbatches) < job.stages:
+        yield f"with {min(job.num_microbatches)} microbatches the {job.stages} pipeline stages are never all busy; it runs"
+
+
+def _linear_notes(linear: LinearRamp, ramp: BatchRamp) -> Iterator[str]:
+    if linear.unit > 1:
+        yield f"{DECREASE}: every batch is rounded down to a multiple of {linear.unit:,}: {_listed(ramp.sizes)}"
+    for phase, row in zip(ramp.phases, linear.as_run(), strict=False):
+        if (phase.start_step, phase.global_batch_size, phase.start_sample) != row:
+            yield (
+                f"exact arithmetic changes to {phase.global_batch_size:,} at step {phase.start_step:,} (sample "
+                f"{phase.start_sample:,}); Megatron's floating-point division has {row[1]:,} from step {row[0]:,} (sample "
+                f"{row[2]:,}); later phases may differ too"
+            )
+            break
+    skipped = linear.num_increments + 1 - len(ramp.phases)
+    if skipped and linear.unit == 1:
+        yield f"{skipped:,} of the {linear.num_increments + 1:,} sizes are skipped by one large step and never run"
+    yield "at every change Megatron saves a checkpoint; the learning rate follows samples and is not scaled with the batch"
+
+
+def _schedule_notes(job: MegatronJob) -> Iterator[str]:
+    kept = [entry.text for entry in job.thresholds]
+    if not job.unreadable and job.written_entries != kept:
+        yield f"{SCHEDULE} is in the wrong order; Megatron sorts it, as was done here: {_listed(kept)}"
+    if job["seq_length"] is None:
+        yield "thresholds are taken as samples; from its command line Megatron always takes them as tokens (give seq_length=N)"
+    for entry in job.thresholds:
+        threshold, _, size = entry.text.partition(":")
+        if entry.samples != entry.as_run:
+            yield (
+                f"threshold {threshold} is {entry.samples:,} samples exactly and {entry.as_run:,} in Megatron's floating-point "
+                "product"
+            )
+        if "." in size and not size.upper().endswith(("K", "M", "B", "T")):
+            yield f"{entry.text}: the size is silently truncated to {entry.size}"
+    if job.ramp is not None:
+        skipped = len({entry.size for entry in job.thresholds}) - len(set(job.ramp.sizes))
+        if skipped > 0:
+            yield f"{skipped:,} sizes are skipped by one large step and never run"
+        yield "evaluation uses one micro batch per replica unless eval_global_batch_size is given"
+
+
+def _listed(values: Sequence[object]) -> str:
+    shown = ", ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in values[:MAX_LISTED])
+    return shown + (", ..." if len(values) > MAX_LISTED else "")

@@ -1,49 +1,243 @@
-"""Megatron's arguments, and what follows from them: replicas, ramp, microbatches, pipeline."""
+"""The numbers that follow from Megatron's arguments: its two ramps, replicas, microbatches and pipeline.
+
+The ramps are computed exactly and with Megatron's own roundings.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from rampup.dialects.megatron.keys import RAMP, SCHEDULE
-from rampup.dialects.megatron.ramp import LinearRamp, Threshold, entries_of, parse_entry
-from rampup.plan.ramp import MAX_PHASES, BatchRamp
-
-MICRO, GLOBAL, DECREASE = "micro_batch_size", "global_batch_size", "decrease_batch_size_if_needed"
-MODEL_AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-VIRTUAL, PER_CHUNK, GROUP = (
-    "virtual_pipeline_model_parallel_size",
-    "num_layers_per_virtual_pipeline_stage",
-    "microbatch_group_size_per_vp_stage",
+from rampup.config.build import build_plan
+from rampup.config.schema import Config
+from rampup.dialects.convert import left_out
+from rampup.dialects.megatron import (
+    CONTEXT,
+    DECREASE,
+    EVAL_GLOBAL,
+    EVAL_MICRO,
+    GLOBAL,
+    GROUP,
+    MICRO,
+    MODEL_AXES,
+    PER_CHUNK,
+    RAMP,
+    SCHEDULE,
+    STAGES,
+    TENSOR,
+    VIRTUAL,
 )
+from rampup.dialects.reading import Settings
+from rampup.dialects.rules import Job
+from rampup.dialects.verdict import Conversion
+from rampup.errors import ConfigError, RampupError
+from rampup.plan.numbers import MAX_COUNT, SUFFIXES
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import MAX_PHASES, BatchRamp, check_num_phases
+from rampup.plan.split import BatchSplitter
+from rampup.plan.timetable import bubble_fraction
+
+Row = tuple[int, int, int]
+# Megatron's arguments that a conversion expresses.
+_EXPRESSED = {
+    *(MICRO, GLOBAL, DECREASE, RAMP, SCHEDULE, VIRTUAL, PER_CHUNK, EVAL_GLOBAL, *MODEL_AXES),
+    *("num_layers", "seq_length", "train_iters", "max_steps", "train_samples"),
+    *("world_size", "data_parallel_size", "nnodes", "nproc_per_node", "num_nodes", "devices"),
+}
 
 
-@dataclass(frozen=True, kw_only=True)
-class MegatronFile:
-    """Megatron's arguments.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearRamp:
+    """`--rampup-batch-size START INCREMENT SAMPLES` up to `--global-batch-size`.
 
     Attributes:
-        values: every argument that matters, with Megatron's defaults.
+        start, increment, end: global batch sizes.
+        samples: length of the ramp.
+        unit: divisor that every batch is rounded down to, with `--decrease-batch-size-if-needed`; otherwise 1.
+
+    Source: megatron-core `num_microbatches_calculator.py`, RampupBatchsizeNumMicroBatchesCalculator.
     """
 
-    values: Mapping[str, Any]
-
-    def __getitem__(self, name: str) -> Any:
-        return self.values[name]
-
-    @property
-    def model_parallel(self) -> int:
-        """Devices of one replica: tensor * pipeline * context."""
-        return math.prod(int(self[axis]) for axis in MODEL_AXES)
+    start: int
+    increment: int
+    end: int
+    samples: int
+    unit: int = 1
 
     @property
-    def world(self) -> int | None:
-        """Devices of the job, where the file says."""
+    def num_increments(self) -> int:
+        """Requested changes of size."""
+        return (self.end - self.start) // self.increment
+
+    def size(self, k: int) -> int:
+        """Return the batch after k increments."""
+        return (self.start + k * self.increment) // self.unit * self.unit
+
+    def exact(self) -> BatchRamp:
+        """Return the ramp without any rounding.
+
+        Example:
+            >>> ramp = LinearRamp(start=16, increment=8, end=64, samples=600, unit=12).exact()
+            >>> [(phase.start_step, phase.global_batch_size) for phase in ramp.phases]
+            [(0, 12), (9, 24), (17, 36), (20, 48), (24, 60)]
+        """
+        if self.unit == 1:
+            return BatchRamp.linear(
+                start=self.start, increment=self.increment, end=self.end, samples=self.samples, carry_overshoot=True
+            )
+        return BatchRamp.piecewise(self.thresholds())
+
+    def thresholds(self) -> list[tuple[int, int]]:
+        """Return (samples, batch) at every change; sizes that rounding makes equal are merged."""
+        count = self.num_increments
+        check_num_phases(count + 1)
+        pairs = sorted({-(-k * self.samples // count): self.size(k) for k in range(count + 1)}.items())
+        changed = [pair for before, pair in itertools.pairwise(pairs) if pair[1] != before[1]]
+        return [pairs[0], *changed]
+
+    def as_run(self) -> list[Row]:
+        """Return (first step, batch, samples before) as Megatron's floating-point division gives them.
+
+        Example:
+            >>> LinearRamp(start=1, increment=4, end=61, samples=22952).as_run()[-1][0]
+            2649
+        """
+        rows = list(self._float_rows())
+        return rows[:1] + [row for before, row in itertools.pairwise(rows) if row[1] != before[1]]
+
+    def _float_rows(self) -> Iterator[Row]:
+        count, step, consumed, k = self.num_increments, 0, 0, 0
+        share = self.samples / count
+
+        def stage(samples: int) -> int:
+            return count if samples > self.samples else int(samples / share)
+
+        while k < count:
+            size = self.size(k)
+            number = max(math.ceil((Fraction((k + 1) * self.samples, count) - consumed) / size), 1)
+            while number > 1 and stage(consumed + (number - 1) * size) > k:
+                number -= 1
+            while stage(consumed + number * size) <= k:
+                number += 1
+            yield step, size, consumed
+            step, consumed = step + number, consumed + number * size
+            k = stage(consumed)
+        yield step, self.size(count), consumed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threshold:
+    """One THRESHOLD:SIZE entry of `--step-batch-size-schedule`.
+
+    Attributes:
+        text: as written.
+        samples: the threshold, exact, truncated to whole samples.
+        as_run: the same as Megatron's floating-point product gives it.
+        size: global batch size from the threshold on.
+    """
+
+    text: str
+    samples: int
+    as_run: int
+    size: int
+
+
+def parse_entry(text: str, seq_length: int | None) -> Threshold | None:
+    """Read one entry as Megatron does; None where it cannot.
+
+    Args:
+        text: THRESHOLD:SIZE, with suffixes K, M, B, T.
+        seq_length: tokens per sample, if thresholds are tokens.
+
+    Example:
+        >>> entry = parse_entry("2.01K:16", None)
+        >>> entry.samples, entry.as_run, entry.size
+        (2010, 2009, 16)
+
+    Source: Megatron-LM `num_microbatches_calculator.py`, the step schedule: `int(float(digits) * factor)`.
+    """
+    threshold, colon, size = text.partition(":")
+    left, right = _parse_number(threshold), _parse_number(size)
+    if not colon or left is None or right is None:
+        return None
+    per_sample = seq_length or 1
+    return Threshold(text=text, samples=left[0] // per_sample, as_run=left[1] // per_sample, size=right[1])
+
+
+def _parse_number(text: str) -> tuple[int, int] | None:
+    digits, factor = text.strip().upper(), 1
+    if digits and digits[-1] in SUFFIXES:
+        digits, factor = digits[:-1], SUFFIXES[digits[-1]]
+    try:
+        exact = Decimal(digits)
+    except InvalidOperation:
+        return None
+    if not exact.is_finite() or abs(exact.adjusted()) > 18 or abs(exact) * factor > MAX_COUNT:
+        return None
+    return int(exact * factor), int(float(exact) * factor)
+
+
+class MegatronJob(Job):
+    """The numbers of Megatron's arguments.
+
+    Raises:
+        ConfigError: the number of devices is unknown or contradictory.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.model_parallel = math.prod(self[axis] for axis in MODEL_AXES)  # devices of a replica
+        self.world = self._world()
+        replicas = self["data_parallel_size"]
+        # At least one replica, also if a rule about the world size is broken.
+        self.replicas: int = max((self.world or 1) // self.model_parallel, 1) if replicas is None else replicas
+        self.num_devices = self.replicas * self.model_parallel
+        self._check_world()
+
+        self.micro: int = self[MICRO] or 0
+        self.unit = self.micro * self.replicas  # samples of one forward pass of all replicas
+        self.final: int = self.unit if self[GLOBAL] is None else self[GLOBAL]  # the requested batch after the ramp
+        self.eval_unit = max(self[EVAL_MICRO] or self.micro, 1) * self.replicas
+
+        # Layer chunks per stage (more than 1 = the interleaved schedule), and microbatches that pass one chunk in a row.
+        self.stages: int = self[STAGES]
+        self.chunks = 1
+        if self[VIRTUAL] is not None:
+            self.chunks = max(self[VIRTUAL], 1)
+        elif self[PER_CHUNK] is not None and self["num_layers"] is not None:
+            self.chunks = max(self["num_layers"] // (self.stages * self[PER_CHUNK]), 1)
+        self.group: int = self.stages if self[GROUP] is None else self[GROUP]
+        self.interleaved = self.chunks > 1 and self.stages > 1
+
+        # The ramp: a schedule in steps wins over a linear one.
+        self.has_schedule = self[SCHEDULE] is not None
+        self.has_ramp = self.has_schedule or self[RAMP] is not None
+        self.triple = None if self.has_schedule or self[RAMP] is None else _parse_triple(self[RAMP])
+        self.linear = self._linear()
+        parsed = [parse_entry(text, self["seq_length"]) for text in self.written_entries[:MAX_PHASES]]
+        self.unreadable = [text for text, entry in zip(self.written_entries, parsed, strict=False) if entry is None]
+        # Sorted by threshold, as Megatron sorts them.
+        self.thresholds = sorted((entry for entry in parsed if entry is not None), key=lambda entry: entry.samples)
+        self.schedule_valid = (
+            bool(self.thresholds)
+            and not self.unreadable
+            and self.thresholds[0].samples == 0
+            and not self.not_rising
+            and all(entry.size > 0 for entry in self.thresholds)
+        )
+        self.ramp = self._exact_ramp()  # None if there is none to follow
+        self.sizes = () if self.ramp is None else tuple(dict.fromkeys(self.ramp.sizes))
+        self.splits = self.unit >= 1 and not any(size % self.unit for size in self.sizes)
+        self.num_microbatches = [size // self.unit for size in self.ramp.sizes] if self.ramp and self.splits else None
+
+    def _world(self) -> int | None:
         if self["world_size"] is not None:
             return int(self["world_size"])
         for hosts, per_host in (("nnodes", "nproc_per_node"), ("num_nodes", "devices")):
@@ -51,64 +245,22 @@ class MegatronFile:
                 return int((self[hosts] or 1) * self[per_host])
         return None
 
-    @property
-    def replicas(self) -> int:
-        """Replicas, d; at least 1, also where a rule about the world size is broken."""
-        if self["data_parallel_size"] is not None:
-            return int(self["data_parallel_size"])
-        return max((self.world or 1) // self.model_parallel, 1)
+    def _check_world(self) -> None:
+        given = self["data_parallel_size"] is not None
+        if self.world is None and not given:
+            raise ConfigError(
+                "the number of devices is not in the file; add world_size=N (or data_parallel_size=N)", key="world_size"
+            )
+        if given and self.world is not None and self.world != self.num_devices:
+            raise ConfigError(
+                f"data_parallel_size * tensor * pipeline * context parallel sizes = {self.replicas} * {self.model_parallel} = "
+                f"{self.num_devices} is not the world size {self.world}",
+                key="data_parallel_size",
+                nearest=(self.world // self.model_parallel,),
+            )
 
-    @property
-    def num_devices(self) -> int:
-        """Devices that the replicas use."""
-        return self.replicas * self.model_parallel
-
-    @property
-    def micro(self) -> int:
-        """Samples per replica and forward pass; 0 where it is not set."""
-        return int(self[MICRO] or 0)
-
-    @property
-    def unit(self) -> int:
-        """Samples of one forward pass of all replicas; every batch is a multiple."""
-        return self.micro * self.replicas
-
-    @property
-    def final(self) -> int:
-        """The batch after the ramp as it is asked for; unset, one micro batch per replica."""
-        return self.unit if self[GLOBAL] is None else int(self[GLOBAL])
-
-    @property
-    def stages(self) -> int:
-        """Pipeline stages."""
-        return int(self["pipeline_model_parallel_size"])
-
-    @property
-    def chunks(self) -> int:
-        """Layer chunks per stage; more than 1 = the interleaved schedule."""
-        if self[VIRTUAL] is not None:
-            return max(int(self[VIRTUAL]), 1)
-        if self[PER_CHUNK] is not None and self["num_layers"] is not None:
-            return max(int(self["num_layers"]) // (self.stages * int(self[PER_CHUNK])), 1)
-        return 1
-
-    @property
-    def group(self) -> int:
-        """Microbatches that go through one chunk in a row."""
-        return self.stages if self[GROUP] is None else int(self[GROUP])
-
-    @cached_property
-    def triple(self) -> tuple[int, ...] | None:
-        """The numbers of the linear ramp; None without one, fewer or more than three where it is malformed."""
-        if self[RAMP] is None or self[SCHEDULE] is not None:
-            return None
-        words = re.split(r"[\s,]+", re.sub(r"[\[\]()\"']", " ", self[RAMP]).strip())
-        whole = all(re.fullmatch(r"[-+]?[0-9](?:_?[0-9]){0,17}", word) for word in words)
-        return tuple(int(word) for word in words) if whole else ()
-
-    @cached_property
-    def linear(self) -> LinearRamp | None:
-        """The linear ramp, where its numbers make one."""
+    def _linear(self) -> LinearRamp | None:
+        """Return the linear ramp if its numbers make one."""
         if self.triple is None or len(self.triple) != 3:
             return None
         start, increment, samples = self.triple
@@ -119,51 +271,165 @@ class MegatronFile:
             return None
         return LinearRamp(start=start, increment=increment, end=self.final, samples=samples, unit=unit)
 
-    @cached_property
-    def entries(self) -> list[Threshold | None]:
-        """The entries of the schedule, sorted by threshold as Megatron sorts them; None for one that cannot be read."""
-        if self[SCHEDULE] is None:
-            return []
-        parsed = [parse_entry(text, self["seq_length"]) for text in entries_of(self[SCHEDULE])[:MAX_PHASES]]
-        read = sorted((entry for entry in parsed if entry is not None), key=lambda entry: entry.samples)
-        return [*read, *(None for entry in parsed if entry is None)]
-
-    @property
-    def thresholds(self) -> list[Threshold]:
-        """The entries that can be read."""
-        return [entry for entry in self.entries if entry is not None]
-
-    @property
-    def schedule_good(self) -> bool:
-        """Whether the schedule can be followed."""
-        pairs = self.thresholds
-        rising = all(before.samples < after.samples for before, after in itertools.pairwise(pairs))
-        return bool(pairs) and None not in self.entries and pairs[0].samples == 0 and rising and all(p.size > 0 for p in pairs)
-
-    @cached_property
-    def ramp(self) -> BatchRamp | None:
-        """The batches of the run, exactly; None where there is none to follow."""
-        if self[SCHEDULE] is not None:
+    def _exact_ramp(self) -> BatchRamp | None:
+        if self.has_schedule:
             pairs = [(entry.samples, entry.size) for entry in self.thresholds]
-            return BatchRamp.piecewise(pairs) if self.schedule_good else None
-        if self[RAMP] is not None:
+            return BatchRamp.piecewise(pairs) if self.schedule_valid else None
+        if self.has_ramp:
             return None if self.linear is None else self.linear.exact()
         size = self.final // self.unit * self.unit if self[DECREASE] and self.unit > 0 else self.final
         return BatchRamp.constant(size) if size >= 1 else None
 
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """The different batches of the run, in order; empty where there is no ramp to follow."""
-        return () if self.ramp is None else tuple(dict.fromkeys(self.ramp.sizes))
+    @property
+    def written_entries(self) -> list[str]:
+        """The entries of the schedule as written; spaces and commas separate them."""
+        return self[SCHEDULE].replace(",", " ").split() if self.has_schedule else []
 
     @property
-    def num_microbatches(self) -> list[int] | None:
-        """Microbatches of a replica in each phase; None where a batch cannot be cut."""
-        if self.ramp is None or not self.cut:
+    def not_rising(self) -> list[tuple[Threshold, Threshold]]:
+        """Neighbouring thresholds that do not increase."""
+        return [(a, b) for a, b in itertools.pairwise(self.thresholds) if b.samples <= a.samples]
+
+    def derived(self) -> dict[str, Any]:
+        """Return the numbers of the report."""
+        derived: dict[str, Any] = {
+            "num_devices": self.num_devices,
+            "data_parallel_size": self.replicas,
+            "micro_batch_size": self.micro,
+            "num_stages": self.stages,
+            "num_repeats": self.chunks,
+            "thresholds_samples": None,
+            "num_microbatches": self.num_microbatches,
+        }
+        if self.has_schedule:
+            derived["thresholds_samples"] = [[entry.samples, entry.size] for entry in self.thresholds]
+        if self.ramp is not None:
+            derived |= {
+                "global_batch_size": self.ramp.sizes[-1],
+                "ramp_phases": [[p.start_step, p.global_batch_size, p.start_sample] for p in self.ramp.phases],
+                "num_increments": self.ramp.num_increments,
+                "ramp_steps": self.ramp.ramp_steps,
+                "ramp_samples": self.ramp.ramp_samples,
+            }
+        if self.num_microbatches is not None:
+            derived["accumulation_steps"] = self.num_microbatches[-1]
+            derived["bubble_fraction"] = float(bubble_fraction(self.stages, self.num_microbatches[-1], self.chunks))
+        return derived
+
+    def phases(self) -> Sequence[Mapping[str, Any]] | None:
+        """Return every phase as `rampup plan --json` does, or None if a batch cannot be split.
+
+        Rampup's own pipeline takes multiples of its stages; Megatron's takes any number of microbatches, so each size is
+        split separately.
+        """
+        if self.ramp is None or not self.splits or not self.has_ramp:
             return None
-        return [size // self.unit for size in self.ramp.sizes]
+        by_size: dict[int, Mapping[str, Any]] = {}
+        for size in self.sizes:
+            splitter = BatchSplitter(
+                data_parallel_size=self.replicas,
+                num_stages=self.stages,
+                num_repeats=self.chunks if self.stages > 1 else 1,
+                num_pipeline_microbatches=size // self.unit if self.stages > 1 else -1,
+                microbatch_size=self.micro,
+                strict_multiple=False,
+            )
+            plan = RampPlan(ramp=BatchRamp.constant(size), splitter=splitter, num_devices=self.num_devices, total_steps=1)
+            by_size[size] = plan.phase_rows()[0]
+        return [
+            {
+                **by_size[phase.global_batch_size],
+                "start_step": phase.start_step,
+                "start_sample": phase.start_sample,
+                "num_steps": phase.num_steps,
+            }
+            for phase in self.ramp.phases
+        ]
 
-    @property
-    def cut(self) -> bool:
-        """Whether every batch is a multiple of the unit."""
-        return self.unit >= 1 and not any(size % self.unit for size in self.sizes)
+    @cached_property
+    def planned(self) -> RampPlan | str:
+        """Rampup's plan of the same run, or why there is none."""
+        if self.ramp is None or not self.splits:
+            return "not every batch of the file can be split"
+        counts = sorted({size // self.unit for size in self.sizes})
+        uneven = [count for count in counts if count % self.stages]
+        if self.stages > 1 and len(counts) > 1 and uneven:
+            return (
+                "rampup's pipeline takes a growing number of microbatches in multiples of its "
+                f"{self.stages} stages, but the file has phases of {uneven[0]}"
+            )
+        try:
+            return build_plan(Config(**self._rampup_values()))
+        except RampupError as error:
+            return str(error)
+
+    def plan(self) -> RampPlan | None:
+        """Return rampup's plan of the same run, or None if it cannot express it."""
+        return None if isinstance(self.planned, str) else self.planned
+
+    def conversion(self) -> Conversion:
+        """Return the same run in rampup's keys, or why they cannot express it."""
+        if isinstance(self.planned, str):
+            return Conversion(refusal=self.planned)
+        reasons = {GROUP: "no counterpart: rampup sends all microbatches round together"}
+        reasons = {key: reason for key, reason in reasons.items() if key in self.settings.given}
+        return Conversion(values=self._rampup_values(), left_out=left_out(self.settings, _EXPRESSED, reasons))
+
+    def _rampup_values(self) -> dict[str, Any]:
+        assert self.ramp is not None
+        values: dict[str, Any] = {
+            "num_devices": self.num_devices,
+            "ici_tensor_parallelism": self[TENSOR],
+            "ici_context_parallelism": self[CONTEXT],
+            "ici_pipeline_parallelism": self.stages,
+            "microbatch_size": self.micro,
+            "steps": self._total_steps(self.ramp),
+            "learning_rate_clock": "samples",
+            "eval_interval": -1,
+        }
+        rounded = self.linear is not None and self.linear.unit > 1
+        if self.has_schedule or rounded:
+            pairs = [(entry.samples, entry.size) for entry in self.thresholds]
+            if self.linear is not None:
+                pairs = self.linear.thresholds()
+            values["batch_size_schedule"] = " ".join(f"{threshold}:{size}" for threshold, size in pairs)
+        else:
+            values["per_device_batch_size"] = Fraction(self.ramp.sizes[-1], self.num_devices)
+        if self.linear is not None and not rounded:
+            values |= {
+                "enable_rampup_batch_size": True,
+                "per_device_batch_size_start": Fraction(self.linear.start, self.num_devices),
+                "per_device_batch_size_increment": Fraction(self.linear.increment, self.num_devices),
+                "global_rampup_samples": self.linear.samples,
+                "rampup_carry_overshoot": True,
+            }
+        if self["seq_length"] is not None:
+            values["max_target_length"] = self["seq_length"]
+        if self[EVAL_GLOBAL] is not None:
+            values["eval_per_device_batch_size"] = Fraction(self[EVAL_GLOBAL], self.num_devices)
+        if self.stages > 1:
+            counts = {size // self.unit for size in self.sizes}
+            chunks = self.stages * self.chunks
+            layers = chunks if self["num_layers"] is None else self["num_layers"]
+            values |= {
+                "num_pipeline_microbatches": min(counts) if len(counts) == 1 else -1,
+                "pipeline_strict_multiple": False,
+                "num_pipeline_repeats": self.chunks,
+                "base_num_decoder_layers": layers,
+                "num_layers_per_pipeline_stage": max(layers // chunks, 1),
+            }
+        return values
+
+    def _total_steps(self, ramp: BatchRamp) -> int:
+        """Return the optimizer steps of the run; if the file does not say, those of the ramp and one more."""
+        if self["train_samples"]:
+            return max(ramp.step_of_sample(int(self["train_samples"])), 1)
+        steps = self["train_iters"] or self["max_steps"] or 0
+        return int(steps) if steps > 0 else ramp.ramp_steps + 1
+
+
+def _parse_triple(text: str) -> tuple[int, ...]:
+    """Return the numbers of a linear ramp: fewer or more than three if it is malformed."""
+    words = re.split(r"[\s,]+", re.sub(r"[\[\]()\"']", " ", text).strip())
+    whole = all(re.fullmatch(r"[-+]?[0-9](?:_?[0-9]){0,17}", word) for word in words)
+    return tuple(int(word) for word in words) if whole else ()

@@ -1,292 +1,420 @@
-"""The rules of Megatron's batches: those of its arguments and of its calculator's start, and those that a run dies of."""
+"""The rules of Megatron's batches: those of its arguments, of its two ramps and of its pipeline.
+
+The run finds many of them only when the step of a phase comes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator
 
-from rampup.dialects.megatron.job import (
+from rampup.dialects.megatron import (
     DECREASE,
+    EVAL_GLOBAL,
+    EVAL_MICRO,
     GLOBAL,
     GROUP,
+    KEYS,
     MICRO,
+    OVERLAP,
     PER_CHUNK,
+    RAMP,
+    SCHEDULE,
+    STAGES,
     VIRTUAL,
-    MegatronFile,
+    explain,
+    read,
 )
-from rampup.dialects.megatron.keys import RAMP, SCHEDULE
-from rampup.dialects.nearest import Found, Rule, around
+from rampup.dialects.megatron.job import MegatronJob, Threshold
+from rampup.dialects.rules import Dialect, Rule, Term, around, multiple, value_of
 
-_RUN: Found = "run"
-_MANY = 2_000
-_UNIT = f"{MICRO} * data_parallel_size"
-
-
-def _whole_near(key: str, value: Callable[[MegatronFile], int], step: Callable[[MegatronFile], int]) -> Any:
-    return lambda f: [int(n) for n in around(value(f), max(step(f), 1)) if n >= 1]
+MANY_SIZES = 2_000
+Rules = list[Rule[MegatronJob]]
 
 
-def _unit_text(file: MegatronFile) -> str:
-    return f"{_UNIT} = {file.micro} * {file.replicas} = {file.unit}"
+def _unit(job: MegatronJob) -> Term:
+    return Term(f"{MICRO} * data_parallel_size = {job.micro} * {job.replicas} = {job.unit}", job.unit)
 
 
-def _linear_asked(file: MegatronFile) -> bool:
-    return file.triple is not None and len(file.triple) == 3
+def _final(job: MegatronJob) -> Term:
+    return Term(f"{GLOBAL}={job.final:,}", job.final)
 
 
-def _part(file: MegatronFile, index: int) -> int:
-    return file.triple[index] if file.triple is not None and len(file.triple) == 3 else 0
+def _is_constant(job: MegatronJob) -> bool:
+    return not job.has_ramp
 
 
-def _ordered(file: MegatronFile) -> bool:
-    """Whether start, increment and samples are numbers that the rules about their relation can use."""
-    return _linear_asked(file) and _part(file, 0) > 0 and _part(file, 1) > 0 and _part(file, 2) >= 0
-
-
-def _triples(file: MegatronFile) -> Iterator[str]:
-    """Triples near the given one: start and increment at multiples of the unit, and the increment a part of the growth."""
-    if not _linear_asked(file) or file.triple is None or len(file.sizes) > _MANY:
-        return
-    start, increment, samples = file.triple
-    unit = max(file.unit, 1)
-    starts = [int(n) for n in around(start, unit)[:16] if 0 < n < file.final]
-    found = [(s, i) for s in starts for n in around(increment, unit)[:64] if (i := int(n)) > 0 and (file.final - s) % i == 0]
-    for s, i in sorted(found, key=lambda pair: abs(pair[0] - start) + abs(pair[1] - increment)):
-        yield f"{s} {i} {max(samples, 1)}"
-
-
-def _first_uncut(file: MegatronFile) -> str:
-    assert file.ramp is not None
-    phase = next(phase for phase in file.ramp.phases if phase.global_batch_size % file.unit)
-    return (
-        f"the batch of {phase.global_batch_size:,} from step {phase.start_step:,} (sample {phase.start_sample:,}) must be a "
-        f"multiple of {_unit_text(file)}"
-    )
-
-
-def _interleaved(file: MegatronFile) -> bool:
-    return file.chunks > 1 and file.stages > 1
-
-
-def _phases_hold(file: MegatronFile, holds: Callable[[int], bool]) -> bool:
-    """Say whether the number of microbatches keeps a rule in every phase; true where there is no interleaving or no number."""
-    return not _interleaved(file) or not file.cut or all(holds(size // file.unit) for size in file.sizes)
-
-
-def _first_phase(file: MegatronFile, holds: Callable[[int], bool]) -> str:
-    assert file.ramp is not None
-    phase = next(phase for phase in file.ramp.phases if not holds(phase.global_batch_size // file.unit))
-    number = phase.global_batch_size // file.unit
-    return f"{number} microbatches from step {phase.start_step:,} (batch {phase.global_batch_size:,} / {file.unit})"
-
-
-def _in_group(file: MegatronFile) -> Callable[[int], bool]:
-    return lambda m: file.stages <= file.group <= m
-
-
-def _whole_groups(file: MegatronFile) -> Callable[[int], bool]:
-    return lambda m: m < file.group or m % file.group == 0 or m % file.group >= file.stages
-
-
-def _batch_key_values(file: MegatronFile) -> Iterable[Any]:
-    """Values of `global_batch_size` at multiples of all that the pipeline wants."""
-    if len(file.sizes) > _MANY:
-        return []
-    step = max(file.unit, 1) * (file.group if _interleaved(file) and file.group > 0 else 1)
-    return [int(n) for size in (file.unit, step) for n in around(file.final, max(size, 1))[:64] if n >= 1]
-
-
-ARGUMENTS: tuple[Rule[MegatronFile], ...] = (
+ARGUMENTS: Rules = [
     Rule(
         name="megatron.micro_batch_positive",
         keys=(MICRO,),
-        holds=lambda f: f.micro >= 1,
-        message=lambda f: f"{MICRO} must be set" if f[MICRO] is None else f"{MICRO}={f[MICRO]} must be at least 1",
-        candidates=lambda _: range(1, 65),
+        holds=lambda job: job.micro >= 1,
+        message=lambda job: f"{MICRO} must be set" if job[MICRO] is None else f"{MICRO}={job[MICRO]} must be at least 1",
     ),
     Rule(
         name="megatron.global_batch_positive",
         keys=(GLOBAL,),
-        holds=lambda f: f[GLOBAL] is None or f[GLOBAL] >= 1,
-        message=lambda f: f"{GLOBAL}={f[GLOBAL]} must be at least 1",
-        candidates=_batch_key_values,
+        holds=lambda job: job[GLOBAL] is None or job[GLOBAL] >= 1,
+        message=lambda job: f"{GLOBAL}={job[GLOBAL]} must be at least 1",
     ),
-    Rule(
-        name="megatron.world_divisible",
-        keys=("world_size", "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-        holds=lambda f: f.world is None or f.world % f.model_parallel == 0,
-        message=lambda f: (
-            f"the world size {f.world} must be a multiple of tensor * pipeline * context parallel sizes = "
-            f"{f['tensor_model_parallel_size']} * {f.stages} * {f['context_parallel_size']} = {f.model_parallel}"
+    multiple(
+        "megatron.world_divisible",
+        ("world_size", *(axis for axis in ("tensor_model_parallel_size", STAGES, "context_parallel_size"))),
+        lambda job: Term(f"the world size {job.world}", job.world or 0),
+        lambda job: Term(
+            "tensor * pipeline * context parallel sizes = "
+            f"{job['tensor_model_parallel_size']} * {job.stages} * {job['context_parallel_size']} = {job.model_parallel}",
+            job.model_parallel,
         ),
-        candidates=_whole_near("world_size", lambda f: f.world or 1, lambda f: f.model_parallel),
+        when=lambda job: job.world is not None,
     ),
-    Rule(
-        name="megatron.batch_divisible",
-        keys=(GLOBAL, MICRO),
-        holds=lambda f: (
-            f[SCHEDULE] is not None or f[RAMP] is not None or f.unit < 1 or bool(f[DECREASE]) or f.final % f.unit == 0
-        ),
-        message=lambda f: f"{GLOBAL}={f.final:,} must be a multiple of {_unit_text(f)}",
-        candidates=_batch_key_values,
+    multiple(
+        "megatron.batch_divisible",
+        (GLOBAL, MICRO),
+        _final,
+        _unit,
+        when=lambda job: _is_constant(job) and not job[DECREASE],
     ),
     Rule(
         name="megatron.decreased_to_nothing",
         keys=(GLOBAL, MICRO),
-        holds=lambda f: (
-            f[SCHEDULE] is not None or f[RAMP] is not None or not f[DECREASE] or f.unit < 1 or f.final < 1 or f.final >= f.unit
-        ),
-        message=lambda f: f"{GLOBAL}={f.final:,} is below {_unit_text(f)}, and {DECREASE} rounds it down to 0 microbatches",
-        candidates=_batch_key_values,
+        when=lambda job: _is_constant(job) and job[DECREASE] and job.unit >= 1 and job.final >= 1,
+        holds=lambda job: job.final >= job.unit,
+        message=lambda job: f"{_final(job).text} is below {_unit(job).text}, and {DECREASE} rounds it down to 0 microbatches",
+        division=lambda job: (job.final, job.unit),
     ),
-    Rule(
-        name="megatron.eval_batch_divisible",
-        keys=("eval_global_batch_size", "eval_micro_batch_size"),
-        holds=lambda f: f["eval_global_batch_size"] is None or f["eval_global_batch_size"] % _eval_unit(f) == 0,
-        message=lambda f: (
-            f"eval_global_batch_size={f['eval_global_batch_size']:,} must be a multiple of the evaluation's micro batch * "
-            f"data_parallel_size = {_eval_unit(f) // f.replicas} * {f.replicas} = {_eval_unit(f)}"
+    multiple(
+        "megatron.eval_batch_divisible",
+        (EVAL_GLOBAL, EVAL_MICRO),
+        value_of(EVAL_GLOBAL),
+        lambda job: Term(
+            f"the evaluation's micro batch * data_parallel_size = {job.eval_unit // job.replicas} * {job.replicas} = "
+            f"{job.eval_unit}",
+            job.eval_unit,
         ),
-        candidates=_whole_near("eval_global_batch_size", lambda f: f["eval_global_batch_size"] or 1, lambda f: _eval_unit(f)),
+        when=lambda job: job[EVAL_GLOBAL] is not None,
     ),
-)
+]
 
 
-def _eval_unit(file: MegatronFile) -> int:
-    return max(int(file["eval_micro_batch_size"] or file.micro or 1), 1) * file.replicas
+# The linear ramp: start, increment and samples.
 
 
-LINEAR: tuple[Rule[MegatronFile], ...] = (
+def _is_triple(job: MegatronJob) -> bool:
+    return job.triple is not None and len(job.triple) == 3
+
+
+def _is_ordered(job: MegatronJob) -> bool:
+    """Return whether start, increment and samples are numbers that the rules about their relation can use."""
+    if job.triple is None or len(job.triple) != 3:
+        return False
+    start, increment, samples = job.triple
+    return start > 0 and increment > 0 and samples >= 0
+
+
+def _part(job: MegatronJob, index: int) -> int:
+    return job.triple[index] if job.triple is not None and len(job.triple) == 3 else 0
+
+
+def _triples(job: MegatronJob) -> Iterator[str]:
+    """Yield triples near the given one: start and increment at multiples of the unit, an increment that divides the growth."""
+    if job.triple is None or len(job.triple) != 3 or len(job.sizes) > MANY_SIZES:
+        return
+    start, increment, samples = job.triple
+    unit = max(job.unit, 1)
+    starts = [int(n) for n in around(start, unit)[:16] if 0 < n < job.final]
+    found = [(s, i) for s in starts for n in around(increment, unit)[:64] if (i := int(n)) > 0 and (job.final - s) % i == 0]
+    for s, i in sorted(found, key=lambda pair: abs(pair[0] - start) + abs(pair[1] - increment)):
+        yield f"{s} {i} {max(samples, 1)}"
+
+
+def _growth(job: MegatronJob) -> Term:
+    start = _part(job, 0)
+    return Term(f"{GLOBAL} - start = {job.final:,} - {start:,} = {job.final - start:,}", job.final - start)
+
+
+def _first_uneven_phase(job: MegatronJob) -> str:
+    assert job.ramp is not None
+    phase = next(phase for phase in job.ramp.phases if phase.global_batch_size % job.unit)
+    return (
+        f"the batch of {phase.global_batch_size:,} from step {phase.start_step:,} (sample {phase.start_sample:,}) must be a "
+        f"multiple of {_unit(job).text}"
+    )
+
+
+LINEAR: Rules = [
     Rule(
         name="megatron.ramp_is_a_triple",
         keys=(RAMP,),
-        holds=lambda f: f.triple is None or len(f.triple) == 3,
-        message=lambda f: f"{RAMP}={f[RAMP]!r:.80} must be three whole numbers: start, increment and samples",
+        when=lambda job: job.triple is not None,
+        holds=_is_triple,
+        message=lambda job: f"{RAMP}={job[RAMP]!r:.80} must be three whole numbers: start, increment and samples",
     ),
     Rule(
         name="megatron.ramp_numbers_positive",
         keys=(RAMP,),
-        holds=lambda f: not _linear_asked(f) or _ordered(f),
-        message=lambda f: f"{RAMP}={f[RAMP]}: start and increment must be at least 1, samples at least 0",
+        when=_is_triple,
+        holds=_is_ordered,
+        message=lambda job: f"{RAMP}={job[RAMP]}: start and increment must be at least 1, samples at least 0",
         candidates=_triples,
     ),
     Rule(
         name="megatron.ramp_grows",
         keys=(GLOBAL, RAMP),
-        holds=lambda f: not _ordered(f) or f.final >= _part(f, 0),
-        message=lambda f: f"{GLOBAL}={f.final:,} must be at least the ramp's start {_part(f, 0):,}",
-        candidates=lambda f: [int(n) for n in around(f.final, _part(f, 1), origin=_part(f, 0)) if n >= 1],
+        when=_is_ordered,
+        holds=lambda job: job.final >= _part(job, 0),
+        message=lambda job: f"{_final(job).text} must be at least the ramp's start {_part(job, 0):,}",
+        candidates=lambda job: [int(n) for n in around(job.final, _part(job, 1), origin=_part(job, 0)) if n >= 1],
     ),
-    Rule(
-        name="megatron.ramp_increment_divides",
-        keys=(GLOBAL, RAMP),
-        holds=lambda f: not _ordered(f) or f.final < _part(f, 0) or (f.final - _part(f, 0)) % _part(f, 1) == 0,
-        message=lambda f: (
-            f"{GLOBAL} - start = {f.final:,} - {_part(f, 0):,} = {f.final - _part(f, 0):,} must be a multiple of the ramp's "
-            f"increment {_part(f, 1):,}"
-        ),
-        candidates=lambda f: [int(n) for n in around(f.final, _part(f, 1), origin=_part(f, 0)) if n >= 1],
+    multiple(
+        "megatron.ramp_increment_divides",
+        (GLOBAL, RAMP),
+        _growth,
+        lambda job: Term(f"the ramp's increment {_part(job, 1):,}", _part(job, 1)),
+        when=lambda job: _is_ordered(job) and job.final >= _part(job, 0),
     ),
     Rule(
         name="megatron.ramp_counts_samples",
         keys=("train_iters", RAMP),
-        holds=lambda f: f.triple is None or f["train_iters"] is None,
-        message=lambda f: (
-            f"a linear ramp needs a run counted in samples; give train_samples instead of train_iters={f['train_iters']:,}"
+        when=lambda job: job.triple is not None,
+        holds=lambda job: job["train_iters"] is None,
+        message=lambda job: (
+            f"a linear ramp needs a run counted in samples; give train_samples instead of train_iters={job['train_iters']:,}"
         ),
     ),
     Rule(
         name="megatron.ramp_divides_by_zero",
         keys=(RAMP, GLOBAL),
-        holds=lambda f: not _ordered(f) or (f.final != _part(f, 0) and _part(f, 2) > 0),
-        message=lambda f: (
-            f"{RAMP}={f[RAMP]} to {GLOBAL}={f.final:,}: a ramp of no increment or no sample divides by zero; leave it out"
+        when=_is_ordered,
+        holds=lambda job: job.final != _part(job, 0) and _part(job, 2) > 0,
+        message=lambda job: (
+            f"{RAMP}={job[RAMP]} to {_final(job).text}: a ramp without increments or samples divides by zero; leave it out"
         ),
         candidates=_triples,
-        found_by=_RUN,
+        found_by="run",
     ),
     Rule(
         name="megatron.ramp_decreased_to_nothing",
         keys=(RAMP, MICRO),
-        holds=lambda f: not _ordered(f) or not f[DECREASE] or f.unit < 1 or _part(f, 0) >= f.unit,
-        message=lambda f: (
-            f"the ramp's start {_part(f, 0):,} is below {_unit_text(f)}, and {DECREASE} rounds it down to 0 microbatches"
+        when=lambda job: _is_ordered(job) and job[DECREASE] and job.unit >= 1,
+        holds=lambda job: _part(job, 0) >= job.unit,
+        message=lambda job: (
+            f"the ramp's start {_part(job, 0):,} is below {_unit(job).text}, and {DECREASE} rounds it down to 0 microbatches"
         ),
         candidates=_triples,
-        found_by=_RUN,
+        found_by="run",
     ),
     Rule(
         name="megatron.ramp_phases_divisible",
         keys=(RAMP, MICRO),
-        holds=lambda f: f.linear is None or f.cut or f.unit < 1,
-        message=lambda f: f"{_first_uncut(f)}; Megatron checks each batch only when its step comes",
+        when=lambda job: job.linear is not None and job.unit >= 1,
+        holds=lambda job: job.splits,
+        message=lambda job: f"{_first_uneven_phase(job)}; Megatron checks each batch only when its step comes",
         candidates=_triples,
-        found_by=_RUN,
+        found_by="run",
     ),
-)
-INTERLEAVED: tuple[Rule[MegatronFile], ...] = (
+]
+
+
+# The schedule in steps: THRESHOLD:SIZE entries.
+
+
+def _has_schedule(job: MegatronJob) -> bool:
+    return job.has_schedule
+
+
+def _shrinking(job: MegatronJob) -> list[tuple[Threshold, Threshold]]:
+    return [(a, b) for a, b in itertools.pairwise(job.thresholds) if b.size < a.size]
+
+
+def _with_first_threshold_0(job: MegatronJob) -> Iterator[str]:
+    if job.thresholds and not job.unreadable:
+        first, *rest = job.thresholds
+        yield " ".join([f"0:{first.size}", *(entry.text for entry in rest)])
+
+
+def _with_rounded_sizes(job: MegatronJob) -> Iterator[str]:
+    """Yield the schedule with each size rounded to the unit, down and then up."""
+    if not job.schedule_valid or job.unit < 1:
+        return
+    for extra in (0, job.unit - 1):
+        sizes = [max((entry.size + extra) // job.unit * job.unit, job.unit) for entry in job.thresholds]
+        pairs = zip(job.thresholds, sizes, strict=True)
+        yield " ".join(f"{entry.text.partition(':')[0]}:{size}" for entry, size in pairs)
+
+
+STEPS: Rules = [
+    Rule(
+        name="megatron.schedule_excludes_global_batch",
+        keys=(GLOBAL, SCHEDULE),
+        when=_has_schedule,
+        holds=lambda job: job[GLOBAL] is None,
+        message=lambda job: f"{GLOBAL}={job[GLOBAL]} must not be given with {SCHEDULE}, whose last size it would contradict",
+    ),
+    Rule(
+        name="megatron.schedule_excludes_decrease",
+        keys=(DECREASE, SCHEDULE),
+        when=_has_schedule,
+        holds=lambda job: not job[DECREASE],
+        message=lambda _: f"{DECREASE} must not be given with {SCHEDULE}",
+        candidates=lambda _: (False,),
+    ),
+    Rule(
+        name="megatron.schedule_entries",
+        keys=(SCHEDULE,),
+        when=_has_schedule,
+        holds=lambda job: bool(job.thresholds) and not job.unreadable,
+        message=lambda job: (
+            f"{SCHEDULE}: {', '.join(repr(text[:40]) for text in job.unreadable[:5]) or 'nothing'} is not THRESHOLD:SIZE; "
+            "spaces and commas separate entries (1_000 or 1K, not 1,000), suffixes are K, M, B, T"
+        ),
+    ),
+    Rule(
+        name="megatron.schedule_starts_at_0",
+        keys=(SCHEDULE,),
+        when=lambda job: bool(job.thresholds),
+        holds=lambda job: job.thresholds[0].samples == 0,
+        message=lambda job: f"{SCHEDULE}: the first threshold must be 0, it is {job.thresholds[0].samples:,} samples",
+        candidates=_with_first_threshold_0,
+    ),
+    Rule(
+        name="megatron.schedule_thresholds_increase",
+        keys=(SCHEDULE,),
+        when=lambda job: not job.unreadable,
+        holds=lambda job: not job.not_rising,
+        message=lambda job: (
+            f"{SCHEDULE}: thresholds must increase, but {job.not_rising[0][0].text} and {job.not_rising[0][1].text} are both "
+            f"at {job.not_rising[0][1].samples:,} samples"
+        ),
+    ),
+    Rule(
+        name="megatron.schedule_sizes_positive",
+        keys=(SCHEDULE,),
+        holds=lambda job: all(entry.size > 0 for entry in job.thresholds),
+        message=lambda job: (
+            f"{SCHEDULE}: every size must be at least 1, unlike {min(job.thresholds, key=lambda entry: entry.size).text}"
+        ),
+    ),
+    Rule(
+        name="megatron.schedule_grows",
+        keys=(SCHEDULE,),
+        when=lambda job: job.schedule_valid,
+        holds=lambda job: not _shrinking(job),
+        message=lambda job: (
+            f"{SCHEDULE}: the batch shrinks from {_shrinking(job)[0][0].size:,} to {_shrinking(job)[0][1].size:,} at "
+            f"{_shrinking(job)[0][1].samples:,} samples; the schedule is read, but the trainer stops there"
+        ),
+        found_by="run",
+    ),
+    Rule(
+        name="megatron.schedule_phases_divisible",
+        keys=(SCHEDULE, MICRO),
+        when=lambda job: job.schedule_valid and job.unit >= 1,
+        holds=lambda job: job.splits,
+        message=lambda job: (
+            f"{SCHEDULE}: {', '.join(str(size) for size in job.sizes if size % job.unit)} must be multiples of "
+            f"{_unit(job).text}; Megatron checks each batch only when its step comes"
+        ),
+        candidates=_with_rounded_sizes,
+        found_by="run",
+    ),
+]
+
+
+# The pipeline and its interleaved schedule.
+
+
+def _chunk_divisor(job: MegatronJob) -> int:
+    return max(int(job[PER_CHUNK] or 1) if job[VIRTUAL] is None else int(job[VIRTUAL]), 1)
+
+
+def _layers_per_stage(job: MegatronJob) -> Term:
+    number = job["num_layers"] // job.stages
+    return Term(f"num_layers / {STAGES} = {job['num_layers']} / {job.stages} = {number}", number)
+
+
+def _fills_a_group(job: MegatronJob) -> Callable[[int], bool]:
+    return lambda count: job.stages <= job.group <= count
+
+
+def _fills_all_groups(job: MegatronJob) -> Callable[[int], bool]:
+    return lambda count: count < job.group or count % job.group == 0 or count % job.group >= job.stages
+
+
+def _in_every_phase(condition: Callable[[MegatronJob], Callable[[int], bool]]) -> Callable[[MegatronJob], bool]:
+    """Return whether the number of microbatches satisfies a condition in every phase."""
+    return lambda job: all(map(condition(job), job.num_microbatches or ()))
+
+
+def _first_phase(job: MegatronJob, condition: Callable[[MegatronJob], Callable[[int], bool]]) -> str:
+    assert job.ramp is not None
+    phase = next(phase for phase in job.ramp.phases if not condition(job)(phase.global_batch_size // job.unit))
+    number = phase.global_batch_size // job.unit
+    return f"{number} microbatches from step {phase.start_step:,} (batch {phase.global_batch_size:,} / {job.unit})"
+
+
+def _group_division(job: MegatronJob) -> tuple[int, int]:
+    return (job.final, max(job.unit, 1) * max(job.group, 1))
+
+
+PIPELINE: Rules = [
     Rule(
         name="megatron.chunks_positive",
         keys=(VIRTUAL,),
-        holds=lambda f: f[VIRTUAL] is None or f[VIRTUAL] >= 1,
-        message=lambda f: f"{VIRTUAL}={f[VIRTUAL]} must be at least 1",
-        candidates=lambda _: (1, 2),
+        when=lambda job: job[VIRTUAL] is not None,
+        holds=lambda job: job[VIRTUAL] >= 1,
+        message=lambda job: f"{VIRTUAL}={job[VIRTUAL]} must be at least 1",
     ),
     Rule(
         name="megatron.chunks_need_stages",
-        keys=("pipeline_model_parallel_size", VIRTUAL, "overlap_p2p_comm"),
-        holds=lambda f: f.chunks <= 1 or f.stages >= (2 if f["overlap_p2p_comm"] else 3),
-        message=lambda f: (
-            f"{f.chunks} chunks per stage need pipeline_model_parallel_size above {1 if f['overlap_p2p_comm'] else 2}, it is "
-            f"{f.stages}{'' if f['overlap_p2p_comm'] else ' (without overlap_p2p_comm)'}"
+        keys=(STAGES, VIRTUAL, OVERLAP),
+        when=lambda job: job.chunks > 1,
+        holds=lambda job: job.stages >= (2 if job[OVERLAP] else 3),
+        message=lambda job: (
+            f"{job.chunks} chunks per stage need {STAGES} above {1 if job[OVERLAP] else 2}, it is {job.stages}"
+            f"{'' if job[OVERLAP] else f' (without {OVERLAP})'}"
         ),
-        candidates=lambda f: range(f.stages + 1, f.stages + 65),
     ),
-    Rule(
-        name="megatron.layers_over_stages",
-        keys=("num_layers", "pipeline_model_parallel_size"),
-        holds=lambda f: f["num_layers"] is None or f["num_layers"] % f.stages == 0,
-        message=lambda f: f"num_layers={f['num_layers']} must be a multiple of pipeline_model_parallel_size={f.stages}",
-        candidates=_whole_near("num_layers", lambda f: f["num_layers"] or 1, lambda f: f.stages),
+    multiple(
+        "megatron.layers_over_stages",
+        ("num_layers", STAGES),
+        lambda job: Term(f"num_layers={job['num_layers']}", job["num_layers"]),
+        lambda job: Term(f"{STAGES}={job.stages}", job.stages),
+        when=lambda job: job["num_layers"] is not None,
     ),
-    Rule(
-        name="megatron.layers_over_chunks",
-        keys=("num_layers", VIRTUAL, PER_CHUNK),
-        holds=lambda f: f["num_layers"] is None or f["num_layers"] % f.stages != 0 or _chunk_rest(f) == 0,
-        message=lambda f: (
-            f"num_layers / pipeline_model_parallel_size = {f['num_layers']} / {f.stages} = {f['num_layers'] // f.stages} must "
-            f"be a multiple of {f'{PER_CHUNK}={f[PER_CHUNK]}' if f[VIRTUAL] is None else f'{VIRTUAL}={f[VIRTUAL]}'}"
+    multiple(
+        "megatron.layers_over_chunks",
+        ("num_layers", VIRTUAL, PER_CHUNK),
+        _layers_per_stage,
+        lambda job: Term(
+            f"{PER_CHUNK}={job[PER_CHUNK]}" if job[VIRTUAL] is None else f"{VIRTUAL}={job[VIRTUAL]}", _chunk_divisor(job)
         ),
-        candidates=_whole_near("num_layers", lambda f: f["num_layers"] or 1, lambda f: f.stages * _chunk_divisor(f)),
+        when=lambda job: job["num_layers"] is not None and job["num_layers"] % job.stages == 0,
     ),
     Rule(
         name="megatron.group_in_range",
-        keys=(GLOBAL, GROUP, "pipeline_model_parallel_size"),
-        holds=lambda f: _phases_hold(f, _in_group(f)),
-        message=lambda f: (
-            f"the interleaved schedule needs pipeline_model_parallel_size={f.stages} <= {GROUP}={f.group} <= microbatches, but "
-            f"there are {_first_phase(f, _in_group(f))}; nothing checks it before that step"
+        keys=(GLOBAL, GROUP, STAGES),
+        when=lambda job: job.interleaved,
+        holds=_in_every_phase(_fills_a_group),
+        message=lambda job: (
+            f"the interleaved schedule needs {STAGES}={job.stages} <= {GROUP}={job.group} <= microbatches, but "
+            f"there are {_first_phase(job, _fills_a_group)}; nothing checks it before that step"
         ),
-        candidates=_batch_key_values,
-        found_by=_RUN,
+        division=_group_division,
+        found_by="run",
     ),
     Rule(
         name="megatron.whole_groups",
-        keys=(GLOBAL, GROUP, "pipeline_model_parallel_size"),
-        holds=lambda f: _phases_hold(f, _whole_groups(f)),
-        message=lambda f: (
-            f"{_first_phase(f, _whole_groups(f))} must fill groups of {GROUP}={f.group}, or leave at least "
-            f"pipeline_model_parallel_size={f.stages} for the last; nothing checks it before that step"
+        keys=(GLOBAL, GROUP, STAGES),
+        when=lambda job: job.interleaved,
+        holds=_in_every_phase(_fills_all_groups),
+        message=lambda job: (
+            f"{_first_phase(job, _fills_all_groups)} must fill groups of {GROUP}={job.group}, or leave at least "
+            f"{STAGES}={job.stages} for the last; nothing checks it before that step"
         ),
-        candidates=_batch_key_values,
-        found_by=_RUN,
+        division=_group_division,
+        found_by="run",
     ),
-)
-
-
-def _chunk_divisor(file: MegatronFile) -> int:
-    return max(int(file[PER_CHUNK] or 1) if file[VIRTUAL] is None else int(file[VIRTUAL]), 1)
-
-
-def _chunk_rest(file: MegatronFile) -> int:
-    return int(file["num_layers"]) // file.stages % _chunk_divisor(file)
+]
+RULES = [*ARGUMENTS, *LINEAR, *STEPS, *PIPELINE]
+DIALECT = Dialect(read=read, keys=KEYS, job=MegatronJob, rules=RULES, words=explain)

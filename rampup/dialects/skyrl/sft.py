@@ -1,138 +1,144 @@
-"""SkyRL's supervised fine-tuning: a file of its own, whose sizes count samples (train/sft_trainer.py)."""
+"""SkyRL's supervised fine-tuning: a kind of file of its own, whose sizes count samples (train/sft_trainer.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rampup.dialects.nearest import Rule
+from rampup.config.yaml import read_mapping
 from rampup.dialects.reading import Entry, Settings, entry, read_settings
-from rampup.dialects.rules import counted, divisors, multiples, positive, violations, where_usable
-from rampup.dialects.verdict import Meaning, Verdict
+from rampup.dialects.rules import Dialect, Job, Rule, Term, counted, if_usable, multiple, positive, value_of
+from rampup.dialects.verdict import Advice, Meaning
 
 BATCH, MICRO = "batch_size", "micro_train_batch_size_per_gpu"
+DEVICES = "placement.num_gpus_per_node"
 SPLITS = tuple(f"megatron_config.{name}_parallel_size" for name in ("tensor_model", "pipeline_model"))
-ENTRIES: dict[str, Entry] = {
+# The check of this trainer ignores these.
+IGNORED = ("megatron_config.context_parallel_size", "sequence_parallel_size")
+KEYS: dict[str, Entry] = {
     BATCH: entry(4, "samples of an optimizer step", unit="samples", scope="job"),
     MICRO: entry(2, "samples of a pass", unit="samples", scope="replica"),
     "strategy": entry("fsdp", "backend of training", kind="text", choices=("fsdp", "fsdp2", "megatron")),
     "placement.num_nodes": entry(1, "nodes", unit="nodes"),
-    "placement.num_gpus_per_node": entry(1, "devices per node", unit="devices"),
+    DEVICES: entry(1, "devices per node", unit="devices"),
     **{key: entry(1, "devices that share a sample") for key in SPLITS},
-    "megatron_config.context_parallel_size": entry(1, "devices that share a sequence; its check ignores it"),
-    "sequence_parallel_size": entry(1, "devices that share a sequence; its check ignores it"),
+    **{key: entry(1, "devices that share a sequence") for key in IGNORED},
     "use_sequence_packing": entry(False, "fill passes by tokens", kind="bool"),
 }
-COUNTS = (BATCH, MICRO, "placement.num_nodes", "placement.num_gpus_per_node", *SPLITS)
+COUNTS = (BATCH, MICRO, "placement.num_nodes", DEVICES, *SPLITS)
 
 
-@dataclass(frozen=True, slots=True)
-class SftJob:
-    """A fine-tuning file's numbers.
-
-    Attributes:
-        settings: the file.
-        usable: whether the counts are positive and there is a replica (derived).
-    """
-
-    settings: Settings
-    usable: bool = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        positive_counts = all(self.settings[key] >= 1 for key in COUNTS)
-        object.__setattr__(self, "usable", positive_counts and self.replicas >= 1)
-
-    def __getitem__(self, key: str) -> Any:
-        return self.settings[key]
-
-    @property
-    def replicas(self) -> int:
-        """Data-parallel size as the check has it: neither context nor sequence parallelism counts."""
-        devices = self["placement.num_nodes"] * self["placement.num_gpus_per_node"]
-        split = self[SPLITS[0]] * self[SPLITS[1]] if self["strategy"] == "megatron" else 1
-        return int(devices // max(split, 1))
-
-    @property
-    def packed(self) -> bool:
-        """Whether passes are filled by tokens."""
-        return bool(self["use_sequence_packing"])
+def is_fine_tuning(path: str | Path) -> bool:
+    """Return whether a file is for the fine-tuning trainer, whose sizes are at the top level."""
+    names = read_mapping(path)
+    return MICRO in names and not any(name.partition(".")[0] in ("trainer", "generator") for name in names)
 
 
-_RULES: list[Rule[SftJob]] = [
-    Rule(
-        name="skyrl.sft_batch_divides_over_replicas",
-        keys=(BATCH, "placement.num_gpus_per_node"),
-        holds=lambda job: job.packed or job[BATCH] % job.replicas == 0,
-        message=lambda job: f"{BATCH}={job[BATCH]:,} must be a multiple of the {job.replicas:,} data-parallel replicas",
-        candidates=lambda job: multiples(job[BATCH], job.replicas, job.replicas * job[MICRO]),
-    ),
-    Rule(
-        name="skyrl.sft_micro_divides_share",
-        keys=(MICRO, BATCH),
-        holds=lambda job: job.packed or job[BATCH] % job.replicas != 0 or job[BATCH] // job.replicas % job[MICRO] == 0,
-        message=lambda job: (
-            f"{BATCH} / replicas = {job[BATCH]:,} / {job.replicas:,} = {job[BATCH] // job.replicas:,} samples must be a "
-            f"multiple of {MICRO}={job[MICRO]:,}"
-        ),
-        candidates=lambda job: divisors(job[BATCH] // job.replicas, near=job[MICRO]),
-    ),
-    Rule(
-        name="skyrl.sft_packed_batch_reaches_every_replica",
-        keys=(BATCH,),
-        holds=lambda job: not job.packed or job[BATCH] >= job.replicas,
-        message=lambda job: f"{BATCH}={job[BATCH]:,} must be at least the {job.replicas:,} data-parallel replicas",
-        candidates=lambda job: [job.replicas],
-    ),
-]
+class SftJob(Job):
+    """A fine-tuning file's numbers."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.batch: int = self[BATCH]
+        self.packed: bool = self["use_sequence_packing"]  # passes are filled by tokens
+        self.model_size: int = self[SPLITS[0]] * self[SPLITS[1]] if self["strategy"] == "megatron" else 1
+        self.devices: int = self["placement.num_nodes"] * self[DEVICES]
+        self.replicas = self.devices // max(self.model_size, 1)
+        self.counts_positive = all(self[key] >= 1 for key in COUNTS)
+        self.usable = self.counts_positive and self.replicas >= 1
+        if self.usable:
+            self.share = self.batch // self.replicas
+            self.passes = "as many passes as the tokens need" if self.packed else counted(self.share // self[MICRO], "pass")
+
+    def derived(self) -> dict[str, Any]:
+        """Return the numbers of the report."""
+        derived: dict[str, Any] = {"data_parallel_size": self.replicas, "mini_batch_samples": self.batch}
+        if not self.packed:
+            derived["accumulation_steps"] = self.share // self[MICRO]
+        return derived
+
+
+def _replicas(job: SftJob) -> Term:
+    return Term(f"the {job.replicas:,} data-parallel replicas", job.replicas)
+
+
+def _share(job: SftJob) -> Term:
+    return Term(f"{BATCH} / replicas = {job.batch:,} / {job.replicas:,} = {job.share:,} samples", job.share)
+
+
 RULES: list[Rule[SftJob]] = [
-    *[positive("skyrl", key, found_by="validator", why="its check compares it with 0 or divides by it") for key in COUNTS],
+    *positive("skyrl", COUNTS, why="its check compares it with 0 or divides by it"),
     Rule(
         name="skyrl.sft_has_a_replica",
-        keys=("placement.num_gpus_per_node", *SPLITS),
-        holds=lambda job: job.replicas >= 1 or any(job[key] < 1 for key in COUNTS),
+        keys=(DEVICES, *SPLITS),
+        when=lambda job: job.counts_positive,
+        holds=lambda job: job.replicas >= 1,
         message=lambda job: (
             f"the devices // (tensor * pipeline parallel size) = {job.replicas:,} replicas; at least 1 is needed"
         ),
-        candidates=lambda job: multiples(job["placement.num_gpus_per_node"], job[SPLITS[0]] * job[SPLITS[1]]),
+        division=lambda job: (job.devices, job.model_size),
     ),
-    *where_usable(_RULES),
+    *if_usable(
+        [
+            multiple(
+                "skyrl.sft_batch_divides_over_replicas",
+                (BATCH, DEVICES),
+                value_of(BATCH),
+                _replicas,
+                when=lambda job: not job.packed,
+            ),
+            multiple(
+                "skyrl.sft_micro_divides_share",
+                (MICRO, BATCH),
+                _share,
+                value_of(MICRO),
+                when=lambda job: not job.packed and job.batch % job.replicas == 0,
+            ),
+            Rule(
+                name="skyrl.sft_packed_batch_reaches_every_replica",
+                keys=(BATCH,),
+                when=lambda job: job.packed,
+                holds=lambda job: job.batch >= job.replicas,
+                message=lambda job: f"{BATCH}={job.batch:,} must be at least {_replicas(job).text}",
+                division=lambda job: (job.batch, job.replicas),
+            ),
+        ]
+    ),
 ]
 
 
-def check(path: str | Path, overrides: Sequence[str]) -> Verdict:
-    """Say what a fine-tuning configuration of SkyRL does, as `skyrl.check` does for reinforcement learning."""
-    settings = read_settings(path, overrides, ENTRIES, system="SkyRL's supervised fine-tuning")
-    job = SftJob(settings)
-    found = violations(RULES, settings, SftJob)
-    if not job.usable:
-        return Verdict(system="skyrl", violations=found)
-    share = job[BATCH] // job.replicas
-    derived: dict[str, Any] = {"data_parallel_size": job.replicas, "mini_batch_samples": job[BATCH]}
-    if not job.packed:
-        derived["accumulation_steps"] = share // job[MICRO]
-    passes = "as many passes as the tokens need" if job.packed else counted(share // job[MICRO], "pass")
-    return Verdict(
-        system="skyrl",
-        violations=found,
-        notes=_notes(job),
-        derived=derived,
-        meanings=(
-            Meaning(says=settings.said(BATCH), means=f"{counted(job[BATCH], 'sample')} per optimizer step, whole job"),
-            Meaning(says=settings.said(MICRO), means=f"samples per replica: {passes} per optimizer step"),
-        ),
-        flow=(
-            f"load {counted(job[BATCH], 'sample')}, {share:,} for each of {counted(job.replicas, 'replica')}",
-            f"{passes} on every replica, then one optimizer step",
-        ),
-    )
+def meanings(job: SftJob) -> Iterator[Meaning]:
+    """Yield each setting of the file with its meaning."""
+    describe = job.settings.describe
+    yield Meaning(describe(BATCH), f"{counted(job.batch, 'sample')} per optimizer step, whole job")
+    yield Meaning(describe(MICRO), f"samples per replica: {job.passes} per optimizer step")
 
 
-def _notes(job: SftJob) -> tuple[str, ...]:
-    ignored = [
-        key
-        for key in ("megatron_config.context_parallel_size", "sequence_parallel_size")
-        if job[key] is not None and job[key] > 1
-    ]
-    return tuple(f"its check counts replicas without {key}={job[key]:,}: the run has fewer." for key in ignored)
+def flow(job: SftJob) -> Iterator[str]:
+    """Yield the stages of an optimizer step."""
+    yield f"load {counted(job.batch, 'sample')}, {job.share:,} for each of {counted(job.replicas, 'replica')}"
+    yield f"{job.passes} on every replica, then one optimizer step"
+
+
+def advice(_: SftJob) -> Iterator[Advice]:
+    """Yield nothing: no guide covers this trainer."""
+    yield from ()
+
+
+def notes(job: SftJob) -> Iterator[str]:
+    """Yield what is legal but surprising."""
+    for key in IGNORED:
+        if job[key] > 1:
+            yield f"its check counts replicas without {key}={job[key]:,}: the run has fewer."
+
+
+DIALECT = Dialect(
+    read=partial(read_settings, entries=KEYS, system="SkyRL's supervised fine-tuning"),
+    keys=KEYS,
+    job=SftJob,
+    rules=RULES,
+    words=sys.modules[__name__],
+)

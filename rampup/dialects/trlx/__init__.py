@@ -1,1 +1,33 @@
-"""Configurations of trlX."""
+"""trlX: its keys. Sizes count samples of one process."""
+
+from __future__ import annotations
+
+from rampup.dialects.reading import Entry, entry
+
+TRAIN, MICRO = "train.batch_size", "train.minibatch_size"
+ROLLOUTS, CHUNK, INNER = "method.num_rollouts", "method.chunk_size", "method.ppo_epochs"
+# NeMo's own file, or the mapping in its place under train.trainer_kwargs.megatron_cfg.
+NEMO_KEYS = {
+    "num_nodes": "trainer.num_nodes",
+    "devices": "trainer.devices",
+    "tensor": "model.tensor_model_parallel_size",
+    "pipeline": "model.pipeline_model_parallel_size",
+}
+NEMO_NESTED = {name: f"train.trainer_kwargs.megatron_cfg.{key}" for name, key in NEMO_KEYS.items()}
+
+KEYS: dict[str, Entry] = {
+    TRAIN: entry(None, "samples of an optimizer step; 32 for PPO, 128 for ILQL, 8 for SFT", unit="samples", scope="process"),
+    MICRO: entry(None, "samples of a pass; null or 0 = all", unit="samples", scope="process"),
+    "train.epochs": entry(100, "rounds of collecting and training"),
+    "train.total_steps": entry(10_000, "optimizer steps at most", unit="steps"),
+    "train.trainer": entry("AcceleratePPOTrainer", "the trainer class", kind="text"),
+    "method.name": entry("PPOConfig", "the method's configuration class", kind="text"),
+    ROLLOUTS: entry(128, "samples to collect before training", unit="samples", scope="process"),
+    CHUNK: entry(128, "prompts of a generate call", unit="prompts", scope="process"),
+    INNER: entry(4, "times that the collected samples are trained on"),
+    **{key: entry(None, f"{name} of the NeMo job") for name, key in NEMO_KEYS.items()},
+    **{key: entry(None, f"{name} of the NeMo job") for name, key in NEMO_NESTED.items()},
+    "num_processes": entry(1, "processes; given as num_processes=N"),
+    "num_prompts": entry(None, "prompts of the training set, or samples of an offline one", unit="prompts"),
+    "deepspeed": entry(False, "whether DeepSpeed runs under Accelerate; given as deepspeed=true", kind="bool"),
+}  # fmt: skip

@@ -1,1 +1,107 @@
-"""Configurations of veRL."""
+"""veRL: its keys. Batch and mini batch count prompts; sizes per gpu count samples of one data-parallel replica."""
+
+from __future__ import annotations
+
+from rampup.dialects.reading import Entry, entry
+
+ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+TRAIN, RESPONSES = "data.train_batch_size", f"{ROLLOUT}.n"
+MINI, MICRO, OLD_MICRO = (f"{ACTOR}.ppo_{name}" for name in ("mini_batch_size", "micro_batch_size_per_gpu", "micro_batch_size"))
+BUDGET, EPOCHS, DYNAMIC = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_epochs", f"{ACTOR}.use_dynamic_bsz"
+LOG_PROB, OLD_LOG_PROB = (f"{ROLLOUT}.log_prob_{name}" for name in ("micro_batch_size_per_gpu", "micro_batch_size"))
+REF_LOG_PROB, OLD_REF_LOG_PROB = (f"{REF}.log_prob_{name}" for name in ("micro_batch_size_per_gpu", "micro_batch_size"))
+CRITIC_MINI = "critic.ppo_mini_batch_size"
+CRITIC_MICRO, OLD_CRITIC_MICRO = "critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size"
+WORKERS = f"{ROLLOUT}.agent.num_workers"
+# Devices that share a sequence with FSDP: the key of today and, if there is one, its deprecated name.
+SEQUENCE = {
+    model: f"{prefix}.ulysses_sequence_parallel_size"
+    for model, prefix in {"actor": f"{ACTOR}.fsdp_config", "ref": f"{REF}.fsdp_config", "critic": "critic.fsdp"}.items()
+}
+OLD_SEQUENCE = {
+    model: f"{prefix}.ulysses_sequence_parallel_size"
+    for model, prefix in {"actor": ACTOR, "ref": REF, "critic": "critic"}.items()
+}
+ROLLOUT_SIZES = tuple(f"{ROLLOUT}.{name}_parallel_size" for name in ("tensor_model", "data", "pipeline_model"))
+MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni")
+MODES = ("sync", "colocate_async", "separate_async")
+# Names from the examples' shell variables that people use as keys.
+SHELL_NAMES = {
+    "data.train_prompt_bsz": TRAIN,
+    "infer_ppo_max_token_len": f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
+    f"{ROLLOUT}.infer_ppo_max_token_len": f"{ROLLOUT}.log_prob_max_token_len_per_gpu",
+}
+
+
+def _log_prob(role: str) -> dict[str, Entry]:
+    return {
+        f"{role}.log_prob_micro_batch_size": entry(None, "deprecated: samples, whole job", unit="samples", scope="job"),
+        f"{role}.log_prob_micro_batch_size_per_gpu": entry(
+            None, "samples of a log-probability pass", unit="samples", scope="replica"
+        ),
+        f"{role}.log_prob_use_dynamic_bsz": entry(None, "fill these passes by tokens; null = as the actor", kind="bool"),
+        f"{role}.log_prob_max_token_len_per_gpu": entry(None, "their token budget; null = as the actor", unit="tokens"),
+    }
+
+
+def _megatron(role: str, default: int | None) -> dict[str, Entry]:
+    return {f"{role}.megatron.{name}": entry(default, f"Megatron's {name}") for name in MEGATRON_SIZES}
+
+
+KEYS: dict[str, Entry] = {
+    TRAIN: entry(1024, "prompts of a training step", unit="prompts", scope="step"),
+    "data.gen_batch_size": entry(None, "prompts that the data loader gives at once", unit="prompts"),
+    "data.val_batch_size": entry(None, "deprecated: prompts of a validation batch", unit="prompts"),
+    "data.max_prompt_length": entry(512, "longest prompt", unit="tokens"),
+    "data.max_response_length": entry(512, "longest response", unit="tokens"),
+    RESPONSES: entry(1, "responses per prompt", unit="samples"),
+    f"{ACTOR}.strategy": entry("fsdp", "backend of training", kind="text", choices=STRATEGIES),
+    f"{ACTOR}.ppo_mini_batch_size": entry(256, "prompts of an actor update", unit="prompts", scope="job"),
+    f"{ACTOR}.ppo_micro_batch_size": entry(None, "deprecated: samples of a pass, whole job", unit="samples", scope="job"),
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": entry(None, "samples of a training pass", unit="samples", scope="replica"),
+    f"{ACTOR}.use_dynamic_bsz": entry(False, "fill passes by tokens", kind="bool"),
+    f"{ACTOR}.ppo_max_token_len_per_gpu": entry(16384, "token budget of a training pass", unit="tokens"),
+    f"{ACTOR}.ppo_epochs": entry(1, "times that a step's samples are trained on"),
+    f"{ACTOR}.use_kl_loss": entry(False, "a reference policy in the loss", kind="bool"),
+    f"{ACTOR}.ulysses_sequence_parallel_size": entry(1, "deprecated: devices that share a sequence"),
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": entry(1, "devices that share a sequence"),
+    f"{ACTOR}.veomni.ulysses_parallel_size": entry(1, "devices that share a sequence"),
+    **_megatron(ACTOR, 1),
+    f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": entry(None, "layer chunks per pipeline stage"),
+    "actor_rollout_ref.model.use_remove_padding": entry(True, "pack sequences without padding", kind="bool"),
+    **_log_prob(ROLLOUT),
+    **_log_prob(REF),
+    f"{REF}.ulysses_sequence_parallel_size": entry(None, "deprecated: devices that share a sequence"),
+    f"{REF}.fsdp_config.ulysses_sequence_parallel_size": entry(1, "devices that share a sequence"),
+    f"{REF}.veomni.ulysses_parallel_size": entry(None, "devices that share a sequence; null = as the actor"),
+    **_megatron(REF, None),
+    f"{ROLLOUT}.tensor_model_parallel_size": entry(2, "devices of an inference engine"),
+    f"{ROLLOUT}.data_parallel_size": entry(1, "data-parallel size of an inference engine"),
+    f"{ROLLOUT}.pipeline_model_parallel_size": entry(1, "pipeline stages of an inference engine"),
+    f"{ROLLOUT}.agent.num_workers": entry(8, "processes that generate"),
+    "critic.enable": entry(None, "whether there is a critic; null = for gae", kind="bool"),
+    "critic.strategy": entry(None, "backend of the critic; null = as the actor", kind="text", choices=STRATEGIES),
+    "critic.ppo_mini_batch_size": entry(None, "prompts of a critic update; null = as the actor", unit="prompts"),
+    "critic.ppo_micro_batch_size": entry(None, "deprecated: samples of a critic pass", unit="samples"),
+    "critic.ppo_micro_batch_size_per_gpu": entry(None, "samples of a critic pass", unit="samples", scope="replica"),
+    "critic.use_dynamic_bsz": entry(None, "fill the critic's passes by tokens; null = as the actor", kind="bool"),
+    "critic.ppo_max_token_len_per_gpu": entry(32768, "token budget of a critic pass", unit="tokens"),
+    "critic.ppo_epochs": entry(None, "as the actor's; null = the same"),
+    "critic.ulysses_sequence_parallel_size": entry(1, "deprecated: read by the check alone"),
+    "critic.fsdp.ulysses_sequence_parallel_size": entry(1, "devices that share a sequence"),
+    "critic.veomni.ulysses_parallel_size": entry(1, "devices that share a sequence"),
+    **_megatron("critic", 1),
+    "algorithm.adv_estimator": entry("gae", "how advantages are estimated", kind="text"),
+    "algorithm.use_kl_in_reward": entry(False, "a reference policy in the reward", kind="bool"),
+    "trainer.n_gpus_per_node": entry(8, "devices per node", unit="devices"),
+    "trainer.nnodes": entry(1, "nodes", unit="nodes"),
+    "trainer.balance_batch": entry(True, "give each replica samples of like total length", kind="bool"),
+    "trainer.total_epochs": entry(30, "times that the data set is read"),
+    "trainer.use_v1": entry(True, "the newer trainer, which pads", kind="bool"),
+    "trainer.v1.trainer_mode": entry("sync", "how generation and training overlap", kind="text", choices=MODES),
+    **{f"trainer.v1.{mode}.parameter_sync_step": entry(4 if mode == "separate_async" else 1, "parts of a step")
+       for mode in MODES},
+    "verl_version": entry("head", "head, or legacy: rules until April 2026", kind="text", choices=("head", "legacy")),
+    "num_prompts": entry(None, "prompts of the data set; given as num_prompts=N", unit="prompts"),
+}  # fmt: skip

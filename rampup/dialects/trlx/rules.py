@@ -1,0 +1,230 @@
+"""trlX: the numbers that follow from a file, its two rules, and what only the run finds, with Accelerate or NeMo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from rampup.dialects.convert import rollout_plan, training
+from rampup.dialects.reading import Settings, read_settings
+from rampup.dialects.rules import Dialect, Job, Rule, Term, if_usable, multiple, positive
+from rampup.dialects.trlx import CHUNK, INNER, KEYS, MICRO, NEMO_KEYS, NEMO_NESTED, ROLLOUTS, TRAIN, explain
+from rampup.dialects.verdict import Run
+from rampup.rl.plan import RolloutPlan
+
+MAX_LISTED = 10_000
+# Defaults of the library's three ready-made configurations: PPO, ILQL, SFT.
+BATCH_SIZES: Mapping[str, int] = {"ppo": 32, "ilql": 128, "sft": 8}
+
+
+class TrlxJob(Job):
+    """A trlX file's numbers, by its own formulas (trainer/accelerate_base_trainer.py, trainer/nemo_ppo_trainer.py)."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        text = (self["method.name"] + self["train.trainer"]).lower()
+        self.method = next((name for name in ("ilql", "sft") if name in text), "ppo")
+        self.ppo = self.method == "ppo"  # collects samples from the model; the others train on given samples
+        nemo_keys = {*NEMO_KEYS.values(), *NEMO_NESTED.values()}
+        self.nemo = "nemo" in self["train.trainer"].lower() or bool(settings.given & nemo_keys)
+
+        # Sizes of one process (with NeMo: of one data-parallel replica).
+        self.batch: int = BATCH_SIZES[self.method] if self[TRAIN] is None else self[TRAIN]
+        self.micro_given: int = self[MICRO] or 0
+        self.micro = self.micro_given or self.batch
+        sizes = {name: 1 if self[NEMO_NESTED[name]] is None else self[NEMO_NESTED[name]] for name in NEMO_KEYS}
+        sizes |= {name: self[key] for name, key in NEMO_KEYS.items() if self[key] is not None}
+        self.nodes, self.devices_per_node = sizes["num_nodes"], sizes["devices"]
+        self.model_size = sizes["tensor"] * sizes["pipeline"]
+        self.replicas: int = self["num_processes"]
+        if self.nemo:
+            self.replicas = self.nodes * self.devices_per_node // max(self.model_size, 1)  # NeMo rounds down
+
+        counts = (TRAIN, "num_processes", "num_prompts", *((ROLLOUTS, CHUNK, INNER) if self.ppo else ()), *nemo_keys)
+        self.usable = (
+            all(self[key] is None or self[key] >= 1 for key in counts)
+            and self.micro_given >= 0
+            and (not self.nemo or (self.replicas >= 1 and self[MICRO] != 0))
+        )
+        if not self.usable:
+            return
+        self.passes = self.batch // self.micro
+        if self.ppo:
+            self._collect()
+
+    def _collect(self) -> None:
+        """Compute what PPO collects before it trains: whole chunks until there are enough samples."""
+        wanted: int = self[ROLLOUTS]
+        self.chunk: int = -(-self[CHUNK] // self.batch) * self.batch if self.nemo else self[CHUNK]  # NeMo: whole batches
+        # A single process meets a short chunk at the end of each pass over the prompts. With several processes Accelerate
+        # completes it from the beginning, and NeMo drops it.
+        self.prompts_per_pass = None if self.nemo or self.replicas > 1 else self["num_prompts"]
+        if self.prompts_per_pass is None:
+            self.num_chunks = -(-wanted // self.chunk)
+            self.collected = self.num_chunks * self.chunk
+        else:
+            rounds, rest = divmod(wanted - 1, self.prompts_per_pass)
+            last = -(-(rest + 1) // self.chunk)
+            self.num_chunks = rounds * -(-self.prompts_per_pass // self.chunk) + last
+            self.collected = rounds * self.prompts_per_pass + min(last * self.chunk, self.prompts_per_pass)
+        # Accelerate's last mini batch is short, NeMo drops it. NeMo plans with what is wanted, not with what is collected.
+        self.mini_batches = self.collected // self.batch if self.nemo else -(-self.collected // self.batch)
+        self.last_batch = self.batch if self.nemo else self.collected - (self.mini_batches - 1) * self.batch
+        self.train_samples: int = self.replicas * wanted * self[INNER]
+        per_round = self.train_samples // (self.batch * self.replicas) if self.nemo else self.mini_batches * self[INNER]
+        self.planned_steps: int = min(self["train.epochs"] * per_round, self["train.total_steps"])
+
+    def chunk_sizes(self) -> list[int]:
+        """Return the prompts of each generate call, in order."""
+        sizes, left = [], self.prompts_per_pass
+        for _ in range(self.num_chunks):
+            sizes.append(self.chunk if left is None else min(self.chunk, left))
+            if left is not None:
+                left = left - sizes[-1] or self.prompts_per_pass
+        return sizes
+
+    @property
+    def first_passes(self) -> int:
+        """Passes of the first optimizer step, which is short if fewer samples than a batch are collected."""
+        return -(-min(self.batch, self.collected) // self.micro) if self.ppo else self.passes
+
+    @property
+    def outcome(self) -> Run:
+        """NeMo's loaders drop prompts that do not fill a chunk; Accelerate's keep all of them."""
+        num_prompts = self["num_prompts"]
+        if not (self.nemo and self.ppo) or num_prompts is None:
+            return "runs"
+        return "drops" if num_prompts % self.replicas or num_prompts // self.replicas % self.chunk else "runs"
+
+    def derived(self) -> dict[str, Any]:
+        """Return the numbers of the report."""
+        derived: dict[str, Any] = {
+            "data_parallel_size": self.replicas,
+            "micro_batch_samples_per_process": self.micro,
+            "accumulation_steps": self.passes,
+            "mini_batch_samples": self.batch * self.replicas,
+        }
+        if not self.ppo:
+            return derived
+        # Without evaluation prompts of its own, trlX takes a global batch of the training prompts.
+        eval_prompts, num_prompts = self.batch * self.replicas, self["num_prompts"]
+        derived |= {
+            "rollouts_per_process": self.collected,
+            "samples_per_step": self.collected * self.replicas,
+            "num_chunks": self.num_chunks,
+            "mini_batches": self.mini_batches,
+            "optimizer_steps": self.mini_batches * self[INNER],
+            "total_optimizer_steps": self.planned_steps,
+            "eval_prompts": eval_prompts if num_prompts is None else min(eval_prompts, num_prompts),
+        }
+        if self.num_chunks <= MAX_LISTED:
+            derived["chunks"] = self.chunk_sizes()
+        if self.passes <= MAX_LISTED:
+            full, rest = divmod(self.last_batch, self.micro)
+            derived["last_mini_batch_microbatches"] = [self.micro] * full + ([rest] if rest else [])
+        if self.nemo:
+            derived |= {"chunk_size": self.chunk, "train_samples": self.train_samples, "max_steps": self.planned_steps}
+        return derived
+
+    def plan(self) -> RolloutPlan | None:
+        """Return the plan of one round of collecting and training."""
+        if not self.ppo or self.planned_steps < 1:
+            return None
+        policy = training(
+            "samples", mini_batch=self.batch * self.replicas, micro=self.micro, replicas=self.replicas, epochs=self[INNER]
+        )
+        pad = self.last_batch < self.batch
+        return rollout_plan(self.collected * self.replicas, "samples", samples_per_prompt=1, policy=policy, pad=pad)
+
+
+_FIRST: list[Rule[TrlxJob]] = [
+    *positive("trlx", [TRAIN], why="the trainer divides by it"),
+    *positive(
+        "trlx",
+        [ROLLOUTS, CHUNK, INNER],
+        why="nothing would be collected or trained",
+        found_by="run",
+        when=lambda job: job.ppo,
+    ),
+    *positive("trlx", ["num_processes", "num_prompts"], why="there would be nothing to train", found_by="run"),
+    *positive("trlx", [*NEMO_KEYS.values(), *NEMO_NESTED.values()], why="the trainer divides by it"),
+    Rule(
+        name="trlx.micro_not_negative",
+        keys=(MICRO,),
+        holds=lambda job: job.micro_given >= 0,
+        message=lambda job: f"{MICRO}={job.micro_given:,} must not be negative: no pass would be made",
+        candidates=lambda job: [0],
+        found_by="run",
+    ),
+    *positive("trlx", [MICRO], why="with NeMo 0 is not the same as unset", found_by="run", when=lambda job: job.nemo),
+    Rule(
+        name="trlx.nemo_has_a_replica",
+        keys=tuple(NEMO_KEYS[name] for name in ("devices", "num_nodes", "tensor", "pipeline")),
+        when=lambda job: job.nemo,
+        holds=lambda job: job.replicas >= 1,
+        message=lambda job: (
+            f"num_nodes * devices // (tensor * pipeline parallel size) = {job.nodes:,} * {job.devices_per_node:,} // "
+            f"{job.model_size:,} = 0 replicas, by which trlX divides"
+        ),
+        division=lambda job: (job.nodes * job.devices_per_node, job.model_size),
+    ),
+]
+
+
+def _batch(job: TrlxJob) -> Term:
+    return Term(f"{TRAIN}={job.batch:,}", job.batch)
+
+
+def _micro(job: TrlxJob) -> Term:
+    return Term(f"{MICRO}={job.micro:,}", job.micro)
+
+
+_RULES: list[Rule[TrlxJob]] = [
+    multiple("trlx.micro_divides_batch", (MICRO, TRAIN), _batch, _micro, when=lambda job: not job.nemo),
+    multiple(
+        "trlx.nemo_micro_divides_batch",
+        (MICRO, TRAIN),
+        _batch,
+        _micro,
+        when=lambda job: job.nemo,
+        note=lambda job: (
+            f": Megatron splits the global batch {job.batch * job.replicas:,} into micro batches on {job.replicas:,} replicas"
+        ),
+        found_by="run",
+    ),
+    Rule(
+        name="trlx.total_steps_reached",
+        keys=("train.total_steps",),
+        holds=lambda job: (
+            job["train.total_steps"] >= 1 or (job["train.total_steps"] == 0 and 0 < job.first_passes < job.passes)
+        ),
+        message=lambda job: (
+            f"train.total_steps={job['train.total_steps']:,} must be at least 1: the first optimizer step already exceeds "
+            "it, and trlX stops in the middle of that step"
+        ),
+        found_by="run",
+    ),
+    Rule(
+        name="trlx.epochs_train",
+        keys=("train.epochs",),
+        holds=lambda job: job["train.epochs"] >= 1,
+        message=lambda job: f"train.epochs={job['train.epochs']:,} must be at least 1: nothing would be trained",
+        found_by="run",
+    ),
+    Rule(
+        name="trlx.nemo_prompts_fill_a_chunk",
+        keys=("num_prompts", CHUNK),
+        when=lambda job: job.nemo and job.ppo and job["num_prompts"] is not None,
+        holds=lambda job: job["num_prompts"] // job.replicas >= job.chunk,
+        message=lambda job: (
+            f"each of {job.replicas:,} replicas has {job['num_prompts'] // job.replicas:,} of the {job['num_prompts']:,} "
+            f"prompts, fewer than a chunk of {job.chunk:,}; incomplete chunks are dropped, so the run waits for prompts "
+            "indefinitely"
+        ),
+        division=lambda job: (job["num_prompts"], job.replicas * job.chunk),
+        found_by="run",
+    ),
+]
+RULES = [*_FIRST, *if_usable(_RULES)]
+DIALECT = Dialect(read=partial(read_settings, entries=KEYS, system="trlX"), keys=KEYS, job=TrlxJob, rules=RULES, words=explain)
