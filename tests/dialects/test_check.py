@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -61,7 +60,7 @@ def test_the_verdict_is_printed_either_way(capsys, file):
     assert main(["check", file(BAD), "--from", "skyrl"]) == 2
     shown = capsys.readouterr()
     assert "must be a multiple of trainer.policy_mini_batch_size=3" in shown.out
-    assert "what it means" in shown.out
+    assert "8 prompts per training step" in shown.out
     assert not shown.err
 
 
@@ -141,22 +140,19 @@ def test_conversion_from_the_command_line(capsys, file, tmp_path):
     assert main(["check", file(MEGATRON), "--from", "megatron", "--to", "rampup", "-o", unwritable]) == 2
     assert "cannot write" in capsys.readouterr().err
     assert main(["check", file(MEGATRON), "--from", "megatron", "--to", "rampup", "-o", file(MEGATRON)]) == 2
-    assert "another than the one it comes from" in capsys.readouterr().err
+    assert "must not be the source file" in capsys.readouterr().err
 
 
-def test_starts_in_half_a_second_without_jax(file):
-    """`rampup check` is quick and imports neither JAX nor NumPy."""
+def test_check_imports_no_jax_and_only_the_requested_system(file):
+    """`rampup check` imports neither JAX nor NumPy, and of the dialects only the requested one."""
     code = (
         "import sys; from rampup.cli import main; code = main(sys.argv[1:]);"
-        "assert not {'jax', 'numpy', 'flax', 'optax'} & set(sys.modules); sys.exit(code)"
+        "assert not {'jax', 'numpy', 'flax', 'optax'} & set(sys.modules);"
+        "assert not any(name.startswith(('rampup.dialects.verl', 'rampup.dialects.megatron')) for name in sys.modules);"
+        "sys.exit(code)"
     )
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        command = [sys.executable, "-c", code, "check", file(GOOD), "--from", "skyrl"]
-        subprocess.run(command, check=True, capture_output=True)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.5
+    command = [sys.executable, "-c", code, "check", file(GOOD), "--from", "skyrl"]
+    subprocess.run(command, check=True, capture_output=True)
 
 
 SIZES = st.sampled_from(

@@ -89,7 +89,7 @@ def test_a_fractional_size_is_cut_silently():
     """Megatron reads 100:16.9 as 16, and so does the reader, with a note."""
     result = found(STEPS, step_batch_size_schedule="0:8 100:16.9")
     assert [row["global_batch_size"] for row in result.phases] == [8, 16]
-    assert any("cut to 16" in note for note in result.notes)
+    assert any("truncated to 16" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_a_schedule_on_a_command_line():
 def test_ambiguous_yaml():
     """Two values at one depth are an error, until the command line chooses; the shallower of two depths counts."""
     text = "a: {micro_batch_size: 2}\nb: {micro_batch_size: 4}\nglobal_batch_size: 64\n"
-    with pytest.raises(ConfigError, match="stands twice"):
+    with pytest.raises(ConfigError, match="given twice"):
         verdict("megatron", text, "world_size=8")
     assert verdict("megatron", text, "world_size=8", "micro_batch_size=4").derived["num_microbatches"] == [2]
     deeper = "micro_batch_size: 2\nvalidation: {micro_batch_size: 4}\nglobal_batch_size: 64\n"

@@ -265,7 +265,7 @@ def test_explanation_is_complete():
         "train",
         "send",
     ]
-    assert "replica r takes the 16 from r * 16 on" in text
+    assert "replica r takes 16 of them in order, from r * 16 on" in text
 
 
 def test_token_budget():

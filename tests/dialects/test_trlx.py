@@ -111,7 +111,7 @@ def test_nemo_sizes_inside_the_file():
     inside = "train.trainer_kwargs.megatron_cfg."
     found = trlx({"train.trainer": "NeMoPPOTrainer", f"{inside}trainer.devices": 8, f"{inside}{TP}": 3})
     assert found.derived["data_parallel_size"] == 2
-    assert any("8 devices are no multiple of 3" in note for note in found.notes)
+    assert any("8 devices do not divide by 3" in note for note in found.notes)
 
 
 def test_nemo_rounds_and_drops():
@@ -127,10 +127,10 @@ def test_nemo_rounds_and_drops():
 def test_gradients_are_added_up():
     """A micro size multiplies the gradient, and under DeepSpeed the optimizer steps; without one there is nothing to say."""
     found = trlx()
-    assert any("added up over the 4 passes" in note for note in found.notes)
+    assert any("summed over the 4 passes" in note for note in found.notes)
     assert any(advice.holds is None and "4 times" in advice.because for advice in found.advice)
     assert any("under DeepSpeed each pass ends" in note for note in trlx({"deepspeed": True}).notes)
-    assert not any("added up" in note for note in trlx({MICRO: None}).notes)
+    assert not any("summed" in note for note in trlx({MICRO: None}).notes)
 
 
 @pytest.mark.parametrize(("method", "batch"), [("ILQLConfig", 128), ("SFTConfig", 8), ("PPOConfig", 32)])

@@ -153,7 +153,7 @@ def test_the_check_ignores_that_devices_share_a_sequence():
     """A false rejection: 20 samples would do for 4 replicas, but the check counts 8 devices."""
     found = verl({TRAIN: 5, MINI: 5, SP: 2, MICRO: 1, LOG: 1})
     assert found.derived["data_parallel_size"] == 4
-    assert "the run itself would need the 4 replicas only" in found.violations[0].message
+    assert "the run itself would need only the 4 replicas" in found.violations[0].message
 
 
 def test_a_token_budget_switches_the_checks_off():
@@ -234,10 +234,10 @@ def test_the_older_trainers_data_loader():
     [
         ({OLD_SP: 2}, f"{OLD_SP} is deprecated; use {SP}"),
         ({"data.train_prompt_bsz": 64}, f"the key is {TRAIN}"),
-        ({"data.val_batch_size": 8}, "validation goes out whole"),
+        ({"data.val_batch_size": 8}, "validation is dispatched as a whole"),
         ({SP: 3}, "rounded down"),
-        ({GPUS: 1}, "does not divide 1 devices"),
-        ({GEN: 4, MODE: "colocate_async"}, "is set to 1"),
+        ({GPUS: 1}, "does not divide 1 device"),
+        ({GEN: 4, MODE: "colocate_async"}, "sets data.gen_batch_size to 1"),
         ({}, "once per training step"),
         ({"num_prompts": 65}, "the last 1 prompt of 65"),
         ({"algorithm.adv_estimator": None, C_MICRO: 4}, "gae by default"),
@@ -255,7 +255,7 @@ def test_explanation_is_complete():
     text = " ".join([meaning.means for meaning in found.meanings] + list(found.flow))
     for number in ("64 prompts", "256 samples", "64 samples per optimizer step", "4 mini batches", "8 replicas", "2 passes"):
         assert number in text, number
-    assert {line.split()[0].rstrip(":") for line in found.flow} >= {"load", "generate", "share", "train", "advance"}
+    assert {line.split()[0].rstrip(":") for line in found.flow} >= {"load", "generate", "dispatch", "train", "advance"}
     assert {advice.holds for advice in found.advice} == {True, False}
     assert None in {advice.holds for advice in verl(BUDGET).advice}
 
