@@ -235,8 +235,8 @@ def _partition(costs: Array, num_parts: int, equal_count: bool) -> Array:
     counts = (n // num_parts, -(-n // num_parts)) if equal_count else (1, n)
     # Lower bounds on the most expensive part. It costs a multiple of the common divisor and at least the mean. If each part has
     # several items, so has that of the largest item. Two of the num_parts + 1 largest items share a part.
-    unit = int(np.gcd.reduce(costs[:64]))
-    unit = unit if unit == 1 else int(np.gcd.reduce(costs))
+    unit = math.gcd(*costs[:64].tolist())
+    unit = unit if unit == 1 else math.gcd(*costs.tolist())
     bound = max(-(-int(costs.sum()) // (num_parts * unit)) * unit, int(costs[0]) + int(costs[n - counts[0] + 1 :].sum()))
     if num_parts < n:
         bound = max(bound, int(costs[num_parts - 1]) + int(costs[num_parts]))

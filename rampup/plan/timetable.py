@@ -1,8 +1,8 @@
 """Pipeline schedules: the order of each stage's work, and a simulation of when it runs.
 
 A `Timetable` lists every operation of every stage with its start and end. Makespan, bubble, memory and communication are
-counted from that list, and the closed forms in this file are tested against the counts. A cost is that of a whole stage. With v
-repeats, one chunk of a stage costs 1/v of it.
+counted from that list, and the closed forms `bubble_fraction` and `num_ticks` agree with the counts. A cost is that of a whole
+stage. With v repeats, one chunk of a stage costs 1/v of it.
 
     1F1B, p = 3 stages, m = 4 microbatches, forward and backward of one tick each (F2 = forward of microbatch 2):
 
@@ -238,26 +238,6 @@ def num_ticks(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> i
         19
     """
     return max(num_microbatches, num_stages) * (num_repeats - 1) + num_microbatches + num_stages - 1
-
-
-def peak_live_microbatches(
-    schedule: Schedule, *, num_stages: int, num_microbatches: int, num_repeats: int = 1, stage: int = 0
-) -> Fraction:
-    """Return the closed form of `Timetable.peak_live_microbatches` for one stage. Interleaved means balanced groups.
-
-    Example:
-        >>> peak_live_microbatches("interleaved", num_stages=4, num_microbatches=8, num_repeats=2)
-        Fraction(11, 2)
-    """
-    m, after = num_microbatches, num_stages - 1 - stage
-    if schedule in ("gpipe", "circular"):
-        return Fraction(m)
-    if schedule == "1f1b":
-        return Fraction(min(m, after + 1))
-    if schedule == "zb-h1":
-        return Fraction(min(m, num_stages))
-    first = group_sizes(m, num_stages, None)[0]
-    return Fraction(min(num_repeats * m, 2 * after + (num_repeats - 1) * first + 1), num_repeats)
 
 
 def group_sizes(num_microbatches: int, num_stages: int, group_size: int | None) -> list[int]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rampup.errors import PipelineShapeError
-from rampup.plan.timetable import Timetable, bubble_fraction, num_ticks, peak_live_microbatches
+from rampup.plan.timetable import Timetable, bubble_fraction, group_sizes, num_ticks
 
 STAGES, MICROBATCHES, REPEATS = range(1, 9), range(1, 33), range(1, 5)
 
@@ -128,8 +128,19 @@ def test_closed_forms_agree_with_counts_with_repeats(p, v):
 
 
 def peaks(schedule, p, m, v=1):
-    """Return the closed form for every stage."""
-    return tuple(peak_live_microbatches(schedule, num_stages=p, num_microbatches=m, num_repeats=v, stage=s) for s in range(p))
+    """Return the closed form of `peak_live_microbatches`. Interleaved means balanced groups."""
+
+    def peak(stage):
+        after = p - 1 - stage
+        if schedule in ("gpipe", "circular"):
+            return m
+        if schedule == "1f1b":
+            return min(m, after + 1)
+        if schedule == "zb-h1":
+            return min(m, p)
+        return Fraction(min(v * m, 2 * after + (v - 1) * group_sizes(m, p, None)[0] + 1), v)
+
+    return tuple(map(peak, range(p)))
 
 
 @given(
