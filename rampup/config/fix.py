@@ -179,6 +179,12 @@ class _Draft:
         except ConfigError:
             return {}
 
+    def source_rank(self, entry: Located | None) -> int:
+        """Return how close to the user a value was set: 0 = a setting or variable, 1 = the file, 2 = its base or a default."""
+        if entry is None or entry.line is not None:
+            return 1 if entry is not None and entry.path == str(self.file) else 2
+        return 0
+
     def with_edits(self, edits: Mapping[str, str]) -> _Draft | None:
         """Return the draft after several edits, names first; None if one of them cannot be made."""
         draft: _Draft | None = self
@@ -196,9 +202,11 @@ class _Draft:
         if name not in KEYS:
             return self._with_name(name, after)
         entry = self.located().get(name)
-        if entry is None or entry.line is not None:
-            own = entry is not None and entry.path == str(self.file)
-            return self._with_value_in_file(name, after) if own else self._with_line(name, after)
+        source = self.source_rank(entry)
+        if source == 1:
+            return self._with_value_in_file(name, after)
+        if entry is None or source == 2:
+            return self._with_line(name, after)
         value = after.strip('"')
         overrides = tuple(f"{name}={value}" if setting.startswith(f"{name}=") else setting for setting in self.overrides)
         variable = ENVIRONMENT_PREFIX + name.upper()
@@ -280,11 +288,11 @@ def _values(
 ) -> Iterator[tuple[int, str, Any]]:
     """Yield keys and values that may solve a problem, each with a rank. The lowest rank wins, then the smallest change.
 
-    0 = another key that the user set, if a small change of it suffices (this keeps the final batch of a ramp); 1 = a near
-    value of the key to blame; 2 = automatic; 3 = any other key that solves the problem; 4 = other hardware.
+    0 = another key, if it was set as close to the user as the key to blame and a small change suffices (this keeps the final
+    batch of a ramp); 1 = a near value of the key to blame; 2 = automatic; 3 = any other key; 4 = other hardware.
     """
     for other, values in problem.alternatives.items():
-        own = other in located and (located[other].line is None or located[other].path == str(draft.file))
+        own = draft.source_rank(located.get(other)) <= min(draft.source_rank(located.get(name)), 1)
         for value in values:
             near = _distance(_value(located, other), value) <= MAX_ALTERNATIVE_DISTANCE
             yield (0 if own and near else 3), other, value
