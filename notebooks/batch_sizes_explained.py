@@ -12,12 +12,12 @@
 # ---
 
 # %% [markdown]
-# # Batch sizes, explained
+# # Batch sizes explained
 #
-# Four systems for reinforcement learning use the same words for different things: a *batch size* may count prompts or
-# responses, for the whole job or for each process. This notebook writes one and the same run in the words of each, shows
-# what their files really mean, and checks yours. Then it packs sequences of different lengths, and picks sizes for a
-# memory. It runs on a TPU, a GPU or a CPU, on which it takes about half a minute.
+# Four systems for reinforcement learning use the same terms for different things. A *batch size* may count prompts or
+# responses, for the whole job or for each process. This notebook writes one run in the terms of each system, shows what the files
+# mean, and checks a file of yours. Then it packs sequences of different lengths, and finds sizes for a given memory. It runs on a
+# TPU, a GPU or a CPU. On a CPU it takes about half a minute.
 
 # %% tags=["install"]
 # @title Install
@@ -55,10 +55,7 @@ from IPython.display import HTML, display
 
 import rampup
 from rampup.cli import main
-from rampup.dialects import check_file
-from rampup.errors import RampupError
 from rampup.packing import balance, imbalance, make_ladder, pack
-from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import Size
 from rampup.rl.updates import Training
 from rampup.show.figures import draw_batch, draw_memory
@@ -71,8 +68,8 @@ folder = Path(tempfile.mkdtemp())
 # %% [markdown]
 # ## One run, four files
 #
-# Eight devices, each a replica of the model. A step takes 64 prompts with 8 responses each (a *sample* is one response),
-# trains on 16 prompts per optimizer step, and 4 responses per replica fit into memory at once.
+# Eight devices, each a replica of the model. A step generates 8 responses to each of 64 prompts (a *sample* is one response). An
+# optimizer step trains on 16 prompts, and 4 responses per replica fit into memory at once.
 
 # %%
 (folder / "skyrl.yml").write_text("""
@@ -102,24 +99,24 @@ train_micro_batch_size: 4
 rollout_micro_batch_size: 16
 rl: {num_generations: 8, num_iterations: 1}
 """)
-# What no file says: trlX learns the number of processes from its launcher, MaxText that of devices from the machine.
+# Not in the files: trlX gets the number of processes from its launcher, and MaxText the number of devices from the machine.
 stated = {"trlx": ["num_processes=8", "num_prompts=6400"], "maxtext_rl": ["num_devices=8", "num_prompts=1600"]}
 verdicts = {
-    system: check_file(folder / f"{system}.yml", system, stated.get(system, []))
+    system: rampup.check_file(folder / f"{system}.yml", system, stated.get(system, []))
     for system in ("skyrl", "verl", "trlx", "maxtext_rl")
 }
 
 # %% [markdown]
-# Their words, side by side. The same number stands for different things, and different numbers for the same. MaxText's
-# `batch_size` is both what is generated and what an optimizer step sees: four optimizer steps on one generation cannot be
-# said there, so that its file generates a quarter, four times as often.
+# Their terms side by side. The same number means different things, and different numbers mean the same. MaxText's `batch_size` is
+# both the number of prompts generated and the number in an optimizer step. Four optimizer steps on one generation cannot be
+# expressed, so its file generates a quarter of the prompts, four times as often.
 
 # %%
 SYSTEMS = ("", "SkyRL", "veRL", "trlX", "MaxText RL")
 
 
 def show_table(*rows):
-    """Show rows of texts, the first of which is the heading."""
+    """Show rows of text; the first row is the heading."""
     head, *body = ("".join(f"<td style='text-align:left'>{cell}</td>" for cell in row) for row in rows)
     lines = "".join(f"<tr>{row}</tr>" for row in body)
     display(HTML(f"<table><thead><tr style='font-weight:bold'>{head}</tr></thead><tbody>{lines}</tbody></table>"))
@@ -158,7 +155,7 @@ show_table(
 )
 
 # %% [markdown]
-# What follows, computed by the check from the four files:
+# The sizes that follow, computed by the check from the four files:
 
 # %%
 FACTS = {
@@ -174,8 +171,7 @@ show_table(
 )
 
 # %% [markdown]
-# A verdict shows everything that it found out: what each line means, how a step flows, what to change for memory, for
-# speed, or for a policy that lags less, and which advice of the guides holds.
+# A verdict shows what each line of a file means, how a step flows, and which advice of the system's guide holds.
 
 # %%
 verdicts["trlx"]
@@ -183,8 +179,8 @@ verdicts["trlx"]
 # %% [markdown]
 # ## Check your own file
 #
-# Name a file on this machine (in Colab, upload it on the left). While there is none, a broken example stands in: SkyRL's
-# own check takes 2 prompts with 4 responses on 6 devices, and the run then fails at its first step.
+# Name a file on this machine (in Colab, upload it on the left). Without one, the cell uses a broken example: SkyRL's own check
+# accepts 2 prompts with 4 responses on 6 devices, and the run then fails at its first step.
 
 # %%
 # @title Your file
@@ -201,14 +197,14 @@ trainer:
   placement: {policy_num_gpus_per_node: 6}
 generator: {n_samples_per_prompt: 4}
 """)
-yours = check_file(FILE or folder / "yours.yml", SYSTEM, SETTINGS.split())
+yours = rampup.check_file(FILE or folder / "yours.yml", SYSTEM, SETTINGS.split())
 yours
 
 # %% [markdown]
 # ## Pre-training: a growing batch in two dialects
 #
-# MaxText counts samples per device and starts each phase's count from zero; Megatron-LM counts the whole run. From the
-# same wishes the two make different ramps.
+# MaxText counts samples per device and starts to count from zero in each phase. Megatron-LM counts over the whole run. With the
+# same sizes the two make different ramps.
 
 # %%
 (folder / "maxtext.yml").write_text("""
@@ -226,8 +222,8 @@ micro_batch_size: 2
 train_samples: 3000
 """)
 ramps = {
-    "MaxText": check_file(folder / "maxtext.yml", "maxtext", ["num_devices=4"]),
-    "Megatron-LM": check_file(folder / "megatron.yml", "megatron", ["data_parallel_size=4"]),
+    "MaxText": rampup.check_file(folder / "maxtext.yml", "maxtext", ["num_devices=4"]),
+    "Megatron-LM": rampup.check_file(folder / "megatron.yml", "megatron", ["data_parallel_size=4"]),
 }
 figure, axis = plt.subplots(figsize=(9, 3), layout="constrained")
 for (name, verdict), (color, line) in zip(ramps.items(), (("C0", "-"), ("C1", "--")), strict=True):
@@ -244,11 +240,11 @@ draw_batch(ramps["MaxText"].plan)
 # %% [markdown]
 # ## The same arithmetic as a plan
 #
-# `RolloutPlan` says what each size counts: its unit and its scope. A size that does not divide is an error with the
-# nearest ones that do.
+# In a `RolloutPlan` each size has a unit and a scope. A size that does not divide is an error that names the nearest sizes that
+# do.
 
 # %%
-plan = RolloutPlan(
+plan = rampup.RolloutPlan(
     rollout_batch=Size(count=64, unit="prompts"),
     samples_per_prompt=8,
     policy=Training(
@@ -264,20 +260,20 @@ plan
 
 # %%
 try:
-    RolloutPlan(
+    rampup.RolloutPlan(
         rollout_batch=Size(count=64, unit="prompts"),
         samples_per_prompt=8,
         policy=Training(mini_batch=Size(count=24, unit="prompts", key="mini_batch"), data_parallel_size=8),
     )
-except RampupError as error:
+except rampup.RampupError as error:
     print(error)
 
 # %% [markdown]
 # ## Pack sequences
 #
-# Responses differ in length. Where each is padded to the longest, most of the work is padding. `pack` fills microbatches
-# up to a budget of tokens, in a few shapes, as many on every replica: each shape is compiled once. `balance` deals
-# sequences out so that all replicas have as much to do.
+# Responses differ in length. If each is padded to the longest, most of the work is padding. `pack` fills microbatches up to a
+# token budget. They have a few shapes, each of which is compiled once, and every replica gets the same number. `balance` divides
+# the sequences so that all replicas have the same amount of work.
 
 # %%
 # @title Lengths, budget and replicas
@@ -291,11 +287,11 @@ padded = 1 - lengths.sum() / (lengths.max() * len(lengths))
 print(f"padded to the longest: {padded:.0%} padding; packed: {packed.padding_fraction:.1%}, shapes {packed.shapes}")
 in_order = [range(start, SEQUENCES, REPLICAS) for start in range(REPLICAS)]
 parts = balance(lengths, REPLICAS)
-print(f"what the busiest replica has above the mean: dealt out {imbalance(lengths, in_order):.1%}, ", end="")
+print(f"excess of the busiest replica over the mean: in order {imbalance(lengths, in_order):.1%}, ", end="")
 print(f"balanced {imbalance(lengths, parts):.1%}")
 
 # %%
-# @title Every microbatch, and the sequences in it
+# @title The microbatches and their sequences
 figure, axes = plt.subplots(1, REPLICAS, figsize=(10, 3.2), sharey=True, layout="constrained", squeeze=False)
 shades = ["#14375e", "#a9c4e4", "#5b7fb5", "#cfe0f3"]
 for replica, axis in enumerate(axes[0]):
@@ -315,9 +311,9 @@ plt.show()
 # %% [markdown]
 # ## Sizes for your memory
 #
-# `rampup tune` compiles a configuration's step for several microbatches, reads from the compiled programs what each
-# needs, and times those that fit. Nothing runs out of memory while it searches. Here a tiny model, and a device that is
-# imagined to be as tiny. It is the slowest cell of this notebook.
+# `rampup tune` compiles the training step of a configuration for several microbatch sizes, reads the memory of each compiled
+# program, and times those that fit. The search itself never runs out of memory. Here the model is tiny, and so is the assumed memory
+# of the device. This is the slowest cell of the notebook.
 
 # %%
 # @title The memory of one device, in GiB

@@ -1,4 +1,4 @@
-"""Makes the notebooks: each .ipynb from its .py, and in both the badge and the install cell.
+"""Make the notebooks: each .ipynb from its .py, and in both the badge and the install cell.
 
 Edit the .py, then run this. The badge and the install cell are made from `Repository` in `[project.urls]` of pyproject.toml,
 their only source: without it there is no badge, and the notebooks install rampup from the clone that they stand in.

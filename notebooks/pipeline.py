@@ -12,14 +12,13 @@
 # ---
 
 # %% [markdown]
-# # Stages, microbatches and bubbles
+# # Pipeline stages, microbatches and bubbles
 #
-# A model that does not fit on one device can be cut into *stages*, one after the other on different devices. A batch goes
-# through them in *microbatches*, so that all stages have something to do. At the start and the end some still wait: the
-# *bubble*. This notebook shows where it comes from, what a growing batch does to it, and trains a pipelined model.
+# A model that does not fit on one device can be split into *stages* on different devices. A batch passes through them in
+# *microbatches*, so that all stages have work. At the start and the end some stages wait: the *bubble*. This notebook shows
+# where the bubble comes from, how a growing batch changes it, and how to train a pipelined model.
 #
-# A pipeline needs several devices, so this notebook pretends to have eight, on the CPU of any machine. It takes about a
-# minute.
+# A pipeline needs several devices. This notebook simulates eight on the CPU of any machine. It takes about a minute.
 
 # %% tags=["install"]
 # @title Install
@@ -43,7 +42,7 @@ if "rampup" not in packages:
 
 # %%
 # @title Devices
-PRETEND_EIGHT_CPU_DEVICES = True  # @param {type:"boolean"}
+SIMULATE_EIGHT_CPU_DEVICES = True  # @param {type:"boolean"}
 # %matplotlib inline
 from fractions import Fraction
 
@@ -53,14 +52,12 @@ import numpy as np
 import optax
 from matplotlib import pyplot as plt
 
-if PRETEND_EIGHT_CPU_DEVICES:
+if SIMULATE_EIGHT_CPU_DEVICES:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 
 import rampup
-from rampup import BatchRamp, BatchSplitter, MeshAxes, RampPlan, Timetable
 from rampup.plan.pipeline import pipeline_candidates
-from rampup.run import PipelinedLoss, create_state, make_mesh, step_batches, train_step
 from rampup.show.figures import draw_batch, draw_timetable
 
 found = jax.devices()
@@ -68,39 +65,39 @@ print(f"found {len(found)} device(s): {found[0].platform.upper()}, {found[0].dev
 print(f"jax {jax.__version__}, rampup {rampup.__version__}")
 
 # %% [markdown]
-# ## Four timetables
+# ## Four schedules
 #
-# Four stages, eight microbatches, a backward pass that takes twice as long as a forward pass. Every row is a stage, every
-# box an operation on the microbatch whose number it bears; white is waiting.
+# Four stages, eight microbatches, and a backward pass that takes twice as long as a forward pass. Each row is a stage, and each
+# box is an operation on the microbatch of that number. White is idle time.
 #
-# **gpipe**: all forwards, then all backwards. Every stage must keep what the backward needs of all eight microbatches.
+# **gpipe**: all forward passes, then all backward passes. Every stage keeps the activations of all eight microbatches.
 
 # %%
 tables = {
-    "gpipe": Timetable.build("gpipe", num_stages=4, num_microbatches=8),
-    "1f1b": Timetable.build("1f1b", num_stages=4, num_microbatches=8),
-    "interleaved": Timetable.build("interleaved", num_stages=4, num_microbatches=8, num_repeats=2),
-    "zb-h1": Timetable.build("zb-h1", num_stages=4, num_microbatches=8),
+    "gpipe": rampup.Timetable.build("gpipe", num_stages=4, num_microbatches=8),
+    "1f1b": rampup.Timetable.build("1f1b", num_stages=4, num_microbatches=8),
+    "interleaved": rampup.Timetable.build("interleaved", num_stages=4, num_microbatches=8, num_repeats=2),
+    "zb-h1": rampup.Timetable.build("zb-h1", num_stages=4, num_microbatches=8),
 }
 draw_timetable(tables["gpipe"], width=11)
 
 # %% [markdown]
-# **1f1b**: one forward, one backward, as soon as there is something to go back. It waits as long, but keeps at most as
-# many microbatches as there are stages.
+# **1f1b**: one forward pass, one backward pass, as soon as a backward pass is possible. The bubble is the same, but a stage
+# keeps at most as many microbatches as there are stages.
 
 # %%
 draw_timetable(tables["1f1b"], width=11)
 
 # %% [markdown]
-# **interleaved**: each stage holds two smaller pieces of the model instead of one, so that a microbatch passes every
-# stage twice. What waits at the start is half as long; activations are sent twice as often.
+# **interleaved**: each stage has two smaller chunks of the model instead of one, so a microbatch passes every stage twice. The
+# bubble is half as long. Activations are sent twice as often.
 
 # %%
 draw_timetable(tables["interleaved"], width=11)
 
 # %% [markdown]
-# **zb-h1**: the backward is cut in two: the gradient of the input, which the stage before waits for, and that of the
-# weights, which nobody waits for and which fills the gaps.
+# **zb-h1**: the backward pass has two parts. The previous stage waits for the gradient of the input. No stage waits for the
+# gradient of the weights, so it fills the gaps.
 
 # %%
 draw_timetable(tables["zb-h1"], width=11)
@@ -112,19 +109,19 @@ for name, table in tables.items():
     print(f"{name:12}{float(table.bubble_fraction):8.1%}{float(table.makespan):8.1f}   {kept}")
 
 # %%
-# @title Your own
+# @title Your own schedule
 SCHEDULE = "1f1b"  # @param ["gpipe", "1f1b", "interleaved", "circular", "zb-h1"]
 STAGES = 4  # @param {type:"integer"}
 MICROBATCHES = 4  # @param {type:"integer"}
 REPEATS = 1  # @param {type:"integer"}
-draw_timetable(Timetable.build(SCHEDULE, num_stages=STAGES, num_microbatches=MICROBATCHES, num_repeats=REPEATS))
+draw_timetable(rampup.Timetable.build(SCHEDULE, num_stages=STAGES, num_microbatches=MICROBATCHES, num_repeats=REPEATS))
 
 # %% [markdown]
-# ## What a growing batch does to the bubble
+# ## The bubble of a growing batch
 #
-# With p stages, m microbatches and v pieces per stage, (p - 1) / (v·m + p - 1) of the time is lost. A ramp starts with
-# small batches, and small batches have few microbatches: the bubble is largest at the start. Here the microbatch keeps
-# its size, the ramp changes m, and the bubble shrinks from phase to phase.
+# With p stages, m microbatches and v chunks per stage, the bubble is (p - 1) / (v·m + p - 1) of the time. A ramp starts with
+# small batches, and small batches have few microbatches, so the bubble is largest at the start. Here the microbatch keeps its
+# size, the ramp changes m, and the bubble shrinks from phase to phase.
 
 # %%
 # @title The ramp
@@ -134,11 +131,11 @@ END = 128  # @param {type:"integer"}
 RAMP_SAMPLES = 1920  # @param {type:"integer"}
 
 num_stages = 4 if jax.device_count() % 4 == 0 else 1
-axes = MeshAxes(data=jax.device_count() // num_stages, pipeline=num_stages)
-ramp = BatchRamp.linear(start=START, increment=INCREMENT, end=END, samples=RAMP_SAMPLES)
-plan = RampPlan(
+axes = rampup.MeshAxes(data=jax.device_count() // num_stages, pipeline=num_stages)
+ramp = rampup.BatchRamp.linear(start=START, increment=INCREMENT, end=END, samples=RAMP_SAMPLES)
+plan = rampup.RampPlan(
     ramp=ramp,
-    splitter=BatchSplitter(data_parallel_size=axes.data, num_stages=num_stages),
+    splitter=rampup.BatchSplitter(data_parallel_size=axes.data, num_stages=num_stages),
     num_devices=jax.device_count(),
     total_steps=80,
 )
@@ -148,11 +145,11 @@ plan
 draw_batch(plan)
 
 # %% [markdown]
-# ## Train it
+# ## Train a pipelined model
 #
-# A pipelined model is three functions: what comes before the layers, some of the layers, what comes after them. Here
-# eight small residual layers learn to tell two spirals apart. The number of microbatches is an argument of the compiled
-# program: one program serves the whole ramp.
+# Three functions describe a model to the pipeline: `first` comes before the layers, `stage` applies some of the layers, and `last`
+# comes after them. Here eight small residual layers learn to distinguish two spirals. The number of microbatches is an argument
+# of the compiled program, so one program serves the whole ramp.
 
 # %%
 rng = np.random.default_rng(0)
@@ -162,39 +159,39 @@ points = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1).astype(np
 rows = [{"x": x, "y": y} for x, y in zip(points, side.astype(np.int32), strict=True)]
 
 
-def first(params, batch, rngs):
-    """Return what goes into the layers."""
+def first(params, batch, keys):
+    """Return the input of the layers."""
     return jnp.tanh(3 * batch["x"] @ params["in"])
 
 
-def stage(layers, x, batch, rngs, first_layer):
-    """Return what comes out of some of the layers."""
+def stage(layers, x, batch, keys, first_layer):
+    """Apply some of the layers."""
     return jax.lax.scan(lambda x, layer: (x + jnp.tanh(x @ layer), None), x, layers)[0]
 
 
-def last(params, x, batch, rngs):
-    """Return the sum of the losses, their weight, and nothing besides."""
+def last(params, x, batch, keys):
+    """Return the sum of the losses, its weight, and no auxiliary sums."""
     losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["out"], batch["y"])
     return losses.sum(), losses.size, {}
 
 
 def train(plan, axes):
-    """Return the losses, step by step, on a mesh of these axes."""
+    """Train on a mesh with these axes and return the loss of each step."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = {"in": (2, 32), "layers": (8, 32, 32), "out": (32, 2)}
     scales = {"in": 1.0, "layers": 0.1, "out": 0.2}
     params = {name: scales[name] * jax.random.normal(key, shapes[name]) for name, key in zip(shapes, keys, strict=True)}
-    mesh, tx = make_mesh(axes), optax.adam(0.005)
+    mesh, tx = rampup.make_mesh(axes), optax.adam(0.005)
     if axes.pipeline > 1:
-        loss_fn = PipelinedLoss(first=first, stage=stage, last=last)
+        loss_fn = rampup.PipelinedLoss(first=first, stage=stage, last=last)
     else:
 
-        def loss_fn(params, batch, rngs):
-            return last(params, stage(params["layers"], first(params, batch, rngs), batch, rngs, 0), batch, rngs)
+        def loss_fn(params, batch, keys):
+            return last(params, stage(params["layers"], first(params, batch, keys), batch, keys, 0), batch, keys)
 
-    state, step = create_state(params, tx, mesh), train_step(loss_fn, tx, plan, mesh)
+    state, step = rampup.create_state(params, tx, mesh), rampup.train_step(loss_fn, tx, plan, mesh)
     losses = []
-    for batch in step_batches(rows, plan, mesh, seed=0):
+    for batch in rampup.step_batches(rows, plan, mesh, seed=0):
         state, metrics = step(state, batch)
         losses.append(metrics["loss"])
     print(f"{axes.data} replica(s) of {axes.pipeline} stage(s): loss {float(losses[-1]):.4f}, compiled {step.num_compilations}")
@@ -204,17 +201,17 @@ def train(plan, axes):
 pipelined = train(plan, axes)
 
 # %% [markdown]
-# The same model and the same rows without a pipeline, all devices as replicas. Cutting a model must not change what it
+# The same model and the same rows without a pipeline: all devices are replicas. A pipeline must not change what the model
 # learns.
 
 # %%
-flat_plan = RampPlan(
+flat_plan = rampup.RampPlan(
     ramp=ramp,
-    splitter=BatchSplitter(data_parallel_size=jax.device_count()),
+    splitter=rampup.BatchSplitter(data_parallel_size=jax.device_count()),
     num_devices=jax.device_count(),
     total_steps=plan.total_steps,
 )
-flat = train(flat_plan, MeshAxes(data=jax.device_count()))
+flat = train(flat_plan, rampup.MeshAxes(data=jax.device_count()))
 print(f"largest difference of a loss: {np.abs(pipelined - flat).max():.1e}")
 
 # %%
@@ -227,15 +224,14 @@ axis.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# ## What the chooser does
+# ## Choose the number of microbatches
 #
-# More microbatches make the bubble smaller, but each of them smaller too, and every tick costs something beside its
-# arithmetic: moving weights, sending activations. With b samples in a microbatch and an overhead of h samples' worth of
-# work, a step takes (m·v + p - 1) · (b/v + h). The chooser tries every way to cut the batch that is legal and takes the
-# fastest.
+# More microbatches make the bubble smaller. Each microbatch is then smaller too, and every tick costs something beyond its
+# arithmetic: it reads weights and sends activations. With b samples in a microbatch and an overhead of h samples' worth of work,
+# a step takes (m·v + p - 1) · (b/v + h). rampup computes this for every valid split of the batch and takes the fastest.
 
 # %%
-# @title A replica's samples per step, and the overhead of a tick in samples' worth of work
+# @title Samples per replica and step, and the overhead of a tick in samples
 SAMPLES = 64  # @param {type:"integer"}
 STAGES_TO_CHOOSE_FOR = 4  # @param {type:"integer"}
 OVERHEADS = "0.25, 1, 4"  # @param {type:"string"}
@@ -255,21 +251,21 @@ for text, look in zip(OVERHEADS.split(","), looks, strict=False):
     )
 axis.set_xscale("log", base=2)
 axis.set_xticks([choice.num_microbatches for choice in by_size], [str(choice.num_microbatches) for choice in by_size])
-axis.set(xlabel="microbatches m of a step", ylabel="predicted time, best = 1", ylim=(0.9, 3))
-axis.legend(title="the chooser's m at overhead h", frameon=False)
+axis.set(xlabel="microbatches m of a step", ylabel="predicted time / fastest", ylim=(0.9, 3))
+axis.legend(title="fastest m at overhead h", frameon=False)
 plt.show()
 
 # %% [markdown]
-# Over a ramp the best m differs from phase to phase. Without an overhead a plan takes the least m, which is p; with one
-# (`tick_overhead`, in a configuration `pipeline_tick_overhead`), each phase gets its own, here at one compiled program a
-# phase.
+# The fastest m differs from phase to phase. Without an overhead, a plan takes the smallest m, which is p. With one
+# (`tick_overhead`, or `pipeline_tick_overhead` in a configuration), each phase gets its own m. Here each phase needs its own
+# compiled program.
 
 # %%
 options = {"data_parallel_size": 2, "num_stages": 4, "rampup_microbatch": "per_phase"}
 for overhead in (None, Fraction(1, 4)):
-    chosen = RampPlan(
-        ramp=BatchRamp.linear(start=32, increment=32, end=128, samples=1920),
-        splitter=BatchSplitter(tick_overhead=overhead, **options),
+    chosen = rampup.RampPlan(
+        ramp=rampup.BatchRamp.linear(start=32, increment=32, end=128, samples=1920),
+        splitter=rampup.BatchSplitter(tick_overhead=overhead, **options),
         num_devices=8,
         total_steps=80,
     )

@@ -12,17 +12,17 @@
 # ---
 
 # %% [markdown]
-# # A batch that grows, around a Flax step that you have
+# # Quickstart: grow the batch of your Flax training step
 #
-# Large models are often trained with small batches first and larger ones later: early on, small batches learn more from
-# every sample; later, large ones use the devices better. *rampup* plans that growth before the first step, checks it, and
-# runs it with one compiled program. This notebook wraps it around an ordinary Flax step, in three depths:
+# Large models are often trained with small batches first and large batches later. Early in training, small batches learn
+# more per sample. Later, large batches use the devices better. *rampup* plans this growth before the first step, checks it,
+# and runs it with one compiled program. This notebook adds a ramp to an ordinary Flax training step in three ways:
 #
-# 1. **arithmetic only**: you ask how large the next batch is;
-# 2. **your step, our microbatches**: your jitted step stays as it is, and is compiled once;
-# 3. **our step**: one call per optimizer step, every row counts the same.
+# 1. **Batch sizes only.** You ask how large the next batch is.
+# 2. **Your step, fixed microbatches.** Your jitted step does not change and compiles once.
+# 3. **`train_step`.** One call is one optimizer step, and every row has the same weight.
 #
-# It runs on a TPU, a GPU or a CPU, on which it takes about a minute.
+# It runs on a TPU, a GPU or a CPU. On a CPU it takes about a minute.
 
 # %% tags=["install"]
 # @title Install
@@ -59,17 +59,6 @@ from flax.training.train_state import TrainState
 from matplotlib import pyplot as plt
 
 import rampup
-from rampup.run import (
-    Loop,
-    make_mesh,
-    merge_model,
-    microbatches,
-    multi_steps,
-    prepare_state,
-    split_model,
-    step_batches,
-    train_step,
-)
 from rampup.show.figures import draw_batch
 
 found = jax.devices()
@@ -77,10 +66,10 @@ print(f"found {len(found)} device(s): {found[0].platform.upper()}, {found[0].dev
 print(f"jax {jax.__version__}, flax {flax.__version__}, optax {optax.__version__}, rampup {rampup.__version__}")
 
 # %% [markdown]
-# ## See the ramp
+# ## Plan the ramp
 #
-# Change the numbers and run the next two cells again. A ramp that cannot be cut evenly is an error here, with the nearest
-# numbers that can.
+# Change the numbers and run the next two cells again. If a batch cannot be split evenly, the error names the nearest numbers
+# that can.
 
 # %%
 # @title The ramp, in samples per device
@@ -105,15 +94,15 @@ plan = rampup.RampPlan(
 plan
 
 # %% [markdown]
-# The microbatch keeps its size, which is the shape that JAX compiles for. What grows is the number of *passes* per step.
+# The microbatch keeps its size, so JAX compiles for one shape. The number of *passes* per step grows.
 
 # %%
 draw_batch(plan)
 
 # %% [markdown]
-# ## A step that you have
+# ## An existing training step
 #
-# Two intertwined spirals, and a small network that learns to tell them apart. First with Flax linen.
+# A small network learns to distinguish two intertwined spirals. First with Flax linen.
 
 # %%
 rng = np.random.default_rng(0)
@@ -121,11 +110,11 @@ angle, side = 2 * np.pi * np.sqrt(rng.random(4096)), rng.integers(0, 2, 4096)
 radius = angle / (2 * np.pi) * np.where(side, 1, -1)
 points = np.stack([radius * np.cos(angle), radius * np.sin(angle)], 1) + rng.normal(0, 0.02, (4096, 2))
 rows = [{"x": x, "y": y} for x, y in zip(points.astype(np.float32), side.astype(np.int32), strict=True)]
-mesh = make_mesh()
+mesh = rampup.make_mesh()
 
 
 class Net(linen.Module):
-    """Three layers."""
+    """A network of three layers."""
 
     @linen.compact
     def __call__(self, x):
@@ -136,7 +125,7 @@ class Net(linen.Module):
 
 
 def make_step():
-    """Return a training step as you have it: jitted, and unaware of ramps."""
+    """Return an ordinary jitted training step, which knows nothing about ramps."""
 
     @jax.jit
     def your_step(state, batch):
@@ -155,15 +144,15 @@ params = net.init(jax.random.key(0), jnp.ones((1, 2)))
 curves = {}
 
 # %% [markdown]
-# ### 1. Arithmetic only
+# ### 1. Batch sizes only
 #
-# The manager has the constructor and attributes of MaxText's. It says how large the next batch is, and nothing else
+# The manager has the constructor and the attributes of MaxText's class. It says how large the next batch is, and nothing else
 # changes. Note the last line: JAX compiled the step once for every batch size.
 
 # %%
 manager = rampup.RampupBatchManager.from_plan(plan)
 your_step = make_step()
-state = prepare_state(TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(0.005)), mesh)
+state = rampup.prepare_state(TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(0.005)), mesh)
 curve, first = [], 0
 began = time.perf_counter()
 for _ in range(STEPS):
@@ -174,15 +163,15 @@ for _ in range(STEPS):
     first += size
     manager.update()
     curve.append((first, float(loss)))
-curves["depth 1, linen"] = curve
+curves["sizes only, linen"] = curve
 print(f"loss {curve[-1][1]:.3f} after {first:,} samples, {time.perf_counter() - began:.1f} s")
 print(f"programs compiled: {your_step._cache_size()}")
 
 # %% [markdown]
-# ### 2. Your step, our microbatches
+# ### 2. Your step, fixed microbatches
 #
-# `multi_steps` gives an `optax.MultiSteps` whose number of microbatches follows the plan; `microbatches` feeds them, all
-# of one shape. The step is the same function, compiled once.
+# `multi_steps` returns an `optax.MultiSteps` whose number of microbatches follows the plan. `microbatches` yields microbatches
+# of one shape. The step is the same function and compiles once.
 
 
 # %%
@@ -197,18 +186,18 @@ def updates(losses):
 
 
 your_step = make_step()
-tx = multi_steps(optax.adam(0.005), plan)
-state = prepare_state(TrainState.create(apply_fn=net.apply, params=params, tx=tx), mesh)
+tx = rampup.multi_steps(optax.adam(0.005), plan)
+state = rampup.prepare_state(TrainState.create(apply_fn=net.apply, params=params, tx=tx), mesh)
 began, losses = time.perf_counter(), []
-for batch in microbatches(rows, plan, mesh):
+for batch in rampup.microbatches(rows, plan, mesh):
     state, loss = your_step(state, batch)
     losses.append(loss)
-curves["depth 2, linen"] = updates(losses)
-print(f"loss {curves['depth 2, linen'][-1][1]:.3f}, {len(losses)} microbatches, {time.perf_counter() - began:.1f} s")
+curves["microbatches, linen"] = updates(losses)
+print(f"loss {curves['microbatches, linen'][-1][1]:.3f}, {len(losses)} microbatches, {time.perf_counter() - began:.1f} s")
 print(f"optimizer steps: {int(state.opt_state.gradient_step)}, programs compiled: {your_step._cache_size()}")
 
 # %% [markdown]
-# The same with Flax NNX. Again only the optimizer and the loop know of the plan.
+# The same with Flax NNX. Again, only the optimizer and the loop know the plan.
 
 
 # %%
@@ -238,33 +227,34 @@ def your_nnx_step(model, optimizer, batch):
 
 
 model = NnxNet(nnx.Rngs(0))
-optimizer = nnx.Optimizer(model, multi_steps(optax.adam(0.005), plan), wrt=nnx.Param)
-curves["depth 2, nnx"] = updates([your_nnx_step(model, optimizer, batch) for batch in microbatches(rows, plan, mesh)])
-print(f"loss {curves['depth 2, nnx'][-1][1]:.3f}")
+optimizer = nnx.Optimizer(model, rampup.multi_steps(optax.adam(0.005), plan), wrt=nnx.Param)
+curves["microbatches, NNX"] = updates([your_nnx_step(model, optimizer, batch) for batch in rampup.microbatches(rows, plan, mesh)])
+print(f"loss {curves['microbatches, NNX'][-1][1]:.3f}")
 
 # %% [markdown]
-# ### 3. Our step
+# ### 3. `train_step`
 #
-# `train_step` takes the loss as a sum over rows, and its weight. It adds up gradients in float32, reduces them over the
-# devices once per optimizer step, and weights every row (or token) the same. One call is one optimizer step.
+# `train_step` takes a loss function that returns a sum over rows and the weight of that sum. It sums gradients in float32 and
+# reduces them over the devices once per optimizer step. Every row (or token) has the same weight. One call is one optimizer
+# step.
 
 
 # %%
-def loss_fn(model, batch, rngs):
-    """Return the sum of the losses, their weight, and nothing besides."""
+def loss_fn(model, batch, keys):
+    """Return the sum of the losses, its weight, and no auxiliary sums."""
     losses = cross_entropy(model, batch)
     return losses.sum(), losses.size, {}
 
 
-def linen_loss_fn(params, batch, rngs):
-    """Return the same for linen, where the parameters stand in the place of the model."""
-    return loss_fn(lambda x: net.apply(params, x), batch, rngs)
+def linen_loss_fn(params, batch, keys):
+    """Return the same for linen, with parameters instead of a model."""
+    return loss_fn(lambda x: net.apply(params, x), batch, keys)
 
 
 def train(name, state, pure_loss_fn):
-    """Train to the plan's end, keep the curve and return the state."""
-    step, losses, began = train_step(pure_loss_fn, tx, plan, mesh), [], time.perf_counter()
-    for batch in step_batches(rows, plan, mesh):
+    """Train to the end of the plan, store the curve and return the state."""
+    step, losses, began = rampup.train_step(pure_loss_fn, tx, plan, mesh), [], time.perf_counter()
+    for batch in rampup.step_batches(rows, plan, mesh):
         state, metrics = step(state, batch)
         losses.append((batch.position.consumed_samples + batch.position.split.global_batch_size, metrics["loss"]))
     curves[name] = [(samples, float(loss)) for samples, loss in losses]
@@ -274,22 +264,22 @@ def train(name, state, pure_loss_fn):
 
 
 tx = optax.adam(0.005)
-train("depth 3, linen", prepare_state(TrainState.create(apply_fn=net.apply, params=params, tx=tx), mesh), linen_loss_fn)
+train("train_step, linen", rampup.prepare_state(TrainState.create(apply_fn=net.apply, params=params, tx=tx), mesh), linen_loss_fn)
 model = NnxNet(nnx.Rngs(0))
-state, pure_loss_fn = split_model(model, loss_fn, tx, mesh)
-merge_model(model, train("depth 3, nnx", state, pure_loss_fn))
+state, pure_loss_fn = rampup.split_model(model, loss_fn, tx, mesh)
+rampup.merge_model(model, train("train_step, NNX", state, pure_loss_fn))
 
 # %% [markdown]
 # ### Loss against samples
 #
-# Samples are the fair axis where the batch changes: steps cost more and more. The three depths with linen start from the
-# same weights and see the same rows, so that their curves lie on each other.
+# If the batch grows, steps become more expensive, so compare runs by samples. The three linen runs start from the same
+# weights and see the same rows, so their curves coincide.
 
 
 # %%
 # @title Loss, and the batch below it
 def show(curves, looks, mark=None):
-    """Draw curves of (samples, loss) above the batch size."""
+    """Plot curves of (samples, loss) above the batch size."""
     _, (above, below) = plt.subplots(2, 1, figsize=(9, 5), sharex=True, height_ratios=(3, 1), layout="constrained")
     for (name, curve), (color, line, width) in zip(curves.items(), looks, strict=True):
         above.plot(*zip(*curve, strict=True), color=color, linestyle=line, linewidth=width, label=name)
@@ -307,12 +297,11 @@ def show(curves, looks, mark=None):
 show(curves, (("C0", "-", 5), ("C1", "--", 3), ("C2", "-", 4), ("k", ":", 1.5), ("C3", "--", 1.5)))
 
 # %% [markdown]
-# ## Stop, resume, and nothing has changed
+# ## Stop and resume
 #
-# `Loop` adds checkpoints, a metrics file and a clean stop: press the stop button of this notebook (or Ctrl-C, or kill the
-# job), and the run ends after its step with a checkpoint. Where it goes on is a function of the plan and the step number.
-# Here one run goes through undisturbed, and another is stopped in the middle of the ramp, as though you had pressed the
-# button, and started again.
+# `Loop` adds checkpoints, a metrics file and a clean stop. Press the stop button of this notebook (or Ctrl-C, or kill the job),
+# and the run finishes its step and writes a checkpoint. Where it resumes follows from the plan and the step number. Here one
+# run is not interrupted. Another is stopped in the middle of the ramp and started again.
 
 # %%
 import json
@@ -329,19 +318,19 @@ STOP_AFTER_STEP = 40  # @param {type:"integer"}
 
 
 def run(name, stop_after=None):
-    """Train in a folder of that name, from its newest checkpoint if there is one."""
+    """Train in the folder of this name, from its newest checkpoint if there is one."""
 
     def on_event(event):
         if isinstance(event, StepDone) and event.step == stop_after:
             signal.raise_signal(signal.SIGINT)
 
-    state, pure_loss_fn = split_model(NnxNet(nnx.Rngs(0)), loss_fn, tx, mesh)
-    step = train_step(pure_loss_fn, tx, plan, mesh)
+    state, pure_loss_fn = rampup.split_model(NnxNet(nnx.Rngs(0)), loss_fn, tx, mesh)
+    step = rampup.train_step(pure_loss_fn, tx, plan, mesh)
     (folder / name).mkdir(exist_ok=True)
-    summary = Loop(
+    summary = rampup.Loop(
         plan=plan,
         step=step,
-        batches=lambda start: step_batches(rows, plan, mesh, start=start, seed=0),
+        batches=lambda start: rampup.step_batches(rows, plan, mesh, start=start, seed=0),
         folder=folder / name,
         metrics=MetricOptions(learning_rate=lambda step: 0.005, tokens_per_sample=1),
         checkpoints=CheckpointOptions(checkpoint_period=STEPS, identity={"data": "spirals"}),
@@ -352,21 +341,21 @@ def run(name, stop_after=None):
 
 
 def lines(name):
-    """Return a run's metrics, a line a step."""
+    """Return the metrics of a run, one line per step."""
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
-run("undisturbed")
+run("uninterrupted")
 first_part = run("stopped", stop_after=STOP_AFTER_STEP)
 run("stopped")
-runs = {name: [(line["consumed_samples"], line["loss"]) for line in lines(name)] for name in ("undisturbed", "stopped")}
-print(f"{len(runs['stopped'])} steps, losses equal bit for bit: {runs['undisturbed'] == runs['stopped']}")
+runs = {name: [(line["consumed_samples"], line["loss"]) for line in lines(name)] for name in ("uninterrupted", "stopped")}
+print(f"{len(runs['stopped'])} steps, losses equal bit for bit: {runs['uninterrupted'] == runs['stopped']}")
 
 # %%
 stopped_at = plan.ramp.samples_before(first_part.steps)
 show(runs, (("C1", "-", 4), ("k", "--", 1.3)), mark=stopped_at)
 
 # %% [markdown]
-# A run's folder can also be drawn, alone or beside others, with `rampup plot FOLDER ... -o runs.png` or `draw_runs`.
+# `rampup plot FOLDER ... -o runs.png` and `draw_runs` plot the folders of one or several runs.
 #
-# Next: `pipeline` shows the same ramp through pipeline stages; `batch_sizes_explained` reads other systems' batch sizes.
+# Next: `pipeline` runs the same ramp through pipeline stages. `batch_sizes_explained` reads the batch sizes of other systems.
