@@ -15,9 +15,9 @@
 # # Batch sizes explained
 #
 # Four systems for reinforcement learning use the same terms for different things. A *batch size* may count prompts or
-# responses, for the whole job or for each process. This notebook writes one run in the terms of each system, shows what the files
-# mean, and checks a file of yours. Then it packs sequences of different lengths, and finds sizes for a given memory. It runs on a
-# TPU, a GPU or a CPU. On a CPU it takes about half a minute.
+# responses, for the whole job or for each process. This notebook writes one run in the terms of each system, shows
+# what the files mean, and checks a file of yours. Then it packs sequences of different lengths, and finds sizes for a
+# given memory. It runs on a TPU, a GPU or a CPU. On a CPU it takes about half a minute.
 
 # %% tags=["install"]
 # @title Install
@@ -27,13 +27,13 @@ from pathlib import Path
 
 packages = {package.name: package.version for package in importlib.metadata.distributions()}
 if "rampup" not in packages:
-    # The nearest folder above that holds rampup itself.
+    # The nearest parent folder that contains rampup.
     folders = [Path.cwd(), *Path.cwd().parents]
     clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
     if clone is None:
         raise RuntimeError("rampup is not installed, and this notebook is not in its repository")
     source = f"{clone}[notebook,plot]"
-    # JAX and the driver library of the accelerator belong to this machine: pip must take them as they are.
+    # Keep the versions of JAX and of the accelerator's driver library that this machine has.
     kept = [f"{name}=={version}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
     constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
     constraints.write_text("\n".join(kept))
@@ -68,8 +68,8 @@ folder = Path(tempfile.mkdtemp())
 # %% [markdown]
 # ## One run, four files
 #
-# Eight devices, each a replica of the model. A step generates 8 responses to each of 64 prompts (a *sample* is one response). An
-# optimizer step trains on 16 prompts, and 4 responses per replica fit into memory at once.
+# Eight devices, each a replica of the model. A step generates 8 responses to each of 64 prompts (a *sample* is one
+# response). An optimizer step trains on 16 prompts, and 4 responses per replica fit into memory at once.
 
 # %%
 (folder / "skyrl.yml").write_text("""
@@ -107,9 +107,9 @@ verdicts = {
 }
 
 # %% [markdown]
-# Their terms side by side. The same number means different things, and different numbers mean the same. MaxText's `batch_size` is
-# both the number of prompts generated and the number in an optimizer step. Four optimizer steps on one generation cannot be
-# expressed, so its file generates a quarter of the prompts, four times as often.
+# Their terms side by side. The same number means different things, and different numbers mean the same. MaxText's
+# `batch_size` is both the number of prompts generated and the number in an optimizer step. Four optimizer steps on
+# one generation cannot be expressed, so its file generates a quarter of the prompts, four times as often.
 
 # %%
 SYSTEMS = ("", "SkyRL", "veRL", "trlX", "MaxText RL")
@@ -179,8 +179,8 @@ verdicts["trlx"]
 # %% [markdown]
 # ## Check your own file
 #
-# Name a file on this machine (in Colab, upload it on the left). Without one, the cell uses a broken example: SkyRL's own check
-# accepts 2 prompts with 4 responses on 6 devices, and the run then fails at its first step.
+# Name a file on this machine (in Colab, upload it on the left). Without one, the cell uses a broken example: SkyRL's
+# own check accepts 2 prompts with 4 responses on 6 devices, and the run then fails at its first step.
 
 # %%
 # @title Your file
@@ -203,8 +203,8 @@ yours
 # %% [markdown]
 # ## Pre-training: a growing batch in two dialects
 #
-# MaxText counts samples per device and starts to count from zero in each phase. Megatron-LM counts over the whole run. With the
-# same sizes the two make different ramps.
+# MaxText counts samples per device and starts to count from zero in each phase. Megatron-LM counts over the whole
+# run. With the same sizes the two make different ramps.
 
 # %%
 (folder / "maxtext.yml").write_text("""
@@ -240,8 +240,8 @@ draw_batch(ramps["MaxText"].plan)
 # %% [markdown]
 # ## The same arithmetic as a plan
 #
-# In a `RolloutPlan` each size has a unit and a scope. A size that does not divide is an error that names the nearest sizes that
-# do.
+# In a `RolloutPlan` each size has a unit and a scope. A size that does not divide is an error that names the nearest
+# sizes that do.
 
 # %%
 plan = rampup.RolloutPlan(
@@ -271,9 +271,9 @@ except rampup.RampupError as error:
 # %% [markdown]
 # ## Pack sequences
 #
-# Responses differ in length. If each is padded to the longest, most of the work is padding. `pack` fills microbatches up to a
-# token budget. They have a few shapes, each of which is compiled once, and every replica gets the same number. `balance` divides
-# the sequences so that all replicas have the same amount of work.
+# Responses differ in length. If each is padded to the longest, most of the work is padding. `pack` fills microbatches
+# up to a token budget. They have a few shapes, each of which is compiled once, and every replica gets the same
+# number. `balance` divides the sequences so that all replicas have the same amount of work.
 
 # %%
 # @title Lengths, budget and replicas
@@ -311,9 +311,9 @@ plt.show()
 # %% [markdown]
 # ## Sizes for your memory
 #
-# `rampup tune` compiles the training step of a configuration for several microbatch sizes, reads the memory of each compiled
-# program, and times those that fit. The search itself never runs out of memory. Here the model is tiny, and so is the assumed memory
-# of the device. This is the slowest cell of the notebook.
+# `rampup tune` compiles the training step of a configuration for several microbatch sizes, reads the memory of each
+# compiled program, and times those that fit. The search itself never runs out of memory. Here the model is tiny, and
+# so is the assumed memory of the device. This is the slowest cell of the notebook.
 
 # %%
 # @title The memory of one device, in GiB

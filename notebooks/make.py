@@ -1,7 +1,7 @@
 """Make the notebooks: each .ipynb from its .py, and in both the badge and the install cell.
 
-Edit the .py, then run this. The badge and the install cell are made from `Repository` in `[project.urls]` of pyproject.toml,
-their only source: without it there is no badge, and the notebooks install rampup from the clone that they stand in.
+Edit the .py, then run this. The badge and the install cell follow `Repository` in `[project.urls]` of pyproject.toml. Without
+it there is no badge, and the notebooks install rampup from the clone that contains them.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from pathlib import Path
 packages = {{package.name: package.version for package in importlib.metadata.distributions()}}
 if "rampup" not in packages:
 {source}
-    # JAX and the driver library of the accelerator belong to this machine: pip must take them as they are.
+    # Keep the versions of JAX and of the accelerator's driver library that this machine has.
     kept = [f"{{name}}=={{version}}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
     constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
     constraints.write_text("\\n".join(kept))
     %pip install -q -c {{constraints}} "{{source}}\""""
-FROM_CLONE = """    # The nearest folder above that holds rampup itself.
+FROM_CLONE = """    # The nearest parent folder that contains rampup.
     folders = [Path.cwd(), *Path.cwd().parents]
     clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
     if clone is None:
@@ -47,7 +47,7 @@ FROM_URL = '    source = "rampup[{extras}] @ git+{url}"'
 
 
 def repository(pyproject: str) -> str | None:
-    """Return the project's public address, or None while it has none.
+    """Return the public address of the project, or None if it has none.
 
     Args:
         pyproject: the text of pyproject.toml.
@@ -57,12 +57,12 @@ def repository(pyproject: str) -> str | None:
 
 
 def badge_cell(url: str | None, name: str, *, branch: str = "main") -> str | None:
-    """Return the line that opens a notebook in Colab; None where Colab cannot find it, which reads notebooks from GitHub.
+    """Return the badge that opens a notebook in Colab, or None if the address is not on GitHub, from which Colab reads.
 
     Args:
-        url: the project's address.
-        name: the notebook's name.
-        branch: where it is.
+        url: the address of the project.
+        name: the name of the notebook.
+        branch: the branch that contains it.
     """
     match = GITHUB.fullmatch(url or "")
     if match is None:
@@ -72,22 +72,22 @@ def badge_cell(url: str | None, name: str, *, branch: str = "main") -> str | Non
 
 
 def install_cell(url: str | None) -> str:
-    """Return the cell that installs rampup where it is missing.
+    """Return the cell that installs rampup if it is missing.
 
     Args:
-        url: the project's address; None = install from the clone.
+        url: the address of the project; None = install from the clone.
     """
     source = FROM_CLONE if url is None else FROM_URL
     return INSTALL_CELL.format(source=source.format(extras=EXTRAS, url=url))
 
 
-def made(source: str, name: str, url: str | None) -> tuple[str, str]:
-    """Return a notebook as .py and as .ipynb, both with the badge and the install cell of the moment.
+def make_notebook(source: str, name: str, url: str | None) -> tuple[str, str]:
+    """Return a notebook as .py and as .ipynb, both with the current badge and install cell.
 
     Args:
         source: the notebook as .py.
         name: its name.
-        url: the project's address.
+        url: the address of the project.
     """
     notebook = jupytext.reads(source, fmt="py:percent")
     cells = [cell for cell in notebook.cells if BADGE not in _tags(cell)]
@@ -100,15 +100,15 @@ def made(source: str, name: str, url: str | None) -> tuple[str, str]:
     for number, cell in enumerate(cells):
         cell.id = f"{name}-{number:02}"
     notebook = new_notebook(cells=cells, metadata=METADATA)
-    return _written(notebook, "py:percent"), _written(notebook, "ipynb")
+    return _to_text(notebook, "py:percent"), _to_text(notebook, "ipynb")
 
 
 def _tags(cell: Any) -> list[str]:
     return list(cell.metadata.get("tags", []))
 
 
-def _written(notebook: Any, form: str) -> str:
-    """Return the text of a notebook, without the version of the tool that wrote it, which differs from machine to machine."""
+def _to_text(notebook: Any, form: str) -> str:
+    """Return the text of a notebook without the version of jupytext, which differs from machine to machine."""
     text = jupytext.writes(copy.deepcopy(notebook), fmt=form)
     text = re.sub(r"^#\s+(?:format_version|jupytext_version): .*\n", "", text, flags=re.MULTILINE)
     return text.rstrip("\n") + "\n"
@@ -119,7 +119,7 @@ def main() -> None:
     url = repository((FOLDER.parent / "pyproject.toml").read_text(encoding="utf-8"))
     for name in NAMES:
         source = FOLDER / f"{name}.py"
-        py, ipynb = made(source.read_text(encoding="utf-8"), name, url)
+        py, ipynb = make_notebook(source.read_text(encoding="utf-8"), name, url)
         source.write_text(py, encoding="utf-8")
         source.with_suffix(".ipynb").write_text(ipynb, encoding="utf-8")
 

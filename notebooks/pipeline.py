@@ -14,9 +14,9 @@
 # %% [markdown]
 # # Pipeline stages, microbatches and bubbles
 #
-# A model that does not fit on one device can be split into *stages* on different devices. A batch passes through them in
-# *microbatches*, so that all stages have work. At the start and the end some stages wait: the *bubble*. This notebook shows
-# where the bubble comes from, how a growing batch changes it, and how to train a pipelined model.
+# A model that does not fit on one device can be split into *stages* on different devices. A batch passes through them
+# in *microbatches*, so that all stages have work. At the start and the end some stages wait: the *bubble*. This
+# notebook shows where the bubble comes from, how a growing batch changes it, and how to train a pipelined model.
 #
 # A pipeline needs several devices. This notebook simulates eight on the CPU of any machine. It takes about a minute.
 
@@ -28,13 +28,13 @@ from pathlib import Path
 
 packages = {package.name: package.version for package in importlib.metadata.distributions()}
 if "rampup" not in packages:
-    # The nearest folder above that holds rampup itself.
+    # The nearest parent folder that contains rampup.
     folders = [Path.cwd(), *Path.cwd().parents]
     clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
     if clone is None:
         raise RuntimeError("rampup is not installed, and this notebook is not in its repository")
     source = f"{clone}[notebook,plot]"
-    # JAX and the driver library of the accelerator belong to this machine: pip must take them as they are.
+    # Keep the versions of JAX and of the accelerator's driver library that this machine has.
     kept = [f"{name}=={version}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
     constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
     constraints.write_text("\n".join(kept))
@@ -67,10 +67,11 @@ print(f"jax {jax.__version__}, rampup {rampup.__version__}")
 # %% [markdown]
 # ## Four schedules
 #
-# Four stages, eight microbatches, and a backward pass that takes twice as long as a forward pass. Each row is a stage, and each
-# box is an operation on the microbatch of that number. White is idle time.
+# Four stages, eight microbatches, and a backward pass that takes twice as long as a forward pass. Each row is a
+# stage, and each box is an operation on the microbatch of that number. White is idle time.
 #
-# **gpipe**: all forward passes, then all backward passes. Every stage keeps the activations of all eight microbatches.
+# **gpipe**: all forward passes, then all backward passes. Every stage keeps the activations of all eight
+# microbatches.
 
 # %%
 tables = {
@@ -82,22 +83,22 @@ tables = {
 draw_timetable(tables["gpipe"], width=11)
 
 # %% [markdown]
-# **1f1b**: one forward pass, one backward pass, as soon as a backward pass is possible. The bubble is the same, but a stage
-# keeps at most as many microbatches as there are stages.
+# **1f1b**: one forward pass, one backward pass, as soon as a backward pass is possible. The bubble is the same, but a
+# stage keeps at most as many microbatches as there are stages.
 
 # %%
 draw_timetable(tables["1f1b"], width=11)
 
 # %% [markdown]
-# **interleaved**: each stage has two smaller chunks of the model instead of one, so a microbatch passes every stage twice. The
-# bubble is half as long. Activations are sent twice as often.
+# **interleaved**: each stage has two smaller chunks of the model instead of one, so a microbatch passes every stage
+# twice. The bubble is half as long. Activations are sent twice as often.
 
 # %%
 draw_timetable(tables["interleaved"], width=11)
 
 # %% [markdown]
-# **zb-h1**: the backward pass has two parts. The previous stage waits for the gradient of the input. No stage waits for the
-# gradient of the weights, so it fills the gaps.
+# **zb-h1**: the backward pass has two parts. The previous stage waits for the gradient of the input. No stage waits
+# for the gradient of the weights, so it fills the gaps.
 
 # %%
 draw_timetable(tables["zb-h1"], width=11)
@@ -119,9 +120,9 @@ draw_timetable(rampup.Timetable.build(SCHEDULE, num_stages=STAGES, num_microbatc
 # %% [markdown]
 # ## The bubble of a growing batch
 #
-# With p stages, m microbatches and v chunks per stage, the bubble is (p - 1) / (v·m + p - 1) of the time. A ramp starts with
-# small batches, and small batches have few microbatches, so the bubble is largest at the start. Here the microbatch keeps its
-# size, the ramp changes m, and the bubble shrinks from phase to phase.
+# With p stages, m microbatches and v chunks per stage, the bubble is (p - 1) / (v·m + p - 1) of the time. A ramp
+# starts with small batches, and small batches have few microbatches, so the bubble is largest at the start. Here the
+# microbatch keeps its size, the ramp changes m, and the bubble shrinks from phase to phase.
 
 # %%
 # @title The ramp
@@ -147,9 +148,9 @@ draw_batch(plan)
 # %% [markdown]
 # ## Train a pipelined model
 #
-# Three functions describe a model to the pipeline: `first` comes before the layers, `stage` applies some of the layers, and `last`
-# comes after them. Here eight small residual layers learn to distinguish two spirals. The number of microbatches is an argument
-# of the compiled program, so one program serves the whole ramp.
+# Three functions describe a model to the pipeline: `first` comes before the layers, `stage` applies some of the
+# layers, and `last` comes after them. Here eight small residual layers learn to distinguish two spirals. The number
+# of microbatches is an argument of the compiled program, so one program serves the whole ramp.
 
 # %%
 rng = np.random.default_rng(0)
@@ -201,8 +202,8 @@ def train(plan, axes):
 pipelined = train(plan, axes)
 
 # %% [markdown]
-# The same model and the same rows without a pipeline: all devices are replicas. A pipeline must not change what the model
-# learns.
+# The same model and the same rows without a pipeline: all devices are replicas. A pipeline must not change what the
+# model learns.
 
 # %%
 flat_plan = rampup.RampPlan(
@@ -226,9 +227,10 @@ plt.show()
 # %% [markdown]
 # ## Choose the number of microbatches
 #
-# More microbatches make the bubble smaller. Each microbatch is then smaller too, and every tick costs something beyond its
-# arithmetic: it reads weights and sends activations. With b samples in a microbatch and an overhead of h samples' worth of work,
-# a step takes (m·v + p - 1) · (b/v + h). rampup computes this for every valid split of the batch and takes the fastest.
+# More microbatches make the bubble smaller. Each microbatch is then smaller too, and every tick costs something
+# beyond its arithmetic: it reads weights and sends activations. With b samples in a microbatch and an overhead of h
+# samples' worth of work, a step takes (m·v + p - 1) · (b/v + h). rampup computes this for every valid split of the
+# batch and takes the fastest.
 
 # %%
 # @title Samples per replica and step, and the overhead of a tick in samples
@@ -257,8 +259,8 @@ plt.show()
 
 # %% [markdown]
 # The fastest m differs from phase to phase. Without an overhead, a plan takes the smallest m, which is p. With one
-# (`tick_overhead`, or `pipeline_tick_overhead` in a configuration), each phase gets its own m. Here each phase needs its own
-# compiled program.
+# (`tick_overhead`, or `pipeline_tick_overhead` in a configuration), each phase gets its own m. Here each phase needs
+# its own compiled program.
 
 # %%
 options = {"data_parallel_size": 2, "num_stages": 4, "rampup_microbatch": "per_phase"}

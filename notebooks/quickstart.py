@@ -14,9 +14,10 @@
 # %% [markdown]
 # # Quickstart: grow the batch of your Flax training step
 #
-# Large models are often trained with small batches first and large batches later. Early in training, small batches learn
-# more per sample. Later, large batches use the devices better. *rampup* plans this growth before the first step, checks it,
-# and runs it with one compiled program. This notebook adds a ramp to an ordinary Flax training step in three ways:
+# Large models are often trained with small batches first and large batches later. Early in training, small batches
+# learn more per sample. Later, large batches use the devices better. *rampup* plans this growth before the first
+# step, checks it, and runs it with one compiled program. This notebook adds a ramp to an ordinary Flax training step
+# in three ways:
 #
 # 1. **Batch sizes only.** You ask how large the next batch is.
 # 2. **Your step, fixed microbatches.** Your jitted step does not change and compiles once.
@@ -32,13 +33,13 @@ from pathlib import Path
 
 packages = {package.name: package.version for package in importlib.metadata.distributions()}
 if "rampup" not in packages:
-    # The nearest folder above that holds rampup itself.
+    # The nearest parent folder that contains rampup.
     folders = [Path.cwd(), *Path.cwd().parents]
     clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
     if clone is None:
         raise RuntimeError("rampup is not installed, and this notebook is not in its repository")
     source = f"{clone}[notebook,plot]"
-    # JAX and the driver library of the accelerator belong to this machine: pip must take them as they are.
+    # Keep the versions of JAX and of the accelerator's driver library that this machine has.
     kept = [f"{name}=={version}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
     constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
     constraints.write_text("\n".join(kept))
@@ -68,8 +69,8 @@ print(f"jax {jax.__version__}, flax {flax.__version__}, optax {optax.__version__
 # %% [markdown]
 # ## Plan the ramp
 #
-# Change the numbers and run the next two cells again. If a batch cannot be split evenly, the error names the nearest numbers
-# that can.
+# Change the numbers and run the next two cells again. If a batch cannot be split evenly, the error names the nearest
+# numbers that can.
 
 # %%
 # @title The ramp, in samples per device
@@ -146,8 +147,8 @@ curves = {}
 # %% [markdown]
 # ### 1. Batch sizes only
 #
-# The manager has the constructor and the attributes of MaxText's class. It says how large the next batch is, and nothing else
-# changes. Note the last line: JAX compiled the step once for every batch size.
+# The manager has the constructor and the attributes of MaxText's class. It says how large the next batch is, and
+# nothing else changes. Note the last line: JAX compiled the step once for every batch size.
 
 # %%
 manager = rampup.RampupBatchManager.from_plan(plan)
@@ -170,8 +171,8 @@ print(f"programs compiled: {your_step._cache_size()}")
 # %% [markdown]
 # ### 2. Your step, fixed microbatches
 #
-# `multi_steps` returns an `optax.MultiSteps` whose number of microbatches follows the plan. `microbatches` yields microbatches
-# of one shape. The step is the same function and compiles once.
+# `multi_steps` returns an `optax.MultiSteps` whose number of microbatches follows the plan. `microbatches` yields
+# microbatches of one shape. The step is the same function and compiles once.
 
 
 # %%
@@ -228,15 +229,17 @@ def your_nnx_step(model, optimizer, batch):
 
 model = NnxNet(nnx.Rngs(0))
 optimizer = nnx.Optimizer(model, rampup.multi_steps(optax.adam(0.005), plan), wrt=nnx.Param)
-curves["microbatches, NNX"] = updates([your_nnx_step(model, optimizer, batch) for batch in rampup.microbatches(rows, plan, mesh)])
+curves["microbatches, NNX"] = updates(
+    [your_nnx_step(model, optimizer, batch) for batch in rampup.microbatches(rows, plan, mesh)]
+)
 print(f"loss {curves['microbatches, NNX'][-1][1]:.3f}")
 
 # %% [markdown]
 # ### 3. `train_step`
 #
-# `train_step` takes a loss function that returns a sum over rows and the weight of that sum. It sums gradients in float32 and
-# reduces them over the devices once per optimizer step. Every row (or token) has the same weight. One call is one optimizer
-# step.
+# `train_step` takes a loss function that returns a sum over rows and the weight of that sum. It sums gradients in
+# float32 and reduces them over the devices once per optimizer step. Every row (or token) has the same weight. One
+# call is one optimizer step.
 
 
 # %%
@@ -264,7 +267,9 @@ def train(name, state, pure_loss_fn):
 
 
 tx = optax.adam(0.005)
-train("train_step, linen", rampup.prepare_state(TrainState.create(apply_fn=net.apply, params=params, tx=tx), mesh), linen_loss_fn)
+train(
+    "train_step, linen", rampup.prepare_state(TrainState.create(apply_fn=net.apply, params=params, tx=tx), mesh), linen_loss_fn
+)
 model = NnxNet(nnx.Rngs(0))
 state, pure_loss_fn = rampup.split_model(model, loss_fn, tx, mesh)
 rampup.merge_model(model, train("train_step, NNX", state, pure_loss_fn))
@@ -272,8 +277,8 @@ rampup.merge_model(model, train("train_step, NNX", state, pure_loss_fn))
 # %% [markdown]
 # ### Loss against samples
 #
-# If the batch grows, steps become more expensive, so compare runs by samples. The three linen runs start from the same
-# weights and see the same rows, so their curves coincide.
+# If the batch grows, steps become more expensive, so compare runs by samples. The three linen runs start from the
+# same weights and see the same rows, so their curves coincide.
 
 
 # %%
@@ -299,9 +304,9 @@ show(curves, (("C0", "-", 5), ("C1", "--", 3), ("C2", "-", 4), ("k", ":", 1.5), 
 # %% [markdown]
 # ## Stop and resume
 #
-# `Loop` adds checkpoints, a metrics file and a clean stop. Press the stop button of this notebook (or Ctrl-C, or kill the job),
-# and the run finishes its step and writes a checkpoint. Where it resumes follows from the plan and the step number. Here one
-# run is not interrupted. Another is stopped in the middle of the ramp and started again.
+# `Loop` adds checkpoints, a metrics file and a clean stop. Press the stop button of this notebook (or Ctrl-C, or kill
+# the job), and the run finishes its step and writes a checkpoint. Where it resumes follows from the plan and the step
+# number. Here one run is not interrupted. Another is stopped in the middle of the ramp and started again.
 
 # %%
 import json
@@ -358,4 +363,5 @@ show(runs, (("C1", "-", 4), ("k", "--", 1.3)), mark=stopped_at)
 # %% [markdown]
 # `rampup plot FOLDER ... -o runs.png` and `draw_runs` plot the folders of one or several runs.
 #
-# Next: `pipeline` runs the same ramp through pipeline stages. `batch_sizes_explained` reads the batch sizes of other systems.
+# Next: `pipeline` runs the same ramp through pipeline stages. `batch_sizes_explained` reads the batch sizes of other
+# systems.

@@ -1,4 +1,4 @@
-"""The notebooks are made from their sources, install without touching JAX, and run."""
+"""The notebooks match their sources, install without changing JAX, and run."""
 
 import importlib.metadata
 import importlib.util
@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "notebooks"
 URL = "https://github.com/owner/rampup"
-# What a notebook prints if it shows what it is there to show.
+# Output that shows that a notebook demonstrates what it is about.
 PRINTS = {
     "quickstart": ["programs compiled: 4\n", "programs compiled: 1\n", "losses equal bit for bit: True\n"],
     "pipeline": ["found 8 device(s): CPU", "2 replica(s) of 4 stage(s)", "compiled 1\n", "27.3%", "m = 32, b =  2, 9% idle"],
@@ -34,60 +34,60 @@ make = load_make()
 
 
 def texts(name):
-    """Return a notebook's two files."""
+    """Return the text of the two files of a notebook."""
     return (FOLDER / f"{name}.py").read_text(), (FOLDER / f"{name}.ipynb").read_text()
 
 
 @pytest.mark.parametrize("name", make.NAMES)
 def test_files_are_in_sync(name):
-    """Both files are what notebooks/make.py makes of the .py and pyproject.toml, without outputs."""
+    """Both files equal what notebooks/make.py makes from the .py and pyproject.toml, without outputs."""
     url = make.repository((ROOT / "pyproject.toml").read_text())
     py, ipynb = texts(name)
-    assert make.made(py, name, url) == (py, ipynb)
+    assert make.make_notebook(py, name, url) == (py, ipynb)
     code = [cell for cell in nbformat.reads(ipynb, 4).cells if cell.cell_type == "code"]
     assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
 
 
 def test_every_notebook_is_made_and_named():
-    """The folder holds the notebooks that are made, no others, and the README links to each."""
+    """The folder contains exactly the notebooks that are made, and the README links to each."""
     assert {path.stem for path in FOLDER.glob("*.ipynb")} == set(make.NAMES) == set(PRINTS)
     assert all(f"(notebooks/{name}.ipynb)" in (ROOT / "README.md").read_text() for name in make.NAMES)
 
 
 def test_badge_and_install_follow_the_address():
-    """An address gives a badge, first, and an install from there; taking it away leaves what was there before."""
+    """An address gives a badge as the first cell and an install from there; without it both are as before."""
     py, ipynb = texts("pipeline")
-    with_url, notebook = make.made(py, "pipeline", URL)
+    with_url, notebook = make.make_notebook(py, "pipeline", URL)
     first, _, install, *_ = nbformat.reads(notebook, 4).cells
     assert "(https://colab.research.google.com/github/owner/rampup/blob/main/notebooks/pipeline.ipynb)" in first.source
     assert f'"rampup[notebook,plot] @ git+{URL}"' in install.source
-    assert make.made(with_url, "pipeline", URL) == (with_url, notebook)
-    assert make.made(with_url, "pipeline", make.repository((ROOT / "pyproject.toml").read_text())) == (py, ipynb)
+    assert make.make_notebook(with_url, "pipeline", URL) == (with_url, notebook)
+    assert make.make_notebook(with_url, "pipeline", make.repository((ROOT / "pyproject.toml").read_text())) == (py, ipynb)
 
 
 @pytest.mark.parametrize(
     "url", [None, "https://gitlab.com/owner/rampup", "https://github.com/owner", "github.com/owner/rampup"]
 )
-def test_no_badge_where_colab_cannot_read(url):
-    """Colab opens notebooks from GitHub, so that other addresses get no badge."""
+def test_badge_needs_github(url):
+    """Colab opens notebooks from GitHub, so other addresses get no badge."""
     assert make.badge_cell(url, "pipeline") is None
 
 
 @pytest.mark.parametrize("url", [URL, f"{URL}/", f"{URL}.git"])
-def test_badge_of_every_spelling(url):
-    """The badge is the same however the address is written."""
+def test_badge_accepts_every_spelling(url):
+    """Every spelling of the address gives the same badge."""
     assert make.badge_cell(url, "pipeline") == make.badge_cell(URL, "pipeline")
 
 
 def test_repository_is_read_from_the_project():
-    """The address is `Repository` in project.urls, and None without it."""
+    """The address is `Repository` in project.urls, or None without it."""
     assert make.repository(f'[project]\nname = "a"\n[project.urls]\nRepository = "{URL}"\n') == URL
     assert make.repository('[project]\nname = "a"\n[project.urls]\nHomepage = "https://b"\n') is None
     assert make.repository('[project]\nname = "a"\n') is None
 
 
 def install(monkeypatch, url, packages):
-    """Run the install cell on a machine with these packages, and return the arguments of each `%pip`."""
+    """Run the install cell on a machine with these packages and return the arguments of each `%pip`."""
     found = [SimpleNamespace(name=name, version=version) for name, version in packages.items()]
     monkeypatch.setattr(importlib.metadata, "distributions", lambda: found)
     source = re.sub(r"%pip (.*)", r"ran.append(f'\1')", make.install_cell(url))
@@ -97,7 +97,7 @@ def install(monkeypatch, url, packages):
 
 
 def test_install_keeps_the_machines_jax(monkeypatch, tmp_path):
-    """Pip is bound to the versions of jax, jaxlib, its plugins and libtpu that are there, and to no others."""
+    """Pip keeps the installed versions of jax, jaxlib, its plugins and libtpu, and no others."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     packages = {"jax": "0.7.2", "jaxlib": "0.7.2", "jax-cuda12-plugin": "0.7.2", "libtpu": "0.0.21.1", "numpy": "2.0"}
     (command,) = install(monkeypatch, URL, packages)
@@ -107,7 +107,7 @@ def test_install_keeps_the_machines_jax(monkeypatch, tmp_path):
 
 
 def test_install_from_the_clone(monkeypatch, tmp_path):
-    """Without an address the clone around the notebook is installed; outside of one that is an error that says so."""
+    """Without an address, the cell installs the clone that contains the notebook; outside of a clone it is an error."""
     monkeypatch.chdir(FOLDER)
     (command,) = install(monkeypatch, None, {})
     assert command.endswith(f'"{ROOT.resolve()}[notebook,plot]"')
@@ -117,16 +117,16 @@ def test_install_from_the_clone(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("url", [None, URL])
-def test_nothing_is_installed_twice(monkeypatch, tmp_path, url):
-    """Where rampup is there already, wherever the notebook stands, pip is not run."""
+def test_install_skips_an_installed_rampup(monkeypatch, tmp_path, url):
+    """If rampup is installed, pip does not run, wherever the notebook is."""
     monkeypatch.chdir(tmp_path)
     assert install(monkeypatch, url, {"rampup": "0.1.0"}) == []
 
 
 @pytest.mark.notebooks
 @pytest.mark.parametrize("name", make.NAMES)
-def test_runs(name, monkeypatch):
-    """Every cell runs on a CPU, and what the notebook is about can be read in what it prints."""
+def test_notebook_runs(name, monkeypatch):
+    """Every cell runs on a CPU, and the output shows what the notebook is about."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", 4)
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(FOLDER)}}).execute()
