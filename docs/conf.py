@@ -34,6 +34,9 @@ exclude_patterns = ["_build", "_ext", "_templates"]
 for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
     shutil.copyfile(notebook, DOCS / "tutorials" / notebook.name)
 
+# Pages of names that no longer exist.
+shutil.rmtree(DOCS / "reference" / "api", ignore_errors=True)
+
 # The tests run the notebooks. RAMPUP_DOCS_NOTEBOOKS=force also runs them here, so that the pages show their output.
 nb_execution_mode = os.environ.get("RAMPUP_DOCS_NOTEBOOKS", "off")
 nb_execution_timeout = 600

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def run_page(page: Path, read_output: Callable[[], str]) -> None:
         page: the page.
         read_output: returns what has been printed since it was last called.
     """
+    warnings.filterwarnings("error", message=".*rampup", category=DeprecationWarning)
     namespace: dict[str, object] = {"__name__": page.stem}
     for number, (language, text) in enumerate(blocks(page)):
         if language == "python":
