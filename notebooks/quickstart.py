@@ -314,9 +314,7 @@ import signal
 import tempfile
 from pathlib import Path
 
-from rampup.run.checkpoint import CheckpointOptions
 from rampup.run.events import StepDone
-from rampup.run.metrics import MetricOptions
 
 folder = Path(tempfile.mkdtemp())
 STOP_AFTER_STEP = 40  # @param {type:"integer"}
@@ -337,8 +335,8 @@ def run(name, stop_after=None):
         step=step,
         batches=lambda start: rampup.step_batches(rows, plan, mesh, start=start, seed=0),
         folder=folder / name,
-        metrics=MetricOptions(learning_rate=lambda step: 0.005, tokens_per_sample=1),
-        checkpoints=CheckpointOptions(checkpoint_period=STEPS, identity={"data": "spirals"}),
+        metrics=rampup.MetricOptions(learning_rate=lambda step: 0.005, tokens_per_sample=1),
+        checkpoints=rampup.CheckpointOptions(checkpoint_period=STEPS, identity={"data": "spirals"}),
         on_event=on_event,
     ).run(state)
     print(f"{name}: steps {summary.resumed_from} to {summary.steps}, loss {summary.final_loss:.4f}")
