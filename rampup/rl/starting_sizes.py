@@ -86,7 +86,7 @@ TRLX = (
 )
 TABLES = {"trlx": TRLX}
 TRADE_OFFS = (
-    "a smaller batch needs less memory, but its gradient is noisier, so that the learning rate may have to go down",
+    "a smaller batch needs less memory, but its gradient is noisier, so the learning rate may have to be lower",
     "fewer rollouts before training need less memory and keep samples closer to the policy, but are less diverse experience",
 )
 

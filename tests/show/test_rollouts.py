@@ -64,6 +64,6 @@ def test_a_suggestion_shows_both_columns_and_the_memory():
     text = " ".join(printed(print_suggestion, suggest("6B", system="trlx", memory_gib=80)).split())
     assert "num_rollouts 128 64" in text
     assert "training state: 100.6 GiB, at least 2 devices of 80 GiB" in text
-    assert "a starting point, not a result" in text
+    assert "a starting point only" in text
     without = printed(print_suggestion, suggest("6B", system="skyrl", memory_gib=80))
     assert "num_rollouts" not in without
