@@ -1,4 +1,4 @@
-"""Every test runs on eight pretended CPU devices, and a program that two tests share is compiled once, by whichever process."""
+"""All tests run on eight simulated CPU devices and share one compilation cache, also between worker processes."""
 
 import os
 import signal
@@ -9,24 +9,29 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-# Commands that tests start need not start anew for it.
+# Commands that tests start need not re-execute themselves to set it.
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
+import hypothesis
 import jax
 
-# A shell that runs the tests in the background has them ignore Ctrl-C, which some of them press.
+# A shell that runs the tests in the background makes them ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
-# What takes long runs only where it is asked for by its marker: `pytest -m faults`, `pytest -m notebooks`.
-ON_REQUEST = ("faults", "notebooks")
+# A deadline for each example would test how busy the machine is.
+hypothesis.settings.register_profile("rampup", deadline=None)
+hypothesis.settings.load_profile("rampup")
+
+# Tests with these markers run only if the marker is selected, for instance by `pytest -m faults`.
+ON_REQUEST = ("bench", "faults", "notebooks")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out what nobody has asked for."""
-    unasked = [name for name in ON_REQUEST if name not in config.option.markexpr]
-    left_out = [item for item in items if any(item.get_closest_marker(name) for name in unasked)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    """Deselect the tests that run on request only."""
+    left_out = {name for name in ON_REQUEST if name not in config.option.markexpr}
+    deselected = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in deselected]

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rampup.errors import ConfigError
@@ -79,7 +79,6 @@ def test_balance_is_nearly_optimal_on_tiny_inputs():
     assert missed <= 5
 
 
-@settings(deadline=None)
 @given(lengths=LENGTHS, data=st.data(), equal_count=st.booleans(), cost=st.sampled_from(["tokens", WORKLOAD, (0, 3)]))
 def test_balance_has_every_sequence_once(lengths, data, equal_count, cost):
     """No part is empty, every sequence appears once, equal counts differ by at most one, and a second run gives the same."""
@@ -94,7 +93,6 @@ def test_balance_has_every_sequence_once(lengths, data, equal_count, cost):
     assert balance(lengths, k, cost, equal_count) == parts
 
 
-@settings(deadline=None)
 @given(lengths=LENGTHS, data=st.data())
 def test_balance_stays_within_grahams_bound(lengths, data):
     """No part exceeds the mean by more than (1 - 1/k) of the longest sequence, nor is the largest below what any has."""
@@ -262,7 +260,6 @@ def test_balance_rejects_bad_costs(cost):
     assert caught.value.key == "cost"
 
 
-@settings(deadline=None)
 @given(
     lengths=LENGTHS,
     slack=st.integers(0, 100),

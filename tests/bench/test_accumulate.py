@@ -11,62 +11,63 @@ from rampup.bench.measure import Seconds
 from rampup.run.mesh import make_mesh
 
 
-@pytest.fixture(scope="module")
-def result():
-    """Return the quick benchmark of two microbatches."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accumulate, "QUICK_COUNTS", (2,))
-        return run(quick=True)
-
-
-def test_ours_reduces_once_whatever_k_is(result):
-    """The bytes reduced in a step of ours are those of one gradient and none in a loop; the peers' grow with k."""
+@pytest.mark.parametrize("k", [1, 2])
+def test_rampup_reduces_once_for_any_number_of_microbatches(k):
+    """A step reduces the bytes of one gradient, and none in a loop."""
     gradient = 4 * QUICK.model.num_parameters
-    of = {row["system"]: row for row in result.rows}
-    assert set(of) == set(SYSTEMS)
-    assert of[RAMPUP]["in_loops"] == 0
-    assert gradient <= of[RAMPUP]["reduced_bytes"] < gradient + 64
+    found = build(RAMPUP, QUICK, k, make_mesh(devices=jax.devices()[:REDUCING_DEVICES])).reductions(k)
+    assert found.in_loops == 0
+    assert gradient <= found.num_bytes < gradient + 64
+
+
+@pytest.mark.bench
+def test_baselines_reduce_once_per_microbatch(quick):
+    """The bytes that the other systems reduce grow with k."""
+    gradient = 4 * QUICK.model.num_parameters
+    rows = {row["system"]: row for row in quick("accumulate").rows if row["k"] == 2}
+    assert set(rows) == set(SYSTEMS)
     for name in (MULTI_STEPS, MICROBATCHING):
-        assert of[name]["reduced_bytes"] >= 2 * gradient
-    assert of[MICROBATCHING]["in_loops"] > 0
-    single = build(RAMPUP, QUICK, 1, make_mesh(devices=jax.devices()[:REDUCING_DEVICES])).reductions(1)
-    assert (single.number, single.num_bytes) == (of[RAMPUP]["all_reduces"], of[RAMPUP]["reduced_bytes"])
+        assert rows[name]["reduced_bytes"] >= 2 * gradient
+    assert rows[MICROBATCHING]["in_loops"] > 0
 
 
-def test_one_microbatch_costs_no_pass_over_the_gradients():
-    """On one device ours moves what the hand-written step moves: no gradient is divided after it is there."""
+def test_rampup_accesses_no_more_bytes_for_one_microbatch():
+    """On one device it accesses the bytes of the hand-written step: no extra pass over the gradients."""
     mesh, gradient = make_mesh(devices=jax.devices()[:1]), 4 * QUICK.model.num_parameters
-    ours, plain = (build(name, QUICK, 1, mesh).executable.cost_analysis()["bytes accessed"] for name in (RAMPUP, PLAIN))
-    assert ours < plain + gradient
+    rampup, plain = (build(name, QUICK, 1, mesh).executable.cost_analysis()["bytes accessed"] for name in (RAMPUP, PLAIN))
+    assert rampup < plain + gradient
 
 
-def test_every_row_is_complete(result):
-    """Times are positive, one system is the fastest, and the hand-written step is one times itself."""
-    assert min(row["over_fastest"] for row in result.rows) == 1
-    assert next(row["over_plain"] for row in result.rows if row["system"] == PLAIN) == 1
-    assert all(row["step_ms"] > 0 and row["temp_bytes"] > 0 for row in result.rows)
-    assert {tuple(row) for row in result.rows} == {result.columns}
+@pytest.mark.bench
+def test_ratios_are_to_the_fastest_and_to_the_plain_step(quick):
+    """One system is the fastest, and the hand-written step is one times itself."""
+    rows = [row for row in quick("accumulate").rows if row["k"] == 2]
+    assert min(row["over_fastest"] for row in rows) == 1
+    assert next(row["over_plain"] for row in rows if row["system"] == PLAIN) == 1
+    assert all(row["step_ms"] > 0 and row["temp_bytes"] > 0 for row in rows)
 
 
-def test_tuned_takes_the_cut_that_was_fastest(monkeypatch):
-    """Of one, two and four microbatches of the same 8 rows it takes the one that took the least time, here two."""
-    asked = []
+@pytest.mark.bench
+def test_fastest_split_takes_the_least_time(monkeypatch):
+    """Of one, two and four microbatches of the same 8 rows it takes the fastest, here two."""
+    seen = []
 
     def turns(candidates, *, rounds):
-        asked.append(sorted(candidates))
+        seen.append(sorted(candidates))
         return {name: Seconds(all=(abs(int(name) - 2.0),) * rounds) for name in candidates}
 
     monkeypatch.setattr(accumulate, "take_turns", turns)
     mesh = make_mesh(devices=jax.devices()[:1])
     problem, k = accumulate.fastest_split(QUICK, 4, mesh)
     assert (problem.rows, k) == (2 * QUICK.rows, 2)
-    assert asked == [["1", "2", "4"]]
+    assert seen == [["1", "2", "4"]]
     trained = [build(name, *cut, mesh).step() for name, cut in ((TUNED, (problem, k)), (RAMPUP, (QUICK, 4)))]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), *trained)
 
 
-def test_without_devices_to_reduce_over_it_says_so(monkeypatch):
-    """On one device no all-reduce is counted and a note says why."""
+@pytest.mark.bench
+def test_reductions_need_several_devices(monkeypatch):
+    """On one device no all-reduce is counted, and a note gives the reason."""
     devices = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: devices)
     monkeypatch.setattr(accumulate, "QUICK_COUNTS", (1,))
@@ -76,8 +77,8 @@ def test_without_devices_to_reduce_over_it_says_so(monkeypatch):
     assert "fewer than 4 devices" in result.notes[-1]
 
 
-def test_all_systems_train_alike():
-    """After three steps on the same rows the hand-written step and optax.microbatching have our parameters."""
+def test_systems_reach_the_same_parameters():
+    """After three steps on the same rows, rampup, the hand-written step and optax.microbatching have the same parameters."""
     mesh = make_mesh(devices=jax.devices()[:1])
     trained = {}
     for name in (RAMPUP, PLAIN, MICROBATCHING):

@@ -1,4 +1,4 @@
-"""Tests of rampup.bench.contenders: every contender trains on the same rows and reaches the same losses."""
+"""Tests of rampup.bench.contenders."""
 
 import jax
 import numpy as np
@@ -34,23 +34,26 @@ def runs():
     return found
 
 
-def test_losses_are_those_of_the_hand_written_step(runs):
-    """Ours in every mode and optax.microbatching have the losses of the plain big batch, on the same rows."""
+@pytest.mark.bench
+def test_contenders_have_the_losses_of_the_big_batch(runs):
+    """Rampup with every policy and optax.microbatching have the losses of the big batch on the same rows."""
     for name in (FIXED, PER_PHASE, AUTO, MICROBATCHING):
         np.testing.assert_allclose(runs[name][0], runs[JIT][0], rtol=1e-4)
     assert len(runs[MULTI_STEPS][0]) == 3 * STEPS
 
 
-def test_compilations(runs):
-    """One program serves ours with fixed microbatches, MultiSteps and optax.microbatching; a jit per size has three."""
+@pytest.mark.bench
+def test_contenders_compile_as_often_as_documented(runs):
+    """Rampup with fixed microbatches, MultiSteps and optax.microbatching compile once, a jit per size three times."""
     counts = {name: run[1] for name, run in runs.items()}
     assert [counts[name] for name in (FIXED, MULTI_STEPS, MICROBATCHING, JIT)] == [1, 1, 1, 3]
     assert 1 <= counts[AUTO] <= 2
     assert 1 <= counts[PER_PHASE] <= 3
 
 
-def test_cuts(runs):
-    """Sizes of microbatches are those of the mode; a step in another size than planned is counted as late."""
+@pytest.mark.bench
+def test_contenders_run_the_sizes_of_their_policy(runs):
+    """A step in another size than planned counts as late."""
     b = QUICK.rows
     assert runs[FIXED][2] == runs[MULTI_STEPS][2] == runs[MICROBATCHING][2] == [b] * 3 * STEPS
     assert runs[JIT][2] == [k * b for k in (1, 2, 3) for _ in range(STEPS)]
@@ -61,8 +64,8 @@ def test_cuts(runs):
     assert runs[FIXED][3] == []
 
 
-def test_strided_rows_are_microbatches_of_consecutive_rows():
-    """Cut as optax.microbatching cuts, the rows give back the microbatches in order, then zeros."""
+def test_strided_gives_microbatches_of_consecutive_rows():
+    """Split as optax.microbatching does, the rows are the microbatches in order, then zeros."""
     rows = np.arange(12).reshape(6, 2) + 1
     found = strided(rows, rows=3, most=4).reshape(4, 3, 2, order="F")
     column = strided({"x": rows[:, 0]}, rows=3, most=4)["x"].reshape((4, 3), order="F")

@@ -36,12 +36,12 @@ def unwanted(x: package_that_nobody_has.Tensor):
         ([10, 1, 1, 1, 1, 1], 2, True, [[0, 1, 3], [2, 4, 5]]),
     ],
 )
-def test_our_writing_of_the_peer_gives_its_partitions(costs, k, equal_size, expected):
+def test_karmarkar_karp_has_the_partitions_of_verl(costs, k, equal_size, expected):
     """These partitions were obtained from veRL's own function."""
     assert karmarkar_karp(costs, k, equal_size) == expected
 
 
-def test_our_writing_of_the_peer_partitions():
+def test_karmarkar_karp_partitions():
     """Every item is in one part, and equal sizes are equal."""
     rng = random.Random(0)
     for _ in range(100):
@@ -53,8 +53,8 @@ def test_our_writing_of_the_peer_partitions():
             assert not equal_size or {len(part) for part in parts} == {len(costs) // k}
 
 
-def test_the_installed_file_is_used_without_its_dependencies(monkeypatch, tmp_path):
-    """An installed verl gives the peer, though neither the package nor what the file imports can be imported."""
+def test_verl_partition_uses_the_installed_file(monkeypatch, tmp_path):
+    """The functions of an installed verl are used although the package cannot be imported."""
     folder = tmp_path / "verl" / "utils"
     folder.mkdir(parents=True)
     (folder / "seqlen_balancing.py").write_text(FILE)
@@ -66,15 +66,15 @@ def test_the_installed_file_is_used_without_its_dependencies(monkeypatch, tmp_pa
     assert "unwanted" not in definitions_in(folder / "seqlen_balancing.py", *VERL_FUNCTIONS, heapq=heapq)
 
 
-def test_without_verl_the_peer_is_ours(monkeypatch):
-    """Where the package is absent, the same method is timed, and the result says so."""
+def test_verl_partition_falls_back_to_the_reimplementation(monkeypatch):
+    """Without the package the same method is timed, and the origin says so."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     partition, origin = verl_partition()
     assert partition is karmarkar_karp
     assert "not installed" in origin
 
 
-def test_samples_are_skewed_and_repeatable():
+def test_sample_lengths_are_skewed_and_reproducible():
     """The same seed gives the same lengths, of the right range, with a mean well above the median."""
     lengths = sample_lengths(5_000, 1)
     assert lengths == sample_lengths(5_000, 1) != sample_lengths(5_000, 2)
@@ -82,8 +82,8 @@ def test_samples_are_skewed_and_repeatable():
     assert sum(lengths) / len(lengths) > 1.2 * sorted(lengths)[2_500]
 
 
-def test_the_benchmark_is_won():
-    """In a quick run rampup's imbalance and padding are no worse than the peer's in any row, and every row is complete."""
+def test_packing_bench_is_no_worse_than_verl():
+    """In a quick run rampup's imbalance and padding are no worse than veRL's in any row."""
     result = run(quick=True)
     assert result.name == "packing"
     assert len(result.rows) == 6

@@ -1,42 +1,42 @@
-"""Tests of rampup.bench.plan: what is compared, and that the answers agree."""
+"""Tests of rampup.bench.plan."""
 
 import pytest
 
 from rampup.bench.maxtext import ReplayManager
-from rampup.bench.plan import CONFIG, FAR_STEP, run
+from rampup.bench.plan import CONFIG, FAR_STEP
 from rampup.plan.maxtext_manager import RampupBatchManager
 
 
-@pytest.fixture(scope="module")
-def result():
-    """Return the quick benchmark."""
-    return run(quick=True)
-
-
-def test_rows_are_complete(result):
-    """Look-ups, resumes, an update and the host's two parts stand there, each beside its peer."""
+@pytest.mark.bench
+def test_plan_bench_covers_all_cases(quick):
+    """Look-ups, resumes, an update and the two parts of the host's work, each with its baseline."""
+    result = quick("plan")
     assert [row["peer"] for row in result.rows] == ["replay, extrapolated"] * 6 + ["update"] + ["the default recipe's step"] * 2
     assert {tuple(row) for row in result.rows} == {result.columns}
     assert all(row["peer_microseconds"] > 0 for row in result.rows)
 
 
-def test_a_look_up_is_not_a_replay(result):
-    """At a step this far, every look-up and every resume is more than a thousand times as fast as the replay."""
+@pytest.mark.bench
+def test_look_ups_are_faster_than_a_replay(quick):
+    """At a step this far, every look-up and every resume is over a thousand times faster than the replay."""
+    result = quick("plan")
     assert all(row["times_faster"] > 1e3 for row in result.rows[:6])
 
 
-def test_the_notes_say_what_was_extrapolated(result):
-    """The replayed steps, the factor and where the peer is from are in the notes."""
+@pytest.mark.bench
+def test_notes_name_what_was_extrapolated(quick):
+    """The replayed steps and the factor are in the notes."""
+    result = quick("plan")
     assert f"step {FAR_STEP:,} by replaying" in result.notes[0]
     assert "multiplied by 333,333" in result.notes[0]
 
 
-def test_the_peer_answers_the_same():
-    """On the way through the benchmark's ramp, look-up and replay give the same batch at every thousandth step."""
-    theirs = ReplayManager(CONFIG, 0)
-    ours = RampupBatchManager(CONFIG)
+def test_manager_agrees_with_the_replay():
+    """Through the benchmark's ramp, look-up and replay give the same batch at every thousandth step."""
+    replay = ReplayManager(CONFIG, 0)
+    manager = RampupBatchManager(CONFIG)
     for step in range(30_000):
         if step % 1_000 == 0:
-            assert ours.ramp.global_batch_size_at(step) == theirs.global_batch_size_current
-            assert ours.ramp.samples_before(step) == theirs.total_used_samples
-        theirs.update()
+            assert manager.ramp.global_batch_size_at(step) == replay.global_batch_size_current
+            assert manager.ramp.samples_before(step) == replay.total_used_samples
+        replay.update()

@@ -1,14 +1,28 @@
-"""Tests of rampup.bench.ramp: counts and the table, not times."""
+"""Tests of rampup.bench.ramp: counts and the tables, not times."""
 
 import jax
 import pytest
 
 from rampup.bench.contenders import CONTENDERS, FIXED, JIT, MICROBATCHING, MULTI_STEPS, QUICK, SMALL
-from rampup.bench.ramp import CPU_SIZES, PHASES, QUICK_SIZES, Clocked, Trip, ramp_plan, rows, trip
+from rampup.bench.ramp import (
+    CPU_SIZES,
+    PHASES,
+    QUICK_SIZES,
+    TRANSITION_PHASES,
+    Clocked,
+    Steps,
+    Trip,
+    ramp_plan,
+    rows,
+    timed_steps,
+    transition_plan,
+    transition_rows,
+    trip,
+)
 from rampup.run.mesh import make_mesh
 
 
-def test_the_ramp_has_eight_phases_of_one_shape():
+def test_ramp_plan_has_eight_phases_of_one_shape():
     """The measured ramp goes from one microbatch to eight, one shape, with steps to spare in the last phase."""
     for problem, sizes in ((QUICK, QUICK_SIZES), (SMALL, CPU_SIZES)):
         plan = ramp_plan(problem, *sizes)
@@ -17,9 +31,10 @@ def test_the_ramp_has_eight_phases_of_one_shape():
         assert plan.total_steps - plan.ramp.ramp_steps >= 2
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize(("name", "compilations"), [(FIXED, 1), (JIT, PHASES)])
-def test_compilations_of_a_whole_ramp(name, compilations):
-    """Through eight phases ours compiles once, and a jit per batch size once a phase."""
+def test_trip_counts_compilations(name, compilations):
+    """Through eight phases rampup compiles once, and a jit per batch size once a phase."""
     found = trip(name, QUICK, ramp_plan(QUICK, *QUICK_SIZES, replicas=4), make_mesh(devices=jax.devices()[:4]))
     assert found.compilations == compilations
     for clock in (found.wall, found.cpu):
@@ -29,7 +44,7 @@ def test_compilations_of_a_whole_ramp(name, compilations):
         assert clock.over_own == clock.seconds / (clock.first_seconds + clock.step_seconds)
 
 
-def test_the_ideal_is_the_best_of_all():
+def test_rows_start_with_the_ideal():
     """The ideal takes the best time per row and the shortest first compilation of any system, in their medians."""
     plan = ramp_plan(QUICK, *QUICK_SIZES)
     trips = {}
@@ -49,7 +64,62 @@ def test_the_ideal_is_the_best_of_all():
         assert tuple(row) == tuple(ideal)
 
 
-def test_contenders_are_ours_and_three_peers():
-    """Ours runs in three modes beside three other ways to grow a batch."""
+def test_contenders_are_three_policies_and_three_baselines():
+    """Rampup runs with three policies, next to three other ways to grow a batch."""
     assert len(CONTENDERS) == 6
     assert sum(name.startswith("rampup") for name in CONTENDERS) == 3
+
+
+PLAN = transition_plan(QUICK, 4, 4)
+
+
+def steps(seconds, sizes=(2,) * 12, **more):
+    """Return a run."""
+    return Steps(seconds=tuple(seconds), microbatch_sizes=tuple(sizes), compilations=1, **more)
+
+
+def test_transition_plan_has_three_phases():
+    """Three phases of as many steps each, of one, two and three microbatches."""
+    assert [phase.start_step for phase in PLAN.ramp.phases] == [0, 4, 8]
+    assert PLAN.ramp.sizes == (QUICK.rows, 2 * QUICK.rows, 3 * QUICK.rows)
+    assert PLAN.total_steps == 4 * TRANSITION_PHASES
+
+
+def test_changes_are_new_phases_and_new_sizes():
+    """The first step of a phase and the first in another size are changes; the first step of the run is not."""
+    assert steps([1] * 12).changes(PLAN) == [4, 8]
+    assert steps([1] * 12, [2] * 6 + [4] * 6).changes(PLAN) == [4, 6, 8]
+
+
+def test_slowest_change_sees_stalls_and_not_slower_phases():
+    """A step is compared with those of its phase and size; the compilation before the first does not count."""
+    calm = [99, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    assert steps(calm).slowest_change(PLAN) == 1
+    stalled = [*calm[:8], 30, 3, 3, 3]
+    assert steps(stalled).slowest_change(PLAN) == 10
+    assert steps(stalled).slowest_control(PLAN) == 1
+    late = [*calm[:4], 2, 2, 8, 5, *calm[8:]]
+    assert steps(late, [2] * 6 + [4] * 6).slowest_change(PLAN) == pytest.approx(8 / 6.5)
+
+
+def test_transition_rows_compare_medians():
+    """Every contender has its median over the runs, its least, and its ratio to rampup with fixed microbatches."""
+    calm = [9, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
+    runs = {
+        FIXED: [steps(calm)] * 3,
+        JIT: [steps([*calm[:8], slow, 3, 3, 3], num_late=4) for slow in (6, 30, 60)],
+    }
+    rampup, jit = transition_rows(runs, PLAN)
+    assert (rampup["slowest_change"], rampup["times_ours"], rampup["late_steps"]) == (1, 1, 0)
+    assert (jit["slowest_change"], jit["least"], jit["times_ours"], jit["late_steps"]) == (10, 2, 10, 4)
+    assert jit["slowest_ms"] == 30_000
+    assert tuple(rampup) == tuple(jit)
+
+
+@pytest.mark.bench
+def test_timed_steps_times_every_step():
+    """Every step of the run has its time and its size."""
+    found = timed_steps(FIXED, QUICK, PLAN)
+    assert len(found.seconds) == len(found.microbatch_sizes) == PLAN.total_steps
+    assert found.compilations == 1
+    assert all(seconds > 0 for seconds in found.seconds)

@@ -6,22 +6,24 @@ from rampup.bench.maxtext import ReplayManager
 from rampup.bench.scale import FAKE_DEVICES, planning_rows, run_processes
 
 
+@pytest.mark.bench
 def test_two_processes_train_as_one():
-    """Two joined processes of four devices each have the losses of one of eight, one program each, and half the rows."""
+    """Two processes of four devices have the losses of one of eight, one program each, and half the rows."""
     one, two = (run_processes(number, 1, quick=True) for number in (1, 2))
     assert one["losses"] == pytest.approx(two["losses"], rel=1e-5)
     assert (one["compilations"], two["compilations"]) == (1, 1)
     assert one["rows"] == 2 * two["rows"] == 4 * 2 * FAKE_DEVICES
 
 
-def test_a_process_that_fails_is_reported():
-    """Where a process ends with an error, its last words are in ours."""
+@pytest.mark.bench
+def test_run_processes_reports_a_failure():
+    """The error of a process is in the message."""
     with pytest.raises(RuntimeError, match=r"(?s)process 0 of 3 failed:.*8 devices cannot be shared by 3 processes"):
         run_processes(3, 1, quick=True)
 
 
-def test_large_plans():
-    """Plans for thousands of devices have a phase per size, one shape or one a phase, and little memory for each."""
+def test_planning_rows_have_one_shape_or_one_per_phase():
+    """Plans for thousands of devices have a phase per size and little memory for each."""
     fixed, per_phase = planning_rows(65_536, 50, ReplayManager, 1)
     assert (fixed["phases"], fixed["compilations"]) == (50, 1)
     assert (per_phase["phases"], per_phase["compilations"]) == (50, 50)

@@ -159,7 +159,7 @@ configs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(configs, st.sampled_from([1, 2, 3, 4, 8, 12]))
 def test_any_config_gives_a_valid_plan_or_an_error_with_a_key(keys, devices):
     """In a valid plan, the factors of every phase multiply to its batch."""

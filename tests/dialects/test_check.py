@@ -180,7 +180,7 @@ def values(entries):
 @pytest.mark.parametrize(
     ("system", "entries"), [("skyrl", SKYRL), ("verl", VERL), ("trlx", TRLX)], ids=["skyrl", "verl", "trlx"]
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_file_gives_a_verdict_or_a_clear_error(system, entries, data):
     """No exception but ours; a verdict is JSON, names keys and legal values, and is explained."""

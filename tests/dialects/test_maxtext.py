@@ -273,7 +273,7 @@ def test_misspelt_and_mistyped_keys():
         found({"enable_rampup_batch_size": "sometimes"})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(
         st.sampled_from(sorted(KEYS)),

@@ -155,7 +155,7 @@ def test_agentic_learners_generate_one_prompt_at_a_time():
     assert any("agentic" in note for note in result.notes)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(
         st.sampled_from(sorted(KEYS)),

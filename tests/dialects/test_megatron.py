@@ -287,7 +287,7 @@ def test_files_that_are_not_arguments(text):
         verdict("megatron", text, "world_size=8")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(
         st.sampled_from(sorted(KEYS)),
@@ -310,7 +310,7 @@ def test_nothing_but_our_errors_escapes(config):
     assert result.run == "fails" or not result.violations
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.text(alphabet="-abcm icro_batch=:'\"$(){}#\n01\\", max_size=80))
 def test_any_text_is_read_or_refused(text):
     """Random text never ends in anything but a verdict or a RampupError."""

@@ -68,7 +68,7 @@ def test_counts_are_positive(key):
 
 
 @given(wanted=st.integers(1, 60), chunk=st.integers(1, 20), prompts=st.none() | st.integers(1, 30), processes=st.integers(1, 3))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_what_is_collected(wanted, chunk, prompts, processes):
     """Whole chunks until there are enough; alone, a process meets a short chunk at the end of each reading."""
     change = {ROLLOUTS: wanted, CHUNK: chunk, "num_processes": processes}

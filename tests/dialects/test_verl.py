@@ -178,7 +178,7 @@ def test_a_short_budget_is_noted():
     responses=st.integers(1, 6),
     replicas=st.integers(1, 9),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_newer_trainer_pads_to_whole_mini_batches(train, mini, critic, responses, replicas):
     """Samples are filled up to the least multiple that suits replicas, actor and critic, and no further."""
     change = {TRAIN: train, MINI: mini, C_MINI: critic, RESPONSES: responses, GPUS: replicas, **CRITIC, **BUDGET}

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rampup.errors import ConfigError, DataError, RampupError, ResumeMismatchError
@@ -50,7 +50,6 @@ def samples(plan):
 sizes = st.integers(1, 6)
 
 
-@settings(deadline=None)
 @given(sizes, sizes, sizes, sizes, sizes, st.booleans(), st.integers(0, 3), st.booleans())
 def test_mini_batches_have_every_sample_once(prompts, n, mini, micro, replicas, pad, seed, together):
     """Every epoch has every sample once, in microbatches of one shape, and weights mark exactly the real rows."""

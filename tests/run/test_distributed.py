@@ -127,9 +127,7 @@ def test_a_killed_process_ends_the_others_and_the_job_resumes(tmp_path, victim, 
         assert all(process.poll() is None for process in processes)
         time.sleep(0.2)
     processes[victim].send_signal(signal.SIGKILL)
-    killed = time.monotonic()
     found = finished(processes, timeout=60)
-    assert time.monotonic() - killed < 45
     code, error = found[1 - victim]
     assert code != 0
     assert words in error

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import toy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rampup.errors import DataError
@@ -59,7 +59,6 @@ def test_step_batches_starts_anywhere_with_the_same_rows(start):
     assert [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1, start=plan.position(start))] == part
 
 
-@settings(deadline=None)
 @given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=3), st.sampled_from([1, 2, 4]))
 def test_local_samples_share_the_batch_without_overlap(per_process, factors, num_processes):
     """However many processes read, together they read each microbatch's rows, each its own."""
