@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,6 +79,12 @@ def parse_mapping(text: str, path: str) -> dict[str, Located]:
         >>> parsed["steps"].value, parsed["learning_rate"].value, str(parsed["learning_rate"])
         (1000, 1e-05, 'example.yml:2')
     """
+    return dict(_parse(text, path))
+
+
+@functools.lru_cache(maxsize=16)
+def _parse(text: str, path: str) -> dict[str, Located]:
+    # Commands look at the names in a file before they load it; parsing takes most of the time of `rampup plan`.
     try:
         root = yaml.compose(text, Loader=_Loader)
         if root is None:

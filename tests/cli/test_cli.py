@@ -49,7 +49,7 @@ def test_plan_json(capsys):
     assert plan["eval"]["microbatch_size"] == 12
 
 
-def test_settings_and_options_may_stand_in_any_order(capsys):
+def test_settings_and_options_take_any_order(capsys):
     """key=value before and after options is the same."""
     _, one = run_json(capsys, "plan", "--devices", "4", BASE, "steps=9", "log_period=3")
     _, two = run_json(capsys, "plan", BASE, "steps=9", "--devices=4", "log_period=3")
@@ -57,7 +57,7 @@ def test_settings_and_options_may_stand_in_any_order(capsys):
     assert one["total_steps"] == 9
 
 
-def test_plan_is_a_table(capsys):
+def test_plan_prints_a_table(capsys):
     """Without --json the plan is a table for people."""
     assert main(["plan", BASE, "--devices", "4"]) == 0
     text = capsys.readouterr().out
@@ -65,13 +65,13 @@ def test_plan_is_a_table(capsys):
     assert "passes" in text
 
 
-def test_a_machine_that_is_not_this_one_needs_no_jax():
+def test_plan_for_another_machine_needs_no_jax():
     """Planning for 4,096 devices imports no jax."""
     code = f"import sys, rampup.cli as cli; cli.main(['plan', {BASE!r}, '--devices', '4096']); assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_without_devices_the_plan_is_for_this_machine(capsys):
+def test_plan_counts_this_machine_s_devices(capsys):
     """The devices that JAX sees here are counted."""
     _, plan = run_json(capsys, "plan", BASE)
     assert plan["num_devices"] == 8
@@ -88,8 +88,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_a_bad_value_for_each_key_is_refused(name, capsys, tmp_path):
-    """Whatever is wrong with any key: exit code 2, an error that names the key, no plan and no traceback."""
+def test_plan_refuses_a_bad_value_of_each_key(name, capsys, tmp_path):
+    """Exit code 2 and an error that names the key; no plan and no traceback."""
     key = KEYS[name]
     for value in ["no such choice", ""] if key.choices else BAD[key.kind]:
         assert main(["plan", BASE, f"{name}={value}", "--devices", "4", "--json"]) == 2
@@ -123,7 +123,7 @@ def test_a_bad_value_for_each_key_is_refused(name, capsys, tmp_path):
         (["train", BASE, "--fake-devices", "0"], "fake-devices"),
     ],
 )
-def test_wrong_usage_is_an_error_like_any_other(arguments, key, capsys):
+def test_wrong_usage_is_a_json_error(arguments, key, capsys):
     """Exit code 2, one JSON object with type, message, key and nearest, and a line on standard error."""
     assert main([*arguments, "--json"]) == 2
     out, err = capsys.readouterr()
@@ -145,8 +145,8 @@ def test_help_and_version(capsys):
     assert "--fake-devices" in capsys.readouterr().out
 
 
-def test_rows(capsys):
-    """The rows of a step are named, as many as its batch, each with its source."""
+def test_rows_names_every_row(capsys):
+    """The output has one row per sample of the batch, each with its source."""
     code, result = run_json(capsys, "rows", BASE, "--step", "140", "--devices", "2")
     assert code == 0
     assert result["global_batch_size"] == len(result["rows"])
@@ -214,8 +214,8 @@ def test_train_json(uninterrupted):
     assert "phase 2 from step" in log
 
 
-def test_killed_and_started_again(uninterrupted, tmp_path):
-    """SIGKILL to a process that is seen training; started again, losses and samples are those of the undisturbed run."""
+def test_train_resumes_after_a_kill(uninterrupted, tmp_path):
+    """After SIGKILL during training, the restarted run has the losses and samples of the undisturbed one."""
     where = [f"base_output_directory={tmp_path}", "run_name=killed"]
     for after_step in (6, 17):
         process = start_and_see_alive(tmp_path / "killed", *where, after_step=after_step)
@@ -228,8 +228,8 @@ def test_killed_and_started_again(uninterrupted, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_stopped_by_a_signal(uninterrupted, tmp_path, number):
-    """Ctrl-C and SIGTERM: exit code 130, a checkpoint of that very step, and the rest as if nothing had happened."""
+def test_train_stops_on_a_signal(uninterrupted, tmp_path, number):
+    """Ctrl-C and SIGTERM: exit code 130, a checkpoint of that very step, and an exact resume."""
     where = [f"base_output_directory={tmp_path}", "run_name=stopped"]
     process = start_and_see_alive(tmp_path / "stopped", *where, after_step=5)
     process.send_signal(number)
@@ -241,7 +241,7 @@ def test_stopped_by_a_signal(uninterrupted, tmp_path, number):
     assert losses(tmp_path / "stopped") == uninterrupted[1]
 
 
-def test_a_finished_run_says_so(uninterrupted):
+def test_train_on_a_finished_run_does_nothing(uninterrupted):
     """Started again, a finished run exits 0 at once and prints its summary."""
     folder = Path(uninterrupted[0]["checkpoint"]).parent.parent
     summary, log = finished(f"base_output_directory={folder.parent}", f"run_name={folder.name}")
@@ -249,8 +249,8 @@ def test_a_finished_run_says_so(uninterrupted):
     assert summary == uninterrupted[0] | {"num_compilations": 0, "tokens_per_second": None}
 
 
-def test_a_failed_run_exits_1_with_the_traceback(tmp_path):
-    """An error that is not the user's: exit code 1, the traceback on standard error, the error as JSON."""
+def test_failure_exits_1_with_the_traceback(tmp_path):
+    """An unexpected error: exit code 1, the traceback on standard error, the error as JSON."""
     code = (
         "import sys, rampup.cli as cli, rampup.cli.plan as plan\n"
         "def fail(*_): raise RuntimeError('boom')\n"
@@ -263,8 +263,8 @@ def test_a_failed_run_exits_1_with_the_traceback(tmp_path):
     assert json.loads(result.stdout)["error"]["type"] == "RuntimeError"
 
 
-def test_a_closed_pipe_is_no_traceback():
-    """`rampup plan ... | head -1` ends quietly, as a program that a closed pipe stops: 128 + SIGPIPE."""
+def test_closed_pipe_exits_141():
+    """`rampup plan ... | head -1` ends without a message, like a program that SIGPIPE stops: 128 + 13."""
     script = f"{sys.executable} -m rampup plan {ROOT}/configs/bloom_176b.yml --all | head -1; echo ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
     assert result.stderr == ""
@@ -295,14 +295,14 @@ def test_timetable_json(capsys):
         (["--stages=4", "--microbatches=8", "-o", "/nowhere/picture.png"], "output"),
     ],
 )
-def test_timetables_that_cannot_be(capsys, arguments, key):
+def test_timetable_refuses_bad_options(capsys, arguments, key):
     """Each wrong option is refused by name."""
     code, result = run_json(capsys, "timetable", *arguments)
     assert (code, result["error"]["key"]) == (2, key)
 
 
-def test_timetable_is_a_picture(capsys, tmp_path):
-    """Without --json the picture and what is counted are printed, and -o draws it."""
+def test_timetable_prints_and_draws(capsys, tmp_path):
+    """Without --json the picture and the totals are printed, and -o draws it."""
     file = tmp_path / "picture.svg"
     assert main(["timetable", "--stages=2", "--microbatches=3", "-o", str(file)]) == 0
     printed = capsys.readouterr().out
@@ -321,7 +321,7 @@ def test_timetable_is_a_picture(capsys, tmp_path):
         (["per_device_batch_size_start=1", "per_device_batch_size_increment=3", "num_pipeline_microbatches=8"], None),
     ],
 )
-def test_pipelines_that_cannot_be_trained(capsys, tmp_path, settings, key):
+def test_train_refuses_bad_pipelines(capsys, tmp_path, settings, key):
     """Each wrong shape is refused with its key before anything is compiled, in every phase of the ramp."""
     common = ["base_num_decoder_layers=4", f"base_output_directory={tmp_path / 'out'}", "ici_pipeline_parallelism=4"]
     common = [text for text in common if text.split("=")[0] not in [setting.split("=")[0] for setting in settings]]
@@ -338,7 +338,7 @@ RL = str(ROOT / "configs" / "rl.yml")
 
 
 def test_plan_of_a_rollout(capsys, monkeypatch):
-    """A rollout's file is planned like a ramp's: a table for people, one object for programs, settings from everywhere."""
+    """A rollout is planned like a ramp: a table for people, one object for programs, settings from everywhere."""
     monkeypatch.setenv("RAMPUP_RL_NUM_ITERATIONS", "3")
     code, plan = run_json(capsys, "plan", RL, "num_prompts=100", "--devices", "4")
     assert code == 0
@@ -359,7 +359,7 @@ def test_plan_of_a_rollout(capsys, monkeypatch):
         (["steps=3"], "steps", None),
     ],
 )
-def test_a_rollout_that_cannot_be(settings, key, nearest, capsys):
+def test_plan_refuses_bad_rollouts(settings, key, nearest, capsys):
     """A rollout's errors are those of any command: exit code 2, key and nearest values."""
     devices = [] if "--devices" in settings else ["--devices", "4"]
     code, result = run_json(capsys, "plan", RL, *settings, *devices)
@@ -368,8 +368,8 @@ def test_a_rollout_that_cannot_be(settings, key, nearest, capsys):
     assert nearest is None or result["error"]["nearest"] == nearest
 
 
-def test_suggest(capsys):
-    """Starting sizes are one object with what is published, what is used and the memory behind them, or a table."""
+def test_suggest_json_and_table(capsys):
+    """One object with published and used sizes and the memory behind them, or a table."""
     code, result = run_json(capsys, "suggest", "--params", "6B", "--system", "trlx", "--memory-gib", "80")
     assert code == 0
     assert result["published"]["num_rollouts"] == 128
@@ -393,8 +393,8 @@ def test_suggest(capsys):
         (["--system", "trlx"], None),
     ],
 )
-def test_bad_suggestions(arguments, key, capsys):
-    """Whatever is wrong: exit code 2 and the key."""
+def test_suggest_refuses_bad_options(arguments, key, capsys):
+    """Exit code 2 and the key."""
     code, result = run_json(capsys, "suggest", *arguments)
     assert code == 2
     assert result["error"]["key"] == key
@@ -407,7 +407,7 @@ def test_rollouts_and_suggestions_need_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_a_restart_compiles_nothing(tmp_path):
+def test_train_restart_compiles_nothing(tmp_path):
     """A second process finds every program of the first in the compilation cache."""
     cache = tmp_path / "cache"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
@@ -419,13 +419,13 @@ def test_a_restart_compiles_nothing(tmp_path):
         arguments += ["learning_rate_schedule_steps=6"]
         subprocess.run(arguments, check=True, capture_output=True, env=environment)
         found.append({path.name for path in cache.iterdir() if path.name.endswith("-cache")})
-    assert any("fused_step" in name for name in found[0])
-    assert not [name for name in found[1] - found[0] if "fused_step" in name]
+    assert any("fused_update" in name for name in found[0])
+    assert not [name for name in found[1] - found[0] if "fused_update" in name]
 
 
 @pytest.mark.parametrize("kind", ["batch", "rate", "timetable"])
-def test_a_plan_is_drawn(capsys, tmp_path, kind):
-    """Each kind of picture of a configuration is written, and said to be."""
+def test_plot_draws_each_kind(capsys, tmp_path, kind):
+    """Each kind of picture of a configuration is written and reported."""
     file = tmp_path / "picture.svg"
     settings = ["ici_pipeline_parallelism=4", "per_device_batch_size=8", "--devices=8"]
     code, result = run_json(capsys, "plot", BASE, *settings, "--kind", kind, "-o", str(file))
@@ -433,8 +433,8 @@ def test_a_plan_is_drawn(capsys, tmp_path, kind):
     assert "<svg" in file.read_text()
 
 
-def test_runs_are_drawn_and_reported(capsys, tmp_path, uninterrupted):
-    """From the folder of a run alone: its metrics as a picture, and with its plan as a page."""
+def test_plot_and_report_read_a_run_folder(capsys, tmp_path, uninterrupted):
+    """From a run folder alone: its metrics as a picture, and with its plan as a page."""
     folder = Path(uninterrupted[0]["checkpoint"]).parent.parent
     picture, page = tmp_path / "picture.png", tmp_path / "page.html"
     assert main(["plot", str(folder), str(folder), "-o", str(picture), "--width", "6"]) == 0
@@ -470,8 +470,8 @@ def test_runs_are_drawn_and_reported(capsys, tmp_path, uninterrupted):
         (["report", BASE, "--from", "nobody", "-o", "x.html"], "from"),
     ],
 )
-def test_pictures_and_pages_that_cannot_be(capsys, tmp_path, monkeypatch, arguments, key):
-    """Each is refused like any other mistake, and no file is left behind."""
+def test_plot_and_report_refuse_bad_arguments(capsys, tmp_path, monkeypatch, arguments, key):
+    """Each is refused like any other mistake, and no file is written."""
     monkeypatch.chdir(tmp_path)
     assert main([*arguments, "--devices", "4", "--json"]) == 2
     error = json.loads(capsys.readouterr().out)["error"]
@@ -496,8 +496,8 @@ def test_tune_recommends_what_fits(capsys):
     assert (code, plan["phases"][0]["microbatch_size"]) == (0, found["phases"][0]["microbatch_size"])
 
 
-def test_tune_says_what_would_help_where_nothing_fits(capsys):
-    """It is refused like any other mistake, and the same one object holds the levers."""
+def test_tune_reports_memory_options_if_nothing_fits(capsys):
+    """It is refused like any other mistake, and the same object contains the memory options."""
     code, found = run_json(capsys, "tune", BASE, *SMALL, "--memory-gib", "1e-6", "--devices", "1")
     assert code == 2
     assert found["error"]["key"] == "microbatch_size"
@@ -519,7 +519,7 @@ def test_tune_says_what_would_help_where_nothing_fits(capsys):
         (["--memory-gib", "1", "--devices", "1", "ici_context_parallelism=2"], None),
     ],
 )
-def test_tune_needs_what_it_needs(capsys, options, key):
+def test_tune_refuses_bad_options(capsys, options, key):
     """A CPU has no limit of its own; each mistake is named before anything is compiled."""
     code, found = run_json(capsys, "tune", BASE, *options)
     assert code == 2

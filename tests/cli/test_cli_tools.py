@@ -42,8 +42,8 @@ def test_diff_json(capsys):
     assert "max_target_length" not in both["changed_keys"]
 
 
-def test_settings_are_for_the_first_plan_alone(capsys):
-    """A file beside itself with a setting shows what the setting changes; devices are for both."""
+def test_diff_applies_settings_to_the_first_plan(capsys):
+    """A file compared with itself plus a setting shows what the setting changes; devices apply to both."""
     _, both = run_json(capsys, "plan", BASE, "steps=7", "--diff", BASE, "--devices", "2")
     assert both["changed_keys"] == {"steps": {"a": 7, "b": 500}}
     assert both["a"]["num_devices"] == both["b"]["num_devices"] == 2
@@ -51,8 +51,8 @@ def test_settings_are_for_the_first_plan_alone(capsys):
 
 
 @pytest.mark.parametrize("width", [80, 200])
-def test_diff_marks_what_differs_and_loses_nothing(capsys, monkeypatch, width):
-    """Every phase of both plans with its numbers whole, and a mark on the phases that are not the same."""
+def test_diff_marks_differences_and_truncates_nothing(capsys, monkeypatch, width):
+    """Every phase of both plans with complete numbers, and a mark on the phases that differ."""
     text = run_text(capsys, monkeypatch, "plan", GPT3, "--diff", PALM, "--all", width=width)
     _, both = run_json(capsys, "plan", GPT3, "--diff", PALM)
     for plan in (both["a"], both["b"]):
@@ -65,8 +65,8 @@ def test_diff_marks_what_differs_and_loses_nothing(capsys, monkeypatch, width):
     assert "all keys are the same" in run_text(capsys, monkeypatch, "plan", BASE, "--diff", BASE, "--devices", "2")
 
 
-def test_diff_shows_patterns_as_they_are(capsys, monkeypatch, tmp_path):
-    """Square brackets in a file's name or in a value are not taken for a style."""
+def test_diff_prints_brackets_literally(capsys, monkeypatch, tmp_path):
+    """Square brackets in a file name or a value are not a style."""
     file = tmp_path / "[bold].yml"
     file.write_text(f"base_config: {BASE}\nsteps: 500\n")
     pattern = ["grain_eval_files=data/[ab]*.txt", "--devices", "2"]
@@ -76,7 +76,7 @@ def test_diff_shows_patterns_as_they_are(capsys, monkeypatch, tmp_path):
 
 
 def test_budget_json(capsys):
-    """The plan, and beside it what the budget means: exact integers, and hours from a throughput."""
+    """The plan, and with it the meaning of the budget: exact integers, and hours from a throughput."""
     _, plan = run_json(capsys, "plan", GPT3)
     code, result = run_json(capsys, "plan", GPT3, "--budget", "300B", "--tokens-per-second", "1.5M")
     budget = result.pop("budget")
@@ -88,7 +88,7 @@ def test_budget_json(capsys):
     assert "hours" not in run_json(capsys, "plan", GPT3, "--budget", "300B")[1]["budget"]
 
 
-def test_budget_in_words(capsys, monkeypatch):
+def test_budget_compares_with_constant_batches(capsys, monkeypatch):
     """It says which constant batch is meant: fewer steps than the first, more than the last."""
     text = " ".join(run_text(capsys, monkeypatch, "plan", GPT3, "--budget", "300B", "--tokens-per-second", "1e6").split())
     assert "at 16 throughout 9,155,274 steps, the first batch kept constant; the ramp takes 9,043,919 fewer (98.8%)" in text
@@ -101,8 +101,8 @@ def test_budget_in_words(capsys, monkeypatch):
     assert "steps=500 consumes 4,096,000 tokens; for the budget set steps=1221" in text
 
 
-def test_budget_from_a_measured_run(capsys, monkeypatch, tmp_path):
-    """The throughput of each batch size is that of a run's own metrics; sizes that it never trained at are named."""
+def test_budget_uses_a_measured_run(capsys, monkeypatch, tmp_path):
+    """The throughput of each batch size comes from a run's metrics; sizes without any are counted."""
     lines = [{"step": n, "global_batch_size": 16 * (1 + n // 3), "tokens_per_second": 1000.0 * (1 + n // 3)} for n in range(6)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     arguments = ["plan", BASE, "--devices", "4", "--budget", "10M", "--measured", str(tmp_path)]
@@ -136,14 +136,14 @@ def test_budget_from_a_measured_run(capsys, monkeypatch, tmp_path):
         (["--diff", ROLLOUT], "diff"),
     ],
 )
-def test_questions_that_make_no_sense(capsys, arguments, key):
-    """Each is refused by its option's name."""
+def test_plan_refuses_contradictory_options(capsys, arguments, key):
+    """Each is refused by the name of its option."""
     code, result = run_json(capsys, "plan", BASE, "--devices", "4", *arguments)
     assert (code, result["error"]["key"]) == (2, key)
 
 
 @pytest.mark.parametrize(("option", "value"), [("diff", BASE), ("budget", "1B")])
-def test_a_rollout_has_no_ramp(capsys, option, value):
+def test_plan_refuses_ramp_options_for_a_rollout(capsys, option, value):
     """A reinforcement-learning plan is not compared with a pre-training one."""
     code, result = run_json(capsys, "plan", ROLLOUT, "--devices", "4", f"--{option}", value)
     assert (code, result["error"]["key"]) == (2, option)
@@ -167,7 +167,7 @@ def test_fix_prints_a_patch(capsys, tmp_path):
     assert file.read_text() == before
 
 
-def test_fix_writes_when_asked(capsys, tmp_path):
+def test_fix_writes_the_file(capsys, tmp_path):
     """With --write the file is legal afterwards, and a second time there is nothing to fix."""
     file = broken(tmp_path)
     code, result = run_json(capsys, "fix", str(file), "--devices", "4", "--write")
@@ -180,8 +180,8 @@ def test_fix_writes_when_asked(capsys, tmp_path):
     assert "is legal: nothing to fix" in capsys.readouterr().out
 
 
-def test_fix_keeps_devices_and_says_what_is_not_in_the_file(capsys, tmp_path):
-    """--devices is given; a setting of the command line is changed there, so that nothing is written."""
+def test_fix_reports_changes_outside_the_file(capsys, tmp_path):
+    """--devices is kept; a command-line setting is changed there, so nothing is written."""
     file = tmp_path / "run.yml"
     file.write_text("base_config: base.yml\n")
     code, result = run_json(capsys, "fix", str(file), "ici_tensor_parallelism=5", "--devices", "6", "--write")
@@ -194,7 +194,7 @@ def test_fix_keeps_devices_and_says_what_is_not_in_the_file(capsys, tmp_path):
     ("text", "key"),
     [("banana: 1\n", "banana"), ("", None), ("dataset_type: tokens\n", "grain_train_files"), ("steps: 1\nsteps: 2\n", "steps")],
 )
-def test_fix_refuses(capsys, tmp_path, text, key):
+def test_fix_refuses_what_it_cannot_fix(capsys, tmp_path, text, key):
     """What cannot be fixed is exit code 2 with the problem that is left; nothing is written."""
     file = tmp_path / "run.yml"
     file.write_text(text)
@@ -203,8 +203,8 @@ def test_fix_refuses(capsys, tmp_path, text, key):
     assert file.read_text() == text
 
 
-def test_fix_leaves_other_files_alone(capsys, tmp_path, monkeypatch):
-    """A configuration that comes with rampup is not written, nor one of a rollout; a base that is misspelt is put right."""
+def test_fix_writes_only_the_user_s_file(capsys, tmp_path, monkeypatch):
+    """Neither a preset nor a rollout is written; a misspelled base is fixed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("rampup.config.load._own_folders", lambda: [tmp_path / "own"])
     (tmp_path / "own").mkdir()
@@ -231,7 +231,7 @@ def test_explain_every_key(capsys, monkeypatch, name):
     assert all(other in text for other in explained["interacts"])
 
 
-def test_explain_in_words(capsys, monkeypatch):
+def test_explain_prints_defaults(capsys, monkeypatch):
     """Default, what base.yml sets, and MaxText's name and default, or that it has none."""
     text = run_text(capsys, monkeypatch, "explain", "enable_rampup_batch_size")
     assert "false; base.yml sets true" in text
@@ -239,7 +239,7 @@ def test_explain_in_words(capsys, monkeypatch):
     assert "has no such key; it does steps" in run_text(capsys, monkeypatch, "explain", "learning_rate_clock")
 
 
-def test_explain_what_is_unknown(capsys):
+def test_explain_refuses_unknown_keys(capsys):
     """Close matches are in the error; a key is needed."""
     code, result = run_json(capsys, "explain", "stepz")
     assert (code, result["error"]["key"]) == (2, "stepz")
@@ -248,8 +248,8 @@ def test_explain_what_is_unknown(capsys):
     assert run_json(capsys, "explain", "")[0] == 2
 
 
-def test_the_tools_import_no_jax():
-    """Looking at configurations for given devices is quick."""
+def test_tools_import_no_jax():
+    """Commands that only read configurations import no jax."""
     calls = [
         ["plan", BASE, "--diff", PALM, "--devices", "8"],
         ["plan", BASE, "--budget", "1B", "--devices", "8"],
@@ -275,7 +275,7 @@ def test_completion_knows_every_command_option_and_key(capsys):
 
 
 @pytest.mark.parametrize(("command", "good"), [(["tune", "base.yml", "--memory-gib=1"], "png"), (["bench", "packing"], "html")])
-def test_a_file_that_cannot_be_written_is_refused_before_the_work(capsys, monkeypatch, tmp_path, command, good):
+def test_bad_output_is_refused_before_the_work(capsys, monkeypatch, tmp_path, command, good):
     """A wrong ending or a missing folder costs no compilation and no measurement."""
     monkeypatch.chdir(tmp_path)
     for name, said in (("found.txt", "must end in"), (f"none/found.{good}", "there is no folder")):

@@ -17,7 +17,7 @@ huge_pages.on_offer = lambda: True
 huge_pages.has_accelerators = lambda: False
 print(os.getpid(), sys.argv[1:], os.environ.get("GLIBC_TUNABLES"), flush=True)
 huge_pages.enable_huge_pages()
-print("goes on")
+print("continues")
 """
 
 
@@ -28,18 +28,18 @@ def starts(**environ):
     return subprocess.run(command, env=others | environ, check=True, capture_output=True, text=True).stdout.splitlines()
 
 
-def test_the_process_starts_anew_once():
-    """With the same arguments, as the same process, and with the wish added to those that are there."""
+def test_enable_huge_pages_re_executes_once():
+    """The process keeps its arguments and its number, and the tunable is added to those that are set."""
     first, second, last = starts(GLIBC_TUNABLES="glibc.malloc.check=0")
     number, rest = first.split(" ", 1)
     assert rest == "['a b', '--c'] glibc.malloc.check=0"
     assert second == f"{number} ['a b', '--c'] glibc.malloc.check=0:glibc.malloc.hugetlb=1"
-    assert last == "goes on"
+    assert last == "continues"
     assert starts()[1].endswith("] glibc.malloc.hugetlb=1")
 
 
-def test_what_somebody_has_said_stays():
-    """Small pages that are asked for stay small."""
+def test_enable_huge_pages_respects_the_user():
+    """A tunable that is set, and the switch, leave the pages as they are."""
     assert len(starts(GLIBC_TUNABLES="glibc.malloc.hugetlb=0")) == 2
     assert len(starts(RAMPUP_HUGE_PAGES="0")) == 2
 
@@ -57,7 +57,7 @@ def test_what_somebody_has_said_stays():
         (("glibc", "odd"), "always [madvise] never", False),
     ],
 )
-def test_where_they_are_on_offer(monkeypatch, tmp_path, libc, kernel, offered):
+def test_on_offer_needs_glibc_and_madvise(monkeypatch, tmp_path, libc, kernel, offered):
     """A C library that can ask, and a kernel that gives on request; another system has neither."""
     file = tmp_path / "enabled"
     if kernel is not None:
@@ -77,8 +77,8 @@ def test_where_they_are_on_offer(monkeypatch, tmp_path, libc, kernel, offered):
         (["cuda13"], [], "cuda", True),
     ],
 )
-def test_machines_with_accelerators(monkeypatch, plugins, packages, platforms, accelerators):
-    """They are known by what is installed for JAX, unless it is told to use the CPU."""
+def test_has_accelerators_reads_installed_packages(monkeypatch, plugins, packages, platforms, accelerators):
+    """They are known by what is installed for JAX, unless it is restricted to the CPU."""
     monkeypatch.setattr(huge_pages.metadata, "entry_points", lambda group: plugins)
     monkeypatch.setattr(huge_pages, "_is_installed", packages.__contains__)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
@@ -91,8 +91,8 @@ def test_machines_with_accelerators(monkeypatch, plugins, packages, platforms, a
     ("argv", "words", "asked"),
     [(["train", "--help"], None, 1), (["plan", "--help"], None, 0), ([], None, 0), ([], ["train", "--help"], 0)],
 )
-def test_only_a_process_of_its_own_starts_anew(monkeypatch, argv, words, asked):
-    """A command that computes, typed in a shell; never a program or a notebook that calls `main` with words."""
+def test_main_re_executes_only_its_own_process(monkeypatch, argv, words, asked):
+    """A command that computes, typed in a shell; never a program or a notebook that calls `main` with arguments."""
     calls = []
     monkeypatch.setattr(cli, "enable_huge_pages", lambda: calls.append(1))
     monkeypatch.setattr(sys, "argv", ["rampup", *argv])
@@ -101,7 +101,7 @@ def test_only_a_process_of_its_own_starts_anew(monkeypatch, argv, words, asked):
     assert len(calls) == asked
 
 
-def test_the_switch_is_no_configuration_key(monkeypatch, capsys):
+def test_switch_is_not_a_configuration_key(monkeypatch, capsys):
     """Variables with the prefix RAMPUP_ set keys; this one does not."""
     monkeypatch.setenv("RAMPUP_HUGE_PAGES", "0")
     monkeypatch.setenv("RAMPUP_STEPS", "7")

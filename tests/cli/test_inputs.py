@@ -1,4 +1,4 @@
-"""Tests of rampup.cli.inputs: what is meant by what is named."""
+"""Tests of rampup.cli.inputs: configurations and run folders named on a command line."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ def folder(tmp_path):
     return run
 
 
-def test_settings_configurations_and_folders_are_told_apart(folder):
+def test_parse_inputs_sorts_words(folder):
     """A folder is a run, a word with '=' a setting, and anything else a configuration; a file may have '=' in its name."""
     assert parse_inputs([BASE, "steps=3"]).overrides == ("steps=3",)
     assert parse_inputs([str(folder)]).runs == (folder,)
@@ -43,14 +43,14 @@ def test_settings_configurations_and_folders_are_told_apart(folder):
         (["RUN", "steps=3"], "settings of a run folder are fixed"),
     ],
 )
-def test_names_that_do_not_go_together(folder, words, message):
+def test_parse_inputs_refuses_contradictions(folder, words, message):
     """Nothing, two configurations, both kinds at once, settings for a run."""
     with pytest.raises(ConfigError, match=message):
         parse_inputs([str(folder) if word == "RUN" else word for word in words])
 
 
-def test_a_run_keeps_its_configuration(folder):
-    """What a run's folder says it was started with is read back exactly; without it, what can be drawn is said."""
+def test_read_config_of_a_run(folder):
+    """The configuration in a run folder is read exactly; without it, the error says what can be drawn."""
     config = Config(steps=7, learning_rate=1e-5, batch_size_schedule="0:8 80:16", run_name="a", num_devices=2)
     inputs = parse_inputs([str(folder)])
     with pytest.raises(ConfigError, match=r"has no config\.yml.*metrics alone can be drawn"):
@@ -61,8 +61,8 @@ def test_a_run_keeps_its_configuration(folder):
         parse_inputs([str(folder), str(folder)]).read_config({})
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(folder, tmp_path):
-    """Runs are called by their folder's name, or by its path where two have the same."""
+def test_read_runs_names_runs_by_folder(folder, tmp_path):
+    """A run has the name of its folder, or its path if two have the same name."""
     other = tmp_path / "more" / "a"
     other.mkdir(parents=True)
     (other / "metrics.jsonl").write_text(json.dumps(LINE))
@@ -70,7 +70,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(folder, tmp_path):
     assert [run.name for run in parse_inputs([str(folder), str(other)]).read_runs()] == [str(folder), str(other)]
 
 
-def test_metrics_that_are_not_there(folder):
+def test_read_runs_refuses_missing_metrics(folder):
     """An empty folder, a torn file and a configuration have no metrics."""
     (folder / "metrics.jsonl").write_text('{"step": 0, "consu')
     with pytest.raises(DataError, match="no steps"):
@@ -82,13 +82,13 @@ def test_metrics_that_are_not_there(folder):
         parse_inputs([BASE]).read_runs()
 
 
-def test_rollouts_have_no_ramp_to_draw():
-    """A reinforcement-learning configuration says which commands show it."""
+def test_read_config_refuses_a_rollout():
+    """The error names the commands that show a rollout."""
     with pytest.raises(ConfigError, match="rampup report"):
         parse_inputs([BASE.replace("base", "rl")]).read_config({})
 
 
-def test_the_plan_s_own_clock_comes_first():
+def test_learning_rates_start_with_the_plan_s_clock():
     """Both clocks have the configured schedule, each on its own count."""
     config = Config(batch_size_schedule="0:8 80:16", steps=20, learning_rate_clock="steps")
     plan = build_plan(config, 1)

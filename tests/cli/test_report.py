@@ -24,13 +24,13 @@ steps: 100
 
 
 def gathered(*words, devices=4, **options):
-    """Return a report for so many devices."""
+    """Return a report for a number of devices."""
     return gather_report(words, environ={}, count_devices=lambda config: devices, **options)
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yml")), ids=lambda path: path.stem)
-def test_every_configuration_has_a_report(path):
-    """Every configuration that comes with rampup, the rollout too, becomes a page of less than a megabyte."""
+def test_gather_report_of_every_preset(path):
+    """Every configuration that comes with rampup becomes a page of less than a megabyte."""
     devices = {"base": 4, "rl": 8}.get(path.stem)
     report = gather_report([str(path)], environ={}, count_devices=lambda config: devices or config.num_devices)
     page = report_html(report)
@@ -39,14 +39,14 @@ def test_every_configuration_has_a_report(path):
     assert all(entry.name in page for entry in report.keys)
 
 
-def test_keys_say_whether_they_were_changed():
-    """A key is changed where its value is not the default, wherever it was set."""
+def test_gather_report_marks_changed_keys():
+    """A key is marked if its value is not the default."""
     changed = {entry.name for entry in gathered(str(CONFIGS / "base.yml"), "steps=9").keys if entry.changed}
     assert changed == {"enable_rampup_batch_size", "steps"}
 
 
-def test_a_run_brings_its_plan_and_its_metrics(tmp_path):
-    """From the folder alone: the configuration it was started with, and what was measured."""
+def test_gather_report_of_a_run_folder(tmp_path):
+    """The folder gives the configuration and the metrics."""
     config = Config(steps=7, num_devices=2)
     (tmp_path / "config.yml").write_text(run_yaml(config))
     line = {"step": 0, "consumed_samples": 8, "global_batch_size": 8, "phase": 0, "loss": 1.5}
@@ -59,8 +59,8 @@ def test_a_run_brings_its_plan_and_its_metrics(tmp_path):
 
 
 @pytest.mark.parametrize(("increment", "good"), [(2.0, True), (3.0, False)])
-def test_another_system_s_file_brings_its_verdict(tmp_path, increment, good):
-    """With --from the verdict stands in the page, whether the file can be used or not."""
+def test_gather_report_of_another_system(tmp_path, increment, good):
+    """With --from the page has the verdict, whether the file is usable or not."""
     file = tmp_path / "theirs.yml"
     file.write_text(MAXTEXT.format(increment=increment))
     report = gathered(str(file), "num_target_devices=4", system="maxtext")
@@ -70,8 +70,8 @@ def test_another_system_s_file_brings_its_verdict(tmp_path, increment, good):
     assert "Verdict" in page
 
 
-def test_what_cannot_be_reported(tmp_path):
-    """A run with --from, an unknown system, and a plan that is none are refused."""
+def test_gather_report_refuses_bad_inputs(tmp_path):
+    """A run with --from, an unknown system, and an illegal plan are refused."""
     with pytest.raises(ConfigError, match="another system's file"):
         gathered(str(tmp_path), system="maxtext")
     with pytest.raises(ConfigError, match="unknown system"):

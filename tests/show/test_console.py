@@ -21,8 +21,8 @@ def printed(plan, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"force_terminal": True, "color_system": None}])
-def test_every_phase_and_size_is_shown_at_80_columns(options):
-    """Nothing is cut off at 80 columns, in a terminal or piped, even with every column and large numbers."""
+def test_print_plan_fits_80_columns(options):
+    """Nothing is truncated at 80 columns, in a terminal or piped, even with every column and large numbers."""
     keys = RAMP | {"ici_pipeline_parallelism": 2, "learning_rate_batch_scaling": "sqrt", "global_rampup_samples": 10**12}
     plan = build_plan(Config(**keys, steps=10**12), 65536)
     text = printed(plan, **options)
@@ -40,15 +40,15 @@ def test_piped_output_is_plain():
     assert not set(text) & set("─│┏┃━")
 
 
-def test_phases_that_are_not_reached_are_marked():
-    """A phase beyond the last step stands in brackets."""
+def test_print_plan_marks_unreached_phases():
+    """A phase beyond the last step is in brackets."""
     text = printed(build_plan(Config(**RAMP, steps=30), 4))
     assert re.search(r"^\s*\(3\)", text, re.MULTILINE)
     assert "note: steps=30 ends before phase 1" in text
 
 
-def test_facts():
-    """Names and values stand side by side."""
+def test_print_facts_formats_values():
+    """Names and values are side by side."""
     console = Console(file=io.StringIO(), width=80)
     print_facts({"steps": 1234567, "loss": 1.25, "checkpoint": None, "rate": 11060.4}, console)
     text = console.file.getvalue()
@@ -65,8 +65,8 @@ def printed_timetable(table, **options):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("options", [{}, {"force_terminal": True, "color_system": None}])
-def test_every_operation_is_in_the_picture_at_80_columns(schedule, options):
-    """Nothing is cut off, blocks follow each other, and each operation starts once."""
+def test_print_timetable_fits_80_columns(schedule, options):
+    """Nothing is truncated, blocks follow each other, and each operation starts once."""
     v = 2 if schedule in ("interleaved", "circular") else 1
     table = Timetable.build(schedule, num_stages=4, num_microbatches=12, num_repeats=v)
     text = printed_timetable(table, **options)
@@ -78,8 +78,8 @@ def test_every_operation_is_in_the_picture_at_80_columns(schedule, options):
 
 
 @pytest.mark.parametrize("costs", [{"forward_cost": 0.001}, {"num_microbatches": 2000}])
-def test_a_picture_that_nobody_can_read_is_left_out(costs):
-    """Where costs or numbers make it too wide, what is counted is printed all the same."""
+def test_print_timetable_leaves_out_a_picture_that_is_too_wide(costs):
+    """The totals are printed even if costs or numbers make the picture too wide."""
     table = Timetable.build(**({"schedule": "1f1b", "num_stages": 2, "num_microbatches": 4} | costs))
     text = printed_timetable(table)
     assert "too many to draw" in text

@@ -1,4 +1,4 @@
-"""Tests of rampup.show.figures: what is drawn, read back from the picture."""
+"""Tests of rampup.show.figures: the pictures, read back from the figures."""
 
 import itertools
 import math
@@ -49,8 +49,8 @@ def texts(figure):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_timetables_are_drawn(schedule, tmp_path):
-    """The picture has a bar and its text for every operation, and is written in the format of the file's ending."""
+def test_draw_timetable_draws_every_operation(schedule, tmp_path):
+    """The picture has a bar and its text for every operation, in the format of the file's suffix."""
     v = 2 if schedule in ("interleaved", "circular") else 1
     table = Timetable.build(schedule, num_stages=3, num_microbatches=4, num_repeats=v)
     draw_timetable(table, tmp_path / "table.svg")
@@ -60,8 +60,8 @@ def test_timetables_are_drawn(schedule, tmp_path):
     assert (tmp_path / "table.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
-    """Too many operations, an unknown format, and no matplotlib: each says what to do."""
+def test_draw_timetable_refuses_what_it_cannot_draw(tmp_path, monkeypatch):
+    """Too many operations, an unknown format, and no matplotlib: each error says what to do."""
     table = Timetable.build("1f1b", num_stages=2, num_microbatches=3)
     with pytest.raises(ConfigError, match="cannot write"):
         draw_timetable(table, tmp_path / "table.doc")
@@ -75,8 +75,8 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("width", [3.9, 31, -1, 0, math.nan, math.inf])
-def test_widths_that_no_picture_has(width):
-    """Too narrow, too wide or no number at all: refused with the nearest width."""
+def test_figures_refuse_impossible_widths(width):
+    """Too narrow, too wide or not a number: refused with the nearest width."""
     with pytest.raises(ConfigError, match="inches must be from 4 to 30") as caught:
         draw_batch(build_plan(RAMP, 4), width=width)
     assert caught.value.nearest
@@ -84,8 +84,8 @@ def test_widths_that_no_picture_has(width):
 
 @pytest.mark.parametrize("width", [4.5, 10])
 @pytest.mark.parametrize(("config", "devices"), [(RAMP, 4), (PIPELINE, 8), (Config(), 1)])
-def test_the_batch_is_drawn_with_units_and_nothing_overlaps(config, devices, width):
-    """Staircases over samples and steps at the plan's own boundaries, a bar a phase beside them, at two sizes."""
+def test_draw_batch_has_units_and_no_overlaps(config, devices, width):
+    """Staircases over samples and steps at the plan's own boundaries, and a bar per phase, at two sizes."""
     plan = build_plan(config, devices)
     figure = draw_batch(plan, width=width)
     found, overlapping = texts(figure)
@@ -99,13 +99,13 @@ def test_the_batch_is_drawn_with_units_and_nothing_overlaps(config, devices, wid
     assert [int(edge) for edge in edges[:-1]] == [phase.start_sample for phase in plan.ramp.phases]
 
 
-def test_phases_beyond_the_end_are_drawn_and_the_end_is_marked():
-    """A run that ends before its ramp says where."""
+def test_draw_batch_marks_the_end_of_a_short_run():
+    """Phases that a run does not reach are drawn, and its end is marked."""
     found, _ = texts(draw_batch(build_plan(Config(enable_rampup_batch_size=True, steps=30), 4)))
     assert "the run ends" in found
 
 
-def test_very_many_phases_are_drawn_quickly():
+def test_draw_batch_subsamples_many_phases():
     """Ten thousand phases become a picture of about a thousand."""
     plan = build_plan(Config(batch_size_schedule=" ".join(f"{9000 * n}:{n + 1}" for n in range(10_000)), steps=10**6), 1)
     figure = draw_batch(plan)
@@ -115,8 +115,8 @@ def test_very_many_phases_are_drawn_quickly():
 
 
 @pytest.mark.parametrize("width", [5, 10])
-def test_the_rate_is_drawn_on_both_clocks(width):
-    """Two panels, each with a line per clock; the plan's own is named."""
+def test_draw_rate_draws_both_clocks(width):
+    """Two panels, each with a line per clock. The plan's own clock is named."""
     plan = build_plan(RAMP, 4)
     figure = draw_rate(plan, {"samples": lambda step: step / 500, "steps": lambda step: 0.5}, width=width)
     found, overlapping = texts(figure)
@@ -131,8 +131,8 @@ def test_the_rate_is_drawn_on_both_clocks(width):
 
 
 @pytest.mark.parametrize("width", [5, 10])
-def test_runs_are_compared_on_the_samples_axis(width):
-    """A line a run in each panel, told apart without colour, with a gap where a loss is not finite."""
+def test_draw_runs_compares_runs_over_samples(width):
+    """Each panel has a line per run, distinct without colour, with a gap if a loss is not finite."""
     figure = draw_runs([run("a"), run("b", steps=60)], width=width)
     found, overlapping = texts(figure)
     assert not overlapping
@@ -145,15 +145,15 @@ def test_runs_are_compared_on_the_samples_axis(width):
     assert [max(line.get_xdata()) for line in lines] == [240, 480]
 
 
-def test_numbers_of_runs_that_cannot_be_drawn():
-    """No run, or more than can be told apart."""
+def test_draw_runs_refuses_none_and_too_many():
+    """No run, or more than can be distinguished."""
     for runs in ([], [run()] * 13):
         with pytest.raises(ConfigError, match="cannot be told apart"):
             draw_runs(runs)
 
 
-def test_memory_by_microbatch_size():
-    """A bar a size, sorted; what does not fit is hatched, and the largest that fits is named."""
+def test_draw_memory_names_the_largest_that_fits():
+    """A bar per size, sorted; bars that do not fit are hatched, and the largest that fits is named."""
     figure = draw_memory([(4, 20 * GIB), (1, 5 * GIB), (2, 10 * GIB)], limit_bytes=16 * GIB)
     found, overlapping = texts(figure)
     assert not overlapping
@@ -168,8 +168,8 @@ def test_memory_by_microbatch_size():
     assert draw_memory([(1, 5 * GIB)], limit_bytes=GIB).axes[0].get_title(loc="left").endswith("none of these fits")
 
 
-def test_memory_far_above_the_limit_is_not_drawn():
-    """Bars that would make the others flat, and what nobody can count; the smallest size stays."""
+def test_draw_memory_leaves_out_what_is_far_above_the_limit():
+    """Bars that would make the others flat, and unknown ones, are left out; the smallest size stays."""
     rows = [(1, GIB), (2, 2 * GIB), (4, 5 * GIB), (8, None)]
     for limit, drawn in [(GIB, "12"), (2 * GIB, "124"), (GIB // 8, "1")]:
         (axes,) = draw_memory(rows, limit_bytes=limit).axes
@@ -179,14 +179,14 @@ def test_memory_far_above_the_limit_is_not_drawn():
 
 
 @pytest.mark.parametrize("rows", [[], [(0, 5)], [(1, -5)], [(1, None)]])
-def test_memory_that_cannot_be_drawn(rows):
+def test_draw_memory_refuses_bad_rows(rows):
     """No rows, a size of zero, negative bytes."""
     with pytest.raises(ConfigError):
         draw_memory(rows)
 
 
-def test_pictures_leave_pyplot_alone():
-    """A notebook's own backend and figures are not touched."""
+def test_figures_do_not_touch_pyplot():
+    """A notebook's backend and figures are not touched."""
     from matplotlib import pyplot
 
     backend = pyplot.get_backend()
@@ -195,7 +195,7 @@ def test_pictures_leave_pyplot_alone():
     assert pyplot.get_fignums() == []
 
 
-def test_svg_element_is_part_of_a_page():
+def test_svg_element_fits_into_a_page():
     """Colours follow the page's theme, identifiers have a prefix, and values are shown on hover."""
     figure = draw_timetable(Timetable.build("1f1b", num_stages=2, num_microbatches=3))
     picture = svg_element(figure, title="a timetable", prefix="mine-")
@@ -209,6 +209,6 @@ def test_svg_element_is_part_of_a_page():
 
 
 def test_files_have_no_hover_areas(tmp_path):
-    """What is only for pages is not in a file."""
+    """Hover areas are only for pages."""
     draw_batch(build_plan(RAMP, 4), tmp_path / "a.svg")
     assert "samples per step, " not in (tmp_path / "a.svg").read_text()

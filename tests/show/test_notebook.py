@@ -46,21 +46,21 @@ class Elements(HTMLParser):
     [html_facts({EVIL: EVIL}), html_table([{EVIL: EVIL}], caption=EVIL), html_list([EVIL])],
     ids=["facts", "rows", "list"],
 )
-def test_texts_are_escaped(page):
+def test_html_escapes_text(page):
     """Names, values and captions cannot become elements."""
     found = Elements(page)
     assert EVIL in found.text
     assert "script" not in found.names
 
 
-def test_nothing_is_no_table():
+def test_html_of_nothing_is_empty():
     """No rows and no lines give no element."""
     assert html_table([]) == html_list([]) == ""
 
 
 @pytest.mark.parametrize("number", [1, 200, 201, 5000])
-def test_long_tables_say_what_they_leave_out(number):
-    """Up to 200 rows are all shown; of more, the first and last hundred, and how many are not."""
+def test_html_table_counts_what_it_leaves_out(number):
+    """Up to 200 rows are all shown; of more, the first and the last hundred, and the number of the others."""
     found = Elements(html_table([{"n": n} for n in range(number)]))
     assert found.names.count("tr") == 1 + min(number, 201)
     assert (f"{number - 200:,} more rows" in found.text) == (number > 200)
@@ -72,12 +72,12 @@ def test_long_tables_say_what_they_leave_out(number):
     [(0, "0"), (-1234, "-1,234"), (0.5, "0.5"), (1e6, "1,000,000"), (False, "False"), (10**18, f"{10**18:,}")],
 )
 def test_format_value_separates_thousands(value, text):
-    """Numbers are written for people."""
+    """Integers have separators, other numbers four digits."""
     assert format_value(value) == text
 
 
-def test_a_plan_shows_summary_phases_and_notes():
-    """The same facts as in a terminal: what it amounts to, every phase, and what costs something."""
+def test_plan_html_has_summary_phases_and_notes():
+    """The same facts as in a terminal: summary, phases and notes."""
     found = Elements(PLAN._repr_html_())
     assert all(sentence in found.text for sentence in PLAN.summary)
     assert found.names.count("tr") == 1 + len(PLAN.ramp.phases)
@@ -85,14 +85,14 @@ def test_a_plan_shows_summary_phases_and_notes():
     assert PLAN.advice
 
 
-def test_a_phase_shows_its_place():
-    """A phase says where it starts and how long it lasts; the last has no end."""
+def test_phase_html_has_start_and_length():
+    """A phase shows where it starts and how long it lasts; the last one has no end."""
     first, last = PLAN.ramp.phases
     assert "num_steps30" in Elements(first._repr_html_()).text
     assert "num_stepsthe rest of the run" in Elements(last._repr_html_()).text
 
 
-def test_a_manager_shows_where_it_stands():
+def test_manager_html_has_its_position():
     """Step, samples, phase and batch, and where the ramp ends."""
     text = Elements(RampupBatchManager.from_plan(PLAN, 5)._repr_html_()).text
     assert "consumed samples40" in text
@@ -101,8 +101,8 @@ def test_a_manager_shows_where_it_stands():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_timetable_has_a_colour_a_kind(schedule):
-    """Each kind of operation has its own colours, with ink given besides; every row is as wide as the timetable."""
+def test_timetable_html_has_a_colour_per_kind(schedule):
+    """Each kind of operation has its own background and text colour, and every operation is shown."""
     v = 2 if schedule in ("interleaved", "circular") else 1
     table = Timetable.build(schedule, num_stages=3, num_microbatches=4, num_repeats=v)
     found = Elements(table._repr_html_())
@@ -113,14 +113,14 @@ def test_a_timetable_has_a_colour_a_kind(schedule):
     assert all(operation.label in found.text for operation in table.operations)
 
 
-def test_a_timetable_that_is_too_large_is_told():
+def test_timetable_html_counts_too_many_operations():
     """Thousands of operations are counted and not shown."""
     page = Timetable.build("1f1b", num_stages=4, num_microbatches=700)._repr_html_()
     assert "5,600 operations are too many to show" in page
     assert len(page) < 200
 
 
-def test_every_class_with_an_html_form_has_one():
+def test_to_html_covers_every_class():
     """Each subclass of the mixin is registered, and anything else is refused."""
     # By name, because a dataclass with slots is a second class of the same name.
     registered = {cls.__qualname__ for cls in to_html.registry}
@@ -129,15 +129,15 @@ def test_every_class_with_an_html_form_has_one():
         to_html(3)
 
 
-def test_a_ramp_shows_its_phases():
-    """A ramp is a table with a row per phase."""
+def test_ramp_html_has_a_row_per_phase():
+    """A ramp is a table of its phases."""
     found = Elements(PLAN.ramp._repr_html_())
     assert found.names.count("tr") == 1 + len(PLAN.ramp.phases)
 
 
 @pytest.mark.parametrize(("holds", "word"), [(True, "true"), (False, "not here"), (None, "wrong")])
-def test_advice_is_judged_in_words(holds, word):
-    """What a guide's advice is worth is a word in every case."""
+def test_verdict_html_judges_advice_in_words(holds, word):
+    """Advice is true, not for this case, or wrong."""
     verdict = Verdict(system="trlx", advice=(Advice(rule="r", source="a guide", holds=holds, because="b"),))
     assert f"a guide{word}b" in Elements(verdict._repr_html_()).text
 

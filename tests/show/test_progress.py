@@ -52,8 +52,8 @@ def shown(**options):
     return console.file.getvalue()
 
 
-def test_lines_without_a_terminal():
-    """Piped, there is the plan, a line at each phase change, one every log_period steps, evaluation and the stop."""
+def test_progress_prints_lines_without_a_terminal():
+    """Piped output has the plan, a line per phase, one every log_period steps, evaluation and the stop."""
     text = shown()
     assert "the batch goes from 4 to 16 samples" in text
     for phase in range(4):
@@ -65,20 +65,20 @@ def test_lines_without_a_terminal():
     assert "0:00 left" in text
 
 
-def test_a_bar_in_a_terminal():
-    """In a terminal there is a bar with step, phase, batch, loss, rate and time left, and still a line per phase."""
+def test_progress_draws_a_bar_in_a_terminal():
+    """The bar shows step, phase, batch, loss, rate and time left; each phase still has a line."""
     text = shown(console={"force_terminal": True, "color_system": None})
     for part in ("step 59, phase 3, batch 16, loss 4.410", "tokens/s", "left", "phase 2 from step"):
         assert part in text
 
 
-def test_quiet_prints_nothing():
+def test_progress_prints_nothing_if_quiet():
     """`--quiet` leaves only the summary to the caller."""
     assert shown(quiet=True) == ""
 
 
-def test_resumed_and_finished_runs_say_so():
-    """A resumed run says where it goes on; a finished one that there is nothing to do."""
+def test_progress_reports_resumed_and_finished_runs():
+    """A resumed run names its step; for a finished one there is nothing to do."""
     console = Console(file=io.StringIO(), width=120)
     progress = TrainProgress(console)
     progress(next(run_events()))
@@ -89,8 +89,8 @@ def test_resumed_and_finished_runs_say_so():
     assert "the run in runs/x is finished: nothing to do" in console.file.getvalue()
 
 
-def test_time_left_counts_samples_and_not_steps(monkeypatch):
-    """Where later steps are larger, the time left is longer than the steps that are left."""
+def test_progress_time_left_counts_samples(monkeypatch):
+    """If later steps are larger, the time left is longer than the remaining steps suggest."""
     clock = itertools.count()
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     console = Console(file=io.StringIO(), width=120, highlight=False)
@@ -102,8 +102,8 @@ def test_time_left_counts_samples_and_not_steps(monkeypatch):
     assert lines["step 39"].endswith("480 samples, 0:20 left")
 
 
-def test_in_a_notebook_the_bar_replaces_the_lines(monkeypatch, capsys):
-    """With the kernel of a notebook, steps are in tqdm's bar; the plan and the phases are still printed."""
+def test_progress_uses_tqdm_in_a_notebook(monkeypatch, capsys):
+    """Steps are in tqdm's bar; the plan and the phases are still printed."""
     pytest.importorskip("tqdm")
     shell = SimpleNamespace(kernel=object(), config={})
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
@@ -125,8 +125,8 @@ def console(**options):
     return Console(file=io.StringIO(), width=80, **options)
 
 
-def test_which_bar(monkeypatch):
-    """Rich in a terminal, nothing where output is piped or unwanted."""
+def test_make_bar_fits_the_output(monkeypatch):
+    """Rich in a terminal, nothing if the output is piped or unwanted."""
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     assert not in_notebook()
     assert isinstance(make_bar(console(force_terminal=True)), TerminalBar)
@@ -134,14 +134,14 @@ def test_which_bar(monkeypatch):
     assert not make_bar(console(force_terminal=True), quiet=True).visible
 
 
-def test_ipython_in_a_terminal_is_no_notebook(monkeypatch):
+def test_make_bar_takes_ipython_in_a_terminal_for_a_terminal(monkeypatch):
     """IPython's own terminal has no kernel and gets the terminal's bar."""
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace()))
     assert isinstance(make_bar(console(force_terminal=True)), TerminalBar)
 
 
-def test_in_a_notebook_tqdm_shows_samples_and_our_time_left(notebook, capsys):
-    """The bar counts the plan's samples, and says the time left and the newest step in our words."""
+def test_notebook_bar_shows_samples_and_time_left(notebook, capsys):
+    """The bar counts the plan's samples, with the caller's time left and newest step."""
     pytest.importorskip("tqdm")
     bar = make_bar(console())
     assert isinstance(bar, NotebookBar)
@@ -154,7 +154,7 @@ def test_in_a_notebook_tqdm_shows_samples_and_our_time_left(notebook, capsys):
     assert "3:21 left, step 7, phase 2, 900 tokens/s" in shown
 
 
-def test_a_notebook_bar_can_be_stopped_at_any_time(notebook):
+def test_notebook_bar_stops_at_any_time(notebook):
     """Stopped before its start, twice, and started again: no error."""
     pytest.importorskip("tqdm")
     bar = make_bar(console())
@@ -166,8 +166,8 @@ def test_a_notebook_bar_can_be_stopped_at_any_time(notebook):
     bar.stop()
 
 
-def test_a_notebook_without_tqdm_gets_lines(notebook, monkeypatch):
-    """Where tqdm is not installed, nothing is drawn and the caller prints lines."""
+def test_make_bar_without_tqdm_is_invisible(notebook, monkeypatch):
+    """If tqdm is not installed, nothing is drawn and the caller prints lines."""
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setitem(sys.modules, "tqdm.auto", None)
     assert not make_bar(console()).visible

@@ -1,4 +1,4 @@
-"""Tests of rampup.show.report: what stands in the page, and that it works in a real browser."""
+"""Tests of rampup.show.report: the content of the page, and its behaviour in a real browser."""
 
 import json
 import re
@@ -78,8 +78,8 @@ def pictures(page):
     return [attrs["aria-label"] for tag, attrs in page.elements if tag == "svg"]
 
 
-def test_everything_is_in_the_page():
-    """The plan, every phase, every key with its meaning, notes, pictures and the run's metrics."""
+def test_report_contains_everything():
+    """The plan, every phase, every key with its meaning, notes, pictures and the metrics of the run."""
     report = made()
     page = Page(report_html(report))
     text = " ".join(page.text)
@@ -94,8 +94,8 @@ def test_everything_is_in_the_page():
     assert sum(tip.startswith("stage ") for tip in page.tips) == operations
 
 
-def test_hover_values_are_the_plan_s():
-    """A phase and a step show on hover what the plan and the metrics say."""
+def test_report_shows_values_on_hover():
+    """The hover texts are the values of the plan and of the metrics."""
     report = made()
     page = Page(report_html(report))
     for phase in report.plan.ramp.phases:
@@ -105,7 +105,7 @@ def test_hover_values_are_the_plan_s():
     assert f"phase 0: {report.plan.phase_rows()[0]['bubble_fraction']:.2f}" in page.tips
 
 
-def test_nothing_is_loaded():
+def test_report_loads_nothing():
     """No element names another file or host, and the page's policy forbids it to load one."""
     text = report_html(made())
     page = Page(text)
@@ -119,15 +119,15 @@ def test_nothing_is_loaded():
     assert policy.startswith("default-src 'none'")
 
 
-def test_anchors_lead_somewhere():
-    """Every link in the page has its target, and every identifier stands once."""
+def test_report_links_have_targets():
+    """Every link in the page has its target, and every identifier is unique."""
     page = Page(report_html(made()))
     names = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
     assert len(set(names)) == len(names)
     assert {attrs["href"][1:] for tag, attrs in page.elements if tag == "a"} <= set(names)
 
 
-def test_every_text_is_escaped():
+def test_report_escapes_text():
     """Titles, notes, values, places, run names and verdicts cannot become elements."""
     report = made(title=EVIL, notes=(EVIL,), version=EVIL, run=metrics(build_plan(CONFIG, 8), name=EVIL))
     keys = tuple(replace(entry, value=EVIL, where=EVIL, name=EVIL) for entry in report.keys[:2])
@@ -147,23 +147,23 @@ def test_every_text_is_escaped():
     assert "b" not in {tag for tag, _ in page.elements}
 
 
-def test_a_plan_alone():
-    """Without a run, keys or rates, the page has what there is."""
+def test_report_of_a_plan_alone():
+    """Without a run, keys or rates, the page has only the sections of a plan."""
     page = Page(report_html(Report(title="x", plan=build_plan(Config(), 2))))
     headings = [attrs["id"] for tag, attrs in page.elements if tag == "section"]
     assert headings == ["notes", "ramp", "phases"]
 
 
-def test_very_large_plans_stay_small():
-    """Ten thousand phases: the page says how many rows it leaves out, and stays small."""
+def test_report_of_many_phases_stays_small():
+    """Of ten thousand phases, the page counts the rows that it leaves out."""
     config = Config(batch_size_schedule=" ".join(f"{20_000 * n}:{n + 1}" for n in range(10_000)), steps=10**6)
     text = report_html(Report(title="x", plan=build_plan(config, 1)))
     assert "9,940 more rows" in text
     assert len(text) < 500_000
 
 
-def test_phases_beyond_the_end_are_marked():
-    """A phase that the run does not reach is in italics, and a line says what that means."""
+def test_report_marks_unreached_phases():
+    """A phase that the run does not reach is in italics, with an explanation."""
     text = report_html(Report(title="x", plan=build_plan(Config(enable_rampup_batch_size=True, steps=40), 4)))
     assert text.count('<tr class="unreached">') == 2
     assert "The run ends before the phases in italics" in text
@@ -171,15 +171,15 @@ def test_phases_beyond_the_end_are_marked():
 
 
 @pytest.mark.parametrize("name", ["page.pdf", "page", "nowhere/page.html", "."])
-def test_files_that_cannot_be_written(tmp_path, name):
-    """Another ending, no folder, a folder: refused by name."""
+def test_write_report_refuses_bad_paths(tmp_path, name):
+    """Another suffix, no folder, a folder: refused by name."""
     with pytest.raises(ConfigError) as caught:
         write_report(made(), tmp_path / name)
     assert caught.value.key == "output"
 
 
-def test_the_size_is_returned(tmp_path):
-    """What is said to be written is on the disk."""
+def test_write_report_returns_the_size(tmp_path):
+    """The returned number of bytes is on the disk."""
     assert write_report(made(), tmp_path / "page.html") == (tmp_path / "page.html").stat().st_size
 
 
@@ -209,7 +209,7 @@ def contrast(driver):
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
 @pytest.mark.parametrize("dark", [False, True])
-def test_in_a_browser_it_fits_and_is_quiet(driver, size, dark):
+def test_in_a_browser_report_fits_and_is_quiet(driver, size, dark):
     """On a phone and a desktop, light and dark: no console message, no request, no sideways scrolling, readable text."""
     look_like(driver, size=size, dark=dark)
     driver.get_log("performance")
@@ -229,8 +229,8 @@ def test_in_a_browser_it_fits_and_is_quiet(driver, size, dark):
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_in_a_browser_the_theme_is_toggled(driver, dark):
-    """The page starts as the system is, and its button changes the ground and says what it will do next."""
+def test_in_a_browser_theme_is_toggled(driver, dark):
+    """The page starts in the theme of the system, and its button switches it."""
     look_like(driver, dark=dark)
     driver.get(driver.report)
     button = driver.find_element("id", "theme")
@@ -247,8 +247,8 @@ def test_in_a_browser_the_theme_is_toggled(driver, dark):
     assert ground() == before
 
 
-def test_in_a_browser_keys_are_found(driver):
-    """Writing into the search field leaves the keys that have the words, and their sections."""
+def test_in_a_browser_keys_are_filtered(driver):
+    """Words in the filter leave the keys that contain them, and their sections."""
     look_like(driver, size=SMALL)
     driver.get(driver.report)
     driver.find_element("id", "filter").send_keys("warmup")

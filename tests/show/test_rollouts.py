@@ -19,8 +19,8 @@ def printed(show, shown, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"force_terminal": True, "color_system": None}])
-def test_every_size_is_shown_at_80_columns(options):
-    """Nothing is cut off at 80 columns, in a terminal or piped, even with large numbers."""
+def test_print_rollout_fits_80_columns(options):
+    """Nothing is truncated at 80 columns, in a terminal or piped, even with large numbers."""
     keys = {"batch_size": 2**17, "mini_batch_size": 2**16, "num_iterations": 4, "enable_critic": True, "microbatch_size": 16}
     plan = build_rollout_plan(RolloutConfig(**keys), 4096)
     text = printed(print_rollout, plan, **options)
@@ -32,8 +32,8 @@ def test_every_size_is_shown_at_80_columns(options):
     assert "131,072 prompts * 8 responses = 1,048,576 samples" in flat
 
 
-def test_remarks_follow_from_the_plan():
-    """One optimizer step per rollout is on-policy; more are behind; padding, overlap and notes are said where they exist."""
+def test_print_rollout_remarks_follow_from_the_plan():
+    """One optimizer step per rollout is on-policy, more lag behind; padding, overlap and notes appear if they exist."""
     on_policy = printed(print_rollout, build_rollout_plan(RolloutConfig(), 4))
     assert "on-policy" in on_policy
     assert "overlap" not in on_policy
@@ -46,21 +46,21 @@ def test_remarks_follow_from_the_plan():
     assert "25,088 bytes per sample at full length, 6.125 MiB per step" in text
 
 
-def test_a_token_budget_has_at_most_so_many_passes():
-    """With a budget the passes are a bound, and the budget stands in the place of samples."""
+def test_print_rollout_bounds_passes_of_a_token_budget():
+    """With a token budget the passes are a bound, and tokens replace samples."""
     text = printed(print_rollout, build_rollout_plan(RolloutConfig(token_budget=4000), 4))
     assert re.search(r"policy .* <= 32 +4,000 tokens", text)
 
 
-def test_notes_are_printed():
-    """What the configuration's notes say stands at the end."""
+def test_print_rollout_ends_with_notes():
+    """The notes of the configuration come last."""
     console = Console(file=io.StringIO(), width=80)
     print_rollout(build_rollout_plan(RolloutConfig(), 4), console, notes=["something is dropped"])
     assert console.file.getvalue().rstrip().endswith("note: something is dropped")
 
 
-def test_a_suggestion_shows_both_columns_and_the_memory():
-    """Published and used sizes stand side by side; memory and notes follow."""
+def test_print_suggestion_has_both_columns_and_memory():
+    """Published and used sizes are side by side; memory and notes follow."""
     text = " ".join(printed(print_suggestion, suggest("6B", system="trlx", memory_gib=80)).split())
     assert "num_rollouts 128 64" in text
     assert "training state: 100.6 GiB, at least 2 devices of 80 GiB" in text

@@ -22,7 +22,7 @@ LINE = {"step": 0, "consumed_samples": 8, "global_batch_size": 8, "phase": 0, "l
 
 
 @pytest.mark.parametrize("steps", [1, 30, 63, 64, 70, 500])
-def test_spans_join_without_gaps(steps):
+def test_phase_spans_join_without_gaps(steps):
     """Each phase is drawn from where the one before it ends, in steps as in samples, wherever the run ends."""
     plan = build_plan(Config(enable_rampup_batch_size=True, steps=steps), 4)
     spans = phase_spans(plan)
@@ -34,7 +34,7 @@ def test_spans_join_without_gaps(steps):
     assert spans[-1].end_step == last_drawn_step(plan)
 
 
-def test_rates_are_those_of_the_steps():
+def test_rate_points_are_steps_of_the_run():
     """Every point is a step of the run with the samples before it; ends and phase changes are among them."""
     plan = build_plan(Config(enable_rampup_batch_size=True), 4)
     points = rate_points(plan, lambda step: step**2)
@@ -54,29 +54,29 @@ def test_rates_are_those_of_the_steps():
         {"phase": True},
     ],
 )
-def test_metrics_that_are_none(change):
-    """A line without the whole numbers that pictures need is refused with run, step and key."""
+def test_run_metrics_refuse_missing_counts(change):
+    """A line without the integers that pictures need is refused with run, step and key."""
     with pytest.raises(DataError, match="mine, step 0 of its metrics") as caught:
         RunMetrics.from_lines("mine", [LINE | change])
     assert caught.value.key == next(iter(change))
 
 
-def test_a_run_without_steps():
+def test_run_metrics_refuse_an_empty_file():
     """An empty file is refused."""
     with pytest.raises(DataError, match="no steps"):
         RunMetrics.from_lines("mine", [])
 
 
 @pytest.mark.parametrize("value", [None, "x", math.nan, math.inf, True, [1]])
-def test_losses_that_are_no_numbers_are_gaps(value):
-    """What is not finite is not drawn, and a mean leaves it out."""
+def test_run_metrics_losses_that_are_not_finite_are_gaps(value):
+    """A loss that is not finite is not drawn, and a mean ignores it."""
     run = RunMetrics.from_lines("a", [LINE | {"loss": value}, LINE | {"step": 1, "consumed_samples": 16}])
     assert math.isnan(run.losses[0])
     assert mean_of_neighbours(run.samples, run.losses, most=1) == ([16], [1.5], 2)
     assert run.by_phase()[0]["last loss"] == 1.5
 
 
-def test_throughput_by_phase_is_a_median():
+def test_run_metrics_throughput_by_phase_is_a_median():
     """One step that compiled does not spoil a phase."""
     lines = [
         LINE | {"step": n, "consumed_samples": 8 * (n + 1), "tokens_per_second": 1.0 if n == 0 else 50.0} for n in range(5)
@@ -84,8 +84,8 @@ def test_throughput_by_phase_is_a_median():
     assert RunMetrics.from_lines("a", lines).by_phase()[0]["tokens/s (median)"] == 50.0
 
 
-def test_evaluations_are_placed_by_their_step():
-    """An evaluation stands at the samples of its step; one whose step was cut off is left out."""
+def test_run_metrics_place_evaluations_by_step():
+    """An evaluation is drawn at the samples of its step; one whose step is missing is left out."""
     evals = [{"step": 0, "eval_loss": 2.0}, {"step": 9, "eval_loss": 3.0}]
     run = RunMetrics.from_lines("a", [LINE], evals)
     assert (run.eval_samples, run.eval_losses) == ((8,), (2.0,))
@@ -100,7 +100,7 @@ def test_subsample_keeps_the_ends(number):
 
 
 def write(folder, *records):
-    """Write a run's metrics; what is no dictionary is written as it stands."""
+    """Write a run's metrics; text is written literally."""
     lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     return folder
@@ -111,8 +111,8 @@ def line(step, size, rate, **more):
     return {"step": step, "global_batch_size": size, "tokens_per_second": rate, **more}
 
 
-def test_the_median_of_each_batch_size(tmp_path):
-    """The first step and steps that compiled are left out where there are others."""
+def test_measured_throughput_is_the_median_of_each_batch_size(tmp_path):
+    """The first step and steps that compiled are ignored if there are others."""
     run = write(
         tmp_path,
         line(0, 8, 1),
@@ -126,8 +126,8 @@ def test_the_median_of_each_batch_size(tmp_path):
     assert measured_throughput(run) == {8: 200, 16: 500.5, 32: 7}
 
 
-def test_lines_that_say_nothing_are_passed_over(tmp_path):
-    """A torn line, other values than numbers, and throughputs that cannot be."""
+def test_measured_throughput_skips_unusable_lines(tmp_path):
+    """A torn line, values that are not numbers, and impossible throughputs."""
     run = write(
         tmp_path,
         line(0, 8, 100),
@@ -146,7 +146,7 @@ def test_lines_that_say_nothing_are_passed_over(tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "nonsense", "[" * 100_000])
-def test_nothing_measured(tmp_path, content):
+def test_measured_throughput_refuses_a_run_without_any(tmp_path, content):
     """No folder, no file, and a file without a throughput are errors that name it."""
     if content is not None:
         write(tmp_path, content)

@@ -47,7 +47,7 @@ def printed(found):
     return " ".join(text.split())
 
 
-def test_everything_found_is_said():
+def test_print_tuning_prints_everything():
     """The boundary, each candidate, the settings, each phase, the levers with their remarks, and the notes."""
     text = printed(FOUND)
     for part in (
@@ -66,7 +66,7 @@ def test_everything_found_is_said():
         assert part in text
 
 
-def test_nothing_that_fits_is_said_too():
+def test_print_tuning_without_a_size_that_fits():
     """Without settings there is no recommendation; without a next size, none is claimed to fail."""
     nothing = printed(FOUND | {"settings": None, "largest_microbatch": None, "phases": []})
     assert "no microbatch fits" in nothing
@@ -77,7 +77,7 @@ def test_nothing_that_fits_is_said_too():
     assert "512 MiB in use at most" in own
 
 
-def test_bytes_have_units():
+def test_format_bytes_has_units():
     """From bytes to any number of GiB."""
     assert [format_bytes(n) for n in (0, 1023, 1024, 2**20 * 3, 2**40)] == [
         "0 bytes",

@@ -48,7 +48,7 @@ def squeezed(text):
 @pytest.mark.parametrize(
     "options", [{"width": 80}, {"width": 80, "force_terminal": True}, {"width": 200, "force_terminal": True}]
 )
-def test_prose_is_all_there(options):
+def test_print_verdict_is_complete(options):
     """Notes, flow, advice and violations are complete, piped and on terminals, and brackets are no markup."""
     text = squeezed(shown(FULL, **options))
     for part in (
@@ -65,7 +65,7 @@ def test_prose_is_all_there(options):
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])
-def test_tables_fold_on_terminals(width):
+def test_print_verdict_folds_tables_in_a_terminal(width):
     """No cell is cut off: every character of a long key and its meaning is there, and no line is too long."""
     printed = shown(FULL, width=width, force_terminal=True)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", printed)
@@ -89,8 +89,8 @@ def test_piped_output_is_plain():
     ("outcome", "said"),
     [("runs", "uses the sizes as written"), ("pads", "pads its batches"), ("drops", "drops samples")],
 )
-def test_headline(outcome, said):
-    """The first line says what the check says and what the run does."""
+def test_print_verdict_headline(outcome, said):
+    """The first line has the result of the check and of the run."""
     first = shown(Verdict(system="trlx", outcome=outcome), width=80).splitlines()[0]
     assert first.startswith("trlx: its own check accepts the file")
     assert said in first
