@@ -28,6 +28,7 @@ from rampup.lm.transformer import LanguageModel
 from rampup.plan.pipeline import stage_layer_order
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
+from rampup.run.accumulate import LossFn, SummableLoss
 from rampup.run.checkpoint import CheckpointOptions, SavedCheckpoint, find_checkpoint
 from rampup.run.compile import enable_compilation_cache
 from rampup.run.data.batches import BatchLoader, SampleOrder
@@ -102,6 +103,7 @@ class TrainSetup:
         param_shardings: shardings of its parameters.
         layer_order: the order in which the pipeline stages have the layers; checkpoints have them in their natural order.
         loss: the loss function, in parts if there are pipeline stages.
+        tx: the optimizer.
         learning_rate: the schedule.
         step: the training step.
     """
@@ -112,6 +114,8 @@ class TrainSetup:
     model: LanguageModel
     param_shardings: Any
     layer_order: np.ndarray
+    loss: LossFn | SummableLoss
+    tx: optax.GradientTransformation
     learning_rate: LearningRate
     step: TrainStep
 
@@ -125,16 +129,9 @@ class TrainSetup:
         model = language_model(config).on(mesh)
         param_shardings = model.shardings(mesh)
         _check_host_memory(config, mesh)
-        rate = learning_rate(config, plan)
-        step = train_step(
-            _loss(config, model, plan),
-            optimizer(config, rate),
-            plan,
-            mesh,
-            engine=config.gradient_accumulation,
-            seed=config.init_weights_seed,
-            skip_nonfinite=config.skip_nonfinite > 0,
-        )
+        rate, loss = learning_rate(config, plan), _loss(config, model, plan)
+        tx = optimizer(config, rate)
+        step = _train_step(config, loss, tx, plan, mesh)
         splitter = plan.splitter
         layer_order = np.array(stage_layer_order(config.base_num_decoder_layers, splitter.num_stages, splitter.num_repeats))
         return cls(
@@ -144,9 +141,15 @@ class TrainSetup:
             model=model,
             param_shardings=param_shardings,
             layer_order=layer_order,
+            loss=loss,
+            tx=tx,
             learning_rate=rate,
             step=step,
         )
+
+    def with_batches(self, plan: RampPlan) -> Self:
+        """Return this setup with the batches of another plan; model, optimizer and learning rate stay as they are."""
+        return replace(self, plan=plan, step=_train_step(self.config, self.loss, self.tx, plan, self.mesh))
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0."""
@@ -316,6 +319,18 @@ class Run:
         return [self.loader.source.describe(row) for row in rows]
 
 
+def _train_step(config: Config, loss: LossFn | SummableLoss, tx: Any, plan: RampPlan, mesh: Mesh) -> TrainStep:
+    return train_step(
+        loss,
+        tx,
+        plan,
+        mesh,
+        engine=config.gradient_accumulation,
+        seed=config.init_weights_seed,
+        skip_nonfinite=config.skip_nonfinite > 0,
+    )
+
+
 def language_model(config: Config) -> LanguageModel:
     """Return the model that the configuration describes."""
     return LanguageModel(
@@ -345,7 +360,7 @@ def learning_rate(config: Config, plan: RampPlan) -> LearningRate:
     )
 
 
-def optimizer(config: Config, rate: Callable[[Any], Any]) -> Any:
+def optimizer(config: Config, rate: Callable[[Any], Any]) -> optax.GradientTransformation:
     """Return the optimizer that the configuration describes."""
     return make_optimizer(
         rate,

@@ -85,6 +85,8 @@ class Programs:
         self.plan = build_plan(config, len(devices))
         self.mesh = make_mesh(self.plan.axes, devices)
         self.splitter = unconstrained(self.plan.splitter)
+        # Model, learning rate and optimizer are those of every size; only the batches of the step differ.
+        self._setup = TrainSetup.from_config(config, self.plan, self.mesh)
         self._memory: dict[Size, ProgramMemory | None] = {}
         self._compiled: dict[Size, Any] = {}
 
@@ -155,10 +157,6 @@ class Programs:
         self.__dict__.pop("_state", None)
 
     @cached_property
-    def _setup(self) -> TrainSetup:
-        return TrainSetup.from_config(self.config, self.plan, self.mesh)
-
-    @cached_property
     def state_shapes(self) -> TrainState:
         """Shapes, types and shardings of the training state."""
         return self._setup.state_shapes()
@@ -168,7 +166,7 @@ class Programs:
         return self._setup.initial_state()
 
     def _lower(self, size: Size) -> Any:
-        setup = TrainSetup.from_config(self.config, self._plan_of(size), self.mesh)
+        setup = self._setup.with_batches(self._plan_of(size))
         return setup.step.lower(self.state_shapes, self._row, setup.plan.splits[0])
 
     def _plan_of(self, size: Size) -> RampPlan:
