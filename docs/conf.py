@@ -72,6 +72,13 @@ if os.environ.get("RAMPUP_DOCS_INTERSPHINX"):
 html_theme = "sphinx_book_theme"
 html_title = "rampup"
 html_static_path = ["_static"]
-html_theme_options = {"show_toc_level": 2, "use_download_button": False, "use_fullscreen_button": False}
+html_css_files = ["custom.css"]
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_download_button": False,
+    "use_fullscreen_button": False,
+    # The sidebar has a search field.
+    "navbar_persistent": [],
+}
 html_show_sourcelink = False
 html_copy_source = False

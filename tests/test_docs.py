@@ -77,8 +77,8 @@ def test_every_public_name_is_documented():
 def test_generated_pages_are_complete():
     """The generated pages name every key, command and published ramp."""
     keys, commands = generator.configuration_keys(), generator.command_line()
-    assert [name for name in KEYS if f"| `{name}` |" not in keys] == []
-    assert [name for name in ROLLOUT_KEYS if f"| `{name}` |" not in generator.rollout_keys()] == []
+    assert [name for name in KEYS if f"`{name}`\n: " not in keys] == []
+    assert [name for name in ROLLOUT_KEYS if f"`{name}`\n: " not in generator.rollout_keys()] == []
     assert [name for name in COMMANDS if f"## rampup {name}\n" not in commands] == []
     presets = {path.stem for path in (ROOT / "configs").glob("*.yml")} - {"base", "rl"}
     assert [name for name in presets if f"`{name}`\n" not in generator.presets()] == []

@@ -19,26 +19,32 @@ NOT_PRESETS = ("base", "rl")
 
 def configuration_keys() -> str:
     """Return every key of base.yml."""
-    return _tables(BASE_FILE)
+    return _keys(BASE_FILE)
 
 
 def rollout_keys() -> str:
     """Return every key of rl.yml."""
-    return _tables(ROLLOUT_FILE)
+    return _keys(ROLLOUT_FILE)
 
 
-def _tables(file: ConfigFile) -> str:
-    """Return the keys of a file, one table for each section."""
+def _keys(file: ConfigFile) -> str:
+    """Return the keys of a file as a list of definitions, in the sections of the file."""
     lines: list[str] = []
     values, defaults, section = file.values, file.defaults, None
     for name, key in file.keys.items():
         if key.section != section:
             section = key.section
-            lines += ["", f"## {section}", "", "| Key | Default | Valid values | Meaning |", "|---|---|---|---|"]
+            lines += ["", f"## {section}", ""]
         default = f"`{yaml_value(defaults[name])}`"
         if values[name] != defaults[name]:
-            default += f" (`{yaml_value(values[name])}` in {file.name})"
-        lines.append(f"| `{name}` | {default} | {_cell(key.expected)} | {_cell(describe(key))} |")
+            default += f"; `{yaml_value(values[name])}` in `{file.name}`"
+        lines += [
+            f"`{name}`",
+            f": {_escape(describe(key))}",
+            "",
+            f"  *Values:* {_escape(key.expected)}. *Default:* {default}.",
+            "",
+        ]
     return "\n".join(lines)
 
 
@@ -47,7 +53,7 @@ def presets() -> str:
     lines = []
     for path in sorted(CONFIGS.glob("*.yml")):
         if path.stem not in NOT_PRESETS:
-            lines += [f"`{path.stem}`", f": {_cell(_head(path))}", ""]
+            lines += [f"`{path.stem}`", f": {_escape(_head(path))}", ""]
     return "\n".join(lines)
 
 
@@ -71,7 +77,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> list[str]:
     for action in parser._actions:
         if action.dest in ("help", "json") or action.help == argparse.SUPPRESS:
             continue
-        lines.append(f"| {_argument(action)} | {_cell(str(action.help))} |")
+        lines.append(f"| {_argument(action)} | {_escape(str(action.help))} |")
     return lines
 
 
@@ -84,8 +90,8 @@ def _argument(action: argparse.Action) -> str:
     return ", ".join(f"`{option} {value}`" if takes_value else f"`{option}`" for option in action.option_strings)
 
 
-def _cell(text: str) -> str:
-    """Return text for a cell of a table: no column separators, no tags."""
+def _escape(text: str) -> str:
+    """Return text in which Markdown sees no column separators, no tags and no emphasis."""
     return html.escape(text, quote=False).replace("|", "\\|").replace("*", "\\*").replace("$", "\\$").replace("~", "\\~")
 
 

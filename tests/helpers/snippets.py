@@ -3,8 +3,8 @@
 - The ``python`` blocks of a page run in one namespace.
 - A ``console`` block has lines `$ COMMAND`, each followed by what the command prints. `rampup` commands run; others, such as
   `pip install`, do not. If the page shows no output, any output will do.
-- `rampup train ... --fake-devices N` is only planned for N devices: the tests of `lm/` train on every mesh, and each mesh compiles
-  for many seconds.
+- `rampup train ... --fake-devices N` is only planned for N devices. The tests of `lm/` train on every mesh, and a mesh
+  takes seconds to compile.
 """
 
 from __future__ import annotations
