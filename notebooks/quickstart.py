@@ -83,10 +83,7 @@ STEPS = 150  # @param {type:"integer"}
 devices = jax.device_count()
 plan = rampup.RampPlan(
     ramp=rampup.BatchRamp.linear(
-        start=START * devices,
-        increment=INCREMENT * devices,
-        end=END * devices,
-        samples=RAMP_SAMPLES_PER_DEVICE * devices,
+        start=START * devices, increment=INCREMENT * devices, end=END * devices, samples=RAMP_SAMPLES_PER_DEVICE * devices
     ),
     splitter=rampup.BatchSplitter(data_parallel_size=devices),
     num_devices=devices,

@@ -72,13 +72,7 @@ class BatchDivisibilityError(RampupError, ValueError):
     """
 
     def __init__(
-        self,
-        message: str,
-        *,
-        value: int,
-        divisor: int,
-        key: str | None = None,
-        nearest: Sequence[object] | None = None,
+        self, message: str, *, value: int, divisor: int, key: str | None = None, nearest: Sequence[object] | None = None
     ) -> None:
         below = max((value - 1) // divisor * divisor, 0)
         self.value = value

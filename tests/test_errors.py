@@ -5,13 +5,7 @@ import pickle
 import pytest
 
 from rampup import errors
-from rampup.errors import (
-    BatchDivisibilityError,
-    ConfigError,
-    RampDefinitionError,
-    RampupError,
-    raise_together,
-)
+from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError, raise_together
 
 
 def test_errors_derive_from_builtins():

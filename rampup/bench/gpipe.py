@@ -13,13 +13,7 @@ from rampup.run.pipeline import PipelinedLoss, Stage, run_on_stages
 
 
 def gpipe_sums(
-    loss: PipelinedLoss,
-    params: Mapping[str, Any],
-    batch_KR: Any,
-    keys_KR: jax.Array,
-    *,
-    mesh: Mesh,
-    param_shardings: Any,
+    loss: PipelinedLoss, params: Mapping[str, Any], batch_KR: Any, keys_KR: jax.Array, *, mesh: Mesh, param_shardings: Any
 ) -> Sums:
     """Sum loss and gradients by differentiating through the forward ticks, as GPipe, praxis and MaxText do.
 

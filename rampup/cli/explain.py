@@ -20,7 +20,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: object) -> Result:
     """Explain a key."""
     explanation = explain(args.key, (BASE_FILE, ROLLOUT_FILE))
-    return Result(
-        facts=dataclasses.asdict(explanation),
-        show=lambda console: print_explanation(explanation, console),
-    )
+    return Result(facts=dataclasses.asdict(explanation), show=lambda console: print_explanation(explanation, console))

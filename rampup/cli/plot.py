@@ -42,6 +42,5 @@ def run(args: argparse.Namespace, console: object) -> Result:
         else:
             figures.draw_batch(plan, args.output, **size)
     return Result(
-        facts={"kind": kind, "output": args.output},
-        show=lambda console: console.print(f"wrote {args.output}", soft_wrap=True),
+        facts={"kind": kind, "output": args.output}, show=lambda console: console.print(f"wrote {args.output}", soft_wrap=True)
     )

@@ -202,12 +202,7 @@ def product(factors: Mapping[str, int], noun: str = "") -> Term:
 
 
 def positive(
-    system: str,
-    keys: Iterable[str],
-    *,
-    why: str,
-    found_by: FoundBy = "validator",
-    when: Callable[[Any], bool] = _always,
+    system: str, keys: Iterable[str], *, why: str, found_by: FoundBy = "validator", when: Callable[[Any], bool] = _always
 ) -> list[Rule[Any]]:
     """Return the rules that counts are unset or at least 1. `why` says what happens otherwise."""
 

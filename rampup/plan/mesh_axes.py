@@ -47,12 +47,7 @@ class MeshAxes:
 
     @classmethod
     def resolve(
-        cls,
-        num_devices: int,
-        *,
-        ici: Mapping[str, int],
-        dcn: Mapping[str, int] | None = None,
-        num_slices: int = AUTO,
+        cls, num_devices: int, *, ici: Mapping[str, int], dcn: Mapping[str, int] | None = None, num_slices: int = AUTO
     ) -> MeshAxes:
         """Infer the sizes that are -1.
 

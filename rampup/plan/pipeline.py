@@ -146,13 +146,7 @@ def predicted_time(
 
 
 def pipeline_candidates(
-    samples: int,
-    *,
-    num_stages: int,
-    overhead: Fraction,
-    repeats: Iterable[int] = (1,),
-    multiple: int = 1,
-    minimum: int = 1,
+    samples: int, *, num_stages: int, overhead: Fraction, repeats: Iterable[int] = (1,), multiple: int = 1, minimum: int = 1
 ) -> tuple[PipelineCandidate, ...]:
     """Return every legal split of one replica's samples, fastest first. Ties are sorted by the number of microbatches.
 

@@ -128,9 +128,7 @@ class BatchRamp(NotebookRepr):
         make_segments = _carried_segments if carry_overshoot else _restarted_segments
         segments = make_segments(start, increment, num_increments, samples)
         return cls._from_segments(
-            [*segments, (None, end)],
-            num_increments=num_increments,
-            samples_per_increment=Fraction(samples, num_increments),
+            [*segments, (None, end)], num_increments=num_increments, samples_per_increment=Fraction(samples, num_increments)
         )
 
     @classmethod

@@ -11,13 +11,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
-from rampup.errors import (
-    BatchDivisibilityError,
-    ConfigError,
-    PipelineShapeError,
-    RampupError,
-    raise_together,
-)
+from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError, raise_together
 from rampup.plan.numbers import AUTO, divisors, format_product, nearest_multiples
 from rampup.plan.pipeline import PipelineCandidate, pipeline_candidates
 
@@ -47,12 +41,7 @@ class BatchSplit:
     microbatch_size: int
 
     def __post_init__(self) -> None:
-        factors = (
-            self.data_parallel_size,
-            self.accumulation_steps,
-            self.num_pipeline_microbatches,
-            self.microbatch_size,
-        )
+        factors = (self.data_parallel_size, self.accumulation_steps, self.num_pipeline_microbatches, self.microbatch_size)
         if min(factors) < 1 or math.prod(factors) != self.global_batch_size:
             raise BatchDivisibilityError(
                 f"global_batch_size={self.global_batch_size} must be data_parallel_size * accumulation_steps * "

@@ -354,8 +354,7 @@ def _operation_costs(
     weights = exact.get("weight-cost", both / 2)
     if weights >= both:
         raise PipelineShapeError(
-            f"weight-cost={float(weights):g} must be below backward-cost={float(both):g}, which includes it",
-            key="weight-cost",
+            f"weight-cost={float(weights):g} must be below backward-cost={float(both):g}, which includes it", key="weight-cost"
         )
     costs: dict[Kind, Fraction] = {"F": exact["forward-cost"], "B": both, "I": both - weights, "W": weights}
     return {kind: cost / num_repeats for kind, cost in costs.items()}

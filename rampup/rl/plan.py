@@ -7,13 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rampup.errors import (
-    BatchDivisibilityError,
-    ConfigError,
-    RampupError,
-    ResumeMismatchError,
-    raise_together,
-)
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, ResumeMismatchError, raise_together
 from rampup.notebook_repr import NotebookRepr
 from rampup.plan.numbers import MAX_SAMPLES, count_problems, divisors, nearest_in, nearest_multiples
 from rampup.rl.sizes import Experience, Size

@@ -308,14 +308,7 @@ class Stage:
     """
 
     def __init__(
-        self,
-        loss: PipelinedLoss,
-        layers: Any,
-        shared: Any,
-        batch_KR: Any,
-        keys_KR: Any,
-        mesh: Mesh,
-        with_grads: bool,
+        self, loss: PipelinedLoss, layers: Any, shared: Any, batch_KR: Any, keys_KR: Any, mesh: Mesh, with_grads: bool
     ) -> None:
         self.loss, self.shared, self.with_grads = loss, shared, with_grads
         self.batch_KR, self.keys_KR = batch_KR, keys_KR
@@ -582,6 +575,5 @@ def _check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: j
 
 
 __getattr__ = moved_names(
-    __name__,
-    {"reordered": "rampup.run.pipeline.permute_layers", "gpipe_sums": "rampup.bench.gpipe.gpipe_sums"},
+    __name__, {"reordered": "rampup.run.pipeline.permute_layers", "gpipe_sums": "rampup.bench.gpipe.gpipe_sums"}
 )

@@ -14,10 +14,7 @@ from typing import Any, Protocol
 from rampup.errors import MissingDependencyError, StorageError
 
 TENSORBOARD_FOLDER = "tensorboard"
-_NEEDED_BY = {
-    "tensorboardX": ("enable_tensorboard", "tensorboard"),
-    "wandb": ("wandb_project", "wandb"),
-}
+_NEEDED_BY = {"tensorboardX": ("enable_tensorboard", "tensorboard"), "wandb": ("wandb_project", "wandb")}
 
 
 class MetricWriter(Protocol):

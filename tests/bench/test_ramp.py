@@ -105,10 +105,7 @@ def test_slowest_change_sees_stalls_and_not_slower_phases():
 def test_transition_rows_compare_medians():
     """Every contender has its median over the runs, its least, and its ratio to rampup with fixed microbatches."""
     calm = [9, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
-    runs = {
-        FIXED: [steps(calm)] * 3,
-        JIT: [steps([*calm[:8], slow, 3, 3, 3], num_late=4) for slow in (6, 30, 60)],
-    }
+    runs = {FIXED: [steps(calm)] * 3, JIT: [steps([*calm[:8], slow, 3, 3, 3], num_late=4) for slow in (6, 30, 60)]}
     rampup, jit = transition_rows(runs, PLAN)
     assert (rampup["slowest_change"], rampup["times_ours"], rampup["late_steps"]) == (1, 1, 0)
     assert (jit["slowest_change"], jit["least"], jit["times_ours"], jit["late_steps"]) == (10, 2, 10, 4)

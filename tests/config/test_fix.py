@@ -45,10 +45,7 @@ def fixed(folder, text, *settings, environ=None):
         ("lr: 0.1\nseed: 1\n", "learning_rate: 0.1\ninit_weights_seed: 1\n"),
         ("base_config: bse.yml\n", "base_config: base.yml\n"),
         (BASE + "per_device_batch_size: 15   # samples\n", BASE + "per_device_batch_size: 16   # samples\n"),
-        (
-            BASE + "per_device_batch_size_increment: 5\n",
-            BASE + "per_device_batch_size_increment: 6\n",
-        ),
+        (BASE + "per_device_batch_size_increment: 5\n", BASE + "per_device_batch_size_increment: 6\n"),
         (BASE + "ici_tensor_parallelism: 3", BASE + "ici_tensor_parallelism: 4"),
         (BASE + "base_num_kv_heads: 3\n", BASE + "base_num_kv_heads: 4\n"),
         (BASE + "microbatch_size: 3\n", BASE + "microbatch_size: 4\n"),

@@ -114,8 +114,7 @@ def test_rows_lost_at_the_end_of_the_ramp():
 
 
 @pytest.mark.parametrize(
-    ("keys", "devices", "config_end", "manager_end"),
-    [({**HALVES, **UNCUT}, 8, 30, 37), (ONES, 8, 80, 314), (RAMP, 4, 22, 22)],
+    ("keys", "devices", "config_end", "manager_end"), [({**HALVES, **UNCUT}, 8, 30, 37), (ONES, 8, 80, 314), (RAMP, 4, 22, 22)]
 )
 def test_the_configuration_and_the_manager_disagree(keys, devices, config_end, manager_end):
     """Sizes below 1 and accumulation are counted in one and not in the other, which a note says."""

@@ -109,12 +109,7 @@ BOUNDARIES = [
     ("loader_divides_train", {GEN: 32}, {GEN: 33}, "accepts"),
     ("engines_divide_devices", {f"{R}tensor_model_parallel_size": 4}, {f"{R}tensor_model_parallel_size": 3}, "accepts"),
     ("data_set_fills_a_step", {"num_prompts": 64}, {"num_prompts": 63}, "accepts"),
-    (
-        "legacy_actor_mini_reaches_every_replica",
-        {**LEGACY, MINI: 2, MICRO: 1},
-        {**LEGACY, MINI: 1, MICRO: 1},
-        "accepts",
-    ),
+    ("legacy_actor_mini_reaches_every_replica", {**LEGACY, MINI: 2, MICRO: 1}, {**LEGACY, MINI: 1, MICRO: 1}, "accepts"),
     ("legacy_actor_micro_divides_mini", {**LEGACY, MICRO: 8}, {**LEGACY, MICRO: 16}, "accepts"),
     (
         "legacy_actor_micro_divides_mini",

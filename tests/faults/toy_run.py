@@ -62,9 +62,7 @@ def run(folder, *, source=None, engine="fused", events=None, skips=True, mesh="o
             tokens_per_sample=10,
             **{name: options.pop(name) for name in ("skip_nonfinite", "describe_rows") if name in options},
         ),
-        checkpoints=CheckpointOptions(
-            **{"identity": {"who": "toy"}, "checkpoint_period": 4, "to_saved": to_saved} | options,
-        ),
+        checkpoints=CheckpointOptions(**{"identity": {"who": "toy"}, "checkpoint_period": 4, "to_saved": to_saved} | options),
         on_event=lambda event: None if events is None else events.append(event),
     )
     return loop.run(create_state(toy.new_params(mesh), step.tx, mesh)), last.get("state")

@@ -130,10 +130,7 @@ PIPELINED = {
 
 @pytest.mark.parametrize(
     "axes",
-    [
-        {"ici_pipeline_parallelism": 4},
-        {"ici_pipeline_parallelism": 2, "ici_tensor_parallelism": 2, "pipeline_keep": "dots"},
-    ],
+    [{"ici_pipeline_parallelism": 4}, {"ici_pipeline_parallelism": 2, "ici_tensor_parallelism": 2, "pipeline_keep": "dots"}],
 )
 def test_pipelines_agree_with_the_model(tmp_path, axes):
     """Through stages, repeats and dropout, over 50 steps and three phases, losses and evaluations are the model's to 1e-5."""

@@ -6,13 +6,7 @@ import pytest
 
 from rampup import Config, build_plan
 from rampup.errors import PipelineShapeError
-from rampup.plan.pipeline import (
-    legal_repeats,
-    pipeline_candidates,
-    pipeline_repeats,
-    predicted_time,
-    stage_layer_order,
-)
+from rampup.plan.pipeline import legal_repeats, pipeline_candidates, pipeline_repeats, predicted_time, stage_layer_order
 from rampup.plan.split import BatchSplitter
 from rampup.plan.timetable import Timetable
 

@@ -86,8 +86,7 @@ def test_piped_output_is_plain():
 
 
 @pytest.mark.parametrize(
-    ("outcome", "said"),
-    [("runs", "uses the sizes as written"), ("pads", "pads its batches"), ("drops", "drops samples")],
+    ("outcome", "said"), [("runs", "uses the sizes as written"), ("pads", "pads its batches"), ("drops", "drops samples")]
 )
 def test_print_verdict_headline(outcome, said):
     """The first line has the result of the check and of the run."""

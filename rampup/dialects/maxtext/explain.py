@@ -6,18 +6,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from rampup.dialects.maxtext import (
-    ACCUMULATION,
-    END,
-    EVAL,
-    EXPANSION,
-    INCREMENT,
-    LAYERS,
-    MICROBATCHES,
-    REPEATS,
-    SAMPLES,
-    START,
-)
+from rampup.dialects.maxtext import ACCUMULATION, END, EVAL, EXPANSION, INCREMENT, LAYERS, MICROBATCHES, REPEATS, SAMPLES, START
 from rampup.dialects.maxtext.job import MaxTextJob
 from rampup.dialects.rules import broken_rules, counted
 from rampup.dialects.verdict import Advice, Meaning

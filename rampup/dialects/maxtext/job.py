@@ -190,11 +190,7 @@ class MaxTextJob(Job):
         self.manager: Manager | None = None  # none without a ramp, or if MaxText refuses to build it
         if self.ramps and self.grows and self.increment_divides and min(self[START], self[INCREMENT]) > 0:
             self.manager = Manager.build(
-                start=self[START],
-                increment=self[INCREMENT],
-                end=self[END],
-                samples=self[SAMPLES],
-                num_devices=self.num_devices,
+                start=self[START], increment=self[INCREMENT], end=self[END], samples=self[SAMPLES], num_devices=self.num_devices
             )
 
     def _combine(self, group: str, axes: Sequence[str]) -> int:

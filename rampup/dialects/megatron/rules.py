@@ -69,11 +69,7 @@ ARGUMENTS: Rules = [
         when=lambda job: job.world is not None,
     ),
     multiple(
-        "megatron.batch_divisible",
-        (GLOBAL, MICRO),
-        _final,
-        _unit,
-        when=lambda job: _is_constant(job) and not job[DECREASE],
+        "megatron.batch_divisible", (GLOBAL, MICRO), _final, _unit, when=lambda job: _is_constant(job) and not job[DECREASE]
     ),
     Rule(
         name="megatron.decreased_to_nothing",

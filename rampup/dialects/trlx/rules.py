@@ -141,11 +141,7 @@ class TrlxJob(Job):
 _FIRST: list[Rule[TrlxJob]] = [
     *positive("trlx", [TRAIN], why="the trainer divides by it"),
     *positive(
-        "trlx",
-        [ROLLOUTS, CHUNK, INNER],
-        why="nothing would be collected or trained",
-        found_by="run",
-        when=lambda job: job.ppo,
+        "trlx", [ROLLOUTS, CHUNK, INNER], why="nothing would be collected or trained", found_by="run", when=lambda job: job.ppo
     ),
     *positive("trlx", ["num_processes", "num_prompts"], why="there would be nothing to train", found_by="run"),
     *positive("trlx", [*NEMO_KEYS.values(), *NEMO_NESTED.values()], why="the trainer divides by it"),

@@ -112,10 +112,7 @@ _DEVICES: Rules = [
         rule
         for key in COUNTS
         for rule in positive(
-            "verl",
-            [key],
-            why="the run divides by it or stays empty",
-            found_by="validator" if key in _NODE_COUNTS else "run",
+            "verl", [key], why="the run divides by it or stays empty", found_by="validator" if key in _NODE_COUNTS else "run"
         )
     ],
     *positive("verl", STATIC_COUNTS, why="the run divides by it", found_by="run", when=_static),
