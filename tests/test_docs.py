@@ -148,3 +148,10 @@ def test_every_page_is_in_a_table_of_contents():
         for block in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(), re.DOTALL):
             entries |= {(page.parent / line).resolve() for line in block.split("\n") if line and not line.startswith(":")}
     assert [page_id(page) for page in PAGES[2:] if page.with_suffix("") not in entries and page.stem != "index"] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_named_files_exist(page):
+    """Every source file that a page names is in the repository."""
+    files = re.findall(r"`((?:tests|rampup|configs|notebooks|docs)/[\w./]+\.\w+)`", page.read_text())
+    assert [name for name in files if not (ROOT / name).exists()] == []
