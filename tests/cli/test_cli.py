@@ -9,25 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.tiny import TINY, TINY_MODEL, command_line
 
 from rampup.cli import main
 from rampup.config.schema import KEYS
 
 ROOT = Path(__file__).parent.parent.parent
 BASE = str(ROOT / "configs" / "base.yml")
-TINY = [
-    "per_device_batch_size_start=1",
-    "per_device_batch_size_increment=1",
-    "per_device_batch_size=3",
-    "global_rampup_samples=20",
-    "steps=40",
-    "checkpoint_period=4",
-    "eval_interval=-1",
-    "max_target_length=16",
-    "base_emb_dim=32",
-    "base_num_decoder_layers=1",
-    "base_mlp_dim=64",
-]
+TRAINED = command_line(TINY | {"global_rampup_samples": 20, "steps": 40, "checkpoint_period": 4, "base_num_decoder_layers": 1})
 
 
 def run_json(capsys, *arguments):
@@ -157,7 +146,7 @@ def test_rows_names_every_row(capsys):
 
 def command(*arguments):
     """Return the command line of `rampup` on two fake devices, in a process of its own."""
-    return [sys.executable, "-m", "rampup", "train", BASE, *TINY, "--fake-devices", "2", "--json", *arguments]
+    return [sys.executable, "-m", "rampup", "train", BASE, *TRAINED, "--fake-devices", "2", "--json", *arguments]
 
 
 def finished(*arguments):
@@ -411,7 +400,7 @@ def test_train_restart_compiles_nothing(tmp_path):
     """A second process finds every program of the first in the compilation cache."""
     cache = tmp_path / "cache"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    settings = [*TINY, "steps=6", "run_name=run", f"base_output_directory={tmp_path}", f"jax_cache_dir={cache}"]
+    settings = [*TRAINED, "steps=6", "run_name=run", f"base_output_directory={tmp_path}", f"jax_cache_dir={cache}"]
     command = [sys.executable, "-m", "rampup", "train", BASE, "--fake-devices=2", "--json"]
     found = []
     for steps in (3, 6):
@@ -480,25 +469,25 @@ def test_plot_and_report_refuse_bad_arguments(capsys, tmp_path, monkeypatch, arg
     assert not list(tmp_path.iterdir())
 
 
-SMALL = ["dataset_type=synthetic", "vocab_size=16", "max_target_length=8", "base_emb_dim=8", "base_num_decoder_layers=1"]
-SMALL += ["base_mlp_dim=8", "base_num_query_heads=1", "enable_rampup_batch_size=false", "per_device_batch_size=2", "steps=3"]
+TUNED = {"dataset_type": "synthetic", "enable_rampup_batch_size": False, "per_device_batch_size": 2, "steps": 3}
+TUNED = command_line(TINY_MODEL | {"base_num_decoder_layers": 1} | TUNED)
 
 
 def test_tune_recommends_what_fits(capsys):
     """One object, whose settings the plan takes; the table names them too."""
-    arguments = [BASE, *SMALL, "--memory-gib", "1", "--devices", "1"]
+    arguments = [BASE, *TUNED, "--memory-gib", "1", "--devices", "1"]
     code, found = run_json(capsys, "tune", *arguments)
     assert code == 0
     assert found["largest_microbatch"] >= 2
     assert found["phases"][0]["microbatch_size"] in (1, 2)
     settings = [f"{key}={value}" for key, value in found["settings"].items()]
-    code, plan = run_json(capsys, "plan", BASE, *SMALL, *settings, "--devices", "1")
+    code, plan = run_json(capsys, "plan", BASE, *TUNED, *settings, "--devices", "1")
     assert (code, plan["phases"][0]["microbatch_size"]) == (0, found["phases"][0]["microbatch_size"])
 
 
 def test_tune_reports_memory_options_if_nothing_fits(capsys):
     """It is refused like any other mistake, and the same object contains the memory options."""
-    code, found = run_json(capsys, "tune", BASE, *SMALL, "--memory-gib", "1e-6", "--devices", "1")
+    code, found = run_json(capsys, "tune", BASE, *TUNED, "--memory-gib", "1e-6", "--devices", "1")
     assert code == 2
     assert found["error"]["key"] == "microbatch_size"
     assert "no microbatch fits" in found["error"]["message"]

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from faults import random_configs, toy_run
 from helpers import oracle
+from helpers.tiny import TINY_MODEL, command_line
 from hypothesis import HealthCheck, given, settings, target
 from hypothesis import strategies as st
 
@@ -292,9 +293,8 @@ def test_train_writes_only_its_folders_and_no_secrets(tmp_path):
     home, out, work = tmp_path / "home", tmp_path / "out", tmp_path / "work"
     for folder in (home, work):
         folder.mkdir()
-    small = {"steps": 2, "per_device_batch_size": 1, "max_target_length": 8, "base_emb_dim": 16, "base_num_decoder_layers": 1}
-    small |= {"base_mlp_dim": 16, "dataset_type": "synthetic", "eval_interval": -1, "enable_rampup_batch_size": False}
-    arguments = [f"{key}={value}" for key, value in small.items()]
+    small = {"steps": 2, "per_device_batch_size": 1, "dataset_type": "synthetic", "enable_rampup_batch_size": False}
+    arguments = command_line(TINY_MODEL | small)
     secret = "hunter2-do-not-tell"
     environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
     environment |= {"HOME": str(home), "API_TOKEN": secret, "AWS_SECRET_ACCESS_KEY": secret, "TMPDIR": str(work)}

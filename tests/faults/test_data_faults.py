@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from faults import toy_run
+from helpers.tiny import TINY_MODEL
 
 from rampup import Config
 from rampup.errors import DataError, ResumeMismatchError
@@ -18,16 +19,11 @@ from rampup.run.data.files import fingerprints, open_sources
 from rampup.run.data.sources import files_of
 from rampup.run.loop import Loop
 
-TINY = {
+SETTINGS = TINY_MODEL | {
     "steps": 6,
     "per_device_batch_size": 2,
     "checkpoint_period": 2,
-    "eval_interval": -1,
-    "max_target_length": 16,
-    "base_emb_dim": 16,
     "base_num_decoder_layers": 1,
-    "base_mlp_dim": 32,
-    "base_num_query_heads": 2,
     "dataset_type": "tokens",
 }
 SIZES = {"holdout_fraction": 0.1, "sequence_length": 16, "vocab_size": 256, "eval_files": None}
@@ -47,7 +43,7 @@ def tokens(tmp_path):
 def config(tmp_path, **changes):
     """Return a configuration that reads the folder of tokens."""
     paths = {"grain_train_files": str(tmp_path / "data" / "*"), "base_output_directory": str(tmp_path / "runs")}
-    return Config(run_name="run", jax_cache_dir=None, **(TINY | paths | changes))
+    return Config(run_name="run", jax_cache_dir=None, **(SETTINGS | paths | changes))
 
 
 class Rows:

@@ -8,19 +8,16 @@ import sys
 import time
 from pathlib import Path
 
-SETTINGS = {
+from helpers.tiny import TINY_MODEL
+
+SETTINGS = TINY_MODEL | {
     "enable_rampup_batch_size": True,
     "per_device_batch_size_start": 1,
     "per_device_batch_size_increment": 1,
     "per_device_batch_size": 8,
-    "max_target_length": 16,
-    "base_emb_dim": 16,
     "base_num_decoder_layers": 1,
-    "base_mlp_dim": 32,
-    "base_num_query_heads": 2,
     "dropout_rate": 0.1,
     "dataset_type": "synthetic",
-    "eval_interval": -1,
     "checkpoint_period": 4,
     "max_num_checkpoints_to_keep": 2,
     "jax_cache_dir": None,
