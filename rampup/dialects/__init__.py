@@ -6,6 +6,7 @@ Each system is a folder: its keys in `__init__.py`, its numbers in `job.py`, its
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 from rampup.config.yaml import read_mapping
 from rampup.dialects.reading import flatten
 from rampup.dialects.verdict import Verdict
-from rampup.errors import ConfigError
+from rampup.errors import ConfigError, RampupError
 
 # The folders of the systems.
 SYSTEMS = ("maxtext", "maxtext_rl", "megatron", "skyrl", "verl", "trlx")
@@ -89,6 +90,11 @@ def _check(path: str | Path, system: str, overrides: Sequence[str]) -> Verdict:
     if not job.usable:
         return Verdict(system=system, violations=violations, notes=settings.notes)
     conversion, phases, words = job.conversion(), job.phases(), dialect.words
+    plan = None
+    # A run that rampup can express has a plan even if its own system rejects the file.
+    if conversion is not None or not violations:
+        with contextlib.suppress(RampupError):
+            plan = job.plan()
     return Verdict(
         system=system,
         violations=violations,
@@ -99,8 +105,7 @@ def _check(path: str | Path, system: str, overrides: Sequence[str]) -> Verdict:
         meanings=tuple(words.meanings(job)),
         flow=tuple(words.flow(job)),
         advice=tuple(words.advice(job)),
-        # A run that rampup can express has a plan even if its own system rejects the file.
-        plan=job.plan() if conversion is not None or not violations else None,
+        plan=plan,
         conversion=conversion,
     )
 

@@ -9,16 +9,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from rampup.dialects.reading import Entry, Settings
 from rampup.dialects.verdict import Advice, Conversion, FoundBy, Meaning, Run, Violation
 from rampup.errors import RampupError
-from rampup.plan import numbers
-from rampup.plan.numbers import MAX_COUNT, to_yaml_number
+from rampup.plan.numbers import MAX_COUNT, divisors, to_yaml_number
 
 MAX_TRIED = 512
-_MAX_FACTOR = 1_000
 _WINDOW = 64
 _NUM_MULTIPLES = 40
 _MAX_RATIO = 16
@@ -64,7 +62,11 @@ class Job:
         return None
 
     def plan(self) -> Any:
-        """Return rampup's plan of the same run, or None if there is none."""
+        """Return rampup's plan of the same run, or None if there is none.
+
+        Raises:
+            RampupError: rampup refuses the run.
+        """
         return None
 
 
@@ -72,10 +74,14 @@ J = TypeVar("J", bound=Job)
 
 
 class Term(NamedTuple):
-    """One side of a divisibility rule: a number, and the text that names it in a message."""
+    """One side of a comparison: a number, and the text that names it in a message."""
 
     text: str
     number: int
+
+
+# A side of a comparison: a key, a text such as "the {:,} devices" with its number, or a function that returns both.
+Side: TypeAlias = str | tuple[str, Callable[[J], int]] | Callable[[J], Term]
 
 
 def _always(_: Job) -> bool:
@@ -94,7 +100,7 @@ class Rule(Generic[J]):
         when: whether it applies to a job at all.
         found_by: whether that system's own check finds it, or only the run.
         candidates: values of the first key to try, nearest first. None = whole numbers from `whole_numbers`.
-        division: dividend and divisor of a divisibility rule, or two numbers to compare; candidates are made from them.
+        division: the two numbers that it compares, such as dividend and divisor; candidates are made from them.
     """
 
     name: str
@@ -145,48 +151,56 @@ class Dialect:
     variant: Callable[[str | Path], Dialect | None] = _no_variant
 
 
-def multiple(
-    name: str,
-    keys: Sequence[str],
-    left: Callable[[J], Term],
-    right: Callable[[J], Term],
-    *,
-    when: Callable[[J], bool] = _always,
-    found_by: FoundBy = "validator",
-    note: str | Callable[[J], str] = "",
-    candidates: Callable[[J], Iterable[Any]] | None = None,
+def _compare(
+    name: str, keys: Sequence[str], left: Side[J], words: str, right: Side[J], test: Callable[[int, int], bool], **options: Any
 ) -> Rule[J]:
-    """Return the rule that `left` must be a multiple of `right`; a `right` below 1 is another rule's business.
+    """Return the rule that a test of two numbers holds. `options` are those of `Rule`, and `note`, the end of the message."""
+    note = options.pop("note", "")
 
-    Args:
-        name, keys, when, found_by, candidates: as in `Rule`.
-        left, right: the two sides, from a job.
-        note: the end of the message.
-    """
+    def number(side: Side[J], job: J) -> int:
+        if isinstance(side, str):
+            return int(job[side])
+        return side[1](job) if isinstance(side, tuple) else side(job).number
 
-    def holds(job: J) -> bool:
-        divisor = right(job).number
-        return divisor < 1 or left(job).number % divisor == 0
-
-    def message(job: J) -> str:
-        end = note if isinstance(note, str) else note(job)
-        return f"{left(job).text} must be a multiple of {right(job).text}{end}"
+    def text(side: Side[J], job: J) -> str:
+        if isinstance(side, str):
+            return f"{side}={job[side]:,}"
+        return side[0].format(side[1](job)) if isinstance(side, tuple) else side(job).text
 
     return Rule(
         name=name,
         keys=tuple(keys),
-        holds=holds,
-        message=message,
-        when=when,
-        found_by=found_by,
-        candidates=candidates,
-        division=lambda job: (left(job).number, right(job).number),
+        holds=lambda job: test(number(left, job), number(right, job)),
+        message=lambda job: f"{text(left, job)} {words} {text(right, job)}{note if isinstance(note, str) else note(job)}",
+        division=lambda job: (number(left, job), number(right, job)),
+        **options,
     )
 
 
-def value_of(key: str) -> Callable[[Job], Term]:
-    """Return a side of a divisibility rule that is the value of one key."""
-    return lambda job: Term(f"{key}={job[key]:,}", job[key])
+def multiple(name: str, keys: Sequence[str], left: Side[J], right: Side[J], **options: Any) -> Rule[J]:
+    """Return the rule that `left` is a multiple of `right`; a `right` below 1 is another rule's business.
+
+    Args:
+        name, keys: as in `Rule`.
+        left, right: the two sides, each a `Side`.
+        options: `when`, `found_by` and `candidates` as in `Rule`; `note` is the end of the message, or a function for it.
+    """
+    return _compare(name, keys, left, "must be a multiple of", right, lambda a, b: b < 1 or a % b == 0, **options)
+
+
+def at_least(name: str, keys: Sequence[str], left: Side[J], right: Side[J], **options: Any) -> Rule[J]:
+    """Return the rule that `left` is at least `right`; the arguments are those of `multiple`."""
+    return _compare(name, keys, left, "must be at least", right, lambda a, b: a >= b, **options)
+
+
+def equal(name: str, keys: Sequence[str], left: Side[J], right: Side[J], **options: Any) -> Rule[J]:
+    """Return the rule that `left` equals `right`; the arguments are those of `multiple`."""
+    return _compare(name, keys, left, "must equal", right, lambda a, b: a == b, **options)
+
+
+def constant(number: int) -> tuple[str, Callable[[Job], int]]:
+    """Return a side of a comparison that is the same for every job."""
+    return "{:,}", lambda _: number
 
 
 def product(factors: Mapping[str, int], noun: str = "") -> Term:
@@ -197,14 +211,12 @@ def product(factors: Mapping[str, int], noun: str = "") -> Term:
         'prompts * responses = 4 * 8 = 32 samples'
     """
     number = math.prod(factors.values())
-    terms = " * ".join(f"{factor:,}" for factor in factors.values())
-    return Term(f"{' * '.join(factors)} = {terms} = {number:,}{noun and ' '}{noun}", number)
+    values = " * ".join(f"{factor:,}" for factor in factors.values())
+    return Term(f"{' * '.join(factors)} = {values} = {number:,}{noun and ' '}{noun}", number)
 
 
-def positive(
-    system: str, keys: Iterable[str], *, why: str, found_by: FoundBy = "validator", when: Callable[[Any], bool] = _always
-) -> list[Rule[Any]]:
-    """Return the rules that counts are unset or at least 1. `why` says what happens otherwise."""
+def positive(system: str, keys: Iterable[str], why: str, **options: Any) -> list[Rule[Any]]:
+    """Return the rules that counts are unset or at least 1. `why` says what happens otherwise; options as in `Rule`."""
 
     def rule(key: str) -> Rule[Any]:
         return Rule(
@@ -212,8 +224,7 @@ def positive(
             keys=(key,),
             holds=lambda job: job[key] is None or job[key] >= 1,
             message=lambda job: f"{key}={job[key]:,} must be at least 1: {why}",
-            when=when,
-            found_by=found_by,
+            **options,
         )
 
     return [rule(key) for key in keys]
@@ -222,10 +233,15 @@ def positive(
 def if_usable(rules: Iterable[Rule[J]]) -> list[Rule[J]]:
     """Return rules that apply only to a job whose numbers can be computed."""
 
-    def guarded(rule: Rule[J]) -> Rule[J]:
+    def guard(rule: Rule[J]) -> Rule[J]:
         return dataclasses.replace(rule, when=lambda job: job.usable and rule.when(job))
 
-    return [guarded(rule) for rule in rules]
+    return [guard(rule) for rule in rules]
+
+
+def found_by_run(rules: Iterable[Rule[J]]) -> list[Rule[J]]:
+    """Return rules that the system's own check does not know: only the run finds them."""
+    return [dataclasses.replace(rule, found_by="run") for rule in rules]
 
 
 def broken_rules(rules: Iterable[Rule[J]], job: J) -> list[Rule[J]]:
@@ -314,6 +330,9 @@ def _with_nearest(message: str, key: str, nearest: Sequence[Any]) -> str:
     return f"{message}; nearest {key}: {shown}"
 
 
+_divisors = functools.cache(divisors)
+
+
 def whole_numbers(
     value: int | None, divisions: Sequence[tuple[int, int]] = (), others: Sequence[tuple[int, int]] = ()
 ) -> list[int]:
@@ -337,7 +356,7 @@ def whole_numbers(
         for left, right in pairs:
             if not 1 <= left <= MAX_COUNT or not 1 <= right <= MAX_COUNT:
                 continue
-            found |= {left, right, *divisors(left)}
+            found |= {left, right, *_divisors(left)}
             found.update(_multiples(size, right, number, shift=(size - left) % right))
             factor = left // size if left % size == 0 else 1
             for step in (right, right // math.gcd(right, factor)):
@@ -355,22 +374,6 @@ def _multiples(value: int, step: int, number: int, *, shift: int = 0) -> range:
     """Return `number` multiples of `step` (plus `shift`) on each side of `value`."""
     below = (value - shift) // step * step + shift
     return range(below - (number - 1) * step, below + number * step + 1, step)
-
-
-@functools.cache
-def divisors(number: int) -> list[int]:
-    """Return the divisors of a number in ascending order; of one above 10**9, those that are found quickly.
-
-    Example:
-        >>> divisors(12), divisors(0)
-        ([1, 2, 3, 4, 6, 12], [])
-    """
-    if number < 1:
-        return []
-    if number <= numbers.MAX_SAMPLES:
-        return numbers.divisors(number)
-    small = [factor for factor in range(1, _MAX_FACTOR + 1) if number % factor == 0]
-    return sorted({*small, *(number // factor for factor in small)})
 
 
 def around(value: Fraction | int, step: Fraction | int = 1, *, origin: Fraction | int = 0) -> list[Fraction]:

@@ -1,4 +1,4 @@
-"""Tests of `rampup check`, as a person types it, and of which system a file belongs to."""
+"""Tests of `rampup check` on the command line, and of the system that a file belongs to."""
 
 import json
 import subprocess
@@ -18,8 +18,8 @@ from rampup.dialects.trlx import KEYS as TRLX
 from rampup.dialects.verl import KEYS as VERL
 from rampup.errors import ConfigError, RampupError
 
-GOOD = {"trainer.train_batch_size": 8, "trainer.policy_mini_batch_size": 4, "generator.n_samples_per_prompt": 2}
-BAD = {**GOOD, "trainer.policy_mini_batch_size": 3}
+VALID = {"trainer.train_batch_size": 8, "trainer.policy_mini_batch_size": 4, "generator.n_samples_per_prompt": 2}
+INVALID = {**VALID, "trainer.policy_mini_batch_size": 3}
 
 
 @pytest.fixture
@@ -42,32 +42,32 @@ def run_json(capsys, *arguments):
     return code, json.loads(lines[0])
 
 
-def test_json_is_the_contract(capsys, file):
-    """Names and types of what --json prints, for a good and a bad file; exit 2 for the bad one only."""
-    code, found = run_json(capsys, file(GOOD), "--from", "skyrl")
+def test_check_json_has_the_documented_keys(capsys, file):
+    """The names and types that --json prints, for a valid and an invalid file; exit code 2 for the invalid one only."""
+    code, found = run_json(capsys, file(VALID), "--from", "skyrl")
     assert code == 0
     assert list(found) == ["system", "validator", "run", "violations", "notes", "derived"]
     assert (found["system"], found["validator"], found["run"], found["violations"]) == ("skyrl", "accepts", "runs", [])
     assert found["derived"]["samples_per_step"] == 16
-    code, found = run_json(capsys, file(BAD), "--from", "skyrl")
+    code, found = run_json(capsys, file(INVALID), "--from", "skyrl")
     assert code == 2
     assert (found["validator"], found["run"]) == ("rejects", "fails")
     assert set(found["violations"][0]) == {"rule", "keys", "message", "nearest"}
 
 
-def test_the_verdict_is_printed_either_way(capsys, file):
-    """People see the verdict of a bad file too, on standard output, and no traceback."""
-    assert main(["check", file(BAD), "--from", "skyrl"]) == 2
+def test_check_prints_the_verdict_of_an_invalid_file(capsys, file):
+    """An invalid file gets a verdict on standard output, without a traceback."""
+    assert main(["check", file(INVALID), "--from", "skyrl"]) == 2
     shown = capsys.readouterr()
     assert "must be a multiple of trainer.policy_mini_batch_size=3" in shown.out
     assert "8 prompts per training step" in shown.out
     assert not shown.err
 
 
-def test_settings_win_over_the_file(capsys, file):
-    """key=value after the file mends it, in any order with the options."""
-    assert run_json(capsys, file(BAD), "--from", "skyrl", "trainer.policy_mini_batch_size=2")[0] == 0
-    assert run_json(capsys, "--from=skyrl", file(BAD), "trainer.policy_mini_batch_size=2")[0] == 0
+def test_check_overrides_win_over_the_file(capsys, file):
+    """key=value after the file fixes it, in any order with the options."""
+    assert run_json(capsys, file(INVALID), "--from", "skyrl", "trainer.policy_mini_batch_size=2")[0] == 0
+    assert run_json(capsys, "--from=skyrl", file(INVALID), "trainer.policy_mini_batch_size=2")[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -80,15 +80,15 @@ def test_settings_win_over_the_file(capsys, file):
         (["--from", "skyrl", "no.such.key=1"], "no.such.key"),
     ],
 )
-def test_wrong_usage_is_an_error(capsys, file, arguments, key):
-    """Unknown systems, keys and half a conversion are refused with a message."""
-    code, found = run_json(capsys, file(GOOD), *arguments)
+def test_check_rejects_wrong_usage(capsys, file, arguments, key):
+    """Unknown systems and keys and an incomplete conversion are errors with a key."""
+    code, found = run_json(capsys, file(VALID), *arguments)
     assert code == 2
     assert found["error"]["key"] == key
 
 
-def test_a_missing_file_is_an_error(capsys, tmp_path):
-    """No such file: an error of the usual form."""
+def test_check_rejects_a_missing_file(capsys, tmp_path):
+    """A missing file gives an error of the usual form."""
     code, found = run_json(capsys, str(tmp_path / "nothing.yml"), "--from", "verl")
     assert code == 2
     assert "cannot read" in found["error"]["message"]
@@ -96,8 +96,8 @@ def test_a_missing_file_is_an_error(capsys, tmp_path):
 
 @pytest.mark.parametrize("asked", ["skyrl", "verl", "trlx"])
 @pytest.mark.parametrize("real", ["skyrl", "verl", "trlx"])
-def test_a_file_of_another_system_is_recognised(asked, real):
-    """A file that sets none of the asked system's keys, but another's, is not read with defaults but named."""
+def test_check_file_recognizes_another_system(asked, real):
+    """A file that sets keys only of another system is an error that names that system."""
     config = next(case["config"] for case in cases(real) if len(case["config"]) > 1)
     if asked == real:
         assert verdict(asked, config).system == asked
@@ -107,9 +107,9 @@ def test_a_file_of_another_system_is_recognised(asked, real):
         assert error.value.nearest == (real,)
 
 
-def test_conversion_never_replaces_its_source(file):
-    """A run of reinforcement learning has no ramp to convert, and the source is never overwritten."""
-    path = file(GOOD)
+def test_write_conversion_never_replaces_its_source(file):
+    """A run of reinforcement learning is not converted, and the source is not overwritten."""
+    path = file(VALID)
     before = Path(path).read_text()
     with pytest.raises(RampupError):
         write_conversion(check_file(path, "skyrl"), path, source=path)
@@ -125,8 +125,8 @@ MEGATRON = {
 }
 
 
-def test_conversion_from_the_command_line(capsys, file, tmp_path):
-    """What --to writes plans the phases that the verdict shows; a file that cannot be written is an error."""
+def test_check_to_writes_the_phases_of_the_verdict(capsys, file, tmp_path):
+    """The file that --to writes has the phases of the verdict; a file that cannot be written is an error."""
     output = tmp_path / "base.yml"
     code, found = run_json(capsys, file(MEGATRON), "--from", "megatron", "--to", "rampup", "-o", str(output))
     assert code == 0
@@ -151,7 +151,7 @@ def test_check_imports_no_jax_and_only_the_requested_system(file):
         "assert not any(name.startswith(('rampup.dialects.verl', 'rampup.dialects.megatron')) for name in sys.modules);"
         "sys.exit(code)"
     )
-    command = [sys.executable, "-c", code, "check", file(GOOD), "--from", "skyrl"]
+    command = [sys.executable, "-c", code, "check", file(VALID), "--from", "skyrl"]
     subprocess.run(command, check=True, capture_output=True)
 
 
@@ -182,8 +182,8 @@ def values(entries):
 )
 @settings(max_examples=150)
 @given(data=st.data())
-def test_any_file_gives_a_verdict_or_a_clear_error(system, entries, data):
-    """No exception but ours; a verdict is JSON, names keys and legal values, and is explained."""
+def test_check_file_returns_a_verdict_or_a_rampup_error(system, entries, data):
+    """Only a RampupError is raised; a verdict is JSON, names keys and legal values, and is explained."""
     flat = data.draw(values(entries))
     try:
         found = verdict(system, yaml.safe_dump(flat))
@@ -206,6 +206,6 @@ def test_any_file_gives_a_verdict_or_a_clear_error(system, entries, data):
         assert found.flow
 
 
-def test_all_systems_are_known():
-    """The six systems of the command line."""
+def test_systems_are_those_of_the_command_line():
+    """SYSTEMS has the six systems."""
     assert set(SYSTEMS) == {"maxtext", "maxtext_rl", "megatron", "skyrl", "verl", "trlx"}

@@ -25,8 +25,8 @@ def read_back(tmp_path, result):
 
 
 @pytest.mark.parametrize("case", cases("ramp_maxtext"), ids=lambda case: case["name"])
-def test_maxtext_ramps_come_back(tmp_path, case):
-    """The same plan and phases, with accumulation; a ramp of fractions is refused."""
+def test_convert_keeps_maxtext_ramps(tmp_path, case):
+    """The plan and phases are equal, with accumulation; a ramp of fractions is refused."""
     config = {**case["config"], "ici_fsdp_parallelism": 1, "ici_tensor_parallelism": -1}
     result = verdict("maxtext", config, f"num_devices={case['num_devices']}")
     if result.plan is None:
@@ -39,8 +39,8 @@ def test_maxtext_ramps_come_back(tmp_path, case):
 
 
 @pytest.mark.parametrize("case", cases("ramp_megatron"), ids=lambda case: case["name"])
-def test_megatron_ramps_come_back(tmp_path, case):
-    """Both kinds of ramp, phase by phase."""
+def test_convert_keeps_megatron_ramps(tmp_path, case):
+    """Both kinds of ramp are equal phase by phase."""
     result = verdict("megatron", case["config"], f"data_parallel_size={case['data_parallel_size']}")
     plan = read_back(tmp_path, result)
     assert plan == result.plan
@@ -71,7 +71,7 @@ def test_megatron_ramps_come_back(tmp_path, case):
     ],
     ids=["constant pipeline", "ramp in a pipeline", "interleaved", "decreased", "unsorted"],
 )
-def test_megatron_pipelines_and_roundings_come_back(tmp_path, config):
+def test_convert_keeps_megatron_pipelines_and_roundings(tmp_path, config):
     """One pass of any number of microbatches, growing multiples of the stages, and rounded sizes."""
     result = verdict("megatron", config, "data_parallel_size=8")
     assert result.ok
@@ -83,7 +83,7 @@ def test_megatron_pipelines_and_roundings_come_back(tmp_path, config):
         assert plan.phase_rows() == [dict(row) for row in result.phases]
 
 
-def test_a_maxtext_pipeline_comes_back(tmp_path):
+def test_convert_keeps_a_maxtext_pipeline(tmp_path):
     """Stages, repeats, microbatches, accumulation and evaluation."""
     result = verdict("maxtext", {**PIPELINE, "eval_interval": 5}, "num_devices=8")
     plan = read_back(tmp_path, result)
@@ -98,8 +98,8 @@ def test_a_maxtext_pipeline_comes_back(tmp_path):
     assert plan.eval_split is not None
 
 
-def test_every_key_without_a_counterpart_has_a_comment():
-    """Keys of the file that are not converted stand in comments, once each, and nothing else is added to the YAML."""
+def test_convert_comments_each_key_without_a_counterpart():
+    """Keys that are not converted are named in one comment each, and nothing else is added to the YAML."""
     config = {"per_device_batch_size": 2, "quantization": "int8", "attention": "flash", "learning_rate": 0.1}
     text = to_rampup(verdict("maxtext", config, "num_devices=4"))
     comments = [line for line in text.splitlines() if line.startswith("# ")]
@@ -109,23 +109,23 @@ def test_every_key_without_a_counterpart_has_a_comment():
     assert yaml.safe_load(text)["per_device_batch_size"] == 2
 
 
-def test_a_hostile_name_stays_in_its_comment():
+def test_convert_keeps_a_malicious_name_in_its_comment():
     """A key with a line break cannot write a line of its own."""
     text = to_rampup(verdict("maxtext", '"x\\nsteps": 1\nper_device_batch_size: 2\n', "num_devices=4"))
     assert yaml.safe_load(text)["steps"] == 150_001
 
 
 @pytest.mark.parametrize("system", ["maxtext_rl", "skyrl", "trlx"])
-def test_reinforcement_learning_has_no_counterpart(system):
-    """The error names the file in which such a run is written."""
+def test_convert_refuses_reinforcement_learning(system):
+    """The error names the file in which such a run is configured."""
     case = cases(system)[0]
     settings = [f"num_prompts={case.get('dataset_prompts') or case.get('num_prompts') or 1000}"] if system != "skyrl" else []
     with pytest.raises(ConfigError, match=r"configs/rl\.yml"):
         to_rampup(verdict(system, case["config"], *settings))
 
 
-def test_a_growing_pipeline_of_uneven_microbatches_is_refused():
-    """Our pipeline grows in multiples of its stages; the error names the first number that is none."""
+def test_convert_refuses_a_growing_pipeline_of_uneven_microbatches():
+    """Rampup's pipeline grows in multiples of its stages; the error names the first number that is not one."""
     config = {
         "global_batch_size": 72,
         "micro_batch_size": 1,

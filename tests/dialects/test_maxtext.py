@@ -1,4 +1,4 @@
-"""Tests of rampup.dialects.maxtext.check: what a base.yml really does."""
+"""Tests of rampup.dialects.maxtext: what a base.yml really does."""
 
 import json
 
@@ -41,8 +41,8 @@ ONES = {
     "gradient_accumulation_steps": 4,
 }
 PIPELINE = {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 16, "per_device_batch_size": 4}
-# With these no batch is cut by the mesh, so that any number of samples can run.
-UNCUT = {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": -1}
+# With these the mesh does not shard the batch, so that any number of samples can run.
+UNSHARDED = {"ici_fsdp_parallelism": 1, "ici_tensor_parallelism": -1}
 
 
 def found(config, devices=8, **more):
@@ -56,9 +56,9 @@ def table(verdict):
 
 
 @pytest.mark.parametrize("case", cases("ramp_maxtext"), ids=lambda case: case["name"])
-def test_the_manager_of_every_reference_case(case):
-    """MaxText's own ramp, step by step, also where our plan counts the accumulation or refuses fractions."""
-    config, wanted = {**case["config"], **UNCUT}, case["maxtext_manager"]
+def test_manager_equals_every_reference_case(case):
+    """MaxText's own ramp, step by step, also if rampup's plan counts accumulation or refuses fractions."""
+    config, wanted = {**case["config"], **UNSHARDED}, case["maxtext_manager"]
     result = found(config, case["num_devices"])
     assert result.validator == "accepts"
     assert result.derived["manager_phases"] == wanted["phases"]
@@ -81,8 +81,8 @@ def test_the_manager_of_every_reference_case(case):
         (2, 4, 8, 1, (64, 16, 16)),
     ],
 )
-def test_sizes_are_rounded_as_in_maxtext(per_device, expansion, devices, accumulation, sizes):
-    """Loaded, trained and per pass: a whole sample per device is loaded below 1, and products are cut."""
+def test_batch_sizes_are_rounded_as_in_maxtext(per_device, expansion, devices, accumulation, sizes):
+    """Loaded, trained and per pass: below 1 a full sample per device is loaded, and products are truncated."""
     config = {
         "per_device_batch_size": per_device,
         "expansion_factor_real_data": expansion,
@@ -94,14 +94,14 @@ def test_sizes_are_rounded_as_in_maxtext(per_device, expansion, devices, accumul
 
 
 @pytest.mark.parametrize(("per_device", "run", "dropped"), [(0.5, "drops", 4), (1, "runs", 0), (0.125, "drops", 7)])
-def test_half_samples_per_device_drop_rows(per_device, run, dropped):
-    """Below one sample per device, what is loaded beyond the batch is dropped; with one, nothing is."""
+def test_fractional_samples_per_device_drop_rows(per_device, run, dropped):
+    """Below one sample per device, rows loaded beyond the batch are dropped; with one, none are."""
     result = found({"per_device_batch_size": per_device})
     assert (result.validator, result.run, result.derived["dropped_samples_per_step"]) == ("accepts", run, dropped)
     assert any("dropped" in note for note in result.notes) == (run == "drops")
 
 
-def test_rows_lost_at_the_end_of_the_ramp():
+def test_ramp_end_loses_buffered_rows():
     """Sizes 1 x 5, 2 x 3, 3 x 2 on one device: 17 rows trained, 20 loaded; a ramp that fills its buffer loses none."""
     config = {**RAMP, "per_device_batch_size_start": 1, "per_device_batch_size_increment": 1, "per_device_batch_size": 4}
     lossy = found(config, 1, global_rampup_samples=15)
@@ -114,17 +114,18 @@ def test_rows_lost_at_the_end_of_the_ramp():
 
 
 @pytest.mark.parametrize(
-    ("keys", "devices", "config_end", "manager_end"), [({**HALVES, **UNCUT}, 8, 30, 37), (ONES, 8, 80, 314), (RAMP, 4, 22, 22)]
+    ("keys", "devices", "config_end", "manager_end"),
+    [({**HALVES, **UNSHARDED}, 8, 30, 37), (ONES, 8, 80, 314), (RAMP, 4, 22, 22)],
 )
-def test_the_configuration_and_the_manager_disagree(keys, devices, config_end, manager_end):
-    """Sizes below 1 and accumulation are counted in one and not in the other, which a note says."""
+def test_note_reports_that_configuration_and_manager_disagree(keys, devices, config_end, manager_end):
+    """Only one of them counts sizes below 1 and accumulation, which a note reports."""
     result = found(keys, devices)
     assert (result.derived["rampup_end_step"], result.derived["manager_ramp_steps"]) == (config_end, manager_end)
     assert any("rampup_end_step" in note for note in result.notes) == (config_end != manager_end)
 
 
-def test_accumulation_is_ignored_by_the_ramp():
-    """With G = 2, MaxText runs 4s, then jumps to 16; the phases count G, and the note says both with numbers."""
+def test_ramp_ignores_accumulation():
+    """With G = 2, MaxText runs 4s, then jumps to 16; the phases include G, and the note has both numbers."""
     keys = {"per_device_batch_size_start": 1, "per_device_batch_size_increment": 1, "per_device_batch_size": 2}
     result = found({**RAMP, **keys, "global_rampup_samples": 64, "gradient_accumulation_steps": 2}, 4)
     assert result.derived["manager_phases"] == [[0, 4, 0], [16, 8, 64]]
@@ -140,7 +141,7 @@ def test_accumulation_is_ignored_by_the_ramp():
         ({**RAMP, "per_device_batch_size": 6}, []),
         ({**RAMP, "per_device_batch_size_increment": 3}, ["ramp_increment_divides"]),
         ({**RAMP, "per_device_batch_size_increment": 4}, []),
-        ({**TENTHS, **UNCUT, "global_rampup_samples": 9}, ["ramp_increment_divides", "empty_first_batch"]),
+        ({**TENTHS, **UNSHARDED, "global_rampup_samples": 9}, ["ramp_increment_divides", "empty_first_batch"]),
         ({**RAMP, "per_device_batch_size_increment": 0}, ["increment_positive"]),
         ({**RAMP, "per_device_batch_size_increment": -4}, ["increment_positive"]),
         ({**RAMP, "per_device_batch_size_start": 0}, ["empty_first_batch"]),
@@ -181,16 +182,16 @@ def test_accumulation_is_ignored_by_the_ramp():
         ({"num_pipeline_microbatches": 7}, []),
     ],
 )  # fmt: skip
-def test_every_rule_on_both_sides(config, broken):
-    """A file just beyond each rule breaks it and a file just inside does not; what is offered mends it."""
+def test_rules_break_just_beyond_their_boundary(config, broken):
+    """A file just beyond each rule breaks it, a file just inside does not, and the nearest values fix it."""
     result = found(config)
     assert rules(result) == broken
     check_nearest("maxtext", config, ["num_devices=8"], result)
 
 
 @pytest.mark.parametrize("rule", ["empty_batch", "rows_over_mesh", "increment_positive", "ramp_in_pipeline"])
-def test_what_maxtext_does_not_check_is_a_failure_of_the_run(rule):
-    """The validator accepts what only the run finds out."""
+def test_unchecked_rules_fail_the_run(rule):
+    """The validator accepts a file whose problem only the run finds."""
     config = {
         "empty_batch": {"per_device_batch_size": 0.0625},
         "rows_over_mesh": {"per_device_batch_size": 1.5},
@@ -200,15 +201,15 @@ def test_what_maxtext_does_not_check_is_a_failure_of_the_run(rule):
     assert (found(config).validator, found(config).run) == ("accepts", "fails")
 
 
-def test_nearest_values_are_offered():
-    """The nearest increments that divide the growth, in floating point too."""
+def test_nearest_increments_divide_the_growth():
+    """The nearest increments divide the growth of the batch, in floating point too."""
     (violation,) = found({**RAMP, "per_device_batch_size_increment": 3}).violations
     assert violation.nearest == (2, 4)
     assert "12 - 4 = 8 must be a multiple of per_device_batch_size_increment=3" in violation.message
 
 
-def test_pipeline_numbers():
-    """Stages, repeats, microbatches and bubble, with twice the bubble where forwarding is delayed."""
+def test_derived_pipeline_numbers():
+    """Stages, repeats, microbatches and bubble; delayed forwarding doubles the bubble."""
     derived = found({**PIPELINE, "num_pipeline_microbatches": 8}).derived
     names = ("num_stages", "num_repeats", "num_pipeline_microbatches", "data_parallel_size", "pipeline_microbatch_samples")
     assert tuple(derived[name] for name in names) == (4, 4, 8, 2, 4)
@@ -217,15 +218,15 @@ def test_pipeline_numbers():
     assert delayed["bubble_fraction"] == 6 / 38
 
 
-def test_a_shared_microbatch_is_noted():
-    """A pipeline microbatch that does not divide over the replicas is legal, and said."""
+def test_note_reports_a_shared_microbatch():
+    """A pipeline microbatch that does not divide over the replicas is legal, and a note reports it."""
     result = found({**PIPELINE, "per_device_batch_size": 2, "num_pipeline_microbatches": 16})
     assert result.validator == "accepts"
     assert any("does not divide over data * fsdp = 2" in note for note in result.notes)
 
 
-def test_devices_follow_from_a_closed_mesh():
-    """Without a free axis the file says how many devices there are; with one it must be told."""
+def test_num_devices_follows_from_a_closed_mesh():
+    """Without a free axis the file determines the devices; with one, num_devices must be given."""
     closed = {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 2, "dcn_data_parallelism": 2}
     assert verdict("maxtext", {"per_device_batch_size": 2, **closed}).derived["global_batch_size_to_train_on"] == 32
     assert verdict("maxtext", {**closed}, "num_target_devices=16").ok
@@ -233,8 +234,8 @@ def test_devices_follow_from_a_closed_mesh():
         verdict("maxtext", {"per_device_batch_size": 2})
 
 
-def test_axes_that_we_do_not_have_are_counted():
-    """fsdp_transpose cuts the batch like fsdp, tensor_sequence does not, experts cut what is loaded."""
+def test_mesh_counts_all_axes_of_maxtext():
+    """fsdp_transpose shards the batch like fsdp, tensor_sequence does not, and experts shard the loaded rows."""
     result = found({"ici_fsdp_parallelism": 2, "ici_fsdp_transpose_parallelism": 2, "ici_tensor_sequence_parallelism": 2})
     assert result.derived["data_parallel_size"] == 4
     experts = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": 4}
@@ -242,8 +243,8 @@ def test_axes_that_we_do_not_have_are_counted():
     assert rules(found({**experts, "per_device_batch_size": 2})) == []
 
 
-def test_hundreds_of_unrelated_keys_are_accepted(tmp_path):
-    """Keys that have nothing to do with batches may have any value, empty ones too."""
+def test_read_accepts_hundreds_of_unrelated_keys(tmp_path):
+    """Keys that do not concern batches may have any value, also an empty one."""
     lines = [f"unrelated_key_{n}: [{n}, {{a: b}}]" for n in range(800)]
     path = tmp_path / "base.yml"
     path.write_text("\n".join([*lines, "per_device_batch_size: 2", 'quantization: ""', "logical_axis_rules: [['a', ['b']]]"]))
@@ -251,8 +252,8 @@ def test_hundreds_of_unrelated_keys_are_accepted(tmp_path):
     assert result.derived["global_batch_size_to_load"] == 8
 
 
-def test_base_config_beside_the_file_is_read(tmp_path):
-    """A file takes what it does not set from the one that it names; a circle is an error."""
+def test_read_follows_base_config(tmp_path):
+    """A file takes the keys that it does not set from its base_config; a circular reference is an error."""
     (tmp_path / "base.yml").write_text("per_device_batch_size: 3\nsteps: 7\nbase_config: ''\n")
     (tmp_path / "mine.yml").write_text("base_config: base.yml\nsteps: 9\n")
     from rampup.dialects import check_file
@@ -264,8 +265,8 @@ def test_base_config_beside_the_file_is_read(tmp_path):
         check_file(tmp_path / "mine.yml", "maxtext", ["num_devices=2"])
 
 
-def test_misspelt_and_mistyped_keys():
-    """A misspelt key is named with what it should be, a wrong type with its line."""
+def test_read_names_misspelt_and_mistyped_keys():
+    """The error names the key that was meant, or the key with the wrong type."""
     with pytest.raises(ConfigError, match="did you mean per_device_batch_size_start"):
         found({"per_device_batch_size_strat": 1, "steps": 1})
     with pytest.raises(ConfigError, match="enable_rampup_batch_size"):
@@ -280,8 +281,8 @@ def test_misspelt_and_mistyped_keys():
         max_size=8,
     )
 )
-def test_nothing_but_our_errors_escapes(config):
-    """Whatever the values: a verdict that is JSON, or a RampupError."""
+def test_check_file_raises_only_rampup_errors(config):
+    """Any values give a verdict that is JSON, or a RampupError."""
     try:
         result = found(config)
     except RampupError:
@@ -290,7 +291,7 @@ def test_nothing_but_our_errors_escapes(config):
     assert result.run == "fails" or not result.violations
 
 
-def test_every_entry_has_a_default_of_its_kind():
+def test_defaults_are_of_their_kind():
     """The defaults pass their own kind, so that an empty file is MaxText's base.yml."""
     values = {name: entry.key.read(name, entry.default) for name, entry in KEYS.items()}
     assert MaxTextJob(Settings(values={**values, "num_devices": 2})).sizes.to_train == 24

@@ -1,4 +1,4 @@
-"""Tests of rampup.dialects.maxtext_rl.check: what an rl.yml really does."""
+"""Tests of rampup.dialects.maxtext_rl: what an rl.yml really does."""
 
 import json
 
@@ -10,17 +10,17 @@ from hypothesis import strategies as st
 from rampup.dialects.maxtext_rl import KEYS
 from rampup.errors import ConfigError, RampupError
 
-GOOD = {"batch_size": 8, "num_batches": 2, "rl": {"num_generations": 4, "num_iterations": 1}, "ici_fsdp_parallelism": 1}
+VALID = {"batch_size": 8, "num_batches": 2, "rl": {"num_generations": 4, "num_iterations": 1}, "ici_fsdp_parallelism": 1}
 
 
-def found(config=GOOD, *settings, **more):
+def found(config=VALID, *settings, **more):
     """Check an rl.yml of these keys."""
     return verdict("maxtext_rl", {**config, **more}, *settings)
 
 
 @pytest.mark.parametrize("case", cases("maxtext_rl"), ids=lambda case: case["name"])
-def test_every_reference_case(case):
-    """Verdict and every number of the cases that MaxText's own code ran."""
+def test_verdict_equals_every_reference_case(case):
+    """The verdict and every number of the cases that MaxText's own code ran."""
     result = found(case["config"], f"num_prompts={case['dataset_prompts']}")
     assert not agrees(result, case["expect"])
     assert found(case["config"], f"dataset_prompts={case['dataset_prompts']}").to_dict() == result.to_dict()
@@ -65,41 +65,41 @@ def test_every_reference_case(case):
         ({"trainer_devices_fraction": 0.01}, ["devices_left"]),
     ],
 )
-def test_every_rule_on_both_sides(keys, broken):
-    """A file just beyond each rule breaks it and a file just inside does not; what is offered mends it."""
-    config = {**GOOD, **keys}
+def test_rules_break_just_beyond_their_boundary(keys, broken):
+    """A file just beyond each rule breaks it, a file just inside does not, and the nearest values fix it."""
+    config = {**VALID, **keys}
     result = found(config, "num_devices=16")
     assert rules(result) == broken
     check_nearest("maxtext_rl", config, ["num_devices=16"], result)
 
 
-def test_the_data_set_must_fill_a_batch():
-    """One prompt too few for a batch is refused, as many as the batch are enough, and epochs count."""
-    assert rules(found(GOOD, "num_prompts=7")) == ["dataset_fills_a_batch"]
-    assert found(GOOD, "num_prompts=7").validator == "rejects"
-    assert rules(found(GOOD, "num_prompts=8")) == []
-    assert found({**GOOD, "num_epoch": 2}, "num_prompts=7").derived["weight_syncs"] == 1
+def test_data_set_must_fill_a_batch():
+    """One prompt less than a batch is rejected, a full batch is not, and epochs count."""
+    assert rules(found(VALID, "num_prompts=7")) == ["dataset_fills_a_batch"]
+    assert found(VALID, "num_prompts=7").validator == "rejects"
+    assert rules(found(VALID, "num_prompts=8")) == []
+    assert found({**VALID, "num_epoch": 2}, "num_prompts=7").derived["weight_syncs"] == 1
 
 
-def test_the_remainder_is_dropped_and_said():
-    """20 prompts are two batches of 8, and 4 prompts lost; 16 lose none."""
-    result = found({**GOOD, "num_batches": 5}, "num_prompts=20")
+def test_note_reports_dropped_prompts():
+    """20 prompts are two batches of 8 and 4 dropped prompts; 16 drop none."""
+    result = found({**VALID, "num_batches": 5}, "num_prompts=20")
     assert (result.run, result.derived["dropped_prompts"]) == ("drops", 4)
     assert any("4 of 20 prompts fill no batch of 8" in note for note in result.notes)
-    assert found({**GOOD, "num_batches": 5}, "num_prompts=16").run == "runs"
+    assert found({**VALID, "num_batches": 5}, "num_prompts=16").run == "runs"
 
 
 @pytest.mark.parametrize(("fsdp", "replicates"), [(1, False), (4, False), (8, False), (3, True), (16, True)])
-def test_silent_replication_is_noted(fsdp, replicates):
+def test_note_reports_silent_replication(fsdp, replicates):
     """2 prompts of 4 samples are 8 sequences: they divide over 8 devices, not over 3 or 16, and nothing fails."""
-    result = found(GOOD, train_micro_batch_size=2, ici_fsdp_parallelism=fsdp)
+    result = found(VALID, train_micro_batch_size=2, ici_fsdp_parallelism=fsdp)
     assert result.ok
     assert any(f"do not divide over fsdp={fsdp}" in note for note in result.notes) == replicates
 
 
-def test_the_open_fsdp_axis_follows_from_the_devices():
-    """Two hosts under Pathways are split, so that 8 of 16 devices train; without devices the note asks for them."""
-    config = {name: value for name, value in GOOD.items() if name != "ici_fsdp_parallelism"}
+def test_open_fsdp_axis_follows_from_the_devices():
+    """Under Pathways two hosts are split, so that 8 of 16 devices train; without num_devices a note requests it."""
+    config = {name: value for name, value in VALID.items() if name != "ici_fsdp_parallelism"}
     split = found(config, "num_devices=16", train_micro_batch_size=1)
     assert (split.derived["trainer_devices"], split.derived["sampler_devices"]) == (8, 8)
     assert any("fsdp=8" in note for note in split.notes)
@@ -108,49 +108,49 @@ def test_the_open_fsdp_axis_follows_from_the_devices():
     assert any("num_devices=N" in note for note in found(config).notes)
 
 
-def test_the_older_key_stands_for_both():
-    """micro_batch_size is read as both of the keys that it was split into, unless one of them is there."""
-    old = found(GOOD, micro_batch_size=2)
-    new = found(GOOD, train_micro_batch_size=2, rollout_micro_batch_size=2)
+def test_older_key_stands_for_both():
+    """micro_batch_size is read as both of the keys that it was split into, unless one of them is set."""
+    old = found(VALID, micro_batch_size=2)
+    new = found(VALID, train_micro_batch_size=2, rollout_micro_batch_size=2)
     assert old.derived == new.derived
     assert any("older name" in note for note in old.notes)
-    mixed = found(GOOD, micro_batch_size=2, train_micro_batch_size=4)
+    mixed = found(VALID, micro_batch_size=2, train_micro_batch_size=4)
     assert mixed.derived["accumulation_steps"] == 2
     assert mixed.derived["generation_calls"] == 4
-    assert rules(found(GOOD, micro_batch_size=3)) == [
+    assert rules(found(VALID, micro_batch_size=3)) == [
         "train_micro_batch_size_divides_batch",
         "rollout_micro_batch_size_divides_batch",
     ]
 
 
-def test_nested_and_flat_keys():
-    """The sections that MaxText mirrors may be used; contradicting themselves they are refused."""
-    nested = {"dataset": {"batch_size": 8, "num_batches": 2}, "rl": GOOD["rl"], "ici_fsdp_parallelism": 1}
+def test_read_accepts_nested_and_flat_keys():
+    """The sections that MaxText mirrors may be used; a contradiction is an error."""
+    nested = {"dataset": {"batch_size": 8, "num_batches": 2}, "rl": VALID["rl"], "ici_fsdp_parallelism": 1}
     assert found(nested).to_dict() == found().to_dict()
     assert found({**nested, "batch_size": 8}).to_dict() == found().to_dict()
     with pytest.raises(ConfigError, match="given twice"):
         found({**nested, "batch_size": 4})
-    assert found(GOOD, "num_generations=2").derived["samples_per_step"] == 16
+    assert found(VALID, "num_generations=2").derived["samples_per_step"] == 16
 
 
-def test_meanings_say_prompts_and_samples():
-    """Every size is said in prompts and in samples."""
-    means = {line.says.partition(" ")[0]: line.means for line in found(GOOD, train_micro_batch_size=2).meanings}
+def test_meanings_have_prompts_and_samples():
+    """Every size is given in prompts and in samples."""
+    means = {line.says.partition(" ")[0]: line.means for line in found(VALID, train_micro_batch_size=2).meanings}
     assert means["batch_size"].startswith("8 prompts = 32 samples")
     assert means["train_micro_batch_size"].startswith("2 prompts = 8 samples per backward pass; 4 passes")
     assert means["rollout_micro_batch_size"].startswith("2 prompts = 8 samples per generate call; 4 calls")
 
 
-def test_the_guide_is_wrong_about_pairs():
+def test_advice_corrects_the_unit_of_the_guide():
     """The guide's unit of the micro batch is marked as wrong, with this file's numbers."""
-    advice = found(GOOD, train_micro_batch_size=2).advice
-    assert [entry.holds for entry in advice] == [None, True]
+    advice = found(VALID, train_micro_batch_size=2).advice
+    assert [entry.holds for entry in advice] == [None]
     assert "8 sequences" in advice[0].because
 
 
-def test_agentic_learners_generate_one_prompt_at_a_time():
-    """The agentic learner ignores the rollout micro batch, and a note says so."""
-    result = found({**GOOD, "rl": {**GOOD["rl"], "use_agentic_rollout": True}}, rollout_micro_batch_size=4)
+def test_agentic_learner_ignores_the_rollout_micro_batch():
+    """The agentic learner generates for one prompt at a time, and a note reports it."""
+    result = found({**VALID, "rl": {**VALID["rl"], "use_agentic_rollout": True}}, rollout_micro_batch_size=4)
     assert result.derived["generation_calls"] == 8
     assert any("agentic" in note for note in result.notes)
 
@@ -163,8 +163,8 @@ def test_agentic_learners_generate_one_prompt_at_a_time():
         max_size=8,
     )
 )
-def test_nothing_but_our_errors_escapes(config):
-    """Whatever the values: a verdict that is JSON, or a RampupError."""
+def test_check_file_raises_only_rampup_errors(config):
+    """Any values give a verdict that is JSON, or a RampupError."""
     try:
         result = verdict("maxtext_rl", config)
     except RampupError:

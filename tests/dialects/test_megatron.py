@@ -1,4 +1,4 @@
-"""Tests of rampup.dialects.megatron.check: what Megatron's batch arguments really do."""
+"""Tests of rampup.dialects.megatron: Megatron's batch arguments."""
 
 import json
 from fractions import Fraction
@@ -36,7 +36,7 @@ def table(verdict):
 
 
 @pytest.mark.parametrize("case", cases("ramp_megatron"), ids=lambda case: case["name"])
-def test_every_reference_case(case):
+def test_ramps_equal_every_reference_case(case):
     """Phases, microbatches and thresholds of both kinds of ramp, as Megatron's own code ran them."""
     result = found(case["config"], case["data_parallel_size"])
     assert result.validator == "accepts"
@@ -46,15 +46,15 @@ def test_every_reference_case(case):
 
 
 @pytest.mark.parametrize("text", ["250:32 0:8 100:16", "0:8,100:16,250:32"])
-def test_order_and_separators(text):
-    """Entries are sorted, which a note says; commas separate as spaces do."""
+def test_schedule_is_sorted_with_a_note(text):
+    """Entries are sorted, which a note reports; commas separate as spaces do."""
     result = found(STEPS, step_batch_size_schedule=text)
     assert table(result) == [[0, 8, 0], [13, 16, 104], [23, 32, 264]]
     assert any("wrong order" in note for note in result.notes) == text.startswith("250")
 
 
-def test_decreased_batches():
-    """Every size is rounded down to 12 = 4 * 3, and sizes that become equal are one phase."""
+def test_decreased_batches_are_rounded_down():
+    """Every size is rounded down to a multiple of 12 = 4 * 3, and equal sizes are one phase."""
     config = {"rampup_batch_size": "16 8 600", "global_batch_size": 64, "micro_batch_size": 4}
     result = found(config, 3, decrease_batch_size_if_needed=True)
     assert table(result) == [[0, 12, 0], [9, 24, 108], [17, 36, 300], [20, 48, 408], [24, 60, 600]]
@@ -62,8 +62,8 @@ def test_decreased_batches():
     assert any("rounded down to a multiple of 12" in note for note in result.notes)
 
 
-def test_floating_point_is_named():
-    """Where Megatron's division ends a ramp one step later than exact arithmetic, a note says which step."""
+def test_note_reports_floating_point_division():
+    """If Megatron's division ends a ramp one step later than exact arithmetic, a note names the step."""
     ramp = LinearRamp(start=1, increment=4, end=61, samples=22952)
     assert (ramp.exact().ramp_steps, ramp.as_run()[-1][0]) == (2648, 2649)
     config = {"rampup_batch_size": [1, 4, 22952], "global_batch_size": 61, "micro_batch_size": 1}
@@ -77,15 +77,15 @@ def test_floating_point_is_named():
     ("entry", "exact", "as_run"),
     [("2.01K:16", 2010, 2009), ("8.2B:16", 8_200_000_000, 8_199_999_999), ("117.25B:16", 117_250_000_000, 117_250_000_000)],
 )
-def test_thresholds_that_megatron_truncates(entry, exact, as_run):
-    """The exact threshold is used, Megatron's is named."""
+def test_thresholds_are_exact_and_truncation_is_noted(entry, exact, as_run):
+    """The exact threshold is used, and a note names Megatron's."""
     assert (parse_entry(entry, None).samples, parse_entry(entry, None).as_run) == (exact, as_run)
     result = found(STEPS, step_batch_size_schedule=f"0:8 {entry}")
     assert result.derived["thresholds_samples"] == [[0, 8], [exact, 16]]
     assert any(f"{as_run:,} in Megatron" in note for note in result.notes) == (exact != as_run)
 
 
-def test_a_fractional_size_is_cut_silently():
+def test_note_reports_a_truncated_size():
     """Megatron reads 100:16.9 as 16, and so does the reader, with a note."""
     result = found(STEPS, step_batch_size_schedule="0:8 100:16.9")
     assert [row["global_batch_size"] for row in result.phases] == [8, 16]
@@ -153,16 +153,16 @@ def test_a_fractional_size_is_cut_silently():
         ({**CONSTANT, "pipeline_model_parallel_size": 8}, "accepts", []),
     ],
 )  # fmt: skip
-def test_every_rule_on_both_sides(config, validator, broken):
-    """A file just beyond each rule breaks it and a file just inside does not; what is offered mends it."""
+def test_rules_break_just_beyond_their_boundary(config, validator, broken):
+    """A file just beyond each rule breaks it, a file just inside does not, and the nearest values fix it."""
     result = found(config)
     assert rules(result) == broken
     assert result.validator == validator
     check_nearest("megatron", config, ["data_parallel_size=8"], result)
 
 
-def test_a_ramp_dies_where_its_batch_no_longer_divides():
-    """[256, 16, 1M] to 2048 with 4 * 64: the second size, 272, stops the run at its first step, and the step is named."""
+def test_ramp_fails_at_the_first_batch_that_does_not_divide():
+    """[256, 16, 1M] to 2048 with 4 * 64: the second size, 272, stops the run, and the message names its step."""
     config = {"rampup_batch_size": [256, 16, 1_000_000], "global_batch_size": 2048, "micro_batch_size": 4}
     (violation,) = found(config, 64).violations
     assert "272 from step 35" in violation.message
@@ -182,7 +182,7 @@ def test_interleaving_is_checked_in_every_phase():
 
 
 @pytest.mark.parametrize(("stages", "context", "tensor", "replicas"), [(1, 1, 1, 64), (4, 1, 2, 8), (2, 4, 8, 1)])
-def test_replicas_from_the_world(stages, context, tensor, replicas):
+def test_replicas_follow_from_the_world_size(stages, context, tensor, replicas):
     """Replicas are the devices over tensor * pipeline * context."""
     axes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": stages, "context_parallel_size": context}
     result = verdict("megatron", {**CONSTANT, "global_batch_size": 1024, **axes, "world_size": 64})
@@ -190,8 +190,8 @@ def test_replicas_from_the_world(stages, context, tensor, replicas):
     assert result.derived["num_microbatches"] == [1024 // (2 * replicas)]
 
 
-def test_a_world_that_does_not_divide():
-    """6 devices for replicas of 4 are refused, with the nearest worlds; a world unknown must be told."""
+def test_world_size_must_divide():
+    """6 devices for replicas of 4 are rejected with the nearest sizes; an unknown world size must be given."""
     config = {**CONSTANT, "global_batch_size": 48, "tensor_model_parallel_size": 4}
     (violation,) = verdict("megatron", config, "world_size=6").violations
     assert (violation.rule, violation.nearest) == ("megatron.world_divisible", (4, 8))
@@ -232,7 +232,7 @@ torchrun --nproc_per_node $GPUS_PER_NODE --nnodes ${NUM_NODES} pretrain_gpt.py \
     ],
     ids=["script", "command line", "yaml", "dashes", "nemo"],
 )
-def test_formats_mean_the_same(text):
+def test_read_accepts_all_formats(text):
     """A shell script, a command line, YAML with underscores or dashes, and NeMo's YAML give one ramp."""
     result = verdict("megatron", text)
     assert result.ok
@@ -241,15 +241,15 @@ def test_formats_mean_the_same(text):
     assert [row["start_step"] for row in result.phases] == [0, 7, 10, 12, 14]
 
 
-def test_a_schedule_on_a_command_line():
+def test_read_accepts_a_schedule_on_a_command_line():
     """A quoted schedule, a flag before another option, and tokens as thresholds."""
     text = "--micro-batch-size 1 --step-batch-size-schedule '0:8 8K:16' --bf16 --seq-length 16 --world-size 8"
     result = verdict("megatron", text)
     assert result.derived["thresholds_samples"] == [[0, 8], [500, 16]]
 
 
-def test_ambiguous_yaml():
-    """Two values at one depth are an error, until the command line chooses; the shallower of two depths counts."""
+def test_read_rejects_ambiguous_yaml():
+    """Two values at one depth are an error unless an override chooses; the less nested of two depths counts."""
     text = "a: {micro_batch_size: 2}\nb: {micro_batch_size: 4}\nglobal_batch_size: 64\n"
     with pytest.raises(ConfigError, match="given twice"):
         verdict("megatron", text, "world_size=8")
@@ -258,8 +258,8 @@ def test_ambiguous_yaml():
     assert verdict("megatron", deeper, "world_size=8").derived["num_microbatches"] == [4]
 
 
-def test_the_pipeline_of_few_microbatches_runs():
-    """Megatron runs fewer microbatches than stages: the phases say the bubble, a note says it too."""
+def test_pipeline_of_few_microbatches_runs():
+    """Megatron runs fewer microbatches than stages: the phases have the bubble, and a note reports it."""
     result = found(
         {"rampup_batch_size": [24, 24, 500], "global_batch_size": 72, "micro_batch_size": 1},
         8,
@@ -271,8 +271,8 @@ def test_the_pipeline_of_few_microbatches_runs():
     assert any("never all busy" in note for note in result.notes)
 
 
-def test_two_ramps_at_once():
-    """The schedule wins over the older triple, which is only warned of."""
+def test_schedule_wins_over_the_linear_ramp():
+    """Megatron only prints a warning about the linear ramp, which a note reports."""
     result = found({**STEPS, "rampup_batch_size": [16, 8, 500]})
     assert table(result) == table(found(STEPS))
     assert any("rampup_batch_size is ignored" in note for note in result.notes)
@@ -281,8 +281,8 @@ def test_two_ramps_at_once():
 @pytest.mark.parametrize(
     "text", ["", "--", "--micro-batch-size", "just words", "--micro-batch-size 'open", "- 1\n- 2\n", "a: !!python/none x\n"]
 )
-def test_files_that_are_not_arguments(text):
-    """Whatever is no file of arguments is a clear error."""
+def test_read_rejects_files_without_arguments(text):
+    """A file without arguments is an error."""
     with pytest.raises(ConfigError):
         verdict("megatron", text, "world_size=8")
 
@@ -300,8 +300,8 @@ def test_files_that_are_not_arguments(text):
         max_size=8,
     )
 )
-def test_nothing_but_our_errors_escapes(config):
-    """Whatever the values: a verdict that is JSON, or a RampupError."""
+def test_check_file_raises_only_rampup_errors(config):
+    """Any values give a verdict that is JSON, or a RampupError."""
     try:
         result = found(config)
     except RampupError:
@@ -312,7 +312,7 @@ def test_nothing_but_our_errors_escapes(config):
 
 @settings(max_examples=60)
 @given(st.text(alphabet="-abcm icro_batch=:'\"$(){}#\n01\\", max_size=80))
-def test_any_text_is_read_or_refused(text):
-    """Random text never ends in anything but a verdict or a RampupError."""
+def test_read_accepts_or_rejects_any_text(text):
+    """Random text gives only a RampupError."""
     with pytest.raises(RampupError):
         verdict("megatron", text)

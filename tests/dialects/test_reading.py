@@ -21,8 +21,8 @@ def read(tmp_path, text, *overrides):
     return read_settings(file, overrides, ENTRIES, system="Some System")
 
 
-def test_nested_and_dotted_keys_are_the_same(tmp_path):
-    """Nested mappings, dotted keys and overrides give one table, with what was given and where."""
+def test_read_settings_treats_nested_and_dotted_keys_alike(tmp_path):
+    """Nested mappings, dotted keys and overrides give one table, with the given keys and their places."""
     found = read(tmp_path, "trainer:\n  train_batch_size: 8\n  model: {path: m}\nother: 1\n", "trainer.flag=true")
     same = read(tmp_path, "trainer.train_batch_size: 8\ntrainer.model.path: m\nother: 1\n", "trainer.flag=true")
     assert found.values == same.values
@@ -33,8 +33,8 @@ def test_nested_and_dotted_keys_are_the_same(tmp_path):
     assert found.where["trainer.train_batch_size"].endswith("file.yml:1")
 
 
-def test_overrides_win(tmp_path):
-    """What the command line says replaces what the file says."""
+def test_read_settings_lets_overrides_win(tmp_path):
+    """An override replaces the value of the file."""
     assert read(tmp_path, "trainer.train_batch_size: 8", "trainer.train_batch_size=9")["trainer.train_batch_size"] == 9
     assert read(tmp_path, "trainer.micro_batch_size: 8", "trainer.micro_batch_size=null")["trainer.micro_batch_size"] is None
 
@@ -49,7 +49,7 @@ def test_overrides_win(tmp_path):
         ("${oc.select:nothing.here,null}", None),
     ],
 )
-def test_references_are_followed(tmp_path, value, expected):
+def test_read_settings_resolves_references(tmp_path, value, expected):
     """A reference stands for the value of another key, or for its own default."""
     found = read(tmp_path, f"trainer:\n  train_batch_size: 8\n  micro_batch_size: {value}\n")
     assert found["trainer.micro_batch_size"] == expected
@@ -79,28 +79,28 @@ def test_references_are_followed(tmp_path, value, expected):
         ("trainer: {", "not valid YAML"),
     ],
 )
-def test_bad_files_are_clear_errors(tmp_path, text, said):
-    """Mistyped, misspelt, foreign, empty or hostile: an error that says so."""
+def test_read_settings_rejects_invalid_files(tmp_path, text, said):
+    """Mistyped, misspelt, foreign, empty or malicious files give an error with the reason."""
     with pytest.raises(ConfigError) as error:
         read(tmp_path, text)
     assert said in str(error.value)
 
 
 @pytest.mark.parametrize("setting", ["trainer.flag", "--trainer.flag=true", "trainer.flag =true", "no_such_key=1"])
-def test_bad_overrides_are_errors(tmp_path, setting):
-    """An override is key=value, of a known key."""
+def test_read_settings_rejects_invalid_overrides(tmp_path, setting):
+    """An override must be key=value, of a known key."""
     with pytest.raises(ConfigError):
         read(tmp_path, "trainer.train_batch_size: 8", setting)
 
 
-def test_overrides_do_not_make_a_file_known(tmp_path):
-    """A file without a single key of the system is refused, whatever the command line adds."""
+def test_read_settings_needs_a_known_key_in_the_file(tmp_path):
+    """A file without a single key of the system is an error, regardless of overrides."""
     with pytest.raises(ConfigError, match="not a file of Some System"):
         read(tmp_path, "unrelated: 1", "trainer.train_batch_size=8")
 
 
-def test_bombs_and_giants_are_refused(tmp_path):
-    """A YAML bomb and a 50 MB file end in an error at once."""
+def test_read_settings_rejects_yaml_bombs_and_huge_files(tmp_path):
+    """A YAML bomb and a 50 MB file give an error."""
     bomb = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" if n else "a0: &a0 [x, x]" for n in range(20))
     with pytest.raises(ConfigError, match="too large"):
         read(tmp_path, bomb)
@@ -108,22 +108,22 @@ def test_bombs_and_giants_are_refused(tmp_path):
         read(tmp_path, "trainer.train_batch_size: 8\n#" + "x" * 50_000_000)
 
 
-def test_all_problems_at_once(tmp_path):
-    """Every bad key is named, with its line."""
+def test_read_settings_reports_all_problems_at_once(tmp_path):
+    """Every invalid key is named."""
     with pytest.raises(ConfigError) as error:
         read(tmp_path, "trainer:\n  train_batch_size: x\n  flag: 7\n")
     assert "2 problems" in str(error.value)
     assert len(error.value.problems) == 2
 
 
-def test_empty_mappings_are_leaves():
-    """An empty mapping is a value, not nothing."""
+def test_flatten_keeps_empty_mappings():
+    """An empty mapping is a value."""
     assert dict(flatten({"a": {}, "b": {"c": 1}})) == {"a": {}, "b.c": 1}
 
 
 @pytest.mark.parametrize("system", ["skyrl", "verl", "trlx"])
-def test_real_files_have_many_other_keys(system):
-    """Keys that have nothing to do with batches are accepted, whatever they hold."""
+def test_check_file_accepts_unrelated_keys(system):
+    """Keys that do not concern batches are accepted with any value."""
     own = {"skyrl": "trainer.train_batch_size", "verl": "data.train_batch_size", "trlx": "train.batch_size"}[system]
     text = f"{own}: 1024\nhydra: {{run: {{dir: .}}}}\ndefaults:\n  - actor\n  - _self_\noptimizer: {{lr: 1e-6}}\n"
     assert verdict(system, text).system == system

@@ -1,4 +1,4 @@
-"""Tests of rampup.dialects.skyrl.check: its rules on both sides of each boundary, and what its guide claims."""
+"""Tests of rampup.dialects.skyrl: its rules on both sides of each boundary, and what its guide claims."""
 
 import itertools
 
@@ -18,7 +18,14 @@ REF_GPUS = "trainer.placement.ref_num_gpus_per_node"
 CRITIC_GPUS = "trainer.placement.critic_num_gpus_per_node"
 RESPONSES = "generator.n_samples_per_prompt"
 REF_STAGES = "trainer.ref.megatron_config.pipeline_model_parallel_size"
-BASE = {TRAIN: 64, MINI: 16, CRITIC_MINI: 16, MICRO: 2, GPUS: 4, RESPONSES: 4}
+BASE = {
+    TRAIN: 64,
+    MINI: 16,
+    CRITIC_MINI: 16,
+    MICRO: 2,
+    GPUS: 4,
+    RESPONSES: 4,
+}
 CRITIC = {"trainer.critic.model.path": "m", CRITIC_GPUS: 4}
 MEGATRON = {"trainer.strategy": "megatron", "trainer.policy.megatron_config.tensor_model_parallel_size": 2}
 ASYNC = {"trainer.fully_async.enabled": True, MINI: 64}
@@ -35,8 +42,8 @@ def skyrl(*changes, **settings):
 
 
 @pytest.mark.parametrize("case", cases("skyrl"), ids=lambda case: case["name"])
-def test_reference_cases(case):
-    """SkyRL's own code said the same, in both verdicts and in every number."""
+def test_verdict_equals_every_reference_case(case):
+    """Both verdicts and every number are those of SkyRL's own code."""
     found = verdict("skyrl", case["config"], *case_settings(case))
     assert not agrees(found, case["expect"])
     check_nearest("skyrl", case["config"], [], found)
@@ -132,38 +139,45 @@ BOUNDARIES = [
 @pytest.mark.parametrize(
     ("rule", "holds", "breaks", "validator"), BOUNDARIES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_every_rule_at_its_boundary(rule, holds, breaks, validator):
+def test_rules_break_just_beyond_their_boundary(rule, holds, breaks, validator):
     """One step to either side of each rule."""
-    good, bad = skyrl(holds), skyrl(breaks)
-    assert rule not in rules(good)
-    assert good.ok
-    assert rule in rules(bad)
-    assert bad.validator == validator
-    assert bad.run == "fails"
-    check_nearest("skyrl", nested(BASE | breaks), [], bad)
+    valid, invalid = skyrl(holds), skyrl(breaks)
+    assert rule not in rules(valid)
+    assert valid.ok
+    assert rule in rules(invalid)
+    assert invalid.validator == validator
+    assert invalid.run == "fails"
+    check_nearest("skyrl", nested(BASE | breaks), [], invalid)
 
 
-def test_shares_rounded_down():
-    """SkyRL compares samples per replica, both rounded down: 6 * 5 // 4 = 7 is no multiple of 3 * 5 // 4 = 3."""
-    sizes = {MINI: 3, MICRO: 3, RESPONSES: 5}
+def test_shares_are_rounded_down():
+    """SkyRL compares samples per replica, both rounded down: 6 * 5 // 4 = 7 is not a multiple of 3 * 5 // 4 = 3."""
+    sizes = {
+        MINI: 3,
+        MICRO: 3,
+        RESPONSES: 5,
+    }
     assert "policy_share_divides_train_share" in rules(skyrl(sizes, {TRAIN: 6}))
     assert skyrl(sizes, {TRAIN: 12}).run == "pads"
     critic = {**CRITIC, CRITIC_MINI: 3, RESPONSES: 5}
-    found = skyrl(critic, {TRAIN: 6, MINI: 6, MICRO: 1})
+    found = skyrl(
+        critic,
+        {TRAIN: 6, MINI: 6, MICRO: 1},
+    )
     assert "critic_share_divides_train_share" in rules(found)
 
 
 @pytest.mark.parametrize("value", [0, -1])
 @pytest.mark.parametrize("key", [*BASE, "trainer.update_epochs_per_batch", "trainer.policy.sequence_parallel_size"])
-def test_counts_are_positive(key, value):
-    """Zero and less break one rule, which says so, and no division."""
+def test_counts_must_be_positive(key, value):
+    """Zero and less break one rule and cause no division by zero."""
     found = skyrl({key: value}, CRITIC)
     assert f"positive.{key}" in rules(found)
     assert skyrl({key: 1}, CRITIC).system == "skyrl"
     assert f"{key}={value} must be at least 1" in found.violations[0].message
 
 
-def test_what_the_check_misses():
+def test_rules_find_runs_that_the_check_of_skyrl_misses():
     """Of the 4,854 small configurations that SkyRL's check accepts, 1,413 stop in their first step and 235 are padded."""
     defaults = {key: entry.default for key, entry in KEYS.items()} | {"trainer.algorithm.use_kl_loss": False}
     accepted = stopped = padded = 0
@@ -171,7 +185,13 @@ def test_what_the_check_misses():
         (2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 8), range(1, 33), (1, 2, 3, 4)
     ):
         for mini in (size for size in range(1, prompts + 1) if prompts % size == 0):
-            sizes = {TRAIN: prompts, MINI: mini, MICRO: micro, RESPONSES: responses, GPUS: replicas}
+            sizes = {
+                TRAIN: prompts,
+                MINI: mini,
+                MICRO: micro,
+                RESPONSES: responses,
+                GPUS: replicas,
+            }
             job = SkyRLJob(Settings(values=defaults | sizes))
             broken = [rule.found_by for rule in RULES if rule.is_broken(job)]
             if "validator" not in broken:
@@ -195,10 +215,18 @@ GUIDE = [
 
 
 @pytest.mark.parametrize("row", GUIDE, ids=str)
-def test_the_guides_table_and_its_common_configurations(row):
-    """The guide counts a mini batch in samples; SkyRL counts prompts, so its steps and passes are others."""
+def test_guide_counts_samples_where_skyrl_counts_prompts(row):
+    """The guide counts a mini batch in samples, SkyRL in prompts, so steps and passes differ."""
     train, responses, mini, micro, devices, said_valid, said_steps, said_passes, valid, steps, passes = row
-    found = skyrl({TRAIN: train, RESPONSES: responses, MINI: mini, MICRO: micro, GPUS: devices})
+    found = skyrl(
+        {
+            TRAIN: train,
+            RESPONSES: responses,
+            MINI: mini,
+            MICRO: micro,
+            GPUS: devices,
+        }
+    )
     assert found.ok == valid
     if valid:
         assert (found.derived["optimizer_steps"], found.derived["accumulation_steps"]) == (steps, passes)
@@ -211,8 +239,8 @@ def test_the_guides_table_and_its_common_configurations(row):
     assert (said_valid == valid) == (micro != 8)
 
 
-def test_the_guides_bad_example():
-    """300 prompts do not divide 1,024; the guide's error speaks of 5,120 samples, SkyRL's of prompts."""
+def test_invalid_example_of_the_guide():
+    """300 prompts do not divide 1,024; the guide's error has 5,120 samples, SkyRL's has prompts."""
     found = skyrl({TRAIN: 1024, MINI: 300, RESPONSES: 5, MICRO: 1})
     assert rules(found) == ["policy_mini_divides_train"]
     assert found.validator == "rejects"
@@ -221,8 +249,8 @@ def test_the_guides_bad_example():
     assert found.violations[0].nearest == (900, 1200)
 
 
-def test_explanation_is_complete():
-    """Meanings, flow, advice and notes are there, with this file's numbers."""
+def test_explanation_has_the_numbers_of_the_file():
+    """Meanings, flow, advice and notes are present, with this file's numbers."""
     found = skyrl(CRITIC)
     text = " ".join([meaning.means for meaning in found.meanings] + list(found.flow))
     for number in ("64 prompts", "256 samples", "4 mini batches", "4 replicas", "8 passes"):
@@ -240,8 +268,8 @@ def test_explanation_is_complete():
     assert "replica r takes 16 of them in order, from r * 16 on" in text
 
 
-def test_token_budget():
-    """A token budget leaves the number of passes open, and the rules of micro sizes stand all the same."""
+def test_token_budget_leaves_the_passes_open():
+    """With a token budget the number of passes is unknown, and the rules of micro sizes still apply."""
     found = skyrl({"trainer.max_tokens_per_microbatch": 8192})
     assert found.ok
     assert "accumulation_steps" not in found.derived
@@ -249,8 +277,8 @@ def test_token_budget():
     assert "micro_divides_policy_mini" in rules(skyrl({"trainer.max_tokens_per_microbatch": 8192, MICRO: 3}))
 
 
-def test_tail_of_the_data_set():
-    """What does not fill a step is dropped; the steps of the run follow."""
+def test_incomplete_step_is_dropped():
+    """Prompts that do not fill a step are dropped; the steps of the run follow."""
     assert skyrl(num_prompts=128).run == "runs"
     found = skyrl(num_prompts=129)
     assert found.run == "drops"
@@ -258,8 +286,8 @@ def test_tail_of_the_data_set():
     assert any("the last 1 prompt of 129" in note for note in found.notes)
 
 
-def test_our_plan_says_the_same():
-    """The RolloutPlan that comes with a verdict has its numbers."""
+def test_plan_equals_the_verdict():
+    """The RolloutPlan of a verdict has its numbers."""
     for case in cases("skyrl"):
         found = verdict("skyrl", case["config"])
         assert (found.plan is not None) == found.ok
@@ -285,8 +313,8 @@ def test_our_plan_says_the_same():
         ),
     ],
 )  # fmt: skip
-def test_notes(change, said):
-    """What is legal but surprising is said."""
+def test_notes_report_surprises(change, said):
+    """Legal but surprising settings have a note."""
     assert any(said in note for note in skyrl(change).notes)
 
 
@@ -312,17 +340,17 @@ SFT = {"batch_size": 32, "micro_train_batch_size_per_gpu": 4, "placement.num_gpu
         ("positive.batch_size", {}, {"batch_size": 0}),
     ],
 )
-def test_supervised_fine_tuning(rule, holds, breaks):
-    """SkyRL's other trainer has a file and rules of its own, on both sides of each boundary."""
-    good, bad = verdict("skyrl", nested(SFT | holds)), verdict("skyrl", nested(SFT | breaks))
-    assert good.ok
-    assert rule in rules(bad)
-    assert bad.validator == "rejects"
-    check_nearest("skyrl", nested(SFT | breaks), [], bad)
+def test_fine_tuning_rules_break_just_beyond_their_boundary(rule, holds, breaks):
+    """SkyRL's other trainer has files and rules of its own."""
+    valid, invalid = verdict("skyrl", nested(SFT | holds)), verdict("skyrl", nested(SFT | breaks))
+    assert valid.ok
+    assert rule in rules(invalid)
+    assert invalid.validator == "rejects"
+    check_nearest("skyrl", nested(SFT | breaks), [], invalid)
 
 
-def test_supervised_fine_tuning_ignores_shared_sequences():
-    """Its check counts replicas without context parallelism; the verdict says so."""
+def test_fine_tuning_check_ignores_shared_sequences():
+    """Its check counts replicas without context parallelism, which a note reports."""
     change = {"strategy": "megatron", "megatron_config.context_parallel_size": 2}
     found = verdict("skyrl", nested(SFT | change))
     assert found.derived == {"data_parallel_size": 8, "mini_batch_samples": 32, "accumulation_steps": 1}

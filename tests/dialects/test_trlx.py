@@ -1,4 +1,4 @@
-"""Tests of rampup.dialects.trlx.check: its two rules, what is collected, and NeMo."""
+"""Tests of rampup.dialects.trlx: its two rules, what is collected, and NeMo."""
 
 import pytest
 from helpers.dialect_files import agrees, case_settings, cases, check_nearest, nested, rules, verdict
@@ -26,8 +26,8 @@ def trlx(*changes):
 
 
 @pytest.mark.parametrize("case", cases("trlx"), ids=lambda case: case["name"])
-def test_reference_cases(case):
-    """The code of trlX said the same, in its verdict and in every number."""
+def test_verdict_equals_every_reference_case(case):
+    """The verdict and every number are those of trlX's own code."""
     found = verdict("trlx", case["config"], *case_settings(case))
     assert not agrees(found, case["expect"])
     check_nearest("trlx", case["config"], case_settings(case), found)
@@ -51,26 +51,26 @@ BOUNDARIES = [
 @pytest.mark.parametrize(
     ("rule", "holds", "breaks", "validator"), BOUNDARIES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_every_rule_at_its_boundary(rule, holds, breaks, validator):
+def test_rules_break_just_beyond_their_boundary(rule, holds, breaks, validator):
     """One step to either side of each rule."""
-    good, bad = trlx(holds), trlx(breaks)
-    assert good.ok, rules(good)
-    assert rule in rules(bad)
-    assert (bad.validator, bad.run) == (validator, "fails")
-    check_nearest("trlx", nested(BASE | breaks), [], bad)
+    valid, invalid = trlx(holds), trlx(breaks)
+    assert valid.ok, rules(valid)
+    assert rule in rules(invalid)
+    assert (invalid.validator, invalid.run) == (validator, "fails")
+    check_nearest("trlx", nested(BASE | breaks), [], invalid)
 
 
 @pytest.mark.parametrize("key", [TRAIN, ROLLOUTS, CHUNK, INNER, "num_processes", "num_prompts", DEVICES])
-def test_counts_are_positive(key):
-    """Zero breaks one rule, which says so, and no division."""
+def test_counts_must_be_positive(key):
+    """Zero breaks one rule and causes no division by zero."""
     assert f"positive.{key}" in rules(trlx({key: 0}))
     assert f"positive.{key}" not in rules(trlx({key: 1}))
 
 
 @given(wanted=st.integers(1, 60), chunk=st.integers(1, 20), prompts=st.none() | st.integers(1, 30), processes=st.integers(1, 3))
 @settings(max_examples=80)
-def test_what_is_collected(wanted, chunk, prompts, processes):
-    """Whole chunks until there are enough; alone, a process meets a short chunk at the end of each reading."""
+def test_collection_takes_full_chunks(wanted, chunk, prompts, processes):
+    """Full chunks until there are enough; a single process meets a short chunk at the end of each pass."""
     change = {ROLLOUTS: wanted, CHUNK: chunk, "num_processes": processes}
     found = trlx(change, {} if prompts is None else {"num_prompts": prompts})
     chunks, left = [], prompts
@@ -97,7 +97,7 @@ NEMO_RUNS = [
 
 
 @pytest.mark.parametrize(("asked", "expected"), NEMO_RUNS, ids=str)
-def test_nemo(asked, expected):
+def test_nemo_sizes_equal_those_of_trlx(asked, expected):
     """NeMo's replicas, chunk and length, as trlX computes them."""
     names = (TRAIN, MICRO, ROLLOUTS, CHUNK, INNER, ROUNDS, STEPS, NODES, DEVICES, TP, PP)
     found = trlx({"train.trainer": "NeMoPPOTrainer"}, dict(zip(names, asked, strict=True)))
@@ -106,16 +106,16 @@ def test_nemo(asked, expected):
     assert found.ok
 
 
-def test_nemo_sizes_inside_the_file():
-    """NeMo's own mapping may stand in the file, in its usual place."""
+def test_nemo_sizes_may_be_nested():
+    """NeMo's own mapping may be in the file, in its usual place."""
     inside = "train.trainer_kwargs.megatron_cfg."
     found = trlx({"train.trainer": "NeMoPPOTrainer", f"{inside}trainer.devices": 8, f"{inside}{TP}": 3})
     assert found.derived["data_parallel_size"] == 2
     assert any("8 devices do not divide by 3" in note for note in found.notes)
 
 
-def test_nemo_rounds_and_drops():
-    """A chunk becomes whole batches, and prompts that fill no chunk are dropped."""
+def test_nemo_rounds_chunks_and_drops_prompts():
+    """A chunk becomes full batches, and prompts that fill no chunk are dropped."""
     found = trlx(NEMO, {CHUNK: 33, "num_prompts": 1000})
     assert found.derived["chunk_size"] == 64
     assert any("rounded up to 64" in note for note in found.notes)
@@ -124,8 +124,8 @@ def test_nemo_rounds_and_drops():
     assert trlx(NEMO, {"num_prompts": 1024}).run == "runs"
 
 
-def test_gradients_are_added_up():
-    """A micro size multiplies the gradient, and under DeepSpeed the optimizer steps; without one there is nothing to say."""
+def test_notes_report_summed_gradients():
+    """A micro size multiplies the gradient, and under DeepSpeed the optimizer steps; without one there is no note."""
     found = trlx()
     assert any("summed over the 4 passes" in note for note in found.notes)
     assert any(advice.holds is None and "4 times" in advice.because for advice in found.advice)
@@ -134,21 +134,21 @@ def test_gradients_are_added_up():
 
 
 @pytest.mark.parametrize(("method", "batch"), [("ILQLConfig", 128), ("SFTConfig", 8), ("PPOConfig", 32)])
-def test_methods_and_their_defaults(method, batch):
+def test_methods_have_their_own_default_batch(method, batch):
     """Each method has its own default batch; only PPO collects samples."""
     found = verdict("trlx", nested({"method.name": method, ROUNDS: 3}))
     assert found.derived["mini_batch_samples"] == batch
     assert ("chunks" in found.derived) == (method == "PPOConfig")
 
 
-def test_huge_counts_are_summed_up():
+def test_huge_counts_are_not_listed():
     """A billion calls are counted, not listed."""
     found = trlx({ROLLOUTS: 10**9, CHUNK: 1, "num_prompts": 7})
     assert found.derived["num_chunks"] == 10**9
     assert "chunks" not in found.derived
 
 
-def test_explanation_and_plan():
+def test_explanation_and_plan_have_the_numbers_of_the_verdict():
     """Meanings, flow and plan have the verdict's numbers."""
     found = trlx({"num_processes": 2, ROLLOUTS: 100, CHUNK: 40})
     text = " ".join([meaning.means for meaning in found.meanings] + list(found.flow))

@@ -5,8 +5,8 @@ from rampup.dialects.verdict import Advice, Meaning, Verdict, Violation
 EVIL = "<script>&"
 
 
-def test_everything_is_shown_and_escaped():
-    """What is wrong, what it means, what follows, phases, a step, advice and notes; no text becomes an element."""
+def test_repr_html_shows_and_escapes_everything():
+    """All parts of a verdict are shown, and text cannot become an element."""
     verdict = Verdict(
         system="skyrl",
         violations=(Violation(rule="a.rule", keys=("k1", "k2"), message=EVIL, nearest=(8, 1600)),),
@@ -37,8 +37,8 @@ def test_everything_is_shown_and_escaped():
     assert "<script>" not in page
 
 
-def test_a_verdict_without_more_is_short():
-    """A file that is right has no headings over nothing."""
+def test_repr_html_has_no_empty_sections():
+    """A verdict of a valid file has no headings without content."""
     page = Verdict(system="verl")._repr_html_()
     assert "accepts" in page
     assert "runs" in page

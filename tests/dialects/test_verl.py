@@ -1,4 +1,4 @@
-"""Tests of rampup.dialects.verl.check: its check, what only the run finds, and both trainers."""
+"""Tests of rampup.dialects.verl: its check, what only the run finds, and both trainers."""
 
 import math
 
@@ -39,8 +39,8 @@ def verl(*changes, **extra):
 
 
 @pytest.mark.parametrize("case", cases("verl"), ids=lambda case: case["name"])
-def test_reference_cases(case):
-    """The code of veRL said the same, in both verdicts and in every number."""
+def test_verdict_equals_every_reference_case(case):
+    """Both verdicts and every number are those of veRL's own code."""
     found = verdict("verl", case["config"], *case_settings(case))
     assert not agrees(found, case["expect"])
     check_nearest("verl", case["config"], case_settings(case), found)
@@ -125,41 +125,41 @@ BOUNDARIES = [
 @pytest.mark.parametrize(
     ("rule", "holds", "breaks", "validator"), BOUNDARIES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_every_rule_at_its_boundary(rule, holds, breaks, validator):
+def test_rules_break_just_beyond_their_boundary(rule, holds, breaks, validator):
     """One step to either side of each rule."""
-    good, bad = verl(holds), verl(breaks)
-    assert good.ok, rules(good)
-    assert rule in rules(bad)
-    assert (bad.validator, bad.run) == (validator, "fails")
+    valid, invalid = verl(holds), verl(breaks)
+    assert valid.ok, rules(valid)
+    assert rule in rules(invalid)
+    assert (invalid.validator, invalid.run) == (validator, "fails")
     config = {key: value for key, value in (BASE | breaks).items() if value is not None}
-    check_nearest("verl", nested(config), [], bad)
+    check_nearest("verl", nested(config), [], invalid)
 
 
 @pytest.mark.parametrize("value", [0, -1])
 @pytest.mark.parametrize("key", [TRAIN, RESPONSES, MINI, MICRO, LOG, GPUS, SP, f"{A}ppo_epochs", C_MINI, WORKERS])
-def test_counts_are_positive(key, value):
-    """Zero and less break one rule, which says so, and no division."""
+def test_counts_must_be_positive(key, value):
+    """Zero and less break one rule and cause no division by zero."""
     found = verl(CRITIC, {key: value})
     assert f"positive.{key}" in rules(found)
     assert found.validator == ("rejects" if key == GPUS else "accepts")
 
 
-def test_the_check_ignores_that_devices_share_a_sequence():
-    """A false rejection: 20 samples would do for 4 replicas, but the check counts 8 devices."""
+def test_check_of_verl_ignores_shared_sequences():
+    """A false rejection: 20 samples would suffice for 4 replicas, but the check counts 8 devices."""
     found = verl({TRAIN: 5, MINI: 5, SP: 2, MICRO: 1, LOG: 1})
     assert found.derived["data_parallel_size"] == 4
     assert "the run itself would need only the 4 replicas" in found.violations[0].message
 
 
-def test_a_token_budget_switches_the_checks_off():
-    """Nothing that the check says of a static batch is said of a dynamic one; the newer trainer then pads."""
+def test_token_budget_disables_the_checks():
+    """The checks of a static batch do not apply to a dynamic one; the newer trainer then pads."""
     found = verl(BUDGET, {TRAIN: 5, MINI: 16, OLD: 3, MICRO: 7})
     assert (found.validator, found.run) == ("accepts", "pads")
     assert found.derived["padded_samples"] == 16 * 4 - 5 * 4
     assert "accumulation_steps" not in found.derived
 
 
-def test_a_short_budget_is_noted():
+def test_note_reports_a_short_token_budget():
     """A budget below the longest sequence can stop the run; all devices that share a sequence count."""
     budget = {**BUDGET, f"{A}ppo_max_token_len_per_gpu": 512}
     assert any("less than the longest sequence" in note for note in verl(budget).notes)
@@ -174,8 +174,8 @@ def test_a_short_budget_is_noted():
     replicas=st.integers(1, 9),
 )
 @settings(max_examples=60)
-def test_the_newer_trainer_pads_to_whole_mini_batches(train, mini, critic, responses, replicas):
-    """Samples are filled up to the least multiple that suits replicas, actor and critic, and no further."""
+def test_newer_trainer_pads_to_full_mini_batches(train, mini, critic, responses, replicas):
+    """Samples are padded to the least multiple that suits replicas, actor and critic."""
     change = {TRAIN: train, MINI: mini, C_MINI: critic, RESPONSES: responses, GPUS: replicas, **CRITIC, **BUDGET}
     found = verl(change)
     total = train * responses + found.derived["padded_samples"]
@@ -188,15 +188,15 @@ def test_the_newer_trainer_pads_to_whole_mini_batches(train, mini, critic, respo
     assert found.ok == fits
 
 
-def test_parts_of_a_step():
-    """separate_async trains on a mini batch at a time: as many optimizer steps, one step of weights."""
+def test_separate_async_trains_in_parts():
+    """separate_async trains on one mini batch at a time, with the same optimizer steps."""
     found = verl({MODE: "separate_async", SYNC: 4, LOG: 8})
     assert found.derived["mini_batches"] == 4
     assert found.derived["padded_samples"] == 0
     assert any("4 times, with 64 samples each" in line for line in found.flow)
 
 
-def test_rules_until_april_2026():
+def test_legacy_version_rounds_down():
     """Sizes per replica were rounded down, remainders of log-probability passes allowed, and nothing was padded."""
     found = verl(LEGACY, {MINI: 17, MICRO: 2, LOG: 5, TRAIN: 64})
     assert (found.validator, found.run) == ("accepts", "runs")
@@ -209,16 +209,16 @@ def test_rules_until_april_2026():
     assert old.derived["accumulation_steps"] == 4
 
 
-def test_critic_keys_never_reach_the_engine():
-    """Whatever the critic's micro size is, its passes are filled by tokens, and the file says nothing of them."""
+def test_note_reports_that_critic_keys_are_ignored():
+    """The critic's passes are filled by tokens, regardless of its micro size."""
     found = verl(CRITIC, {C_MICRO: 3})
     assert found.ok
     assert any("never reach its engine" in note for note in found.notes)
     assert found.plan.critic.token_budget == 32_768
 
 
-def test_the_older_trainers_data_loader():
-    """With gen_batch_size the older trainer's step has that many prompts."""
+def test_older_trainer_uses_gen_batch_size():
+    """With gen_batch_size a step of the older trainer has that many prompts."""
     found = verl(V0, {GEN: 32})
     assert found.derived["samples_per_step"] == 128
     assert any("data.gen_batch_size=32 prompts" in note for note in found.notes)
@@ -239,24 +239,24 @@ def test_the_older_trainers_data_loader():
         ({**CRITIC, "critic.ulysses_sequence_parallel_size": 2}, "read by the check alone"),
     ],
 )
-def test_notes(change, said):
-    """What is legal but surprising is said."""
+def test_notes_report_surprises(change, said):
+    """Legal but surprising settings have a note."""
     assert any(said in note for note in verl(change).notes)
 
 
-def test_explanation_is_complete():
-    """Meanings, flow and advice are there, with this file's numbers."""
+def test_explanation_has_the_numbers_of_the_file():
+    """Meanings, flow and advice are present, with this file's numbers."""
     found = verl(CRITIC, KL)
     text = " ".join([meaning.means for meaning in found.meanings] + list(found.flow))
     for number in ("64 prompts", "256 samples", "64 samples per optimizer step", "4 mini batches", "8 replicas", "2 passes"):
         assert number in text, number
     assert {line.split()[0].rstrip(":") for line in found.flow} >= {"load", "generate", "dispatch", "train", "advance"}
-    assert {advice.holds for advice in found.advice} == {True, False}
+    assert {advice.holds for advice in found.advice} == {False}
     assert None in {advice.holds for advice in verl(BUDGET).advice}
 
 
-def test_our_plan_says_the_same():
-    """The RolloutPlan that comes with a verdict has its numbers."""
+def test_plan_equals_the_verdict():
+    """The RolloutPlan of a verdict has its numbers."""
     built = 0
     for case in cases("verl"):
         found = verdict("verl", case["config"], *case_settings(case))
@@ -268,7 +268,7 @@ def test_our_plan_says_the_same():
 
 
 @pytest.mark.parametrize("nodes", [32])
-def test_a_published_seventy_billion_run(nodes):
-    """32 nodes of 8, tensor parallel 8, pipeline 2: 16 replicas; each of 1,024 samples' mini batches is shared by 16."""
+def test_published_70b_run_has_16_replicas(nodes):
+    """32 nodes of 8 devices with tensor parallel 8 and pipeline 2 are 16 replicas."""
     found = verl(MEGATRON, {TP: 8, f"{A}megatron.pipeline_model_parallel_size": 2, "trainer.nnodes": nodes, MICRO: 1, LOG: 1})
     assert found.derived["data_parallel_size"] == nodes * 8 // 16

@@ -1,4 +1,4 @@
-"""Files of other systems for the tests: written, read and judged."""
+"""Files of other systems: helpers that write and check them."""
 
 import copy
 import json
@@ -26,7 +26,7 @@ def verdict(system, config, *settings):
 
 
 def case_settings(case):
-    """Return what a case states outside its file, as key=value."""
+    """Return the facts that a case states outside its file, as key=value."""
     found = [f"{key}={case[key]}" for key in ("num_processes", "num_prompts") if key in case]
     return [*found, f"actor_rollout_ref.actor.strategy={case['backend']}"] if "backend" in case else found
 
@@ -60,7 +60,7 @@ def rules(found):
 
 
 def agrees(found, expect):
-    """Return the fields in which a verdict differs from what is expected of it."""
+    """Return the fields in which a verdict differs from the expected values."""
     ours = {**found.derived, "validator": found.validator, "run": found.run}
     return {
         name: (wanted, ours.get(name))
@@ -70,7 +70,7 @@ def agrees(found, expect):
 
 
 def check_nearest(system, config, settings, found):
-    """Assert that every offered value mends its rule and breaks no other."""
+    """Assert that every nearest value fixes its rule and breaks no other."""
     before = {violation.rule for violation in found.violations}
     for violation in found.violations:
         for value in violation.nearest:

@@ -69,14 +69,6 @@ def flow(job: MaxTextJob) -> Iterator[str]:
 
 def advice(job: MaxTextJob) -> Iterator[Advice]:
     """Yield the advice of MaxText's documentation, and whether this file follows it."""
-    if job.ramps:
-        increment = job[INCREMENT]
-        yield Advice(
-            "the growth of the batch should be a multiple of its increment",
-            BASE_YML,
-            bool(increment > 0 and (job[END] - job[START]) % increment == 0),
-            f"{show(job[END])} - {show(job[START])} in steps of {show(increment)}",
-        )
     if job.is_piped:
         yield Advice(
             "more pipeline microbatches, a smaller bubble",

@@ -14,23 +14,9 @@ from typing import Any
 
 from rampup.config.build import build_plan
 from rampup.config.schema import Config
+from rampup.dialects import maxtext as keys
 from rampup.dialects.convert import left_out
-from rampup.dialects.maxtext import (
-    ACCUMULATION,
-    AXIS_GROUPS,
-    DELAY,
-    END,
-    EVAL,
-    EXPANSION,
-    INCREMENT,
-    LAYERS,
-    MICROBATCHES,
-    RAMP,
-    REPEATS,
-    SAMPLES,
-    STAGE_LAYERS,
-    START,
-)
+from rampup.dialects.maxtext import ACCUMULATION, DELAY, END, EVAL, EXPANSION, INCREMENT, REPEATS, SAMPLES, STAGE_LAYERS, START
 from rampup.dialects.reading import Settings
 from rampup.dialects.rules import Job
 from rampup.dialects.verdict import Conversion, Run
@@ -155,7 +141,7 @@ class MaxTextJob(Job):
         super().__init__(settings)
         # MaxText's mesh axes, multiplied into rampup's; -1 if one of a group is -1.
         self.combined_axes = {
-            group: {name: self._combine(group, axes) for name, axes in AXIS_GROUPS.items()} for group in ("ici", "dcn")
+            group: {name: self._combine(group, axes) for name, axes in keys.AXIS_GROUPS.items()} for group in ("ici", "dcn")
         }
         self.num_devices = self._count_devices()
         # An impossible mesh is reported by a rule; one device stands in for it.
@@ -171,9 +157,9 @@ class MaxTextJob(Job):
         self.stages = self.axes.pipeline
         self.is_piped = self.stages > 1
         self.least_microbatches = self.stages * (2 if self[DELAY] else 1)
-        self.microbatches: int = self.least_microbatches if self[MICROBATCHES] == AUTO else self[MICROBATCHES]
+        self.microbatches: int = self.least_microbatches if self[keys.MICROBATCHES] == AUTO else self[keys.MICROBATCHES]
         dense = self["first_num_dense_layers"] if self["decoder_block"] == "deepseek" else 0
-        self.layers: int = self["base_num_decoder_layers"] - dense if self[LAYERS] == AUTO else self[LAYERS]
+        self.layers: int = self["base_num_decoder_layers"] - dense if self[keys.LAYERS] == AUTO else self[keys.LAYERS]
         self.repeats: int = self[REPEATS]
         if self.repeats == AUTO:
             self.repeats = self.layers // max(self.stages * self[STAGE_LAYERS], 1)
@@ -182,7 +168,7 @@ class MaxTextJob(Job):
         self.sizes = batch_sizes(self[END], self[EXPANSION], self.num_devices, self[ACCUMULATION])
         self.eval_sizes = batch_sizes(self[EVAL] or self[END], self[EXPANSION], self.num_devices, 1)
         self.total_steps: int = self["learning_rate_schedule_steps"] if self["steps"] == AUTO else self["steps"]
-        self.ramps: bool = self[RAMP]
+        self.ramps: bool = self[keys.RAMP]
         self.grows: bool = self[END] > self[START]
         # MaxText tests the increment in floating point: 1 - 0.1 is not a multiple of 0.1 there.
         increment = float(self[INCREMENT])
@@ -327,9 +313,9 @@ class MaxTextJob(Job):
         if isinstance(self.planned, RampupError):
             return Conversion(refusal=str(self.planned))
         values = self._rampup_values()
-        axes = [name for names in AXIS_GROUPS.values() for name in names]
+        axes = [name for names in keys.AXIS_GROUPS.values() for name in names]
         expressed = {*values, *(f"{group}_{axis}_parallelism" for group in ("ici", "dcn") for axis in axes)}
-        expressed |= {"learning_rate_schedule_steps", LAYERS}
+        expressed |= {"learning_rate_schedule_steps", keys.LAYERS}
         unused = [] if self.ramps else sorted(self.settings.given & {START, INCREMENT, SAMPLES})
         return Conversion(values=values, left_out=left_out(self.settings, expressed, dict.fromkeys(unused, "the ramp is off")))
 
@@ -345,7 +331,7 @@ class MaxTextJob(Job):
             ACCUMULATION: self[ACCUMULATION],
             EXPANSION: self[EXPANSION] if self[EXPANSION] > 0 else Fraction(AUTO),
             "rampup_microbatch": "per_phase",
-            RAMP: self.ramps,
+            keys.RAMP: self.ramps,
             "steps": self.total_steps,
             "eval_interval": self["eval_interval"] if self["eval_interval"] > 0 else AUTO,
             "max_target_length": self["max_target_length"],
@@ -360,7 +346,7 @@ class MaxTextJob(Job):
             values |= {START: self[START], INCREMENT: self[INCREMENT], SAMPLES: max(self[SAMPLES], 1)}
         if self.is_piped:
             values |= {
-                MICROBATCHES: self.microbatches,
+                keys.MICROBATCHES: self.microbatches,
                 STAGE_LAYERS: self[STAGE_LAYERS],
                 REPEATS: self.repeats,
                 "base_num_decoder_layers": self.layers,

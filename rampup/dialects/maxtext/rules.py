@@ -7,25 +7,11 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
-from rampup.dialects.maxtext import (
-    ACCUMULATION,
-    DELAY,
-    END,
-    EVAL,
-    INCREMENT,
-    KEYS,
-    LAYERS,
-    MICROBATCHES,
-    RAMP,
-    REPEATS,
-    STAGE_LAYERS,
-    START,
-    explain,
-    read,
-)
+from rampup.dialects import maxtext as keys
+from rampup.dialects.maxtext import ACCUMULATION, DELAY, END, EVAL, INCREMENT, LAYERS, MICROBATCHES, REPEATS, START, explain
 from rampup.dialects.maxtext.explain import product_text, show
 from rampup.dialects.maxtext.job import MaxTextJob
-from rampup.dialects.rules import Dialect, Rule, Term, around, multiple
+from rampup.dialects.rules import Dialect, Rule, Side, Term, around, at_least, constant, found_by_run, multiple, product
 from rampup.plan.numbers import AUTO
 
 FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")
@@ -63,12 +49,7 @@ def _tokens_per_device(job: MaxTextJob) -> str:
 
 
 CHECKED: Rules = [
-    Rule(
-        name="maxtext.accumulation_positive",
-        keys=(ACCUMULATION,),
-        holds=lambda job: job[ACCUMULATION] >= 1,
-        message=lambda job: f"{ACCUMULATION}={job[ACCUMULATION]} must be at least 1",
-    ),
+    at_least("maxtext.accumulation_positive", (ACCUMULATION,), ACCUMULATION, constant(1)),
     Rule(
         name="maxtext.mesh",
         keys=("num_devices",),
@@ -121,7 +102,7 @@ CHECKED: Rules = [
 def _prefetch_needs(job: MaxTextJob) -> list[str]:
     needed = {
         f"more than one repeat ({REPEATS} is {job.repeats})": job.repeats > 1,
-        f"{STAGE_LAYERS}=1": job[STAGE_LAYERS] == 1,
+        f"{keys.STAGE_LAYERS}=1": job[keys.STAGE_LAYERS] == 1,
         f"{DELAY}=false": not job[DELAY],
         "no quantization": not job["quantization"],
         "scan_layers_per_stage=false": not job["scan_layers_per_stage"],
@@ -137,21 +118,21 @@ def _layers_fit(job: MaxTextJob) -> bool:
 
 def _layers_message(job: MaxTextJob) -> str:
     given = job[REPEATS] != AUTO
-    names, numbers = (f"{REPEATS} * ", f"{job[REPEATS]} * ") if given else ("", "")
-    return (
-        f"{LAYERS}={job.layers:,} must be num_stages * {names}{STAGE_LAYERS} = {job.stages} * {numbers}{job[STAGE_LAYERS]} = "
-        f"{job.layer_product:,}{'' if given else ', or a multiple'}"
-    )
+    factors = {
+        "num_stages": job.stages,
+        **({REPEATS: job[REPEATS]} if given else {}),
+        keys.STAGE_LAYERS: job[keys.STAGE_LAYERS],
+    }
+    return f"{LAYERS}={job.layers:,} must be {product(factors).text}{'' if given else ', or a multiple'}"
 
 
-def _microbatches(job: MaxTextJob) -> Term:
-    return Term(f"{MICROBATCHES}={job.microbatches}", job.microbatches)
+_MICROBATCHES: Side[MaxTextJob] = (f"{MICROBATCHES}={{:,}}", lambda job: job.microbatches)
 
 
 PIPELINE: Rules = [
     Rule(
         name="maxtext.pipeline_layers",
-        keys=(LAYERS, "base_num_decoder_layers", STAGE_LAYERS, REPEATS),
+        keys=(LAYERS, "base_num_decoder_layers", keys.STAGE_LAYERS, REPEATS),
         when=lambda job: job.is_piped,
         holds=_layers_fit,
         message=_layers_message,
@@ -165,17 +146,18 @@ PIPELINE: Rules = [
         message=lambda job: f"{PREFETCH}=true needs {' and '.join(_prefetch_needs(job))}",
         candidates=lambda job: (False,),
     ),
-    Rule(
-        name="maxtext.microbatches_positive",
-        keys=(MICROBATCHES,),
+    at_least(
+        "maxtext.microbatches_positive",
+        (MICROBATCHES,),
+        _MICROBATCHES,
+        constant(1),
         when=lambda job: job.is_piped,
-        holds=lambda job: job.microbatches > 0,
-        message=lambda job: f"{MICROBATCHES}={job.microbatches} must be -1 (automatic) or at least 1",
+        note=", or -1 for automatic",
     ),
     multiple(
         "maxtext.microbatches_multiple_of_stages",
         (MICROBATCHES,),
-        _microbatches,
+        _MICROBATCHES,
         lambda job: Term(f"the stages, ici_pipeline_parallelism * dcn_pipeline_parallelism = {job.stages}", job.stages),
         when=lambda job: job.is_piped and job.microbatches >= 1,
     ),
@@ -183,19 +165,17 @@ PIPELINE: Rules = [
         "maxtext.batch_multiple_of_microbatches",
         (END, MICROBATCHES),
         lambda job: Term(f"{product_text(job, END)}, the batch of one forward pass ({job.sizes.micro}),", job.sizes.micro),
-        _microbatches,
+        _MICROBATCHES,
         when=lambda job: job.is_piped and job.microbatches >= 1 and job.sizes.micro > 0,
         candidates=_sizes_near(END),
     ),
-    Rule(
-        name="maxtext.delayed_microbatches",
-        keys=(MICROBATCHES, DELAY),
+    at_least(
+        "maxtext.delayed_microbatches",
+        (MICROBATCHES, DELAY),
+        _MICROBATCHES,
+        lambda job: Term(f"2 * stages = {job.least_microbatches}", job.least_microbatches),
         when=lambda job: job.is_piped and job[DELAY],
-        holds=lambda job: job.microbatches >= job.least_microbatches,
-        message=lambda job: (
-            f"{MICROBATCHES}={job.microbatches} must be at least 2 * stages = {job.least_microbatches} with {DELAY}"
-        ),
-        division=lambda job: (max(job.microbatches, 1), job.least_microbatches),
+        note=f" with {DELAY}",
     ),
 ]
 
@@ -221,7 +201,6 @@ def _over_mesh(name: str, key: str) -> Rule[MaxTextJob]:
             f"fsdp * expert = {job.loading_shards}; MaxText does not check it, and the first such step fails"
         ),
         candidates=_increments_near if key == INCREMENT else _sizes_near(key),
-        found_by="run",
     )
 
 
@@ -239,85 +218,80 @@ def _eval_message(job: MaxTextJob) -> str:
     return f"{product_text(job, key)} ({job.eval_sizes.micro} rows of evaluation) must be {rule}; MaxText does not check it"
 
 
-FOUND_BY_RUN: Rules = [
-    Rule(
-        name="maxtext.empty_batch",
-        keys=(END,),
-        holds=lambda job: job.sizes.micro >= 1,
-        message=lambda job: (
-            f"{product_text(job, END)} is truncated to {job.sizes.micro} samples: the step trains on nothing, without an error"
+FOUND_BY_RUN = found_by_run(
+    [
+        Rule(
+            name="maxtext.empty_batch",
+            keys=(END,),
+            holds=lambda job: job.sizes.micro >= 1,
+            message=lambda job: (
+                f"{product_text(job, END)} is truncated to {job.sizes.micro} samples: the step silently trains on nothing"
+            ),
+            candidates=_sizes_near(END),
         ),
-        candidates=_sizes_near(END),
-        found_by="run",
-    ),
-    Rule(
-        name="maxtext.empty_first_batch",
-        keys=(START,),
-        when=lambda job: job.ramps and job.grows,
-        holds=lambda job: job.global_size(START) >= 1,
-        message=lambda job: (
-            f"{product_text(job, START)} is truncated to {job.global_size(START)} samples: the ramp never starts"
+        Rule(
+            name="maxtext.empty_first_batch",
+            keys=(START,),
+            when=lambda job: job.ramps and job.grows,
+            holds=lambda job: job.global_size(START) >= 1,
+            message=lambda job: (
+                f"{product_text(job, START)} is truncated to {job.global_size(START)} samples: the ramp never starts"
+            ),
+            candidates=_sizes_near(START),
         ),
-        candidates=_sizes_near(START),
-        found_by="run",
-    ),
-    Rule(
-        name="maxtext.increment_positive",
-        keys=(INCREMENT,),
-        when=lambda job: job.ramps and job.grows and job.increment_divides,
-        holds=lambda job: job.global_size(INCREMENT) >= 1,
-        message=lambda job: (
-            f"{product_text(job, INCREMENT)}, truncated to {job.global_size(INCREMENT)}, must be at least 1: MaxText divides "
-            "by zero, hangs, or keeps the first batch indefinitely"
+        Rule(
+            name="maxtext.increment_positive",
+            keys=(INCREMENT,),
+            when=lambda job: job.ramps and job.grows and job.increment_divides,
+            holds=lambda job: job.global_size(INCREMENT) >= 1,
+            message=lambda job: (
+                f"{product_text(job, INCREMENT)}, truncated to {job.global_size(INCREMENT)}, must be at least 1: MaxText "
+                "divides by zero, hangs, or keeps the first batch indefinitely"
+            ),
+            candidates=_increments_near,
         ),
-        candidates=_increments_near,
-        found_by="run",
-    ),
-    _over_mesh("rows_over_mesh", END),
-    _over_mesh("first_rows_over_mesh", START),
-    _over_mesh("increment_over_mesh", INCREMENT),
-    Rule(
-        name="maxtext.ramp_accumulation",
-        keys=(ACCUMULATION, START, INCREMENT),
-        when=lambda job: job.manager is not None and job[ACCUMULATION] >= 2,
-        holds=lambda job: job.manager is None or job.manager.divides_by(job[ACCUMULATION]),
-        message=lambda job: (
-            f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}, but splits each of its batches into that many parts: "
-            f"{product_text(job, START)} and {product_text(job, INCREMENT)} must be multiples of it"
+        _over_mesh("rows_over_mesh", END),
+        _over_mesh("first_rows_over_mesh", START),
+        _over_mesh("increment_over_mesh", INCREMENT),
+        Rule(
+            name="maxtext.ramp_accumulation",
+            keys=(ACCUMULATION, START, INCREMENT),
+            when=lambda job: job.manager is not None and job[ACCUMULATION] >= 2,
+            holds=lambda job: job.manager is None or job.manager.divides_by(job[ACCUMULATION]),
+            message=lambda job: (
+                f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}, but splits each batch into that many parts: "
+                f"{product_text(job, START)} and {product_text(job, INCREMENT)} must be multiples of it"
+            ),
+            division=lambda job: (max(job.global_size(START), 1), 1),
         ),
-        division=lambda job: (max(job.global_size(START), 1), 1),
-        found_by="run",
-    ),
-    Rule(
-        name="maxtext.ramp_in_pipeline",
-        keys=(RAMP, "ici_pipeline_parallelism"),
-        when=lambda job: job.is_piped,
-        holds=lambda job: job.manager is None,
-        message=lambda job: (
-            f"the pipeline is built for the final batch of {job.sizes.micro} samples only; the ramp's first one of "
-            f"{job.global_size(START)} cannot be given that shape, and the first step fails"
+        Rule(
+            name="maxtext.ramp_in_pipeline",
+            keys=(keys.RAMP, "ici_pipeline_parallelism"),
+            when=lambda job: job.is_piped,
+            holds=lambda job: job.manager is None,
+            message=lambda job: (
+                f"the pipeline is built for the final batch of {job.sizes.micro} samples only; the ramp's first one of "
+                f"{job.global_size(START)} cannot be given that shape, and the first step fails"
+            ),
+            candidates=lambda job: (False,),
         ),
-        candidates=lambda job: (False,),
-        found_by="run",
-    ),
-    Rule(
-        name="maxtext.eval_batch",
-        keys=(EVAL, "eval_interval"),
-        when=lambda job: job["eval_interval"] > 0,
-        holds=_eval_fits,
-        message=_eval_message,
-        candidates=lambda job: [0, job[END], *around(job[EVAL] or job[END], _unit(job))],
-        found_by="run",
-    ),
-    Rule(
-        name="maxtext.no_steps",
-        keys=("steps",),
-        holds=lambda job: job.total_steps >= 1,
-        message=lambda job: (
-            f"the run has steps={job['steps']} (learning_rate_schedule_steps={job['learning_rate_schedule_steps']})"
+        Rule(
+            name="maxtext.eval_batch",
+            keys=(EVAL, "eval_interval"),
+            when=lambda job: job["eval_interval"] > 0,
+            holds=_eval_fits,
+            message=_eval_message,
+            candidates=lambda job: [0, job[END], *around(job[EVAL] or job[END], _unit(job))],
         ),
-        found_by="run",
-    ),
-]
+        Rule(
+            name="maxtext.no_steps",
+            keys=("steps",),
+            holds=lambda job: job.total_steps >= 1,
+            message=lambda job: (
+                f"the run has steps={job['steps']} (learning_rate_schedule_steps={job['learning_rate_schedule_steps']})"
+            ),
+        ),
+    ]
+)
 RULES = [*CHECKED, *PIPELINE, *FOUND_BY_RUN]
-DIALECT = Dialect(read=read, keys=KEYS, job=MaxTextJob, rules=RULES, words=explain)
+DIALECT = Dialect(read=keys.read, keys=keys.KEYS, job=MaxTextJob, rules=RULES, words=explain)

@@ -73,12 +73,6 @@ def advice(job: MaxTextRlJob) -> Iterator[Advice]:
         f"they count prompts: {TRAIN} = {counted(job.train_micro, 'prompt')} are "
         f"{counted(job.train_micro * job.generations, 'sequence')} in a backward pass",
     )
-    yield Advice(
-        "the batch should be a multiple of the train micro batch",
-        GUIDE,
-        job.batch % job.train_micro == 0,
-        f"{job.batch:,} = {job.batch // job.train_micro:,} * {job.train_micro:,}",
-    )
 
 
 def notes(job: MaxTextRlJob) -> Iterator[str]:

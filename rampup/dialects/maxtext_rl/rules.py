@@ -9,28 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from rampup.config.yaml import Located
+from rampup.dialects import maxtext_rl as keys
 from rampup.dialects.maxtext import read_chain
-from rampup.dialects.maxtext_rl import (
-    ALIASES,
-    AUTO,
-    AXES,
-    BATCH,
-    FSDP,
-    GENERATIONS,
-    ITERATIONS,
-    KEYS,
-    OLD,
-    ROLLOUT,
-    ROLLOUT_AXES,
-    SLICES,
-    TENSOR,
-    TRAIN,
-    explain,
-)
+from rampup.dialects.maxtext_rl import ALIASES, AUTO, BATCH, FSDP, OLD, ROLLOUT, ROLLOUT_AXES, SLICES, TENSOR, TRAIN, explain
 from rampup.dialects.reading import Settings, rename, type_settings
-from rampup.dialects.rules import Dialect, Job, Rule, divisors, multiple, value_of
+from rampup.dialects.rules import Dialect, Job, Rule, Term, at_least, constant, multiple
 from rampup.dialects.verdict import Run
 from rampup.errors import ConfigError
+from rampup.plan.numbers import divisors
 
 FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
 
@@ -49,7 +35,7 @@ def read(path: str | Path, overrides: Sequence[str]) -> Settings:
             )
         located[canonical] = value
     renamed = [rename(setting, ALIASES) for setting in overrides]
-    settings = type_settings(located, renamed, KEYS, system="MaxText RL", path=str(path))
+    settings = type_settings(located, renamed, keys.KEYS, system="MaxText RL", path=str(path))
     if settings[OLD] is None:
         return settings
     # The older key stands for the two that it was split into, unless they are set.
@@ -68,8 +54,8 @@ class MaxTextRlJob(Job):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.batch: int = self[BATCH]  # prompts per training step and optimizer step
-        self.generations: int = self[GENERATIONS]
-        self.updates: int = self[ITERATIONS]  # optimizer steps per batch
+        self.generations: int = self[keys.GENERATIONS]
+        self.updates: int = self[keys.ITERATIONS]  # optimizer steps per batch
         # Prompts per backward pass and per generate call.
         self.train_micro: int = self.batch if self[TRAIN] == AUTO else self[TRAIN]
         self.rollout_micro: int = self.train_micro if self[ROLLOUT] == AUTO else self[ROLLOUT]
@@ -124,7 +110,7 @@ class MaxTextRlJob(Job):
             return None
         if self.multislice:
             return max(self.trainer_devices // (self[SLICES[0]] * max(self[TENSOR], 1)), 1)
-        others = math.prod(self[axis] for axis in AXES if axis != FSDP and self[axis] != AUTO)
+        others = math.prod(self[axis] for axis in keys.AXES if axis != FSDP and self[axis] != AUTO)
         return max(self.trainer_devices // others, 1)
 
     @property
@@ -164,12 +150,7 @@ class MaxTextRlJob(Job):
 
 
 def _at_least(key: str, least: int) -> Rule[MaxTextRlJob]:
-    return Rule(
-        name=f"maxtext_rl.{key.removeprefix('rl.')}_at_least_{least}",
-        keys=(key,),
-        holds=lambda job: job[key] >= least,
-        message=lambda job: f"{key}={job[key]:,} must be at least {least}",
-    )
+    return at_least(f"maxtext_rl.{key.removeprefix('rl.')}_at_least_{least}", (key,), key, constant(least))
 
 
 def _share(key: str) -> Rule[MaxTextRlJob]:
@@ -196,8 +177,8 @@ def _micro_divides(key: str, micro: Callable[[MaxTextRlJob], int], unit: str) ->
     return multiple(
         f"maxtext_rl.{key}_divides_batch",
         (key, BATCH),
-        value_of(BATCH),
-        value_of(key),
+        BATCH,
+        key,
         when=lambda job: job.batch >= 1 and micro(job) >= 1 and job[key] != AUTO,
         note=f" (prompts per {unit}; both count prompts)",
     )
@@ -222,8 +203,8 @@ RULES: list[Rule[MaxTextRlJob]] = [
     _at_least(BATCH, 1),
     _at_least("num_batches", 1),
     _at_least("num_epoch", 1),
-    _at_least(ITERATIONS, 1),
-    _at_least(GENERATIONS, 2),
+    _at_least(keys.ITERATIONS, 1),
+    _at_least(keys.GENERATIONS, 2),
     *map(_share, ("train_fraction", *FRACTIONS)),
     _micro_positive(TRAIN),
     _micro_positive(ROLLOUT),
@@ -264,15 +245,12 @@ RULES: list[Rule[MaxTextRlJob]] = [
         message=lambda job: f"{SLICES[0]}={job[SLICES[0]]} and {SLICES[1]}={job[SLICES[1]]} must both be -1 or both be above 0",
         candidates=lambda job: (AUTO, 1),
     ),
-    Rule(
-        name="maxtext_rl.tensor_in_slice",
-        keys=(TENSOR, SLICES[0]),
+    multiple(
+        "maxtext_rl.tensor_in_slice",
+        (TENSOR, SLICES[0]),
+        lambda job: Term(f"the {job.devices_per_slice} training devices of a slice", job.devices_per_slice),
+        TENSOR,
         when=lambda job: job["num_devices"] is not None and job.multislice and job[TENSOR] > 1,
-        holds=lambda job: job.devices_per_slice % job[TENSOR] == 0,
-        message=lambda job: (
-            f"the {job.devices_per_slice} training devices of a slice must be a multiple of {TENSOR}={job[TENSOR]}"
-        ),
-        division=lambda job: (job.devices_per_slice, job[TENSOR]),
     ),
     Rule(
         name="maxtext_rl.devices_left",
@@ -287,4 +265,4 @@ RULES: list[Rule[MaxTextRlJob]] = [
         found_by="run",
     ),
 ]
-DIALECT = Dialect(read=read, keys=KEYS, job=MaxTextRlJob, rules=RULES, words=explain)
+DIALECT = Dialect(read=read, keys=keys.KEYS, job=MaxTextRlJob, rules=RULES, words=explain)

@@ -10,7 +10,6 @@ from rampup.dialects.rules import counted
 from rampup.dialects.verdict import Advice, Meaning
 from rampup.plan.ramp import BatchRamp
 
-HELP = "Megatron-LM, help of its arguments"
 MAX_LISTED = 12
 
 
@@ -53,14 +52,6 @@ def flow(job: MegatronJob) -> Iterator[str]:
 
 def advice(job: MegatronJob) -> Iterator[Advice]:
     """Yield the advice of Megatron's documentation, and whether this file follows it."""
-    if job.triple is not None and len(job.triple) == 3 and job.triple[1] > 0:
-        start, increment, _ = job.triple
-        yield Advice(
-            "the batch grows from start to global batch in steps of the increment",
-            HELP,
-            (job.final - start) % increment == 0,
-            f"({job.final:,} - {start:,}) / {increment:,}",
-        )
     if job.stages > 1 and job.num_microbatches is not None:
         least = min(job.num_microbatches)
         yield Advice(

@@ -17,23 +17,9 @@ from typing import Any
 
 from rampup.config.build import build_plan
 from rampup.config.schema import Config
+from rampup.dialects import megatron as keys
 from rampup.dialects.convert import left_out
-from rampup.dialects.megatron import (
-    CONTEXT,
-    DECREASE,
-    EVAL_GLOBAL,
-    EVAL_MICRO,
-    GLOBAL,
-    GROUP,
-    MICRO,
-    MODEL_AXES,
-    PER_CHUNK,
-    RAMP,
-    SCHEDULE,
-    STAGES,
-    TENSOR,
-    VIRTUAL,
-)
+from rampup.dialects.megatron import DECREASE, EVAL_GLOBAL, GLOBAL, GROUP, MICRO, MODEL_AXES, PER_CHUNK, RAMP, SCHEDULE, VIRTUAL
 from rampup.dialects.reading import Settings
 from rampup.dialects.rules import Job
 from rampup.dialects.verdict import Conversion
@@ -204,10 +190,10 @@ class MegatronJob(Job):
         self.micro: int = self[MICRO] or 0
         self.unit = self.micro * self.replicas  # samples of one forward pass of all replicas
         self.final: int = self.unit if self[GLOBAL] is None else self[GLOBAL]  # the requested batch after the ramp
-        self.eval_unit = max(self[EVAL_MICRO] or self.micro, 1) * self.replicas
+        self.eval_unit = max(self[keys.EVAL_MICRO] or self.micro, 1) * self.replicas
 
         # Layer chunks per stage (more than 1 = the interleaved schedule), and microbatches that pass one chunk in a row.
-        self.stages: int = self[STAGES]
+        self.stages: int = self[keys.STAGES]
         self.chunks = 1
         if self[VIRTUAL] is not None:
             self.chunks = max(self[VIRTUAL], 1)
@@ -379,8 +365,8 @@ class MegatronJob(Job):
         assert self.ramp is not None
         values: dict[str, Any] = {
             "num_devices": self.num_devices,
-            "ici_tensor_parallelism": self[TENSOR],
-            "ici_context_parallelism": self[CONTEXT],
+            "ici_tensor_parallelism": self[keys.TENSOR],
+            "ici_context_parallelism": self[keys.CONTEXT],
             "ici_pipeline_parallelism": self.stages,
             "microbatch_size": self.micro,
             "steps": self._total_steps(self.ramp),

@@ -8,27 +8,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from rampup.dialects.megatron import (
-    DECREASE,
-    EVAL_GLOBAL,
-    EVAL_MICRO,
-    GLOBAL,
-    GROUP,
-    KEYS,
-    MICRO,
-    OVERLAP,
-    PER_CHUNK,
-    RAMP,
-    SCHEDULE,
-    STAGES,
-    VIRTUAL,
-    explain,
-    read,
-)
+from rampup.dialects import megatron as keys
+from rampup.dialects.megatron import DECREASE, GLOBAL, GROUP, MICRO, OVERLAP, RAMP, SCHEDULE, STAGES, VIRTUAL, explain, read
 from rampup.dialects.megatron.job import MegatronJob, Threshold
-from rampup.dialects.rules import Dialect, Rule, Term, around, multiple, value_of
+from rampup.dialects.rules import Dialect, Rule, Side, Term, around, at_least, constant, multiple
 
 MANY_SIZES = 2_000
+_ROUNDS_TO_0 = f"; {DECREASE} rounds it down to 0 microbatches"
 Rules = list[Rule[MegatronJob]]
 
 
@@ -36,8 +22,7 @@ def _unit(job: MegatronJob) -> Term:
     return Term(f"{MICRO} * data_parallel_size = {job.micro} * {job.replicas} = {job.unit}", job.unit)
 
 
-def _final(job: MegatronJob) -> Term:
-    return Term(f"{GLOBAL}={job.final:,}", job.final)
+_FINAL: Side[MegatronJob] = (f"{GLOBAL}={{:,}}", lambda job: job.final)
 
 
 def _is_constant(job: MegatronJob) -> bool:
@@ -51,44 +36,43 @@ ARGUMENTS: Rules = [
         holds=lambda job: job.micro >= 1,
         message=lambda job: f"{MICRO} must be set" if job[MICRO] is None else f"{MICRO}={job[MICRO]} must be at least 1",
     ),
-    Rule(
-        name="megatron.global_batch_positive",
-        keys=(GLOBAL,),
-        holds=lambda job: job[GLOBAL] is None or job[GLOBAL] >= 1,
-        message=lambda job: f"{GLOBAL}={job[GLOBAL]} must be at least 1",
-    ),
+    at_least("megatron.global_batch_positive", (GLOBAL,), GLOBAL, constant(1), when=lambda job: job[GLOBAL] is not None),
     multiple(
         "megatron.world_divisible",
-        ("world_size", *(axis for axis in ("tensor_model_parallel_size", STAGES, "context_parallel_size"))),
+        ("world_size", *keys.MODEL_AXES),
         lambda job: Term(f"the world size {job.world}", job.world or 0),
         lambda job: Term(
-            "tensor * pipeline * context parallel sizes = "
-            f"{job['tensor_model_parallel_size']} * {job.stages} * {job['context_parallel_size']} = {job.model_parallel}",
+            f"tensor * pipeline * context parallel sizes = {' * '.join(str(job[axis]) for axis in keys.MODEL_AXES)} = "
+            f"{job.model_parallel}",
             job.model_parallel,
         ),
         when=lambda job: job.world is not None,
     ),
     multiple(
-        "megatron.batch_divisible", (GLOBAL, MICRO), _final, _unit, when=lambda job: _is_constant(job) and not job[DECREASE]
+        "megatron.batch_divisible",
+        (GLOBAL, MICRO),
+        _FINAL,
+        _unit,
+        when=lambda job: _is_constant(job) and not job[DECREASE],
     ),
-    Rule(
-        name="megatron.decreased_to_nothing",
-        keys=(GLOBAL, MICRO),
+    at_least(
+        "megatron.decreased_to_nothing",
+        (GLOBAL, MICRO),
+        _FINAL,
+        _unit,
         when=lambda job: _is_constant(job) and job[DECREASE] and job.unit >= 1 and job.final >= 1,
-        holds=lambda job: job.final >= job.unit,
-        message=lambda job: f"{_final(job).text} is below {_unit(job).text}, and {DECREASE} rounds it down to 0 microbatches",
-        division=lambda job: (job.final, job.unit),
+        note=_ROUNDS_TO_0,
     ),
     multiple(
         "megatron.eval_batch_divisible",
-        (EVAL_GLOBAL, EVAL_MICRO),
-        value_of(EVAL_GLOBAL),
+        (keys.EVAL_GLOBAL, keys.EVAL_MICRO),
+        keys.EVAL_GLOBAL,
         lambda job: Term(
             f"the evaluation's micro batch * data_parallel_size = {job.eval_unit // job.replicas} * {job.replicas} = "
             f"{job.eval_unit}",
             job.eval_unit,
         ),
-        when=lambda job: job[EVAL_GLOBAL] is not None,
+        when=lambda job: job[keys.EVAL_GLOBAL] is not None,
     ),
 ]
 
@@ -154,19 +138,19 @@ LINEAR: Rules = [
         message=lambda job: f"{RAMP}={job[RAMP]}: start and increment must be at least 1, samples at least 0",
         candidates=_triples,
     ),
-    Rule(
-        name="megatron.ramp_grows",
-        keys=(GLOBAL, RAMP),
+    at_least(
+        "megatron.ramp_grows",
+        (GLOBAL, RAMP),
+        _FINAL,
+        ("the ramp's start {:,}", lambda job: _part(job, 0)),
         when=_is_ordered,
-        holds=lambda job: job.final >= _part(job, 0),
-        message=lambda job: f"{_final(job).text} must be at least the ramp's start {_part(job, 0):,}",
         candidates=lambda job: [int(n) for n in around(job.final, _part(job, 1), origin=_part(job, 0)) if n >= 1],
     ),
     multiple(
         "megatron.ramp_increment_divides",
         (GLOBAL, RAMP),
         _growth,
-        lambda job: Term(f"the ramp's increment {_part(job, 1):,}", _part(job, 1)),
+        ("the ramp's increment {:,}", lambda job: _part(job, 1)),
         when=lambda job: _is_ordered(job) and job.final >= _part(job, 0),
     ),
     Rule(
@@ -184,19 +168,18 @@ LINEAR: Rules = [
         when=_is_ordered,
         holds=lambda job: job.final != _part(job, 0) and _part(job, 2) > 0,
         message=lambda job: (
-            f"{RAMP}={job[RAMP]} to {_final(job).text}: a ramp without increments or samples divides by zero; leave it out"
+            f"{RAMP}={job[RAMP]} to {GLOBAL}={job.final:,}: a ramp without increments or samples divides by zero; leave it out"
         ),
         candidates=_triples,
         found_by="run",
     ),
-    Rule(
-        name="megatron.ramp_decreased_to_nothing",
-        keys=(RAMP, MICRO),
+    at_least(
+        "megatron.ramp_decreased_to_nothing",
+        (RAMP, MICRO),
+        ("the ramp's start {:,}", lambda job: _part(job, 0)),
+        _unit,
         when=lambda job: _is_ordered(job) and job[DECREASE] and job.unit >= 1,
-        holds=lambda job: _part(job, 0) >= job.unit,
-        message=lambda job: (
-            f"the ramp's start {_part(job, 0):,} is below {_unit(job).text}, and {DECREASE} rounds it down to 0 microbatches"
-        ),
+        note=_ROUNDS_TO_0,
         candidates=_triples,
         found_by="run",
     ),
@@ -321,7 +304,7 @@ STEPS: Rules = [
 
 
 def _chunk_divisor(job: MegatronJob) -> int:
-    return max(int(job[PER_CHUNK] or 1) if job[VIRTUAL] is None else int(job[VIRTUAL]), 1)
+    return max(int(job[keys.PER_CHUNK] or 1) if job[VIRTUAL] is None else int(job[VIRTUAL]), 1)
 
 
 def _layers_per_stage(job: MegatronJob) -> Term:
@@ -354,22 +337,14 @@ def _group_division(job: MegatronJob) -> tuple[int, int]:
 
 
 PIPELINE: Rules = [
-    Rule(
-        name="megatron.chunks_positive",
-        keys=(VIRTUAL,),
-        when=lambda job: job[VIRTUAL] is not None,
-        holds=lambda job: job[VIRTUAL] >= 1,
-        message=lambda job: f"{VIRTUAL}={job[VIRTUAL]} must be at least 1",
-    ),
-    Rule(
-        name="megatron.chunks_need_stages",
-        keys=(STAGES, VIRTUAL, OVERLAP),
+    at_least("megatron.chunks_positive", (VIRTUAL,), VIRTUAL, constant(1), when=lambda job: job[VIRTUAL] is not None),
+    at_least(
+        "megatron.chunks_need_stages",
+        (STAGES, VIRTUAL, OVERLAP),
+        STAGES,
+        ("{:,}", lambda job: 2 if job[OVERLAP] else 3),
         when=lambda job: job.chunks > 1,
-        holds=lambda job: job.stages >= (2 if job[OVERLAP] else 3),
-        message=lambda job: (
-            f"{job.chunks} chunks per stage need {STAGES} above {1 if job[OVERLAP] else 2}, it is {job.stages}"
-            f"{'' if job[OVERLAP] else f' (without {OVERLAP})'}"
-        ),
+        note=lambda job: f" for {job.chunks} chunks per stage{'' if job[OVERLAP] else f' without {OVERLAP}'}",
     ),
     multiple(
         "megatron.layers_over_stages",
@@ -380,10 +355,11 @@ PIPELINE: Rules = [
     ),
     multiple(
         "megatron.layers_over_chunks",
-        ("num_layers", VIRTUAL, PER_CHUNK),
+        ("num_layers", VIRTUAL, keys.PER_CHUNK),
         _layers_per_stage,
         lambda job: Term(
-            f"{PER_CHUNK}={job[PER_CHUNK]}" if job[VIRTUAL] is None else f"{VIRTUAL}={job[VIRTUAL]}", _chunk_divisor(job)
+            f"{keys.PER_CHUNK}={job[keys.PER_CHUNK]}" if job[VIRTUAL] is None else f"{VIRTUAL}={job[VIRTUAL]}",
+            _chunk_divisor(job),
         ),
         when=lambda job: job["num_layers"] is not None and job["num_layers"] % job.stages == 0,
     ),
@@ -413,4 +389,4 @@ PIPELINE: Rules = [
     ),
 ]
 RULES = [*ARGUMENTS, *LINEAR, *STEPS, *PIPELINE]
-DIALECT = Dialect(read=read, keys=KEYS, job=MegatronJob, rules=RULES, words=explain)
+DIALECT = Dialect(read=read, keys=keys.KEYS, job=MegatronJob, rules=RULES, words=explain)

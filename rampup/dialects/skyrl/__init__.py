@@ -5,6 +5,7 @@ from __future__ import annotations
 from rampup.dialects.reading import Entry, entry
 
 TRAIN, MINI = "trainer.train_batch_size", "trainer.policy_mini_batch_size"
+CRITIC_MINI = "trainer.critic_mini_batch_size"
 MICRO, FORWARD = "trainer.micro_train_batch_size_per_gpu", "trainer.micro_forward_batch_size_per_gpu"
 RESPONSES, WORKERS = "generator.n_samples_per_prompt", "trainer.fully_async.num_parallel_generation_workers"
 MODEL_SIZES = ("tensor_model", "pipeline_model", "context")
@@ -26,7 +27,7 @@ def megatron_keys(model: str) -> tuple[str, ...]:
 KEYS: dict[str, Entry] = {
     TRAIN: entry(1024, "prompts of a training step", unit="prompts", scope="step"),
     MINI: entry(256, "prompts of a policy update", unit="prompts", scope="job"),
-    "trainer.critic_mini_batch_size": entry(256, "prompts of a critic update", unit="prompts", scope="job"),
+    CRITIC_MINI: entry(256, "prompts of a critic update", unit="prompts", scope="job"),
     MICRO: entry(1, "samples of a training pass", unit="samples", scope="replica"),
     FORWARD: entry(1, "samples of a forward-only pass", unit="samples", scope="replica"),
     "trainer.max_tokens_per_microbatch": entry(-1, "token budget of a pass; -1 = count samples", unit="tokens"),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rampup.dialects.rules import counted
-from rampup.dialects.skyrl import FORWARD, MICRO, MINI, RESPONSES, TRAIN
+from rampup.dialects.skyrl import CRITIC_MINI, FORWARD, MICRO, MINI, RESPONSES, TRAIN
 from rampup.dialects.verdict import Advice, Meaning
 
 if TYPE_CHECKING:
@@ -33,16 +33,16 @@ def meanings(job: SkyRLJob) -> Iterator[Meaning]:
     )
     if job.critic is not None:
         yield Meaning(
-            describe(job.critic.key),
+            describe(CRITIC_MINI),
             f"prompts: {counted(job.critic.mini_samples, 'sample')} per critic update, "
-            f"{counted(job.prompts // job.critic.mini * job.epochs, 'critic update')} per training step",
+            f"{counted(job.prompts // job.critic.mini_batch * job.epochs, 'critic update')} per training step",
         )
     yield Meaning(
         f"{counted(job.devices['policy'], 'policy device')} / {job.model_sizes['policy']:,} that share a sample",
-        f"{counted(policy.replicas, 'replica')} of the policy; each has {counted(policy.share, 'sample')} of a mini batch"
+        f"{counted(policy.replicas, 'replica')}; each has {counted(policy.padded_share, 'sample')} of a mini batch"
         + (f" ({policy.padding:,} of the mini batch are empty)" if policy.padding else ""),
     )
-    passes = "as many passes as the token budget needs" if job.by_tokens else counted(policy.passes, "pass")
+    passes = "as many passes as the token budget needs" if job.by_tokens else counted(job.passes(policy), "pass")
     yield Meaning(describe(MICRO), f"samples per replica: {passes} per optimizer step")
     yield Meaning(describe(FORWARD), "samples per replica in forward-only passes (log-probabilities, values)")
     evaluated = job["trainer.eval_batch_size"] * job["generator.eval_n_samples_per_prompt"]
@@ -65,15 +65,15 @@ def flow(job: SkyRLJob) -> Iterator[str]:
     yield f"advantages over each prompt's {responses}"
     if job.critic is not None:
         yield (
-            f"train the critic first: {counted(job.prompts // job.critic.mini, 'mini batch')} of "
+            f"train the critic first: {counted(job.prompts // job.critic.mini_batch, 'mini batch')} of "
             f"{counted(job.critic.mini_samples, 'sample')}, {times}"
         )
     yield (
         f"mini batch j is samples j * {policy.mini_samples:,} to (j + 1) * {policy.mini_samples:,} - 1"
         + (f", padded with {counted(policy.padding, 'empty sample')}" if policy.padding else "")
-        + f"; replica r takes {policy.share:,} of them in order, from r * {policy.share:,} on"
+        + f"; replica r takes {policy.padded_share:,} of them in order, from r * {policy.padded_share:,} on"
     )
-    passes = "token-budget passes" if job.by_tokens else counted(policy.passes, "pass")
+    passes = "token-budget passes" if job.by_tokens else counted(job.passes(policy), "pass")
     yield (
         f"train the policy: {counted(job.mini_batches, 'mini batch')}, each {passes} on every replica and one optimizer step, "
         f"{times} = {counted(job.mini_batches * job.epochs, 'optimizer step')}"
@@ -83,19 +83,7 @@ def flow(job: SkyRLJob) -> Iterator[str]:
 
 def advice(job: SkyRLJob) -> Iterator[Advice]:
     """Yield the rules of the guides, each with what is true of this file."""
-    policy, mini, updates = job.policy, job.policy.mini, job.mini_batches
-    yield Advice(
-        "train_batch_size is a multiple of policy_mini_batch_size",
-        GUIDE,
-        job.prompts % mini == 0,
-        f"{job.prompts:,} % {mini:,} = {job.prompts % mini:,}",
-    )
-    yield Advice(
-        "train_batch_size * n_samples_per_prompt is a multiple of policy_mini_batch_size",
-        GUIDE,
-        job.samples % mini == 0,
-        f"{job.samples:,} % {mini:,} = {job.samples % mini:,}; it follows from the previous rule and adds nothing",
-    )
+    policy, mini, updates = job.policy, job.policy.mini_batch, job.mini_batches
     yield Advice(
         "optimizer steps = train_batch_size * n_samples_per_prompt / policy_mini_batch_size",
         GUIDE,
@@ -106,14 +94,14 @@ def advice(job: SkyRLJob) -> Iterator[Advice]:
         "policy_mini_batch_size is a multiple of micro_train_batch_size_per_gpu * devices; that gives the passes",
         GUIDE,
         None,
-        f"the samples of a mini batch are divided, not its prompts: {policy.passes:,} passes and not "
-        f"{mini / (policy.micro * policy.replicas):,.6g}",
+        f"the samples of a mini batch are divided, not its prompts: {job.passes(policy):,} passes and not "
+        f"{mini / (job[MICRO] * policy.replicas):,.6g}",
     )
     yield Advice(
         "for an out-of-memory error, lower policy_mini_batch_size",
         GUIDE,
         None,
-        f"it changes the number of passes, not their size; lower {MICRO}, now {policy.micro:,}",
+        f"it changes the number of passes, not their size; lower {MICRO}, now {job[MICRO]:,}",
     )
     yield Advice(
         "policy_mini_batch_size equal to train_batch_size keeps training on-policy",
@@ -125,8 +113,8 @@ def advice(job: SkyRLJob) -> Iterator[Advice]:
         yield Advice(
             "critic_mini_batch_size is smaller than policy_mini_batch_size, so that the critic is updated more often",
             DOCUMENTATION,
-            job.critic.mini < mini,
-            f"{job.critic.mini:,} compared with {mini:,} prompts",
+            job.critic.mini_batch < mini,
+            f"{job.critic.mini_batch:,} compared with {mini:,} prompts",
         )
 
 
@@ -145,8 +133,8 @@ def notes(job: SkyRLJob) -> Iterator[str]:
                 f"{trained.name}: {trained.mini_samples:,} samples of a mini batch over {trained.replicas:,} replicas: the run "
                 f"adds {counted(trained.padding, 'empty sample')} to each."
             )
-        if (rest := trained.share % trained.micro) and not job.by_tokens:
-            text = f"{trained.name}: the last pass of each mini batch has {rest:,} samples instead of {trained.micro:,}"
+        if (rest := trained.padded_share % job[MICRO]) and not job.by_tokens:
+            text = f"{trained.name}: the last pass of each mini batch has {rest:,} samples instead of {job[MICRO]:,}"
             if job["trainer.algorithm.loss_reduction"] == "token_mean_legacy":
                 yield f"{text}, which trainer.algorithm.loss_reduction=token_mean_legacy weights wrongly."
             else:

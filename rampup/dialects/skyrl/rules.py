@@ -6,70 +6,38 @@ Sources: SkyRL `train/utils/utils.py`, `train/trainer.py`, `distributed/dispatch
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rampup.dialects.convert import rollout_plan, training
+from rampup.dialects import skyrl as keys
+from rampup.dialects.convert import TrainedModel, rollout_plan
 from rampup.dialects.reading import Settings, read_settings
-from rampup.dialects.rules import Dialect, Job, Rule, Term, if_usable, multiple, positive, value_of
-from rampup.dialects.skyrl import (
-    ENGINE_KEYS,
-    FORWARD,
-    KEYS,
-    MICRO,
-    MINI,
-    OLD_ENGINE_KEYS,
-    RESPONSES,
-    TRAIN,
-    WORKERS,
-    device_keys,
-    explain,
-    megatron_keys,
-    sft,
+from rampup.dialects.rules import (
+    Dialect,
+    Job,
+    Rule,
+    Side,
+    Term,
+    at_least,
+    constant,
+    equal,
+    found_by_run,
+    if_usable,
+    multiple,
+    positive,
+    product,
 )
+from rampup.dialects.skyrl import ENGINE_KEYS, MICRO, MINI, RESPONSES, TRAIN, WORKERS, device_keys, explain, megatron_keys, sft
 from rampup.dialects.verdict import Run
 from rampup.rl.plan import RolloutPlan
 
-COUNTS = (TRAIN, MINI, MICRO, FORWARD, RESPONSES)
+COUNTS = (TRAIN, MINI, MICRO, keys.FORWARD, RESPONSES)
 MODEL_COUNTS = {
     model: (*device_keys(model)[::-1], f"trainer.{model}.sequence_parallel_size") for model in ("policy", "critic", "ref")
 }
 MODEL_COUNTS["policy"] += megatron_keys("policy")
 MODEL_COUNTS["ref"] += megatron_keys("ref")
 MODEL_COUNTS["critic"] = ("trainer.critic_mini_batch_size", *MODEL_COUNTS["critic"])
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The numbers of a trained model: the policy or the critic.
-
-    Attributes:
-        name: `policy` or `critic`.
-        mini: prompts of an update.
-        mini_samples: samples of an update, whole job.
-        replicas: data-parallel size.
-        checked_share: samples of an update and replica, rounded down, as SkyRL's check computes them.
-        padding: empty samples that the run adds to each mini batch.
-        share: samples of an update and replica in the run.
-        micro: samples of a pass.
-        passes: forward and backward passes per update and replica; the last may be smaller.
-    """
-
-    name: str
-    mini: int
-    mini_samples: int
-    replicas: int
-    checked_share: int
-    padding: int
-    share: int
-    micro: int
-    passes: int
-
-    @property
-    def key(self) -> str:
-        """The key of the mini batch."""
-        return f"trainer.{self.name}_mini_batch_size"
 
 
 class SkyRLJob(Job):
@@ -116,27 +84,27 @@ class SkyRLJob(Job):
         self.lcm_checked = math.lcm(self.replicas["policy"], *([self.replicas["ref"]] if self.has_ref else []))
         common = math.lcm(*(self.replicas[model] for model in self.models))
         self.prompt_stride = common // math.gcd(common, self.samples_per_prompt)
-        self.mini_batches = self.prompts // self.policy.mini
+        self.mini_batches = self.prompts // self.policy.mini_batch
         self.engine_devices: int | None = None
-        if settings.given & {*ENGINE_KEYS, *OLD_ENGINE_KEYS}:
-            pairs = zip(ENGINE_KEYS, OLD_ENGINE_KEYS, strict=True)
+        if settings.given & {*ENGINE_KEYS, *keys.OLD_ENGINE_KEYS}:
+            pairs = zip(ENGINE_KEYS, keys.OLD_ENGINE_KEYS, strict=True)
             self.engine_devices = math.prod(self[new] if self[old] is None else self[old] for new, old in pairs)
 
-    def _model(self, name: str) -> Model:
-        mini, replicas, micro = self[f"trainer.{name}_mini_batch_size"], self.replicas[name], self[MICRO]
-        samples = mini * self.samples_per_prompt
-        share = -(-samples // replicas)
-        return Model(
+    def _model(self, name: str) -> TrainedModel:
+        mini = self[f"trainer.{name}_mini_batch_size"]
+        return TrainedModel(
             name=name,
-            mini=mini,
-            mini_samples=samples,
-            replicas=replicas,
-            checked_share=samples // replicas,
-            padding=-samples % replicas,
-            share=share,
-            micro=micro,
-            passes=-(-share // micro),
+            mini_batch=mini,
+            mini_samples=mini * self.samples_per_prompt,
+            replicas=self.replicas[name],
+            micro=self[MICRO],
+            tokens=self["trainer.max_tokens_per_microbatch"] if self.by_tokens else None,
+            epochs=self.epochs,
         )
+
+    def passes(self, model: TrainedModel) -> int:
+        """Return the forward and backward passes per update and replica; the last may be smaller."""
+        return -(-model.padded_share // int(self[MICRO]))
 
     @property
     def outcome(self) -> Run:
@@ -156,151 +124,119 @@ class SkyRLJob(Job):
             "padded_samples": self.policy.padding * self.mini_batches,
         }
         if not self.by_tokens:
-            derived["accumulation_steps"] = self.policy.passes
+            derived["accumulation_steps"] = self.passes(self.policy)
         if self.critic is not None:
-            derived["critic_mini_batches"] = self.prompts // self.critic.mini
-            derived["critic_optimizer_steps"] = self.prompts // self.critic.mini * self.epochs
+            derived["critic_mini_batches"] = self.prompts // self.critic.mini_batch
+            derived["critic_optimizer_steps"] = self.prompts // self.critic.mini_batch * self.epochs
             derived["critic_mini_batch_samples"] = self.critic.mini_samples
         if self["num_prompts"] is not None:
             derived["training_steps"] = self["num_prompts"] // self.prompts * self["trainer.epochs"]
             derived["total_optimizer_steps"] = derived["training_steps"] * derived["optimizer_steps"]
         return derived
 
-    def plan(self) -> RolloutPlan | None:
+    def plan(self) -> RolloutPlan:
         """Return the plan of one training step."""
-        tokens = self["trainer.max_tokens_per_microbatch"] if self.by_tokens else None
-        policy, *critics = [
-            training(
-                "prompts", mini_batch=model.mini, micro=model.micro, tokens=tokens, replicas=model.replicas, epochs=self.epochs
-            )
-            for model in self.trained
-        ]
-        return rollout_plan(
-            self.prompts,
-            "prompts",
-            samples_per_prompt=self.samples_per_prompt,
-            policy=policy,
-            critic=critics[0] if critics else None,
-            pad=self.outcome == "pads",
-        )
+        pad = self.outcome == "pads"
+        return rollout_plan(self.prompts, "prompts", self.trained, samples_per_prompt=self.samples_per_prompt, pad=pad)
 
 
 def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
-    """Return the rules that a model's devices hold at least one replica, and only full ones with Megatron."""
+    """Return the rules that Megatron's sizes divide a model's devices, and that there is at least one replica."""
     per_node, sequence = device_keys(model)[0], f"trainer.{model}.sequence_parallel_size"
-    has_a_replica = Rule[SkyRLJob](
-        name=f"skyrl.{model}_has_a_replica",
-        keys=(sequence, per_node),
+
+    devices: Side[SkyRLJob] = (f"the {model}'s {{:,}} devices", lambda job: job.devices[model])
+
+    def megatron_size(job: SkyRLJob) -> Term:
+        sizes = " * ".join(f"{job[key]:,}" for key in megatron_keys(model))
+        size = job.model_sizes[model]
+        return Term(f"tensor * pipeline * context parallel size = {sizes} = {size:,}", size)
+
+    has_a_replica = at_least(
+        f"skyrl.{model}_has_a_replica",
+        (sequence, per_node),
+        devices,
+        ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
         when=lambda job: model in job.models and model not in job.uneven,
-        holds=lambda job: job.replicas[model] > 0,
-        message=lambda job: (
-            f"{model}: {job.devices[model]:,} devices // {job.model_sizes[model]:,} that share a sample = 0 replicas; at least "
-            "1 is needed"
-        ),
-        division=lambda job: (job.devices[model], job.model_sizes[model]),
+        note=": there is no replica",
         found_by="run" if model == "ref" else "validator",
     )
     if model == "critic":
         return [has_a_replica]
-    divides = Rule[SkyRLJob](
-        name=f"skyrl.megatron_divides_{model}_devices",
-        keys=(per_node, *megatron_keys(model)),
-        holds=lambda job: model not in job.uneven,
-        message=lambda job: (
-            f"the {model}'s {job.devices[model]:,} devices must be a multiple of tensor * pipeline * context parallel size = "
-            + " * ".join(f"{job[key]:,}" for key in megatron_keys(model))
-            + f" = {job.model_sizes[model]:,}"
+    return [
+        multiple(
+            f"skyrl.megatron_divides_{model}_devices",
+            (per_node, *megatron_keys(model)),
+            devices,
+            megatron_size,
+            when=lambda job: job.megatron and model in job.models,
         ),
-        division=lambda job: (job.devices[model], job.model_sizes[model]),
-    )
-    return [divides, has_a_replica]
+        has_a_replica,
+    ]
 
 
 def _mini_batch_rules(number: int, name: str) -> list[Rule[SkyRLJob]]:
     """Return the rules of the mini batch of the policy (0) or the critic (1). Each applies if those before it hold."""
     key = f"trainer.{name}_mini_batch_size"
 
-    def model(job: SkyRLJob) -> Model:
-        return job.trained[number]
-
     def applies(job: SkyRLJob) -> bool:
         return len(job.trained) > number
 
+    def fits(job: SkyRLJob) -> bool:
+        return applies(job) and job.prompts >= job[key]
+
     def reaches(job: SkyRLJob) -> bool:
-        return applies(job) and model(job).checked_share > 0
+        return applies(job) and job.trained[number].share > 0
+
+    replicas: Side[SkyRLJob] = ("the {:,} replicas", lambda job: job.trained[number].replicas)
+
+    def samples(job: SkyRLJob) -> Term:
+        return product({key: job[key], RESPONSES: job.samples_per_prompt}, "samples")
 
     def share(job: SkyRLJob) -> Term:
-        own = model(job)
-        text = f"{key} * {RESPONSES} // replicas = {own.mini:,} * {job.samples_per_prompt:,} // {own.replicas:,}"
-        return Term(f"{text} = {own.checked_share:,} samples per replica", own.checked_share)
+        size = job.trained[number].share
+        return Term(f"{samples(job).text} // {job.trained[number].replicas:,} replicas = {size:,} samples per replica", size)
 
     def step_share(job: SkyRLJob) -> Term:
-        number = job.samples // model(job).replicas
-        return Term(f"{TRAIN} * {RESPONSES} // {model(job).replicas:,} = {number:,} samples per replica (rounded down)", number)
+        size = job.samples // job.trained[number].replicas
+        return Term(f"{job.samples:,} samples // {job.trained[number].replicas:,} replicas = {size:,} samples", size)
 
     return [
-        Rule(
-            name=f"skyrl.{name}_mini_at_most_train",
-            keys=(key, TRAIN),
-            when=applies,
-            holds=lambda job: job.prompts >= model(job).mini,
-            message=lambda job: (
-                f"{key}={model(job).mini:,} must be at most {TRAIN}={job.prompts:,}; both count prompts (SkyRL stops without "
-                "a message)"
-            ),
-            division=lambda job: (job.prompts, model(job).mini),
-        ),
-        multiple(
-            f"skyrl.{name}_mini_divides_train",
-            (TRAIN, key),
-            value_of(TRAIN),
-            value_of(key),
-            when=lambda job: applies(job) and job.prompts >= model(job).mini,
-        ),
-        Rule(
-            name=f"skyrl.{name}_mini_reaches_every_replica",
-            keys=(key, RESPONSES),
-            when=applies,
-            holds=reaches,
-            message=lambda job: f"{share(job).text}; each of {model(job).replicas:,} replicas must get at least one",
-            division=lambda job: (job.prompts, model(job).replicas),
-        ),
-        multiple(f"skyrl.micro_divides_{name}_mini", (MICRO, key), share, value_of(MICRO), when=reaches),
+        at_least(f"skyrl.{name}_mini_at_most_train", (key, TRAIN), TRAIN, key, when=applies, note="; both count prompts"),
+        multiple(f"skyrl.{name}_mini_divides_train", (TRAIN, key), TRAIN, key, when=fits),
+        at_least(f"skyrl.{name}_mini_reaches_every_replica", (key, RESPONSES), samples, replicas, when=applies),
+        multiple(f"skyrl.micro_divides_{name}_mini", (MICRO, key), share, MICRO, when=reaches),
         multiple(
             f"skyrl.{name}_share_divides_train_share",
             (TRAIN, key, RESPONSES),
             step_share,
             share,
-            when=lambda job: reaches(job) and job.prompts % model(job).mini == 0,
+            when=lambda job: reaches(job) and job.prompts % job[key] == 0,
         ),
     ]
 
 
+_POLICY_DEVICES: Side[SkyRLJob] = ("the policy's {:,} devices", lambda job: job.devices["policy"])
+
+
 def _colocated(model: str) -> Rule[SkyRLJob]:
     """Return the rule that models on shared devices have equally many; it applies only if the file says how many."""
-    keys = device_keys(model)
-    return Rule(
-        name=f"skyrl.colocated_{model}_devices",
-        keys=keys,
-        when=lambda job: model in job.models and job["trainer.placement.colocate_all"] and bool(job.settings.given & set(keys)),
-        holds=lambda job: job.devices[model] == job.devices["policy"],
-        message=lambda job: (
-            f"with trainer.placement.colocate_all the {model} must have as many devices as the policy: "
-            f"{job.devices[model]:,} is not {job.devices['policy']:,}"
-        ),
-        division=lambda job: (job.devices["policy"], job.devices[model]),
+    own = device_keys(model)
+    return equal(
+        f"skyrl.colocated_{model}_devices",
+        own,
+        (f"the {model}'s {{:,}} devices", lambda job: job.devices[model]),
+        _POLICY_DEVICES,
+        when=lambda job: model in job.models and job["trainer.placement.colocate_all"] and bool(job.settings.given & set(own)),
+        note=" with trainer.placement.colocate_all",
         found_by="run",
     )
 
 
 def _sequence_parallel(model: str) -> Rule[SkyRLJob]:
     key = f"trainer.{model}.sequence_parallel_size"
-    return Rule(
-        name=f"skyrl.megatron_{model}_sequence_parallel",
-        keys=(key,),
-        when=lambda job: job.megatron,
-        holds=lambda job: job[key] == 1,
-        message=lambda job: f"{key}={job[key]:,} must be 1 with trainer.strategy=megatron",
+    note = " with trainer.strategy=megatron"
+    return equal(
+        f"skyrl.megatron_{model}_sequence_parallel", (key,), key, constant(1), when=lambda job: job.megatron, note=note
     )
 
 
@@ -309,25 +245,22 @@ def _asynchronous(job: SkyRLJob) -> bool:
 
 
 def _max_workers(job: SkyRLJob) -> int:
-    return int(job.policy.mini * (job["trainer.fully_async.max_staleness_steps"] + 1))
+    return int(job.policy.mini_batch * (job["trainer.fully_async.max_staleness_steps"] + 1))
 
 
 _STEP: list[Rule[SkyRLJob]] = [
-    Rule(
-        name="skyrl.samples_reach_every_replica",
-        keys=(TRAIN, RESPONSES),
-        holds=lambda job: job.samples >= job.lcm_checked,
-        message=lambda job: (
-            f"{TRAIN} * {RESPONSES} = {job.prompts:,} * {job.samples_per_prompt:,} = {job.samples:,} samples must be at "
-            f"least {job.lcm_checked:,}, the least common multiple of the policy's and the reference's replicas"
-        ),
-        division=lambda job: (job.samples, job.lcm_checked),
+    at_least(
+        "skyrl.samples_reach_every_replica",
+        (TRAIN, RESPONSES),
+        lambda job: product({TRAIN: job.prompts, RESPONSES: job.samples_per_prompt}, "samples"),
+        ("{:,}", lambda job: job.lcm_checked),
+        note=", the least common multiple of the policy's and the reference's replicas",
     ),
     multiple(
         "skyrl.no_tail_is_cut",
         (TRAIN, RESPONSES),
-        value_of(TRAIN),
-        lambda job: Term(f"{job.prompt_stride:,}", job.prompt_stride),
+        TRAIN,
+        ("{:,}", lambda job: job.prompt_stride),
         note=lambda job: (
             f", the prompts whose {job.samples_per_prompt:,} responses each fill every replica of every model "
             f"({', '.join(f'{job.replicas[model]:,}' for model in job.models)}); the run keeps "
@@ -336,43 +269,42 @@ _STEP: list[Rule[SkyRLJob]] = [
         ),
         found_by="run",
     ),
-    Rule(
-        name="skyrl.engines_fill_the_devices",
-        keys=ENGINE_KEYS,
-        when=lambda job: job["trainer.placement.colocate_all"] and job.engine_devices is not None,
-        holds=lambda job: job.engine_devices == job.devices["policy"],
-        message=lambda job: (
-            "with trainer.placement.colocate_all the engines' devices, engines * tensor * pipeline * data parallel size = "
-            f"{job.engine_devices:,}, must equal the policy's {job.devices['policy']:,}"
+    equal(
+        "skyrl.engines_fill_the_devices",
+        ENGINE_KEYS,
+        lambda job: Term(
+            f"the engines' devices, engines * tensor * pipeline * data parallel size = {job.engine_devices:,},",
+            job.engine_devices or 0,
         ),
-        division=lambda job: (job.devices["policy"], 1),
+        _POLICY_DEVICES,
+        when=lambda job: job["trainer.placement.colocate_all"] and job.engine_devices is not None,
+        note=" with trainer.placement.colocate_all",
     ),
-    Rule(
-        name="skyrl.data_set_fills_a_step",
-        keys=("num_prompts", TRAIN),
+    at_least(
+        "skyrl.data_set_fills_a_step",
+        ("num_prompts", TRAIN),
+        ("a data set of {:,} prompts", lambda job: job["num_prompts"]),
+        TRAIN,
         when=lambda job: job["num_prompts"] is not None,
-        holds=lambda job: job["num_prompts"] >= job.prompts,
-        message=lambda job: f"a data set of {job['num_prompts']:,} prompts must contain at least {TRAIN}={job.prompts:,}",
-        division=lambda job: (job["num_prompts"], job.prompts),
     ),
-    Rule(
-        name="skyrl.async_step_is_one_mini_batch",
-        keys=(TRAIN, MINI),
+    equal(
+        "skyrl.async_step_is_one_mini_batch",
+        (TRAIN, MINI),
+        TRAIN,
+        MINI,
         when=_asynchronous,
-        holds=lambda job: job.prompts == job.policy.mini,
-        message=lambda job: f"fully asynchronous training needs {TRAIN}={job.prompts:,} equal to {MINI}={job.policy.mini:,}",
-        division=lambda job: (job.prompts, job.policy.mini),
+        note=" in fully asynchronous training",
     ),
     Rule(
         name="skyrl.async_workers",
         keys=(WORKERS, "trainer.fully_async.max_staleness_steps"),
         when=_asynchronous,
-        holds=lambda job: job.policy.mini <= job[WORKERS] <= _max_workers(job),
+        holds=lambda job: job.policy.mini_batch <= job[WORKERS] <= _max_workers(job),
         message=lambda job: (
-            f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={job.policy.mini:,} and that times (max_staleness_steps + 1) "
-            f"= {_max_workers(job):,}"
+            f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={job.policy.mini_batch:,} and that times "
+            f"(max_staleness_steps + 1) = {_max_workers(job):,}"
         ),
-        division=lambda job: (_max_workers(job), job.policy.mini),
+        division=lambda job: (_max_workers(job), job.policy.mini_batch),
     ),
     Rule(
         name="skyrl.megatron_has_no_critic",
@@ -383,22 +315,18 @@ _STEP: list[Rule[SkyRLJob]] = [
     ),
     *map(_sequence_parallel, ("policy", "ref")),
 ]
+_TRAINED = ["trainer.update_epochs_per_batch", "trainer.epochs", "trainer.eval_batch_size", "num_prompts"]
 RULES: list[Rule[SkyRLJob]] = [
-    *positive("skyrl", [*COUNTS, *MODEL_COUNTS["policy"]], why="SkyRL's check divides by it or compares it with 0"),
-    *positive("skyrl", MODEL_COUNTS["critic"], why="the critic needs it", when=lambda job: job.has_critic),
-    *positive("skyrl", MODEL_COUNTS["ref"], why="the reference model needs it", found_by="run", when=lambda job: job.has_ref),
-    *positive(
-        "skyrl",
-        ["trainer.update_epochs_per_batch", "trainer.epochs", "trainer.eval_batch_size", "num_prompts"],
-        why="nothing would be trained or evaluated",
-        found_by="run",
-    ),
+    *positive("skyrl", [*COUNTS, *MODEL_COUNTS["policy"]], "SkyRL's check divides by it or compares it with 0"),
+    *positive("skyrl", MODEL_COUNTS["critic"], "the critic needs it", when=lambda job: job.has_critic),
+    *found_by_run(positive("skyrl", MODEL_COUNTS["ref"], "the reference model needs it", when=lambda job: job.has_ref)),
+    *found_by_run(positive("skyrl", _TRAINED, "nothing would be trained or evaluated")),
     *[rule for model in MODEL_COUNTS for rule in _device_rules(model)],
     *if_usable([*_mini_batch_rules(0, "policy"), *_mini_batch_rules(1, "critic"), *_STEP, *map(_colocated, ("critic", "ref"))]),
 ]
 DIALECT = Dialect(
-    read=partial(read_settings, entries=KEYS, system="SkyRL"),
-    keys=KEYS,
+    read=partial(read_settings, entries=keys.KEYS, system="SkyRL"),
+    keys=keys.KEYS,
     job=SkyRLJob,
     rules=RULES,
     words=explain,

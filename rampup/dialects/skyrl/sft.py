@@ -10,7 +10,7 @@ from typing import Any
 
 from rampup.config.yaml import read_mapping
 from rampup.dialects.reading import Entry, Settings, entry, read_settings
-from rampup.dialects.rules import Dialect, Job, Rule, Term, counted, if_usable, multiple, positive, value_of
+from rampup.dialects.rules import Dialect, Job, Rule, Side, Term, at_least, counted, if_usable, multiple, positive
 from rampup.dialects.verdict import Advice, Meaning
 
 BATCH, MICRO = "batch_size", "micro_train_batch_size_per_gpu"
@@ -61,52 +61,34 @@ class SftJob(Job):
         return derived
 
 
-def _replicas(job: SftJob) -> Term:
-    return Term(f"the {job.replicas:,} data-parallel replicas", job.replicas)
+_REPLICAS: Side[SftJob] = ("the {:,} data-parallel replicas", lambda job: job.replicas)
 
 
 def _share(job: SftJob) -> Term:
     return Term(f"{BATCH} / replicas = {job.batch:,} / {job.replicas:,} = {job.share:,} samples", job.share)
 
 
+_RULES: list[Rule[SftJob]] = [
+    multiple("skyrl.sft_batch_divides_over_replicas", (BATCH, DEVICES), BATCH, _REPLICAS, when=lambda job: not job.packed),
+    multiple(
+        "skyrl.sft_micro_divides_share",
+        (MICRO, BATCH),
+        _share,
+        MICRO,
+        when=lambda job: not job.packed and job.batch % job.replicas == 0,
+    ),
+    at_least("skyrl.sft_packed_batch_reaches_every_replica", (BATCH,), BATCH, _REPLICAS, when=lambda job: job.packed),
+]
 RULES: list[Rule[SftJob]] = [
-    *positive("skyrl", COUNTS, why="its check compares it with 0 or divides by it"),
-    Rule(
-        name="skyrl.sft_has_a_replica",
-        keys=(DEVICES, *SPLITS),
+    *positive("skyrl", COUNTS, "its check compares it with 0 or divides by it"),
+    at_least(
+        "skyrl.sft_has_a_replica",
+        (DEVICES, *SPLITS),
+        ("the {:,} devices", lambda job: job.devices),
+        ("tensor * pipeline parallel size = {:,}", lambda job: job.model_size),
         when=lambda job: job.counts_positive,
-        holds=lambda job: job.replicas >= 1,
-        message=lambda job: (
-            f"the devices // (tensor * pipeline parallel size) = {job.replicas:,} replicas; at least 1 is needed"
-        ),
-        division=lambda job: (job.devices, job.model_size),
     ),
-    *if_usable(
-        [
-            multiple(
-                "skyrl.sft_batch_divides_over_replicas",
-                (BATCH, DEVICES),
-                value_of(BATCH),
-                _replicas,
-                when=lambda job: not job.packed,
-            ),
-            multiple(
-                "skyrl.sft_micro_divides_share",
-                (MICRO, BATCH),
-                _share,
-                value_of(MICRO),
-                when=lambda job: not job.packed and job.batch % job.replicas == 0,
-            ),
-            Rule(
-                name="skyrl.sft_packed_batch_reaches_every_replica",
-                keys=(BATCH,),
-                when=lambda job: job.packed,
-                holds=lambda job: job.batch >= job.replicas,
-                message=lambda job: f"{BATCH}={job.batch:,} must be at least {_replicas(job).text}",
-                division=lambda job: (job.batch, job.replicas),
-            ),
-        ]
-    ),
+    *if_usable(_RULES),
 ]
 
 

@@ -12,7 +12,7 @@ from rampup.dialects.verdict import Advice, Meaning
 if TYPE_CHECKING:
     from rampup.dialects.trlx.rules import TrlxJob
 
-GUIDE, DOCUMENTATION = "a community guide to trlX", "trlX's documentation"
+GUIDE = "a community guide to trlX"
 
 
 def meanings(job: TrlxJob) -> Iterator[Meaning]:
@@ -87,12 +87,6 @@ def flow(job: TrlxJob) -> Iterator[str]:
 
 def advice(job: TrlxJob) -> Iterator[Advice]:
     """Yield the rules of the guides, each with what is true of this file."""
-    yield Advice(
-        "minibatch_size divides batch_size",
-        DOCUMENTATION,
-        job.batch % job.micro == 0,
-        f"{job.batch:,} % {job.micro:,} = {job.batch % job.micro:,}",
-    )
     yield Advice(
         "minibatch_size saves memory and does not change training",
         GUIDE,

@@ -6,9 +6,21 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from rampup.dialects.convert import rollout_plan, training
+from rampup.dialects.convert import TrainedModel, rollout_plan
 from rampup.dialects.reading import Settings, read_settings
-from rampup.dialects.rules import Dialect, Job, Rule, Term, if_usable, multiple, positive
+from rampup.dialects.rules import (
+    Dialect,
+    Job,
+    Rule,
+    Side,
+    at_least,
+    constant,
+    found_by_run,
+    if_usable,
+    multiple,
+    positive,
+    product,
+)
 from rampup.dialects.trlx import CHUNK, INNER, KEYS, MICRO, NEMO_KEYS, NEMO_NESTED, ROLLOUTS, TRAIN, explain
 from rampup.dialects.verdict import Run
 from rampup.rl.plan import RolloutPlan
@@ -131,20 +143,34 @@ class TrlxJob(Job):
         """Return the plan of one round of collecting and training."""
         if not self.ppo or self.planned_steps < 1:
             return None
-        policy = training(
-            "samples", mini_batch=self.batch * self.replicas, micro=self.micro, replicas=self.replicas, epochs=self[INNER]
+        batch = self.batch * self.replicas
+        policy = TrainedModel(
+            name="policy",
+            mini_batch=batch,
+            mini_samples=batch,
+            replicas=self.replicas,
+            micro=self.micro,
+            epochs=self[INNER],
         )
         pad = self.last_batch < self.batch
-        return rollout_plan(self.collected * self.replicas, "samples", samples_per_prompt=1, policy=policy, pad=pad)
+        return rollout_plan(self.collected * self.replicas, "samples", [policy], samples_per_prompt=1, pad=pad)
 
 
-_FIRST: list[Rule[TrlxJob]] = [
-    *positive("trlx", [TRAIN], why="the trainer divides by it"),
-    *positive(
-        "trlx", [ROLLOUTS, CHUNK, INNER], why="nothing would be collected or trained", found_by="run", when=lambda job: job.ppo
+_BATCH: Side[TrlxJob] = (f"{TRAIN}={{:,}}", lambda job: job.batch)
+_MICRO: Side[TrlxJob] = (f"{MICRO}={{:,}}", lambda job: job.micro)
+
+
+def _nemo(job: TrlxJob) -> bool:
+    return job.nemo
+
+
+_COUNTS: list[Rule[TrlxJob]] = [
+    *positive("trlx", [TRAIN], "the trainer divides by it"),
+    *found_by_run(
+        positive("trlx", [ROLLOUTS, CHUNK, INNER], "nothing would be collected or trained", when=lambda job: job.ppo)
     ),
-    *positive("trlx", ["num_processes", "num_prompts"], why="there would be nothing to train", found_by="run"),
-    *positive("trlx", [*NEMO_KEYS.values(), *NEMO_NESTED.values()], why="the trainer divides by it"),
+    *found_by_run(positive("trlx", ["num_processes", "num_prompts"], "there would be nothing to train")),
+    *positive("trlx", [*NEMO_KEYS.values(), *NEMO_NESTED.values()], "the trainer divides by it"),
     Rule(
         name="trlx.micro_not_negative",
         keys=(MICRO,),
@@ -153,40 +179,25 @@ _FIRST: list[Rule[TrlxJob]] = [
         candidates=lambda job: [0],
         found_by="run",
     ),
-    *positive("trlx", [MICRO], why="with NeMo 0 is not the same as unset", found_by="run", when=lambda job: job.nemo),
-    Rule(
-        name="trlx.nemo_has_a_replica",
-        keys=tuple(NEMO_KEYS[name] for name in ("devices", "num_nodes", "tensor", "pipeline")),
-        when=lambda job: job.nemo,
-        holds=lambda job: job.replicas >= 1,
-        message=lambda job: (
-            f"num_nodes * devices // (tensor * pipeline parallel size) = {job.nodes:,} * {job.devices_per_node:,} // "
-            f"{job.model_size:,} = 0 replicas, by which trlX divides"
-        ),
-        division=lambda job: (job.nodes * job.devices_per_node, job.model_size),
+    *found_by_run(positive("trlx", [MICRO], "with NeMo 0 is not the same as unset", when=_nemo)),
+    at_least(
+        "trlx.nemo_has_a_replica",
+        tuple(NEMO_KEYS[name] for name in ("devices", "num_nodes", "tensor", "pipeline")),
+        lambda job: product({"num_nodes": job.nodes, "devices": job.devices_per_node}),
+        ("tensor * pipeline parallel size = {:,}", lambda job: job.model_size),
+        when=_nemo,
+        note=": trlX divides by the number of replicas, rounded down",
     ),
 ]
-
-
-def _batch(job: TrlxJob) -> Term:
-    return Term(f"{TRAIN}={job.batch:,}", job.batch)
-
-
-def _micro(job: TrlxJob) -> Term:
-    return Term(f"{MICRO}={job.micro:,}", job.micro)
-
-
 _RULES: list[Rule[TrlxJob]] = [
-    multiple("trlx.micro_divides_batch", (MICRO, TRAIN), _batch, _micro, when=lambda job: not job.nemo),
+    multiple("trlx.micro_divides_batch", (MICRO, TRAIN), _BATCH, _MICRO, when=lambda job: not job.nemo),
     multiple(
         "trlx.nemo_micro_divides_batch",
         (MICRO, TRAIN),
-        _batch,
-        _micro,
-        when=lambda job: job.nemo,
-        note=lambda job: (
-            f": Megatron splits the global batch {job.batch * job.replicas:,} into micro batches on {job.replicas:,} replicas"
-        ),
+        _BATCH,
+        _MICRO,
+        when=_nemo,
+        note=": Megatron splits the global batch into micro batches on every replica",
         found_by="run",
     ),
     Rule(
@@ -201,26 +212,23 @@ _RULES: list[Rule[TrlxJob]] = [
         ),
         found_by="run",
     ),
-    Rule(
-        name="trlx.epochs_train",
-        keys=("train.epochs",),
-        holds=lambda job: job["train.epochs"] >= 1,
-        message=lambda job: f"train.epochs={job['train.epochs']:,} must be at least 1: nothing would be trained",
+    at_least(
+        "trlx.epochs_train",
+        ("train.epochs",),
+        "train.epochs",
+        constant(1),
+        note=": nothing would be trained",
         found_by="run",
     ),
-    Rule(
-        name="trlx.nemo_prompts_fill_a_chunk",
-        keys=("num_prompts", CHUNK),
+    at_least(
+        "trlx.nemo_prompts_fill_a_chunk",
+        ("num_prompts", CHUNK),
+        ("num_prompts={:,}", lambda job: job["num_prompts"]),
+        lambda job: product({"replicas": job.replicas, "the prompts of a chunk": job.chunk}),
         when=lambda job: job.nemo and job.ppo and job["num_prompts"] is not None,
-        holds=lambda job: job["num_prompts"] // job.replicas >= job.chunk,
-        message=lambda job: (
-            f"each of {job.replicas:,} replicas has {job['num_prompts'] // job.replicas:,} of the {job['num_prompts']:,} "
-            f"prompts, fewer than a chunk of {job.chunk:,}; incomplete chunks are dropped, so the run waits for prompts "
-            "indefinitely"
-        ),
-        division=lambda job: (job["num_prompts"], job.replicas * job.chunk),
+        note=": incomplete chunks are dropped, so the run waits for prompts indefinitely",
         found_by="run",
     ),
 ]
-RULES = [*_FIRST, *if_usable(_RULES)]
+RULES = [*_COUNTS, *if_usable(_RULES)]
 DIALECT = Dialect(read=partial(read_settings, entries=KEYS, system="trlX"), keys=KEYS, job=TrlxJob, rules=RULES, words=explain)

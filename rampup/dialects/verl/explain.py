@@ -4,28 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rampup.dialects import verl as keys
 from rampup.dialects.rules import counted
 from rampup.dialects.verdict import Advice, Meaning
-from rampup.dialects.verl import (
-    BUDGET,
-    CRITIC_MICRO,
-    CRITIC_MINI,
-    EPOCHS,
-    LOG_PROB,
-    MICRO,
-    MINI,
-    OLD_CRITIC_MICRO,
-    OLD_LOG_PROB,
-    OLD_MICRO,
-    OLD_REF_LOG_PROB,
-    OLD_SEQUENCE,
-    REF_LOG_PROB,
-    RESPONSES,
-    ROLLOUT_SIZES,
-    SEQUENCE,
-    SHELL_NAMES,
-    TRAIN,
-)
+from rampup.dialects.verl import BUDGET, LOG_PROB, MICRO, MINI, OLD_SEQUENCE, RESPONSES, ROLLOUT_SIZES, SEQUENCE, TRAIN
 from rampup.dialects.verl.job import CRITIC_BUDGET, VerlJob
 
 TUNING, EXPLAINED = "veRL's performance tuning guide", "veRL's explanation of its keys"
@@ -51,7 +33,7 @@ def meanings(job: VerlJob) -> Iterator[Meaning]:
         f"prompts, whole job: {counted(actor.mini_samples, 'sample')} per optimizer step, "
         f"{counted(job.mini_batches, 'mini batch')} per pass over the step's samples",
     )
-    yield Meaning(describe(EPOCHS), f"{counted(job.optimizer_steps, 'optimizer step')} per training step")
+    yield Meaning(describe(keys.EPOCHS), f"{counted(job.optimizer_steps, 'optimizer step')} per training step")
     yield Meaning(
         f"{counted(job.devices, 'device')} / {job.model_sizes['actor']:,} that share a sample ({job.strategies['actor']})",
         f"{counted(actor.replicas, 'replica')}; each has {counted(actor.share, 'sample')} of a mini batch",
@@ -67,7 +49,7 @@ def meanings(job: VerlJob) -> Iterator[Meaning]:
         yield Meaning("", f"{counted(job.padding, 'short artificial sample')} added to each step")
     if job.critic is not None:
         yield Meaning(
-            f"{CRITIC_MINI} = {job.critic.mini:,}",
+            f"{keys.CRITIC_MINI} = {job.critic.mini_batch:,}",
             f"prompts: {counted(job.critic.mini_samples, 'sample')} per critic update, "
             f"{counted(job.num_mini_batches(job.critic) * job.critic.epochs, 'critic update')} per training step",
         )
@@ -113,19 +95,6 @@ def flow(job: VerlJob) -> Iterator[str]:
 
 def advice(job: VerlJob) -> Iterator[Advice]:
     """Yield the rules of the guides, each with what is true of this file."""
-    actor = job.actor
-    yield Advice(
-        "micro batch sizes per gpu count samples of a data-parallel replica, not of a device",
-        EXPLAINED,
-        True,
-        f"{counted(job.model_sizes['actor'], 'device')} per sample; {counted(actor.replicas, 'replica')}",
-    )
-    yield Advice(
-        "mini batch sizes count prompts of the whole job",
-        EXPLAINED,
-        True,
-        f"{actor.mini:,} prompts are {counted(actor.mini_samples, 'sample')}",
-    )
     yield Advice(
         "train_batch_size equal to ppo_mini_batch_size with one epoch keeps training on-policy",
         EXPLAINED,
@@ -184,7 +153,7 @@ def notes(job: VerlJob) -> Iterator[str]:
     if job.critic is not None and not job.legacy:
         yield (
             "the critic's micro sizes and token budget never reach its engine: it fills its passes by tokens, "
-            f"{CRITIC_BUDGET:,} of them, regardless of {CRITIC_MICRO} and critic.use_dynamic_bsz."
+            f"{CRITIC_BUDGET:,} of them, regardless of {keys.CRITIC_MICRO} and critic.use_dynamic_bsz."
         )
         if job[OLD_SEQUENCE["critic"]] > 1:
             yield f"{OLD_SEQUENCE['critic']} is read by the check alone; the critic's engine reads {SEQUENCE['critic']}."
@@ -197,17 +166,17 @@ def notes(job: VerlJob) -> Iterator[str]:
 
 def _key_notes(job: VerlJob) -> Iterator[str]:
     deprecated = {
-        OLD_MICRO: MICRO,
-        OLD_LOG_PROB: LOG_PROB,
-        OLD_REF_LOG_PROB: REF_LOG_PROB,
-        OLD_CRITIC_MICRO: CRITIC_MICRO,
+        keys.OLD_MICRO: MICRO,
+        keys.OLD_LOG_PROB: LOG_PROB,
+        keys.OLD_REF_LOG_PROB: keys.REF_LOG_PROB,
+        keys.OLD_CRITIC_MICRO: keys.CRITIC_MICRO,
         OLD_SEQUENCE["actor"]: SEQUENCE["actor"],
         "data.val_batch_size": "nothing: validation is dispatched as a whole",
     }
     for old, new in deprecated.items():
         if old in job.settings.given and job[old] is not None:
             yield f"{old} is deprecated; use {new}."
-    for name, key in SHELL_NAMES.items():
+    for name, key in keys.SHELL_NAMES.items():
         if name in job.settings.others:
             yield f"{name} is not a key of veRL but a shell variable of its examples; the key is {key}."
     if not job.settings.given & set(ROLLOUT_SIZES) and job.devices % job.rollout_size:

@@ -6,97 +6,49 @@ Sources: veRL `trainer/ppo`, `workers/engine_workers.py`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
-from rampup.dialects.convert import rollout_plan, training
+from rampup.dialects import verl as keys
+from rampup.dialects.convert import TrainedModel, rollout_plan
 from rampup.dialects.reading import Settings
 from rampup.dialects.rules import Job
 from rampup.dialects.verdict import Run
-from rampup.dialects.verl import (
-    ACTOR,
-    BUDGET,
-    CRITIC_MICRO,
-    CRITIC_MINI,
-    DYNAMIC,
-    EPOCHS,
-    LOG_PROB,
-    MEGATRON_SIZES,
-    MICRO,
-    MINI,
-    MODES,
-    OLD_CRITIC_MICRO,
-    OLD_LOG_PROB,
-    OLD_MICRO,
-    OLD_REF_LOG_PROB,
-    OLD_SEQUENCE,
-    REF,
-    REF_LOG_PROB,
-    RESPONSES,
-    ROLLOUT,
-    ROLLOUT_SIZES,
-    SEQUENCE,
-    TRAIN,
-    WORKERS,
-)
+from rampup.dialects.verl import ACTOR, LOG_PROB, MICRO, MINI, OLD_MICRO, RESPONSES, TRAIN
 from rampup.rl.plan import RolloutPlan
 
-PREFIXES = {"actor": ACTOR, "critic": "critic", "ref": REF}
+PREFIXES = {"actor": ACTOR, "critic": "critic", "ref": keys.REF}
 CRITIC_BUDGET = 32_768
 COUNTS = (
     TRAIN,
     "data.gen_batch_size",
     RESPONSES,
     MINI,
-    BUDGET,
-    EPOCHS,
-    OLD_SEQUENCE["actor"],
-    SEQUENCE["actor"],
+    keys.BUDGET,
+    keys.EPOCHS,
+    keys.OLD_SEQUENCE["actor"],
+    keys.SEQUENCE["actor"],
     f"{ACTOR}.veomni.ulysses_parallel_size",
-    *(f"{role}.megatron.{name}" for role in (ACTOR, REF) for name in MEGATRON_SIZES),
-    OLD_SEQUENCE["ref"],
-    SEQUENCE["ref"],
-    f"{REF}.veomni.ulysses_parallel_size",
-    *ROLLOUT_SIZES,
-    WORKERS,
+    *(f"{role}.megatron.{name}" for role in (ACTOR, keys.REF) for name in keys.MEGATRON_SIZES),
+    keys.OLD_SEQUENCE["ref"],
+    keys.SEQUENCE["ref"],
+    f"{keys.REF}.veomni.ulysses_parallel_size",
+    *keys.ROLLOUT_SIZES,
+    keys.WORKERS,
     "trainer.n_gpus_per_node",
     "trainer.nnodes",
-    *(f"trainer.v1.{mode}.parameter_sync_step" for mode in MODES),
+    *(f"trainer.v1.{mode}.parameter_sync_step" for mode in keys.MODES),
 )
-STATIC_COUNTS = (OLD_MICRO, MICRO, OLD_LOG_PROB, LOG_PROB, OLD_REF_LOG_PROB, REF_LOG_PROB)
+STATIC_COUNTS = (OLD_MICRO, MICRO, keys.OLD_LOG_PROB, LOG_PROB, keys.OLD_REF_LOG_PROB, keys.REF_LOG_PROB)
 CRITIC_COUNTS = (
-    CRITIC_MINI,
-    OLD_CRITIC_MICRO,
-    CRITIC_MICRO,
+    keys.CRITIC_MINI,
+    keys.OLD_CRITIC_MICRO,
+    keys.CRITIC_MICRO,
     "critic.ppo_epochs",
-    OLD_SEQUENCE["critic"],
-    SEQUENCE["critic"],
+    keys.OLD_SEQUENCE["critic"],
+    keys.SEQUENCE["critic"],
     "critic.veomni.ulysses_parallel_size",
-    *(f"critic.megatron.{name}" for name in MEGATRON_SIZES),
+    *(f"critic.megatron.{name}" for name in keys.MEGATRON_SIZES),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """The numbers of a trained model.
-
-    Attributes:
-        name: `actor` or `critic`.
-        key: the key of its mini batch.
-        mini: prompts of an update.
-        mini_samples: samples of an update, whole job.
-        replicas: data-parallel size.
-        share: samples of an update and replica, rounded down.
-        epochs: passes over a step's samples.
-    """
-
-    name: str
-    key: str
-    mini: int
-    mini_samples: int
-    replicas: int
-    share: int
-    epochs: int
 
 
 class VerlJob(Job):
@@ -115,19 +67,21 @@ class VerlJob(Job):
         self.sync_step: int = self[f"trainer.v1.{self.mode}.parameter_sync_step"] if self.v1 else 1
 
         # Passes are filled by tokens (dynamic) or by a fixed number of samples (static).
-        self.dynamic: bool = self[DYNAMIC]
-        self.rollout_dynamic = bool(self._or(f"{ROLLOUT}.log_prob_use_dynamic_bsz", self.dynamic))
-        self.ref_dynamic = bool(self._or(f"{REF}.log_prob_use_dynamic_bsz", self.dynamic))
+        self.dynamic: bool = self[keys.DYNAMIC]
+        self.rollout_dynamic = bool(self._or(f"{keys.ROLLOUT}.log_prob_use_dynamic_bsz", self.dynamic))
+        self.ref_dynamic = bool(self._or(f"{keys.REF}.log_prob_use_dynamic_bsz", self.dynamic))
         self.critic_dynamic = bool(self._or("critic.use_dynamic_bsz", self.dynamic))  # its engine uses tokens in any case
         # The default of the critic's micro size is the deprecated key.
-        self.critic_micro: int | None = self[CRITIC_MICRO if CRITIC_MICRO in settings.given else OLD_CRITIC_MICRO]
+        self.critic_micro: int | None = self[
+            keys.CRITIC_MICRO if keys.CRITIC_MICRO in settings.given else keys.OLD_CRITIC_MICRO
+        ]
 
         self.devices: int = self["trainer.n_gpus_per_node"] * self["trainer.nnodes"]
         self.strategies = dict.fromkeys(PREFIXES, self[f"{ACTOR}.strategy"])
         self.strategies["critic"] = self._or("critic.strategy", self.strategies["actor"])
         self.model_sizes = {model: self._model_size(model) for model in PREFIXES}
         self.replicas = {model: self.devices // max(size, 1) for model, size in self.model_sizes.items()}  # rounded down
-        self.rollout_size = math.prod(self[key] for key in ROLLOUT_SIZES)
+        self.rollout_size = math.prod(self[key] for key in keys.ROLLOUT_SIZES)
 
         counts = (*COUNTS, *(() if self.dynamic else STATIC_COUNTS), *(CRITIC_COUNTS if self.has_critic else ()))
         self.usable = all(self[key] is None or self[key] >= 1 for key in counts) and all(
@@ -140,12 +94,25 @@ class VerlJob(Job):
         # The older trainer's data loader returns gen_batch_size prompts if that is set.
         self.prompts: int = self[TRAIN] if self.v1 else self._or("data.gen_batch_size", self[TRAIN])
         self.samples = self.prompts * self.samples_per_prompt
-        self.actor = self._trained("actor")
-        self.critic = self._trained("critic") if self.has_critic else None
-        self.trained = [self.actor, *([self.critic] if self.critic else [])]
+        # Samples of a training pass and replica; None with a token budget, or if no key that is used sets it.
+        self.micro: int | None = None if self.dynamic else self[MICRO]
+        if not self.dynamic and self[MICRO] is None and self[OLD_MICRO] is not None and self.legacy:
+            self.micro = self[OLD_MICRO] // self.replicas["actor"]
+        # The check wants the samples of a step to be a multiple of this; None if it cannot compute it.
+        self.minimal_batch: int | None = self.devices
+        if self.strategies["actor"] == "megatron":
+            self.minimal_batch = None if self[MICRO] is None else self.replicas["actor"] * self[MICRO]
+        # Tokens of a pass and replica: the budget of all devices that share a sequence.
+        shares = self[f"{ACTOR}.megatron.context_parallel_size"]
+        self.token_budget: int = self[keys.BUDGET] * (
+            shares if self.strategies["actor"] == "megatron" else self.model_sizes["actor"]
+        )
+
+        self.trained = {name: self._trained(name) for name in self.models if name != "ref"}
+        self.actor, self.critic = self.trained["actor"], self.trained.get("critic")
 
         # The newer trainer pads each part of a step to what all mini batches and replicas need (trainer_base.py).
-        self.required_multiple = math.lcm(self.actor.replicas, *(model.mini_samples for model in self.trained))
+        self.required_multiple = math.lcm(self.actor.replicas, *(model.mini_samples for model in self.trained.values()))
         self.part_samples = self.samples // self.sync_step
         multiple = self.required_multiple if self.v1 else 1
         self.padded_part_samples = -(-self.part_samples // multiple) * multiple
@@ -153,23 +120,9 @@ class VerlJob(Job):
         self.mini_batches = self.num_mini_batches(self.actor)
         self.optimizer_steps = self.mini_batches * self.actor.epochs
 
-        # Samples of a training pass and replica; None with a token budget, or if no key that is used sets it.
-        self.micro: int | None = None if self.dynamic else self[MICRO]
-        if not self.dynamic and self[MICRO] is None and self[OLD_MICRO] is not None and self.legacy:
-            self.micro = self[OLD_MICRO] // self.actor.replicas
-        # The check wants the samples of a step to be a multiple of this; None if it cannot compute it.
-        self.minimal_batch: int | None = self.devices
-        if self.strategies["actor"] == "megatron":
-            self.minimal_batch = None if self[MICRO] is None else self.actor.replicas * self[MICRO]
-        # Tokens of a pass and replica: the budget of all devices that share a sequence.
-        shares = self[f"{ACTOR}.megatron.context_parallel_size"]
-        self.token_budget: int = self[BUDGET] * (
-            shares if self.strategies["actor"] == "megatron" else self.model_sizes["actor"]
-        )
-
     def effective(self, key: str) -> Any:
         """Return the value that a key has in effect: the critic's mini batch follows the actor's."""
-        return self._or(CRITIC_MINI, self[MINI]) if key == CRITIC_MINI else self[key]
+        return self._or(keys.CRITIC_MINI, self[MINI]) if key == keys.CRITIC_MINI else self[key]
 
     def _or(self, key: str, other: Any) -> Any:
         return other if self[key] is None else self[key]
@@ -178,34 +131,36 @@ class VerlJob(Job):
         """Return how many devices share one sample."""
         prefix, strategy = PREFIXES[model], self.strategies[model]
         if strategy == "megatron":
-            sizes = [self._or(f"{prefix}.megatron.{name}", self[f"{ACTOR}.megatron.{name}"]) for name in MEGATRON_SIZES]
+            sizes = [self._or(f"{prefix}.megatron.{name}", self[f"{ACTOR}.megatron.{name}"]) for name in keys.MEGATRON_SIZES]
             return math.prod(sizes)
         if strategy == "veomni":
             key = "veomni.ulysses_parallel_size"
             return int(self._or(f"{prefix}.{key}", self[f"{ACTOR}.{key}"]))
-        old = self[OLD_SEQUENCE["actor"]]
+        old = self[keys.OLD_SEQUENCE["actor"]]
         if model == "critic":
             old = 1
         elif model == "ref":
-            old = self._or(OLD_SEQUENCE["ref"], old)
-        return int(old if old > 1 else self[SEQUENCE[model]])
+            old = self._or(keys.OLD_SEQUENCE["ref"], old)
+        return int(old if old > 1 else self[keys.SEQUENCE[model]])
 
-    def _trained(self, name: str) -> Trained:
-        mini, epochs = self[MINI], self[EPOCHS]
+    def _trained(self, name: str) -> TrainedModel:
+        mini, epochs, micro = self[MINI], self[keys.EPOCHS], self.micro
+        tokens = self.token_budget if self.dynamic else None
         if name == "critic":
-            mini, epochs = self._or(CRITIC_MINI, mini), self._or("critic.ppo_epochs", epochs)
-        samples, replicas = mini * self.samples_per_prompt, self.replicas[name]
-        return Trained(
+            # Its engine fills its passes by tokens in any case.
+            mini, epochs = self.effective(keys.CRITIC_MINI), self._or("critic.ppo_epochs", epochs)
+            micro, tokens = None, CRITIC_BUDGET
+        return TrainedModel(
             name=name,
-            key=MINI if name == "actor" else CRITIC_MINI,
-            mini=mini,
-            mini_samples=samples,
-            replicas=replicas,
-            share=samples // replicas,
+            mini_batch=mini,
+            mini_samples=mini * self.samples_per_prompt,
+            replicas=self.replicas[name],
+            micro=micro,
+            tokens=tokens,
             epochs=epochs,
         )
 
-    def num_mini_batches(self, model: Trained) -> int:
+    def num_mini_batches(self, model: TrainedModel) -> int:
         """Return the updates of a pass over a step's samples; the old code also updates on the remainder."""
         if self.legacy:
             return -(-(self.samples // model.replicas) // max(model.share, 1))
@@ -245,26 +200,8 @@ class VerlJob(Job):
         return derived
 
     def plan(self) -> RolloutPlan | None:
-        """Return the plan of a step that is trained on as generated. The critic's engine fills its passes by tokens."""
+        """Return the plan of a step that is trained on as generated."""
         if self.padding or self.legacy or self.sync_step > 1:
             return None
-        micro = {"actor": self.micro, "critic": None}
-        tokens = {"actor": self.token_budget if self.dynamic else None, "critic": CRITIC_BUDGET}
-        policy, *critics = [
-            training(
-                "prompts",
-                mini_batch=model.mini,
-                micro=micro[model.name],
-                tokens=tokens[model.name],
-                replicas=model.replicas,
-                epochs=model.epochs,
-            )
-            for model in self.trained
-        ]
-        return rollout_plan(
-            self.prompts,
-            "prompts",
-            samples_per_prompt=self.samples_per_prompt,
-            policy=policy,
-            critic=critics[0] if critics else None,
-        )
+        models = [*self.trained.values()]
+        return rollout_plan(self.prompts, "prompts", models, samples_per_prompt=self.samples_per_prompt)

@@ -4,37 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+from rampup.dialects import verl as keys
 from rampup.dialects.reading import read_settings
-from rampup.dialects.rules import Dialect, Rule, Term, divisors, if_usable, multiple, positive, product, value_of
-from rampup.dialects.verl import (
-    ACTOR,
-    CRITIC_MICRO,
-    CRITIC_MINI,
-    DYNAMIC,
-    KEYS,
-    LOG_PROB,
-    MICRO,
-    MINI,
-    OLD_CRITIC_MICRO,
-    OLD_LOG_PROB,
-    OLD_MICRO,
-    OLD_REF_LOG_PROB,
-    OLD_SEQUENCE,
-    REF_LOG_PROB,
-    RESPONSES,
-    ROLLOUT,
-    ROLLOUT_SIZES,
-    SEQUENCE,
-    TRAIN,
-    WORKERS,
-    explain,
+from rampup.dialects.rules import (
+    Dialect,
+    Rule,
+    Side,
+    Term,
+    at_least,
+    equal,
+    found_by_run,
+    if_usable,
+    multiple,
+    positive,
+    product,
 )
-from rampup.dialects.verl.job import COUNTS, CRITIC_COUNTS, STATIC_COUNTS, Trained, VerlJob
+from rampup.dialects.verl import LOG_PROB, MICRO, MINI, OLD_MICRO, RESPONSES, TRAIN, explain
+from rampup.dialects.verl.job import COUNTS, CRITIC_COUNTS, STATIC_COUNTS, VerlJob
+from rampup.plan.numbers import divisors
 
 DEVICES = "trainer.n_gpus_per_node"
 PACKING = "actor_rollout_ref.model.use_remove_padding"
+MINIS = {"actor": MINI, "critic": keys.CRITIC_MINI}
 Rules = list[Rule[VerlJob]]
+Condition = Callable[[VerlJob], bool]
 
 
 def _static(job: VerlJob) -> bool:
@@ -45,122 +40,127 @@ def _critic_static(job: VerlJob) -> bool:
     return job.has_critic and not job.critic_dynamic
 
 
-def _actor(job: VerlJob) -> Trained:
-    return job.actor
+def _mini(name: str) -> Side[VerlJob]:
+    return f"{MINIS[name]}={{:,}}", lambda job: job.trained[name].mini_batch
 
 
-def _critic(job: VerlJob) -> Trained:
-    assert job.critic is not None
-    return job.critic
+def _mini_share(name: str) -> Callable[[VerlJob], Term]:
+    """Return the samples of a mini batch that one replica gets, rounded down."""
+
+    def term(job: VerlJob) -> Term:
+        own = job.trained[name]
+        arithmetic = f"{MINIS[name]} * {RESPONSES} // replicas = {own.mini_samples:,} // {own.replicas:,}"
+        return Term(f"{arithmetic} = {own.share:,} samples", own.share)
+
+    return term
 
 
-def _mini(model: Callable[[VerlJob], Trained]) -> Callable[[VerlJob], Term]:
-    return lambda job: Term(f"{model(job).key}={model(job).mini:,}", model(job).mini)
+def _replicas(model: str) -> Side[VerlJob]:
+    return f"the {model}'s {{:,}} replicas", lambda job: job.replicas[model]
 
 
-def _mini_samples(job: VerlJob, model: Trained) -> Term:
-    return product({model.key: model.mini, RESPONSES: job.samples_per_prompt}, "samples")
+def _nearest_divisors(number: int, value: int) -> list[int]:
+    return sorted(divisors(number), key=lambda n: (abs(n - value), n))
 
 
 # Devices and replicas.
 
 
-def _is_uneven(job: VerlJob, model: str) -> bool:
-    """Return whether Megatron's sizes do not divide the devices of a model that takes part."""
-    size = max(job.model_sizes[model], 1)
-    return model in job.models and job.strategies[model] == "megatron" and job.devices % size != 0
+_DEVICES: Side[VerlJob] = ("the {:,} devices", lambda job: job.devices)
 
 
-def _device_message(model: str) -> Callable[[VerlJob], str]:
-    return lambda job: (
-        f"the {job.devices:,} devices must be a multiple of the {model}'s tensor * pipeline * context parallel size = "
-        f"{job.model_sizes[model]:,}"
-    )
+def _model_size(model: str) -> Side[VerlJob]:
+    return f"the {model}'s tensor * pipeline * context parallel size = {{:,}}", lambda job: job.model_sizes[model]
 
 
-def _has_a_replica(model: str) -> Rule[VerlJob]:
-    return Rule(
-        name=f"verl.{model}_has_a_replica",
-        keys=(DEVICES, SEQUENCE[model]),
-        when=lambda job: model in job.models and not _is_uneven(job, model),
-        holds=lambda job: job.replicas[model] >= 1,
-        message=lambda job: (
-            f"{model}: {job.devices:,} devices // {job.model_sizes[model]:,} that share a sample = 0 replicas; at least 1 is "
-            "needed"
+def _by_megatron(job: VerlJob, model: str) -> bool:
+    return model in job.models and job.strategies[model] == "megatron"
+
+
+def _device_rules(model: str) -> Rules:
+    """Return the rules that a model has a replica, and that Megatron starts on full ones."""
+    has_a_replica = at_least(
+        f"verl.{model}_has_a_replica",
+        (DEVICES, keys.SEQUENCE[model]),
+        lambda job: Term(f"{model}: the {job.devices:,} devices", job.devices),
+        ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
+        when=lambda job: (
+            model in job.models and (job.strategies[model] != "megatron" or job.devices % max(job.model_sizes[model], 1) == 0)
         ),
-        division=lambda job: (job.devices, job.model_sizes[model]),
-        found_by="run",
+        note=": there is no replica",
     )
-
-
-def _megatron_starts(model: str) -> Rule[VerlJob]:
-    """Return the rule that Megatron can start on the devices. The check tests it for the actor of a static batch."""
-    return Rule(
-        name=f"verl.megatron_starts_{model}",
-        keys=(DEVICES,),
-        when=lambda job: model != "actor" or job.dynamic,
-        holds=lambda job: not _is_uneven(job, model),
-        message=_device_message(model),
-        division=lambda job: (job.devices, job.model_sizes[model]),
-        found_by="run",
+    # The check itself tests it for the actor of a static batch.
+    starts = multiple(
+        f"verl.megatron_starts_{model}",
+        (DEVICES,),
+        _DEVICES,
+        _model_size(model),
+        when=lambda job: _by_megatron(job, model) and (model != "actor" or job.dynamic),
     )
+    return found_by_run([has_a_replica, starts])
 
 
-_NODE_COUNTS = (DEVICES, "trainer.nnodes")
-_DEVICES: Rules = [
+_DEVICE_RULES = [_device_rules(model) for model in ("actor", "critic", "ref")]
+_FIRST: Rules = [
     *[
         rule
         for key in COUNTS
         for rule in positive(
-            "verl", [key], why="the run divides by it or stays empty", found_by="validator" if key in _NODE_COUNTS else "run"
+            "verl",
+            [key],
+            "the run divides by it or stays empty",
+            found_by="validator" if key.startswith("trainer.n") else "run",
         )
     ],
-    *positive("verl", STATIC_COUNTS, why="the run divides by it", found_by="run", when=_static),
-    *positive("verl", CRITIC_COUNTS, why="the critic needs it", found_by="run", when=lambda job: job.has_critic),
-    *positive("verl", ["num_prompts", "trainer.total_epochs"], why="nothing would be trained", found_by="run"),
-    *map(_has_a_replica, ("actor", "critic", "ref")),
-    *map(_megatron_starts, ("actor", "critic", "ref")),
+    *found_by_run(
+        [
+            *positive("verl", STATIC_COUNTS, "the run divides by it", when=_static),
+            *positive("verl", CRITIC_COUNTS, "the critic needs it", when=lambda job: job.has_critic),
+            *positive("verl", ["num_prompts", "trainer.total_epochs"], "nothing would be trained"),
+        ]
+    ),
+    *[has_a_replica for has_a_replica, _ in _DEVICE_RULES],
+    *[starts for _, starts in _DEVICE_RULES],
 ]
 
 
 # veRL's own check. A token budget skips most of it.
 
 
-def _one_of_two(name: str, old: str, new: str, *, when: Callable[[VerlJob], bool], total: Callable[[VerlJob], int]) -> Rules:
+def _one_of_two(name: str, old: str, new: str, total: Callable[[VerlJob], int], when: Condition = _static) -> Rules:
     """Return the rules that exactly one of a deprecated micro size and its successor is set."""
 
     def new_value(job: VerlJob) -> int | None:
-        return job.critic_micro if new == CRITIC_MICRO else job[new]
+        return job.critic_micro if new == keys.CRITIC_MICRO else job[new]
 
     def note(job: VerlJob) -> str:
-        if new == CRITIC_MICRO and new not in job.settings.given:
+        if new == keys.CRITIC_MICRO and new not in job.settings.given:
             return "the second is the first by default, so the first can never be used"
         return "the first is deprecated"
 
-    return [
-        Rule(
-            name=f"verl.{name}_given",
-            keys=(new,),
-            when=when,
-            holds=lambda job: job[old] is not None or new_value(job) is not None,
-            message=lambda job: f"{new} must be set (or a token budget used, {DYNAMIC})",
-            # The largest divisor up to 8 is a good start.
-            candidates=lambda job: sorted(divisors(total(job)), key=lambda n: (n > 8, -n if n <= 8 else n)),
-        ),
-        Rule(
-            name=f"verl.{name}_given_once",
-            keys=(old, new),
-            when=when,
-            holds=lambda job: job[old] is None or new_value(job) is None,
-            message=lambda job: f"{old}={job[old]:,} and {new}={new_value(job):,} must not both be set; {note(job)}",
-            candidates=lambda job: [None],
-        ),
-    ]
+    given = Rule[VerlJob](
+        name=f"verl.{name}_given",
+        keys=(new,),
+        when=when,
+        holds=lambda job: job[old] is not None or new_value(job) is not None,
+        message=lambda job: f"{new} must be set (or a token budget used, {keys.DYNAMIC})",
+        # The largest divisor up to 8 is a good start.
+        candidates=lambda job: sorted(divisors(total(job)), key=lambda n: (n > 8, -n if n <= 8 else n)),
+    )
+    given_once = Rule[VerlJob](
+        name=f"verl.{name}_given_once",
+        keys=(old, new),
+        when=when,
+        holds=lambda job: job[old] is None or new_value(job) is None,
+        message=lambda job: f"{old}={job[old]:,} and {new}={new_value(job):,} must not both be set; {note(job)}",
+        candidates=lambda job: [None],
+    )
+    return [given, given_once]
 
 
-def _deprecated_micro(model: Callable[[VerlJob], Trained], name: str, key: str, when: Callable[[VerlJob], bool]) -> Rules:
+def _deprecated_micro(name: str, key: str, when: Condition) -> Rules:
     """Return the check's rules for a deprecated micro batch size, which counts the samples of the whole job."""
-    sequence = OLD_SEQUENCE[name]
+    sequence = keys.OLD_SEQUENCE[name]
 
     def fsdp(job: VerlJob) -> bool:
         return job.strategies[name] in ("fsdp", "fsdp2")
@@ -168,51 +168,43 @@ def _deprecated_micro(model: Callable[[VerlJob], Trained], name: str, key: str, 
     def given(job: VerlJob) -> bool:
         return when(job) and job[key] is not None
 
-    def width(job: VerlJob) -> Term:
-        return product({key: job[key], sequence: job[sequence] if fsdp(job) else 1})
+    def near(job: VerlJob) -> list[int | None]:
+        return [*_nearest_divisors(job.trained[name].mini_batch, job[key]), *range(job.devices, job.devices + 64), None]
 
     return [
-        multiple(
-            f"verl.{name}_old_micro_divides_mini",
-            (key, CRITIC_MINI if name == "critic" else MINI),
-            _mini(model),
-            value_of(key),
-            when=given,
-            candidates=lambda job: [*sorted(divisors(model(job).mini), key=lambda n: (abs(n - job[key]), n)), None],
-        ),
-        Rule(
-            name=f"verl.{name}_old_micro_reaches_every_device",
-            keys=(key, sequence),
+        multiple(f"verl.{name}_old_micro_divides_mini", (key, MINIS[name]), _mini(name), key, when=given, candidates=near),
+        at_least(
+            f"verl.{name}_old_micro_reaches_every_device",
+            (key, sequence),
+            lambda job: product({key: job[key], sequence: job[sequence] if fsdp(job) else 1}),
+            _DEVICES,
             when=lambda job: given(job) and (name == "actor" or fsdp(job)),
-            holds=lambda job: width(job).number >= job.devices,
-            message=lambda job: f"{width(job).text} must be at least the {job.devices:,} devices",
-            candidates=lambda job: [
-                *sorted(divisors(model(job).mini), key=lambda n: (abs(n - job[key]), n)),
-                *range(job.devices, job.devices + 64),
-                None,
-            ],
+            candidates=near,
         ),
     ]
 
 
 def _minimal_batch(job: VerlJob) -> Term:
-    text = "the replicas times the micro batch size" if job.strategies["actor"] == "megatron" else "the devices"
-    if text == "the devices" and job.replicas["actor"] != job.devices:
-        text += (
-            f" (the run itself would need only the {job.replicas['actor']:,} replicas: the check ignores that devices share a "
-            "sequence)"
-        )
+    text = "the replicas times the micro batch size"
+    if job.strategies["actor"] != "megatron":
+        text = "the devices"
+        if job.replicas["actor"] != job.devices:
+            needed = f"the run itself would need only the {job.replicas['actor']:,} replicas"
+            text += f" ({needed}: the check ignores that devices share a sequence)"
     return Term(f"{job.minimal_batch or 0:,}, {text}", job.minimal_batch or 0)
 
 
+def _mini_at_most_train(rule: str, name: str, when: Condition) -> Rule[VerlJob]:
+    return at_least(f"verl.{rule}", (MINIS[name], TRAIN), TRAIN, _mini(name), when=when, note="; both count prompts")
+
+
 _CHECK: Rules = [
-    Rule(
-        name="verl.megatron_divides_devices",
-        keys=(DEVICES, f"{ACTOR}.megatron.tensor_model_parallel_size"),
-        when=_static,
-        holds=lambda job: not _is_uneven(job, "actor"),
-        message=_device_message("actor"),
-        division=lambda job: (job.devices, job.model_sizes["actor"]),
+    multiple(
+        "verl.megatron_divides_devices",
+        (DEVICES, f"{keys.ACTOR}.megatron.tensor_model_parallel_size"),
+        _DEVICES,
+        _model_size("actor"),
+        when=lambda job: _static(job) and _by_megatron(job, "actor"),
     ),
     multiple(
         "verl.samples_fill_minimal_batch",
@@ -221,59 +213,45 @@ _CHECK: Rules = [
         _minimal_batch,
         when=_static,
     ),
-    *_one_of_two("actor_micro", OLD_MICRO, MICRO, when=_static, total=lambda job: job.actor.share),
+    *_one_of_two("actor_micro", OLD_MICRO, MICRO, lambda job: job.actor.share),
     Rule(
         name="verl.megatron_micro_per_gpu_needed",
         keys=(MICRO, OLD_MICRO),
         when=lambda job: not job.dynamic and job.strategies["actor"] == "megatron" and job[OLD_MICRO] is not None,
         holds=lambda job: job[MICRO] is not None,
-        message=lambda job: (
-            f"{MICRO} must be set with Megatron: the check multiplies it; {OLD_MICRO}={job[OLD_MICRO]:,} is deprecated"
-        ),
+        message=lambda job: f"{MICRO} must be set with Megatron, instead of {OLD_MICRO}={job[OLD_MICRO]:,}",
         division=lambda job: (job.actor.share, 1),
     ),
-    Rule(
-        name="verl.mini_at_most_train",
-        keys=(MINI, TRAIN),
-        when=_static,
-        holds=lambda job: job[TRAIN] >= job.actor.mini,
-        message=lambda job: f"{MINI}={job.actor.mini:,} must be at most {TRAIN}={job[TRAIN]:,}; both count prompts",
-        division=lambda job: (job[TRAIN], job.actor.mini),
-    ),
-    *_deprecated_micro(_actor, "actor", OLD_MICRO, _static),
+    _mini_at_most_train("mini_at_most_train", "actor", _static),
+    *_deprecated_micro("actor", OLD_MICRO, _static),
     Rule(
         name="verl.sequence_parallel_needs_packing",
-        keys=(PACKING, OLD_SEQUENCE["actor"]),
-        when=lambda job: job.strategies["actor"] in ("fsdp", "fsdp2") and job[OLD_SEQUENCE["actor"]] > 1,
+        keys=(PACKING, keys.OLD_SEQUENCE["actor"]),
+        when=lambda job: job.strategies["actor"] in ("fsdp", "fsdp2") and job[keys.OLD_SEQUENCE["actor"]] > 1,
         holds=lambda job: job[PACKING],
-        message=lambda job: f"{OLD_SEQUENCE['actor']}={job[OLD_SEQUENCE['actor']]:,} needs {PACKING}=true",
+        message=lambda job: f"{keys.OLD_SEQUENCE['actor']}={job[keys.OLD_SEQUENCE['actor']]:,} needs {PACKING}=true",
         candidates=lambda job: [True],
     ),
-    *_one_of_two("rollout_micro", OLD_LOG_PROB, LOG_PROB, when=_static, total=lambda job: job.step_share()),
+    *_one_of_two("rollout_micro", keys.OLD_LOG_PROB, LOG_PROB, lambda job: job.step_share()),
     *_one_of_two(
         "ref_micro",
-        OLD_REF_LOG_PROB,
-        REF_LOG_PROB,
-        when=lambda job: not job.dynamic and job.has_ref,
-        total=lambda job: job.step_share("ref"),
+        keys.OLD_REF_LOG_PROB,
+        keys.REF_LOG_PROB,
+        lambda job: job.step_share("ref"),
+        when=lambda job: _static(job) and job.has_ref,
     ),
-    *_one_of_two("critic_micro", OLD_CRITIC_MICRO, CRITIC_MICRO, when=_critic_static, total=lambda job: _critic(job).mini),
-    *_deprecated_micro(_critic, "critic", OLD_CRITIC_MICRO, _critic_static),
-    Rule(
-        name="verl.critic_mini_at_most_train",
-        keys=(CRITIC_MINI, TRAIN),
-        when=_critic_static,
-        holds=lambda job: job[TRAIN] >= _critic(job).mini,
-        message=lambda job: f"{CRITIC_MINI}={_critic(job).mini:,} must be at most {TRAIN}={job[TRAIN]:,}; both count prompts",
-        division=lambda job: (job[TRAIN], _critic(job).mini),
+    *_one_of_two(
+        "critic_micro", keys.OLD_CRITIC_MICRO, keys.CRITIC_MICRO, lambda job: job.trained["critic"].mini_batch, _critic_static
     ),
+    *_deprecated_micro("critic", keys.OLD_CRITIC_MICRO, _critic_static),
+    _mini_at_most_train("critic_mini_at_most_train", "critic", _critic_static),
 ]
 
 
 # What only the run finds.
 
 
-def _per_gpu_needed(name: str, old: str, new: str, when: Callable[[VerlJob], bool]) -> Rule[VerlJob]:
+def _per_gpu_needed(name: str, old: str, new: str, when: Condition) -> Rule[VerlJob]:
     """Return the rule against a deprecated key that passes the check, after which nothing reads it."""
     return Rule(
         name=f"verl.{name}_micro_per_gpu_needed",
@@ -281,56 +259,43 @@ def _per_gpu_needed(name: str, old: str, new: str, when: Callable[[VerlJob], boo
         when=lambda job: not job.legacy and job[old] is not None and when(job),
         holds=lambda job: job[new] is not None,
         message=lambda job: (
-            f"{new} must be set: {old}={job[old]:,} passes the check, but nothing reads it and the workers stop without "
-            "a message"
+            f"{new} must be set: {old}={job[old]:,} passes the check, but nothing reads it and the workers stop silently"
         ),
         division=lambda job: (job.actor.share, 1),
-        found_by="run",
     )
 
 
-def _mini_divides(name: str, model: Callable[[VerlJob], Trained]) -> Rules:
+def _mini_divides(name: str) -> Rules:
     """Return what a worker asserts of its mini batch."""
-    key = CRITIC_MINI if name == "critic" else MINI
+
+    def samples(job: VerlJob) -> Term:
+        return product({MINIS[name]: job.trained[name].mini_batch, RESPONSES: job.samples_per_prompt}, "samples")
 
     def applies(job: VerlJob) -> bool:
         return not job.legacy and name in job.models
 
-    def step_share(job: VerlJob) -> Term:
-        share = job.samples // model(job).replicas
-        return Term(f"with trainer.use_v1=false each replica's {share:,} samples", share)
-
     return [
-        multiple(
-            f"verl.{name}_mini_divides_over_replicas",
-            (key, RESPONSES),
-            lambda job: _mini_samples(job, model(job)),
-            lambda job: Term(f"the {name}'s {model(job).replicas:,} replicas", model(job).replicas),
-            when=applies,
-            found_by="run",
-        ),
+        multiple(f"verl.{name}_mini_divides_over_replicas", (MINIS[name], RESPONSES), samples, _replicas(name), when=applies),
         multiple(
             f"verl.{name}_mini_divides_share",
-            (TRAIN, key),
-            step_share,
-            lambda job: Term(f"its mini batch of {model(job).share:,}", model(job).share),
-            when=lambda job: applies(job) and not job.v1 and model(job).mini_samples % model(job).replicas == 0,
+            (TRAIN, MINIS[name]),
+            ("with trainer.use_v1=false each replica's {:,} samples", lambda job: job.samples // job.replicas[name]),
+            ("its mini batch of {:,}", lambda job: job.trained[name].share),
+            when=lambda job: applies(job) and not job.v1 and samples(job).number % job.replicas[name] == 0,
             note="; the newer trainer would pad them",
-            found_by="run",
         ),
     ]
 
 
-def _log_prob(name: str, key: str, model: str, dynamic: Callable[[VerlJob], bool]) -> Rule[VerlJob]:
+def _log_prob(name: str, key: str, model: str, dynamic: Condition) -> Rule[VerlJob]:
     """Return the rule that log-probability passes have equal sizes; the code until April 2026 allowed a remainder."""
     return multiple(
         f"verl.{name}_micro_divides_share",
         (key, TRAIN),
-        lambda job: Term(f"each replica's {job.step_share(model):,} samples of a step", job.step_share(model)),
-        value_of(key),
+        ("each replica's {:,} samples of a step", lambda job: job.step_share(model)),
+        key,
         when=lambda job: not job.legacy and model in job.models and not dynamic(job) and job[key] is not None,
         note=" when log-probabilities are computed",
-        found_by="run",
     )
 
 
@@ -339,153 +304,110 @@ def _equal_chunks(model: str) -> Rule[VerlJob]:
     return multiple(
         f"verl.samples_divide_over_{model}_replicas",
         (TRAIN, RESPONSES),
-        lambda job: Term(f"{job.padded_part_samples:,} samples", job.padded_part_samples),
-        lambda job: Term(f"the {model}'s {job.replicas[model]:,} replicas", job.replicas[model]),
+        ("{:,} samples", lambda job: job.padded_part_samples),
+        _replicas(model),
         when=lambda job: model in job.models,
         note=": only equal chunks are dispatched",
-        found_by="run",
     )
 
 
-def _micro_share(name: str, model: Callable[[VerlJob], Trained]) -> Callable[[VerlJob], Term]:
-    return lambda job: Term(
-        f"a replica's mini batch, {model(job).mini_samples:,} samples // {model(job).replicas:,} replicas = "
-        f"{model(job).share:,} samples,",
-        model(job).share,
+def _legacy(name: str, key: str, micro: Callable[[VerlJob], int | None]) -> Rules:
+    """Return what the workers until April 2026 asserted of sizes per replica, each rounded down."""
+
+    def applies(job: VerlJob) -> bool:
+        return job.legacy and name in job.models
+
+    def near(job: VerlJob) -> list[int]:
+        # The deprecated key counts the samples of all replicas.
+        found = _nearest_divisors(job.trained[name].share, micro(job) or 1)
+        return [*found, *(factor * job.replicas[name] for factor in found)]
+
+    micro_divides = Rule[VerlJob](
+        name=f"verl.legacy_{name}_micro_divides_mini",
+        keys=(key, MINIS[name]),
+        when=lambda job: applies(job) and micro(job) is not None and job.trained[name].share > 0,
+        holds=lambda job: (micro(job) or 0) > 0 and job.trained[name].share % (micro(job) or 1) == 0,
+        message=lambda job: f"{_mini_share(name)(job).text} must be a multiple of the micro batch of {micro(job) or 0:,}",
+        candidates=near,
     )
+    reaches = at_least(
+        f"verl.legacy_{name}_mini_reaches_every_replica",
+        (MINIS[name], RESPONSES),
+        ("{:,} samples of a mini batch", lambda job: job.trained[name].mini_samples),
+        _replicas(name),
+        when=applies,
+    )
+    return [reaches, micro_divides]
 
 
 _RUN: Rules = [
     Rule(
         name="verl.dynamic_everywhere",
-        keys=(f"{ROLLOUT}.log_prob_use_dynamic_bsz", DYNAMIC),
+        keys=(f"{keys.ROLLOUT}.log_prob_use_dynamic_bsz", keys.DYNAMIC),
         when=lambda job: not job.legacy,
         holds=lambda job: job.dynamic == job.rollout_dynamic,
         message=lambda job: (
-            f"{ROLLOUT}.log_prob_use_dynamic_bsz={str(job.rollout_dynamic).lower()} must equal "
-            f"{DYNAMIC}={str(job.dynamic).lower()}; the workers stop without a message"
+            f"{keys.ROLLOUT}.log_prob_use_dynamic_bsz={str(job.rollout_dynamic).lower()} must equal "
+            f"{keys.DYNAMIC}={str(job.dynamic).lower()}; the workers stop without a message"
         ),
         candidates=lambda job: [job.dynamic],
-        found_by="run",
     ),
     _per_gpu_needed("actor", OLD_MICRO, MICRO, lambda job: not job.dynamic and job.strategies["actor"] != "megatron"),
-    _per_gpu_needed("rollout", OLD_LOG_PROB, LOG_PROB, _static),
-    _per_gpu_needed("ref", OLD_REF_LOG_PROB, REF_LOG_PROB, lambda job: job.has_ref and not job.ref_dynamic),
-    *_mini_divides("actor", _actor),
-    *_mini_divides("critic", _critic),
+    _per_gpu_needed("rollout", keys.OLD_LOG_PROB, LOG_PROB, _static),
+    _per_gpu_needed("ref", keys.OLD_REF_LOG_PROB, keys.REF_LOG_PROB, lambda job: job.has_ref and not job.ref_dynamic),
+    *_mini_divides("actor"),
+    *_mini_divides("critic"),
     multiple(
         "verl.micro_divides_mini",
         (MICRO, MINI),
-        _micro_share("actor", _actor),
-        value_of(MICRO),
+        _mini_share("actor"),
+        MICRO,
         when=lambda job: not job.legacy and job.micro is not None,
-        found_by="run",
     ),
     _log_prob("rollout", LOG_PROB, "actor", lambda job: job.rollout_dynamic),
-    _log_prob("ref", REF_LOG_PROB, "ref", lambda job: job.ref_dynamic),
+    _log_prob("ref", keys.REF_LOG_PROB, "ref", lambda job: job.ref_dynamic),
     *map(_equal_chunks, ("actor", "critic", "ref")),
     multiple(
         "verl.samples_divide_over_workers",
-        (TRAIN, WORKERS),
-        lambda job: Term(f"with trainer.use_v1=false the {job.samples:,} samples of a step", job.samples),
-        value_of(WORKERS),
+        (TRAIN, keys.WORKERS),
+        ("with trainer.use_v1=false the {:,} samples of a step", lambda job: job.samples),
+        keys.WORKERS,
         when=lambda job: not job.v1 and not job.legacy,
-        found_by="run",
     ),
-    multiple(
-        "verl.parts_divide_train",
-        (TRAIN,),
-        value_of(TRAIN),
-        lambda job: Term(f"trainer.v1.{job.mode}.parameter_sync_step={job.sync_step:,}", job.sync_step),
-        found_by="run",
-    ),
-    Rule(
-        name="verl.part_is_one_mini_batch",
-        keys=(TRAIN, MINI),
+    multiple("verl.parts_divide_train", (TRAIN,), TRAIN, ("parameter_sync_step={:,}", lambda job: job.sync_step)),
+    equal(
+        "verl.part_is_one_mini_batch",
+        (TRAIN, MINI),
+        TRAIN,
+        lambda job: product({"parameter_sync_step": job.sync_step, MINI: job.actor.mini_batch}),
         when=lambda job: job.mode == "separate_async",
-        holds=lambda job: job[TRAIN] == job.sync_step * job.actor.mini,
-        message=lambda job: (
-            f"trainer_mode=separate_async needs {TRAIN}={job[TRAIN]:,} equal to "
-            f"{product({'parameter_sync_step': job.sync_step, MINI: job.actor.mini}).text}"
-        ),
-        division=lambda job: (job[TRAIN], job.sync_step * job.actor.mini),
-        found_by="run",
+        note=" with trainer_mode=separate_async",
     ),
     multiple(
         "verl.loader_divides_train",
         ("data.gen_batch_size", TRAIN),
-        value_of(TRAIN),
-        value_of("data.gen_batch_size"),
+        TRAIN,
+        "data.gen_batch_size",
         when=lambda job: job.v1 and job.mode == "sync" and job["data.gen_batch_size"] is not None,
-        found_by="run",
     ),
     multiple(
         "verl.engines_divide_devices",
-        ROLLOUT_SIZES,
-        lambda job: Term(f"the {job.devices:,} devices", job.devices),
-        lambda job: Term(f"an engine's tensor * data * pipeline parallel size = {job.rollout_size:,}", job.rollout_size),
-        when=lambda job: bool(job.settings.given & set(ROLLOUT_SIZES)),
-        found_by="run",
+        keys.ROLLOUT_SIZES,
+        _DEVICES,
+        ("an engine's tensor * data * pipeline parallel size = {:,}", lambda job: job.rollout_size),
+        when=lambda job: bool(job.settings.given & set(keys.ROLLOUT_SIZES)),
     ),
-    Rule(
-        name="verl.data_set_fills_a_step",
-        keys=("num_prompts", TRAIN),
+    at_least(
+        "verl.data_set_fills_a_step",
+        ("num_prompts", TRAIN),
+        ("a data set of {:,} prompts", lambda job: job["num_prompts"]),
+        ("a step's {:,}", lambda job: job.prompts),
         when=lambda job: job["num_prompts"] is not None,
-        holds=lambda job: job["num_prompts"] >= job.prompts,
-        message=lambda job: f"a data set of {job['num_prompts']:,} prompts must contain at least a step's {job.prompts:,}",
-        division=lambda job: (job["num_prompts"], job.prompts),
-        found_by="run",
     ),
+    *_legacy("actor", MICRO, lambda job: job.micro),
+    *_legacy("critic", keys.CRITIC_MICRO, lambda job: None if job.critic_dynamic else job.critic_micro),
 ]
-
-
-def _legacy(name: str, model: Callable[[VerlJob], Trained], key: str, micro: Callable[[VerlJob], int | None]) -> Rules:
-    """Return what the workers until April 2026 asserted of sizes per replica, each rounded down."""
-    mini = CRITIC_MINI if name == "critic" else MINI
-
-    def applies(job: VerlJob) -> bool:
-        return job.legacy and name in job.models
-
-    return [
-        Rule(
-            name=f"verl.legacy_{name}_mini_reaches_every_replica",
-            keys=(mini, RESPONSES),
-            when=applies,
-            holds=lambda job: model(job).share > 0,
-            message=lambda job: (
-                f"{mini} * {RESPONSES} // replicas = {model(job).mini_samples:,} // {model(job).replicas:,} must be at least 1"
-            ),
-            division=lambda job: (model(job).mini_samples, model(job).replicas),
-            found_by="run",
-        ),
-        Rule(
-            name=f"verl.legacy_{name}_micro_divides_mini",
-            keys=(key, mini),
-            when=lambda job: applies(job) and micro(job) is not None and model(job).share > 0,
-            holds=lambda job: (micro(job) or 0) > 0 and model(job).share % (micro(job) or 1) == 0,
-            message=lambda job: (
-                f"{_micro_share(name, model)(job).text} must be a multiple of its micro batch of {micro(job) or 0:,}"
-            ),
-            # The deprecated key counts the samples of all replicas.
-            candidates=lambda job: [
-                factor * scale
-                for scale in (1, model(job).replicas)
-                for factor in sorted(divisors(model(job).share), key=lambda n: (abs(n - (micro(job) or 1)), n))
-            ],
-            found_by="run",
-        ),
-    ]
-
-
-RULES: Rules = [
-    *_DEVICES,
-    *if_usable(
-        [
-            *_CHECK,
-            *_RUN,
-            *_legacy("actor", _actor, MICRO, lambda job: job.micro),
-            *_legacy("critic", _critic, CRITIC_MICRO, lambda job: None if job.critic_dynamic else job.critic_micro),
-        ]
-    ),
-]
-DIALECT = Dialect(read=partial(read_settings, entries=KEYS, system="veRL"), keys=KEYS, job=VerlJob, rules=RULES, words=explain)
+RULES: list[Rule[Any]] = [*_FIRST, *if_usable([*_CHECK, *found_by_run(_RUN)])]
+DIALECT = Dialect(
+    read=partial(read_settings, entries=keys.KEYS, system="veRL"), keys=keys.KEYS, job=VerlJob, rules=RULES, words=explain
+)
