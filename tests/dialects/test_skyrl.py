@@ -18,14 +18,7 @@ REF_GPUS = "trainer.placement.ref_num_gpus_per_node"
 CRITIC_GPUS = "trainer.placement.critic_num_gpus_per_node"
 RESPONSES = "generator.n_samples_per_prompt"
 REF_STAGES = "trainer.ref.megatron_config.pipeline_model_parallel_size"
-BASE = {
-    TRAIN: 64,
-    MINI: 16,
-    CRITIC_MINI: 16,
-    MICRO: 2,
-    GPUS: 4,
-    RESPONSES: 4,
-}
+BASE = {TRAIN: 64, MINI: 16, CRITIC_MINI: 16, MICRO: 2, GPUS: 4, RESPONSES: 4}
 CRITIC = {"trainer.critic.model.path": "m", CRITIC_GPUS: 4}
 MEGATRON = {"trainer.strategy": "megatron", "trainer.policy.megatron_config.tensor_model_parallel_size": 2}
 ASYNC = {"trainer.fully_async.enabled": True, MINI: 64}
@@ -152,18 +145,11 @@ def test_rules_break_just_beyond_their_boundary(rule, holds, breaks, validator):
 
 def test_shares_are_rounded_down():
     """SkyRL compares samples per replica, both rounded down: 6 * 5 // 4 = 7 is not a multiple of 3 * 5 // 4 = 3."""
-    sizes = {
-        MINI: 3,
-        MICRO: 3,
-        RESPONSES: 5,
-    }
+    sizes = {MINI: 3, MICRO: 3, RESPONSES: 5}
     assert "policy_share_divides_train_share" in rules(skyrl(sizes, {TRAIN: 6}))
     assert skyrl(sizes, {TRAIN: 12}).run == "pads"
     critic = {**CRITIC, CRITIC_MINI: 3, RESPONSES: 5}
-    found = skyrl(
-        critic,
-        {TRAIN: 6, MINI: 6, MICRO: 1},
-    )
+    found = skyrl(critic, {TRAIN: 6, MINI: 6, MICRO: 1})
     assert "critic_share_divides_train_share" in rules(found)
 
 
@@ -185,13 +171,7 @@ def test_rules_find_runs_that_the_check_of_skyrl_misses():
         (2, 3, 4, 6, 8), (1, 2, 3, 4, 5, 8), range(1, 33), (1, 2, 3, 4)
     ):
         for mini in (size for size in range(1, prompts + 1) if prompts % size == 0):
-            sizes = {
-                TRAIN: prompts,
-                MINI: mini,
-                MICRO: micro,
-                RESPONSES: responses,
-                GPUS: replicas,
-            }
+            sizes = {TRAIN: prompts, MINI: mini, MICRO: micro, RESPONSES: responses, GPUS: replicas}
             job = SkyRLJob(Settings(values=defaults | sizes))
             broken = [rule.found_by for rule in RULES if rule.is_broken(job)]
             if "validator" not in broken:
@@ -218,15 +198,7 @@ GUIDE = [
 def test_guide_counts_samples_where_skyrl_counts_prompts(row):
     """The guide counts a mini batch in samples, SkyRL in prompts, so steps and passes differ."""
     train, responses, mini, micro, devices, said_valid, said_steps, said_passes, valid, steps, passes = row
-    found = skyrl(
-        {
-            TRAIN: train,
-            RESPONSES: responses,
-            MINI: mini,
-            MICRO: micro,
-            GPUS: devices,
-        }
-    )
+    found = skyrl({TRAIN: train, RESPONSES: responses, MINI: mini, MICRO: micro, GPUS: devices})
     assert found.ok == valid
     if valid:
         assert (found.derived["optimizer_steps"], found.derived["accumulation_steps"]) == (steps, passes)

@@ -49,11 +49,7 @@ ARGUMENTS: Rules = [
         when=lambda job: job.world is not None,
     ),
     multiple(
-        "megatron.batch_divisible",
-        (GLOBAL, MICRO),
-        _FINAL,
-        _unit,
-        when=lambda job: _is_constant(job) and not job[DECREASE],
+        "megatron.batch_divisible", (GLOBAL, MICRO), _FINAL, _unit, when=lambda job: _is_constant(job) and not job[DECREASE]
     ),
     at_least(
         "megatron.decreased_to_nothing",

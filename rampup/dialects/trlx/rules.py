@@ -145,12 +145,7 @@ class TrlxJob(Job):
             return None
         batch = self.batch * self.replicas
         policy = TrainedModel(
-            name="policy",
-            mini_batch=batch,
-            mini_samples=batch,
-            replicas=self.replicas,
-            micro=self.micro,
-            epochs=self[INNER],
+            name="policy", mini_batch=batch, mini_samples=batch, replicas=self.replicas, micro=self.micro, epochs=self[INNER]
         )
         pad = self.last_batch < self.batch
         return rollout_plan(self.collected * self.replicas, "samples", [policy], samples_per_prompt=1, pad=pad)
@@ -213,12 +208,7 @@ _RULES: list[Rule[TrlxJob]] = [
         found_by="run",
     ),
     at_least(
-        "trlx.epochs_train",
-        ("train.epochs",),
-        "train.epochs",
-        constant(1),
-        note=": nothing would be trained",
-        found_by="run",
+        "trlx.epochs_train", ("train.epochs",), "train.epochs", constant(1), note=": nothing would be trained", found_by="run"
     ),
     at_least(
         "trlx.nemo_prompts_fill_a_chunk",
