@@ -46,7 +46,7 @@ KEYS: dict[str, Entry] = {
     RAMP: entry(False, "grow the batch linearly", kind="bool"),
     START: entry(4, "that of the first", kind="size", unit="samples", scope="device"),
     INCREMENT: entry(2, "growth per phase", kind="size", unit="samples", scope="device"),
-    SAMPLES: entry(500, "samples asked for the ramp", unit="samples"),
+    SAMPLES: entry(500, "samples requested for the ramp", unit="samples"),
     "steps": entry(150_001, "optimizer steps; -1 = learning_rate_schedule_steps", unit="steps"),
     "learning_rate_schedule_steps": entry(-1, "length of the schedule; -1 = steps", unit="steps"),
     "eval_interval": entry(-1, "steps between evaluations; -1 = never", unit="steps"),

@@ -1,4 +1,4 @@
-"""The numbers that follow from a MaxText base.yml, with MaxText's own roundings: float products cut to whole numbers.
+"""The numbers that follow from a MaxText base.yml, with MaxText's own roundings: float products truncated to whole numbers.
 
 Exact arithmetic belongs to `rampup.plan`; this file computes MaxText's numbers, which sometimes differ.
 """
@@ -69,7 +69,7 @@ class Manager:
     """MaxText's ramp as it runs: without the accumulation factor, each phase counted from zero.
 
     Attributes:
-        start, increment, end: global batch sizes, cut to whole samples.
+        start, increment, end: global batch sizes, truncated to whole samples.
         samples: `global_rampup_samples`.
         num_increments: changes, from the sizes per device.
 
@@ -200,7 +200,7 @@ class MaxTextJob(Job):
         return max(math.prod(ici) * slices, 1)
 
     def global_size(self, key: str) -> int:
-        """Return devices * size per device, cut to whole samples as MaxText does."""
+        """Return devices * size per device, truncated to whole samples as MaxText does."""
         return int(self.num_devices * float(self[key]))
 
     @property
