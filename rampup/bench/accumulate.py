@@ -78,15 +78,7 @@ def rounds_of(k: int) -> int:
 
 
 def compare(problem: Problem, k: int, mesh: Mesh, wide: Mesh | None, *, rounds: int) -> list[dict[str, Any]]:
-    """Return a row for every system at one number of microbatches.
-
-    Args:
-        problem: the model.
-        k: number of microbatches.
-        mesh: one device, for the timing.
-        wide: several devices, whose program is compiled and not run; or None.
-        rounds: number of timed steps.
-    """
+    """Return a row for every system at one number of microbatches."""
     sizes = dict.fromkeys(SYSTEMS, (problem, k)) | {TUNED: fastest_split(problem, k, mesh)}
     systems = {name: build(name, *sizes[name], mesh) for name in SYSTEMS}
     cpu: dict[str, list[float]] = {name: [] for name in SYSTEMS}
@@ -138,17 +130,12 @@ def fastest_split(problem: Problem, k: int, mesh: Mesh) -> tuple[Problem, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """A compiled way to take an optimizer step.
-
-    Attributes:
-        executable: the program.
-        step: runs one optimizer step from the state that the last one left, waits for it and returns the parameters.
-        calls: calls of the program in one optimizer step.
-    """
+    """A compiled way to take an optimizer step."""
 
     executable: Any
+    # Runs one optimizer step from the state that the last one left, waits for it and returns the parameters.
     step: Callable[[], Any]
-    calls: int = 1
+    calls: int = 1  # calls of the program in one optimizer step
 
     def reductions(self, k: int) -> Reductions:
         """Return the all-reduces of one optimizer step of k microbatches."""
@@ -156,14 +143,7 @@ class System:
 
 
 def build(name: str, problem: Problem, k: int, mesh: Mesh) -> System:
-    """Compile a system.
-
-    Args:
-        name: one of `SYSTEMS`.
-        problem: the model.
-        k: number of microbatches.
-        mesh: the devices, all on the data axis.
-    """
+    """Compile a system."""
     ramp = BatchRamp.constant(k * mesh.size * problem.rows)
     plan = plan_for(ramp, 1, replicas=mesh.size, microbatch_size=problem.rows)
     source = problem.source(plan.consumed_samples)

@@ -64,19 +64,12 @@ class ArrayRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A model and the shape of its microbatch.
+    """A model and the shape of its microbatch."""
 
-    Attributes:
-        name: the name in the tables.
-        model: the model.
-        tokens: T, tokens per row.
-        rows: rows of one microbatch on one device.
-    """
-
-    name: str
+    name: str  # the name in the tables
     model: LanguageModel
-    tokens: int
-    rows: int
+    tokens: int  # T, tokens per row
+    rows: int  # rows of one microbatch on one device
 
     def source(self, num_rows: int) -> ArrayRows:
         """Return random rows of T + 1 tokens, without padding."""
@@ -218,10 +211,7 @@ def big_batch(problem: Problem, tx: optax.GradientTransformation) -> StepFn:
 def microbatched(problem: Problem, tx: optax.GradientTransformation, rows: int) -> StepFn:
     """Return a step around `optax.microbatching`: (state, batch_B, number) -> (state, loss).
 
-    Args:
-        problem: the model.
-        tx: the optimizer.
-        rows: R. The batch has `strided` rows, of which the first `number` microbatches count.
+    The batch has `strided` rows in microbatches of `rows`, of which the first `number` count.
     """
 
     def sums(params: Any, batch_R: Any) -> tuple[Any, jax.Array, jax.Array]:
@@ -252,11 +242,6 @@ def strided(batch_B: Any, rows: int, most: int) -> Any:
 
     Its microbatch i has the rows i, i + K, i + 2K and so on of K * R.
 
-    Args:
-        batch_B: arrays of complete microbatches.
-        rows: R.
-        most: K.
-
     Example:
         >>> strided(np.array([1, 2, 3, 4]), rows=2, most=3).tolist()
         [1, 3, 0, 2, 4, 0]
@@ -275,29 +260,19 @@ def strided(batch_B: Any, rows: int, most: int) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A contender's run through a ramp, not started yet.
+    """A contender's run through a ramp, not started yet."""
 
-    Attributes:
-        losses: yields the loss after every optimizer step, on the device. Iterating runs the steps.
-        num_compilations: returns the compilations of the step so far.
-        microbatch_sizes: microbatch size of each step, filled while it runs.
-        late_steps: steps that ran in the shape of an earlier phase because their own was not compiled yet; also filled.
-    """
-
-    losses: Iterator[jax.Array]
-    num_compilations: Callable[[], int]
-    microbatch_sizes: list[int] = field(default_factory=list)
+    losses: Iterator[jax.Array]  # yields the loss after every optimizer step; iterating runs the steps
+    num_compilations: Callable[[], int]  # returns the compilations of the step so far
+    microbatch_sizes: list[int] = field(default_factory=list)  # microbatch size of each step, filled while it runs
+    # Steps that ran in the shape of an earlier phase because their own was not compiled yet; also filled.
     late_steps: list[int] = field(default_factory=list)
 
 
 def start_run(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Run:
     """Return a contender's run, with its state on the devices and nothing compiled.
 
-    Args:
-        name: one of `CONTENDERS`.
-        problem: the model.
-        plan: a plan with `rampup_microbatch=fixed`, whose microbatches all contenders with a fixed size take.
-        mesh: one device, or several on the data axis.
+    The plan has `rampup_microbatch=fixed`; contenders with a fixed microbatch take its microbatches.
     """
     source = problem.source(4 * plan.ramp.sizes[-1])
     sizes: list[int] = []

@@ -82,16 +82,7 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
 
 
 def compare(source: RowSource, items: Any, *, seed: int | None, threads: int, steps: int, rounds: int) -> list[dict[str, Any]]:
-    """Return a row for rampup's fixed batch and one for its ramp, each compared with Grain's fixed batch.
-
-    Args:
-        source: the rows for rampup.
-        items: the same rows for Grain.
-        seed: shuffles; None keeps the order.
-        threads: number of reading threads.
-        steps: steps of the fixed batch.
-        rounds: number of measurements of each.
-    """
+    """Return a row for rampup's fixed batch and one for its ramp, each compared with Grain's fixed batch."""
     counted: dict[str, int] = {}
     readers: dict[str, Callable[[], int]] = {
         f"fixed batch of {BATCH}": lambda: read_rampup(source, fixed_plan(steps), seed, threads),
@@ -182,15 +173,7 @@ def run_buffer(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResul
 
 
 def buffer_rows(problem: Problem, plan: RampPlan, mesh: Mesh, found: Measurements, *, rounds: int) -> None:
-    """Add a row for each phase of a plan.
-
-    Args:
-        problem: the model.
-        plan: the ramp.
-        mesh: one device.
-        found: where the rows are added.
-        rounds: number of measurements of each transfer.
-    """
+    """Add a row for each phase of a plan."""
     source = problem.source(4 * plan.ramp.sizes[-1])
     dataset = StepDataset(source, plan, SampleOrder(len(source), seed=None), mesh)
     step = train_step(problem.model.loss, bench_optimizer(), plan, mesh)
@@ -218,13 +201,7 @@ def buffer_rows(problem: Problem, plan: RampPlan, mesh: Mesh, found: Measurement
 
 
 def transfers(batch_nR: Any, layout: BufferLayout, mesh: Mesh) -> dict[str, Callable[[], Any]]:
-    """Return three ways to put a step's rows on the devices: in chunks, padded to the full buffer, and the rows alone.
-
-    Args:
-        batch_nR: the rows, arrays (n, R, ...).
-        layout: the buffer.
-        mesh: the devices.
-    """
+    """Return three ways to put a step's rows on the devices: in chunks, padded to the full buffer, and the rows alone."""
     num_microbatches = layout.num_chunks * layout.chunk_size
     padded = jax.tree.map(lambda x: np.zeros((num_microbatches, *x.shape[1:]), x.dtype), batch_nR)
     sharding = batch_sharding(mesh, leading=1)

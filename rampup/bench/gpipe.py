@@ -19,9 +19,6 @@ def gpipe_sums(
 
     All K microbatches are used, their number is part of the program, and the activations of all of them are kept for the
     backward.
-
-    Args:
-        loss, params, batch_KR, keys_KR, mesh, param_shardings: see `rampup.run.pipeline.pipeline_sums`.
     """
 
     def stage_sums(layers: Any, shared: Any, batch_KR: Any, keys_KR: Any) -> Sums:

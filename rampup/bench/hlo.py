@@ -19,17 +19,11 @@ _MATMUL = re.compile(r" dot\(| custom-call\(.*custom_call_target=\"[^\"]*(?:matm
 
 
 class Reductions(NamedTuple):
-    """All-reduces of one run of a program.
+    """All-reduces of one run of a program."""
 
-    Attributes:
-        number: how many are executed; one in a loop counts once per iteration.
-        num_bytes: how many bytes they reduce on each device.
-        in_loops: how many are in the bodies of loops.
-    """
-
-    number: int = 0
-    num_bytes: int = 0
-    in_loops: int = 0
+    number: int = 0  # how many are executed; one in a loop counts once per iteration
+    num_bytes: int = 0  # how many bytes they reduce on each device
+    in_loops: int = 0  # how many are in the bodies of loops
 
     def times(self, runs: int) -> Reductions:
         """Return the all-reduces of several runs."""
@@ -81,17 +75,11 @@ def all_reduces(hlo: str, *, unknown_trips: int) -> Reductions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loops:
-    """The loops of a program that pass activations on, added up: one for both directions, or a forward and a backward one.
+    """The loops of a program that pass activations on, added up: one for both directions, or a forward and a backward one."""
 
-    Attributes:
-        iterations: iterations in one step; None if the compiler does not know.
-        permutes: collective permutes in their bodies.
-        matmuls: matrix products in their bodies; one in a branch counts whether it is taken or not.
-    """
-
-    iterations: int | None
-    permutes: int
-    matmuls: int
+    iterations: int | None  # iterations in one step; None if the compiler does not know
+    permutes: int  # collective permutes in their bodies
+    matmuls: int  # matrix products in their bodies; one in a branch counts whether it is taken or not
 
 
 def pipeline_loops(hlo: str) -> Loops:

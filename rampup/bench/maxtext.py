@@ -96,13 +96,7 @@ def manager_ramp(config: Any) -> BatchRamp:
 
 
 def definitions_in(path: Path, *names: str, **given: Any) -> dict[str, Any]:
-    """Execute only these classes and functions of a file, so that what the file imports is not needed.
-
-    Args:
-        path: the file.
-        names: the classes and functions.
-        given: modules that they use.
-    """
+    """Execute only these classes and functions of a file, so that what the file imports is not needed."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     tree.body = [node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name in names]
     namespace: dict[str, Any] = dict(given)
@@ -112,17 +106,11 @@ def definitions_in(path: Path, *names: str, **given: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaxTextPipeline:
-    """The pipeline of the installed MaxText.
+    """The pipeline of the installed MaxText."""
 
-    Attributes:
-        version: the version of MaxText.
-        module: its pipeline module.
-        shard_mode: its constant for shardings that the compiler chooses.
-    """
-
-    version: str
-    module: ModuleType
-    shard_mode: Any
+    version: str  # the version of MaxText
+    module: ModuleType  # its pipeline module
+    shard_mode: Any  # its constant for shardings that the compiler chooses
 
     @classmethod
     def load(cls) -> MaxTextPipeline:
@@ -152,14 +140,6 @@ class MaxTextPipeline:
         """Return a function (layers, x_BTE) -> y_BTE that applies all layers in MaxText's pipeline.
 
         The backward recomputes a chunk's forward from its input, which is MaxText's default. Its loop is a scan.
-
-        Args:
-            stage: consecutive layers.
-            layers: the layers as `arrange_layers` returns them; only shapes and types matter.
-            x_BTE: the batch; only its shape matters.
-            mesh: the mesh, whose `stage` axis is the pipeline.
-            num_microbatches: m, a multiple of the stages.
-            num_repeats: v.
         """
         batch, length, width = x_BTE.shape
         config = SimpleNamespace(

@@ -25,13 +25,9 @@ OnRow = Callable[[Mapping[str, Any], int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seconds:
-    """The times of one candidate.
+    """The times of one candidate."""
 
-    Attributes:
-        all: seconds of every round, in order.
-    """
-
-    all: tuple[float, ...]
+    all: tuple[float, ...]  # seconds of every round, in order
 
     @property
     def median(self) -> float:
@@ -124,19 +120,12 @@ class RowPrinter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """The table of one benchmark.
+    """The table of one benchmark."""
 
-    Attributes:
-        name: the name on the command line.
-        title: what was measured, in one sentence.
-        rows: the measurements; every row has the same columns.
-        notes: what a reader must know: how it was measured, what was not run, and the limits of this machine.
-    """
-
-    name: str
-    title: str
-    rows: Sequence[Mapping[str, Any]]
-    notes: Sequence[str] = ()
+    name: str  # the name on the command line
+    title: str  # what was measured, in one sentence
+    rows: Sequence[Mapping[str, Any]]  # the measurements; every row has the same columns
+    notes: Sequence[str] = ()  # what a reader must know: how it was measured, what was not run, and the limits of this machine
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -187,12 +176,7 @@ class Bench(Protocol):
     """The function of a benchmark."""
 
     def __call__(self, *, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
-        """Measure.
-
-        Args:
-            quick: small sizes and few rounds, to see that it runs.
-            on_row: called with each measurement.
-        """
+        """Measure."""
 
 
 def print_result(result: BenchResult, console: Console) -> None:

@@ -29,6 +29,8 @@ QUICK_BALANCE_SIZES, QUICK_PACK_SIZES = ((96, 8), (256, 16)), (64, 256)
 
 Parts = Sequence[Sequence[int]]
 Partition = Callable[[list[int], int, bool], Parts]
+# Cost, number of items, and (index, cost) of the items that share a part; groups are ordered as these tuples are.
+_Group = tuple[int, int, list[tuple[int, int]]]
 
 
 def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
@@ -89,25 +91,13 @@ def karmarkar_karp(costs: list[int], k: int, equal_size: bool) -> list[list[int]
     ascending = sorted((cost, index) for index, cost in enumerate(costs))
     heap: list[_Partial] = []
     for start in range(0, len(ascending), width):
-        groups = [_Group(cost, [(index, cost)]) for cost, index in ascending[start : start + width]]
-        heapq.heappush(heap, _Partial(groups + [_Group() for _ in range(k - width)]))
+        groups: list[_Group] = [(cost, 1, [(index, cost)]) for cost, index in ascending[start : start + width]]
+        heapq.heappush(heap, _Partial(groups + [(0, 0, [])] * (k - width)))
     while len(heap) > 1:
         first, second = heapq.heappop(heap).groups, heapq.heappop(heap).groups
-        merged = [_Group(a.cost + b.cost, a.items + b.items) for a, b in zip(first, reversed(second), strict=True)]
-        heapq.heappush(heap, _Partial(merged))
-    return [sorted(index for index, _ in group.items) for group in heap[0].groups]
-
-
-class _Group:
-    """Items that share a part, and their cost."""
-
-    __slots__ = ("cost", "items")
-
-    def __init__(self, cost: int = 0, items: list[tuple[int, int]] | None = None) -> None:
-        self.cost, self.items = cost, items or []
-
-    def order(self) -> tuple[int, int, list[tuple[int, int]]]:
-        return self.cost, len(self.items), self.items
+        pairs = zip(first, reversed(second), strict=True)
+        heapq.heappush(heap, _Partial([(a[0] + b[0], a[1] + b[1], a[2] + b[2]) for a, b in pairs]))
+    return [sorted(index for index, _ in items) for _, _, items in heap[0].groups]
 
 
 class _Partial:
@@ -116,38 +106,24 @@ class _Partial:
     __slots__ = ("groups",)
 
     def __init__(self, groups: list[_Group]) -> None:
-        self.groups = sorted(groups, key=_Group.order, reverse=True)
-
-    @property
-    def spread(self) -> int:
-        return self.groups[0].cost - self.groups[-1].cost
+        self.groups = sorted(groups, reverse=True)
 
     def __lt__(self, other: _Partial) -> bool:
-        if self.spread != other.spread:
-            return self.spread > other.spread
-        return self.groups[0].order() > other.groups[0].order()
+        spread, other_spread = (groups[0][0] - groups[-1][0] for groups in (self.groups, other.groups))
+        return spread > other_spread if spread != other_spread else self.groups[0] > other.groups[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Contest:
-    """One comparison.
+    """One comparison."""
 
-    Attributes:
-        case: what is measured.
-        num_sequences: sequences per sample.
-        num_parts: parts to make; None if their number is part of the answer.
-        equal_count: whether all parts have the same number of sequences.
-        rampup, verl: lengths -> parts.
-        judge: lengths and parts -> the imbalance or the padding.
-    """
-
-    case: str
-    num_sequences: int
-    num_parts: int | None
-    equal_count: bool
-    rampup: Callable[[list[int]], Parts]
-    verl: Callable[[list[int]], Parts]
-    judge: Callable[[list[int], Parts], float]
+    case: str  # what is measured
+    num_sequences: int  # sequences per sample
+    num_parts: int | None  # parts to make; None if their number is part of the answer
+    equal_count: bool  # whether all parts have the same number of sequences
+    rampup: Callable[[list[int]], Parts]  # lengths -> parts
+    verl: Callable[[list[int]], Parts]  # the same
+    judge: Callable[[list[int], Parts], float]  # lengths and parts -> the imbalance or the padding
 
     def row(self, quick: bool) -> dict[str, Any]:
         """Time both on the first sample, and judge both on all samples."""

@@ -38,22 +38,15 @@ Candidate = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The model: layers of two matrix products, two per stage, so that v may be 1 or 2.
+    """The model: layers of two matrix products, two per stage, so that v may be 1 or 2."""
 
-    Attributes:
-        batch, tokens, width, hidden: B, T, E and F.
-        shapes: (p, m) of the comparison with MaxText.
-        chooser_stages: p of the part about the cost model, which runs every m that divides the batch.
-        rounds: number of measurements of each program.
-    """
-
-    batch: int
-    tokens: int
-    width: int
-    hidden: int
-    shapes: tuple[tuple[int, int], ...]
-    chooser_stages: int
-    rounds: int
+    batch: int  # B
+    tokens: int  # T
+    width: int  # E
+    hidden: int  # F
+    shapes: tuple[tuple[int, int], ...]  # (p, m) of the comparison with MaxText
+    chooser_stages: int  # p of the part about the cost model, which runs every m that divides the batch
+    rounds: int  # number of measurements of each program
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -81,15 +74,10 @@ QUICK = Sizes(batch=16, tokens=2, width=8, hidden=16, shapes=((2, 4),), chooser_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The layers and the batch of all pipelines.
+    """The layers and the batch of all pipelines."""
 
-    Attributes:
-        layers: stacked in the model's own order: `up` (L, E, F) and `down` (L, F, E).
-        x: the batch (B, T, E).
-    """
-
-    layers: Layers
-    x: jax.Array
+    layers: Layers  # stacked in the model's own order: `up` (L, E, F) and `down` (L, F, E)
+    x: jax.Array  # the batch (B, T, E)
 
     def gradients(self) -> Layers:
         """Return the gradients of the loss over the batch, without a pipeline."""
@@ -142,15 +130,7 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
 
 
 def compare(sizes: Sizes, p: int, m: int, maxtext: MaxTextPipeline | None, notes: list[str]) -> list[dict[str, Any]]:
-    """Time all systems on one model, in turn; return a row for each, and note what could not run.
-
-    Args:
-        sizes: the model.
-        p: stages.
-        m: microbatches.
-        maxtext: MaxText's pipeline, if it is installed.
-        notes: the list that takes the notes.
-    """
+    """Time all systems on one model, in turn; return a row for each, and note what could not run."""
     model, mesh = sizes.model(p), make_mesh(MeshAxes(pipeline=p), jax.devices()[:p])
     programs = [
         rampup_program("rampup 1f1b", model, mesh, m),
@@ -246,23 +226,14 @@ def _reading_notes(sizes: Sizes, devices: list[jax.Device]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A compiled pipeline that returns the loss and its gradients.
+    """A compiled pipeline that returns the loss and its gradients."""
 
-    Attributes:
-        system: the name in the table.
-        num_repeats: v.
-        executable: the compiled program.
-        arguments: its arguments.
-        gradients: takes the program's result and returns the layers' gradients in the model's own order.
-        is_baseline: whether it is not rampup's.
-    """
-
-    system: str
-    num_repeats: int
+    system: str  # the name in the table
+    num_repeats: int  # v
     executable: Any
     arguments: tuple[Any, ...]
-    gradients: Callable[[Any], Layers]
-    is_baseline: bool = False
+    gradients: Callable[[Any], Layers]  # takes the program's result and returns the layers' gradients in the model's own order
+    is_baseline: bool = False  # whether it is not rampup's
 
     def run(self) -> Any:
         """Run it and wait for the result."""
@@ -285,17 +256,7 @@ def rampup_program(
     skip_idle: bool = True,
     is_gpipe: bool = False,
 ) -> Program:
-    """Compile one of rampup's pipelines.
-
-    Args:
-        system: the name in the table.
-        model: layers and batch.
-        mesh: the mesh, whose `stage` axis is the pipeline.
-        num_microbatches: m.
-        num_repeats: v.
-        skip_idle: whether idle ticks are skipped.
-        is_gpipe: differentiate through the forward ticks instead of 1F1B.
-    """
+    """Compile one of rampup's pipelines."""
     # GPipe keeps what its backward needs of every microbatch; recompute the chunks there too, as the other systems do.
     chunk = jax.checkpoint(_two_matmuls) if is_gpipe else _two_matmuls
     loss = PipelinedLoss(
@@ -350,19 +311,12 @@ def maxtext_program(maxtext: MaxTextPipeline, model: Model, mesh: Mesh, num_micr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModelCheck:
-    """Measured step times of all splits of a batch, and the order that the cost model predicts without them.
+    """Measured step times of all splits of a batch, and the order that the cost model predicts without them."""
 
-    Attributes:
-        num_stages: p.
-        samples: samples B of the batch.
-        seconds: measured step time by (m, v).
-        default_overhead: h if it is not measured, in samples.
-    """
-
-    num_stages: int
-    samples: int
-    seconds: Mapping[Candidate, float]
-    default_overhead: Fraction
+    num_stages: int  # p
+    samples: int  # samples B of the batch
+    seconds: Mapping[Candidate, float]  # measured step time by (m, v)
+    default_overhead: Fraction  # h if it is not measured, in samples
 
     @property
     def overheads(self) -> dict[str, Fraction]:

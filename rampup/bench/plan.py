@@ -73,14 +73,7 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
 
 
 def plan_rows(manager: MakeManager, rounds: int, calls: int, replayed: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of look-ups and of resuming.
-
-    Args:
-        manager: MaxText's manager.
-        rounds: number of measurements of each.
-        calls: calls of rampup in one measurement.
-        replayed: steps that MaxText's manager replays in one.
-    """
+    """Yield the rows of look-ups and of resuming."""
     plan = plan_for(manager_ramp(CONFIG), 2 * FAR_STEP, replicas=CONFIG.num_target_devices)
     sample, state = plan.ramp.samples_before(FAR_STEP), RampupBatchManager.from_plan(plan, FAR_STEP).state_dict()
     cases: dict[str, tuple[Callable[[], Any], int]] = {
@@ -126,12 +119,7 @@ def _row(case: str, measured: Seconds, number: int, baseline: str, baseline_seco
 
 
 def host_rows(rounds: int, steps: int) -> Iterator[dict[str, Any]]:
-    """Yield the rows of the host's work in a step, compared with the default recipe's step.
-
-    Args:
-        rounds: number of measurements of each.
-        steps: by how much the long run is longer than the short one.
-    """
+    """Yield the rows of the host's work in a step, compared with the default recipe's step."""
     mesh = make_mesh(devices=jax.devices()[:1])
     recipe, tiny = _recipe_step(mesh), _Tiny(mesh)
     short, long = steps // 10, steps + steps // 10

@@ -34,19 +34,12 @@ CPU_STEPS, DEVICE_STEPS, QUICK_STEPS = (100, 15), (1000, 200), (6, 6)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clocked:
-    """A contender's run through the ramp by one clock.
+    """A contender's run through the ramp by one clock."""
 
-    Attributes:
-        seconds: from before the first step until the last loss is known.
-        first_seconds: until the first step was dispatched, which is its compilation.
-        row_seconds: time per row in the last phase, without its first step.
-        step_seconds: time of all steps if each took as long as the median step of its phase.
-    """
-
-    seconds: float
-    first_seconds: float
-    row_seconds: float
-    step_seconds: float
+    seconds: float  # from before the first step until the last loss is known
+    first_seconds: float  # until the first step was dispatched, which is its compilation
+    row_seconds: float  # time per row in the last phase, without its first step
+    step_seconds: float  # time of all steps if each took as long as the median step of its phase
 
     @property
     def over_own(self) -> float:
@@ -56,17 +49,11 @@ class Clocked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trip:
-    """A contender's run through the ramp.
+    """A contender's run through the ramp."""
 
-    Attributes:
-        wall: by wall-clock time.
-        cpu: by the processor time of this process, over all threads.
-        compilations: programs compiled for the step.
-    """
-
-    wall: Clocked
-    cpu: Clocked
-    compilations: int
+    wall: Clocked  # by wall-clock time
+    cpu: Clocked  # by the processor time of this process, over all threads
+    compilations: int  # programs compiled for the step
 
 
 def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
@@ -115,14 +102,7 @@ def sizes(device: jax.Device, *, quick: bool) -> tuple[int, int]:
 
 
 def ramp_plan(problem: Problem, ramp_microbatches: int, last_steps: int, *, replicas: int = 1) -> RampPlan:
-    """Return a linear ramp of 1 to 8 microbatches.
-
-    Args:
-        problem: the model, for the rows of a microbatch.
-        ramp_microbatches: length of the ramp in microbatches.
-        last_steps: steps after it.
-        replicas: devices on the data axis.
-    """
+    """Return a linear ramp of 1 to 8 microbatches."""
     b = problem.rows * replicas
     ramp = BatchRamp.linear(start=b, increment=b, end=PHASES * b, samples=ramp_microbatches * b)
     return plan_for(ramp, ramp.ramp_steps + last_steps, replicas=replicas)
@@ -175,12 +155,7 @@ def join_compilations() -> None:
 
 
 def rows(trips: Mapping[str, Sequence[Trip]], plan: RampPlan) -> list[dict[str, Any]]:
-    """Return the table: the ideal, then a row for every contender.
-
-    Args:
-        trips: the trips of every contender, one for each round.
-        plan: the ramp.
-    """
+    """Return the table: the ideal, then a row for every contender."""
     wall = {name: _median([trip.wall for trip in of]) for name, of in trips.items()}
     cpu = {name: _median([trip.cpu for trip in of]) for name, of in trips.items()}
     ideal, cpu_ideal = _ideal(wall.values(), plan), _ideal(cpu.values(), plan)
@@ -228,19 +203,12 @@ def _ideal(trips: Iterable[Clocked], plan: RampPlan) -> Clocked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """The steps of one contender's run.
+    """The steps of one contender's run."""
 
-    Attributes:
-        seconds: time of every step with its batch, until its loss is known.
-        microbatch_sizes: microbatch size of every step.
-        compilations: programs compiled for the step.
-        num_late: steps that ran in the shape of an earlier phase.
-    """
-
-    seconds: tuple[float, ...]
-    microbatch_sizes: tuple[int, ...]
-    compilations: int
-    num_late: int = 0
+    seconds: tuple[float, ...]  # time of every step with its batch, until its loss is known
+    microbatch_sizes: tuple[int, ...]  # microbatch size of every step
+    compilations: int  # programs compiled for the step
+    num_late: int = 0  # steps that ran in the shape of an earlier phase
 
     def changes(self, plan: RampPlan) -> list[int]:
         """Return the steps, after the first, at which the phase or the microbatch size changes."""
@@ -303,13 +271,7 @@ def run_transition(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchR
 
 
 def transition_plan(problem: Problem, first: int, steps: int) -> RampPlan:
-    """Return three phases of 1, 2 and 3 microbatches on one device.
-
-    Args:
-        problem: the model, for the rows of a microbatch.
-        first: steps of the first phase.
-        steps: steps of each later phase.
-    """
+    """Return three phases of 1, 2 and 3 microbatches on one device."""
     pairs, consumed = [], 0
     for k in range(1, TRANSITION_PHASES + 1):
         pairs.append((consumed, k * problem.rows))

@@ -170,14 +170,7 @@ def main(arguments: list[str]) -> None:
 
 
 def planning_rows(num_devices: int, phases: int, manager: MakeManager, rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for a plan of one shape and for one of a shape per phase.
-
-    Args:
-        num_devices: devices, all of them replicas.
-        phases: phases of the ramp; each adds one row per device.
-        manager: MaxText's manager.
-        rounds: number of measurements of each.
-    """
+    """Yield a row for a plan of one shape and for one of a shape per phase."""
     config = SimpleNamespace(
         per_device_batch_size_start=1,
         per_device_batch_size_increment=1,

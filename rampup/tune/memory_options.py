@@ -18,27 +18,16 @@ OFFLOAD_KEYS = {"optimizer_memory_host_offload": "opt_state", "parameter_memory_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOption:
-    """A change of the configuration that saves memory.
+    """A change of the configuration that saves memory."""
 
-    Attributes:
-        name: a description.
-        settings: the keys to change; empty if it takes other devices.
-        bytes: memory of one device with the change, or None if that is not known.
-        saved_bytes: memory saved, or None if that is not known.
-        fits: whether training is then within the limit.
-        slowdown: time of a step over the time without the change, or None if it was not timed.
-        compiled: whether the bytes are those of a compiled program and not an estimate.
-        remark: why it is not available, or what the number leaves out.
-    """
-
-    name: str
-    settings: Mapping[str, Any]
-    bytes: int | None = None
-    saved_bytes: int | None = None
-    fits: bool = False
-    slowdown: float | None = None
-    compiled: bool = True
-    remark: str = ""
+    name: str  # a description
+    settings: Mapping[str, Any]  # the keys to change; empty if it takes other devices
+    bytes: int | None = None  # memory of one device with the change, or None if that is not known
+    saved_bytes: int | None = None  # memory saved, or None if that is not known
+    fits: bool = False  # whether training is then within the limit
+    slowdown: float | None = None  # time of a step over the time without the change, or None if it was not timed
+    compiled: bool = True  # whether the bytes are those of a compiled program and not an estimate
+    remark: str = ""  # why it is not available, or what the number leaves out
 
     def to_dict(self) -> dict[str, Any]:
         """Return the option for JSON."""

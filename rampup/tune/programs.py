@@ -42,30 +42,19 @@ LEAST_SECONDS, MAX_REPEATS = 0.05, 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A microbatch size, with the buffer of the program that runs it.
+    """A microbatch size, with the buffer of the program that runs it."""
 
-    Attributes:
-        microbatch_size: b, samples per replica and forward pass.
-        num_microbatches: the most that one step of this program takes.
-    """
-
-    microbatch_size: int
-    num_microbatches: int
+    microbatch_size: int  # b, samples per replica and forward pass
+    num_microbatches: int  # the most that one step of this program takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Times of a step.
+    """Times of a step."""
 
-    Attributes:
-        seconds: the median.
-        spread: (slowest - fastest) / median.
-        rounds: number of measurements.
-    """
-
-    seconds: float
-    spread: float
-    rounds: int
+    seconds: float  # the median
+    spread: float  # (slowest - fastest) / median
+    rounds: int  # number of measurements
 
 
 class Programs:

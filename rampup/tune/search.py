@@ -44,21 +44,13 @@ StepTime = Callable[[int, int], float | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """A microbatch size that was compiled.
-
-    Attributes:
-        size: the size.
-        bytes: memory of one device; infinite if the compiler ran out of memory.
-        fits: whether that is within the limit.
-        timing: times of a step of the largest batch, or None if it was not timed.
-        tokens_per_second: throughput of that step, or None.
-    """
+    """A microbatch size that was compiled."""
 
     size: Size
-    bytes: float
-    fits: bool
-    timing: Timing | None = None
-    tokens_per_second: float | None = None
+    bytes: float  # memory of one device; infinite if the compiler ran out of memory
+    fits: bool  # whether that is within the limit
+    timing: Timing | None = None  # times of a step of the largest batch, or None if it was not timed
+    tokens_per_second: float | None = None  # throughput of that step, or None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trial for JSON."""
@@ -76,19 +68,12 @@ class Trial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """Settings, and the plan that they give.
+    """Settings, and the plan that they give."""
 
-    Attributes:
-        policy: `rampup_microbatch` of the plan.
-        settings: the keys that differ from the configuration.
-        plan: the same ramp, split into other microbatches.
-        run_seconds: predicted time of all steps of the run, or None if one of its sizes was not timed.
-    """
-
-    policy: str
-    settings: Mapping[str, Any]
-    plan: RampPlan
-    run_seconds: float | None = None
+    policy: str  # `rampup_microbatch` of the plan
+    settings: Mapping[str, Any]  # the keys that differ from the configuration
+    plan: RampPlan  # the same ramp, split into other microbatches
+    run_seconds: float | None = None  # predicted time of all steps of the run, or None if one of its sizes was not timed
 
     @property
     def reached(self) -> tuple[BatchSplit, ...]:
@@ -122,41 +107,23 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """The result of `tune`.
+    """The result of `tune`."""
 
-    Attributes:
-        device: the device kind.
-        num_devices: number of devices that the plan is for.
-        limit_bytes: memory of one device.
-        named: whether that limit was given and is not the device's own.
-        largest: the largest microbatch that fits, or None.
-        next_larger: the next candidate, which does not fit, or None if every candidate fits.
-        next_larger_run: `failed: ...` or `ran: ...` if it was also run, otherwise the reason why it was not.
-        trials: every size that was compiled, ascending.
-        chosen: the recommended settings, or None.
-        others: the other proposals.
-        phases: one row for each phase of the chosen plan.
-        tick_overhead: a fitted value for `pipeline_tick_overhead`, or None.
-        memory_options: other ways to save memory, if requested or if nothing fits.
-        measured_peak_bytes: the peak memory of the devices while steps ran, if they report it.
-        notes: remarks, in sentences.
-    """
-
-    device: str
-    num_devices: int
-    limit_bytes: int
-    named: bool
-    largest: int | None
-    next_larger: int | None
-    next_larger_run: str
-    trials: tuple[Trial, ...]
-    chosen: Proposal | None = None
-    others: tuple[Proposal, ...] = ()
-    phases: tuple[Mapping[str, Any], ...] = ()
-    tick_overhead: float | None = None
-    memory_options: tuple[MemoryOption, ...] = ()
-    measured_peak_bytes: int | None = None
-    notes: tuple[str, ...] = ()
+    device: str  # the device kind
+    num_devices: int  # number of devices that the plan is for
+    limit_bytes: int  # memory of one device
+    named: bool  # whether that limit was given and is not the device's own
+    largest: int | None  # the largest microbatch that fits, or None
+    next_larger: int | None  # the next candidate, which does not fit, or None if every candidate fits
+    next_larger_run: str  # `failed: ...` or `ran: ...` if it was also run, otherwise the reason why it was not
+    trials: tuple[Trial, ...]  # every size that was compiled, ascending
+    chosen: Proposal | None = None  # the recommended settings, or None
+    others: tuple[Proposal, ...] = ()  # the other proposals
+    phases: tuple[Mapping[str, Any], ...] = ()  # one row for each phase of the chosen plan
+    tick_overhead: float | None = None  # a fitted value for `pipeline_tick_overhead`, or None
+    memory_options: tuple[MemoryOption, ...] = ()  # other ways to save memory, if requested or if nothing fits
+    measured_peak_bytes: int | None = None  # the peak memory of the devices while steps ran, if they report it
+    notes: tuple[str, ...] = ()  # remarks, in sentences
 
     @property
     def usable_bytes(self) -> int:
@@ -344,17 +311,11 @@ def _finite_bytes(number: float) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """The sizes at which a limit is crossed.
+    """The sizes at which a limit is crossed."""
 
-    Attributes:
-        largest: the largest size that fits, or None if none does.
-        next_larger: the next size, which was tried and does not fit, or None if all sizes fit.
-        costs: the cost of every size that was tried.
-    """
-
-    largest: int | None
-    next_larger: int | None
-    costs: Mapping[int, float]
+    largest: int | None  # the largest size that fits, or None if none does
+    next_larger: int | None  # the next size, which was tried and does not fit, or None if all sizes fit
+    costs: Mapping[int, float]  # the cost of every size that was tried
 
 
 def find_largest(programs: Programs, usable: float) -> Boundary:
