@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.bench.gpipe import gpipe_sums
 from rampup.bench.hlo import pipeline_loops
 from rampup.bench.maxtext import Layers, MaxTextPipeline, arrange_layers
 from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, take_turns
@@ -24,8 +23,9 @@ from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, pipeline_candidates, stage_layer_order
 from rampup.plan.timetable import num_ticks
+from rampup.run.accumulate import Sums, accumulator
 from rampup.run.mesh import STAGE, make_mesh
-from rampup.run.pipeline import PipelinedLoss, permute_layers, pipeline_sums
+from rampup.run.pipeline import PipelinedLoss, Stage, permute_layers, pipeline_sums, run_on_stages
 from rampup.tune.programs import fit_line
 
 MIN_DEVICES = 4
@@ -287,6 +287,27 @@ def rampup_program(
         arguments=arguments,
         gradients=lambda result: permute_layers(result[1], np.argsort(order).tolist())["layers"],
     )
+
+
+def gpipe_sums(
+    loss: PipelinedLoss, params: Mapping[str, Any], batch_KR: Any, keys_KR: jax.Array, *, mesh: Mesh, param_shardings: Any
+) -> Sums:
+    """Sum loss and gradients by differentiating through the forward ticks, as GPipe, praxis and MaxText do.
+
+    All K microbatches are used, their number is part of the program, and the activations of all of them are kept for the
+    backward.
+    """
+
+    def stage_sums(layers: Any, shared: Any, batch_KR: Any, keys_KR: Any) -> Sums:
+        def forward(layers: Any, shared: Any) -> tuple[jax.Array, Sums]:
+            stage = Stage(loss, layers, shared, batch_KR, keys_KR, mesh, with_grads=False)
+            sums = stage.run_pass(0, keys_KR.shape[0], stage.zeros())
+            return sums.loss, sums
+
+        grads, sums = jax.grad(forward, argnums=(0, 1), has_aux=True)(layers, shared)
+        return sums._replace(grads=jax.tree.map(accumulator, grads))
+
+    return run_on_stages(stage_sums, loss, params, batch_KR, keys_KR, (), mesh, param_shardings)
 
 
 def maxtext_program(maxtext: MaxTextPipeline, model: Model, mesh: Mesh, num_microbatches: int, num_repeats: int) -> Program:

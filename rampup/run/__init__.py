@@ -28,7 +28,7 @@ __all__ = sorted(_HOME)
 _moved = moved_names(
     __name__,
     {name: f"rampup.rl.minibatches.{name}" for name in ("Microbatch", "MiniBatch", "mini_batches", "overlap", "regroup")}
-    | {"gpipe_sums": "rampup.bench.gpipe.gpipe_sums"},
+    | {"gpipe_sums": "rampup.bench.pipeline.gpipe_sums"},
 )
 
 

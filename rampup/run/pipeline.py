@@ -575,5 +575,5 @@ def _check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: j
 
 
 __getattr__ = moved_names(
-    __name__, {"reordered": "rampup.run.pipeline.permute_layers", "gpipe_sums": "rampup.bench.gpipe.gpipe_sums"}
+    __name__, {"reordered": "rampup.run.pipeline.permute_layers", "gpipe_sums": "rampup.bench.pipeline.gpipe_sums"}
 )

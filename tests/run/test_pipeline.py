@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import rampup.run
-from rampup.bench.gpipe import gpipe_sums
+from rampup.bench.pipeline import gpipe_sums
 from rampup.errors import PipelineShapeError
 from rampup.plan import MeshAxes
 from rampup.plan.pipeline import stage_layer_order
@@ -241,7 +241,7 @@ def test_old_names_warn():
     """`PipelinedLoss(keep=...)` and the old functions still work."""
     with pytest.warns(DeprecationWarning, match="remat_policy"):
         assert problem()[3](keep=DOTS).remat_policy is DOTS
-    with pytest.warns(DeprecationWarning, match=r"rampup.run.gpipe_sums is now rampup.bench.gpipe.gpipe_sums"):
+    with pytest.warns(DeprecationWarning, match=r"rampup.run.gpipe_sums is now rampup.bench.pipeline.gpipe_sums"):
         assert rampup.run.gpipe_sums is gpipe_sums
     with pytest.warns(DeprecationWarning, match="permute_layers"):
         from rampup.run.pipeline import reordered
