@@ -5,6 +5,7 @@ Shape suffixes: K microbatches in the buffer, R rows of one microbatch over all 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -15,12 +16,12 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.errors import PipelineShapeError, RampDefinitionError
+from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError
 from rampup.moved import moved_names
 from rampup.plan.plan import RampPlan
 from rampup.run.mesh import DATA, STAGE, constrain
 
-# loss_fn(params, batch, rngs[, mutable]) -> (loss_sum, weight_sum, aux[, mutable])
+# loss_fn(params, batch, keys[, mutable]) -> (loss_sum, weight_sum, aux[, mutable])
 LossFn = Callable[..., tuple[Any, ...]]
 # The numbers of microbatches in one pass and of passes, traced: a step runs their product.
 Counts = tuple[jax.Array, jax.Array]
@@ -44,10 +45,11 @@ class Sums(NamedTuple):
     aux: Any
     mutable: Any
 
-    def mean_grads(self, params: Any) -> Any:
-        """Return the gradient of loss / weight, in the types of the parameters."""
+    def mean_grads(self, params: Any = None) -> Any:
+        """Return the gradient of loss / weight: in the types of `params`, or by default in those of the sums."""
         scale = safe_reciprocal(self.weight)
-        return jax.tree.map(lambda g, p: (g * scale).astype(p.dtype), self.grads, params)
+        grads = jax.tree.map(lambda g: g * scale, self.grads)
+        return grads if params is None else cast_like(grads, params)
 
 
 @runtime_checkable
@@ -71,7 +73,7 @@ class SummableLoss(Protocol):
         param_shardings: Any,
         mutable: Any = None,
     ) -> tuple[Sums, Any]:
-        """Return the sums over the microbatches, and the gradient of the mean loss in the types of the parameters."""
+        """Return the sums over the microbatches, and the gradient of the mean loss in the types of the sums."""
 
     def eval_sums(
         self, params: Any, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
@@ -116,11 +118,11 @@ class AccumulatedLoss:
             # as large as the parameters.
             microbatch_sums = _microbatch_sums(self.loss_fn, param_shardings, differentiate_mean=True)
             sums = microbatch_sums(params, *_take((batch_KR, keys_KR), 0), mutable)
-            return sums, jax.tree.map(lambda g, p: g.astype(p.dtype), sums.grads, params)
+            return sums, sums.grads
         num_microbatches = counts[0] * counts[1]
         options = {"mesh": mesh, "param_shardings": param_shardings, "mutable": mutable}
         sums = accumulate(self.loss_fn, params, batch_KR, num_microbatches, keys_KR, **options)
-        return sums, sums.mean_grads(params)
+        return sums, sums.mean_grads()
 
     def eval_sums(
         self, params: Any, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
@@ -128,7 +130,7 @@ class AccumulatedLoss:
         """Return the sums without gradients. `mutable` is read, not carried; see `SummableLoss`."""
 
         def microbatch_sums(params: Any, batch_R: Any, keys_R: jax.Array, mutable: Any) -> Sums:
-            loss, weight, aux, *_ = self.loss_fn(params, batch_R, keys_R, *(() if mutable is None else (mutable,)))
+            loss, weight, aux, _ = call_loss(self.loss_fn, params, batch_R, keys_R, mutable)
             return Sums(None, *jax.tree.map(accumulator, (loss, weight, aux)), None)
 
         def replica_sums(params: Any, batch_KR: Any, num: Any, keys_KR: Any, mutable: Any) -> Sums:
@@ -161,36 +163,39 @@ def accumulate(
     params: Any,
     batch_KR: Any,
     num_microbatches: jax.Array | int,
-    keys_KR: jax.Array,
+    keys_KR: jax.Array | None = None,
     *,
     mesh: Mesh,
-    param_shardings: Any,
+    param_shardings: Any = None,
     mutable: Any = None,
 ) -> Sums:
     """Sum loss and gradients over microbatches, with one gradient reduction over the data axis at the end.
 
-    `num_microbatches` is a traced loop bound: one executable serves any number up to K.
+    For a jitted training step of your own; `train_step` uses it too. `num_microbatches` is a traced loop bound: one executable
+    serves any number up to K. `step_batches` with `chunk_size=max(plan.max_microbatches.values())` yields batches whose only
+    chunk is such a buffer.
 
     Args:
         loss_fn: sums over the rows it is given; see `LossFn`. With several replicas it sees the rows of one.
         params: the parameters, not sharded over the data axis.
         batch_KR: arrays (K, R, ...), rows sharded over the data and fsdp axes.
         num_microbatches: how many of the K to use.
-        keys_KR: a random key per row.
+        keys_KR: a random key per row, as `per_row_keys` makes them. None: the loss function gets None.
         mesh: the mesh.
-        param_shardings: shardings of `params`, which the accumulators take.
+        param_shardings: shardings of `params`, which the accumulators take. None leaves them to the compiler.
         mutable: state for `loss_fn` to carry, such as batch statistics. Replicas do not see each other's during a step; its
             floating-point leaves are averaged over them at the end.
 
     Returns:
-        The sums over the global batch.
+        The sums over the global batch. `mean_grads` of them is the gradient for the optimizer.
     """
+    K = jax.tree.leaves(batch_KR)[0].shape[0]
     # jit caches the trace: the loss function is traced once for the shapes of the sums and for the body of the loop.
     microbatch_sums = jax.jit(_microbatch_sums(loss_fn, param_shardings), inline=True)
 
     def replica_sums(params: Any, batch_KR: Any, num: Any, keys_KR: Any, mutable: Any) -> Sums:
         # First over this replica's rows, then over the replicas.
-        if keys_KR.shape[0] == 1:
+        if K == 1:
             sums = microbatch_sums(params, *_take((batch_KR, keys_KR), 0), mutable)
         else:
 
@@ -220,18 +225,25 @@ def accumulate(
 def safe_reciprocal(weight: jax.Array) -> jax.Array:
     """Return 1 / weight, or 0 if the weight is 0, so that a batch without weight has a zero loss and a zero gradient.
 
+    A weight that is NaN or negative is not hidden: it makes the loss NaN, or of the other sign.
+
     Example:
         >>> safe_reciprocal(jnp.float32(4)).item(), safe_reciprocal(jnp.float32(0)).item()
         (0.25, 0.0)
     """
     # The inner `where` keeps the division by zero out of the branch that is not selected.
-    return jnp.where(weight > 0, 1 / jnp.where(weight > 0, weight, 1), 0)
+    return jnp.where(weight != 0, 1 / jnp.where(weight != 0, weight, 1), 0)
 
 
 def accumulator(x: Any) -> jax.Array:
     """Return a value in the type in which it is summed: at least float32."""
     x = jnp.asarray(x)
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def cast_like(tree: Any, like: Any) -> Any:
+    """Return a tree with every leaf in the type of the corresponding leaf of `like`."""
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
 
 
 def multi_steps(tx: optax.GradientTransformation, plan: RampPlan, **options: Any) -> optax.MultiSteps:
@@ -251,6 +263,7 @@ def multi_steps(tx: optax.GradientTransformation, plan: RampPlan, **options: Any
 
     Raises:
         RampDefinitionError: the ramp takes 2**31 optimizer steps or more, which MultiSteps cannot count.
+        ConfigError: `should_skip_update_fn`, which does not count the microbatches that it skips.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -260,6 +273,12 @@ def multi_steps(tx: optax.GradientTransformation, plan: RampPlan, **options: Any
         >>> [int(tx._every_k_schedule(jnp.int32(step))) for step in range(4)]
         [1, 1, 2, 2]
     """
+    if options.get("should_skip_update_fn") is not None:
+        raise ConfigError(
+            "should_skip_update_fn makes optax.MultiSteps skip a microbatch without counting it, so all later optimizer steps "
+            "would straddle two batches of the plan; use train_step(..., skip_nonfinite=True), or zero the gradient yourself",
+            key="should_skip_update_fn",
+        )
     if plan.ramp.ramp_steps >= 2**31:
         raise RampDefinitionError(f"the ramp takes {plan.ramp.ramp_steps:,} steps; optax.MultiSteps counts in int32")
     # MultiSteps asks for k in every microbatch, inside the compiled step: a look-up in two small constants.
@@ -284,17 +303,81 @@ def _microbatch_sums(loss_fn: LossFn, param_shardings: Any, *, differentiate_mea
 
     def microbatch_sums(params: Any, batch_R: Any, keys_R: jax.Array, mutable: Any) -> Sums:
         def loss_of(params: Any) -> tuple[jax.Array, tuple[Any, ...]]:
-            loss, weight, *rest = loss_fn(params, batch_R, keys_R, *(() if mutable is None else (mutable,)))
+            loss, weight, *rest = call_loss(loss_fn, params, batch_R, keys_R, mutable)
             # The weight counts tokens; it is a constant of the gradient also if it was computed from the parameters.
             scale = safe_reciprocal(jax.lax.stop_gradient(jnp.asarray(weight))) if differentiate_mean else 1
             return loss * scale, (loss, weight, *rest)
 
         with jax.named_scope("microbatch"):
-            (_, (loss, weight, aux, *carried)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+            (_, (loss, weight, aux, carried)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
             grads, loss, weight, aux = jax.tree.map(accumulator, (grads, loss, weight, aux))
-            return Sums(_constrain(grads, param_shardings), loss, weight, aux, carried[0] if carried else None)
+            return Sums(_constrain(grads, param_shardings), loss, weight, aux, carried)
 
     return microbatch_sums
+
+
+def call_loss(loss_fn: LossFn, params: Any, batch_R: Any, keys_R: Any, mutable: Any) -> tuple[Any, Any, Any, Any]:
+    """Call a loss function inside a trace, and check what it takes and returns.
+
+    Returns:
+        (loss_sum, weight_sum, aux, mutable), the last one None if the loss function carries nothing.
+
+    Raises:
+        ConfigError: it does not keep the contract of `LossFn`.
+    """
+    args = (params, batch_R, keys_R) if mutable is None else (params, batch_R, keys_R, mutable)
+    try:
+        inspect.signature(loss_fn).bind(*args)
+    except ValueError:
+        pass  # A callable without a signature, such as a built-in one.
+    except TypeError as error:
+        raise _contract_error(f"cannot be called with {len(args)} arguments: {error}", len(args)) from error
+    loss, weight, aux, *carried = unpack_results(loss_fn(*args), len(args))
+    for name, value, kinds in (("loss_sum", loss, (jnp.floating,)), ("weight_sum", weight, (jnp.floating, jnp.integer))):
+        shape, dtype = np.shape(value), jnp.result_type(value)
+        if shape or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
+            kind = "floating-point" if len(kinds) == 1 else "real"
+            raise _contract_error(f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind} scalar", len(args))
+    if mutable is not None and (difference := _difference(mutable, carried[0])):
+        raise _contract_error(f"changed the structure or a type of `mutable`: {difference}", len(args))
+    return loss, weight, aux, carried[0] if carried else None
+
+
+def unpack_results(results: Any, number: int = 3) -> tuple[Any, ...]:
+    """Return the results of a loss function if there are as many as there must be.
+
+    Raises:
+        ConfigError: there are not.
+    """
+    if not isinstance(results, (tuple, list)):
+        raise _contract_error(f"returned {'a scalar' if np.shape(results) == () else 'one array'} and not a tuple", number)
+    if len(results) != number:
+        raise _contract_error(f"returned {len(results)} results and not {number}", number)
+    return tuple(results)
+
+
+def _contract_error(problem: str, number: int) -> ConfigError:
+    takes, returns = "(params, batch, keys)", "(loss_sum, weight_sum, aux)"
+    if number == 4:
+        takes, returns = "(params, batch, keys, mutable)", "(loss_sum, weight_sum, aux, mutable), as the state has `mutable`"
+    return ConfigError(
+        f"the loss function {problem}. It takes {takes} and returns {returns}: sums over the rows of `batch`. loss_sum is a "
+        "floating-point scalar, weight_sum a scalar that counts what the loss is averaged over, such as tokens, and aux a "
+        "pytree of further sums, such as {}",
+        key="loss_fn",
+    )
+
+
+def _difference(before: Any, after: Any) -> str | None:
+    """Return how the shapes or types of two trees differ, or None."""
+    old, new = (
+        {jax.tree_util.keystr(path): (np.shape(x), jnp.result_type(x).name) for path, x in jax.tree.leaves_with_path(tree)}
+        for tree in (before, after)
+    )
+    for name in old | new:
+        if old.get(name) != new.get(name):
+            return f"{name or 'the array'} was {old.get(name, 'absent')} and is {new.get(name, 'absent')}"
+    return None
 
 
 def _per_replica(replica_sums: Callable[..., Sums], mesh: Mesh) -> Callable[..., Sums]:
@@ -323,6 +406,8 @@ def _constrain(tree: Any, shardings: Any) -> Any:
     def constrain_leaf(x: Any, sharding: NamedSharding) -> Any:
         return x if sharding.is_fully_replicated else constrain(x, sharding)
 
+    if shardings is None:
+        return tree
     return jax.tree.map(constrain_leaf, tree, shardings)
 
 

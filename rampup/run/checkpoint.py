@@ -6,6 +6,7 @@ Every checkpoint has the checksums of its files, so that damage after it was wri
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -25,6 +26,7 @@ from rampup.errors import ResumeMismatchError, StorageError
 from rampup.run.distributed import broadcast_from_process0, is_primary
 from rampup.run.events import CheckpointDamaged, OnEvent, ignore_event
 from rampup.run.run_folder import DAMAGED_FOLDER
+from rampup.run.step import replace_fields
 
 RECORD_VERSION = 1
 CHECKSUMS_FILE = "checksums.json"
@@ -213,7 +215,7 @@ class Checkpoints:
                 f"the state in {self.folder / str(saved.step)} is not of this model and optimizer: {reason}"
             ) from error
         self._move_aside(saved, on_event)
-        return state.replace(**tree)
+        return replace_fields(state, **tree)
 
     def _move_aside(self, saved: SavedCheckpoint, on_event: OnEvent) -> None:
         for step, problem in saved.damaged.items():
@@ -265,9 +267,13 @@ class Checkpoints:
 
 
 def _as_tree(state: Any) -> dict[str, Any]:
-    tree = {"step": state.step, "params": state.params, "opt_state": state.opt_state}
-    mutable = getattr(state, "mutable", None)
-    return tree if mutable is None else tree | {"mutable": mutable}
+    """Return all fields of a state that contain arrays, such as the moving average in a subclass of Flax's TrainState."""
+    if dataclasses.is_dataclass(state):
+        fields = [f for f in dataclasses.fields(state) if f.metadata.get("pytree_node", not f.metadata.get("static", False))]
+        tree = {field.name: getattr(state, field.name) for field in fields}
+    else:
+        tree = state._asdict()
+    return {name: value for name, value in tree.items() if value is not None}
 
 
 def write_checksums(folder: Path) -> None:

@@ -13,23 +13,31 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from rampup.run.accumulate import LossFn
+from rampup.errors import ConfigError
+from rampup.run.accumulate import LossFn, unpack_results
 from rampup.run.step import TrainState, create_state
 
 
 def split_model(
-    model: nnx.Module, loss_fn: LossFn, tx: optax.GradientTransformation | optax.MultiSteps, mesh: Mesh
+    model: nnx.Module,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    mesh: Mesh,
+    *,
+    wrt: Any = nnx.Param,
 ) -> tuple[TrainState, LossFn]:
     """Return a training state with a model's parameters, and its loss as a pure function for `train_step`.
 
     Args:
-        model: the model. Its `nnx.Param` are trained; other variables, such as batch statistics, are carried from microbatch
-            to microbatch in `TrainState.mutable`.
-        loss_fn: `loss_fn(model, batch, rngs) -> (loss_sum, weight_sum, aux)`, sums over rows. The model's own random
-            streams (`nnx.Dropout`) are seeded in every microbatch with the key of its first row. For masks that do not
-            depend on how the batch is split, use `rngs`, one key per row.
+        model: the model. Variables that are not parameters, such as batch statistics, are carried from microbatch to
+            microbatch in `TrainState.mutable`. Sown intermediates are not: take them in the loss function, with `nnx.pop`.
+        loss_fn: `loss_fn(model, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over rows. `keys` is one random key per
+            row, an array and not an `nnx.Rngs`. The model's own random streams (`nnx.Dropout`) are seeded in every microbatch
+            with the key of its first row. For masks that do not depend on how the batch is split, use `keys`.
         tx: the optimizer; with the engine `multi_steps`, the `tx` of the step.
         mesh: the devices.
+        wrt: the variables to train, as in `nnx.Optimizer`, such as `nnx.LoRAParam`. The other `nnx.Param` are in
+            `TrainState.frozen`, and nothing is accumulated for them.
 
     Example:
         >>> import numpy as np
@@ -39,7 +47,7 @@ def split_model(
         >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:2 4:4"), splitter=BatchSplitter(data_parallel_size=1),
         ...     num_devices=1, total_steps=100)
         >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
-        >>> def loss_fn(model, batch, rngs):
+        >>> def loss_fn(model, batch, keys):
         ...     return jnp.sum((model(batch["x"]) - 2 * batch["x"]) ** 2), batch["x"].size, {}
         >>> tx = optax.sgd(0.1)
         >>> state, pure_loss_fn = split_model(model, loss_fn, tx, mesh)
@@ -50,34 +58,40 @@ def split_model(
         >>> round(float(model(jnp.ones((1, 1)))[0, 0]), 2)
         2.0
     """
-    graphdef, params, streams, rest = nnx.split(model, nnx.Param, nnx.RngState, ...)
-    has_rest = bool(jax.tree.leaves(rest))
+    if not isinstance(model, nnx.Module) or not callable(loss_fn):
+        found = f"model is a {type(model).__name__}, loss_fn is a {type(loss_fn).__name__}"
+        raise ConfigError(f"split_model(model, loss_fn, tx, mesh): {found}; check the order of the arguments", key="model")
+    filters = wrt, nnx.Param, nnx.RngState, nnx.Intermediate, ...
+    graphdef, params, frozen, streams, sown, rest = nnx.split(model, *filters)
+    has_frozen, has_rest = bool(jax.tree.leaves(frozen)), bool(jax.tree.leaves(rest))
+    # Frozen arrays come from the state, as arguments of the program. In a closure they would be constants of it.
+    none_frozen = None if has_frozen else frozen
 
-    def pure(params: Any, batch: Any, rngs: jax.Array, *mutable: Any) -> tuple[Any, ...]:
+    def pure(params: Any, batch: Any, keys: jax.Array, *mutable: Any, frozen: Any = none_frozen) -> tuple[Any, ...]:
         # Copy the tree: an NNX variable may only be written in the trace in which it was created.
-        carried = jax.tree.map(lambda leaf: leaf, mutable[0] if has_rest else rest)
-        merged = nnx.merge(graphdef, params, _reseed(streams, rngs), carried)
-        loss, weight, aux = loss_fn(merged, batch, rngs)
-        return (loss, weight, aux, nnx.split(merged, nnx.Param, nnx.RngState, ...)[3]) if has_rest else (loss, weight, aux)
+        carried, kept = jax.tree.map(lambda leaf: leaf, (mutable[0] if has_rest else rest, frozen))
+        merged = nnx.merge(graphdef, params, kept, _reseed(streams, keys), sown, carried)
+        nnx.pop(merged, nnx.Intermediate)
+        loss, weight, aux = unpack_results(loss_fn(merged, batch, keys))
+        return (loss, weight, aux, nnx.split(merged, *filters)[-1]) if has_rest else (loss, weight, aux)
 
-    # The step donates its state, so the model keeps arrays of its own.
-    own = jax.tree.map(jnp.copy, (params, rest))
-    return create_state(own[0], tx, mesh, mutable=own[1] if has_rest else None), pure
+    state = create_state(params, tx, mesh, mutable=rest if has_rest else None, frozen=frozen if has_frozen else None)
+    return state, pure
 
 
 def merge_model(model: nnx.Module, state: TrainState) -> None:
-    """Write the parameters of a training state, and its `mutable`, back into the model."""
-    nnx.update(model, state.params, *(() if state.mutable is None else (state.mutable,)))
+    """Write copies of the parameters of a training state, and of its `mutable`, into the model."""
+    nnx.update(model, *jax.tree.map(jnp.copy, [tree for tree in (state.params, state.mutable) if tree is not None]))
 
 
-def _reseed(streams: Any, rngs: jax.Array) -> Any:
+def _reseed(streams: Any, keys: jax.Array) -> Any:
     """Return random streams with new keys, derived from the key of the first row, and counters of zero."""
     leaves, structure = jax.tree.flatten(streams)
 
     def new(index: int, leaf: jax.Array) -> jax.Array:
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jnp.zeros_like(leaf)
-        key = jax.random.fold_in(rngs[0], index)
+        key = jax.random.fold_in(keys[0], index)
         # Layers that were stacked with `nnx.split_rngs` have an array of keys.
         return jax.random.split(key, leaf.shape) if leaf.shape else key
 

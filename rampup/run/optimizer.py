@@ -17,7 +17,8 @@ from rampup.plan.plan import RampPlan
 MAX_STEPS = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# `jax.jit` needs a weak reference to a function.
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class LearningRate:
     """A learning-rate schedule on the clock of a plan, as an `optax.Schedule`: warm-up, then cosine, WSD or constant.
 

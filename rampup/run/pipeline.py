@@ -68,7 +68,7 @@ from jax.sharding import Mesh, PartitionSpec
 from rampup.errors import ConfigError, PipelineShapeError
 from rampup.moved import moved_names
 from rampup.plan.numbers import nearest_multiples
-from rampup.run.accumulate import Counts, Sums, accumulator
+from rampup.run.accumulate import Counts, Sums, accumulator, cast_like, safe_reciprocal
 from rampup.run.mesh import DATA, STAGE, constrain
 
 LAYERS = "layers"
@@ -139,7 +139,7 @@ class PipelinedLoss:
         m, passes = counts
         options = {"num_passes": passes, "mesh": mesh, "param_shardings": param_shardings}
         sums = pipeline_sums(self, params, batch_KR, m, keys_KR, **options)
-        return sums, sums.mean_grads(params)
+        return sums, sums.mean_grads()
 
     def eval_sums(
         self,
@@ -195,7 +195,8 @@ def as_loss(loss: PipelinedLoss, mesh: Mesh, param_shardings: Any) -> Callable[[
     """Return the weighted mean loss as a function for `jax.grad` and `jax.value_and_grad`.
 
     The pipeline computes value and gradients together; a custom rule passes the gradients to JAX. The function is
-    differentiable in its parameters only: the gradient with respect to the batch is zero.
+    differentiable in its parameters only. Arrays that are trained, such as soft prompts, belong into the parameters: in the
+    batch they are refused.
 
     Args:
         loss: the loss in parts.
@@ -209,18 +210,25 @@ def as_loss(loss: PipelinedLoss, mesh: Mesh, param_shardings: Any) -> Callable[[
     @jax.custom_vjp
     def mean_loss(params: Params, batch_KR: Any, keys_KR: jax.Array) -> jax.Array:
         sums = pipeline_sums(loss, params, batch_KR, keys_KR.shape[0], keys_KR, mesh=mesh)
-        return sums.loss / sums.weight
+        return sums.loss * safe_reciprocal(sums.weight)
 
-    def forward(params: Params, batch_KR: Any, keys_KR: jax.Array) -> tuple[jax.Array, Any]:
+    def forward(params: Any, batch_KR: Any, keys_KR: Any) -> tuple[jax.Array, Any]:
+        if any(leaf.perturbed for leaf in jax.tree.leaves((batch_KR, keys_KR))):
+            raise ConfigError(
+                "the batch of a pipelined loss cannot be differentiated; put the arrays that are trained into the parameters, "
+                "and jax.lax.stop_gradient around the others"
+            )
+        params, batch_KR, keys_KR = jax.tree.map(lambda leaf: leaf.value, (params, batch_KR, keys_KR))
         options = {"mesh": mesh, "param_shardings": param_shardings}
         sums = pipeline_sums(loss, params, batch_KR, keys_KR.shape[0], keys_KR, **options)
-        grads = jax.tree.map(lambda g, p: (g / sums.weight).astype(p.dtype), sums.grads, dict(params))
-        return sums.loss / sums.weight, grads
+        return sums.loss * safe_reciprocal(sums.weight), cast_like(sums.mean_grads(), dict(params))
 
-    def backward(grads: Any, cotangent: jax.Array) -> tuple[Any, None, None]:
-        return jax.tree.map(lambda g: (g * cotangent).astype(g.dtype), grads), None, None
+    def backward(grads: Any, cotangent: Any) -> tuple[Any, None, None]:
+        # Without a gradient of the loss, JAX calls this with a symbolic zero.
+        factor = cotangent if isinstance(cotangent, jax.Array) else jnp.zeros(cotangent.shape, cotangent.dtype)
+        return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), None, None
 
-    mean_loss.defvjp(forward, backward)
+    mean_loss.defvjp(forward, backward, symbolic_zeros=True)
     return mean_loss
 
 

@@ -14,9 +14,11 @@ Shape suffixes: K microbatches of the buffer, R rows of one microbatch over all 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -26,14 +28,24 @@ import optax
 from flax import struct
 from jax.sharding import Mesh
 
-from rampup.errors import ConfigError
+from rampup.errors import ConfigError, DataError, RampDefinitionError
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
-from rampup.run.accumulate import LossFn, SummableLoss, multi_steps, per_row_keys, safe_reciprocal, summable
+from rampup.run.accumulate import (
+    AccumulatedLoss,
+    LossFn,
+    SummableLoss,
+    accumulator,
+    cast_like,
+    multi_steps,
+    per_row_keys,
+    safe_reciprocal,
+    summable,
+)
 from rampup.run.compile import Compiler, compile_program
-from rampup.run.data.batches import Batch, layout_of
+from rampup.run.data.batches import Batch, layout_of, step_batches, stream_batches
 from rampup.run.distributed import StepConsensus
-from rampup.run.mesh import batch_sharding, replicated, shardings_like
+from rampup.run.mesh import BATCH_AXES, batch_sharding, process_rows, replicated, shardings_like
 from rampup.run.offload import device_shardings, fetch_offloaded
 
 ENGINES = ("fused", "multi_steps")
@@ -41,53 +53,79 @@ ENGINES = ("fused", "multi_steps")
 PHASES_AHEAD = 2
 # Microbatches of a pass, and passes, of a call of MultiSteps.
 ONE_MICROBATCH = np.int32(1), np.int32(1)
+# The fields of a state that the loss function carries from microbatch to microbatch; Flax's examples call theirs `batch_stats`.
+CARRIED_FIELDS = ("mutable", "batch_stats")
+MAX_STEPS = 2**31 - 1
 
 Metrics = dict[str, Any]
 
 
 class TrainState(struct.PyTreeNode):
-    """The values that training changes. Flax's own `TrainState` works as well.
+    """The values that training changes. Flax's own `TrainState` works as well, and so does any dataclass with these fields.
+
+    A state with a method `apply_gradients` is updated by it, as in Flax, so a subclass can keep a moving average there. Its
+    `tx` must be that of the step. A field `batch_stats` is carried like `mutable`, and a Flax `DynamicScale` in
+    `dynamic_scale` scales the loss. All other fields are kept.
 
     Attributes:
         step: optimizer steps done, int32.
-        params: the parameters.
+        params: the parameters. Integer arrays among them are not trained.
         opt_state: the optimizer's state.
         mutable: state that the loss function carries from microbatch to microbatch, such as batch statistics, or None.
+        frozen: arrays that the loss function reads as its keyword argument `frozen` and that nobody changes, such as the base
+            model of a LoRA fine-tune, or None. They take no memory for gradients.
     """
 
     step: Any
     params: Any
     opt_state: Any
     mutable: Any = None
+    frozen: Any = None
 
 
 def create_state(
-    params: Any, tx: optax.GradientTransformation | optax.MultiSteps, mesh: Mesh, *, mutable: Any = None
+    params: Any,
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    mesh: Mesh,
+    *,
+    mutable: Any = None,
+    frozen: Any = None,
 ) -> TrainState:
-    """Return the training state at step 0, with every leaf placed on the mesh.
+    """Return the training state at step 0, with every leaf placed on the mesh. The caller's arrays are copied.
 
     Args:
         params: the parameters. Those on the mesh keep their sharding, others are replicated.
         tx: the optimizer. Its state takes the sharding of the parameters that it mirrors.
         mesh: the devices.
-        mutable: see `TrainState`.
+        mutable, frozen: see `TrainState`.
     """
-    params = jax.device_put(params, shardings_like(params, mesh))
-    return prepare_state(TrainState(step=0, params=params, opt_state=tx.init(params), mutable=mutable), mesh)
+    _check_arguments("create_state(params, tx, mesh)", tx=tx, mesh=mesh)
+    params, mutable, frozen = _copy_to((params, mutable, frozen), mesh)
+    state = TrainState(step=jnp.int32(0), params=params, opt_state=tx.init(params), mutable=mutable, frozen=frozen)
+    # The optimizer's state may contain the parameters themselves. A buffer cannot be donated twice.
+    return _without_aliases(jax.device_put(state, shardings_like(state, mesh)))  # type: ignore[no-any-return]
 
 
 def prepare_state(state: Any, mesh: Mesh) -> Any:
-    """Return a training state with which the step compiles once: `step` a strong int32, every leaf placed on the mesh.
+    """Return a copy of a training state with which the step compiles once: `step` a strong int32, every leaf on the mesh.
 
     A stock Flax `TrainState` has a Python integer as step and leaves on one device. The step would be compiled for it, and
     again for the state that it returns.
 
     Args:
-        state: has `step`, `params`, `opt_state` and `replace`, as `flax.training.train_state.TrainState` has.
+        state: has `step`, `params` and `opt_state`, as `flax.training.train_state.TrainState` has; see `TrainState`.
         mesh: the devices. Leaves on the mesh keep their sharding, others are replicated.
     """
-    state = state.replace(step=jnp.asarray(state.step, jnp.int32))
-    return jax.device_put(state, shardings_like(state, mesh))
+    _check_state(state)
+    _check_step_number(int(state.step))
+    return _copy_to(replace_fields(state, step=jnp.asarray(state.step, jnp.int32)), mesh)
+
+
+def replace_fields(state: Any, **changes: Any) -> Any:
+    """Return a copy of a state with some fields changed; it is a Flax or plain dataclass, or a named tuple."""
+    if dataclasses.is_dataclass(state):
+        return dataclasses.replace(state, **changes)  # type: ignore[type-var]
+    return (state.replace if hasattr(state, "replace") else state._replace)(**changes)
 
 
 def train_step(
@@ -99,6 +137,7 @@ def train_step(
     engine: str = "fused",
     seed: int = 0,
     skip_nonfinite: bool = False,
+    donate: bool = True,
 ) -> TrainStep:
     """Return a training step that follows a plan: one executable for all phases with the same microbatch shape.
 
@@ -106,10 +145,11 @@ def train_step(
     of the weights, so that every token counts the same wherever it is.
 
     Args:
-        loss_fn: `loss_fn(params, batch, rngs) -> (loss_sum, weight_sum, aux)`, sums over the rows it is given. Rows are the
-            first axis of `batch`. `rngs` is one random key per row, which depends on seed, step and row alone. If the state has
-            `mutable`, it is a fourth argument and its new value a fourth result. With pipeline stages, a `PipelinedLoss`.
-        tx: the optimizer, run once per optimizer step.
+        loss_fn: `loss_fn(params, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over the rows it is given. Rows are the
+            first axis of `batch`. `keys` is one random key per row, which depends on seed, step and row alone. The weight is a
+            constant of the gradient, and a step of weight 0 changes nothing. If the state has `mutable` or `batch_stats`, it
+            is a fourth argument and its new value a fourth result. With pipeline stages, a `PipelinedLoss`.
+        tx: the optimizer, run once per optimizer step. Optimizers with extra arguments get `value`, the loss.
         plan: the plan.
         mesh: the devices.
         engine: `fused`, or `multi_steps` for `optax.MultiSteps` (see `multi_steps` for how it differs).
@@ -117,6 +157,7 @@ def train_step(
         skip_nonfinite: skip a step whose loss or gradient is not finite: parameters, optimizer state and `mutable` stay as they
             were, while the step number, the rows and the learning-rate schedule move on. With `multi_steps`, `mutable` keeps
             the changes that the finite microbatches of such a step made.
+        donate: reuse the memory of the state that is given to a step. False keeps it, and needs the memory of a second one.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -125,7 +166,7 @@ def train_step(
         >>> mesh = make_mesh(devices=jax.devices()[:1])
         >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:2 4:4"), splitter=BatchSplitter(data_parallel_size=1),
         ...     num_devices=1, total_steps=20)
-        >>> def loss_fn(params, batch, rngs):
+        >>> def loss_fn(params, batch, keys):
         ...     return jnp.sum((params["w"] - batch["x"]) ** 2), batch["x"].size, {}
         >>> tx = optax.sgd(0.1)
         >>> state = create_state({"w": jnp.zeros(())}, tx, mesh)
@@ -135,7 +176,7 @@ def train_step(
         >>> round(float(state.params["w"]), 2), int(state.step), step.num_compilations
         (2.97, 20, 1)
     """
-    return TrainStep(loss_fn, tx, plan, mesh, engine=engine, seed=seed, skip_nonfinite=skip_nonfinite)
+    return TrainStep(loss_fn, tx, plan, mesh, engine=engine, seed=seed, skip_nonfinite=skip_nonfinite, donate=donate)
 
 
 class TrainStep:
@@ -157,19 +198,24 @@ class TrainStep:
         engine: str = "fused",
         seed: int = 0,
         skip_nonfinite: bool = False,
+        donate: bool = True,
     ) -> None:
+        _check_arguments("train_step(loss_fn, tx, plan, mesh)", loss_fn=loss_fn, tx=tx, plan=plan, mesh=mesh)
         if engine not in ENGINES:
             raise ConfigError(
-                f"gradient_accumulation={engine!r} must be one of {', '.join(ENGINES)}",
+                f"gradient_accumulation={engine!r} (engine) must be one of {', '.join(ENGINES)}",
                 key="gradient_accumulation",
                 nearest=ENGINES,
             )
+        _check_plan(plan, mesh)
         self._loss = summable(loss_fn)
         self._loss.check(mesh, engine)
         self._is_fused = engine == "fused"
         self.tx = tx if self._is_fused else multi_steps(tx, plan)
         self._plan, self._mesh = plan, mesh
-        self._seed, self._skip_nonfinite = jax.random.key(seed), skip_nonfinite
+        self._seed, self._skip_nonfinite, self._donate = jax.random.key(seed), skip_nonfinite, donate
+        # The `step` of the state that the last call returned, and its number: known here without waiting for the devices.
+        self._returned: tuple[Any, int] = None, 0
         self._compiler, self._consensus = Compiler(), StepConsensus()
         # The phase for which the programs of the next phases have been requested.
         self._requested_after: int | None = None
@@ -195,22 +241,117 @@ class TrainStep:
         """Run one optimizer step.
 
         Args:
-            state: the training state, placed by `create_state` or `prepare_state`. It is donated: its memory is reused, and
-                only the returned state can be used afterwards.
+            state: the training state, placed by `create_state` or `prepare_state`. It is donated, unless `donate=False`: its
+                memory is reused, and only the returned state can be used afterwards.
             batch: from `step_batches` of the same plan; with the engine `multi_steps` made with `chunk_size=1`.
 
         Returns:
             The new state and the step's metrics, on the devices: `loss` (the weighted mean), `weight`, `aux` (sums),
             with the engine `fused` `grad_norm` and, with `skip_nonfinite`, `skipped`.
         """
-        if not self._is_fused:
-            return self._run_multi_steps(state, batch)
-        # The counts are int32 arrays of the host: as Python numbers they would be constants of the program.
-        args = self._pad_chunks(batch), _counts(batch.position.split)
-        program = self._compiler.get(batch.layout, functools.partial(self._lower, self._fused_update, state, *args))
-        # Before the call, which donates the state. The call itself returns at once, while the devices still work.
-        self._compile_next_phases(batch, state)
-        return program(state, *args)  # type: ignore[no-any-return]
+        self._check(state, batch)
+        if self._is_fused:
+            # The counts are int32 arrays of the host: as Python numbers they would be constants of the program.
+            args = self._pad_chunks(batch), _counts(batch.position.split)
+            program = self._program(batch, self._fused_update, state, *args)
+            # Before the call, which donates the state. The call itself returns at once, while the devices still work.
+            self._compile_next_phases(batch, state)
+            state, metrics = program(state, *args)
+        else:
+            state, metrics = self._run_multi_steps(state, batch)
+        self._returned = state.step, batch.position.step + 1
+        return state, metrics
+
+    def batches(self, source: Any, start: Any = 0, stop: int | None = None, **options: Any) -> Iterator[Batch]:
+        """Yield the batch of every optimizer step from rows with random access, as this step needs them.
+
+        `step_batches` with the plan, the mesh, `split_for` and `chunk_size` of this step.
+
+        Args:
+            source: see `step_batches`.
+            start: the first step, such as `state.step`.
+            stop: the step to stop before; None = the end of the plan.
+            options: further arguments of `step_batches`, such as `seed`.
+        """
+        return step_batches(source, self._plan, self._mesh, start=int(start), stop=stop, **self._batch_options, **options)
+
+    def stream(
+        self, source: Iterable[Any], start: Any = 0, stop: int | None = None, *, batched: bool = False
+    ) -> Iterator[Batch]:
+        """Yield the batch of every optimizer step from rows that come one after the other; see `stream_batches`.
+
+        Args:
+            source: yields rows, or batches of rows: a `grain.IterDataset` or `DataLoader`, a generator.
+            start: the first step, such as `state.step`. The source must start at the rows of that step.
+            stop: the step to stop before; None = the end of the plan, or of the source.
+            batched: the source yields arrays (rows, ...) of any number of rows.
+        """
+        options = {"start": int(start), "stop": stop, "batched": batched, **self._batch_options}
+        return stream_batches(source, self._plan, self._mesh, **options)
+
+    def batch(self, rows: Any, step: int | None = None) -> Batch:
+        """Return the batch of one optimizer step, from arrays that already contain its rows.
+
+        Args:
+            rows: a pytree of arrays (rows, ...); with several processes, the rows of this one.
+            step: the optimizer step; None = that after the last one that was run.
+
+        Raises:
+            DataError: not as many rows as the plan has at this step.
+        """
+        step = self._returned[1] if step is None else int(step)
+        split = self._plan.position(step).split
+        needed = split.num_microbatches * len(process_rows(self._mesh, split.data_parallel_size * split.microbatch_size))
+        found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(rows)}
+        if found != {(needed,)}:
+            raise DataError(f"step {step} takes arrays of {needed} rows, but the given ones are of shape {found}")
+        return next(self.stream([rows], step, step + 1, batched=True))
+
+    @property
+    def _batch_options(self) -> dict[str, Any]:
+        return {"split_for": self.split_for} if self._is_fused else {"chunk_size": 1}
+
+    def _check(self, state: Any, batch: Batch) -> None:
+        """Check that state, batch, plan and optimizer belong together."""
+        if not isinstance(batch, Batch):
+            raise DataError(
+                f"a step takes a Batch and not a {type(batch).__name__}; get batches from step.batches(source), or make one of "
+                "arrays with step.batch(arrays)"
+            )
+        known, done = self._returned
+        if getattr(state, "step", None) is not known or known is None:
+            _check_state(state)
+            # A state from elsewhere. Reading its number waits for the devices, once.
+            if isinstance(state.step, jax.core.Tracer):
+                raise ConfigError("a TrainStep is compiled already; in a jitted function of your own, use rampup.accumulate")
+            if getattr(state, "tx", self.tx) != self.tx:
+                raise ConfigError(
+                    "the state has another tx than the step; give the same optimizer to both, with engine='multi_steps' "
+                    "the `tx` of the step",
+                    key="tx",
+                )
+            done = int(state.step)
+        if batch.position.step != done:
+            raise DataError(
+                f"the state is at step {done}, but the batch is that of step {batch.position.step}; start the batches with the "
+                f"state: step.batches(source, start=state.step)"
+            )
+        if not self._compiler.is_known(batch.layout):
+            chunk_size = None if self._is_fused else batch.layout.chunk_size
+            planned = {layout_of(self._plan, split, chunk_size=chunk_size) for split in self._plan.splits}
+            if batch.layout not in planned:
+                raise DataError(
+                    f"the batch has {batch.layout}, but the plan of this step {planned}; make it with the same plan, and with "
+                    "chunk_size only for engine='multi_steps'"
+                )
+
+    def _program(self, batch: Batch, update: Callable[..., Any], state: Any, *args: Any) -> Callable[..., Any]:
+        """Return the program for a batch, compiled if it is not yet."""
+        if jax.config.jax_disable_jit:
+            return functools.partial(update, _shardings_of(state))
+        return self._compiler.get(  # type: ignore[no-any-return]
+            batch.layout, functools.partial(self._lower, update, state, *args)
+        )
 
     def _run_multi_steps(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
         """Run one optimizer step with `optax.MultiSteps`: one call of the program per microbatch."""
@@ -226,8 +367,7 @@ class TrainStep:
         metrics = self._zero_metrics
         for index, chunk in enumerate(batch.chunks):
             args = metrics, chunk, np.int32(index * batch.layout.rows)
-            lower = functools.partial(self._lower, self._multi_steps_update, state, *args)
-            state, metrics = self._compiler.get(batch.layout, lower)(state, *args)
+            state, metrics = self._program(batch, self._multi_steps_update, state, *args)(state, *args)
         return state, metrics
 
     def split_for(self, position: PlanPosition) -> BatchSplit:
@@ -271,9 +411,9 @@ class TrainStep:
         """Lower a program that maps a state and further arguments to the next state and the metrics."""
         # The next state has the shardings of the given one, so that the program accepts its own result. The state is donated:
         # all of it is replaced. The batch is not: no result has its shape, and the padding is used again in later steps.
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-        out_shardings = shardings, replicated(self._mesh)
-        return jax.jit(functools.partial(update, shardings), donate_argnums=0, out_shardings=out_shardings).lower(state, *args)
+        shardings = _shardings_of(state)
+        options = {"donate_argnums": 0 if self._donate else (), "out_shardings": (shardings, replicated(self._mesh))}
+        return jax.jit(functools.partial(update, shardings), **options).lower(state, *args)
 
     def _fused_update(
         self, shardings: Any, state: Any, chunks: tuple[Any, ...], counts: tuple[jax.Array, jax.Array]
@@ -289,26 +429,78 @@ class TrainStep:
         state = fetch_offloaded(state, shardings)
         batch_KR = _join(chunks)
         keys_KR = per_row_keys(self._seed, state.step, _row_numbers(batch_KR, 0))
-        options = {"param_shardings": device_shardings(shardings.params), "mutable": _mutable(state)}
         with jax.named_scope("accumulate"):
-            sums, grads = self._loss.sums_and_grads(state.params, batch_KR, keys_KR, counts, mesh=self._mesh, **options)
-        with jax.named_scope("update"):
-            updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
+            sums, grads = self._sums_and_grads(shardings, state, batch_KR, keys_KR, counts)
         metrics = {
             "loss": sums.loss * safe_reciprocal(sums.weight),
             "weight": sums.weight,
             "grad_norm": _norm(grads),
             "aux": sums.aux,
         }
-        mutable = sums.mutable
-        if self._skip_nonfinite:
-            # Decided on the device, without a round trip to the host: compute the update anyway and select the old values.
-            is_finite = all_finite(sums._replace(aux=None))
+        with jax.named_scope("update"):
+            new = self._apply(state, grads, metrics["loss"])
+        # Decided on the device, without a round trip to the host: compute the update anyway and select the old values.
+        keep, carried = sums.weight != 0, sums.mutable
+        scale = getattr(state, "dynamic_scale", None)
+        if self._skip_nonfinite or scale is not None:
+            is_finite = all_finite((grads, sums.loss, sums.weight, sums.mutable))
             metrics["skipped"] = ~is_finite
-            params, opt_state = tree_where(is_finite, (params, opt_state), (state.params, state.opt_state))
-            mutable = tree_where(is_finite, mutable, _mutable(state))
-        return _next_state(state, mutable, params=params, opt_state=opt_state, step=state.step + 1), metrics
+            keep, carried = keep & is_finite, tree_where(is_finite, carried, _carried(state))
+        changes = {"step": new.step, **_carried_fields(state, carried)}
+        if scale is not None:
+            changes["dynamic_scale"] = _adapt_scale(scale, is_finite)
+        return replace_fields(tree_where(keep, new, state), **changes), metrics
+
+    def _sums_and_grads(self, shardings: Any, state: Any, batch_KR: Any, keys_KR: jax.Array, counts: Any) -> tuple[Any, Any]:
+        """Return the sums, and the gradient of the mean loss at least in float32; zeros for parameters that are integers."""
+        params, where = state.params, device_shardings(shardings.params)
+        loss, scale = _bind_loss(self._loss, state), getattr(state, "dynamic_scale", None)
+        has_integers = not all(map(_is_trained, jax.tree.leaves(params)))
+        if has_integers:
+            # JAX differentiates with respect to floating-point arrays only. None takes the place of the others.
+            trained, params = params, jax.tree.map(lambda p: p if _is_trained(p) else None, params)
+            where = jax.tree.map(lambda p, sharding: sharding if _is_trained(p) else None, trained, where)
+            loss = _wrap(loss, "integer parameters", lambda fn: lambda p, *args: fn(_fill(p, trained), *args))
+        if scale is not None:
+            loss = _wrap(loss, "dynamic_scale", lambda fn: lambda *args: _scaled(fn(*args), scale.scale))
+        options = {"mesh": self._mesh, "param_shardings": where, "mutable": _carried(state)}
+        sums, grads = loss.sums_and_grads(params, batch_KR, keys_KR, counts, **options)
+        if scale is not None:
+            sums = sums._replace(loss=sums.loss / scale.scale)
+            grads = jax.tree.map(lambda g: g / scale.scale, grads)
+        if has_integers:
+            grads = _fill(grads, jax.tree.map(jnp.zeros_like, state.params))
+        return sums, grads
+
+    def _apply(self, state: Any, grads: Any, loss: jax.Array) -> Any:
+        """Return the state after the optimizer: by its own `apply_gradients`, if it has one."""
+        tx = self.tx
+        if isinstance(tx, (optax.GradientTransformationExtraArgs, optax.MultiSteps)):
+            tx = optax.GradientTransformation(self.tx.init, functools.partial(self._update_with_loss, loss))
+        grads = cast_like(grads, state.params)
+        if hasattr(state, "apply_gradients"):
+            has_tx = hasattr(state, "tx")
+            new = (replace_fields(state, tx=tx) if has_tx else state).apply_gradients(grads=grads)
+            new = replace_fields(new, tx=state.tx) if has_tx else new
+        else:
+            updates, opt_state = tx.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            new = replace_fields(state, params=params, opt_state=opt_state, step=state.step + 1)
+        if all(map(_is_trained, jax.tree.leaves(state.params))):
+            return new
+        # Decay and the like leave integers alone, and the state that an optimizer keeps for them keeps its type.
+        params = jax.tree.map(lambda new, old: new if _is_trained(old) else old, new.params, state.params)
+        return replace_fields(new, params=params, opt_state=cast_like(new.opt_state, state.opt_state))
+
+    def _update_with_loss(self, loss: jax.Array, *args: Any) -> Any:
+        """Run an optimizer that accepts extra arguments."""
+        try:
+            return self.tx.update(*args, value=loss)
+        except TypeError as error:
+            # An optimizer may accept other extra arguments only, as `optax.contrib.sam` does.
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+            return self.tx.update(*args)
 
     def _multi_steps_update(
         self, shardings: Any, state: Any, so_far: Metrics, chunk: Any, first_row: jax.Array
@@ -324,19 +516,15 @@ class TrainStep:
         """
         state = fetch_offloaded(state, shardings)
         keys_KR = per_row_keys(self._seed, state.step, _row_numbers(chunk, first_row))
-        options = {"param_shardings": device_shardings(shardings.params), "mutable": _mutable(state)}
         with jax.named_scope("accumulate"):
-            sums, grads = self._loss.sums_and_grads(state.params, chunk, keys_KR, ONE_MICROBATCH, mesh=self._mesh, **options)
-        mutable, is_finite = sums.mutable, jnp.array(True)
+            sums, grads = self._sums_and_grads(shardings, state, chunk, keys_KR, ONE_MICROBATCH)
+        carried, is_finite = sums.mutable, jnp.array(True)
         if self._skip_nonfinite:
             # MultiSteps must see every microbatch, or its counter would leave the plan: zero this gradient, remember that, and
             # drop the update that the accumulated gradient leads to.
-            is_finite = all_finite(sums._replace(aux=None))
+            is_finite = all_finite((grads, sums.loss, sums.weight, sums.mutable))
             grads = zeros_if_not(is_finite, grads)
-            mutable = tree_where(is_finite, mutable, _mutable(state))
-        with jax.named_scope("update"):
-            updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
+            carried = tree_where(is_finite, carried, _carried(state))
         # The loss of the metrics is the weighted mean over the microbatches so far. Only the gradients are averaged with equal
         # weights, by MultiSteps.
         weight = so_far["weight"] + sums.weight
@@ -345,20 +533,26 @@ class TrainStep:
             "weight": weight,
             "aux": jax.tree.map(jnp.add, so_far["aux"], sums.aux),
         }
+        with jax.named_scope("update"):
+            new = self._apply(state, grads, metrics["loss"])
+        opt_state, keep = new.opt_state, weight != 0
         if self._skip_nonfinite:
-            # Nothing to drop between optimizer steps: MultiSteps emits zero updates there and leaves the inner state alone.
             metrics["skipped"] = so_far["skipped"] | ~is_finite
-            keep = ~metrics["skipped"] | ~self.tx.has_updated(opt_state)
-            params = tree_where(keep, params, state.params)
-            inner = tree_where(keep, opt_state.inner_opt_state, state.opt_state.inner_opt_state)
-            opt_state = opt_state._replace(inner_opt_state=inner)
-        return _next_state(state, mutable, params=params, opt_state=opt_state, step=opt_state.gradient_step), metrics
+            keep &= ~metrics["skipped"]
+        # Between optimizer steps MultiSteps emits zero updates and leaves the inner state alone, so only the last microbatch
+        # changes a state. A step that is dropped takes the old inner state; the counters of MultiSteps always advance.
+        keep &= self.tx.has_updated(opt_state)
+        inner = tree_where(keep, opt_state.inner_opt_state, state.opt_state.inner_opt_state)
+        opt_state = opt_state._replace(inner_opt_state=inner)
+        changes = {"opt_state": opt_state, "step": opt_state.gradient_step, **_carried_fields(state, carried)}
+        unchanged = replace_fields(state, opt_state=opt_state)
+        return replace_fields(tree_where(keep, replace_fields(new, opt_state=opt_state), unchanged), **changes), metrics
 
     def _init_metrics(self, state: Any, chunk: Any) -> Metrics:
         """Return the metrics of no microbatch: zeros of the shapes and types that the loss sums have."""
         # The program adds to them from the first microbatch on, so that all calls of a step are of one shape.
         keys_KR = jax.eval_shape(lambda: per_row_keys(self._seed, jnp.int32(0), _row_numbers(chunk, 0)))
-        eval_sums = functools.partial(self._loss.eval_sums, mesh=self._mesh, mutable=_mutable(state))
+        eval_sums = functools.partial(_bind_loss(self._loss, state).eval_sums, mesh=self._mesh, mutable=_carried(state))
         sums = jax.eval_shape(eval_sums, state.params, chunk, keys_KR, np.int32(1))
         shapes = {"loss": sums.loss, "weight": sums.weight, "aux": sums.aux}
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
@@ -373,7 +567,7 @@ class TrainStep:
     def _compile_next_phases(self, batch: Batch, state: Any) -> None:
         """Request the programs of the next phases that this run reaches, once per phase."""
         index = batch.position.phase.index
-        if index == self._requested_after:
+        if index == self._requested_after or jax.config.jax_disable_jit:
             return
         self._requested_after = index
         phases = self._plan.ramp.phases[index + 1 : index + 1 + PHASES_AHEAD]
@@ -408,8 +602,10 @@ class EvalStep:
         """Return (sum of losses, sum of weights) of a batch, on the devices."""
         # One program per number of chunks. Evaluation batches are all of one size, so there is one.
         key, num_microbatches = (batch.layout, len(batch.chunks)), np.int32(batch.num_microbatches)
+        sums = functools.partial(self._sums, _shardings_of(state))
+        if jax.config.jax_disable_jit:
+            return sums(state, batch.chunks, num_microbatches)
         if key not in self._programs:
-            sums = functools.partial(self._sums, jax.tree.map(lambda leaf: leaf.sharding, state))
             lowered = jax.jit(sums, out_shardings=replicated(self._mesh)).lower(state, batch.chunks, num_microbatches)
             self._programs[key] = compile_program(lowered)
         return self._programs[key](state, batch.chunks, num_microbatches)  # type: ignore[no-any-return]
@@ -421,8 +617,8 @@ class EvalStep:
         batch_KR = _join(chunks)
         # A loss function takes keys. Evaluation is the same every time, whatever the step.
         keys_KR = per_row_keys(jax.random.key(0), jnp.int32(0), _row_numbers(batch_KR, 0))
-        options = {"mesh": self._mesh, "mutable": _mutable(state)}
-        sums = self._loss.eval_sums(state.params, batch_KR, keys_KR, num_microbatches, **options)
+        options = {"mesh": self._mesh, "mutable": _carried(state)}
+        sums = _bind_loss(self._loss, state).eval_sums(state.params, batch_KR, keys_KR, num_microbatches, **options)
         return sums.loss, sums.weight
 
 
@@ -489,12 +685,132 @@ def _zeros_like(x: jax.Array) -> jax.Array:
 
 
 def _norm(tree: Any) -> jax.Array:
-    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
+    squares = (jnp.sum(jnp.square(jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf)) for leaf in jax.tree.leaves(tree))
+    return jnp.sqrt(sum(squares))
 
 
-def _mutable(state: Any) -> Any:
-    return getattr(state, "mutable", None)
+def _shardings_of(state: Any) -> Any:
+    """Return the shardings of a state's leaves."""
+
+    def of(path: Any, leaf: Any) -> Any:
+        if not hasattr(leaf, "sharding"):
+            name = jax.tree_util.keystr(path)
+            raise ConfigError(f"state{name} is a {type(leaf).__name__}; place the state with rampup.prepare_state(state, mesh)")
+        return leaf.sharding
+
+    return jax.tree.map_with_path(of, state)
 
 
-def _next_state(state: Any, mutable: Any, **changes: Any) -> Any:
-    return state.replace(**changes) if mutable is None else state.replace(**changes, mutable=mutable)
+def _copy_to(tree: Any, mesh: Mesh) -> Any:
+    """Return a copy of a tree on the mesh, so that the caller's arrays survive when the copy is donated."""
+    placed = jax.device_put(tree, shardings_like(tree, mesh), may_alias=False)
+    # On several devices, JAX keeps the shards that are already where they belong.
+    return _without_aliases(placed, [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)])
+
+
+def _without_aliases(tree: Any, others: Iterable[jax.Array] = ()) -> Any:
+    """Return a tree in which leaves that share a buffer with an earlier leaf, or with one of `others`, are copies."""
+
+    def buffers(leaf: jax.Array) -> set[int]:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards if shard.data.size}
+
+    seen = {buffer for leaf in others for buffer in buffers(leaf)}
+
+    def copy(leaf: jax.Array) -> jax.Array:
+        if not seen.isdisjoint(buffers(leaf)):
+            leaf = jax.device_put(jnp.copy(leaf), leaf.sharding)
+        seen.update(buffers(leaf))
+        return leaf
+
+    return jax.tree.map(copy, tree)
+
+
+def _carried(state: Any) -> Any:
+    """Return the value that the loss function carries, or None."""
+    return next((value for name in CARRIED_FIELDS if (value := getattr(state, name, None)) is not None), None)
+
+
+def _carried_fields(state: Any, value: Any) -> dict[str, Any]:
+    """Return the field of a state that is carried with its new value; none if nothing is carried."""
+    names = [name for name in CARRIED_FIELDS if getattr(state, name, None) is not None]
+    return {names[0]: value} if names else {}
+
+
+def _bind_loss(loss: SummableLoss, state: Any) -> SummableLoss:
+    """Return the loss with the frozen arrays of a state as an argument, if it has any."""
+    frozen = getattr(state, "frozen", None)
+    return loss if frozen is None else _wrap(loss, "frozen", lambda fn: functools.partial(fn, frozen=frozen))
+
+
+def _wrap(loss: SummableLoss, reason: str, wrap: Callable[[LossFn], LossFn]) -> SummableLoss:
+    if not isinstance(loss, AccumulatedLoss):
+        raise ConfigError(f"{reason} of a state needs a loss function; a {type(loss).__name__} does not support it")
+    return AccumulatedLoss(wrap(loss.loss_fn))
+
+
+def _scaled(results: tuple[Any, ...], scale: jax.Array) -> tuple[Any, ...]:
+    """Return the results of a loss function with the loss scaled."""
+    return accumulator(results[0]) * scale, *results[1:]
+
+
+def _adapt_scale(dynamic_scale: Any, is_finite: jax.Array) -> Any:
+    """Return a Flax `DynamicScale` after a step whose gradients were finite or not."""
+    # Its rule is in a method that differentiates a function, so give it one whose gradient is as finite as that of the step.
+    return dynamic_scale.value_and_grad(lambda x: x * jnp.where(is_finite, 1.0, jnp.nan))(jnp.float32(0))[0]
+
+
+def _is_trained(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def _fill(tree: Any, values: Any) -> Any:
+    """Return a tree with the leaves of another one where it has None."""
+    return jax.tree.map(lambda x, value: value if x is None else x, tree, values, is_leaf=lambda x: x is None)
+
+
+def _check_state(state: Any) -> None:
+    """Refuse something that is not a training state."""
+    missing = [name for name in ("step", "params", "opt_state") if not hasattr(state, name)]
+    if missing or jax.tree_util.all_leaves([state]):
+        raise ConfigError(
+            f"a {type(state).__name__} cannot be trained: "
+            + (f"it has no {', '.join(missing)}" if missing else "register it with jax.tree_util.register_dataclass")
+            + "; a state is a pytree with `step`, `params` and `opt_state`, such as flax.training.train_state.TrainState"
+        )
+
+
+def _check_step_number(steps: int) -> None:
+    if steps > MAX_STEPS:
+        raise RampDefinitionError(
+            f"steps={steps:,} does not fit into the int32 step counter of a device", key="steps", nearest=(MAX_STEPS,)
+        )
+
+
+def _check_plan(plan: RampPlan, mesh: Mesh) -> None:
+    """Check that a plan can be trained on a mesh."""
+    _check_step_number(plan.total_steps)
+    replicas, planned = math.prod(mesh.shape[axis] for axis in BATCH_AXES), plan.splitter.data_parallel_size
+    if planned != replicas:
+        raise ConfigError(
+            f"the plan is for data_parallel_size={planned}, but the mesh shards rows over {replicas} devices "
+            f"({' * '.join(f'{axis}={mesh.shape[axis]}' for axis in BATCH_AXES)})",
+            key="data_parallel_size",
+            nearest=(replicas,),
+        )
+
+
+def _check_arguments(call: str, **arguments: Any) -> None:
+    """Refuse arguments of another kind, such as swapped ones."""
+    tests: dict[str, Callable[[Any], bool]] = {
+        "loss_fn": lambda x: callable(x) or isinstance(x, SummableLoss),
+        "tx": lambda x: hasattr(x, "init") and hasattr(x, "update"),
+        "plan": lambda x: isinstance(x, RampPlan),
+        "mesh": lambda x: isinstance(x, Mesh),
+    }
+    wrong = {name: type(value).__name__ for name, value in arguments.items() if not tests[name](value)}
+    if wrong:
+        hint = "; give the optimizer's `tx`, not an nnx.Optimizer" if hasattr(arguments.get("tx"), "opt_state") else ""
+        found = ", ".join(f"{name} is a {kind}" for name, kind in wrong.items())
+        raise ConfigError(f"{call}: {found}{hint or '; check the order of the arguments'}", key=next(iter(wrong)))

@@ -104,6 +104,7 @@ class SampleOrder:
         num_rows: rows of the source.
         seed: shuffles every epoch in a new order; None keeps the source's order.
         num_epochs: passes over the rows; None = unlimited.
+        has_epochs: the source can be indexed beyond its length, where its next epoch is, as a Grain MapDataset can.
 
     Raises:
         DataError: no rows, or more than can be shuffled.
@@ -113,20 +114,23 @@ class SampleOrder:
         [2, 3, 0, 1, 2]
     """
 
-    def __init__(self, num_rows: int, *, seed: int | None, num_epochs: int | None = None) -> None:
+    def __init__(self, num_rows: int, *, seed: int | None, num_epochs: int | None = None, has_epochs: bool = False) -> None:
         if num_rows < 1:
             raise DataError("the data has no rows")
         if seed is not None and num_rows >= 2**32:
-            raise DataError(f"{num_rows:,} rows are more than the 2**32 that can be shuffled; set enable_data_shuffling=false")
+            raise DataError(
+                f"{num_rows:,} rows are more than the 2**32 that can be shuffled; set enable_data_shuffling=false (seed=None)"
+            )
         self.num_samples = None if num_epochs is None else num_rows * num_epochs
-        self._num_rows = num_rows
+        self._num_rows, self._has_epochs = num_rows, has_epochs
         # Indexed beyond its length, Grain's shuffled range continues with the next epoch in an order of its own.
         self._shuffled = None if seed is None else grain.MapDataset.range(num_rows).shuffle(seed=seed)
 
     def rows(self, samples: Iterable[int]) -> np.ndarray:
         """Return the row of each sample."""
         if self._shuffled is None:
-            return np.fromiter(samples, np.int64) % self._num_rows
+            numbers = np.fromiter(samples, np.int64)
+            return numbers if self._has_epochs else numbers % self._num_rows
         return np.fromiter((self._shuffled[sample] for sample in samples), np.int64)
 
     def check(self, consumed_samples: int) -> None:
@@ -140,7 +144,7 @@ class SampleOrder:
             needed = -(-consumed_samples // self._num_rows)
             raise DataError(
                 f"the run consumes {consumed_samples:,} samples, but num_epoch={epochs} of {self._num_rows:,} rows are "
-                f"{self.num_samples:,}; set num_epoch={needed} or -1, or fewer steps",
+                f"{self.num_samples:,}; set num_epoch={needed} or -1 (num_epochs={needed} or None), or fewer steps",
                 key="num_epoch",
                 nearest=(needed, -1),
             )
@@ -261,7 +265,7 @@ class BatchLoader:
         Raises:
             DataError: the source is too small for the run, or a row cannot be read. All batches before it are yielded.
         """
-        stop = self.plan.total_steps if stop is None else stop
+        stop = _last_step(self.plan, start, stop)
         self.order.check(self.plan.ramp.samples_before(stop))
         if start >= stop:
             return
@@ -304,12 +308,14 @@ def step_batches(
     """Yield the batch of every optimizer step, read and put on the devices ahead of use.
 
     Args:
-        source: a RowSource, or anything that can be indexed: a list of rows, a Grain data source or MapDataset.
+        source: a RowSource, or anything that can be indexed: a list of rows, a Grain data source or MapDataset. For rows that
+            come one after the other, see `TrainStep.stream`.
         plan: the plan.
         mesh: the devices.
         start: the first step, or a position of the plan.
         stop: the step to stop before; None = the end of the plan.
-        seed: shuffles every epoch in a new order; None keeps the source's order.
+        seed: shuffles every epoch in a new order; None keeps the source's order. A Grain MapDataset then has its own epochs,
+            with a new order and new random augmentations in each if it was shuffled and seeded.
         num_epochs: passes over the source; None = unlimited.
         options: further attributes of `BatchLoader`, such as `split_for=step.split_for`.
 
@@ -326,9 +332,82 @@ def step_batches(
         [[0, 1], [2, 3], [4, 5, 0, 1]]
     """
     rows = as_source(source)
-    order = SampleOrder(len(rows), seed=seed, num_epochs=num_epochs)
+    has_epochs = isinstance(source, grain.MapDataset) and seed is None
+    order = SampleOrder(len(rows), seed=seed, num_epochs=num_epochs, has_epochs=has_epochs)
     loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=order, **_with_new_names(options))
     yield from loader.batches(start.step if isinstance(start, PlanPosition) else start, stop)
+
+
+def stream_batches(
+    source: Iterable[Any],
+    plan: RampPlan,
+    mesh: Mesh,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    batched: bool = False,
+    split_for: Callable[[PlanPosition], BatchSplit] | None = None,
+    chunk_size: int | None = None,
+) -> Iterator[Batch]:
+    """Yield the batch of every optimizer step from rows that come one after the other.
+
+    A step takes from the source the rows that it needs and no others, so the state of the source, such as that of a Grain
+    iterator, belongs to a checkpoint of the same step. The caller restores it; only sources with random access resume by
+    themselves. With `batched=True`, the rest of a batch that two steps share is kept for the second and lost in a resumption.
+
+    Args:
+        source: yields rows, pytrees of arrays. With several processes, the rows of this one.
+        plan: the plan.
+        mesh: the devices.
+        start: the first step. The source must start at its rows.
+        stop: the step to stop before; None = the end of the plan, or of the source.
+        batched: the source yields arrays (rows, ...) of any number of rows.
+        split_for, chunk_size: see `BatchLoader`.
+
+    Raises:
+        DataError: the source ends inside a step, or its rows differ in structure or shape.
+
+    Example:
+        >>> from rampup.plan import BatchRamp, BatchSplitter
+        >>> from rampup.run.mesh import make_mesh
+        >>> mesh = make_mesh(devices=jax.devices()[:1])
+        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:2 4:4"), splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1, total_steps=3)
+        >>> [np.concatenate(b.chunks).ravel().tolist() for b in stream_batches(iter(range(8)), plan, mesh)]
+        [[0, 1], [2, 3], [4, 5, 6, 7]]
+    """
+    rows, pending, count = iter(source), [], 0
+    for number in range(start, _last_step(plan, start, stop)):
+        position = plan.position(number)
+        split = position.split if split_for is None else split_for(position)
+        layout = layout_of(plan, split, chunk_size=chunk_size)
+        needed = split.num_microbatches * len(process_rows(mesh, layout.rows))
+        while count < needed:
+            try:
+                item = next(rows)
+            except StopIteration:
+                if count:
+                    message = f"step {number} needs {needed} rows in this process, but the source ended after {count} of them"
+                    raise DataError(message) from None
+                return
+            if item is None:
+                raise DataError(f"the source yielded None instead of a row, at step {number}")
+            pending.append(jax.tree.map(lambda x: np.asarray(x)[None if not batched else ...], item))
+            count += len(jax.tree.leaves(pending[-1])[0])
+        try:
+            ready = jax.tree.map(lambda *parts: np.concatenate(parts), *pending)
+        except ValueError as error:
+            raise DataError(f"the rows of step {number} do not have the same structure and shapes: {error}") from error
+        pending, count = [jax.tree.map(lambda x, used=needed: x[used:], ready)], count - needed
+        batch_nR = jax.tree.map(lambda x, used=needed, n=split.num_microbatches: x[:used].reshape(n, -1, *x.shape[1:]), ready)
+        yield Batch(replace(position, split=split), put_chunks(batch_nR, layout, mesh), layout)
+
+
+def _last_step(plan: RampPlan, start: int, stop: int | None) -> int:
+    """Return the step to stop before."""
+    if start < 0 or (stop is not None and stop > plan.total_steps):
+        raise DataError(f"steps {start} to {stop} were requested, but the plan has the steps 0 to {plan.total_steps}")
+    return plan.total_steps if stop is None else stop
 
 
 def microbatches(source: Any, plan: RampPlan, mesh: Mesh, *, start: int | PlanPosition = 0, **options: Any) -> Iterator[Any]:

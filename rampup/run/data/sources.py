@@ -126,6 +126,11 @@ class ItemRows:
                 items.append(self._items[int(row)])
             except Exception as error:
                 raise DataError(f"row {row} of {self._items!r:.100} cannot be read: {error!r}") from error
+            if items[-1] is None:
+                raise DataError(
+                    f"row {row} of {self._items!r:.100} is None, as `MapDataset.filter` makes of the rows that it drops; "
+                    "filter the rows before they are numbered, or train on ds.to_iter_dataset() with step.stream"
+                )
         return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
 
     def describe(self, row: int) -> str:
@@ -283,8 +288,19 @@ def read_rows(source: RowSource, rows: np.ndarray) -> Any:
 
 
 def as_source(source: Any) -> RowSource:
-    """Return `source` if it is a RowSource, and otherwise one for anything that can be indexed."""
-    return source if hasattr(source, "read") and hasattr(source, "describe") else ItemRows(source)
+    """Return `source` if it is a RowSource, and otherwise one for anything that can be indexed.
+
+    Raises:
+        DataError: it cannot be indexed.
+    """
+    if hasattr(source, "read") and hasattr(source, "describe"):
+        return source  # type: ignore[no-any-return]
+    if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
+        raise DataError(
+            f"a {type(source).__name__} cannot be indexed by row; give a list, a Grain data source or a grain.MapDataset, "
+            "or train on rows that come one after the other with step.stream(source)"
+        )
+    return ItemRows(source)
 
 
 def _stack_tokens(
