@@ -50,25 +50,13 @@ def _tokens_per_device(job: MaxTextJob) -> str:
 
 CHECKED: Rules = [
     at_least("maxtext.accumulation_positive", (ACCUMULATION,), ACCUMULATION, constant(1)),
-    Rule(
-        name="maxtext.mesh",
-        keys=("num_devices",),
-        holds=lambda job: not job.mesh_problem,
+    Rule(name="maxtext.mesh", keys=("num_devices",), holds=lambda job: not job.mesh_problem,
         message=lambda job: job.mesh_problem,
-        candidates=lambda job: [int(n) for n in around(job.num_devices) if n >= 1],
-    ),
-    Rule(
-        name="maxtext.ramp_grows",
-        keys=(END, START),
-        when=lambda job: job.ramps,
-        holds=lambda job: job.grows,
+        candidates=lambda job: [int(n) for n in around(job.num_devices) if n >= 1]),
+    Rule(name="maxtext.ramp_grows", keys=(END, START), when=lambda job: job.ramps, holds=lambda job: job.grows,
         message=lambda job: f"{END}={show(job[END])} must be greater than {START}={show(job[START])}",
-        candidates=_sizes_near(END),
-    ),
-    Rule(
-        name="maxtext.ramp_increment_divides",
-        keys=(INCREMENT, START, END),
-        when=lambda job: job.ramps and job.grows,
+        candidates=_sizes_near(END)),
+    Rule(name="maxtext.ramp_increment_divides", keys=(INCREMENT, START, END), when=lambda job: job.ramps and job.grows,
         holds=lambda job: job.increment_divides,
         message=lambda job: (
             f"{END} - {START} = {show(job[END])} - {show(job[START])} = {show(job[END] - job[START])} must be a multiple of "
@@ -77,26 +65,16 @@ CHECKED: Rules = [
                 f" in floating point, where the remainder is {(float(job[END]) - float(job[START])) % float(job[INCREMENT]):g}"
                 if (job[END] - job[START]) % job[INCREMENT] == 0
                 else ""
-            )
-        ),
-        candidates=_increments_near,
-    ),
-    Rule(
-        name="maxtext.vocab_tiling",
-        keys=(VOCAB_TILING, END, "max_target_length"),
-        when=lambda job: job[END] > 0,
+            )),
+        candidates=_increments_near),
+    Rule(name="maxtext.vocab_tiling", keys=(VOCAB_TILING, END, "max_target_length"), when=lambda job: job[END] > 0,
         holds=lambda job: (float(job[END]) * job["max_target_length"]) % job[VOCAB_TILING] == 0,
         message=lambda job: f"{_tokens_per_device(job)} must be a multiple of {VOCAB_TILING}={job[VOCAB_TILING]}",
-        division=lambda job: (int(job[END] * job["max_target_length"]), job[VOCAB_TILING]),
-    ),
-    Rule(
-        name="maxtext.fp8_accumulation",
-        keys=(ACCUMULATION, "quantization"),
-        when=lambda job: job["quantization"] in FP8,
+        division=lambda job: (int(job[END] * job["max_target_length"]), job[VOCAB_TILING])),
+    Rule(name="maxtext.fp8_accumulation", keys=(ACCUMULATION, "quantization"), when=lambda job: job["quantization"] in FP8,
         holds=lambda job: job[ACCUMULATION] <= 1,
-        message=lambda job: f"{ACCUMULATION}={job[ACCUMULATION]} must be 1 with quantization={job['quantization']}",
-    ),
-]
+        message=lambda job: f"{ACCUMULATION}={job[ACCUMULATION]} must be 1 with quantization={job['quantization']}"),
+]  # fmt: skip
 
 
 def _prefetch_needs(job: MaxTextJob) -> list[str]:
@@ -130,54 +108,26 @@ _MICROBATCHES: Side[MaxTextJob] = (f"{MICROBATCHES}={{:,}}", lambda job: job.mic
 
 
 PIPELINE: Rules = [
-    Rule(
-        name="maxtext.pipeline_layers",
-        keys=(LAYERS, "base_num_decoder_layers", keys.STAGE_LAYERS, REPEATS),
-        when=lambda job: job.is_piped,
-        holds=_layers_fit,
-        message=_layers_message,
-        candidates=lambda job: [int(n) for n in around(job.layers, max(job.layer_product, 1)) if n >= 1],
-    ),
-    Rule(
-        name="maxtext.pipeline_weight_prefetch",
-        keys=(PREFETCH,),
-        when=lambda job: job.is_piped and job[PREFETCH],
+    Rule(name="maxtext.pipeline_layers", keys=(LAYERS, "base_num_decoder_layers", keys.STAGE_LAYERS, REPEATS),
+        when=lambda job: job.is_piped, holds=_layers_fit, message=_layers_message,
+        candidates=lambda job: [int(n) for n in around(job.layers, max(job.layer_product, 1)) if n >= 1]),
+    Rule(name="maxtext.pipeline_weight_prefetch", keys=(PREFETCH,), when=lambda job: job.is_piped and job[PREFETCH],
         holds=lambda job: not _prefetch_needs(job),
         message=lambda job: f"{PREFETCH}=true needs {' and '.join(_prefetch_needs(job))}",
-        candidates=lambda job: (False,),
-    ),
-    at_least(
-        "maxtext.microbatches_positive",
-        (MICROBATCHES,),
-        _MICROBATCHES,
-        constant(1),
-        when=lambda job: job.is_piped,
-        note=", or -1 for automatic",
-    ),
-    multiple(
-        "maxtext.microbatches_multiple_of_stages",
-        (MICROBATCHES,),
-        _MICROBATCHES,
+        candidates=lambda job: (False,)),
+    at_least("maxtext.microbatches_positive", (MICROBATCHES,), _MICROBATCHES, constant(1), when=lambda job: job.is_piped,
+        note=", or -1 for automatic"),
+    multiple("maxtext.microbatches_multiple_of_stages", (MICROBATCHES,), _MICROBATCHES,
         lambda job: Term(f"the stages, ici_pipeline_parallelism * dcn_pipeline_parallelism = {job.stages}", job.stages),
-        when=lambda job: job.is_piped and job.microbatches >= 1,
-    ),
-    multiple(
-        "maxtext.batch_multiple_of_microbatches",
-        (END, MICROBATCHES),
+        when=lambda job: job.is_piped and job.microbatches >= 1),
+    multiple("maxtext.batch_multiple_of_microbatches", (END, MICROBATCHES),
         lambda job: Term(f"{product_text(job, END)}, the batch of one forward pass ({job.sizes.micro}),", job.sizes.micro),
-        _MICROBATCHES,
-        when=lambda job: job.is_piped and job.microbatches >= 1 and job.sizes.micro > 0,
-        candidates=_sizes_near(END),
-    ),
-    at_least(
-        "maxtext.delayed_microbatches",
-        (MICROBATCHES, DELAY),
-        _MICROBATCHES,
+        _MICROBATCHES, when=lambda job: job.is_piped and job.microbatches >= 1 and job.sizes.micro > 0,
+        candidates=_sizes_near(END)),
+    at_least("maxtext.delayed_microbatches", (MICROBATCHES, DELAY), _MICROBATCHES,
         lambda job: Term(f"2 * stages = {job.least_microbatches}", job.least_microbatches),
-        when=lambda job: job.is_piped and job[DELAY],
-        note=f" with {DELAY}",
-    ),
-]
+        when=lambda job: job.is_piped and job[DELAY], note=f" with {DELAY}"),
+]  # fmt: skip
 
 
 def _divides_over_mesh(job: MaxTextJob, key: str) -> bool:
@@ -220,78 +170,46 @@ def _eval_message(job: MaxTextJob) -> str:
 
 FOUND_BY_RUN = found_by_run(
     [
-        Rule(
-            name="maxtext.empty_batch",
-            keys=(END,),
-            holds=lambda job: job.sizes.micro >= 1,
+        Rule(name="maxtext.empty_batch", keys=(END,), holds=lambda job: job.sizes.micro >= 1,
             message=lambda job: (
-                f"{product_text(job, END)} is truncated to {job.sizes.micro} samples: the step silently trains on nothing"
-            ),
-            candidates=_sizes_near(END),
-        ),
-        Rule(
-            name="maxtext.empty_first_batch",
-            keys=(START,),
-            when=lambda job: job.ramps and job.grows,
+                f"{product_text(job, END)} is truncated to {job.sizes.micro} samples: the step silently trains on nothing"),
+            candidates=_sizes_near(END)),
+        Rule(name="maxtext.empty_first_batch", keys=(START,), when=lambda job: job.ramps and job.grows,
             holds=lambda job: job.global_size(START) >= 1,
             message=lambda job: (
-                f"{product_text(job, START)} is truncated to {job.global_size(START)} samples: the ramp never starts"
-            ),
-            candidates=_sizes_near(START),
-        ),
-        Rule(
-            name="maxtext.increment_positive",
-            keys=(INCREMENT,),
+                f"{product_text(job, START)} is truncated to {job.global_size(START)} samples: the ramp never starts"),
+            candidates=_sizes_near(START)),
+        Rule(name="maxtext.increment_positive", keys=(INCREMENT,),
             when=lambda job: job.ramps and job.grows and job.increment_divides,
             holds=lambda job: job.global_size(INCREMENT) >= 1,
             message=lambda job: (
                 f"{product_text(job, INCREMENT)}, truncated to {job.global_size(INCREMENT)}, must be at least 1: MaxText "
-                "divides by zero, hangs, or keeps the first batch indefinitely"
-            ),
-            candidates=_increments_near,
-        ),
+                "divides by zero, hangs, or keeps the first batch indefinitely"),
+            candidates=_increments_near),
         _over_mesh("rows_over_mesh", END),
         _over_mesh("first_rows_over_mesh", START),
         _over_mesh("increment_over_mesh", INCREMENT),
-        Rule(
-            name="maxtext.ramp_accumulation",
-            keys=(ACCUMULATION, START, INCREMENT),
+        Rule(name="maxtext.ramp_accumulation", keys=(ACCUMULATION, START, INCREMENT),
             when=lambda job: job.manager is not None and job[ACCUMULATION] >= 2,
             holds=lambda job: job.manager is None or job.manager.divides_by(job[ACCUMULATION]),
             message=lambda job: (
                 f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}, but splits each batch into that many parts: "
-                f"{product_text(job, START)} and {product_text(job, INCREMENT)} must be multiples of it"
-            ),
-            division=lambda job: (max(job.global_size(START), 1), 1),
-        ),
-        Rule(
-            name="maxtext.ramp_in_pipeline",
-            keys=(keys.RAMP, "ici_pipeline_parallelism"),
-            when=lambda job: job.is_piped,
+                f"{product_text(job, START)} and {product_text(job, INCREMENT)} must be multiples of it"),
+            division=lambda job: (max(job.global_size(START), 1), 1)),
+        Rule(name="maxtext.ramp_in_pipeline", keys=(keys.RAMP, "ici_pipeline_parallelism"), when=lambda job: job.is_piped,
             holds=lambda job: job.manager is None,
             message=lambda job: (
                 f"the pipeline is built for the final batch of {job.sizes.micro} samples only; the ramp's first one of "
-                f"{job.global_size(START)} cannot be given that shape, and the first step fails"
-            ),
-            candidates=lambda job: (False,),
-        ),
-        Rule(
-            name="maxtext.eval_batch",
-            keys=(EVAL, "eval_interval"),
-            when=lambda job: job["eval_interval"] > 0,
-            holds=_eval_fits,
-            message=_eval_message,
-            candidates=lambda job: [0, job[END], *around(job[EVAL] or job[END], _unit(job))],
-        ),
-        Rule(
-            name="maxtext.no_steps",
-            keys=("steps",),
-            holds=lambda job: job.total_steps >= 1,
+                f"{job.global_size(START)} cannot be given that shape, and the first step fails"),
+            candidates=lambda job: (False,)),
+        Rule(name="maxtext.eval_batch", keys=(EVAL, "eval_interval"), when=lambda job: job["eval_interval"] > 0,
+            holds=_eval_fits, message=_eval_message,
+            candidates=lambda job: [0, job[END], *around(job[EVAL] or job[END], _unit(job))]),
+        Rule(name="maxtext.no_steps", keys=("steps",), holds=lambda job: job.total_steps >= 1,
             message=lambda job: (
                 f"the run has steps={job['steps']} (learning_rate_schedule_steps={job['learning_rate_schedule_steps']})"
-            ),
-        ),
+            )),
     ]
-)
+)  # fmt: skip
 RULES = [*CHECKED, *PIPELINE, *FOUND_BY_RUN]
 DIALECT = Dialect(read=keys.read, keys=keys.KEYS, job=MaxTextJob, rules=RULES, words=explain)

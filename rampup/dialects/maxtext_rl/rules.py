@@ -210,59 +210,32 @@ RULES: list[Rule[MaxTextRlJob]] = [
     _micro_positive(ROLLOUT),
     _micro_divides(TRAIN, lambda job: job.train_micro, "backward pass"),
     _micro_divides(ROLLOUT, lambda job: job[ROLLOUT], "generate call"),
-    Rule(
-        name="maxtext_rl.dataset_fills_a_batch",
-        keys=(BATCH, "num_prompts", "num_batches", "train_fraction"),
+    Rule(name="maxtext_rl.dataset_fills_a_batch", keys=(BATCH, "num_prompts", "num_batches", "train_fraction"),
         when=lambda job: min(job.batch, job["num_batches"], job["num_epoch"]) >= 1 and 0 < job["train_fraction"] <= 1,
         holds=lambda job: job.full_batches >= 1,
         message=lambda job: (
             f"{job.prompts:,} prompts * num_epoch={job['num_epoch']} must fill a batch of {BATCH}={job.batch:,} (prompts); "
-            "the data set is empty after its last, short batch is dropped"
-        ),
-        division=lambda job: (job.prompts * max(job["num_epoch"], 1), 1),
-    ),
-    Rule(
-        name="maxtext_rl.rollout_axes",
-        keys=ROLLOUT_AXES,
-        holds=lambda job: job.axes_valid,
+            "the data set is empty after its last, short batch is dropped"),
+        division=lambda job: (job.prompts * max(job["num_epoch"], 1), 1)),
+    Rule(name="maxtext_rl.rollout_axes", keys=ROLLOUT_AXES, holds=lambda job: job.axes_valid,
         message=lambda job: (
-            f"{', '.join(f'{axis}={job[axis]}' for axis in ROLLOUT_AXES)}: each must be -1 or above 0, and at most one -1"
-        ),
-        candidates=lambda job: (1, AUTO),
-    ),
-    Rule(
-        name="maxtext_rl.rollout_devices",
-        keys=ROLLOUT_AXES,
-        when=lambda job: job.axes_valid and job.sampler_devices is not None and job.fractions_valid,
-        holds=_fits_devices,
-        message=_fits_message,
-        division=lambda job: (job.sampler_devices or 0, 1),
-    ),
-    Rule(
-        name="maxtext_rl.slices",
-        keys=SLICES,
-        holds=lambda job: job.slices_agree,
+            f"{', '.join(f'{axis}={job[axis]}' for axis in ROLLOUT_AXES)}: each must be -1 or above 0, and at most one -1"),
+        candidates=lambda job: (1, AUTO)),
+    Rule(name="maxtext_rl.rollout_devices", keys=ROLLOUT_AXES,
+        when=lambda job: job.axes_valid and job.sampler_devices is not None and job.fractions_valid, holds=_fits_devices,
+        message=_fits_message, division=lambda job: (job.sampler_devices or 0, 1)),
+    Rule(name="maxtext_rl.slices", keys=SLICES, holds=lambda job: job.slices_agree,
         message=lambda job: f"{SLICES[0]}={job[SLICES[0]]} and {SLICES[1]}={job[SLICES[1]]} must both be -1 or both be above 0",
-        candidates=lambda job: (AUTO, 1),
-    ),
-    multiple(
-        "maxtext_rl.tensor_in_slice",
-        (TENSOR, SLICES[0]),
-        lambda job: Term(f"the {job.devices_per_slice} training devices of a slice", job.devices_per_slice),
-        TENSOR,
-        when=lambda job: job["num_devices"] is not None and job.multislice and job[TENSOR] > 1,
-    ),
-    Rule(
-        name="maxtext_rl.devices_left",
-        keys=FRACTIONS,
+        candidates=lambda job: (AUTO, 1)),
+    multiple("maxtext_rl.tensor_in_slice", (TENSOR, SLICES[0]),
+        lambda job: Term(f"the {job.devices_per_slice} training devices of a slice", job.devices_per_slice), TENSOR,
+        when=lambda job: job["num_devices"] is not None and job.multislice and job[TENSOR] > 1),
+    Rule(name="maxtext_rl.devices_left", keys=FRACTIONS,
         when=lambda job: job.trainer_devices is not None and job.fractions_valid,
         holds=lambda job: min(job.trainer_devices or 0, job.sampler_devices or 0) >= 1,
         message=lambda job: (
             f"num_devices={job['num_devices']} leave {job.trainer_devices} devices to train and {job.sampler_devices} to "
-            "generate; each needs at least 1"
-        ),
-        candidates=lambda job: (0.5, 1.0),
-        found_by="run",
-    ),
-]
+            "generate; each needs at least 1"),
+        candidates=lambda job: (0.5, 1.0), found_by="run"),
+]  # fmt: skip
 DIALECT = Dialect(read=read, keys=keys.KEYS, job=MaxTextRlJob, rules=RULES, words=explain)

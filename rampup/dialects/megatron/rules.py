@@ -30,47 +30,28 @@ def _is_constant(job: MegatronJob) -> bool:
 
 
 ARGUMENTS: Rules = [
-    Rule(
-        name="megatron.micro_batch_positive",
-        keys=(MICRO,),
-        holds=lambda job: job.micro >= 1,
-        message=lambda job: f"{MICRO} must be set" if job[MICRO] is None else f"{MICRO}={job[MICRO]} must be at least 1",
-    ),
+    Rule(name="megatron.micro_batch_positive", keys=(MICRO,), holds=lambda job: job.micro >= 1,
+        message=lambda job: f"{MICRO} must be set" if job[MICRO] is None else f"{MICRO}={job[MICRO]} must be at least 1"),
     at_least("megatron.global_batch_positive", (GLOBAL,), GLOBAL, constant(1), when=lambda job: job[GLOBAL] is not None),
-    multiple(
-        "megatron.world_divisible",
-        ("world_size", *keys.MODEL_AXES),
+    multiple("megatron.world_divisible", ("world_size", *keys.MODEL_AXES),
         lambda job: Term(f"the world size {job.world}", job.world or 0),
         lambda job: Term(
             f"tensor * pipeline * context parallel sizes = {' * '.join(str(job[axis]) for axis in keys.MODEL_AXES)} = "
             f"{job.model_parallel}",
-            job.model_parallel,
-        ),
-        when=lambda job: job.world is not None,
-    ),
-    multiple(
-        "megatron.batch_divisible", (GLOBAL, MICRO), _FINAL, _unit, when=lambda job: _is_constant(job) and not job[DECREASE]
-    ),
-    at_least(
-        "megatron.decreased_to_nothing",
-        (GLOBAL, MICRO),
-        _FINAL,
-        _unit,
+            job.model_parallel),
+        when=lambda job: job.world is not None),
+    multiple("megatron.batch_divisible", (GLOBAL, MICRO), _FINAL, _unit,
+        when=lambda job: _is_constant(job) and not job[DECREASE]),
+    at_least("megatron.decreased_to_nothing", (GLOBAL, MICRO), _FINAL, _unit,
         when=lambda job: _is_constant(job) and job[DECREASE] and job.unit >= 1 and job.final >= 1,
-        note=_ROUNDS_TO_0,
-    ),
-    multiple(
-        "megatron.eval_batch_divisible",
-        (keys.EVAL_GLOBAL, keys.EVAL_MICRO),
-        keys.EVAL_GLOBAL,
+        note=_ROUNDS_TO_0),
+    multiple("megatron.eval_batch_divisible", (keys.EVAL_GLOBAL, keys.EVAL_MICRO), keys.EVAL_GLOBAL,
         lambda job: Term(
             f"the evaluation's micro batch * data_parallel_size = {job.eval_unit // job.replicas} * {job.replicas} = "
             f"{job.eval_unit}",
-            job.eval_unit,
-        ),
-        when=lambda job: job[keys.EVAL_GLOBAL] is not None,
-    ),
-]
+            job.eval_unit),
+        when=lambda job: job[keys.EVAL_GLOBAL] is not None),
+]  # fmt: skip
 
 
 # The linear ramp: start, increment and samples.
@@ -119,76 +100,36 @@ def _first_uneven_phase(job: MegatronJob) -> str:
 
 
 LINEAR: Rules = [
-    Rule(
-        name="megatron.ramp_is_a_triple",
-        keys=(RAMP,),
-        when=lambda job: job.triple is not None,
-        holds=_is_triple,
-        message=lambda job: f"{RAMP}={job[RAMP]!r:.80} must be three whole numbers: start, increment and samples",
-    ),
-    Rule(
-        name="megatron.ramp_numbers_positive",
-        keys=(RAMP,),
-        when=_is_triple,
-        holds=_is_ordered,
+    Rule(name="megatron.ramp_is_a_triple", keys=(RAMP,), when=lambda job: job.triple is not None, holds=_is_triple,
+        message=lambda job: f"{RAMP}={job[RAMP]!r:.80} must be three whole numbers: start, increment and samples"),
+    Rule(name="megatron.ramp_numbers_positive", keys=(RAMP,), when=_is_triple, holds=_is_ordered,
         message=lambda job: f"{RAMP}={job[RAMP]}: start and increment must be at least 1, samples at least 0",
-        candidates=_triples,
-    ),
-    at_least(
-        "megatron.ramp_grows",
-        (GLOBAL, RAMP),
-        _FINAL,
-        ("the ramp's start {:,}", lambda job: _part(job, 0)),
+        candidates=_triples),
+    at_least("megatron.ramp_grows", (GLOBAL, RAMP), _FINAL, ("the ramp's start {:,}", lambda job: _part(job, 0)),
         when=_is_ordered,
-        candidates=lambda job: [int(n) for n in around(job.final, _part(job, 1), origin=_part(job, 0)) if n >= 1],
-    ),
-    multiple(
-        "megatron.ramp_increment_divides",
-        (GLOBAL, RAMP),
-        _growth,
+        candidates=lambda job: [int(n) for n in around(job.final, _part(job, 1), origin=_part(job, 0)) if n >= 1]),
+    multiple("megatron.ramp_increment_divides", (GLOBAL, RAMP), _growth,
         ("the ramp's increment {:,}", lambda job: _part(job, 1)),
-        when=lambda job: _is_ordered(job) and job.final >= _part(job, 0),
-    ),
-    Rule(
-        name="megatron.ramp_counts_samples",
-        keys=("train_iters", RAMP),
-        when=lambda job: job.triple is not None,
+        when=lambda job: _is_ordered(job) and job.final >= _part(job, 0)),
+    Rule(name="megatron.ramp_counts_samples", keys=("train_iters", RAMP), when=lambda job: job.triple is not None,
         holds=lambda job: job["train_iters"] is None,
         message=lambda job: (
             f"a linear ramp needs a run counted in samples; give train_samples instead of train_iters={job['train_iters']:,}"
-        ),
-    ),
-    Rule(
-        name="megatron.ramp_divides_by_zero",
-        keys=(RAMP, GLOBAL),
-        when=_is_ordered,
+        )),
+    Rule(name="megatron.ramp_divides_by_zero", keys=(RAMP, GLOBAL), when=_is_ordered,
         holds=lambda job: job.final != _part(job, 0) and _part(job, 2) > 0,
         message=lambda job: (
             f"{RAMP}={job[RAMP]} to {GLOBAL}={job.final:,}: a ramp without increments or samples divides by zero; leave it out"
         ),
-        candidates=_triples,
-        found_by="run",
-    ),
-    at_least(
-        "megatron.ramp_decreased_to_nothing",
-        (RAMP, MICRO),
-        ("the ramp's start {:,}", lambda job: _part(job, 0)),
-        _unit,
-        when=lambda job: _is_ordered(job) and job[DECREASE] and job.unit >= 1,
-        note=_ROUNDS_TO_0,
-        candidates=_triples,
-        found_by="run",
-    ),
-    Rule(
-        name="megatron.ramp_phases_divisible",
-        keys=(RAMP, MICRO),
-        when=lambda job: job.linear is not None and job.unit >= 1,
+        candidates=_triples, found_by="run"),
+    at_least("megatron.ramp_decreased_to_nothing", (RAMP, MICRO), ("the ramp's start {:,}", lambda job: _part(job, 0)), _unit,
+        when=lambda job: _is_ordered(job) and job[DECREASE] and job.unit >= 1, note=_ROUNDS_TO_0, candidates=_triples,
+        found_by="run"),
+    Rule(name="megatron.ramp_phases_divisible", keys=(RAMP, MICRO), when=lambda job: job.linear is not None and job.unit >= 1,
         holds=lambda job: job.splits,
         message=lambda job: f"{_first_uneven_phase(job)}; Megatron checks each batch only when its step comes",
-        candidates=_triples,
-        found_by="run",
-    ),
-]
+        candidates=_triples, found_by="run"),
+]  # fmt: skip
 
 
 # The schedule in steps: THRESHOLD:SIZE entries.
@@ -219,81 +160,44 @@ def _with_rounded_sizes(job: MegatronJob) -> Iterator[str]:
 
 
 STEPS: Rules = [
-    Rule(
-        name="megatron.schedule_excludes_global_batch",
-        keys=(GLOBAL, SCHEDULE),
-        when=_has_schedule,
+    Rule(name="megatron.schedule_excludes_global_batch", keys=(GLOBAL, SCHEDULE), when=_has_schedule,
         holds=lambda job: job[GLOBAL] is None,
-        message=lambda job: f"{GLOBAL}={job[GLOBAL]} must not be given with {SCHEDULE}, whose last size it would contradict",
-    ),
-    Rule(
-        name="megatron.schedule_excludes_decrease",
-        keys=(DECREASE, SCHEDULE),
-        when=_has_schedule,
-        holds=lambda job: not job[DECREASE],
-        message=lambda _: f"{DECREASE} must not be given with {SCHEDULE}",
-        candidates=lambda _: (False,),
-    ),
-    Rule(
-        name="megatron.schedule_entries",
-        keys=(SCHEDULE,),
-        when=_has_schedule,
+        message=lambda job: f"{GLOBAL}={job[GLOBAL]} must not be given with {SCHEDULE}, whose last size it would contradict"),
+    Rule(name="megatron.schedule_excludes_decrease", keys=(DECREASE, SCHEDULE), when=_has_schedule,
+        holds=lambda job: not job[DECREASE], message=lambda _: f"{DECREASE} must not be given with {SCHEDULE}",
+        candidates=lambda _: (False,)),
+    Rule(name="megatron.schedule_entries", keys=(SCHEDULE,), when=_has_schedule,
         holds=lambda job: bool(job.thresholds) and not job.unreadable,
         message=lambda job: (
             f"{SCHEDULE}: {', '.join(repr(text[:40]) for text in job.unreadable[:5]) or 'nothing'} is not THRESHOLD:SIZE; "
-            "spaces and commas separate entries (1_000 or 1K, not 1,000), suffixes are K, M, B, T"
-        ),
-    ),
-    Rule(
-        name="megatron.schedule_starts_at_0",
-        keys=(SCHEDULE,),
-        when=lambda job: bool(job.thresholds),
+            "spaces and commas separate entries (1_000 or 1K, not 1,000), suffixes are K, M, B, T")),
+    Rule(name="megatron.schedule_starts_at_0", keys=(SCHEDULE,), when=lambda job: bool(job.thresholds),
         holds=lambda job: job.thresholds[0].samples == 0,
         message=lambda job: f"{SCHEDULE}: the first threshold must be 0, it is {job.thresholds[0].samples:,} samples",
-        candidates=_with_first_threshold_0,
-    ),
-    Rule(
-        name="megatron.schedule_thresholds_increase",
-        keys=(SCHEDULE,),
-        when=lambda job: not job.unreadable,
+        candidates=_with_first_threshold_0),
+    Rule(name="megatron.schedule_thresholds_increase", keys=(SCHEDULE,), when=lambda job: not job.unreadable,
         holds=lambda job: not job.not_rising,
         message=lambda job: (
             f"{SCHEDULE}: thresholds must increase, but {job.not_rising[0][0].text} and {job.not_rising[0][1].text} are both "
-            f"at {job.not_rising[0][1].samples:,} samples"
-        ),
-    ),
-    Rule(
-        name="megatron.schedule_sizes_positive",
-        keys=(SCHEDULE,),
+            f"at {job.not_rising[0][1].samples:,} samples")),
+    Rule(name="megatron.schedule_sizes_positive", keys=(SCHEDULE,),
         holds=lambda job: all(entry.size > 0 for entry in job.thresholds),
         message=lambda job: (
             f"{SCHEDULE}: every size must be at least 1, unlike {min(job.thresholds, key=lambda entry: entry.size).text}"
-        ),
-    ),
-    Rule(
-        name="megatron.schedule_grows",
-        keys=(SCHEDULE,),
-        when=lambda job: job.schedule_valid,
+        )),
+    Rule(name="megatron.schedule_grows", keys=(SCHEDULE,), when=lambda job: job.schedule_valid,
         holds=lambda job: not _shrinking(job),
         message=lambda job: (
             f"{SCHEDULE}: the batch shrinks from {_shrinking(job)[0][0].size:,} to {_shrinking(job)[0][1].size:,} at "
-            f"{_shrinking(job)[0][1].samples:,} samples; the schedule is read, but the trainer stops there"
-        ),
-        found_by="run",
-    ),
-    Rule(
-        name="megatron.schedule_phases_divisible",
-        keys=(SCHEDULE, MICRO),
-        when=lambda job: job.schedule_valid and job.unit >= 1,
-        holds=lambda job: job.splits,
+            f"{_shrinking(job)[0][1].samples:,} samples; the schedule is read, but the trainer stops there"),
+        found_by="run"),
+    Rule(name="megatron.schedule_phases_divisible", keys=(SCHEDULE, MICRO),
+        when=lambda job: job.schedule_valid and job.unit >= 1, holds=lambda job: job.splits,
         message=lambda job: (
             f"{SCHEDULE}: {', '.join(str(size) for size in job.sizes if size % job.unit)} must be multiples of "
-            f"{_unit(job).text}; Megatron checks each batch only when its step comes"
-        ),
-        candidates=_with_rounded_sizes,
-        found_by="run",
-    ),
-]
+            f"{_unit(job).text}; Megatron checks each batch only when its step comes"),
+        candidates=_with_rounded_sizes, found_by="run"),
+]  # fmt: skip
 
 
 # The pipeline and its interleaved schedule.
@@ -334,55 +238,29 @@ def _group_division(job: MegatronJob) -> tuple[int, int]:
 
 PIPELINE: Rules = [
     at_least("megatron.chunks_positive", (VIRTUAL,), VIRTUAL, constant(1), when=lambda job: job[VIRTUAL] is not None),
-    at_least(
-        "megatron.chunks_need_stages",
-        (STAGES, VIRTUAL, OVERLAP),
-        STAGES,
-        ("{:,}", lambda job: 2 if job[OVERLAP] else 3),
+    at_least("megatron.chunks_need_stages", (STAGES, VIRTUAL, OVERLAP), STAGES, ("{:,}", lambda job: 2 if job[OVERLAP] else 3),
         when=lambda job: job.chunks > 1,
-        note=lambda job: f" for {job.chunks} chunks per stage{'' if job[OVERLAP] else f' without {OVERLAP}'}",
-    ),
-    multiple(
-        "megatron.layers_over_stages",
-        ("num_layers", STAGES),
+        note=lambda job: f" for {job.chunks} chunks per stage{'' if job[OVERLAP] else f' without {OVERLAP}'}"),
+    multiple("megatron.layers_over_stages", ("num_layers", STAGES),
         lambda job: Term(f"num_layers={job['num_layers']}", job["num_layers"]),
-        lambda job: Term(f"{STAGES}={job.stages}", job.stages),
-        when=lambda job: job["num_layers"] is not None,
-    ),
-    multiple(
-        "megatron.layers_over_chunks",
-        ("num_layers", VIRTUAL, keys.PER_CHUNK),
-        _layers_per_stage,
+        lambda job: Term(f"{STAGES}={job.stages}", job.stages), when=lambda job: job["num_layers"] is not None),
+    multiple("megatron.layers_over_chunks", ("num_layers", VIRTUAL, keys.PER_CHUNK), _layers_per_stage,
         lambda job: Term(
             f"{keys.PER_CHUNK}={job[keys.PER_CHUNK]}" if job[VIRTUAL] is None else f"{VIRTUAL}={job[VIRTUAL]}",
-            _chunk_divisor(job),
-        ),
-        when=lambda job: job["num_layers"] is not None and job["num_layers"] % job.stages == 0,
-    ),
-    Rule(
-        name="megatron.group_in_range",
-        keys=(GLOBAL, GROUP, STAGES),
-        when=lambda job: job.interleaved,
+            _chunk_divisor(job)),
+        when=lambda job: job["num_layers"] is not None and job["num_layers"] % job.stages == 0),
+    Rule(name="megatron.group_in_range", keys=(GLOBAL, GROUP, STAGES), when=lambda job: job.interleaved,
         holds=_in_every_phase(_fills_a_group),
         message=lambda job: (
             f"the interleaved schedule needs {STAGES}={job.stages} <= {GROUP}={job.group} <= microbatches, but "
-            f"there are {_first_phase(job, _fills_a_group)}; nothing checks it before that step"
-        ),
-        division=_group_division,
-        found_by="run",
-    ),
-    Rule(
-        name="megatron.whole_groups",
-        keys=(GLOBAL, GROUP, STAGES),
-        when=lambda job: job.interleaved,
+            f"there are {_first_phase(job, _fills_a_group)}; nothing checks it before that step"),
+        division=_group_division, found_by="run"),
+    Rule(name="megatron.whole_groups", keys=(GLOBAL, GROUP, STAGES), when=lambda job: job.interleaved,
         holds=_in_every_phase(_fills_all_groups),
         message=lambda job: (
             f"{_first_phase(job, _fills_all_groups)} must fill groups of {GROUP}={job.group}, or leave at least "
-            f"{STAGES}={job.stages} for the last; nothing checks it before that step"
-        ),
-        division=_group_division,
-        found_by="run",
-    ),
-]
+            f"{STAGES}={job.stages} for the last; nothing checks it before that step"),
+        division=_group_division, found_by="run"),
+]  # fmt: skip
 RULES = [*ARGUMENTS, *LINEAR, *STEPS, *PIPELINE]
 DIALECT = Dialect(read=read, keys=keys.KEYS, job=MegatronJob, rules=RULES, words=explain)

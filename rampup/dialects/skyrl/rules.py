@@ -249,72 +249,40 @@ def _max_workers(job: SkyRLJob) -> int:
 
 
 _STEP: list[Rule[SkyRLJob]] = [
-    at_least(
-        "skyrl.samples_reach_every_replica",
-        (TRAIN, RESPONSES),
+    at_least("skyrl.samples_reach_every_replica", (TRAIN, RESPONSES),
         lambda job: product({TRAIN: job.prompts, RESPONSES: job.samples_per_prompt}, "samples"),
         ("{:,}", lambda job: job.lcm_checked),
-        note=", the least common multiple of the policy's and the reference's replicas",
-    ),
-    multiple(
-        "skyrl.no_tail_is_cut",
-        (TRAIN, RESPONSES),
-        TRAIN,
-        ("{:,}", lambda job: job.prompt_stride),
+        note=", the least common multiple of the policy's and the reference's replicas"),
+    multiple("skyrl.no_tail_is_cut", (TRAIN, RESPONSES), TRAIN, ("{:,}", lambda job: job.prompt_stride),
         note=lambda job: (
             f", the prompts whose {job.samples_per_prompt:,} responses each fill every replica of every model "
             f"({', '.join(f'{job.replicas[model]:,}' for model in job.models)}); the run keeps "
             f"{job.prompts // job.prompt_stride * job.prompt_stride:,} prompts and stops in its first step, because their "
-            "number is not the requested one. SkyRL's own check does not notice it"
-        ),
-        found_by="run",
-    ),
-    equal(
-        "skyrl.engines_fill_the_devices",
-        ENGINE_KEYS,
+            "number is not the requested one. SkyRL's own check does not notice it"),
+        found_by="run"),
+    equal("skyrl.engines_fill_the_devices", ENGINE_KEYS,
         lambda job: Term(
             f"the engines' devices, engines * tensor * pipeline * data parallel size = {job.engine_devices:,},",
-            job.engine_devices or 0,
-        ),
-        _POLICY_DEVICES,
-        when=lambda job: job["trainer.placement.colocate_all"] and job.engine_devices is not None,
-        note=" with trainer.placement.colocate_all",
-    ),
-    at_least(
-        "skyrl.data_set_fills_a_step",
-        ("num_prompts", TRAIN),
-        ("a data set of {:,} prompts", lambda job: job["num_prompts"]),
-        TRAIN,
-        when=lambda job: job["num_prompts"] is not None,
-    ),
-    equal(
-        "skyrl.async_step_is_one_mini_batch",
-        (TRAIN, MINI),
-        TRAIN,
-        MINI,
-        when=_asynchronous,
-        note=" in fully asynchronous training",
-    ),
-    Rule(
-        name="skyrl.async_workers",
-        keys=(WORKERS, "trainer.fully_async.max_staleness_steps"),
-        when=_asynchronous,
+            job.engine_devices or 0),
+        _POLICY_DEVICES, when=lambda job: job["trainer.placement.colocate_all"] and job.engine_devices is not None,
+        note=" with trainer.placement.colocate_all"),
+    at_least("skyrl.data_set_fills_a_step", ("num_prompts", TRAIN),
+        ("a data set of {:,} prompts", lambda job: job["num_prompts"]), TRAIN,
+        when=lambda job: job["num_prompts"] is not None),
+    equal("skyrl.async_step_is_one_mini_batch", (TRAIN, MINI), TRAIN, MINI, when=_asynchronous,
+        note=" in fully asynchronous training"),
+    Rule(name="skyrl.async_workers", keys=(WORKERS, "trainer.fully_async.max_staleness_steps"), when=_asynchronous,
         holds=lambda job: job.policy.mini_batch <= job[WORKERS] <= _max_workers(job),
         message=lambda job: (
             f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={job.policy.mini_batch:,} and that times "
-            f"(max_staleness_steps + 1) = {_max_workers(job):,}"
-        ),
-        division=lambda job: (_max_workers(job), job.policy.mini_batch),
-    ),
-    Rule(
-        name="skyrl.megatron_has_no_critic",
-        keys=("trainer.strategy", "trainer.critic.model.path"),
+            f"(max_staleness_steps + 1) = {_max_workers(job):,}"),
+        division=lambda job: (_max_workers(job), job.policy.mini_batch)),
+    Rule(name="skyrl.megatron_has_no_critic", keys=("trainer.strategy", "trainer.critic.model.path"),
         holds=lambda job: not (job.megatron and job.has_critic),
         message=lambda job: "trainer.strategy=megatron trains no critic: trainer.critic.model.path must be null",
-        candidates=lambda job: ["fsdp"],
-    ),
+        candidates=lambda job: ["fsdp"]),
     *map(_sequence_parallel, ("policy", "ref")),
-]
+]  # fmt: skip
 _TRAINED = ["trainer.update_epochs_per_batch", "trainer.epochs", "trainer.eval_batch_size", "num_prompts"]
 RULES: list[Rule[SkyRLJob]] = [
     *positive("skyrl", [*COUNTS, *MODEL_COUNTS["policy"]], "SkyRL's check divides by it or compares it with 0"),

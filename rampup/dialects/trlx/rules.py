@@ -166,59 +166,32 @@ _COUNTS: list[Rule[TrlxJob]] = [
     ),
     *found_by_run(positive("trlx", ["num_processes", "num_prompts"], "there would be nothing to train")),
     *positive("trlx", [*NEMO_KEYS.values(), *NEMO_NESTED.values()], "the trainer divides by it"),
-    Rule(
-        name="trlx.micro_not_negative",
-        keys=(MICRO,),
-        holds=lambda job: job.micro_given >= 0,
+    Rule(name="trlx.micro_not_negative", keys=(MICRO,), holds=lambda job: job.micro_given >= 0,
         message=lambda job: f"{MICRO}={job.micro_given:,} must not be negative: no pass would be made",
-        candidates=lambda job: [0],
-        found_by="run",
-    ),
+        candidates=lambda job: [0], found_by="run"),
     *found_by_run(positive("trlx", [MICRO], "with NeMo 0 is not the same as unset", when=_nemo)),
-    at_least(
-        "trlx.nemo_has_a_replica",
-        tuple(NEMO_KEYS[name] for name in ("devices", "num_nodes", "tensor", "pipeline")),
+    at_least("trlx.nemo_has_a_replica", tuple(NEMO_KEYS[name] for name in ("devices", "num_nodes", "tensor", "pipeline")),
         lambda job: product({"num_nodes": job.nodes, "devices": job.devices_per_node}),
-        ("tensor * pipeline parallel size = {:,}", lambda job: job.model_size),
-        when=_nemo,
-        note=": trlX divides by the number of replicas, rounded down",
-    ),
-]
+        ("tensor * pipeline parallel size = {:,}", lambda job: job.model_size), when=_nemo,
+        note=": trlX divides by the number of replicas, rounded down"),
+]  # fmt: skip
 _RULES: list[Rule[TrlxJob]] = [
     multiple("trlx.micro_divides_batch", (MICRO, TRAIN), _BATCH, _MICRO, when=lambda job: not job.nemo),
-    multiple(
-        "trlx.nemo_micro_divides_batch",
-        (MICRO, TRAIN),
-        _BATCH,
-        _MICRO,
-        when=_nemo,
-        note=": Megatron splits the global batch into micro batches on every replica",
-        found_by="run",
-    ),
-    Rule(
-        name="trlx.total_steps_reached",
-        keys=("train.total_steps",),
+    multiple("trlx.nemo_micro_divides_batch", (MICRO, TRAIN), _BATCH, _MICRO, when=_nemo,
+        note=": Megatron splits the global batch into micro batches on every replica", found_by="run"),
+    Rule(name="trlx.total_steps_reached", keys=("train.total_steps",),
         holds=lambda job: (
-            job["train.total_steps"] >= 1 or (job["train.total_steps"] == 0 and 0 < job.first_passes < job.passes)
-        ),
+            job["train.total_steps"] >= 1 or (job["train.total_steps"] == 0 and 0 < job.first_passes < job.passes)),
         message=lambda job: (
             f"train.total_steps={job['train.total_steps']:,} must be at least 1: the first optimizer step already exceeds "
-            "it, and trlX stops in the middle of that step"
-        ),
-        found_by="run",
-    ),
-    at_least(
-        "trlx.epochs_train", ("train.epochs",), "train.epochs", constant(1), note=": nothing would be trained", found_by="run"
-    ),
-    at_least(
-        "trlx.nemo_prompts_fill_a_chunk",
-        ("num_prompts", CHUNK),
-        ("num_prompts={:,}", lambda job: job["num_prompts"]),
+            "it, and trlX stops in the middle of that step"),
+        found_by="run"),
+    at_least("trlx.epochs_train", ("train.epochs",), "train.epochs", constant(1), note=": nothing would be trained",
+        found_by="run"),
+    at_least("trlx.nemo_prompts_fill_a_chunk", ("num_prompts", CHUNK), ("num_prompts={:,}", lambda job: job["num_prompts"]),
         lambda job: product({"replicas": job.replicas, "the prompts of a chunk": job.chunk}),
         when=lambda job: job.nemo and job.ppo and job["num_prompts"] is not None,
-        note=": incomplete chunks are dropped, so the run waits for prompts indefinitely",
-        found_by="run",
-    ),
-]
+        note=": incomplete chunks are dropped, so the run waits for prompts indefinitely", found_by="run"),
+]  # fmt: skip
 RULES = [*_COUNTS, *if_usable(_RULES)]
 DIALECT = Dialect(read=partial(read_settings, entries=KEYS, system="trlX"), keys=KEYS, job=TrlxJob, rules=RULES, words=explain)

@@ -199,53 +199,32 @@ def _mini_at_most_train(rule: str, name: str, when: Condition) -> Rule[VerlJob]:
 
 
 _CHECK: Rules = [
-    multiple(
-        "verl.megatron_divides_devices",
-        (DEVICES, f"{keys.ACTOR}.megatron.tensor_model_parallel_size"),
-        _DEVICES,
-        _model_size("actor"),
-        when=lambda job: _static(job) and _by_megatron(job, "actor"),
-    ),
-    multiple(
-        "verl.samples_fill_minimal_batch",
-        (TRAIN, RESPONSES),
-        lambda job: product({TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}, "samples"),
-        _minimal_batch,
-        when=_static,
-    ),
+    multiple("verl.megatron_divides_devices", (DEVICES, f"{keys.ACTOR}.megatron.tensor_model_parallel_size"), _DEVICES,
+        _model_size("actor"), when=lambda job: _static(job) and _by_megatron(job, "actor")),
+    multiple("verl.samples_fill_minimal_batch", (TRAIN, RESPONSES),
+        lambda job: product({TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}, "samples"), _minimal_batch,
+        when=_static),
     *_one_of_two("actor_micro", OLD_MICRO, MICRO, lambda job: job.actor.share),
-    Rule(
-        name="verl.megatron_micro_per_gpu_needed",
-        keys=(MICRO, OLD_MICRO),
+    Rule(name="verl.megatron_micro_per_gpu_needed", keys=(MICRO, OLD_MICRO),
         when=lambda job: not job.dynamic and job.strategies["actor"] == "megatron" and job[OLD_MICRO] is not None,
         holds=lambda job: job[MICRO] is not None,
         message=lambda job: f"{MICRO} must be set with Megatron, instead of {OLD_MICRO}={job[OLD_MICRO]:,}",
-        division=lambda job: (job.actor.share, 1),
-    ),
+        division=lambda job: (job.actor.share, 1)),
     _mini_at_most_train("mini_at_most_train", "actor", _static),
     *_deprecated_micro("actor", OLD_MICRO, _static),
-    Rule(
-        name="verl.sequence_parallel_needs_packing",
-        keys=(PACKING, keys.OLD_SEQUENCE["actor"]),
+    Rule(name="verl.sequence_parallel_needs_packing", keys=(PACKING, keys.OLD_SEQUENCE["actor"]),
         when=lambda job: job.strategies["actor"] in ("fsdp", "fsdp2") and job[keys.OLD_SEQUENCE["actor"]] > 1,
         holds=lambda job: job[PACKING],
         message=lambda job: f"{keys.OLD_SEQUENCE['actor']}={job[keys.OLD_SEQUENCE['actor']]:,} needs {PACKING}=true",
-        candidates=lambda job: [True],
-    ),
+        candidates=lambda job: [True]),
     *_one_of_two("rollout_micro", keys.OLD_LOG_PROB, LOG_PROB, lambda job: job.step_share()),
-    *_one_of_two(
-        "ref_micro",
-        keys.OLD_REF_LOG_PROB,
-        keys.REF_LOG_PROB,
-        lambda job: job.step_share("ref"),
-        when=lambda job: _static(job) and job.has_ref,
-    ),
-    *_one_of_two(
-        "critic_micro", keys.OLD_CRITIC_MICRO, keys.CRITIC_MICRO, lambda job: job.trained["critic"].mini_batch, _critic_static
-    ),
+    *_one_of_two("ref_micro", keys.OLD_REF_LOG_PROB, keys.REF_LOG_PROB, lambda job: job.step_share("ref"),
+        when=lambda job: _static(job) and job.has_ref),
+    *_one_of_two("critic_micro", keys.OLD_CRITIC_MICRO, keys.CRITIC_MICRO, lambda job: job.trained["critic"].mini_batch,
+        _critic_static),
     *_deprecated_micro("critic", keys.OLD_CRITIC_MICRO, _critic_static),
     _mini_at_most_train("critic_mini_at_most_train", "critic", _critic_static),
-]
+]  # fmt: skip
 
 
 # What only the run finds.
@@ -341,72 +320,40 @@ def _legacy(name: str, key: str, micro: Callable[[VerlJob], int | None]) -> Rule
 
 
 _RUN: Rules = [
-    Rule(
-        name="verl.dynamic_everywhere",
-        keys=(f"{keys.ROLLOUT}.log_prob_use_dynamic_bsz", keys.DYNAMIC),
-        when=lambda job: not job.legacy,
-        holds=lambda job: job.dynamic == job.rollout_dynamic,
+    Rule(name="verl.dynamic_everywhere", keys=(f"{keys.ROLLOUT}.log_prob_use_dynamic_bsz", keys.DYNAMIC),
+        when=lambda job: not job.legacy, holds=lambda job: job.dynamic == job.rollout_dynamic,
         message=lambda job: (
             f"{keys.ROLLOUT}.log_prob_use_dynamic_bsz={str(job.rollout_dynamic).lower()} must equal "
-            f"{keys.DYNAMIC}={str(job.dynamic).lower()}; the workers stop without a message"
-        ),
-        candidates=lambda job: [job.dynamic],
-    ),
+            f"{keys.DYNAMIC}={str(job.dynamic).lower()}; the workers stop without a message"),
+        candidates=lambda job: [job.dynamic]),
     _per_gpu_needed("actor", OLD_MICRO, MICRO, lambda job: not job.dynamic and job.strategies["actor"] != "megatron"),
     _per_gpu_needed("rollout", keys.OLD_LOG_PROB, LOG_PROB, _static),
     _per_gpu_needed("ref", keys.OLD_REF_LOG_PROB, keys.REF_LOG_PROB, lambda job: job.has_ref and not job.ref_dynamic),
     *_mini_divides("actor"),
     *_mini_divides("critic"),
-    multiple(
-        "verl.micro_divides_mini",
-        (MICRO, MINI),
-        _mini_share("actor"),
-        MICRO,
-        when=lambda job: not job.legacy and job.micro is not None,
-    ),
+    multiple("verl.micro_divides_mini", (MICRO, MINI), _mini_share("actor"), MICRO,
+        when=lambda job: not job.legacy and job.micro is not None),
     _log_prob("rollout", LOG_PROB, "actor", lambda job: job.rollout_dynamic),
     _log_prob("ref", keys.REF_LOG_PROB, "ref", lambda job: job.ref_dynamic),
     *map(_equal_chunks, ("actor", "critic", "ref")),
-    multiple(
-        "verl.samples_divide_over_workers",
-        (TRAIN, keys.WORKERS),
-        ("with trainer.use_v1=false the {:,} samples of a step", lambda job: job.samples),
-        keys.WORKERS,
-        when=lambda job: not job.v1 and not job.legacy,
-    ),
+    multiple("verl.samples_divide_over_workers", (TRAIN, keys.WORKERS),
+        ("with trainer.use_v1=false the {:,} samples of a step", lambda job: job.samples), keys.WORKERS,
+        when=lambda job: not job.v1 and not job.legacy),
     multiple("verl.parts_divide_train", (TRAIN,), TRAIN, ("parameter_sync_step={:,}", lambda job: job.sync_step)),
-    equal(
-        "verl.part_is_one_mini_batch",
-        (TRAIN, MINI),
-        TRAIN,
+    equal("verl.part_is_one_mini_batch", (TRAIN, MINI), TRAIN,
         lambda job: product({"parameter_sync_step": job.sync_step, MINI: job.actor.mini_batch}),
-        when=lambda job: job.mode == "separate_async",
-        note=" with trainer_mode=separate_async",
-    ),
-    multiple(
-        "verl.loader_divides_train",
-        ("data.gen_batch_size", TRAIN),
-        TRAIN,
-        "data.gen_batch_size",
-        when=lambda job: job.v1 and job.mode == "sync" and job["data.gen_batch_size"] is not None,
-    ),
-    multiple(
-        "verl.engines_divide_devices",
-        keys.ROLLOUT_SIZES,
-        _DEVICES,
+        when=lambda job: job.mode == "separate_async", note=" with trainer_mode=separate_async"),
+    multiple("verl.loader_divides_train", ("data.gen_batch_size", TRAIN), TRAIN, "data.gen_batch_size",
+        when=lambda job: job.v1 and job.mode == "sync" and job["data.gen_batch_size"] is not None),
+    multiple("verl.engines_divide_devices", keys.ROLLOUT_SIZES, _DEVICES,
         ("an engine's tensor * data * pipeline parallel size = {:,}", lambda job: job.rollout_size),
-        when=lambda job: bool(job.settings.given & set(keys.ROLLOUT_SIZES)),
-    ),
-    at_least(
-        "verl.data_set_fills_a_step",
-        ("num_prompts", TRAIN),
-        ("a data set of {:,} prompts", lambda job: job["num_prompts"]),
-        ("a step's {:,}", lambda job: job.prompts),
-        when=lambda job: job["num_prompts"] is not None,
-    ),
+        when=lambda job: bool(job.settings.given & set(keys.ROLLOUT_SIZES))),
+    at_least("verl.data_set_fills_a_step", ("num_prompts", TRAIN),
+        ("a data set of {:,} prompts", lambda job: job["num_prompts"]), ("a step's {:,}", lambda job: job.prompts),
+        when=lambda job: job["num_prompts"] is not None),
     *_legacy("actor", MICRO, lambda job: job.micro),
     *_legacy("critic", keys.CRITIC_MICRO, lambda job: None if job.critic_dynamic else job.critic_micro),
-]
+]  # fmt: skip
 RULES: list[Rule[Any]] = [*_FIRST, *if_usable([*_CHECK, *found_by_run(_RUN)])]
 DIALECT = Dialect(
     read=partial(read_settings, entries=keys.KEYS, system="veRL"), keys=keys.KEYS, job=VerlJob, rules=RULES, words=explain
