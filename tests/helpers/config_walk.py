@@ -137,7 +137,10 @@ class Tracer:
 
 def _attributes(value: Any) -> list[Any]:
     """Return the attributes of an object without calling any of its code."""
-    names = {*getattr(value, "__dict__", ()), *(name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))}
+    names = {
+        *getattr(value, "__dict__", ()),
+        *(name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())),
+    }
     found = []
     for name in names:
         with contextlib.suppress(Exception):

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from helpers import toy
+from helpers.config_walk import trace_train
 from helpers.tiny import TINY
 
 from rampup import Config, build_plan, load_config
@@ -176,6 +177,13 @@ def test_run_from_config_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
     assert (run.setup.plan, run.loader.plan, run.saved) == (plan, plan, None)
     assert run.setup.model.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(run.setup.state_shapes().params))
+
+
+def test_config_walk_is_short(tmp_path):
+    """From `load_config` to the first step, the configuration passes few files and rarely comes back to one."""
+    walk = trace_train(str(tmp_path)).walk(with_callees=False)
+    assert walk.num_files <= 15, walk.files
+    assert walk.num_returns <= 15, walk.files
 
 
 def test_rows_of_step_names_samples_and_files(tmp_path):

@@ -18,7 +18,9 @@ SMALL = LanguageModel(num_layers=2, width=16, mlp_dim=32, num_heads=4, num_kv_he
 init = jax.jit(lambda model: model.init(jax.random.key(0)), static_argnums=0)
 logits_of = jax.jit(LanguageModel.logits, static_argnums=0)
 loss_of = jax.jit(lambda model, *args: model.loss(*args)[0], static_argnums=0)
-loss_and_grads = jax.jit(lambda model, params, rows: jax.value_and_grad(lambda p: model.loss(p, rows)[0])(params), static_argnums=0)
+loss_and_grads = jax.jit(
+    lambda model, params, rows: jax.value_and_grad(lambda p: model.loss(p, rows)[0])(params), static_argnums=0
+)
 
 
 def batch(rows=8, length=12):
