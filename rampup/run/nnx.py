@@ -19,12 +19,7 @@ from rampup.run.step import TrainState, create_state
 
 
 def split_model(
-    model: nnx.Module,
-    loss_fn: LossFn,
-    tx: optax.GradientTransformation | optax.MultiSteps,
-    mesh: Mesh,
-    *,
-    wrt: Any = nnx.Param,
+    model: nnx.Module, loss_fn: LossFn, tx: optax.GradientTransformation | optax.MultiSteps, mesh: Mesh, *, wrt: Any = nnx.Param
 ) -> tuple[TrainState, LossFn]:
     """Return a training state with a model's parameters, and its loss as a pure function for `train_step`.
 
