@@ -328,6 +328,7 @@ def _train_step(config: Config, loss: LossFn | SummableLoss, tx: Any, plan: Ramp
         engine=config.gradient_accumulation,
         seed=config.init_weights_seed,
         skip_nonfinite=config.skip_nonfinite > 0,
+        wait_for_compilation=config.wait_for_compilation or None,
     )
 
 
