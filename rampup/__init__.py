@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.run.loop import EvalOptions as EvalOptions
     from rampup.run.loop import Loop as Loop
     from rampup.run.loop import Summary as Summary
+    from rampup.run.mesh import BatchAxes as BatchAxes
     from rampup.run.mesh import make_mesh as make_mesh
     from rampup.run.metrics import MetricOptions as MetricOptions
     from rampup.run.nnx import merge_model as merge_model
@@ -93,7 +94,7 @@ _HOMES = {
     "rampup.run.checkpoint": ("CheckpointOptions",),
     "rampup.run.data.batches": ("Batch", "BatchLoader", "microbatches", "step_batches"),
     "rampup.run.loop": ("EvalOptions", "Loop", "Summary"),
-    "rampup.run.mesh": ("make_mesh",),
+    "rampup.run.mesh": ("BatchAxes", "make_mesh"),
     "rampup.run.metrics": ("MetricOptions",),
     "rampup.run.nnx": ("merge_model", "split_model"),
     "rampup.run.optimizer": ("LearningRate", "make_optimizer"),

@@ -310,7 +310,7 @@ class Run:
         state, start = loop.restore(state, self.saved, ramp_before=known and BatchRamp.from_rows(known["ramp"]))
         if is_primary():
             # Only now: a run that is refused must leave the configuration of the run in this folder alone.
-            (folder / CONFIG_FILE).write_text(run_yaml(config, num_devices=plan.num_devices), encoding="utf-8")
+            (folder / CONFIG_FILE).write_text(run_yaml(replace(config, num_devices=plan.num_devices)), encoding="utf-8")
         return loop.train(state, start)
 
     def _describe_rows(self, step: int) -> list[str]:
@@ -328,7 +328,6 @@ def _train_step(config: Config, loss: LossFn | SummableLoss, tx: Any, plan: Ramp
         engine=config.gradient_accumulation,
         seed=config.init_weights_seed,
         skip_nonfinite=config.skip_nonfinite > 0,
-        wait_for_compilation=config.wait_for_compilation or None,
     )
 
 

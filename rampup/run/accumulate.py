@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError
 from rampup.moved import moved_names
 from rampup.plan.plan import RampPlan
-from rampup.run.mesh import DATA, STAGE, constrain
+from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain, own_constraints
 
 # loss_fn(params, batch, keys[, mutable]) -> (loss_sum, weight_sum, aux[, mutable])
 LossFn = Callable[..., tuple[Any, ...]]
@@ -87,9 +87,11 @@ class AccumulatedLoss:
 
     Attributes:
         loss_fn: see `rampup.run.step.train_step`.
+        batch_axes: the mesh axes of the rows; None = data and fsdp.
     """
 
     loss_fn: LossFn
+    batch_axes: BatchAxes | None = None
 
     def check(self, mesh: Mesh, engine: str) -> None:  # noqa: ARG002 - both engines work
         """Refuse pipeline stages; see `SummableLoss`."""
@@ -113,14 +115,14 @@ class AccumulatedLoss:
         mutable: Any = None,
     ) -> tuple[Sums, Any]:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
-        if keys_KR.shape[0] == 1 and mesh.shape[DATA] == 1:
+        if keys_KR.shape[0] == 1 and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1:
             # Nothing to add up: differentiate the mean. Dividing the gradient of a sum, as below, is one more pass over memory
             # as large as the parameters.
-            microbatch_sums = _microbatch_sums(self.loss_fn, param_shardings, differentiate_mean=True)
+            microbatch_sums = own_constraints()(_microbatch_sums(self.loss_fn, param_shardings, differentiate_mean=True))
             sums = microbatch_sums(params, *_take((batch_KR, keys_KR), 0), mutable)
             return sums, sums.grads
         num_microbatches = counts[0] * counts[1]
-        options = {"mesh": mesh, "param_shardings": param_shardings, "mutable": mutable}
+        options = {"mesh": mesh, "param_shardings": param_shardings, "mutable": mutable, "batch_axes": self.batch_axes}
         sums = accumulate(self.loss_fn, params, batch_KR, num_microbatches, keys_KR, **options)
         return sums, sums.mean_grads()
 
@@ -139,14 +141,17 @@ class AccumulatedLoss:
 
             shapes = jax.eval_shape(microbatch_sums, params, *_take((batch_KR, keys_KR), 0), mutable)
             sums = jax.lax.fori_loop(0, num, add, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
-            return jax.lax.psum(sums, DATA) if mesh.shape[DATA] > 1 else sums
+            return jax.lax.psum(sums, axes.replica) if axes.num_replicas(mesh) > 1 else sums
 
-        return _per_replica(replica_sums, mesh)(params, batch_KR, num_microbatches, keys_KR, mutable)
+        axes = BatchAxes.of(mesh, self.batch_axes)
+        return _per_replica(replica_sums, mesh, axes)(params, batch_KR, num_microbatches, keys_KR, mutable)
 
 
-def summable(loss: LossFn | SummableLoss) -> SummableLoss:
-    """Return a loss that can sum itself: a loss function is wrapped in `AccumulatedLoss`."""
-    return loss if isinstance(loss, SummableLoss) else AccumulatedLoss(loss)
+def summable(loss: LossFn | SummableLoss, batch_axes: BatchAxes | None = None) -> SummableLoss:
+    """Return a loss that can sum itself over these axes: a loss function is wrapped in `AccumulatedLoss`."""
+    if not isinstance(loss, SummableLoss):
+        return AccumulatedLoss(loss, batch_axes)
+    return loss if batch_axes is None else replace(loss, batch_axes=batch_axes)  # type: ignore[type-var]
 
 
 def per_row_keys(seed: jax.Array, step: jax.Array, rows_KR: jax.Array) -> jax.Array:
@@ -168,6 +173,7 @@ def accumulate(
     mesh: Mesh,
     param_shardings: Any = None,
     mutable: Any = None,
+    batch_axes: BatchAxes | None = None,
 ) -> Sums:
     """Sum loss and gradients over microbatches, with one gradient reduction over the data axis at the end.
 
@@ -185,6 +191,7 @@ def accumulate(
         param_shardings: shardings of `params`, which the accumulators take. None leaves them to the compiler.
         mutable: state for `loss_fn` to carry, such as batch statistics. Replicas do not see each other's during a step; its
             floating-point leaves are averaged over them at the end.
+        batch_axes: the mesh axes of the rows; None = data and fsdp.
 
     Returns:
         The sums over the global batch. `mean_grads` of them is the gradient for the optimizer.
@@ -192,6 +199,7 @@ def accumulate(
     K = jax.tree.leaves(batch_KR)[0].shape[0]
     # jit caches the trace: the loss function is traced once for the shapes of the sums and for the body of the loop.
     microbatch_sums = jax.jit(_microbatch_sums(loss_fn, param_shardings), inline=True)
+    axes = BatchAxes.of(mesh, batch_axes)
 
     def replica_sums(params: Any, batch_KR: Any, num: Any, keys_KR: Any, mutable: Any) -> Sums:
         # First over this replica's rows, then over the replicas.
@@ -210,16 +218,16 @@ def accumulate(
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None))
             zeros = zeros._replace(grads=_constrain(zeros.grads, param_shardings), mutable=mutable)
             sums = jax.lax.fori_loop(0, num, add, zeros)
-        if mesh.shape[DATA] == 1:
+        if axes.num_replicas(mesh) == 1:
             return sums
         with jax.named_scope("reduce"):
             # The one collective over the data axis: after the loop, once per optimizer step.
-            reduced = jax.lax.psum(sums._replace(mutable=None), DATA)
-            mutable = jax.tree.map(_mean_over_replicas, sums.mutable)
+            reduced = jax.lax.psum(sums._replace(mutable=None), axes.replica)
+            mutable = jax.tree.map(lambda x: _mean_over_replicas(x, axes.replica), sums.mutable)
             return reduced._replace(grads=_constrain(reduced.grads, param_shardings), mutable=mutable)
 
     num = jnp.asarray(num_microbatches, jnp.int32)
-    return _per_replica(replica_sums, mesh)(params, batch_KR, num, keys_KR, mutable)
+    return _per_replica(replica_sums, mesh, axes)(params, batch_KR, num, keys_KR, mutable)
 
 
 def safe_reciprocal(weight: jax.Array) -> jax.Array:
@@ -380,9 +388,10 @@ def _difference(before: Any, after: Any) -> str | None:
     return None
 
 
-def _per_replica(replica_sums: Callable[..., Sums], mesh: Mesh) -> Callable[..., Sums]:
+def _per_replica(replica_sums: Callable[..., Sums], mesh: Mesh, axes: BatchAxes) -> Callable[..., Sums]:
     """Return a function of (params, batch_KR, num, keys_KR, mutable) that runs on every replica's own rows."""
-    if mesh.shape[DATA] == 1:
+    replica_sums = own_constraints()(replica_sums)
+    if axes.num_replicas(mesh) == 1:
         return replica_sums
     # The data axis is manual, so that each replica adds up its own rows and the function decides when to reduce. If the
     # compiler partitioned the data axis, it would reduce the gradient inside the loop, once per microbatch. The other axes stay
@@ -390,9 +399,15 @@ def _per_replica(replica_sums: Callable[..., Sums], mesh: Mesh) -> Callable[...,
     #
     # With check_vma=True, JAX would track which values vary over the data axis. The gradient with respect to the parameters,
     # which do not vary, would then be reduced where it is computed: inside the loop again.
-    whole, rows = PartitionSpec(), PartitionSpec(None, DATA)
-    in_specs = (whole, rows, whole, rows, whole)
-    return jax.shard_map(replica_sums, mesh=mesh, axis_names={DATA}, in_specs=in_specs, out_specs=whole, check_vma=False)
+    whole, rows = PartitionSpec(), PartitionSpec(None, axes.replica)
+    return jax.shard_map(
+        replica_sums,
+        mesh=auto_view(mesh),
+        axis_names=axes.manual(mesh),
+        in_specs=(whole, rows, whole, rows, whole),
+        out_specs=whole,
+        check_vma=False,
+    )
 
 
 def _take(tree_KR: Any, i: Any) -> Any:
@@ -411,8 +426,8 @@ def _constrain(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(constrain_leaf, tree, shardings)
 
 
-def _mean_over_replicas(x: Any) -> Any:
-    return jax.lax.pmean(x, DATA) if jnp.issubdtype(x.dtype, jnp.floating) else x
+def _mean_over_replicas(x: Any, replica: tuple[str, ...]) -> Any:
+    return jax.lax.pmean(x, replica) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 __getattr__ = moved_names(__name__, {"row_keys": "rampup.run.accumulate.per_row_keys"})

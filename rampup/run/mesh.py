@@ -1,8 +1,14 @@
-"""The device mesh with the axes data, fsdp, tensor and stage, and the shardings of batches and parameters on it."""
+"""The device mesh with the axes data, fsdp, tensor and stage, or one of the user's own, and the shardings on it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,10 +17,72 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rampup.errors import ConfigError
 from rampup.plan.mesh_axes import MeshAxes
+from rampup.plan.plan import RampPlan
 
 DATA, FSDP, TENSOR, STAGE = "data", "fsdp", "tensor", "stage"
 AXIS_NAMES = (DATA, FSDP, TENSOR, STAGE)
-BATCH_AXES = (DATA, FSDP)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchAxes:
+    """Which axes of a mesh take the rows of a batch. Needed only for a mesh with other names than data and fsdp.
+
+    Attributes:
+        replica: axes along which the parameters are replicated. A training step adds up gradients on each replica by itself and
+            reduces them over these axes once.
+        rows: all axes that the rows are sharded over, starting with `replica`. Along the others, such as fsdp, the parameters
+            may be sharded too.
+
+    Example:
+        >>> BatchAxes(replica=("batch",), rows=("batch",)).num_replicas(jax.make_mesh((1, 1), ("batch", "model")))
+        1
+    """
+
+    replica: tuple[str, ...] = (DATA,)
+    rows: tuple[str, ...] = (DATA, FSDP)
+
+    @classmethod
+    def of(cls, mesh: Mesh, axes: BatchAxes | None = None) -> BatchAxes:
+        """Return `axes`, or for None data and fsdp as far as the mesh has them.
+
+        Raises:
+            ConfigError: the mesh does not have these axes.
+        """
+        names = tuple(str(name) for name in mesh.axis_names)
+        example = 'BatchAxes(replica=("data",), rows=("data", "fsdp"))'
+        if axes is None:
+            rows = tuple(name for name in (DATA, FSDP) if name in names)
+            if not rows:
+                raise ConfigError(
+                    f"the mesh has the axes {', '.join(names)} and neither data nor fsdp; say which of them take the rows of a "
+                    f"batch, such as batch_axes=rampup.{example}",
+                    key="batch_axes",
+                )
+            return cls(replica=tuple(name for name in rows if name == DATA), rows=rows)
+        missing = [name for name in (*axes.replica, *axes.rows) if name not in names]
+        if missing:
+            raise ConfigError(
+                f"batch_axes names {missing[0]!r}, but the mesh has the axes {', '.join(names)}", key="batch_axes"
+            )
+        if axes.rows[: len(axes.replica)] != axes.replica:
+            raise ConfigError(f"rows={axes.rows} of batch_axes must start with replica={axes.replica}", key="batch_axes")
+        return axes
+
+    def num_replicas(self, mesh: Mesh) -> int:
+        """Return the number of copies of the parameters."""
+        return math.prod(mesh.shape[name] for name in self.replica)
+
+    def num_shards(self, mesh: Mesh) -> int:
+        """Return the number of parts that the rows are split into."""
+        return math.prod(mesh.shape[name] for name in self.rows)
+
+    def manual(self, mesh: Mesh) -> set[str]:
+        """Return the axes that are manual in a training step: those of the replicas, and all of size 1.
+
+        The compiler has nothing to partition along an axis of size 1. But callbacks and Pallas kernels run only if every axis
+        is manual.
+        """
+        return {*self.replica, *(str(name) for name, size in mesh.shape.items() if size == 1)}
 
 
 def make_mesh(axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -52,42 +120,196 @@ def make_mesh(axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None
     return jax.make_mesh(shape, AXIS_NAMES, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
 
 
+@functools.cache
+def auto_view(mesh: Mesh) -> Mesh:
+    """Return the mesh with all its axes automatic: what a training step runs on, also if the user's mesh has Explicit axes."""
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Return the sharding of a value that is replicated on all devices."""
-    return NamedSharding(mesh, PartitionSpec())
+    return NamedSharding(auto_view(mesh), PartitionSpec())
 
 
-def batch_sharding(mesh: Mesh, *, leading: int = 0) -> NamedSharding:
-    """Return the sharding of rows over the data and fsdp axes, after `leading` dimensions that are not sharded."""
-    return NamedSharding(mesh, PartitionSpec(*[None] * leading, BATCH_AXES))
+@functools.cache
+def batch_sharding(mesh: Mesh, *, leading: int = 0, axes: BatchAxes | None = None) -> NamedSharding:
+    """Return the sharding of rows over the batch axes, after `leading` dimensions that are not sharded."""
+    return NamedSharding(auto_view(mesh), PartitionSpec(*[None] * leading, BatchAxes.of(mesh, axes).rows))
 
 
 def shardings_like(tree: Any, mesh: Mesh) -> Any:
-    """Return the shardings of a tree's leaves on `mesh`. Leaves that are not on this mesh are replicated.
+    """Return the shardings of a tree's leaves on `mesh`.
+
+    Leaves that are on one device or replicated are replicated on the mesh. A sharding on another mesh of the same devices is
+    expressed in the axes of this one.
+
+    Raises:
+        ConfigError: a leaf is sharded in a way that the axes of this mesh cannot express.
 
     Example:
         >>> import jax.numpy as jnp
         >>> shardings_like({"w": jnp.zeros(3)}, make_mesh())["w"].is_fully_replicated
         True
     """
+    mesh = auto_view(mesh)
 
-    def sharding_of(leaf: Any) -> NamedSharding:
+    def sharding_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         sharding = getattr(leaf, "sharding", None)
-        return sharding if isinstance(sharding, NamedSharding) and sharding.mesh == mesh else replicated(mesh)
+        if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+            return sharding
+        if sharding is None or sharding.is_fully_replicated:
+            return replicated(mesh)
+        own = _on_mesh(sharding, mesh, leaf.ndim)
+        if own is None:
+            raise ConfigError(
+                f"{jax.tree_util.keystr(path)} is sharded as {sharding}, which the axes {dict(mesh.shape)} of this mesh cannot "
+                "express; place it on this mesh with jax.device_put"
+            )
+        return own
 
-    return jax.tree.map(sharding_of, tree)
+    return jax.tree_util.tree_map_with_path(sharding_of, tree)
+
+
+def _on_mesh(sharding: Any, mesh: Mesh, ndim: int) -> NamedSharding | None:
+    """Return an equivalent sharding in the axes of `mesh`, or None."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    # Meshes in the same order of devices: each axis of the other mesh is one axis of this mesh, or several in a row.
+    own = [(str(name), size) for name, size in mesh.shape.items() if size > 1]
+    groups: dict[Any, tuple[str, ...]] = {}
+    for name, size in sharding.mesh.shape.items():
+        names: tuple[str, ...] = ()
+        product = 1
+        while own and product < size:
+            product, names = product * own[0][1], (*names, own.pop(0)[0])
+        groups[name] = names
+
+    def axes_of(entry: Any) -> Any:
+        entries = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        return tuple(itertools.chain.from_iterable(groups[name] for name in entries)) or None
+
+    if any(entry is PartitionSpec.UNCONSTRAINED for entry in sharding.spec):
+        return None
+    found = NamedSharding(mesh, PartitionSpec(*map(axes_of, sharding.spec)), memory_kind=sharding.memory_kind)
+    return found if found.is_equivalent_to(sharding, ndim) else None
+
+
+def check_plan_fits(plan: RampPlan, mesh: Mesh, axes: BatchAxes | None = None) -> None:
+    """Refuse a plan for other numbers of replicas or stages than the mesh has.
+
+    Raises:
+        ConfigError: they differ, or the mesh has no axes for the rows.
+    """
+    axes = BatchAxes.of(mesh, axes)
+    sizes = {
+        "data_parallel_size": (plan.splitter.data_parallel_size, axes.num_shards(mesh), " * ".join(axes.rows)),
+        "num_stages": (plan.splitter.num_stages, mesh.shape.get(STAGE, 1), STAGE),
+    }
+    for key, (planned, has, names) in sizes.items():
+        if planned != has:
+            raise ConfigError(
+                f"the plan has {key}={planned}, but the mesh has {names} = {has}; make the plan with {key}={has}, or give "
+                "batch_axes=rampup.BatchAxes(...) if other axes take the rows",
+                key=key,
+                nearest=(has,),
+            )
 
 
 def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Constrain the sharding of an array, also inside a function that is manual over some axes."""
+    """Constrain the sharding of an array, also inside a function that is manual over some axes, which are left out."""
+    kept = without_manual_axes(sharding)
+    if kept is None:
+        return x
     # Inside such a function, new versions of JAX accept only a PartitionSpec, and 0.7.2 only a NamedSharding.
     try:
-        return jax.lax.with_sharding_constraint(x, sharding.spec)
+        return _with_sharding_constraint(x, kept.spec)
     except RuntimeError:
-        return jax.lax.with_sharding_constraint(x, sharding)
+        return _with_sharding_constraint(x, kept)
 
 
-def process_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
+def without_manual_axes(sharding: Any) -> Any:
+    """Return a NamedSharding or PartitionSpec without the axes that are manual here; None if nothing is left to constrain.
+
+    A manual axis already has its part of the array on each device, so a constraint cannot name it.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    manual = frozenset(context.manual_axes)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        sharding = NamedSharding(auto_view(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
+    if not manual or not isinstance(sharding, (NamedSharding, PartitionSpec)):
+        return sharding
+    if all(name in manual or size == 1 for name, size in context.shape.items()):
+        return None
+    spec = spec_without(sharding.spec if isinstance(sharding, NamedSharding) else sharding, manual)
+    return spec if isinstance(sharding, PartitionSpec) else NamedSharding(sharding.mesh, spec)
+
+
+def spec_without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
+    """Return a PartitionSpec without some axes.
+
+    Example:
+        >>> spec_without(PartitionSpec(("data", "fsdp"), "data"), frozenset({"data"}))
+        PartitionSpec('fsdp', None)
+    """
+
+    def keep(entry: Any) -> Any:
+        if not isinstance(entry, (str, tuple)):
+            return entry
+        kept = tuple(name for name in ((entry,) if isinstance(entry, str) else entry) if name not in names)
+        return kept[0] if len(kept) == 1 else kept or None
+
+    return PartitionSpec(*map(keep, spec))
+
+
+_with_sharding_constraint = jax.lax.with_sharding_constraint
+_patch, _patch_lock = threading.local(), threading.Lock()
+_num_patched = 0
+
+
+@contextlib.contextmanager
+def own_constraints() -> Iterator[None]:
+    """While a loss is traced, let `jax.lax.with_sharding_constraint` leave out the manual axes.
+
+    Models constrain their activations over the data axis, as MaxText's do. In a training step that axis is manual, and JAX
+    refuses a constraint that names it. Other threads see JAX's own function, which is put back at the end.
+    """
+    global _num_patched
+    with _patch_lock:
+        _num_patched += 1
+        jax.lax.with_sharding_constraint = _constrain_without_manual_axes
+    before, _patch.active = getattr(_patch, "active", False), True
+    try:
+        yield
+    finally:
+        _patch.active = before
+        with _patch_lock:
+            _num_patched -= 1
+            if not _num_patched:
+                jax.lax.with_sharding_constraint = _with_sharding_constraint
+
+
+@functools.wraps(_with_sharding_constraint)
+def _constrain_without_manual_axes(x: Any, shardings: Any) -> Any:
+    if not getattr(_patch, "active", False):
+        return _with_sharding_constraint(x, shardings)
+
+    def constrain_leaf(sharding: Any, part: Any) -> Any:
+        def one(leaf: Any) -> Any:
+            if isinstance(sharding, NamedSharding):
+                return constrain(leaf, sharding)
+            kept = without_manual_axes(sharding)
+            return leaf if kept is None else _with_sharding_constraint(leaf, kept)
+
+        return jax.tree.map(one, part)
+
+    # As in JAX, one sharding may stand for a whole subtree. None and PartitionSpec are leaves.
+    is_leaf: Callable[[Any], bool] = lambda leaf: leaf is None or isinstance(leaf, PartitionSpec)  # noqa: E731
+    return jax.tree.map(constrain_leaf, shardings, x, is_leaf=is_leaf)
+
+
+def process_rows(mesh: Mesh, num_rows: int, axes: BatchAxes | None = None) -> np.ndarray:
     """Return the rows of a batch that this process must have: those of its own devices, in ascending order.
 
     This follows from the sharding and not from the number of processes: processes that differ only in tensor or stage need the
@@ -96,8 +318,9 @@ def process_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
     Args:
         mesh: the mesh.
         num_rows: rows of one microbatch over all replicas.
+        axes: the axes of the rows; None = data and fsdp.
     """
     # Devices that differ only in tensor or stage have the same slice, which counts once. A missing start or stop is the end.
-    indices = batch_sharding(mesh).addressable_devices_indices_map((num_rows,)).values()
+    indices = batch_sharding(mesh, axes=axes).addressable_devices_indices_map((num_rows,)).values()
     slices = {(index[0].start or 0, num_rows if index[0].stop is None else index[0].stop) for index in indices if index}
     return np.concatenate([np.arange(start, stop) for start, stop in sorted(slices)])

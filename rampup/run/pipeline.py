@@ -69,7 +69,7 @@ from rampup.errors import ConfigError, PipelineShapeError
 from rampup.moved import moved_names
 from rampup.plan.numbers import nearest_multiples
 from rampup.run.accumulate import Counts, Sums, accumulator, cast_like, safe_reciprocal
-from rampup.run.mesh import DATA, STAGE, constrain
+from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain, own_constraints
 
 LAYERS = "layers"
 Params = Mapping[str, Any]
@@ -97,6 +97,7 @@ class PipelinedLoss:
             takes as long, but all stages do the work of the first and the last part. True is safe only if no stage waits inside
             a branch for one that does not take the branch, which collectives that the compiler inserts for other axes may do.
             None: True if there are no such axes, with fsdp and tensor of 1.
+        batch_axes: the mesh axes of the rows; None = data and fsdp.
         keep: the old name of `remat_policy`.
     """
 
@@ -106,6 +107,7 @@ class PipelinedLoss:
     num_repeats: int = 1
     remat_policy: Callable[..., Any] | None = None
     skip_idle: bool | None = None
+    batch_axes: BatchAxes | None = None
     keep: InitVar[Callable[..., Any] | None] = None
 
     def __post_init__(self, keep: Callable[..., Any] | None) -> None:
@@ -275,7 +277,8 @@ def run_on_stages(
         counts: further arguments of `stage_sums`.
     """
     _check_shapes(loss, params, batch_KR, keys_KR, mesh)
-    replicas = (DATA,) if mesh.shape[DATA] > 1 else ()
+    axes = BatchAxes.of(mesh, loss.batch_axes)
+    replicas = axes.replica if axes.num_replicas(mesh) > 1 else ()
 
     def reduced_sums(*arguments: Any) -> Sums:
         sums = stage_sums(*arguments)
@@ -290,12 +293,12 @@ def run_on_stages(
             shardings = param_shardings[LAYERS], _without_layers(param_shardings)
             return totals._replace(grads=jax.tree.map(_constrain, grads, shardings))
 
-    rows = PartitionSpec(None, DATA) if replicas else PartitionSpec()
+    rows = PartitionSpec(None, replicas) if replicas else PartitionSpec()
     by_stage, whole = PartitionSpec(STAGE), PartitionSpec()
     sums: Sums = jax.shard_map(
-        reduced_sums,
-        mesh=mesh,
-        axis_names={*replicas, STAGE},
+        own_constraints()(reduced_sums),
+        mesh=auto_view(mesh),
+        axis_names={*axes.manual(mesh), STAGE},
         in_specs=(by_stage, whole, rows, rows, *(whole,) * len(counts)),
         out_specs=Sums(None if param_shardings is None else (by_stage, whole), whole, whole, whole, None),
         check_vma=False,
@@ -326,7 +329,8 @@ class Stage:
         self.chunks = jax.tree.map(lambda x: x.reshape(self.v, -1, *x.shape[1:]), layers)
         self.chunk_size = jax.tree.leaves(self.chunks)[0].shape[1]
         self.ring_size = 2 * self.v * self.p - 1
-        other_axes = math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in (STAGE, DATA))
+        replica = BatchAxes.of(mesh, loss.batch_axes).replica
+        other_axes = math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in (STAGE, *replica))
         self.skips_idle = other_axes == 1 if loss.skip_idle is None else loss.skip_idle
         # With a remat policy: the structure of a chunk's pullback (see `_forward_chunk`).
         self._pullback_structure: Any = None
@@ -538,8 +542,7 @@ def _add_gradient(total: Any, gradient: Any) -> Any:
 
 def _constrain(x: jax.Array, sharding: Any) -> jax.Array:
     """Keep a gradient sharded like its parameter over the automatic axes."""
-    spec = PartitionSpec(*(None if axis == STAGE else axis for axis in sharding.spec))
-    return constrain(x, sharding.update(spec=spec)) if any(spec) else x
+    return x if sharding.is_fully_replicated else constrain(x, sharding)
 
 
 def _without_layers(params: Params) -> dict[str, Any]:
@@ -563,7 +566,7 @@ def _check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: j
             key="base_num_decoder_layers",
             nearest=nearest,
         )
-    num_rows, replicas = keys_KR.shape[1], mesh.shape[DATA]
+    num_rows, replicas = keys_KR.shape[1], BatchAxes.of(mesh, loss.batch_axes).num_replicas(mesh)
     if num_rows % replicas:
         raise PipelineShapeError(
             f"a microbatch of {num_rows} rows must be a multiple of the data axis = {replicas}",

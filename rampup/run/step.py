@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -44,7 +43,8 @@ from rampup.run.accumulate import (
 )
 from rampup.run.compile import Compiler, compile_program
 from rampup.run.data.batches import Batch, layout_of, step_batches, stream_batches
-from rampup.run.mesh import BATCH_AXES, batch_sharding, process_rows, replicated, shardings_like
+from rampup.run.distributed import StepConsensus
+from rampup.run.mesh import BatchAxes, auto_view, batch_sharding, check_plan_fits, process_rows, replicated, shardings_like
 from rampup.run.offload import device_shardings, fetch_offloaded
 
 ENGINES = ("fused", "multi_steps")
@@ -132,7 +132,7 @@ def train_step(
     seed: int = 0,
     skip_nonfinite: bool = False,
     donate: bool = True,
-    wait_for_compilation: bool | None = None,
+    batch_axes: BatchAxes | None = None,
 ) -> TrainStep:
     """Return a training step that follows a plan: one executable for all phases with the same microbatch shape.
 
@@ -153,9 +153,7 @@ def train_step(
             were, while the step number, the rows and the learning-rate schedule move on. With `multi_steps`, `mutable` keeps
             the changes that the finite microbatches of such a step made.
         donate: reuse the memory of the state that is given to a step. False keeps it, and needs the memory of a second one.
-        wait_for_compilation: start every phase in its planned shape, and wait for its program if necessary. Then the shapes do
-            not depend on time, and a run is bit for bit the same whenever it is repeated. False runs the steps until then in
-            the shape of an earlier phase. None: True if there are several processes.
+        batch_axes: the axes of `mesh` that take the rows; None = data and fsdp.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -174,17 +172,8 @@ def train_step(
         >>> round(float(state.params["w"]), 2), int(state.step), step.num_compilations
         (2.97, 20, 1)
     """
-    return TrainStep(
-        loss_fn,
-        tx,
-        plan,
-        mesh,
-        engine=engine,
-        seed=seed,
-        skip_nonfinite=skip_nonfinite,
-        donate=donate,
-        wait_for_compilation=wait_for_compilation,
-    )
+    options = {"engine": engine, "seed": seed, "skip_nonfinite": skip_nonfinite, "donate": donate, "batch_axes": batch_axes}
+    return TrainStep(loss_fn, tx, plan, mesh, **options)  # type: ignore[arg-type]
 
 
 class TrainStep:
@@ -207,7 +196,7 @@ class TrainStep:
         seed: int = 0,
         skip_nonfinite: bool = False,
         donate: bool = True,
-        wait_for_compilation: bool | None = None,
+        batch_axes: BatchAxes | None = None,
     ) -> None:
         _check_arguments("train_step(loss_fn, tx, plan, mesh)", loss_fn=loss_fn, tx=tx, plan=plan, mesh=mesh)
         if engine not in ENGINES:
@@ -216,8 +205,10 @@ class TrainStep:
                 key="gradient_accumulation",
                 nearest=ENGINES,
             )
-        _check_plan(plan, mesh)
-        self._loss = summable(loss_fn)
+        _check_step_number(plan.total_steps)
+        check_plan_fits(plan, mesh, batch_axes)
+        mesh = auto_view(mesh)
+        self._loss, self._batch_axes = summable(loss_fn, batch_axes), batch_axes
         self._loss.check(mesh, engine)
         self._is_fused = engine == "fused"
         self.tx = tx if self._is_fused else multi_steps(tx, plan)
@@ -225,17 +216,7 @@ class TrainStep:
         self._seed, self._skip_nonfinite, self._donate = jax.random.key(seed), skip_nonfinite, donate
         # The `step` of the state that the last call returned, and its number: known here without waiting for the devices.
         self._returned: tuple[Any, int] = None, 0
-        several = jax.process_count() > 1
-        if several and wait_for_compilation is False:
-            raise ConfigError(
-                "wait_for_compilation=false is for a single process: several processes would change shapes at different steps",
-                key="wait_for_compilation",
-                nearest=(True,),
-            )
-        self._wait_for_compilation = several if wait_for_compilation is None else wait_for_compilation
-        # The first step of every microbatch size in use.
-        self._shape_changes: dict[int, int] = {}
-        self._compiler = Compiler()
+        self._compiler, self._consensus = Compiler(), StepConsensus()
         # The phase for which the programs of the next phases have been requested.
         self._requested_after: int | None = None
         self._padding: dict[Any, Any] = {}
@@ -320,7 +301,8 @@ class TrainStep:
         """
         step = self._returned[1] if step is None else int(step)
         split = self._plan.position(step).split
-        needed = split.num_microbatches * len(process_rows(self._mesh, split.data_parallel_size * split.microbatch_size))
+        rows_R = process_rows(self._mesh, split.data_parallel_size * split.microbatch_size, self._batch_axes)
+        needed = split.num_microbatches * len(rows_R)
         found = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(rows)}
         if found != {(needed,)}:
             raise DataError(f"step {step} takes arrays of {needed} rows, but the given ones are of shape {found}")
@@ -328,7 +310,7 @@ class TrainStep:
 
     @property
     def _batch_options(self) -> dict[str, Any]:
-        return {"split_for": self.split_for} if self._is_fused else {"chunk_size": 1}
+        return {"batch_axes": self._batch_axes} | ({"split_for": self.split_for} if self._is_fused else {"chunk_size": 1})
 
     def _check(self, state: Any, batch: Batch) -> None:
         """Check that state, batch, plan and optimizer belong together."""
@@ -389,38 +371,16 @@ class TrainStep:
             state, metrics = self._program(batch, self._multi_steps_update, state, *args)(state, *args)
         return state, metrics
 
-    @property
-    def shape_changes(self) -> dict[int, int]:
-        """The first step of every microbatch size that the run has used: {microbatch_size: step}."""
-        return dict(self._shape_changes)
-
-    def replay_shape_changes(self, changes: Mapping[int, int]) -> None:
-        """Change shapes at the steps at which an earlier part of the run did; see `shape_changes`."""
-        self._shape_changes |= changes
-
     def split_for(self, position: PlanPosition) -> BatchSplit:
         """Return how to split the batch of a position now. Use it as `step_batches(..., split_for=step.split_for)`.
 
         That is the planned split, or while its program is being compiled, a split of the same batch into the microbatches of an
-        earlier phase. With `wait_for_compilation`, it is always the planned split.
-
-        The step of a change depends on how long a compilation takes. It is decided once, and `shape_changes` records it.
-        Several processes would decide at different steps, even if they exchanged messages: each dispatches steps ahead of the
-        devices, by a number of steps that nothing bounds. Therefore they wait.
+        earlier phase. All processes change to the planned split at the same step.
         """
-        planned, step, changes = position.split, position.step, self._shape_changes
-        if self._wait_for_compilation or not self._is_fused or self._plan.num_compiled_shapes == 1:
-            return planned
-        in_use = {size for size, first_step in changes.items() if first_step <= step}
-        if planned.microbatch_size in in_use:
-            return planned
-        # Nearest phase first. Only a size in use is a fallback: another one would have to be compiled as well.
-        fallbacks = (split for split in self._plan.fallbacks(position.phase.index) if split.microbatch_size in in_use)
-        fallback = next(fallbacks, None)
-        if fallback is not None and (planned.microbatch_size in changes or not self._is_ready(planned)):
-            return fallback
-        changes[planned.microbatch_size] = step
-        return planned
+        if not self._is_fused or self._plan.num_compiled_shapes == 1 or self._is_ready(position.split, position):
+            return position.split
+        fallbacks = self._plan.fallbacks(position.phase.index)
+        return next((split for split in fallbacks if self._is_ready(split, position)), position.split)
 
     def choose_split(self, position: PlanPosition) -> BatchSplit:
         """Return `split_for(position)`; the old name."""
@@ -439,7 +399,7 @@ class TrainStep:
             A `jax.stages.Lowered`.
         """
         layout = layout_of(self._plan, split)
-        sharding = batch_sharding(self._mesh, leading=1)
+        sharding = batch_sharding(self._mesh, leading=1, axes=self._batch_axes)
 
         def chunk(x: Any) -> jax.ShapeDtypeStruct:
             shape = (layout.chunk_size, layout.rows, *np.shape(x))
@@ -599,9 +559,11 @@ class TrainStep:
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         return jax.device_put(zeros | ({"skipped": np.False_} if self._skip_nonfinite else {}), replicated(self._mesh))
 
-    def _is_ready(self, split: BatchSplit) -> bool:
-        """Return whether the program for a split is compiled."""
-        return self._compiler.is_ready(layout_of(self._plan, split))
+    def _is_ready(self, split: BatchSplit, position: PlanPosition) -> bool:
+        """Return whether every process has the program for a split."""
+        # All processes must run the same program at the same step: their collectives meet in it.
+        layout = layout_of(self._plan, split)
+        return self._consensus.agreed(f"layout{layout.rows}", self._compiler.is_ready(layout), position.step)
 
     def _compile_next_phases(self, batch: Batch, state: Any) -> None:
         """Request the programs of the next phases that this run reaches, once per phase."""
@@ -609,8 +571,7 @@ class TrainStep:
         if index == self._requested_after or jax.config.jax_disable_jit:
             return
         self._requested_after = index
-        # This phase too: it may run in the shape of an earlier one.
-        phases = self._plan.ramp.phases[index : index + 1 + PHASES_AHEAD]
+        phases = self._plan.ramp.phases[index + 1 : index + 1 + PHASES_AHEAD]
         splits = [self._plan.splits[phase.index] for phase in phases if phase.start_step < self._plan.total_steps]
         layouts = {layout_of(self._plan, split): split for split in splits}
         unknown = {layout: split for layout, split in layouts.items() if not self._compiler.is_known(layout)}
@@ -634,8 +595,8 @@ class TrainStep:
 class EvalStep:
     """A compiled evaluation step: sums loss and weight over a batch. Made with the loss function of training."""
 
-    def __init__(self, loss_fn: LossFn | SummableLoss, mesh: Mesh) -> None:
-        self._loss, self._mesh = summable(loss_fn), mesh
+    def __init__(self, loss_fn: LossFn | SummableLoss, mesh: Mesh, *, batch_axes: BatchAxes | None = None) -> None:
+        self._loss, self._mesh = summable(loss_fn, batch_axes), auto_view(mesh)
         self._programs: dict[Any, Callable[..., Any]] = {}
 
     def __call__(self, state: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -787,7 +748,7 @@ def _bind_loss(loss: SummableLoss, state: Any) -> SummableLoss:
 def _wrap(loss: SummableLoss, reason: str, wrap: Callable[[LossFn], LossFn]) -> SummableLoss:
     if not isinstance(loss, AccumulatedLoss):
         raise ConfigError(f"{reason} of a state needs a loss function; a {type(loss).__name__} does not support it")
-    return AccumulatedLoss(wrap(loss.loss_fn))
+    return dataclasses.replace(loss, loss_fn=wrap(loss.loss_fn))
 
 
 def _scaled(results: tuple[Any, ...], scale: jax.Array) -> tuple[Any, ...]:
@@ -825,19 +786,6 @@ def _check_step_number(steps: int) -> None:
     if steps > MAX_STEPS:
         raise RampDefinitionError(
             f"steps={steps:,} does not fit into the int32 step counter of a device", key="steps", nearest=(MAX_STEPS,)
-        )
-
-
-def _check_plan(plan: RampPlan, mesh: Mesh) -> None:
-    """Check that a plan can be trained on a mesh."""
-    _check_step_number(plan.total_steps)
-    replicas, planned = math.prod(mesh.shape[axis] for axis in BATCH_AXES), plan.splitter.data_parallel_size
-    if planned != replicas:
-        raise ConfigError(
-            f"the plan is for data_parallel_size={planned}, but the mesh shards rows over {replicas} devices "
-            f"({' * '.join(f'{axis}={mesh.shape[axis]}' for axis in BATCH_AXES)})",
-            key="data_parallel_size",
-            nearest=(replicas,),
         )
 
 

@@ -24,7 +24,7 @@ from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.run.data.loading import Loading
 from rampup.run.data.sources import RowSource, as_source, read_rows
-from rampup.run.mesh import batch_sharding, process_rows
+from rampup.run.mesh import BatchAxes, batch_sharding, check_plan_fits, process_rows
 
 # Steps whose rows are on the devices before they are used.
 AHEAD_ON_DEVICE = 2
@@ -247,6 +247,7 @@ class BatchLoader:
         num_threads: threads that read.
         read_ahead: steps whose rows are read ahead of use.
         loading: which processes read.
+        batch_axes: the axes of `mesh` that the rows are sharded over; None = data and fsdp.
     """
 
     source: RowSource
@@ -258,6 +259,11 @@ class BatchLoader:
     num_threads: int = 2
     read_ahead: int = 4
     loading: Loading = field(default_factory=Loading)
+    batch_axes: BatchAxes | None = None
+
+    def __post_init__(self) -> None:
+        check_plan_fits(self.plan, self.mesh, self.batch_axes)
+        object.__setattr__(self, "loading", replace(self.loading, batch_axes=self.batch_axes))
 
     def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
         """Yield the batches from step `start` up to step `stop`, by default to the end of the plan.
@@ -317,7 +323,7 @@ def step_batches(
         seed: shuffles every epoch in a new order; None keeps the source's order. A Grain MapDataset then has its own epochs,
             with a new order and new random augmentations in each if it was shuffled and seeded.
         num_epochs: passes over the source; None = unlimited.
-        options: further attributes of `BatchLoader`, such as `split_for=step.split_for`.
+        options: further attributes of `BatchLoader`, such as `split_for=step.split_for` or `batch_axes`.
 
     Raises:
         DataError: the source is too small for the run, or a row cannot be read.
@@ -348,6 +354,7 @@ def stream_batches(
     batched: bool = False,
     split_for: Callable[[PlanPosition], BatchSplit] | None = None,
     chunk_size: int | None = None,
+    batch_axes: BatchAxes | None = None,
 ) -> Iterator[Batch]:
     """Yield the batch of every optimizer step from rows that come one after the other.
 
@@ -362,7 +369,7 @@ def stream_batches(
         start: the first step. The source must start at its rows.
         stop: the step to stop before; None = the end of the plan, or of the source.
         batched: the source yields arrays (rows, ...) of any number of rows.
-        split_for, chunk_size: see `BatchLoader`.
+        split_for, chunk_size, batch_axes: see `BatchLoader`.
 
     Raises:
         DataError: the source ends inside a step, or its rows differ in structure or shape.
@@ -376,12 +383,13 @@ def stream_batches(
         >>> [np.concatenate(b.chunks).ravel().tolist() for b in stream_batches(iter(range(8)), plan, mesh)]
         [[0, 1], [2, 3], [4, 5, 6, 7]]
     """
+    check_plan_fits(plan, mesh, batch_axes)
     rows, pending, count = iter(source), [], 0
     for number in range(start, _last_step(plan, start, stop)):
         position = plan.position(number)
         split = position.split if split_for is None else split_for(position)
         layout = layout_of(plan, split, chunk_size=chunk_size)
-        needed = split.num_microbatches * len(process_rows(mesh, layout.rows))
+        needed = split.num_microbatches * len(process_rows(mesh, layout.rows, batch_axes))
         while count < needed:
             try:
                 item = next(rows)
@@ -400,7 +408,7 @@ def stream_batches(
             raise DataError(f"the rows of step {number} do not have the same structure and shapes: {error}") from error
         pending, count = [jax.tree.map(lambda x, used=needed: x[used:], ready)], count - needed
         batch_nR = jax.tree.map(lambda x, used=needed, n=split.num_microbatches: x[:used].reshape(n, -1, *x.shape[1:]), ready)
-        yield Batch(replace(position, split=split), put_chunks(batch_nR, layout, mesh), layout)
+        yield Batch(replace(position, split=split), put_chunks(batch_nR, layout, mesh, Loading(batch_axes=batch_axes)), layout)
 
 
 def _last_step(plan: RampPlan, start: int, stop: int | None) -> int:
@@ -418,7 +426,7 @@ def microbatches(source: Any, plan: RampPlan, mesh: Mesh, *, start: int | PlanPo
     Args:
         source: see `step_batches`.
         plan: the plan.
-        mesh: the devices; rows are sharded over its data and fsdp axes.
+        mesh: the devices; rows are sharded over its data and fsdp axes, or over `batch_axes`.
         start: the first optimizer step, or a position of the plan.
         options: further arguments of `step_batches`.
 
@@ -465,7 +473,7 @@ def put_chunks(batch_nR: Any, layout: BufferLayout, mesh: Mesh, loading: Loading
         The filled chunks: global arrays (K, R, ...).
     """
     loading = loading or Loading()
-    sharding = batch_sharding(mesh, leading=1)
+    sharding = batch_sharding(mesh, leading=1, axes=loading.batch_axes)
     num_microbatches, num_rows = jax.tree.leaves(batch_nR)[0].shape[:2]
 
     def chunk(x_nR: np.ndarray, first: int) -> np.ndarray:
@@ -493,7 +501,7 @@ def _global_array(part_KR: np.ndarray, num_rows: int, sharding: NamedSharding) -
     """Return the global array (K, R, ...) of which this process has the rows `part_KR` (K, local rows, ...)."""
     if part_KR.shape[1] == num_rows:
         return jax.device_put(part_KR, sharding)
-    local = process_rows(sharding.mesh, num_rows)
+    local = process_rows(sharding.mesh, num_rows, BatchAxes(replica=(), rows=sharding.spec[1]))
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         start = index[1].start or 0

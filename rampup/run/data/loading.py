@@ -20,18 +20,20 @@ from rampup.errors import ConfigError
 from rampup.plan.numbers import nearest_multiples
 from rampup.run.data.sources import RowSource
 from rampup.run.distributed import broadcast_from_process0
-from rampup.run.mesh import batch_sharding
+from rampup.run.mesh import BatchAxes, batch_sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loading:
-    """Which processes read: 0, f, 2f, ..., each for itself and the f - 1 processes after it.
+    """Which processes read which rows: 0, f, 2f, ..., each for itself and the f - 1 processes after it.
 
     Attributes:
         factor: f; 1 = every process reads for itself.
+        batch_axes: the mesh axes that the rows are sharded over; None = data and fsdp.
     """
 
     factor: int = 1
+    batch_axes: BatchAxes | None = None
 
     def __post_init__(self) -> None:
         count = jax.process_count()
@@ -51,7 +53,7 @@ class Loading:
 
     def rows_to_read(self, mesh: Mesh, num_rows: int) -> np.ndarray:
         """Return the rows of a microbatch that this process reads: those of the first process it reads for, then the next."""
-        rows = rows_of_processes(mesh, num_rows)
+        rows = rows_of_processes(mesh, num_rows, self.batch_axes)
         first = jax.process_index() // self.factor * self.factor
         return np.concatenate([rows[first + member] for member in range(self.factor)])
 
@@ -63,7 +65,7 @@ class Loading:
                 it.
             mesh: the devices.
         """
-        return _redistribution(mesh, parts[0].shape[1], self.factor)(*parts)
+        return _redistribution(mesh, parts[0].shape[1], self)(*parts)
 
 
 class PlaceholderRows:
@@ -110,10 +112,10 @@ def shared_sources(loading: Loading, open_all: Callable[[], tuple[RowSource, ...
     )
 
 
-def rows_of_processes(mesh: Mesh, num_rows: int) -> dict[int, np.ndarray]:
+def rows_of_processes(mesh: Mesh, num_rows: int, axes: BatchAxes | None = None) -> dict[int, np.ndarray]:
     """Return the rows of a microbatch that each process needs, ascending."""
     found: dict[int, set[tuple[int, int]]] = {}
-    for device, index in batch_sharding(mesh).devices_indices_map((num_rows,)).items():
+    for device, index in batch_sharding(mesh, axes=axes).devices_indices_map((num_rows,)).items():
         piece = index[0].start or 0, num_rows if index[0].stop is None else index[0].stop
         found.setdefault(device.process_index, set()).add(piece)
     return {
@@ -122,17 +124,17 @@ def rows_of_processes(mesh: Mesh, num_rows: int) -> dict[int, np.ndarray]:
 
 
 @functools.cache
-def _redistribution(mesh: Mesh, num_rows: int, factor: int) -> Callable[..., jax.Array]:
+def _redistribution(mesh: Mesh, num_rows: int, loading: Loading) -> Callable[..., jax.Array]:
     """Return a compiled gather that moves each row from the process that has read it to the one that needs it."""
-    rows = rows_of_processes(mesh, num_rows)
+    rows = rows_of_processes(mesh, num_rows, loading.batch_axes)
     # Row r of the result is row source_R[r] of the f parts, concatenated along R: the g-th process after a reader finds its
     # rows in part g, at the places of the reader's own rows.
     source_R = np.zeros(num_rows, np.int32)
     for process, own in rows.items():
-        member = process % factor
+        member = process % loading.factor
         source_R[own] = member * num_rows + rows[process - member]
 
     def gather(*parts_KR: jax.Array) -> jax.Array:
         return jnp.take(jnp.concatenate(parts_KR, axis=1), source_R, axis=1)
 
-    return jax.jit(gather, out_shardings=batch_sharding(mesh, leading=1))
+    return jax.jit(gather, out_shardings=batch_sharding(mesh, leading=1, axes=loading.batch_axes))
