@@ -23,19 +23,13 @@ EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_CLOSED = 1, 2, 130, 141
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a command returns.
+    """What a command returns."""
 
-    Attributes:
-        facts: printed with `--json`, as one object.
-        show: prints the result for people; by default nothing, for a command that has printed everything.
-        exit_code: of the process.
-        problem: an error to report together with the result.
-    """
-
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # printed with `--json`, as one object
+    # Prints the result for people. By default nothing, for a command that has printed everything.
     show: Callable[[Console], None] = lambda console: None
     exit_code: int = 0
-    problem: RampupError | None = None
+    problem: RampupError | None = None  # an error to report together with the result
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

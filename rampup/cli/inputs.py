@@ -26,17 +26,11 @@ def add_inputs_argument(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CliInputs:
-    """The inputs named on a command line.
+    """The inputs named on a command line."""
 
-    Attributes:
-        runs: folders of runs.
-        config: a configuration; None if only runs are named.
-        overrides: `key=value` settings of the configuration.
-    """
-
-    runs: tuple[Path, ...]
-    config: str | None
-    overrides: tuple[str, ...]
+    runs: tuple[Path, ...]  # folders of runs
+    config: str | None  # a configuration; None if only runs are named
+    overrides: tuple[str, ...]  # `key=value` settings of the configuration
 
     def read_config(self, environ: Mapping[str, str]) -> Config:
         """Return the configuration, or the one that the run was last started with.

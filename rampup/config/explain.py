@@ -18,33 +18,19 @@ MAX_CLOSE = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """The explanation of one key.
+    """The explanation of one key."""
 
-    Attributes:
-        key: its name.
-        file: the configuration file that has it.
-        section: the heading above it in that file.
-        meaning: its documentation.
-        legal: its legal values, in words.
-        unit: the unit of its values, if they have one.
-        default: its value if no file sets it.
-        value_in_file: its value in the file.
-        maxtext_name: MaxText's name for it; None if MaxText has no such key.
-        maxtext_default: MaxText's default, as written there.
-        interacts: the keys that its documentation names, and those whose documentation names it.
-    """
-
-    key: str
-    file: str
-    section: str
-    meaning: str
-    legal: str
-    unit: str | None
-    default: Any
-    value_in_file: Any
-    maxtext_name: str | None
-    maxtext_default: str | None
-    interacts: tuple[str, ...]
+    key: str  # its name
+    file: str  # the configuration file that has it
+    section: str  # the heading above it in that file
+    meaning: str  # its documentation
+    legal: str  # its legal values, in words
+    unit: str | None  # the unit of its values, if they have one
+    default: Any  # its value if no file sets it
+    value_in_file: Any  # its value in the file
+    maxtext_name: str | None  # MaxText's name for it; None if MaxText has no such key
+    maxtext_default: str | None  # MaxText's default, as written there
+    interacts: tuple[str, ...]  # the keys that its documentation names, and those whose documentation names it
 
     def to_dict(self) -> dict[str, Any]:
         """Return the explanation as `rampup explain --json` prints it."""

@@ -34,23 +34,14 @@ _CONTROL = r"\u0000-\u001f\u007f-\u009f\u2028\u2029"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFile:
-    """A configuration file that sets every key, and its JSON schema.
+    """A configuration file that sets every key, and its JSON schema."""
 
-    Attributes:
-        name: the file's name, such as base.yml.
-        schema_name: the name of the file with its JSON schema.
-        title: the title of that schema.
-        head: the comment at the top of the file.
-        settings: the class whose attributes are the keys.
-        overrides: the values that differ from the defaults.
-    """
-
-    name: str
-    schema_name: str
-    title: str
-    head: str
-    settings: type[Settings]
-    overrides: Mapping[str, Any] = field(default_factory=dict)
+    name: str  # the file's name, such as base.yml
+    schema_name: str  # the name of the file with its JSON schema
+    title: str  # the title of that schema
+    head: str  # the comment at the top of the file
+    settings: type[Settings]  # the class whose attributes are the keys
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # the values that differ from the defaults
 
     @property
     def keys(self) -> Mapping[str, Key]:

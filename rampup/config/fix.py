@@ -33,20 +33,14 @@ SCHEDULE, DEVICES, PARALLELISM = "batch_size_schedule", "num_devices", "_paralle
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One changed value.
+    """One changed value."""
 
-    Attributes:
-        key: the key; the right name if the name was misspelled.
-        before, after: the value as written. `before` is None if the file did not set the key.
-        where: the file and line, the command line, or the environment variable.
-        renamed: the misspelled name, if the name is what changes.
-    """
-
-    key: str
+    key: str  # the key; the right name if the name was misspelled
+    # The value as written, before and after. `before` is None if the file did not set the key.
     before: str | None
     after: str
-    where: str
-    renamed: str | None = None
+    where: str  # the file and line, the command line, or the environment variable
+    renamed: str | None = None  # the misspelled name, if the name is what changes
 
     def to_dict(self) -> dict[str, str | None]:
         """Return the change as `rampup fix --json` prints it."""
@@ -55,20 +49,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """A legal configuration near a refused one.
-
-    Attributes:
-        file: the file.
-        before, text: its content, before and after.
-        changes: the changed values, in the file or outside; empty if the configuration was legal.
-        problems: the messages of the errors.
-    """
+    """A legal configuration near a refused one."""
 
     file: Path
+    # Its content, before and after.
     before: str
     text: str
-    changes: tuple[Change, ...] = ()
-    problems: tuple[str, ...] = ()
+    changes: tuple[Change, ...] = ()  # the changed values, in the file or outside; empty if the configuration was legal
+    problems: tuple[str, ...] = ()  # the messages of the errors
 
     @property
     def patch(self) -> str:

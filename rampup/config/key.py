@@ -28,45 +28,29 @@ _BOOL_WORDS = {"1": True, "0": False, "true": True, "false": False, "yes": True,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """One key of a configuration.
+    """One key of a configuration."""
 
-    Attributes:
-        kind: the type of its values.
-        doc: its documentation, one or more sentences.
-        section: the heading above it in the configuration file.
-        group: the mapping that contains it in the file: `rl` makes the key `rl.num_generations`. None = top level.
-        unit: the unit of its values, if they have one.
-        choices: the only legal values, if there are few.
-        minimum, maximum: limits, inclusive.
-        above, below: limits, exclusive.
-        also: legal values outside the limits, such as -1 for automatic.
-        nullable: whether null is legal.
-        maxtext: MaxText's default, as to_yaml_number there, if it differs from the default here.
-        own: whether MaxText has no such key; `maxtext` then gives MaxText's behavior.
-        identity: whether a checkpoint belongs to a run only if both have the same value.
-        ramp: whether the key defines the ramp; a changed value changes the plan of a resumed run.
-        per_process: whether the value may differ between the processes of one run.
-        per_accumulation: whether `gradient_accumulation_steps` multiplies the value in a global batch.
-    """
-
-    kind: Kind
-    doc: str
-    section: str
+    kind: Kind  # the type of its values
+    doc: str  # its documentation, one or more sentences
+    section: str  # the heading above it in the configuration file
+    # The mapping that contains it in the file: `rl` makes the key `rl.num_generations`. None = top level.
     group: str | None = None
-    unit: str | None = None
-    choices: tuple[str, ...] = ()
+    unit: str | None = None  # the unit of its values, if they have one
+    choices: tuple[str, ...] = ()  # the only legal values, if there are few
+    # Limits, inclusive.
     minimum: float | None = None
     maximum: float | None = None
+    # Limits, exclusive.
     above: float | None = None
     below: float | None = None
-    also: tuple[int, ...] = ()
-    nullable: bool = False
-    maxtext: str | None = None
-    own: bool = False
-    identity: bool = False
-    ramp: bool = False
-    per_process: bool = False
-    per_accumulation: bool = False
+    also: tuple[int, ...] = ()  # legal values outside the limits, such as -1 for automatic
+    nullable: bool = False  # whether null is legal
+    maxtext: str | None = None  # MaxText's default, as written there, if it differs from the default here
+    own: bool = False  # whether MaxText has no such key; `maxtext` then gives MaxText's behavior
+    identity: bool = False  # whether a checkpoint belongs to a run only if both have the same value
+    ramp: bool = False  # whether the key defines the ramp; a changed value changes the plan of a resumed run
+    per_process: bool = False  # whether the value may differ between the processes of one run
+    per_accumulation: bool = False  # whether `gradient_accumulation_steps` multiplies the value in a global batch
 
     @property
     def expected(self) -> str:

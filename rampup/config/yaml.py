@@ -22,17 +22,11 @@ _PREFIX = "tag:yaml.org,2002:"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
-    """A value and its source.
+    """A value and its source."""
 
-    Attributes:
-        value: None, bool, int, float, str, list or dict.
-        path: the file, or the name of another source.
-        line: the line in that file, counted from 1; None in other sources.
-    """
-
-    value: Any
-    path: str
-    line: int | None = None
+    value: Any  # None, bool, int, float, str, list or dict
+    path: str  # the file, or the name of another source
+    line: int | None = None  # the line in that file, counted from 1; None in other sources
 
     def __str__(self) -> str:
         return self.path if self.line is None else f"{self.path}:{self.line}"

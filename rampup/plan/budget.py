@@ -17,20 +17,15 @@ SECONDS_PER_HOUR = 3600
 class TokenBudget:
     """A number of tokens to train on with a ramp.
 
-    Attributes:
-        ramp: maps samples to the global batch size.
-        tokens: the budget.
-        tokens_per_sample: tokens in one sample.
-
     Example:
         >>> budget = TokenBudget(ramp=BatchRamp.from_schedule("0:8 80:16"), tokens=2400, tokens_per_sample=10)
         >>> budget.num_samples, budget.steps, budget.steps_at_first, budget.steps_at_final
         (240, 20, 30, 15)
     """
 
-    ramp: BatchRamp
-    tokens: int
-    tokens_per_sample: int
+    ramp: BatchRamp  # maps samples to the global batch size
+    tokens: int  # the budget
+    tokens_per_sample: int  # tokens in one sample
 
     def __post_init__(self) -> None:
         for key, value in (("budget", self.tokens), ("max_target_length", self.tokens_per_sample)):

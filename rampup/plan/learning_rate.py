@@ -43,18 +43,12 @@ class ClockSegment:
     """The schedule's clock within one phase: progress(step) = progress + (step - start_step) * progress_per_step.
 
     A sample count can overflow the int32 of a device. These three numbers cannot.
-
-    Attributes:
-        start_step: first optimizer step of the phase.
-        progress: fraction of the schedule completed before that step; 1 is its end.
-        progress_per_step: fraction that each step adds.
-        scale: factor on the learning rate in this phase.
     """
 
-    start_step: int
-    progress: float
-    progress_per_step: float
-    scale: float
+    start_step: int  # first optimizer step of the phase
+    progress: float  # fraction of the schedule completed before that step; 1 is its end
+    progress_per_step: float  # fraction that each step adds
+    scale: float  # factor on the learning rate in this phase
 
 
 def clock_segments(ramp: BatchRamp, *, clock: Clock, schedule_steps: int, scaling: BatchScaling) -> tuple[ClockSegment, ...]:

@@ -99,21 +99,13 @@ def stage_layer_order(num_layers: int, num_stages: int, num_repeats: int = 1) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineCandidate:
-    """One way to split a batch for the pipeline, with its predicted cost.
+    """One way to split a batch for the pipeline, with its predicted cost."""
 
-    Attributes:
-        num_microbatches: m.
-        num_repeats: v.
-        microbatch_size: b, samples per replica.
-        predicted_time: time of one pass, in samples' worth of one stage's arithmetic.
-        bubble: the idle fraction of that time.
-    """
-
-    num_microbatches: int
-    num_repeats: int
-    microbatch_size: int
-    predicted_time: Fraction
-    bubble: Fraction
+    num_microbatches: int  # m
+    num_repeats: int  # v
+    microbatch_size: int  # b, samples per replica
+    predicted_time: Fraction  # time of one pass, in samples' worth of one stage's arithmetic
+    bubble: Fraction  # the idle fraction of that time
 
     def to_dict(self) -> dict[str, int | float]:
         """Return the candidate as `rampup plan --json` prints it."""

@@ -35,19 +35,13 @@ MAX_OPERATIONS = 2_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One unit of work of one stage.
-
-    Attributes:
-        stage: the stage that runs it.
-        kind: F (forward) or B (backward). With zero bubble, I (gradient of the input) and W (of the weights) instead of B.
-        microbatch, repeat: the microbatch, and the layer chunk of the stage.
-        start, end: times, in units of the costs.
-    """
+    """One unit of work of one stage."""
 
     stage: int
-    kind: Kind
+    kind: Kind  # F (forward) or B (backward). With zero bubble, I (gradient of the input) and W (of the weights) instead of B.
     microbatch: int
-    repeat: int
+    repeat: int  # the layer chunk of the stage
+    # Times, in units of the costs.
     start: Fraction
     end: Fraction
 

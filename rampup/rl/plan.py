@@ -16,21 +16,13 @@ from rampup.rl.updates import Training, Updates, split_updates
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutPosition:
-    """The progress of a model's training.
+    """The progress of a model's training."""
 
-    Attributes:
-        step: the rollout, counted from 0. The generator gets the policy's weights once before each rollout.
-        update: the next optimizer step within the rollout, counted from 0. The samples' policy is this many updates old.
-        epoch: the pass over the rollout's samples.
-        mini_batch: the mini batch within the epoch.
-        optimizer_step: completed optimizer steps of this model, over the whole run.
-    """
-
-    step: int
-    update: int
-    epoch: int
-    mini_batch: int
-    optimizer_step: int
+    step: int  # the rollout, counted from 0. The generator gets the policy's weights once before each rollout.
+    update: int  # the next optimizer step within the rollout, counted from 0. The samples' policy is this many updates old.
+    epoch: int  # the pass over the rollout's samples
+    mini_batch: int  # the mini batch within the epoch
+    optimizer_step: int  # completed optimizer steps of this model, over the whole run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

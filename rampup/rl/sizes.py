@@ -30,12 +30,6 @@ BYTES = {
 class Size:
     """A size with its unit and its scope, which the configurations of RL systems leave implicit.
 
-    Attributes:
-        count: the number.
-        unit: what it counts. A sample is one response to a prompt.
-        scope: the whole job, each data-parallel replica, or each process that is a replica (trlX).
-        key: the configuration key that errors refer to.
-
     Raises:
         ConfigError: If the count is below 1 or above 10**9, or the unit or scope is unknown.
 
@@ -45,10 +39,10 @@ class Size:
         (1280, '256 prompts')
     """
 
-    count: int
-    unit: Unit
-    scope: Scope = "job"
-    key: str | None = None
+    count: int  # the number
+    unit: Unit  # what it counts. A sample is one response to a prompt.
+    scope: Scope = "job"  # the whole job, each data-parallel replica, or each process that is a replica (trlX)
+    key: str | None = None  # the configuration key that errors refer to
 
     def __post_init__(self) -> None:
         raise_together(
@@ -137,17 +131,11 @@ def _choice_problems(name: str, value: object, choices: tuple[str, ...], key: st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExperienceField:
-    """One array of the stored experience.
+    """One array of the stored experience."""
 
-    Attributes:
-        name: the name of the array.
-        dtype: type of its elements.
-        elements: elements per sample.
-    """
-
-    name: str
-    dtype: str
-    elements: int
+    name: str  # the name of the array
+    dtype: str  # type of its elements
+    elements: int  # elements per sample
 
     @property
     def bytes_per_sample(self) -> int:
@@ -159,13 +147,6 @@ class ExperienceField:
 class Experience:
     """The arrays stored for every sample between generation and training, padded to the maximum lengths.
 
-    Attributes:
-        max_prompt_length: tokens of the longest prompt.
-        max_response_length: tokens of the longest response.
-        reference: whether a reference policy's log-probabilities are stored, for a KL term.
-        token_dtype: type of the tokens.
-        value_dtype: type of log-probabilities, values, rewards and advantages.
-
     Raises:
         ConfigError: If a length is below 1 or a type is unknown.
 
@@ -175,11 +156,11 @@ class Experience:
         (25088, 33280)
     """
 
-    max_prompt_length: int
-    max_response_length: int
-    reference: bool = True
-    token_dtype: str = "int32"
-    value_dtype: str = "float32"
+    max_prompt_length: int  # tokens of the longest prompt
+    max_response_length: int  # tokens of the longest response
+    reference: bool = True  # whether a reference policy's log-probabilities are stored, for a KL term
+    token_dtype: str = "int32"  # type of the tokens
+    value_dtype: str = "float32"  # type of log-probabilities, values, rewards and advantages
 
     def __post_init__(self) -> None:
         lengths = {"max_prompt_length": self.max_prompt_length, "max_response_length": self.max_response_length}

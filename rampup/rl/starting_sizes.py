@@ -19,18 +19,12 @@ REFERENCE_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartingSizes:
-    """Sizes for one model size, by trlX's keys. All are per process.
+    """Sizes for one model size, by trlX's keys. All are per process."""
 
-    Attributes:
-        batch_size: samples per optimizer step.
-        num_rollouts: samples collected before training on them.
-        chunk_size: prompts per call of the generator.
-        ppo_epochs: passes over the collected samples. None if the source does not have it (trlX's default is 4).
-    """
-
-    batch_size: int
-    num_rollouts: int
-    chunk_size: int
+    batch_size: int  # samples per optimizer step
+    num_rollouts: int  # samples collected before training on them
+    chunk_size: int  # prompts per call of the generator
+    # Passes over the collected samples. None if the source does not have it (trlX's default is 4).
     ppo_epochs: int | None = None
 
     def to_dict(self) -> dict[str, int | None]:
@@ -40,20 +34,14 @@ class StartingSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedSizes:
-    """A row of a published table.
+    """A row of a published table."""
 
-    Attributes:
-        label: the model sizes as published.
-        smallest, largest: the range of model sizes in parameters.
-        published: the sizes in the table.
-        used: the sizes in the repository's own example, by parameters.
-    """
-
-    label: str
+    label: str  # the model sizes as published
+    # The range of model sizes in parameters
     smallest: int
     largest: int
-    published: StartingSizes
-    used: dict[int, StartingSizes]
+    published: StartingSizes  # the sizes in the table
+    used: dict[int, StartingSizes]  # the sizes in the repository's own example, by parameters
 
 
 M, B = 10**6, 10**9
@@ -93,15 +81,10 @@ TRADE_OFFS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The memory of a model's training state, by a rule of thumb.
+    """The memory of a model's training state, by a rule of thumb."""
 
-    Attributes:
-        params: parameters of the policy.
-        device_bytes: memory of one device.
-    """
-
-    params: int
-    device_bytes: int
+    params: int  # parameters of the policy
+    device_bytes: int  # memory of one device
 
     @property
     def state_bytes(self) -> int:
@@ -131,21 +114,13 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """Starting sizes for one model.
+    """Starting sizes for one model."""
 
-    Attributes:
-        system: the system whose keys the sizes have.
-        params: the model's parameters.
-        row: the published row that applies. None if the system has no published table.
-        used: the repository's sizes at the nearest model size of that row. None without a row.
-        memory: the rule of thumb for memory. None if the memory of a device was not given.
-    """
-
-    system: str
-    params: int
-    row: PublishedSizes | None
-    used: StartingSizes | None
-    memory: Memory | None
+    system: str  # the system whose keys the sizes have
+    params: int  # the model's parameters
+    row: PublishedSizes | None  # the published row that applies. None if the system has no published table.
+    used: StartingSizes | None  # the repository's sizes at the nearest model size of that row. None without a row.
+    memory: Memory | None  # the rule of thumb for memory. None if the memory of a device was not given.
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -13,21 +13,14 @@ from rampup.rl.sizes import Size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The requested sizes of one model's training on the samples of a step.
+    """The requested sizes of one model's training on the samples of a step."""
 
-    Attributes:
-        mini_batch: samples of one optimizer step.
-        microbatch: samples of one forward and backward pass, or a token budget per replica. None = the whole mini batch.
-        data_parallel_size: replicas of this model.
-        num_epochs: passes over the samples of a step.
-        num_stages: pipeline stages. The number of microbatches of an optimizer step is a multiple of it.
-    """
-
-    mini_batch: Size
+    mini_batch: Size  # samples of one optimizer step
+    # Samples of one forward and backward pass, or a token budget per replica. None = the whole mini batch.
     microbatch: Size | None = None
-    data_parallel_size: int = 1
-    num_epochs: int = 1
-    num_stages: int = 1
+    data_parallel_size: int = 1  # replicas of this model
+    num_epochs: int = 1  # passes over the samples of a step
+    num_stages: int = 1  # pipeline stages. The number of microbatches of an optimizer step is a multiple of it.
 
     def problems(self, model: str) -> list[RampupError]:
         """Return errors for sizes that are invalid by themselves. `model` is the name in errors."""
@@ -58,18 +51,6 @@ class Training:
 class Updates:
     """One model's training on the samples of a step, as it follows from `Training`.
 
-    Attributes:
-        model: `policy` or `critic`.
-        samples_per_step: samples of one rollout.
-        mini_batch_samples: samples of one optimizer step, over all replicas.
-        num_epochs: passes over the samples.
-        data_parallel_size: replicas.
-        num_stages: pipeline stages.
-        split: the split of a mini batch, including rows of weight 0. None with a token budget.
-        token_budget: tokens of one pass of one replica. None without a budget.
-        max_passes: with a token budget, the passes of an optimizer step if every sample has the maximum length. A first-fit
-            packing never needs more. None if the lengths are unknown.
-
     Example:
         >>> training = Training(mini_batch=Size(count=64, unit="prompts"), data_parallel_size=8,
         ...     microbatch=Size(count=4, unit="samples", scope="replica"), num_epochs=2)
@@ -78,14 +59,16 @@ class Updates:
         (4, 8, 16)
     """
 
-    model: str
-    samples_per_step: int
-    mini_batch_samples: int
-    num_epochs: int
-    data_parallel_size: int
-    num_stages: int
-    split: BatchSplit | None
-    token_budget: int | None = None
+    model: str  # `policy` or `critic`
+    samples_per_step: int  # samples of one rollout
+    mini_batch_samples: int  # samples of one optimizer step, over all replicas
+    num_epochs: int  # passes over the samples
+    data_parallel_size: int  # replicas
+    num_stages: int  # pipeline stages
+    split: BatchSplit | None  # the split of a mini batch, including rows of weight 0. None with a token budget.
+    token_budget: int | None = None  # tokens of one pass of one replica. None without a budget.
+    # with a token budget, the passes of an optimizer step if every sample has the maximum length. A first-fit packing
+    # never needs more. None if the lengths are unknown.
     max_passes: int | None = None
 
     @property

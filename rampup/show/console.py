@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -32,24 +32,23 @@ MARK = "*"
 ELLIPSIS = "..."
 
 # Columns of phase tables: title -> name in `RampPlan.phase_rows`.
-_WHEN = {"from\nstep": "start_step", "from\nsample": "start_sample", "steps": "num_steps"}
+WHEN = {"from\nstep": "start_step", "from\nsample": "start_sample", "steps": "num_steps"}
 _BATCH = {"batch": "global_batch_size"}
-_SPLIT = {"passes": "accumulation_steps", "pipeline\nmicro": "num_pipeline_microbatches", "micro-\nbatch": "microbatch_size"}
+SPLIT = {"passes": "accumulation_steps", "pipeline\nmicro": "num_pipeline_microbatches", "micro-\nbatch": "microbatch_size"}
 _COMPARED = ("num_devices", "total_steps", "ramp_steps", "ramp_samples", "num_compiled_shapes", "global_batch_to_load")
 _KIND_STYLES = {"F": "black on green", "B": "white on blue", "I": "white on blue", "W": "black on cyan"}
 
 
-def make_table(console: Console, titles: Iterable[str], *, left: int = 0) -> Table:
-    """Return an empty table.
+def make_table(console: Console, titles: Iterable[str], rows: Iterable[Iterable[str]] = (), *, left: int = 0) -> Table:
+    """Return a table. In a terminal it has a line below the titles.
 
-    Args:
-        console: where it is printed; a terminal gets a line below the titles.
-        titles: of the columns.
-        left: columns from the first on that are text, aligned left and folded if need be; the others are numbers.
+    The first `left` columns are text, aligned left and folded if need be. The others are numbers.
     """
     table = Table(box=box.SIMPLE_HEAD if console.is_terminal else None, pad_edge=False, show_edge=False)
     for number, title in enumerate(titles):
         table.add_column(title, justify="left" if number < left else "right", overflow="fold", no_wrap=number >= left)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -72,10 +71,7 @@ def print_notes(notes: Iterable[str], console: Console) -> None:
 def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX_PHASES) -> None:
     """Print a plan: a summary, its phases, evaluation and notes.
 
-    Args:
-        plan: the plan.
-        console: where to print.
-        max_phases: of more phases, the middle ones are left out and counted; None prints all.
+    If there are more phases than `max_phases`, the middle ones are left out and counted. None prints all.
     """
     for sentence in plan.summary:
         console.print(sentence)
@@ -83,8 +79,8 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
     sizes = {"global\nbatch": "global_batch_size", "per\ndevice": "per_device_batch_size"} | _split_columns(pipeline)
     sizes |= {"bubble": "bubble_fraction"} if pipeline else {}
     sizes |= {"rate\nscale": "learning_rate_scale"} if scaled else {}
-    layouts: list[tuple[list[Mapping[str, str]], bool]] = [([_WHEN | sizes], True), ([_WHEN | sizes], False)]
-    layouts.append(([_WHEN, sizes], False))
+    layouts: list[tuple[list[Mapping[str, str]], bool]] = [([WHEN | sizes], True), ([WHEN | sizes], False)]
+    layouts.append(([WHEN, sizes], False))
     # The first layout that fits; the last one is printed whether it does or not.
     for columns, bars in layouts:
         tables = [_phase_table(plan, chosen, console, max_phases=max_phases, bars=bars) for chosen in columns]
@@ -113,24 +109,17 @@ def print_comparison(
     Args:
         plans, names: the two plans and their names.
         changed: the keys that differ, each with its value in `a` and in `b`.
-        console: where to print.
-        max_phases: see `print_plan`.
+        console, max_phases: see `print_plan`.
     """
     console.print(f"a: {names[0]}\nb: {names[1]}\n{MARK} differs\n", highlight=False)
-    keys = make_table(console, ["key", "a", "b"], left=1)
-    for name, values in changed.items():
-        keys.add_row(name, *(Text(_format_setting(values[which])) for which in "ab"))
-    console.print(keys if changed else "all keys are the same")
+    settings = [(name, *(Text(_format_setting(values[which])) for which in "ab")) for name, values in changed.items()]
+    console.print(make_table(console, ["key", "a", "b"], settings, left=1) if changed else "all keys are the same")
     facts = [{**plan.to_dict(), "consumed_samples": plan.consumed_samples} for plan in plans]
-    totals = make_table(console, ["plan", "a", "b", ""], left=1)
-    for name in (*_COMPARED, "consumed_samples"):
-        pair = [fact[name] for fact in facts]
-        totals.add_row(name, *map(_format_setting, pair), MARK if pair[0] != pair[1] else "")
-    console.print()
-    console.print(totals)
-    console.print()
+    pairs = {name: [fact[name] for fact in facts] for name in (*_COMPARED, "consumed_samples")}
+    totals = [(name, *map(_format_setting, pair), MARK if pair[0] != pair[1] else "") for name, pair in pairs.items()]
+    console.print("", make_table(console, ["plan", "a", "b", ""], totals, left=1), "")
     split = _split_columns(any(plan.splitter.num_stages > 1 for plan in plans))
-    when, steps = _WHEN | _BATCH, {title: name for title, name in _WHEN.items() if name != "start_sample"}
+    when, steps = WHEN | _BATCH, {title: name for title, name in WHEN.items() if name != "start_sample"}
     samples = {"from\nsample": "start_sample"} | _BATCH
     for columns in ([when | _BATCH | split], [when, _BATCH | split], [steps | _BATCH, samples, _BATCH | split]):
         tables = [_comparison_table(plans, chosen, console, max_phases=max_phases) for chosen in columns]
@@ -142,13 +131,9 @@ def print_comparison(
 def print_budget(
     budget: TokenBudget, console: Console, *, configured_steps: int, throughput: Mapping[int, Fraction] | None = None
 ) -> None:
-    """Print what a token budget means: steps of the ramp, steps of its first and last batch kept constant, and time.
+    """Print a token budget: steps of the ramp, steps of its first and last batch kept constant, and time.
 
-    Args:
-        budget: the budget.
-        console: where to print.
-        configured_steps: the steps that the configuration sets.
-        throughput: tokens per second by global batch size, if known.
+    `configured_steps` are those of the configuration, and `throughput` has tokens per second by global batch size, if known.
     """
     first, final, by_size = budget.ramp.sizes[0], budget.ramp.sizes[-1], budget.steps_by_size
     beyond = budget.consumed_tokens - budget.tokens
@@ -234,7 +219,7 @@ def print_fix(fix: Fix, console: Console) -> None:
 
 
 def _split_columns(pipeline: bool) -> dict[str, str]:
-    return {title: name for title, name in _SPLIT.items() if pipeline or name != "num_pipeline_microbatches"}
+    return {title: name for title, name in SPLIT.items() if pipeline or name != "num_pipeline_microbatches"}
 
 
 def _phase_table(plan: RampPlan, columns: Mapping[str, str], console: Console, *, max_phases: int | None, bars: bool) -> Table:
@@ -242,18 +227,15 @@ def _phase_table(plan: RampPlan, columns: Mapping[str, str], console: Console, *
     if bars:
         table.columns[-1].justify = "left"
     mark, largest, rows = "\u2588" if console.is_terminal else "#", max(plan.ramp.sizes), plan.phase_rows()
-    for index in _kept(len(rows), max_phases):
-        if index is None:
-            table.add_row(ELLIPSIS, *[ELLIPSIS] * len(columns))
-            continue
+
+    def add_phase(index: int) -> None:
         phase = plan.ramp.phases[index]
         reached = phase.start_step < plan.total_steps
-        cells = [_phase_cell(rows[index], name) for name in columns.values()]
+        cells = [phase_cell(rows[index], name) for name in columns.values()]
         cells += [mark * max(round(BAR_WIDTH * phase.global_batch_size / largest), 1)] if bars else []
         table.add_row(str(index) if reached else f"({index})", *cells, style=None if reached else "dim")
-    if (hidden := len(rows) - (max_phases or len(rows))) > 0:
-        table.caption, table.caption_justify = f"{format_count(hidden, 'phase')} left out; rampup plan --all shows them", "left"
-    return table
+
+    return _add_phases(table, len(rows), max_phases, add_phase)
 
 
 def _comparison_table(
@@ -262,41 +244,50 @@ def _comparison_table(
     titles = [f"{title}\n{which}" if "\n" not in title else f"{title} {which}" for which in "ab" for title in columns]
     table = make_table(console, ["phase", *titles, ""])
     pairs = list(zip_longest(*(plan.phase_rows() for plan in plans)))
-    for index in _kept(len(pairs), max_phases):
-        if index is None:
-            table.add_row(ELLIPSIS, *[ELLIPSIS] * len(titles))
-            continue
-        pair = pairs[index]
-        cells = [_phase_cell(row, name) for row in pair for name in columns.values()]
-        table.add_row(str(index), *cells, MARK if pair[0] != pair[1] else "")
-    if (hidden := len(pairs) - (max_phases or len(pairs))) > 0:
-        table.caption, table.caption_justify = f"{format_count(hidden, 'phase')} left out; rampup plan --all shows them", "left"
+
+    def add_phase(index: int) -> None:
+        cells = [phase_cell(row, name) for row in pairs[index] for name in columns.values()]
+        table.add_row(str(index), *cells, MARK if pairs[index][0] != pairs[index][1] else "")
+
+    return _add_phases(table, len(pairs), max_phases, add_phase)
+
+
+def _add_phases(table: Table, number: int, most: int | None, add_phase: Callable[[int], None]) -> Table:
+    """Add a row for each phase. If there are more than `most`, leave out the middle ones and count them below the table."""
+    hidden = range(0) if most is None or number <= most else range(most // 2, number - most // 2)
+    for index in range(number):
+        if index not in hidden:
+            add_phase(index)
+        elif index == hidden.start:
+            table.add_row(*[ELLIPSIS] * sum(column.header != "" for column in table.columns))
+    if hidden:
+        table.caption = f"{format_count(len(hidden), 'phase')} left out; rampup plan --all shows them"
+        table.caption_justify = "left"
     return table
 
 
-def _kept(number: int, most: int | None) -> list[int | None]:
-    """Return the indices of the rows to print, with None in place of the middle ones if there are more than `most`."""
-    if most is None or number <= most:
-        return list(range(number))
-    return [*range(most // 2), None, *range(number - most // 2, number)]
-
-
-def _phase_cell(row: Mapping[str, object] | None, name: str) -> str:
+def phase_cell(row: Mapping[str, object] | None, name: str) -> str:
+    """Return a size of a phase as text. `row` is None for a phase that a plan does not have."""
     if row is None:
         return "-"
-    return "rest" if row[name] is None else format_value(row[name])
+    if row.get(name) is None:
+        return "rest" if name == "num_steps" else ""
+    return format_value(row[name])
 
 
 def _choices_table(plan: RampPlan, console: Console) -> Table:
     choices, used = plan.pipeline_candidates, plan.splits[-1]
-    table = make_table(console, ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""])
-    for choice in choices[:MAX_CHOICES]:
-        relative = f"{float(choice.predicted_time / choices[0].predicted_time):.2f}"
-        sizes = map(format_value, (choice.num_microbatches, choice.microbatch_size))
-        table.add_row(
-            *sizes, f"{float(choice.bubble):.3f}", relative, "used" * (choice.microbatch_size == used.microbatch_size)
+    rows = [
+        (
+            format_value(choice.num_microbatches),
+            format_value(choice.microbatch_size),
+            f"{float(choice.bubble):.3f}",
+            f"{float(choice.predicted_time / choices[0].predicted_time):.2f}",
+            "used" * (choice.microbatch_size == used.microbatch_size),
         )
-    return table
+        for choice in choices[:MAX_CHOICES]
+    ]
+    return make_table(console, ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""], rows)
 
 
 def _width(table: Table, console: Console) -> int:

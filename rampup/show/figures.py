@@ -36,25 +36,14 @@ LINES = (
 )
 INK, DIM, RULE, SHADE, PAPER, BAR, OVER = "#1c2430", "#5b6675", "#d5dae1", "#e9e9ee", "#ffffff", "#a9c4e4", "#f2c9b4"
 # Face, ink and hatch of an operation by its kind.
-OPERATIONS = {
-    "F": ("#cfe8cf", "#000001", ""),
-    "B": ("#33578f", "#fffffe", ""),
-    "I": ("#33578f", "#fffffe", ""),
-    "W": (BAR, "#000001", "///"),
-}
+OPERATIONS = {"F": ("#cfe8cf", "#000001", ""), "B": ("#33578f", "#fffffe", ""), "W": (BAR, "#000001", "///")}
+OPERATIONS["I"] = OPERATIONS["B"]
 # In a page, each colour becomes a CSS variable, so that the page's theme applies to its pictures.
-CSS_COLORS = {str(line["color"]): f"var(--s{number})" for number, line in enumerate(LINES)} | {
-    INK: "var(--ink)",
-    DIM: "var(--dim)",
-    RULE: "var(--rule)",
-    SHADE: "var(--band)",
-    PAPER: "var(--box)",
-    BAR: "var(--w)",
-    OPERATIONS["F"][0]: "var(--f)",
-    OPERATIONS["F"][1]: "var(--on-f)",
-    OPERATIONS["B"][0]: "var(--b)",
-    OPERATIONS["B"][1]: "var(--on-b)",
-}
+_VARIABLES = {f"s{number}": str(line["color"]) for number, line in enumerate(LINES)}
+_VARIABLES |= {"ink": INK, "dim": DIM, "rule": RULE, "band": SHADE, "box": PAPER, "w": BAR}
+for _kind in "FB":
+    _VARIABLES[_kind.lower()], _VARIABLES[f"on-{_kind.lower()}"], _ = OPERATIONS[_kind]
+CSS_COLORS = {color: f"var(--{name})" for name, color in _VARIABLES.items()}
 MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 4.0, 10.0, 30.0
 NARROW = 7.0
 PANEL_WIDTH, PANEL_HEIGHT = 4.1, 2.4
@@ -137,8 +126,7 @@ def draw_rate(
         path, width: see `draw_batch`.
 
     Raises:
-        MissingDependencyError: matplotlib is not installed.
-        ConfigError: the file cannot be written.
+        RampupError: see `draw_batch`.
     """
     narrow = width < NARROW
     figure = _new_figure(width, 6.4 if narrow else 3.6)
@@ -158,8 +146,7 @@ def draw_runs(runs: Sequence[RunMetrics], path: str | Path | None = None, *, wid
         path, width: see `draw_batch`.
 
     Raises:
-        MissingDependencyError: matplotlib is not installed.
-        ConfigError: there is no run, or too many, or the file cannot be written.
+        RampupError: there is no run, or too many, or see `draw_batch`.
     """
     if not 1 <= len(runs) <= MAX_RUNS:
         raise ConfigError(f"{len(runs)} runs cannot be told apart; draw 1 to {MAX_RUNS}", key="run", nearest=(1, MAX_RUNS))
@@ -193,8 +180,7 @@ def draw_memory(
             above it only the smallest size is drawn.
 
     Raises:
-        MissingDependencyError: matplotlib is not installed.
-        ConfigError: no rows, a size below 1 or negative bytes, or the file cannot be written.
+        RampupError: no rows, a size below 1 or negative bytes, or see `draw_batch`.
     """
     pairs = sorted((size, number) for size, number in rows if number is not None)
     if limit_bytes is not None:
@@ -238,8 +224,7 @@ def draw_timetable(table: Timetable, path: str | Path | None = None, *, width: f
         width: of the picture, in inches; None = as wide as its texts need.
 
     Raises:
-        MissingDependencyError: matplotlib is not installed.
-        ConfigError: the file cannot be written, or the timetable is too large to be read.
+        RampupError: the timetable is too large to be read, or see `draw_batch`.
     """
     if len(table.operations) > MAX_OPERATIONS:
         raise ConfigError(
@@ -363,11 +348,7 @@ def svg_element(figure: Any, *, title: str, prefix: str) -> ElementTree.Element:
 
 
 def _new_figure(width: float, height: float) -> Any:
-    """Return an empty figure of a width and height in inches.
-
-    Raises:
-        ConfigError: no picture can have this width.
-    """
+    """Return an empty figure of a width and height in inches."""
     if not MIN_WIDTH <= width <= MAX_WIDTH:
         raise ConfigError(
             f"width={width:g} inches must be from {MIN_WIDTH:g} to {MAX_WIDTH:g}",
@@ -382,11 +363,7 @@ def _new_panel() -> Any:
 
 
 def _save(figure: Any, path: str | Path | None) -> Any:
-    """Write the figure if there is a path, and return it.
-
-    Raises:
-        ConfigError: the suffix is not a format, or the file cannot be written.
-    """
+    """Write the figure if there is a path, and return it."""
     if path is None:
         return figure
     if Path(path).suffix.lower() not in FORMATS:

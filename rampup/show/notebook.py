@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import html
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from types import MappingProxyType
 
 from rampup.dialects.verdict import Verdict
@@ -24,12 +25,8 @@ MAX_OPERATIONS = 5_000
 
 _NUMBER = "text-align:right;padding:2px 8px"
 _TEXT = "text-align:left;padding:2px 8px"
-_KIND_STYLES = {
-    "F": "background:#cfe8cf;color:#000",
-    "B": "background:#33578f;color:#fff",
-    "I": "background:#33578f;color:#fff",
-    "W": "background:#a9c4e4;color:#000",
-}
+_KIND_STYLES = {"F": "background:#cfe8cf;color:#000", "B": "background:#33578f;color:#fff"}
+_KIND_STYLES |= {"I": _KIND_STYLES["B"], "W": "background:#a9c4e4;color:#000"}
 # What the advice of a guide is worth for one configuration: `Advice.holds`.
 ADVICE = {True: "true", False: "not here", None: "wrong"}
 
@@ -109,17 +106,19 @@ def to_html(value: object) -> str:
     raise TypeError(f"{type(value).__name__} has no HTML form")
 
 
+def _phase_facts(phase: Phase) -> dict[str, object]:
+    names = ("start_step", "start_sample", "num_steps", "global_batch_size")
+    return {"phase": phase.index, **{name: getattr(phase, name) for name in names}}
+
+
 @to_html.register
 def _(phase: Phase) -> str:
-    names = ("start_step", "start_sample", "num_steps", "global_batch_size")
-    facts = {name: getattr(phase, name) for name in names}
-    return html_facts({"phase": phase.index, **facts, "num_steps": phase.num_steps or "the rest of the run"})
+    return html_facts(_phase_facts(phase) | {"num_steps": phase.num_steps or "the rest of the run"})
 
 
 @to_html.register
 def _(ramp: BatchRamp) -> str:
-    names = ("start_step", "start_sample", "num_steps", "global_batch_size")
-    return html_table([{"phase": phase.index, **{name: getattr(phase, name) for name in names}} for phase in ramp.phases])
+    return html_table(list(map(_phase_facts, ramp.phases)))
 
 
 @to_html.register
@@ -190,21 +189,18 @@ def _(verdict: Verdict) -> str:
     derived = {name: value if isinstance(value, int | float) else str(value) for name, value in verdict.derived.items()}
     violations = [
         {
-            "rule": violation.rule,
-            "keys": ", ".join(violation.keys),
-            "what is wrong": violation.message,
-            "nearest": ", ".join(map(format_value, violation.nearest)),
-            "found by": violation.found_by,
+            "rule": v.rule,
+            "keys": ", ".join(v.keys),
+            "what is wrong": v.message,
+            "nearest": ", ".join(map(format_value, v.nearest)),
+            "found by": v.found_by,
         }
-        for violation in verdict.violations
+        for v in verdict.violations
     ]
-    advice = [
-        {"rule": advice.rule, "source": advice.source, "holds": ADVICE[advice.holds], "because": advice.because}
-        for advice in verdict.advice
-    ]
+    advice = [{**asdict(advice), "holds": ADVICE[advice.holds]} for advice in verdict.advice]
     tables = {
         "what is wrong": html_table(violations),
-        "what the file means": html_table([{"says": meaning.says, "means": meaning.means} for meaning in verdict.meanings]),
+        "what the file means": html_table([asdict(meaning) for meaning in verdict.meanings]),
         "what follows": html_facts(derived) if derived else "",
         "phases": html_table(verdict.phases or ()),
         "a step": html_list(verdict.flow),

@@ -23,30 +23,15 @@ RECENT_STEPS = 20
 
 
 class Bar:
-    """A progress bar that shows nothing, for output that is piped.
+    """A progress bar that shows nothing, for output that is piped."""
 
-    Attributes:
-        visible: whether the bar shows anything; if not, the caller prints lines.
-    """
-
-    visible = False
+    visible = False  # whether the bar shows anything; if not, the caller prints lines
 
     def start(self, total: int, done: int) -> None:
-        """Show the bar.
-
-        Args:
-            total: samples of the run.
-            done: samples consumed so far.
-        """
+        """Show the bar, with the samples of the run and those consumed so far."""
 
     def update(self, done: int, left: str, line: str) -> None:
-        """Update the bar.
-
-        Args:
-            done: samples consumed so far.
-            left: the time left.
-            line: a line about the newest step.
-        """
+        """Update the samples consumed, the time left, and the line about the newest step."""
 
     def stop(self) -> None:
         """Stop updating. What the bar shows stays."""
@@ -62,7 +47,7 @@ class _ProgressWithLine(Progress):
         yield Text(self.line)
 
 
-class TerminalBar(Bar):
+class _TerminalBar(Bar):
     """A bar drawn by rich."""
 
     visible = True
@@ -78,21 +63,18 @@ class TerminalBar(Bar):
         self._task = self._progress.add_task("train", total=0, left="?", visible=False)
 
     def start(self, total: int, done: int) -> None:
-        """Show the bar."""
         self._progress.update(self._task, total=total, completed=done, visible=True)
         self._progress.start()
 
     def update(self, done: int, left: str, line: str) -> None:
-        """Update the bar."""
         self._progress.line = line
         self._progress.update(self._task, completed=done, left=left)
 
     def stop(self) -> None:
-        """Stop updating."""
         self._progress.stop()
 
 
-class NotebookBar(Bar):
+class _NotebookBar(Bar):
     """A bar drawn by tqdm. The time left is the caller's, because tqdm counts steps of equal length."""
 
     visible = True
@@ -102,19 +84,16 @@ class NotebookBar(Bar):
         self._bar: Any = None
 
     def start(self, total: int, done: int) -> None:
-        """Show the bar."""
         self.stop()
         form = "{n:,}/{total:,} samples {bar} {desc}"
         self._bar = self._tqdm(total=total, initial=done, bar_format=form, dynamic_ncols=True)
 
     def update(self, done: int, left: str, line: str) -> None:
-        """Update the bar."""
         if self._bar is not None:
             self._bar.set_description_str(f"{left} left, {line}", refresh=False)
             self._bar.update(done - self._bar.n)
 
     def stop(self) -> None:
-        """Stop updating."""
         if self._bar is not None:
             self._bar.refresh()
             self._bar.close()
@@ -122,17 +101,12 @@ class NotebookBar(Bar):
 
 
 def make_bar(console: Console, *, quiet: bool = False) -> Bar:
-    """Return the bar that fits the output.
-
-    Args:
-        console: where the output goes.
-        quiet: show nothing.
-    """
+    """Return the bar that fits the output of a console: none if it is piped, or if `quiet` is set."""
     if quiet:
         return Bar()
     if in_notebook() and (tqdm := _import_tqdm()) is not None:
-        return NotebookBar(tqdm)
-    return TerminalBar(console) if console.is_terminal else Bar()
+        return _NotebookBar(tqdm)
+    return _TerminalBar(console) if console.is_terminal else Bar()
 
 
 def in_notebook() -> bool:

@@ -33,46 +33,28 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyValue:
-    """One key of a configuration as the report lists it.
+    """One key of a configuration as the report lists it."""
 
-    Attributes:
-        name: the name of the key.
-        key: its definition.
-        value: its value.
-        where: where the value was set.
-        changed: whether the value is not the default.
-    """
-
-    name: str
-    key: Key
-    value: Any
-    where: str
-    changed: bool
+    name: str  # the name of the key
+    key: Key  # its definition
+    value: Any  # its value
+    where: str  # where the value was set
+    changed: bool  # whether the value is not the default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The content of a report.
+    """The content of a report."""
 
-    Attributes:
-        title: the name of a file or a run.
-        plan: the plan of a ramp or of a rollout; None if there is only a verdict.
-        notes: remarks about what is legal but costs something.
-        keys: every key of the configuration.
-        rates: from a clock to the learning rate of an optimizer step on it; empty if there is none.
-        run: the metrics of the run, if there is one.
-        verdict: the verdict on another system's file, if it is one.
-        version: of the program, for the last line.
-    """
-
-    title: str
-    plan: RampPlan | RolloutPlan | None
-    notes: Sequence[str] = ()
-    keys: Sequence[KeyValue] = ()
+    title: str  # the name of a file or a run
+    plan: RampPlan | RolloutPlan | None  # the plan of a ramp or of a rollout; None if there is only a verdict
+    notes: Sequence[str] = ()  # remarks about what is legal but costs something
+    keys: Sequence[KeyValue] = ()  # every key of the configuration
+    # From a clock to the learning rate of an optimizer step on it; empty if there is none
     rates: Mapping[Clock, Callable[[int], float]] = field(default_factory=dict)
-    run: RunMetrics | None = None
-    verdict: Verdict | None = None
-    version: str = ""
+    run: RunMetrics | None = None  # the metrics of the run, if there is one
+    verdict: Verdict | None = None  # the verdict on another system's file, if it is one
+    version: str = ""  # of the program, for the last line
 
 
 def key_values(
@@ -89,8 +71,7 @@ def write_report(report: Report, path: str | Path) -> int:
     """Write the page and return its size in bytes.
 
     Raises:
-        ConfigError: the suffix is not .html, or the file cannot be written.
-        MissingDependencyError: matplotlib is not installed.
+        RampupError: the suffix is not .html, the file cannot be written, or matplotlib is not installed.
     """
     if Path(path).suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"{path} must end in .html", key="output", nearest=(".html",))
@@ -103,11 +84,7 @@ def write_report(report: Report, path: str | Path) -> int:
 
 
 def report_html(report: Report) -> str:
-    """Return the page.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
+    """Return the page."""
     plan = report.plan
     sections: dict[str, str] = {"Notes": _notes(report)}
     if report.verdict is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -38,11 +37,9 @@ def print_suggestion(suggestion: Suggestion, console: Console) -> None:
     """Print starting sizes: the published ones and those of the repository, the memory behind them, and notes."""
     console.print(f"{suggestion.params:,} parameters, {suggestion.system}: a starting point")
     if suggestion.row is not None and suggestion.used is not None:
-        table = make_table(console, ("key", f"published for {suggestion.row.label}", "the repository uses"), left=1)
-        used = suggestion.used.to_dict()
-        for name, size in suggestion.row.published.to_dict().items():
-            table.add_row(name, _cell(size), _cell(used[name]))
-        console.print(table)
+        sizes, used = suggestion.row.published.to_dict(), suggestion.used.to_dict()
+        titles = ("key", f"published for {suggestion.row.label}", "the repository uses")
+        console.print(make_table(console, titles, [(name, _cell(sizes[name]), _cell(used[name])) for name in sizes], left=1))
     if suggestion.memory is not None:
         memory = suggestion.memory
         console.print(
@@ -56,10 +53,8 @@ def print_suggestion(suggestion: Suggestion, console: Console) -> None:
 
 def _training_table(order: Iterable[Updates], console: Console) -> Table:
     titles = ("model", "replicas", "epochs", "mini\nbatches", "optimizer\nsteps", "samples\neach", "passes\neach")
-    line = box.SIMPLE_HEAD if console.is_terminal else None
-    table = Table(box=line, pad_edge=False, show_edge=False, collapse_padding=console.is_terminal)
-    for title in (*titles, "per replica\nand pass"):
-        table.add_column(title, justify="left" if title == "model" else "right", no_wrap=True)
+    table = make_table(console, (*titles, "per replica\nand pass"), left=1)
+    table.collapse_padding = console.is_terminal
     for updates in order:
         passes, per_pass = _cell(updates.accumulation_steps), f"{_cell(updates.microbatch_size)} samples"
         if updates.token_budget is not None:

@@ -21,39 +21,26 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """A phase as it is drawn. The last one has no end and is drawn up to the edge of the picture.
+    """A phase as it is drawn. The last one has no end and is drawn up to the edge of the picture."""
 
-    Attributes:
-        phase: its number.
-        start_step, end_step, start_sample, end_sample: where it is drawn.
-        global_batch_size: samples per optimizer step.
-        accumulation_steps: passes.
-        bubble: idle share of the pipeline.
-    """
-
-    phase: int
+    phase: int  # its number
+    # Where it is drawn.
     start_step: int
     end_step: int
     start_sample: int
     end_sample: int
-    global_batch_size: int
-    accumulation_steps: int
-    bubble: float
+    global_batch_size: int  # samples per optimizer step
+    accumulation_steps: int  # passes
+    bubble: float  # idle share of the pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatePoint:
-    """The learning rate of one optimizer step.
-
-    Attributes:
-        step: the step.
-        sample: samples consumed before it.
-        rate: its learning rate.
-    """
+    """The learning rate of one optimizer step."""
 
     step: int
-    sample: int
-    rate: float
+    sample: int  # samples consumed before it
+    rate: float  # its learning rate
 
 
 def last_drawn_step(plan: RampPlan) -> int:
@@ -106,13 +93,7 @@ def phase_spans(plan: RampPlan, *, most: int = MAX_POINTS) -> tuple[Span, ...]:
 
 
 def rate_points(plan: RampPlan, rate: Callable[[int], float], *, most: int = 400) -> tuple[RatePoint, ...]:
-    """Return the learning rate over the whole run, at evenly spaced steps and on both sides of every known kink.
-
-    Args:
-        plan: the plan.
-        rate: from an optimizer step to its learning rate.
-        most: about how many points.
-    """
+    """Return the learning rate over the whole run, at about `most` even steps and on both sides of every known kink."""
     last = plan.total_steps - 1
     kinks = {phase.start_step + shift for phase in subsample(plan.ramp.phases, most // 4) for shift in (-1, 0)}
     kinks |= {plan.schedule_steps - 1, plan.schedule_steps}
@@ -123,26 +104,16 @@ def rate_points(plan: RampPlan, rate: Callable[[int], float], *, most: int = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunMetrics:
-    """The metrics of one run, one value per step.
+    """The metrics of one run, one value per step."""
 
-    Attributes:
-        name: the name of the run in a picture.
-        steps: step numbers.
-        samples: samples consumed after each step.
-        losses: NaN if the loss was not finite.
-        tokens_per_second: NaN if unknown.
-        sizes: samples of each step.
-        phases: phase of each step.
-        eval_samples, eval_losses: evaluations.
-    """
-
-    name: str
+    name: str  # the name of the run in a picture
     steps: tuple[int, ...]
-    samples: tuple[int, ...]
-    losses: tuple[float, ...]
-    tokens_per_second: tuple[float, ...]
-    sizes: tuple[int, ...]
-    phases: tuple[int, ...]
+    samples: tuple[int, ...]  # samples consumed after each step
+    losses: tuple[float, ...]  # NaN if the loss was not finite
+    tokens_per_second: tuple[float, ...]  # NaN if unknown
+    sizes: tuple[int, ...]  # samples of each step
+    phases: tuple[int, ...]  # phase of each step
+    # evaluations
     eval_samples: tuple[int, ...] = ()
     eval_losses: tuple[float, ...] = ()
 
@@ -210,13 +181,9 @@ class RunMetrics:
 
 
 def measured_throughput(folder: str | Path) -> dict[int, Fraction]:
-    """Return the median tokens per second of a run at each global batch size that it trained at.
+    """Return the median tokens per second of a run by global batch size, in samples.
 
-    Args:
-        folder: the run's folder. Steps that compiled count only if there are no others of their size.
-
-    Returns:
-        Tokens per second by global batch size, in samples.
+    Steps that compiled count only if there are no others of their size.
 
     Raises:
         ConfigError: there is no such folder or file, or no step in it has a throughput.

@@ -15,12 +15,7 @@ Facts = Mapping[str, Any]
 
 
 def print_tuning(found: Facts, console: Console) -> None:
-    """Print the largest microbatch that fits, the recommended settings with their phases, and what else would save memory.
-
-    Args:
-        found: the result, by its JSON names.
-        console: where to print.
-    """
+    """Print the largest microbatch that fits, the recommended settings with their phases, and what else would save memory."""
     source = "as given" if found["memory_is_named"] else "as reported by the device"
     console.print(
         f"{found['num_devices']:,} x {found['device']}, {found['memory_gib']:.4g} GiB each ({source}), of which "
@@ -67,9 +62,8 @@ def _format_settings(settings: Mapping[str, Any]) -> str:
 
 
 def _candidates_table(rows: Sequence[Facts], console: Console) -> Table:
-    table = make_table(console, ["micro-\nbatch", "micro-\nbatches", "memory", "step", "spread", "tokens/s", ""])
-    for row in rows:
-        table.add_row(
+    cells = [
+        (
             format_value(row["microbatch_size"]),
             format_value(row["num_microbatches"]),
             _format_memory(row["bytes"]),
@@ -78,7 +72,9 @@ def _candidates_table(rows: Sequence[Facts], console: Console) -> Table:
             _format_rate(row["tokens_per_second"]),
             "fits" if row["fits"] else "does not fit",
         )
-    return table
+        for row in rows
+    ]
+    return make_table(console, ["micro-\nbatch", "micro-\nbatches", "memory", "step", "spread", "tokens/s", ""], cells)
 
 
 def _phases_table(rows: Sequence[Facts], console: Console) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -11,7 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rampup.dialects.verdict import Verdict
-from rampup.show.format import format_count, format_value
+from rampup.show.console import SPLIT, WHEN, phase_cell
+from rampup.show.format import format_count
 
 CHECKS = {"accepts": "its own check accepts the file", "rejects": "its own check rejects the file"}
 RUNS = {
@@ -23,16 +23,7 @@ RUNS = {
 FOUND_BY = {"validator": "found by its own check", "run": "not checked: the run fails"}
 # What a guide's advice is worth here (`Advice.holds`), and its style.
 ADVICE = {True: ("true    ", "green"), False: ("not here", "yellow"), None: ("wrong   ", "red")}
-PHASE_COLUMNS = {
-    "start_step": "from\nstep",
-    "start_sample": "from\nsample",
-    "num_steps": "steps",
-    "global_batch_size": "global\nbatch",
-    "data_parallel_size": "replicas",
-    "accumulation_steps": "passes",
-    "num_pipeline_microbatches": "pipeline\nmicro",
-    "microbatch_size": "micro-\nbatch",
-}
+PHASE_COLUMNS = WHEN | {"global\nbatch": "global_batch_size", "replicas": "data_parallel_size"} | SPLIT
 
 
 def print_verdict(verdict: Verdict, console: Console) -> None:
@@ -47,14 +38,12 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         _print_hanging(console, "   ", f"rule {violation.rule}, {FOUND_BY[violation.found_by]}; keys: {keys}", "dim")
     if verdict.meanings:
         console.print()
-        rows = [(meaning.says, meaning.means) for meaning in verdict.meanings]
-        _print_table(console, ("setting", "meaning"), rows)
+        _print_table(console, ("setting", "meaning"), [(meaning.says, meaning.means) for meaning in verdict.meanings])
     if verdict.phases is not None:
         _print_title(console, "phases")
-        phases = list(verdict.phases)
-        names = [name for name in PHASE_COLUMNS if any(name in row for row in phases)]
-        cells = [[_phase_cell(name, row.get(name)) for name in names] for row in phases]
-        _print_table(console, [PHASE_COLUMNS[name] for name in names], cells, numbers=True)
+        columns = {title: name for title, name in PHASE_COLUMNS.items() if any(name in row for row in verdict.phases)}
+        cells = [[phase_cell(row, name) for name in columns.values()] for row in verdict.phases]
+        _print_table(console, list(columns), cells, numbers=True)
     if verdict.flow:
         _print_title(console, "a step")
         for number, line in enumerate(verdict.flow, start=1):
@@ -68,12 +57,6 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         _print_title(console, "notes")
         for note in verdict.notes:
             _print_hanging(console, "- ", note)
-
-
-def _phase_cell(name: str, value: Any) -> str:
-    if value is None:
-        return "rest" if name == "num_steps" else ""
-    return format_value(value)
 
 
 def _print_table(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:

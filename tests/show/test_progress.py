@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rampup import Config, build_plan
 from rampup.run import events
-from rampup.show.progress import Bar, NotebookBar, TerminalBar, TrainProgress, in_notebook, make_bar
+from rampup.show.progress import Bar, TrainProgress, _NotebookBar, _TerminalBar, in_notebook, make_bar
 
 PLAN = build_plan(Config(enable_rampup_batch_size=True, steps=60, global_rampup_samples=100), 1)
 
@@ -129,7 +129,7 @@ def test_make_bar_fits_the_output(monkeypatch):
     """Rich in a terminal, nothing if the output is piped or unwanted."""
     monkeypatch.delitem(sys.modules, "IPython", raising=False)
     assert not in_notebook()
-    assert isinstance(make_bar(console(force_terminal=True)), TerminalBar)
+    assert isinstance(make_bar(console(force_terminal=True)), _TerminalBar)
     assert type(make_bar(console())) is Bar
     assert not make_bar(console(force_terminal=True), quiet=True).visible
 
@@ -137,14 +137,14 @@ def test_make_bar_fits_the_output(monkeypatch):
 def test_make_bar_takes_ipython_in_a_terminal_for_a_terminal(monkeypatch):
     """IPython's own terminal has no kernel and gets the terminal's bar."""
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace()))
-    assert isinstance(make_bar(console(force_terminal=True)), TerminalBar)
+    assert isinstance(make_bar(console(force_terminal=True)), _TerminalBar)
 
 
 def test_notebook_bar_shows_samples_and_time_left(notebook, capsys):
     """The bar counts the plan's samples, with the caller's time left and newest step."""
     pytest.importorskip("tqdm")
     bar = make_bar(console())
-    assert isinstance(bar, NotebookBar)
+    assert isinstance(bar, _NotebookBar)
     bar.start(29_632, 1_000)
     bar.update(12_345, "3:21", "step 7, phase 2, 900 tokens/s")
     bar.stop()
