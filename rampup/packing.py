@@ -158,7 +158,7 @@ def balance(lengths: Sequence[int], k: int, cost: Cost = "tokens", equal_count: 
         >>> balance([10, 1, 1, 1, 1, 1], 2, cost=(1, 1), equal_count=True)
         ((0, 3, 5), (1, 2, 4))
     """
-    tokens = _token_array(lengths)
+    tokens: Array = np.array(_check_lengths(lengths), dtype=np.int64)
     _check_count(k, "k", maximum=len(tokens), limit="the number of sequences")
     linear, square = _cost_coefficients(cost)
     longest = int(tokens.max())
@@ -201,7 +201,14 @@ def pack(
     rungs = _check_ladder(ladder, token_budget)
     _check_count(num_replicas, "num_replicas")
     _check_count(multiple_of, "multiple_of")
-    _check_budget(values, token_budget)
+    if too_long := [index for index, length in enumerate(values) if length > token_budget]:
+        others = f" (and {len(too_long) - 1:,} more)" if len(too_long) > 1 else ""
+        raise ConfigError(
+            f"lengths[{too_long[0]}]={values[too_long[0]]:,} tokens{others} exceeds token_budget={token_budget:,}, and a "
+            f"sequence is never split; nearest token_budget: {max(values):,}, or leave the sequence out",
+            key="token_budget",
+            nearest=[max(values)],
+        )
     order = sorted(range(len(values)), key=values.__getitem__, reverse=True)
     unit = num_replicas * multiple_of
     bins = _pack_fewest(values, order, token_budget, unit)
@@ -302,12 +309,8 @@ def _tree_of_differences(costs: Array, num_parts: int) -> Array:
 class _Exchanger:
     """Lowers the most expensive part of a partition, in place, by exchanging a few items with another part.
 
-    Args:
-        costs: int64 if no sum can overflow, otherwise Python integers; in descending order.
-        labels: the part of each item, changed in place.
-        num_parts: number of parts.
-        counts: minimum and maximum number of items in a part.
-        bound: no partition has a cheaper most expensive part.
+    `labels` has the part of each item, `counts` the minimum and maximum number of items in a part. No partition has a most
+    expensive part cheaper than `bound`.
     """
 
     def __init__(self, costs: Array, labels: Array, num_parts: int, counts: tuple[int, int], bound: int) -> None:
@@ -428,10 +431,7 @@ def _sums(costs: Array, size: int) -> Array:
 
 def _positions(count: int, size: int, index: int) -> list[int]:
     """Return the positions of the items of choice `index` of `_sums`."""
-    if size == 2:
-        first, second = _pairs(count)
-        return [int(first[index]), int(second[index])]
-    return [index] if size else []
+    return [int(half[index]) for half in _pairs(count)] if size == 2 else [index] * size
 
 
 # --- pack: best fit, onto rows of shapes ---
@@ -464,10 +464,6 @@ def _best_fit(lengths: Sequence[int], order: Sequence[int], capacities: Sequence
 
     In descending order of length and with bins of one size this is best-fit decreasing, which needs at most 11/9 of the
     fewest bins plus a constant (Johnson 1974).
-
-    Example:
-        >>> _best_fit([6, 5, 4, 2], range(4), [10, 8])
-        [[1, 2], [0, 3]]
     """
     free = sorted((capacity, number) for number, capacity in enumerate(capacities))
     bins: list[list[int]] = [[] for _ in capacities]
@@ -488,13 +484,6 @@ def _pack_onto_ladder(
 
     Such layouts are numbered by their capacity. A doubling and then a binary search finds the smallest capacity for which
     best-fit places every sequence. None if it fails even with full rows only.
-
-    Args:
-        lengths: tokens of each sequence.
-        order: the sequences in descending order of length.
-        ladder: shapes, ascending.
-        rows: number of rows. Some bins may stay empty.
-        width: bins per row.
     """
     steps = len(ladder) - 1
     last = rows * steps
@@ -528,10 +517,6 @@ def _arrange(
     """Return bins as microbatches, fullest first. Bins of similar size share a row of replicas, and a row has its lowest rung.
 
     If there are fewer bins than places, the fullest bins give up their shortest sequences until every place has one.
-
-    Example:
-        >>> _arrange([6, 5, 4, 3], [[0, 2], [1, 3]], (5, 10), 1, 3).replicas
-        (((1, 3),), ((0,),), ((2,),))
     """
     filled = [sorted(members, key=lambda index: (-lengths[index], index)) for members in bins if members]
     num_places = num_microbatches * num_replicas
@@ -560,31 +545,13 @@ def _arrange(
 # --- arguments ---
 
 
-def _token_array(lengths: Sequence[int]) -> Array:
-    """Return checked lengths as an int64 array. NumPy checks their range faster than Python does."""
-    values = _to_integers(lengths)
-    try:
-        tokens: Array = np.array(values, dtype=np.int64)
-        in_range = tokens.min() >= 1 and tokens.max() <= MAX_COUNT
-    except OverflowError:
-        in_range = False
-    return tokens if in_range else np.array(_check_lengths(values), dtype=np.int64)
-
-
 def _check_lengths(lengths: Sequence[int]) -> list[int]:
-    """Return the lengths as Python integers, each between 1 and 10**18.
-
-    Raises:
-        ConfigError: If there are none, or one is not such an integer. It names the index.
-    """
+    """Return the lengths as Python integers, each between 1 and 10**18."""
     values = _to_integers(lengths)
     for limit, extreme in ((1, min(values)), (MAX_COUNT, max(values))):
         if not 1 <= extreme <= MAX_COUNT:
-            raise ConfigError(
-                f"lengths[{values.index(extreme)}]={extreme:,} tokens must be between 1 and 10**18",
-                key="lengths",
-                nearest=[limit],
-            )
+            where = f"lengths[{values.index(extreme)}]={extreme:,}"
+            raise ConfigError(f"{where} tokens must be between 1 and 10**18", key="lengths", nearest=[limit])
     return values
 
 
@@ -618,42 +585,19 @@ def _check_ladder(ladder: Sequence[int], token_budget: int) -> tuple[int, ...]:
     """Return a ladder of shapes that ascends to the token budget, or raise a ConfigError."""
     rungs = tuple(_to_integers(ladder, "ladder"))
     nearest = [make_ladder(token_budget, min(len(rungs), token_budget))]
+    rule = ""
     if rungs[0] < 1 or any(high <= low for low, high in itertools.pairwise(rungs)):
-        raise ConfigError(
-            f"ladder={rungs} must be shapes of at least 1 token in ascending order", key="ladder", nearest=nearest
-        )
-    if rungs[-1] != token_budget:
+        rule = "be shapes of at least 1 token in ascending order"
+    elif rungs[-1] != token_budget:
         problem = "a full microbatch would not fit" if rungs[-1] < token_budget else "a microbatch would exceed it"
-        raise ConfigError(
-            f"ladder={rungs} must end at token_budget={token_budget:,}, not at {rungs[-1]:,}: {problem}",
-            key="ladder",
-            nearest=nearest,
-        )
+        rule = f"end at token_budget={token_budget:,}, not at {rungs[-1]:,}: {problem}"
+    if rule:
+        raise ConfigError(f"ladder={rungs} must {rule}", key="ladder", nearest=nearest)
     return rungs
 
 
-def _check_budget(lengths: Sequence[int], token_budget: int) -> None:
-    """Raise a ConfigError that names the first sequence longer than the budget, if there is one."""
-    longest = max(lengths)
-    if longest <= token_budget:
-        return
-    too_long = [index for index, length in enumerate(lengths) if length > token_budget]
-    others = f" (and {len(too_long) - 1:,} more)" if len(too_long) > 1 else ""
-    raise ConfigError(
-        f"lengths[{too_long[0]}]={lengths[too_long[0]]:,} tokens{others} exceeds token_budget={token_budget:,}, and a sequence "
-        f"is never split; nearest token_budget: {longest:,}, or leave the sequence out",
-        key="token_budget",
-        nearest=[longest],
-    )
-
-
 def _cost_coefficients(cost: Cost) -> tuple[int, int]:
-    """Return a cost per length as whole coefficients (a, b) of a * L + b * L**2, scaled if they were fractions.
-
-    Example:
-        >>> _cost_coefficients("tokens"), _cost_coefficients((1, "1/3")), _cost_coefficients((0.5, 0))
-        ((1, 0), (3, 1), (1, 0))
-    """
+    """Return a cost per length as whole coefficients (a, b) of a * L + b * L**2, scaled if they were fractions."""
     if isinstance(cost, str) and cost == "tokens":
         return 1, 0
     if not (isinstance(cost, tuple | list) and len(cost) == 2):
