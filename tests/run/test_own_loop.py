@@ -1,0 +1,309 @@
+"""Loops of one's own: streaming data, accumulation in a jitted step, frozen weights, and states that do not belong together."""
+
+import contextlib
+import dataclasses
+import functools
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training import train_state
+from flax.training.dynamic_scale import DynamicScale
+from helpers.toy import loss_fn, mesh_of, new_params, plan_for, rows
+
+import rampup
+from rampup.errors import ConfigError, DataError, RampupError
+from rampup.run.checkpoint import Checkpoints, find_checkpoint
+
+
+def dense_loss(params, batch, keys):
+    """Weighted squared error without dropout."""
+    error = jnp.sum((jnp.tanh(batch["x"] @ params["in"]) @ params["out"] - batch["x"]) ** 2, axis=-1)
+    return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {}
+
+
+def trained(mesh, plan, batches, step=None):
+    """Return the parameters after the batches that a function of a step yields."""
+    tx = optax.sgd(0.01)
+    step = step or rampup.train_step(dense_loss, tx, plan, mesh)
+    state = rampup.create_state(new_params(mesh), step.tx, mesh)
+    for batch in batches(step):
+        state, _ = step(state, batch)
+    return jax.tree.map(np.asarray, state.params)
+
+
+def check_equal(a, b):
+    """Check that two trees are equal to rounding."""
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), a, b)
+
+
+def stacked(items):
+    """Return rows as arrays."""
+    return jax.tree.map(lambda *x: np.stack(x), *items)
+
+
+@pytest.mark.parametrize("mesh_name", ["one", "data"])
+def test_streams_of_rows_and_batches_equal_random_access(mesh_name):
+    """A generator, a Grain IterDataset and batches of another size train as the rows by number do."""
+    mesh = mesh_of(mesh_name)
+    plan = plan_for(mesh, steps=6)
+    expected = trained(mesh, plan, lambda step: step.batches(rows()))
+    dataset = grain.MapDataset.source(rows()).to_iter_dataset()
+    check_equal(trained(mesh, plan, lambda step: step.stream(iter(rows()))), expected)
+    check_equal(trained(mesh, plan, lambda step: step.stream(dataset)), expected)
+    check_equal(trained(mesh, plan, lambda step: step.stream(dataset.batch(24), batched=True)), expected)
+
+
+def test_batch_makes_a_batch_of_arrays():
+    """Arrays that contain the rows of the next step make a batch; another number of rows is an error."""
+    mesh = mesh_of("data")
+    plan = plan_for(mesh, steps=6)
+    data, expected = rows(), trained(mesh, plan, lambda step: step.batches(rows()))
+
+    def batches(step):
+        for number in range(6):
+            position = plan.position(number)
+            first = position.consumed_samples
+            yield step.batch(stacked(data[first : first + position.split.global_batch_size]))
+
+    check_equal(trained(mesh, plan, batches), expected)
+    step = rampup.train_step(dense_loss, optax.sgd(0.01), plan, mesh)
+    with pytest.raises(DataError, match="step 4 takes arrays of 32 rows"):
+        step.batch(stacked(data[:16]), step=4)
+
+
+def test_stream_takes_no_more_rows_than_its_steps():
+    """A stream reads the rows of the steps that it yielded and no others, so that its state can be saved with a step."""
+    mesh = mesh_of("one")
+    plan, source = plan_for(mesh, "0:16", steps=4), iter(rows())
+    step = rampup.train_step(dense_loss, optax.sgd(0.01), plan, mesh)
+    next(step.stream(source))
+    assert next(source)["id"] == 16
+    with pytest.raises(DataError, match="step 0 needs 16 rows in this process, but the source ended after 5"):
+        next(step.stream(rows()[:5]))
+    assert len(list(step.stream(rows()[:32]))) == 2
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (grain.MapDataset.range(99).to_iter_dataset(), "step.stream"),
+        ((n for n in range(9)), "step.stream"),
+        (grain.MapDataset.range(99).filter(lambda n: n % 2), "filter"),
+    ],
+)
+def test_sources_that_cannot_be_indexed_are_refused(source, words):
+    """Iterators and filtered datasets are errors that name the remedy (B5)."""
+    with pytest.raises(DataError, match=words):
+        list(rampup.step_batches(source, plan_for(mesh_of("one"), steps=2), mesh_of("one")))
+
+
+def test_steps_beyond_the_plan_are_refused():
+    """`stop` beyond the plan's end is an error that names both (B5)."""
+    with pytest.raises(DataError, match=r"steps 0 to 13 .* 0 to 12"):
+        list(rampup.step_batches(rows(), plan_for(mesh_of("one")), mesh_of("one"), stop=13))
+
+
+def test_map_dataset_has_epochs_of_its_own():
+    """Without a seed, a shuffled MapDataset has another order in its second epoch, as Grain's `repeat` gives (A10)."""
+    mesh = mesh_of("one")
+    source = grain.MapDataset.range(16).shuffle(seed=3)
+    batches = rampup.step_batches(source, plan_for(mesh, "0:16", steps=2), mesh)
+    found = np.concatenate([np.concatenate(batch.chunks)[: batch.num_microbatches].ravel() for batch in batches])
+    assert found.tolist() == [source.repeat()[n] for n in range(32)]
+    assert found[:16].tolist() != found[16:].tolist()
+    with pytest.raises(DataError, match="seed=None"):
+        next(rampup.step_batches(source.repeat(), plan_for(mesh), mesh, seed=1))
+
+
+@pytest.mark.parametrize("mesh_name", ["one", "data"])
+def test_accumulate_in_a_jitted_step_of_ones_own(mesh_name):
+    """`accumulate` without keys and shardings gives the parameters of `train_step`, with one compilation."""
+    mesh = mesh_of(mesh_name)
+    plan, tx = plan_for(mesh, steps=6), optax.sgd(0.01)
+    state = train_state.TrainState.create(apply_fn=None, params=new_params(mesh), tx=tx)
+    state = rampup.prepare_state(state, mesh)
+
+    @jax.jit
+    def own_step(state, batch_KR, num_microbatches):
+        sums = rampup.accumulate(dense_loss, state.params, batch_KR, num_microbatches, mesh=mesh)
+        return state.apply_gradients(grads=sums.mean_grads(state.params)), sums.loss / sums.weight
+
+    chunk_size = max(plan.max_microbatches.values())
+    for batch in rampup.step_batches(rows(), plan, mesh, chunk_size=chunk_size):
+        state, _ = own_step(state, batch.chunks[0], batch.num_microbatches)
+    assert own_step._cache_size() <= 2
+    check_equal(state.params, trained(mesh, plan, lambda step: step.batches(rows())))
+
+
+def test_step_inside_jit_names_accumulate():
+    """A TrainStep in a user's `jax.jit` is refused with the function to use there (B5)."""
+    mesh = mesh_of("one")
+    plan, tx = plan_for(mesh), optax.sgd(0.1)
+    step, state = rampup.train_step(loss_fn, tx, plan, mesh), rampup.create_state(new_params(mesh), tx, mesh)
+    batch = next(step.batches(rows()))
+    with pytest.raises(ConfigError, match=r"rampup\.accumulate"):
+        jax.jit(lambda state: step(state, batch))(state)
+    with pytest.raises(DataError, match=r"step\.batch\(arrays\)"):
+        step(state, {"x": 1})
+    with pytest.raises(ConfigError, match="prepare_state"):
+        step(state.replace(step=0), batch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((optax.sgd(0.1), loss_fn), "loss_fn is a .*check the order"),
+        (
+            (loss_fn, nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)),
+            "`tx`, not an nnx.Optimizer",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, words):
+    """Swapped arguments and an `nnx.Optimizer` are errors in words (A7)."""
+    mesh = mesh_of("one")
+    with pytest.raises(ConfigError, match=words):
+        rampup.train_step(*arguments, plan_for(mesh), mesh)
+
+
+def test_mutable_of_another_structure_is_named():
+    """A loss that changes the structure of `mutable`, or takes no fourth argument, is refused in words (A7)."""
+    mesh = mesh_of("one")
+    plan, tx = plan_for(mesh), optax.sgd(0.1)
+    state = rampup.create_state(new_params(mesh), tx, mesh, mutable={"n": jnp.zeros(())})
+
+    def grows(params, batch, keys, mutable):
+        return *loss_fn(params, batch, keys), mutable | {"more": 1.0}
+
+    for loss, words in ((grows, r"\['more'\] was absent"), (loss_fn, "cannot be called with 4 arguments")):
+        step = rampup.train_step(loss, tx, plan, mesh)
+        with pytest.raises(ConfigError, match=words):
+            step(state, next(step.batches(rows())))
+
+
+def test_plan_beyond_int32_steps_is_refused():
+    """A plan with more steps than a device can count is refused when the step is made (B5)."""
+    plan = dataclasses.replace(plan_for(mesh_of("one")), total_steps=2**31)
+    with pytest.raises(RampupError, match="int32"):
+        rampup.train_step(loss_fn, optax.sgd(0.1), plan, mesh_of("one"))
+
+
+def test_learning_rate_can_be_jitted():
+    """`jax.jit` takes a LearningRate directly (B5)."""
+    rate = rampup.LearningRate(plan=plan_for(mesh_of("one")), peak=1.0)
+    assert float(jax.jit(rate)(jnp.int32(0))) == pytest.approx(rate.at(0))
+
+
+@pytest.mark.parametrize("mesh_name", ["one", "data"])
+def test_prepared_states_are_copies(mesh_name):
+    """`prepare_state` copies: tied arrays are not donated twice and the caller's arrays survive (B3)."""
+    mesh = mesh_of(mesh_name)
+    plan, tx, params = plan_for(mesh), optax.sgd(0.1), new_params(mesh)
+    params["tied"] = params["in"]
+    state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+    step = rampup.train_step(loss_fn, tx, plan, mesh)
+    step(rampup.prepare_state(state, mesh), next(step.batches(rows())))
+    assert np.isfinite(np.asarray(params["in"])).all()
+
+
+@pytest.mark.parametrize("mesh_name", ["one", "data"])
+def test_dynamic_scale_skips_and_adapts(mesh_name):
+    """A Flax DynamicScale scales a float16 loss, skips what overflows, and adapts (A5)."""
+
+    class State(train_state.TrainState):
+        dynamic_scale: DynamicScale = None
+
+    def half_loss(params, batch, keys):
+        half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+        loss, weight, aux = dense_loss(half, jax.tree.map(lambda x: x.astype(jnp.float16), batch), keys)
+        return loss.astype(jnp.float32), weight.astype(jnp.float32), aux
+
+    mesh = mesh_of(mesh_name)
+    plan, tx = plan_for(mesh, "0:16", steps=16), optax.sgd(0.01)
+    scale = DynamicScale(scale=jnp.float32(2.0**20), growth_interval=3)
+    state = State.create(apply_fn=None, params=new_params(mesh), tx=tx, dynamic_scale=scale)
+    step, skipped = rampup.train_step(half_loss, tx, plan, mesh), []
+    state = rampup.prepare_state(state, mesh)
+    for batch in step.batches(rows()):
+        state, metrics = step(state, batch)
+        skipped.append(bool(metrics["skipped"]))
+    assert skipped[0]
+    assert not all(skipped)
+    assert float(state.dynamic_scale.scale) < 2.0**20
+    assert int(state.step) == 16
+    assert np.isfinite(float(metrics["grad_norm"]))
+    assert np.isfinite(state.params["in"]).all()
+
+
+def test_checkpoint_saves_every_field_of_a_state(tmp_path):
+    """A field of one's own, such as a moving average, is in the checkpoint and comes back (A5)."""
+
+    class State(train_state.TrainState):
+        ema: dict = None
+
+    mesh = mesh_of("one")
+    tx, params = optax.sgd(0.1), new_params(mesh)
+
+    def state(value):
+        made = State.create(apply_fn=None, params=params, tx=tx, ema=jax.tree.map(lambda p: jnp.full_like(p, value), params))
+        return rampup.prepare_state(made, mesh)
+
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(1, state(7.0), {})
+        checkpoints.wait()
+        restored = checkpoints.restore(find_checkpoint(tmp_path / "checkpoints"), state(0.0))
+    assert float(restored.ema["in"].min()) == 7
+    assert restored.tx is tx
+
+
+class LoRAModel(nnx.Module):
+    """Two linear layers with LoRA, and what a model may have beside: statistics, dropout, sown values."""
+
+    def __init__(self, rngs):
+        self.hidden = nnx.LoRALinear(8, 64, lora_rank=2, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.out = nnx.LoRALinear(64, 8, lora_rank=2, rngs=rngs)
+
+    def __call__(self, x):
+        """Return as many numbers per row as it has."""
+        hidden = nnx.relu(self.norm(self.hidden(x)))
+        self.sow(nnx.Intermediate, "features", hidden)
+        return self.out(self.dropout(hidden))
+
+
+@pytest.mark.parametrize("mesh_name", ["one", "data"])
+@pytest.mark.parametrize("wrt", [nnx.LoRAParam, nnx.Param])
+def test_split_model_trains_what_wrt_selects(mesh_name, wrt):
+    """Only `wrt` is trained and accumulated; statistics, dropout and sown values work (B2, B5, C2)."""
+
+    def model_loss(model, batch, keys):
+        error = (model(batch["x"]) - batch["x"]) ** 2
+        return jnp.sum(error), error.size, {"features": jnp.sum(nnx.pop(model, nnx.Intermediate)["features"][0])}
+
+    mesh = mesh_of(mesh_name)
+    plan, tx, model = plan_for(mesh, "0:64 256:128", microbatch_size=8), optax.adam(0.05), LoRAModel(nnx.Rngs(0))
+    model(jnp.ones((2, 8)))  # leaves a sown value in the model
+    before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    state, pure = rampup.split_model(model, model_loss, tx, mesh, wrt=wrt)
+    step, losses = rampup.train_step(pure, tx, plan, mesh), []
+    for batch in step.batches(rows()):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    rampup.merge_model(model, state)
+    assert losses[-1] < losses[0]
+    assert float(metrics["aux"]["features"]) > 0
+    same = jax.tree.map(lambda a, b: np.array_equal(a, b), before, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    assert same["hidden"]["kernel"] == (wrt is nnx.LoRAParam)
+    assert not same["hidden"]["lora"]["lora_b"]
+    assert len(jax.tree.leaves(state.params)) == (4 if wrt is nnx.LoRAParam else 10)
+    assert float(rampup.EvalStep(pure, mesh)(state, batch)[1]) > 0
+    # The model has arrays of its own.
+    with contextlib.suppress(StopIteration):
+        step(state, next(step.batches(rows(), start=state.step)))
+    assert np.isfinite(np.asarray(model(jnp.ones((2, 8))))).all()
