@@ -34,7 +34,28 @@ from typing import Any
 import yaml
 
 # Differences that are meant: a pattern of the printed path, in which `*` stands for anything, and the reason.
-EXPLAINED: dict[str, str] = {}
+EXPLAINED: dict[str, str] = {
+    "* > table > *": "printed tables have new wording and layout",
+    "* > json > notes": "notes are reworded",
+    "* > json > error > message": "error messages are reworded",
+    "* > json > violations > * > message": "error messages are reworded",
+    "bench > * > json > results > * > notes": "notes of benchmarks are reworded",
+    "bench > * > json > results > * > title": "titles of benchmarks are reworded",
+    "completion > * > json > script": "shtab generates the completion scripts",
+    "convert > * > json > error": "a conversion that fails prints one JSON object, as every command does",
+    "convert > * > json > not one object": "a conversion that fails prints one JSON object, as every command does",
+    "convert > * > json > standard error": "a conversion that fails prints its error as JSON",
+    "convert > * > text": "the first comment of a converted file is reworded",
+    "errors > * > json > error": "a conversion that fails prints one JSON object, as every command does",
+    "errors > * > json > not one object": "a conversion that fails prints one JSON object, as every command does",
+    "errors > * > json > standard error": "a conversion that fails prints its error as JSON",
+    "explain > * > json > interacts": "the keys come from the documentation alone; there are no rules written by hand",
+    "explain > * > json > meaning": "the documentation of keys is reworded",
+    "explain > * > json > rules": "the rules written by hand are gone",
+    "explain > * > json > unit": "sizes of dcn axes count slices, and of pipeline axes stages",
+    "report > * > text": "pages are reworded",
+    "train > * > run > config.yml": "the comments of config.yml are reworded; its values are the same",
+}
 # Wording that may change: shown apart, and no reason to fail.
 WORDING = ("help", "names")
 DATA = Path(__file__).resolve().parent.parent / "data"
