@@ -1,7 +1,7 @@
 """Configurations of other systems: what a file really does, before it is run.
 
 Each system is a folder: its keys in `__init__.py`, its numbers in `job.py`, its rules in `rules.py` and its words in
-`explain.py`. (trlX and MaxText RL are small: their numbers are in `rules.py`.) A check imports only the requested system.
+`explain.py`. (In the smaller ones numbers, rules and words share a file.) A check imports only the requested system.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rampup.config.yaml import read_mapping
 from rampup.dialects.reading import flatten
-from rampup.dialects.verdict import Verdict
+from rampup.dialects.verdict import Meaning, Verdict
 from rampup.errors import ConfigError, RampupError
 
 # The folders of the systems.
@@ -102,7 +102,9 @@ def _check(path: str | Path, system: str, overrides: Sequence[str]) -> Verdict:
         notes=(*settings.notes, *words.notes(job)),
         derived=job.derived(),
         phases=None if phases is None else tuple(phases),
-        meanings=tuple(words.meanings(job)),
+        meanings=tuple(
+            Meaning(settings.describe(says) if says in settings.values else says, means) for says, means in words.meanings(job)
+        ),
         flow=tuple(words.flow(job)),
         advice=tuple(words.advice(job)),
         plan=plan,

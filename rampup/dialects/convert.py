@@ -1,9 +1,8 @@
-"""Another system's run as rampup's own: YAML for pre-training, a `RolloutPlan` for reinforcement learning."""
+"""Another system's pre-training run as rampup's configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 
 from rampup.config.files import yaml_value
@@ -12,9 +11,6 @@ from rampup.dialects.reading import Settings
 from rampup.dialects.verdict import Verdict
 from rampup.errors import ConfigError
 from rampup.plan.numbers import to_yaml_number
-from rampup.rl.plan import RolloutPlan
-from rampup.rl.sizes import Size, Unit
-from rampup.rl.updates import Training
 
 _NAMES = {"maxtext": "MaxText", "megatron": "Megatron"}
 _MAX_NAME = 100
@@ -79,75 +75,3 @@ def left_out(settings: Settings, expressed: Collection[str], reasons: Mapping[st
     for key in sorted((settings.given - set(expressed) - set(reasons)) | settings.others):
         result[key] = "not converted; rampup has a key of this name" if key in KEYS else "no counterpart"
     return result
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedModel:
-    """The sizes with which a step's samples train one model.
-
-    Attributes:
-        name: `policy`, `actor` or `critic`.
-        mini_batch: size of an optimizer step, whole job, in the unit of the system.
-        mini_samples: the same in samples.
-        replicas: data-parallel size.
-        micro: samples of a pass and replica; None if unknown.
-        tokens: token budget of a pass and replica, which replaces `micro`; None without one.
-        epochs: passes over a step's samples.
-    """
-
-    name: str
-    mini_batch: int
-    mini_samples: int
-    replicas: int
-    micro: int | None
-    tokens: int | None = None
-    epochs: int
-
-    @property
-    def share(self) -> int:
-        """Samples of an update and replica, rounded down."""
-        return self.mini_samples // self.replicas
-
-    @property
-    def padded_share(self) -> int:
-        """Samples of an update and replica, rounded up."""
-        return -(-self.mini_samples // self.replicas)
-
-    @property
-    def padding(self) -> int:
-        """Empty samples that fill a mini batch up to a multiple of the replicas."""
-        return -self.mini_samples % self.replicas
-
-    def training(self, unit: Unit) -> Training:
-        """Return the same in the words of a `RolloutPlan`."""
-        microbatch = None
-        if self.tokens is not None:
-            microbatch = Size(count=self.tokens, unit="tokens", scope="replica")
-        elif self.micro is not None:
-            microbatch = Size(count=self.micro, unit="samples", scope="replica")
-        return Training(
-            mini_batch=Size(count=self.mini_batch, unit=unit),
-            microbatch=microbatch,
-            data_parallel_size=self.replicas,
-            num_epochs=self.epochs,
-        )
-
-
-def rollout_plan(
-    count: int, unit: Unit, models: Sequence[TrainedModel], *, samples_per_prompt: int, pad: bool = False
-) -> RolloutPlan:
-    """Return the plan of a step of `count` prompts or samples that trains the policy and, if there is one, the critic.
-
-    Example:
-        >>> policy = TrainedModel(name="policy", mini_batch=64, mini_samples=256, micro=4, replicas=8, epochs=1)
-        >>> rollout_plan(256, "prompts", [policy], samples_per_prompt=4).policy_updates.accumulation_steps
-        8
-    """
-    policy, *critics = [model.training(unit) for model in models]
-    return RolloutPlan(
-        rollout_batch=Size(count=count, unit=unit),
-        samples_per_prompt=samples_per_prompt,
-        policy=policy,
-        critic=critics[0] if critics else None,
-        pad=pad,
-    )

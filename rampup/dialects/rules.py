@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from rampup.dialects.reading import Entry, Settings
-from rampup.dialects.verdict import Advice, Conversion, FoundBy, Meaning, Run, Violation
+from rampup.dialects.verdict import Advice, Conversion, FoundBy, Run, Violation
 from rampup.errors import RampupError
 from rampup.plan.numbers import MAX_COUNT, divisors, to_yaml_number
 
@@ -117,13 +117,24 @@ class Rule(Generic[J]):
         return self.when(job) and not self.holds(job)
 
 
-class Words(Protocol):
-    """A module of functions of a job, each of which returns one part of the explanation."""
+def _no_words(_: Any) -> Iterable[Any]:
+    return ()
 
-    meanings: Callable[[Any], Iterable[Meaning]]
+
+class Words(NamedTuple):
+    """Functions of a job that return the parts of its explanation.
+
+    Attributes:
+        meanings: pairs of a key, or other text, and what it means.
+        flow: the stages of a step.
+        notes: what is legal but surprising.
+        advice: the rules of guides, each with what is true of the file.
+    """
+
+    meanings: Callable[[Any], Iterable[tuple[str, str]]]
     flow: Callable[[Any], Iterable[str]]
-    advice: Callable[[Any], Iterable[Advice]]
-    notes: Callable[[Any], Iterable[str]]
+    notes: Callable[[Any], Iterable[str]] = _no_words
+    advice: Callable[[Any], Iterable[Advice]] = _no_words
 
 
 def _no_variant(_: str | Path) -> Dialect | None:
@@ -139,7 +150,7 @@ class Dialect:
         keys: the keys that matter, with their defaults.
         job: from settings to the numbers that follow.
         rules: the rules that a job must satisfy.
-        words: the module that explains a job.
+        words: the functions that explain a job.
         variant: the dialect to use instead for a file, if the system has several kinds of files.
     """
 

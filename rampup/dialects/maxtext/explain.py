@@ -8,8 +8,8 @@ from typing import Any
 
 from rampup.dialects.maxtext import ACCUMULATION, END, EVAL, EXPANSION, INCREMENT, LAYERS, MICROBATCHES, REPEATS, SAMPLES, START
 from rampup.dialects.maxtext.job import MaxTextJob
-from rampup.dialects.rules import broken_rules, counted
-from rampup.dialects.verdict import Advice, Meaning
+from rampup.dialects.rules import Words, broken_rules, counted
+from rampup.dialects.verdict import Advice
 from rampup.errors import RampupError
 from rampup.plan.numbers import AUTO, to_yaml_number
 
@@ -27,27 +27,27 @@ def product_text(job: MaxTextJob, key: str) -> str:
     return f"num_devices * {key} = {job.num_devices} * {show(job[key])} = {show(job.num_devices * job[key])}"
 
 
-def meanings(job: MaxTextJob) -> Iterator[Meaning]:
+def meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
     """Yield each setting of the file with its meaning."""
-    sizes, describe = job.sizes, job.settings.describe
-    yield Meaning(
-        describe(END),
+    sizes = job.sizes
+    yield (
+        END,
         f"{sizes.micro:,} samples per forward pass over {job.num_devices:,} devices; "
         f"{sizes.micro * job['max_target_length']:,} tokens",
     )
     passes = counted(job[ACCUMULATION], "pass")
-    yield Meaning(describe(ACCUMULATION), f"{passes}, so {sizes.to_train:,} samples per optimizer step")
-    yield Meaning(describe(EXPANSION), f"{sizes.to_load:,} rows to load per step")
+    yield (ACCUMULATION, f"{passes}, so {sizes.to_train:,} samples per optimizer step")
+    yield (EXPANSION, f"{sizes.to_load:,} rows to load per step")
     evaluates = job["eval_interval"] > 0
-    yield Meaning(describe(EVAL), f"{job.eval_sizes.to_train:,} samples per evaluation batch" if evaluates else "no evaluation")
-    yield Meaning("", f"the batch is sharded over {counted(job.axes.data_parallel_size, 'replica')} (data * fsdp)")
+    yield (EVAL, f"{job.eval_sizes.to_train:,} samples per evaluation batch" if evaluates else "no evaluation")
+    yield ("", f"the batch is sharded over {counted(job.axes.data_parallel_size, 'replica')} (data * fsdp)")
     if job.ramps:
         for key, what in ((START, "in the first phase"), (INCREMENT, "more in each phase")):
-            yield Meaning(describe(key), f"{job.global_size(key):,} samples {what}, without accumulation")
-        yield Meaning(describe(SAMPLES), "samples requested for the whole ramp, shared equally by its phases")
+            yield (key, f"{job.global_size(key):,} samples {what}, without accumulation")
+        yield (SAMPLES, "samples requested for the whole ramp, shared equally by its phases")
     if job.is_piped and job.microbatches > 0:
-        yield Meaning(
-            describe(MICROBATCHES),
+        yield (
+            MICROBATCHES,
             f"{job.microbatches:,} microbatches of {sizes.micro // job.microbatches:,} samples through "
             f"{job.stages:,} stages, {counted(job.repeats, 'repeat')}",
         )
@@ -179,3 +179,6 @@ def _pipeline_notes(job: MaxTextJob) -> Iterator[str]:
             f"each of the {job[ACCUMULATION]} accumulation passes waits for the pipeline to fill; the same microbatches in one "
             "pass would wait once"
         )
+
+
+WORDS = Words(meanings, flow, notes, advice)

@@ -8,8 +8,8 @@ from fractions import Fraction
 from typing import Any
 
 from rampup.dialects import maxtext as keys
-from rampup.dialects.maxtext import ACCUMULATION, DELAY, END, EVAL, INCREMENT, LAYERS, MICROBATCHES, REPEATS, START, explain
-from rampup.dialects.maxtext.explain import product_text, show
+from rampup.dialects.maxtext import ACCUMULATION, DELAY, END, EVAL, INCREMENT, LAYERS, MICROBATCHES, REPEATS, START
+from rampup.dialects.maxtext.explain import WORDS, product_text, show
 from rampup.dialects.maxtext.job import MaxTextJob
 from rampup.dialects.rules import Dialect, Rule, Side, Term, around, at_least, constant, found_by_run, multiple, product
 from rampup.plan.numbers import AUTO
@@ -212,4 +212,4 @@ FOUND_BY_RUN = found_by_run(
     ]
 )  # fmt: skip
 RULES = [*CHECKED, *PIPELINE, *FOUND_BY_RUN]
-DIALECT = Dialect(read=keys.read, keys=keys.KEYS, job=MaxTextJob, rules=RULES, words=explain)
+DIALECT = Dialect(read=keys.read, keys=keys.KEYS, job=MaxTextJob, rules=RULES, words=WORDS)

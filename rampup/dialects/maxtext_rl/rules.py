@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rampup.config.yaml import Located
 from rampup.dialects import maxtext_rl as keys
 from rampup.dialects.maxtext import read_chain
-from rampup.dialects.maxtext_rl import ALIASES, AUTO, BATCH, FSDP, OLD, ROLLOUT, ROLLOUT_AXES, SLICES, TENSOR, TRAIN, explain
+from rampup.dialects.maxtext_rl import ALIASES, AUTO, BATCH, FSDP, OLD, ROLLOUT, ROLLOUT_AXES, SLICES, TENSOR, TRAIN
 from rampup.dialects.reading import Settings, rename, type_settings
-from rampup.dialects.rules import Dialect, Job, Rule, Term, at_least, constant, multiple
-from rampup.dialects.verdict import Run
+from rampup.dialects.rollout import RolloutJob, TrainedModel, flow
+from rampup.dialects.rules import Dialect, Rule, Term, Words, at_least, constant, counted, multiple
+from rampup.dialects.verdict import Advice, Run
 from rampup.errors import ConfigError
 from rampup.plan.numbers import divisors
 
@@ -48,14 +49,14 @@ def read(path: str | Path, overrides: Sequence[str]) -> Settings:
     return dataclasses.replace(settings, values=values, given=settings.given | set(taken), notes=(note,))
 
 
-class MaxTextRlJob(Job):
+class MaxTextRlJob(RolloutJob):
     """The numbers of an rl.yml. Some are computed in MaxText's floating point."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.batch: int = self[BATCH]  # prompts per training step and optimizer step
-        self.generations: int = self[keys.GENERATIONS]
-        self.updates: int = self[keys.ITERATIONS]  # optimizer steps per batch
+        self.batch = self.prompts = self[BATCH]  # prompts per training step and optimizer step
+        self.samples_per_prompt: int = self[keys.GENERATIONS]
+        self.iterations: int = self[keys.ITERATIONS]  # optimizer steps per batch
         # Prompts per backward pass and per generate call.
         self.train_micro: int = self.batch if self[TRAIN] == AUTO else self[TRAIN]
         self.rollout_micro: int = self.train_micro if self[ROLLOUT] == AUTO else self[ROLLOUT]
@@ -65,12 +66,12 @@ class MaxTextRlJob(Job):
         known = self["num_prompts"]
         fraction = self["train_fraction"] if 0 < self["train_fraction"] <= 1 else 0
         self.wanted_prompts = int(self["num_batches"] * self.batch * fraction)
-        self.prompts: int = self.wanted_prompts if known is None else min(self.wanted_prompts, known)
-        self.full_batches: int = self.prompts * self["num_epoch"] // max(self.batch, 1)
-        self.dropped_prompts = self.prompts * self["num_epoch"] - self.full_batches * self.batch
-        self.total_steps = self.full_batches * self.updates
+        self.epoch_prompts: int = self.wanted_prompts if known is None else min(self.wanted_prompts, known)
+        self.full_batches: int = self.epoch_prompts * self["num_epoch"] // max(self.batch, 1)
+        self.dropped_prompts = self.epoch_prompts * self["num_epoch"] - self.full_batches * self.batch
+        self.total_steps = self.full_batches * self.iterations
         # Optimizer steps that the learning-rate schedule is made for.
-        self.scheduled_steps = int(self["num_batches"] * self.updates * fraction * self["num_epoch"])
+        self.scheduled_steps = int(self["num_batches"] * self.iterations * fraction * self["num_epoch"])
 
         self.rollout_axes = [self[axis] for axis in ROLLOUT_AXES]
         self.axes_valid = all(n == AUTO or n > 0 for n in self.rollout_axes) and self.rollout_axes.count(AUTO) <= 1
@@ -84,6 +85,13 @@ class MaxTextRlJob(Job):
         if self["num_devices"] is not None and (self.multislice or (self.slices_agree and self.fractions_valid)):
             self.trainer_devices, self.sampler_devices = self._split_devices(self["num_devices"])
         self.usable = not any(rule.is_broken(self) for rule in RULES if rule.found_by == "validator")
+        if not self.usable:
+            return
+        samples = self.batch * self.samples_per_prompt
+        policy = TrainedModel(
+            name="policy", mini_batch=self.batch, mini_samples=samples, replicas=1, micro=None, epochs=self.iterations
+        )
+        self.trained, self.passes = {"policy": policy}, self.batch // self.train_micro
 
     def _split_devices(self, devices: int) -> tuple[int, int]:
         if self.multislice:
@@ -128,16 +136,16 @@ class MaxTextRlJob(Job):
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""
         derived: dict[str, Any] = {
-            "samples_per_step": self.batch * self.generations,
+            "samples_per_step": self.batch * self.samples_per_prompt,
             "mini_batches": 1,
-            "mini_batch_samples": self.batch * self.generations,
-            "optimizer_steps": self.updates,
+            "mini_batch_samples": self.batch * self.samples_per_prompt,
+            "optimizer_steps": self.iterations,
             "accumulation_steps": self.batch // self.train_micro,
-            "microbatch_samples": [self.train_micro * self.generations],
+            "microbatch_samples": [self.train_micro * self.samples_per_prompt],
             "generation_calls": self.batch // self.rollout_micro,
-            "samples_per_generation_call": self.rollout_micro * self.generations,
+            "samples_per_generation_call": self.rollout_micro * self.samples_per_prompt,
             "num_batches": self.full_batches,
-            "prompts_used": self.prompts,
+            "prompts_used": self.epoch_prompts,
             "dropped_prompts": self.dropped_prompts,
             "weight_syncs": self.full_batches,
             "scheduled_optimizer_steps": self.scheduled_steps,
@@ -147,6 +155,90 @@ class MaxTextRlJob(Job):
         if self["num_devices"] is not None:
             derived |= {"trainer_devices": self.trainer_devices, "sampler_devices": self.sampler_devices}
         return derived
+
+
+GUIDE = "MaxText, docs/reference/core_concepts/batch_size.md"
+
+
+def meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
+    """Yield each setting of the file with its meaning, every size in prompts or samples."""
+    generations = job.samples_per_prompt
+
+    def prompts(number: int) -> str:
+        return f"{counted(number, 'prompt')} = {counted(number * generations, 'sample')}"
+
+    yield (BATCH, f"{prompts(job.batch)} per training step and optimizer step")
+    yield (keys.GENERATIONS, f"{counted(generations, 'sample')} (responses) per prompt")
+    yield (
+        TRAIN,
+        f"{prompts(job.train_micro)} per backward pass; {counted(job.batch // job.train_micro, 'pass')} per optimizer step",
+    )
+    yield (
+        ROLLOUT,
+        f"{prompts(job.rollout_micro)} per generate call; {counted(job.batch // job.rollout_micro, 'call')} per step",
+    )
+    yield (keys.ITERATIONS, f"{counted(job.iterations, 'optimizer step')} on the samples of one batch")
+    yield (
+        "num_batches",
+        f"{counted(job.full_batches, 'training step')} over {counted(job.epoch_prompts, 'prompt')} "
+        f"({counted(job['num_epoch'], 'epoch')}, train_fraction {job['train_fraction']:g})",
+    )
+    yield ("eval_batch_size", f"{counted(job.eval_prompts, 'prompt')} per evaluation")
+    yield ("", f"{counted(job.total_steps, 'optimizer step')} and {counted(job.full_batches, 'weight sync')} in the whole run")
+
+
+def explain_step(job: MaxTextRlJob) -> Iterator[str]:
+    """Yield the stages of a training step."""
+    calls = f"{counted(job.batch // job.rollout_micro, 'call')} of {counted(job.rollout_micro, 'prompt')}"
+    ready = counted(math.lcm(job.rollout_micro, job.train_micro), "prompt")
+    return flow(
+        job,
+        generated=f", in {calls}",
+        prepare=(
+            f"score and compute log-probabilities as soon as {ready} are generated, {job.train_micro:,} at a time",
+            f"advantages within each prompt's {counted(job.samples_per_prompt, 'sample')}",
+        ),
+        last="send the weights to the generator",
+    )
+
+
+def advice(job: MaxTextRlJob) -> Iterator[Advice]:
+    """Yield what the documentation says of the sizes, and whether it is true."""
+    yield Advice(
+        "micro batch sizes count pairs of a prompt and a response",
+        GUIDE,
+        None,
+        f"they count prompts: {TRAIN} = {counted(job.train_micro, 'prompt')} are "
+        f"{counted(job.train_micro * job.samples_per_prompt, 'sequence')} in a backward pass",
+    )
+
+
+def notes(job: MaxTextRlJob) -> Iterator[str]:
+    """Yield what is legal but surprising."""
+    if job["num_prompts"] is None:
+        yield f"the data set is assumed to have at least {job.wanted_prompts:,} prompts; give num_prompts=N if it has fewer"
+    elif job.epoch_prompts < job.wanted_prompts:
+        yield f"the data set has {job.epoch_prompts:,} prompts, but the keys request {job.wanted_prompts:,}"
+    if job.total_steps != job.scheduled_steps:
+        yield (
+            f"the learning-rate schedule is made for {job.scheduled_steps:,} optimizer steps, but the run takes "
+            f"{job.total_steps:,}: it never reaches its end"
+        )
+    if job.dropped_prompts:
+        yield (
+            f"{job.dropped_prompts:,} of {job.epoch_prompts * job['num_epoch']:,} prompts fill no batch of {job.batch:,} "
+            "and are dropped"
+        )
+    if job["rl.use_agentic_rollout"]:
+        yield f"the agentic learner generates for one prompt at a time, regardless of {ROLLOUT}"
+    sequences, fsdp = job.train_micro * job.samples_per_prompt, job.fsdp
+    if fsdp is None:
+        yield f"ici_fsdp_parallelism=-1: give num_devices=N to check whether {sequences:,} sequences divide over it"
+    elif sequences % fsdp:
+        yield (
+            f"train micro batch * num_generations = {job.train_micro:,} * {job.samples_per_prompt:,} = {sequences:,} sequences "
+            f"do not divide over fsdp={fsdp:,}: every device silently gets all of them, and {fsdp:,} times the work is done"
+        )
 
 
 def _at_least(key: str, least: int) -> Rule[MaxTextRlJob]:
@@ -214,9 +306,9 @@ RULES: list[Rule[MaxTextRlJob]] = [
         when=lambda job: min(job.batch, job["num_batches"], job["num_epoch"]) >= 1 and 0 < job["train_fraction"] <= 1,
         holds=lambda job: job.full_batches >= 1,
         message=lambda job: (
-            f"{job.prompts:,} prompts * num_epoch={job['num_epoch']} must fill a batch of {BATCH}={job.batch:,} (prompts); "
-            "the data set is empty after its last, short batch is dropped"),
-        division=lambda job: (job.prompts * max(job["num_epoch"], 1), 1)),
+            f"{job.epoch_prompts:,} prompts * num_epoch={job['num_epoch']} must fill a batch of {BATCH}={job.batch:,} "
+            "(prompts); the data set is empty after its last, short batch is dropped"),
+        division=lambda job: (job.epoch_prompts * max(job["num_epoch"], 1), 1)),
     Rule(name="maxtext_rl.rollout_axes", keys=ROLLOUT_AXES, holds=lambda job: job.axes_valid,
         message=lambda job: (
             f"{', '.join(f'{axis}={job[axis]}' for axis in ROLLOUT_AXES)}: each must be -1 or above 0, and at most one -1"),
@@ -238,4 +330,4 @@ RULES: list[Rule[MaxTextRlJob]] = [
             "generate; each needs at least 1"),
         candidates=lambda job: (0.5, 1.0), found_by="run"),
 ]  # fmt: skip
-DIALECT = Dialect(read=read, keys=keys.KEYS, job=MaxTextRlJob, rules=RULES, words=explain)
+DIALECT = Dialect(read=read, keys=keys.KEYS, job=MaxTextRlJob, rules=RULES, words=Words(meanings, explain_step, notes, advice))

@@ -6,36 +6,32 @@ from collections.abc import Iterator, Sequence
 
 from rampup.dialects.megatron import DECREASE, GLOBAL, MICRO, MODEL_AXES, RAMP, SCHEDULE, VIRTUAL
 from rampup.dialects.megatron.job import LinearRamp, MegatronJob
-from rampup.dialects.rules import counted
-from rampup.dialects.verdict import Advice, Meaning
+from rampup.dialects.rules import Words, counted
+from rampup.dialects.verdict import Advice
 from rampup.plan.ramp import BatchRamp
 
 MAX_LISTED = 12
 
 
-def meanings(job: MegatronJob) -> Iterator[Meaning]:
+def meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
     """Yield each argument with its meaning."""
-    describe = job.settings.describe
-    yield Meaning(describe(MICRO), f"{job.micro:,} samples per replica and forward pass")
-    yield Meaning(
+    yield (MICRO, f"{job.micro:,} samples per replica and forward pass")
+    yield (
         f"tensor * pipeline * context = {' * '.join(str(job[axis]) for axis in MODEL_AXES)}",
         f"{counted(job.model_parallel, 'device')} per replica, {counted(job.replicas, 'replica')}",
     )
     if job.ramp is not None:
         final = job.ramp.sizes[-1]
         passes = f", {final // job.unit:,} microbatches per replica" if job.splits else ""
-        yield Meaning(describe(GLOBAL), f"{final:,} samples per optimizer step after any ramp{passes}")
+        yield (GLOBAL, f"{final:,} samples per optimizer step after any ramp{passes}")
         if job.has_ramp:
-            yield Meaning(
-                describe(SCHEDULE if job.has_schedule else RAMP),
+            yield (
+                SCHEDULE if job.has_schedule else RAMP,
                 f"{len(job.ramp.phases):,} phases from {job.ramp.sizes[0]:,} to {final:,} samples, complete after "
                 f"{job.ramp.ramp_steps:,} steps and {job.ramp.ramp_samples:,} samples",
             )
     if job.chunks > 1:
-        yield Meaning(
-            describe(VIRTUAL),
-            f"{job.chunks:,} layer chunks on each of {job.stages:,} stages, {job.group:,} microbatches in a row",
-        )
+        yield (VIRTUAL, f"{job.chunks:,} layer chunks on each of {job.stages:,} stages, {job.group:,} microbatches in a row")
 
 
 def flow(job: MegatronJob) -> Iterator[str]:
@@ -123,3 +119,6 @@ def _schedule_notes(job: MegatronJob) -> Iterator[str]:
 def _listed(values: Sequence[object]) -> str:
     shown = ", ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in values[:MAX_LISTED])
     return shown + (", ..." if len(values) > MAX_LISTED else "")
+
+
+WORDS = Words(meanings, flow, notes, advice)

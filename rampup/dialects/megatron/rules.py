@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from rampup.dialects import megatron as keys
-from rampup.dialects.megatron import DECREASE, GLOBAL, GROUP, MICRO, OVERLAP, RAMP, SCHEDULE, STAGES, VIRTUAL, explain, read
+from rampup.dialects.megatron import DECREASE, GLOBAL, GROUP, MICRO, OVERLAP, RAMP, SCHEDULE, STAGES, VIRTUAL, read
+from rampup.dialects.megatron.explain import WORDS
 from rampup.dialects.megatron.job import MegatronJob, Threshold
 from rampup.dialects.rules import Dialect, Rule, Side, Term, around, at_least, constant, multiple
 
@@ -263,4 +264,4 @@ PIPELINE: Rules = [
         division=_group_division, found_by="run"),
 ]  # fmt: skip
 RULES = [*ARGUMENTS, *LINEAR, *STEPS, *PIPELINE]
-DIALECT = Dialect(read=read, keys=keys.KEYS, job=MegatronJob, rules=RULES, words=explain)
+DIALECT = Dialect(read=read, keys=keys.KEYS, job=MegatronJob, rules=RULES, words=WORDS)

@@ -6,20 +6,21 @@ Sources: SkyRL `train/utils/utils.py`, `train/trainer.py`, `distributed/dispatch
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from rampup.dialects import skyrl as keys
-from rampup.dialects.convert import TrainedModel, rollout_plan
 from rampup.dialects.reading import Settings, read_settings
+from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings, flow
 from rampup.dialects.rules import (
     Dialect,
-    Job,
     Rule,
     Side,
     Term,
+    Words,
     at_least,
     constant,
+    counted,
     equal,
     found_by_run,
     if_usable,
@@ -27,8 +28,8 @@ from rampup.dialects.rules import (
     positive,
     product,
 )
-from rampup.dialects.skyrl import ENGINE_KEYS, MICRO, MINI, RESPONSES, TRAIN, WORKERS, device_keys, explain, megatron_keys, sft
-from rampup.dialects.verdict import Run
+from rampup.dialects.skyrl import ENGINE_KEYS, MICRO, MINI, RESPONSES, TRAIN, WORKERS, device_keys, megatron_keys, sft
+from rampup.dialects.verdict import Advice, Run
 from rampup.rl.plan import RolloutPlan
 
 COUNTS = (TRAIN, MINI, MICRO, keys.FORWARD, RESPONSES)
@@ -40,14 +41,15 @@ MODEL_COUNTS["ref"] += megatron_keys("ref")
 MODEL_COUNTS["critic"] = ("trainer.critic_mini_batch_size", *MODEL_COUNTS["critic"])
 
 
-class SkyRLJob(Job):
+class SkyRLJob(RolloutJob):
     """A SkyRL file's numbers, by SkyRL's own formulas."""
+
+    data_epochs = "trainer.epochs"
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.prompts: int = self[TRAIN]
         self.samples_per_prompt: int = self[RESPONSES]
-        self.samples = self.prompts * self.samples_per_prompt
         self.epochs: int = self["trainer.update_epochs_per_batch"]
         self.by_tokens: bool = self["trainer.max_tokens_per_microbatch"] > 0  # the number of passes then depends on lengths
         self.megatron: bool = self["trainer.strategy"] == "megatron"
@@ -77,14 +79,15 @@ class SkyRLJob(Job):
         if not self.usable:
             return
 
-        self.trained = [self._model(name) for name in self.models if name != "ref"]
-        self.policy = self.trained[0]
-        self.critic = self.trained[1] if self.has_critic else None
+        self.trained = {name: self._model(name) for name in self.models if name != "ref"}
+        # Passes per update and replica, of which the last may be smaller. With a token budget lengths decide.
+        self.sample_passes = -(-self.policy.padded_share // self[MICRO])
+        self.passes = None if self.by_tokens else self.sample_passes
+        self.padded_samples = self.policy.padding * self.num_mini_batches(self.policy)
         # SkyRL's check looks at the policy and the reference; every model must get full samples from the run.
         self.lcm_checked = math.lcm(self.replicas["policy"], *([self.replicas["ref"]] if self.has_ref else []))
         common = math.lcm(*(self.replicas[model] for model in self.models))
         self.prompt_stride = common // math.gcd(common, self.samples_per_prompt)
-        self.mini_batches = self.prompts // self.policy.mini_batch
         self.engine_devices: int | None = None
         if settings.given & {*ENGINE_KEYS, *keys.OLD_ENGINE_KEYS}:
             pairs = zip(ENGINE_KEYS, keys.OLD_ENGINE_KEYS, strict=True)
@@ -102,42 +105,129 @@ class SkyRLJob(Job):
             epochs=self.epochs,
         )
 
-    def passes(self, model: TrainedModel) -> int:
-        """Return the forward and backward passes per update and replica; the last may be smaller."""
-        return -(-model.padded_share // int(self[MICRO]))
-
     @property
     def outcome(self) -> Run:
         """Mini batches are padded to the replicas; the last, incomplete step of the data set is dropped."""
-        if any(model.padding for model in self.trained):
-            return "pads"
-        return "drops" if self["num_prompts"] is not None and self["num_prompts"] % self.prompts else "runs"
-
-    def derived(self) -> dict[str, Any]:
-        """Return the numbers of the report."""
-        derived: dict[str, Any] = {
-            "data_parallel_size": self.policy.replicas,
-            "samples_per_step": self.samples,
-            "mini_batches": self.mini_batches,
-            "optimizer_steps": self.mini_batches * self.epochs,
-            "mini_batch_samples": self.policy.mini_samples,
-            "padded_samples": self.policy.padding * self.mini_batches,
-        }
-        if not self.by_tokens:
-            derived["accumulation_steps"] = self.passes(self.policy)
-        if self.critic is not None:
-            derived["critic_mini_batches"] = self.prompts // self.critic.mini_batch
-            derived["critic_optimizer_steps"] = self.prompts // self.critic.mini_batch * self.epochs
-            derived["critic_mini_batch_samples"] = self.critic.mini_samples
-        if self["num_prompts"] is not None:
-            derived["training_steps"] = self["num_prompts"] // self.prompts * self["trainer.epochs"]
-            derived["total_optimizer_steps"] = derived["training_steps"] * derived["optimizer_steps"]
-        return derived
+        return "pads" if any(model.padding for model in self.trained.values()) else super().outcome
 
     def plan(self) -> RolloutPlan:
         """Return the plan of one training step."""
-        pad = self.outcome == "pads"
-        return rollout_plan(self.prompts, "prompts", self.trained, samples_per_prompt=self.samples_per_prompt, pad=pad)
+        return self.rollout_plan(pad=self.outcome == "pads")
+
+
+GUIDE, DOCUMENTATION = "a community guide to SkyRL", "SkyRL's documentation of its keys"
+
+
+def meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
+    """Yield each setting of the file with its meaning."""
+    policy, padding = job.policy, job.policy.padding
+    yield from batch_meanings(job, TRAIN, RESPONSES, MINI, "trainer.update_epochs_per_batch")
+    yield (
+        f"{counted(job.devices['policy'], 'policy device')} / {job.model_sizes['policy']:,} that share a sample",
+        f"{counted(policy.replicas, 'replica')}; each has {counted(policy.padded_share, 'sample')} of a mini batch"
+        + (f" ({padding:,} of the mini batch are empty)" if padding else ""),
+    )
+    yield MICRO, f"samples per replica: {job.passes_text} per optimizer step"
+    yield keys.FORWARD, "samples per replica in forward-only passes (log-probabilities, values)"
+    evaluated = job["trainer.eval_batch_size"] * job["generator.eval_n_samples_per_prompt"]
+    yield "trainer.eval_batch_size", f"{counted(evaluated, 'sample')} per evaluation batch; the last batch may be smaller"
+
+
+def explain_step(job: SkyRLJob) -> Iterator[str]:
+    """Yield the stages of a training step."""
+    share, samples = job.policy.padded_share, job.policy.mini_samples
+    models = " and ".join(f"the {model}" for model in job.models).replace("the ref", "the reference")
+    forward = f"forward passes of {models}: about {counted(-(-job.samples // job.policy.replicas), 'sample')} per replica"
+    padded = f", padded with {counted(job.policy.padding, 'empty sample')}" if job.policy.padding else ""
+    return flow(
+        job,
+        generated=", the responses of a prompt next to each other",
+        prepare=(f"{forward}, {job[keys.FORWARD]:,} at a time", "advantages over each prompt's responses"),
+        layout=(
+            f"mini batch j is samples j * {samples:,} to (j + 1) * {samples:,} - 1{padded}; replica r takes {share:,} of them "
+            f"in order, from r * {share:,} on",
+        ),
+        last="send the policy's weights to the engines, once",
+    )
+
+
+def advice(job: SkyRLJob) -> Iterator[Advice]:
+    """Yield the rules of the guides, each with what is true of this file."""
+    policy, mini, updates = job.policy, job.policy.mini_batch, job.num_mini_batches(job.policy)
+    yield Advice(
+        "optimizer steps = train_batch_size * n_samples_per_prompt / policy_mini_batch_size",
+        GUIDE,
+        None,
+        f"policy_mini_batch_size counts prompts, not samples: {updates:,} and not {job.samples // mini:,}",
+    )
+    yield Advice(
+        "policy_mini_batch_size is a multiple of micro_train_batch_size_per_gpu * devices; that gives the passes",
+        GUIDE,
+        None,
+        f"the samples of a mini batch are divided, not its prompts: {job.sample_passes:,} passes and not "
+        f"{mini / (job[MICRO] * policy.replicas):,.6g}",
+    )
+    yield Advice(
+        "for an out-of-memory error, lower policy_mini_batch_size",
+        GUIDE,
+        None,
+        f"it changes the number of passes, not their size; lower {MICRO}, now {job[MICRO]:,}",
+    )
+    yield Advice(
+        "policy_mini_batch_size equal to train_batch_size keeps training on-policy",
+        GUIDE,
+        updates * job.epochs == 1,
+        f"{counted(updates * job.epochs, 'update')} per rollout",
+    )
+    if job.critic is not None:
+        yield Advice(
+            "critic_mini_batch_size is smaller than policy_mini_batch_size, so that the critic is updated more often",
+            DOCUMENTATION,
+            job.critic.mini_batch < mini,
+            f"{job.critic.mini_batch:,} compared with {mini:,} prompts",
+        )
+
+
+def notes(job: SkyRLJob) -> Iterator[str]:
+    """Yield what is legal but surprising."""
+    yield f"{TRAIN}, {MINI} and the critic's count prompts; micro sizes count samples of one data-parallel replica."
+    for model in job.models:
+        if job.devices[model] % job.model_sizes[model]:
+            yield (
+                f"the {model}'s {job.devices[model]:,} devices are not a multiple of the {job.model_sizes[model]:,} that share "
+                f"a sample: SkyRL counts {job.replicas[model]:,} replicas, rounded down, without a warning."
+            )
+    for trained in job.trained.values():
+        if trained.padding:
+            yield (
+                f"{trained.name}: {trained.mini_samples:,} samples of a mini batch over {trained.replicas:,} replicas: the run "
+                f"adds {counted(trained.padding, 'empty sample')} to each."
+            )
+        if (rest := trained.padded_share % job[MICRO]) and not job.by_tokens:
+            text = f"{trained.name}: the last pass of each mini batch has {rest:,} samples instead of {job[MICRO]:,}"
+            if job["trainer.algorithm.loss_reduction"] == "token_mean_legacy":
+                yield f"{text}, which trainer.algorithm.loss_reduction=token_mean_legacy weights wrongly."
+            else:
+                yield f"{text}; the loss is weighted accordingly."
+    if job.by_tokens:
+        yield (
+            f"trainer.max_tokens_per_microbatch={job['trainer.max_tokens_per_microbatch']:,} fills the passes by tokens; a "
+            f"longer sequence still gets a pass of its own. {MICRO} is then ignored, but its rules are still enforced."
+        )
+    num_prompts = job["num_prompts"]
+    if num_prompts is not None and num_prompts % job.prompts:
+        lost = counted(num_prompts % job.prompts, "prompt")
+        yield f"the last {lost} of {num_prompts:,} are dropped in each pass over the data set."
+    if job["trainer.placement.colocate_all"] and job.engine_devices is None:
+        yield (
+            "trainer.placement.colocate_all is on and the file does not size the inference engines: engines * tensor * "
+            f"pipeline * data parallel size must be {job.devices['policy']:,}, and so must every other model's devices."
+        )
+    if job["trainer.strategy"] == "fsdp2":
+        yield "trainer.strategy=fsdp2 is an old name of fsdp."
+    if job["trainer.use_sample_packing"] is not None:
+        yield "trainer.use_sample_packing is now called trainer.remove_microbatch_padding."
+    yield "the learning-rate schedule advances with every optimizer step."
 
 
 def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
@@ -174,31 +264,31 @@ def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
     ]
 
 
-def _mini_batch_rules(number: int, name: str) -> list[Rule[SkyRLJob]]:
-    """Return the rules of the mini batch of the policy (0) or the critic (1). Each applies if those before it hold."""
+def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
+    """Return the rules of the mini batch of the policy or the critic. Each applies if those before it hold."""
     key = f"trainer.{name}_mini_batch_size"
 
     def applies(job: SkyRLJob) -> bool:
-        return len(job.trained) > number
+        return name in job.trained
 
     def fits(job: SkyRLJob) -> bool:
         return applies(job) and job.prompts >= job[key]
 
     def reaches(job: SkyRLJob) -> bool:
-        return applies(job) and job.trained[number].share > 0
+        return applies(job) and job.trained[name].share > 0
 
-    replicas: Side[SkyRLJob] = ("the {:,} replicas", lambda job: job.trained[number].replicas)
+    replicas: Side[SkyRLJob] = ("the {:,} replicas", lambda job: job.trained[name].replicas)
 
     def samples(job: SkyRLJob) -> Term:
         return product({key: job[key], RESPONSES: job.samples_per_prompt}, "samples")
 
     def share(job: SkyRLJob) -> Term:
-        size = job.trained[number].share
-        return Term(f"{samples(job).text} // {job.trained[number].replicas:,} replicas = {size:,} samples per replica", size)
+        size = job.trained[name].share
+        return Term(f"{samples(job).text} // {job.trained[name].replicas:,} replicas = {size:,} samples per replica", size)
 
     def step_share(job: SkyRLJob) -> Term:
-        size = job.samples // job.trained[number].replicas
-        return Term(f"{job.samples:,} samples // {job.trained[number].replicas:,} replicas = {size:,} samples", size)
+        size = job.samples // job.trained[name].replicas
+        return Term(f"{job.samples:,} samples // {job.trained[name].replicas:,} replicas = {size:,} samples", size)
 
     return [
         at_least(f"skyrl.{name}_mini_at_most_train", (key, TRAIN), TRAIN, key, when=applies, note="; both count prompts"),
@@ -290,13 +380,13 @@ RULES: list[Rule[SkyRLJob]] = [
     *found_by_run(positive("skyrl", MODEL_COUNTS["ref"], "the reference model needs it", when=lambda job: job.has_ref)),
     *found_by_run(positive("skyrl", _TRAINED, "nothing would be trained or evaluated")),
     *[rule for model in MODEL_COUNTS for rule in _device_rules(model)],
-    *if_usable([*_mini_batch_rules(0, "policy"), *_mini_batch_rules(1, "critic"), *_STEP, *map(_colocated, ("critic", "ref"))]),
+    *if_usable([*_mini_batch_rules("policy"), *_mini_batch_rules("critic"), *_STEP, *map(_colocated, ("critic", "ref"))]),
 ]
 DIALECT = Dialect(
     read=partial(read_settings, entries=keys.KEYS, system="SkyRL"),
     keys=keys.KEYS,
     job=SkyRLJob,
     rules=RULES,
-    words=explain,
+    words=Words(meanings, explain_step, notes, advice),
     variant=lambda path: sft.DIALECT if sft.is_fine_tuning(path) else None,
 )

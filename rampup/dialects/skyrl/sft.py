@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,8 +9,7 @@ from typing import Any
 
 from rampup.config.yaml import read_mapping
 from rampup.dialects.reading import Entry, Settings, entry, read_settings
-from rampup.dialects.rules import Dialect, Job, Rule, Side, Term, at_least, counted, if_usable, multiple, positive
-from rampup.dialects.verdict import Advice, Meaning
+from rampup.dialects.rules import Dialect, Job, Rule, Side, Term, Words, at_least, counted, if_usable, multiple, positive
 
 BATCH, MICRO = "batch_size", "micro_train_batch_size_per_gpu"
 DEVICES = "placement.num_gpus_per_node"
@@ -92,22 +90,16 @@ RULES: list[Rule[SftJob]] = [
 ]
 
 
-def meanings(job: SftJob) -> Iterator[Meaning]:
+def meanings(job: SftJob) -> Iterator[tuple[str, str]]:
     """Yield each setting of the file with its meaning."""
-    describe = job.settings.describe
-    yield Meaning(describe(BATCH), f"{counted(job.batch, 'sample')} per optimizer step, whole job")
-    yield Meaning(describe(MICRO), f"samples per replica: {job.passes} per optimizer step")
+    yield BATCH, f"{counted(job.batch, 'sample')} per optimizer step, whole job"
+    yield MICRO, f"samples per replica: {job.passes} per optimizer step"
 
 
 def flow(job: SftJob) -> Iterator[str]:
     """Yield the stages of an optimizer step."""
     yield f"load {counted(job.batch, 'sample')}, {job.share:,} for each of {counted(job.replicas, 'replica')}"
     yield f"{job.passes} on every replica, then one optimizer step"
-
-
-def advice(_: SftJob) -> Iterator[Advice]:
-    """Yield nothing: no guide covers this trainer."""
-    yield from ()
 
 
 def notes(job: SftJob) -> Iterator[str]:
@@ -122,5 +114,5 @@ DIALECT = Dialect(
     keys=KEYS,
     job=SftJob,
     rules=RULES,
-    words=sys.modules[__name__],
+    words=Words(meanings, flow, notes),
 )

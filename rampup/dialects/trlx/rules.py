@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from rampup.dialects.convert import TrainedModel, rollout_plan
 from rampup.dialects.reading import Settings, read_settings
+from rampup.dialects.rollout import RolloutJob, TrainedModel
 from rampup.dialects.rules import (
     Dialect,
-    Job,
     Rule,
     Side,
+    Words,
     at_least,
     constant,
+    counted,
     found_by_run,
     if_usable,
     multiple,
     positive,
     product,
 )
-from rampup.dialects.trlx import CHUNK, INNER, KEYS, MICRO, NEMO_KEYS, NEMO_NESTED, ROLLOUTS, TRAIN, explain
-from rampup.dialects.verdict import Run
+from rampup.dialects.trlx import CHUNK, INNER, KEYS, MICRO, NEMO_KEYS, NEMO_NESTED, ROLLOUTS, TRAIN
+from rampup.dialects.verdict import Advice, Run
 from rampup.rl.plan import RolloutPlan
 
 MAX_LISTED = 10_000
@@ -30,7 +31,7 @@ MAX_LISTED = 10_000
 BATCH_SIZES: Mapping[str, int] = {"ppo": 32, "ilql": 128, "sft": 8}
 
 
-class TrlxJob(Job):
+class TrlxJob(RolloutJob):
     """A trlX file's numbers, by its own formulas (trainer/accelerate_base_trainer.py, trainer/nemo_ppo_trainer.py)."""
 
     def __init__(self, settings: Settings) -> None:
@@ -61,7 +62,8 @@ class TrlxJob(Job):
         )
         if not self.usable:
             return
-        self.passes = self.batch // self.micro
+        self.passes: int = self.batch // self.micro
+        self.global_batch = self.batch * self.replicas
         if self.ppo:
             self._collect()
 
@@ -80,12 +82,23 @@ class TrlxJob(Job):
             last = -(-(rest + 1) // self.chunk)
             self.num_chunks = rounds * -(-self.prompts_per_pass // self.chunk) + last
             self.collected = rounds * self.prompts_per_pass + min(last * self.chunk, self.prompts_per_pass)
+        self.prompts, self.samples_per_prompt = self.collected * self.replicas, 1
+        size = self.global_batch
+        self.trained = {
+            "policy": TrainedModel(
+                name="policy", mini_batch=size, mini_samples=size, replicas=self.replicas, micro=self.micro, epochs=self[INNER]
+            )
+        }
         # Accelerate's last mini batch is short, NeMo drops it. NeMo plans with what is wanted, not with what is collected.
         self.mini_batches = self.collected // self.batch if self.nemo else -(-self.collected // self.batch)
         self.last_batch = self.batch if self.nemo else self.collected - (self.mini_batches - 1) * self.batch
         self.train_samples: int = self.replicas * wanted * self[INNER]
         per_round = self.train_samples // (self.batch * self.replicas) if self.nemo else self.mini_batches * self[INNER]
         self.planned_steps: int = min(self["train.epochs"] * per_round, self["train.total_steps"])
+
+    def num_mini_batches(self, _: TrainedModel) -> int:
+        """Return the updates of a pass over a round's samples; the last one may be short."""
+        return self.mini_batches
 
     def chunk_sizes(self) -> list[int]:
         """Return the prompts of each generate call, in order."""
@@ -115,18 +128,18 @@ class TrlxJob(Job):
             "data_parallel_size": self.replicas,
             "micro_batch_samples_per_process": self.micro,
             "accumulation_steps": self.passes,
-            "mini_batch_samples": self.batch * self.replicas,
+            "mini_batch_samples": self.global_batch,
         }
         if not self.ppo:
             return derived
         # Without evaluation prompts of its own, trlX takes a global batch of the training prompts.
-        eval_prompts, num_prompts = self.batch * self.replicas, self["num_prompts"]
+        eval_prompts, num_prompts = self.global_batch, self["num_prompts"]
         derived |= {
             "rollouts_per_process": self.collected,
-            "samples_per_step": self.collected * self.replicas,
+            "samples_per_step": self.samples,
             "num_chunks": self.num_chunks,
             "mini_batches": self.mini_batches,
-            "optimizer_steps": self.mini_batches * self[INNER],
+            "optimizer_steps": self.updates(self.policy),
             "total_optimizer_steps": self.planned_steps,
             "eval_prompts": eval_prompts if num_prompts is None else min(eval_prompts, num_prompts),
         }
@@ -143,12 +156,156 @@ class TrlxJob(Job):
         """Return the plan of one round of collecting and training."""
         if not self.ppo or self.planned_steps < 1:
             return None
-        batch = self.batch * self.replicas
-        policy = TrainedModel(
-            name="policy", mini_batch=batch, mini_samples=batch, replicas=self.replicas, micro=self.micro, epochs=self[INNER]
+        return self.rollout_plan("samples", pad=self.last_batch < self.batch)
+
+
+GUIDE = "a community guide to trlX"
+
+
+def meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
+    """Yield each setting of the file with its meaning."""
+    yield (
+        f"{counted(job.replicas, 'data-parallel replica')} (NeMo)" if job.nemo else counted(job.replicas, "process"),
+        "each collects samples of its own and trains on them; gradients are averaged over them",
+    )
+    yield (
+        TRAIN if TRAIN in job.settings.given else f"{TRAIN} = {job.batch:,} (default)",
+        f"samples per process: {counted(job.global_batch, 'sample')} per optimizer step",
+    )
+    yield (MICRO, f"{counted(job.passes, 'pass')} of {counted(job.micro, 'sample')} per process and optimizer step")
+    if not job.ppo:
+        return
+    over = job.collected - job[ROLLOUTS]
+    yield (
+        ROLLOUTS,
+        f"at least this many per process: {counted(job.collected, 'sample')} are collected"
+        + (f", {over:,} more than requested" if over else "")
+        + f", {job.collected * job.replicas:,} in total",
+    )
+    yield (
+        CHUNK,
+        f"{counted(job.num_chunks, 'generate call')} of {counted(job.chunk, 'prompt')} per process"
+        + (", rounded up to full batches" if job.chunk != job[CHUNK] else ""),
+    )
+    yield (
+        INNER,
+        f"{counted(job.mini_batches, 'mini batch')} per pass over the samples, "
+        f"{counted(job.updates(job.policy), 'optimizer step')} per round",
+    )
+    limit = "train.total_steps" if job.planned_steps == job["train.total_steps"] else "train.epochs"
+    yield (
+        f"train.epochs = {job['train.epochs']:,}, train.total_steps = {job['train.total_steps']:,}",
+        f"{counted(job.planned_steps, 'optimizer step')}: {limit} ends the run",
+    )
+    yield ("", f"an evaluation uses {counted(job.global_batch, 'prompt')}, unless there are fewer or separate ones")
+
+
+def flow(job: TrlxJob) -> Iterator[str]:
+    """Yield the stages of a round of collecting and training."""
+    step = (
+        f"each optimizer step: {counted(job.passes, 'pass')} of {counted(job.micro, 'sample')} on every process, gradients "
+        f"summed, then one step over {counted(job.global_batch, 'sample')}"
+    )
+    if not job.ppo:
+        yield "load the given samples, distributed over the processes"
+        yield step
+        return
+    chunks = f"{counted(job.num_chunks, 'chunk')} of {counted(job.chunk, 'prompt')}"
+    yield f"each process generates {chunks}: {counted(job.collected, 'sample')}"
+    yield "log-probabilities, values and rewards, chunk by chunk, while collecting"
+    last = f", the last of {counted(job.last_batch, 'sample')}" if job.last_batch < job.batch else ""
+    mini_batches = counted(job.mini_batches, "mini batch")
+    yield f"train on the process's own samples, reshuffled for each pass: {mini_batches}{last}"
+    yield step
+    total = counted(job.updates(job.policy), "optimizer step")
+    yield f"{counted(job[INNER], 'pass')} over the samples = {total}; the learning rate advances with each"
+    yield "the trained model generates the next round: there are no weights to send"
+
+
+def advice(job: TrlxJob) -> Iterator[Advice]:
+    """Yield the rules of the guides, each with what is true of this file."""
+    yield Advice(
+        "minibatch_size saves memory and does not change training",
+        GUIDE,
+        None,
+        "the number of samples is the same, but gradients of the passes are summed, not averaged: they are "
+        f"{job.passes:,} times as large here",
+    )
+    if not job.ppo:
+        return
+    yield Advice(
+        "chunk_size divides num_rollouts",
+        GUIDE,
+        job[ROLLOUTS] % job[CHUNK] == 0,
+        f"{job[ROLLOUTS]:,} requested, {job.collected:,} collected",
+    )
+    yield Advice(
+        "batch_size divides num_rollouts",
+        GUIDE,
+        job.collected % job.batch == 0,
+        f"the last of {counted(job.mini_batches, 'mini batch')} has {counted(job.last_batch, 'sample')}",
+    )
+
+
+def notes(job: TrlxJob) -> Iterator[str]:
+    """Yield what is legal but surprising."""
+    yield f"{TRAIN}, {MICRO}, {ROLLOUTS} and {CHUNK} are per process; this run has {counted(job.replicas, 'process')}."
+    if job.passes > 1 and not job.nemo:
+        yield (
+            f"gradients are summed over the {job.passes:,} passes, not averaged: {job.passes:,} times those of one pass. "
+            "Adam hides it; gradient clipping, epsilon and plain SGD do not."
         )
-        pad = self.last_batch < self.batch
-        return rollout_plan(self.collected * self.replicas, "samples", [policy], samples_per_prompt=1, pad=pad)
+        ends = "each pass ends" if job["deepspeed"] else "(deepspeed=true) each pass would end"
+        yield (
+            f"under DeepSpeed {ends} in an optimizer step: {job.passes:,} optimizer steps of "
+            f"{counted(job.micro * job.replicas, 'sample')} instead of one."
+        )
+    if job.nemo:
+        yield from _nemo_notes(job)
+    elif job.ppo:
+        yield from _collection_notes(job)
+    if job[MICRO] == 0:
+        yield f"{MICRO}=0 is the same as null."
+    if not job.ppo:
+        yield f"{job.method.upper()} trains on given samples: num_rollouts, chunk_size and ppo_epochs have no effect."
+
+
+def _collection_notes(job: TrlxJob) -> Iterator[str]:
+    if job.collected != job[ROLLOUTS]:
+        more = job.collected - job[ROLLOUTS]
+        yield f"{more:,} more samples are collected than requested: full chunks, until there are enough."
+    if job.last_batch < job.batch:
+        yield (
+            f"the last mini batch of each pass has {job.last_batch:,} of {job.batch:,} samples and the same weight as others."
+        )
+    num_prompts = job["num_prompts"]
+    if num_prompts is None:
+        yield "the size of the prompt set is unknown (give num_prompts=N): every chunk is assumed to be full."
+    elif job.replicas == 1 and num_prompts % job[CHUNK]:
+        yield (
+            f"every pass over the {num_prompts:,} prompts ends with a chunk of {num_prompts % job[CHUNK]:,}, so later rounds "
+            "may collect a different number of samples than the first, from which trlX computes the planned steps."
+        )
+
+
+def _nemo_notes(job: TrlxJob) -> Iterator[str]:
+    devices = job.nodes * job.devices_per_node
+    if devices % job.model_size:
+        yield (f"{devices:,} devices do not divide by {job.model_size:,}: trlX counts {job.replicas:,} replicas, rounded down.")
+    if not job.ppo:
+        return
+    if job.chunk != job[CHUNK]:
+        yield f"{CHUNK}={job[CHUNK]:,} is rounded up to {job.chunk:,}, a multiple of {TRAIN}={job.batch:,}."
+    trained = job.updates(job.policy)
+    if trained * job.global_batch != job.train_samples:
+        yield (
+            f"the length of the run is planned with {job.train_samples:,} samples a round, but {trained:,} optimizer steps of "
+            f"{job.global_batch:,} are made."
+        )
+    if job["num_prompts"] is not None:
+        lost = job["num_prompts"] % job.replicas + job["num_prompts"] // job.replicas % job.chunk * job.replicas
+        if lost:
+            yield f"{counted(lost, 'prompt')} of {job['num_prompts']:,} fill no chunk and are dropped in each pass over them."
 
 
 _BATCH: Side[TrlxJob] = (f"{TRAIN}={{:,}}", lambda job: job.batch)
@@ -194,4 +351,10 @@ _RULES: list[Rule[TrlxJob]] = [
         note=": incomplete chunks are dropped, so the run waits for prompts indefinitely", found_by="run"),
 ]  # fmt: skip
 RULES = [*_COUNTS, *if_usable(_RULES)]
-DIALECT = Dialect(read=partial(read_settings, entries=KEYS, system="trlX"), keys=KEYS, job=TrlxJob, rules=RULES, words=explain)
+DIALECT = Dialect(
+    read=partial(read_settings, entries=KEYS, system="trlX"),
+    keys=KEYS,
+    job=TrlxJob,
+    rules=RULES,
+    words=Words(meanings, flow, notes, advice),
+)

@@ -1,4 +1,4 @@
-"""The numbers that follow from a veRL file: replicas, padding, mini batches.
+"""The numbers that follow from a veRL file (replicas, padding, mini batches), and what they mean in words.
 
 Sources: veRL `trainer/ppo`, `workers/engine_workers.py`.
 """
@@ -6,14 +6,28 @@ Sources: veRL `trainer/ppo`, `workers/engine_workers.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from rampup.dialects import verl as keys
-from rampup.dialects.convert import TrainedModel, rollout_plan
 from rampup.dialects.reading import Settings
-from rampup.dialects.rules import Job
-from rampup.dialects.verdict import Run
-from rampup.dialects.verl import ACTOR, LOG_PROB, MICRO, MINI, OLD_MICRO, RESPONSES, TRAIN
+from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings
+from rampup.dialects.rollout import flow as step_flow
+from rampup.dialects.rules import counted
+from rampup.dialects.verdict import Advice
+from rampup.dialects.verl import (
+    ACTOR,
+    BUDGET,
+    LOG_PROB,
+    MICRO,
+    MINI,
+    OLD_MICRO,
+    OLD_SEQUENCE,
+    RESPONSES,
+    ROLLOUT_SIZES,
+    SEQUENCE,
+    TRAIN,
+)
 from rampup.rl.plan import RolloutPlan
 
 PREFIXES = {"actor": ACTOR, "critic": "critic", "ref": keys.REF}
@@ -51,8 +65,10 @@ CRITIC_COUNTS = (
 )
 
 
-class VerlJob(Job):
+class VerlJob(RolloutJob):
     """A veRL file's numbers, by veRL's own formulas."""
+
+    data_epochs = "trainer.total_epochs"
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -93,7 +109,6 @@ class VerlJob(Job):
         self.samples_per_prompt: int = self[RESPONSES]
         # The older trainer's data loader returns gen_batch_size prompts if that is set.
         self.prompts: int = self[TRAIN] if self.v1 else self._or("data.gen_batch_size", self[TRAIN])
-        self.samples = self.prompts * self.samples_per_prompt
         # Samples of a training pass and replica; None with a token budget, or if no key that is used sets it.
         self.micro: int | None = None if self.dynamic else self[MICRO]
         if not self.dynamic and self[MICRO] is None and self[OLD_MICRO] is not None and self.legacy:
@@ -109,16 +124,15 @@ class VerlJob(Job):
         )
 
         self.trained = {name: self._trained(name) for name in self.models if name != "ref"}
-        self.actor, self.critic = self.trained["actor"], self.trained.get("critic")
+        if self.micro:
+            self.passes = self.policy.share // self.micro
 
         # The newer trainer pads each part of a step to what all mini batches and replicas need (trainer_base.py).
-        self.required_multiple = math.lcm(self.actor.replicas, *(model.mini_samples for model in self.trained.values()))
+        self.required_multiple = math.lcm(self.policy.replicas, *(model.mini_samples for model in self.trained.values()))
         self.part_samples = self.samples // self.sync_step
         multiple = self.required_multiple if self.v1 else 1
         self.padded_part_samples = -(-self.part_samples // multiple) * multiple
-        self.padding = (self.padded_part_samples - self.part_samples) * self.sync_step
-        self.mini_batches = self.num_mini_batches(self.actor)
-        self.optimizer_steps = self.mini_batches * self.actor.epochs
+        self.padded_samples = (self.padded_part_samples - self.part_samples) * self.sync_step
 
     def effective(self, key: str) -> Any:
         """Return the value that a key has in effect: the critic's mini batch follows the actor's."""
@@ -170,38 +184,169 @@ class VerlJob(Job):
         """Return the samples of a part of a step that one replica of a model gets."""
         return self.padded_part_samples // self.replicas[model]
 
-    @property
-    def outcome(self) -> Run:
-        """The newer trainer pads a step; the last, incomplete step of the data set is dropped."""
-        if self.padding:
-            return "pads"
-        return "drops" if self["num_prompts"] is not None and self["num_prompts"] % self.prompts else "runs"
-
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""
-        actor = self.actor
-        derived: dict[str, Any] = {
-            "data_parallel_size": actor.replicas,
-            "samples_per_step": self.samples,
-            "mini_batches": self.mini_batches,
-            "optimizer_steps": self.optimizer_steps,
-            "mini_batch_samples": actor.share * actor.replicas if self.legacy else actor.mini_samples,
-            "padded_samples": self.padding,
-        }
-        if self.micro:
-            derived["accumulation_steps"] = actor.share // self.micro
-        if self.critic is not None:
-            derived["critic_mini_batches"] = self.num_mini_batches(self.critic)
-            derived["critic_optimizer_steps"] = derived["critic_mini_batches"] * self.critic.epochs
-            derived["critic_mini_batch_samples"] = self.critic.mini_samples
-        if self["num_prompts"] is not None:
-            derived["training_steps"] = self["num_prompts"] // self.prompts * self["trainer.total_epochs"]
-            derived["total_optimizer_steps"] = derived["training_steps"] * self.optimizer_steps
-        return derived
+        rounded = {"mini_batch_samples": self.policy.share * self.policy.replicas} if self.legacy else {}
+        return super().derived() | rounded
 
     def plan(self) -> RolloutPlan | None:
         """Return the plan of a step that is trained on as generated."""
-        if self.padding or self.legacy or self.sync_step > 1:
-            return None
-        models = [*self.trained.values()]
-        return rollout_plan(self.prompts, "prompts", models, samples_per_prompt=self.samples_per_prompt)
+        return None if self.padded_samples or self.legacy or self.sync_step > 1 else self.rollout_plan()
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self["data.max_prompt_length"] + self["data.max_response_length"])
+
+
+TUNING, EXPLAINED = "veRL's performance tuning guide", "veRL's explanation of its keys"
+
+
+def meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
+    """Yield each setting of the file with its meaning."""
+    actor, share = job.policy, job.step_share()
+    yield from batch_meanings(job, TRAIN, RESPONSES, MINI, keys.EPOCHS)
+    yield (
+        f"{counted(job.devices, 'device')} / {job.model_sizes['actor']:,} that share a sample ({job.strategies['actor']})",
+        f"{counted(actor.replicas, 'replica')}; each has {counted(actor.share, 'sample')} of a mini batch",
+    )
+    if job.dynamic:
+        yield BUDGET, f"about {job.token_budget:,} tokens per replica and pass: {job.passes_text}"
+    else:
+        yield MICRO, f"samples per replica (not per device): {job.passes_text} per optimizer step"
+        passes = (
+            f"{counted(-(-share // job[LOG_PROB]), 'pass')} over {counted(share, 'sample')}" if job[LOG_PROB] else "not set"
+        )
+        yield LOG_PROB, f"samples per replica in log-probability passes: {passes} over {counted(share, 'sample')}"
+    if job.padded_samples:
+        yield "", f"{counted(job.padded_samples, 'short artificial sample')} added to each step"
+
+
+def flow(job: VerlJob) -> Iterator[str]:
+    """Yield the stages of a training step."""
+    prepare, part, padded = [], job.part_samples, job.padded_part_samples
+    if job.sync_step > 1:
+        times = f"run the following stages {job.sync_step:,} times, with {counted(part, 'sample')} each"
+        prepare.append(f"{times}, before the weights are sent")
+    if padded > part:
+        size = f"{counted(padded, 'sample')}, of which {padded - part:,} are artificial"
+        prepare.append(f"pad to a multiple of {job.required_multiple:,}: {size}")
+    order = "balanced by total length" if job["trainer.balance_batch"] or job.v1 else "in the order of generation"
+    replicas = counted(job.policy.replicas, "replica")
+    prepare.append(f"dispatch: each of {replicas} gets {counted(job.step_share(), 'sample')}, {order}")
+    models = "log-probabilities of the actor" + (" and the reference" if job.has_ref else "")
+    prepare.append(models + ("; values of the critic" if job.critic else ""))
+    share = job.policy.share
+    return step_flow(
+        job,
+        generated=" over the engines",
+        prepare=[*prepare, "advantages, on the controller"],
+        layout=[f"mini batch j on a replica is its own samples j * {share:,} to (j + 1) * {share:,} - 1"],
+        last="advance the learning rate, once; send the actor's weights to the engines, once",
+    )
+
+
+def advice(job: VerlJob) -> Iterator[Advice]:
+    """Yield the rules of the guides, each with what is true of this file."""
+    yield Advice(
+        "train_batch_size equal to ppo_mini_batch_size with one epoch keeps training on-policy",
+        EXPLAINED,
+        job.updates(job.policy) == 1,
+        f"{counted(job.updates(job.policy), 'update')} per rollout",
+    )
+    yield Advice(
+        "a token budget (use_dynamic_bsz) instead of a count of samples is faster if lengths vary",
+        TUNING,
+        job.dynamic,
+        "it is on" if job.dynamic else "it is off",
+    )
+    if job.dynamic:
+        yield Advice(
+            "the token budget is at least twice the longest sequence",
+            TUNING,
+            job[BUDGET] >= 2 * job.longest,
+            f"{job[BUDGET]:,} compared with 2 * {job.longest:,}",
+        )
+        yield Advice(
+            "a micro batch never exceeds the token budget",
+            EXPLAINED,
+            None,
+            "until August 2026 the budget gave only the number of parts, which are balanced by work and may exceed it",
+        )
+    elif job.micro and job[LOG_PROB]:
+        yield Advice(
+            "forward-only micro batches are larger than those of training; start with twice the size",
+            TUNING,
+            job[LOG_PROB] >= 2 * job.micro,
+            f"{job[LOG_PROB]:,} compared with {job.micro:,}",
+        )
+
+
+def notes(job: VerlJob) -> Iterator[str]:
+    """Yield what is legal but surprising."""
+    yield f"{TRAIN}, {MINI} and the critic's count prompts; sizes per gpu count samples of one data-parallel replica."
+    for model in job.models:
+        if job.devices % job.model_sizes[model]:
+            yield (
+                f"{job.devices:,} devices are not a multiple of the {job.model_sizes[model]:,} that share a sample of the "
+                f"{model}: veRL counts {job.replicas[model]:,} replicas, rounded down."
+            )
+    if job.padded_samples:
+        padded = counted(job.padded_samples, "short artificial sample")
+        yield (
+            f"the newer trainer adds {padded} so that every mini batch is full; the "
+            "loss still divides by full mini batches. trainer.use_v1=false fails instead."
+        )
+    if job.dynamic:
+        yield "with a token budget veRL skips most of its checks of sizes and ignores micro batch sizes."
+        if job.token_budget < job.longest:
+            yield (
+                f"{BUDGET} * devices that share a sequence = {job.token_budget:,} tokens is less than the longest sequence, "
+                f"{job.longest:,}: the first such sequence stops the run."
+            )
+    if job.critic is not None and not job.legacy:
+        yield (
+            "the critic's micro sizes and token budget never reach its engine: it fills its passes by tokens, "
+            f"{CRITIC_BUDGET:,} of them, regardless of {keys.CRITIC_MICRO} and critic.use_dynamic_bsz."
+        )
+        if job[OLD_SEQUENCE["critic"]] > 1:
+            yield f"{OLD_SEQUENCE['critic']} is read by the check alone; the critic's engine reads {SEQUENCE['critic']}."
+        if not job.settings.given & {"critic.enable", "algorithm.adv_estimator"}:
+            yield "there is a critic because algorithm.adv_estimator is gae by default."
+    yield from _key_notes(job)
+    yield from _data_notes(job)
+    yield "the learning rate advances once per training step, not per optimizer step."
+
+
+def _key_notes(job: VerlJob) -> Iterator[str]:
+    deprecated = {
+        keys.OLD_MICRO: MICRO,
+        keys.OLD_LOG_PROB: LOG_PROB,
+        keys.OLD_REF_LOG_PROB: keys.REF_LOG_PROB,
+        keys.OLD_CRITIC_MICRO: keys.CRITIC_MICRO,
+        OLD_SEQUENCE["actor"]: SEQUENCE["actor"],
+        "data.val_batch_size": "nothing: validation is dispatched as a whole",
+    }
+    for old, new in deprecated.items():
+        if old in job.settings.given and job[old] is not None:
+            yield f"{old} is deprecated; use {new}."
+    for name, key in keys.SHELL_NAMES.items():
+        if name in job.settings.others:
+            yield f"{name} is not a key of veRL but a shell variable of its examples; the key is {key}."
+    if not job.settings.given & set(ROLLOUT_SIZES) and job.devices % job.rollout_size:
+        yield (
+            f"the file does not size the inference engines, and {ROLLOUT_SIZES[0]} is {job[ROLLOUT_SIZES[0]]:,} by default, "
+            f"which does not divide {counted(job.devices, 'device')}."
+        )
+
+
+def _data_notes(job: VerlJob) -> Iterator[str]:
+    num_prompts = job["num_prompts"]
+    if num_prompts is not None and num_prompts % job.prompts:
+        lost = counted(num_prompts % job.prompts, "prompt")
+        yield f"the last {lost} of {num_prompts:,} are dropped in each pass over the data set."
+    if job["data.gen_batch_size"] is not None:
+        if job.v1 and job.mode != "sync":
+            yield f"trainer_mode={job.mode} sets data.gen_batch_size to 1, regardless of the file."
+        elif not job.v1 and job.prompts != job[TRAIN]:
+            yield f"with the older trainer a step has data.gen_batch_size={job.prompts:,} prompts, not {TRAIN}={job[TRAIN]:,}."

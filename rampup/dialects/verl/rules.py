@@ -13,6 +13,7 @@ from rampup.dialects.rules import (
     Rule,
     Side,
     Term,
+    Words,
     at_least,
     equal,
     found_by_run,
@@ -21,8 +22,8 @@ from rampup.dialects.rules import (
     positive,
     product,
 )
-from rampup.dialects.verl import LOG_PROB, MICRO, MINI, OLD_MICRO, RESPONSES, TRAIN, explain
-from rampup.dialects.verl.job import COUNTS, CRITIC_COUNTS, STATIC_COUNTS, VerlJob
+from rampup.dialects.verl import LOG_PROB, MICRO, MINI, OLD_MICRO, RESPONSES, TRAIN
+from rampup.dialects.verl.job import COUNTS, CRITIC_COUNTS, STATIC_COUNTS, VerlJob, advice, flow, meanings, notes
 from rampup.plan.numbers import divisors
 
 DEVICES = "trainer.n_gpus_per_node"
@@ -204,12 +205,12 @@ _CHECK: Rules = [
     multiple("verl.samples_fill_minimal_batch", (TRAIN, RESPONSES),
         lambda job: product({TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}, "samples"), _minimal_batch,
         when=_static),
-    *_one_of_two("actor_micro", OLD_MICRO, MICRO, lambda job: job.actor.share),
+    *_one_of_two("actor_micro", OLD_MICRO, MICRO, lambda job: job.policy.share),
     Rule(name="verl.megatron_micro_per_gpu_needed", keys=(MICRO, OLD_MICRO),
         when=lambda job: not job.dynamic and job.strategies["actor"] == "megatron" and job[OLD_MICRO] is not None,
         holds=lambda job: job[MICRO] is not None,
         message=lambda job: f"{MICRO} must be set with Megatron, instead of {OLD_MICRO}={job[OLD_MICRO]:,}",
-        division=lambda job: (job.actor.share, 1)),
+        division=lambda job: (job.policy.share, 1)),
     _mini_at_most_train("mini_at_most_train", "actor", _static),
     *_deprecated_micro("actor", OLD_MICRO, _static),
     Rule(name="verl.sequence_parallel_needs_packing", keys=(PACKING, keys.OLD_SEQUENCE["actor"]),
@@ -240,7 +241,7 @@ def _per_gpu_needed(name: str, old: str, new: str, when: Condition) -> Rule[Verl
         message=lambda job: (
             f"{new} must be set: {old}={job[old]:,} passes the check, but nothing reads it and the workers stop silently"
         ),
-        division=lambda job: (job.actor.share, 1),
+        division=lambda job: (job.policy.share, 1),
     )
 
 
@@ -341,7 +342,7 @@ _RUN: Rules = [
         when=lambda job: not job.v1 and not job.legacy),
     multiple("verl.parts_divide_train", (TRAIN,), TRAIN, ("parameter_sync_step={:,}", lambda job: job.sync_step)),
     equal("verl.part_is_one_mini_batch", (TRAIN, MINI), TRAIN,
-        lambda job: product({"parameter_sync_step": job.sync_step, MINI: job.actor.mini_batch}),
+        lambda job: product({"parameter_sync_step": job.sync_step, MINI: job.policy.mini_batch}),
         when=lambda job: job.mode == "separate_async", note=" with trainer_mode=separate_async"),
     multiple("verl.loader_divides_train", ("data.gen_batch_size", TRAIN), TRAIN, "data.gen_batch_size",
         when=lambda job: job.v1 and job.mode == "sync" and job["data.gen_batch_size"] is not None),
@@ -356,5 +357,9 @@ _RUN: Rules = [
 ]  # fmt: skip
 RULES: list[Rule[Any]] = [*_FIRST, *if_usable([*_CHECK, *found_by_run(_RUN)])]
 DIALECT = Dialect(
-    read=partial(read_settings, entries=keys.KEYS, system="veRL"), keys=keys.KEYS, job=VerlJob, rules=RULES, words=explain
+    read=partial(read_settings, entries=keys.KEYS, system="veRL"),
+    keys=keys.KEYS,
+    job=VerlJob,
+    rules=RULES,
+    words=Words(meanings, flow, notes, advice),
 )

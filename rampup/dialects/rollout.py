@@ -1,0 +1,196 @@
+"""One training step on rollouts, as SkyRL, veRL, trlX and MaxText RL all run it: its numbers, its plan and its words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rampup.dialects.rules import Job, counted
+from rampup.dialects.verdict import Run
+from rampup.rl.plan import RolloutPlan
+from rampup.rl.sizes import Size, Unit
+from rampup.rl.updates import Training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """The sizes with which a step's samples train one model.
+
+    Attributes:
+        name: `policy`, `actor` or `critic`.
+        mini_batch: size of an optimizer step, whole job, in the unit of the system.
+        mini_samples: the same in samples.
+        replicas: data-parallel size.
+        micro: samples of a pass and replica; None if unknown.
+        tokens: token budget of a pass and replica, which replaces `micro`; None without one.
+        epochs: passes over a step's samples.
+    """
+
+    name: str
+    mini_batch: int
+    mini_samples: int
+    replicas: int
+    micro: int | None
+    tokens: int | None = None
+    epochs: int
+
+    @property
+    def share(self) -> int:
+        """Samples of an update and replica, rounded down."""
+        return self.mini_samples // self.replicas
+
+    @property
+    def padded_share(self) -> int:
+        """Samples of an update and replica, rounded up."""
+        return -(-self.mini_samples // self.replicas)
+
+    @property
+    def padding(self) -> int:
+        """Empty samples that fill a mini batch up to a multiple of the replicas."""
+        return -self.mini_samples % self.replicas
+
+    def training(self, unit: Unit) -> Training:
+        """Return the same in the words of a `RolloutPlan`."""
+        microbatch = None
+        if self.tokens is not None:
+            microbatch = Size(count=self.tokens, unit="tokens", scope="replica")
+        elif self.micro is not None:
+            microbatch = Size(count=self.micro, unit="samples", scope="replica")
+        return Training(
+            mini_batch=Size(count=self.mini_batch, unit=unit),
+            microbatch=microbatch,
+            data_parallel_size=self.replicas,
+            num_epochs=self.epochs,
+        )
+
+
+class RolloutJob(Job):
+    """The numbers of a file whose training step generates samples and trains on them.
+
+    Attributes:
+        prompts: prompts of a training step.
+        samples_per_prompt: responses to each.
+        trained: the models that are trained, the policy first, then the critic if there is one.
+        passes: passes of a policy update and replica; None with a token budget, or if no key sets their size.
+        padded_samples: artificial samples of a training step.
+        data_epochs: the key of the passes over the data set.
+    """
+
+    prompts: int
+    samples_per_prompt: int
+    trained: Mapping[str, TrainedModel]
+    passes: int | None = None
+    padded_samples: int = 0
+    data_epochs: str = ""
+
+    @property
+    def samples(self) -> int:
+        """Samples of a training step."""
+        return self.prompts * self.samples_per_prompt
+
+    @property
+    def policy(self) -> TrainedModel:
+        """The policy, which some systems call the actor."""
+        return next(iter(self.trained.values()))
+
+    @property
+    def critic(self) -> TrainedModel | None:
+        """The critic, or None without one."""
+        return self.trained.get("critic")
+
+    def num_mini_batches(self, model: TrainedModel) -> int:
+        """Return the updates of a pass over a step's samples."""
+        return self.prompts // model.mini_batch
+
+    def updates(self, model: TrainedModel) -> int:
+        """Return the updates of a training step."""
+        return self.num_mini_batches(model) * model.epochs
+
+    @property
+    def outcome(self) -> Run:
+        """A step may be padded; the last, incomplete step of the data set is dropped."""
+        if self.padded_samples:
+            return "pads"
+        return "drops" if self["num_prompts"] is not None and self["num_prompts"] % self.prompts else "runs"
+
+    def derived(self) -> dict[str, Any]:
+        """Return the numbers of the report."""
+        derived: dict[str, Any] = {
+            "data_parallel_size": self.policy.replicas,
+            "samples_per_step": self.samples,
+            "mini_batches": self.num_mini_batches(self.policy),
+            "optimizer_steps": self.updates(self.policy),
+            "mini_batch_samples": self.policy.mini_samples,
+            "padded_samples": self.padded_samples,
+        }
+        if self.passes is not None:
+            derived["accumulation_steps"] = self.passes
+        if self.critic is not None:
+            derived["critic_mini_batches"] = self.num_mini_batches(self.critic)
+            derived["critic_optimizer_steps"] = self.updates(self.critic)
+            derived["critic_mini_batch_samples"] = self.critic.mini_samples
+        if self["num_prompts"] is not None:
+            derived["training_steps"] = self["num_prompts"] // self.prompts * self[self.data_epochs]
+            derived["total_optimizer_steps"] = derived["training_steps"] * derived["optimizer_steps"]
+        return derived
+
+    def rollout_plan(self, unit: Unit = "prompts", *, pad: bool = False) -> RolloutPlan:
+        """Return rampup's plan of one training step."""
+        policy, *critics = [model.training(unit) for model in self.trained.values()]
+        return RolloutPlan(
+            rollout_batch=Size(count=self.prompts, unit=unit),
+            samples_per_prompt=self.samples_per_prompt,
+            policy=policy,
+            critic=critics[0] if critics else None,
+            pad=pad,
+        )
+
+    @property
+    def passes_text(self) -> str:
+        """The passes of a policy update."""
+        if self.passes is not None:
+            return counted(self.passes, "pass")
+        return "passes of unknown size" if self.policy.tokens is None else "as many passes as the token budget needs"
+
+
+def batch_meanings(job: RolloutJob, prompts: str, responses: str, mini_batch: str, epochs: str) -> Iterator[tuple[str, str]]:
+    """Yield the meanings of the keys that every system with mini batches of prompts has."""
+    yield prompts, f"{counted(job.prompts, 'prompt')} per training step"
+    yield responses, f"{counted(job.samples, 'sample')} per training step, generated together"
+    for model in job.trained.values():
+        size, number = counted(model.mini_samples, "sample"), counted(job.num_mini_batches(model), "mini batch")
+        if model is job.policy:
+            text = f"prompts, whole job: {size} per optimizer step, {number} per pass over the step's samples"
+            yield mini_batch, text
+            yield epochs, f"{counted(job.updates(model), 'optimizer step')} per training step"
+        else:
+            updates = counted(job.updates(model), "critic update")
+            yield f"mini batch of the critic = {model.mini_batch:,}", f"prompts: {size} per update, {updates} per training step"
+
+
+def flow(
+    job: RolloutJob, *, generated: str = "", prepare: Iterable[str] = (), layout: Iterable[str] = (), last: str
+) -> Iterator[str]:
+    """Yield the stages of a training step.
+
+    Args:
+        job: the file.
+        generated: how samples are generated or ordered.
+        prepare: the stages between generation and training.
+        layout: which samples a mini batch and a replica have.
+        last: the stage after training.
+    """
+    yield f"load {counted(job.prompts, 'prompt')}; an incomplete last batch of the data set is dropped"
+    yield f"generate {counted(job.samples_per_prompt, 'response')} for each: {counted(job.samples, 'sample')}{generated}"
+    yield from prepare
+    if job.critic is not None:
+        size = counted(job.critic.mini_samples, "sample")
+        yield f"train the critic first: {counted(job.updates(job.critic), 'update')} of {size}"
+    yield from layout
+    times = f", {job.policy.epochs:,} times" if job.policy.epochs > 1 else ""
+    yield (
+        f"train the {job.policy.name}: {counted(job.num_mini_batches(job.policy), 'mini batch')}, each {job.passes_text} on "
+        f"every replica and one optimizer step{times} = {counted(job.updates(job.policy), 'optimizer step')}"
+    )
+    yield last
