@@ -307,3 +307,56 @@ def test_split_model_trains_what_wrt_selects(mesh_name, wrt):
     with contextlib.suppress(StopIteration):
         step(state, next(step.batches(rows(), start=state.step)))
     assert np.isfinite(np.asarray(model(jnp.ones((2, 8))))).all()
+
+
+@pytest.mark.parametrize("skip_nonfinite", [False, True])
+def test_multi_steps_updates_a_state_of_ones_own_once_per_step(skip_nonfinite):
+    """With `multi_steps`, a moving average in `apply_gradients` moves once per optimizer step, as with `fused` (A5)."""
+
+    class State(train_state.TrainState):
+        ema: dict = None
+
+        def apply_gradients(self, *, grads, **changes):
+            new = super().apply_gradients(grads=grads, **changes)
+            return new.replace(ema=jax.tree.map(lambda e, p: 0.5 * (e + p), self.ema, new.params))
+
+    mesh, states = mesh_of("one"), []
+    plan, params = plan_for(mesh, "0:16", microbatch_size=4, steps=4), new_params(mesh)
+    data = [row | {"weight": np.float32(2)} for row in rows()]
+    for engine in ("fused", "multi_steps"):
+        step = rampup.train_step(dense_loss, optax.sgd(0.01), plan, mesh, engine=engine, skip_nonfinite=skip_nonfinite)
+        state = State.create(apply_fn=None, params=params, tx=step.tx, ema=jax.tree.map(jnp.zeros_like, params))
+        state = rampup.prepare_state(state, mesh)
+        for batch in step.batches(data):
+            state, _ = step(state, batch)
+        states.append((state.params, state.ema, int(state.step)))
+    check_equal(*states)
+
+
+def test_multi_steps_with_zero_weight_changes_nothing():
+    """With `multi_steps` too, a step in which no row counts leaves the parameters and the moments alone (A8)."""
+    mesh = mesh_of("one")
+    plan, data = plan_for(mesh, "0:16", microbatch_size=4, steps=2), [row | {"weight": np.float32(0)} for row in rows()]
+    tx = optax.adamw(0.1, weight_decay=0.5)
+    step = rampup.train_step(dense_loss, tx, plan, mesh, engine="multi_steps")
+    state = rampup.create_state(new_params(mesh), step.tx, mesh)
+    before = jax.tree.map(np.asarray, state.params)
+    for batch in step.batches(data):
+        state, _ = step(state, batch)
+    jax.tree.map(np.testing.assert_array_equal, state.params, before)
+    assert int(state.step) == 2
+
+
+def test_grad_norm_of_complex_parameters_is_real():
+    """The norm of a complex gradient is a real number (A11)."""
+    mesh = mesh_of("one")
+    plan, tx = plan_for(mesh, "0:16"), optax.sgd(0.1)
+
+    def loss(params, batch, keys):
+        return jnp.sum(jnp.abs(params["w"]) ** 2) * batch["weight"].size, batch["weight"].size, {}
+
+    step = rampup.train_step(loss, tx, plan, mesh)
+    state = rampup.create_state({"w": jnp.array([3 + 4j, 0], jnp.complex64)}, tx, mesh)
+    _, metrics = step(state, next(step.batches(rows())))
+    assert metrics["grad_norm"].dtype == jnp.float32
+    assert float(metrics["grad_norm"]) == pytest.approx(10)

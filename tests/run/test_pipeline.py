@@ -3,6 +3,7 @@
 Every executable here is small and serves many cases: the number of microbatches is an argument.
 """
 
+import dataclasses
 import re
 
 import jax
@@ -235,6 +236,21 @@ def test_as_loss_is_differentiable():
     wanted = jax.tree.map(lambda g: 3 * g[-1] / weights[-1], grads)
     assert largest_error(permute_layers(found, natural), wanted) < 1e-9
     np.testing.assert_allclose(jax.jit(mean)(placed, batch, keys), losses[-1] / weights[-1], rtol=1e-12)
+
+
+def test_as_loss_refuses_a_batch_that_is_differentiated():
+    """A batch that depends on what is differentiated is an error, and not a gradient of zero; weight 0 gives zeros."""
+    params, batch, keys, parts = problem()
+    mesh, shardings, placed, _ = on_mesh(params, MeshAxes(pipeline=4, data=2))
+    mean = as_loss(parts(), mesh, shardings)
+    name = next(name for name, leaf in batch.items() if jnp.issubdtype(leaf.dtype, jnp.floating))
+    with pytest.raises(rampup.ConfigError, match="put the arrays that are trained into the parameters"):
+        jax.grad(lambda x: mean(placed, batch | {name: x}, keys))(batch[name])
+    loss = parts()
+    weightless = dataclasses.replace(loss, last=lambda *args: (0.0 * loss.last(*args)[0], 0 * loss.last(*args)[1], {}))
+    value, grads = jax.jit(jax.value_and_grad(as_loss(weightless, mesh, shardings)))(placed, batch, keys)
+    assert float(value) == 0
+    assert all(float(jnp.abs(leaf).max()) == 0 for leaf in jax.tree.leaves(grads))
 
 
 def test_old_names_warn():
