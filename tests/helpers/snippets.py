@@ -62,10 +62,10 @@ def run_page(page: Path, read_output: Callable[[], str]) -> None:
         read_output: returns what has been printed since it was last called.
     """
     warnings.filterwarnings("error", message=".*rampup", category=DeprecationWarning)
-    namespace: dict[str, object] = {"__name__": page.stem}
+    namespace: dict[str, object] = {"__name__": "__main__"}
     for number, (language, text) in enumerate(blocks(page)):
         if language == "python":
-            exec(compile(text, f"{page.relative_to(ROOT)}, block {number}", "exec"), namespace)
+            exec(compile(text, f"{page.relative_to(ROOT)}, block {number}", "exec", dont_inherit=True), namespace)
             continue
         for command, expected in console_commands(text):
             name, *words = shlex.split(SIMULATED.sub(r"rampup plan \1 --devices \2", command))[1:]
