@@ -132,6 +132,7 @@ class Config(Settings):
     remat_policy: str = _model("none", "Activations that the backward pass recomputes to save memory. none: nothing. minimal: everything except matrix products. full: everything.", choices=("none", "minimal", "full"), maxtext="full")
     parameter_memory_host_offload: bool = _model(False, "Keep the parameters in host memory between steps and copy them to the devices in each step. `rampup tune` measures the memory saved.")
     optimizer_memory_host_offload: bool = _model(False, "Keep the optimizer state in host memory between steps and copy it to the devices in each step. `rampup tune` measures the memory saved.")
+    shard_optimizer_over_data: bool = _model(False, "Shard the optimizer state over the data axis (ZeRO-1): each replica keeps and updates its own part, with one reduce-scatter of the gradients and one all-gather of the parameters per step. Needs gradient_accumulation=fused.")
     init_weights_seed: int = _model(0, "Seed of the initial weights and of dropout.", minimum=0, maximum=2**31 - 1, identity=True)
 
     dataset_type: str = _data("text", "Kind of training data. text: the bytes of text files. tokens: .npy or .bin arrays. arrayrecord: one row per record. synthetic: generated rows. tokens and arrayrecord need grain_train_files.", choices=("text", "tokens", "arrayrecord", "synthetic"), maxtext="synthetic", identity=True)

@@ -38,7 +38,7 @@ from rampup.run.data.sources import RowSource, files_of
 from rampup.run.distributed import broadcast_from_process0, check_consistent, is_primary, join, watchdog
 from rampup.run.events import OnEvent, RunPlanned, ignore_event
 from rampup.run.loop import EvalOptions, Loop, Summary
-from rampup.run.mesh import make_mesh, replicated
+from rampup.run.mesh import BatchAxes, make_mesh, replicated
 from rampup.run.metrics import MetricOptions
 from rampup.run.offload import fetch_offloaded, host_memory_problem, host_shardings
 from rampup.run.optimizer import LearningRate, make_optimizer
@@ -46,6 +46,7 @@ from rampup.run.pipeline import permute_layers
 from rampup.run.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, run_folder
 from rampup.run.step import EvalStep, TrainState, TrainStep, create_state, train_step
 from rampup.run.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
+from rampup.run.zero import scattered_shardings
 
 # The part of a checkpoint's record from which the ramp is rebuilt on resume.
 RAMP_RECORD = "ramp_record"
@@ -154,7 +155,9 @@ class TrainSetup:
     def initial_state(self) -> TrainState:
         """Return the state of step 0."""
         init = jax.jit(lambda key: permute_layers(self.model.init(key), self.layer_order), out_shardings=self.param_shardings)
-        state = create_state(init(jax.random.key(self.config.init_weights_seed)), self.step.tx, self.mesh)
+        params = init(jax.random.key(self.config.init_weights_seed))
+        shard = self.config.shard_optimizer_over_data
+        state = create_state(params, self.step.tx, self.mesh, shard_optimizer_over_data=shard)
         return jax.device_put(state, self._offloaded(state))
 
     def state_shapes(self) -> TrainState:
@@ -173,6 +176,9 @@ class TrainSetup:
             params,
             transform_non_params=lambda leaf: of(leaf, whole),
         )
+        if self.config.shard_optimizer_over_data:
+            scattered = scattered_shardings(opt_state, self.mesh, BatchAxes.of(self.mesh))
+            opt_state = jax.tree.map(of, opt_state, scattered)
         state = TrainState(step=of(np.int32(0), whole), params=params, opt_state=opt_state)
         return jax.tree.map(of, state, self._offloaded(state))
 
@@ -328,6 +334,7 @@ def _train_step(config: Config, loss: LossFn | SummableLoss, tx: Any, plan: Ramp
         engine=config.gradient_accumulation,
         seed=config.init_weights_seed,
         skip_nonfinite=config.skip_nonfinite > 0,
+        shard_optimizer_over_data=config.shard_optimizer_over_data,
     )
 
 

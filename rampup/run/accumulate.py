@@ -20,6 +20,7 @@ from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError
 from rampup.moved import moved_names
 from rampup.plan.plan import RampPlan
 from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain, own_constraints
+from rampup.run.zero import is_scattered, manual_specs, reduce_gradients
 
 # loss_fn(params, batch, keys[, mutable]) -> (loss_sum, weight_sum, aux[, mutable])
 LossFn = Callable[..., tuple[Any, ...]]
@@ -188,7 +189,8 @@ def accumulate(
         num_microbatches: how many of the K to use.
         keys_KR: a random key per row, as `per_row_keys` makes them. None: the loss function gets None.
         mesh: the mesh.
-        param_shardings: shardings of `params`, which the accumulators take. None leaves them to the compiler.
+        param_shardings: shardings of `params`, which the accumulators take. None leaves them to the compiler. Those that name
+            the axes of the replicas scatter the result: see `rampup.run.zero`.
         mutable: state for `loss_fn` to carry, such as batch statistics. Replicas do not see each other's during a step; its
             floating-point leaves are averaged over them at the end.
         batch_axes: the mesh axes of the rows; None = data and fsdp.
@@ -222,12 +224,16 @@ def accumulate(
             return sums
         with jax.named_scope("reduce"):
             # The one collective over the data axis: after the loop, once per optimizer step.
-            reduced = jax.lax.psum(sums._replace(mutable=None), axes.replica)
+            if is_scattered(param_shardings, axes):
+                grads = reduce_gradients(sums.grads, param_shardings, mesh, axes)
+                reduced = jax.lax.psum(sums._replace(grads=None, mutable=None), axes.replica)._replace(grads=grads)
+            else:
+                reduced = jax.lax.psum(sums._replace(mutable=None), axes.replica)
             mutable = jax.tree.map(lambda x: _mean_over_replicas(x, axes.replica), sums.mutable)
             return reduced._replace(grads=_constrain(reduced.grads, param_shardings), mutable=mutable)
 
     num = jnp.asarray(num_microbatches, jnp.int32)
-    return _per_replica(replica_sums, mesh, axes)(params, batch_KR, num, keys_KR, mutable)
+    return _per_replica(replica_sums, mesh, axes, param_shardings)(params, batch_KR, num, keys_KR, mutable)
 
 
 def safe_reciprocal(weight: jax.Array) -> jax.Array:
@@ -388,7 +394,9 @@ def _difference(before: Any, after: Any) -> str | None:
     return None
 
 
-def _per_replica(replica_sums: Callable[..., Sums], mesh: Mesh, axes: BatchAxes) -> Callable[..., Sums]:
+def _per_replica(
+    replica_sums: Callable[..., Sums], mesh: Mesh, axes: BatchAxes, grad_shardings: Any = None
+) -> Callable[..., Sums]:
     """Return a function of (params, batch_KR, num, keys_KR, mutable) that runs on every replica's own rows."""
     replica_sums = own_constraints()(replica_sums)
     if axes.num_replicas(mesh) == 1:
@@ -400,12 +408,14 @@ def _per_replica(replica_sums: Callable[..., Sums], mesh: Mesh, axes: BatchAxes)
     # With check_vma=True, JAX would track which values vary over the data axis. The gradient with respect to the parameters,
     # which do not vary, would then be reduced where it is computed: inside the loop again.
     whole, rows = PartitionSpec(), PartitionSpec(None, axes.replica)
+    manual = axes.manual(mesh)
+    grads = manual_specs(grad_shardings, mesh, manual) if is_scattered(grad_shardings, axes) else whole
     return jax.shard_map(
         replica_sums,
         mesh=auto_view(mesh),
-        axis_names=axes.manual(mesh),
+        axis_names=manual,
         in_specs=(whole, rows, whole, rows, whole),
-        out_specs=whole,
+        out_specs=Sums(grads, whole, whole, whole, whole),
         check_vma=False,
     )
 

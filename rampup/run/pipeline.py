@@ -70,6 +70,7 @@ from rampup.moved import moved_names
 from rampup.plan.numbers import nearest_multiples
 from rampup.run.accumulate import Counts, Sums, accumulator, cast_like, safe_reciprocal
 from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain, own_constraints
+from rampup.run.zero import is_scattered, manual_specs, reduce_gradients
 
 LAYERS = "layers"
 Params = Mapping[str, Any]
@@ -279,6 +280,9 @@ def run_on_stages(
     _check_shapes(loss, params, batch_KR, keys_KR, mesh)
     axes = BatchAxes.of(mesh, loss.batch_axes)
     replicas = axes.replica if axes.num_replicas(mesh) > 1 else ()
+    manual = {*axes.manual(mesh), STAGE}
+    shardings = None if param_shardings is None else (param_shardings[LAYERS], _without_layers(param_shardings))
+    scatters = is_scattered(shardings, axes)
 
     def reduced_sums(*arguments: Any) -> Sums:
         sums = stage_sums(*arguments)
@@ -289,18 +293,21 @@ def run_on_stages(
                 return totals
             # Each stage has the gradients of its own layers, and a part of those of the shared parameters.
             layers, shared = sums.grads
-            grads = (jax.lax.psum(layers, replicas) if replicas else layers, jax.lax.psum(shared, (*replicas, STAGE)))
-            shardings = param_shardings[LAYERS], _without_layers(param_shardings)
+            if scatters:
+                grads = reduce_gradients((layers, jax.lax.psum(shared, STAGE)), shardings, mesh, axes)
+            else:
+                grads = (jax.lax.psum(layers, replicas) if replicas else layers, jax.lax.psum(shared, (*replicas, STAGE)))
             return totals._replace(grads=jax.tree.map(_constrain, grads, shardings))
 
     rows = PartitionSpec(None, replicas) if replicas else PartitionSpec()
     by_stage, whole = PartitionSpec(STAGE), PartitionSpec()
+    grad_specs = manual_specs(shardings, mesh, manual) if scatters else (by_stage, whole)
     sums: Sums = jax.shard_map(
         own_constraints()(reduced_sums),
         mesh=auto_view(mesh),
-        axis_names={*axes.manual(mesh), STAGE},
+        axis_names=manual,
         in_specs=(by_stage, whole, rows, rows, *(whole,) * len(counts)),
-        out_specs=Sums(None if param_shardings is None else (by_stage, whole), whole, whole, whole, None),
+        out_specs=Sums(None if shardings is None else grad_specs, whole, whole, whole, None),
         check_vma=False,
     )(params[LAYERS], _without_layers(params), batch_KR, keys_KR, *counts)
     return sums if param_shardings is None else sums._replace(grads={LAYERS: sums.grads[0], **sums.grads[1]})

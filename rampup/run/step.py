@@ -46,6 +46,7 @@ from rampup.run.data.batches import Batch, layout_of, step_batches, stream_batch
 from rampup.run.distributed import StepConsensus
 from rampup.run.mesh import BatchAxes, auto_view, batch_sharding, check_plan_fits, process_rows, replicated, shardings_like
 from rampup.run.offload import device_shardings, fetch_offloaded
+from rampup.run.zero import constrain_all, gather_parameters, is_scattered, scattered_shardings
 
 ENGINES = ("fused", "multi_steps")
 # Phases whose programs are compiled in the background before the run reaches them.
@@ -83,7 +84,14 @@ class TrainState(struct.PyTreeNode):
 
 
 def create_state(
-    params: Any, tx: optax.GradientTransformation | optax.MultiSteps, mesh: Mesh, *, mutable: Any = None, frozen: Any = None
+    params: Any,
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    mesh: Mesh,
+    *,
+    mutable: Any = None,
+    frozen: Any = None,
+    shard_optimizer_over_data: bool = False,
+    batch_axes: BatchAxes | None = None,
 ) -> TrainState:
     """Return the training state at step 0, with every leaf placed on the mesh. The caller's arrays are copied.
 
@@ -92,12 +100,23 @@ def create_state(
         tx: the optimizer. Its state takes the sharding of the parameters that it mirrors.
         mesh: the devices.
         mutable, frozen: see `TrainState`.
+        shard_optimizer_over_data, batch_axes: see `train_step`.
     """
     _check_arguments("create_state(params, tx, mesh)", tx=tx, mesh=mesh)
     params, mutable, frozen = _copy_to((params, mutable, frozen), mesh)
-    state = TrainState(step=jnp.int32(0), params=params, opt_state=tx.init(params), mutable=mutable, frozen=frozen)
+    opt_state = _init_sharded(tx, params, mesh, batch_axes) if shard_optimizer_over_data else tx.init(params)
+    state = TrainState(step=jnp.int32(0), params=params, opt_state=opt_state, mutable=mutable, frozen=frozen)
     # The optimizer's state may contain the parameters themselves. A buffer cannot be donated twice.
     return _without_aliases(jax.device_put(state, shardings_like(state, mesh)))  # type: ignore[no-any-return]
+
+
+def _init_sharded(tx: Any, params: Any, mesh: Mesh, batch_axes: BatchAxes | None) -> Any:
+    """Return the optimizer's state with its arrays sharded over the replicas."""
+    axes = BatchAxes.of(mesh, batch_axes)
+    # Of parameters that are sharded already, so that no device ever has the whole state.
+    opt_state = tx.init(jax.device_put(params, scattered_shardings(params, mesh, axes)))
+    opt_state = jax.device_put(opt_state, shardings_like(opt_state, mesh))
+    return jax.device_put(opt_state, scattered_shardings(opt_state, mesh, axes))
 
 
 def prepare_state(state: Any, mesh: Mesh) -> Any:
@@ -133,6 +152,7 @@ def train_step(
     skip_nonfinite: bool = False,
     donate: bool = True,
     batch_axes: BatchAxes | None = None,
+    shard_optimizer_over_data: bool = False,
 ) -> TrainStep:
     """Return a training step that follows a plan: one executable for all phases with the same microbatch shape.
 
@@ -154,6 +174,9 @@ def train_step(
             the changes that the finite microbatches of such a step made.
         donate: reuse the memory of the state that is given to a step. False keeps it, and needs the memory of a second one.
         batch_axes: the axes of `mesh` that take the rows; None = data and fsdp.
+        shard_optimizer_over_data: each replica keeps and updates its own part of the optimizer's state (ZeRO-1), with one
+            reduce-scatter of the gradients and one all-gather of the parameters per step; see `rampup.run.zero`. Give it to
+            `create_state` too.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -172,8 +195,9 @@ def train_step(
         >>> round(float(state.params["w"]), 2), int(state.step), step.num_compilations
         (2.97, 20, 1)
     """
-    options = {"engine": engine, "seed": seed, "skip_nonfinite": skip_nonfinite, "donate": donate, "batch_axes": batch_axes}
-    return TrainStep(loss_fn, tx, plan, mesh, **options)  # type: ignore[arg-type]
+    options: Any = {"engine": engine, "seed": seed, "skip_nonfinite": skip_nonfinite, "donate": donate}
+    options |= {"batch_axes": batch_axes, "shard_optimizer_over_data": shard_optimizer_over_data}
+    return TrainStep(loss_fn, tx, plan, mesh, **options)
 
 
 class TrainStep:
@@ -197,6 +221,7 @@ class TrainStep:
         skip_nonfinite: bool = False,
         donate: bool = True,
         batch_axes: BatchAxes | None = None,
+        shard_optimizer_over_data: bool = False,
     ) -> None:
         _check_arguments("train_step(loss_fn, tx, plan, mesh)", loss_fn=loss_fn, tx=tx, plan=plan, mesh=mesh)
         if engine not in ENGINES:
@@ -211,6 +236,16 @@ class TrainStep:
         self._loss, self._batch_axes = summable(loss_fn, batch_axes), batch_axes
         self._loss.check(mesh, engine)
         self._is_fused = engine == "fused"
+        if shard_optimizer_over_data and not self._is_fused:
+            raise ConfigError(
+                "shard_optimizer_over_data=true needs gradient_accumulation=fused; multi_steps runs the optimizer at every "
+                "microbatch",
+                key="shard_optimizer_over_data",
+                nearest=(False,),
+            )
+        # The axes of the replicas if they share the optimizer's state.
+        axes = BatchAxes.of(mesh, batch_axes)
+        self._zero = axes if shard_optimizer_over_data and axes.num_replicas(mesh) > 1 else None
         self.tx = tx if self._is_fused else multi_steps(tx, plan)
         self._plan, self._mesh = plan, mesh
         self._seed, self._skip_nonfinite, self._donate = jax.random.key(seed), skip_nonfinite, donate
@@ -331,6 +366,7 @@ class TrainStep:
                     "the `tx` of the step",
                     key="tx",
                 )
+            self._check_shardings(state)
             done = int(state.step)
         if batch.position.step != done:
             raise DataError(
@@ -345,6 +381,26 @@ class TrainStep:
                     f"the batch has {batch.layout}, but the plan of this step {planned}; make it with the same plan, and with "
                     "chunk_size only for engine='multi_steps'"
                 )
+
+    def _check_shardings(self, state: Any) -> None:
+        """Check that what the replicas share of a state is the optimizer's state, if anything."""
+        axes = BatchAxes.of(self._mesh, self._batch_axes)
+        if is_scattered(_shardings_of(state.params), dataclasses.replace(axes, replica=_long(axes.replica, self._mesh))):
+            raise ConfigError(
+                f"the parameters are sharded over {' and '.join(axes.replica)}, along which every replica needs them whole; "
+                "shard them over another axis such as fsdp, or only the optimizer's state, with shard_optimizer_over_data=True",
+                key="shard_optimizer_over_data",
+            )
+        opt_shardings = jax.tree.leaves(_shardings_of(state.opt_state))
+        expected = jax.tree.leaves(scattered_shardings(state.opt_state, self._mesh, axes)) if self._zero else opt_shardings
+        if expected != opt_shardings or (
+            not self._zero and axes.num_replicas(self._mesh) > 1 and is_scattered(opt_shardings, axes)
+        ):
+            raise ConfigError(
+                f"the step has shard_optimizer_over_data={self._zero is not None}, but the state does not; give the same value "
+                "to train_step and create_state",
+                key="shard_optimizer_over_data",
+            )
 
     def _program(self, batch: Batch, update: Callable[..., Any], state: Any, *args: Any) -> Callable[..., Any]:
         """Return the program for a batch, compiled if it is not yet."""
@@ -438,6 +494,12 @@ class TrainStep:
             "grad_norm": _norm(grads),
             "aux": sums.aux,
         }
+        if self._zero:
+            # Each replica updates its own part of the parameters.
+            scattered = scattered_shardings(
+                _with_shardings(state.params, device_shardings(shardings.params)), self._mesh, self._zero
+            )
+            state = replace_fields(state, params=constrain_all(state.params, scattered))
         with jax.named_scope("update"):
             new = self._apply(state, grads, metrics["loss"])
         # Decided on the device, without a round trip to the host: compute the update anyway and select the old values.
@@ -450,11 +512,17 @@ class TrainStep:
         changes = {"step": new.step, **_carried_fields(state, carried)}
         if scale is not None:
             changes["dynamic_scale"] = _adapt_scale(scale, is_finite)
-        return replace_fields(tree_where(keep, new, state), **changes), metrics
+        new = replace_fields(tree_where(keep, new, state), **changes)
+        if self._zero:
+            with jax.named_scope("gather"):
+                new = replace_fields(new, params=gather_parameters(new.params, scattered, self._mesh, self._zero))
+        return new, metrics
 
     def _sums_and_grads(self, shardings: Any, state: Any, batch_KR: Any, keys_KR: jax.Array, counts: Any) -> tuple[Any, Any]:
         """Return the sums, and the gradient of the mean loss at least in float32; zeros for parameters that are integers."""
         params, where = state.params, device_shardings(shardings.params)
+        if self._zero:
+            where = scattered_shardings(_with_shardings(params, where), self._mesh, self._zero)
         loss, scale = _bind_loss(self._loss, state), getattr(state, "dynamic_scale", None)
         has_integers = not all(map(_is_trained, jax.tree.leaves(params)))
         if has_integers:
@@ -749,6 +817,16 @@ def _wrap(loss: SummableLoss, reason: str, wrap: Callable[[LossFn], LossFn]) -> 
     if not isinstance(loss, AccumulatedLoss):
         raise ConfigError(f"{reason} of a state needs a loss function; a {type(loss).__name__} does not support it")
     return dataclasses.replace(loss, loss_fn=wrap(loss.loss_fn))
+
+
+def _with_shardings(tree: Any, shardings: Any) -> Any:
+    """Return the shapes of arrays, whose shardings a trace does not know, with these shardings."""
+    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, shardings)
+
+
+def _long(names: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of more than one device."""
+    return tuple(name for name in names if mesh.shape[name] > 1)
 
 
 def _scaled(results: tuple[Any, ...], scale: jax.Array) -> tuple[Any, ...]:

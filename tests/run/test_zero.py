@@ -1,0 +1,135 @@
+"""ZeRO-1: the optimizer's state sharded over the replicas, with one reduction per step."""
+
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers.toy import loss_fn, mesh_of, new_params, plan_for, rows
+from jax.sharding import NamedSharding, PartitionSpec
+
+import rampup
+from rampup.errors import ConfigError
+from rampup.run.mesh import BatchAxes
+from rampup.run.offload import bytes_per_device
+from rampup.run.zero import scattered_shardings
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "muon": optax.contrib.muon(1e-2),
+}
+
+
+def train(mesh_name, *, sharded, tx=None, loss=loss_fn, steps=12, **options):
+    """Return the losses, the final state and the step."""
+    mesh, tx = mesh_of(mesh_name), tx or OPTIMIZERS["adamw"]
+    plan = plan_for(mesh, steps=steps)
+    step = rampup.train_step(loss, tx, plan, mesh, shard_optimizer_over_data=sharded, **options)
+    state = rampup.create_state(new_params(mesh), tx, mesh, shard_optimizer_over_data=sharded)
+    losses = []
+    for batch in step.batches(rows()):
+        state, metrics = step(state, batch)
+        losses.append([float(metrics[name]) for name in ("loss", "grad_norm")])
+    return np.array(losses), state, step
+
+
+@pytest.mark.parametrize("mesh_name", ["data", "data_tensor", "data_fsdp_tensor", "fsdp"])
+def test_losses_equal_those_of_plain_data_parallelism(mesh_name):
+    """Losses, norms and parameters agree to 1e-6 over a ramp; one program."""
+    expected, plain, _ = train(mesh_name, sharded=False)
+    found, state, step = train(mesh_name, sharded=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, plain.params)
+    assert step.num_compilations == 1
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), state.params, plain.params))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_that_need_whole_arrays_stay_correct(name):
+    """Norms, factored moments and orthogonalization are those of whole arrays."""
+    expected, _, _ = train("data", sharded=False, tx=OPTIMIZERS[name])
+    found, _, _ = train("data", sharded=True, tx=OPTIMIZERS[name])
+    np.testing.assert_allclose(found, expected, rtol=2e-6)
+
+
+def test_optimizer_bytes_per_device_are_one_eighth():
+    """Eight replicas keep an eighth of Adam's moments each, before and after a step."""
+    mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]
+    params = {"w": np.zeros((64, 128), np.float32), "b": np.zeros(64, np.float32)}
+    whole = rampup.create_state(params, tx, mesh)
+    sharded = rampup.create_state(params, tx, mesh, shard_optimizer_over_data=True)
+    assert bytes_per_device(sharded.opt_state) == pytest.approx(bytes_per_device(whole.opt_state) / 8, rel=0.01)
+    assert bytes_per_device(sharded.params) == bytes_per_device(whole.params)
+    _, after, _ = train("data", sharded=True, steps=2)
+    moments = after.opt_state[0].mu
+    assert moments["in"].sharding.shard_shape(moments["in"].shape) == (1, 16)
+
+
+def count(text, name):
+    """Return how often an instruction is in a program."""
+    return len(re.findall(rf"= \S+ {name}(-start)?\(", text))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 8, 32])
+def test_program_has_one_reduce_scatter_and_one_all_gather(num_microbatches):
+    """Gradients are reduced once and parameters gathered once per step, however many microbatches it has."""
+    mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]
+    plan = plan_for(mesh, f"0:{8 * num_microbatches}", microbatch_size=1)
+    step = rampup.train_step(loss_fn, tx, plan, mesh, shard_optimizer_over_data=True, skip_nonfinite=True)
+    state = rampup.create_state(new_params(mesh), tx, mesh, shard_optimizer_over_data=True)
+    text = step.lower(state, rows(1)[0], plan.splits[0]).compile().as_text()
+    assert (count(text, "reduce-scatter"), count(text, "all-gather")) == (1, 1)
+    assert all("f32[]" in line or "s32[]" in line or "pred[]" in line for line in text.splitlines() if " all-reduce(" in line)
+
+
+def test_skipped_step_changes_nothing():
+    """A step that is not finite keeps parameters and moments, as without sharding."""
+
+    def loss(p, b, k):
+        total, weight, aux = loss_fn(p, b, k)
+        return total * jax.numpy.where(jax.numpy.any(b["id"] == 40), np.nan, 1.0), weight, aux
+
+    expected, plain, _ = train("data", sharded=False, loss=loss, skip_nonfinite=True)
+    found, state, _ = train("data", sharded=True, loss=loss, skip_nonfinite=True)
+    assert np.isnan(found[:, 0]).sum() == 1
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, plain.params)
+
+
+def test_scattered_shardings_prefer_free_dimensions():
+    """The first dimension that no axis shards is scattered, then one that both divide; otherwise nothing."""
+    mesh, axes = mesh_of("data_fsdp_tensor"), BatchAxes()
+    cases = {
+        ((8, 6), (None, "tensor")): ("data", "tensor"),
+        ((3, 8), ("fsdp",)): ("fsdp", "data"),
+        ((8, 8), ("fsdp", "tensor")): (("data", "fsdp"), "tensor"),
+        ((3, 5), ()): (),
+        ((), ()): (),
+    }
+    for (shape, spec), expected in cases.items():
+        leaf = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+        assert scattered_shardings(leaf, mesh, axes).spec == PartitionSpec(*expected), (shape, spec)
+
+
+def test_states_that_do_not_belong_to_the_step_are_refused():
+    """Sharded parameters, and a state made with another value of the option, are errors that name it."""
+    mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]
+    plan = plan_for(mesh)
+    step = rampup.train_step(loss_fn, tx, plan, mesh)
+    batch = next(iter(rampup.step_batches(rows(), plan, mesh, stop=1)))
+    sharded = rampup.create_state(new_params(mesh), tx, mesh, shard_optimizer_over_data=True)
+    with pytest.raises(ConfigError, match="create_state"):
+        step(sharded, batch)
+    with pytest.raises(ConfigError, match="create_state"):
+        rampup.train_step(loss_fn, tx, plan, mesh, shard_optimizer_over_data=True)(
+            rampup.create_state(new_params(mesh), tx, mesh), batch
+        )
+    over_data = {name: jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for name, x in new_params(mesh).items()}
+    with pytest.raises(ConfigError, match="shard_optimizer_over_data"):
+        step(rampup.create_state(over_data, tx, mesh), batch)
+    with pytest.raises(ConfigError, match="multi_steps"):
+        rampup.train_step(loss_fn, tx, plan, mesh, engine="multi_steps", shard_optimizer_over_data=True)
