@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rampup.dialects.rules import Job, counted
-from rampup.dialects.verdict import Run
+from rampup.dialects.rules import Job
+from rampup.dialects.verdict import Run, counted
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import Size, Unit
 from rampup.rl.updates import Training

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from rampup.dialects.reading import Entry, Settings
-from rampup.dialects.verdict import Advice, Conversion, FoundBy, Run, Violation
+from rampup.dialects.verdict import Conversion, FoundBy, Run, Violation, Words
 from rampup.errors import RampupError
 from rampup.plan.numbers import MAX_COUNT, divisors, to_yaml_number
 
@@ -80,8 +80,8 @@ class Term(NamedTuple):
     number: int
 
 
-# A side of a comparison: a key, a text such as "the {:,} devices" with its number, or a function that returns both.
-Side: TypeAlias = str | tuple[str, Callable[[J], int]] | Callable[[J], Term]
+# A side of a comparison: a key, a constant, a text such as "the {:,} devices" with its number, or a function that returns both.
+Side: TypeAlias = str | int | tuple[str, Callable[[J], int]] | Callable[[J], Term]
 
 
 def _always(_: Job) -> bool:
@@ -117,26 +117,6 @@ class Rule(Generic[J]):
         return self.when(job) and not self.holds(job)
 
 
-def _no_words(_: Any) -> Iterable[Any]:
-    return ()
-
-
-class Words(NamedTuple):
-    """Functions of a job that return the parts of its explanation.
-
-    Attributes:
-        meanings: pairs of a key, or other text, and what it means.
-        flow: the stages of a step.
-        notes: what is legal but surprising.
-        advice: the rules of guides, each with what is true of the file.
-    """
-
-    meanings: Callable[[Any], Iterable[tuple[str, str]]]
-    flow: Callable[[Any], Iterable[str]]
-    notes: Callable[[Any], Iterable[str]] = _no_words
-    advice: Callable[[Any], Iterable[Advice]] = _no_words
-
-
 def _no_variant(_: str | Path) -> Dialect | None:
     return None
 
@@ -168,22 +148,24 @@ def _compare(
     """Return the rule that a test of two numbers holds. `options` are those of `Rule`, and `note`, the end of the message."""
     note = options.pop("note", "")
 
-    def number(side: Side[J], job: J) -> int:
+    def term(side: Side[J], job: J) -> Term:
         if isinstance(side, str):
-            return int(job[side])
-        return side[1](job) if isinstance(side, tuple) else side(job).number
+            return Term(f"{side}={job[side]:,}", int(job[side]))
+        if isinstance(side, int):
+            return Term(f"{side:,}", side)
+        return Term(side[0].format(side[1](job)), side[1](job)) if isinstance(side, tuple) else side(job)
 
-    def text(side: Side[J], job: J) -> str:
-        if isinstance(side, str):
-            return f"{side}={job[side]:,}"
-        return side[0].format(side[1](job)) if isinstance(side, tuple) else side(job).text
+    def numbers(job: J) -> tuple[int, int]:
+        return term(left, job).number, term(right, job).number
 
     return Rule(
         name=name,
         keys=tuple(keys),
-        holds=lambda job: test(number(left, job), number(right, job)),
-        message=lambda job: f"{text(left, job)} {words} {text(right, job)}{note if isinstance(note, str) else note(job)}",
-        division=lambda job: (number(left, job), number(right, job)),
+        holds=lambda job: test(*numbers(job)),
+        message=lambda job: (
+            f"{term(left, job).text} {words} {term(right, job).text}{note if isinstance(note, str) else note(job)}"
+        ),
+        division=numbers,
         **options,
     )
 
@@ -207,11 +189,6 @@ def at_least(name: str, keys: Sequence[str], left: Side[J], right: Side[J], **op
 def equal(name: str, keys: Sequence[str], left: Side[J], right: Side[J], **options: Any) -> Rule[J]:
     """Return the rule that `left` equals `right`; the arguments are those of `multiple`."""
     return _compare(name, keys, left, "must equal", right, lambda a, b: a == b, **options)
-
-
-def constant(number: int) -> tuple[str, Callable[[Job], int]]:
-    """Return a side of a comparison that is the same for every job."""
-    return "{:,}", lambda _: number
 
 
 def product(factors: Mapping[str, int], noun: str = "") -> Term:
@@ -401,15 +378,3 @@ def around(value: Fraction | int, step: Fraction | int = 1, *, origin: Fraction 
     return sorted(
         (n * width + origin for n in range(low - MAX_TRIED + 1, low + MAX_TRIED + 1)), key=lambda n: abs(n - Fraction(value))
     )
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    Example:
-        >>> counted(1, "prompt"), counted(1024, "mini batch"), counted(0, "pass")
-        ('1 prompt', '1,024 mini batches', '0 passes')
-    """
-    if number == 1:
-        return f"1 {noun}"
-    return f"{number:,} {noun}" + ("es" if noun.endswith(("ch", "s")) else "s")

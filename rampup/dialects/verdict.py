@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rampup.notebook_repr import NotebookRepr
 
@@ -143,3 +143,35 @@ class Verdict(NotebookRepr):
         if self.phases is not None:
             result["phases"] = [dict(phase) for phase in self.phases]
         return result
+
+
+def _no_words(_: Any) -> Iterable[Any]:
+    return ()
+
+
+class Words(NamedTuple):
+    """Functions of a job that return the parts of its explanation.
+
+    Attributes:
+        meanings: pairs of a key, or other text, and what it means.
+        flow: the stages of a step.
+        notes: what is legal but surprising.
+        advice: the rules of guides, each with what is true of the file.
+    """
+
+    meanings: Callable[[Any], Iterable[tuple[str, str]]]
+    flow: Callable[[Any], Iterable[str]]
+    notes: Callable[[Any], Iterable[str]] = _no_words
+    advice: Callable[[Any], Iterable[Advice]] = _no_words
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    Example:
+        >>> counted(1, "prompt"), counted(1024, "mini batch"), counted(0, "pass")
+        ('1 prompt', '1,024 mini batches', '0 passes')
+    """
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}" + ("es" if noun.endswith(("ch", "s")) else "s")

@@ -8,8 +8,8 @@ from typing import Any
 
 from rampup.dialects.maxtext import ACCUMULATION, END, EVAL, EXPANSION, INCREMENT, LAYERS, MICROBATCHES, REPEATS, SAMPLES, START
 from rampup.dialects.maxtext.job import MaxTextJob
-from rampup.dialects.rules import Words, broken_rules, counted
-from rampup.dialects.verdict import Advice
+from rampup.dialects.rules import broken_rules
+from rampup.dialects.verdict import Advice, Words, counted
 from rampup.errors import RampupError
 from rampup.plan.numbers import AUTO, to_yaml_number
 

@@ -11,7 +11,7 @@ from rampup.dialects import maxtext as keys
 from rampup.dialects.maxtext import ACCUMULATION, DELAY, END, EVAL, INCREMENT, LAYERS, MICROBATCHES, REPEATS, START
 from rampup.dialects.maxtext.explain import WORDS, product_text, show
 from rampup.dialects.maxtext.job import MaxTextJob
-from rampup.dialects.rules import Dialect, Rule, Side, Term, around, at_least, constant, found_by_run, multiple, product
+from rampup.dialects.rules import Dialect, Rule, Side, Term, around, at_least, found_by_run, multiple, product
 from rampup.plan.numbers import AUTO
 
 FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")
@@ -49,7 +49,7 @@ def _tokens_per_device(job: MaxTextJob) -> str:
 
 
 CHECKED: Rules = [
-    at_least("maxtext.accumulation_positive", (ACCUMULATION,), ACCUMULATION, constant(1)),
+    at_least("maxtext.accumulation_positive", (ACCUMULATION,), ACCUMULATION, 1),
     Rule(name="maxtext.mesh", keys=("num_devices",), holds=lambda job: not job.mesh_problem,
         message=lambda job: job.mesh_problem,
         candidates=lambda job: [int(n) for n in around(job.num_devices) if n >= 1]),
@@ -115,7 +115,7 @@ PIPELINE: Rules = [
         holds=lambda job: not _prefetch_needs(job),
         message=lambda job: f"{PREFETCH}=true needs {' and '.join(_prefetch_needs(job))}",
         candidates=lambda job: (False,)),
-    at_least("maxtext.microbatches_positive", (MICROBATCHES,), _MICROBATCHES, constant(1), when=lambda job: job.is_piped,
+    at_least("maxtext.microbatches_positive", (MICROBATCHES,), _MICROBATCHES, 1, when=lambda job: job.is_piped,
         note=", or -1 for automatic"),
     multiple("maxtext.microbatches_multiple_of_stages", (MICROBATCHES,), _MICROBATCHES,
         lambda job: Term(f"the stages, ici_pipeline_parallelism * dcn_pipeline_parallelism = {job.stages}", job.stages),
@@ -142,16 +142,11 @@ def _divides_over_mesh(job: MaxTextJob, key: str) -> bool:
 
 def _over_mesh(name: str, key: str) -> Rule[MaxTextJob]:
     """Return the rule that a batch, or the increment of one, divides over the devices."""
-    return Rule(
-        name=f"maxtext.{name}",
-        keys=(key,),
-        holds=lambda job: _divides_over_mesh(job, key),
+    return Rule(name=f"maxtext.{name}", keys=(key,), holds=lambda job: _divides_over_mesh(job, key),
         message=lambda job: (
             f"{product_text(job, key)} samples must be a multiple of the devices that a batch is sharded over, data * stage * "
-            f"fsdp * expert = {job.loading_shards}; MaxText does not check it, and the first such step fails"
-        ),
-        candidates=_increments_near if key == INCREMENT else _sizes_near(key),
-    )
+            f"fsdp * expert = {job.loading_shards}; MaxText does not check it, and the first such step fails"),
+        candidates=_increments_near if key == INCREMENT else _sizes_near(key))  # fmt: skip
 
 
 def _eval_fits(job: MaxTextJob) -> bool:

@@ -14,8 +14,8 @@ from rampup.dialects.maxtext import read_chain
 from rampup.dialects.maxtext_rl import ALIASES, AUTO, BATCH, FSDP, OLD, ROLLOUT, ROLLOUT_AXES, SLICES, TENSOR, TRAIN
 from rampup.dialects.reading import Settings, rename, type_settings
 from rampup.dialects.rollout import RolloutJob, TrainedModel, flow
-from rampup.dialects.rules import Dialect, Rule, Term, Words, at_least, constant, counted, multiple
-from rampup.dialects.verdict import Advice, Run
+from rampup.dialects.rules import Dialect, Rule, Term, at_least, multiple
+from rampup.dialects.verdict import Advice, Run, Words, counted
 from rampup.errors import ConfigError
 from rampup.plan.numbers import divisors
 
@@ -167,24 +167,19 @@ def meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
     def prompts(number: int) -> str:
         return f"{counted(number, 'prompt')} = {counted(number * generations, 'sample')}"
 
-    yield (BATCH, f"{prompts(job.batch)} per training step and optimizer step")
-    yield (keys.GENERATIONS, f"{counted(generations, 'sample')} (responses) per prompt")
-    yield (
-        TRAIN,
-        f"{prompts(job.train_micro)} per backward pass; {counted(job.batch // job.train_micro, 'pass')} per optimizer step",
-    )
-    yield (
-        ROLLOUT,
-        f"{prompts(job.rollout_micro)} per generate call; {counted(job.batch // job.rollout_micro, 'call')} per step",
-    )
-    yield (keys.ITERATIONS, f"{counted(job.iterations, 'optimizer step')} on the samples of one batch")
-    yield (
-        "num_batches",
-        f"{counted(job.full_batches, 'training step')} over {counted(job.epoch_prompts, 'prompt')} "
-        f"({counted(job['num_epoch'], 'epoch')}, train_fraction {job['train_fraction']:g})",
-    )
-    yield ("eval_batch_size", f"{counted(job.eval_prompts, 'prompt')} per evaluation")
-    yield ("", f"{counted(job.total_steps, 'optimizer step')} and {counted(job.full_batches, 'weight sync')} in the whole run")
+    yield from [
+        (BATCH, f"{prompts(job.batch)} per training step and optimizer step"),
+        (keys.GENERATIONS, f"{counted(generations, 'sample')} (responses) per prompt"),
+        (TRAIN,
+         f"{prompts(job.train_micro)} per backward pass; {counted(job.batch // job.train_micro, 'pass')} per optimizer step"),
+        (ROLLOUT,
+         f"{prompts(job.rollout_micro)} per generate call; {counted(job.batch // job.rollout_micro, 'call')} per step"),
+        (keys.ITERATIONS, f"{counted(job.iterations, 'optimizer step')} on the samples of one batch"),
+        ("num_batches", f"{counted(job.full_batches, 'training step')} over {counted(job.epoch_prompts, 'prompt')} "
+         f"({counted(job['num_epoch'], 'epoch')}, train_fraction {job['train_fraction']:g})"),
+        ("eval_batch_size", f"{counted(job.eval_prompts, 'prompt')} per evaluation"),
+        ("", f"{counted(job.total_steps, 'optimizer step')} and {counted(job.full_batches, 'weight sync')} in the whole run"),
+    ]  # fmt: skip
 
 
 def explain_step(job: MaxTextRlJob) -> Iterator[str]:
@@ -242,38 +237,25 @@ def notes(job: MaxTextRlJob) -> Iterator[str]:
 
 
 def _at_least(key: str, least: int) -> Rule[MaxTextRlJob]:
-    return at_least(f"maxtext_rl.{key.removeprefix('rl.')}_at_least_{least}", (key,), key, constant(least))
+    return at_least(f"maxtext_rl.{key.removeprefix('rl.')}_at_least_{least}", (key,), key, least)
 
 
 def _share(key: str) -> Rule[MaxTextRlJob]:
-    return Rule(
-        name=f"maxtext_rl.{key}",
-        keys=(key,),
-        holds=lambda job: 0 < job[key] <= 1,
+    return Rule(name=f"maxtext_rl.{key}", keys=(key,), holds=lambda job: 0 < job[key] <= 1,
         message=lambda job: f"{key}={job[key]:g} must be above 0 and at most 1",
-        candidates=lambda job: (1.0, 0.5, 0.25) if job[key] > 1 else (0.25, 0.5, 1.0),
-    )
+        candidates=lambda job: (1.0, 0.5, 0.25) if job[key] > 1 else (0.25, 0.5, 1.0))  # fmt: skip
 
 
 def _micro_positive(key: str) -> Rule[MaxTextRlJob]:
-    return Rule(
-        name=f"maxtext_rl.{key}_positive",
-        keys=(key,),
-        holds=lambda job: job[key] == AUTO or job[key] > 0,
+    return Rule(name=f"maxtext_rl.{key}_positive", keys=(key,), holds=lambda job: job[key] == AUTO or job[key] > 0,
         message=lambda job: f"{key}={job[key]} (prompts) must be a positive whole number, or -1 for automatic",
-        candidates=lambda job: (AUTO, *divisors(max(job.batch, 1))),
-    )
+        candidates=lambda job: (AUTO, *divisors(max(job.batch, 1))))  # fmt: skip
 
 
 def _micro_divides(key: str, micro: Callable[[MaxTextRlJob], int], unit: str) -> Rule[MaxTextRlJob]:
-    return multiple(
-        f"maxtext_rl.{key}_divides_batch",
-        (key, BATCH),
-        BATCH,
-        key,
+    return multiple(f"maxtext_rl.{key}_divides_batch", (key, BATCH), BATCH, key,
         when=lambda job: job.batch >= 1 and micro(job) >= 1 and job[key] != AUTO,
-        note=f" (prompts per {unit}; both count prompts)",
-    )
+        note=f" (prompts per {unit}; both count prompts)")  # fmt: skip
 
 
 def _fits_devices(job: MaxTextRlJob) -> bool:

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rampup.dialects.megatron import DECREASE, GLOBAL, MICRO, MODEL_AXES, RAMP, SCHEDULE, VIRTUAL
 from rampup.dialects.megatron.job import LinearRamp, MegatronJob
-from rampup.dialects.rules import Words, counted
-from rampup.dialects.verdict import Advice
+from rampup.dialects.verdict import Advice, Words, counted
 from rampup.plan.ramp import BatchRamp
 
 MAX_LISTED = 12

@@ -12,7 +12,7 @@ from rampup.dialects import megatron as keys
 from rampup.dialects.megatron import DECREASE, GLOBAL, GROUP, MICRO, OVERLAP, RAMP, SCHEDULE, STAGES, VIRTUAL, read
 from rampup.dialects.megatron.explain import WORDS
 from rampup.dialects.megatron.job import MegatronJob, Threshold
-from rampup.dialects.rules import Dialect, Rule, Side, Term, around, at_least, constant, multiple
+from rampup.dialects.rules import Dialect, Rule, Side, Term, around, at_least, multiple
 
 MANY_SIZES = 2_000
 _ROUNDS_TO_0 = f"; {DECREASE} rounds it down to 0 microbatches"
@@ -33,7 +33,7 @@ def _is_constant(job: MegatronJob) -> bool:
 ARGUMENTS: Rules = [
     Rule(name="megatron.micro_batch_positive", keys=(MICRO,), holds=lambda job: job.micro >= 1,
         message=lambda job: f"{MICRO} must be set" if job[MICRO] is None else f"{MICRO}={job[MICRO]} must be at least 1"),
-    at_least("megatron.global_batch_positive", (GLOBAL,), GLOBAL, constant(1), when=lambda job: job[GLOBAL] is not None),
+    at_least("megatron.global_batch_positive", (GLOBAL,), GLOBAL, 1, when=lambda job: job[GLOBAL] is not None),
     multiple("megatron.world_divisible", ("world_size", *keys.MODEL_AXES),
         lambda job: Term(f"the world size {job.world}", job.world or 0),
         lambda job: Term(
@@ -238,7 +238,7 @@ def _group_division(job: MegatronJob) -> tuple[int, int]:
 
 
 PIPELINE: Rules = [
-    at_least("megatron.chunks_positive", (VIRTUAL,), VIRTUAL, constant(1), when=lambda job: job[VIRTUAL] is not None),
+    at_least("megatron.chunks_positive", (VIRTUAL,), VIRTUAL, 1, when=lambda job: job[VIRTUAL] is not None),
     at_least("megatron.chunks_need_stages", (STAGES, VIRTUAL, OVERLAP), STAGES, ("{:,}", lambda job: 2 if job[OVERLAP] else 3),
         when=lambda job: job.chunks > 1,
         note=lambda job: f" for {job.chunks} chunks per stage{'' if job[OVERLAP] else f' without {OVERLAP}'}"),

@@ -17,10 +17,7 @@ from rampup.dialects.rules import (
     Rule,
     Side,
     Term,
-    Words,
     at_least,
-    constant,
-    counted,
     equal,
     found_by_run,
     if_usable,
@@ -29,7 +26,7 @@ from rampup.dialects.rules import (
     product,
 )
 from rampup.dialects.skyrl import ENGINE_KEYS, MICRO, MINI, RESPONSES, TRAIN, WORKERS, device_keys, megatron_keys, sft
-from rampup.dialects.verdict import Advice, Run
+from rampup.dialects.verdict import Advice, Run, Words, counted
 from rampup.rl.plan import RolloutPlan
 
 COUNTS = (TRAIN, MINI, MICRO, keys.FORWARD, RESPONSES)
@@ -154,31 +151,17 @@ def explain_step(job: SkyRLJob) -> Iterator[str]:
 def advice(job: SkyRLJob) -> Iterator[Advice]:
     """Yield the rules of the guides, each with what is true of this file."""
     policy, mini, updates = job.policy, job.policy.mini_batch, job.num_mini_batches(job.policy)
-    yield Advice(
-        "optimizer steps = train_batch_size * n_samples_per_prompt / policy_mini_batch_size",
-        GUIDE,
-        None,
-        f"policy_mini_batch_size counts prompts, not samples: {updates:,} and not {job.samples // mini:,}",
-    )
-    yield Advice(
-        "policy_mini_batch_size is a multiple of micro_train_batch_size_per_gpu * devices; that gives the passes",
-        GUIDE,
-        None,
-        f"the samples of a mini batch are divided, not its prompts: {job.sample_passes:,} passes and not "
-        f"{mini / (job[MICRO] * policy.replicas):,.6g}",
-    )
-    yield Advice(
-        "for an out-of-memory error, lower policy_mini_batch_size",
-        GUIDE,
-        None,
-        f"it changes the number of passes, not their size; lower {MICRO}, now {job[MICRO]:,}",
-    )
-    yield Advice(
-        "policy_mini_batch_size equal to train_batch_size keeps training on-policy",
-        GUIDE,
-        updates * job.epochs == 1,
-        f"{counted(updates * job.epochs, 'update')} per rollout",
-    )
+    yield from [
+        Advice("optimizer steps = train_batch_size * n_samples_per_prompt / policy_mini_batch_size", GUIDE, None,
+            f"policy_mini_batch_size counts prompts, not samples: {updates:,} and not {job.samples // mini:,}"),
+        Advice("policy_mini_batch_size is a multiple of micro_train_batch_size_per_gpu * devices; that gives the passes", GUIDE,
+            None, f"the samples of a mini batch are divided, not its prompts: {job.sample_passes:,} passes and not "
+            f"{mini / (job[MICRO] * policy.replicas):,.6g}"),
+        Advice("for an out-of-memory error, lower policy_mini_batch_size", GUIDE, None,
+            f"it changes the number of passes, not their size; lower {MICRO}, now {job[MICRO]:,}"),
+        Advice("policy_mini_batch_size equal to train_batch_size keeps training on-policy", GUIDE, updates * job.epochs == 1,
+            f"{counted(updates * job.epochs, 'update')} per rollout"),
+    ]  # fmt: skip
     if job.critic is not None:
         yield Advice(
             "critic_mini_batch_size is smaller than policy_mini_batch_size, so that the critic is updated more often",
@@ -241,27 +224,17 @@ def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
         size = job.model_sizes[model]
         return Term(f"tensor * pipeline * context parallel size = {sizes} = {size:,}", size)
 
-    has_a_replica = at_least(
-        f"skyrl.{model}_has_a_replica",
-        (sequence, per_node),
-        devices,
+    has_a_replica = at_least(f"skyrl.{model}_has_a_replica", (sequence, per_node), devices,
         ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
-        when=lambda job: model in job.models and model not in job.uneven,
-        note=": there is no replica",
-        found_by="run" if model == "ref" else "validator",
-    )
+        when=lambda job: model in job.models and model not in job.uneven, note=": there is no replica",
+        found_by="run" if model == "ref" else "validator")  # fmt: skip
     if model == "critic":
         return [has_a_replica]
     return [
-        multiple(
-            f"skyrl.megatron_divides_{model}_devices",
-            (per_node, *megatron_keys(model)),
-            devices,
-            megatron_size,
-            when=lambda job: job.megatron and model in job.models,
-        ),
+        multiple(f"skyrl.megatron_divides_{model}_devices", (per_node, *megatron_keys(model)), devices, megatron_size,
+            when=lambda job: job.megatron and model in job.models),
         has_a_replica,
-    ]
+    ]  # fmt: skip
 
 
 def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
@@ -295,14 +268,9 @@ def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
         multiple(f"skyrl.{name}_mini_divides_train", (TRAIN, key), TRAIN, key, when=fits),
         at_least(f"skyrl.{name}_mini_reaches_every_replica", (key, RESPONSES), samples, replicas, when=applies),
         multiple(f"skyrl.micro_divides_{name}_mini", (MICRO, key), share, MICRO, when=reaches),
-        multiple(
-            f"skyrl.{name}_share_divides_train_share",
-            (TRAIN, key, RESPONSES),
-            step_share,
-            share,
-            when=lambda job: reaches(job) and job.prompts % job[key] == 0,
-        ),
-    ]
+        multiple(f"skyrl.{name}_share_divides_train_share", (TRAIN, key, RESPONSES), step_share, share,
+            when=lambda job: reaches(job) and job.prompts % job[key] == 0),
+    ]  # fmt: skip
 
 
 _POLICY_DEVICES: Side[SkyRLJob] = ("the policy's {:,} devices", lambda job: job.devices["policy"])
@@ -311,23 +279,16 @@ _POLICY_DEVICES: Side[SkyRLJob] = ("the policy's {:,} devices", lambda job: job.
 def _colocated(model: str) -> Rule[SkyRLJob]:
     """Return the rule that models on shared devices have equally many; it applies only if the file says how many."""
     own = device_keys(model)
-    return equal(
-        f"skyrl.colocated_{model}_devices",
-        own,
-        (f"the {model}'s {{:,}} devices", lambda job: job.devices[model]),
+    return equal(f"skyrl.colocated_{model}_devices", own, (f"the {model}'s {{:,}} devices", lambda job: job.devices[model]),
         _POLICY_DEVICES,
         when=lambda job: model in job.models and job["trainer.placement.colocate_all"] and bool(job.settings.given & set(own)),
-        note=" with trainer.placement.colocate_all",
-        found_by="run",
-    )
+        note=" with trainer.placement.colocate_all", found_by="run")  # fmt: skip
 
 
 def _sequence_parallel(model: str) -> Rule[SkyRLJob]:
     key = f"trainer.{model}.sequence_parallel_size"
     note = " with trainer.strategy=megatron"
-    return equal(
-        f"skyrl.megatron_{model}_sequence_parallel", (key,), key, constant(1), when=lambda job: job.megatron, note=note
-    )
+    return equal(f"skyrl.megatron_{model}_sequence_parallel", (key,), key, 1, when=lambda job: job.megatron, note=note)
 
 
 def _asynchronous(job: SkyRLJob) -> bool:

@@ -9,7 +9,8 @@ from typing import Any
 
 from rampup.config.yaml import read_mapping
 from rampup.dialects.reading import Entry, Settings, entry, read_settings
-from rampup.dialects.rules import Dialect, Job, Rule, Side, Term, Words, at_least, counted, if_usable, multiple, positive
+from rampup.dialects.rules import Dialect, Job, Rule, Side, Term, at_least, if_usable, multiple, positive
+from rampup.dialects.verdict import Words, counted
 
 BATCH, MICRO = "batch_size", "micro_train_batch_size_per_gpu"
 DEVICES = "placement.num_gpus_per_node"
@@ -68,26 +69,17 @@ def _share(job: SftJob) -> Term:
 
 _RULES: list[Rule[SftJob]] = [
     multiple("skyrl.sft_batch_divides_over_replicas", (BATCH, DEVICES), BATCH, _REPLICAS, when=lambda job: not job.packed),
-    multiple(
-        "skyrl.sft_micro_divides_share",
-        (MICRO, BATCH),
-        _share,
-        MICRO,
-        when=lambda job: not job.packed and job.batch % job.replicas == 0,
-    ),
+    multiple("skyrl.sft_micro_divides_share", (MICRO, BATCH), _share, MICRO,
+        when=lambda job: not job.packed and job.batch % job.replicas == 0),
     at_least("skyrl.sft_packed_batch_reaches_every_replica", (BATCH,), BATCH, _REPLICAS, when=lambda job: job.packed),
-]
+]  # fmt: skip
 RULES: list[Rule[SftJob]] = [
     *positive("skyrl", COUNTS, "its check compares it with 0 or divides by it"),
-    at_least(
-        "skyrl.sft_has_a_replica",
-        (DEVICES, *SPLITS),
-        ("the {:,} devices", lambda job: job.devices),
+    at_least("skyrl.sft_has_a_replica", (DEVICES, *SPLITS), ("the {:,} devices", lambda job: job.devices),
         ("tensor * pipeline parallel size = {:,}", lambda job: job.model_size),
-        when=lambda job: job.counts_positive,
-    ),
+        when=lambda job: job.counts_positive),
     *if_usable(_RULES),
-]
+]  # fmt: skip
 
 
 def meanings(job: SftJob) -> Iterator[tuple[str, str]]:

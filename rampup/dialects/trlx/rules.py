@@ -8,22 +8,9 @@ from typing import Any
 
 from rampup.dialects.reading import Settings, read_settings
 from rampup.dialects.rollout import RolloutJob, TrainedModel
-from rampup.dialects.rules import (
-    Dialect,
-    Rule,
-    Side,
-    Words,
-    at_least,
-    constant,
-    counted,
-    found_by_run,
-    if_usable,
-    multiple,
-    positive,
-    product,
-)
+from rampup.dialects.rules import Dialect, Rule, Side, at_least, found_by_run, if_usable, multiple, positive, product
 from rampup.dialects.trlx import CHUNK, INNER, KEYS, MICRO, NEMO_KEYS, NEMO_NESTED, ROLLOUTS, TRAIN
-from rampup.dialects.verdict import Advice, Run
+from rampup.dialects.verdict import Advice, Run, Words, counted
 from rampup.rl.plan import RolloutPlan
 
 MAX_LISTED = 10_000
@@ -176,25 +163,18 @@ def meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
     if not job.ppo:
         return
     over = job.collected - job[ROLLOUTS]
-    yield (
-        ROLLOUTS,
-        f"at least this many per process: {counted(job.collected, 'sample')} are collected"
-        + (f", {over:,} more than requested" if over else "")
-        + f", {job.collected * job.replicas:,} in total",
-    )
-    yield (
-        CHUNK,
-        f"{counted(job.num_chunks, 'generate call')} of {counted(job.chunk, 'prompt')} per process"
-        + (", rounded up to full batches" if job.chunk != job[CHUNK] else ""),
-    )
-    yield (
-        INNER,
-        f"{counted(job.mini_batches, 'mini batch')} per pass over the samples, "
-        f"{counted(job.updates(job.policy), 'optimizer step')} per round",
-    )
+    yield from [
+        (ROLLOUTS, f"at least this many per process: {counted(job.collected, 'sample')} are collected"
+         + (f", {over:,} more than requested" if over else "")
+         + f", {job.collected * job.replicas:,} in total"),
+        (CHUNK, f"{counted(job.num_chunks, 'generate call')} of {counted(job.chunk, 'prompt')} per process"
+         + (", rounded up to full batches" if job.chunk != job[CHUNK] else "")),
+        (INNER, f"{counted(job.mini_batches, 'mini batch')} per pass over the samples, "
+         f"{counted(job.updates(job.policy), 'optimizer step')} per round"),
+    ]  # fmt: skip
     limit = "train.total_steps" if job.planned_steps == job["train.total_steps"] else "train.epochs"
     yield (
-        f"train.epochs = {job['train.epochs']:,}, train.total_steps = {job['train.total_steps']:,}",
+        f"{job.settings.describe('train.epochs')}, {job.settings.describe('train.total_steps')}",
         f"{counted(job.planned_steps, 'optimizer step')}: {limit} ends the run",
     )
     yield ("", f"an evaluation uses {counted(job.global_batch, 'prompt')}, unless there are fewer or separate ones")
@@ -233,18 +213,12 @@ def advice(job: TrlxJob) -> Iterator[Advice]:
     )
     if not job.ppo:
         return
-    yield Advice(
-        "chunk_size divides num_rollouts",
-        GUIDE,
-        job[ROLLOUTS] % job[CHUNK] == 0,
-        f"{job[ROLLOUTS]:,} requested, {job.collected:,} collected",
-    )
-    yield Advice(
-        "batch_size divides num_rollouts",
-        GUIDE,
-        job.collected % job.batch == 0,
-        f"the last of {counted(job.mini_batches, 'mini batch')} has {counted(job.last_batch, 'sample')}",
-    )
+    yield from [
+        Advice("chunk_size divides num_rollouts", GUIDE, job[ROLLOUTS] % job[CHUNK] == 0,
+            f"{job[ROLLOUTS]:,} requested, {job.collected:,} collected"),
+        Advice("batch_size divides num_rollouts", GUIDE, job.collected % job.batch == 0,
+            f"the last of {counted(job.mini_batches, 'mini batch')} has {counted(job.last_batch, 'sample')}"),
+    ]  # fmt: skip
 
 
 def notes(job: TrlxJob) -> Iterator[str]:
@@ -343,7 +317,7 @@ _RULES: list[Rule[TrlxJob]] = [
             f"train.total_steps={job['train.total_steps']:,} must be at least 1: the first optimizer step already exceeds "
             "it, and trlX stops in the middle of that step"),
         found_by="run"),
-    at_least("trlx.epochs_train", ("train.epochs",), "train.epochs", constant(1), note=": nothing would be trained",
+    at_least("trlx.epochs_train", ("train.epochs",), "train.epochs", 1, note=": nothing would be trained",
         found_by="run"),
     at_least("trlx.nemo_prompts_fill_a_chunk", ("num_prompts", CHUNK), ("num_prompts={:,}", lambda job: job["num_prompts"]),
         lambda job: product({"replicas": job.replicas, "the prompts of a chunk": job.chunk}),

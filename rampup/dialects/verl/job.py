@@ -13,8 +13,7 @@ from rampup.dialects import verl as keys
 from rampup.dialects.reading import Settings
 from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings
 from rampup.dialects.rollout import flow as step_flow
-from rampup.dialects.rules import counted
-from rampup.dialects.verdict import Advice
+from rampup.dialects.verdict import Advice, counted
 from rampup.dialects.verl import (
     ACTOR,
     BUDGET,
@@ -33,34 +32,17 @@ from rampup.rl.plan import RolloutPlan
 PREFIXES = {"actor": ACTOR, "critic": "critic", "ref": keys.REF}
 CRITIC_BUDGET = 32_768
 COUNTS = (
-    TRAIN,
-    "data.gen_batch_size",
-    RESPONSES,
-    MINI,
-    keys.BUDGET,
-    keys.EPOCHS,
-    keys.OLD_SEQUENCE["actor"],
-    keys.SEQUENCE["actor"],
-    f"{ACTOR}.veomni.ulysses_parallel_size",
+    *(TRAIN, "data.gen_batch_size", RESPONSES, MINI, keys.BUDGET, keys.EPOCHS),
+    *(keys.OLD_SEQUENCE["actor"], keys.SEQUENCE["actor"], f"{ACTOR}.veomni.ulysses_parallel_size"),
     *(f"{role}.megatron.{name}" for role in (ACTOR, keys.REF) for name in keys.MEGATRON_SIZES),
-    keys.OLD_SEQUENCE["ref"],
-    keys.SEQUENCE["ref"],
-    f"{keys.REF}.veomni.ulysses_parallel_size",
-    *keys.ROLLOUT_SIZES,
-    keys.WORKERS,
-    "trainer.n_gpus_per_node",
-    "trainer.nnodes",
+    *(keys.OLD_SEQUENCE["ref"], keys.SEQUENCE["ref"], f"{keys.REF}.veomni.ulysses_parallel_size"),
+    *(*keys.ROLLOUT_SIZES, keys.WORKERS, "trainer.n_gpus_per_node", "trainer.nnodes"),
     *(f"trainer.v1.{mode}.parameter_sync_step" for mode in keys.MODES),
 )
 STATIC_COUNTS = (OLD_MICRO, MICRO, keys.OLD_LOG_PROB, LOG_PROB, keys.OLD_REF_LOG_PROB, keys.REF_LOG_PROB)
 CRITIC_COUNTS = (
-    keys.CRITIC_MINI,
-    keys.OLD_CRITIC_MICRO,
-    keys.CRITIC_MICRO,
-    "critic.ppo_epochs",
-    keys.OLD_SEQUENCE["critic"],
-    keys.SEQUENCE["critic"],
-    "critic.veomni.ulysses_parallel_size",
+    *(keys.CRITIC_MINI, keys.OLD_CRITIC_MICRO, keys.CRITIC_MICRO, "critic.ppo_epochs"),
+    *(keys.OLD_SEQUENCE["critic"], keys.SEQUENCE["critic"], "critic.veomni.ulysses_parallel_size"),
     *(f"critic.megatron.{name}" for name in keys.MEGATRON_SIZES),
 )
 
@@ -248,31 +230,19 @@ def flow(job: VerlJob) -> Iterator[str]:
 
 def advice(job: VerlJob) -> Iterator[Advice]:
     """Yield the rules of the guides, each with what is true of this file."""
-    yield Advice(
-        "train_batch_size equal to ppo_mini_batch_size with one epoch keeps training on-policy",
-        EXPLAINED,
-        job.updates(job.policy) == 1,
-        f"{counted(job.updates(job.policy), 'update')} per rollout",
-    )
-    yield Advice(
-        "a token budget (use_dynamic_bsz) instead of a count of samples is faster if lengths vary",
-        TUNING,
-        job.dynamic,
-        "it is on" if job.dynamic else "it is off",
-    )
+    yield from [
+        Advice("train_batch_size equal to ppo_mini_batch_size with one epoch keeps training on-policy", EXPLAINED,
+            job.updates(job.policy) == 1, f"{counted(job.updates(job.policy), 'update')} per rollout"),
+        Advice("a token budget (use_dynamic_bsz) instead of a count of samples is faster if lengths vary", TUNING, job.dynamic,
+            "it is on" if job.dynamic else "it is off"),
+    ]  # fmt: skip
     if job.dynamic:
-        yield Advice(
-            "the token budget is at least twice the longest sequence",
-            TUNING,
-            job[BUDGET] >= 2 * job.longest,
-            f"{job[BUDGET]:,} compared with 2 * {job.longest:,}",
-        )
-        yield Advice(
-            "a micro batch never exceeds the token budget",
-            EXPLAINED,
-            None,
-            "until August 2026 the budget gave only the number of parts, which are balanced by work and may exceed it",
-        )
+        yield from [
+            Advice("the token budget is at least twice the longest sequence", TUNING, job[BUDGET] >= 2 * job.longest,
+                f"{job[BUDGET]:,} compared with 2 * {job.longest:,}"),
+            Advice("a micro batch never exceeds the token budget", EXPLAINED, None,
+                "until August 2026 the budget gave only the number of parts, which are balanced by work and may exceed it"),
+        ]  # fmt: skip
     elif job.micro and job[LOG_PROB]:
         yield Advice(
             "forward-only micro batches are larger than those of training; start with twice the size",

@@ -13,7 +13,6 @@ from rampup.dialects.rules import (
     Rule,
     Side,
     Term,
-    Words,
     at_least,
     equal,
     found_by_run,
@@ -22,6 +21,7 @@ from rampup.dialects.rules import (
     positive,
     product,
 )
+from rampup.dialects.verdict import Words
 from rampup.dialects.verl import LOG_PROB, MICRO, MINI, OLD_MICRO, RESPONSES, TRAIN
 from rampup.dialects.verl.job import COUNTS, CRITIC_COUNTS, STATIC_COUNTS, VerlJob, advice, flow, meanings, notes
 from rampup.plan.numbers import divisors
@@ -80,24 +80,15 @@ def _by_megatron(job: VerlJob, model: str) -> bool:
 
 def _device_rules(model: str) -> Rules:
     """Return the rules that a model has a replica, and that Megatron starts on full ones."""
-    has_a_replica = at_least(
-        f"verl.{model}_has_a_replica",
-        (DEVICES, keys.SEQUENCE[model]),
+    has_a_replica = at_least(f"verl.{model}_has_a_replica", (DEVICES, keys.SEQUENCE[model]),
         lambda job: Term(f"{model}: the {job.devices:,} devices", job.devices),
         ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
         when=lambda job: (
-            model in job.models and (job.strategies[model] != "megatron" or job.devices % max(job.model_sizes[model], 1) == 0)
-        ),
-        note=": there is no replica",
-    )
+            model in job.models and (job.strategies[model] != "megatron" or job.devices % max(job.model_sizes[model], 1) == 0)),
+        note=": there is no replica")  # fmt: skip
     # The check itself tests it for the actor of a static batch.
-    starts = multiple(
-        f"verl.megatron_starts_{model}",
-        (DEVICES,),
-        _DEVICES,
-        _model_size(model),
-        when=lambda job: _by_megatron(job, model) and (model != "actor" or job.dynamic),
-    )
+    starts = multiple(f"verl.megatron_starts_{model}", (DEVICES,), _DEVICES, _model_size(model),
+        when=lambda job: _by_megatron(job, model) and (model != "actor" or job.dynamic))  # fmt: skip
     return found_by_run([has_a_replica, starts])
 
 
@@ -106,12 +97,8 @@ _FIRST: Rules = [
     *[
         rule
         for key in COUNTS
-        for rule in positive(
-            "verl",
-            [key],
-            "the run divides by it or stays empty",
-            found_by="validator" if key.startswith("trainer.n") else "run",
-        )
+        for rule in positive("verl", [key], "the run divides by it or stays empty",
+            found_by="validator" if key.startswith("trainer.n") else "run")
     ],
     *found_by_run(
         [
@@ -122,7 +109,7 @@ _FIRST: Rules = [
     ),
     *[has_a_replica for has_a_replica, _ in _DEVICE_RULES],
     *[starts for _, starts in _DEVICE_RULES],
-]
+]  # fmt: skip
 
 
 # veRL's own check. A token budget skips most of it.
@@ -148,14 +135,10 @@ def _one_of_two(name: str, old: str, new: str, total: Callable[[VerlJob], int], 
         # The largest divisor up to 8 is a good start.
         candidates=lambda job: sorted(divisors(total(job)), key=lambda n: (n > 8, -n if n <= 8 else n)),
     )
-    given_once = Rule[VerlJob](
-        name=f"verl.{name}_given_once",
-        keys=(old, new),
-        when=when,
+    given_once = Rule[VerlJob](name=f"verl.{name}_given_once", keys=(old, new), when=when,
         holds=lambda job: job[old] is None or new_value(job) is None,
         message=lambda job: f"{old}={job[old]:,} and {new}={new_value(job):,} must not both be set; {note(job)}",
-        candidates=lambda job: [None],
-    )
+        candidates=lambda job: [None])  # fmt: skip
     return [given, given_once]
 
 
@@ -174,15 +157,10 @@ def _deprecated_micro(name: str, key: str, when: Condition) -> Rules:
 
     return [
         multiple(f"verl.{name}_old_micro_divides_mini", (key, MINIS[name]), _mini(name), key, when=given, candidates=near),
-        at_least(
-            f"verl.{name}_old_micro_reaches_every_device",
-            (key, sequence),
-            lambda job: product({key: job[key], sequence: job[sequence] if fsdp(job) else 1}),
-            _DEVICES,
-            when=lambda job: given(job) and (name == "actor" or fsdp(job)),
-            candidates=near,
-        ),
-    ]
+        at_least(f"verl.{name}_old_micro_reaches_every_device", (key, sequence),
+            lambda job: product({key: job[key], sequence: job[sequence] if fsdp(job) else 1}), _DEVICES,
+            when=lambda job: given(job) and (name == "actor" or fsdp(job)), candidates=near),
+    ]  # fmt: skip
 
 
 def _minimal_batch(job: VerlJob) -> Term:
@@ -233,16 +211,11 @@ _CHECK: Rules = [
 
 def _per_gpu_needed(name: str, old: str, new: str, when: Condition) -> Rule[VerlJob]:
     """Return the rule against a deprecated key that passes the check, after which nothing reads it."""
-    return Rule(
-        name=f"verl.{name}_micro_per_gpu_needed",
-        keys=(new, old),
-        when=lambda job: not job.legacy and job[old] is not None and when(job),
-        holds=lambda job: job[new] is not None,
+    return Rule(name=f"verl.{name}_micro_per_gpu_needed", keys=(new, old),
+        when=lambda job: not job.legacy and job[old] is not None and when(job), holds=lambda job: job[new] is not None,
         message=lambda job: (
-            f"{new} must be set: {old}={job[old]:,} passes the check, but nothing reads it and the workers stop silently"
-        ),
-        division=lambda job: (job.policy.share, 1),
-    )
+            f"{new} must be set: {old}={job[old]:,} passes the check, but nothing reads it and the workers stop silently"),
+        division=lambda job: (job.policy.share, 1))  # fmt: skip
 
 
 def _mini_divides(name: str) -> Rules:
@@ -256,39 +229,27 @@ def _mini_divides(name: str) -> Rules:
 
     return [
         multiple(f"verl.{name}_mini_divides_over_replicas", (MINIS[name], RESPONSES), samples, _replicas(name), when=applies),
-        multiple(
-            f"verl.{name}_mini_divides_share",
-            (TRAIN, MINIS[name]),
+        multiple(f"verl.{name}_mini_divides_share", (TRAIN, MINIS[name]),
             ("with trainer.use_v1=false each replica's {:,} samples", lambda job: job.samples // job.replicas[name]),
             ("its mini batch of {:,}", lambda job: job.trained[name].share),
             when=lambda job: applies(job) and not job.v1 and samples(job).number % job.replicas[name] == 0,
-            note="; the newer trainer would pad them",
-        ),
-    ]
+            note="; the newer trainer would pad them"),
+    ]  # fmt: skip
 
 
 def _log_prob(name: str, key: str, model: str, dynamic: Condition) -> Rule[VerlJob]:
     """Return the rule that log-probability passes have equal sizes; the code until April 2026 allowed a remainder."""
-    return multiple(
-        f"verl.{name}_micro_divides_share",
-        (key, TRAIN),
-        ("each replica's {:,} samples of a step", lambda job: job.step_share(model)),
-        key,
+    return multiple(f"verl.{name}_micro_divides_share", (key, TRAIN),
+        ("each replica's {:,} samples of a step", lambda job: job.step_share(model)), key,
         when=lambda job: not job.legacy and model in job.models and not dynamic(job) and job[key] is not None,
-        note=" when log-probabilities are computed",
-    )
+        note=" when log-probabilities are computed")  # fmt: skip
 
 
 def _equal_chunks(model: str) -> Rule[VerlJob]:
     """Return the rule that samples divide over replicas; the newer trainer pads for the actor and the critic only."""
-    return multiple(
-        f"verl.samples_divide_over_{model}_replicas",
-        (TRAIN, RESPONSES),
-        ("{:,} samples", lambda job: job.padded_part_samples),
-        _replicas(model),
-        when=lambda job: model in job.models,
-        note=": only equal chunks are dispatched",
-    )
+    return multiple(f"verl.samples_divide_over_{model}_replicas", (TRAIN, RESPONSES),
+        ("{:,} samples", lambda job: job.padded_part_samples), _replicas(model), when=lambda job: model in job.models,
+        note=": only equal chunks are dispatched")  # fmt: skip
 
 
 def _legacy(name: str, key: str, micro: Callable[[VerlJob], int | None]) -> Rules:
@@ -302,21 +263,14 @@ def _legacy(name: str, key: str, micro: Callable[[VerlJob], int | None]) -> Rule
         found = _nearest_divisors(job.trained[name].share, micro(job) or 1)
         return [*found, *(factor * job.replicas[name] for factor in found)]
 
-    micro_divides = Rule[VerlJob](
-        name=f"verl.legacy_{name}_micro_divides_mini",
-        keys=(key, MINIS[name]),
+    micro_divides = Rule[VerlJob](name=f"verl.legacy_{name}_micro_divides_mini", keys=(key, MINIS[name]),
         when=lambda job: applies(job) and micro(job) is not None and job.trained[name].share > 0,
         holds=lambda job: (micro(job) or 0) > 0 and job.trained[name].share % (micro(job) or 1) == 0,
         message=lambda job: f"{_mini_share(name)(job).text} must be a multiple of the micro batch of {micro(job) or 0:,}",
-        candidates=near,
-    )
-    reaches = at_least(
-        f"verl.legacy_{name}_mini_reaches_every_replica",
-        (MINIS[name], RESPONSES),
-        ("{:,} samples of a mini batch", lambda job: job.trained[name].mini_samples),
-        _replicas(name),
-        when=applies,
-    )
+        candidates=near)  # fmt: skip
+    reaches = at_least(f"verl.legacy_{name}_mini_reaches_every_replica", (MINIS[name], RESPONSES),
+        ("{:,} samples of a mini batch", lambda job: job.trained[name].mini_samples), _replicas(name),
+        when=applies)  # fmt: skip
     return [reaches, micro_divides]
 
 
