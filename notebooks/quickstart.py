@@ -327,7 +327,7 @@ def run(name, stop_after=None):
     state, pure_loss_fn = rampup.split_model(NnxNet(nnx.Rngs(0)), loss_fn, tx, mesh)
     step = rampup.train_step(pure_loss_fn, tx, plan, mesh)
     (folder / name).mkdir(exist_ok=True)
-    summary = rampup.Loop(
+    _, summary = rampup.Loop(
         plan=plan,
         step=step,
         batches=lambda start: rampup.step_batches(rows, plan, mesh, start=start, seed=0),

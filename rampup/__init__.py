@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.errors import RampDefinitionError as RampDefinitionError
     from rampup.errors import RampupError as RampupError
     from rampup.errors import ResumeMismatchError as ResumeMismatchError
+    from rampup.lm.load import LoadedRun as LoadedRun
+    from rampup.lm.load import load as load
     from rampup.lm.train import Run as Run
     from rampup.lm.train import train as train
     from rampup.plan.maxtext_manager import RampupBatchManager as RampupBatchManager
@@ -62,6 +64,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.run.step import create_state as create_state
     from rampup.run.step import prepare_state as prepare_state
     from rampup.run.step import train_step as train_step
+    from rampup.show.progress import TrainProgress as TrainProgress
 
 __version__ = "0.1.0"
 
@@ -81,6 +84,7 @@ _HOMES = {
         "RampupError",
         "ResumeMismatchError",
     ),
+    "rampup.lm.load": ("LoadedRun", "load"),
     "rampup.lm.train": ("Run", "train"),
     "rampup.plan.maxtext_manager": ("RampupBatchManager",),
     "rampup.plan.mesh_axes": ("MeshAxes",),
@@ -100,6 +104,7 @@ _HOMES = {
     "rampup.run.optimizer": ("LearningRate", "make_optimizer"),
     "rampup.run.pipeline": ("PipelinedLoss",),
     "rampup.run.step": ("EvalStep", "TrainState", "TrainStep", "create_state", "prepare_state", "train_step"),
+    "rampup.show.progress": ("TrainProgress",),
 }
 _RENAMED = {"define_ramp": "ramp_from_config"}
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

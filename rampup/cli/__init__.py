@@ -27,6 +27,7 @@ from rampup.errors import ConfigError, NonFiniteError, RampupError, StorageError
 COMMANDS = {
     "plan": "show every phase of a run before it starts",
     "train": "train the language model",
+    "generate": "continue a text with a trained model",
     "timetable": "show a pipeline schedule and its bubble",
     "plot": "draw a plan, its learning rate or pipeline, or the metrics of runs",
     "report": "write a self-contained HTML report of a plan or a run",
@@ -40,7 +41,7 @@ COMMANDS = {
     "rows": "show exactly which rows an optimizer step reads",
 }
 # The commands that compute.
-ON_DEVICES = ("train", "tune", "bench")
+ON_DEVICES = ("train", "generate", "tune", "bench")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -32,9 +32,11 @@ class Result:
     problem: RampupError | None = None  # an error to report together with the result
 
 
-def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+def add_config_arguments(
+    parser: argparse.ArgumentParser, metavar: str = "CONFIG.yml", words: str = "a configuration file"
+) -> None:
     """Add a configuration file and its settings."""
-    parser.add_argument("config", metavar="CONFIG.yml", help="a configuration file")
+    parser.add_argument("config", metavar=metavar, help=words)
     parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that take precedence over the file")
 
 

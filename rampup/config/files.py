@@ -75,7 +75,6 @@ class ConfigFile:
         Path(folder, self.schema_name).write_text(schema + "\n", encoding="utf-8")
 
 
-# The ramp is off by default, so that a file of a few keys has none unless it sets one; base.yml turns it on.
 BASE_FILE = ConfigFile(
     name="base.yml",
     schema_name="rampup.schema.json",
@@ -87,7 +86,6 @@ BASE_FILE = ConfigFile(
 # with `base_config: base.yml`.
 """,
     settings=Config,
-    overrides={"enable_rampup_batch_size": True},
 )
 
 

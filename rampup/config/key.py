@@ -161,9 +161,19 @@ class Settings:
     """
 
     sources: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    # The attributes that the caller named, also those with the value of their default.
+    _given: frozenset[str] = field(init=False, repr=False, compare=False)
+
+    def __new__(cls, **values: Any) -> Self:
+        """Remember which attributes are set."""
+        self = super(Settings, cls).__new__(cls)
+        object.__setattr__(self, "_given", frozenset(values))
+        return self
 
     def __post_init__(self) -> None:
         problems: list[RampupError] = []
+        for attribute, default in self._dependent_defaults().items():
+            object.__setattr__(self, attribute, default)
         for name, spec in self.keys().items():
             attribute = attribute_of(name)
             try:
@@ -192,6 +202,10 @@ class Settings:
         """Return the values by key, in the order of the keys, as plain numbers and text."""
         values = {name: getattr(self, attribute_of(name)) for name in self.keys()}
         return {name: to_yaml_number(value) if isinstance(value, Fraction) else value for name, value in values.items()}
+
+    def _dependent_defaults(self) -> dict[str, Any]:
+        """Return the defaults that depend on which other attributes are set, by attribute."""
+        return {}
 
     def _contradictions(self) -> list[RampupError]:
         """Return an error for each rule between keys that the values break."""

@@ -1,7 +1,6 @@
 """The configuration keys: default, type, unit, limits and documentation of each.
 
-Names and meanings are MaxText's if MaxText has the key. The defaults are the values of configs/base.yml, except that the ramp
-is off here and on there.
+Names and meanings are MaxText's if MaxText has the key. The defaults are the values of configs/base.yml.
 """
 
 from __future__ import annotations
@@ -15,6 +14,15 @@ from typing import Any
 from rampup.config.key import Key, Settings, key
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import divisors, nearest_in
+
+# The switch of the linear ramp, and the keys that only it uses.
+_LINEAR = "enable_rampup_batch_size"
+_LINEAR_KEYS = (
+    "per_device_batch_size_start",
+    "per_device_batch_size_increment",
+    "global_rampup_samples",
+    "rampup_carry_overshoot",
+)
 
 _run = partial(key, section="Run")
 _batch = partial(key, section="Batch")
@@ -65,7 +73,7 @@ class Config(Settings):
     microbatch_size: int = _batch(-1, "Samples per data-parallel replica and forward pass. Must divide global batch / (data and fsdp parallelism) in every phase. -1: the largest size that rampup_microbatch and gradient_accumulation_steps allow.", minimum=1, also=(-1,), unit="samples", own=True)
     expansion_factor_real_data: Fraction = _batch(Fraction(-1), "If above 1, one of this many hosts loads data, for itself and the others; the loaded batch is the global batch times this factor. -1: every host loads its own data.", above=0, also=(-1,))
 
-    enable_rampup_batch_size: bool = _ramp(False, "Grow the batch linearly: from per_device_batch_size_start by per_device_batch_size_increment to per_device_batch_size, over global_rampup_samples samples. Excludes batch_size_schedule.", ramp=True)
+    enable_rampup_batch_size: bool = _ramp(True, "Grow the batch linearly: from per_device_batch_size_start by per_device_batch_size_increment to per_device_batch_size, over global_rampup_samples samples. Excludes batch_size_schedule. Must be set if a key of the linear ramp is. Otherwise, false if per_device_batch_size or batch_size_schedule is set.", maxtext="false", ramp=True)
     per_device_batch_size_start: Fraction = _ramp(Fraction(4), "Samples per device in the first phase of the linear ramp (enable_rampup_batch_size).", above=0, unit="samples", ramp=True, per_accumulation=True)
     per_device_batch_size_increment: Fraction = _ramp(Fraction(4), "Growth per phase of the linear ramp, in samples per device. Must divide per_device_batch_size - per_device_batch_size_start.", above=0, unit="samples", maxtext="2.0", ramp=True, per_accumulation=True)
     global_rampup_samples: int = _ramp(1600, "Samples over which the linear ramp grows the batch, divided equally between its increments. Each phase takes whole steps, so the ramp can consume slightly more.", minimum=1, unit="samples", maxtext="500", ramp=True)
@@ -168,6 +176,24 @@ class Config(Settings):
         """Heads of keys and values."""
         return self.base_num_query_heads if self.base_num_kv_heads == -1 else self.base_num_kv_heads
 
+    def _dependent_defaults(self) -> dict[str, Any]:
+        # The default ramp ends at the default batch: a batch or a schedule of one's own has no ramp unless it asks for one.
+        own_batch = self._given & {"per_device_batch_size", "batch_size_schedule"}
+        return {_LINEAR: False} if own_batch and _LINEAR not in self._given else {}
+
+    def _ramp_without_switch(self) -> list[RampupError]:
+        """Return an error if keys of the linear ramp are set, and nothing says whether there is one."""
+        ignored = [name for name in _LINEAR_KEYS if name in self._given]
+        if not ignored or _LINEAR in self._given:
+            return []
+        values = self.to_dict()
+        found = ", ".join(f"{name}={values[name]}" for name in ignored)
+        if self.batch_size_schedule is not None:
+            message = f"{found} and batch_size_schedule are two ramps; remove one, or set {_LINEAR}: false to keep the schedule"
+            return [ConfigError(message, key=ignored[0])]
+        message = f"{found} describes a linear ramp, but {_LINEAR} is not set: set it to true for the ramp, to false for a constant batch"
+        return [ConfigError(message, key=_LINEAR, nearest=(True,))]
+
     def _contradictions(self) -> list[RampupError]:
         heads, width, warmup = self.base_num_query_heads, self.base_emb_dim, self.warmup_steps_fraction
         rules: list[tuple[bool, str, str, Sequence[object]]] = [
@@ -210,7 +236,8 @@ class Config(Settings):
                 (),
             ),
         ]
-        return [ConfigError(message, key=name, nearest=nearest) for holds, name, message, nearest in rules if not holds]
+        broken = [ConfigError(message, key=name, nearest=nearest) for holds, name, message, nearest in rules if not holds]
+        return [*broken, *self._ramp_without_switch()]
 
 
 def _nearest_divisors(value: int, total: int) -> list[int]:

@@ -6,6 +6,7 @@ three, and resumes.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -43,7 +44,8 @@ from rampup.run.metrics import MetricOptions
 from rampup.run.offload import fetch_offloaded, host_memory_problem, host_shardings
 from rampup.run.optimizer import LearningRate, make_optimizer
 from rampup.run.pipeline import permute_layers
-from rampup.run.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, run_folder
+from rampup.run.run_folder import CHECKPOINT_FOLDER, run_folder, write_config
+from rampup.run.run_lock import own_run
 from rampup.run.step import EvalStep, TrainState, TrainStep, create_state, train_step
 from rampup.run.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
 from rampup.run.zero import scattered_shardings
@@ -76,7 +78,10 @@ def train(config: Config, on_event: OnEvent = ignore_event) -> Summary:
         heartbeat_timeout=2 * config.jax_distributed_heartbeat_timeout_seconds,
     )
     enable_compilation_cache(config.jax_cache_dir)
-    with watchdog(config.jax_distributed_heartbeat_timeout_seconds):
+    folder = Path(config.base_output_directory) / config.run_name
+    # Owned before the checkpoint is read: a process that is still training would write newer ones.
+    owned = own_run(folder, only_existing=True) if config.run_name else contextlib.nullcontext()
+    with watchdog(config.jax_distributed_heartbeat_timeout_seconds), owned:
         saved = saved_checkpoint(config)
         if saved is None or RAMP_RECORD not in saved.record:
             plan = build_plan(config, jax.device_count())
@@ -275,10 +280,17 @@ class Run:
         Raises:
             RampupError: see `Loop`.
         """
-        setup, config, plan = self.setup, self.setup.config, self.setup.plan
+        config = self.setup.config
         on_event = on_event if is_primary() else ignore_event
         name = str(run_folder(config.base_output_directory, config.run_name)) if is_primary() else ""
         folder = Path(broadcast_from_process0("folder", name))
+        with own_run(folder):
+            if self.saved is None and find_checkpoint(folder / CHECKPOINT_FOLDER) is not None:
+                raise ConfigError(f"another process has just trained in {folder}; start again to resume", key="run_name")
+            return self._train(folder, on_event)
+
+    def _train(self, folder: Path, on_event: OnEvent) -> Summary:
+        setup, config, plan = self.setup, self.setup.config, self.setup.plan
         on_event(RunPlanned(plan=plan, folder=folder, devices=jax.devices(), num_parameters=setup.model.num_parameters))
         state = setup.initial_state()
         to_saved, from_saved = setup.reorder_layers(state)
@@ -316,8 +328,8 @@ class Run:
         state, start = loop.restore(state, self.saved, ramp_before=known and BatchRamp.from_rows(known["ramp"]))
         if is_primary():
             # Only now: a run that is refused must leave the configuration of the run in this folder alone.
-            (folder / CONFIG_FILE).write_text(run_yaml(replace(config, num_devices=plan.num_devices)), encoding="utf-8")
-        return loop.train(state, start)
+            write_config(folder, run_yaml(replace(config, num_devices=plan.num_devices, run_name=folder.name)))
+        return loop.train(state, start)[1]
 
     def _describe_rows(self, step: int) -> list[str]:
         """Return where each row of a step comes from."""

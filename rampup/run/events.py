@@ -29,10 +29,11 @@ class RunPlanned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStarted:
-    """The state is restored or new, and step `step` is next."""
+    """The state is restored or new, and step `step` of the plan is next."""
 
     step: int
     folder: Path
+    plan: RampPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +101,25 @@ class StorageFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStopped:
-    """The run ended after `steps` steps, early if `interrupted`."""
+    """The run ended after `steps` steps, early if `interrupted`; `is_saved` if a checkpoint has its last state."""
 
     steps: int
     interrupted: bool
+    folder: Path
+    is_saved: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested:
+    """Ctrl-C or SIGTERM: the run stops after the current step. Reported at once, from a thread of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAborted:
+    """A second Ctrl-C ended the run at once. Nothing was saved after `checkpoint` steps; None if there is no checkpoint."""
+
+    folder: Path
+    checkpoint: int | None
 
 
 Event = (
@@ -117,6 +133,8 @@ Event = (
     | CheckpointDamaged
     | StorageFailed
     | RunStopped
+    | StopRequested
+    | RunAborted
 )
 OnEvent = Callable[[Event], None]
 

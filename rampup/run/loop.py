@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +17,24 @@ import jax
 from rampup.errors import DataError, ResumeMismatchError, StorageError
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.run.checkpoint import CheckpointOptions, Checkpoints, SavedCheckpoint, find_checkpoint
+from rampup.run.checkpoint import CheckpointOptions, Checkpoints, SavedCheckpoint, checkpoint_steps, find_checkpoint
 from rampup.run.data.batches import Batch
 from rampup.run.data.files import changed_files
 from rampup.run.distributed import StepConsensus
-from rampup.run.events import CheckpointSaved, Evaluated, OnEvent, RunStarted, RunStopped, StorageFailed, ignore_event
+from rampup.run.events import (
+    CheckpointSaved,
+    Evaluated,
+    OnEvent,
+    RunAborted,
+    RunStarted,
+    RunStopped,
+    StopRequested,
+    StorageFailed,
+    ignore_event,
+)
 from rampup.run.metrics import MetricOptions, Metrics
-from rampup.run.run_folder import CHECKPOINT_FOLDER, METRICS_FILE, read_lines
+from rampup.run.run_folder import CHECKPOINT_FOLDER, EVAL_FILE, METRICS_FILE, read_lines
+from rampup.run.run_lock import own_run
 from rampup.run.step import TrainStep
 
 # Files that an error message lists if the data have changed.
@@ -44,6 +57,8 @@ class Summary:
         metrics: the metrics file.
         interrupted: whether a signal ended the run early.
         resumed_from: steps that earlier processes had done.
+        seconds: duration of this process's part of the run, compilation included.
+        first_eval_loss, final_eval_loss: losses of the first and the last evaluation of the run; None without evaluation.
     """
 
     steps: int
@@ -57,6 +72,9 @@ class Summary:
     metrics: str
     interrupted: bool
     resumed_from: int
+    seconds: float = 0.0
+    first_eval_loss: float | None = None
+    final_eval_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,16 +114,21 @@ class Loop:
     evaluation: EvalOptions | None = None
     on_event: OnEvent = ignore_event
 
-    def run(self, state: Any) -> Summary:
+    def run(self, state: Any) -> tuple[Any, Summary]:
         """Train from the newest checkpoint, or from `state`, to the plan's end, Ctrl-C or SIGTERM: `restore`, then `train`.
 
         Args:
-            state: the training state of step 0.
+            state: the training state of step 0; its memory is reused.
+
+        Returns:
+            The trained state, and the result of the run.
 
         Raises:
+            ConfigError: another process trains in the folder.
             RampupError: see `restore` and `train`.
         """
-        return self.train(*self.restore(state, find_checkpoint(self.folder / CHECKPOINT_FOLDER)))
+        with own_run(self.folder):
+            return self.train(*self.restore(state, find_checkpoint(self.folder / CHECKPOINT_FOLDER)))
 
     def restore(self, state: Any, saved: SavedCheckpoint | None, *, ramp_before: BatchRamp | None = None) -> tuple[Any, int]:
         """Return the state of a checkpoint of this run and the step that follows it; without one, `state` and 0.
@@ -124,26 +147,32 @@ class Loop:
         with self._open_checkpoints() as checkpoints:
             return self.checkpoints.from_saved(checkpoints.restore(saved, state, self.on_event)), saved.step
 
-    def train(self, state: Any, start: int) -> Summary:
+    def train(self, state: Any, start: int) -> tuple[Any, Summary]:
         """Train from step `start` to the plan's end or to Ctrl-C or SIGTERM.
 
         Args:
             state: the training state before step `start`; its memory is reused.
             start: the first step.
 
+        Returns:
+            The trained state, and the result of the run.
+
         Raises:
             StorageError: a checkpoint or the metrics cannot be written.
             NonFiniteError: too many steps in a row were skipped.
             DataError: a row cannot be read; with one process, the steps before it are in a checkpoint.
         """
+        began = time.perf_counter()
         with (
+            own_run(self.folder),
+            self._report_abort(),
             self._open_checkpoints() as checkpoints,
-            stop_requests() as stop_requested,
+            stop_requests(lambda: self.on_event(StopRequested())) as stop_requested,
             contextlib.closing(
                 Metrics(self.folder, start, options=self.metrics, ramp=self.plan.ramp, on_event=self.on_event)
             ) as metrics,
         ):
-            self.on_event(RunStarted(step=start, folder=self.folder))
+            self.on_event(RunStarted(step=start, folder=self.folder, plan=self.plan))
             done, state, failure = self._train(state, start, stop_requested, checkpoints, metrics)
             interrupted = done < self.plan.total_steps
             self._flush(metrics)
@@ -154,8 +183,19 @@ class Loop:
             checkpoints.wait()
         if failure is not None:
             raise failure
-        self.on_event(RunStopped(steps=done, interrupted=interrupted))
-        return self._summary(done, start, metrics, checkpoints)
+        is_saved = checkpoints.latest == done
+        self.on_event(RunStopped(steps=done, interrupted=interrupted, folder=self.folder, is_saved=is_saved))
+        return state, self._summary(done, start, metrics, checkpoints, time.perf_counter() - began)
+
+    @contextlib.contextmanager
+    def _report_abort(self) -> Iterator[None]:
+        """Report a second Ctrl-C, which ends the run in the middle of a step."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            newest = max(checkpoint_steps(self.folder / CHECKPOINT_FOLDER), default=None)
+            self.on_event(RunAborted(folder=self.folder, checkpoint=newest))
+            raise
 
     def _open_checkpoints(self) -> Checkpoints:
         return Checkpoints(
@@ -192,7 +232,7 @@ class Loop:
 
     def _evaluate(self, evaluation: EvalOptions, done: int, state: Any, metrics: Metrics) -> None:
         self._flush(metrics)
-        values = {"step": done - 1, **evaluation.evaluate(state)}
+        values = {"step": done - 1, "consumed_samples": self.plan.ramp.samples_before(done), **evaluation.evaluate(state)}
         metrics.write_eval(values)
         self.on_event(Evaluated(step=done - 1, metrics=values))
         metrics.restart_clock()
@@ -236,8 +276,9 @@ class Loop:
                 key=next(iter(changed)),
             )
 
-    def _summary(self, done: int, start: int, metrics: Metrics, checkpoints: Checkpoints) -> Summary:
+    def _summary(self, done: int, start: int, metrics: Metrics, checkpoints: Checkpoints, seconds: float) -> Summary:
         lines = list(read_lines(self.folder / METRICS_FILE))
+        evaluations = [line.get("eval_loss") for line in read_lines(self.folder / EVAL_FILE)]
         return Summary(
             steps=done,
             consumed_samples=self.plan.ramp.samples_before(done),
@@ -250,6 +291,9 @@ class Loop:
             metrics=str(self.folder / METRICS_FILE),
             interrupted=done < self.plan.total_steps,
             resumed_from=start,
+            seconds=round(seconds, 3),
+            first_eval_loss=evaluations[0] if evaluations else None,
+            final_eval_loss=evaluations[-1] if evaluations else None,
         )
 
 
@@ -263,8 +307,12 @@ def _format_change(key: str, old: Any, new: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
-    """Turn the first Ctrl-C or SIGTERM into a request to stop after the current step; the second acts as usual."""
+def stop_requests(on_request: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C or SIGTERM into a request to stop after the current step; the second acts as usual.
+
+    Args:
+        on_request: called at the first one, at once and in a thread of its own: the main thread may hold any lock.
+    """
     requested = False
     before: dict[int, Any] = {}
 
@@ -272,6 +320,7 @@ def stop_requests() -> Iterator[Callable[[], bool]]:
         nonlocal requested
         requested = True
         signal.signal(number, before[number])
+        threading.Thread(target=on_request, daemon=True).start()
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -93,7 +93,7 @@ class Metrics:
             describe_rows=options.describe_rows,
             on_event=on_event,
         )
-        self._waiting: deque[tuple[PlanPosition, Any, float]] = deque()
+        self._waiting: deque[tuple[PlanPosition, Any, float, float]] = deque()
         self._log = StepLog(folder / METRICS_FILE, keep_below=start, writes=is_primary())
         self._eval_log = StepLog(folder / EVAL_FILE, keep_below=start, writes=is_primary())
         self._writers = options.writers(start) if is_primary() else ()
@@ -108,7 +108,7 @@ class Metrics:
 
     def restart_clock(self) -> None:
         """Leave the time until now out of the next step's time."""
-        self._last = time.perf_counter()
+        self._last = self._last_push = time.perf_counter()
 
     def push(self, position: PlanPosition, values: Any, compile_seconds: float) -> None:
         """Take the metrics of a step that may still be running.
@@ -118,7 +118,9 @@ class Metrics:
             values: the metrics on the devices, as the training step returns them.
             compile_seconds: time that the step waited for a compilation.
         """
-        self._waiting.append((position, values, compile_seconds))
+        now = time.perf_counter()
+        between, self._last_push = now - self._last_push - compile_seconds, now
+        self._waiting.append((position, values, compile_seconds, between))
         if len(self._waiting) > IN_FLIGHT:
             self._write_oldest()
 
@@ -135,7 +137,7 @@ class Metrics:
             NonFiniteError: too many steps in a row were skipped.
         """
         while self._waiting:
-            self._write_oldest()
+            self._write_oldest(is_last=True)
         self._log.sync()
         for writer in self._writers:
             writer.flush()
@@ -147,12 +149,17 @@ class Metrics:
         for writer in self._writers:
             writer.close()
 
-    def _write_oldest(self) -> None:
-        position, values, compile_seconds = self._waiting.popleft()
-        values = jax.device_get({name: values[name] for name in ("loss", "grad_norm", "skipped") if name in values})
+    def _write_oldest(self, *, is_last: bool = False) -> None:
+        position, values, compile_seconds, between = self._waiting.popleft()
+        fetched = {name: values[name] for name in ("loss", "grad_norm", "skipped") if name in values}
+        if auxiliary := scalar_leaves(values.get("aux")):
+            fetched |= {"weight": values["weight"], "aux": auxiliary}
+        values = jax.device_get(fetched)
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
-        record = self._record(position, values, seconds, compile_seconds)
+        # If the host is slower than the devices, the last steps before an evaluation are done already: they took as long as the
+        # host did from one to the next, and not the time of fetching them.
+        record = self._record(position, values, max(seconds, between) if is_last else seconds, compile_seconds)
         self._log.write(record)
         write_numbers(self._writers, record)
         # The first step includes the start of the run and is no measure of its speed.
@@ -190,7 +197,10 @@ class Metrics:
             found["compile_seconds"] = round(compile_seconds, 6)
         if values.get("skipped", False):
             found["skipped"] = True
-        return found
+        # Means, as the loss is one: the sums over the step's rows, by the step's weight.
+        weight = float(values.get("weight", 0))
+        means = {name: _finite_or_none(value / weight) if weight else None for name, value in values.get("aux", {}).items()}
+        return found | {f"aux/{name}" if name in found else name: mean for name, mean in means.items()}
 
 
 class SkippedSteps:
@@ -286,6 +296,22 @@ def utilisation(flops_per_device: float, device_kind: str) -> dict[str, float]:
     found = {"tflops_per_device": round(flops_per_device / 1e12, 6)}
     peak = peak_flops(device_kind)
     return found if peak is None else {**found, "mfu": round(flops_per_device / peak, 6)}
+
+
+def scalar_leaves(aux: Any) -> dict[str, Any]:
+    """Return the scalars in the auxiliary sums of a loss function, by their names or paths. Arrays are left out.
+
+    Example:
+        >>> import numpy as np
+        >>> scalar_leaves({"correct": np.float32(3), "layers": {"a": np.float32(1), "histogram": np.zeros(4)}})
+        {'correct': np.float32(3.0), 'layers/a': np.float32(1.0)}
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(aux)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/") or "aux": leaf
+        for path, leaf in leaves
+        if getattr(leaf, "ndim", 0) == 0
+    }
 
 
 def _finite_or_none(value: Any) -> float | None:

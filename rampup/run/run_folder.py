@@ -97,6 +97,20 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
+def write_config(folder: Path, text: str) -> None:
+    """Write the configuration that a run is started with.
+
+    Raises:
+        StorageError: the disk is full.
+    """
+    temporary = folder / f"{CONFIG_FILE}.tmp"
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, folder / CONFIG_FILE)
+    except OSError as error:
+        raise StorageError(f"{folder / CONFIG_FILE} cannot be written: {error.strerror or error}") from error
+
+
 def run_folder(base: str, name: str) -> Path:
     """Return the folder of a run, created if necessary.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import shlex
 import sys
 import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -131,16 +133,25 @@ class TrainProgress:
 
     Args:
         console: where to print; None = standard output.
-        plan: the plan of the run, if its loop does not report it as an event, as `rampup.train` does.
+        plan: not needed: every loop reports it.
         log_period: steps between lines if there is no bar.
         quiet: print nothing.
+        resume_options: options to add to the command that resumes the run, for a run of `rampup train`.
     """
 
     def __init__(
-        self, console: Console | None = None, *, plan: RampPlan | None = None, log_period: int = 20, quiet: bool = False
+        self,
+        console: Console | None = None,
+        *,
+        plan: RampPlan | None = None,
+        log_period: int = 20,
+        quiet: bool = False,
+        resume_options: str = "",
     ) -> None:
         self._console = Console(highlight=False, markup=False) if console is None else console
         self._plan, self._log_period, self._quiet = plan, log_period, quiet
+        self._resume_options, self._has_command = resume_options, False
+        self._compile_seconds = 0.0
         # Time and consumed samples of the newest steps, for the time left.
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
         self._bar = make_bar(self._console, quiet=quiet)
@@ -151,7 +162,7 @@ class TrainProgress:
             return
         match event:
             case events.RunPlanned():
-                self._plan = event.plan
+                self._plan, self._has_command = event.plan, True
                 print_plan(event.plan, self._console)
                 parameters = format_count(event.num_parameters, "parameter")
                 devices = f"{len(event.devices)} {event.devices[0].device_kind}"
@@ -180,16 +191,29 @@ class TrainProgress:
                 self._bar.stop()
                 if event.interrupted:
                     steps = format_count(event.steps, "step")
-                    self._console.print(f"stopped after {steps}; the same command resumes the run")
+                    unsaved = "nothing is saved, because checkpoints are off"
+                    self._console.print(f"stopped after {steps}; {self._resume(event.folder) if event.is_saved else unsaved}")
+            case events.StopRequested():
+                self._console.print("stopping after this step; Ctrl-C again stops at once and saves nothing")
+            case events.RunAborted():
+                self._bar.stop()
+                if event.checkpoint is None:
+                    self._console.print("stopped at once; nothing was saved")
+                else:
+                    steps = format_count(event.checkpoint, "step")
+                    self._console.print(f"stopped at once; nothing was saved after {steps}; {self._resume(event.folder)}")
 
     def close(self) -> None:
         """Stop drawing."""
         self._bar.stop()
 
+    def _resume(self, folder: Path) -> str:
+        if not self._has_command:
+            return f"the same loop resumes the run in {folder}"
+        return f"resume with: rampup train {shlex.quote(str(folder))}{self._resume_options}"
+
     def _start(self, event: events.RunStarted) -> None:
-        plan = self._plan
-        if plan is None:
-            return
+        self._plan = plan = event.plan
         if event.step >= plan.total_steps:
             self._console.print(f"the run in {event.folder} is finished: nothing to do")
             return
@@ -206,7 +230,9 @@ class TrainProgress:
         self._console.print(text)
 
     def _show_step(self, metrics: Mapping[str, Any]) -> None:
-        self._recent.append((time.monotonic(), metrics["consumed_samples"]))
+        if self._recent:  # The first step is left out, with its compilation.
+            self._compile_seconds += metrics.get("compile_seconds", 0.0)
+        self._recent.append((time.monotonic() - self._compile_seconds, metrics["consumed_samples"]))
         line = (
             f"step {metrics['step']:,}, phase {metrics['phase']}, batch {metrics['global_batch_size']:,}, "
             f"loss {_format_loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} tokens/s"
@@ -219,7 +245,7 @@ class TrainProgress:
     def _time_left(self) -> str:
         """Return the time for the remaining samples at the recent rate; "?" until two steps are done.
 
-        The rate starts with the end of the first step, whose compilation would spoil it.
+        The rate starts with the end of the first step and leaves out the time of compilations, which would spoil it.
         """
         (t0, s0), (t1, s1) = self._recent[0], self._recent[-1]
         if self._plan is None or s1 == s0:

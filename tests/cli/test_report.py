@@ -42,7 +42,7 @@ def test_gather_report_of_every_preset(path):
 def test_gather_report_marks_changed_keys():
     """A key is marked if its value is not the default."""
     changed = {entry.name for entry in gathered(str(CONFIGS / "base.yml"), "steps=9").keys if entry.changed}
-    assert changed == {"enable_rampup_batch_size", "steps"}
+    assert changed == {"steps"}
 
 
 def test_gather_report_of_a_run_folder(tmp_path):

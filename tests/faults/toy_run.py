@@ -65,7 +65,8 @@ def run(folder, *, source=None, engine="fused", events=None, skips=True, mesh="o
         checkpoints=CheckpointOptions(**{"identity": {"who": "toy"}, "checkpoint_period": 4, "to_saved": to_saved} | options),
         on_event=lambda event: None if events is None else events.append(event),
     )
-    return loop.run(create_state(toy.new_params(mesh), step.tx, mesh)), last.get("state")
+    _, summary = loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+    return summary, last.get("state")
 
 
 def metrics_of(folder):

@@ -1,19 +1,36 @@
 """Tests of rampup.run.loop."""
 
+import io
 import json
 import signal
+import threading
+from typing import ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from helpers import toy
+from rich.console import Console
 
+import rampup
 from rampup.errors import ResumeMismatchError
 from rampup.run.checkpoint import CheckpointOptions
 from rampup.run.data.batches import step_batches
-from rampup.run.events import CheckpointSaved, Evaluated, PhaseStarted, RunStarted, RunStopped, StepDone
+from rampup.run.events import (
+    CheckpointSaved,
+    Evaluated,
+    PhaseStarted,
+    RunAborted,
+    RunStarted,
+    RunStopped,
+    StepDone,
+    StopRequested,
+)
 from rampup.run.loop import EvalOptions, Loop, stop_requests
 from rampup.run.metrics import MetricOptions
+from rampup.run.run_lock import LOCK_FILE
 from rampup.run.step import create_state, train_step
 
 STEPS = 12
@@ -54,7 +71,7 @@ def run(parts, folder, *, stop_after=None, events=None, identity=None, checkpoin
         on_event=on_event,
         **options,
     )
-    summary = loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+    _, summary = loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
     return summary, ids
 
 
@@ -128,8 +145,8 @@ def test_loop_reports_events(parts, tmp_path):
     events = []
     evaluation = EvalOptions(evaluate=lambda state: {"eval_loss": 1.5}, eval_interval=6)
     run(parts, tmp_path, events=events, evaluation=evaluation)
-    assert events[0] == RunStarted(step=0, folder=tmp_path)
-    assert events[-1] == RunStopped(steps=STEPS, interrupted=False)
+    assert events[0] == RunStarted(step=0, folder=tmp_path, plan=parts[1])
+    assert events[-1] == RunStopped(steps=STEPS, interrupted=False, folder=tmp_path, is_saved=True)
 
     def values(kind, name):
         return [getattr(event, name) for event in events if isinstance(event, kind)]
@@ -140,7 +157,8 @@ def test_loop_reports_events(parts, tmp_path):
     assert values(CheckpointSaved, "steps") == [5, 10, 12]
     assert values(Evaluated, "step") == [5, 11]
     evals = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
-    assert evals == [{"step": 5, "eval_loss": 1.5}, {"step": 11, "eval_loss": 1.5}]
+    samples = parts[1].ramp.samples_before
+    assert evals == [{"step": step, "consumed_samples": samples(step + 1), "eval_loss": 1.5} for step in (5, 11)]
 
 
 def test_loop_without_checkpoints_starts_over(parts, tmp_path):
@@ -189,3 +207,118 @@ def test_stop_requests_handle_only_the_first_signal():
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_loop_returns_the_trained_state_and_summary(parts, tmp_path):
+    """The state that `run` returns can be used: it is that of the last checkpoint, and its arrays are alive."""
+    mesh, _, step = parts
+    loop = own_loop(parts, tmp_path)
+    state, summary = loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+    assert int(state.step) == summary.steps == STEPS
+    loaded = rampup.load(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), loaded.params)
+    assert (loaded.config, loaded.model, loaded.step) == (None, None, STEPS)
+    again, _ = loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.params), loaded.params)
+
+
+def own_loop(parts, folder, **options):
+    """Return a loop of one's own, with only what it needs."""
+    mesh, plan, step = parts
+    return Loop(
+        plan=plan,
+        step=step,
+        batches=lambda start: step_batches(toy.rows(), plan, mesh, seed=5, start=start),
+        folder=folder,
+        **{
+            "metrics": MetricOptions(learning_rate=lambda step: 0.01, tokens_per_sample=10),
+            "checkpoints": CheckpointOptions(checkpoint_period=5),
+        }
+        | options,
+    )
+
+
+def test_train_progress_works_with_an_own_loop(parts, tmp_path):
+    """The loop reports its plan, so the progress bar knows samples, phases and the time left."""
+    mesh, plan, step = parts
+    console = Console(file=io.StringIO(), width=120)
+    loop = own_loop(parts, tmp_path, on_event=rampup.TrainProgress(console, log_period=1))
+    loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+    text = console.file.getvalue()
+    assert "phase 2 from step" in text
+    assert f"{plan.consumed_samples:,} samples, 0:00 left" in text
+
+
+def test_auxiliary_sums_reach_metrics_and_writers(tmp_path):
+    """Scalars in aux are written as means, under their names, to metrics.jsonl and to writers."""
+    mesh = toy.mesh_of("one")
+    plan = toy.plan_for(mesh, steps=4)
+
+    def loss_fn(params, batch, keys):
+        loss, weight, _ = toy.loss_fn(params, batch, keys)
+        return loss, weight, {"twice": 2 * weight, "nested": {"loss": loss}, "loss": 3 * weight, "vector": jnp.ones(3)}
+
+    class Writer:
+        found: ClassVar = []
+
+        def write_scalars(self, step, scalars):
+            self.found.append(scalars | {"step": step})
+
+        def flush(self): ...
+
+        def close(self): ...
+
+    step = train_step(loss_fn, optax.sgd(0.1), plan, mesh)
+    metrics = MetricOptions(learning_rate=lambda step: 0.1, tokens_per_sample=1, writers=lambda start: [Writer()])
+    own_loop((mesh, plan, step), tmp_path, metrics=metrics).run(create_state(toy.new_params(mesh), step.tx, mesh))
+    for line, scalars in zip(lines(tmp_path), Writer.found, strict=True):
+        assert line["twice"] == scalars["twice"] == 2
+        assert line["aux/loss"] == 3
+        assert line["nested/loss"] == pytest.approx(line["loss"])
+        assert "vector" not in line
+
+
+def test_summary_has_duration_and_evaluation_losses(parts, tmp_path):
+    """The first and the last evaluation of the run, also after a resume, and the seconds of this process."""
+    losses = iter([3.0, 2.0, 1.0])
+    evaluation = EvalOptions(evaluate=lambda state: {"eval_loss": next(losses)}, eval_interval=4)
+    summary, _ = run(parts, tmp_path, evaluation=evaluation)
+    assert (summary.first_eval_loss, summary.final_eval_loss) == (3.0, 1.0)
+    assert summary.seconds > 0
+
+
+def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_saved(parts, tmp_path):
+    """The first Ctrl-C is reported before the step ends; the second ends the run and names the newest checkpoint."""
+    mesh, _, step = parts
+    seen, answered = [], threading.Event()
+
+    def on_event(event):
+        seen.append(event)
+        if isinstance(event, StopRequested):
+            answered.set()
+        if isinstance(event, StepDone) and event.step == 6:
+            signal.raise_signal(signal.SIGINT)
+            assert answered.wait(30)
+            signal.raise_signal(signal.SIGINT)
+
+    loop = own_loop(parts, tmp_path, on_event=on_event)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+    assert seen[-1] == RunAborted(folder=tmp_path, checkpoint=5)
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_run_without_checkpoints_says_that_nothing_is_saved(parts, tmp_path):
+    """No command is offered that would start from the beginning."""
+    mesh, _, step = parts
+    console = Console(file=io.StringIO(), width=120)
+    progress = rampup.TrainProgress(console, log_period=100)
+
+    def on_event(event):
+        progress(event)
+        if isinstance(event, StepDone) and event.step == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    loop = own_loop(parts, tmp_path, on_event=on_event, checkpoints=CheckpointOptions())
+    loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+    assert "nothing is saved, because checkpoints are off" in console.file.getvalue()

@@ -21,7 +21,7 @@ def run_events():
     """Yield the events of a run, as the loop reports them."""
     devices = [SimpleNamespace(device_kind="cpu")]
     yield events.RunPlanned(plan=PLAN, folder=Path("runs/x"), devices=devices, num_parameters=1234)
-    yield events.RunStarted(step=0, folder=Path("runs/x"))
+    yield events.RunStarted(step=0, folder=Path("runs/x"), plan=PLAN)
     phase = None
     for step in range(60):
         position = PLAN.position(step)
@@ -39,7 +39,7 @@ def run_events():
         yield events.StepDone(step=step, metrics=metrics)
     yield events.Evaluated(step=59, metrics={"step": 59, "eval_loss": 4.5})
     yield events.CheckpointSaved(steps=60)
-    yield events.RunStopped(steps=60, interrupted=True)
+    yield events.RunStopped(steps=60, interrupted=True, folder=Path("runs/x"), is_saved=True)
 
 
 def shown(**options):
@@ -61,7 +61,7 @@ def test_progress_prints_lines_without_a_terminal():
     assert [f"step {step}, " in text for step in (0, 1, 20, 40)] == [True, False, True, True]
     assert "loss not finite" in text
     assert "evaluation after step 59: loss 4.500" in text
-    assert "stopped after 60 steps; the same command resumes the run" in text
+    assert "stopped after 60 steps; resume with: rampup train runs/x" in text
     assert "0:00 left" in text
 
 
@@ -82,8 +82,8 @@ def test_progress_reports_resumed_and_finished_runs():
     console = Console(file=io.StringIO(), width=120)
     progress = TrainProgress(console)
     progress(next(run_events()))
-    progress(events.RunStarted(step=30, folder=Path("runs/x")))
-    progress(events.RunStarted(step=60, folder=Path("runs/x")))
+    progress(events.RunStarted(step=30, folder=Path("runs/x"), plan=PLAN))
+    progress(events.RunStarted(step=60, folder=Path("runs/x"), plan=PLAN))
     progress.close()
     assert "resumed after step 29" in console.file.getvalue()
     assert "the run in runs/x is finished: nothing to do" in console.file.getvalue()

@@ -34,7 +34,7 @@ SMALL_RAMP = {"base_num_decoder_layers": 1, "batch_size_schedule": "0:2 4:4", "d
 RAMP = {"enable_rampup_batch_size": True, "per_device_batch_size_start": 4, "per_device_batch_size_increment": 4}
 CONFIGS = {
     "ramp": RAMP,
-    "constant": {},
+    "constant": {"enable_rampup_batch_size": False},
     "accumulating": RAMP | {"gradient_accumulation_steps": 4},
     "auto": RAMP | {"rampup_microbatch": "auto"},
     "per_phase": RAMP | {"rampup_microbatch": "per_phase"},

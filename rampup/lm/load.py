@@ -1,0 +1,177 @@
+"""The trained model of a run: `rampup.load`, and text sampled from it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from rampup.config.load import load_config
+from rampup.config.resume import plan_to_resume
+from rampup.config.schema import Config
+from rampup.errors import ConfigError, ResumeMismatchError
+from rampup.lm.train import RAMP_RECORD, language_model, learning_rate, optimizer
+from rampup.lm.transformer import LanguageModel
+from rampup.run.accumulate import multi_steps
+from rampup.run.checkpoint import checkpoint_steps, damage, find_checkpoint
+from rampup.run.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE
+from rampup.run.step import TrainState
+
+MAX_TOKENS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedRun:
+    """A checkpoint and what it belongs to.
+
+    Attributes:
+        folder: the checkpoint's folder.
+        step: optimizer steps done.
+        params: the trained parameters.
+        state: the training state, whose optimizer state has the types of Optax. For a run of your own loop, a pytree of dicts.
+        config: the run's configuration; None for a run of your own loop.
+        model: the run's model; None for a run of your own loop.
+    """
+
+    folder: Path
+    step: int
+    params: Any
+    state: Any
+    config: Config | None
+    model: LanguageModel | None
+
+    def generate(
+        self, prompt: str, num_tokens: int = 200, *, temperature: float = 0.8, top_k: int | None = None, seed: int = 0
+    ) -> str:
+        """Return text that continues a prompt. A model of bytes only.
+
+        Args:
+            prompt: the text to continue.
+            num_tokens: bytes to sample.
+            temperature: divides the logits; 0 takes the most probable byte.
+            top_k: sample from this many most probable bytes; None = from all.
+            seed: of the random numbers.
+
+        Raises:
+            ConfigError: the run has no language model of bytes, or an argument is out of range.
+        """
+        if self.model is None or self.config is None or self.config.dataset_type != "text":
+            raise ConfigError(
+                "only a run of `rampup train` with dataset_type=text has tokens that are bytes", key="dataset_type"
+            )
+        limits = (
+            (1 <= num_tokens <= MAX_TOKENS, "tokens", num_tokens, f"from 1 to {MAX_TOKENS:,}"),
+            (0 <= temperature < float("inf"), "temperature", temperature, "at least 0"),
+            (top_k is None or 1 <= top_k <= self.model.vocab_size, "top-k", top_k, f"from 1 to {self.model.vocab_size}"),
+            (0 <= seed < 2**31, "seed", seed, "from 0 to 2**31 - 1"),
+        )
+        for holds, name, value, legal in limits:
+            if not holds:
+                raise ConfigError(f"{name}={value} must be {legal}", key=name)
+        start = list(prompt.encode()) or [ord("\n")]
+        tokens = np.zeros(len(start) + num_tokens, np.int32)
+        tokens[: len(start)] = start
+        found = _sample(
+            self.model,
+            min(self.config.max_target_length, len(tokens)),
+            top_k or self.model.vocab_size,
+            self.params,
+            tokens,
+            len(start),
+            temperature,
+            jax.random.key(seed),
+        )
+        # A model with more than 256 tokens never saw the others; they have no byte.
+        return bytes(int(token) for token in np.asarray(found)[len(start) :] if token < 256).decode(errors="replace")
+
+
+def load(path: str | Path) -> LoadedRun:
+    """Return the model, the parameters and the training state of a run, on the first device.
+
+    Args:
+        path: the folder of a run, for its newest intact checkpoint; or a checkpoint, such as `runs/demo/checkpoints/100`.
+
+    Raises:
+        ConfigError: there is no checkpoint.
+        ResumeMismatchError: the checkpoint is damaged.
+    """
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax warns that nothing will be written.
+    path = Path(path).absolute()
+    run = path
+    if path.parent.name == CHECKPOINT_FOLDER and path.name.isdecimal():
+        run = path.parent.parent
+    elif path.name == CHECKPOINT_FOLDER:
+        run = path.parent
+    folder = run / CHECKPOINT_FOLDER
+    if not path.is_dir() or not checkpoint_steps(folder):
+        raise ConfigError(
+            f"there is no checkpoint in {path}; name the folder of a run or one of its checkpoints", key="run_name"
+        )
+    if path.parent == folder:
+        step = int(path.name)
+        if problem := damage(path):
+            raise ResumeMismatchError(f"the checkpoint {path} is damaged: {problem}")
+    else:
+        saved = find_checkpoint(folder)
+        assert saved is not None
+        step = saved.step
+    folder /= str(step)
+    with ocp.CheckpointManager(folder.parent, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        record = manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
+        if RAMP_RECORD not in record or not (run / CONFIG_FILE).is_file():
+            tree = _restore(manager, step, _on_one_device(manager.item_metadata(step).state))
+            return LoadedRun(folder=folder, step=step, params=tree.get("params"), state=tree, config=None, model=None)
+        config = load_config(run / CONFIG_FILE)
+        model = language_model(config)
+        shapes = jax.eval_shape(functools.partial(_init_state, config, model, record, step))
+        tree = _restore(
+            manager, step, _on_one_device({"step": shapes.step, "params": shapes.params, "opt_state": shapes.opt_state})
+        )
+    state = shapes.replace(**tree)
+    return LoadedRun(folder=folder, step=step, params=state.params, state=state, config=config, model=model)
+
+
+def _init_state(config: Config, model: LanguageModel, record: Mapping[str, Any], step: int) -> TrainState:
+    ramp = record[RAMP_RECORD]
+    plan = plan_to_resume(config, ramp["num_devices"], {**ramp, "step": step})
+    tx = optimizer(config, learning_rate(config, plan))
+    if config.gradient_accumulation == "multi_steps":
+        tx = multi_steps(tx, plan)
+    params = model.init(jax.random.key(0))
+    return TrainState(step=jnp.int32(0), params=params, opt_state=tx.init(params))
+
+
+def _on_one_device(tree: Any) -> Any:
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+
+
+def _restore(manager: ocp.CheckpointManager, step: int, shapes: Any) -> Any:
+    return manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes))).state
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _sample(
+    model: LanguageModel, context: int, top_k: int, params: Any, tokens_T: Any, start: Any, temperature: Any, key: jax.Array
+) -> jax.Array:
+    """Fill `tokens_T` from `start` on, each token from the `context` ones before it: one program for the whole text."""
+
+    def fill(index: Any, tokens_T: jax.Array) -> jax.Array:
+        first = jnp.clip(index - context, 0, len(tokens_T) - context)
+        window = jax.lax.dynamic_slice_in_dim(tokens_T, first, context)
+        logits_V = model.logits(params, window[None])[0, index - 1 - first]
+        largest = jax.lax.top_k(logits_V, top_k)[0][-1]
+        logits_V = jnp.where(logits_V >= largest, logits_V, -jnp.inf)
+        sampled = jax.random.categorical(jax.random.fold_in(key, index), logits_V / jnp.maximum(temperature, 1e-6))
+        chosen = jnp.where(temperature == 0, jnp.argmax(logits_V), sampled)
+        return tokens_T.at[index].set(chosen.astype(tokens_T.dtype))
+
+    return jax.lax.fori_loop(start, len(tokens_T), fill, jnp.asarray(tokens_T))

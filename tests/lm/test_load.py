@@ -1,0 +1,187 @@
+"""Tests of rampup.lm.load: the model comes out."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import rampup
+from rampup.cli import main
+from rampup.errors import ConfigError, ResumeMismatchError
+from rampup.lm.train import saved_checkpoint
+from rampup.run.events import StepDone
+
+TINY = {
+    "enable_rampup_batch_size": True,
+    "per_device_batch_size_start": 1,
+    "per_device_batch_size_increment": 1,
+    "per_device_batch_size": 2,
+    "global_rampup_samples": 8,
+    "steps": 6,
+    "checkpoint_period": 3,
+    "eval_interval": 3,
+    "eval_steps": 1,
+    "max_target_length": 16,
+    "base_emb_dim": 16,
+    "base_num_decoder_layers": 2,
+    "base_num_query_heads": 2,
+    "base_mlp_dim": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a trained run."""
+    folder = tmp_path_factory.mktemp("runs")
+    rampup.train(rampup.Config(**TINY, base_output_directory=str(folder), run_name="demo"))
+    return folder / "demo"
+
+
+def test_load_returns_config_model_params_and_state(run):
+    """The loaded model has the loss that the run reports."""
+    loaded = rampup.load(run)
+    assert loaded.step == int(loaded.state.step) == 6
+    assert loaded.config.base_emb_dim == 16
+    assert loaded.params is loaded.state.params
+    logits = loaded.model.logits(loaded.params, jnp.asarray([list(b"def main")]))
+    assert logits.shape == (1, 8, 256)
+    assert np.isfinite(np.asarray(logits)).all()
+
+
+def test_load_takes_one_checkpoint(run):
+    """A checkpoint is named by its folder; the others are the run's newest."""
+    assert rampup.load(run / "checkpoints" / "3").step == 3
+    assert rampup.load(run / "checkpoints").step == 6
+    assert rampup.load(str(run)).folder == run / "checkpoints" / "6"
+
+
+def test_load_continues_training(run):
+    """The optimizer's state has the types of Optax: another update works."""
+    loaded = rampup.load(run)
+    from rampup.lm.train import learning_rate, optimizer
+
+    tx = optimizer(loaded.config, learning_rate(loaded.config, rampup.build_plan(loaded.config, jax.device_count())))
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, loaded.params), loaded.state.opt_state, loaded.params)
+    assert jax.tree.structure(updates) == jax.tree.structure(loaded.params)
+
+
+def test_plain_orbax_restores_the_checkpoint(run):
+    """Without rampup: a composite with `state` and `record`, and the same parameters as `rampup.load` returns."""
+    with ocp.CheckpointManager((run / "checkpoints").absolute()) as manager:
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(), record=ocp.args.JsonRestore())
+        restored = manager.restore(manager.latest_step(), args=arguments)
+    assert (int(restored.state["step"]), restored.record["step"]) == (6, 6)
+    jax.tree.map(np.testing.assert_array_equal, restored.state["params"], rampup.load(run).params)
+
+
+@pytest.mark.parametrize("name", ["", "missing", "demo/checkpoints/7"])
+def test_load_without_a_checkpoint(run, name):
+    """The message names the path."""
+    with pytest.raises(ConfigError, match="no checkpoint in"):
+        rampup.load(run.parent / name)
+
+
+def test_load_refuses_a_damaged_checkpoint(run, tmp_path):
+    """A checkpoint that is named is not replaced by another one; a run falls back to its newest intact one."""
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "-r", str(run), str(copy)], check=True)
+    (copy / "checkpoints" / "6" / "record" / "metadata").write_text("{}")
+    with pytest.raises(ResumeMismatchError, match="damaged"):
+        rampup.load(copy / "checkpoints" / "6")
+    assert rampup.load(copy).step == 3
+
+
+def test_generate_samples_text(run):
+    """The same seed gives the same text; temperature 0 the most probable bytes, computed one by one."""
+    loaded = rampup.load(run)
+    assert loaded.generate("def", 8, seed=1) == loaded.generate("def", 8, seed=1)
+    tokens = list(b"def f(")
+    for _ in range(24):
+        window = tokens[-16:]
+        tokens.append(int(loaded.model.logits(loaded.params, jnp.asarray([window]))[0, -1].argmax()))
+    assert loaded.generate("def f(", 24, temperature=0) == bytes(tokens[6:]).decode(errors="replace")
+    assert loaded.generate("def f(", 24, top_k=1) == loaded.generate("def f(", 24, temperature=0)
+
+
+@pytest.mark.parametrize("options", [{"num_tokens": 0}, {"temperature": -1.0}, {"top_k": 0}, {"top_k": 257}, {"seed": -1}])
+def test_generate_refuses_arguments_out_of_range(run, options):
+    """The message has the legal range."""
+    with pytest.raises(ConfigError, match="must be"):
+        rampup.load(run).generate("a", **options)
+
+
+def test_generate_command(run, capsys):
+    """One JSON object with the text, or the prompt and its continuation."""
+    assert main(["generate", str(run), "--prompt", "def f", "--tokens", "5", "--temperature", "0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["prompt"], found["step"], found["seed"]) == ("def f", 6, 0)
+    assert main(["generate", str(run), "--prompt", "def f", "--tokens", "5", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == f"def f{found['text']}\n"
+
+
+def test_train_prints_nothing(tmp_path, capfd):
+    """`rampup.train(config)` is quiet; what happens is in the events and the summary."""
+    summary = rampup.train(rampup.Config(**TINY | {"steps": 2}, base_output_directory=str(tmp_path)))
+    assert capfd.readouterr() == ("", "")
+    assert summary.steps == 2
+
+
+def settings(folder):
+    """Return the settings of an unnamed run in a folder."""
+    return [f"{name}={value}".replace("True", "true") for name, value in TINY.items()] + [f"base_output_directory={folder}"]
+
+
+def test_an_unnamed_run_is_resumed_by_the_printed_command(tmp_path, capsys, monkeypatch):
+    """After Ctrl-C, the command that is printed resumes the run; its config.yml has the run's real name."""
+    from rampup.show import progress
+
+    show = progress.TrainProgress.__call__
+
+    def stop(self, event):
+        show(self, event)
+        if isinstance(event, StepDone) and event.step == 1 and not list(tmp_path.glob("*/checkpoints/*")):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(progress.TrainProgress, "__call__", stop)
+    assert main(["train", "base.yml", *settings(tmp_path)]) == 130
+    command = next(line for line in capsys.readouterr().out.splitlines() if "resume with: " in line).partition("with: ")[2]
+    (folder,) = tmp_path.iterdir()
+    assert rampup.load_config(folder / "config.yml").run_name == folder.name
+    assert command == f"rampup train {folder}"
+    assert main([*command.split()[1:], "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["steps"] == 6
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+def test_train_run_folder_takes_settings(run, tmp_path, capsys):
+    """A moved folder resumes where it is, with keys that may change; its name and place may not."""
+    moved = tmp_path / "moved"
+    subprocess.run(["cp", "-r", str(run), str(moved)], check=True)
+    assert main(["train", str(moved), "steps=7", "--json", "--quiet"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["steps"], found["checkpoint"]) == (7, str(moved / "checkpoints" / "7"))
+    assert found["seconds"] > 0
+    assert main(["train", str(moved), "run_name=x"]) == 2
+    assert "keeps its folder" in capsys.readouterr().err
+    assert main(["train", str(tmp_path)]) == 2
+    assert "not the folder of a run" in capsys.readouterr().err
+    assert main(["train", str(moved), "base_emb_dim=32"]) == 2
+
+
+def test_a_second_process_in_a_run_is_refused(run, tmp_path):
+    """Two processes in one folder: the second stops with an error before it reads or writes anything."""
+    with rampup.run.run_lock.own_run(run):
+        command = [sys.executable, "-m", "rampup", "train", str(run), "steps=9"]
+        second = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert second.returncode == 2
+    assert f"process {os.getpid()}" in second.stderr
+    assert "Traceback" not in second.stderr
+    assert saved_checkpoint(rampup.load_config(run / "config.yml")).step == 6
