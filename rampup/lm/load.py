@@ -63,7 +63,8 @@ class LoadedRun:
         Raises:
             ConfigError: the run has no language model of bytes, or an argument is out of range.
         """
-        if self.model is None or self.config is None or self.config.dataset_type != "text":
+        config = self.config
+        if self.model is None or config is None or config.dataset_type in ("tokens", "arrayrecord") or config.vocab_size < 256:
             raise ConfigError(
                 "only a run of `rampup train` with dataset_type=text has tokens that are bytes", key="dataset_type"
             )
@@ -81,7 +82,7 @@ class LoadedRun:
         tokens[: len(start)] = start
         found = _sample(
             self.model,
-            min(self.config.max_target_length, len(tokens)),
+            min(config.max_target_length, len(tokens)),
             top_k or self.model.vocab_size,
             self.params,
             tokens,
