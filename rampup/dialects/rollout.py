@@ -169,6 +169,12 @@ def batch_meanings(job: RolloutJob, prompts: str, responses: str, mini_batch: st
             yield f"mini batch of the critic = {model.mini_batch:,}", f"prompts: {size} per update, {updates} per training step"
 
 
+def dropped_prompts(job: RolloutJob) -> Iterator[str]:
+    """Yield a note on prompts that fill no training step, if there are any."""
+    if job["num_prompts"] is not None and (lost := job["num_prompts"] % job.prompts):
+        yield f"the last {counted(lost, 'prompt')} of {job['num_prompts']:,} are dropped in each pass over the data set."
+
+
 def flow(
     job: RolloutJob, *, generated: str = "", prepare: Iterable[str] = (), layout: Iterable[str] = (), last: str
 ) -> Iterator[str]:

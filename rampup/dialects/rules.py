@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from rampup.dialects.reading import Entry, Settings
+from rampup.dialects.reading import Entry, Settings, read_settings
 from rampup.dialects.verdict import Conversion, FoundBy, Run, Violation, Words
 from rampup.errors import RampupError
 from rampup.plan.numbers import MAX_COUNT, divisors, to_yaml_number
@@ -84,10 +84,6 @@ class Term(NamedTuple):
 Side: TypeAlias = str | int | tuple[str, Callable[[J], int]] | Callable[[J], Term]
 
 
-def _always(_: Job) -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule(Generic[J]):
     """One rule of another system.
@@ -107,7 +103,7 @@ class Rule(Generic[J]):
     keys: tuple[str, ...]
     holds: Callable[[J], bool]
     message: Callable[[J], str]
-    when: Callable[[J], bool] = _always
+    when: Callable[[J], bool] = lambda _: True
     found_by: FoundBy = "validator"
     candidates: Callable[[J], Iterable[Any]] | None = None
     division: Callable[[J], tuple[int, int]] | None = None
@@ -117,29 +113,33 @@ class Rule(Generic[J]):
         return self.when(job) and not self.holds(job)
 
 
-def _no_variant(_: str | Path) -> Dialect | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """Everything that a check needs of one system.
 
     Attributes:
-        read: from a file and `key=value` settings to typed settings.
+        system: its name in messages.
         keys: the keys that matter, with their defaults.
         job: from settings to the numbers that follow.
         rules: the rules that a job must satisfy.
         words: the functions that explain a job.
+        reader: reads a file and `key=value` settings; None = YAML with dotted keys.
         variant: the dialect to use instead for a file, if the system has several kinds of files.
     """
 
-    read: Callable[[str | Path, Sequence[str]], Settings]
+    system: str
     keys: Mapping[str, Entry]
     job: Callable[[Settings], Job]
     rules: Sequence[Rule[Any]]
     words: Words
-    variant: Callable[[str | Path], Dialect | None] = _no_variant
+    reader: Callable[[str | Path, Sequence[str]], Settings] | None = None
+    variant: Callable[[str | Path], Dialect | None] = lambda _: None
+
+    def read(self, path: str | Path, overrides: Sequence[str]) -> Settings:
+        """Return the typed settings of a file and of `key=value` settings, which win."""
+        if self.reader is not None:
+            return self.reader(path, overrides)
+        return read_settings(path, overrides, self.keys, system=self.system)
 
 
 def _compare(
@@ -218,13 +218,18 @@ def positive(system: str, keys: Iterable[str], why: str, **options: Any) -> list
     return [rule(key) for key in keys]
 
 
-def if_usable(rules: Iterable[Rule[J]]) -> list[Rule[J]]:
-    """Return rules that apply only to a job whose numbers can be computed."""
+def apply_if(condition: Callable[[J], bool], rules: Iterable[Rule[J]]) -> list[Rule[J]]:
+    """Return rules that apply only to a job that satisfies a condition."""
 
     def guard(rule: Rule[J]) -> Rule[J]:
-        return dataclasses.replace(rule, when=lambda job: job.usable and rule.when(job))
+        return dataclasses.replace(rule, when=lambda job: condition(job) and rule.when(job))
 
     return [guard(rule) for rule in rules]
+
+
+def if_usable(rules: Iterable[Rule[J]]) -> list[Rule[J]]:
+    """Return rules that apply only to a job whose numbers can be computed."""
+    return apply_if(lambda job: job.usable, rules)
 
 
 def found_by_run(rules: Iterable[Rule[J]]) -> list[Rule[J]]:

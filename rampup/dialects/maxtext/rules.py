@@ -207,4 +207,4 @@ FOUND_BY_RUN = found_by_run(
     ]
 )  # fmt: skip
 RULES = [*CHECKED, *PIPELINE, *FOUND_BY_RUN]
-DIALECT = Dialect(read=keys.read, keys=keys.KEYS, job=MaxTextJob, rules=RULES, words=WORDS)
+DIALECT = Dialect(system="MaxText", keys=keys.KEYS, job=MaxTextJob, rules=RULES, words=WORDS, reader=keys.read)

@@ -312,4 +312,11 @@ RULES: list[Rule[MaxTextRlJob]] = [
             "generate; each needs at least 1"),
         candidates=lambda job: (0.5, 1.0), found_by="run"),
 ]  # fmt: skip
-DIALECT = Dialect(read=read, keys=keys.KEYS, job=MaxTextRlJob, rules=RULES, words=Words(meanings, explain_step, notes, advice))
+DIALECT = Dialect(
+    system="MaxText RL",
+    keys=keys.KEYS,
+    job=MaxTextRlJob,
+    rules=RULES,
+    words=Words(meanings, explain_step, notes, advice),
+    reader=read,
+)

@@ -206,6 +206,8 @@ class MegatronJob(Job):
         self.has_schedule = self[SCHEDULE] is not None
         self.has_ramp = self.has_schedule or self[RAMP] is not None
         self.triple = None if self.has_schedule or self[RAMP] is None else _parse_triple(self[RAMP])
+        # Start, increment and samples of a linear ramp; 0 without one.
+        self.start, self.increment, self.ramp_samples = self.triple if len(self.triple or ()) == 3 else (0, 0, 0)
         self.linear = self._linear()
         parsed = [parse_entry(text, self["seq_length"]) for text in self.written_entries[:MAX_PHASES]]
         self.unreadable = [text for text, entry in zip(self.written_entries, parsed, strict=False) if entry is None]
@@ -247,9 +249,7 @@ class MegatronJob(Job):
 
     def _linear(self) -> LinearRamp | None:
         """Return the linear ramp if its numbers make one."""
-        if self.triple is None or len(self.triple) != 3:
-            return None
-        start, increment, samples = self.triple
+        start, increment, samples = self.start, self.increment, self.ramp_samples
         if min(start, increment, samples) < 1 or self.final <= start or (self.final - start) % increment:
             return None
         unit = self.unit if self[DECREASE] else 1

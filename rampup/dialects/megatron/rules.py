@@ -58,37 +58,20 @@ ARGUMENTS: Rules = [
 # The linear ramp: start, increment and samples.
 
 
-def _is_triple(job: MegatronJob) -> bool:
-    return job.triple is not None and len(job.triple) == 3
-
-
 def _is_ordered(job: MegatronJob) -> bool:
     """Return whether start, increment and samples are numbers that the rules about their relation can use."""
-    if job.triple is None or len(job.triple) != 3:
-        return False
-    start, increment, samples = job.triple
-    return start > 0 and increment > 0 and samples >= 0
-
-
-def _part(job: MegatronJob, index: int) -> int:
-    return job.triple[index] if job.triple is not None and len(job.triple) == 3 else 0
+    return job.start > 0 and job.increment > 0 and job.ramp_samples >= 0
 
 
 def _triples(job: MegatronJob) -> Iterator[str]:
     """Yield triples near the given one: start and increment at multiples of the unit, an increment that divides the growth."""
     if job.triple is None or len(job.triple) != 3 or len(job.sizes) > MANY_SIZES:
         return
-    start, increment, samples = job.triple
-    unit = max(job.unit, 1)
+    start, increment, samples, unit = *job.triple, max(job.unit, 1)
     starts = [int(n) for n in around(start, unit)[:16] if 0 < n < job.final]
     found = [(s, i) for s in starts for n in around(increment, unit)[:64] if (i := int(n)) > 0 and (job.final - s) % i == 0]
     for s, i in sorted(found, key=lambda pair: abs(pair[0] - start) + abs(pair[1] - increment)):
         yield f"{s} {i} {max(samples, 1)}"
-
-
-def _growth(job: MegatronJob) -> Term:
-    start = _part(job, 0)
-    return Term(f"{GLOBAL} - start = {job.final:,} - {start:,} = {job.final - start:,}", job.final - start)
 
 
 def _first_uneven_phase(job: MegatronJob) -> str:
@@ -101,29 +84,32 @@ def _first_uneven_phase(job: MegatronJob) -> str:
 
 
 LINEAR: Rules = [
-    Rule(name="megatron.ramp_is_a_triple", keys=(RAMP,), when=lambda job: job.triple is not None, holds=_is_triple,
+    Rule(name="megatron.ramp_is_a_triple", keys=(RAMP,), when=lambda job: job.triple is not None,
+        holds=lambda job: len(job.triple or ()) == 3,
         message=lambda job: f"{RAMP}={job[RAMP]!r:.80} must be three whole numbers: start, increment and samples"),
-    Rule(name="megatron.ramp_numbers_positive", keys=(RAMP,), when=_is_triple, holds=_is_ordered,
+    Rule(name="megatron.ramp_numbers_positive", keys=(RAMP,), when=lambda job: len(job.triple or ()) == 3, holds=_is_ordered,
         message=lambda job: f"{RAMP}={job[RAMP]}: start and increment must be at least 1, samples at least 0",
         candidates=_triples),
-    at_least("megatron.ramp_grows", (GLOBAL, RAMP), _FINAL, ("the ramp's start {:,}", lambda job: _part(job, 0)),
+    at_least("megatron.ramp_grows", (GLOBAL, RAMP), _FINAL, ("the ramp's start {:,}", lambda job: job.start),
         when=_is_ordered,
-        candidates=lambda job: [int(n) for n in around(job.final, _part(job, 1), origin=_part(job, 0)) if n >= 1]),
-    multiple("megatron.ramp_increment_divides", (GLOBAL, RAMP), _growth,
-        ("the ramp's increment {:,}", lambda job: _part(job, 1)),
-        when=lambda job: _is_ordered(job) and job.final >= _part(job, 0)),
+        candidates=lambda job: [int(n) for n in around(job.final, job.increment, origin=job.start) if n >= 1]),
+    multiple("megatron.ramp_increment_divides", (GLOBAL, RAMP),
+        lambda job: Term(
+            f"{GLOBAL} - start = {job.final:,} - {job.start:,} = {job.final - job.start:,}", job.final - job.start),
+        ("the ramp's increment {:,}", lambda job: job.increment),
+        when=lambda job: _is_ordered(job) and job.final >= job.start),
     Rule(name="megatron.ramp_counts_samples", keys=("train_iters", RAMP), when=lambda job: job.triple is not None,
         holds=lambda job: job["train_iters"] is None,
         message=lambda job: (
             f"a linear ramp needs a run counted in samples; give train_samples instead of train_iters={job['train_iters']:,}"
         )),
     Rule(name="megatron.ramp_divides_by_zero", keys=(RAMP, GLOBAL), when=_is_ordered,
-        holds=lambda job: job.final != _part(job, 0) and _part(job, 2) > 0,
+        holds=lambda job: job.final != job.start and job.ramp_samples > 0,
         message=lambda job: (
             f"{RAMP}={job[RAMP]} to {GLOBAL}={job.final:,}: a ramp without increments or samples divides by zero; leave it out"
         ),
         candidates=_triples, found_by="run"),
-    at_least("megatron.ramp_decreased_to_nothing", (RAMP, MICRO), ("the ramp's start {:,}", lambda job: _part(job, 0)), _unit,
+    at_least("megatron.ramp_decreased_to_nothing", (RAMP, MICRO), ("the ramp's start {:,}", lambda job: job.start), _unit,
         when=lambda job: _is_ordered(job) and job[DECREASE] and job.unit >= 1, note=_ROUNDS_TO_0, candidates=_triples,
         found_by="run"),
     Rule(name="megatron.ramp_phases_divisible", keys=(RAMP, MICRO), when=lambda job: job.linear is not None and job.unit >= 1,
@@ -204,33 +190,28 @@ STEPS: Rules = [
 # The pipeline and its interleaved schedule.
 
 
-def _chunk_divisor(job: MegatronJob) -> int:
-    return max(int(job[keys.PER_CHUNK] or 1) if job[VIRTUAL] is None else int(job[VIRTUAL]), 1)
-
-
 def _layers_per_stage(job: MegatronJob) -> Term:
     number = job["num_layers"] // job.stages
     return Term(f"num_layers / {STAGES} = {job['num_layers']} / {job.stages} = {number}", number)
 
 
-def _fills_a_group(job: MegatronJob) -> Callable[[int], bool]:
-    return lambda count: job.stages <= job.group <= count
+def _failing_phases(job: MegatronJob, fits: Callable[[MegatronJob, int], bool]) -> list[str]:
+    """Return the phases whose number of microbatches does not satisfy a condition."""
+    if job.ramp is None or job.num_microbatches is None:
+        return []
+    return [
+        f"{number} microbatches from step {phase.start_step:,} (batch {phase.global_batch_size:,} / {job.unit})"
+        for phase, number in zip(job.ramp.phases, job.num_microbatches, strict=True)
+        if not fits(job, number)
+    ]
 
 
-def _fills_all_groups(job: MegatronJob) -> Callable[[int], bool]:
-    return lambda count: count < job.group or count % job.group == 0 or count % job.group >= job.stages
+def _fills_a_group(job: MegatronJob, count: int) -> bool:
+    return job.stages <= job.group <= count
 
 
-def _in_every_phase(condition: Callable[[MegatronJob], Callable[[int], bool]]) -> Callable[[MegatronJob], bool]:
-    """Return whether the number of microbatches satisfies a condition in every phase."""
-    return lambda job: all(map(condition(job), job.num_microbatches or ()))
-
-
-def _first_phase(job: MegatronJob, condition: Callable[[MegatronJob], Callable[[int], bool]]) -> str:
-    assert job.ramp is not None
-    phase = next(phase for phase in job.ramp.phases if not condition(job)(phase.global_batch_size // job.unit))
-    number = phase.global_batch_size // job.unit
-    return f"{number} microbatches from step {phase.start_step:,} (batch {phase.global_batch_size:,} / {job.unit})"
+def _fills_all_groups(job: MegatronJob, count: int) -> bool:
+    return count < job.group or count % job.group == 0 or count % job.group >= job.stages
 
 
 def _group_division(job: MegatronJob) -> tuple[int, int]:
@@ -248,20 +229,20 @@ PIPELINE: Rules = [
     multiple("megatron.layers_over_chunks", ("num_layers", VIRTUAL, keys.PER_CHUNK), _layers_per_stage,
         lambda job: Term(
             f"{keys.PER_CHUNK}={job[keys.PER_CHUNK]}" if job[VIRTUAL] is None else f"{VIRTUAL}={job[VIRTUAL]}",
-            _chunk_divisor(job)),
+            max(int(job[keys.PER_CHUNK] or 1) if job[VIRTUAL] is None else int(job[VIRTUAL]), 1)),
         when=lambda job: job["num_layers"] is not None and job["num_layers"] % job.stages == 0),
     Rule(name="megatron.group_in_range", keys=(GLOBAL, GROUP, STAGES), when=lambda job: job.interleaved,
-        holds=_in_every_phase(_fills_a_group),
+        holds=lambda job: not _failing_phases(job, _fills_a_group),
         message=lambda job: (
             f"the interleaved schedule needs {STAGES}={job.stages} <= {GROUP}={job.group} <= microbatches, but "
-            f"there are {_first_phase(job, _fills_a_group)}; nothing checks it before that step"),
+            f"there are {_failing_phases(job, _fills_a_group)[0]}; nothing checks it before that step"),
         division=_group_division, found_by="run"),
     Rule(name="megatron.whole_groups", keys=(GLOBAL, GROUP, STAGES), when=lambda job: job.interleaved,
-        holds=_in_every_phase(_fills_all_groups),
+        holds=lambda job: not _failing_phases(job, _fills_all_groups),
         message=lambda job: (
-            f"{_first_phase(job, _fills_all_groups)} must fill groups of {GROUP}={job.group}, or leave at least "
+            f"{_failing_phases(job, _fills_all_groups)[0]} must fill groups of {GROUP}={job.group}, or leave at least "
             f"{STAGES}={job.stages} for the last; nothing checks it before that step"),
         division=_group_division, found_by="run"),
 ]  # fmt: skip
 RULES = [*ARGUMENTS, *LINEAR, *STEPS, *PIPELINE]
-DIALECT = Dialect(read=read, keys=keys.KEYS, job=MegatronJob, rules=RULES, words=WORDS)
+DIALECT = Dialect(system="Megatron", keys=keys.KEYS, job=MegatronJob, rules=RULES, words=WORDS, reader=read)

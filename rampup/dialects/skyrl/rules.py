@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 
 from rampup.dialects import skyrl as keys
-from rampup.dialects.reading import Settings, read_settings
-from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings, flow
+from rampup.dialects.reading import Settings
+from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings, dropped_prompts, flow
 from rampup.dialects.rules import (
     Dialect,
     Rule,
     Side,
     Term,
+    apply_if,
     at_least,
     equal,
     found_by_run,
@@ -197,10 +197,7 @@ def notes(job: SkyRLJob) -> Iterator[str]:
             f"trainer.max_tokens_per_microbatch={job['trainer.max_tokens_per_microbatch']:,} fills the passes by tokens; a "
             f"longer sequence still gets a pass of its own. {MICRO} is then ignored, but its rules are still enforced."
         )
-    num_prompts = job["num_prompts"]
-    if num_prompts is not None and num_prompts % job.prompts:
-        lost = counted(num_prompts % job.prompts, "prompt")
-        yield f"the last {lost} of {num_prompts:,} are dropped in each pass over the data set."
+    yield from dropped_prompts(job)
     if job["trainer.placement.colocate_all"] and job.engine_devices is None:
         yield (
             "trainer.placement.colocate_all is on and the file does not size the inference engines: engines * tensor * "
@@ -241,14 +238,8 @@ def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
     """Return the rules of the mini batch of the policy or the critic. Each applies if those before it hold."""
     key = f"trainer.{name}_mini_batch_size"
 
-    def applies(job: SkyRLJob) -> bool:
-        return name in job.trained
-
-    def fits(job: SkyRLJob) -> bool:
-        return applies(job) and job.prompts >= job[key]
-
     def reaches(job: SkyRLJob) -> bool:
-        return applies(job) and job.trained[name].share > 0
+        return job.trained[name].share > 0
 
     replicas: Side[SkyRLJob] = ("the {:,} replicas", lambda job: job.trained[name].replicas)
 
@@ -263,14 +254,15 @@ def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
         size = job.samples // job.trained[name].replicas
         return Term(f"{job.samples:,} samples // {job.trained[name].replicas:,} replicas = {size:,} samples", size)
 
-    return [
-        at_least(f"skyrl.{name}_mini_at_most_train", (key, TRAIN), TRAIN, key, when=applies, note="; both count prompts"),
-        multiple(f"skyrl.{name}_mini_divides_train", (TRAIN, key), TRAIN, key, when=fits),
-        at_least(f"skyrl.{name}_mini_reaches_every_replica", (key, RESPONSES), samples, replicas, when=applies),
+    return apply_if(lambda job: name in job.trained, [
+        at_least(f"skyrl.{name}_mini_at_most_train", (key, TRAIN), TRAIN, key, note="; both count prompts"),
+        multiple(f"skyrl.{name}_mini_divides_train", (TRAIN, key), TRAIN, key,
+            when=lambda job: job.prompts >= job[key]),
+        at_least(f"skyrl.{name}_mini_reaches_every_replica", (key, RESPONSES), samples, replicas),
         multiple(f"skyrl.micro_divides_{name}_mini", (MICRO, key), share, MICRO, when=reaches),
         multiple(f"skyrl.{name}_share_divides_train_share", (TRAIN, key, RESPONSES), step_share, share,
             when=lambda job: reaches(job) and job.prompts % job[key] == 0),
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
 _POLICY_DEVICES: Side[SkyRLJob] = ("the policy's {:,} devices", lambda job: job.devices["policy"])
@@ -283,16 +275,6 @@ def _colocated(model: str) -> Rule[SkyRLJob]:
         _POLICY_DEVICES,
         when=lambda job: model in job.models and job["trainer.placement.colocate_all"] and bool(job.settings.given & set(own)),
         note=" with trainer.placement.colocate_all", found_by="run")  # fmt: skip
-
-
-def _sequence_parallel(model: str) -> Rule[SkyRLJob]:
-    key = f"trainer.{model}.sequence_parallel_size"
-    note = " with trainer.strategy=megatron"
-    return equal(f"skyrl.megatron_{model}_sequence_parallel", (key,), key, 1, when=lambda job: job.megatron, note=note)
-
-
-def _asynchronous(job: SkyRLJob) -> bool:
-    return bool(job["trainer.fully_async.enabled"])
 
 
 def _max_workers(job: SkyRLJob) -> int:
@@ -320,9 +302,10 @@ _STEP: list[Rule[SkyRLJob]] = [
     at_least("skyrl.data_set_fills_a_step", ("num_prompts", TRAIN),
         ("a data set of {:,} prompts", lambda job: job["num_prompts"]), TRAIN,
         when=lambda job: job["num_prompts"] is not None),
-    equal("skyrl.async_step_is_one_mini_batch", (TRAIN, MINI), TRAIN, MINI, when=_asynchronous,
+    equal("skyrl.async_step_is_one_mini_batch", (TRAIN, MINI), TRAIN, MINI, when=lambda job: job["trainer.fully_async.enabled"],
         note=" in fully asynchronous training"),
-    Rule(name="skyrl.async_workers", keys=(WORKERS, "trainer.fully_async.max_staleness_steps"), when=_asynchronous,
+    Rule(name="skyrl.async_workers", keys=(WORKERS, "trainer.fully_async.max_staleness_steps"),
+        when=lambda job: job["trainer.fully_async.enabled"],
         holds=lambda job: job.policy.mini_batch <= job[WORKERS] <= _max_workers(job),
         message=lambda job: (
             f"{WORKERS}={job[WORKERS]:,} must be between {MINI}={job.policy.mini_batch:,} and that times "
@@ -332,7 +315,8 @@ _STEP: list[Rule[SkyRLJob]] = [
         holds=lambda job: not (job.megatron and job.has_critic),
         message=lambda job: "trainer.strategy=megatron trains no critic: trainer.critic.model.path must be null",
         candidates=lambda job: ["fsdp"]),
-    *map(_sequence_parallel, ("policy", "ref")),
+    *[equal(f"skyrl.megatron_{model}_sequence_parallel", (MODEL_COUNTS[model][2],), MODEL_COUNTS[model][2], 1,
+        when=lambda job: job.megatron, note=" with trainer.strategy=megatron") for model in ("policy", "ref")],
 ]  # fmt: skip
 _TRAINED = ["trainer.update_epochs_per_batch", "trainer.epochs", "trainer.eval_batch_size", "num_prompts"]
 RULES: list[Rule[SkyRLJob]] = [
@@ -344,7 +328,7 @@ RULES: list[Rule[SkyRLJob]] = [
     *if_usable([*_mini_batch_rules("policy"), *_mini_batch_rules("critic"), *_STEP, *map(_colocated, ("critic", "ref"))]),
 ]
 DIALECT = Dialect(
-    read=partial(read_settings, entries=keys.KEYS, system="SkyRL"),
+    system="SkyRL",
     keys=keys.KEYS,
     job=SkyRLJob,
     rules=RULES,

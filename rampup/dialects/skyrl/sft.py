@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rampup.config.yaml import read_mapping
-from rampup.dialects.reading import Entry, Settings, entry, read_settings
+from rampup.dialects.reading import Entry, Settings, entry
 from rampup.dialects.rules import Dialect, Job, Rule, Side, Term, at_least, if_usable, multiple, positive
 from rampup.dialects.verdict import Words, counted
 
@@ -102,9 +101,5 @@ def notes(job: SftJob) -> Iterator[str]:
 
 
 DIALECT = Dialect(
-    read=partial(read_settings, entries=KEYS, system="SkyRL's supervised fine-tuning"),
-    keys=KEYS,
-    job=SftJob,
-    rules=RULES,
-    words=Words(meanings, flow, notes),
+    system="SkyRL's supervised fine-tuning", keys=KEYS, job=SftJob, rules=RULES, words=Words(meanings, flow, notes)
 )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
-from rampup.dialects.reading import Settings, read_settings
+from rampup.dialects.reading import Settings
 from rampup.dialects.rollout import RolloutJob, TrainedModel
 from rampup.dialects.rules import Dialect, Rule, Side, at_least, found_by_run, if_usable, multiple, positive, product
 from rampup.dialects.trlx import CHUNK, INNER, KEYS, MICRO, NEMO_KEYS, NEMO_NESTED, ROLLOUTS, TRAIN
@@ -325,10 +324,4 @@ _RULES: list[Rule[TrlxJob]] = [
         note=": incomplete chunks are dropped, so the run waits for prompts indefinitely", found_by="run"),
 ]  # fmt: skip
 RULES = [*_COUNTS, *if_usable(_RULES)]
-DIALECT = Dialect(
-    read=partial(read_settings, entries=KEYS, system="trlX"),
-    keys=KEYS,
-    job=TrlxJob,
-    rules=RULES,
-    words=Words(meanings, flow, notes, advice),
-)
+DIALECT = Dialect(system="trlX", keys=KEYS, job=TrlxJob, rules=RULES, words=Words(meanings, flow, notes, advice))

@@ -11,7 +11,7 @@ from typing import Any
 
 from rampup.dialects import verl as keys
 from rampup.dialects.reading import Settings
-from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings
+from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings, dropped_prompts
 from rampup.dialects.rollout import flow as step_flow
 from rampup.dialects.verdict import Advice, counted
 from rampup.dialects.verl import (
@@ -311,10 +311,7 @@ def _key_notes(job: VerlJob) -> Iterator[str]:
 
 
 def _data_notes(job: VerlJob) -> Iterator[str]:
-    num_prompts = job["num_prompts"]
-    if num_prompts is not None and num_prompts % job.prompts:
-        lost = counted(num_prompts % job.prompts, "prompt")
-        yield f"the last {lost} of {num_prompts:,} are dropped in each pass over the data set."
+    yield from dropped_prompts(job)
     if job["data.gen_batch_size"] is not None:
         if job.v1 and job.mode != "sync":
             yield f"trainer_mode={job.mode} sets data.gen_batch_size to 1, regardless of the file."

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from rampup.dialects import verl as keys
-from rampup.dialects.reading import read_settings
 from rampup.dialects.rules import (
     Dialect,
     Rule,
@@ -310,10 +308,4 @@ _RUN: Rules = [
     *_legacy("critic", keys.CRITIC_MICRO, lambda job: None if job.critic_dynamic else job.critic_micro),
 ]  # fmt: skip
 RULES: list[Rule[Any]] = [*_FIRST, *if_usable([*_CHECK, *found_by_run(_RUN)])]
-DIALECT = Dialect(
-    read=partial(read_settings, entries=keys.KEYS, system="veRL"),
-    keys=keys.KEYS,
-    job=VerlJob,
-    rules=RULES,
-    words=Words(meanings, flow, notes, advice),
-)
+DIALECT = Dialect(system="veRL", keys=keys.KEYS, job=VerlJob, rules=RULES, words=Words(meanings, flow, notes, advice))
