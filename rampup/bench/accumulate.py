@@ -6,29 +6,18 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from rampup.bench.contenders import (
-    MICROBATCHING,
-    MULTI_STEPS,
-    Problem,
-    baseline,
-    baseline_calls,
-    bench_optimizer,
-    plan_for,
-    problems,
-    rampup_state,
-)
+from rampup.bench.contenders import MICROBATCHING, MULTI_STEPS, Problem, baseline, baseline_calls, problems, start_rampup
 from rampup.bench.hlo import Reductions, all_reduces
 from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, ignore_row, take_turns
-from rampup.plan.ramp import BatchRamp
 from rampup.run.compile import compile_program
 from rampup.run.data.batches import step_batches
 from rampup.run.mesh import batch_sharding, make_mesh
-from rampup.run.step import train_step
 
 RAMPUP, TUNED, PLAIN = "rampup", "rampup, tuned", "plain big batch"
 SYSTEMS = (RAMPUP, TUNED, PLAIN, MULTI_STEPS, MICROBATCHING)
@@ -54,20 +43,15 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
         notes=[
             *map(str, measured),
             f"One {devices[0].device_kind or devices[0].platform} device; medians of {rounds_of(1)} steps at k=1 to "
-            f"{rounds_of(COUNTS[-1])} at k={COUNTS[-1]}, all systems in turn. over_fastest and over_plain are a system's time "
-            "over that of the fastest system and of the plain big batch at this k.",
-            "The k microbatches have the same size, so the batch grows with k. All systems run AdamW after clipping by the "
-            "global norm. Only rampup also returns the gradient norm.",
-            f"{TUNED}: the same rows, split into the number of microbatches, among the powers of two up to k, that took the "
-            "least time, as `rampup tune` finds it. With k microbatches the memory does not grow with the batch.",
-            "cpu_ms is the processor time of this process in a step, and cpu_over_least its ratio to the least. On a CPU with "
-            "other processes it is more reliable than the time.",
+            f"{rounds_of(COUNTS[-1])} at k={COUNTS[-1]}, in turn. The batch grows with k. All systems run AdamW after clipping "
+            "by the global norm; only rampup also returns that norm.",
+            f"{TUNED}: the same rows in the number of microbatches, among the powers of two up to k, that took the least time.",
+            "cpu_ms is this process's processor time in a step; other processes disturb it less than the time.",
             "temp_bytes is the temporary memory of one program, without arguments and results.",
             f"all_reduces were not counted: JAX sees fewer than {REDUCING_DEVICES} devices."
             if wide is None
-            else f"all_reduces and reduced_bytes are of one optimizer step on {wide.size} devices, from the compiled program. "
-            "One in a loop counts once per iteration. Compilers may combine arrays into one all-reduce, so compare the bytes. "
-            "in_loops is how many are in loop bodies.",
+            else f"all_reduces and reduced_bytes are of one optimizer step on {wide.size} devices; one in a loop counts once "
+            "per iteration. Compilers may combine arrays into one all-reduce, so compare the bytes.",
         ],
     )
 
@@ -83,15 +67,12 @@ def compare(problem: Problem, k: int, mesh: Mesh, wide: Mesh | None, *, rounds: 
     systems = {name: build(name, *sizes[name], mesh) for name in SYSTEMS}
     cpu: dict[str, list[float]] = {name: [] for name in SYSTEMS}
 
-    def clocked(name: str) -> Callable[[], None]:
-        def step() -> None:
-            start = time.process_time()
-            systems[name].step()
-            cpu[name].append(time.process_time() - start)
+    def clocked(name: str) -> None:
+        start = time.process_time()
+        systems[name].step()
+        cpu[name].append(time.process_time() - start)
 
-        return step
-
-    times = take_turns({name: clocked(name) for name in SYSTEMS}, rounds=rounds)
+    times = take_turns({name: partial(clocked, name) for name in SYSTEMS}, rounds=rounds)
     work = {name: statistics.median(seconds[1:]) for name, seconds in cpu.items()}
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     rows = []
@@ -144,14 +125,12 @@ class System:
 
 def build(name: str, problem: Problem, k: int, mesh: Mesh) -> System:
     """Compile a system."""
-    ramp = BatchRamp.constant(k * mesh.size * problem.rows)
-    plan = plan_for(ramp, 1, replicas=mesh.size, microbatch_size=problem.rows)
+    plan = problem.plan(k, mesh)
     source = problem.source(plan.consumed_samples)
     if name in (RAMPUP, TUNED):
-        train = train_step(problem.model.loss, bench_optimizer(), plan, mesh)
+        train, first = start_rampup(problem, plan, mesh)
         (batch,) = step_batches(source, plan, mesh)
         row = jax.tree.map(lambda x: x[0], source.arrays)
-        first = rampup_state(problem, train.tx, mesh)
         executable = compile_program(train.lower(first, row, plan.splits[0]))
 
         def rampup_step() -> Any:
@@ -162,9 +141,8 @@ def build(name: str, problem: Problem, k: int, mesh: Mesh) -> System:
 
         return System(executable=executable, step=rampup_step)
     step, state = baseline(name, problem, plan, mesh)
-    calls = [
-        (jax.device_put(rows_B, batch_sharding(mesh)), *more) for rows_B, *more in baseline_calls(name, source.arrays, plan)
-    ]
+    on_devices = partial(jax.device_put, device=batch_sharding(mesh))
+    calls = [(on_devices(rows_B), *more) for rows_B, *more in baseline_calls(name, source.arrays, plan)]
     compiled = step.lower(state, *calls[0]).compile()
 
     def baseline_step() -> Any:

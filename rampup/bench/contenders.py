@@ -40,15 +40,11 @@ MEMORY_SHARE = 8
 StepFn = Callable[..., tuple[Any, jax.Array]]
 
 
+@dataclass(frozen=True)
 class ArrayRows:
-    """A RowSource of arrays in memory.
+    """A RowSource of arrays in memory."""
 
-    Args:
-        arrays: name -> array, rows first.
-    """
-
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        self.arrays = arrays
+    arrays: Mapping[str, np.ndarray]  # name -> array, rows first
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
@@ -76,6 +72,11 @@ class Problem:
         tokens = np.random.default_rng(0).integers(self.model.vocab_size, size=(num_rows, self.tokens + 1), dtype=np.int32)
         return ArrayRows({"tokens": tokens, "length": np.full(num_rows, self.tokens, np.int32)})
 
+    def plan(self, k: int, mesh: Mesh) -> RampPlan:
+        """Return the plan of one step of k microbatches."""
+        ramp = BatchRamp.constant(k * mesh.size * self.rows)
+        return plan_for(ramp, 1, replicas=mesh.size, microbatch_size=self.rows)
+
     def params(self) -> Any:
         """Return small random parameters, made on the host so that nothing is compiled for them."""
         rng = np.random.default_rng(1)
@@ -83,21 +84,13 @@ class Problem:
         return jax.tree.map(lambda s: (0.02 * rng.standard_normal(s.shape, np.float32)).astype(s.dtype), shapes)
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}: {self.model.num_parameters / 1e6:.1f} M parameters, {self.rows} rows of {self.tokens} tokens in a "
-            f"microbatch, {self.model.dtype}"
-        )
+        size = f"{self.model.num_parameters / 1e6:.1f} M parameters, microbatches of {self.rows} rows of {self.tokens} tokens"
+        return f"{self.name}: {size}, {self.model.dtype}"
 
 
-def _model(num_layers: int, width: int, mlp_dim: int, num_heads: int, num_kv_heads: int, **more: Any) -> LanguageModel:
-    return LanguageModel(
-        num_layers=num_layers,
-        width=width,
-        mlp_dim=mlp_dim,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        **{"vocab_size": 256, **more},
-    )
+def _model(*sizes: int, **more: Any) -> LanguageModel:
+    names = ("num_layers", "width", "mlp_dim", "num_heads", "num_kv_heads")
+    return LanguageModel(**dict(zip(names, sizes, strict=True)), **{"vocab_size": 256, **more})
 
 
 QUICK = Problem(name="quick", model=_model(1, 16, 32, 2, 1), tokens=8, rows=2)
@@ -123,12 +116,10 @@ def problems(device: jax.Device, *, quick: bool = False) -> list[Problem]:
 
 
 def main_problem(device: jax.Device, *, quick: bool = False) -> Problem:
-    """Return the problem of a whole ramp: the 1 M model on a CPU, one of more than 100 M on an accelerator.
-
-    A microbatch has at least 1,024 tokens, so that a step's work is in its rows and not in the optimizer, as in real training.
-    """
+    """Return the problem of a whole ramp: the 1 M model on a CPU, one of more than 100 M on an accelerator."""
     if quick:
         return QUICK
+    # At least 1,024 tokens, so that a step's work is in its rows and not in the optimizer, as in real training.
     return replace(SMALL, rows=16) if device.platform == "cpu" else LARGE[0]
 
 
@@ -157,11 +148,11 @@ def new_state(problem: Problem, tx: optax.GradientTransformation | optax.MultiSt
     return jax.device_put((params, opt_state), replicated(mesh))
 
 
-def rampup_state(problem: Problem, tx: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Return the same as a training state of rampup."""
-    params, opt_state = new_state(problem, tx, mesh)
-    state: TrainState = prepare_state(TrainState(step=0, params=params, opt_state=opt_state), mesh)
-    return state
+def start_rampup(problem: Problem, plan: RampPlan, mesh: Mesh) -> tuple[Any, Any]:
+    """Return rampup's training step and its first state."""
+    step = train_step(problem.model.loss, bench_optimizer(), plan, mesh)
+    params, opt_state = new_state(problem, step.tx, mesh)
+    return step, prepare_state(TrainState(step=0, params=params, opt_state=opt_state), mesh)
 
 
 # The baselines.
@@ -279,8 +270,7 @@ def start_run(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Run:
     late: list[int] = []
     if name in POLICIES:
         plan = with_policy(plan, POLICIES[name])
-        rampup_step = train_step(problem.model.loss, bench_optimizer(), plan, mesh)
-        rampup_first = rampup_state(problem, rampup_step.tx, mesh)
+        rampup_step, rampup_first = start_rampup(problem, plan, mesh)
 
         def rampup_losses() -> Iterator[jax.Array]:
             state = rampup_first
@@ -292,12 +282,8 @@ def start_run(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Run:
                 yield metrics["loss"]
             rampup_step.close()
 
-        return Run(
-            losses=rampup_losses(),
-            num_compilations=lambda: rampup_step.num_compilations,
-            microbatch_sizes=sizes,
-            late_steps=late,
-        )
+        compilations = lambda: rampup_step.num_compilations  # noqa: E731
+        return Run(losses=rampup_losses(), num_compilations=compilations, microbatch_sizes=sizes, late_steps=late)
     step, first = baseline(name, problem, plan, mesh)
 
     def losses() -> Iterator[jax.Array]:

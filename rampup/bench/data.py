@@ -10,18 +10,16 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from rampup.bench.contenders import Problem, bench_optimizer, main_problem, plan_for, rampup_state, with_policy
+from rampup.bench.contenders import POLICIES, Problem, main_problem, plan_for, start_rampup, with_policy
 from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, ignore_row, take_turns
 from rampup.bench.ramp import ramp_plan, sizes
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.plan.split import RampupMicrobatch
 from rampup.run.compile import compile_program
 from rampup.run.data.batches import BufferLayout, SampleOrder, StepDataset, layout_of, put_chunks
 from rampup.run.data.sources import RowSource, TokenRows, as_source
 from rampup.run.mesh import batch_sharding, make_mesh
 from rampup.run.offload import bytes_per_device, program_memory
-from rampup.run.step import train_step
 
 TOKENS, VOCAB_SIZE, SEED = 128, 256, 3
 BATCH = 64
@@ -29,16 +27,10 @@ NUM_ROWS, STEPS, THREADS = 100_000, 300, (1, 2, 4, 8, 16)
 QUICK_NUM_ROWS, QUICK_STEPS, QUICK_THREADS = 1_000, 6, (1, 2)
 # Batches read ahead, at least one for every thread.
 READ_AHEAD = 16
-POLICIES: tuple[RampupMicrobatch, ...] = ("fixed", "per_phase", "auto")
 
 
 class RowItems:
-    """The rows of a token array one by one, as Grain reads them.
-
-    Args:
-        tokens: the array, also read by `TokenRows`.
-        length: tokens per row.
-    """
+    """The rows of a token array one by one, as Grain reads them."""
 
     def __init__(self, tokens: np.ndarray, length: int) -> None:
         self._tokens, self._length = tokens, length
@@ -73,35 +65,30 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
         title="rows per second of the loader, compared with Grain's own .batch() on the same source",
         rows=found.rows,
         notes=[
-            f"{num_rows:,} rows of {TOKENS} tokens; {steps} steps of {BATCH} rows, read to the end and discarded. The ramp "
-            f"has as many rows in batches of {BATCH // 4}, {BATCH // 2} and {BATCH}. Medians of {rounds} rounds in turn.",
-            "rampup reads all rows of a step at once, in the order of the plan; Grain's batch is fixed, and reads row by row.",
-            f"Both read {READ_AHEAD} batches ahead. Nothing is put on a device. Threads share the cores and Python's lock.",
+            f"{num_rows:,} rows of {TOKENS} tokens; {steps} steps of {BATCH} rows. The ramp has as many rows in batches of "
+            f"{BATCH // 4}, {BATCH // 2} and {BATCH}. Medians of {rounds} rounds in turn.",
+            "rampup reads all rows of a step at once; Grain's batch is fixed and reads row by row. Both read "
+            f"{READ_AHEAD} batches ahead. Nothing is put on a device. Threads share the cores and Python's lock.",
         ],
     )
 
 
 def compare(source: RowSource, items: Any, *, seed: int | None, threads: int, steps: int, rounds: int) -> list[dict[str, Any]]:
     """Return a row for rampup's fixed batch and one for its ramp, each compared with Grain's fixed batch."""
-    counted: dict[str, int] = {}
     readers: dict[str, Callable[[], int]] = {
         f"fixed batch of {BATCH}": lambda: read_rampup(source, fixed_plan(steps), seed, threads),
         "ramp": lambda: read_rampup(source, three_phase_plan(steps), seed, threads),
         "Grain": lambda: read_grain(items, steps, seed, threads),
     }
-
-    def counting(name: str) -> Callable[[], None]:
-        return lambda: counted.update({name: readers[name]()})
-
-    times = take_turns({name: counting(name) for name in readers}, rounds=rounds)
-    assert len(set(counted.values())) == 1, counted
-    rates = {name: counted[name] / times[name].median for name in readers}
+    assert {read() for read in readers.values()} == {steps * BATCH}  # also the warm-up
+    times = take_turns(readers, rounds=rounds, warm_up=0)
+    rates = {name: steps * BATCH / seconds.median for name, seconds in times.items()}
     return [
         {
             "ours": name,
             "shuffled": seed is not None,
             "threads": threads,
-            "rows": counted[name],
+            "rows": steps * BATCH,
             "rows_per_s": rates[name],
             "grain_rows_per_s": rates["Grain"],
             "ratio": rates[name] / rates["Grain"],
@@ -154,7 +141,7 @@ def run_buffer(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResul
     device = jax.devices()[0]
     problem, mesh = main_problem(device, quick=quick), make_mesh(devices=jax.devices()[:1])
     plan = ramp_plan(problem, *sizes(device, quick=quick))
-    policies = POLICIES[: 1 if quick else None]
+    policies = list(POLICIES.values())[: 1 if quick else None]
     found = Measurements(len(policies) * len(plan.ramp.phases), on_row)
     for policy in policies:
         buffer_rows(problem, with_policy(plan, policy), mesh, found, rounds=3 if quick else ROUNDS)
@@ -165,8 +152,8 @@ def run_buffer(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResul
         notes=[
             str(problem),
             f"One {device.device_kind or device.platform} device; medians of {ROUNDS} transfers, in turn, each waited for.",
-            "ours: the chunks with the rows of the step. padded: a buffer for the largest batch, which a step with one "
-            "compiled shape would otherwise move in every phase. rows: the rows alone, for a step compiled for each size.",
+            "ours: the chunks with the step's rows. padded: a buffer for the largest batch. rows: the rows alone, for a step "
+            "compiled for each size.",
             "program_bytes is the memory of the phase's program on the device: state, buffer and all temporary values.",
         ],
     )
@@ -176,8 +163,7 @@ def buffer_rows(problem: Problem, plan: RampPlan, mesh: Mesh, found: Measurement
     """Add a row for each phase of a plan."""
     source = problem.source(4 * plan.ramp.sizes[-1])
     dataset = StepDataset(source, plan, SampleOrder(len(source), seed=None), mesh)
-    step = train_step(problem.model.loss, bench_optimizer(), plan, mesh)
-    state, row = rampup_state(problem, step.tx, mesh), jax.tree.map(lambda x: x[0], source.arrays)
+    (step, state), row = start_rampup(problem, plan, mesh), jax.tree.map(lambda x: x[0], source.arrays)
     programs: dict[BufferLayout, int] = {}
     for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
         layout = layout_of(plan, split)

@@ -31,11 +31,7 @@ class Reductions(NamedTuple):
 
 
 def all_reduces(hlo: str, *, unknown_trips: int) -> Reductions:
-    """Return the all-reduces of a program.
-
-    Args:
-        hlo: the compiled program as text.
-        unknown_trips: iterations of a loop whose bound is an argument.
+    """Return the all-reduces of a compiled program, whose loops run `unknown_trips` times if their bound is an argument.
 
     Example:
         >>> all_reduces('''
@@ -58,11 +54,8 @@ def all_reduces(hlo: str, *, unknown_trips: int) -> Reductions:
         for line in lines_of.get(name, ()):
             if match := _ALL_REDUCE.search(line):
                 executed, num_bytes, written = executed + 1, num_bytes + _num_bytes(match.group(1)), written + 1
-            loop = _WHILE.search(line)
-            trips = 1
-            if loop:
-                known = _TRIPS.search(line)
-                trips = int(known.group(1)) if known else unknown_trips
+            loop, known = _WHILE.search(line), _TRIPS.search(line)
+            trips = 1 if not loop else int(known.group(1)) if known else unknown_trips
             for other in [loop.group(1)] if loop else _called(line):
                 found = within(other)
                 executed, num_bytes = executed + trips * found[0], num_bytes + trips * found[1]
@@ -83,10 +76,7 @@ class Loops:
 
 
 def pipeline_loops(hlo: str) -> Loops:
-    """Find the loops whose bodies permute, and count.
-
-    Args:
-        hlo: the compiled program as text.
+    """Find the loops of a compiled program whose bodies permute, and count.
 
     Example:
         >>> pipeline_loops('''

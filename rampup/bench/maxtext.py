@@ -38,18 +38,7 @@ StageFn = Callable[[Layers, jax.Array], jax.Array]
 
 
 class ReplayManager:
-    """Counts batches as MaxText's manager does: a phase ends when it has used its share; a resume replays every step.
-
-    Args:
-        config: an object with MaxText's attributes of the ramp.
-        step_num: steps to replay.
-
-    Example:
-        >>> config = SimpleNamespace(per_device_batch_size_start=4, per_device_batch_size_increment=2,
-        ...     per_device_batch_size=12, global_rampup_samples=500, num_target_devices=4)
-        >>> ReplayManager(config, 8).global_batch_size_current
-        24
-    """
+    """Counts batches as MaxText's manager does: a phase ends when it has used its share; a resume replays every step."""
 
     def __init__(self, config: Any, step_num: int) -> None:
         devices = int(config.num_target_devices)
@@ -114,11 +103,7 @@ class MaxTextPipeline:
 
     @classmethod
     def load(cls) -> MaxTextPipeline:
-        """Import the pipeline of the installed MaxText.
-
-        Raises:
-            MissingDependencyError: it, or one of its imports, is not installed; with the command that installs it.
-        """
+        """Import the pipeline of the installed MaxText. A MissingDependencyError names the command that installs it."""
         try:
             version = importlib.metadata.version("maxtext")
             # It prints on import, and standard output is for results.

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import html
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from rich import box
@@ -18,9 +23,34 @@ from rampup.errors import ConfigError
 from rampup.show.notebook import html_table
 
 ROUNDS = 7
+TIMEOUT_SECONDS = 600
 ENDINGS = (".md", ".html")
 # Called with a measurement, the number of measurements so far, and their total.
 OnRow = Callable[[Mapping[str, Any], int, int], None]
+
+
+def run_module(module: str, *arguments: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """Start a module as a program for each list of arguments, all at once, and return the JSON that the first prints last."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, *each],
+            env=os.environ | env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for each in arguments
+    ]
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT_SECONDS) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    for number, (process, (_, errors)) in enumerate(zip(started, outputs, strict=True)):
+        if process.returncode:
+            raise RuntimeError(f"process {number} of {len(started)} failed:\n{errors[-2000:]}")
+    found: dict[str, Any] = json.loads(outputs[0][0].splitlines()[-1])
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +74,7 @@ class Seconds:
 
 
 def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
-    """Yield every name once a round, in an order that rotates from round to round.
-
-    On a machine that is not idle, candidates that take turns meet the same disturbances.
+    """Yield every name once a round, in an order that rotates, so that all meet the same disturbances.
 
     Example:
         >>> list(in_turns("ab", 2))
@@ -57,18 +85,7 @@ def in_turns(names: Sequence[str], rounds: int) -> Iterator[str]:
 
 
 def take_turns(candidates: Mapping[str, Callable[[], Any]], *, rounds: int = ROUNDS, warm_up: int = 1) -> dict[str, Seconds]:
-    """Time every candidate once a round.
-
-    Args:
-        candidates: name -> a function to time; it must wait for its own results.
-        rounds: number of measurements of each.
-        warm_up: rounds before those, which are not counted.
-
-    Example:
-        >>> times = take_turns({"a": lambda: None, "b": lambda: None}, rounds=3)
-        >>> len(times["a"].all)
-        3
-    """
+    """Time every candidate, a function that waits for its own results, once a round, after `warm_up` rounds without a clock."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for name in in_turns(list(candidates), warm_up + rounds):
         start = time.perf_counter()
@@ -82,12 +99,7 @@ def ignore_row(row: Mapping[str, Any], done: int, total: int) -> None:
 
 
 class Measurements:
-    """The measurements of a benchmark; each is reported as soon as it is added.
-
-    Args:
-        total: how many there will be.
-        on_row: called for each.
-    """
+    """The measurements of a benchmark, `total` in the end. Each is passed to `on_row` as soon as it is added."""
 
     def __init__(self, total: int, on_row: OnRow) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -101,12 +113,7 @@ class Measurements:
 
 
 class RowPrinter:
-    """Prints each measurement, and the estimated time until the last one.
-
-    Args:
-        name: the benchmark.
-        console: the console to print on.
-    """
+    """Prints each measurement of a benchmark, and the estimated time until the last one."""
 
     def __init__(self, name: str, console: Console) -> None:
         self._name, self._console, self._start = name, console, time.monotonic()
@@ -125,7 +132,7 @@ class BenchResult:
     name: str  # the name on the command line
     title: str  # what was measured, in one sentence
     rows: Sequence[Mapping[str, Any]]  # the measurements; every row has the same columns
-    notes: Sequence[str] = ()  # what a reader must know: how it was measured, what was not run, and the limits of this machine
+    notes: Sequence[str] = ()  # how it was measured, what was not run, and the limits of this machine
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -155,21 +162,14 @@ class BenchResult:
 
 
 def format_cell(value: Any) -> str:
-    """Return a cell of the table as text.
-
-    Example:
-        >>> format_cell(None), format_cell(True), format_cell(1234), format_cell(0.12345), format_cell(1234.5)
-        ('-', 'yes', '1,234', '0.123', '1,234')
-    """
+    """Return a cell of the table as text."""
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return str(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 class Bench(Protocol):
@@ -196,11 +196,7 @@ def print_result(result: BenchResult, console: Console) -> None:
 
 
 def write_results(results: Sequence[BenchResult], path: str | Path) -> None:
-    """Write the tables of several benchmarks into one Markdown or HTML file, by the file's ending.
-
-    Raises:
-        ConfigError: another ending, or the file cannot be written.
-    """
+    """Write the tables of several benchmarks into one Markdown or HTML file, by the file's ending."""
     ending = Path(path).suffix.lower()
     if ending not in ENDINGS:
         raise ConfigError(f"{path} must end in .md or .html", key="output", nearest=ENDINGS)

@@ -46,24 +46,17 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
         title=f"parts of equal work, and {TOKEN_BUDGET:,}-token microbatches on a ladder of {RUNGS} shapes, compared with veRL",
         rows=found.rows,
         notes=(
-            f"The baseline (peer) is {origin}.",
+            f"The baseline (peer) is {origin}. If peer_rounds is less than rounds, it was timed last and not warmed up.",
             "Lengths are lognormal(7.3, 0.9), clipped to 16..16,384. L tokens cost 24576 * L + L**2, veRL's estimate.",
             "Values are means over the seeds. no_worse: rampup's value is not greater with any of them.",
-            "With equal counts, sequences beyond a multiple of the parts are left out, since veRL refuses them.",
-            "veRL makes ceil(tokens / budget) microbatches, which may exceed the budget; those count without padding.",
-            "If peer_rounds is less than rounds, the two were timed one after the other and veRL's algorithm not warmed up.",
+            "With equal counts, veRL refuses sequences beyond a multiple of the parts: they are left out. It makes "
+            "ceil(tokens / budget) microbatches, which may exceed the budget; those count without padding.",
         ),
     )
 
 
 def sample_lengths(n: int, seed: int) -> list[int]:
-    """Return lengths like those in reinforcement learning of language models: many short ones and a long tail.
-
-    Example:
-        >>> lengths = sample_lengths(1000, seed=0)
-        >>> len(lengths), 16 <= min(lengths), max(lengths) <= 16384
-        (1000, True, True)
-    """
+    """Return lengths like those in reinforcement learning of language models: many short ones and a long tail."""
     lognormal = np.random.default_rng(seed).lognormal(7.3, 0.9, n)
     return [int(length) for length in np.clip(lognormal, 16, TOKEN_BUDGET)]
 
@@ -80,12 +73,7 @@ def verl_partition() -> tuple[Partition, str]:
 
 
 def karmarkar_karp(costs: list[int], k: int, equal_size: bool) -> list[list[int]]:
-    """Partition as veRL does: merge the two partial partitions of the largest spread, copying their items, until one is left.
-
-    Example:
-        >>> karmarkar_karp([5, 5, 4, 3, 3], 2, False), karmarkar_karp([10, 1, 1, 1, 1, 1], 2, True)
-        ([[0, 3, 4], [1, 2]], [[0, 1, 3], [2, 4, 5]])
-    """
+    """Partition as veRL does: merge the two partial partitions of the largest spread, copying items, until one is left."""
     width = k if equal_size else 1
     assert len(costs) % width == 0, f"{len(costs)} % {width} != 0"
     ascending = sorted((cost, index) for index, cost in enumerate(costs))

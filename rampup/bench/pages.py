@@ -7,10 +7,8 @@ one line of JSON. Its argument is `quick` or `full`.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,16 +16,14 @@ from typing import Any
 
 import jax
 
-from rampup.bench.contenders import Problem, bench_optimizer, main_problem, plan_for, rampup_state
-from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, in_turns
+from rampup.bench.contenders import Problem, main_problem, plan_for, start_rampup
+from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, in_turns, run_module
 from rampup.plan.ramp import BatchRamp
 from rampup.run.data.batches import step_batches
 from rampup.run.mesh import make_mesh
-from rampup.run.step import train_step
 
 MICROBATCHES = (1, 8)
 STEPS, QUICK_STEPS = 15, 2
-TIMEOUT_SECONDS = 600
 # From version 2.35 on, glibc asks the kernel for huge pages if this is 1.
 VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 
@@ -47,11 +43,10 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
         rows=[row(k, found["huge"], found["small"]) for k in MICROBATCHES],
         notes=[
             str(main_problem(jax.local_devices(backend="cpu")[0], quick=quick)),
-            f"One CPU device; medians of {rounds} processes each, in turn, each of which returns the median of "
-            f"{QUICK_STEPS if quick else STEPS} steps. faults are the kernel's page faults in a step.",
-            f"Huge pages are {VARIABLE}={TUNABLE}=1, with which `rampup train`, `tune` and `bench` restart themselves if JAX "
-            "has no other device than the CPU. If the faults are the same in both, this machine does not provide huge pages on "
-            "request (the kernel's transparent_hugepage must be `madvise`).",
+            f"One CPU device; medians of {rounds} processes each, in turn, of the medians of {QUICK_STEPS if quick else STEPS} "
+            "steps. faults are the kernel's page faults in a step.",
+            f"Huge pages are {VARIABLE}={TUNABLE}=1, which `rampup train`, `tune` and `bench` set on a CPU. If the faults are "
+            "the same, this machine does not provide them (the kernel's transparent_hugepage must be `madvise`).",
         ],
     )
 
@@ -73,27 +68,17 @@ def row(k: int, huge: Sequence[dict[str, Any]], small: Sequence[dict[str, Any]])
 
 def run_process(*, huge: bool, quick: bool) -> dict[str, Any]:
     """Return the result of `measure` in a new process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "rampup.bench.pages", "quick" if quick else "full"],
-        env=os.environ | {VARIABLE: f"{TUNABLE}={int(huge)}"},
-        timeout=TIMEOUT_SECONDS,
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return run_module("rampup.bench.pages", ["quick" if quick else "full"], env={VARIABLE: f"{TUNABLE}={int(huge)}"})
 
 
 def measure(problem: Problem, steps: int) -> dict[str, Any]:
     """Return the median seconds and page faults of a step, by its number of microbatches."""
-    mesh, tx = make_mesh(devices=jax.devices()[:1]), bench_optimizer()
+    mesh = make_mesh(devices=jax.devices()[:1])
     first, last = (k * problem.rows for k in MICROBATCHES)
     plan = plan_for(BatchRamp.piecewise([(0, first), (1, last)]), 2, microbatch_size=problem.rows)
     batches = list(step_batches(problem.source(plan.consumed_samples), plan, mesh))
-    step, state = train_step(problem.model.loss, tx, plan, mesh), rampup_state(problem, tx, mesh)
-    seconds: dict[int, float] = {}
-    faults: dict[int, float] = {}
+    step, state = start_rampup(problem, plan, mesh)
+    seconds, faults = dict[int, float](), dict[int, float]()
     for k, batch in zip(MICROBATCHES, batches, strict=True):
         measured = []
         for _ in range(1 + steps):

@@ -32,6 +32,7 @@ MIN_DEVICES = 4
 COLUMNS = ("system", "p", "m", "v", "step_ms", "spread", "vs_maxtext", "temp_bytes", "iterations", "permutes", "matmuls")
 COLUMNS += ("gradient_error", "predicted_rank", "regret")
 ALL_TICKS = {1: "rampup 1f1b, all ticks", 2: "rampup interleaved, all ticks"}
+GPIPE = "rampup gpipe reference"
 # (m, v)
 Candidate = tuple[int, int]
 
@@ -96,11 +97,7 @@ def _sum_squares(y: jax.Array) -> jax.Array:
 
 
 def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
-    """Time pipelines in turn, and compare the cost model with measured times.
-
-    Raises:
-        ConfigError: JAX sees fewer than four devices.
-    """
+    """Time pipelines in turn, and compare the cost model with measured times."""
     devices = jax.devices()
     if len(devices) < MIN_DEVICES:
         raise ConfigError(
@@ -137,7 +134,7 @@ def compare(sizes: Sizes, p: int, m: int, maxtext: MaxTextPipeline | None, notes
         rampup_program(ALL_TICKS[1], model, mesh, m, skip_idle=False),
         rampup_program("rampup interleaved", model, mesh, m, num_repeats=2),
         rampup_program(ALL_TICKS[2], model, mesh, m, num_repeats=2, skip_idle=False),
-        rampup_program("rampup gpipe reference", model, mesh, m, is_gpipe=True),
+        rampup_program(GPIPE, model, mesh, m),
     ]
     for v in ALL_TICKS if maxtext else ():
         try:
@@ -159,12 +156,9 @@ def compare(sizes: Sizes, p: int, m: int, maxtext: MaxTextPipeline | None, notes
 
 
 def check_cost_model(sizes: Sizes, notes: list[str]) -> list[dict[str, Any]]:
-    """Time every split of the batch; return a row for each, and note the cost model's choice.
-
-    All ticks are computed, also the idle ones. Stages that share cores then work in proportion to the critical path that they
-    would have on devices of their own.
-    """
+    """Time every split of the batch; return a row for each, and note the cost model's choice."""
     p = sizes.chooser_stages
+    # With idle ticks computed too, stages that share cores work in proportion to the critical path on devices of their own.
     model, mesh = sizes.model(p), make_mesh(MeshAxes(pipeline=p), jax.devices()[:p])
     programs = {
         (m, v): rampup_program(ALL_TICKS[v], model, mesh, m, num_repeats=v, skip_idle=False) for m, v in sizes.candidates
@@ -202,21 +196,18 @@ def _reading_notes(sizes: Sizes, devices: list[jax.Device]) -> list[str]:
     notes = [
         f"Layers are x + relu(x @ up) @ down, two per stage, float32, B={sizes.batch}, T={sizes.tokens}, E={sizes.width}, "
         f"F={sizes.hidden}; {len(devices)} {devices[0].platform} devices; medians of {sizes.rounds} rounds in which all "
-        "programs of one (p, m) take turns. spread is the interquartile range over the median.",
-        "All systems recompute each chunk's forward in the backward. gradient_error is against the model without a pipeline, "
-        "relative to the largest gradient of an array.",
-        "vs_maxtext is rampup's time over MaxText's at the same p, m and v. temp_bytes is of one device. iterations, permutes "
-        "and matmuls are those of the loops in the compiled program: MaxText and gpipe have a forward and a backward loop, "
-        "added up; rampup has one loop for both. predicted_rank and regret (time over the best) are of the cost model.",
+        "programs of one (p, m) take turns. All recompute each chunk's forward in the backward.",
+        "gradient_error is relative to the largest gradient of an array. vs_maxtext is the time over MaxText's at the same p, "
+        "m and v. temp_bytes is of one device. iterations, permutes and matmuls are of the program's loops: MaxText and "
+        "gpipe have two, added up. predicted_rank and regret (time over the best) are of the cost model.",
         "Not run: real accelerators with several devices.",
     ]
     if devices[0].platform == "cpu":
         notes.append(
-            f"Simulated devices share {os.cpu_count()} CPU cores, so a step's time measures the total work of all stages and "
-            "not the critical path. Skipping idle ticks shortens it here; with a device for each stage it saves energy and no "
-            "time. The rows with all ticks compute the idle ones too, as MaxText does, and compare like with like. A part of "
-            "the ratio is specific to XLA on CPUs, which copies and transposes the weights at every tick if stages are a "
-            "vmapped dimension, as in MaxText: expect another ratio on accelerators."
+            f"Simulated devices share {os.cpu_count()} CPU cores, so a time is the total work of all stages and not the "
+            "critical path. Skipping idle ticks shortens it only here; the rows with all ticks compute them too, as MaxText "
+            "does. XLA on CPUs copies the weights at every tick if stages are a vmapped dimension, as in MaxText: expect "
+            "another ratio on accelerators."
         )
     return notes
 
@@ -247,16 +238,10 @@ class Program:
 
 
 def rampup_program(
-    system: str,
-    model: Model,
-    mesh: Mesh,
-    num_microbatches: int,
-    *,
-    num_repeats: int = 1,
-    skip_idle: bool = True,
-    is_gpipe: bool = False,
+    system: str, model: Model, mesh: Mesh, num_microbatches: int, *, num_repeats: int = 1, skip_idle: bool = True
 ) -> Program:
     """Compile one of rampup's pipelines."""
+    is_gpipe = system == GPIPE
     # GPipe keeps what its backward needs of every microbatch; recompute the chunks there too, as the other systems do.
     chunk = jax.checkpoint(_two_matmuls) if is_gpipe else _two_matmuls
     loss = PipelinedLoss(
@@ -274,10 +259,8 @@ def rampup_program(
     arguments = (params, *jax.device_put((x_KRTE, keys_KR), NamedSharding(mesh, PartitionSpec())))
 
     def step(params: Any, x_KRTE: jax.Array, keys_KR: jax.Array) -> tuple[jax.Array, Layers]:
-        if is_gpipe:
-            sums = gpipe_sums(loss, params, x_KRTE, keys_KR, mesh=mesh, param_shardings=shardings)
-        else:
-            sums = pipeline_sums(loss, params, x_KRTE, num_microbatches, keys_KR, mesh=mesh, param_shardings=shardings)
+        batch = (x_KRTE, keys_KR) if is_gpipe else (x_KRTE, num_microbatches, keys_KR)
+        sums = (gpipe_sums if is_gpipe else pipeline_sums)(loss, params, *batch, mesh=mesh, param_shardings=shardings)
         return sums.loss, sums.grads
 
     return Program(
@@ -292,11 +275,7 @@ def rampup_program(
 def gpipe_sums(
     loss: PipelinedLoss, params: Mapping[str, Any], batch_KR: Any, keys_KR: jax.Array, *, mesh: Mesh, param_shardings: Any
 ) -> Sums:
-    """Sum loss and gradients by differentiating through the forward ticks, as GPipe, praxis and MaxText do.
-
-    All K microbatches are used, their number is part of the program, and the activations of all of them are kept for the
-    backward.
-    """
+    """Sum loss and gradients of K microbatches by differentiating through the forward ticks, as GPipe and MaxText do."""
 
     def stage_sums(layers: Any, shared: Any, batch_KR: Any, keys_KR: Any) -> Sums:
         def forward(layers: Any, shared: Any) -> tuple[jax.Array, Sums]:
@@ -370,8 +349,8 @@ class CostModelCheck:
 
     def columns(self, candidate: Candidate) -> dict[str, object]:
         """Return the table's columns for one (m, v): its predicted rank, and its time over the best."""
-        ranking = self.ranking(next(iter(self.overheads.values())))
-        return {"predicted_rank": ranking.index(candidate) + 1, "regret": self.regret(candidate)}
+        rank = self.ranking(next(iter(self.overheads.values()))).index(candidate) + 1
+        return {"predicted_rank": rank, "regret": self.regret(candidate)}
 
     def regret(self, candidate: Candidate) -> float:
         """Return a measured time over the best one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,17 +58,15 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
         title=f"look-ups and a resume at step {FAR_STEP:,} compared with MaxText's manager, and the host's work in a step",
         rows=found.rows,
         notes=[
-            f"MaxText's manager is {origin}; it answers for step {FAR_STEP:,} by replaying every step before it, which was "
-            f"timed for {replayed:,} steps and multiplied by {FAR_STEP // replayed:,}.",
+            f"MaxText's manager is {origin}; it answers for step {FAR_STEP:,} by replaying every step before it: the time of "
+            f"{replayed:,} steps, multiplied by {FAR_STEP // replayed:,}.",
             f"The ramp: {CONFIG.per_device_batch_size_start} to {CONFIG.per_device_batch_size} by "
             f"{CONFIG.per_device_batch_size_increment} per device on {CONFIG.num_target_devices} devices, "
             f"{len(manager_ramp(CONFIG).phases)} phases. times_faster is the baseline's time over rampup's.",
             f"Medians of {rounds} rounds in turn.",
-            "The loop's part: look-ups, metrics file, learning rate and progress of every step, with results that are ready at "
-            "once. The host's part: also reading, splitting and placing the batches, and a step with three parameters, whose "
-            "execution is in the time. The baseline is the step of the default recipe's first phase on this device, so "
-            "times_faster is how often the host's work fits into it (goal: 100, and 200 us).",
-            "The difference of a long and a short run, so that work done once per run is not counted.",
+            "The loop's part: look-ups, metrics file, learning rate and progress of every step. The host's part: also reading, "
+            "splitting and placing the batches, and a step with three parameters. The baseline is a step of the default "
+            "recipe's first phase on this device (goal: 100 times, and 200 us). Both are a long run less a short one.",
         ],
     )
 
@@ -89,12 +88,12 @@ def plan_rows(manager: MakeManager, rounds: int, calls: int, replayed: int) -> I
     replay = times["replay"].median * FAR_STEP / replayed
     for name, (_, number) in cases.items():
         yield _row(name, times[name], number, "replay, extrapolated", replay)
+
+    def step(manager: Any) -> tuple[bool, int]:
+        return manager.update(), manager.global_batch_size_current
+
     managers = {"rampup": RampupBatchManager.from_plan(plan), "baseline": manager(CONFIG, 0)}
-
-    def step(name: str) -> Callable[[], Any]:
-        return lambda: (managers[name].update(), managers[name].global_batch_size_current)
-
-    times = take_turns({name: _repeat(step(name), calls) for name in managers}, rounds=rounds)
+    times = take_turns({name: _repeat(partial(step, managers[name]), calls) for name in managers}, rounds=rounds)
     yield _row("update, one step", times["rampup"], calls, "update", times["baseline"].median / calls)
 
 
@@ -121,15 +120,10 @@ def _row(case: str, measured: Seconds, number: int, baseline: str, baseline_seco
 def host_rows(rounds: int, steps: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of the host's work in a step, compared with the default recipe's step."""
     mesh = make_mesh(devices=jax.devices()[:1])
-    recipe, tiny = _recipe_step(mesh), _Tiny(mesh)
-    short, long = steps // 10, steps + steps // 10
-    runs: dict[str, Callable[[], Any]] = {
-        "recipe": recipe,
-        "loop, short": lambda: tiny.run_loop(short),
-        "host, short": lambda: tiny.run_host(short),
-        "loop, long": lambda: tiny.run_loop(long),
-        "host, long": lambda: tiny.run_host(long),
-    }
+    tiny, lengths = _Tiny(mesh), {"short": steps // 10, "long": steps + steps // 10}
+    runs: dict[str, Callable[[], Any]] = {"recipe": _recipe_step(mesh)}
+    for length, number in lengths.items():
+        runs |= {f"loop, {length}": partial(tiny.run_loop, number), f"host, {length}": partial(tiny.run_host, number)}
     times = take_turns(runs, rounds=rounds)
     for case in ("loop", "host"):
         pairs = zip(times[f"{case}, long"].all, times[f"{case}, short"].all, strict=True)
@@ -187,16 +181,10 @@ class _Tiny:
         with tempfile.TemporaryDirectory(prefix="rampup-bench-") as folder, open(os.devnull, "w") as nowhere:
             progress = TrainProgress(Console(file=nowhere))
             progress(RunPlanned(plan=plan, num_parameters=3, devices=jax.devices(), folder=Path(folder)))
-            Loop(
-                plan=plan,
-                step=step,
-                batches=batches,
-                folder=Path(folder),
-                metrics=MetricOptions(
-                    learning_rate=LearningRate(plan=plan, peak=1e-3).at, tokens_per_sample=1, flops_per_sample=1.0
-                ),
-                on_event=progress,
-            ).run(self._new_state())
+            rate = LearningRate(plan=plan, peak=1e-3).at
+            metrics = MetricOptions(learning_rate=rate, tokens_per_sample=1, flops_per_sample=1.0)
+            loop = Loop(plan=plan, step=step, batches=batches, folder=Path(folder), metrics=metrics, on_event=progress)
+            loop.run(self._new_state())
 
 
 class _ConstantStep:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -28,6 +28,8 @@ CPU_SIZES, DEVICE_SIZES, QUICK_SIZES = (56, 6), (5600, 100), (14, 3)
 CPU_DEVICES = 1
 
 TRANSITION_PHASES = 3
+# A step without a change is this many steps after one.
+CONTROL = 3
 # Steps of the first phase, long enough for the other phases to compile in the background, and of each later phase.
 CPU_STEPS, DEVICE_STEPS, QUICK_STEPS = (100, 15), (1000, 200), (6, 6)
 
@@ -78,20 +80,15 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
         notes=[
             str(problem),
             f"{plan.total_steps} steps, {plan.consumed_samples:,} rows, batches of {plan.ramp.sizes[0]} to "
-            f"{plan.ramp.sizes[-1]}; {mesh.size} x {device.device_kind or device.platform}; medians of {rounds} complete "
-            "ramps each, in turn, with JAX's caches cleared before each and no cache on disk.",
-            "ideal is rows * the best time per row of any system in the last phase + the shortest first compilation. "
-            "least_over_ideal is the same for each system's fastest run, over the fastest single compilation and row: the "
-            "numbers that other processes disturb least. over_own is a system's time over its own first compilation and steps, "
-            "each as long as the median of its phase: the cost of the phase changes, run by run. times_ours is a system's time "
-            f"over that of {FIXED}.",
-            "The columns with cpu are the same by this process's processor time, background compilations included.",
-            "A jit per batch size is MaxText's behaviour. The fixed microbatch of rampup, optax.MultiSteps and "
-            "optax.microbatching is the first phase's batch.",
-            "per_phase and auto compile in the background, here on the same cores: a ramp as short as this one ends before "
-            "that pays off."
-            if device.platform == "cpu"
-            else "per_phase and auto compile in the background, on the host's cores.",
+            f"{plan.ramp.sizes[-1]}; {mesh.size} x {device.device_kind or device.platform}; medians of {rounds} ramps each, in "
+            "turn, with cold caches.",
+            "ideal is rows * the best time per row in the last phase + the shortest first compilation, of any system. "
+            "least_over_ideal is the same of the fastest runs, which other processes disturb least. over_own is a system's "
+            "time over its first compilation and steps, each as long as its phase's median: the cost of the phase changes. "
+            f"times_ours is the time over that of {FIXED}. Columns with cpu are by this process's processor time.",
+            "A jit per batch size is MaxText's behaviour. The other baselines and rampup, fixed, take microbatches of the "
+            "first phase's batch. per_phase and auto compile in the background, on the host's cores: on a CPU, a ramp as "
+            "short as this one ends before that pays off.",
         ],
     )
 
@@ -112,18 +109,15 @@ def trip(name: str, problem: Problem, plan: RampPlan, mesh: Mesh) -> Trip:
     """Run one contender through the ramp. Losses are fetched some steps later, as a training loop does."""
     jax.clear_caches()
     started = start_run(name, problem, plan, mesh)
-    waiting: deque[jax.Array] = deque()
+    waiting: deque[jax.Array | None] = deque()
     readings = [_clocks()]
-    for number, loss in enumerate(started.losses):
+    for number, loss in enumerate(itertools.chain(started.losses, [None] * IN_FLIGHT)):
         if number == 0:
             readings.append(_clocks())
         waiting.append(loss)
-        if len(waiting) > IN_FLIGHT:
-            waiting.popleft().block_until_ready()
+        if len(waiting) > IN_FLIGHT and (known := waiting.popleft()) is not None:
+            known.block_until_ready()
             readings.append(_clocks())
-    for loss in waiting:
-        loss.block_until_ready()
-        readings.append(_clocks())
     wall, cpu = (_read_clock(clock, plan) for clock in zip(*readings, strict=True))
     join_compilations()
     return Trip(wall=wall, cpu=cpu, compilations=started.num_compilations())
@@ -182,12 +176,8 @@ def rows(trips: Mapping[str, Sequence[Trip]], plan: RampPlan) -> list[dict[str, 
 
 
 def _median(trips: Sequence[Clocked]) -> Clocked:
-    return Clocked(
-        seconds=statistics.median(trip.seconds for trip in trips),
-        first_seconds=statistics.median(trip.first_seconds for trip in trips),
-        row_seconds=statistics.median(trip.row_seconds for trip in trips),
-        step_seconds=statistics.median(trip.step_seconds for trip in trips),
-    )
+    names = [field.name for field in fields(Clocked)]
+    return Clocked(**{name: statistics.median(getattr(trip, name) for trip in trips) for name in names})
 
 
 def _ideal(trips: Iterable[Clocked], plan: RampPlan) -> Clocked:
@@ -219,21 +209,13 @@ class Steps:
     def over_median(self, step: int, plan: RampPlan) -> float:
         """Return a step's time over the median of the steps of the same phase and microbatch size."""
         phase, size = plan.position(step).phase, self.microbatch_sizes[step]
-        same = [
-            seconds
-            for number, (seconds, other) in enumerate(zip(self.seconds, self.microbatch_sizes, strict=True))
-            if plan.position(number).phase == phase and other == size
-        ]
+        steps = enumerate(zip(self.seconds, self.microbatch_sizes, strict=True))
+        same = (seconds for i, (seconds, other) in steps if other == size and plan.position(i).phase == phase)
         return self.seconds[step] / statistics.median(same)
 
-    def slowest_change(self, plan: RampPlan) -> float:
-        """Return the largest `over_median` of the steps at a change."""
-        return max(self.over_median(step, plan) for step in self.changes(plan))
-
-    def slowest_control(self, plan: RampPlan) -> float:
-        """Return the same for as many steps without a change, three steps later each."""
-        after = [min(step + 3, len(self.seconds) - 1) for step in self.changes(plan)]
-        return max(self.over_median(step, plan) for step in after)
+    def slowest_change(self, plan: RampPlan, later: int = 0) -> float:
+        """Return the largest `over_median` of the steps at a change, or a number of steps later, as a control."""
+        return max(self.over_median(min(step + later, len(self.seconds) - 1), plan) for step in self.changes(plan))
 
 
 def run_transition(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
@@ -255,17 +237,12 @@ def run_transition(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchR
         notes=[
             str(problem),
             f"{TRANSITION_PHASES} phases of {steps[0]}, {steps[1]} and {steps[1]} steps, batches of "
-            f"{', '.join(map(str, plan.ramp.sizes))}; one {device.device_kind or device.platform} "
-            f"device; {rounds} runs each, in turn, every step waited for, with cold caches.",
-            "A change is the first step of a phase, or the first in another microbatch size. slowest_change is the slowest of "
-            "a run's changes, each over the median of the steps of its phase and size; the table has the median over the runs. "
-            "least is the smallest over the runs, which noise does not raise. control is slowest_change of steps without a "
-            "change. slowest_ms is the slowest step at a change.",
-            "late_steps ran in the shape of an earlier phase, because their own was still compiling.",
-            "While a shape compiles in the background, training and compiler share the cores of this CPU, so the steps of the "
-            "first phase are slower. With an accelerator they do not interfere."
-            if device.platform == "cpu"
-            else "Shapes compile in the background on the host.",
+            f"{', '.join(map(str, plan.ramp.sizes))}; one {device.device_kind or device.platform} device; {rounds} runs each, "
+            "in turn, every step waited for, with cold caches.",
+            "A change is the first step of a phase or in another microbatch size. slowest_change is the slowest of a run's "
+            "changes, each over the median of its phase and size: the median over the runs; least is the smallest. control is "
+            "the same of steps without a change. late_steps ran in the shape of an earlier phase, because their own was still "
+            "compiling in the background, which on a CPU also slows the steps of the first phase.",
         ],
     )
 
@@ -305,7 +282,7 @@ def transition_rows(found: Mapping[str, Sequence[Steps]], plan: RampPlan) -> lis
             "slowest_change": changes[name].median,
             "spread": changes[name].spread,
             "least": min(changes[name].all),
-            "control": statistics.median(steps.slowest_control(plan) for steps in runs),
+            "control": statistics.median(steps.slowest_change(plan, later=CONTROL) for steps in runs),
             "times_ours": changes[name].median / changes[FIXED].median,
             "slowest_ms": 1e3 * statistics.median(max(steps.seconds[i] for i in steps.changes(plan)) for steps in runs),
             "median_ms": 1e3 * statistics.median(second for steps in runs for second in steps.seconds),

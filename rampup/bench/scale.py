@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import jax
 
-from rampup.bench.contenders import QUICK, SMALL, Problem, baseline, bench_optimizer, plan_for, rampup_state
+from rampup.bench.contenders import FIXED, PER_PHASE, POLICIES, QUICK, SMALL, Problem, baseline, plan_for, start_rampup
 from rampup.bench.maxtext import MakeManager, manager_ramp, maxtext_manager
-from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, take_turns
+from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, run_module, take_turns
 from rampup.plan.plan import RampPlan
-from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import RampupMicrobatch
 from rampup.run.data.batches import step_batches
 from rampup.run.distributed import join
 from rampup.run.mesh import batch_sharding, make_mesh, process_rows
-from rampup.run.step import train_step
 
 FAKE_DEVICES, PROCESSES, QUICK_PROCESSES = 8, (1, 2, 4), (1, 2)
 PLANNED_DEVICES, PHASES = (4_096, 65_536), 10_000
@@ -35,7 +33,6 @@ QUICK_PLANNED_DEVICES, QUICK_PHASES = (4_096,), 100
 # Steps of the first phase of a planned ramp; the last phases have one for every `PHASES` of them.
 FIRST_STEPS = 1_000_000
 REPLAYED = 300_000
-TIMEOUT_SECONDS = 600
 MICROBATCHES = 4
 COLUMNS = ("case", "devices", "processes", "phases", "ms", "spread", "peer_ms", "ratio", "peak_bytes", "compilations")
 COLUMNS += ("rows_here", "loss_difference")
@@ -55,12 +52,11 @@ def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
         title="one training step in several processes, and plans for many devices and phases",
         rows=[{name: row.get(name) for name in COLUMNS} for row in found.rows],
         notes=[
-            f"A step: {FAKE_DEVICES} simulated CPU devices in all, in real processes joined by jax.distributed, all on the "
-            "cores of this machine. The baseline is a hand-written jitted step on the full batch; ratio is rampup / baseline.",
-            "loss_difference is the largest relative difference of a loss from that of one process. rows_here is the number of "
-            "rows that one process reads for a step.",
-            "A plan: built, checked and split, phase by phase, and its last step looked up. The baseline is the replay of the "
-            f"ramp's steps by {origin}, timed for {REPLAYED:,} of them and extrapolated; it checks and splits nothing.",
+            f"A step: {FAKE_DEVICES} simulated CPU devices in real processes joined by jax.distributed, on the cores of this "
+            "machine. The baseline is a hand-written jitted step on the full batch; ratio is rampup / baseline.",
+            "loss_difference: the largest relative difference from one process. rows_here: the rows a process reads in a step.",
+            f"A plan: built, checked, split, and its last step looked up. The baseline is the replay of the ramp by {origin}, "
+            f"extrapolated from {REPLAYED:,} steps; it checks and splits nothing.",
             f"Medians of {rounds} rounds in turn. peak_bytes is the peak of Python's allocations for a plan.",
             "Not run: several machines, accelerators, and more than 4 processes.",
         ],
@@ -93,41 +89,17 @@ def run_processes(number: int, rounds: int, *, quick: bool) -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    command = [sys.executable, "-m", "rampup.bench.scale", str(FAKE_DEVICES), str(number)]
-    started = [
-        subprocess.Popen(
-            [*command, str(place), address, str(rounds), "quick" if quick else "full"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for place in range(number)
-    ]
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_SECONDS) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, (_, errors) in zip(started, outputs, strict=True):
-        if process.returncode:
-            raise RuntimeError(f"process {started.index(process)} of {number} failed:\n{errors[-2000:]}")
-    found: dict[str, Any] = json.loads(outputs[0][0].splitlines()[-1])
-    return found
+    sizes, last = (str(FAKE_DEVICES), str(number)), (address, str(rounds), "quick" if quick else "full")
+    return run_module("rampup.bench.scale", *([*sizes, str(place), *last] for place in range(number)))
 
 
 def measure(problem: Problem, rounds: int) -> dict[str, Any]:
-    """Time one optimizer step of rampup and of a hand-written big batch on all devices of all processes, in turn.
-
-    Returns:
-        The seconds of each, the losses of rampup's steps, its compilations, and the rows of a step that this process reads.
-    """
-    mesh, tx = make_mesh(), bench_optimizer()
-    num_rows = mesh.size * problem.rows
-    ramp = BatchRamp.constant(MICROBATCHES * num_rows)
-    plan = plan_for(ramp, 1, replicas=mesh.size, microbatch_size=problem.rows)
+    """Time one optimizer step of rampup and of a hand-written big batch on all devices of all processes, in turn."""
+    mesh = make_mesh()
+    plan = problem.plan(MICROBATCHES, mesh)
     source = problem.source(plan.consumed_samples)
     (batch,) = step_batches(source, plan, mesh)
-    step, state = train_step(problem.model.loss, tx, plan, mesh), rampup_state(problem, tx, mesh)
+    step, state = start_rampup(problem, plan, mesh)
     losses: list[float] = []
 
     def rampup_step() -> None:
@@ -151,7 +123,7 @@ def measure(problem: Problem, rounds: int) -> dict[str, Any]:
         "peer_seconds": times["baseline"].all,
         "losses": losses,
         "compilations": step.num_compilations,
-        "rows": MICROBATCHES * len(process_rows(mesh, num_rows)),
+        "rows": MICROBATCHES * len(process_rows(mesh, mesh.size * problem.rows)),
     }
 
 
@@ -178,9 +150,8 @@ def planning_rows(num_devices: int, phases: int, manager: MakeManager, rounds: i
         global_rampup_samples=FIRST_STEPS * num_devices * (phases - 1),
         num_target_devices=num_devices,
     )
-    policies: tuple[RampupMicrobatch, ...] = ("fixed", "per_phase")
-    for policy in policies:
-        make = _maker(config, policy)
+    for policy in (POLICIES[FIXED], POLICIES[PER_PHASE]):
+        make = partial(_make_plan, config, policy)
         tracemalloc.start()
         try:
             plan = make()
@@ -202,14 +173,11 @@ def planning_rows(num_devices: int, phases: int, manager: MakeManager, rounds: i
         }
 
 
-def _maker(config: Any, policy: RampupMicrobatch) -> Callable[[], RampPlan]:
-    def make() -> RampPlan:
-        ramp = manager_ramp(config)
-        plan = plan_for(ramp, 2 * ramp.ramp_steps, replicas=config.num_target_devices, policy=policy)
-        plan.position(plan.total_steps - 1)
-        return plan
-
-    return make
+def _make_plan(config: Any, policy: RampupMicrobatch) -> RampPlan:
+    ramp = manager_ramp(config)
+    plan = plan_for(ramp, 2 * ramp.ramp_steps, replicas=config.num_target_devices, policy=policy)
+    plan.position(plan.total_steps - 1)
+    return plan
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def test_slowest_change_sees_stalls_and_not_slower_phases():
     assert steps(calm).slowest_change(PLAN) == 1
     stalled = [*calm[:8], 30, 3, 3, 3]
     assert steps(stalled).slowest_change(PLAN) == 10
-    assert steps(stalled).slowest_control(PLAN) == 1
+    assert steps(stalled).slowest_change(PLAN, later=3) == 1
     late = [*calm[:4], 2, 2, 8, 5, *calm[8:]]
     assert steps(late, [2] * 6 + [4] * 6).slowest_change(PLAN) == pytest.approx(8 / 6.5)
 
