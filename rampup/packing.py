@@ -1,11 +1,12 @@
 """Balances sequences of different lengths over parts (`balance`), and packs them into microbatches of few shapes (`pack`).
 
-`balance` starts from two simple partitions and improves each by exchanging a few items between parts. `pack` uses best-fit
+`balance` starts from up to three simple partitions and improves each by exchanging a few items between parts. `pack` uses best-fit
 decreasing onto a ladder of shapes. Both are deterministic and exact: costs are whole numbers of any size.
 """
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -30,7 +31,9 @@ Bins = Sequence[Sequence[int]]
 # More empty microbatches than this are an error, so that a typing error does not exhaust memory.
 MAX_EMPTY = 10**6
 # Larger inputs offer so many exchanges that the first start reaches the lower bound, or nearly so.
-SECOND_START_ITEMS = 20_000
+MORE_STARTS_ITEMS = 20_000
+# Items times parts, beyond which differencing single items takes too long.
+DIFFERENCING_WORK = 100_000
 # 128 items of one part and 128 of another have enough pairs that their differences cover nearly every number near 0.
 POOL_ITEMS = 128
 # The items of a large part that may be exchanged, in eighths of the part sorted by size. Later rounds try other ranges.
@@ -137,8 +140,9 @@ def balance(lengths: Sequence[int], k: int, cost: Cost = "tokens", equal_count: 
     """Partition sequences into parts of nearly equal cost.
 
     The first start is a tree of differences between rows of k neighbors in size. If exchanges do not bring it down to the
-    lower bound and the input is not large, largest-first is the second start. Exchanges move up to two sequences of the most
-    expensive part to a cheap part, and up to two back. The same input gives the same parts on every machine.
+    lower bound and the input is not large, largest-first and Karmarkar-Karp differencing are tried too. Exchanges move up to
+    two sequences of the most expensive part to a cheap part, and up to two back. The same input gives the same parts on every
+    machine.
 
     Args:
         lengths: tokens of each sequence, as a list or an integer array.
@@ -158,7 +162,7 @@ def balance(lengths: Sequence[int], k: int, cost: Cost = "tokens", equal_count: 
         >>> balance([10, 1, 1, 1, 1, 1], 2, cost=(1, 1), equal_count=True)
         ((0, 3, 5), (1, 2, 4))
     """
-    tokens: Array = np.array(_check_lengths(lengths), dtype=np.int64)
+    tokens = _token_array(lengths)
     _check_count(k, "k", maximum=len(tokens), limit="the number of sequences")
     linear, square = _cost_coefficients(cost)
     longest = int(tokens.max())
@@ -247,12 +251,18 @@ def _partition(costs: Array, num_parts: int, equal_count: bool) -> Array:
     bound = max(-(-int(costs.sum()) // (num_parts * unit)) * unit, int(costs[0]) + int(costs[n - counts[0] + 1 :].sum()))
     if num_parts < n:
         bound = max(bound, int(costs[num_parts - 1]) + int(costs[num_parts]))
-    first = _tree_of_differences(costs, num_parts)
-    reached = _Exchanger(costs, first, num_parts, counts, bound).run()
-    if reached == bound or n > SECOND_START_ITEMS:
-        return first
-    second = np.array(_largest_first(costs.tolist(), num_parts, equal_count), dtype=np.intp)
-    return second if _Exchanger(costs, second, num_parts, counts, bound).run() < reached else first
+    best = _tree_of_differences(costs, num_parts)
+    reached = _Exchanger(costs, best, num_parts, counts, bound).run()
+    starts = [_largest_first] * (n <= MORE_STARTS_ITEMS)
+    if starts and (equal_count or n * num_parts <= DIFFERENCING_WORK):
+        starts.append(_largest_differences)
+    for start in starts:
+        if reached == bound:
+            break
+        labels = np.array(start(costs.tolist(), num_parts, equal_count), dtype=np.intp)
+        if (other := _Exchanger(costs, labels, num_parts, counts, bound).run()) < reached:
+            best, reached = labels, other
+    return best
 
 
 def _largest_first(costs: Sequence[int], num_parts: int, equal_count: bool) -> list[int]:
@@ -273,6 +283,31 @@ def _largest_first(costs: Sequence[int], num_parts: int, equal_count: bool) -> l
         counts[part] += 1
         labels.append(part)
         heapq.heapreplace(heap, (load + cost, part))
+    return labels
+
+
+def _largest_differences(costs: Sequence[int], num_parts: int, equal_count: bool) -> list[int]:
+    """Merge the two partial partitions of the largest spread, expensive parts with cheap ones (Karmarkar and Karp 1982).
+
+    A partial partition has the costs and the items of its parts in descending order of cost. With `equal_count` it starts as
+    a row of neighbors in size instead of a single item (Michiels et al. 2003).
+    """
+    width = num_parts if equal_count else 1
+    heap = []
+    for start in range(0, len(costs), width):
+        row = [(cost, [start + place]) for place, cost in enumerate(costs[start : start + width])]
+        row += [(0, list[int]())] * (num_parts - len(row))
+        heap.append((row[-1][0] - row[0][0], start, row))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, start, first = heapq.heappop(heap)
+        pairs = zip(first, reversed(heap[0][2]), strict=True)
+        row = sorted(((a + b, items + others) for (a, items), (b, others) in pairs), key=operator.itemgetter(0), reverse=True)
+        heapq.heapreplace(heap, (row[-1][0] - row[0][0], start, row))
+    labels = [0] * len(costs)
+    for part, (_, items) in enumerate(heap[0][2]):
+        for item in items:
+            labels[item] = part
     return labels
 
 
@@ -543,6 +578,16 @@ def _arrange(
 
 
 # --- arguments ---
+
+
+def _token_array(lengths: Sequence[int]) -> Array:
+    """Return checked lengths as an int64 array. NumPy checks their range faster than Python does."""
+    values = _to_integers(lengths)
+    with contextlib.suppress(OverflowError):
+        tokens: Array = np.array(values, dtype=np.int64)
+        if tokens.min() >= 1 and tokens.max() <= MAX_COUNT:
+            return tokens
+    return np.array(_check_lengths(values), dtype=np.int64)
 
 
 def _check_lengths(lengths: Sequence[int]) -> list[int]:
