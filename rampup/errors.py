@@ -116,6 +116,11 @@ class MissingDependencyError(RampupError, ImportError):
     """An optional dependency that is not installed."""
 
 
+def choice_error(name: str, value: object, choices: Sequence[str]) -> ConfigError:
+    """Return the error about a value that is none of the legal ones."""
+    return ConfigError(f"{name}={repr(value)[:60]} must be one of {', '.join(choices)}", key=name, nearest=tuple(choices))
+
+
 def raise_together(problems: Sequence[RampupError]) -> None:
     """Raise all problems as one error of the first problem's type. Do nothing if there are none.
 

@@ -125,14 +125,8 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _error_object(error: Exception) -> dict[str, Any]:
-    return {
-        "error": {
-            "type": type(error).__name__,
-            "message": str(error),
-            "key": getattr(error, "key", None),
-            "nearest": list(getattr(error, "nearest", ())),
-        }
-    }
+    key, nearest = getattr(error, "key", None), list(getattr(error, "nearest", ()))
+    return {"error": {"type": type(error).__name__, "message": str(error), "key": key, "nearest": nearest}}
 
 
 def _print_error(error: Exception, *, as_json: bool) -> None:
@@ -145,12 +139,6 @@ def _print_error(error: Exception, *, as_json: bool) -> None:
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    return "\n".join(
-        [
-            "usage: rampup COMMAND CONFIG.yml [key=value ...] [options]",
-            "",
-            *(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items()),
-            "",
-            "rampup COMMAND --help describes a command; rampup --version prints the version.",
-        ]
-    )
+    commands = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
+    end = "rampup COMMAND --help describes a command; rampup --version prints the version."
+    return f"usage: rampup COMMAND CONFIG.yml [key=value ...] [options]\n\n{commands}\n\n{end}"

@@ -88,15 +88,7 @@ def split_cpu(number: int) -> None:
 
 
 def check_output(path: str | None, suffixes: Sequence[str]) -> None:
-    """Refuse an output file that cannot be written, before the work.
-
-    Args:
-        path: the file, if any.
-        suffixes: the legal ones.
-
-    Raises:
-        ConfigError: another suffix, or there is no such folder.
-    """
+    """Refuse an output file with another suffix or in no folder, before the work."""
     if path is None:
         return
     if Path(path).suffix.lower() not in suffixes:

@@ -33,11 +33,7 @@ class CliInputs:
     overrides: tuple[str, ...]  # `key=value` settings of the configuration
 
     def read_config(self, environ: Mapping[str, str]) -> Config:
-        """Return the configuration, or the one that the run was last started with.
-
-        Raises:
-            ConfigError: it cannot be read, it is a rollout's, or the run's folder has none.
-        """
+        """Return the configuration, or the one that the run was last started with."""
         if self.config is not None:
             if is_rollout_file(self.config):
                 raise ConfigError(
@@ -57,12 +53,7 @@ class CliInputs:
         return load_config(file)
 
     def read_runs(self) -> tuple[RunMetrics, ...]:
-        """Return the metrics of the runs, named after their folders.
-
-        Raises:
-            DataError: a folder has no metrics.
-            ConfigError: no runs are named.
-        """
+        """Return the metrics of the runs, named after their folders."""
         if not self.runs:
             raise ConfigError("only the folder of a run has metrics", path=COMMAND_LINE)
         names = [folder.resolve().name for folder in self.runs]

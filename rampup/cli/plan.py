@@ -41,11 +41,7 @@ def run(args: argparse.Namespace, console: object) -> Result:
 
 
 def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
-    """Refuse options that exclude each other.
-
-    Raises:
-        ConfigError: names the option.
-    """
+    """Refuse options that exclude each other."""
     given = [name for name in ("diff", "budget") if getattr(args, name) is not None]
     if len(given) > 1:
         raise ConfigError("--diff and --budget exclude each other; leave one out", key="diff", path=COMMAND_LINE)

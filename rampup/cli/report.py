@@ -14,14 +14,7 @@ from rampup.config.load import COMMAND_LINE
 from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError
 from rampup.plan.plan import RampPlan
-from rampup.rl.config import (
-    ROLLOUT_KEYS,
-    RolloutConfig,
-    build_rollout_plan,
-    is_rollout_file,
-    load_rollout_config,
-    rollout_notes,
-)
+from rampup.rl import config as rl
 from rampup.show.report import Report, key_values, write_report
 
 CountDevices = Callable[[Any], int]
@@ -64,7 +57,7 @@ def gather_report(
     inputs = parse_inputs(words)
     if system is not None:
         return _report_on_other_system(inputs, system)
-    if inputs.config is not None and is_rollout_file(inputs.config):
+    if inputs.config is not None and rl.is_rollout_file(inputs.config):
         return _report_on_rollout(inputs, inputs.config, environ, count_devices)
     config = inputs.read_config(environ)
     plan = rampup.build_plan(config, count_devices(config))
@@ -80,13 +73,13 @@ def gather_report(
 
 
 def _report_on_rollout(inputs: CliInputs, file: str, environ: Mapping[str, str], count_devices: CountDevices) -> Report:
-    config = load_rollout_config(file, inputs.overrides, environ=environ)
-    plan = build_rollout_plan(config, count_devices(config))
+    config = rl.load_rollout_config(file, inputs.overrides, environ=environ)
+    plan = rl.build_rollout_plan(config, count_devices(config))
     return Report(
         title=Path(file).stem,
         plan=plan,
-        notes=rollout_notes(config, plan),
-        keys=key_values(ROLLOUT_KEYS, config.to_dict(), RolloutConfig().to_dict(), config.where),
+        notes=rl.rollout_notes(config, plan),
+        keys=key_values(rl.ROLLOUT_KEYS, config.to_dict(), rl.RolloutConfig().to_dict(), config.where),
         version=rampup.__version__,
     )
 

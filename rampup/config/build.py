@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 
-from rampup.config.schema import KEYS, Config
+from rampup.config.schema import KEYS, RAMP_KEYS, Config
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.numbers import AUTO, exact_fraction, nearest_in
@@ -39,11 +39,8 @@ def build_plan(
     """
     num_devices = config.num_devices if num_devices is None else num_devices
     if num_devices < 1:
-        raise ConfigError(
-            f"num_devices={num_devices} must be at least 1; pass the number to `build_plan` or set the key",
-            key="num_devices",
-            nearest=(1,),
-        )
+        text = f"num_devices={num_devices} must be at least 1; pass the number to `build_plan` or set the key"
+        raise ConfigError(text, key="num_devices", nearest=(1,))
     problems: list[RampupError] = []
 
     # The mesh, the pipeline and the ramp break different rules, so each is checked even if another one is refused. A mesh
@@ -116,11 +113,8 @@ def mesh_axes(config: Config, num_devices: int) -> MeshAxes:
 
 
 def _num_repeats(config: Config, num_stages: int) -> int:
-    layers, per_stage, repeats = (
-        config.base_num_decoder_layers,
-        config.num_layers_per_pipeline_stage,
-        config.num_pipeline_repeats,
-    )
+    layers, repeats = config.base_num_decoder_layers, config.num_pipeline_repeats
+    per_stage = config.num_layers_per_pipeline_stage
     if per_stage == AUTO:
         per_stage = max(layers // (num_stages * max(repeats, 1)), 1)
     return pipeline_repeats(num_layers=layers, num_stages=num_stages, num_layers_per_stage=per_stage, num_repeats=repeats)
@@ -167,20 +161,9 @@ def _splitter(config: Config, axes: MeshAxes, num_repeats: int) -> BatchSplitter
 
 
 def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None) -> BatchRamp:
-    ramp = ramp_from_config(
-        num_devices=num_devices,
-        per_device_batch_size=config.per_device_batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        enable_rampup_batch_size=config.enable_rampup_batch_size,
-        per_device_batch_size_start=config.per_device_batch_size_start,
-        per_device_batch_size_increment=config.per_device_batch_size_increment,
-        global_rampup_samples=config.global_rampup_samples,
-        rampup_carry_overshoot=config.rampup_carry_overshoot,
-        batch_size_schedule=config.batch_size_schedule,
-        batch_size_schedule_unit=config.batch_size_schedule_unit,
-        max_target_length=config.max_target_length,
-        splitter=splitter and replace(splitter, microbatch_size=AUTO),
-    )
+    unfixed = splitter and replace(splitter, microbatch_size=AUTO)
+    keys = {name: getattr(config, name) for name in (*RAMP_KEYS, "max_target_length")}
+    ramp = ramp_from_config(num_devices=num_devices, splitter=unfixed, **keys)
     if splitter is not None:
         _check_phases(config, ramp, splitter)
     return ramp

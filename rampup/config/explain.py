@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rampup.config.files import BASE_FILE, ConfigFile, yaml_value
@@ -31,10 +31,6 @@ class Explanation:
     maxtext_name: str | None  # MaxText's name for it; None if MaxText has no such key
     maxtext_default: str | None  # MaxText's default, as written there
     interacts: tuple[str, ...]  # the keys that its documentation names, and those whose documentation names it
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the explanation as `rampup explain --json` prints it."""
-        return asdict(self)
 
 
 def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> Explanation:

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,6 @@ class Change:
     after: str
     where: str  # the file and line, the command line, or the environment variable
     renamed: str | None = None  # the misspelled name, if the name is what changes
-
-    def to_dict(self) -> dict[str, str | None]:
-        """Return the change as `rampup fix --json` prints it."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,13 +64,12 @@ class Key:
             words = f"one of {', '.join(self.choices)}"
         else:
             limits = {"at least": self.minimum, "at most": self.maximum, "above": self.above, "below": self.below}
-            parts = [EXPECTED[self.kind]]
-            parts += [
-                f"{name} {limit if isinstance(limit, int) else f'{limit:g}'}"
-                for name, limit in limits.items()
-                if limit is not None
-            ]
-            words = ", ".join(parts) + "".join(f", or {value}" for value in self.also)
+            known = {
+                name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in limits.items() if limit is not None
+            }
+            words = ", ".join([EXPECTED[self.kind], *(f"{name} {limit}" for name, limit in known.items())]) + "".join(
+                f", or {value}" for value in self.also
+            )
         return words + (", or null" if self.nullable else "")
 
     def read(self, name: str, value: object) -> Any:
@@ -222,10 +221,6 @@ def attribute_of(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _read_bool(value: object) -> bool | None:
-    return value if isinstance(value, bool) else None
-
-
 def _read_int(value: object) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -251,16 +246,12 @@ def _read_text(value: object) -> str | None:
     return value if isinstance(value, str) and value.strip() and value.isprintable() and len(value) <= 1_000_000 else None
 
 
-def _read_name(value: object) -> str | None:
-    return value if isinstance(value, str) and (value == "" or FOLDER_NAME.fullmatch(value)) else None
-
-
 # Each returns None for a value of another type.
 _READERS: dict[Kind, Callable[[object], Any]] = {
-    "bool": _read_bool,
+    "bool": lambda value: value if isinstance(value, bool) else None,
     "int": _read_int,
     "float": _read_float,
     "size": _read_size,
     "text": _read_text,
-    "name": _read_name,
+    "name": lambda value: value if isinstance(value, str) and (value == "" or FOLDER_NAME.fullmatch(value)) else None,
 }

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from rampup.errors import ConfigError
+from rampup.errors import choice_error
 from rampup.plan.ramp import BatchRamp
 
 BatchScaling = Literal["none", "sqrt", "linear"]
@@ -29,11 +29,7 @@ def learning_rate_scale(global_batch_size: int, final_global_batch_size: int, sc
         0.5
     """
     if scaling not in BATCH_SCALING:
-        raise ConfigError(
-            f"learning_rate_batch_scaling={scaling!r} must be one of {', '.join(BATCH_SCALING)}",
-            key="learning_rate_batch_scaling",
-            nearest=BATCH_SCALING,
-        )
+        raise choice_error("learning_rate_batch_scaling", scaling, BATCH_SCALING)
     ratio = global_batch_size / final_global_batch_size
     return {"none": 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scaling]
 
@@ -67,9 +63,7 @@ def clock_segments(ramp: BatchRamp, *, clock: Clock, schedule_steps: int, scalin
         [0.0, 0.25]
     """
     if clock not in CLOCKS:
-        raise ConfigError(
-            f"learning_rate_clock={clock!r} must be one of {', '.join(CLOCKS)}", key="learning_rate_clock", nearest=CLOCKS
-        )
+        raise choice_error("learning_rate_clock", clock, CLOCKS)
     total = schedule_steps if clock == "steps" else ramp.samples_before(schedule_steps)
     final = ramp.sizes[-1]
     return tuple(

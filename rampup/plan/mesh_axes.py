@@ -90,11 +90,7 @@ class _AxisRequest:
     dcn: Mapping[str, int]
 
     def infer(self) -> dict[str, int]:
-        """Return the size of every axis over all slices.
-
-        Raises:
-            BatchDivisibilityError: If the product of the sizes is not the number of devices.
-        """
+        """Return the size of every axis over all slices."""
         num_slices = self.num_slices
         if num_slices == AUTO:
             if AUTO in self.ici.values() or AUTO not in self.dcn.values():
@@ -132,13 +128,8 @@ def _check_group(group: str, sizes: Mapping[str, int]) -> list[RampupError]:
     ]
     automatic = [_key(group, axis) for axis, size in sizes.items() if size == AUTO]
     if len(automatic) > 1:
-        problems.append(
-            ConfigError(
-                f"only one {group}_*_parallelism may be -1 (the rest), not {' and '.join(automatic)}",
-                key=automatic[1],
-                nearest=(1,),
-            )
-        )
+        text = f"only one {group}_*_parallelism may be -1 (the rest), not {' and '.join(automatic)}"
+        problems.append(ConfigError(text, key=automatic[1], nearest=(1,)))
     return problems
 
 
@@ -165,7 +156,7 @@ def _find_single_fix(group: str, sizes: Mapping[str, int], total: int) -> tuple[
     for axis in sorted(sizes, key=lambda axis: sizes[axis] == 1):
         if total * sizes[axis] % known == 0:
             return _key(group, axis), (total * sizes[axis] // known,)
-    return _first_key(group, sizes), ()
+    return next((_key(group, axis) for axis, size in sizes.items() if size != 1), _key(group, "data")), ()
 
 
 def _divide(total: int, part: int, what: str, parts: str) -> int:
@@ -179,10 +170,6 @@ def _divide(total: int, part: int, what: str, parts: str) -> int:
 def _product(group: str, sizes: Mapping[str, int]) -> str:
     named = [_key(group, axis) for axis, size in sizes.items() if size not in (1, AUTO)]
     return " * ".join(named) or f"all {group}_*_parallelism"
-
-
-def _first_key(group: str, sizes: Mapping[str, int]) -> str:
-    return next((_key(group, axis) for axis, size in sizes.items() if size != 1), _key(group, "data"))
 
 
 def _key(group: str, axis: str) -> str:

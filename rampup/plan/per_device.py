@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError, raise_together
+from rampup.errors import BatchDivisibilityError, RampDefinitionError, RampupError, choice_error, raise_together
 from rampup.moved import moved_names
 from rampup.plan.numbers import divisors, exact_fraction, nearest_in, nearest_multiples, to_yaml_number
 from rampup.plan.ramp import BatchRamp, check_num_phases
@@ -65,11 +65,7 @@ def ramp_from_config(
             problem.alternatives = {"enable_rampup_batch_size": (False,)}
             raise problem
         if batch_size_schedule_unit not in SCHEDULE_UNITS:
-            raise ConfigError(
-                f"batch_size_schedule_unit={batch_size_schedule_unit!r} must be samples or tokens",
-                key="batch_size_schedule_unit",
-                nearest=SCHEDULE_UNITS,
-            )
+            raise choice_error("batch_size_schedule_unit", batch_size_schedule_unit, SCHEDULE_UNITS)
         tokens = batch_size_schedule_unit == "tokens"
         return BatchRamp.from_schedule(batch_size_schedule, sequence_length=max_target_length if tokens else None)
     values = {END: per_device_batch_size}
@@ -114,17 +110,11 @@ def _parse_rampup_samples(value: object) -> int:
 
 
 class _Sizes:
-    """The per-device sizes as exact fractions, checked.
-
-    Attributes:
-        values: the sizes by key.
-        factor: num_devices * G. A size times this factor is a global batch.
-        step: every size must be a multiple of this fraction, so that its global batch is a multiple of the splitter's unit.
-        rule: the same as text, for errors.
-    """
+    """The per-device sizes by key as exact fractions, checked. A size times `factor`, num_devices * G, is a global batch."""
 
     def __init__(self, values: dict[str, object], factor: int, splitter: BatchSplitter | None) -> None:
         self.factor = factor
+        # Every size must be a multiple of `step`, so that its global batch is a multiple of the splitter's unit.
         unit = 1 if splitter is None else splitter.unit
         self.step = Fraction(unit, factor)
         self.rule = "a whole number of samples"
@@ -158,10 +148,8 @@ class _Sizes:
                 key=END,
                 nearest=[to_yaml_number(n) for n in ends],
             )
-            problem.alternatives = {
-                INCREMENT: tuple(map(to_yaml_number, increments)),
-                START: tuple(map(to_yaml_number, self._legal(START))),
-            }
+            others = {INCREMENT: increments, START: self._legal(START)}
+            problem.alternatives = {key: tuple(map(to_yaml_number, values)) for key, values in others.items()}
             raise problem
         check_num_phases(int((end - start) / increment) + 1, key=INCREMENT)
 

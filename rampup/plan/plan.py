@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 
 from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError, raise_together
@@ -121,13 +121,9 @@ class RampPlan(NotebookRepr):
             object.__setattr__(self, "axes", MeshAxes(data=replicas, tensor=rest, pipeline=stages))
         object.__setattr__(self, "splits", self.splitter.split(self.ramp.sizes))
         object.__setattr__(self, "eval_split", None if eval_size is None else eval_splitter.split([eval_size])[0])
-        clock = clock_segments(
-            self.ramp,
-            clock=self.learning_rate_clock,
-            schedule_steps=self.schedule_steps,
-            scaling=self.learning_rate_batch_scaling,
-        )
-        object.__setattr__(self, "clock", clock)
+        clock, scaling = self.learning_rate_clock, self.learning_rate_batch_scaling
+        segments = clock_segments(self.ramp, clock=clock, schedule_steps=self.schedule_steps, scaling=scaling)
+        object.__setattr__(self, "clock", segments)
         counts: dict[int, int] = {}
         for phase, split in enumerate(self.splits):
             for possible in (split, *self.fallbacks(phase)):
@@ -215,10 +211,8 @@ class RampPlan(NotebookRepr):
         """
         stages, repeats = self.splitter.num_stages, self.splitter.num_repeats
         if stages == 1:
-            raise PipelineShapeError(
-                "a plan without pipeline stages has no timetable; set ici_pipeline_parallelism above 1",
-                key="ici_pipeline_parallelism",
-            )
+            key = "ici_pipeline_parallelism"
+            raise PipelineShapeError(f"a plan without pipeline stages has no timetable; set {key} above 1", key=key)
         return Timetable.build(
             "interleaved" if repeats > 1 else "1f1b",
             num_stages=stages,
@@ -289,10 +283,7 @@ class RampPlan(NotebookRepr):
         return {
             "global_batch_size": split.global_batch_size,
             "per_device_batch_size": plain_number(per_device),
-            "data_parallel_size": split.data_parallel_size,
-            "accumulation_steps": split.accumulation_steps,
-            "num_pipeline_microbatches": split.num_pipeline_microbatches,
-            "microbatch_size": split.microbatch_size,
+            **asdict(split),
             "num_stages": stages,
             "num_repeats": repeats,
             "bubble_fraction": float(bubble_fraction(stages, split.num_pipeline_microbatches, repeats)),

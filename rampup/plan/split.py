@@ -284,35 +284,19 @@ class BatchSplitter:
             "num_stages": self.num_stages,
             "num_pipeline_repeats": self.num_repeats,
         }
-        problems: list[RampupError] = [
-            ConfigError(f"{key}={size} must be at least 1", key=key, nearest=(1,)) for key, size in sizes.items() if size < 1
+        wrong: list[tuple[str, object, str, tuple[object, ...]]] = [
+            (key, size, "must be at least 1", (1,)) for key, size in sizes.items() if size < 1
         ]
-        if self.microbatch_size < 1 and self.microbatch_size != AUTO:
-            problems.append(
-                ConfigError(
-                    f"microbatch_size={self.microbatch_size} must be -1 (automatic) or at least 1",
-                    key="microbatch_size",
-                    nearest=(AUTO, 1),
-                )
-            )
+        key, size = "microbatch_size", self.microbatch_size
+        if size < 1 and size != AUTO:
+            wrong.append((key, size, "must be -1 (automatic) or at least 1", (AUTO, 1)))
         if self.rampup_microbatch not in RAMPUP_MICROBATCH:
-            problems.append(
-                ConfigError(
-                    f"rampup_microbatch={self.rampup_microbatch!r} must be one of {', '.join(RAMPUP_MICROBATCH)}",
-                    key="rampup_microbatch",
-                    nearest=RAMPUP_MICROBATCH,
-                )
-            )
+            rule = f"must be one of {', '.join(RAMPUP_MICROBATCH)}"
+            wrong.append(("rampup_microbatch", repr(self.rampup_microbatch), rule, RAMPUP_MICROBATCH))
         if self._fixes_microbatch and self.rampup_microbatch == "per_phase":
-            problems.append(
-                ConfigError(
-                    f"microbatch_size={self.microbatch_size} fixes the microbatch size, but rampup_microbatch=per_phase lets "
-                    "it grow; set microbatch_size=-1 or rampup_microbatch=fixed",
-                    key="microbatch_size",
-                    nearest=(AUTO,),
-                )
-            )
-        return problems
+            rule = "fixes the microbatch size, but rampup_microbatch=per_phase lets it grow"
+            wrong.append((key, size, f"{rule}; set microbatch_size=-1 or rampup_microbatch=fixed", (AUTO,)))
+        return [ConfigError(f"{key}={value} {rule}", key=key, nearest=nearest) for key, value, rule, nearest in wrong]
 
     def _microbatch_problems(self) -> list[RampupError]:
         m, p = self.num_pipeline_microbatches, self.num_stages

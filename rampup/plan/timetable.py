@@ -48,7 +48,7 @@ class Operation:
     @property
     def label(self) -> str:
         """Kind, microbatch and, for the second and later repeats, the repeat: `F3` or `B2.1`."""
-        return _label(self.kind, self.microbatch, self.repeat)
+        return f"{self.kind}{self.microbatch}" + (f".{self.repeat}" if self.repeat else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,13 +106,9 @@ class Timetable(NotebookRepr):
         check_shape(schedule, num_stages, num_microbatches, num_repeats, group_size)
         costs = _operation_costs(forward_cost, backward_cost, weight_cost, num_repeats)
         groups = group_sizes(num_microbatches, num_stages, group_size)
-        order_of_stage = {
-            "gpipe": _gpipe_order,
-            "circular": _gpipe_order,
-            "1f1b": _one_f_one_b_order,
-            "interleaved": _one_f_one_b_order,
-            "zb-h1": _zero_bubble_order,
-        }[schedule]
+        order_of_stage = {"gpipe": _gpipe_order, "circular": _gpipe_order, "zb-h1": _zero_bubble_order}.get(
+            schedule, _one_f_one_b_order
+        )
         orders = [order_of_stage(s, num_stages, num_microbatches, num_repeats, groups) for s in range(num_stages)]
         return cls(
             schedule=schedule,
@@ -190,14 +186,8 @@ class Timetable(NotebookRepr):
             "peak_live_microbatches": [plain_number(peak) for peak in self.peak_live_microbatches],
             "sends_per_stage": list(self.sends_per_stage),
             "table": [
-                {
-                    "stage": operation.stage,
-                    "kind": operation.kind,
-                    "microbatch": operation.microbatch,
-                    "repeat": operation.repeat,
-                    "start": plain_number(operation.start),
-                    "end": plain_number(operation.end),
-                }
+                {name: getattr(operation, name) for name in ("stage", "kind", "microbatch", "repeat")}
+                | {"start": plain_number(operation.start), "end": plain_number(operation.end)}
                 for operation in self.operations
             ],
         }
@@ -237,11 +227,7 @@ def num_ticks(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> i
 def group_sizes(num_microbatches: int, num_stages: int, group_size: int | None) -> list[int]:
     """Return the sizes of the groups of microbatches that pass through all repeats together.
 
-    Args:
-        num_microbatches: m.
-        num_stages: p.
-        group_size: size of contiguous groups, of which the last may be smaller (Megatron-LM). None = balanced groups of at
-            least p.
+    Groups of a given size are contiguous, and the last may be smaller (Megatron-LM). None = balanced groups of at least p.
 
     Example:
         >>> group_sizes(10, 4, None), group_sizes(10, 4, 4)
@@ -256,11 +242,7 @@ def group_sizes(num_microbatches: int, num_stages: int, group_size: int | None) 
 
 
 def check_shape(schedule: str, num_stages: int, num_microbatches: int, num_repeats: int, group_size: int | None) -> None:
-    """Check that a schedule is defined for these numbers.
-
-    Raises:
-        PipelineShapeError: If it is not. The error has the nearest numbers for which it is.
-    """
+    """Raise a PipelineShapeError with the nearest legal numbers unless a schedule is defined for these."""
     if schedule not in SCHEDULES:
         raise PipelineShapeError(
             f"schedule={schedule!r} must be one of {', '.join(SCHEDULES)}", key="schedule", nearest=SCHEDULES
@@ -389,7 +371,3 @@ def _simulate(orders: list[Order], costs: Mapping[Kind, Fraction], num_repeats: 
         assert progressed or not waiting, f"deadlock: stage {waiting[0]} waits for {orders[waiting[0]][done[waiting[0]]]}"
     for of_stage in operations:
         yield from of_stage
-
-
-def _label(kind: Kind, microbatch: int, repeat: int) -> str:
-    return f"{kind}{microbatch}" + (f".{repeat}" if repeat else "")

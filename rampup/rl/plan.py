@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, ResumeMismatchError, raise_together
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, ResumeMismatchError, choice_error, raise_together
 from rampup.notebook_repr import NotebookRepr
 from rampup.plan.numbers import MAX_SAMPLES, count_problems, divisors, nearest_in, nearest_multiples
 from rampup.rl.sizes import Experience, Size
@@ -145,7 +145,7 @@ class RolloutPlan(NotebookRepr):
         """
         found = {updates.model: updates for updates in self.order}
         if model not in found:
-            raise ConfigError(f"model={str(model)[:50]!r} must be one of {', '.join(found)}", key="model", nearest=tuple(found))
+            raise choice_error("model", model, list(found))
         return found[model]
 
     def position(self, optimizer_step: int, *, model: str = "policy") -> RolloutPosition:
@@ -254,13 +254,8 @@ class RolloutPlan(NotebookRepr):
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
     def _count_problems(self) -> list[RampupError]:
-        problems = count_problems(
-            {
-                "samples_per_prompt": self.samples_per_prompt,
-                "num_steps": self.num_steps,
-                "eval_samples_per_prompt": self.eval_samples_per_prompt,
-            }
-        )
+        counts = ("samples_per_prompt", "num_steps", "eval_samples_per_prompt")
+        problems = count_problems({name: getattr(self, name) for name in counts})
         problems += count_problems({"eval_prompts": self.eval_prompts}, minimum=0)
         for model, training in self._models().items():
             problems += training.problems(model)
@@ -275,13 +270,8 @@ class RolloutPlan(NotebookRepr):
         size, samples = self.rollout_batch, self.samples_per_step
         if samples > MAX_SAMPLES:
             largest = max(MAX_SAMPLES // size.factor(**self._factors), 1)
-            return [
-                ConfigError(
-                    f"{size.arithmetic('rollout_batch', **self._factors)} must be at most {MAX_SAMPLES:,} samples",
-                    key=size.key or "rollout_batch",
-                    nearest=(largest,),
-                )
-            ]
+            text = f"{size.arithmetic('rollout_batch', **self._factors)} must be at most {MAX_SAMPLES:,} samples"
+            return [ConfigError(text, key=size.key or "rollout_batch", nearest=(largest,))]
         units = {"samples_per_prompt": self.samples_per_prompt}
         for model, training in self._models().items():
             replicas, per_count = training.data_parallel_size, self._mini_factor(training)

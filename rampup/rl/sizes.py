@@ -6,24 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
-from rampup.plan.numbers import count_problems, nearest_multiples
+from rampup.errors import BatchDivisibilityError, choice_error, raise_together
+from rampup.plan.numbers import count_problems, format_product, nearest_multiples
 
 Unit = Literal["prompts", "samples", "tokens"]
 Scope = Literal["job", "replica", "process"]
-BYTES = {
-    "bool": 1,
-    "int8": 1,
-    "uint8": 1,
-    "float16": 2,
-    "bfloat16": 2,
-    "uint16": 2,
-    "float32": 4,
-    "int32": 4,
-    "uint32": 4,
-    "float64": 8,
-    "int64": 8,
-}
+_TYPES = {1: "bool int8 uint8", 2: "float16 bfloat16 uint16", 4: "float32 int32 uint32", 8: "float64 int64"}
+BYTES = {name: size for size, names in _TYPES.items() for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +34,12 @@ class Size:
     key: str | None = None  # the configuration key that errors refer to
 
     def __post_init__(self) -> None:
-        raise_together(
-            [
-                *count_problems({self.key or "count": self.count}),
-                *_choice_problems("unit", self.unit, get_args(Unit), self.key),
-                *_choice_problems("scope", self.scope, get_args(Scope), self.key),
-            ]
-        )
+        problems = count_problems({self.key or "count": self.count})
+        for name, value, choices in (("unit", self.unit, get_args(Unit)), ("scope", self.scope, get_args(Scope))):
+            if value not in choices:
+                problems.append(choice_error(name, value, choices))
+                problems[-1].key = self.key or name
+        raise_together(problems)
 
     def factor(self, *, samples_per_prompt: int, data_parallel_size: int) -> int:
         """Return the number of samples of the whole job per unit of `count`."""
@@ -110,23 +98,10 @@ def data_parallel_size(
     raise_together(count_problems({key: num_devices} | sizes))
     shared = math.prod(sizes.values())
     if num_devices % shared:
-        used = {name: size for name, size in sizes.items() if size > 1}
-        names, values = " * ".join(used), " * ".join(map(str, used.values()))
-        nearest = nearest_multiples(num_devices, shared)
-        raise BatchDivisibilityError(
-            f"{key}={num_devices} must be a multiple of {names} = {values}{f' = {shared}' if len(used) > 1 else ''}; nearest: "
-            f"{', '.join(map(str, nearest))}",
-            value=num_devices,
-            divisor=shared,
-            key=key,
-        )
+        nearest = ", ".join(map(str, nearest_multiples(num_devices, shared)))
+        text = f"{key}={num_devices} must be a multiple of {format_product(sizes)}; nearest: {nearest}"
+        raise BatchDivisibilityError(text, value=num_devices, divisor=shared, key=key)
     return num_devices // shared
-
-
-def _choice_problems(name: str, value: object, choices: tuple[str, ...], key: str | None) -> list[RampupError]:
-    if value in choices:
-        return []
-    return [ConfigError(f"{name}={value!r} must be one of {', '.join(choices)}", key=key or name, nearest=choices)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,13 +140,8 @@ class Experience:
     def __post_init__(self) -> None:
         lengths = {"max_prompt_length": self.max_prompt_length, "max_response_length": self.max_response_length}
         types = {"token_dtype": self.token_dtype, "value_dtype": self.value_dtype}
-        problems: list[RampupError] = count_problems(lengths)
-        problems += [
-            ConfigError(f"{name}={dtype!r} must be one of {', '.join(BYTES)}", key=name, nearest=tuple(BYTES))
-            for name, dtype in types.items()
-            if dtype not in BYTES
-        ]
-        raise_together(problems)
+        wrong = [choice_error(name, dtype, list(BYTES)) for name, dtype in types.items() if dtype not in BYTES]
+        raise_together([*count_problems(lengths), *wrong])
 
     @property
     def max_length(self) -> int:
@@ -184,13 +154,8 @@ class Experience:
         Per-token arrays cover the response. Tokens and attention mask also cover the prompt.
         """
         value, response = self.value_dtype, self.max_response_length
-        per_response = [
-            "log_probabilities",
-            *(["reference_log_probabilities"] if self.reference else []),
-            "rewards",
-            "advantages",
-        ]
-        per_response += ["values", "returns"] if critic else []
+        per_response = ["log_probabilities", "rewards", "advantages", *(["values", "returns"] if critic else [])]
+        per_response[1:1] = ["reference_log_probabilities"] if self.reference else []
         return (
             ExperienceField(name="tokens", dtype=self.token_dtype, elements=self.max_length),
             ExperienceField(name="attention_mask", dtype="bool", elements=self.max_length),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from typing import Any
 
-from rampup.errors import ConfigError, RampupError, raise_together
+from rampup.errors import ConfigError, RampupError, choice_error, raise_together
 from rampup.plan.numbers import GIB, parse_count, parse_memory_gib, plain_number
 
 SYSTEMS = ("trlx", "skyrl", "verl", "maxtext_rl")
@@ -29,7 +29,7 @@ class StartingSizes:
 
     def to_dict(self) -> dict[str, int | None]:
         """Return the sizes by key."""
-        return {name: getattr(self, name) for name in ("batch_size", "num_rollouts", "chunk_size", "ppo_epochs")}
+        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,32 +45,22 @@ class PublishedSizes:
 
 
 M, B = 10**6, 10**9
-# Published: the batch-size guide to trlX. Used: trlX 3340c2f, examples/hh/ppo_hh.py, lines 71-106.
+
+
+def _row(
+    label: str, smallest: int, largest: int, published: tuple[int, ...], used: dict[int, tuple[int, ...]]
+) -> PublishedSizes:
+    names = [field.name for field in fields(StartingSizes)]
+    sizes = {params: StartingSizes(**dict(zip(names, row, strict=False))) for params, row in ({0: published} | used).items()}
+    return PublishedSizes(label=label, smallest=smallest, largest=largest, published=sizes.pop(0), used=sizes)
+
+
+# batch_size, num_rollouts, chunk_size and ppo_epochs. Published: the batch-size guide to trlX. Used: trlX 3340c2f,
+# examples/hh/ppo_hh.py, lines 71-106.
 TRLX = (
-    PublishedSizes(
-        label="125M-1B",
-        smallest=125 * M,
-        largest=B,
-        published=StartingSizes(batch_size=32, num_rollouts=128, chunk_size=128),
-        used={
-            125 * M: StartingSizes(batch_size=32, num_rollouts=128, chunk_size=16, ppo_epochs=4),
-            B: StartingSizes(batch_size=8, num_rollouts=64, chunk_size=16, ppo_epochs=4),
-        },
-    ),
-    PublishedSizes(
-        label="6B",
-        smallest=6 * B,
-        largest=6 * B,
-        published=StartingSizes(batch_size=4, num_rollouts=128, chunk_size=16),
-        used={6 * B: StartingSizes(batch_size=4, num_rollouts=64, chunk_size=16, ppo_epochs=4)},
-    ),
-    PublishedSizes(
-        label="20B",
-        smallest=20 * B,
-        largest=20 * B,
-        published=StartingSizes(batch_size=1, num_rollouts=16, chunk_size=4, ppo_epochs=2),
-        used={20 * B: StartingSizes(batch_size=1, num_rollouts=16, chunk_size=4, ppo_epochs=2)},
-    ),
+    _row("125M-1B", 125 * M, B, (32, 128, 128), {125 * M: (32, 128, 16, 4), B: (8, 64, 16, 4)}),
+    _row("6B", 6 * B, 6 * B, (4, 128, 16), {6 * B: (4, 64, 16, 4)}),
+    _row("20B", 20 * B, 20 * B, (1, 16, 4, 2), {20 * B: (1, 16, 4, 2)}),
 )
 TABLES = {"trlx": TRLX}
 TRADE_OFFS = (
@@ -188,9 +178,7 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
     """
     problems: list[RampupError] = []
     if system not in SYSTEMS:
-        problems.append(
-            ConfigError(f"system={system[:50]!r} must be one of {', '.join(SYSTEMS)}", key="system", nearest=SYSTEMS)
-        )
+        problems.append(choice_error("system", system, SYSTEMS))
     number, device_bytes = 0, None
     try:
         number = parse_count(params, what="params", key="params")
@@ -209,7 +197,8 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
             "of a device, for a rule of thumb",
             key="memory-gib",
         )
-    row = _row(TABLES[system], number) if system in TABLES else None
+    table = TABLES.get(system, ())
+    row = next((row for row in table if number <= row.largest), table[-1]) if table else None
     return Suggestion(
         system=system,
         params=number,
@@ -217,7 +206,3 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
         used=None if row is None else row.used[min(row.used, key=lambda size: abs(math.log(size / number)))],
         memory=None if device_bytes is None else Memory(params=number, device_bytes=device_bytes),
     )
-
-
-def _row(table: tuple[PublishedSizes, ...], params: int) -> PublishedSizes:
-    return next((row for row in table if params <= row.largest), table[-1])

@@ -24,21 +24,12 @@ class Training:
 
     def problems(self, model: str) -> list[RampupError]:
         """Return errors for sizes that are invalid by themselves. `model` is the name in errors."""
-        counts = {
-            f"{model}.data_parallel_size": self.data_parallel_size,
-            f"{model}.num_epochs": self.num_epochs,
-            f"{model}.num_stages": self.num_stages,
-        }
-        problems = count_problems(counts)
+        sizes = ("data_parallel_size", "num_epochs", "num_stages")
+        problems = count_problems({f"{model}.{name}": getattr(self, name) for name in sizes})
         for name, size, tokens_allowed in (("mini_batch", self.mini_batch, False), ("microbatch", self.microbatch, True)):
             if size is not None and size.unit == "tokens" and not (tokens_allowed and size.scope != "job"):
-                problems.append(
-                    ConfigError(
-                        f"{size.key or f'{model}.{name}'}={size} must count prompts or samples"
-                        + (", or tokens per replica" if tokens_allowed else ""),
-                        key=size.key or f"{model}.{name}",
-                    )
-                )
+                key, rule = size.key or f"{model}.{name}", ", or tokens per replica" if tokens_allowed else ""
+                problems.append(ConfigError(f"{key}={size} must count prompts or samples{rule}", key=key))
         return problems
 
     @property
@@ -124,18 +115,9 @@ class Updates:
 
     def to_dict(self) -> dict[str, int | None]:
         """Return the numbers as in `rampup plan --json`."""
-        return {
-            "data_parallel_size": self.data_parallel_size,
-            "mini_batches": self.num_mini_batches,
-            "mini_batch_samples": self.mini_batch_samples,
-            "num_epochs": self.num_epochs,
-            "optimizer_steps": self.optimizer_steps,
-            "accumulation_steps": self.accumulation_steps,
-            "microbatch_size": self.microbatch_size,
-            "microbatch_samples": self.microbatch_samples,
-            "padded_samples": self.padded_samples,
-            "token_budget": self.token_budget,
-        }
+        names = ("data_parallel_size", "num_mini_batches", "mini_batch_samples", "num_epochs", "optimizer_steps")
+        names += ("accumulation_steps", "microbatch_size", "microbatch_samples", "padded_samples", "token_budget")
+        return {"mini_batches" if name == "num_mini_batches" else name: getattr(self, name) for name in names}
 
 
 def split_updates(
@@ -185,18 +167,14 @@ def split_updates(
 
 
 class _UpdateRules:
-    """The divisibility rules of one model's sizes. Every number is in samples of the whole job.
-
-    Attributes:
-        mini_batch: samples of a mini batch.
-        unit: the number that a mini batch must be a multiple of.
-    """
+    """The divisibility rules of one model's sizes. Every number is in samples of the whole job."""
 
     def __init__(self, model: str, training: Training, samples: int, samples_per_prompt: int, pad: bool) -> None:
         self.model, self.training, self.step_samples, self.pad = model, training, samples, pad
         self.replicas, self.stages = training.data_parallel_size, training.num_stages
         self.factors = {"samples_per_prompt": samples_per_prompt, "data_parallel_size": self.replicas}
         self.mini_batch = training.mini_batch.samples(**self.factors)
+        # A mini batch must be a multiple of this number.
         self.unit = 1 if pad or training.token_budget is not None else self.replicas * self.stages
 
     def mini_batch_problems(self) -> list[RampupError]:
@@ -243,14 +221,8 @@ class _UpdateRules:
         if max_length is None or size.count >= max_length:
             return []
         key = size.key or f"{self.model}.microbatch"
-        return [
-            ConfigError(
-                f"{key}={size} must be at least the longest sample, max_prompt_length + max_response_length = {max_length} "
-                f"tokens; nearest: {max_length}",
-                key=key,
-                nearest=(max_length,),
-            )
-        ]
+        rule = f"the longest sample, max_prompt_length + max_response_length = {max_length} tokens; nearest: {max_length}"
+        return [ConfigError(f"{key}={size} must be at least {rule}", key=key, nearest=(max_length,))]
 
     def split(self) -> BatchSplit:
         """Return the split of a mini batch, rounded up to full microbatches if it is padded."""

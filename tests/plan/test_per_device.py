@@ -132,7 +132,7 @@ def test_batch_size_schedule_sets_the_global_batch():
         max_target_length=10,
     )
     assert [(p.start_sample, p.global_batch_size) for p in ramp.phases] == [(0, 8), (104, 16)]
-    with pytest.raises(ConfigError, match="must be samples or tokens"):
+    with pytest.raises(ConfigError, match="must be one of samples, tokens"):
         ramp_from_config(num_devices=4, per_device_batch_size=1, batch_size_schedule="0:8", batch_size_schedule_unit="bytes")
 
 
