@@ -12,8 +12,9 @@ from helpers import toy
 from rampup import Config, build_plan, load_config
 from rampup.errors import ConfigError, DataError, MissingDependencyError, ResumeMismatchError
 from rampup.lm.data import rows_of_step
-from rampup.lm.train import train
+from rampup.lm.train import TrainSetup, train
 from rampup.run.events import StepDone
+from rampup.run.mesh import make_mesh
 
 TINY = {
     "enable_rampup_batch_size": True,
@@ -251,3 +252,31 @@ def test_a_writer_that_is_not_installed_stops_the_run_before_any_work(tmp_path, 
     with pytest.raises(MissingDependencyError, match=r"pip install 'rampup\[wandb\]'"):
         train(config(tmp_path / "out", wandb_project="ramps"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("axes", "sizes"),
+    [({}, {}), ({"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}, {"base_num_decoder_layers": 4})],
+)
+def test_sharded_optimizer_state_trains_the_same(tmp_path, axes, sizes):
+    """`shard_optimizer_over_data` changes no loss, with and without a pipeline, and a run resumes with it bit for bit."""
+    keys = {"eval_interval": -1, "checkpoint_period": 4, "global_rampup_samples": 80, **axes, **sizes}
+    if axes:
+        keys |= {"per_device_batch_size_start": 2, "per_device_batch_size_increment": 2, "per_device_batch_size": 6}
+    train(config(tmp_path / "plain", **keys))
+    keys["shard_optimizer_over_data"] = True
+    train(config(tmp_path / "sharded", **keys))
+    plain, sharded = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("plain", "sharded"))
+    np.testing.assert_allclose(sharded, plain, rtol=1e-6)
+    train(config(tmp_path / "cut", **keys), stop_after(5))
+    train(config(tmp_path / "cut", **keys))
+    assert metrics(tmp_path / "cut") == metrics(tmp_path / "sharded")
+
+
+def test_state_shapes_of_a_sharded_optimizer_are_those_of_the_state():
+    """The shapes that are planned with have the shardings of the real state."""
+    keys = TINY | {"shard_optimizer_over_data": True}
+    plan = build_plan(Config(**keys), jax.device_count())
+    setup = TrainSetup.from_config(Config(**keys), plan, make_mesh(plan.axes))
+    expected = jax.tree.map(lambda leaf: (leaf.shape, leaf.sharding), setup.initial_state())
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.sharding), setup.state_shapes()) == expected

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import rampup
 from rampup.errors import ConfigError
+from rampup.run.checkpoint import Checkpoints, find_checkpoint
 from rampup.run.mesh import BatchAxes
 from rampup.run.offload import bytes_per_device
 from rampup.run.zero import scattered_shardings
@@ -133,3 +134,25 @@ def test_states_that_do_not_belong_to_the_step_are_refused():
         step(rampup.create_state(over_data, tx, mesh), batch)
     with pytest.raises(ConfigError, match="multi_steps"):
         rampup.train_step(loss_fn, tx, plan, mesh, engine="multi_steps", shard_optimizer_over_data=True)
+
+
+def test_resume_on_fewer_replicas(tmp_path):
+    """A run that resumes on 8, 4 and 2 replicas has the losses of the run on eight, and each takes its own part (ZeRO-1)."""
+    expected, _, _ = train("data", sharded=True)
+    tx, losses, done = OPTIMIZERS["adamw"], [], 0
+    for replicas in (8, 4, 2):
+        mesh = rampup.make_mesh(rampup.MeshAxes(data=replicas), jax.devices()[:replicas])
+        plan = plan_for(mesh)
+        step = rampup.train_step(loss_fn, tx, plan, mesh, shard_optimizer_over_data=True)
+        state = rampup.create_state(new_params(mesh), tx, mesh, shard_optimizer_over_data=True)
+        with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
+            if done:
+                state = checkpoints.restore(find_checkpoint(tmp_path), state)
+            for batch in step.batches(rows(), state.step, done + 4):
+                state, metrics = step(state, batch)
+                losses.append(float(metrics["loss"]))
+            done += 4
+            checkpoints.save(done, state, {})
+        moment = state.opt_state[0].mu["in"]
+        assert moment.sharding.shard_shape(moment.shape)[0] == moment.shape[0] // replicas
+    np.testing.assert_allclose(losses, expected[:, 0], rtol=1e-6)
