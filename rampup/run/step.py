@@ -235,6 +235,13 @@ class TrainStep:
         mesh = auto_view(mesh)
         self._loss, self._batch_axes = summable(loss_fn, batch_axes), batch_axes
         self._loss.check(mesh, engine)
+        planned, repeats = plan.splitter.num_repeats, getattr(loss_fn, "num_repeats", plan.splitter.num_repeats)
+        if planned != repeats:
+            raise ConfigError(
+                f"the plan has num_repeats={planned}, but the loss has num_repeats={repeats}; give both the same",
+                key="num_pipeline_repeats",
+                nearest=(repeats,),
+            )
         self._is_fused = engine == "fused"
         if shard_optimizer_over_data and not self._is_fused:
             raise ConfigError(

@@ -255,8 +255,7 @@ def test_a_writer_that_is_not_installed_stops_the_run_before_any_work(tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("axes", "sizes"),
-    [({}, {}), ({"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}, {"base_num_decoder_layers": 4})],
+    ("axes", "sizes"), [({}, {}), ({"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}, {"base_num_decoder_layers": 4})]
 )
 def test_sharded_optimizer_state_trains_the_same(tmp_path, axes, sizes):
     """`shard_optimizer_over_data` changes no loss, with and without a pipeline, and a run resumes with it bit for bit."""
