@@ -93,6 +93,8 @@ class Key:
             hint = ""
             if self._is_text and isinstance(value, bool | int | float):
                 hint = f"; in YAML put it in quotes: {name}: {str(value)[:80]!r}"
+            if name == "batch_size_schedule" and isinstance(value, list | Mapping):
+                hint = ', such as "0:768 250B:1536 500B:3072"'
             if self.kind in ("int", "size") and isinstance(value, int | float) and abs(value) > MAX_COUNT:
                 hint = ", at most 10**18"
             raise self._error(name, repr(value)[:100], hint, nearest=self._guesses(value))

@@ -425,9 +425,10 @@ def _evaluation(config: Config, setup: TrainSetup, rows: RowSource, loading: Loa
     if num_batches < 1 or num_batches > available:
         raise DataError(
             f"evaluation needs eval_steps={config.eval_steps} batches of {plan.eval_global_batch_size} rows, but {len(rows):,} "
-            f"rows are held out, {available} batches; set eval_steps={available or 1}, a smaller eval_per_device_batch_size, "
-            "or eval_interval=-1",
-            key="eval_steps",
+            f"rows are held out, {available} batches; set {f'eval_steps={available}, ' if available else ''}"
+            "a smaller eval_per_device_batch_size, or eval_interval=-1",
+            key="eval_steps" if available else "eval_per_device_batch_size",
+            nearest=(available,) if available else (),
         )
     eval_plan = RampPlan(
         ramp=BatchRamp.constant(plan.eval_global_batch_size),

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import logging
+import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -148,6 +151,7 @@ class Checkpoints:
     ) -> None:
         # Orbax logs failures that it also raises, which are reported here.
         logging.getLogger("absl").setLevel(logging.CRITICAL)
+        _silence_late_callbacks()
         self.folder = folder
         self._max_to_keep, self._asynchronous, self._on_error = max_to_keep, async_checkpointing, on_error
         self._writing: int | None = None
@@ -261,6 +265,8 @@ class Checkpoints:
             self._manager = self._open()
             existing = "there is no other" if self.latest is None else f"the newest is {self.folder / str(self.latest)}"
             reason = " ".join(str(error).split())[:300] or type(error).__name__
+            if re.search("RESOURCE_EXHAUSTED|ENOSPC|No space left", reason):
+                reason = f"No space left on device in {self.folder}"
             failure = StorageError(f"the checkpoint of step {step} could not be written: {reason}; {existing}")
             failure.__cause__ = error
             self._on_error(failure)
@@ -274,6 +280,22 @@ def _as_tree(state: Any) -> dict[str, Any]:
     else:
         tree = state._asdict()
     return {name: value for name, value in tree.items() if value is not None}
+
+
+@functools.cache
+def _silence_late_callbacks() -> None:
+    """Keep tensorstore's threads from printing a traceback for every file of a failed read or write.
+
+    Orbax reports the failure itself and closes its event loop. The callbacks of the other files then find it closed.
+    """
+    shown = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+        if not late and not (isinstance(error, ImportError) and "sys.meta_path is None" in str(error)):
+            shown(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def write_checksums(folder: Path) -> None:

@@ -1,12 +1,14 @@
 """Tests of rampup.run.checkpoint."""
 
+import sys
+
 import jax
 import numpy as np
 import optax
 import pytest
 from helpers import toy
 
-from rampup.errors import ResumeMismatchError
+from rampup.errors import ResumeMismatchError, StorageError
 from rampup.run import checkpoint
 from rampup.run.checkpoint import CHECKSUMS_FILE, Checkpoints, damage, find_checkpoint, write_checksums
 from rampup.run.data.batches import step_batches
@@ -102,3 +104,21 @@ def test_damage_names_each_kind_of_damage(tmp_path):
     assert damage(tmp_path).startswith("a cannot be read: ")
     (tmp_path / CHECKSUMS_FILE).unlink()
     assert damage(tmp_path) == f"{CHECKSUMS_FILE} is missing"
+
+
+def test_a_failed_save_is_one_sentence(tmp_path, monkeypatch, capsys):
+    """A full disk is named as such, and the callbacks of the other files print nothing."""
+    checkpoints, mesh = Checkpoints(tmp_path / "checkpoints"), toy.mesh_of("one")
+
+    def fail(*_, **__):
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing ... " + "long " * 200)
+
+    monkeypatch.setattr(checkpoints._manager, "save", fail)
+    with pytest.raises(StorageError) as caught:
+        checkpoints.save(3, create_state(toy.new_params(mesh), optax.sgd(0.1), mesh), {})
+    assert str(caught.value) == (
+        "the checkpoint of step 3 could not be written: "
+        f"No space left on device in {tmp_path / 'checkpoints'}; there is no other"
+    )
+    sys.excepthook(RuntimeError, RuntimeError("Event loop is closed"), None)
+    assert capsys.readouterr().err == ""

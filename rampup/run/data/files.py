@@ -77,7 +77,10 @@ def open_sources(
 def _hold_out_last(rows: RowSource, fraction: float, paths: Sequence[str]) -> tuple[RowSource, RowSource]:
     held_out = max(round(len(rows) * fraction), 1)
     if held_out >= len(rows):
-        raise DataError(f"{', '.join(paths)[:300]}: {len(rows)} rows are too few to hold out {held_out} for evaluation")
+        raise DataError(
+            f"{', '.join(paths)[:300]}: {len(rows)} rows are too few to hold out {held_out} for evaluation; "
+            "add text, set a smaller max_target_length, or name grain_eval_files"
+        )
     split = len(rows) - held_out
     return RowRange(rows, 0, split), RowRange(rows, split, len(rows))
 
@@ -85,7 +88,8 @@ def _hold_out_last(rows: RowSource, fraction: float, paths: Sequence[str]) -> tu
 def _find_files(pattern: str, key: str) -> list[str]:
     paths = sorted(path for path in glob.glob(pattern, recursive=True) if not Path(path).is_dir())
     if not paths:
-        raise DataError(f"{key}={pattern!r} matches no file", key=key)
+        hint = f"; it is a folder: name its files, such as '{pattern.rstrip('/')}/*'" if Path(pattern).is_dir() else ""
+        raise DataError(f"{key}={pattern!r} matches no file{hint}", key=key)
     for path in paths:
         if not Path(path).is_file():
             kind = "a broken link" if Path(path).is_symlink() else "not a regular file"
