@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from rampup.dialects.reading import Entry, Settings, read_settings
-from rampup.dialects.verdict import Conversion, FoundBy, Run, Violation, Words
+from rampup.dialects.verdict import Conversion, FoundBy, Run, Term, Violation, Words
 from rampup.errors import RampupError
 from rampup.plan.numbers import MAX_COUNT, divisors, to_yaml_number
 
@@ -71,13 +71,6 @@ class Job:
 
 
 J = TypeVar("J", bound=Job)
-
-
-class Term(NamedTuple):
-    """One side of a comparison: a number, and the text that names it in a message."""
-
-    text: str
-    number: int
 
 
 # A side of a comparison: a key, a constant, a text such as "the {:,} devices" with its number, or a function that returns both.
@@ -189,18 +182,6 @@ def at_least(name: str, keys: Sequence[str], left: Side[J], right: Side[J], **op
 def equal(name: str, keys: Sequence[str], left: Side[J], right: Side[J], **options: Any) -> Rule[J]:
     """Return the rule that `left` equals `right`; the arguments are those of `multiple`."""
     return _compare(name, keys, left, "must equal", right, lambda a, b: a == b, **options)
-
-
-def product(factors: Mapping[str, int], noun: str = "") -> Term:
-    """Return a product with its arithmetic.
-
-    Example:
-        >>> product({"prompts": 4, "responses": 8}, "samples").text
-        'prompts * responses = 4 * 8 = 32 samples'
-    """
-    number = math.prod(factors.values())
-    values = " * ".join(f"{factor:,}" for factor in factors.values())
-    return Term(f"{' * '.join(factors)} = {values} = {number:,}{noun and ' '}{noun}", number)
 
 
 def positive(system: str, keys: Iterable[str], why: str, **options: Any) -> list[Rule[Any]]:

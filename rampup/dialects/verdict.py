@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -163,6 +164,25 @@ class Words(NamedTuple):
     flow: Callable[[Any], Iterable[str]]
     notes: Callable[[Any], Iterable[str]] = _no_words
     advice: Callable[[Any], Iterable[Advice]] = _no_words
+
+
+class Term(NamedTuple):
+    """One side of a comparison: a number, and the text that names it in a message."""
+
+    text: str
+    number: int
+
+
+def product(factors: Mapping[str, int], noun: str = "") -> Term:
+    """Return a product with its arithmetic.
+
+    Example:
+        >>> product({"prompts": 4, "responses": 8}, "samples").text
+        'prompts * responses = 4 * 8 = 32 samples'
+    """
+    number = math.prod(factors.values())
+    values = " * ".join(f"{factor:,}" for factor in factors.values())
+    return Term(f"{' * '.join(factors)} = {values} = {number:,}{noun and ' '}{noun}", number)
 
 
 def counted(number: int, noun: str) -> str:

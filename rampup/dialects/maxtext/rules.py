@@ -11,7 +11,8 @@ from rampup.dialects import maxtext as keys
 from rampup.dialects.maxtext import ACCUMULATION, DELAY, END, EVAL, INCREMENT, LAYERS, MICROBATCHES, REPEATS, START
 from rampup.dialects.maxtext.explain import WORDS, product_text, show
 from rampup.dialects.maxtext.job import MaxTextJob
-from rampup.dialects.rules import Dialect, Rule, Side, Term, around, at_least, found_by_run, multiple, product
+from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, found_by_run, multiple
+from rampup.dialects.verdict import Term, product
 from rampup.plan.numbers import AUTO
 
 FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")

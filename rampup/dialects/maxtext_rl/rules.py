@@ -14,8 +14,8 @@ from rampup.dialects.maxtext import read_chain
 from rampup.dialects.maxtext_rl import ALIASES, AUTO, BATCH, FSDP, OLD, ROLLOUT, ROLLOUT_AXES, SLICES, TENSOR, TRAIN
 from rampup.dialects.reading import Settings, rename, type_settings
 from rampup.dialects.rollout import RolloutJob, TrainedModel, flow
-from rampup.dialects.rules import Dialect, Rule, Term, at_least, multiple
-from rampup.dialects.verdict import Advice, Run, Words, counted
+from rampup.dialects.rules import Dialect, Rule, at_least, multiple
+from rampup.dialects.verdict import Advice, Run, Term, Words, counted
 from rampup.errors import ConfigError
 from rampup.plan.numbers import divisors
 

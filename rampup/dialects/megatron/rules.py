@@ -12,7 +12,8 @@ from rampup.dialects import megatron as keys
 from rampup.dialects.megatron import DECREASE, GLOBAL, GROUP, MICRO, OVERLAP, RAMP, SCHEDULE, STAGES, VIRTUAL, read
 from rampup.dialects.megatron.explain import WORDS
 from rampup.dialects.megatron.job import MegatronJob, Threshold
-from rampup.dialects.rules import Dialect, Rule, Side, Term, around, at_least, multiple
+from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, multiple
+from rampup.dialects.verdict import Term
 
 MANY_SIZES = 2_000
 _ROUNDS_TO_0 = f"; {DECREASE} rounds it down to 0 microbatches"

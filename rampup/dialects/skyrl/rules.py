@@ -11,22 +11,9 @@ from collections.abc import Iterator
 from rampup.dialects import skyrl as keys
 from rampup.dialects.reading import Settings
 from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings, dropped_prompts, flow
-from rampup.dialects.rules import (
-    Dialect,
-    Rule,
-    Side,
-    Term,
-    apply_if,
-    at_least,
-    equal,
-    found_by_run,
-    if_usable,
-    multiple,
-    positive,
-    product,
-)
+from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, found_by_run, if_usable, multiple, positive
 from rampup.dialects.skyrl import ENGINE_KEYS, MICRO, MINI, RESPONSES, TRAIN, WORKERS, device_keys, megatron_keys, sft
-from rampup.dialects.verdict import Advice, Run, Words, counted
+from rampup.dialects.verdict import Advice, Run, Term, Words, counted, product
 from rampup.rl.plan import RolloutPlan
 
 COUNTS = (TRAIN, MINI, MICRO, keys.FORWARD, RESPONSES)

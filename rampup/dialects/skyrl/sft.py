@@ -8,8 +8,8 @@ from typing import Any
 
 from rampup.config.yaml import read_mapping
 from rampup.dialects.reading import Entry, Settings, entry
-from rampup.dialects.rules import Dialect, Job, Rule, Side, Term, at_least, if_usable, multiple, positive
-from rampup.dialects.verdict import Words, counted
+from rampup.dialects.rules import Dialect, Job, Rule, Side, at_least, if_usable, multiple, positive
+from rampup.dialects.verdict import Term, Words, counted
 
 BATCH, MICRO = "batch_size", "micro_train_batch_size_per_gpu"
 DEVICES = "placement.num_gpus_per_node"

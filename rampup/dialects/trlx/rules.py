@@ -7,9 +7,9 @@ from typing import Any
 
 from rampup.dialects.reading import Settings
 from rampup.dialects.rollout import RolloutJob, TrainedModel
-from rampup.dialects.rules import Dialect, Rule, Side, at_least, found_by_run, if_usable, multiple, positive, product
+from rampup.dialects.rules import Dialect, Rule, Side, at_least, found_by_run, if_usable, multiple, positive
 from rampup.dialects.trlx import CHUNK, INNER, KEYS, MICRO, NEMO_KEYS, NEMO_NESTED, ROLLOUTS, TRAIN
-from rampup.dialects.verdict import Advice, Run, Words, counted
+from rampup.dialects.verdict import Advice, Run, Words, counted, product
 from rampup.rl.plan import RolloutPlan
 
 MAX_LISTED = 10_000

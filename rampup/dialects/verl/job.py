@@ -14,19 +14,7 @@ from rampup.dialects.reading import Settings
 from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings, dropped_prompts
 from rampup.dialects.rollout import flow as step_flow
 from rampup.dialects.verdict import Advice, counted
-from rampup.dialects.verl import (
-    ACTOR,
-    BUDGET,
-    LOG_PROB,
-    MICRO,
-    MINI,
-    OLD_MICRO,
-    OLD_SEQUENCE,
-    RESPONSES,
-    ROLLOUT_SIZES,
-    SEQUENCE,
-    TRAIN,
-)
+from rampup.dialects.verl import ACTOR, BUDGET, LOG_PROB, MICRO, MINI, OLD_MICRO, RESPONSES, TRAIN
 from rampup.rl.plan import RolloutPlan
 
 PREFIXES = {"actor": ACTOR, "critic": "critic", "ref": keys.REF}
@@ -279,8 +267,9 @@ def notes(job: VerlJob) -> Iterator[str]:
             "the critic's micro sizes and token budget never reach its engine: it fills its passes by tokens, "
             f"{CRITIC_BUDGET:,} of them, regardless of {keys.CRITIC_MICRO} and critic.use_dynamic_bsz."
         )
-        if job[OLD_SEQUENCE["critic"]] > 1:
-            yield f"{OLD_SEQUENCE['critic']} is read by the check alone; the critic's engine reads {SEQUENCE['critic']}."
+        if job[keys.OLD_SEQUENCE["critic"]] > 1:
+            old, new = keys.OLD_SEQUENCE["critic"], keys.SEQUENCE["critic"]
+            yield f"{old} is read by the check alone; the critic's engine reads {new}."
         if not job.settings.given & {"critic.enable", "algorithm.adv_estimator"}:
             yield "there is a critic because algorithm.adv_estimator is gae by default."
     yield from _key_notes(job)
@@ -294,7 +283,7 @@ def _key_notes(job: VerlJob) -> Iterator[str]:
         keys.OLD_LOG_PROB: LOG_PROB,
         keys.OLD_REF_LOG_PROB: keys.REF_LOG_PROB,
         keys.OLD_CRITIC_MICRO: keys.CRITIC_MICRO,
-        OLD_SEQUENCE["actor"]: SEQUENCE["actor"],
+        keys.OLD_SEQUENCE["actor"]: keys.SEQUENCE["actor"],
         "data.val_batch_size": "nothing: validation is dispatched as a whole",
     }
     for old, new in deprecated.items():
@@ -303,9 +292,10 @@ def _key_notes(job: VerlJob) -> Iterator[str]:
     for name, key in keys.SHELL_NAMES.items():
         if name in job.settings.others:
             yield f"{name} is not a key of veRL but a shell variable of its examples; the key is {key}."
-    if not job.settings.given & set(ROLLOUT_SIZES) and job.devices % job.rollout_size:
+    if not job.settings.given & set(keys.ROLLOUT_SIZES) and job.devices % job.rollout_size:
+        size = keys.ROLLOUT_SIZES[0]
         yield (
-            f"the file does not size the inference engines, and {ROLLOUT_SIZES[0]} is {job[ROLLOUT_SIZES[0]]:,} by default, "
+            f"the file does not size the inference engines, and {size} is {job[size]:,} by default, "
             f"which does not divide {counted(job.devices, 'device')}."
         )
 

@@ -6,20 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rampup.dialects import verl as keys
-from rampup.dialects.rules import (
-    Dialect,
-    Rule,
-    Side,
-    Term,
-    at_least,
-    equal,
-    found_by_run,
-    if_usable,
-    multiple,
-    positive,
-    product,
-)
-from rampup.dialects.verdict import Words
+from rampup.dialects.rules import Dialect, Rule, Side, at_least, equal, found_by_run, if_usable, multiple, positive
+from rampup.dialects.verdict import Term, Words, product
 from rampup.dialects.verl import LOG_PROB, MICRO, MINI, OLD_MICRO, RESPONSES, TRAIN
 from rampup.dialects.verl.job import COUNTS, CRITIC_COUNTS, STATIC_COUNTS, VerlJob, advice, flow, meanings, notes
 from rampup.plan.numbers import divisors
