@@ -6,6 +6,7 @@ one line of JSON. Its argument is `quick` or `full`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 import statistics
@@ -79,11 +80,12 @@ def measure(problem: Problem, steps: int) -> dict[str, Any]:
     batches = list(step_batches(problem.source(plan.consumed_samples), plan, mesh))
     step, state = start_rampup(problem, plan, mesh)
     seconds, faults = dict[int, float](), dict[int, float]()
+    numbers = itertools.count()
     for k, batch in zip(MICROBATCHES, batches, strict=True):
         measured = []
         for _ in range(1 + steps):
             start, faults_before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            state, metrics = step(state, batch)
+            state, metrics = step(state, batch.at_step(next(numbers)))
             jax.block_until_ready((state, metrics))
             measured.append((time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults_before))
         seconds[k], faults[k] = map(statistics.median, zip(*measured[1:], strict=True))

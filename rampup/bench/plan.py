@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -139,10 +140,11 @@ def _recipe_step(mesh: jax.sharding.Mesh) -> Callable[[], None]:
     state = create_state(model.init(jax.random.key(0)), tx, mesh)
     rows = SyntheticRows(64, sequence_length=config.max_target_length, vocab_size=config.vocab_size)
     (batch,) = step_batches(rows, plan, mesh)
+    numbers = itertools.count()
 
     def run_step() -> None:
         nonlocal state
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch.at_step(next(numbers)))
         metrics["loss"].block_until_ready()
 
     return run_step

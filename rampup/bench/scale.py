@@ -104,7 +104,7 @@ def measure(problem: Problem, rounds: int) -> dict[str, Any]:
 
     def rampup_step() -> None:
         nonlocal state
-        state, metrics = step(state, batch)
+        state, metrics = step(state, batch.at_step(len(losses)))
         losses.append(float(metrics["loss"]))
 
     plain, plain_state = baseline("plain", problem, plan, mesh)

@@ -96,6 +96,10 @@ class Batch(NamedTuple):
         """Microbatches that contain rows."""
         return self.position.split.num_microbatches
 
+    def at_step(self, step: int) -> Batch:
+        """Return the same rows as the batch of another optimizer step, for measurements that repeat a batch."""
+        return self._replace(position=replace(self.position, step=step))
+
 
 class SampleOrder:
     """Maps the number of a sample, counted over all epochs, to its row.
