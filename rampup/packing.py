@@ -1,7 +1,7 @@
 """Balances sequences of different lengths over parts (`balance`), and packs them into microbatches of few shapes (`pack`).
 
-`balance` starts from up to three simple partitions and improves each by exchanging a few items between parts. `pack` uses best-fit
-decreasing onto a ladder of shapes. Both are deterministic and exact: costs are whole numbers of any size.
+`balance` improves up to three simple partitions by exchanging a few items between parts. `pack` uses best-fit decreasing
+onto a ladder of shapes. Both are deterministic and exact: costs are whole numbers of any size.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def _partition(costs: Array, num_parts: int, equal_count: bool) -> Array:
     counts = (n // num_parts, -(-n // num_parts)) if equal_count else (1, n)
     # Lower bounds on the most expensive part. It costs a multiple of the common divisor and at least the mean. If each part has
     # several items, so has that of the largest item. Two of the num_parts + 1 largest items share a part.
-    unit = math.gcd(*costs[:64].tolist())
+    unit = math.gcd(*costs[:: n // 64 + 1].tolist())
     unit = unit if unit == 1 else math.gcd(*costs.tolist())
     bound = max(-(-int(costs.sum()) // (num_parts * unit)) * unit, int(costs[0]) + int(costs[n - counts[0] + 1 :].sum()))
     if num_parts < n:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -35,14 +35,7 @@ class MemoryOption:
 
 
 def find_memory_options(base: Programs, size: Size, usable: float, report: Report) -> tuple[MemoryOption, ...]:
-    """Return every option that saves memory: first those that are enough, then by the memory saved.
-
-    Args:
-        base: the programs of the unchanged configuration.
-        size: the microbatch to compare at.
-        usable: the limit in bytes of one device.
-        report: called with a line about every option.
-    """
+    """Return every option that saves memory at a microbatch: first those within `usable` bytes, then by the memory saved."""
 
     def estimate(saved: int, **more: Any) -> MemoryOption:
         return _option(base.bytes(size) - saved, saved, usable, compiled=False, **more)
@@ -112,14 +105,9 @@ def _smaller_microbatch(base: Programs, size: Size, usable: float) -> MemoryOpti
         return None
     smaller = base.size(legal[-1])
     used = base.bytes(smaller)
-    return _option(
-        used,
-        base.bytes(size) - used,
-        usable,
-        name=f"a smaller microbatch, {smaller.microbatch_size}",
-        settings={"microbatch_size": smaller.microbatch_size},
-        slowdown=_slowdown(base, size, base, smaller),
-    )
+    name, settings = f"a smaller microbatch, {smaller.microbatch_size}", {"microbatch_size": smaller.microbatch_size}
+    slowdown = _slowdown(base, size, base, smaller)
+    return _option(used, base.bytes(size) - used, usable, name=name, settings=settings, slowdown=slowdown)
 
 
 def _option(used: float, saved: float, usable: float, **more: Any) -> MemoryOption:
@@ -136,9 +124,6 @@ def _slowdown(base: Programs, size: Size, changed: Programs, changed_size: Size)
     """Return the time of a changed step over that of the base, or None if one of them does not fit on this machine."""
     if not (changed.fits_here(changed_size) and base.fits_here(size)):
         return None
-    steps: dict[str, Callable[[], None]] = {
-        "base": base.step_of(size, size.num_microbatches),
-        "changed": changed.step_of(changed_size, changed_size.num_microbatches),
-    }
-    times = take_turns(steps, seconds=SHORT_TIMING_SECONDS)
-    return times["changed"].seconds / times["base"].seconds
+    steps = [made.step_of(each, each.num_microbatches) for made, each in ((base, size), (changed, changed_size))]
+    times = take_turns(dict(enumerate(steps)), seconds=SHORT_TIMING_SECONDS)
+    return times[1].seconds / times[0].seconds

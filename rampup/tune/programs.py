@@ -58,15 +58,9 @@ class Timing:
 
 
 class Programs:
-    """The training steps of one configuration on this machine's devices, compiled on first use.
+    """The training steps of one configuration on these devices, compiled on first use.
 
-    Args:
-        config: the configuration; its own microbatch and accumulation are ignored.
-        devices: the devices to use.
-        report: called with a line about every compilation.
-
-    Raises:
-        RampupError: the configuration has no plan for these devices, or cannot be trained on them.
+    The configuration's own microbatch and accumulation are ignored. `report` is called with a line about every compilation.
     """
 
     def __init__(self, config: Config, devices: Sequence[jax.Device], report: Report = lambda line: None) -> None:
@@ -114,10 +108,7 @@ class Programs:
         return self.bytes(size) <= room_to_run(self.devices)
 
     def step_of(self, size: Size, num_microbatches: int) -> Callable[[], None]:
-        """Return a function that runs one optimizer step on synthetic rows and waits for it.
-
-        All of these functions share one training state, so that it is in memory only once. Its values do not matter.
-        """
+        """Return a function that runs one optimizer step on synthetic rows and waits for it."""
         self.memory(size)
         program, chunks = self._compiled[size], self._chunks(size)
         split = self.split(size.microbatch_size, num_microbatches)
@@ -152,6 +143,7 @@ class Programs:
 
     @cached_property
     def _state(self) -> Any:
+        # All steps share one training state, so that it is in memory only once. Its values do not matter.
         return self._setup.initial_state()
 
     def _lower(self, size: Size) -> Any:
@@ -162,11 +154,8 @@ class Programs:
         """Return a plan of one phase with only such steps, as long as the run."""
         batch = self.splitter.data_parallel_size * size.microbatch_size * size.num_microbatches
         splitter = replace(self.splitter, microbatch_size=size.microbatch_size)
-        ramp = BatchRamp.constant(batch)
-        no_loading = Fraction(-1)
-        return replace(
-            self.plan, ramp=ramp, splitter=splitter, eval_global_batch_size=None, expansion_factor_real_data=no_loading
-        )
+        unused = {"eval_global_batch_size": None, "expansion_factor_real_data": Fraction(-1)}
+        return replace(self.plan, ramp=BatchRamp.constant(batch), splitter=splitter, **unused)
 
     def _rows(self, number: int) -> SyntheticRows:
         return SyntheticRows(number, sequence_length=self.config.max_target_length, vocab_size=self.config.vocab_size)
@@ -182,8 +171,7 @@ class Programs:
 
     def _batch_bytes(self, size: Size) -> int:
         """Return the bytes that the rows of a step take of one device."""
-        row: int = sum(leaf.nbytes for leaf in jax.tree.leaves(self._row))
-        return row * size.microbatch_size * size.num_microbatches
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(self._row)) * size.microbatch_size * size.num_microbatches
 
     def _describe(self, size: Size) -> str:
         bytes_ = self.bytes(size)
@@ -196,11 +184,9 @@ def unconstrained(splitter: BatchSplitter) -> BatchSplitter:
 
 
 def take_turns(steps: Mapping[Any, Callable[[], None]], *, seconds: float = TIMING_SECONDS) -> dict[Any, Timing]:
-    """Time every step once a round, after two rounds that are not counted. Short steps run several times in a row.
+    """Time every step once a round for about these seconds, after two rounds that are not counted.
 
-    Args:
-        steps: name -> a step that waits for its own results.
-        seconds: approximate time of all rounds; there is at least one.
+    Short steps run several times in a row. Every step must wait for its own results.
     """
 
     def run(chosen: Iterable[Callable[[], None]], repeats: int = 1) -> float:
@@ -219,12 +205,9 @@ def take_turns(steps: Mapping[Any, Callable[[], None]], *, seconds: float = TIMI
         for place in range(len(names)):
             name = names[(place + number) % len(names)]
             times[name].append(run([steps[name]], repeats) / repeats)
-    return {name: _summarize(measured) for name, measured in times.items()}
-
-
-def _summarize(seconds: Sequence[float]) -> Timing:
-    median = statistics.median(seconds)
-    return Timing(seconds=median, spread=(max(seconds) - min(seconds)) / median, rounds=len(seconds))
+    medians = {name: statistics.median(measured) for name, measured in times.items()}
+    spreads = {name: (max(measured) - min(measured)) / medians[name] for name, measured in times.items()}
+    return {name: Timing(seconds=medians[name], spread=spreads[name], rounds=rounds) for name in names}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,10 +223,7 @@ class Line:
 
 
 def fit_line(points: Sequence[Point]) -> Line:
-    """Return the line with the least squared errors relative to y; it goes through 0 if all points have the same x.
-
-    Args:
-        points: (x, y), at least one, y above 0.
+    """Return the line with the least squared errors relative to y > 0; it goes through 0 if all points have the same x.
 
     Example:
         >>> line = fit_line([(1, 3), (2, 5), (4, 9)])
@@ -265,14 +245,8 @@ def fit_tick_overhead(times: Mapping[int, Sequence[Point]], *, num_repeats: int)
     """Return h, the cost of a pipeline tick apart from its arithmetic, in samples per replica.
 
     It is the overhead of `predicted_time`. A step takes c + t * ticks * (b / v + h), with c for the optimizer. So the slope of
-    the times over the ticks is t * (b / v + h): a line over b, whose start over its slope is h * v.
-
-    Args:
-        times: microbatch size b -> (ticks of a step, seconds), at least two different numbers of ticks each.
-        num_repeats: v.
-
-    Returns:
-        h, at least 0; None with fewer than two sizes, or if the times do not grow with ticks and size.
+    the times over the ticks is t * (b / v + h): a line over b, whose start over its slope is h * v. `times` has the (ticks,
+    seconds) of each b. None with fewer than two sizes, or if the times do not grow with ticks and size.
 
     Example:
         >>> steps = {b: [(ticks, 7 + 0.1 * ticks * (b + 3)) for ticks in (7, 11)] for b in (1, 2, 8)}

@@ -37,6 +37,7 @@ TIE_TOLERANCE = 0.05
 NEAR_THE_TOP = 3
 MAX_SHAPES = 8
 NOT_RUN = "not run: this is computed"
+TIMING_KEYS = {"step_seconds": "seconds", "spread": "spread", "rounds": "rounds"}
 
 # (microbatch size, microbatches of a step per replica) -> seconds of the step, or None if that size was not timed.
 StepTime = Callable[[int, int], float | None]
@@ -59,9 +60,7 @@ class Trial:
             "num_microbatches": self.size.num_microbatches,
             "bytes": _finite_bytes(self.bytes),
             "fits": self.fits,
-            "step_seconds": self.timing and self.timing.seconds,
-            "spread": self.timing and self.timing.spread,
-            "rounds": self.timing and self.timing.rounds,
+            **{key: getattr(self.timing, name, None) for key, name in TIMING_KEYS.items()},
             "tokens_per_second": self.tokens_per_second,
         }
 
@@ -79,9 +78,8 @@ class Proposal:
     def reached(self) -> tuple[BatchSplit, ...]:
         """The splits of the phases that the run reaches."""
         phases = self.plan.ramp.phases
-        return tuple(
-            split for phase, split in zip(phases, self.plan.splits, strict=True) if phase.start_step < self.plan.total_steps
-        )
+        pairs = zip(phases, self.plan.splits, strict=True)
+        return tuple(split for phase, split in pairs if phase.start_step < self.plan.total_steps)
 
     @property
     def sizes(self) -> frozenset[int]:
@@ -136,11 +134,8 @@ class Tuning:
         if self.chosen is not None:
             return None
         if self.largest is not None:
-            return ConfigError(
-                f"microbatches of up to {self.largest} samples fit, but no settings split every phase into such microbatches "
-                "and leave the ramp unchanged",
-                key="microbatch_size",
-            )
+            rule = "no settings split every phase into such microbatches and leave the ramp unchanged"
+            return ConfigError(f"microbatches of up to {self.largest} samples fit, but {rule}", key="microbatch_size")
         smallest = self.trials[0]
         needs = "more than the compiler could place" if math.isinf(smallest.bytes) else f"{int(smallest.bytes):,} bytes"
         enough = [option.name for option in self.memory_options if option.fits]
@@ -203,11 +198,8 @@ def tune(
     """
     devices = _select_devices(num_devices)
     if config.gradient_accumulation != "fused":
-        raise ConfigError(
-            f"gradient_accumulation={config.gradient_accumulation} is not tuned, only fused",
-            key="gradient_accumulation",
-            nearest=("fused",),
-        )
+        rule = f"gradient_accumulation={config.gradient_accumulation} is not tuned, only fused"
+        raise ConfigError(rule, key="gradient_accumulation", nearest=("fused",))
     limit, named = memory_limit(memory_gib, devices)
     enable_compilation_cache(config.jax_cache_dir)
     programs, usable = Programs(config, devices, report), usable_bytes(limit)
@@ -261,24 +253,14 @@ def _select_devices(number: int | None) -> Sequence[jax.Device]:
     if number is None:
         return devices
     if not 1 <= number <= len(devices):
-        raise ConfigError(
-            f"--devices={number} must be between 1 and the {len(devices)} devices of this machine; --fake-devices {number} "
-            "simulates them",
-            key="devices",
-            nearest=(min(max(number, 1), len(devices)),),
-        )
+        rule = f"--devices={number} must be between 1 and the {len(devices)} devices of this machine"
+        nearest = (min(max(number, 1), len(devices)),)
+        raise ConfigError(f"{rule}; --fake-devices {number} simulates them", key="devices", nearest=nearest)
     return devices[:number]
 
 
 def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) -> tuple[int, bool]:
-    """Return the memory of one device in bytes, and whether it was given.
-
-    Args:
-        memory_gib: GiB as given; None = the memory that the devices report.
-        devices: the devices.
-
-    Raises:
-        ConfigError: not a number above 0 and up to 1,000,000, or None for devices without a limit of their own.
+    """Return the memory of one device in bytes, as given in GiB or else as the devices report it, and whether it was given.
 
     Example:
         >>> memory_limit("0.5", jax.devices())
@@ -288,11 +270,8 @@ def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) 
         return parse_memory_gib(memory_gib), True
     limits = [limit for device in devices if (limit := device_limit(device)) is not None]
     if len(limits) < len(devices):
-        raise ConfigError(
-            f"the device {devices[0].device_kind!r} has no memory limit of its own; pass the limit to tune for, such as "
-            "--memory-gib 16",
-            key="memory-gib",
-        )
+        problem = f"the device {devices[0].device_kind!r} has no memory limit of its own"
+        raise ConfigError(f"{problem}; pass the limit to tune for, such as --memory-gib 16", key="memory-gib")
     return min(limits), False
 
 
@@ -302,7 +281,6 @@ def usable_bytes(limit_bytes: int) -> int:
 
 
 def _finite_bytes(number: float) -> int | None:
-    """Return bytes for JSON; None for infinity."""
     return None if math.isinf(number) else int(number)
 
 
@@ -338,15 +316,10 @@ def find_largest(programs: Programs, usable: float) -> Boundary:
 
 
 def largest_within(sizes: Sequence[int], cost: Callable[[int], float], limit: float) -> Boundary:
-    """Return the largest size whose cost is within a limit. That size and the next one have both been tried.
+    """Return the largest of ascending sizes whose cost, which must not decrease, is within a limit. The next was tried too.
 
     Two of three trials are where the straight line through the two nearest costs meets the limit, the third bisects. A cost
     of the form `constant + factor * size` takes about four trials, any other at most three times the logarithm.
-
-    Args:
-        sizes: the candidates, ascending.
-        cost: cost of a size; it must not decrease from one candidate to the next, and may be infinite.
-        limit: the largest cost allowed.
 
     Example:
         >>> found = largest_within(range(1, 1000), lambda size: 100 + 3 * size, 1000)
@@ -359,22 +332,18 @@ def largest_within(sizes: Sequence[int], cost: Callable[[int], float], limit: fl
         costs[sizes[index]] = cost(sizes[index])
         return costs[sizes[index]] <= limit
 
-    # Invariant: sizes[:low + 1] fit and sizes[high:] do not.
+    # Invariant: sizes[:low + 1] fit and sizes[high:] do not. The ends are tried first.
     low, high = -1, len(sizes)
-    if sizes and not fits(0):
-        high = 0
-    elif sizes:
-        low = 0
-        if len(sizes) > 1:
-            low, high = (len(sizes) - 1, high) if fits(len(sizes) - 1) else (0, len(sizes) - 1)
+    for end in sorted({0, len(sizes) - 1} if sizes else ()):
+        if low < end < high:
+            low, high = (end, high) if fits(end) else (low, end)
     trial = 0
     while high - low > 1:
         index = (low + high) // 2 if trial % 3 == 2 else _interpolate(sizes, costs, low, high, limit)
         low, high = (index, high) if fits(index) else (low, index)
         trial += 1
-    return Boundary(
-        largest=sizes[low] if low >= 0 else None, next_larger=sizes[high] if high < len(sizes) else None, costs=costs
-    )
+    next_larger = sizes[high] if high < len(sizes) else None
+    return Boundary(largest=sizes[low] if low >= 0 else None, next_larger=next_larger, costs=costs)
 
 
 def _interpolate(sizes: Sequence[int], costs: Mapping[int, float], low: int, high: int, limit: float) -> int:
@@ -408,15 +377,10 @@ def legal_sizes(plan: RampPlan) -> list[tuple[int, ...]]:
 
 
 def proposals(config: Config, plan: RampPlan, found: int) -> tuple[Proposal, ...]:
-    """Return the settings worth timing, those with the configuration's own `rampup_microbatch` first.
+    """Return the settings worth timing if `found` is the largest microbatch that fits, those with the own policy first.
 
     These are each size near the top for the whole ramp (`fixed`), pairs of sizes for the ramp and the phase after it
     (`auto`), and the smallest accumulation with which every phase fits (`per_phase`).
-
-    Args:
-        config: the configuration.
-        plan: its plan.
-        found: the largest microbatch that fits.
     """
     splitter, last = unconstrained(plan.splitter), plan.ramp.sizes[-1]
     # Sizes that fit and divide every phase, the largest first.
@@ -495,9 +459,9 @@ def _time_sizes(programs: Programs, choices: Sequence[Proposal], usable: float, 
     if not steps:
         return {}
     report(f"timing microbatches of {', '.join(f'{b:,}' for b in sorted({b for b, _ in steps}))}")
-    times: Times = {}
+    times: Times = {b: {} for b, _ in steps}
     for (b, number), timing in take_turns(steps).items():
-        times.setdefault(b, {})[number] = timing
+        times[b][number] = timing
     return times
 
 
@@ -558,10 +522,8 @@ def _notes(
         yield "pipeline_tick_overhead could not be fitted: it takes two microbatch sizes whose times grow with them"
     before, after = programs.plan.eval_split, chosen.plan.eval_split
     if before and after and before.global_batch_size != after.global_batch_size:
-        yield (
-            f"evaluation batches become {after.global_batch_size} samples instead of {before.global_batch_size}, since "
-            "eval_per_device_batch_size follows per_device_batch_size"
-        )
+        sizes = f"{after.global_batch_size} samples instead of {before.global_batch_size}"
+        yield f"evaluation batches become {sizes}, since eval_per_device_batch_size follows per_device_batch_size"
 
 
 def _run_next_larger(programs: Programs, boundary: Boundary, named: bool) -> str:
