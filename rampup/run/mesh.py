@@ -128,6 +128,12 @@ def auto_view(mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
+def auto_context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which programs on the automatic view of a mesh can be traced, also in the user's `jax.set_mesh`."""
+    is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    return jax.set_mesh(auto_view(mesh)) if is_explicit else contextlib.nullcontext()
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Return the sharding of a value that is replicated on all devices."""
     return NamedSharding(auto_view(mesh), PartitionSpec())

@@ -44,7 +44,16 @@ from rampup.run.accumulate import (
 from rampup.run.compile import Compiler, compile_program
 from rampup.run.data.batches import Batch, layout_of, step_batches, stream_batches
 from rampup.run.distributed import StepConsensus
-from rampup.run.mesh import BatchAxes, auto_view, batch_sharding, check_plan_fits, process_rows, replicated, shardings_like
+from rampup.run.mesh import (
+    BatchAxes,
+    auto_context,
+    auto_view,
+    batch_sharding,
+    check_plan_fits,
+    process_rows,
+    replicated,
+    shardings_like,
+)
 from rampup.run.offload import device_shardings, fetch_offloaded
 from rampup.run.zero import constrain_all, gather_parameters, is_scattered, scattered_shardings
 
@@ -104,7 +113,8 @@ def create_state(
     """
     _check_arguments("create_state(params, tx, mesh)", tx=tx, mesh=mesh)
     params, mutable, frozen = _copy_to((params, mutable, frozen), mesh)
-    opt_state = _init_sharded(tx, params, mesh, batch_axes) if shard_optimizer_over_data else tx.init(params)
+    with auto_context(mesh):
+        opt_state = _init_sharded(tx, params, mesh, batch_axes) if shard_optimizer_over_data else tx.init(params)
     state = TrainState(step=jnp.int32(0), params=params, opt_state=opt_state, mutable=mutable, frozen=frozen)
     # The optimizer's state may contain the parameters themselves. A buffer cannot be donated twice.
     return _without_aliases(jax.device_put(state, shardings_like(state, mesh)))  # type: ignore[no-any-return]
@@ -255,7 +265,9 @@ class TrainStep:
         self._zero = axes if shard_optimizer_over_data and axes.num_replicas(mesh) > 1 else None
         self.tx = tx if self._is_fused else multi_steps(tx, plan)
         self._plan, self._mesh = plan, mesh
-        self._seed, self._skip_nonfinite, self._donate = jax.random.key(seed), skip_nonfinite, donate
+        with auto_context(mesh):
+            self._seed = jax.random.key(seed)
+        self._skip_nonfinite, self._donate = skip_nonfinite, donate
         # The `step` of the state that the last call returned, and its number: known here without waiting for the devices.
         self._returned: tuple[Any, int] = None, 0
         self._compiler, self._consensus = Compiler(), StepConsensus()
@@ -477,7 +489,8 @@ class TrainStep:
         # all of it is replaced. The batch is not: no result has its shape, and the padding is used again in later steps.
         shardings = _shardings_of(state)
         options = {"donate_argnums": 0 if self._donate else (), "out_shardings": (shardings, replicated(self._mesh))}
-        return jax.jit(functools.partial(update, shardings), **options).lower(state, *args)
+        with auto_context(self._mesh):
+            return jax.jit(functools.partial(update, shardings), **options).lower(state, *args)
 
     def _fused_update(
         self, shardings: Any, state: Any, chunks: tuple[Any, ...], counts: tuple[jax.Array, jax.Array]
@@ -682,7 +695,8 @@ class EvalStep:
         if jax.config.jax_disable_jit:
             return sums(state, batch.chunks, num_microbatches)
         if key not in self._programs:
-            lowered = jax.jit(sums, out_shardings=replicated(self._mesh)).lower(state, batch.chunks, num_microbatches)
+            with auto_context(self._mesh):
+                lowered = jax.jit(sums, out_shardings=replicated(self._mesh)).lower(state, batch.chunks, num_microbatches)
             self._programs[key] = compile_program(lowered)
         return self._programs[key](state, batch.chunks, num_microbatches)  # type: ignore[no-any-return]
 

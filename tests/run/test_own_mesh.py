@@ -56,6 +56,44 @@ def test_any_mesh_trains_like_one_device(name, axis_type):
     np.testing.assert_allclose(train(mesh, axes, model_axis), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_set_mesh_around_the_training_changes_nothing(axis_type):
+    """`jax.set_mesh` of the user's mesh around everything is allowed, also with Explicit axes."""
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(axis_type,) * 2)
+    expected = train(mesh, None)
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(train(mesh, None), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("splitter", "key"),
+    [({"data_parallel_size": 4}, "data_parallel_size"), ({"data_parallel_size": 8, "num_stages": 2}, "num_stages")],
+)
+def test_plan_for_another_mesh_is_refused(splitter, key):
+    """A plan for other numbers of replicas or stages is an error of the step and of the batches, with the mesh's number."""
+    mesh = rampup.make_mesh(rampup.MeshAxes(data=8))
+    plan = rampup.RampPlan(
+        ramp=rampup.BatchRamp.from_schedule("0:64"), splitter=rampup.BatchSplitter(**splitter), num_devices=16, total_steps=2
+    )
+    for use in (
+        lambda: rampup.train_step(loss_fn, optax.sgd(0.1), plan, mesh),
+        lambda: next(rampup.step_batches(rows(), plan, mesh)),
+    ):
+        with pytest.raises(rampup.ConfigError) as caught:
+            use()
+        assert (caught.value.key, caught.value.nearest) == (key, (mesh.shape["data"] if key == "data_parallel_size" else 1,))
+
+
+def test_pipelined_loss_with_other_repeats_than_the_plan_is_refused():
+    """The layer chunks per stage of plan and loss are the same number."""
+    mesh = rampup.make_mesh(rampup.MeshAxes(data=4, pipeline=2))
+    splitter = rampup.BatchSplitter(data_parallel_size=4, num_stages=2)
+    plan = rampup.RampPlan(ramp=rampup.BatchRamp.from_schedule("0:64"), splitter=splitter, num_devices=8, total_steps=2)
+    loss = rampup.PipelinedLoss(first=loss_fn, stage=loss_fn, last=loss_fn, num_repeats=2)
+    with pytest.raises(rampup.ConfigError, match="num_repeats=2"):
+        rampup.train_step(loss, optax.sgd(0.1), plan, mesh)
+
+
 def test_mesh_without_a_batch_axis_is_refused():
     """A mesh none of whose axes takes the rows is an error that names `BatchAxes`."""
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
