@@ -76,12 +76,9 @@ def _same_batches(config: Config, num_devices: int, ramp: BatchRamp, record: Map
         return plan_for(num_devices)
     except (BatchDivisibilityError, PipelineShapeError) as error:
         nearest = _nearest_devices(plan_for, num_devices)
-        raise ResumeMismatchError(
-            f"the run was on {record['num_devices']} devices, and its batches cannot be split for num_devices={num_devices}; "
-            f"nearest that can: {', '.join(map(str, nearest)) or 'none'}. {error}",
-            key="num_devices",
-            nearest=nearest,
-        ) from None
+        text = f"the run was on {record['num_devices']} devices, and its batches cannot be split for num_devices={num_devices}"
+        text += f"; nearest that can: {', '.join(map(str, nearest)) or 'none'}. {error}"
+        raise ResumeMismatchError(text, key="num_devices", nearest=nearest) from None
 
 
 def _nearest_devices(plan_for: Any, num_devices: int) -> list[int]:

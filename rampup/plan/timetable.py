@@ -255,11 +255,8 @@ def check_shape(schedule: str, num_stages: int, num_microbatches: int, num_repea
             f"repeats={num_repeats} needs the schedule interleaved or circular, not {schedule}", key="repeats", nearest=(1,)
         )
     if schedule == "zb-h1" and num_microbatches < num_stages:
-        raise PipelineShapeError(
-            f"microbatches={num_microbatches} must be at least stages={num_stages} for zb-h1",
-            key="microbatches",
-            nearest=(num_stages,),
-        )
+        text = f"microbatches={num_microbatches} must be at least stages={num_stages} for zb-h1"
+        raise PipelineShapeError(text, key="microbatches", nearest=(num_stages,))
     if group_size is not None and (schedule != "interleaved" or not num_stages <= group_size <= num_microbatches):
         raise PipelineShapeError(
             f"group-size={group_size} needs the schedule interleaved and must be between stages={num_stages} and "
@@ -270,11 +267,8 @@ def check_shape(schedule: str, num_stages: int, num_microbatches: int, num_repea
     operations = 3 * num_stages * num_microbatches * num_repeats
     if operations > MAX_OPERATIONS:
         largest = MAX_OPERATIONS // (3 * num_stages * num_repeats)
-        raise PipelineShapeError(
-            f"microbatches={num_microbatches} gives up to {operations:,} operations; the limit is {MAX_OPERATIONS:,}",
-            key="microbatches",
-            nearest=(largest,) if largest else (),
-        )
+        text = f"microbatches={num_microbatches} gives up to {operations:,} operations; the limit is {MAX_OPERATIONS:,}"
+        raise PipelineShapeError(text, key="microbatches", nearest=(largest,) if largest else ())
 
 
 # The orders of the schedules, for stage s of p stages, m microbatches, v repeats and groups from `group_sizes`.

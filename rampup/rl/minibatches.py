@@ -239,16 +239,13 @@ def _shuffle(num_samples: int, group: int, identity: tuple[int, int, int, str]) 
 
 def _first_update(plan: RolloutPlan, updates: Updates, step: int, start: int | RolloutPosition) -> int:
     if not 0 <= step < plan.num_steps:
-        raise ResumeMismatchError(
-            f"step={step} must be between 0 and num_steps - 1 = {plan.num_steps - 1}",
-            key="step",
-            nearest=(0 if step < 0 else plan.num_steps - 1,),
-        )
+        last = plan.num_steps - 1
+        text = f"step={step} must be between 0 and num_steps - 1 = {last}"
+        raise ResumeMismatchError(text, key="step", nearest=(0 if step < 0 else last,))
     if isinstance(start, RolloutPosition):
         if start != plan.position(start.optimizer_step, model=updates.model) or start.step != step:
-            raise ResumeMismatchError(
-                f"{start} is not a position of the {updates.model} in step={step} of this plan", key="start"
-            )
+            text = f"{start} is not a position of the {updates.model} in step={step} of this plan"
+            raise ResumeMismatchError(text, key="start")
         return start.update
     if not 0 <= start <= updates.optimizer_steps:
         raise ResumeMismatchError(
