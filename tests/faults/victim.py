@@ -2,12 +2,11 @@
 
 import hashlib
 import json
-import multiprocessing
 import os
-import sys
 import time
 from pathlib import Path
 
+from helpers import processes
 from helpers.tiny import TINY_MODEL
 
 SETTINGS = TINY_MODEL | {
@@ -27,20 +26,12 @@ ROWS_FILE, LOG_FILE = "rows.jsonl", "log.txt"
 
 def started(settings, *, pause=0.0, devices=2):
     """Start a run in a process that is forked from one that has imported everything; return the process."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["faults.preload"])
     folder = Path(settings["base_output_directory"]) / settings["run_name"]
-    folder.mkdir(parents=True, exist_ok=True)
-    process = context.Process(target=run, args=(settings, folder, pause, devices), daemon=True)
-    process.start()
-    return process
+    return processes.start(run, settings, folder, pause, devices, log=folder / LOG_FILE)
 
 
 def run(settings, folder, pause, devices):
-    """Train; leave with 0 when finished, 130 when stopped by a signal, 2 when refused."""
-    log = os.open(folder / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    """Train; return 0 when finished, 130 when stopped by a signal, 2 when refused."""
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     import jax
 
@@ -69,8 +60,8 @@ def run(settings, folder, pause, devices):
         summary = lm.train(Config(**(SETTINGS | settings)), events.append)
     except RampupError as error:
         print(f"{type(error).__name__}: {error}", flush=True)
-        sys.exit(2)
+        return 2
     finally:
         kinds = (RunStarted, CheckpointDamaged, StorageFailed, StepSkipped)
         print(*(str(event)[:500] for event in events if isinstance(event, kinds)), sep="\n", flush=True)
-    sys.exit(130 if summary.interrupted else 0)
+    return 130 if summary.interrupted else 0

@@ -1,4 +1,8 @@
-"""Tests of rampup.lm.train: the whole run, small."""
+"""Tests of rampup.lm.train: complete runs of a tiny model.
+
+Runs that several tests compare with are trained once per module. The schedule has the same length everywhere, since it is part
+of the program: runs that differ only in `steps` share one compilation.
+"""
 
 import json
 import signal
@@ -8,46 +12,47 @@ import jax
 import numpy as np
 import pytest
 from helpers import toy
+from helpers.config_walk import trace_train
+from helpers.tiny import TINY
 
 from rampup import Config, build_plan, load_config
 from rampup.errors import ConfigError, DataError, MissingDependencyError, ResumeMismatchError
 from rampup.lm.data import rows_of_step
-from rampup.lm.train import TrainSetup, train
+from rampup.lm.train import Run, TrainSetup, train
 from rampup.run.events import StepDone
 from rampup.run.mesh import make_mesh
 
-TINY = {
-    "enable_rampup_batch_size": True,
-    "per_device_batch_size_start": 1,
-    "per_device_batch_size_increment": 1,
-    "per_device_batch_size": 3,
-    "global_rampup_samples": 80,
-    "steps": 12,
-    "checkpoint_period": 100,
-    "eval_interval": 6,
-    "eval_steps": 2,
-    "max_target_length": 16,
-    "base_emb_dim": 32,
-    "base_num_decoder_layers": 2,
-    "base_mlp_dim": 64,
-    "learning_rate": 0.01,
-}
+TIMES = ("step_seconds", "tokens_per_second", "tflops_per_device", "compile_seconds")
+EVALUATED = {"eval_interval": 6, "eval_steps": 2}
+FSDP_TENSOR = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+# Batches that divide over the eight replicas of one mesh and over the replicas of two, four or eight stages.
+DOUBLE = {"per_device_batch_size_start": 2, "per_device_batch_size_increment": 2, "per_device_batch_size": 6}
 
 
 def config(folder, **changes):
     """Return a tiny configuration that runs in the folder."""
-    return Config(base_output_directory=str(folder), run_name="run", **(TINY | changes))
+    own = {"checkpoint_period": 100, "learning_rate_schedule_steps": 40}
+    return Config(base_output_directory=str(folder), run_name="run", **(TINY | own | changes))
 
 
 def metrics(folder):
-    """Return what does not depend on time of every step's metrics."""
+    """Return every line of metrics.jsonl, without the times."""
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    times = ("step_seconds", "tokens_per_second", "tflops_per_device", "compile_seconds")
-    return [{k: v for k, v in json.loads(line).items() if k not in times} for line in lines]
+    return [{name: value for name, value in json.loads(line).items() if name not in TIMES} for line in lines]
+
+
+def losses(folder):
+    """Return the loss of every step."""
+    return [line["loss"] for line in metrics(folder)]
+
+
+def evaluations(folder):
+    """Return every line of eval.jsonl."""
+    return [json.loads(line) for line in (folder / "run" / "eval.jsonl").read_text().splitlines()]
 
 
 def stop_after(step):
-    """Return a progress callback that sends this process SIGTERM when a step's metrics are out."""
+    """Return a listener that sends this process SIGTERM when a step's metrics are written."""
 
     def on_event(event):
         if isinstance(event, StepDone) and event.step == step:
@@ -56,129 +61,133 @@ def stop_after(step):
     return on_event
 
 
-def test_a_run_learns_through_its_ramp(tmp_path):
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory):
+    """A run of 40 steps through the ramp: its folder and its summary."""
+    folder = tmp_path_factory.mktemp("long")
+    return folder, train(config(folder, steps=40, **EVALUATED))
+
+
+def test_train_learns_through_its_ramp(long_run):
     """The loss falls over three phases, from one executable, and evaluation is on held-out rows."""
-    summary = train(config(tmp_path, steps=40))
-    assert summary.final_loss < summary.first_loss - 0.5
+    folder, summary = long_run
+    assert summary.final_loss < summary.first_loss - 0.4
     assert (summary.steps, summary.num_compilations) == (40, 1)
-    found = metrics(tmp_path)
+    found = metrics(folder)
     assert [line["phase"] for line in found] == sorted(line["phase"] for line in found)
     assert {line["global_batch_size"] for line in found} == {8, 16, 24}
-    evals = [json.loads(line) for line in (tmp_path / "run" / "eval.jsonl").read_text().splitlines()]
+    evals = evaluations(folder)
     assert evals[-1]["eval_loss"] < evals[0]["eval_loss"]
     assert {line["eval_tokens"] for line in evals} == {2 * 24 * 16}
 
 
-@pytest.mark.parametrize(
-    ("engine", "mesh"),
-    [
-        ("fused", {}),
-        (
-            "fused",
-            {
-                "ici_fsdp_parallelism": 2,
-                "ici_tensor_parallelism": 2,
-                "per_device_batch_size_start": 2,
-                "per_device_batch_size_increment": 2,
-                "per_device_batch_size": 6,
-            },
-        ),
-        (
-            "multi_steps",
-            {
-                "ici_fsdp_parallelism": 2,
-                "ici_tensor_parallelism": 2,
-                "per_device_batch_size_start": 2,
-                "per_device_batch_size_increment": 2,
-                "per_device_batch_size": 6,
-            },
-        ),
-    ],
-)
-def test_stopped_and_resumed_across_a_phase_change(tmp_path, engine, mesh):
-    """Both engines, with fsdp- and tensor-sharded state, go on bit for bit after a stop before and after a phase change."""
-    keys = {"gradient_accumulation": engine, "checkpoint_period": 3, "dropout_rate": 0.1, "eval_interval": -1, **mesh}
-    whole = train(config(tmp_path / "whole", **keys))
-    for stop in (2, 7):
-        interrupted = train(config(tmp_path / "cut", **keys), stop_after(stop))
-        assert interrupted.interrupted
-    final = train(config(tmp_path / "cut", **keys))
-    assert final.resumed_from > 7
-    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
-    assert len({line["phase"] for line in metrics(tmp_path / "whole")}) == 3
-    assert (final.final_loss, final.num_compilations) == (whole.final_loss, 1)
-
-
-def test_meshes_agree(tmp_path):
-    """Eight replicas and a data, fsdp and tensor mesh give the same losses on the same global batches."""
-    train(config(tmp_path / "a", eval_interval=-1))
-    keys = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "global_rampup_samples": 80, "eval_interval": -1}
-    train(config(tmp_path / "b", **keys))
-    a, b = (metrics(tmp_path / name) for name in "ab")
-    np.testing.assert_allclose([line["loss"] for line in a], [line["loss"] for line in b], rtol=1e-5)
-
-
-PIPELINED = {
-    "base_num_decoder_layers": 4,
-    "logits_via_embedding": True,
-    "dropout_rate": 0.1,
-    "per_device_batch_size_start": 2,
-    "per_device_batch_size_increment": 2,
-    "per_device_batch_size": 6,
-    "global_rampup_samples": 320,
-}
-
-
-@pytest.mark.parametrize(
-    "axes",
-    [{"ici_pipeline_parallelism": 4}, {"ici_pipeline_parallelism": 2, "ici_tensor_parallelism": 2, "pipeline_keep": "dots"}],
-)
-def test_pipelines_agree_with_the_model(tmp_path, axes):
-    """Through stages, repeats and dropout, over 50 steps and three phases, losses and evaluations are the model's to 1e-5."""
-    keys = PIPELINED | {"steps": 50, "eval_interval": 25}
-    train(config(tmp_path / "a", **keys))
-    summary = train(config(tmp_path / "b", **keys, **axes))
-    a, b = (metrics(tmp_path / name) for name in "ab")
-    assert [line["global_batch_size"] for line in a] == [line["global_batch_size"] for line in b]
-    assert {line["phase"] for line in b} == {0, 1, 2}
-    np.testing.assert_allclose([line["loss"] for line in b], [line["loss"] for line in a], rtol=1e-5)
-    evals = [(tmp_path / name / "run" / "eval.jsonl").read_text().splitlines() for name in "ab"]
-    for one, other in zip(*evals, strict=True):
-        assert json.loads(one)["eval_loss"] == pytest.approx(json.loads(other)["eval_loss"], rel=1e-5)
-    assert summary.num_compilations == 1
-
-
-def test_a_run_goes_on_at_another_depth(tmp_path):
-    """Four stages, then two with fsdp, then none: checkpoints hold the layers in an order that does not depend on it."""
-    keys = PIPELINED | {"eval_interval": -1}
-    whole = train(config(tmp_path / "whole", **keys))
-    depths = [
-        {"ici_pipeline_parallelism": 4, "steps": 4},
-        {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "steps": 8},
-        {"steps": 12},
-    ]
-    for number, depth in enumerate(depths):
-        last = train(config(tmp_path / "cut", **(keys | {"learning_rate_schedule_steps": 12} | depth)))
-        assert last.resumed_from == 4 * number
-    assert last.final_loss == pytest.approx(whole.final_loss, rel=1e-5)
-    losses = [[line["loss"] for line in metrics(tmp_path / name)] for name in ("whole", "cut")]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-
-
 @pytest.mark.parametrize("growth", ["per_phase", "auto"])
-def test_other_shapes_give_the_same_losses(tmp_path, growth):
-    """However the ramp is cut, losses agree to 1e-5, and no step but the first pays for a compilation."""
-    keys = {"steps": 40, "eval_interval": -1}
-    train(config(tmp_path / "fixed", **keys))
-    train(config(tmp_path / growth, rampup_microbatch=growth, **keys))
-    a, b = metrics(tmp_path / "fixed"), metrics(tmp_path / growth)
-    np.testing.assert_allclose([line["loss"] for line in b], [line["loss"] for line in a], rtol=1e-5)
-    lines = [json.loads(line) for line in (tmp_path / growth / "run" / "metrics.jsonl").read_text().splitlines()]
+def test_train_gives_the_same_losses_in_other_shapes(tmp_path, long_run, growth):
+    """However the ramp is split, losses agree to 1e-5, and no step but the first waits for a compilation."""
+    train(config(tmp_path, steps=40, rampup_microbatch=growth))
+    np.testing.assert_allclose(losses(tmp_path), losses(long_run[0]), rtol=1e-5)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "compile_seconds" in line] == [0]
     assert {line["microbatch_size"] for line in lines} <= {1, 2, 3}
 
 
-def test_rows_of_a_step(tmp_path):
+@pytest.mark.parametrize("engine", ["fused", "multi_steps"])
+def test_train_resumes_bit_for_bit(tmp_path, engine):
+    """Both engines, with fsdp- and tensor-sharded state, resume bit for bit after a stop before and after a phase change."""
+    keys = {"gradient_accumulation": engine, "checkpoint_period": 3, "dropout_rate": 0.1, **FSDP_TENSOR, **DOUBLE}
+    expected = train(config(tmp_path / "whole", **keys))
+    for stop in (2, 7):
+        assert train(config(tmp_path / "stopped", **keys), stop_after(stop)).interrupted
+    final = train(config(tmp_path / "stopped", **keys))
+    assert final.resumed_from > 7
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+    assert len({line["phase"] for line in metrics(tmp_path / "whole")}) == 3
+    assert (final.final_loss, final.num_compilations) == (expected.final_loss, 1)
+
+
+# One model on a mesh of eight replicas and through stages.
+DEEP = DOUBLE | {
+    "base_num_decoder_layers": 4,
+    "logits_via_embedding": True,
+    "dropout_rate": 0.1,
+    "global_rampup_samples": 320,
+    "eval_interval": 12,
+    "eval_steps": 2,
+}
+STAGES = {"ici_pipeline_parallelism": 4}
+
+
+@pytest.fixture(scope="module")
+def deep_run(tmp_path_factory):
+    """The folder of a run of 24 steps and three phases without pipeline stages."""
+    folder = tmp_path_factory.mktemp("deep")
+    train(config(folder, steps=24, **DEEP))
+    assert {line["phase"] for line in metrics(folder)} == {0, 1, 2}
+    return folder
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [STAGES, {"ici_pipeline_parallelism": 2, "ici_tensor_parallelism": 2, "pipeline_keep": "dots"}],
+    ids=["stages", "stages_tensor"],
+)
+def test_train_agrees_through_pipeline_stages(tmp_path, deep_run, axes):
+    """Through stages, repeats and dropout, losses and evaluations are those of the model on replicas alone, to 1e-5."""
+    summary = train(config(tmp_path, steps=24, **(DEEP | axes)))
+    found, expected = metrics(tmp_path), metrics(deep_run)
+    assert [line["global_batch_size"] for line in found] == [line["global_batch_size"] for line in expected]
+    np.testing.assert_allclose([line["loss"] for line in found], [line["loss"] for line in expected], rtol=1e-5)
+    for one, other in zip(evaluations(tmp_path), evaluations(deep_run), strict=True):
+        assert one["eval_loss"] == pytest.approx(other["eval_loss"], rel=1e-5)
+    assert summary.num_compilations == 1
+
+
+def test_train_resumes_at_another_depth(tmp_path, deep_run):
+    """Four stages, then two with fsdp, then none: the order of the layers in checkpoints does not depend on the stages."""
+    depths = [
+        STAGES | {"steps": 6},
+        {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2, "steps": 14, "eval_interval": -1},
+        {"steps": 24},
+    ]
+    for resumed_from, depth in zip((0, 6, 14), depths, strict=True):
+        assert train(config(tmp_path, **(DEEP | depth))).resumed_from == resumed_from
+    np.testing.assert_allclose(losses(tmp_path), losses(deep_run), rtol=1e-5)
+
+
+def test_train_keeps_the_configuration_and_continues(tmp_path):
+    """A started run leaves its configuration, which a refused resume does not change; a longer run continues."""
+    train(config(tmp_path, steps=4))
+    kept = load_config(tmp_path / "run" / "config.yml")
+    assert kept == config(tmp_path, steps=4, num_devices=8)
+    with pytest.raises(ResumeMismatchError, match="base_mlp_dim: 32 in the checkpoint, 96 here"):
+        train(config(tmp_path, steps=8, base_mlp_dim=96))
+    with pytest.raises(ResumeMismatchError, match="not of this model and optimizer"):
+        train(config(tmp_path, steps=8, gradient_clipping_threshold=0))
+    assert load_config(tmp_path / "run" / "config.yml") == kept
+    summary = train(config(tmp_path, steps=8))
+    assert (summary.resumed_from, summary.steps) == (4, 8)
+    assert [line["step"] for line in metrics(tmp_path)] == list(range(8))
+    assert load_config(tmp_path / "run" / "config.yml").steps == 8
+
+
+def test_run_from_config_writes_nothing(tmp_path):
+    """A run is built and checked without a trace in the output folder, from one model, learning rate and order of samples."""
+    settings = config(tmp_path / "out")
+    plan = build_plan(settings, jax.device_count())
+    run = Run.from_config(settings, plan)
+    assert not (tmp_path / "out").exists()
+    assert (run.setup.plan, run.loader.plan, run.saved) == (plan, plan, None)
+    assert run.setup.model.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(run.setup.state_shapes().params))
+
+
+def test_config_walk_is_short(tmp_path):
+    """From `load_config` to the first step, the configuration passes few files and rarely comes back to one."""
+    walk = trace_train(str(tmp_path)).walk(with_callees=False)
+    assert walk.num_files <= 15, walk.files
+    assert walk.num_returns <= 15, walk.files
+
+
+def test_rows_of_step_names_samples_and_files(tmp_path):
     """`rows` names exactly the samples of a step, with the file they come from."""
     settings = config(tmp_path)
     plan = build_plan(settings, jax.device_count())
@@ -198,10 +207,10 @@ def test_rows_of_a_step(tmp_path):
         ({"ici_tensor_parallelism": 8}, ConfigError, "base_num_query_heads"),
         ({"grain_train_files": "/nowhere/*.txt"}, DataError, "grain_train_files"),
         ({"num_epoch": 1, "steps": 100_000}, DataError, "num_epoch"),
-        ({"eval_steps": 10**6}, DataError, "eval_steps"),
+        ({"eval_interval": 6, "eval_steps": 10**6}, DataError, "eval_steps"),
     ],
 )
-def test_what_cannot_be_trained_is_refused_before_any_work(tmp_path, change, error, key):
+def test_train_refuses_before_any_work(tmp_path, change, error, key):
     """Each refusal names its key, and leaves no run folder behind."""
     with pytest.raises(error) as caught:
         train(config(tmp_path / "out", **change))
@@ -209,34 +218,9 @@ def test_what_cannot_be_trained_is_refused_before_any_work(tmp_path, change, err
     assert not (tmp_path / "out").exists()
 
 
-def test_another_models_checkpoint_is_refused(tmp_path):
-    """A run folder of another model is refused with both sizes."""
-    train(config(tmp_path, steps=2))
-    with pytest.raises(ResumeMismatchError, match="base_mlp_dim: 64 in the checkpoint, 96 here"):
-        train(config(tmp_path, base_mlp_dim=96))
-
-
-def test_a_longer_run_goes_on(tmp_path):
-    """With more steps a finished run goes on from where it was."""
-    train(config(tmp_path, steps=4))
-    summary = train(config(tmp_path, steps=8))
-    assert (summary.resumed_from, summary.steps) == (4, 8)
-    assert [line["step"] for line in metrics(tmp_path)] == list(range(8))
-
-
-def test_the_folder_keeps_the_configuration(tmp_path):
-    """A started run leaves what it was started with, from which it can be planned again; a refused resume leaves it alone."""
-    train(config(tmp_path, steps=2, eval_interval=-1))
-    kept = load_config(tmp_path / "run" / "config.yml")
-    assert kept == config(tmp_path, steps=2, eval_interval=-1, num_devices=8)
-    with pytest.raises(ResumeMismatchError):
-        train(config(tmp_path, steps=3, eval_interval=-1, base_mlp_dim=32))
-    assert load_config(tmp_path / "run" / "config.yml") == kept
-
-
-def test_tensorboard_shows_every_metric(tmp_path):
+def test_train_writes_every_metric_for_tensorboard(tmp_path):
     """The event files have the numbers of metrics.jsonl and eval.jsonl under the same names, and FLOP/s among them."""
-    train(config(tmp_path, enable_tensorboard=True))
+    train(config(tmp_path, enable_tensorboard=True, **EVALUATED))
     shown = toy.tensorboard_events(tmp_path / "run" / "tensorboard")
     for line in metrics(tmp_path):
         found = {tag: value for step, tag, value in shown if step == line["step"]}
@@ -246,7 +230,7 @@ def test_tensorboard_shows_every_metric(tmp_path):
         assert ("eval_loss" in found) == (line["step"] in (5, 11))
 
 
-def test_a_writer_that_is_not_installed_stops_the_run_before_any_work(tmp_path, monkeypatch):
+def test_train_refuses_a_missing_writer_before_any_work(tmp_path, monkeypatch):
     """Nothing is made in the run's folder."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'rampup\[wandb\]'"):
@@ -259,14 +243,11 @@ def test_a_writer_that_is_not_installed_stops_the_run_before_any_work(tmp_path, 
 )
 def test_sharded_optimizer_state_trains_the_same(tmp_path, axes, sizes):
     """`shard_optimizer_over_data` changes no loss, with and without a pipeline, and a run resumes with it bit for bit."""
-    keys = {"eval_interval": -1, "checkpoint_period": 4, "global_rampup_samples": 80, **axes, **sizes}
-    if axes:
-        keys |= {"per_device_batch_size_start": 2, "per_device_batch_size_increment": 2, "per_device_batch_size": 6}
+    keys = {"checkpoint_period": 4, **axes, **sizes, **(DOUBLE if axes else {})}
     train(config(tmp_path / "plain", **keys))
     keys["shard_optimizer_over_data"] = True
     train(config(tmp_path / "sharded", **keys))
-    plain, sharded = ([line["loss"] for line in metrics(tmp_path / name)] for name in ("plain", "sharded"))
-    np.testing.assert_allclose(sharded, plain, rtol=1e-6)
+    np.testing.assert_allclose(losses(tmp_path / "sharded"), losses(tmp_path / "plain"), rtol=1e-6)
     train(config(tmp_path / "cut", **keys), stop_after(5))
     train(config(tmp_path / "cut", **keys))
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "sharded")

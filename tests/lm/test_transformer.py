@@ -14,6 +14,13 @@ from rampup.run.accumulate import accumulate, per_row_keys
 from rampup.run.mesh import batch_sharding, make_mesh, shardings_like
 
 SMALL = LanguageModel(num_layers=2, width=16, mlp_dim=32, num_heads=4, num_kv_heads=2, vocab_size=32)
+# Compiled as one program each: run operation by operation, every test would compile a hundred small ones.
+init = jax.jit(lambda model: model.init(jax.random.key(0)), static_argnums=0)
+logits_of = jax.jit(LanguageModel.logits, static_argnums=0)
+loss_of = jax.jit(lambda model, *args: model.loss(*args)[0], static_argnums=0)
+loss_and_grads = jax.jit(
+    lambda model, params, rows: jax.value_and_grad(lambda p: model.loss(p, rows)[0])(params), static_argnums=0
+)
 
 
 def batch(rows=8, length=12):
@@ -25,35 +32,34 @@ def batch(rows=8, length=12):
     }
 
 
-def test_logits_see_only_the_past():
+def test_logits_depend_only_on_the_past():
     """Changing a token changes no logits before it."""
-    params = SMALL.init(jax.random.key(0))
+    params = init(SMALL)
     tokens = jnp.asarray(batch()["tokens"][:, :-1], jnp.int32)
     changed = tokens.at[:, 6].set((tokens[:, 6] + 1) % 32)
-    before, after = SMALL.logits(params, tokens), SMALL.logits(params, changed)
+    before, after = logits_of(SMALL, params, tokens), logits_of(SMALL, params, changed)
     np.testing.assert_allclose(before[:, :6], after[:, :6], atol=1e-5)
     assert not np.allclose(before[:, 6:], after[:, 6:], atol=1e-5)
 
 
-def test_positions_matter():
+def test_logits_depend_on_positions():
     """The same token at another place in another order gives other logits."""
-    params = SMALL.init(jax.random.key(0))
-    forward = SMALL.logits(params, jnp.array([[1, 2, 3, 4]]))
-    swapped = SMALL.logits(params, jnp.array([[2, 1, 3, 4]]))
+    params = init(SMALL)
+    forward = logits_of(SMALL, params, jnp.array([[1, 2, 3, 4]]))
+    swapped = logits_of(SMALL, params, jnp.array([[2, 1, 3, 4]]))
     assert not np.allclose(forward[0, -1], swapped[0, -1], atol=1e-5)
 
 
 @pytest.mark.parametrize("remat_policy", ["minimal", "full"])
-def test_rematerialisation_changes_nothing(remat_policy):
+def test_remat_policy_changes_no_gradient(remat_policy):
     """Loss and gradients are the same whatever the backward pass computes again."""
-    params = SMALL.init(jax.random.key(0))
-    other = dataclasses.replace(SMALL, remat_policy=remat_policy)
-    expected = jax.value_and_grad(lambda p: SMALL.loss(p, batch())[0])(params)
-    found = jax.value_and_grad(lambda p: other.loss(p, batch())[0])(params)
+    params = init(SMALL)
+    expected = loss_and_grads(SMALL, params, batch())
+    found = loss_and_grads(dataclasses.replace(SMALL, remat_policy=remat_policy), params, batch())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
-def test_only_real_targets_count():
+def test_cross_entropy_counts_only_real_targets():
     """Targets beyond a row's length do not count, in loss and in weight."""
     logits, targets = jnp.zeros((2, 5, 7)), jnp.zeros((2, 5), jnp.int32)
     loss, weight = cross_entropy(logits, targets, jnp.array([5, 2]))
@@ -61,44 +67,44 @@ def test_only_real_targets_count():
     np.testing.assert_allclose(loss, 7 * np.log(7), rtol=1e-6)
 
 
-def test_a_tied_output_layer_has_no_head():
+def test_tied_model_has_no_head():
     """With tied weights the embedding is the output layer and gets gradients from both."""
     tied = dataclasses.replace(SMALL, tied=True)
-    params = tied.init(jax.random.key(0))
+    params = init(tied)
     assert "head" not in params
-    grads = jax.grad(lambda p: tied.loss(p, batch())[0])(params)
+    _, grads = loss_and_grads(tied, params, batch())
     assert float(jnp.abs(grads["embedding"]).sum()) > 0
 
 
-def test_dropout_depends_on_the_row_alone():
-    """A row's loss with dropout is the same in whatever microbatch it stands, and is another without."""
+def test_dropout_depends_only_on_the_row():
+    """A row's loss with dropout is the same in every microbatch, and differs from its loss without."""
     model = dataclasses.replace(SMALL, dropout_rate=0.3)
-    params, rows = model.init(jax.random.key(0)), batch()
+    params, rows = init(model), batch()
     keys = per_row_keys(jax.random.key(1), jnp.int32(0), jnp.arange(8).reshape(1, 8))[0]
-    whole = float(model.loss(params, rows, keys)[0])
+    whole = float(loss_of(model, params, rows, keys))
     halves = [
-        float(model.loss(params, {n: x[part] for n, x in rows.items()}, keys[part])[0]) for part in (slice(0, 4), slice(4, 8))
+        float(loss_of(model, params, {n: x[part] for n, x in rows.items()}, keys[part])) for part in (slice(0, 4), slice(4, 8))
     ]
     assert whole == pytest.approx(sum(halves), rel=1e-5)
-    assert whole != pytest.approx(float(SMALL.loss(params, rows)[0]), rel=1e-3)
+    assert whole != pytest.approx(float(loss_of(SMALL, params, rows)), rel=1e-3)
 
 
-def test_bfloat16_is_near_float32():
+def test_bfloat16_loss_is_close_to_float32():
     """bfloat16 activations give nearly the loss of float32, and float32 gradients."""
     model = dataclasses.replace(SMALL, dtype="bfloat16")
-    params = model.init(jax.random.key(0))
-    loss, grads = jax.value_and_grad(lambda p: model.loss(p, batch())[0])(params)
-    assert float(loss) == pytest.approx(float(SMALL.loss(params, batch())[0]), rel=1e-2)
+    params = init(model)
+    loss, grads = loss_and_grads(model, params, batch())
+    assert float(loss) == pytest.approx(float(loss_and_grads(SMALL, params, batch())[0]), rel=1e-2)
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
 
 
-def test_sharded_is_the_same():
+def test_sharded_gradients_are_those_of_one_device():
     """Accumulated over a data, fsdp and tensor mesh, loss and gradients are those of one device, in float64 to 1e-10."""
     jax.config.update("jax_enable_x64", True)
     try:
         model = dataclasses.replace(SMALL, dtype="float64", param_dtype="float64")
-        params, rows = model.init(jax.random.key(0)), batch(24)
-        expected_loss, expected = jax.value_and_grad(lambda p: model.loss(p, rows)[0])(params)
+        params, rows = init(model), batch(24)
+        expected_loss, expected = loss_and_grads(model, params, rows)
         mesh = make_mesh(MeshAxes(data=2, fsdp=2, tensor=2))
         placed = jax.device_put(params, model.shardings(mesh))
         buffer = jax.device_put({n: x.reshape(3, 8, *x.shape[1:]) for n, x in rows.items()}, batch_sharding(mesh, leading=1))
@@ -121,18 +127,18 @@ def test_sharded_is_the_same():
         ({"width": 12, "num_heads": 2, "num_kv_heads": 2}, MeshAxes(fsdp=8), "base_emb_dim"),
     ],
 )
-def test_sizes_must_divide_over_the_mesh(change, axes, key):
-    """A size that the mesh cannot cut is refused by key."""
+def test_shardings_refuse_sizes_that_do_not_divide(change, axes, key):
+    """A size that the mesh does not divide is refused by key."""
     with pytest.raises(ConfigError) as caught:
         dataclasses.replace(SMALL, **change).shardings(make_mesh(axes))
     assert caught.value.key == key
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_flops_are_those_of_the_compiled_gradient(tied):
+def test_flops_per_sample_are_those_of_the_compiled_gradient(tied):
     """The formula agrees with the compiler's own count, for one layer, whose loop body is counted once."""
     model = LanguageModel(num_layers=1, width=64, mlp_dim=256, num_heads=4, num_kv_heads=2, vocab_size=128, tied=tied)
     rows = {"tokens": jnp.zeros((4, 33), jnp.int32), "length": jnp.full(4, 32)}
     grad = jax.jit(jax.grad(lambda params: model.loss(params, rows, jax.random.split(jax.random.key(0), 4))[0]))
-    counted = grad.lower(model.init(jax.random.key(0))).compile().cost_analysis()["flops"]
+    counted = grad.lower(jax.eval_shape(model.init, jax.random.key(0))).compile().cost_analysis()["flops"]
     assert 4 * model.flops_per_sample(32) == pytest.approx(counted, rel=0.05)

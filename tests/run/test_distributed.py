@@ -4,35 +4,22 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import processes
+from helpers.tiny import TINY, command_line
 
 from rampup import Config
 from rampup.errors import ConfigError
 from rampup.lm.train import train
 from rampup.run.distributed import _differences, _problem, join
 
-ROOT = Path(__file__).parent.parent.parent
-TINY = {
-    "enable_rampup_batch_size": True,
-    "per_device_batch_size_start": 1,
-    "per_device_batch_size_increment": 1,
-    "per_device_batch_size": 3,
-    "global_rampup_samples": 80,
-    "max_target_length": 16,
-    "base_emb_dim": 32,
-    "base_num_decoder_layers": 2,
-    "base_mlp_dim": 64,
-    "eval_interval": -1,
-    "checkpoint_period": 4,
-    "learning_rate": 0.01,
-    "steps": 12,
-}
+BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
+SETTINGS = TINY | {"checkpoint_period": 4, "run_name": "run", "learning_rate_schedule_steps": 12}
 
 
 def free_port():
@@ -42,115 +29,121 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def start(folder, *, processes, devices=8, each=(), python=None, **keys):
-    """Start a run in several processes; `each` gives settings of single ones, `python` how they run the command line."""
-    port = free_port()
-    settings = TINY | {"run_name": "run", "base_output_directory": folder} | keys
-    settings |= {"coordinator_address": f"localhost:{port}", "num_processes": processes}
-    run = python or [["-m", "rampup"]] * processes
-    command = ["train", str(ROOT / "configs" / "base.yml")]
-    command += [f"--fake-devices={devices // processes}", *(f"{key}={value}" for key, value in settings.items())]
-    own = [*each, *[[]] * (processes - len(each))]
+def run_command(words, folder, opened):
+    """Run `rampup` in a folder, and write the names of the text files that it opens into the file `opened`."""
+    from rampup.cli import main
+
+    os.chdir(folder)
+    file = open(opened, "w")  # noqa: SIM115 - open until the process ends
+
+    def note(event, arguments):
+        if event == "open" and str(arguments[0]).endswith(".txt"):
+            print(arguments[0], file=file, flush=True)
+
+    sys.addaudithook(note)
+    return main(words)
+
+
+def start(folder, *, number, devices, each=(), folders=None, **keys):
+    """Start `rampup train` in several processes; `each` gives settings of single ones, `folders` where each is started."""
+    settings = SETTINGS | {"base_output_directory": folder, "num_processes": number} | keys
+    words = ["train", str(BASE), f"--fake-devices={devices // number}", *command_line(settings)]
+    words.append(f"coordinator_address=localhost:{free_port()}")
+    logs = folder.parent / f"{folder.name}-logs"
+    own = [*each, *[[]] * (number - len(each))]
     return [
-        subprocess.Popen(
-            [sys.executable, *run[n], *command, f"process_id={n}", *own[n]],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        processes.start(
+            run_command,
+            [*words, f"process_id={n}", *own[n]],
+            str(folders[n] if folders else logs.parent),
+            str(logs / f"opened{n}"),
+            log=logs / f"{time.monotonic_ns()}-{n}.log",
         )
-        for n in range(processes)
+        for n in range(number)
     ]
 
 
-def finished(processes, timeout=240):
-    """Return (exit code, standard error) of every process."""
-    errors = [process.communicate(timeout=timeout)[1] for process in processes]
-    return [(process.returncode, error) for process, error in zip(processes, errors, strict=True)]
+def finish(started, folder, timeout=240):
+    """Wait for processes; return the exit code and the output of each."""
+    deadline = time.monotonic() + timeout
+    for process in started:
+        process.join(max(deadline - time.monotonic(), 0))
+        assert process.exitcode is not None, "a process hangs"
+    logs = sorted((folder.parent / f"{folder.name}-logs").glob("*.log"))[-len(started) :]
+    return [(process.exitcode, log.read_text()) for process, log in zip(started, logs, strict=True)]
 
 
 def losses(folder):
-    """Return the losses by step, each of which must stand there once."""
+    """Return the losses by step, each of which must be there once."""
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(len(lines)))
     return [line["loss"] for line in lines]
 
 
 @pytest.mark.slow
-def test_processes_train_what_one_would(tmp_path):
-    """Two processes, then four with two stages, then one: the same losses as one process all the way, to 1e-5."""
-    train(Config(base_output_directory=str(tmp_path / "one"), run_name="run", **TINY))
-    keys = {"learning_rate_schedule_steps": 12}
-    assert [code for code, _ in finished(start(tmp_path / "many", processes=2, steps=4, **keys))] == [0, 0]
-    stages = {"ici_pipeline_parallelism": 2}
-    assert {code for code, _ in finished(start(tmp_path / "many", processes=4, steps=8, **stages, **keys))} == {0}
-    train(Config(base_output_directory=str(tmp_path / "many"), run_name="run", **(TINY | keys)))
-    np.testing.assert_allclose(losses(tmp_path / "many"), losses(tmp_path / "one"), rtol=1e-5)
+def test_several_processes_train_what_one_would(tmp_path):
+    """Two processes of which one reads for both, then four with two stages, then one: the losses of one process, to 1e-5.
 
-
-WATCHED = """
-import sys
-opened = open(sys.argv.pop(1), "w")
-def note(event, args):
-    if event == "open" and str(args[0]).endswith(".txt"):
-        print(args[0], file=opened, flush=True)
-sys.addaudithook(note)
-from rampup.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.slow
-def test_one_process_may_read_for_another(tmp_path):
-    """With expansion_factor_real_data=2 the second process opens no data, and the losses are those of one process."""
+    With expansion_factor_real_data=2, the second process opens no data.
+    """
     for file in range(20):
         lines = (f"line {number} of file {file}, the square of which is {number * number}\n" for number in range(400))
         (tmp_path / f"data{file}.txt").write_text("".join(lines))
-    keys = {"grain_train_files": str(tmp_path / "*.txt"), "expansion_factor_real_data": 2, "eval_interval": 6, "eval_steps": 2}
-    train(Config(base_output_directory=str(tmp_path / "one"), run_name="run", **(TINY | keys)))
-    logs = [tmp_path / f"opened{number}" for number in range(2)]
-    processes = start(tmp_path / "two", processes=2, python=[["-c", WATCHED, str(log)] for log in logs], **keys)
-    assert [code for code, _ in finished(processes)] == [0, 0]
-    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=1e-5)
-    opened = [str(tmp_path / "data7.txt") in log.read_text() for log in logs]
+    keys = {"grain_train_files": str(tmp_path / "*.txt"), "eval_interval": 4, "eval_steps": 2}
+    one, many = tmp_path / "one", tmp_path / "many"
+    train(Config(base_output_directory=str(one), **(SETTINGS | keys)))
+    found = finish(start(many, number=2, devices=8, steps=4, expansion_factor_real_data=2, **keys), many)
+    assert [code for code, _ in found] == [0, 0], found
+    opened = [str(tmp_path / "data7.txt") in (tmp_path / "many-logs" / f"opened{n}").read_text() for n in range(2)]
     assert opened == [True, False]
+    found = finish(start(many, number=4, devices=8, steps=8, ici_pipeline_parallelism=2, **keys), many)
+    assert [code for code, _ in found] == [0] * 4, found
+    train(Config(base_output_directory=str(many), **(SETTINGS | keys)))
+    np.testing.assert_allclose(losses(many), losses(one), rtol=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "words"), [(1, "process 1 has been silent for 6 s"), (0, "process 0")])
-def test_a_killed_process_ends_the_others_and_the_job_resumes(tmp_path, victim, words):
-    """The survivor says which process is gone and ends soon; started again, the run goes on from its checkpoint."""
-    processes = start(tmp_path, processes=2, devices=4, steps=100_000, jax_distributed_heartbeat_timeout_seconds=6)
-    metrics = tmp_path / "run" / "metrics.jsonl"
+@pytest.mark.parametrize(
+    ("victim", "words"), [(1, "process 1 has been silent for 5 s; process 0 ends too"), (0, "task died|process 0")]
+)
+def test_watchdog_ends_the_others_of_a_killed_process(tmp_path, victim, words):
+    """The survivor ends soon, with a message about the process that is gone; started again, the run resumes.
+
+    If process 0 is gone, JAX ends the others at once, with a message of its own.
+    """
+    folder = tmp_path / "out"
+    started = start(folder, number=2, devices=2, steps=100_000, jax_distributed_heartbeat_timeout_seconds=5)
+    metrics = folder / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 200
     while not (metrics.exists() and metrics.read_text().count("\n") > 8):
         assert time.monotonic() < deadline
-        assert all(process.poll() is None for process in processes)
+        assert all(process.is_alive() for process in started)
         time.sleep(0.2)
-    processes[victim].send_signal(signal.SIGKILL)
-    found = finished(processes, timeout=60)
-    code, error = found[1 - victim]
+    os.kill(started[victim].pid, signal.SIGKILL)
+    code, output = finish(started, folder, timeout=40)[1 - victim]
     assert code != 0
-    assert words in error
-    assert "Start the job again to resume." in error
-    done = max(int(folder.name) for folder in (tmp_path / "run" / "checkpoints").iterdir() if folder.name.isdecimal())
-    again = start(tmp_path, processes=2, devices=4, steps=done + 2, learning_rate_schedule_steps=100_000)
-    assert [code for code, _ in finished(again)] == [0, 0]
-    assert len(losses(tmp_path)) == done + 2
+    assert any(word in output for word in words.split("|")), output
+    if victim:
+        assert "Start the job again to resume." in output
+        done = max(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdecimal())
+        found = finish(start(folder, number=2, devices=2, steps=done + 2), folder)
+        assert [code for code, _ in found] == [0, 0]
+        assert len(losses(folder)) == done + 2
 
 
 @pytest.mark.slow
-def test_processes_that_are_not_started_alike_are_refused(tmp_path):
+def test_check_consistent_refuses_processes_with_other_settings(tmp_path):
     """Every process names the key that differs, and nothing is written."""
-    found = finished(start(tmp_path / "out", processes=2, devices=2, each=[[], ["adam_b1=0.8"]]))
-    for code, error in found:
+    folder = tmp_path / "out"
+    for code, output in finish(start(folder, number=2, devices=2, each=[[], ["adam_b1=0.8"]]), folder):
         assert code == 2
-        assert "adam_b1: 0.9 in process 0, 0.8 in process 1" in error
-    assert not (tmp_path / "out").exists()
+        assert "adam_b1: 0.9 in process 0, 0.8 in process 1" in output
+    assert not folder.exists()
 
 
 @pytest.mark.slow
-def test_processes_with_other_data_are_refused(tmp_path):
-    """Files of the same names and lengths that hold something else are named, in every process, before anything is written."""
+def test_check_consistent_refuses_processes_with_other_data(tmp_path):
+    """Files of the same names and lengths with other content are named, in every process, before anything is written."""
     for number in range(2):
         (tmp_path / f"data{number}").mkdir()
         for name in "ab":
@@ -158,14 +151,12 @@ def test_processes_with_other_data_are_refused(tmp_path):
             (tmp_path / f"data{number}" / f"{name}.txt").write_text(
                 text.replace("line 7", f"LINE {number}") if name == "b" else text
             )
-    code = "import os, sys; os.chdir(sys.argv.pop(1)); from rampup.cli import main; sys.exit(main(sys.argv[1:]))"
-    where = [["-c", code, str(tmp_path / f"data{number}")] for number in range(2)]
-    processes = start(tmp_path / "out", processes=2, devices=2, python=where, grain_train_files="*.txt")
-    for code, error in finished(processes):
+    folder, folders = tmp_path / "out", [tmp_path / f"data{number}" for number in range(2)]
+    for code, output in finish(start(folder, number=2, devices=2, folders=folders, grain_train_files="*.txt"), folder):
         assert code == 2
-        assert "data: b.txt: " in error
-        assert "a.txt" not in error
-    assert not (tmp_path / "out").exists()
+        assert "data: b.txt: " in output
+        assert "a.txt" not in output
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(
@@ -177,15 +168,15 @@ def test_processes_with_other_data_are_refused(tmp_path):
         ({"coordinator_address": "localhost:1", "num_processes": 2, "process_id": -1}, "process_id"),
     ],
 )
-def test_who_joins_must_say_all_of_it(given, key):
+def test_join_needs_all_of_its_arguments(given, key):
     """Address, number of processes and own number come together, or an error names what is missing."""
     with pytest.raises(ConfigError) as caught:
         join(**given)
     assert caught.value.key == key
 
 
-def test_the_environment_may_say_it(monkeypatch):
-    """JAX's variables stand for the arguments, and a number must be one."""
+def test_join_reads_the_environment(monkeypatch):
+    """JAX's variables take the place of the arguments, and a number must be one."""
     monkeypatch.setenv("JAX_PROCESS_ID", "first")
     with pytest.raises(ConfigError, match="JAX_PROCESS_ID='first' must be a whole number"):
         join()
@@ -194,20 +185,20 @@ def test_the_environment_may_say_it(monkeypatch):
         join()
 
 
-def test_alone_there_is_nobody_to_join():
-    """Without any of it nothing happens."""
+def test_join_does_nothing_for_a_single_process():
+    """Without arguments and variables nothing happens."""
     assert not {"JAX_COORDINATOR_ADDRESS", "SLURM_JOB_ID"} & set(os.environ)
     join()
 
 
-def test_differences_are_named_by_key():
-    """Values that differ from process 0's are told with the first process that has another one."""
+def test_differences_name_keys_and_processes():
+    """Values that differ from those of process 0 are reported with the first process that has another one."""
     facts = [{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "b": 4}]
     assert _differences(facts) == {"b": "b: 2 in process 0, 3 in process 1 (and in 1 more)"}
 
 
-def test_files_that_differ_are_named_and_who_does_not_read_is_not_asked():
-    """Of the data's files the first that differs is told; a process that leaves a fact out agrees."""
+def test_differences_name_files_and_ignore_missing_facts():
+    """Of the data's files the first that differs is reported; a process that leaves a fact out agrees."""
     facts = [{"data": {"a": "x", "b": "y", "c": "z"}}, {}, {"data": {"a": "x", "b": "Y"}}]
     assert _differences(facts) == {"data": "data: b: y in process 0, Y in process 2, and 1 more files"}
     assert _differences(facts[:2]) == {}
@@ -223,7 +214,7 @@ def test_files_that_differ_are_named_and_who_does_not_read_is_not_asked():
         ("7", 1, 11, "process 0 has not answered"),
     ],
 )
-def test_what_the_watchdog_makes_of_a_state(state, age, answered, words):
-    """Silence beyond the timeout, a failure, and a store that does not answer are problems; having ended is none."""
+def test_problem_of_another_process(state, age, answered, words):
+    """Silence beyond the timeout, a failure, and a store that does not answer are problems; an ended process is none."""
     problem = _problem({"rampup/alive/3": (state, 100 - age)}, 100, 100 - answered, 10)
     assert (problem is None) if words is None else (words in problem)
