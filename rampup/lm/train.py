@@ -74,7 +74,7 @@ def train(config: Config, on_event: OnEvent = ignore_event) -> Summary:
         num_processes=None if config.num_processes == -1 else config.num_processes,
         process_id=None if config.process_id == -1 else config.process_id,
         initialization_timeout=config.jax_distributed_initialization_timeout,
-        # The watchdog reports first, in words; JAX ends what is left.
+        # Later than the watchdog, whose message says more than JAX's.
         heartbeat_timeout=2 * config.jax_distributed_heartbeat_timeout_seconds,
     )
     enable_compilation_cache(config.jax_cache_dir)
@@ -108,7 +108,6 @@ class TrainSetup:
         model: the model.
         param_shardings: shardings of its parameters.
         layer_order: the order in which the pipeline stages have the layers; checkpoints have them in their natural order.
-        loss: the loss function, in parts if there are pipeline stages.
         tx: the optimizer.
         learning_rate: the schedule.
         step: the training step.
@@ -173,7 +172,7 @@ class TrainSetup:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         params = jax.tree.map(of, jax.eval_shape(self.model.init, jax.random.key(0)), self.param_shardings)
-        # What mirrors the parameters, such as Adam's moments, is sharded as they are; the rest is replicated.
+        # Leaves that mirror a parameter, such as Adam's moments, have its sharding. The others are replicated.
         opt_state = optax.tree.map_params(
             self.step.tx,
             lambda leaf, param: of(leaf, param.sharding),

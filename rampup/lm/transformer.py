@@ -1,9 +1,8 @@
 """A decoder-only Transformer in Flax, its layers stacked so that they can be scanned, sharded and pipelined.
 
-Pre-norm blocks of grouped-query attention with rotary positions and a gated feed-forward part.
+Pre-norm blocks of grouped-query attention with rotary positions and a gated feed-forward layer.
 Shape suffixes: B rows, T positions, E width, H query heads, G key/value heads, N query heads per key/value head, D head width,
-S positions attended to, F feed-forward width, V vocabulary,
-L layers.
+S positions attended to, F feed-forward width, V vocabulary, L layers.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class Block(nn.Module):
 
     Attributes:
         num_heads, num_kv_heads, mlp_dim: sizes H, G and F.
-        dropout_rate: share of each part's output that training drops.
-        dtype: type of the activations.
-        param_dtype: type of the parameters.
+        dropout_rate: fraction of the output of attention and of the feed-forward layer that training drops.
+        dtype: dtype of the activations.
+        param_dtype: dtype of the parameters.
     """
 
     num_heads: int
@@ -59,7 +58,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x_BTE: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
-        """Return the layer's output; `keys_B`, a random key per row, turns dropout on."""
+        """Return the layer's output. `keys_B`, one random key per row, turns dropout on."""
         width = x_BTE.shape[-1]
         head_dim = width // self.num_heads
         types: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
@@ -69,16 +68,16 @@ class Block(nn.Module):
         q_BTHD = nn.DenseGeneral((self.num_heads, head_dim), name="query", **dense)(h_BTE)
         k_BTGD = nn.DenseGeneral((self.num_kv_heads, head_dim), name="key", **dense)(h_BTE)
         v_BTGD = nn.DenseGeneral((self.num_kv_heads, head_dim), name="value", **dense)(h_BTE)
-        mixed_BTHD = causal_attention(_rotated(q_BTHD), _rotated(k_BTGD), v_BTGD)
+        mixed_BTHD = causal_attention(_rotate(q_BTHD), _rotate(k_BTGD), v_BTGD)
         h_BTE = nn.DenseGeneral(width, axis=(-2, -1), name="out", **dense)(mixed_BTHD)
-        x_BTE = x_BTE + self._dropped(h_BTE, keys_B, 0)
+        x_BTE = x_BTE + self._drop(h_BTE, keys_B, 0)
 
         h_BTE = nn.RMSNorm(name="mlp_norm", **types)(x_BTE)
         h_BTF = nn.silu(nn.Dense(self.mlp_dim, name="gate", **dense)(h_BTE)) * nn.Dense(self.mlp_dim, name="up", **dense)(h_BTE)
         h_BTE = nn.Dense(width, name="down", **dense)(h_BTF)
-        return x_BTE + self._dropped(h_BTE, keys_B, 1)
+        return x_BTE + self._drop(h_BTE, keys_B, 1)
 
-    def _dropped(self, h_BTE: jax.Array, keys_B: jax.Array | None, part: int) -> jax.Array:
+    def _drop(self, h_BTE: jax.Array, keys_B: jax.Array | None, part: int) -> jax.Array:
         if self.dropout_rate == 0 or keys_B is None:
             return h_BTE
         keep = 1 - self.dropout_rate
@@ -88,14 +87,14 @@ class Block(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LanguageModel:
-    """The sizes of a model, and the functions that they make.
+    """The sizes of a model, and its functions.
 
     Attributes:
         num_layers, width, mlp_dim, num_heads, num_kv_heads, vocab_size: L, E, F, H, G and V.
-        tied: use the embedding as output layer.
-        dropout_rate: share of each layer part's output that training drops.
-        dtype: type of the activations, `float32` or `bfloat16`.
-        param_dtype: type of the parameters.
+        tied: use the embedding as the output layer.
+        dropout_rate: see `Block`.
+        dtype: dtype of the activations, `float32` or `bfloat16`.
+        param_dtype: dtype of the parameters.
         remat_policy: `none`, `minimal` or `full`.
         activations: sharding of the activations (B, T, E) of one replica, or None to leave it to the compiler.
 
@@ -133,19 +132,20 @@ class LanguageModel:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters in all."""
+        """Total number of parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(self.init, jax.random.key(0))))
 
     def flops_per_sample(self, length: int) -> int:
         """Return the floating-point operations of a training step on one sample.
 
         For each token, 6 for each parameter of a matrix product and 12 · layers · width · length for its attention
-        (Chowdhery et al., "PaLM", 2022, appendix B). What `remat_policy` computes again is not counted; that attention is
-        causal saves nothing in this count.
+        (Chowdhery et al., "PaLM", 2022, appendix B). Activations that `remat_policy` recomputes are not counted, and causal
+        attention counts as much as full attention.
 
         Args:
             length: tokens of the sample.
         """
+        # An embedding look-up is no matrix product, and norms are too small to count.
         looked_up = 0 if self.tied else self.vocab_size * self.width
         norms = (2 * self.num_layers + 1) * self.width
         per_token = 6 * (self.num_parameters - looked_up - norms) + 12 * self.num_layers * self.width * length
@@ -167,17 +167,17 @@ class LanguageModel:
         return params
 
     def embed(self, params: Mapping[str, Any], tokens_BT: jax.Array) -> jax.Array:
-        """Return the activations that enter the first layer."""
-        embedding, whole = params["embedding"].astype(self.dtype), self.activations
-        if whole is None:
+        """Return the input of the first layer."""
+        embedding, sharding = params["embedding"].astype(self.dtype), self.activations
+        if sharding is None:
             return embedding[tokens_BT]
-        # Gathered whole, as fsdp does with every weight: a look-up in a table cut over two axes aborts XLA's partitioner.
-        return constrain(constrain(embedding, replicated(whole.mesh))[tokens_BT], whole)
+        # Gathered first, as fsdp does with every weight: a look-up in a table sharded over two axes aborts XLA's partitioner.
+        return constrain(constrain(embedding, replicated(sharding.mesh))[tokens_BT], sharding)
 
     def apply_layers(
         self, layers: Any, x_BTE: jax.Array, keys_B: jax.Array | None = None, *, first_layer: Any = 0
     ) -> jax.Array:
-        """Apply stacked layers in turn; `first_layer` is the number of the first of them."""
+        """Apply stacked layers one after the other; `first_layer` is the number of the first one."""
 
         def apply(x_BTE: jax.Array, numbered: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
             layer, number = numbered
@@ -209,11 +209,12 @@ class LanguageModel:
         return (*cross_entropy(logits_BTV, tokens[:, 1:], batch["length"]), {})
 
     def pipelined(self, num_repeats: int, *, keep: str = "nothing") -> PipelinedLoss:
-        """Return the loss in parts for pipeline stages.
+        """Return the loss as the parts that pipeline stages run.
 
         Args:
             num_repeats: layer chunks per stage.
-            keep: what a stage keeps of a microbatch for its backward: `nothing` but its input, or `dots`, matrix products.
+            keep: what a stage keeps of a microbatch for its backward pass besides its input: `nothing`, or `dots` (the results
+                of matrix products).
         """
 
         def first(params: Mapping[str, Any], batch: Mapping[str, jax.Array], rngs: jax.Array) -> jax.Array:
@@ -229,9 +230,9 @@ class LanguageModel:
         return PipelinedLoss(first=first, stage=stage, last=last, num_repeats=num_repeats, remat_policy=KEEP_POLICIES[keep])
 
     def on(self, mesh: Mesh) -> LanguageModel:
-        """Return the model for a mesh: activations cut by rows over fsdp and whole otherwise.
+        """Return the model for a mesh: activations are sharded by rows over fsdp and replicated otherwise.
 
-        It must then run on the rows of one replica, as it does in a training step: the data axis is not its business.
+        The model then runs on the rows of one replica. The training step handles data parallelism.
         """
         return replace(self, activations=NamedSharding(mesh, PartitionSpec(FSDP)))
 
@@ -239,7 +240,7 @@ class LanguageModel:
         """Return the shardings of the parameters over the stage, fsdp and tensor axes.
 
         Raises:
-            ConfigError: a size that these axes do not divide.
+            ConfigError: these axes do not divide a size.
         """
         self._check_divisible(mesh)
         layers = jax.eval_shape(self.init, jax.random.key(0))["layers"]
@@ -277,7 +278,7 @@ class LanguageModel:
 
 
 def causal_attention(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) -> jax.Array:
-    """Return softmax(q k / sqrt(D)) v over the past and the present; G divides H, softmax in at least float32."""
+    """Return softmax(q k / sqrt(D)) v over this and earlier positions. G divides H; the softmax is in at least float32."""
     B, T, H, D = q_BTHD.shape
     q_BTGND = q_BTHD.reshape(B, T, k_BTGD.shape[2], -1, D) / np.sqrt(D).astype(q_BTHD.dtype)
     logits_BGNTS = jnp.einsum("btgnd,bsgd->bgnts", q_BTGND, k_BTGD)
@@ -288,16 +289,16 @@ def causal_attention(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) ->
 
 
 def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (sum of -log p(target), number of targets that count); of each row the first `length` count."""
+    """Return (sum of -log p(target), number of targets that count). The first `length` targets of a row count."""
     counts_BT = jnp.arange(targets_BT.shape[1]) < length_B[:, None]
-    # A sum over the vocabulary and no gather: it stays local where the tensor axis cuts the vocabulary.
+    # A sum over the vocabulary instead of a gather, which stays local if the vocabulary is sharded over the tensor axis.
     is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
     log_p_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), -1) - jax.nn.logsumexp(logits_BTV, -1)
     return -jnp.sum(jnp.where(counts_BT, log_p_BT, 0)), jnp.sum(counts_BT).astype(log_p_BT.dtype)
 
 
-def _rotated(x_BTHD: jax.Array) -> jax.Array:
-    """Rotary position embedding (Su et al. 2021, arXiv 2104.09864)."""
+def _rotate(x_BTHD: jax.Array) -> jax.Array:
+    """Apply the rotary position embedding (Su et al. 2021, arXiv 2104.09864)."""
     half = x_BTHD.shape[-1] // 2
     frequency = 10_000 ** (-np.arange(half) / half)
     angle_TD = np.arange(x_BTHD.shape[1])[:, None] * frequency

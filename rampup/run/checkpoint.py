@@ -48,7 +48,7 @@ class CheckpointOptions:
         max_to_keep: older checkpoints are deleted; None keeps all.
         async_checkpointing: write in the background.
         on_checkpoint_error: if a checkpoint cannot be written, `stop` the run, or `continue` with the existing checkpoints.
-        identity: what a checkpoint must agree on with the run that resumes it; key -> value.
+        identity: values that must be the same in a checkpoint and in the run that resumes it.
         extra_metadata: extra metadata stored with each checkpoint and not validated on resume.
         to_saved, from_saved: between the state in training and the state in checkpoints, if they differ.
     """
@@ -70,7 +70,7 @@ class SavedCheckpoint:
     Attributes:
         step: optimizer steps done.
         record: its record, read once.
-        damaged: newer checkpoints that are damaged: optimizer steps -> what is wrong.
+        damaged: newer checkpoints that are damaged: optimizer steps -> the problem.
     """
 
     step: int
@@ -94,6 +94,7 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
                 step, content = candidate, (folder / str(candidate) / "record" / "metadata").read_text(encoding="utf-8")
                 break
             damaged[candidate] = problem
+    # Every process must resume from the same step, and their file systems may not show the same files at the same time.
     found = json.dumps([step, content, list(damaged.items())])
     step, content, problems = json.loads(broadcast_from_process0(f"checkpoint{next(_question_numbers)}", found))
     if step is None:
@@ -181,6 +182,7 @@ class Checkpoints:
         Raises:
             StorageError: from `on_error`, for this checkpoint or the one before it.
         """
+        # Orbax reports the failure of an asynchronous write at the next call: it belongs to the checkpoint before this one.
         self.wait()
         if step in checkpoint_steps(self.folder):
             return

@@ -121,6 +121,7 @@ def check_consistent(facts: Mapping[str, Any], *, timeout: int = 300) -> None:
     Raises:
         ConfigError: in every process, with the keys that differ.
     """
+    # Process 0 compares, and the others wait for its answer: all of them end in the same way.
     count = jax.process_count()
     if count == 1:
         return

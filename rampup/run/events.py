@@ -1,4 +1,4 @@
-"""What a run reports while it trains: one small class per event."""
+"""The events that a run reports while it trains: one small class each."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class CheckpointDamaged:
 
     Attributes:
         steps: optimizer steps of the damaged checkpoint.
-        problem: what is wrong with it.
+        problem: how it is damaged.
         moved_to: where it is now.
         used: optimizer steps of the checkpoint that is used instead.
     """

@@ -99,7 +99,7 @@ class Loop:
         step: the training step.
         batches: from a step number to the batches from there on, such as `BatchLoader.batches`.
         folder: the run's folder.
-        metrics: what metrics.jsonl contains, and who else gets it.
+        metrics: the contents of metrics.jsonl, and its writers.
         checkpoints: when checkpoints are written, and what they contain.
         evaluation: when to evaluate, and how; None = never.
         on_event: called with every `rampup.run.events.Event`.
@@ -216,6 +216,7 @@ class Loop:
                 # All processes stop before the same step; one signal is enough.
                 if stopping.agreed("stop", stop_requested(), batch.position.step):
                     break
+                # The step returns before the devices are done, so only a compilation takes long here.
                 waited = self.step.waited_seconds
                 state, values = self.step(state, batch)
                 metrics.push(batch.position, values, self.step.waited_seconds - waited)
@@ -261,7 +262,7 @@ class Loop:
         self.on_event(StorageFailed(problem=str(error)))
 
     def _identity(self, ramp: BatchRamp, step: int) -> dict[str, Any]:
-        """Return what a checkpoint after `step` steps must agree on with the run that resumes it."""
+        """Return the values that must be the same in a checkpoint after `step` steps and in the run that resumes it."""
         position = {"consumed_samples": self.plan.ramp.samples_before(step), "fingerprint": ramp.fingerprint}
         return {**position, **self.checkpoints.identity}
 
@@ -330,5 +331,6 @@ def stop_requests(on_request: Callable[[], None] = lambda: None) -> Iterator[Cal
     try:
         yield lambda: requested
     finally:
+        # Also after the first signal: the caller may have handlers of its own.
         for number, handler in before.items():
             signal.signal(number, handler)

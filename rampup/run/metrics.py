@@ -154,6 +154,7 @@ class Metrics:
         fetched = {name: values[name] for name in ("loss", "grad_norm", "skipped") if name in values}
         if auxiliary := scalar_leaves(values.get("aux")):
             fetched |= {"weight": values["weight"], "aux": auxiliary}
+        # This waits for a step of a while ago, which is done unless the devices are behind by `IN_FLIGHT` steps.
         values = jax.device_get(fetched)
         now = time.perf_counter()
         seconds, self._last = now - self._last, now
@@ -193,6 +194,7 @@ class Metrics:
         if options.flops_per_sample is not None:
             flops = size * options.flops_per_sample / seconds / jax.device_count()
             found |= utilisation(flops, jax.devices()[0].device_kind)
+        # Left out of most lines: readers of throughput skip the steps that have it.
         if compile_seconds:
             found["compile_seconds"] = round(compile_seconds, 6)
         if values.get("skipped", False):

@@ -1,4 +1,4 @@
-"""Metrics on their way out: TensorBoard and Weights & Biases, behind the interface that clu's metric writers have."""
+"""Metric writers for TensorBoard and Weights & Biases, with the interface of clu's metric writers."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ _NEEDED_BY = {"tensorboardX": ("enable_tensorboard", "tensorboard"), "wandb": ("
 
 
 class MetricWriter(Protocol):
-    """What a metric writer does; `clu.metric_writers` fit as they are."""
+    """The interface of a metric writer, which `clu.metric_writers` implement."""
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take the numbers of a step; may be called several times for one step."""
+        """Take the numbers of a step. May be called several times for one step."""
 
     def flush(self) -> None:
-        """Write out what has been taken."""
+        """Write everything that was taken."""
 
     def close(self) -> None:
-        """Write everything out; nothing follows."""
+        """Write everything and close; no call follows."""
 
 
 class TensorBoardWriter:
-    """Writes event files for TensorBoard, in the thread that calls it: a full disk ends in an error and not in a dead thread.
+    """Writes event files for TensorBoard in the calling thread.
+
+    `tensorboardX.SummaryWriter` writes in a thread of its own. A full disk ends that thread without an error, and
+    `add_scalar` blocks forever once its queue is full. Here a full disk is an error of `flush`.
 
     Args:
-        folder: where; a resumed run adds a file.
-        start: the run's first step; what an earlier process wrote of it and later steps is hidden by TensorBoard.
+        folder: the folder; a resumed run adds a file.
+        start: the first step of this process. TensorBoard hides what an earlier process wrote for it and later steps.
 
     Raises:
         MissingDependencyError: tensorboardX is not installed.
@@ -48,7 +51,7 @@ class TensorBoardWriter:
         self._problem: OSError | None = None
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take the numbers of a step; what a full disk refuses is left out, and told by `flush`."""
+        """Take the numbers of a step. Numbers that a full disk refuses are lost, and `flush` raises an error."""
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
@@ -56,32 +59,32 @@ class TensorBoardWriter:
         try:
             self._open().write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         except OSError as error:
-            self._give_up(error)
+            self._abandon_file(error)
 
     def flush(self) -> None:
-        """Write out what has been taken.
+        """Write everything that was taken.
 
         Raises:
-            StorageError: the disk took less than all since the last time.
+            StorageError: numbers were lost since the last call.
         """
         if self._file is not None:
             try:
                 self._file.flush()
             except OSError as error:
-                self._give_up(error)
+                self._abandon_file(error)
         problem, self._problem = self._problem, None
         if problem is not None:
             raise StorageError(f"{self._folder} cannot be written: {problem.strerror or problem}") from problem
 
     def close(self) -> None:
-        """Write everything out."""
+        """Write everything and close the file."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
 
     def _open(self) -> Any:
-        """Return the event file, a new one after a write that may have torn the last."""
+        """Return the event file, a new one after a write that may have left the last one incomplete."""
         if self._file is None:
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -89,12 +92,13 @@ class TensorBoardWriter:
             self._folder.mkdir(parents=True, exist_ok=True)
             number = next(self._number)
             self._file = EventsWriter(str(self._folder / "events"), f".{os.getpid()}.{self._start}.{number}")
+            # This event makes TensorBoard hide the earlier values of this step and later ones.
             if number == 0 and self._start:
                 log = SessionLog(status=SessionLog.START)
                 self._file.write_event(Event(wall_time=time.time(), step=self._start, session_log=log))
         return self._file
 
-    def _give_up(self, error: OSError) -> None:
+    def _abandon_file(self, error: OSError) -> None:
         self._problem = error
         self.close()
 
@@ -102,10 +106,10 @@ class TensorBoardWriter:
 class WandbWriter:
     """Logs to Weights & Biases, under the run's own step numbers.
 
-    A resumed run goes on as the same one, known by its name. Steps that it does again are logged again with equal values.
+    A resumed run continues the W&B run with the same name. Steps that it repeats are logged again, with equal values.
 
     Args:
-        folder: the run's folder, whose name is the run's name there and in which W&B keeps its files.
+        folder: the run's folder. Its name is the name of the W&B run, and W&B keeps its files there.
         project: the project.
         config: key -> value, shown with the run.
 
@@ -117,7 +121,7 @@ class WandbWriter:
         self._run = required("wandb").init(
             project=project, name=folder.name, id=folder.name, resume="allow", dir=str(folder), config=dict(config)
         )
-        # Its own counter refuses to go back, which a run does that was killed after its last checkpoint.
+        # W&B's own step counter refuses to go back, as a run does that was killed after its last checkpoint.
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -126,10 +130,10 @@ class WandbWriter:
         self._run.log({**scalars, "step": step})
 
     def flush(self) -> None:
-        """Nothing waits here: wandb sends in the background."""
+        """Do nothing: wandb sends in the background."""
 
     def close(self) -> None:
-        """Send everything and end the run."""
+        """Send everything and finish the run."""
         self._run.finish()
 
 
@@ -147,7 +151,7 @@ def required(package: str) -> Any:
 
 
 def write_numbers(writers: Sequence[MetricWriter], record: Mapping[str, Any]) -> None:
-    """Give the numbers of a line of metrics.jsonl or eval.jsonl to writers, under their names there.
+    """Pass the numbers of a line of metrics.jsonl or eval.jsonl to writers, under the same names.
 
     Example:
         >>> class Printer:

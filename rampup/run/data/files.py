@@ -55,6 +55,7 @@ def open_sources(
     eval_paths = None if eval_files is None else _find_files(eval_files, "grain_eval_files")
     if dataset_type == "text":
         if eval_paths is None:
+            # Every n-th file, so that evaluation reads from all folders and not only from the last one.
             period = max(round(1 / holdout_fraction), 2)
             eval_paths = paths[period // 2 :: period]
             if not eval_paths:  # too few files to spare one
@@ -259,6 +260,7 @@ def _fingerprint(path: str) -> str:
 
 
 def _hash_blocks(file: BinaryIO, size: int) -> hashlib._Hash:
+    # The block number 0 starts at byte 0, and the last one ends at the end of the file.
     digest = hashlib.sha256()
     for number in range(NUM_BLOCKS):
         file.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))

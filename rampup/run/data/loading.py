@@ -103,6 +103,7 @@ def shared_sources(loading: Loading, open_all: Callable[[], tuple[RowSource, ...
         for source in opened
         if len(source)
     ]
+    # The others need the number of rows, for the order of samples, and the shapes, for the arrays that they take part in.
     described = json.loads(broadcast_from_process0("sources", json.dumps(own)))
     if loading.reads:
         return opened

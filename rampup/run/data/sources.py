@@ -63,6 +63,7 @@ class TokenRows:
     ) -> None:
         self._arrays, self._names, self._starts = arrays, names, starts
         self._length, self._vocab_size = sequence_length, vocab_size
+        # The first token of an array is no target, so n tokens are n - 1 targets.
         counts = [max(-(-(len(array) - 1) // sequence_length), 0) for array in arrays]
         self._ends = list(itertools.accumulate(counts))
 
@@ -309,10 +310,12 @@ def _stack_tokens(
     parts = [row_tokens(row) for row in rows.tolist()]
     sizes = np.fromiter(map(len, parts), np.int32, len(parts))
     flat = np.concatenate(parts, dtype=np.int64, casting="unsafe") if parts else np.zeros(0, np.int64)
+    # A look-up with a token beyond the vocabulary would return some other row of the embedding, without an error.
     bad = np.flatnonzero((flat >= vocab_size) | (flat < 0))
     if len(bad):
         row = int(rows[np.searchsorted(np.cumsum(sizes), bad[0], side="right")])
         raise DataError(f"{source.describe(row)}: token {flat[bad[0]]} must be at least 0 and below vocab_size={vocab_size}")
+    # Rows go to the devices in the smallest type that holds the vocabulary: bytes are a quarter of int32.
     tokens = np.zeros((len(parts), sequence_length + 1), _smallest_dtype(vocab_size))
     tokens[np.arange(sequence_length + 1) < sizes[:, None]] = flat
     return {"tokens": tokens, "length": sizes - 1}
