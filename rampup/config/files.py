@@ -89,14 +89,18 @@ BASE_FILE = ConfigFile(
 )
 
 
-def run_yaml(config: Config) -> str:
+def run_yaml(config: Config, **changes: Any) -> str:
     """Return a file that sets every key as a run has it. The run can be planned, plotted and repeated from this file.
+
+    Args:
+        config: the configuration.
+        changes: values that the run has found out, such as `num_devices`.
 
     Example:
         >>> "steps: 7" in run_yaml(Config(steps=7))
         True
     """
-    return yaml_text("# The configuration that this run was last started with.\n", KEYS, config.to_dict())
+    return yaml_text("# The configuration that this run was last started with.\n", KEYS, config.to_dict() | changes)
 
 
 def yaml_text(head: str, keys: Mapping[str, Key], values: Mapping[str, Any]) -> str:

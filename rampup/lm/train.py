@@ -327,7 +327,7 @@ class Run:
         state, start = loop.restore(state, self.saved, ramp_before=known and BatchRamp.from_rows(known["ramp"]))
         if is_primary():
             # Only now: a run that is refused must leave the configuration of the run in this folder alone.
-            write_config(folder, run_yaml(replace(config, num_devices=plan.num_devices, run_name=folder.name)))
+            write_config(folder, run_yaml(config, num_devices=plan.num_devices, run_name=folder.name))
         return loop.train(state, start)[1]
 
     def _describe_rows(self, step: int) -> list[str]:
