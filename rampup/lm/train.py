@@ -107,7 +107,7 @@ class TrainSetup:
         mesh: the devices.
         model: the model.
         param_shardings: shardings of its parameters.
-        layer_order: the order in which the pipeline stages have the layers; checkpoints have them in their natural order.
+        layer_order: the order in which the pipeline stages store the layers; checkpoints have them in their natural order.
         tx: the optimizer.
         learning_rate: the schedule.
         step: the training step.
@@ -189,7 +189,7 @@ class TrainSetup:
     def reorder_layers(self, state: TrainState) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         """Return two functions that put a state's layers into their natural order, for checkpoints, and back.
 
-        A run can so resume with another number of pipeline stages. Every array keeps its sharding and its memory.
+        So a run can resume with a different number of pipeline stages. Every array keeps its sharding and its memory.
         """
         order = self.layer_order
         if (order == np.arange(len(order))).all():
@@ -224,7 +224,7 @@ class Run:
         loader: the batches.
         data: fingerprints of the files with training data.
         evaluation: when to evaluate, and how; None = never.
-        writers: from a folder and the first step to the metric writers.
+        writers: makes the metric writers, given the run's folder and the first step.
     """
 
     setup: TrainSetup
@@ -285,7 +285,10 @@ class Run:
         folder = Path(broadcast_from_process0("folder", name))
         with own_run(folder):
             if self.saved is None and find_checkpoint(folder / CHECKPOINT_FOLDER) is not None:
-                raise ConfigError(f"another process has just trained in {folder}; start again to resume", key="run_name")
+                raise ConfigError(
+                    f"{folder} already has a checkpoint: start `rampup train` again, or pass it as `saved`, to resume",
+                    key="run_name",
+                )
             return self._train(folder, on_event)
 
     def _train(self, folder: Path, on_event: OnEvent) -> Summary:

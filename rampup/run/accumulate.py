@@ -266,7 +266,7 @@ def multi_steps(tx: optax.GradientTransformation, plan: RampPlan, **options: Any
     For a training step of your own that calls the optimizer once per microbatch. It differs from the engine `fused`:
 
     - the optimizer's arithmetic runs at every microbatch;
-    - microbatches count equally, whatever their numbers of tokens;
+    - microbatches count equally, however many tokens they have;
     - a checkpoint in the middle of an accumulation cannot be resumed with another k, so write checkpoints between optimizer
       steps.
 
@@ -318,8 +318,8 @@ def _microbatch_sums(loss_fn: LossFn, param_shardings: Any, *, differentiate_mea
     def microbatch_sums(params: Any, batch_R: Any, keys_R: jax.Array, mutable: Any) -> Sums:
         def loss_of(params: Any) -> tuple[jax.Array, tuple[Any, ...]]:
             loss, weight, *rest = call_loss(loss_fn, params, batch_R, keys_R, mutable)
-            # The weight counts tokens; it is a constant of the gradient also if it was computed from the parameters.
-            scale = safe_reciprocal(jax.lax.stop_gradient(jnp.asarray(weight))) if differentiate_mean else 1
+            # The weight counts tokens; it is a constant of the gradient even if it was computed from the parameters.
+            scale = safe_reciprocal(accumulator(jax.lax.stop_gradient(weight))) if differentiate_mean else 1
             return loss * scale, (loss, weight, *rest)
 
         with jax.named_scope("microbatch"):

@@ -39,7 +39,7 @@ Shape suffixes: K microbatches in the buffer, R rows of one microbatch.
 # p = 2, v = 2, m = 4, and a, b for the two repeats:
 #
 #     tick     0    1    2    3        4        5        6        7        8        9    10   11
-#     stage 0  F0a  F1a  F0b  F1b      F2a B0b  F3a B1b  F2b B0a  F3b B1a  F2b      B3b  B2a  B3a
+#     stage 0  F0a  F1a  F0b  F1b      F2a B0b  F3a B1b  F2b B0a  F3b B1a  B2b      B3b  B2a  B3a
 #     stage 1       F0a  F1a  F0b B0b  F1b B1b  F2a B0a  F3a B1a  F2b B2b  F3b B3b  B2a  B3a
 #
 # Forward: at tick t, stage s runs unit t - s. Unit u leaves stage p - 1 at tick u + p - 1 and arrives at stage 0 at tick u + p,
@@ -80,7 +80,7 @@ Params = Mapping[str, Any]
 class PipelinedLoss:
     """A loss in three parts, so that its layers can be spread over pipeline stages. It takes the place of a loss function.
 
-    The parameters are a mapping: `layers`, stacked along the first axis in the order of `stage_layer_order`, and the parameters
+    The parameters are a dict: `layers`, stacked along the first axis in the order of `stage_layer_order`, and the parameters
     of the first and the last part, which every stage has.
 
     Attributes:
@@ -93,11 +93,10 @@ class PipelinedLoss:
         remat_policy: a policy of `jax.checkpoint` for the values of a chunk's forward that are kept for its backward in
             addition to its input, such as `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`. None keeps no others and
             computes the chunk again. Each stage keeps these values for up to 2*v*p - 1 chunks.
-        skip_idle: whether a stage skips a tick for which it has no microbatch, and only the first and the last stage run the
-            first and the last part. False computes on placeholders whenever any stage has work, and drops the results: a pass
-            takes as long, but all stages do the work of the first and the last part. True is safe only if no stage waits inside
-            a branch for one that does not take the branch, which collectives that the compiler inserts for other axes may do.
-            None: True if there are no such axes, with fsdp and tensor of 1.
+        skip_idle: whether a stage without a microbatch skips its tick (`lax.cond`), and only the first and the last stage run
+            the first and the last part. False computes on placeholders and drops the results: a pass takes as long, with more
+            work. True can deadlock if the compiler puts a collective over fsdp or tensor inside the branch. None: True if all
+            other axes have size 1.
         batch_axes: the mesh axes of the rows; None = data and fsdp.
         keep: the old name of `remat_policy`.
     """
@@ -265,7 +264,7 @@ def run_on_stages(
 ) -> Sums:
     """Run a function on every stage and replica, and add up the results.
 
-    The stage axis is manual because each stage runs other microbatches and passes activations on itself. The data axis is
+    The stage axis is manual because each stage runs a different microbatch and passes activations on itself. The data axis is
     manual so that each replica adds up the gradients of its own rows; the compiler would reduce them in every tick. fsdp and
     tensor stay automatic. check_vma=False for the reason given in `rampup.run.accumulate._per_replica`.
 
@@ -346,17 +345,17 @@ class Stage:
     def zeros(self) -> Sums:
         """Return the sums over no microbatch."""
         x = jax.eval_shape(self._first, 0)
-        _, weight, aux = jax.eval_shape(self._last, x, 0)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), (weight, aux))
+        results = jax.eval_shape(self._last, x, 0)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), results)
         grads = None
         if self.with_grads:
             grads = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (self.chunks, self.shared)
             )
-        return Sums(grads, jnp.zeros_like(zeros[0]), *zeros, None)
+        return Sums(grads, *zeros, None)
 
     def run_pass(self, first: Any, m: Any, sums: Sums) -> Sums:
-        """Run microbatches first to first + m through the pipeline and add them to the sums."""
+        """Run microbatches first to first + m - 1 through the pipeline and add them to the sums."""
         num_groups = (m + self.p - 1) // self.p
         last_unit = ((num_groups - 1) * self.v + self.v - 1) * self.p + (m - 1) % self.p
         forward_ticks = last_unit + self.p
@@ -414,6 +413,7 @@ class Stage:
         # Without a remat policy, the backward computes the chunk again. For the last chunk it does so in this very tick, so its
         # forward is left to it.
         runs = is_real if self.loss.remat_policy else is_real & ~is_last
+        # Slot 0 gives the placeholder of an idle tick its shapes. It is never read.
         y, kept = self._if(runs, lambda: self._forward_chunk(self._chunk(r), x, first + k, r), (x, _take(ring[1], 0)))
         slot = unit % self.ring_size
         return y, jax.tree.map(lambda ring, x: ring.at[slot].set(jnp.where(is_real, x, ring[slot])), ring, (x, kept))
@@ -445,7 +445,8 @@ class Stage:
         A pullback of `jax.vjp` is a pytree whose leaves are the values that it needs, so they can be put into the ring buffer
         and the pullback rebuilt from them. Some leaves are inputs of the chunk: layers, rows and x. Those are known in the
         backward, so only the others are returned. `_pullback_inputs` has for every leaf its index among the inputs, or None.
-        Traced values are inputs if they are the same object.
+        Traced values are inputs if they are the same object. Both attributes are written when the forward is traced, which
+        `run_pass` does before it traces the backward; every later trace of the forward has the same structure.
         """
         if self.loss.remat_policy is None:
             return self._stage(chunk, x, k, r), []

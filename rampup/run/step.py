@@ -60,7 +60,7 @@ from rampup.run.zero import constrain_all, gather_parameters, is_scattered, scat
 ENGINES = ("fused", "multi_steps")
 # Phases whose programs are compiled in the background before the run reaches them.
 PHASES_AHEAD = 2
-# Microbatches of a pass, and passes, of a call of MultiSteps.
+# Counts (microbatches per pass, passes) of one call of the program of `multi_steps`.
 ONE_MICROBATCH = np.int32(1), np.int32(1)
 # The fields of a state that the loss function carries from microbatch to microbatch; Flax's examples call theirs `batch_stats`.
 CARRIED_FIELDS = ("mutable", "batch_stats")
@@ -172,8 +172,9 @@ def train_step(
     Args:
         loss_fn: `loss_fn(params, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over the rows it is given. Rows are the
             first axis of `batch`. `keys` is one random key per row, which depends on seed, step and row alone. The weight is a
-            constant of the gradient, and a step of weight 0 changes nothing. If the state has `mutable` or `batch_stats`, it
-            is a fourth argument and its new value a fourth result. With pipeline stages, a `PipelinedLoss`.
+            constant of the gradient, and a step of weight 0 leaves parameters and optimizer as they are. If the state has
+            `mutable` or `batch_stats`, it is a fourth argument and its new value a fourth result. With pipeline stages, a
+            `PipelinedLoss`.
         tx: the optimizer, run once per optimizer step. Optimizers with extra arguments get `value`, the loss.
         plan: the plan.
         mesh: the devices.
@@ -260,7 +261,7 @@ class TrainStep:
                 key="shard_optimizer_over_data",
                 nearest=(False,),
             )
-        # The axes of the replicas if they share the optimizer's state.
+        # The axes of the replicas if the optimizer's state is split over them.
         axes = BatchAxes.of(mesh, batch_axes)
         self._zero = axes if shard_optimizer_over_data and axes.num_replicas(mesh) > 1 else None
         self.tx = tx if self._is_fused else multi_steps(tx, plan)
@@ -402,7 +403,7 @@ class TrainStep:
                 )
 
     def _check_shardings(self, state: Any) -> None:
-        """Check that what the replicas share of a state is the optimizer's state, if anything."""
+        """Check that every replica has whole parameters, and its part of the optimizer's state if the step expects that."""
         axes = BatchAxes.of(self._mesh, self._batch_axes)
         if is_scattered(_shardings_of(state.params), dataclasses.replace(axes, replica=_long(axes.replica, self._mesh))):
             raise ConfigError(
@@ -416,8 +417,8 @@ class TrainStep:
             not self._zero and axes.num_replicas(self._mesh) > 1 and is_scattered(opt_shardings, axes)
         ):
             raise ConfigError(
-                f"the step has shard_optimizer_over_data={self._zero is not None}, but the state does not; give the same value "
-                "to train_step and create_state",
+                f"the step has shard_optimizer_over_data={self._zero is not None}, but the state was made with "
+                f"{self._zero is None}; give the same value to train_step and create_state",
                 key="shard_optimizer_over_data",
             )
 
@@ -435,6 +436,12 @@ class TrainStep:
             raise ConfigError(
                 f"gradient_accumulation=multi_steps runs one microbatch at a time, but the batch has chunks of "
                 f"{batch.layout.chunk_size}; give chunk_size=1 to step_batches",
+                key="gradient_accumulation",
+                nearest=("fused",),
+            )
+        if getattr(state, "dynamic_scale", None) is not None:
+            raise ConfigError(
+                "multi_steps runs one program per microbatch, but dynamic_scale adapts once per step; use the engine fused",
                 key="gradient_accumulation",
                 nearest=("fused",),
             )
@@ -501,7 +508,7 @@ class TrainStep:
             shardings: shardings of the state.
             state: the training state.
             chunks: the chunks of the buffer, whose arrays together are (K, R, ...).
-            counts: microbatches of a pass, and passes; together at most K.
+            counts: microbatches of a pass, and passes. Their product is at most K.
         """
         state = fetch_offloaded(state, shardings)
         batch_KR = _join(chunks)
@@ -564,6 +571,7 @@ class TrainStep:
     def _apply(self, state: Any, grads: Any, loss: jax.Array) -> Any:
         """Return the state after the optimizer: by its own `apply_gradients`, if it has one."""
         tx = self.tx
+        # Flax's `apply_gradients` passes no further arguments to an optimizer: bind the loss, and restore the state's own tx.
         if isinstance(tx, (optax.GradientTransformationExtraArgs, optax.MultiSteps)):
             tx = optax.GradientTransformation(self.tx.init, functools.partial(self._update_with_loss, loss))
         grads = cast_like(grads, state.params)
