@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -130,12 +131,12 @@ def build(name: str, problem: Problem, k: int, mesh: Mesh) -> System:
     if name in (RAMPUP, TUNED):
         train, first = start_rampup(problem, plan, mesh)
         (batch,) = step_batches(source, plan, mesh)
-        row = jax.tree.map(lambda x: x[0], source.arrays)
+        row, numbers = jax.tree.map(lambda x: x[0], source.arrays), itertools.count()
         executable = compile_program(train.lower(first, row, plan.splits[0]))
 
         def rampup_step() -> Any:
             nonlocal first
-            first, metrics = train(first, batch)
+            first, metrics = train(first, batch.at_step(next(numbers)))
             jax.block_until_ready((first, metrics))
             return first.params
 
