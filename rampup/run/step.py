@@ -172,9 +172,9 @@ def train_step(
     Args:
         loss_fn: `loss_fn(params, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over the rows it is given. Rows are the
             first axis of `batch`. `keys` is one random key per row, which depends on seed, step and row alone. The weight is a
-            constant of the gradient, and a step of weight 0 leaves parameters and optimizer as they are. If the state has
-            `mutable` or `batch_stats`, it is a fourth argument and its new value a fourth result. With pipeline stages, a
-            `PipelinedLoss`.
+            constant of the gradient. A step of weight 0 has loss 0 and gradient 0, and moments and weight decay still act; with
+            `skip_nonfinite` it leaves parameters and optimizer as they are. If the state has `mutable` or `batch_stats`, it is
+            a fourth argument and its new value a fourth result. With pipeline stages, a `PipelinedLoss`.
         tx: the optimizer, run once per optimizer step. Optimizers with extra arguments get `value`, the loss.
         plan: the plan.
         mesh: the devices.
@@ -529,17 +529,18 @@ class TrainStep:
             state = replace_fields(state, params=constrain_all(state.params, scattered))
         with jax.named_scope("update"):
             new = self._apply(state, grads, metrics["loss"])
-        # Decided on the device, without a round trip to the host: compute the update anyway and select the old values.
-        keep, carried = sums.weight != 0, sums.mutable
-        scale = getattr(state, "dynamic_scale", None)
+        changes, scale = {"step": new.step}, getattr(state, "dynamic_scale", None)
+        carried = sums.mutable
         if self._skip_nonfinite or scale is not None:
+            # Decided on the device, without a round trip to the host: compute the update anyway and select the old values.
+            # That is one more pass over the state, so a step of weight 0 is left out only here, where there is a selection.
             is_finite = all_finite((grads, sums.loss, sums.weight, sums.mutable))
             metrics["skipped"] = ~is_finite
-            keep, carried = keep & is_finite, tree_where(is_finite, carried, _carried(state))
-        changes = {"step": new.step, **_carried_fields(state, carried)}
+            new = tree_where(is_finite & (sums.weight != 0), new, state)
+            carried = tree_where(is_finite, carried, _carried(state))
         if scale is not None:
             changes["dynamic_scale"] = _adapt_scale(scale, is_finite)
-        new = replace_fields(tree_where(keep, new, state), **changes)
+        new = replace_fields(new, **changes, **_carried_fields(state, carried))
         if self._zero:
             with jax.named_scope("gather"):
                 new = replace_fields(new, params=gather_parameters(new.params, scattered, self._mesh, self._zero))
@@ -632,18 +633,17 @@ class TrainStep:
         }
         with jax.named_scope("update"):
             new = self._apply(state, grads, metrics["loss"])
-        opt_state, keep = new.opt_state, weight != 0
+        opt_state = new.opt_state
         if self._skip_nonfinite:
             metrics["skipped"] = so_far["skipped"] | ~is_finite
-            keep &= ~metrics["skipped"]
-        # Between optimizer steps MultiSteps emits zero updates and leaves the inner state alone, so only the last microbatch
-        # changes a state. A step that is dropped takes the old inner state; the counters of MultiSteps always advance.
-        keep &= self.tx.has_updated(opt_state)
-        inner = tree_where(keep, opt_state.inner_opt_state, state.opt_state.inner_opt_state)
-        opt_state = opt_state._replace(inner_opt_state=inner)
+            # Only the last microbatch changes the state. A step that is dropped takes the old inner state; the counters of
+            # MultiSteps always advance.
+            keep = ~metrics["skipped"] & (weight != 0) & self.tx.has_updated(opt_state)
+            inner = tree_where(keep, opt_state.inner_opt_state, state.opt_state.inner_opt_state)
+            opt_state = opt_state._replace(inner_opt_state=inner)
+            new = tree_where(keep, replace_fields(new, opt_state=opt_state), replace_fields(state, opt_state=opt_state))
         changes = {"opt_state": opt_state, "step": opt_state.gradient_step, **_carried_fields(state, carried)}
-        unchanged = replace_fields(state, opt_state=opt_state)
-        return replace_fields(tree_where(keep, replace_fields(new, opt_state=opt_state), unchanged), **changes), metrics
+        return replace_fields(new, **changes), metrics
 
     def _init_metrics(self, state: Any, chunk: Any) -> Metrics:
         """Return the metrics of no microbatch: zeros of the shapes and types that the loss sums have."""
