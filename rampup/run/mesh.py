@@ -256,8 +256,8 @@ def spec_without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
     """Return a PartitionSpec without some axes.
 
     Example:
-        >>> spec_without(PartitionSpec(("data", "fsdp"), "data"), frozenset({"data"}))
-        PartitionSpec('fsdp', None)
+        >>> tuple(spec_without(PartitionSpec(("data", "fsdp"), "data"), frozenset({"data"})))
+        ('fsdp', None)
     """
 
     def keep(entry: Any) -> Any:
