@@ -807,16 +807,21 @@ def _copy_to(tree: Any, mesh: Mesh) -> Any:
 
 
 def _without_aliases(tree: Any, others: Iterable[jax.Array] = ()) -> Any:
-    """Return a tree in which leaves that share a buffer with an earlier leaf, or with one of `others`, are copies."""
+    """Return a tree in which leaves that share a buffer with an earlier leaf, or with one of `others`, are copies.
+
+    The buffers of an array on several processes cannot be compared, so it is always copied.
+    """
 
     def buffers(leaf: jax.Array) -> set[int]:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
         return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards if shard.data.size}
 
-    seen = {buffer for leaf in others for buffer in buffers(leaf)}
+    seen = {buffer for leaf in others if leaf.is_fully_addressable for buffer in buffers(leaf)}
 
     def copy(leaf: jax.Array) -> jax.Array:
+        if not leaf.is_fully_addressable:
+            return jnp.copy(leaf)
         if not seen.isdisjoint(buffers(leaf)):
             leaf = jax.device_put(jnp.copy(leaf), leaf.sharding)
         seen.update(buffers(leaf))

@@ -194,6 +194,9 @@ def test_train_json(uninterrupted):
         "ramp_steps",
         "tokens_per_second",
         "checkpoint",
+        "seconds",
+        "first_eval_loss",
+        "final_eval_loss",
     ]
     assert list(summary) == names
     assert (summary["steps"], summary["num_compilations"]) == (40, 1)
@@ -235,7 +238,8 @@ def test_train_on_a_finished_run_does_nothing(uninterrupted):
     folder = Path(uninterrupted[0]["checkpoint"]).parent.parent
     summary, log = finished(f"base_output_directory={folder.parent}", f"run_name={folder.name}")
     assert "is finished: nothing to do" in log
-    assert summary == uninterrupted[0] | {"num_compilations": 0, "tokens_per_second": None}
+    changed = {"num_compilations": 0, "tokens_per_second": None, "seconds": summary["seconds"]}
+    assert summary == uninterrupted[0] | changed
 
 
 def test_failure_exits_1_with_the_traceback(tmp_path):

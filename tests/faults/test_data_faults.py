@@ -260,6 +260,7 @@ def test_a_checkpoint_says_what_the_data_were(tmp_path, tokens, monkeypatch):
         def train(self, state, start):  # noqa: ARG002 - as in the base class
             """Note what a checkpoint would contain."""
             records.append(self.checkpoints.identity["data"])
+            return state, None
 
     monkeypatch.setattr(lm, "Loop", Recorded)
     lm.train(config(tmp_path))
