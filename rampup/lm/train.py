@@ -75,7 +75,7 @@ def train(config: Config, on_event: OnEvent = ignore_event) -> Summary:
         process_id=None if config.process_id == -1 else config.process_id,
         initialization_timeout=config.jax_distributed_initialization_timeout,
         # Later than the watchdog, whose message says more than JAX's.
-        heartbeat_timeout=2 * config.jax_distributed_heartbeat_timeout_seconds,
+        heartbeat_timeout=2 * config.jax_distributed_heartbeat_timeout_seconds + 20,
     )
     enable_compilation_cache(config.jax_cache_dir)
     folder = Path(config.base_output_directory) / config.run_name

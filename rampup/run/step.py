@@ -633,12 +633,13 @@ class TrainStep:
         }
         with jax.named_scope("update"):
             new = self._apply(state, grads, metrics["loss"])
-        opt_state = new.opt_state
+        opt_state, keep = new.opt_state, self.tx.has_updated(new.opt_state)
         if self._skip_nonfinite:
             metrics["skipped"] = so_far["skipped"] | ~is_finite
-            # Only the last microbatch changes the state. A step that is dropped takes the old inner state; the counters of
-            # MultiSteps always advance.
-            keep = ~metrics["skipped"] & (weight != 0) & self.tx.has_updated(opt_state)
+            keep &= ~metrics["skipped"] & (weight != 0)
+        if self._skip_nonfinite or hasattr(state, "apply_gradients"):
+            # Only the last microbatch changes the state: MultiSteps emits zero updates before, but a state may do more than
+            # apply them. A step that is dropped takes the old inner state; the counters of MultiSteps always advance.
             inner = tree_where(keep, opt_state.inner_opt_state, state.opt_state.inner_opt_state)
             opt_state = opt_state._replace(inner_opt_state=inner)
             new = tree_where(keep, replace_fields(new, opt_state=opt_state), replace_fields(state, opt_state=opt_state))
