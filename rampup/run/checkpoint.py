@@ -250,6 +250,7 @@ class Checkpoints:
         """Write the checksums. Orbax calls it when all files of a checkpoint are written, before it renames the folder."""
         if not is_primary():
             return
+        # Orbax writes into a folder with the step's number and a suffix that depends on its version.
         for unfinished in self.folder.glob(f"{self._writing}.*"):
             write_checksums(unfinished)
 
@@ -352,7 +353,7 @@ def _file_damage(path: Path, name: str, size: int, digest: str) -> str | None:
         found_size, found_digest = _size_and_digest(path)
     except FileNotFoundError:
         return f"{name} is missing"
-    except OSError as error:
+    except OSError as error:  # such as a bad sector, which the disk reports only when it is read
         return f"{name} cannot be read: {error.strerror or error}"
     if found_size != size:
         return f"{name} has {found_size:,} bytes, not {size:,}"

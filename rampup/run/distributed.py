@@ -176,6 +176,7 @@ class StepConsensus:
         if is_primary() and decision not in found and len(found) >= enough:
             found[decision] = str(step + NOTICE_STEPS)
             kv_store().key_value_set(decision, found[decision])
+        # A later look finds the same decision, so it does not matter when a process looks first.
         if decision in found:
             self._from_step[name] = int(found[decision])
 

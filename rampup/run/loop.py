@@ -278,6 +278,7 @@ class Loop:
             )
 
     def _summary(self, done: int, start: int, metrics: Metrics, checkpoints: Checkpoints, seconds: float) -> Summary:
+        # From the file and not from this process, which may have resumed in the middle of the run.
         lines = list(read_lines(self.folder / METRICS_FILE))
         evaluations = [line.get("eval_loss") for line in read_lines(self.folder / EVAL_FILE)]
         return Summary(

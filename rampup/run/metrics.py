@@ -237,6 +237,7 @@ class SkippedSteps:
         if "skipped" not in record:
             self._steps = []
             return
+        # After a resume the list starts with the steps that were skipped just before it, so that the count continues.
         self._steps.append(record["step"])
         self._on_event(StepSkipped(step=record["step"], in_a_row=len(self._steps)))
         if len(self._steps) == self._limit:

@@ -63,6 +63,7 @@ class StepLog:
         if self._file is not None:
             try:
                 self._write_out()
+                # A checkpoint may follow: after a power cut it must not be newer than the lines of its steps.
                 os.fsync(self._file)
             except OSError as error:
                 raise StorageError(f"{self.path} cannot be written: {error.strerror or error}") from error

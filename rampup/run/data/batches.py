@@ -212,12 +212,14 @@ class StepDataset(grain.MapDataset[Any]):
         reads the missing ones only. A process that needs every row of the batch reads none.
         """
         rows, samples_S = step.rows, step.samples
+        # With the planned split, the rows are in the right order already and a reshape is enough.
         if split != step.position.split:
             wanted_S = self.samples_of(step.position, split).ravel()
             if len(missing := np.setdiff1d(wanted_S, samples_S)):
                 rows = jax.tree.map(lambda *parts: np.concatenate(parts), rows, self._read(missing))
                 samples_S = np.concatenate([samples_S, missing])
             if not np.array_equal(wanted_S, samples_S):
+                # The place of every wanted sample among those that were read, by binary search in their sorted numbers.
                 by_number = np.argsort(samples_S, kind="stable")
                 place_S = by_number[np.searchsorted(samples_S, wanted_S, sorter=by_number)]
                 rows = jax.tree.map(lambda x: x[place_S], rows)
@@ -290,6 +292,7 @@ class BatchLoader:
                 # Everything read before the bad row can still be trained on.
                 yield from ready
                 raise
+            # device_put returns before the transfer is done: these batches travel while the step before them runs.
             if len(ready) > AHEAD_ON_DEVICE:
                 yield ready.popleft()
         yield from ready
@@ -505,6 +508,7 @@ def _global_array(part_KR: np.ndarray, num_rows: int, sharding: NamedSharding) -
     """Return the global array (K, R, ...) of which this process has the rows `part_KR` (K, local rows, ...)."""
     if part_KR.shape[1] == num_rows:
         return jax.device_put(part_KR, sharding)
+    # Rows of other processes are missing here; a device of this process asks for a range of its own ones.
     local = process_rows(sharding.mesh, num_rows, BatchAxes(replica=(), rows=sharding.spec[1]))
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:

@@ -210,6 +210,7 @@ class SyntheticRows:
 
     def read(self, rows: np.ndarray) -> Rows:
         """Return {"tokens": (n, T+1), "length": (n,)}."""
+        # The start of a row is spread over the vocabulary by a prime, and strides from 1 to 7 make a rule that can be learned.
         numbers = rows.astype(np.int64) + self._first
         start, stride = numbers * 7919 % self._vocab_size, 1 + numbers % 7
         tokens = (start[:, None] + stride[:, None] * np.arange(self._length + 1)) % self._vocab_size
