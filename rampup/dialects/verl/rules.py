@@ -112,7 +112,7 @@ def _one_of_two(name: str, old: str, new: str, total: Callable[[VerlJob], int], 
             return "the second is the first by default, so the first can never be used"
         return "the first is deprecated"
 
-    given = Rule[VerlJob](
+    given: Rule[VerlJob] = Rule(
         name=f"verl.{name}_given",
         keys=(new,),
         when=when,
@@ -121,7 +121,7 @@ def _one_of_two(name: str, old: str, new: str, total: Callable[[VerlJob], int], 
         # The largest divisor up to 8 is a good start.
         candidates=lambda job: sorted(divisors(total(job)), key=lambda n: (n > 8, -n if n <= 8 else n)),
     )
-    given_once = Rule[VerlJob](name=f"verl.{name}_given_once", keys=(old, new), when=when,
+    given_once: Rule[VerlJob] = Rule(name=f"verl.{name}_given_once", keys=(old, new), when=when,
         holds=lambda job: job[old] is None or new_value(job) is None,
         message=lambda job: f"{old}={job[old]:,} and {new}={new_value(job):,} must not both be set; {note(job)}",
         candidates=lambda job: [None])  # fmt: skip
@@ -249,7 +249,7 @@ def _legacy(name: str, key: str, micro: Callable[[VerlJob], int | None]) -> Rule
         found = _nearest_divisors(job.trained[name].share, micro(job) or 1)
         return [*found, *(factor * job.replicas[name] for factor in found)]
 
-    micro_divides = Rule[VerlJob](name=f"verl.legacy_{name}_micro_divides_mini", keys=(key, MINIS[name]),
+    micro_divides: Rule[VerlJob] = Rule(name=f"verl.legacy_{name}_micro_divides_mini", keys=(key, MINIS[name]),
         when=lambda job: applies(job) and micro(job) is not None and job.trained[name].share > 0,
         holds=lambda job: (micro(job) or 0) > 0 and job.trained[name].share % (micro(job) or 1) == 0,
         message=lambda job: f"{_mini_share(name)(job).text} must be a multiple of the micro batch of {micro(job) or 0:,}",
