@@ -349,6 +349,7 @@ def _train_step(config: Config, loss: LossFn | SummableLoss, tx: Any, plan: Ramp
         seed=config.init_weights_seed,
         skip_nonfinite=config.skip_nonfinite > 0,
         shard_optimizer_over_data=config.shard_optimizer_over_data,
+        wait_for_compilation=config.wait_for_compilation or None,
     )
 
 

@@ -190,12 +190,17 @@ def watchdog(timeout: float) -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    done = threading.Event()
-    thread = threading.Thread(target=_watch, args=(done, timeout), name="rampup-watchdog", daemon=True)
+    done, disconnected = threading.Event(), threading.Event()
+    thread = threading.Thread(target=_watch, args=(done, disconnected, timeout), name="rampup-watchdog", daemon=True)
     thread.start()
     try:
         yield
     except BaseException as error:
+        if _is_of_a_collective(error):
+            # A broken connection fails here at once, long before the process at its other end counts as silent. Wait until the
+            # thread has named that process. Until then this one stays alive for the others, which look for the culprit as well.
+            disconnected.set()
+            thread.join(timeout + 2)
         done.set()
         _report_state(f"{_FAILED}{type(error).__name__}: {error}")
         raise
@@ -204,8 +209,14 @@ def watchdog(timeout: float) -> Iterator[None]:
     _report_state(_DONE)
 
 
-def _watch(done: threading.Event, timeout: float) -> None:
-    """Report that this process is alive, and look for processes that have stopped reporting it."""
+def _watch(done: threading.Event, disconnected: threading.Event, timeout: float) -> None:
+    """Report that this process is alive, and look for processes that have stopped reporting it.
+
+    Args:
+        done: set when there is nothing more to watch.
+        disconnected: set when the main thread has left its collective with an error, and ends by itself.
+        timeout: seconds of silence that are a problem.
+    """
     seen: dict[str, tuple[str, float]] = {}
     answered, beat = time.monotonic(), 0
     while not done.wait(min(timeout / 5, 1.0)):
@@ -215,6 +226,7 @@ def _watch(done: threading.Event, timeout: float) -> None:
             states, answered = dict(kv_store().key_value_dir_get(_ALIVE)), now
         except Exception:  # noqa: BLE001 - whatever it is, the store does not answer
             states = {}
+        states.pop(f"{_ALIVE}/{jax.process_index()}", None)
         for key, state in states.items():
             # The clocks of two machines differ, so only the time since a state last changed here counts.
             if key not in seen or seen[key][0] != state:
@@ -223,6 +235,8 @@ def _watch(done: threading.Event, timeout: float) -> None:
         if problem and not done.is_set():
             own = jax.process_index()
             print(f"rampup: {problem}; process {own} ends too. Start the job again to resume.", file=sys.stderr, flush=True)
+            if disconnected.is_set():
+                return
             # The main thread is inside a collective that waits for the process that is gone. No exception reaches it there, and
             # jax.distributed.shutdown would wait for that process as well.
             os._exit(_EXIT_FAILED)
@@ -239,6 +253,15 @@ def _problem(seen: Mapping[str, tuple[str, float]], now: float, answered: float,
         if state != _DONE and now - since > timeout:
             return f"process {number} has been silent for {timeout:g} s"
     return None
+
+
+def _is_of_a_collective(error: BaseException | None) -> bool:
+    """Return whether an error, or one that led to it, is of the devices or of the connections between processes."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo " in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _report_state(state: str) -> None:

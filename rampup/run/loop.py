@@ -40,6 +40,9 @@ from rampup.run.step import TrainStep
 # Files that an error message lists if the data have changed.
 NAMED_FILES = 10
 
+# The part of a checkpoint's record with the steps at which microbatch shapes changed, which a resumed run repeats.
+SHAPE_CHANGES = "shape_changes"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
@@ -144,6 +147,7 @@ class Loop:
         if saved is None:
             return state, 0
         self._check_identity(saved, ramp_before or self.plan.ramp)
+        self.step.replay_shape_changes({int(size): step for size, step in saved.record.get(SHAPE_CHANGES, {}).items()})
         with self._open_checkpoints() as checkpoints:
             return self.checkpoints.from_saved(checkpoints.restore(saved, state, self.on_event)), saved.step
 
@@ -241,7 +245,8 @@ class Loop:
     def _save(self, checkpoints: Checkpoints, done: int, state: Any, metrics: Metrics) -> None:
         # Metrics first: a run that resumes from a checkpoint must find the lines of all steps before it.
         if self._flush(metrics):
-            record = {**self._identity(self.plan.ramp, done), **self.checkpoints.extra_metadata}
+            changes = {SHAPE_CHANGES: self.step.shape_changes}
+            record = {**self._identity(self.plan.ramp, done), **changes, **self.checkpoints.extra_metadata}
             checkpoints.save(done, self.checkpoints.to_saved(state), record)
             self.on_event(CheckpointSaved(steps=done))
         metrics.restart_clock()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -43,7 +43,6 @@ from rampup.run.accumulate import (
 )
 from rampup.run.compile import Compiler, compile_program
 from rampup.run.data.batches import Batch, layout_of, step_batches, stream_batches
-from rampup.run.distributed import StepConsensus
 from rampup.run.mesh import (
     BatchAxes,
     auto_context,
@@ -163,6 +162,7 @@ def train_step(
     donate: bool = True,
     batch_axes: BatchAxes | None = None,
     shard_optimizer_over_data: bool = False,
+    wait_for_compilation: bool | None = None,
 ) -> TrainStep:
     """Return a training step that follows a plan: one executable for all phases with the same microbatch shape.
 
@@ -188,6 +188,9 @@ def train_step(
         shard_optimizer_over_data: each replica keeps and updates its own part of the optimizer's state (ZeRO-1), with one
             reduce-scatter of the gradients and one all-gather of the parameters per step; see `rampup.run.zero`. Give it to
             `create_state` too.
+        wait_for_compilation: start every phase in its planned shape, and wait for its program if necessary. Then the shapes do
+            not depend on time, and a run is bit for bit the same whenever it is repeated. False runs the steps until then in
+            the shape of an earlier phase. None: True if there are several processes.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -208,6 +211,7 @@ def train_step(
     """
     options: Any = {"engine": engine, "seed": seed, "skip_nonfinite": skip_nonfinite, "donate": donate}
     options |= {"batch_axes": batch_axes, "shard_optimizer_over_data": shard_optimizer_over_data}
+    options |= {"wait_for_compilation": wait_for_compilation}
     return TrainStep(loss_fn, tx, plan, mesh, **options)
 
 
@@ -233,6 +237,7 @@ class TrainStep:
         donate: bool = True,
         batch_axes: BatchAxes | None = None,
         shard_optimizer_over_data: bool = False,
+        wait_for_compilation: bool | None = None,
     ) -> None:
         _check_arguments("train_step(loss_fn, tx, plan, mesh)", loss_fn=loss_fn, tx=tx, plan=plan, mesh=mesh)
         if engine not in ENGINES:
@@ -271,7 +276,17 @@ class TrainStep:
         self._skip_nonfinite, self._donate = skip_nonfinite, donate
         # The `step` of the state that the last call returned, and its number: known here without waiting for the devices.
         self._returned: tuple[Any, int] = None, 0
-        self._compiler, self._consensus = Compiler(), StepConsensus()
+        several = jax.process_count() > 1
+        if several and wait_for_compilation is False:
+            raise ConfigError(
+                "wait_for_compilation=false is for a single process: several processes would change shapes at different steps",
+                key="wait_for_compilation",
+                nearest=(True,),
+            )
+        self._wait_for_compilation = several if wait_for_compilation is None else wait_for_compilation
+        # The first step of every microbatch size in use.
+        self._shape_changes: dict[int, int] = {}
+        self._compiler = Compiler()
         # The phase for which the programs of the next phases have been requested.
         self._requested_after: int | None = None
         self._padding: dict[Any, Any] = {}
@@ -453,16 +468,38 @@ class TrainStep:
             state, metrics = self._program(batch, self._multi_steps_update, state, *args)(state, *args)
         return state, metrics
 
+    @property
+    def shape_changes(self) -> dict[int, int]:
+        """The first step of every microbatch size that the run has used: {microbatch_size: step}."""
+        return dict(self._shape_changes)
+
+    def replay_shape_changes(self, changes: Mapping[int, int]) -> None:
+        """Change shapes at the steps at which an earlier part of the run did; see `shape_changes`."""
+        self._shape_changes |= changes
+
     def split_for(self, position: PlanPosition) -> BatchSplit:
         """Return how to split the batch of a position now. Use it as `step_batches(..., split_for=step.split_for)`.
 
         That is the planned split, or while its program is being compiled, a split of the same batch into the microbatches of an
-        earlier phase. All processes change to the planned split at the same step.
+        earlier phase. With `wait_for_compilation`, it is always the planned split.
+
+        The step of a change depends on how long a compilation takes. It is decided once, and `shape_changes` records it.
+        Several processes would decide at different steps, even if they exchanged messages: each dispatches steps ahead of the
+        devices, by a number of steps that nothing bounds. Therefore they wait.
         """
-        if not self._is_fused or self._plan.num_compiled_shapes == 1 or self._is_ready(position.split, position):
-            return position.split
-        fallbacks = self._plan.fallbacks(position.phase.index)
-        return next((split for split in fallbacks if self._is_ready(split, position)), position.split)
+        planned, step, changes = position.split, position.step, self._shape_changes
+        if self._wait_for_compilation or not self._is_fused or self._plan.num_compiled_shapes == 1:
+            return planned
+        in_use = {size for size, first_step in changes.items() if first_step <= step}
+        if planned.microbatch_size in in_use:
+            return planned
+        # Nearest phase first. Only a size in use is a fallback: another one would have to be compiled as well.
+        fallbacks = (split for split in self._plan.fallbacks(position.phase.index) if split.microbatch_size in in_use)
+        fallback = next(fallbacks, None)
+        if fallback is not None and (planned.microbatch_size in changes or not self._is_ready(planned)):
+            return fallback
+        changes[planned.microbatch_size] = step
+        return planned
 
     def choose_split(self, position: PlanPosition) -> BatchSplit:
         """Return `split_for(position)`; the old name."""
@@ -656,11 +693,9 @@ class TrainStep:
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         return jax.device_put(zeros | ({"skipped": np.False_} if self._skip_nonfinite else {}), replicated(self._mesh))
 
-    def _is_ready(self, split: BatchSplit, position: PlanPosition) -> bool:
-        """Return whether every process has the program for a split."""
-        # All processes must run the same program at the same step: their collectives meet in it.
-        layout = layout_of(self._plan, split)
-        return self._consensus.agreed(f"layout{layout.rows}", self._compiler.is_ready(layout), position.step)
+    def _is_ready(self, split: BatchSplit) -> bool:
+        """Return whether the program for a split is compiled."""
+        return self._compiler.is_ready(layout_of(self._plan, split))
 
     def _compile_next_phases(self, batch: Batch, state: Any) -> None:
         """Request the programs of the next phases that this run reaches, once per phase."""
@@ -668,7 +703,8 @@ class TrainStep:
         if index == self._requested_after or jax.config.jax_disable_jit:
             return
         self._requested_after = index
-        phases = self._plan.ramp.phases[index + 1 : index + 1 + PHASES_AHEAD]
+        # This phase too: it may run in the shape of an earlier one.
+        phases = self._plan.ramp.phases[index : index + 1 + PHASES_AHEAD]
         splits = [self._plan.splits[phase.index] for phase in phases if phase.start_step < self._plan.total_steps]
         layouts = {layout_of(self._plan, split): split for split in splits}
         unknown = {layout: split for layout, split in layouts.items() if not self._compiler.is_known(layout)}

@@ -104,7 +104,7 @@ def test_several_processes_train_what_one_would(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("victim", "words"), [(1, "process 1 has been silent for 5 s; process 0 ends too|task died"), (0, "task died|process 0")]
+    ("victim", "words"), [(1, "process 1 has been silent for 5 s; process 0 ends too"), (0, "task died|process 0")]
 )
 def test_watchdog_ends_the_others_of_a_killed_process(tmp_path, victim, words):
     """The survivor ends soon, with a message about the process that is gone; started again, the run resumes.
@@ -124,8 +124,7 @@ def test_watchdog_ends_the_others_of_a_killed_process(tmp_path, victim, words):
     assert code != 0
     assert any(word in output for word in words.split("|")), output
     if victim:
-        # On a busy machine, JAX may notice before the watchdog does.
-        assert "Start the job again to resume." in output or "task died" in output
+        assert "Start the job again to resume." in output
         done = max(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdecimal())
         found = finish(start(folder, number=2, devices=2, steps=done + 2), folder)
         assert [code for code, _ in found] == [0, 0]

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -265,3 +266,55 @@ def test_tree_where_keeps_schedule_counts():
     assert (int(kept[0].count), int(kept[1].count)) == (0, 1)
     np.testing.assert_array_equal(kept[0].mu, old[0].mu)
     np.testing.assert_array_equal(tree_where(jnp.array(True), new, old)[0].mu, new[0].mu)
+
+
+def sizes_used(step, plan, mesh, *, steps=None, between=lambda number: None):
+    """Return the microbatch size of every step of a run."""
+    state, used = create_state(toy.new_params(mesh), step.tx, mesh), []
+    for batch in step_batches(toy.rows(), plan, mesh, stop=steps, split_for=step.split_for):
+        between(len(used))
+        used.append(batch.position.split.microbatch_size)
+        state, _ = step(state, batch)
+    return used
+
+
+def test_split_for_never_returns_to_an_earlier_shape():
+    """The look-ahead of the reader does not take a planned shape before it is compiled and then go back (A2)."""
+    mesh = toy.mesh_of("one")
+    plan = toy.plan_for(mesh, "0:8 16:16 64:32", steps=30, rampup_microbatch="per_phase")
+    used = sizes_used(train_step(toy.loss_fn, optax.sgd(0.05), plan, mesh), plan, mesh)
+    assert used == sorted(used)
+    assert used[0] == 8
+
+
+def test_split_for_replays_the_steps_of_a_checkpoint():
+    """A step that is given the changes of an earlier run repeats them, whatever is compiled when (A2)."""
+    mesh = toy.mesh_of("one")
+    plan = toy.plan_for(mesh, "0:8 16:16", steps=12, rampup_microbatch="per_phase")
+    step = train_step(toy.loss_fn, optax.sgd(0.05), plan, mesh)
+    step.replay_shape_changes({8: 0, 16: 9})
+    assert sizes_used(step, plan, mesh) == [8] * 9 + [16] * 3
+    assert step.shape_changes == {8: 0, 16: 9}
+
+
+@pytest.mark.parametrize("rampup_microbatch", ["per_phase", "auto"])
+def test_wait_for_compilation_takes_every_planned_shape(rampup_microbatch):
+    """With `wait_for_compilation` the shapes are those of the plan at every step, even if compilation is slow (A2)."""
+    mesh = toy.mesh_of("one")
+    plan = toy.plan_for(mesh, "0:8 16:16 64:32", steps=10, rampup_microbatch=rampup_microbatch)
+    step = train_step(toy.loss_fn, optax.sgd(0.05), plan, mesh, wait_for_compilation=True)
+    slow = lambda: (time.sleep(0.5), jax.jit(jnp.sin).lower(np.float32(1)))[1]  # noqa: E731
+    step._compiler.compile_async("slow", slow)
+    used = sizes_used(step, plan, mesh)
+    assert used == [plan.position(number).split.microbatch_size for number in range(10)]
+
+
+def test_several_processes_wait_for_compilation(monkeypatch):
+    """Several processes would change shapes at different steps, so they always wait (A1)."""
+    mesh = toy.mesh_of("one")
+    plan = toy.plan_for(mesh, "0:8 16:16", steps=4, rampup_microbatch="per_phase")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    step = train_step(toy.loss_fn, optax.sgd(0.05), plan, mesh)
+    assert [step.split_for(plan.position(number)).microbatch_size for number in range(4)] == [8, 8, 16, 16]
+    with pytest.raises(ConfigError, match="single process"):
+        train_step(toy.loss_fn, optax.sgd(0.05), plan, mesh, wait_for_compilation=False)
