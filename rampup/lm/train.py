@@ -29,7 +29,7 @@ from rampup.lm.transformer import LanguageModel
 from rampup.plan.pipeline import stage_layer_order
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.run.accumulate import LossFn, SummableLoss
+from rampup.run.accumulate import LossFn, SummableLoss, random_key
 from rampup.run.checkpoint import CheckpointOptions, SavedCheckpoint, find_checkpoint
 from rampup.run.compile import enable_compilation_cache
 from rampup.run.data.batches import BatchLoader, SampleOrder
@@ -159,7 +159,7 @@ class TrainSetup:
     def initial_state(self) -> TrainState:
         """Return the state of step 0."""
         init = jax.jit(lambda key: permute_layers(self.model.init(key), self.layer_order), out_shardings=self.param_shardings)
-        params = init(jax.random.key(self.config.init_weights_seed))
+        params = init(random_key(self.config.init_weights_seed))
         shard = self.config.shard_optimizer_over_data
         state = create_state(params, self.step.tx, self.mesh, shard_optimizer_over_data=shard)
         return jax.device_put(state, self._offloaded(state))

@@ -21,11 +21,16 @@ class MeshAxes:
         data, fsdp: shard the batch. fsdp shards the parameters too.
         tensor, context, expert: shard the model or the sequence, not the batch.
         pipeline: the number of pipeline stages.
+        slices: slices along each axis, in the order of `AXES`. Each divides the devices of its axis. Devices of one slice are
+            connected by the inter-chip interconnect, slices by the data-center network.
 
     Example:
         >>> axes = MeshAxes.resolve(8, ici={"data": -1, "tensor": 2})
         >>> axes.data, axes.tensor, axes.data_parallel_size, axes.num_devices
         (4, 2, 4, 8)
+        >>> axes = MeshAxes.resolve(8, ici={"fsdp": -1}, dcn={"data": 2})
+        >>> axes.data, axes.fsdp, axes.num_slices
+        (2, 4, 2)
     """
 
     data: int = 1
@@ -34,6 +39,16 @@ class MeshAxes:
     context: int = 1
     expert: int = 1
     pipeline: int = 1
+    slices: tuple[int, ...] = (1,) * len(AXES)
+
+    def __post_init__(self) -> None:
+        for axis, slices in zip(AXES, self.slices, strict=True):
+            if slices < 1 or getattr(self, axis) % slices:
+                raise ConfigError(
+                    f"the {axis} axis has {getattr(self, axis)} devices, which {slices} slices do not divide",
+                    key=_key("dcn", axis),
+                    nearest=(1,),
+                )
 
     @property
     def data_parallel_size(self) -> int:
@@ -44,6 +59,11 @@ class MeshAxes:
     def num_devices(self) -> int:
         """Devices of the mesh."""
         return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of the mesh."""
+        return math.prod(self.slices)
 
     @classmethod
     def resolve(
@@ -89,8 +109,8 @@ class _AxisRequest:
     ici: Mapping[str, int]
     dcn: Mapping[str, int]
 
-    def infer(self) -> dict[str, int]:
-        """Return the size of every axis over all slices."""
+    def infer(self) -> dict[str, Any]:
+        """Return the size of every axis over all slices, and the slices along each axis."""
         num_slices = self.num_slices
         if num_slices == AUTO:
             if AUTO in self.ici.values() or AUTO not in self.dcn.values():
@@ -101,7 +121,8 @@ class _AxisRequest:
         what = f"devices per slice (num_devices={self.num_devices} / {num_slices} slices)"
         within = _infer_group(self.ici, devices_per_slice, "ici", what)
         between = _infer_group(self.dcn, num_slices, "dcn", "the number of slices")
-        return {axis: within[axis] * between[axis] for axis in AXES}
+        sizes: dict[str, Any] = {axis: within[axis] * between[axis] for axis in AXES}
+        return sizes | {"slices": tuple(between[axis] for axis in AXES)}
 
     def allows(self, key: str | None, value: object) -> bool:
         """Return whether all sizes would fit with another value of one key."""

@@ -155,6 +155,15 @@ def summable(loss: LossFn | SummableLoss, batch_axes: BatchAxes | None = None) -
     return loss if batch_axes is None else replace(loss, batch_axes=batch_axes)  # type: ignore[type-var]
 
 
+def random_key(seed: int) -> jax.Array:
+    """Return a random key whose numbers do not depend on how arrays are split or sharded.
+
+    That is a threefry key, whatever `jax_default_prng_impl` says: with the hardware generators `rbg` and `unsafe_rbg`, a row's
+    numbers depend on the other rows that are drawn together with it.
+    """
+    return jax.random.key(seed, impl="threefry2x32")
+
+
 def per_row_keys(seed: jax.Array, step: jax.Array, rows_KR: jax.Array) -> jax.Array:
     """Return one random key per row, from the seed, the optimizer step and the row's index in the global batch.
 

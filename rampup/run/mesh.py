@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from rampup.errors import ConfigError
-from rampup.plan.mesh_axes import MeshAxes
+from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.plan import RampPlan
 
 DATA, FSDP, TENSOR, STAGE = "data", "fsdp", "tensor", "stage"
@@ -88,12 +89,17 @@ class BatchAxes:
 def make_mesh(axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Return the mesh (data, fsdp, tensor, stage) over all devices.
 
+    On a TPU, neighbors on an axis are neighbors in the torus as far as possible. If the devices form several slices, the slices
+    lie along the axes that `axes.slices` names, and along the data axis if it names none, so that only the gradient reduction
+    of a step crosses them.
+
     Args:
         axes: number of devices along each axis; None puts all devices on the data axis.
         devices: the devices; None = all devices of JAX.
 
     Raises:
-        ConfigError: the product of the axes is not the number of devices, or they use context or expert parallelism.
+        ConfigError: the product of the axes is not the number of devices, they use context or expert parallelism, or they do
+            not fit the slices of the devices.
 
     Example:
         >>> make_mesh().axis_names
@@ -116,8 +122,48 @@ def make_mesh(axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None
             nearest=(-1,),
         )
     # Auto: the compiler partitions along fsdp and tensor. The training step makes data and stage manual where it needs that.
-    shape = (axes.data, axes.fsdp, axes.tensor, axes.pipeline)
-    return jax.make_mesh(shape, AXIS_NAMES, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+    return Mesh(_arrange(axes, devices), AXIS_NAMES, axis_types=(AxisType.Auto,) * len(AXIS_NAMES))
+
+
+def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
+    """Return the devices as an array (data, fsdp, tensor, stage)."""
+    names = ("data", "fsdp", "tensor", "pipeline")
+    between = [axes.slices[AXES.index(name)] for name in names]
+    groups = _slices_of(devices)
+    if len(groups) > 1 and axes.num_slices == 1 and axes.data % len(groups) == 0:
+        between[0] = len(groups)
+    num_slices = math.prod(between)
+    if len(groups) == 1:
+        # CPUs and GPUs do not say which slice they are in: as many devices in a row.
+        groups = np.array_split(np.asarray(devices, object), num_slices)
+    if len(groups) != num_slices:
+        raise ConfigError(
+            f"the devices form {len(groups)} slices, but the mesh has {num_slices}; set num_slices={len(groups)}, and "
+            f"dcn_data_parallelism={len(groups)} if the gradient reduction should cross them",
+            key="num_slices",
+            nearest=(len(groups),),
+        )
+    within = [getattr(axes, name) // size for name, size in zip(names, between, strict=True)]
+
+    def arrange_slice(group: Sequence[jax.Device]) -> np.ndarray:
+        # Without a split, JAX refuses most meshes whose axes are not products of whole sides of the torus.
+        split = devices[0].platform == "tpu"
+        return mesh_utils.create_device_mesh(within, list(group), allow_split_physical_axes=split)
+
+    # (slices along each axis, devices of a slice along each axis), joined axis by axis.
+    blocks = np.stack([arrange_slice(group) for group in groups]).reshape(*between, *within)
+    n = len(names)
+    order = [axis for pair in zip(range(n), range(n, 2 * n), strict=True) for axis in pair]
+    return blocks.transpose(order).reshape([a * b for a, b in zip(between, within, strict=True)])
+
+
+def _slices_of(devices: Sequence[jax.Device]) -> list[Any]:
+    """Return the devices of each TPU slice, or all of them in one."""
+    found: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        index = getattr(device, "slice_index", 0) if device.platform == "tpu" else 0
+        found.setdefault(index, []).append(device)
+    return [found[index] for index in sorted(found)]
 
 
 @functools.cache

@@ -123,8 +123,10 @@ def bytes_per_device(tree: Any) -> int:
 
 def host_memory_problem(mesh: Mesh) -> str | None:
     """Return why this backend cannot keep a training state in host memory, or None. Compiles a small program to find out."""
-    backend = jax.default_backend()
-    if HOST not in [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]:
+    backend = mesh.devices.flat[0].platform
+    # Another process's device does not list its memories, nor does one of a topology that is only compiled for.
+    local = next(iter(mesh.local_devices), None)
+    if local is not None and HOST not in [memory.kind for memory in local.addressable_memories()]:
         return f"the backend {backend!r} has no {HOST} memory"
     try:
         _host_program(mesh)
@@ -153,7 +155,9 @@ def device_shardings(shardings: Any) -> Any:
     def on_device(sharding: Any) -> Any:
         if sharding.memory_kind != HOST:
             return sharding
-        return sharding.with_memory_kind(next(iter(sharding.device_set)).default_memory().kind)
+        # Only a device of this process says what its default memory is called. On all accelerators it is "device".
+        local = next(iter(sharding.addressable_devices), None)
+        return sharding.with_memory_kind("device" if local is None else local.default_memory().kind)
 
     return jax.tree.map(on_device, shardings)
 

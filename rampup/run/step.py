@@ -38,6 +38,7 @@ from rampup.run.accumulate import (
     cast_like,
     multi_steps,
     per_row_keys,
+    random_key,
     safe_reciprocal,
     summable,
 )
@@ -272,7 +273,7 @@ class TrainStep:
         self.tx = tx if self._is_fused else multi_steps(tx, plan)
         self._plan, self._mesh = plan, mesh
         with auto_context(mesh):
-            self._seed = jax.random.key(seed)
+            self._seed = random_key(seed)
         self._skip_nonfinite, self._donate = skip_nonfinite, donate
         # The `step` of the state that the last call returned, and its number: known here without waiting for the devices.
         self._returned: tuple[Any, int] = None, 0
@@ -751,7 +752,7 @@ class EvalStep:
         state = fetch_offloaded(state, shardings)
         batch_KR = _join(chunks)
         # A loss function takes keys. Evaluation is the same every time, whatever the step.
-        keys_KR = per_row_keys(jax.random.key(0), jnp.int32(0), _row_numbers(batch_KR, 0))
+        keys_KR = per_row_keys(random_key(0), jnp.int32(0), _row_numbers(batch_KR, 0))
         options = {"mesh": self._mesh, "mutable": _carried(state)}
         sums = _bind_loss(self._loss, state).eval_sums(state.params, batch_KR, keys_KR, num_microbatches, **options)
         return sums.loss, sums.weight

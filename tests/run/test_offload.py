@@ -102,6 +102,7 @@ def test_offloaded_state_trains_identically_and_stays_in_host_memory():
 
 def test_host_memory_problem_names_the_missing_memory():
     """A device without host memory is reported, and a CPU does not count it separately."""
-    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(addressable_memories=list)]))
+    without = SimpleNamespace(addressable_memories=list, platform="cpu")
+    mesh = SimpleNamespace(devices=np.array([without]), local_devices=[without])
     assert "no pinned_host" in offload.host_memory_problem(mesh)
     assert not offload.reports_host_memory(make_mesh(devices=jax.devices()[:1]))

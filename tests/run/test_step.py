@@ -318,3 +318,23 @@ def test_several_processes_wait_for_compilation(monkeypatch):
     assert [step.split_for(plan.position(number)).microbatch_size for number in range(4)] == [8, 8, 16, 16]
     with pytest.raises(ConfigError, match="single process"):
         train_step(toy.loss_fn, optax.sgd(0.05), plan, mesh, wait_for_compilation=False)
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_dropout_does_not_depend_on_the_split_with_hardware_generators(impl):
+    """With the generators that TPU users choose, 4 microbatches of one row and 1 of four rows draw the same numbers."""
+    before = jax.config.jax_default_prng_impl
+    jax.config.update("jax_default_prng_impl", impl)
+    try:
+        mesh = make_mesh(devices=jax.devices()[:1])
+        params = toy.new_params(mesh)
+        found = []
+        for size in (1, 4):
+            plan = toy.plan_for(mesh, "0:4", steps=1, microbatch_size=size)
+            step = train_step(toy.loss_fn, optax.sgd(0.1), plan, mesh)
+            state, metrics = step(create_state(params, step.tx, mesh), next(iter(step.batches(toy.rows(4)))))
+            found.append((float(metrics["loss"]), jax.device_get(state.params)))
+        assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[0][1], found[1][1])
+    finally:
+        jax.config.update("jax_default_prng_impl", before)
