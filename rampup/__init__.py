@@ -31,6 +31,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.lm.train import train as train
     from rampup.plan.maxtext_manager import RampupBatchManager as RampupBatchManager
     from rampup.plan.mesh_axes import MeshAxes as MeshAxes
+    from rampup.plan.noise_scale import NoiseEstimate as NoiseEstimate
+    from rampup.plan.noise_scale import NoiseScale as NoiseScale
     from rampup.plan.per_device import ramp_from_config as ramp_from_config
     from rampup.plan.plan import PlanPosition as PlanPosition
     from rampup.plan.plan import RampPlan as RampPlan
@@ -88,6 +90,7 @@ _HOMES = {
     "rampup.lm.train": ("Run", "train"),
     "rampup.plan.maxtext_manager": ("RampupBatchManager",),
     "rampup.plan.mesh_axes": ("MeshAxes",),
+    "rampup.plan.noise_scale": ("NoiseEstimate", "NoiseScale"),
     "rampup.plan.per_device": ("ramp_from_config",),
     "rampup.plan.plan": ("PlanPosition", "RampPlan"),
     "rampup.plan.ramp": ("BatchRamp", "Phase"),

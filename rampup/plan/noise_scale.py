@@ -1,0 +1,235 @@
+"""The gradient noise scale: how large a batch is before averaging more gradients stops paying.
+
+A step sums gradients over J blocks: one microbatch on one replica each. Block j has the gradient sum G_j and the weight W_j,
+such as its number of tokens. W is the sum of the weights and g = sum(G_j) / W the gradient of the step. With
+q = sum(|G_j|^2 / W_j),
+
+    S = (q - W |g|^2) / (J - 1)     is an unbiased estimate of tr(Sigma), the variance of the gradient of one unit of weight,
+    G2 = |g|^2 - S / W              is an unbiased estimate of |G|^2, the square of the true gradient.
+
+The noise scale is tr(Sigma) / |G|^2 (McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, arXiv 1812.06162,
+appendix A.1, which has blocks of equal size; the weights make it unbiased for unequal ones). S is never negative. G2 of one
+step often is, so S and G2 are averaged apart over many steps, and only the averages are divided.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Self
+
+from rampup.errors import ConfigError
+
+# Two-sided 90%: the 0.95 quantile of the normal distribution.
+_Z = 1.6448536269514722
+# Effective number of steps below which there is no interval.
+MIN_STEPS = 4.0
+# Half-life of the averages if it is not given, as a fraction of the run's samples.
+HALF_LIFE_FRACTION = 0.05
+
+
+def noise_trace(squares: float, weight: float, squared_norm: float, blocks: float) -> tuple[float, float]:
+    """Return S and G2 of one step.
+
+    Args:
+        squares: q, the sum of |G_j|^2 / W_j over the blocks.
+        weight: W, the sum of the weights.
+        squared_norm: |g|^2, of the gradient of the step before clipping.
+        blocks: J, the number of blocks with a weight; at least 2.
+
+    Example:
+        >>> noise_trace(squares=10.0, weight=4.0, squared_norm=1.0, blocks=4)
+        (2.0, 0.5)
+    """
+    trace = (squares - weight * squared_norm) / (blocks - 1)
+    return trace, squared_norm - trace / weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseEstimate:
+    """A noise scale with its 90% interval, all in one unit: samples or tokens.
+
+    Attributes:
+        value: the estimate. None if |G|^2 cannot be told from zero.
+        low: lower end of the interval. If `high` is None, the noise scale is at least this. None before there are enough steps.
+        high: upper end. None if there is none.
+    """
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+    def times(self, factor: float) -> NoiseEstimate:
+        """Return the estimate in another unit."""
+        scaled = (None if x is None else x * factor for x in (self.value, self.low, self.high))
+        return NoiseEstimate(**dict(zip(("value", "low", "high"), scaled, strict=True)))
+
+    def __str__(self) -> str:
+        """Return text such as "120 (90 to 160)" or "at least 90".
+
+        Example:
+            >>> print(NoiseEstimate(value=120.4, low=91.0, high=163.0))
+            120 (91 to 163)
+            >>> print(NoiseEstimate(value=None, low=91.0, high=None))
+            at least 91
+        """
+        if self.low is None:
+            return "not known yet"
+        if self.value is None or self.high is None:
+            return f"at least {self.low:,.3g}" if self.low < 1000 else f"at least {self.low:,.0f}"
+        value, low, high = (f"{x:,.3g}" if x < 1000 else f"{x:,.0f}" for x in (self.value, self.low, self.high))
+        return f"{value} ({low} to {high})"
+
+
+@dataclass(slots=True, kw_only=True)
+class NoiseScale:
+    """Running averages of S and G2, and the noise scale with its interval.
+
+    The age of a step is counted in samples, so a growing batch does not lengthen the memory. A step of weight W counts W times,
+    because the variances of S and G2 fall as 1/W. The interval is Fieller's for the ratio of two means, with variances that are
+    measured from the scatter of the steps: formulas for Gaussian gradients are wrong for small blocks. If the mean of G2 is not
+    different from zero, the interval has no upper end.
+
+    Steps without a weight, or with values that are not finite, only age the others.
+
+    Attributes:
+        half_life_samples: samples after which a step counts half.
+        total, total_trace, total_squared_norm: sums of d W, d W S and d W G2 over the steps, where d = 2^(-age / half-life).
+        trace_squares, squared_norm_squares, products: sums of d W S^2, d W G2^2 and d W S G2.
+        steps, steps_squared, total_squared: sums of d, d^2 and d^2 W.
+        samples_total: sum of d times the samples of the step, to convert weights into samples.
+
+    Example:
+        >>> noise = NoiseScale(half_life_samples=1000)
+        >>> for number in range(100):
+        ...     noise.update(samples=10, weight=10.0, trace=50.0 + number % 5, squared_norm=0.5 + 0.1 * (number % 2))
+        >>> print(noise.tokens, noise.samples_per_weight)
+        94.5 (93 to 96.1) 1.0
+    """
+
+    half_life_samples: float
+    total: float = 0.0
+    total_trace: float = 0.0
+    total_squared_norm: float = 0.0
+    trace_squares: float = 0.0
+    squared_norm_squares: float = 0.0
+    products: float = 0.0
+    steps: float = 0.0
+    steps_squared: float = 0.0
+    total_squared: float = 0.0
+    samples_total: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.half_life_samples < math.inf:
+            raise ConfigError(
+                f"the half-life of the noise scale is {self.half_life_samples} samples; it must be a positive number",
+                key="gradient_noise_half_life",
+            )
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, float]) -> Self:
+        """Return the averages of `state`."""
+        names = {field.name for field in fields(cls)}
+        return cls(**{name: float(value) for name, value in state.items() if name in names})
+
+    @property
+    def state(self) -> dict[str, float]:
+        """The averages as JSON values, for a checkpoint. They come back bit for bit."""
+        return asdict(self)
+
+    def update(self, *, samples: int, weight: float, trace: float, squared_norm: float) -> None:
+        """Add a step. One whose values are not finite, or without weight, only ages the others.
+
+        Args:
+            samples: samples of the step.
+            weight: W, its total weight.
+            trace: S.
+            squared_norm: G2.
+        """
+        decay = 2.0 ** (-samples / self.half_life_samples)
+        counts = weight > 0 and math.isfinite(weight) and math.isfinite(trace) and math.isfinite(squared_norm)
+        # `0 * nan` is not 0, so a step that does not count is replaced.
+        w, s, g = (weight, trace, squared_norm) if counts else (0.0, 0.0, 0.0)
+        self.total = decay * self.total + w
+        self.total_trace = decay * self.total_trace + w * s
+        self.total_squared_norm = decay * self.total_squared_norm + w * g
+        self.trace_squares = decay * self.trace_squares + w * s * s
+        self.squared_norm_squares = decay * self.squared_norm_squares + w * g * g
+        self.products = decay * self.products + w * s * g
+        self.samples_total = decay * self.samples_total + (samples if counts else 0)
+        self.steps = decay * self.steps + counts
+        self.steps_squared = decay * decay * self.steps_squared + counts
+        self.total_squared = decay * decay * self.total_squared + w
+
+    @property
+    def samples_per_weight(self) -> float:
+        """Samples of one unit of weight: 1 / (tokens of a sample)."""
+        return self.samples_total / self.total if self.total else math.nan
+
+    @property
+    def trace(self) -> float:
+        """The average of S."""
+        return self.total_trace / self.total if self.total else math.nan
+
+    @property
+    def squared_norm(self) -> float:
+        """The average of G2."""
+        return self.total_squared_norm / self.total if self.total else math.nan
+
+    @property
+    def tokens(self) -> NoiseEstimate:
+        """The noise scale in units of weight, such as tokens."""
+        effective = self.steps**2 / self.steps_squared if self.steps_squared else 0.0
+        if effective < MIN_STEPS:
+            return NoiseEstimate(value=None, low=None, high=None)
+        s, g = self.trace, self.squared_norm
+        # The variance of a step's S or G2 is v / W. So the variance of their mean is v sum(d^2 W) / sum(d W)^2, and the
+        # expectation of sum(d W (x - mean)^2) is v (sum(d) - sum(d^2 W) / sum(d W)), from which v follows.
+        spread = self.total_squared / self.total
+        factor = spread / self.total / (self.steps - spread)
+        var_s = max(self.trace_squares - self.total * s * s, 0.0) * factor
+        var_g = max(self.squared_norm_squares - self.total * g * g, 0.0) * factor
+        cov = (self.products - self.total * s * g) * factor
+        t2 = _student(effective - 1) ** 2
+        # Fieller: all ratios r with (s - r g)^2 <= t^2 var(s - r g), which is a r^2 - 2 b r + c <= 0.
+        a, b, c = g * g - t2 * var_g, s * g - t2 * cov, s * s - t2 * var_s
+        root = math.sqrt(max(b * b - a * c, 0.0))
+        if a > 0 and g > 0:
+            return NoiseEstimate(value=s / g, low=max((b - root) / a, 0.0), high=(b + root) / a)
+        if g > 0 or a <= 0:
+            # Not separable from zero: the ratios above the larger root, or all of them. They cannot be negative.
+            low = max((b - root) / a, 0.0) if a < 0 < b * b - a * c else 0.0
+            return NoiseEstimate(value=None, low=low, high=None)
+        return NoiseEstimate(value=None, low=0.0, high=None)
+
+    @property
+    def in_samples(self) -> NoiseEstimate:
+        """The noise scale in samples."""
+        return self.tokens.times(self.samples_per_weight)
+
+    def metrics(self, prefix: str = "") -> dict[str, float | None]:
+        """Return the noise scale under its names in metrics.jsonl. None is "not known", and for `high` also "no upper end".
+
+        Example:
+            >>> list(NoiseScale(half_life_samples=10).metrics())[:3]
+            ['noise_scale_samples', 'noise_scale_samples_low', 'noise_scale_samples_high']
+        """
+        units = {"samples": self.in_samples, "tokens": self.tokens}
+        ends = {"": "value", "_low": "low", "_high": "high"}
+        return {
+            f"{prefix}noise_scale_{unit}{end}": getattr(estimate, name)
+            for unit, estimate in units.items()
+            for end, name in ends.items()
+        }
+
+
+def _student(freedom: float) -> float:
+    """Return the 0.95 quantile of Student's t (Cornish and Fisher's expansion, within 0.3% from 3 degrees of freedom on)."""
+    z, n = _Z, freedom
+    return (
+        z
+        + (z**3 + z) / (4 * n)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    )
