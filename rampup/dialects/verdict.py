@@ -189,9 +189,11 @@ def counted(number: int, noun: str) -> str:
     """Return a number with its noun.
 
     Example:
-        >>> counted(1, "prompt"), counted(1024, "mini batch"), counted(0, "pass")
-        ('1 prompt', '1,024 mini batches', '0 passes')
+        >>> counted(1, "prompt"), counted(1024, "mini batch"), counted(0, "pass"), counted(2, "copy")
+        ('1 prompt', '1,024 mini batches', '0 passes', '2 copies')
     """
     if number == 1:
         return f"1 {noun}"
+    if noun.endswith("py"):
+        return f"{number:,} {noun[:-1]}ies"
     return f"{number:,} {noun}" + ("es" if noun.endswith(("ch", "s")) else "s")

@@ -267,8 +267,134 @@ def test_plan_equals_the_verdict():
     assert built == sum(case["expect"]["run"] == "runs" for case in cases("verl"))
 
 
-@pytest.mark.parametrize("nodes", [32])
-def test_published_70b_run_has_16_replicas(nodes):
-    """32 nodes of 8 devices with tensor parallel 8 and pipeline 2 are 16 replicas."""
-    found = verl(MEGATRON, {TP: 8, f"{A}megatron.pipeline_model_parallel_size": 2, "trainer.nnodes": nodes, MICRO: 1, LOG: 1})
-    assert found.derived["data_parallel_size"] == nodes * 8 // 16
+ENGINE = {
+    "dp": {},
+    "megatron": {TP: 2, f"{A}megatron.pipeline_model_parallel_size": 2},
+    "veomni": {f"{A}veomni.ulysses_parallel_size": 4},
+    "torchtitan": {f"{A}torchtitan.tensor_parallel_size": 4, f"{A}torchtitan.data_parallel_shard_size": 2},
+}
+
+
+@pytest.mark.parametrize(("engine", "replicas"), [("dp", 8), ("megatron", 2), ("veomni", 2), ("torchtitan", 2)])
+def test_model_engine_chooses_the_backend(engine, replicas):
+    """`model_engine` selects the base files, and with them the backend (trainer/config/ppo_trainer.yaml)."""
+    found = verl(ENGINE[engine], {"model_engine": engine})
+    assert found.ok, rules(found)
+    assert found.derived["data_parallel_size"] == replicas
+    assert found.derived["accumulation_steps"] == 64 // replicas // 4
+    critic = verl(ENGINE[engine], CRITIC, {"model_engine": engine, GPUS: 6})
+    assert critic.ok == (engine == "dp" and 64 % 6 == 0)
+
+
+def test_explicit_strategy_wins_over_model_engine_with_a_note():
+    """actor.strategy=megatron is Megatron, whatever model_engine is; a contradiction is noted."""
+    found = verl(MEGATRON, {"model_engine": "dp"})
+    assert found.derived["data_parallel_size"] == 4
+    assert any("contradicts model_engine=dp" in note for note in found.notes)
+
+
+def test_torchtitan_sizes_fill_the_devices():
+    """TorchTitan's mesh has replicas * tensor * pipeline * context devices (engine/torchtitan/transformer_impl.py)."""
+    found = verl(ENGINE["torchtitan"], {"model_engine": "torchtitan", GPUS: 16})
+    assert "torchtitan_fills_devices" in rules(found)
+
+
+FILTERED = {"algorithm.filter_groups.enable": True, TRAIN: 512, GEN: 1536, MINI: 32, RESPONSES: 16}
+
+
+def test_dapo_loads_prompts_one_by_one():
+    """With filter_groups the trainer sets gen_batch_size to 1 (trainer/ppo/v1/trainer_base.py, _init_dataloader)."""
+    found = verl(FILTERED)
+    assert found.ok, rules(found)
+    assert found.derived["samples_per_step"] == 8192
+    assert any("algorithm.filter_groups.enable sets data.gen_batch_size to 1" in note for note in found.notes)
+    assert "loader_divides_train" in rules(verl(FILTERED, {"algorithm.filter_groups.enable": False}))
+    refill = {"algorithm.filter_groups.enable": False, "trainer.v1.sampler.sync_refill_failed_groups": True}
+    assert verl(FILTERED, refill).ok
+
+
+@pytest.mark.parametrize("older", [LEGACY, V0], ids=["legacy", "v0"])
+def test_dapo_of_the_older_trainer_trains_on_train_batch_size(older):
+    """Its recipe generates in batches of gen_batch_size, but keeps train_batch_size prompts (dapo_ray_trainer.py)."""
+    found = verl(FILTERED, older)
+    assert found.ok, rules(found)
+    assert (found.derived["samples_per_step"], found.derived["mini_batches"]) == (8192, 16)
+    assert any("1,536 prompts at a time" in note for note in found.notes)
+
+
+ASYNC = {TRAIN: 0, GEN: 1, "async_training.trigger_parameter_sync_step": 4, "async_training.require_batches": 2}
+
+
+def test_fully_asynchronous_training_has_no_batch_of_prompts():
+    """It asserts data.train_batch_size=0 (fully_async_rollouter.py) and trains on require_batches mini batches at a time."""
+    found = verl(ASYNC, {"num_prompts": 1000, "trainer.total_epochs": 1})
+    assert (found.validator, found.run, found.violations) == ("accepts", "drops", ())
+    assert verl(ASYNC, {"num_prompts": 1000, "trainer.total_epochs": 4}).run == "runs"
+    assert (found.derived["samples_per_step"], found.derived["optimizer_steps"]) == (2 * 16 * 4, 2)
+    assert found.derived["training_steps"] == 1000 // 32
+    (broken,) = verl(ASYNC, {TRAIN: 64}).violations
+    assert (broken.rule, broken.nearest) == ("verl.async_train_batch_is_zero", (0,))
+    assert rules(verl(ASYNC, {GEN: 2})) == ["async_gen_batch_is_one"]
+    assert rules(verl({TRAIN: 0})) == [f"positive.{TRAIN}"]
+
+
+def test_engines_of_fully_asynchronous_training_have_their_own_devices():
+    """Its engines divide rollout.nnodes * rollout.n_gpus_per_node (fully_async_main.py), not the trainer's devices."""
+    own = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 6, f"{R}tensor_model_parallel_size": 3}
+    assert verl(ASYNC, own).ok
+    assert "engines_divide_devices" in rules(verl(ASYNC, own, {"rollout.n_gpus_per_node": 8}))
+
+
+def test_legacy_critic_reads_its_own_sequence_parallel_size():
+    """Until April 2026 the critic's workers read critic.ulysses_sequence_parallel_size (workers/fsdp_workers.py)."""
+    key = "critic.ulysses_sequence_parallel_size"
+    change = {**CRITIC, key: 2, C_MINI: 16, C_MICRO: 16}
+    assert verl(LEGACY, change).ok
+    assert "legacy_critic_micro_divides_mini" in rules(verl(LEGACY, change, {key: 1}))
+
+
+def test_fsdp_size_divides_the_devices():
+    """FSDP with fewer devices than the job builds a mesh of devices // fsdp_size by fsdp_size (engine/fsdp/utils.py)."""
+    key = f"{A}fsdp_config.fsdp_size"
+    found = verl({key: 4})
+    assert any(
+        "2 copies of the model" in meaning.means and "2 times the parameters" in meaning.means for meaning in found.meanings
+    )
+    assert rules(verl({key: 3})) == ["fsdp_size_divides_devices"]
+    assert verl({key: 64}).ok
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"actor_rollout_ref.model.enable_gradient_checkpointing": False}, "all activations of a pass are kept"),
+        ({"data.max_response_length": 16384}, f"{SP}=2 halves that, and the data-parallel size falls from 8 to 4"),
+        ({"model_engine": "megatron", "data.max_response_length": 16384}, f"{CP}=2 halves that"),
+        ({MICRO: 8}, "with 1 a pass needs about 1/8 of the activations, in 8 passes instead of 1"),
+        ({f"{R}gpu_memory_utilization": 0.8}, "nothing is offloaded"),
+    ],
+)
+def test_advice_on_memory_applies_only_to_files_that_need_it(change, said):
+    """Each piece of advice names this file's numbers, and the base file gets none but that on its micro batch."""
+    assert any(said in advice.because for advice in verl(change).advice)
+    assert not any(said in advice.because for advice in verl().advice)
+    offload = {f"{A}fsdp_config.optimizer_offload": True}
+    assert not any(
+        "nothing is offloaded" in advice.because for advice in verl(offload, {f"{R}gpu_memory_utilization": 0.8}).advice
+    )
+
+
+def test_70b_example_of_the_guide():
+    """32 nodes of 8 devices, TP 8, PP 2 and rollout TP 4: 16 replicas, 64 engines; a Ulysses size of 8 has no effect there."""
+    found = verl(
+        {"model_engine": "megatron", TP: 8, f"{A}megatron.pipeline_model_parallel_size": 2, "trainer.nnodes": 32, OLD_SP: 8},
+        {f"{R}tensor_model_parallel_size": 4, TRAIN: 512, MINI: 128, RESPONSES: 8, MICRO: 1, LOG: 2},
+    )
+    assert found.ok, rules(found)
+    derived = found.derived
+    assert (derived["data_parallel_size"], derived["samples_per_step"], derived["mini_batch_samples"]) == (16, 4096, 1024)
+    assert (derived["optimizer_steps"], derived["accumulation_steps"]) == (4, 64)
+    assert any("64 engines" in meaning.means for meaning in found.meanings)
+    assert any("ulysses_sequence_parallel_size=8 has no effect with megatron" in note for note in found.notes)
+    fsdp = verl({"trainer.nnodes": 32, SP: 8, TRAIN: 512, MINI: 128, RESPONSES: 8, MICRO: 1, LOG: 2})
+    assert (fsdp.derived["data_parallel_size"], fsdp.derived["accumulation_steps"]) == (32, 32)

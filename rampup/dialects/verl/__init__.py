@@ -24,7 +24,23 @@ OLD_SEQUENCE = {
 }
 ROLLOUT_SIZES = tuple(f"{ROLLOUT}.{name}_parallel_size" for name in ("tensor_model", "data", "pipeline_model"))
 MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-STRATEGIES = ("fsdp", "fsdp2", "megatron", "veomni")
+TORCHTITAN_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+TORCHTITAN_REPLICAS = ("data_parallel_shard_size", "data_parallel_replicate_size")
+STRATEGIES = ("fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan")
+# The groups of veRL's base files: the backend of all models, unless a model's own strategy is given.
+ENGINES = {"dp": "fsdp", "megatron": "megatron", "veomni": "veomni", "torchtitan": "torchtitan"}
+GEN, FILTER, REFILL = "data.gen_batch_size", "algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"
+# Fully asynchronous training, a trainer of its own (experimental/fully_async_policy).
+ASYNC = "async_training."
+ASYNC_BATCHES, ASYNC_SYNC = f"{ASYNC}require_batches", f"{ASYNC}trigger_parameter_sync_step"
+ROLLOUT_DEVICES, ROLLOUT_NODES = "rollout.n_gpus_per_node", "rollout.nnodes"
+# Memory, not batches.
+CHECKPOINTING, FSDP_SIZE = "actor_rollout_ref.model.enable_gradient_checkpointing", f"{ACTOR}.fsdp_config.fsdp_size"
+UTILIZATION = f"{ROLLOUT}.gpu_memory_utilization"
+OFFLOADS = (
+    *(f"{ACTOR}.fsdp_config.{name}_offload" for name in ("param", "optimizer")),
+    *(f"{ACTOR}.megatron.{name}_offload" for name in ("param", "grad", "optimizer")),
+)
 MODES = ("sync", "colocate_async", "separate_async")
 # Names from the examples' shell variables that people use as keys.
 SHELL_NAMES = {
@@ -45,18 +61,23 @@ def _log_prob(role: str) -> dict[str, Entry]:
     }
 
 
-def _megatron(role: str, default: int | None) -> dict[str, Entry]:
-    return {f"{role}.megatron.{name}": entry(default, f"Megatron's {name}") for name in MEGATRON_SIZES}
+def _parallel_sizes(role: str, default: int | None) -> dict[str, Entry]:
+    return {
+        **{f"{role}.megatron.{name}": entry(default, f"Megatron's {name}") for name in MEGATRON_SIZES},
+        **{f"{role}.torchtitan.{name}": entry(default, f"TorchTitan's {name}")
+           for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)},
+    }  # fmt: skip
 
 
 KEYS: dict[str, Entry] = {
     TRAIN: entry(1024, "prompts of a training step", unit="prompts", scope="step"),
-    "data.gen_batch_size": entry(None, "prompts that the data loader gives at once", unit="prompts"),
+    GEN: entry(None, "prompts that the data loader gives at once", unit="prompts"),
     "data.val_batch_size": entry(None, "deprecated: prompts of a validation batch", unit="prompts"),
     "data.max_prompt_length": entry(512, "longest prompt", unit="tokens"),
     "data.max_response_length": entry(512, "longest response", unit="tokens"),
     RESPONSES: entry(1, "responses per prompt", unit="samples"),
-    f"{ACTOR}.strategy": entry("fsdp", "backend of training", kind="text", choices=STRATEGIES),
+    "model_engine": entry("dp", "backend of all models", kind="text", choices=tuple(ENGINES)),
+    f"{ACTOR}.strategy": entry(None, "backend of the actor; null = as model_engine", kind="text", choices=STRATEGIES),
     f"{ACTOR}.ppo_mini_batch_size": entry(256, "prompts of an actor update", unit="prompts", scope="job"),
     f"{ACTOR}.ppo_micro_batch_size": entry(None, "deprecated: samples of a pass, whole job", unit="samples", scope="job"),
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": entry(None, "samples of a training pass", unit="samples", scope="replica"),
@@ -67,7 +88,7 @@ KEYS: dict[str, Entry] = {
     f"{ACTOR}.ulysses_sequence_parallel_size": entry(1, "deprecated: devices that share a sequence"),
     f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": entry(1, "devices that share a sequence"),
     f"{ACTOR}.veomni.ulysses_parallel_size": entry(1, "devices that share a sequence"),
-    **_megatron(ACTOR, 1),
+    **_parallel_sizes(ACTOR, 1),
     f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": entry(None, "layer chunks per pipeline stage"),
     "actor_rollout_ref.model.use_remove_padding": entry(True, "pack sequences without padding", kind="bool"),
     **_log_prob(ROLLOUT),
@@ -75,7 +96,7 @@ KEYS: dict[str, Entry] = {
     f"{REF}.ulysses_sequence_parallel_size": entry(None, "deprecated: devices that share a sequence"),
     f"{REF}.fsdp_config.ulysses_sequence_parallel_size": entry(1, "devices that share a sequence"),
     f"{REF}.veomni.ulysses_parallel_size": entry(None, "devices that share a sequence; null = as the actor"),
-    **_megatron(REF, None),
+    **_parallel_sizes(REF, None),
     f"{ROLLOUT}.tensor_model_parallel_size": entry(2, "devices of an inference engine"),
     f"{ROLLOUT}.data_parallel_size": entry(1, "data-parallel size of an inference engine"),
     f"{ROLLOUT}.pipeline_model_parallel_size": entry(1, "pipeline stages of an inference engine"),
@@ -88,12 +109,23 @@ KEYS: dict[str, Entry] = {
     "critic.use_dynamic_bsz": entry(None, "fill the critic's passes by tokens; null = as the actor", kind="bool"),
     "critic.ppo_max_token_len_per_gpu": entry(32768, "token budget of a critic pass", unit="tokens"),
     "critic.ppo_epochs": entry(None, "as the actor's; null = the same"),
-    "critic.ulysses_sequence_parallel_size": entry(1, "deprecated: read by the check alone"),
+    "critic.ulysses_sequence_parallel_size": entry(1, "deprecated: devices that share a sequence until April 2026"),
     "critic.fsdp.ulysses_sequence_parallel_size": entry(1, "devices that share a sequence"),
     "critic.veomni.ulysses_parallel_size": entry(1, "devices that share a sequence"),
-    **_megatron("critic", 1),
+    **_parallel_sizes("critic", 1),
     "algorithm.adv_estimator": entry("gae", "how advantages are estimated", kind="text"),
     "algorithm.use_kl_in_reward": entry(False, "a reference policy in the reward", kind="bool"),
+    FILTER: entry(False, "DAPO: generate again for prompts whose responses are all alike", kind="bool"),
+    REFILL: entry(False, "generate again for prompts without responses", kind="bool"),
+    ASYNC_BATCHES: entry(1, "mini batches of a step of fully asynchronous training"),
+    ASYNC_SYNC: entry(4, "steps between two updates of its generator's weights", unit="steps"),
+    f"{ASYNC}staleness_threshold": entry(0.1, "share of its samples that may be old", kind="float"),
+    ROLLOUT_DEVICES: entry(8, "devices per node that only generate", minimum=0, unit="devices"),
+    ROLLOUT_NODES: entry(1, "nodes that only generate", minimum=0, unit="nodes"),
+    CHECKPOINTING: entry(True, "compute activations again in the backward pass", kind="bool"),
+    FSDP_SIZE: entry(-1, "devices over which FSDP shards a copy; -1 = all", unit="devices"),
+    UTILIZATION: entry(0.5, "share of a device's memory that an engine takes", kind="float"),
+    **{key: entry(False, "keep it in host memory while it is not used", kind="bool") for key in OFFLOADS},
     "trainer.n_gpus_per_node": entry(8, "devices per node", unit="devices"),
     "trainer.nnodes": entry(1, "nodes", unit="nodes"),
     "trainer.balance_batch": entry(True, "give each replica samples of like total length", kind="bool"),

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from rampup.dialects import verl as keys
-from rampup.dialects.rules import Dialect, Rule, Side, at_least, equal, found_by_run, if_usable, multiple, positive
-from rampup.dialects.verdict import Term, Words, product
+from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, found_by_run, if_usable, multiple, positive
+from rampup.dialects.verdict import Term, product
 from rampup.dialects.verl import LOG_PROB, MICRO, MINI, OLD_MICRO, RESPONSES, TRAIN
-from rampup.dialects.verl.job import COUNTS, CRITIC_COUNTS, STATIC_COUNTS, VerlJob, advice, flow, meanings, notes
+from rampup.dialects.verl.explain import WORDS
+from rampup.dialects.verl.job import COUNTS, CRITIC_COUNTS, STATIC_COUNTS, VerlJob
 from rampup.plan.numbers import divisors
 
 DEVICES = "trainer.n_gpus_per_node"
@@ -78,14 +79,18 @@ def _device_rules(model: str) -> Rules:
     return found_by_run([has_a_replica, starts])
 
 
+def _positive(key: str) -> Rule[VerlJob]:
+    why = "the run divides by it or stays empty"
+    if key == TRAIN:
+        why += f"; only fully asynchronous training, whose files set {keys.ASYNC}*, wants 0"
+    (rule,) = positive("verl", [key], why, when=lambda job: key in job.counts,
+        found_by="validator" if key.startswith("trainer.n") else "run")  # fmt: skip
+    return rule
+
+
 _DEVICE_RULES = [_device_rules(model) for model in ("actor", "critic", "ref")]
 _FIRST: Rules = [
-    *[
-        rule
-        for key in COUNTS
-        for rule in positive("verl", [key], "the run divides by it or stays empty",
-            found_by="validator" if key.startswith("trainer.n") else "run")
-    ],
+    *[_positive(key) for key in COUNTS],
     *found_by_run(
         [
             *positive("verl", STATIC_COUNTS, "the run divides by it", when=_static),
@@ -163,18 +168,12 @@ def _mini_at_most_train(rule: str, name: str, when: Condition) -> Rule[VerlJob]:
     return at_least(f"verl.{rule}", (MINIS[name], TRAIN), TRAIN, _mini(name), when=when, note="; both count prompts")
 
 
-_CHECK: Rules = [
+_CHECK: Rules = apply_if(lambda job: not job.fully_async, [
     multiple("verl.megatron_divides_devices", (DEVICES, f"{keys.ACTOR}.megatron.tensor_model_parallel_size"), _DEVICES,
         _model_size("actor"), when=lambda job: _static(job) and _by_megatron(job, "actor")),
     multiple("verl.samples_fill_minimal_batch", (TRAIN, RESPONSES),
         lambda job: product({TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}, "samples"), _minimal_batch,
         when=_static),
-    *_one_of_two("actor_micro", OLD_MICRO, MICRO, lambda job: job.policy.share),
-    Rule(name="verl.megatron_micro_per_gpu_needed", keys=(MICRO, OLD_MICRO),
-        when=lambda job: not job.dynamic and job.strategies["actor"] == "megatron" and job[OLD_MICRO] is not None,
-        holds=lambda job: job[MICRO] is not None,
-        message=lambda job: f"{MICRO} must be set with Megatron, instead of {OLD_MICRO}={job[OLD_MICRO]:,}",
-        division=lambda job: (job.policy.share, 1)),
     _mini_at_most_train("mini_at_most_train", "actor", _static),
     *_deprecated_micro("actor", OLD_MICRO, _static),
     Rule(name="verl.sequence_parallel_needs_packing", keys=(PACKING, keys.OLD_SEQUENCE["actor"]),
@@ -182,13 +181,22 @@ _CHECK: Rules = [
         holds=lambda job: job[PACKING],
         message=lambda job: f"{keys.OLD_SEQUENCE['actor']}={job[keys.OLD_SEQUENCE['actor']]:,} needs {PACKING}=true",
         candidates=lambda job: [True]),
+    *_deprecated_micro("critic", keys.OLD_CRITIC_MICRO, _critic_static),
+    _mini_at_most_train("critic_mini_at_most_train", "critic", _critic_static),
+])  # fmt: skip
+# The classes of veRL's settings check these, so they hold for every trainer.
+_CHECK += [
+    *_one_of_two("actor_micro", OLD_MICRO, MICRO, lambda job: job.policy.share),
+    Rule(name="verl.megatron_micro_per_gpu_needed", keys=(MICRO, OLD_MICRO),
+        when=lambda job: not job.dynamic and job.strategies["actor"] == "megatron" and job[OLD_MICRO] is not None,
+        holds=lambda job: job[MICRO] is not None,
+        message=lambda job: f"{MICRO} must be set with Megatron, instead of {OLD_MICRO}={job[OLD_MICRO]:,}",
+        division=lambda job: (job.policy.share, 1)),
     *_one_of_two("rollout_micro", keys.OLD_LOG_PROB, LOG_PROB, lambda job: job.step_share()),
     *_one_of_two("ref_micro", keys.OLD_REF_LOG_PROB, keys.REF_LOG_PROB, lambda job: job.step_share("ref"),
         when=lambda job: _static(job) and job.has_ref),
     *_one_of_two("critic_micro", keys.OLD_CRITIC_MICRO, keys.CRITIC_MICRO, lambda job: job.trained["critic"].mini_batch,
         _critic_static),
-    *_deprecated_micro("critic", keys.OLD_CRITIC_MICRO, _critic_static),
-    _mini_at_most_train("critic_mini_at_most_train", "critic", _critic_static),
 ]  # fmt: skip
 
 
@@ -279,16 +287,26 @@ _RUN: Rules = [
     *map(_equal_chunks, ("actor", "critic", "ref")),
     multiple("verl.samples_divide_over_workers", (TRAIN, keys.WORKERS),
         ("with trainer.use_v1=false the {:,} samples of a step", lambda job: job.samples), keys.WORKERS,
-        when=lambda job: not job.v1 and not job.legacy),
+        when=lambda job: not job.v1 and not job.legacy and not job.fully_async),
     multiple("verl.parts_divide_train", (TRAIN,), TRAIN, ("parameter_sync_step={:,}", lambda job: job.sync_step)),
     equal("verl.part_is_one_mini_batch", (TRAIN, MINI), TRAIN,
         lambda job: product({"parameter_sync_step": job.sync_step, MINI: job.policy.mini_batch}),
         when=lambda job: job.mode == "separate_async", note=" with trainer_mode=separate_async"),
-    multiple("verl.loader_divides_train", ("data.gen_batch_size", TRAIN), TRAIN, "data.gen_batch_size",
-        when=lambda job: job.v1 and job.mode == "sync" and job["data.gen_batch_size"] is not None),
-    multiple("verl.engines_divide_devices", keys.ROLLOUT_SIZES, _DEVICES,
+    multiple("verl.loader_divides_train", (keys.GEN, TRAIN), TRAIN, keys.GEN,
+        when=lambda job: job.v1 and not job.fetches_one and job[keys.GEN] is not None),
+    multiple("verl.engines_divide_devices", keys.ROLLOUT_SIZES,
+        ("the {:,} devices that generate", lambda job: job.rollout_devices),
         ("an engine's tensor * data * pipeline parallel size = {:,}", lambda job: job.rollout_size),
         when=lambda job: bool(job.settings.given & set(keys.ROLLOUT_SIZES))),
+    multiple("verl.fsdp_size_divides_devices", (keys.FSDP_SIZE,), _DEVICES, keys.FSDP_SIZE,
+        when=lambda job: job.strategies["actor"].startswith("fsdp") and 0 < job[keys.FSDP_SIZE] < job.devices),
+    equal("verl.torchtitan_fills_devices", (f"{keys.ACTOR}.torchtitan.{keys.TORCHTITAN_REPLICAS[0]}", DEVICES),
+        lambda job: product({"replicas": job.replicas["actor"], "devices of a replica": job.model_sizes["actor"]}), _DEVICES,
+        when=lambda job: job.strategies["actor"] == "torchtitan"),
+    equal("verl.async_train_batch_is_zero", (TRAIN,), TRAIN, 0, when=lambda job: job.fully_async,
+        candidates=lambda job: [0], note=" in fully asynchronous training, which has no batch of prompts"),
+    equal("verl.async_gen_batch_is_one", (keys.GEN,), keys.GEN, 1,
+        when=lambda job: job.fully_async and job[keys.GEN] is not None, note=" in fully asynchronous training"),
     at_least("verl.data_set_fills_a_step", ("num_prompts", TRAIN),
         ("a data set of {:,} prompts", lambda job: job["num_prompts"]), ("a step's {:,}", lambda job: job.prompts),
         when=lambda job: job["num_prompts"] is not None),
@@ -296,4 +314,4 @@ _RUN: Rules = [
     *_legacy("critic", keys.CRITIC_MICRO, lambda job: None if job.critic_dynamic else job.critic_micro),
 ]  # fmt: skip
 RULES: list[Rule[Any]] = [*_FIRST, *if_usable([*_CHECK, *found_by_run(_RUN)])]
-DIALECT = Dialect(system="veRL", keys=keys.KEYS, job=VerlJob, rules=RULES, words=Words(meanings, flow, notes, advice))
+DIALECT = Dialect(system="veRL", keys=keys.KEYS, job=VerlJob, rules=RULES, words=WORDS)
