@@ -131,6 +131,64 @@ def test_watchdog_ends_the_others_of_a_killed_process(tmp_path, victim, words):
         assert len(losses(folder)) == done + 2
 
 
+class LateRows:
+    """Rows that come after a random delay of up to 200 ms, another one in every process."""
+
+    def __init__(self, seed):
+        self._rng = np.random.default_rng(seed)
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        # One row in eight is late, so that 2,000 steps take minutes and not hours.
+        if self._rng.random() < 1 / 8:
+            time.sleep(self._rng.uniform(0, 0.2))
+        return {"x": np.full(4, index, np.float32)}
+
+
+def run_with_late_rows(number, port, microbatch, num_steps, path):
+    """Train without reading a metric, and write the microbatch size of every step into a file."""
+    import jax
+    import optax
+
+    import rampup
+
+    join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
+    devices = [next(device for device in jax.devices() if device.process_index == n) for n in range(2)]
+    mesh = rampup.make_mesh(rampup.MeshAxes(data=2), devices)
+    plan = rampup.RampPlan(
+        ramp=rampup.BatchRamp.from_schedule(f"0:2 {num_steps // 2}:4 {3 * num_steps // 2}:8"),
+        splitter=rampup.BatchSplitter(data_parallel_size=2, rampup_microbatch=microbatch),
+        num_devices=2,
+        total_steps=num_steps,
+    )
+    tx = optax.sgd(0.001)
+    step = rampup.train_step(lambda p, b, keys: (((p - b["x"]) ** 2).sum(), b["x"].size, {}), tx, plan, mesh)
+    state = rampup.create_state(jax.numpy.zeros(4), tx, mesh)
+    sizes = []
+    for batch in step.batches(LateRows(number)):
+        sizes.append(batch.position.split.microbatch_size)
+        state, _ = step(state, batch)
+    assert jax.device_get(state.step) == num_steps
+    path.write_text(json.dumps(sizes))
+
+
+@pytest.mark.parametrize("num_steps", [pytest.param(40, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.faults)])
+@pytest.mark.parametrize("microbatch", ["auto", "per_phase"])
+def test_processes_use_the_same_shapes_however_late_their_rows(tmp_path, microbatch, num_steps):
+    """With readers that are late by up to 200 ms and a loop that runs ahead, every step has one shape in both processes."""
+    port, files = free_port(), [tmp_path / f"sizes{n}" for n in range(2)]
+    arguments = [(n, port, microbatch, num_steps, files[n]) for n in range(2)]
+    started = [processes.start(run_with_late_rows, *args, log=tmp_path / f"{args[0]}.log") for args in arguments]
+    for process, args in zip(started, arguments, strict=True):
+        process.join(600)
+        assert process.exitcode == 0, (tmp_path / f"{args[0]}.log").read_text()
+    sizes = [json.loads(file.read_text()) for file in files]
+    assert sizes[0] == sizes[1]
+    assert set(sizes[0]) == ({1, 2, 4} if microbatch == "per_phase" else {1, 4})
+
+
 @pytest.mark.slow
 def test_check_consistent_refuses_processes_with_other_settings(tmp_path):
     """Every process names the key that differs, and nothing is written."""
