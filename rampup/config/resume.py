@@ -11,8 +11,6 @@ from rampup.errors import BatchDivisibilityError, PipelineShapeError, RampupErro
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 
-MAX_ROWS = 12
-
 
 def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
     """Return a checkpoint's description of the ramp, as JSON: its phases, the keys that define it, and the devices."""
@@ -53,7 +51,7 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
     changed = [f"{key}: {old.get(key)} -> {value}" for key, value in now.items() if old.get(key) != value]
     raise ResumeMismatchError(
         f"the ramp is not that of the checkpoint of step {record['step']} ({'; '.join(changed)}):\n"
-        f"{_side_by_side(before, plan.ramp)}\n"
+        f"{before.compare(plan.ramp)}\n"
         "restore the keys, or set on_plan_change=continue_by_samples to continue with the new sizes by samples consumed",
         key="on_plan_change",
         nearest=("continue_by_samples",),
@@ -94,20 +92,3 @@ def _nearest_devices(plan_for: Any, num_devices: int) -> list[int]:
     below = next((n for n in range(num_devices - 1, max(num_devices - 1025, 0), -1) if works(n)), None)
     above = next((n for n in range(num_devices + 1, min(2 * num_devices + 64, num_devices + 1024)) if works(n)), None)
     return [n for n in (below, above) if n is not None]
-
-
-def _side_by_side(before: BatchRamp, after: BatchRamp) -> str:
-    rows = [f"  {'in the checkpoint':<40} here"]
-    for number in range(min(max(len(before.phases), len(after.phases)), MAX_ROWS)):
-        cells = [_row(ramp, number) for ramp in (before, after)]
-        rows.append(f"  {cells[0]:<40} {cells[1]}" + ("" if cells[0] == cells[1] else "  <- differs"))
-    if max(len(before.phases), len(after.phases)) > MAX_ROWS:
-        rows.append("  ...")
-    return "\n".join(rows)
-
-
-def _row(ramp: BatchRamp, number: int) -> str:
-    if number >= len(ramp.phases):
-        return "-"
-    phase = ramp.phases[number]
-    return f"from sample {phase.start_sample:,}: {phase.global_batch_size:,}"

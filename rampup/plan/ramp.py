@@ -16,6 +16,8 @@ from rampup.notebook_repr import NotebookRepr
 from rampup.plan.numbers import parse_count
 
 MAX_PHASES = 200_000
+# Phases that an error message shows of two ramps.
+MAX_COMPARED = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +263,20 @@ class BatchRamp(NotebookRepr):
     def fingerprint(self) -> str:
         """A digest of the rows. Runs with the same digest consume the same samples at the same steps."""
         return hashlib.sha256(json.dumps(self.to_rows()).encode()).hexdigest()[:16]
+
+    def compare(self, other: BatchRamp) -> str:
+        """Return the phases of a checkpoint's ramp and of another one side by side, as text for an error message."""
+        rows = [f"  {'in the checkpoint':<40} here"]
+        longest = max(len(self.phases), len(other.phases))
+        for number in range(min(longest, MAX_COMPARED)):
+            before, now = (
+                f"from sample {ramp.phases[number].start_sample:,}: {ramp.phases[number].global_batch_size:,}"
+                if number < len(ramp.phases)
+                else "-"
+                for ramp in (self, other)
+            )
+            rows.append(f"  {before:<40} {now}" + ("" if before == now else "  <- differs"))
+        return "\n".join([*rows, *(["  ..."] if longest > MAX_COMPARED else [])])
 
     def phase_at(self, step: int) -> Phase:
         """Return the phase of optimizer step `step`, counted from 0."""

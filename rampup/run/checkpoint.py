@@ -36,6 +36,8 @@ CHECKSUMS_FILE = "checksums.json"
 # Files that Orbax adds or completes after the checksums are taken. They contain no part of the state.
 _WRITTEN_LATER = frozenset({"commit_success.txt", "_CHECKPOINT_METADATA"})
 _THREADS = 8
+# Leaves that an error message names if a checkpoint has another structure.
+MAX_DIFFERENCES = 5
 _question_numbers = itertools.count()
 
 
@@ -213,15 +215,22 @@ class Checkpoints:
             ResumeMismatchError: a state of another structure; nothing is moved then.
         """
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _as_tree(state))
+        # Orbax would fail at one of these leaves, with a page of messages from its threads.
+        with ocp.StandardCheckpointer() as reader:
+            stored = reader.metadata(self.folder.resolve() / str(saved.step) / "state")
+        self._refuse(saved.step, _format_differences(stored.item_metadata.tree, abstract))
         try:
             tree = self._manager.restore(saved.step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
         except (ValueError, KeyError, TypeError) as error:
-            reason = " ".join(str(error).split())[:500]
-            raise ResumeMismatchError(
-                f"the state in {self.folder / str(saved.step)} is not of this model and optimizer: {reason}"
-            ) from error
+            self._refuse(saved.step, " ".join(str(error).split())[:500], error)
         self._move_aside(saved, on_event)
         return replace_fields(state, **tree)
+
+    def _refuse(self, step: int, reason: str, cause: Exception | None = None) -> None:
+        if reason:
+            raise ResumeMismatchError(
+                f"the state in {self.folder / str(step)} is not of this model and optimizer: {reason}"
+            ) from cause
 
     def _move_aside(self, saved: SavedCheckpoint, on_event: OnEvent) -> None:
         for step, problem in saved.damaged.items():
@@ -273,6 +282,32 @@ class Checkpoints:
             failure = StorageError(f"the checkpoint of step {step} could not be written: {reason}; {existing}")
             failure.__cause__ = error
             self._on_error(failure)
+
+
+def _format_differences(stored: Any, expected: Any) -> str:
+    """Return the leaves that two trees of shapes do not share, in words; nothing if they agree.
+
+    Example:
+        >>> def tree(**shapes):
+        ...     return {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+        >>> _format_differences(tree(a=(4,), b=(2, 3)), tree(a=(5,), c=()))
+        'a is (4,) in the checkpoint and (5,) here; b is only in the checkpoint; c is only here'
+    """
+    shapes = [
+        {
+            jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            if getattr(leaf, "shape", None) is not None
+        }
+        for tree in (stored, expected)
+    ]
+    before, now = shapes
+    changed = [name for name in before if now.get(name, before[name]) != before[name]]
+    found = [f"{name} is {before[name]} in the checkpoint and {now[name]} here" for name in changed]
+    found += [f"{name} is only in the checkpoint" for name in before if name not in now]
+    found += [f"{name} is only here" for name in now if name not in before]
+    more = f"; and {len(found) - MAX_DIFFERENCES:,} more" if len(found) > MAX_DIFFERENCES else ""
+    return "; ".join(found[:MAX_DIFFERENCES]) + more
 
 
 def _as_tree(state: Any) -> dict[str, Any]:

@@ -40,8 +40,9 @@ from rampup.run.step import TrainStep
 # Files that an error message lists if the data have changed.
 NAMED_FILES = 10
 
-# The part of a checkpoint's record with the steps at which microbatch shapes changed, which a resumed run repeats.
-SHAPE_CHANGES = "shape_changes"
+# Parts of a checkpoint's record: the rows of the ramp, and the steps at which microbatch shapes changed, which a resumed run
+# repeats.
+RAMP_ROWS, SHAPE_CHANGES = "ramp_rows", "shape_changes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ class Loop:
     step: TrainStep
     batches: Callable[[int], Iterator[Batch]]
     folder: Path
-    metrics: MetricOptions
+    metrics: MetricOptions = field(default_factory=MetricOptions)
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     evaluation: EvalOptions | None = None
     on_event: OnEvent = ignore_event
@@ -245,8 +246,8 @@ class Loop:
     def _save(self, checkpoints: Checkpoints, done: int, state: Any, metrics: Metrics) -> None:
         # Metrics first: a run that resumes from a checkpoint must find the lines of all steps before it.
         if self._flush(metrics):
-            changes = {SHAPE_CHANGES: self.step.shape_changes}
-            record = {**self._identity(self.plan.ramp, done), **changes, **self.checkpoints.extra_metadata}
+            own = {RAMP_ROWS: self.plan.ramp.to_rows(), SHAPE_CHANGES: self.step.shape_changes}
+            record = {**self._identity(self.plan.ramp, done), **own, **self.checkpoints.extra_metadata}
             checkpoints.save(done, self.checkpoints.to_saved(state), record)
             self.on_event(CheckpointSaved(steps=done))
         metrics.restart_clock()
@@ -274,6 +275,13 @@ class Loop:
     def _check_identity(self, saved: SavedCheckpoint, ramp: BatchRamp) -> None:
         expected, found = self._identity(ramp, saved.step), saved.record
         changed = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
+        if "fingerprint" in changed and RAMP_ROWS in found:
+            raise ResumeMismatchError(
+                f"the ramp is not that of the checkpoint of step {saved.step} in {self.folder}:\n"
+                f"{BatchRamp.from_rows(found[RAMP_ROWS]).compare(ramp)}\n"
+                "restore the ramp, or train in another folder",
+                key="fingerprint",
+            )
         if changed:
             table = "\n".join(line for key, (old, new) in changed.items() for line in _format_change(key, old, new))
             raise ResumeMismatchError(

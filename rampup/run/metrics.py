@@ -57,16 +57,16 @@ class MetricOptions:
     """The metrics of a run.
 
     Attributes:
-        learning_rate: from a step number to its learning rate.
-        tokens_per_sample: for tokens per second.
+        learning_rate: from a step number to its learning rate; None leaves it out.
+        tokens_per_sample: for tokens per second. With 1, they are samples per second.
         flops_per_sample: FLOPs of the model, forward and backward, for FLOP/s; None leaves FLOP/s out.
         writers: from the first step to the writers that get the metrics in addition to the files; see `MetricWriter`.
         skip_nonfinite: consecutive skipped steps (see `train_step`) that end the run; 0 = never.
         describe_rows: from a step number to descriptions of its rows, for the error that ends the run.
     """
 
-    learning_rate: Callable[[int], float]
-    tokens_per_sample: int
+    learning_rate: Callable[[int], float] | None = None
+    tokens_per_sample: int = 1
     flops_per_sample: float | None = None
     writers: Callable[[int], Sequence[MetricWriter]] = lambda start: ()
     skip_nonfinite: int = 0
@@ -184,7 +184,7 @@ class Metrics:
             "phase": position.phase.index,
             "global_batch_size": size,
             "loss": _finite_or_none(values["loss"]),
-            "learning_rate": options.learning_rate(position.step),
+            **({"learning_rate": options.learning_rate(position.step)} if options.learning_rate else {}),
             "step_seconds": round(seconds, 6),
             "tokens_per_second": round(size * options.tokens_per_sample / seconds, 3),
             "microbatch_size": position.split.microbatch_size,

@@ -185,7 +185,7 @@ def test_loop_refuses_the_checkpoint_of_another_ramp(parts, tmp_path):
     mesh, _, _ = parts
     plan = toy.plan_for(mesh, "0:16 64:48", steps=STEPS)
     other = (mesh, plan, train_step(toy.loss_fn, optax.adamw(1e-2), plan, mesh, seed=3))
-    with pytest.raises(ResumeMismatchError, match="fingerprint"):
+    with pytest.raises(ResumeMismatchError, match="from sample 64: 48  <- differs"):
         run(other, tmp_path)
 
 
@@ -322,3 +322,32 @@ def test_a_run_without_checkpoints_says_that_nothing_is_saved(parts, tmp_path):
     loop = own_loop(parts, tmp_path, on_event=on_event, checkpoints=CheckpointOptions())
     loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
     assert "nothing is saved, because checkpoints are off" in console.file.getvalue()
+
+
+def test_resume_with_another_model_names_the_leaves_that_differ(parts, tmp_path):
+    """The error names leaves with both shapes, and is not the checkpoint library's own."""
+    run(parts, tmp_path, stop_after=8)
+    mesh, plan, step = parts
+    params = toy.new_params(mesh)
+    state = create_state({"in": params["in"][:4], "out": params["out"][:, :4]}, step.tx, mesh)
+    loop = Loop(
+        plan=plan,
+        step=step,
+        batches=lambda start: iter(()),
+        folder=tmp_path,
+        checkpoints=CheckpointOptions(identity={"who": "toy"}),
+    )
+    with pytest.raises(ResumeMismatchError, match=r"params/in is \(8, 16\) in the checkpoint and \(4, 16\) here") as caught:
+        loop.run(state)
+    assert "Truncating" not in str(caught.value)
+
+
+def test_loop_needs_no_metric_options(parts, tmp_path):
+    """Without them, the lines of metrics.jsonl have no learning rate, and samples per second."""
+    mesh, plan, step = parts
+    loop = Loop(plan=plan, step=step, batches=lambda start: step.batches(toy.rows(), start), folder=tmp_path)
+    loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(found) == STEPS
+    assert not any("learning_rate" in line for line in found)
+    assert found[3]["tokens_per_second"] == pytest.approx(found[3]["global_batch_size"] / found[3]["step_seconds"], rel=1e-2)
