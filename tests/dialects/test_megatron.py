@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from rampup.dialects.megatron import KEYS
 from rampup.dialects.megatron.job import LinearRamp, parse_entry
+from rampup.dialects.megatron.layers import LayerSplit
+from rampup.dialects.reading import Settings
 from rampup.errors import ConfigError, RampupError
 
 RAMP = {"rampup_batch_size": [16, 8, 500], "global_batch_size": 48, "micro_batch_size": 1}
@@ -316,3 +318,158 @@ def test_read_accepts_or_rejects_any_text(text):
     """Random text gives only a RampupError."""
     with pytest.raises(RampupError):
         verdict("megatron", text)
+
+
+BLOOM = {
+    "num_layers": 70,
+    "pipeline_model_parallel_size": 12,
+    "tensor_model_parallel_size": 4,
+    "micro_batch_size": 2,
+    "global_batch_size": 2048,
+    "train_samples": 220_000_000,
+    "rampup_batch_size": "192 16 9765625",
+    "pp_partition_method": "type:transformer|embedding",
+}
+DEEPSEEK = {
+    "num_layers": 61,
+    "pipeline_model_parallel_size": 16,
+    "decoder_first_pipeline_num_layers": 3,
+    "decoder_last_pipeline_num_layers": 2,
+    "micro_batch_size": 1,
+    "global_batch_size": 15360,
+}
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+EMBEDDING, LOSS, LAYOUT = (
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+STAGES4 = {"micro_batch_size": 1, "global_batch_size": 32, "pipeline_model_parallel_size": 4}
+
+
+def test_bloom_is_accepted_with_its_70_layers_in_12_stages():
+    """Megatron-DeepSpeed balances any number of layers (megatron/model/gpt_model.py); its two embeddings take a slot each."""
+    result = verdict("megatron", BLOOM, "world_size=384")
+    assert (result.validator, result.run) == ("accepts", "runs")
+    assert result.derived["ramp_steps"] == 12_658
+    assert any("72 layers (type:transformer|embedding)" in note and "one more" not in note for note in result.notes)
+    (broken,) = verdict("megatron", {**BLOOM, "pp_partition_method": None}, "world_size=384").violations
+    assert broken.rule == "megatron.layers_over_stages"
+    assert verdict("megatron", {**BLOOM, "pp_partition_method": None, "deepspeed": True}, "world_size=384").ok
+
+
+def test_deepseek_v3_is_accepted_with_its_61_layers_in_16_stages():
+    """The first and the last stage have 3 and 2 layers, the others 56 / 14 (core/transformer/transformer_config.py)."""
+    result = verdict("megatron", DEEPSEEK, "world_size=2048")
+    assert result.ok, rules(result)
+    assert any("1 x 3, 14 x 4, 1 x 2" in note for note in result.notes)
+    assert rules(verdict("megatron", {**DEEPSEEK, LAST: 3}, "world_size=2048")) == ["layers_over_stages"]
+
+
+@pytest.mark.parametrize(
+    ("config", "broken"),
+    [
+        ({"num_layers": 14, EMBEDDING: True, LOSS: True}, []),
+        ({"num_layers": 15, EMBEDDING: True}, []),
+        ({"num_layers": 15, LOSS: True}, []),
+        ({"num_layers": 16, EMBEDDING: True}, ["layers_over_stages"]),
+        ({"num_layers": 7, FIRST: 1}, []),
+        ({"num_layers": 8, FIRST: 1}, ["layers_over_stages"]),
+        ({"num_layers": 4, FIRST: 2, LAST: 2}, ["ends_leave_layers"]),
+        ({"num_layers": 5, FIRST: 2, LAST: 3, "pipeline_model_parallel_size": 2}, []),
+        ({"num_layers": 6, FIRST: 2, LAST: 3, "pipeline_model_parallel_size": 2}, ["ends_hold_all_layers"]),
+        ({"num_layers": 7, FIRST: 1, EMBEDDING: True}, ["one_kind_of_split"]),
+        ({"num_layers": 8, LAYOUT: "Ett|tt|tt|ttL", LOSS: True}, ["one_kind_of_split"]),
+        ({"num_layers": 16, FIRST: 4, "num_layers_per_virtual_pipeline_stage": 2}, ["one_kind_of_split"]),
+        ({"num_layers": 16, FIRST: 4, LAST: 4, "num_virtual_stages_per_pipeline_rank": 2}, []),
+        (
+            {"num_layers": 17, FIRST: 5, LAST: 4, "num_virtual_stages_per_pipeline_rank": 2},
+            ["decoder_first_pipeline_over_chunks"],
+        ),
+        ({"num_layers": 14, FIRST: 4, LAST: 4, "num_virtual_stages_per_pipeline_rank": 2}, ["layers_over_chunks"]),
+        ({"num_layers": 14, EMBEDDING: True, LOSS: True, "num_layers_per_virtual_pipeline_stage": 2}, []),
+        ({"num_layers": 14, EMBEDDING: True, LOSS: True, "num_layers_per_virtual_pipeline_stage": 3}, ["layers_over_chunks"]),
+        ({"num_layers": 8, LAYOUT: "Ett|tt|tt|ttL"}, []),
+        ({"num_layers": 9, LAYOUT: "Ett|(tt|)*2,t*3L"}, []),
+        ({"num_layers": 9, LAYOUT: "Ett|tt|tt|ttL"}, ["layout_has_all_layers"]),
+        ({"num_layers": 6, LAYOUT: "Ett|tt|ttL"}, ["layout_fills_stages"]),
+        ({"num_layers": 8, LAYOUT: "Ett|tt|xx|ttL"}, ["layout_is_readable"]),
+        ({"num_layers": 8, LAYOUT: "ttE|tt|tt|ttL"}, ["layout_starts_and_ends"]),
+        ({"num_layers": 8, LAYOUT: "(t|)*100000"}, ["layout_is_readable"]),
+        (
+            {
+                "num_layers": 8,
+                LAYOUT: [["embedding", "decoder", "decoder"], ["decoder"] * 3, ["decoder"] * 2, ["decoder", "loss"]],
+            },
+            [],
+        ),
+        ({"num_layers": 9, "hybrid_layer_pattern": "M*M*M*M*M"}, []),
+    ],
+)
+def test_uneven_pipelines_follow_the_transformer_config(config, broken):
+    """Every kind of uneven split, just right and just wrong (core/transformer/transformer_config.py, __post_init__)."""
+    result = found({**STAGES4, **config}, 1)
+    assert rules(result) == broken
+    check_nearest("megatron", {**STAGES4, **config}, ["data_parallel_size=1"], result)
+
+
+@given(
+    stages=st.integers(2, 9),
+    num_layers=st.integers(1, 60),
+    first=st.none() | st.integers(1, 9),
+    last=st.none() | st.integers(1, 9),
+    embedding=st.booleans(),
+    loss=st.booleans(),
+)
+@settings(max_examples=150)
+def test_stages_of_an_accepted_file_hold_all_layers(stages, num_layers, first, last, embedding, loss):
+    """The layers of the stages add up, the ends are as given, and all others are alike."""
+    given_ends = {key: value for key, value in ((FIRST, first), (LAST, last)) if value is not None}
+    values = {name: entry.default for name, entry in KEYS.items()}
+    values |= {"num_layers": num_layers, EMBEDDING: embedding, LOSS: loss, **given_ends}
+    split = LayerSplit(settings=Settings(values=values), stages=stages)
+    config = {"num_layers": num_layers, EMBEDDING: embedding, LOSS: loss, "micro_batch_size": 1, **given_ends}
+    result = found(config, 1, pipeline_model_parallel_size=stages, global_batch_size=32)
+    counts = split.layer_counts
+    if not result.ok:
+        assert counts is None or min(counts) < 1 or (given_ends and (embedding or loss))
+        return
+    assert sum(counts) == num_layers
+    assert len(counts) == stages
+    middle = {count + (embedding and not i) + (loss and i == stages - 1) for i, count in enumerate(counts)}
+    assert given_ends or len(middle) == 1
+    assert {key: counts[-1 if key == LAST else 0] for key in given_ends} == given_ends
+
+
+def test_interleaved_layout_has_its_chunks():
+    """Eight stages of a layout on four devices are two chunks each, and group sizes follow from them."""
+    result = found({**STAGES4, "num_layers": 8, LAYOUT: "Et|t|t|t|t|t|t|tL"}, 1)
+    assert result.ok, rules(result)
+    assert result.derived["num_repeats"] == 2
+    assert rules(found({**STAGES4, "num_layers": 8, "global_batch_size": 2, LAYOUT: "Et|t|t|t|t|t|t|tL"}, 1)) == [
+        "group_in_range"
+    ]
+
+
+def test_linear_ramp_says_which_version_it_speaks_for():
+    """Megatron-LM has ignored a linear ramp without a schedule since April 2026 (core/num_microbatches_calculator.py)."""
+    legacy = found(RAMP)
+    assert len(legacy.phases) > 1
+    assert any("until April 2026" in note and "the batch is 48 from the first step" in note for note in legacy.notes)
+    head = found(RAMP, 8, "megatron_version=head")
+    assert (head.ok, head.phases, head.derived["num_microbatches"]) == (True, None, [6])
+    assert any("has no effect in Megatron-LM since April 2026" in note for note in head.notes)
+    assert not any("April 2026" in note for note in [*found(CONSTANT).notes, *found(STEPS).notes])
+    assert not any("April 2026" in note for note in verdict("megatron", BLOOM, "world_size=384").notes)
+    # Nothing of the ignored ramp is checked, and its conversion has a constant batch.
+    assert found({**RAMP, "rampup_batch_size": "1 2 x", "train_iters": 10}, 8, "megatron_version=head").ok
+    assert "enable_rampup_batch_size" not in head.conversion.values
+    assert "rampup_batch_size" in head.conversion.left_out
+
+
+def test_counts_have_correct_plurals():
+    """One replica, one microbatch, and no line about samples that a missing micro batch would give."""
+    text = " ".join([*found({"global_batch_size": 2, "micro_batch_size": 2}, 1).flow])
+    assert "the only replica reads the 2 samples and runs them as 1 microbatch of 2" in text
+    missing = found({"global_batch_size": 64})
+    assert "0 samples" not in " ".join(meaning.means for meaning in missing.meanings)

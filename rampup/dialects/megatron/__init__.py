@@ -22,6 +22,10 @@ TENSOR, STAGES, CONTEXT = "tensor_model_parallel_size", "pipeline_model_parallel
 MODEL_AXES = (TENSOR, STAGES, CONTEXT)
 VIRTUAL, PER_CHUNK = "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
 GROUP, OVERLAP = "microbatch_group_size_per_vp_stage", "overlap_p2p_comm"
+LAYERS, LAYOUT, PARTITION = "num_layers", "pipeline_model_parallel_layout", "pp_partition_method"
+ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+EXTRAS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+VERSION = "megatron_version"
 EVAL_MICRO, EVAL_GLOBAL = "eval_micro_batch_size", "eval_global_batch_size"
 _YAML_KEY = re.compile(r"^\s*(?:-+)?[A-Za-z_][\w.\-]*\s*:(?:\s|$)", re.MULTILINE)
 _OPTION = re.compile(r"(?:^|\s)--[A-Za-z]")
@@ -50,7 +54,15 @@ KEYS: dict[str, Entry] = {
     PER_CHUNK: entry(None, "layers in a chunk", minimum=1, unit="layers"),
     GROUP: entry(None, "microbatches in a row through one chunk; unset: the stages", minimum=1),
     OVERLAP: entry(True, "send while computing; needed for two interleaved stages", kind="bool"),
-    "num_layers": entry(None, "layers", minimum=1, unit="layers"),
+    LAYERS: entry(None, "layers", minimum=1, unit="layers"),
+    **{key: entry(None, f"layers of the {end} stage", minimum=1) for key, end in zip(ENDS, ("first", "last"), strict=True)},
+    **{key: entry(False, "count it as a layer when layers are split over stages", kind="bool") for key in EXTRAS},
+    LAYOUT: entry(None, "the layers of each stage, such as Et*3|(tt|)*29m|L", kind="text", nullable=True),
+    PARTITION: entry(None, "how DeepSpeed splits layers over stages", kind="text", nullable=True),
+    "deepspeed": entry(False, "Megatron-DeepSpeed", kind="bool"),
+    VERSION: entry(
+        "legacy", "legacy: rules until April 2026, with linear ramps; or head", kind="text", choices=("legacy", "head")
+    ),
     "seq_length": entry(None, "tokens per sample", minimum=1, unit="tokens"),
     "train_iters": entry(None, "optimizer steps", minimum=0, unit="steps"),
     "max_steps": entry(None, "optimizer steps (NeMo)", minimum=-1, unit="steps"),
@@ -63,6 +75,7 @@ ALIASES = {
     "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
     "encoder_seq_length": "seq_length",
     "gpus_per_node": "nproc_per_node",
+    **{f"num_layers_in_{end}_pipeline_stage": key for end, key in zip(("first", "last"), ENDS, strict=True)},
 }
 _NEGATIVES = {"no_overlap_p2p_communication": "overlap_p2p_comm", "no_overlap_p2p_comm": "overlap_p2p_comm"}
 
@@ -144,6 +157,10 @@ def _normalize(name: str, value: Located) -> tuple[str, Located]:
         return _NEGATIVES[name], dataclasses.replace(value, value=not content)
     if name == RAMP and isinstance(content, list):
         return name, dataclasses.replace(value, value=" ".join(map(str, content)) or "[]")
+    if name == LAYOUT and isinstance(content, list):
+        from rampup.dialects.megatron.layers import write_layout  # which imports this module
+
+        return name, dataclasses.replace(value, value=write_layout(content))
     if name in (RAMP, SCHEDULE) and isinstance(content, int | float) and not isinstance(content, bool):
         return name, dataclasses.replace(value, value=str(content))
     return name, value

@@ -20,6 +20,7 @@ from rampup.config.schema import Config
 from rampup.dialects import megatron as keys
 from rampup.dialects.convert import left_out
 from rampup.dialects.megatron import DECREASE, EVAL_GLOBAL, GLOBAL, GROUP, MICRO, MODEL_AXES, PER_CHUNK, RAMP, SCHEDULE, VIRTUAL
+from rampup.dialects.megatron.layers import LayerSplit
 from rampup.dialects.reading import Settings
 from rampup.dialects.rules import Job
 from rampup.dialects.verdict import Conversion
@@ -34,7 +35,7 @@ Row = tuple[int, int, int]
 # Megatron's arguments that a conversion expresses.
 _EXPRESSED = {
     *(MICRO, GLOBAL, DECREASE, RAMP, SCHEDULE, VIRTUAL, PER_CHUNK, EVAL_GLOBAL, *MODEL_AXES),
-    *("num_layers", "seq_length", "train_iters", "max_steps", "train_samples"),
+    *(keys.LAYERS, keys.VERSION, "seq_length", "train_iters", "max_steps", "train_samples"),
     *("world_size", "data_parallel_size", "nnodes", "nproc_per_node", "num_nodes", "devices"),
 }
 
@@ -194,18 +195,22 @@ class MegatronJob(Job):
 
         # Layer chunks per stage (more than 1 = the interleaved schedule), and microbatches that pass one chunk in a row.
         self.stages: int = self[keys.STAGES]
+        self.layers = LayerSplit(settings=settings, stages=self.stages)
         self.chunks = 1
-        if self[VIRTUAL] is not None:
+        if self.layers.layout is not None:
+            self.chunks = max(len(self.layers.layout) // self.stages, 1)
+        elif self[VIRTUAL] is not None:
             self.chunks = max(self[VIRTUAL], 1)
-        elif self[PER_CHUNK] is not None and self["num_layers"] is not None:
-            self.chunks = max(self["num_layers"] // (self.stages * self[PER_CHUNK]), 1)
+        elif self[PER_CHUNK] is not None and self.layers.num_layers is not None:
+            self.chunks = max((self.layers.num_layers + self.layers.extras) // (self.stages * self[PER_CHUNK]), 1)
         self.group: int = self.stages if self[GROUP] is None else self[GROUP]
         self.interleaved = self.chunks > 1 and self.stages > 1
 
-        # The ramp: a schedule in steps wins over a linear one.
+        # The ramp: a schedule in steps wins over a linear one, which has no effect since April 2026.
         self.has_schedule = self[SCHEDULE] is not None
-        self.has_ramp = self.has_schedule or self[RAMP] is not None
-        self.triple = None if self.has_schedule or self[RAMP] is None else _parse_triple(self[RAMP])
+        self.has_linear = self[RAMP] is not None and not self.has_schedule and self[keys.VERSION] == "legacy"
+        self.has_ramp = self.has_schedule or self.has_linear
+        self.triple = _parse_triple(self[RAMP]) if self.has_linear else None
         # Start, increment and samples of a linear ramp; 0 without one.
         self.start, self.increment, self.ramp_samples = self.triple if len(self.triple or ()) == 3 else (0, 0, 0)
         self.linear = self._linear()
@@ -358,7 +363,11 @@ class MegatronJob(Job):
         if isinstance(self.planned, str):
             return Conversion(refusal=self.planned)
         reasons = {GROUP: "no counterpart: rampup sends all microbatches round together"}
+        if not self.has_linear and not self.has_schedule:
+            reasons[RAMP] = "ignored by Megatron-LM since April 2026"
         reasons = {key: reason for key, reason in reasons.items() if key in self.settings.given}
+        if len(set(self.layers.layer_counts or ())) > 1 or (self.stages > 1 and self.layers.by_deepspeed):
+            return Conversion(refusal="rampup's pipeline has the same number of layers in every stage")
         return Conversion(values=self._rampup_values(), left_out=left_out(self.settings, _EXPRESSED, reasons))
 
     def _rampup_values(self) -> dict[str, Any]:
@@ -396,7 +405,7 @@ class MegatronJob(Job):
         if self.stages > 1:
             counts = {size // self.unit for size in self.sizes}
             chunks = self.stages * self.chunks
-            layers = chunks if self["num_layers"] is None else self["num_layers"]
+            layers = chunks if self.layers.num_layers is None else self.layers.num_layers
             values |= {
                 "num_pipeline_microbatches": min(counts) if len(counts) == 1 else -1,
                 "pipeline_strict_multiple": False,

@@ -6,13 +6,14 @@ The run finds many of them only when the step of a phase comes.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 
 from rampup.dialects import megatron as keys
 from rampup.dialects.megatron import DECREASE, GLOBAL, GROUP, MICRO, OVERLAP, RAMP, SCHEDULE, STAGES, VIRTUAL, read
 from rampup.dialects.megatron.explain import WORDS
 from rampup.dialects.megatron.job import MegatronJob, Threshold
-from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, multiple
+from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, equal, multiple
 from rampup.dialects.verdict import Term
 
 MANY_SIZES = 2_000
@@ -191,9 +192,50 @@ STEPS: Rules = [
 # The pipeline and its interleaved schedule.
 
 
-def _layers_per_stage(job: MegatronJob) -> Term:
-    number = job["num_layers"] // job.stages
-    return Term(f"num_layers / {STAGES} = {job['num_layers']} / {job.stages} = {number}", number)
+def _divides_layers(job: MegatronJob) -> bool:
+    return job.layers.is_even and not _clashing(job)
+
+
+def _clashing(job: MegatronJob) -> list[str]:
+    """Return the given keys of which Megatron takes only one kind."""
+    kinds = [
+        [key for key in keys.ENDS if job[key] is not None],
+        [key for key in keys.EXTRAS if job[key]],
+        [keys.LAYOUT] if job[keys.LAYOUT] is not None else [],
+    ]
+    given = [kind[0] for kind in kinds if kind]
+    if job[keys.PER_CHUNK] is not None and job[VIRTUAL] is None and kinds[0] + kinds[2]:
+        return [keys.PER_CHUNK, *given]
+    return given if len(given) > 1 else []
+
+
+def _over_chunks(part: str) -> Rule[MegatronJob]:
+    """Return the rule that the layers of the first, the last or another stage divide over its chunks."""
+    by_size = part not in keys.ENDS  # only an even split may be given as the layers of a chunk
+
+    def chunks(job: MegatronJob) -> Term:
+        key = VIRTUAL if job[VIRTUAL] is not None or not by_size else keys.PER_CHUNK
+        return Term(f"{key}={job[key]}", max(int(job[key] or 1), 1))
+
+    def share(job: MegatronJob) -> Term:
+        number, middle, stages = job.layers.shares[part], job.layers.middle, job.layers.middle_stages
+        return Term(f"({middle.text}) / ({stages.text}) = {number} layers" if by_size else f"{part}={number}", number)
+
+    return multiple(
+        "megatron.layers_over_chunks" if by_size else f"megatron.{part.removesuffix('_num_layers')}_over_chunks",
+        (keys.LAYERS, VIRTUAL, keys.PER_CHUNK) if by_size else (part, VIRTUAL),
+        share,
+        chunks,
+        when=lambda job: (
+            _divides_layers(job)
+            and part in job.layers.shares
+            and (job.layers.middle_stages.number < 1 or job.layers.middle.number % job.layers.middle_stages.number == 0)
+        ),
+    )
+
+
+def _letters(job: MegatronJob) -> str:
+    return "".join(job.layers.layout or ())
 
 
 def _failing_phases(job: MegatronJob, fits: Callable[[MegatronJob, int], bool]) -> list[str]:
@@ -224,14 +266,32 @@ PIPELINE: Rules = [
     at_least("megatron.chunks_need_stages", (STAGES, VIRTUAL, OVERLAP), STAGES, ("{:,}", lambda job: 2 if job[OVERLAP] else 3),
         when=lambda job: job.chunks > 1,
         note=lambda job: f" for {job.chunks} chunks per stage{'' if job[OVERLAP] else f' without {OVERLAP}'}"),
-    multiple("megatron.layers_over_stages", ("num_layers", STAGES),
-        lambda job: Term(f"num_layers={job['num_layers']}", job["num_layers"]),
-        lambda job: Term(f"{STAGES}={job.stages}", job.stages), when=lambda job: job["num_layers"] is not None),
-    multiple("megatron.layers_over_chunks", ("num_layers", VIRTUAL, keys.PER_CHUNK), _layers_per_stage,
-        lambda job: Term(
-            f"{keys.PER_CHUNK}={job[keys.PER_CHUNK]}" if job[VIRTUAL] is None else f"{VIRTUAL}={job[VIRTUAL]}",
-            max(int(job[keys.PER_CHUNK] or 1) if job[VIRTUAL] is None else int(job[VIRTUAL]), 1)),
-        when=lambda job: job["num_layers"] is not None and job["num_layers"] % job.stages == 0),
+    Rule(name="megatron.one_kind_of_split", keys=(*keys.ENDS, *keys.EXTRAS, keys.LAYOUT, keys.PER_CHUNK),
+        holds=lambda job: not _clashing(job),
+        message=lambda job: f"{' and '.join(_clashing(job))} must not be given together: each splits layers over stages"),
+    multiple("megatron.layers_over_stages", (keys.LAYERS, STAGES), lambda job: job.layers.middle,
+        lambda job: job.layers.middle_stages, when=_divides_layers),
+    equal("megatron.ends_hold_all_layers", (keys.LAYERS, *keys.ENDS), lambda job: job.layers.middle, 0,
+        when=lambda job: _divides_layers(job) and job.layers.middle_stages.number == 0,
+        note=": no stage is left for them"),
+    at_least("megatron.ends_leave_layers", (keys.LAYERS, *keys.ENDS), lambda job: job.layers.middle, 1,
+        when=lambda job: _divides_layers(job) and bool(job.layers.ends) and job.layers.middle_stages.number > 0,
+        note=lambda job: f" for the {job.layers.middle_stages.number} other stages"),
+    *[_over_chunks(part) for part in (*keys.ENDS, "the layers of a stage")],
+    Rule(name="megatron.layout_is_readable", keys=(keys.LAYOUT,), when=lambda job: job[keys.LAYOUT] is not None,
+        holds=lambda job: job.layers.layout is not None,
+        message=lambda job: (
+            f"{keys.LAYOUT}={job[keys.LAYOUT]!r:.80} must have the letters E, t, m and L for the embedding, decoder, "
+            "multi-token prediction and loss, | between stages, and *n for repeats")),
+    multiple("megatron.layout_fills_stages", (STAGES, keys.LAYOUT),
+        lambda job: Term(f"{keys.LAYOUT} has {len(job.layers.layout or ())} stages, which", len(job.layers.layout or ())),
+        STAGES, when=lambda job: job.layers.layout is not None),
+    equal("megatron.layout_has_all_layers", (keys.LAYERS, keys.LAYOUT),
+        lambda job: Term(f"the {_letters(job).count('t')} layers of {keys.LAYOUT}", _letters(job).count("t")), keys.LAYERS,
+        when=lambda job: job.layers.layout is not None and job.layers.num_layers is not None),
+    Rule(name="megatron.layout_starts_and_ends", keys=(keys.LAYOUT,), when=lambda job: job.layers.layout is not None,
+        holds=lambda job: re.fullmatch("E[tm]*L", _letters(job)) is not None,
+        message=lambda job: f"{keys.LAYOUT} must start with its only E, the embedding, and end with its only L, the loss"),
     Rule(name="megatron.group_in_range", keys=(GLOBAL, GROUP, STAGES), when=lambda job: job.interleaved,
         holds=lambda job: not _failing_phases(job, _fills_a_group),
         message=lambda job: (
