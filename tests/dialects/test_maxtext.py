@@ -295,3 +295,55 @@ def test_defaults_are_of_their_kind():
     """The defaults pass their own kind, so that an empty file is MaxText's base.yml."""
     values = {name: entry.key.read(name, entry.default) for name, entry in KEYS.items()}
     assert MaxTextJob(Settings(values={**values, "num_devices": 2})).sizes.to_train == 24
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "devices"), [("v5e-256", 1, 256), ("v5p-128", 2, 128), ("tpu7x-64", 1, 64), ("a3", 4, 32)]
+)
+def test_compile_topology_gives_the_devices(name, slices, devices):
+    """Devices of a slice times slices, from its table of hardware (utils/accelerator_to_spec_map.py)."""
+    config = {"per_device_batch_size": 2, "compile_topology": name, "compile_topology_num_slices": slices}
+    found = verdict("maxtext", config)
+    assert found.ok, rules(found)
+    assert found.derived["num_devices"] == devices
+    assert found.derived["global_batch_size_to_train_on"] == 2 * devices
+    assert verdict("maxtext", config, "num_devices=8").derived["num_devices"] == 8
+
+
+def test_compile_topology_must_be_known_and_have_slices():
+    """An unknown name asks for num_devices; train_compile asserts a positive number of slices."""
+    config = {"per_device_batch_size": 2, "compile_topology": "h100-8"}
+    with pytest.raises(ConfigError, match="add num_devices=N"):
+        verdict("maxtext", config)
+    assert rules(verdict("maxtext", {**config, "compile_topology": "v6e-8"})) == ["topology_slices"]
+
+
+def test_mesh_is_not_checked_before_the_run():
+    """MaxText's pyconfig accepts a mesh of another size; creating it fails (utils/max_utils.py, fill_unspecified_mesh_axes)."""
+    found = verdict("maxtext", {"per_device_batch_size": 2, "ici_fsdp_parallelism": 3}, "num_devices=8")
+    assert (found.validator, found.run) == ("accepts", "fails")
+    assert "mesh" in rules(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"shard_optimizer_over_data": True}, "the 4 passes are summed in bfloat16"),
+        ({"use_tunix_gradient_accumulation": True}, "each of the 4 passes by its own tokens"),
+        ({"grad_dtype": "bfloat16"}, "gradients are rounded to it after the passes are summed"),
+    ],
+)
+def test_keys_that_change_the_gradient_have_a_note(change, said):
+    """Each changes what a batch means, only with accumulation where it is about passes (utils/gradient_accumulation.py)."""
+    without = {"per_device_batch_size": 2, "gradient_accumulation_steps": 4}
+    config = {**without, **change}
+    assert any(said in note for note in verdict("maxtext", config, "num_devices=8").notes)
+    assert not any(said in note for note in verdict("maxtext", without, "num_devices=8").notes)
+    single = verdict("maxtext", {**config, "gradient_accumulation_steps": 1}, "num_devices=8")
+    assert any(said in note for note in single.notes) == ("grad_dtype" in change)
+
+
+def test_conversion_keeps_the_sharded_optimizer():
+    """Rampup has the same key, and sums in float32."""
+    found = verdict("maxtext", {"per_device_batch_size": 2, "shard_optimizer_over_data": True}, "num_devices=8")
+    assert found.conversion.values["shard_optimizer_over_data"] is True

@@ -171,3 +171,16 @@ def test_check_file_raises_only_rampup_errors(config):
         return
     json.dumps(result.to_dict())
     assert result.run == "fails" or not result.violations
+
+
+def test_loss_aggregation_is_explained_and_checked():
+    """Tunix does not know sequence-mean, which MaxText accepts (tunix/rl/common.py, aggregate_loss)."""
+    key = "rl.loss_agg_mode"
+    text = " ".join(meaning.means for meaning in verdict("maxtext_rl", {"batch_size": 4, key: "token-mean"}).meanings)
+    assert "every token of the batch counts alike" in text
+    broken = verdict("maxtext_rl", {"batch_size": 4, key: "sequence-mean"})
+    assert (broken.validator, broken.run, rules(broken)) == ("accepts", "fails", ["loss_is_known"])
+    assert "token-mean" in broken.violations[0].nearest
+    agentic = verdict("maxtext_rl", {"batch_size": 4, key: "sequence-mean", "rl.use_agentic_rollout": True})
+    assert agentic.ok
+    assert any("does not reach the agentic learner" in note for note in agentic.notes)

@@ -327,3 +327,24 @@ def test_fine_tuning_check_ignores_shared_sequences():
     found = verdict("skyrl", nested(SFT | change))
     assert found.derived == {"data_parallel_size": 8, "mini_batch_samples": 32, "accumulation_steps": 1}
     assert any("without megatron_config.context_parallel_size=2" in note for note in found.notes)
+
+
+def test_policy_and_reference_on_the_same_devices_need_equally_many():
+    """SkyRL's check requires equal nodes and devices with colocate_policy_ref (train/utils/utils.py, validate_cfg)."""
+    split = {"trainer.placement.colocate_all": False, "trainer.placement.policy_num_gpus_per_node": 4}
+    found = skyrl(split)
+    assert (found.validator, rules(found)) == ("rejects", ["colocated_ref_num_gpus_per_node"])
+    assert 4 in found.violations[0].nearest
+    assert skyrl(split, {"trainer.placement.ref_num_gpus_per_node": 4}).ok
+    assert skyrl(split, {"trainer.placement.colocate_policy_ref": False}).ok
+    assert skyrl(split, {"trainer.algorithm.use_kl_loss": False}).ok
+    nodes = {"trainer.placement.policy_num_nodes": 2, "trainer.placement.ref_num_gpus_per_node": 4}
+    assert rules(skyrl(split, nodes)) == ["colocated_ref_num_nodes"]
+
+
+def test_gradient_checkpointing_comes_before_smaller_batches():
+    """Without it, it is the first answer to a lack of memory; with it, it is not mentioned."""
+    off = skyrl({"trainer.gradient_checkpointing": False})
+    assert any("first set trainer.gradient_checkpointing=true" in advice.because for advice in off.advice)
+    assert not any("gradient_checkpointing" in advice.because for advice in skyrl({}).advice)
+    assert any("if training is slow" in advice.rule and "half the responses" in advice.because for advice in off.advice)

@@ -157,3 +157,22 @@ def test_explanation_and_plan_have_the_numbers_of_the_verdict():
     updates = found.plan.policy_updates
     assert (updates.num_mini_batches, updates.optimizer_steps) == (4, found.derived["optimizer_steps"])
     assert trlx().plan.policy_updates.accumulation_steps == 4
+
+
+RFT = {"train.trainer": "AccelerateRFTTrainer", "method.name": "RFTConfig", "train.batch_size": 8, "train.minibatch_size": 2}
+
+
+def test_rft_is_not_read_as_ppo():
+    """RFT selects from n_generations_per_prompt responses and has no rollout size (trainer/accelerate_rft_trainer.py)."""
+    found = verdict("trlx", nested(RFT), "num_prompts=100", "num_processes=2")
+    assert found.ok, rules(found)
+    assert (found.derived["mini_batch_samples"], found.derived["accumulation_steps"]) == (16, 4)
+    assert not {"rollouts_per_process", "optimizer_steps", "num_chunks"} & set(found.derived)
+    assert any("3,200 samples in all" in meaning.means for meaning in found.meanings)
+    assert any("are not known before the run" in note for note in found.notes)
+    assert not any("32 rollouts" in line for line in found.flow)
+    assert "rft_batch_given" in rules(verdict("trlx", nested({**RFT, "train.batch_size": None})))
+    assert rules(verdict("trlx", nested({**RFT, "train.minibatch_size": 3}))) == ["micro_divides_batch"]
+    assert rules(verdict("trlx", nested({**RFT, "method.n_generations_per_prompt": 0}))) == [
+        "positive.method.n_generations_per_prompt"
+    ]

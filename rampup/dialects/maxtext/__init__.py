@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 from rampup.config.load import BASE
@@ -15,6 +16,8 @@ EVAL, SAMPLES, ACCUMULATION = "eval_per_device_batch_size", "global_rampup_sampl
 MICROBATCHES, REPEATS, LAYERS = "num_pipeline_microbatches", "num_pipeline_repeats", "pipeline_parallel_layers"
 EXPANSION, DELAY = "expansion_factor_real_data", "pipeline_delay_activation_forwarding"
 RAMP, STAGE_LAYERS = "enable_rampup_batch_size", "num_layers_per_pipeline_stage"
+SHARD_OPTIMIZER, TUNIX, GRAD_DTYPE = "shard_optimizer_over_data", "use_tunix_gradient_accumulation", "grad_dtype"
+TOPOLOGY, TOPOLOGY_SLICES = "compile_topology", "compile_topology_num_slices"
 # How MaxText's mesh axes map to rampup's; the sizes of each group are multiplied.
 AXIS_GROUPS: dict[str, tuple[str, ...]] = {
     "data": ("diloco", "data"),
@@ -66,12 +69,33 @@ KEYS: dict[str, Entry] = {
     DELAY: entry(False, "forward one tick later", kind="bool"),
     "pipeline_fsdp_ag_per_repeat": entry(False, "gather weights once per repeat", kind="bool"),
     "scan_layers_per_stage": entry(False, "scan over the layers of a stage", kind="bool"),
+    SHARD_OPTIMIZER: entry(False, "shard the optimizer state over the data axis", kind="bool"),
+    TUNIX: entry(False, "divide each accumulation pass by its own tokens", kind="bool"),
+    GRAD_DTYPE: entry("float32", "type that gradients are cast to", kind="text", choices=("float32", "bfloat16", "float16")),
+    TOPOLOGY: entry(None, "hardware to compile for, which gives the devices", kind="text", nullable=True),
+    TOPOLOGY_SLICES: entry(-1, "its slices", unit="slices"),
     "num_devices": entry(None, "devices of the run; given as num_devices=N", minimum=1, nullable=True, unit="devices"),
     **_axes(),
 }  # fmt: skip
+# Devices of a slice per number in its name, as in v5p-128; a3 has no number (MaxText `utils/accelerator_to_spec_map.py`).
+DEVICES_PER_NUMBER = {"v4": Fraction(1, 2), "v5p": Fraction(1, 2), "v5e": Fraction(1), "v6e": Fraction(1), "tpu7x": Fraction(1)}
 ALIASES = {"num_target_devices": "num_devices"}
 # Text keys that are empty in many files, which means their default.
-_MAY_BE_EMPTY = ("quantization", "model_name", "decoder_block")
+_MAY_BE_EMPTY = ("quantization", "model_name", "decoder_block", TOPOLOGY)
+
+
+def topology_devices(name: str) -> int | None:
+    """Return the devices of a slice of MaxText's `compile_topology`, or None if its name is unknown.
+
+    Example:
+        >>> topology_devices("v5p-128"), topology_devices("v6e-256"), topology_devices("a3"), topology_devices("h100-8")
+        (64, 256, 8, None)
+    """
+    generation, _, number = name.rpartition("-")
+    if name == "a3":
+        return 8
+    devices = DEVICES_PER_NUMBER.get(generation, 0) * (int(number) if number.isdecimal() and len(number) < 7 else 0)
+    return int(devices) or None
 
 
 def read(path: str | Path, overrides: Sequence[str]) -> Settings:

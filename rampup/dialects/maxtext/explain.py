@@ -6,7 +6,21 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from rampup.dialects.maxtext import ACCUMULATION, END, EVAL, EXPANSION, INCREMENT, LAYERS, MICROBATCHES, REPEATS, SAMPLES, START
+from rampup.dialects.maxtext import (
+    ACCUMULATION,
+    END,
+    EVAL,
+    EXPANSION,
+    GRAD_DTYPE,
+    INCREMENT,
+    LAYERS,
+    MICROBATCHES,
+    REPEATS,
+    SAMPLES,
+    SHARD_OPTIMIZER,
+    START,
+    TUNIX,
+)
 from rampup.dialects.maxtext.job import MaxTextJob
 from rampup.dialects.rules import broken_rules
 from rampup.dialects.verdict import Advice, Words, counted
@@ -89,6 +103,7 @@ def advice(job: MaxTextJob) -> Iterator[Advice]:
 def notes(job: MaxTextJob) -> Iterator[str]:
     """Yield what is legal but surprising."""
     yield from _size_notes(job)
+    yield from _gradient_notes(job)
     if job.manager is not None and job.manager.ends:
         yield from _ramp_notes(job, job.manager.phases())
     yield from _pipeline_notes(job)
@@ -121,6 +136,23 @@ def _size_notes(job: MaxTextJob) -> Iterator[str]:
             f"{EXPANSION}={show(expansion)}: 1 of {show(expansion)} hosts loads, for itself and the others; "
             f"global_batch_size_to_load={sizes.to_load:,} counts the rows that they would load together if all did"
         )
+
+
+def _gradient_notes(job: MaxTextJob) -> Iterator[str]:
+    """Yield what changes the gradient that a batch gives."""
+    passes = job[ACCUMULATION]
+    if job[SHARD_OPTIMIZER] and passes > 1:
+        yield (
+            f"{SHARD_OPTIMIZER} casts float32 parameters to bfloat16 before the accumulation passes, so the gradients of the "
+            f"{passes:,} passes are summed in bfloat16, which keeps 8 bits of each sum; rampup sums in float32"
+        )
+    if job[TUNIX] and passes > 1:
+        yield (
+            f"{TUNIX} divides the loss of each of the {passes:,} passes by its own tokens and averages them: a pass with few "
+            "tokens counts as much as a full one; otherwise the sum over all passes is divided by all tokens"
+        )
+    if job[GRAD_DTYPE] != "float32":
+        yield f"{GRAD_DTYPE}={job[GRAD_DTYPE]}: gradients are rounded to it after the passes are summed, before clipping"
 
 
 def _ramp_notes(job: MaxTextJob, phases: Sequence[tuple[int, int, int]]) -> Iterator[str]:

@@ -144,10 +144,12 @@ class MaxTextJob(Job):
             group: {name: self._combine(group, axes) for name, axes in keys.AXIS_GROUPS.items()} for group in ("ici", "dcn")
         }
         self.num_devices = self._count_devices()
+        compiled = self["num_slices"] == AUTO and self[keys.TOPOLOGY] is not None
+        self.num_slices: int = max(self[keys.TOPOLOGY_SLICES], 1) if compiled else self["num_slices"]
         # An impossible mesh is reported by a rule; one device stands in for it.
         self.axes, self.mesh_problem = MeshAxes(), ""
         try:
-            self.axes = MeshAxes.resolve(self.num_devices, num_slices=self["num_slices"], **self.combined_axes)
+            self.axes = MeshAxes.resolve(self.num_devices, num_slices=self.num_slices, **self.combined_axes)
         except RampupError as error:
             self.mesh_problem = str(error)
         # A loaded batch is sharded over the data, stage, fsdp and expert axes.
@@ -184,9 +186,16 @@ class MaxTextJob(Job):
         return AUTO if AUTO in sizes else math.prod(sizes)
 
     def _count_devices(self) -> int:
-        """Return the given devices, or those of a mesh without a free axis."""
+        """Return the given devices, those of the hardware to compile for, or those of a mesh without a free axis."""
         if self["num_devices"] is not None:
             return int(self["num_devices"])
+        if self[keys.TOPOLOGY] is not None:
+            devices = keys.topology_devices(self[keys.TOPOLOGY])
+            if devices is None:
+                raise ConfigError(
+                    f"{keys.TOPOLOGY}={self[keys.TOPOLOGY]!r:.60} is not known here; add num_devices=N", key="num_devices"
+                )
+            return devices * max(self[keys.TOPOLOGY_SLICES], 1)
         ici, dcn = (self.combined_axes[group].values() for group in ("ici", "dcn"))
         if AUTO in ici or min(ici) < 1:
             raise ConfigError(
@@ -315,14 +324,14 @@ class MaxTextJob(Job):
         values = self._rampup_values()
         axes = [name for names in keys.AXIS_GROUPS.values() for name in names]
         expressed = {*values, *(f"{group}_{axis}_parallelism" for group in ("ici", "dcn") for axis in axes)}
-        expressed |= {"learning_rate_schedule_steps", keys.LAYERS}
+        expressed |= {"learning_rate_schedule_steps", keys.LAYERS, keys.TOPOLOGY, keys.TOPOLOGY_SLICES}
         unused = [] if self.ramps else sorted(self.settings.given & {START, INCREMENT, SAMPLES})
         return Conversion(values=values, left_out=left_out(self.settings, expressed, dict.fromkeys(unused, "the ramp is off")))
 
     def _rampup_values(self) -> dict[str, Any]:
         values: dict[str, Any] = {
             "num_devices": self.num_devices,
-            "num_slices": self["num_slices"],
+            "num_slices": self.num_slices,
             **{
                 f"{group}_{axis}_parallelism": size for group, axes in self.combined_axes.items() for axis, size in axes.items()
             },
@@ -337,6 +346,8 @@ class MaxTextJob(Job):
             "max_target_length": self["max_target_length"],
             "learning_rate_clock": "steps",
         }
+        if self[keys.SHARD_OPTIMIZER]:
+            values[keys.SHARD_OPTIMIZER] = True
         if self["eval_steps"] > 0:
             values["eval_steps"] = self["eval_steps"]
         if self["steps"] != AUTO and self["learning_rate_schedule_steps"] > 0:

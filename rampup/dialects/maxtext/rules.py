@@ -51,9 +51,8 @@ def _tokens_per_device(job: MaxTextJob) -> str:
 
 CHECKED: Rules = [
     at_least("maxtext.accumulation_positive", (ACCUMULATION,), ACCUMULATION, 1),
-    Rule(name="maxtext.mesh", keys=("num_devices",), holds=lambda job: not job.mesh_problem,
-        message=lambda job: job.mesh_problem,
-        candidates=lambda job: [int(n) for n in around(job.num_devices) if n >= 1]),
+    at_least("maxtext.topology_slices", (keys.TOPOLOGY_SLICES,), keys.TOPOLOGY_SLICES, 1,
+        when=lambda job: job[keys.TOPOLOGY] is not None and job["num_devices"] is None, note=f" with {keys.TOPOLOGY}"),
     Rule(name="maxtext.ramp_grows", keys=(END, START), when=lambda job: job.ramps, holds=lambda job: job.grows,
         message=lambda job: f"{END}={show(job[END])} must be greater than {START}={show(job[START])}",
         candidates=_sizes_near(END)),
@@ -166,6 +165,10 @@ def _eval_message(job: MaxTextJob) -> str:
 
 FOUND_BY_RUN = found_by_run(
     [
+        # pyconfig accepts any mesh; create_device_mesh asserts that it has as many devices as the run.
+        Rule(name="maxtext.mesh", keys=("num_devices",), holds=lambda job: not job.mesh_problem,
+            message=lambda job: f"{job.mesh_problem}; MaxText's configuration is accepted, and the run stops at its mesh",
+            candidates=lambda job: [int(n) for n in around(job.num_devices) if n >= 1]),
         Rule(name="maxtext.empty_batch", keys=(END,), holds=lambda job: job.sizes.micro >= 1,
             message=lambda job: (
                 f"{product_text(job, END)} is truncated to {job.sizes.micro} samples: the step silently trains on nothing"),

@@ -6,6 +6,12 @@ from rampup.dialects.maxtext import AXIS_GROUPS
 from rampup.dialects.reading import Entry, entry
 
 BATCH, GENERATIONS, ITERATIONS = "batch_size", "rl.num_generations", "rl.num_iterations"
+LOSS = "rl.loss_agg_mode"
+LOSSES = {
+    "token-mean": "every token of the batch counts alike, so long responses weigh more",
+    "sequence-mean-token-mean": "every response counts alike, whatever its length",
+    "sequence-mean": "not known to Tunix",
+}
 TRAIN, ROLLOUT, OLD = "train_micro_batch_size", "rollout_micro_batch_size", "micro_batch_size"
 ROLLOUT_AXES = ("rollout_tensor_parallelism", "rollout_data_parallelism", "rollout_expert_parallelism")
 SLICES = ("num_trainer_slices", "num_samplers_slices")
@@ -20,6 +26,7 @@ KEYS: dict[str, Entry] = {
     OLD: entry(None, "older name of both", unit="prompts", scope="job"),
     GENERATIONS: entry(2, "responses per prompt", unit="samples"),
     ITERATIONS: entry(1, "optimizer steps per batch"),
+    LOSS: entry("sequence-mean-token-mean", "how the loss of a batch is averaged", kind="text", choices=tuple(LOSSES)),
     "rl.use_agentic_rollout": entry(False, "the agentic learner", kind="bool"),
     "num_batches": entry(4, "batches of an epoch"),
     "num_epoch": entry(1, "passes over the prompts"),

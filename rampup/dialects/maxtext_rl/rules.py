@@ -174,6 +174,7 @@ def meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
          f"{prompts(job.train_micro)} per backward pass; {counted(job.batch // job.train_micro, 'pass')} per optimizer step"),
         (ROLLOUT,
          f"{prompts(job.rollout_micro)} per generate call; {counted(job.batch // job.rollout_micro, 'call')} per step"),
+        (keys.LOSS, keys.LOSSES[job[keys.LOSS]]),
         (keys.ITERATIONS, f"{counted(job.iterations, 'optimizer step')} on the samples of one batch"),
         ("num_batches", f"{counted(job.full_batches, 'training step')} over {counted(job.epoch_prompts, 'prompt')} "
          f"({counted(job['num_epoch'], 'epoch')}, train_fraction {job['train_fraction']:g})"),
@@ -226,6 +227,8 @@ def notes(job: MaxTextRlJob) -> Iterator[str]:
         )
     if job["rl.use_agentic_rollout"]:
         yield f"the agentic learner generates for one prompt at a time, regardless of {ROLLOUT}"
+        if keys.LOSS in job.settings.given:
+            yield f"{keys.LOSS} does not reach the agentic learner, which has its own default"
     sequences, fsdp = job.train_micro * job.samples_per_prompt, job.fsdp
     if fsdp is None:
         yield f"ici_fsdp_parallelism=-1: give num_devices=N to check whether {sequences:,} sequences divide over it"
@@ -304,6 +307,12 @@ RULES: list[Rule[MaxTextRlJob]] = [
     multiple("maxtext_rl.tensor_in_slice", (TENSOR, SLICES[0]),
         lambda job: Term(f"the {job.devices_per_slice} training devices of a slice", job.devices_per_slice), TENSOR,
         when=lambda job: job["num_devices"] is not None and job.multislice and job[TENSOR] > 1),
+    Rule(name="maxtext_rl.loss_is_known", keys=(keys.LOSS,), when=lambda job: not job["rl.use_agentic_rollout"],
+        holds=lambda job: job[keys.LOSS] != "sequence-mean",
+        message=lambda job: (
+            f"{keys.LOSS}=sequence-mean is accepted by MaxText, but Tunix, which computes the loss, does not know it and "
+            "stops at the first step"),
+        candidates=lambda job: [name for name in keys.LOSSES if name != "sequence-mean"], found_by="run"),
     Rule(name="maxtext_rl.devices_left", keys=FRACTIONS,
         when=lambda job: job.trainer_devices is not None and job.fractions_valid,
         holds=lambda job: min(job.trainer_devices or 0, job.sampler_devices or 0) >= 1,

@@ -8,6 +8,8 @@ TRAIN, MINI = "trainer.train_batch_size", "trainer.policy_mini_batch_size"
 CRITIC_MINI = "trainer.critic_mini_batch_size"
 MICRO, FORWARD = "trainer.micro_train_batch_size_per_gpu", "trainer.micro_forward_batch_size_per_gpu"
 RESPONSES, WORKERS = "generator.n_samples_per_prompt", "trainer.fully_async.num_parallel_generation_workers"
+COLOCATE, COLOCATE_REF = "trainer.placement.colocate_all", "trainer.placement.colocate_policy_ref"
+CHECKPOINTING = "trainer.gradient_checkpointing"
 MODEL_SIZES = ("tensor_model", "pipeline_model", "context")
 _ENGINE_SIZES = ("num_engines", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 ENGINE_KEYS = tuple(f"generator.inference_engine.{name}" for name in _ENGINE_SIZES)
@@ -41,7 +43,9 @@ KEYS: dict[str, Entry] = {
     "trainer.algorithm.use_kl_loss": entry(True, "a reference model in the loss", kind="bool"),
     "trainer.algorithm.use_kl_in_reward": entry(False, "a reference model in the reward", kind="bool"),
     "trainer.algorithm.loss_reduction": entry("token_mean", "how losses are averaged", kind="text"),
-    "trainer.placement.colocate_all": entry(True, "all models and engines share the devices", kind="bool"),
+    COLOCATE: entry(True, "all models and engines share the devices", kind="bool"),
+    COLOCATE_REF: entry(True, "otherwise: policy and reference share their devices", kind="bool"),
+    CHECKPOINTING: entry(True, "compute activations again in the backward pass", kind="bool"),
     **{
         key: entry(1, f"{what} of the {model} model", unit=unit)
         for model in ("policy", "critic", "ref")

@@ -145,10 +145,20 @@ def advice(job: SkyRLJob) -> Iterator[Advice]:
             None, f"the samples of a mini batch are divided, not its prompts: {job.sample_passes:,} passes and not "
             f"{mini / (job[MICRO] * policy.replicas):,.6g}"),
         Advice("for an out-of-memory error, lower policy_mini_batch_size", GUIDE, None,
-            f"it changes the number of passes, not their size; lower {MICRO}, now {job[MICRO]:,}"),
+            "it changes the number of passes, not their size; "
+            + ("" if job[keys.CHECKPOINTING] else f"first set {keys.CHECKPOINTING}=true, then ")
+            + f"lower {MICRO}, now {job[MICRO]:,}"),
         Advice("policy_mini_batch_size equal to train_batch_size keeps training on-policy", GUIDE, updates * job.epochs == 1,
             f"{counted(updates * job.epochs, 'update')} per rollout"),
     ]  # fmt: skip
+    if not job[keys.CHECKPOINTING]:
+        yield Advice("gradient checkpointing is the first answer to an out-of-memory error", GUIDE, False,
+            f"{keys.CHECKPOINTING} is off, so all activations of a pass are kept")  # fmt: skip
+    if updates * job.epochs > 1 and job.samples_per_prompt > 1:
+        yield Advice("if training is slow, generate fewer responses per prompt, or make the mini batch larger", GUIDE, False,
+            f"{RESPONSES}={job.samples_per_prompt:,} and {counted(updates * job.epochs, 'update')} per rollout: half the "
+            f"responses halve generation and the {counted(job.sample_passes, 'pass')} of an update; a mini batch of "
+            f"{job.prompts:,} makes {counted(job.epochs, 'update')}")  # fmt: skip
     if job.critic is not None:
         yield Advice(
             "critic_mini_batch_size is smaller than policy_mini_batch_size, so that the critic is updated more often",
@@ -185,7 +195,7 @@ def notes(job: SkyRLJob) -> Iterator[str]:
             f"longer sequence still gets a pass of its own. {MICRO} is then ignored, but its rules are still enforced."
         )
     yield from dropped_prompts(job)
-    if job["trainer.placement.colocate_all"] and job.engine_devices is None:
+    if job[keys.COLOCATE] and job.engine_devices is None:
         yield (
             "trainer.placement.colocate_all is on and the file does not size the inference engines: engines * tensor * "
             f"pipeline * data parallel size must be {job.devices['policy']:,}, and so must every other model's devices."
@@ -260,8 +270,16 @@ def _colocated(model: str) -> Rule[SkyRLJob]:
     own = device_keys(model)
     return equal(f"skyrl.colocated_{model}_devices", own, (f"the {model}'s {{:,}} devices", lambda job: job.devices[model]),
         _POLICY_DEVICES,
-        when=lambda job: model in job.models and job["trainer.placement.colocate_all"] and bool(job.settings.given & set(own)),
+        when=lambda job: model in job.models and job[keys.COLOCATE] and bool(job.settings.given & set(own)),
         note=" with trainer.placement.colocate_all", found_by="run")  # fmt: skip
+
+
+def _shares_devices(key: str) -> Rule[SkyRLJob]:
+    """Return the rule that a policy and a reference on the same devices have equally many nodes, and devices per node."""
+    own = key.replace("policy_", "ref_")
+    return equal(f"skyrl.colocated_{own.rpartition('.')[2]}", (own, key, keys.COLOCATE_REF), own, key,
+        when=lambda job: job.has_ref and not job[keys.COLOCATE] and job[keys.COLOCATE_REF],
+        note=f" with {keys.COLOCATE_REF}")  # fmt: skip
 
 
 def _max_workers(job: SkyRLJob) -> int:
@@ -284,7 +302,7 @@ _STEP: list[Rule[SkyRLJob]] = [
         lambda job: Term(
             f"the engines' devices, engines * tensor * pipeline * data parallel size = {job.engine_devices:,},",
             job.engine_devices or 0),
-        _POLICY_DEVICES, when=lambda job: job["trainer.placement.colocate_all"] and job.engine_devices is not None,
+        _POLICY_DEVICES, when=lambda job: job[keys.COLOCATE] and job.engine_devices is not None,
         note=" with trainer.placement.colocate_all"),
     at_least("skyrl.data_set_fills_a_step", ("num_prompts", TRAIN),
         ("a data set of {:,} prompts", lambda job: job["num_prompts"]), TRAIN,
@@ -312,7 +330,15 @@ RULES: list[Rule[SkyRLJob]] = [
     *found_by_run(positive("skyrl", MODEL_COUNTS["ref"], "the reference model needs it", when=lambda job: job.has_ref)),
     *found_by_run(positive("skyrl", _TRAINED, "nothing would be trained or evaluated")),
     *[rule for model in MODEL_COUNTS for rule in _device_rules(model)],
-    *if_usable([*_mini_batch_rules("policy"), *_mini_batch_rules("critic"), *_STEP, *map(_colocated, ("critic", "ref"))]),
+    *if_usable(
+        [
+            *_mini_batch_rules("policy"),
+            *_mini_batch_rules("critic"),
+            *_STEP,
+            *map(_colocated, ("critic", "ref")),
+            *map(_shares_devices, device_keys("policy")),
+        ]
+    ),
 ]
 DIALECT = Dialect(
     system="SkyRL",

@@ -6,6 +6,7 @@ from rampup.dialects.reading import Entry, entry
 
 TRAIN, MICRO = "train.batch_size", "train.minibatch_size"
 ROLLOUTS, CHUNK, INNER = "method.num_rollouts", "method.chunk_size", "method.ppo_epochs"
+GENERATIONS, IMPROVE = "method.n_generations_per_prompt", "method.n_improve_steps"
 # NeMo's own file, or the mapping in its place under train.trainer_kwargs.megatron_cfg.
 NEMO_KEYS = {
     "num_nodes": "trainer.num_nodes",
@@ -25,6 +26,8 @@ KEYS: dict[str, Entry] = {
     ROLLOUTS: entry(128, "samples to collect before training", unit="samples", scope="process"),
     CHUNK: entry(128, "prompts of a generate call", unit="prompts", scope="process"),
     INNER: entry(4, "times that the collected samples are trained on"),
+    GENERATIONS: entry(32, "RFT: responses per prompt of a growth step"),
+    IMPROVE: entry(4, "RFT: epochs on each set of responses, with a rising threshold", unit="steps"),
     **{key: entry(None, f"{name} of the NeMo job") for name, key in NEMO_KEYS.items()},
     **{key: entry(None, f"{name} of the NeMo job") for name, key in NEMO_NESTED.items()},
     "num_processes": entry(1, "processes; given as num_processes=N"),

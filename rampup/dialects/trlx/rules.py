@@ -8,13 +8,14 @@ from typing import Any
 from rampup.dialects.reading import Settings
 from rampup.dialects.rollout import RolloutJob, TrainedModel
 from rampup.dialects.rules import Dialect, Rule, Side, at_least, found_by_run, if_usable, multiple, positive
-from rampup.dialects.trlx import CHUNK, INNER, KEYS, MICRO, NEMO_KEYS, NEMO_NESTED, ROLLOUTS, TRAIN
+from rampup.dialects.trlx import CHUNK, GENERATIONS, IMPROVE, INNER, KEYS, MICRO, NEMO_KEYS, NEMO_NESTED, ROLLOUTS, TRAIN
 from rampup.dialects.verdict import Advice, Run, Words, counted, product
 from rampup.rl.plan import RolloutPlan
 
 MAX_LISTED = 10_000
 # Defaults of the library's three ready-made configurations: PPO, ILQL, SFT.
 BATCH_SIZES: Mapping[str, int] = {"ppo": 32, "ilql": 128, "sft": 8}
+METHODS = ("ilql", "sft", "rft", "ppo")
 
 
 class TrlxJob(RolloutJob):
@@ -23,13 +24,14 @@ class TrlxJob(RolloutJob):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         text = (self["method.name"] + self["train.trainer"]).lower()
-        self.method = next((name for name in ("ilql", "sft") if name in text), "ppo")
-        self.ppo = self.method == "ppo"  # collects samples from the model; the others train on given samples
+        self.method = next((name for name in METHODS if name in text), "ppo")
+        # PPO collects samples from the model before it trains, RFT selects the best of them; the others train on given ones.
+        self.ppo, self.rft = self.method == "ppo", self.method == "rft"
         nemo_keys = {*NEMO_KEYS.values(), *NEMO_NESTED.values()}
         self.nemo = "nemo" in self["train.trainer"].lower() or bool(settings.given & nemo_keys)
 
         # Sizes of one process (with NeMo: of one data-parallel replica).
-        self.batch: int = BATCH_SIZES[self.method] if self[TRAIN] is None else self[TRAIN]
+        self.batch: int = BATCH_SIZES.get(self.method, 1) if self[TRAIN] is None else self[TRAIN]
         self.micro_given: int = self[MICRO] or 0
         self.micro = self.micro_given or self.batch
         sizes = {name: 1 if self[NEMO_NESTED[name]] is None else self[NEMO_NESTED[name]] for name in NEMO_KEYS}
@@ -41,6 +43,7 @@ class TrlxJob(RolloutJob):
             self.replicas = self.nodes * self.devices_per_node // max(self.model_size, 1)  # NeMo rounds down
 
         counts = (TRAIN, "num_processes", "num_prompts", *((ROLLOUTS, CHUNK, INNER) if self.ppo else ()), *nemo_keys)
+        counts += (GENERATIONS, IMPROVE) if self.rft else ()
         self.usable = (
             all(self[key] is None or self[key] >= 1 for key in counts)
             and self.micro_given >= 0
@@ -159,6 +162,10 @@ def meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
         f"samples per process: {counted(job.global_batch, 'sample')} per optimizer step",
     )
     yield (MICRO, f"{counted(job.passes, 'pass')} of {counted(job.micro, 'sample')} per process and optimizer step")
+    if job.rft:
+        total = "" if job["num_prompts"] is None else f", {counted(job['num_prompts'] * job[GENERATIONS], 'sample')} in all"
+        yield GENERATIONS, f"{counted(job[GENERATIONS], 'response')} to every prompt of the data set{total}"
+        yield IMPROVE, f"{counted(job[IMPROVE], 'epoch')} on the best of them, with a rising threshold; then generate again"
     if not job.ppo:
         return
     over = job.collected - job[ROLLOUTS]
@@ -185,6 +192,12 @@ def flow(job: TrlxJob) -> Iterator[str]:
         f"each optimizer step: {counted(job.passes, 'pass')} of {counted(job.micro, 'sample')} on every process, gradients "
         f"summed, then one step over {counted(job.global_batch, 'sample')}"
     )
+    if job.rft:
+        responses = counted(job[GENERATIONS], "response")
+        yield f"every {counted(job[IMPROVE], 'epoch')}: generate {responses} to every prompt, and score them"
+        yield "each epoch: keep the responses above the threshold of their prompt, each once, distributed over the processes"
+        yield step
+        return
     if not job.ppo:
         yield "load the given samples, distributed over the processes"
         yield step
@@ -239,7 +252,10 @@ def notes(job: TrlxJob) -> Iterator[str]:
         yield from _collection_notes(job)
     if job[MICRO] == 0:
         yield f"{MICRO}=0 is the same as null."
-    if not job.ppo:
+    if job.rft:
+        yield "RFT trains on the samples above a threshold, so the optimizer steps of an epoch are not known before the run."
+        yield "num_rollouts, chunk_size and ppo_epochs have no effect with RFT."
+    elif not job.ppo:
         yield f"{job.method.upper()} trains on given samples: num_rollouts, chunk_size and ppo_epochs have no effect."
 
 
@@ -293,6 +309,11 @@ _COUNTS: list[Rule[TrlxJob]] = [
     *positive("trlx", [TRAIN], "the trainer divides by it"),
     *found_by_run(
         positive("trlx", [ROLLOUTS, CHUNK, INNER], "nothing would be collected or trained", when=lambda job: job.ppo)
+    ),
+    Rule(name="trlx.rft_batch_given", keys=(TRAIN,), when=lambda job: job.rft, holds=lambda job: job[TRAIN] is not None,
+        message=lambda job: f"{TRAIN} must be set: trlX has no ready-made configuration for RFT"),
+    *found_by_run(
+        positive("trlx", [GENERATIONS, IMPROVE], "there would be nothing to select from", when=lambda job: job.rft)
     ),
     *found_by_run(positive("trlx", ["num_processes", "num_prompts"], "there would be nothing to train")),
     *positive("trlx", [*NEMO_KEYS.values(), *NEMO_NESTED.values()], "the trainer divides by it"),
