@@ -235,7 +235,7 @@ def tune(
         found,
         trials=_with_timings(programs, trials, times, usable),
         chosen=chosen,
-        others=tuple(choice for choice in choices if choice is not chosen),
+        others=tuple(sorted((c for c in choices if c is not chosen), key=lambda c: c.run_seconds or math.inf)),
         phases=tuple(_phase_rows(programs, chosen, step_time)),
         tick_overhead=overhead,
         notes=tuple(_notes(programs, choices, chosen, times, overhead)),
@@ -518,6 +518,14 @@ def _notes(
 ) -> Iterator[str]:
     if len(times) < len({b for choice in choices for b in choice.sizes}):
         yield "not every size was timed: the others do not fit in this machine's memory, or there are too many"
+    spread = max((timing.spread for by_number in times.values() for timing in by_number.values()), default=0.0)
+    limit = (chosen.run_seconds or 0.0) * (1 + spread)
+    close = sum(choice is not chosen and choice.run_seconds is not None and choice.run_seconds <= limit for choice in choices)
+    if close and spread > TIE_TOLERANCE:
+        yield (
+            f"the times vary by up to {spread:.0%}, and {close} of the alternatives are that close to the recommended ones: "
+            "which is faster is not certain; tune again on a quiet machine"
+        )
     if programs.splitter.num_stages > 1 and overhead is None:
         yield "pipeline_tick_overhead could not be fitted: it takes two microbatch sizes whose times grow with them"
     before, after = programs.plan.eval_split, chosen.plan.eval_split

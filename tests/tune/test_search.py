@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from rampup import Config, build_plan
 from rampup.errors import BatchDivisibilityError, ConfigError
 from rampup.tune import memory_options
 from rampup.tune import search as tuning
-from rampup.tune.programs import Programs, Size
+from rampup.tune.programs import Programs, Size, Timing
 from rampup.tune.search import (
     GIB,
     MARGIN,
@@ -119,6 +120,16 @@ def test_proposal_seconds_counts_reached_steps():
     assert proposal.seconds(lambda b, n: 1.0) == sum(steps) == 40
     assert proposal.seconds(lambda b, n: n) == sum(s * n for s, n in zip(steps, counts, strict=True))
     assert proposal.seconds(lambda b, n: None) is None
+
+
+@pytest.mark.parametrize(("spread", "certain"), [(0.001, True), (0.02, True), (0.3, False)])
+def test_notes_say_when_the_choice_is_within_the_noise(programs, spread, certain):
+    """An alternative whose time differs by less than the times vary is named as such."""
+    first, second, *_ = proposals(Config(**RAMP), build_plan(Config(**RAMP), 4), 8)
+    chosen, other = replace(first, run_seconds=10.0), replace(second, run_seconds=11.0)
+    times = {b: {1: Timing(seconds=1.0, spread=spread, rounds=3)} for b in chosen.sizes | other.sizes}
+    notes = [note for note in tuning._notes(programs, [chosen, other], chosen, times, None) if "not certain" in note]
+    assert not notes if certain else "vary by up to 30%, and 1 of the alternatives" in notes[0]
 
 
 def config(**changes):
