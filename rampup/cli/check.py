@@ -19,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="system", required=True, metavar="SYSTEM", help="maxtext, maxtext_rl, megatron, skyrl, verl or trlx"
     )
+    parser.add_argument("--verbose", action="store_true", help="also print what each size changes, and the advice of guides")
+    parser.add_argument("--all", action="store_true", help="print all phases of a ramp")
     parser.add_argument("--to", choices=("rampup",), help="also convert what can be expressed")
     parser.add_argument("-o", "--output", metavar="FILE", help="the converted file")
 
@@ -36,6 +38,6 @@ def run(args: argparse.Namespace, console: object) -> Result:
         print(f"wrote {args.output}", file=sys.stderr)
     return Result(
         facts=verdict.to_dict(),
-        show=lambda console: print_verdict(verdict, console),
+        show=lambda console: print_verdict(verdict, console, verbose=args.verbose, all_phases=args.all),
         exit_code=0 if verdict.ok else EXIT_REFUSED,
     )

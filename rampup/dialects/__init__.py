@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,7 +81,7 @@ def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) 
 
 def _check(path: str | Path, system: str, overrides: Sequence[str]) -> Verdict:
     """Read the keys, compute the job, apply the rules, and collect numbers and words in a verdict."""
-    from rampup.dialects.rules import Dialect, find_violations
+    from rampup.dialects.rules import Dialect, doubled_sizes, find_violations
 
     dialect: Dialect = importlib.import_module(f"{__name__}.{system}.rules").DIALECT
     dialect = dialect.variant(path) or dialect
@@ -88,7 +89,7 @@ def _check(path: str | Path, system: str, overrides: Sequence[str]) -> Verdict:
     job = dialect.job(settings)
     violations = find_violations(dialect.rules, job, dialect.job, dialect.keys)
     if not job.usable:
-        return Verdict(system=system, violations=violations, notes=settings.notes)
+        return Verdict(system=system, violations=violations, notes=settings.notes, version=job.version)
     conversion, phases, words = job.conversion(), job.phases(), dialect.words
     plan = None
     # A run that rampup can express has a plan even if its own system rejects the file.
@@ -100,6 +101,9 @@ def _check(path: str | Path, system: str, overrides: Sequence[str]) -> Verdict:
         violations=violations,
         outcome=job.outcome,
         notes=(*settings.notes, *words.notes(job)),
+        version=job.version,
+        summary=job.summary(),
+        changes=tuple(itertools.starmap(Meaning, doubled_sizes(job, dialect.job, dialect.keys, dialect.rules))),
         derived=job.derived(),
         phases=None if phases is None else tuple(phases),
         meanings=tuple(

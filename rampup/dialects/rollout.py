@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rampup.dialects.rules import Job
-from rampup.dialects.verdict import Run, counted
+from rampup.dialects.verdict import Run, counted, times
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import Size, Unit
 from rampup.rl.updates import Training
@@ -134,6 +134,18 @@ class RolloutJob(Job):
             derived["training_steps"] = self["num_prompts"] // self.prompts * self[self.data_epochs]
             derived["total_optimizer_steps"] = derived["training_steps"] * derived["optimizer_steps"]
         return derived
+
+    def summary(self) -> str:
+        """Return the numbers of a step in one line."""
+        policy = self.policy
+        samples = f"{times(counted(self.prompts, 'prompt'), self.samples_per_prompt)} = {counted(self.samples, 'sample')}"
+        if self.padded_samples:
+            samples += f" + {self.padded_samples:,} of padding"
+        passes = f"passes of up to {policy.tokens or 0:,} tokens" if policy.tokens is not None else self.passes_text
+        if policy.tokens is None and policy.micro is not None and self.passes is not None:
+            passes = times(passes, min(policy.micro, policy.padded_share))
+        steps = f"{counted(self.updates(policy), 'optimizer step')} of {policy.mini_samples:,}"
+        return f"{samples}; {steps}; {times(counted(policy.replicas, 'replica'), passes)}"
 
     def rollout_plan(self, unit: Unit = "prompts", *, pad: bool = False) -> RolloutPlan:
         """Return rampup's plan of one training step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -29,10 +29,12 @@ class Job:
 
     Attributes:
         settings: the values of the file; `job[key]` is a shorthand.
+        version: the version of the system whose rules the job has, and how to choose another.
         usable: True if all counts are positive and every model has a replica. Otherwise most numbers are not computed.
     """
 
     usable: bool = True
+    version: str = ""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -48,6 +50,10 @@ class Job:
     def outcome(self) -> Run:
         """What a run of this file does if it breaks no rule."""
         return "runs"
+
+    def summary(self) -> str:
+        """Return the numbers of a step in one line."""
+        return ""
 
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report, by the names that all systems share."""
@@ -256,6 +262,35 @@ def find_violations(
         return Violation(rule=rule.name, keys=ordered, message=message, nearest=nearest, found_by=rule.found_by)
 
     return tuple(map(violation, broken))
+
+
+def doubled_sizes(
+    job: J, build: Callable[[Settings], J], keys: Mapping[str, Entry], rules: Sequence[Rule[J]]
+) -> Iterator[tuple[str, str]]:
+    """Yield each given count that has a unit, doubled, with the derived numbers that change, or the rules that break."""
+    before = {name: value for name, value in job.derived().items() if isinstance(value, int | float)}
+    for key, entry in keys.items():
+        value = job[key]
+        if key not in job.settings.given or not entry.unit or not isinstance(value, int) or not 1 <= value < MAX_COUNT // 2:
+            continue
+        try:
+            changed = build(job.settings.with_value(key, 2 * value))
+            broken = {rule.name for rule in rules if rule.is_broken(changed) and not rule.is_broken(job)}
+            after = changed.derived() if changed.usable else {}
+        except RampupError:
+            continue
+        texts = [
+            f"{name} {_number(old)} -> {_number(after[name])}"
+            for name, old in before.items()
+            if after.get(name, old) != old and isinstance(after[name], int | float)
+        ]
+        if broken:
+            texts = [f"breaks {', '.join(sorted(broken))}"]
+        yield f"{key} = {value:,} -> {2 * value:,}", "; ".join(texts) or "no number of a step changes"
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _nearest_values(

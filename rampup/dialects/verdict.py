@@ -88,6 +88,9 @@ class Verdict(NotebookRepr):
         violations: all rules that it breaks.
         outcome: what a run without violations does: it `runs`, `pads` its batches or `drops` samples.
         notes: settings that are legal but surprising.
+        version: the version of the system whose rules these are.
+        summary: the numbers of a step in one line.
+        changes: each given size, and the derived numbers that change if it is doubled.
         derived: the numbers that follow, such as `samples_per_step` and `optimizer_steps`.
         phases: every phase of a ramp, as in `rampup plan --json`; None without a ramp.
         meanings, flow, advice: the explanation for people.
@@ -99,6 +102,9 @@ class Verdict(NotebookRepr):
     violations: tuple[Violation, ...] = ()
     outcome: Run = "runs"
     notes: tuple[str, ...] = ()
+    version: str = ""
+    summary: str = ""
+    changes: tuple[Meaning, ...] = ()
     derived: Mapping[str, Any] = field(default_factory=dict)
     phases: tuple[Mapping[str, Any], ...] | None = None
     meanings: tuple[Meaning, ...] = ()
@@ -183,6 +189,16 @@ def product(factors: Mapping[str, int], noun: str = "") -> Term:
     number = math.prod(factors.values())
     values = " * ".join(f"{factor:,}" for factor in factors.values())
     return Term(f"{' * '.join(factors)} = {values} = {number:,}{noun and ' '}{noun}", number)
+
+
+def times(*factors: object) -> str:
+    """Return factors with signs of multiplication between them.
+
+    Example:
+        >>> times("4 replicas", 5, "2 passes").count(chr(215))
+        2
+    """
+    return " \u00d7 ".join(f"{factor:,}" if isinstance(factor, int) else str(factor) for factor in factors)
 
 
 def counted(number: int, noun: str) -> str:

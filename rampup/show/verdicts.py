@@ -26,10 +26,25 @@ ADVICE = {True: ("true    ", "green"), False: ("not here", "yellow"), None: ("wr
 PHASE_COLUMNS = WHEN | {"global\nbatch": "global_batch_size", "replicas": "data_parallel_size"} | SPLIT
 
 
-def print_verdict(verdict: Verdict, console: Console) -> None:
-    """Print a verdict: violations, the meaning of the file, the flow of a step, advice and notes."""
+# Rows of a table of phases before and after those that are folded.
+FIRST_PHASES, LAST_PHASES = 8, 3
+
+
+def print_verdict(verdict: Verdict, console: Console, *, verbose: bool = False, all_phases: bool = False) -> None:
+    """Print a verdict: violations, the meaning of the file, the flow of a step and notes.
+
+    Args:
+        verdict: the verdict.
+        console: where it is printed.
+        verbose: also print what each size changes, and the advice of guides.
+        all_phases: print all phases of a ramp; otherwise those in the middle are folded.
+    """
     style = "bold green" if verdict.ok else "bold red"
     _print_line(console, f"{verdict.system}: {CHECKS[verdict.validator]}; {RUNS[verdict.run]}", style=style)
+    if verdict.summary:
+        _print_line(console, verdict.summary)
+    if verdict.version:
+        _print_line(console, f"rules: {verdict.version}", style="dim")
     if verdict.violations:
         _print_title(console, f"{format_count(len(verdict.violations), 'rule')} broken")
     for number, violation in enumerate(verdict.violations, start=1):
@@ -43,12 +58,20 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         _print_title(console, "phases")
         columns = {title: name for title, name in PHASE_COLUMNS.items() if any(name in row for row in verdict.phases)}
         cells = [[phase_cell(row, name) for name in columns.values()] for row in verdict.phases]
+        folded = 0 if all_phases else len(cells) - FIRST_PHASES - LAST_PHASES
+        if folded > 1:
+            cells[FIRST_PHASES:-LAST_PHASES] = [["..."] * len(columns)]
         _print_table(console, list(columns), cells, numbers=True)
+        if folded > 1:
+            _print_line(console, f"{folded:,} phases are folded; --all shows them", style="dim")
     if verdict.flow:
         _print_title(console, "a step")
         for number, line in enumerate(verdict.flow, start=1):
             _print_hanging(console, f"{number:>2}. ", line)
-    if verdict.advice:
+    if verdict.changes and verbose:
+        _print_title(console, "what each size changes")
+        _print_table(console, ("doubled", "what follows"), [(change.says, change.means) for change in verdict.changes])
+    if verdict.advice and verbose:
         _print_title(console, "advice of the guides")
         for advice in verdict.advice:
             mark, style = ADVICE[advice.holds]
@@ -57,6 +80,9 @@ def print_verdict(verdict: Verdict, console: Console) -> None:
         _print_title(console, "notes")
         for note in verdict.notes:
             _print_hanging(console, "- ", note)
+    if not verbose and (verdict.changes or verdict.advice):
+        console.print()
+        _print_line(console, "--verbose adds what each size changes, and the advice of guides", style="dim")
 
 
 def _print_table(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:

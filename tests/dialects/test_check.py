@@ -209,3 +209,71 @@ def test_check_file_returns_a_verdict_or_a_rampup_error(system, entries, data):
 def test_systems_are_those_of_the_command_line():
     """SYSTEMS has the six systems."""
     assert set(SYSTEMS) == {"maxtext", "maxtext_rl", "megatron", "skyrl", "verl", "trlx"}
+
+
+X = "\u00d7"
+SUMMARIES = {
+    "skyrl": (
+        {"trainer.policy_mini_batch_size": 256, "trainer.micro_train_batch_size_per_gpu": 64}
+        | {"trainer.placement.policy_num_gpus_per_node": 4, "trainer.placement.ref_num_gpus_per_node": 4},
+        f"1,024 prompts {X} 5 = 5,120 samples; 4 optimizer steps of 1,280; 4 replicas {X} 5 passes {X} 64",
+    ),
+    "verl": (
+        {"data.train_batch_size": 64, "actor_rollout_ref.rollout.n": 4, "actor_rollout_ref.actor.ppo_mini_batch_size": 16}
+        | {"actor_rollout_ref.actor.use_dynamic_bsz": True, "algorithm.adv_estimator": "grpo"},
+        f"64 prompts {X} 4 = 256 samples; 4 optimizer steps of 64; 8 replicas {X} passes of up to 16,384 tokens",
+    ),
+    "trlx": (
+        {"train.batch_size": 32, "train.minibatch_size": 8},
+        f"1 process {X} 128 = 128 samples; 16 optimizer steps of 32; 1 process {X} 4 passes {X} 8",
+    ),
+    "megatron": (
+        {"micro_batch_size": 1, "global_batch_size": 48, "rampup_batch_size": [16, 8, 500], "data_parallel_size": 8},
+        f"48 samples per optimizer step; 8 replicas {X} 6 microbatches {X} 1; ramp from 16 in 5 phases and 21 steps",
+    ),
+    "maxtext": (
+        {"per_device_batch_size": 0.5, "ici_fsdp_parallelism": 8, "gradient_accumulation_steps": 2},
+        f"8 samples per optimizer step; 8 replicas {X} 2 passes {X} 0.5; 16 rows loaded",
+    ),
+    "maxtext_rl": (
+        {"batch_size": 8, "rl.num_generations": 4, "train_micro_batch_size": 2},
+        f"8 prompts {X} 4 = 32 samples; 1 optimizer step of 32; 4 passes {X} 8",
+    ),
+}
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_summary_is_the_arithmetic_of_a_step_in_one_line(capsys, file, system):
+    """Prompts, samples, optimizer steps, replicas, passes and their size, below the verdict; then the version of the rules."""
+    config, summary = SUMMARIES[system]
+    path = file(config)
+    main(["check", path, "--from", system])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == summary
+    assert lines[2].startswith("rules: ")
+    assert "2026" in lines[2] or "2024" in lines[2]
+
+
+def test_verbose_doubles_each_given_size(capsys, file):
+    """What follows from each size is found by trial: numbers that change, or a rule that breaks."""
+    path = file(VALID)
+    assert main(["check", path, "--from", "skyrl", "--verbose"]) == 0
+    shown = capsys.readouterr().out
+    assert "trainer.train_batch_size = 8 -> 16" in shown
+    assert "samples_per_step 16 -> 32; mini_batches 2 -> 4; optimizer_steps 2 -> 4" in shown
+    changes = {change.says: change.means for change in check_file(path, "skyrl").changes}
+    assert changes["trainer.policy_mini_batch_size = 4 -> 8"].startswith("mini_batches 2 -> 1; optimizer_steps 2 -> 1")
+    tight = check_file(file({**VALID, "trainer.policy_mini_batch_size": 8}), "skyrl").changes
+    assert any("breaks skyrl.policy_mini_at_most_train" in change.means for change in tight)
+
+
+def test_all_shows_every_phase(capsys, file):
+    """A table of 117 phases is folded without --all."""
+    ramp = {"micro_batch_size": 2, "global_batch_size": 2048, "rampup_batch_size": [192, 16, 9765625], "world_size": 8}
+    path = file(ramp)
+    assert main(["check", path, "--from", "megatron"]) == 0
+    short = capsys.readouterr().out
+    assert main(["check", path, "--from", "megatron", "--all"]) == 0
+    long = capsys.readouterr().out
+    assert "106 phases are folded; --all shows them" in short
+    assert len(long.splitlines()) - len(short.splitlines()) == 106 - 2

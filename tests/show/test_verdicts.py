@@ -35,8 +35,9 @@ FULL = Verdict(
 
 def shown(verdict, **options):
     """Return what is printed."""
+    ours = {name: options.pop(name) for name in ("verbose", "all_phases") if name in options}
     console = Console(file=io.StringIO(), no_color=True, highlight=False, **options)
-    print_verdict(verdict, console)
+    print_verdict(verdict, console, **ours)
     return console.file.getvalue()
 
 
@@ -50,7 +51,7 @@ def squeezed(text):
 )
 def test_print_verdict_is_complete(options):
     """Notes, flow, advice and violations are complete, piped and on terminals, and brackets are no markup."""
-    text = squeezed(shown(FULL, **options))
+    text = squeezed(shown(FULL, **options, verbose=True))
     for part in (
         *FULL.notes,
         *(violation.message for violation in FULL.violations),
@@ -93,3 +94,34 @@ def test_print_verdict_headline(outcome, said):
     first = shown(Verdict(system="trlx", outcome=outcome), width=80).splitlines()[0]
     assert first.startswith("trlx: its own check accepts the file")
     assert said in first
+
+
+def test_print_verdict_says_what_each_size_changes_only_on_request():
+    """General advice and the effect of each size are 24 of 54 lines: they need --verbose, which the last line says."""
+    verdict = Verdict(system="trlx", changes=(Meaning(says="a = 1 -> 2", means="steps 4 -> 2"),), advice=FULL.advice)
+    short, long = shown(verdict, width=200), shown(verdict, width=200, verbose=True)
+    assert "steps 4 -> 2" not in short
+    assert "first rule" not in short
+    assert "--verbose adds" in short
+    assert "steps 4 -> 2" in long
+    assert "first rule" in long
+    assert "--verbose" not in long
+
+
+@pytest.mark.parametrize(("count", "folded"), [(12, 0), (13, 2), (117, 106)])
+def test_print_verdict_folds_long_tables_of_phases(count, folded):
+    """The first 8 and the last 3 phases are shown; --all shows all of them."""
+    rows = [{"start_step": 1000 + i, "start_sample": 0, "num_steps": 1, "global_batch_size": 16 * i} for i in range(count)]
+    verdict = Verdict(system="megatron", phases=tuple(rows))
+    short, long = shown(verdict, width=200), shown(verdict, width=200, all_phases=True)
+    assert sum(f"{1000 + i:,}" in long for i in range(count)) == count
+    assert sum(f"{1000 + i:,}" in short for i in range(count)) == count - folded
+    assert f"{1000 + count - 1:,}" in short
+    assert (f"{folded:,} phases are folded" in short) == bool(folded)
+    assert "folded" not in long
+
+
+def test_print_verdict_has_a_summary_and_the_version_of_the_rules():
+    """They are the second and the third line."""
+    verdict = Verdict(system="verl", summary="1 prompt; 1 step", version="veRL of some month")
+    assert shown(verdict, width=80).splitlines()[1:3] == ["1 prompt; 1 step", "rules: veRL of some month"]

@@ -46,23 +46,23 @@ def meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
     sizes = job.sizes
     yield (
         END,
-        f"{sizes.micro:,} samples per forward pass over {job.num_devices:,} devices; "
+        f"{counted(sizes.micro, 'sample')} per forward pass over {counted(job.num_devices, 'device')}; "
         f"{sizes.micro * job['max_target_length']:,} tokens",
     )
     passes = counted(job[ACCUMULATION], "pass")
-    yield (ACCUMULATION, f"{passes}, so {sizes.to_train:,} samples per optimizer step")
-    yield (EXPANSION, f"{sizes.to_load:,} rows to load per step")
+    yield (ACCUMULATION, f"{passes}, so {counted(sizes.to_train, 'sample')} per optimizer step")
+    yield (EXPANSION, f"{counted(sizes.to_load, 'row')} to load per step")
     evaluates = job["eval_interval"] > 0
-    yield (EVAL, f"{job.eval_sizes.to_train:,} samples per evaluation batch" if evaluates else "no evaluation")
+    yield (EVAL, f"{counted(job.eval_sizes.to_train, 'sample')} per evaluation batch" if evaluates else "no evaluation")
     yield ("", f"the batch is sharded over {counted(job.axes.data_parallel_size, 'replica')} (data * fsdp)")
     if job.ramps:
         for key, what in ((START, "in the first phase"), (INCREMENT, "more in each phase")):
-            yield (key, f"{job.global_size(key):,} samples {what}, without accumulation")
+            yield (key, f"{counted(job.global_size(key), 'sample')} {what}, without accumulation")
         yield (SAMPLES, "samples requested for the whole ramp, shared equally by its phases")
     if job.is_piped and job.microbatches > 0:
         yield (
             MICROBATCHES,
-            f"{job.microbatches:,} microbatches of {sizes.micro // job.microbatches:,} samples through "
+            f"{counted(job.microbatches, 'microbatch')} of {counted(sizes.micro // job.microbatches, 'sample')} through "
             f"{job.stages:,} stages, {counted(job.repeats, 'repeat')}",
         )
 
@@ -70,14 +70,16 @@ def meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
 def flow(job: MaxTextJob) -> Iterator[str]:
     """Yield the stages of one optimizer step after the ramp."""
     sizes = job.sizes
-    yield f"load {sizes.to_load:,} rows of {job['max_target_length']:,} tokens, sharded over {job.loading_shards:,} devices"
+    rows, shards = counted(sizes.to_load, "row"), counted(job.loading_shards, "device")
+    yield f"load {rows} of {job['max_target_length']:,} tokens, sharded over {shards}"
     yield f"take {sizes.micro:,} of them in each of {counted(job[ACCUMULATION], 'pass')}, one after the other"
     if job.is_piped and job.microbatches > 0:
         yield (
-            f"split a pass into {job.microbatches:,} microbatches and send them through {job.stages:,} pipeline stages "
+            f"split a pass into {counted(job.microbatches, 'microbatch')} and send them through {job.stages:,} pipeline stages "
             f"({counted(job.repeats, 'repeat')})"
         )
-    yield f"sum the gradients of {sizes.to_train:,} samples over {job.axes.data_parallel_size:,} replicas"
+    replicas = counted(job.axes.data_parallel_size, "replica")
+    yield f"sum the gradients of {counted(sizes.to_train, 'sample')} over {replicas}"
     yield "one optimizer step"
 
 

@@ -19,10 +19,10 @@ from rampup.dialects.convert import left_out
 from rampup.dialects.maxtext import ACCUMULATION, DELAY, END, EVAL, EXPANSION, INCREMENT, REPEATS, SAMPLES, STAGE_LAYERS, START
 from rampup.dialects.reading import Settings
 from rampup.dialects.rules import Job
-from rampup.dialects.verdict import Conversion, Run
+from rampup.dialects.verdict import Conversion, Run, counted, times
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.mesh_axes import MeshAxes
-from rampup.plan.numbers import AUTO, plain_number
+from rampup.plan.numbers import AUTO, plain_number, to_yaml_number
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import MAX_PHASES
 from rampup.plan.timetable import bubble_fraction
@@ -136,6 +136,8 @@ class MaxTextJob(Job):
     Raises:
         ConfigError: the file leaves the number of devices open.
     """
+
+    version = "MaxText of August 2026 (e591f30)"
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -257,6 +259,19 @@ class MaxTextJob(Job):
     def outcome(self) -> Run:
         """Rows may be dropped in each step, and at the end of the ramp."""
         return "drops" if self.dropped_per_step or self.lost_at_ramp_end else "runs"
+
+    def summary(self) -> str:
+        """Return the numbers of an optimizer step in one line."""
+        sizes, replicas = self.sizes, self.axes.data_parallel_size
+        share = to_yaml_number(Fraction(sizes.micro, replicas))
+        shape = times(counted(replicas, "replica"), counted(self[ACCUMULATION], "pass"), share)
+        text = f"{counted(sizes.to_train, 'sample')} per optimizer step; {shape}"
+        if sizes.to_load != sizes.to_train:
+            text += f"; {counted(sizes.to_load, 'row')} loaded"
+        if self.manager is not None and self.manager.ends:
+            phases = self.manager.phases()
+            text += f"; ramp from {phases[0][1]:,} in {counted(len(phases), 'phase')} and {counted(phases[-1][0], 'step')}"
+        return text
 
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""

@@ -15,7 +15,7 @@ from rampup.dialects.maxtext_rl import ALIASES, AUTO, BATCH, FSDP, OLD, ROLLOUT,
 from rampup.dialects.reading import Settings, rename, type_settings
 from rampup.dialects.rollout import RolloutJob, TrainedModel, flow
 from rampup.dialects.rules import Dialect, Rule, at_least, multiple
-from rampup.dialects.verdict import Advice, Run, Term, Words, counted
+from rampup.dialects.verdict import Advice, Run, Term, Words, counted, times
 from rampup.errors import ConfigError
 from rampup.plan.numbers import divisors
 
@@ -51,6 +51,8 @@ def read(path: str | Path, overrides: Sequence[str]) -> Settings:
 
 class MaxTextRlJob(RolloutJob):
     """The numbers of an rl.yml. Some are computed in MaxText's floating point."""
+
+    version = "MaxText of August 2026 (e591f30) with its Tunix"
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -132,6 +134,12 @@ class MaxTextRlJob(RolloutJob):
     def outcome(self) -> Run:
         """The last, short batch is dropped."""
         return "drops" if self.dropped_prompts else "runs"
+
+    def summary(self) -> str:
+        """Return the numbers of a step in one line."""
+        samples = f"{times(counted(self.batch, 'prompt'), self.samples_per_prompt)} = {counted(self.samples, 'sample')}"
+        steps = f"{counted(self.iterations, 'optimizer step')} of {self.samples:,}"
+        return f"{samples}; {steps}; {times(self.passes_text, self.train_micro * self.samples_per_prompt)}"
 
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""

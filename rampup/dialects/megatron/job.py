@@ -23,7 +23,7 @@ from rampup.dialects.megatron import DECREASE, EVAL_GLOBAL, GLOBAL, GROUP, MICRO
 from rampup.dialects.megatron.layers import LayerSplit
 from rampup.dialects.reading import Settings
 from rampup.dialects.rules import Job
-from rampup.dialects.verdict import Conversion
+from rampup.dialects.verdict import Conversion, counted, times
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import MAX_COUNT, SUFFIXES
 from rampup.plan.plan import RampPlan
@@ -178,6 +178,13 @@ class MegatronJob(Job):
         ConfigError: the number of devices is unknown or contradictory.
     """
 
+    @property
+    def version(self) -> str:  # type: ignore[override]
+        """The version of Megatron."""
+        if self[keys.VERSION] == "head":
+            return "Megatron-LM of August 2026 (d98e8a6); without megatron_version=head, with linear ramps, as until April 2026"
+        return "Megatron-LM of August 2026 (d98e8a6), with the linear ramps of those until April 2026"
+
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.model_parallel = math.prod(self[axis] for axis in MODEL_AXES)  # devices of a replica
@@ -280,6 +287,21 @@ class MegatronJob(Job):
     def not_rising(self) -> list[tuple[Threshold, Threshold]]:
         """Neighbouring thresholds that do not increase."""
         return [(a, b) for a, b in itertools.pairwise(self.thresholds) if b.samples <= a.samples]
+
+    def summary(self) -> str:
+        """Return the numbers of an optimizer step in one line."""
+        if self.ramp is None or not self.splits:
+            return ""
+        final = self.ramp.sizes[-1]
+        microbatches = counted(final // self.unit, "microbatch")
+        shape = times(counted(self.replicas, "replica"), microbatches, self.micro)
+        text = f"{counted(final, 'sample')} per optimizer step; {shape}"
+        if self.has_ramp:
+            text += (
+                f"; ramp from {self.ramp.sizes[0]:,} in {counted(len(self.ramp.phases), 'phase')} and "
+                f"{counted(self.ramp.ramp_steps, 'step')}"
+            )
+        return text
 
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""

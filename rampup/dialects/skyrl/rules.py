@@ -29,6 +29,7 @@ class SkyRLJob(RolloutJob):
     """A SkyRL file's numbers, by SkyRL's own formulas."""
 
     data_epochs = "trainer.epochs"
+    version = "SkyRL of August 2026 (a956457)"
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

@@ -9,7 +9,7 @@ from typing import Any
 from rampup.config.yaml import read_mapping
 from rampup.dialects.reading import Entry, Settings, entry
 from rampup.dialects.rules import Dialect, Job, Rule, Side, at_least, if_usable, multiple, positive
-from rampup.dialects.verdict import Term, Words, counted
+from rampup.dialects.verdict import Term, Words, counted, times
 
 BATCH, MICRO = "batch_size", "micro_train_batch_size_per_gpu"
 DEVICES = "placement.num_gpus_per_node"
@@ -38,6 +38,8 @@ def is_fine_tuning(path: str | Path) -> bool:
 class SftJob(Job):
     """A fine-tuning file's numbers."""
 
+    version = "SkyRL of August 2026 (a956457)"
+
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.batch: int = self[BATCH]
@@ -50,6 +52,11 @@ class SftJob(Job):
         if self.usable:
             self.share = self.batch // self.replicas
             self.passes = "as many passes as the tokens need" if self.packed else counted(self.share // self[MICRO], "pass")
+
+    def summary(self) -> str:
+        """Return the numbers of a step in one line."""
+        passes = self.passes if self.packed else times(self.passes, min(self[MICRO], self.share))
+        return f"{counted(self.batch, 'sample')} per optimizer step; {times(counted(self.replicas, 'replica'), passes)}"
 
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""

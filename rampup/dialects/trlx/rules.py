@@ -9,7 +9,7 @@ from rampup.dialects.reading import Settings
 from rampup.dialects.rollout import RolloutJob, TrainedModel
 from rampup.dialects.rules import Dialect, Rule, Side, at_least, found_by_run, if_usable, multiple, positive
 from rampup.dialects.trlx import CHUNK, GENERATIONS, IMPROVE, INNER, KEYS, MICRO, NEMO_KEYS, NEMO_NESTED, ROLLOUTS, TRAIN
-from rampup.dialects.verdict import Advice, Run, Words, counted, product
+from rampup.dialects.verdict import Advice, Run, Words, counted, product, times
 from rampup.rl.plan import RolloutPlan
 
 MAX_LISTED = 10_000
@@ -20,6 +20,8 @@ METHODS = ("ilql", "sft", "rft", "ppo")
 
 class TrlxJob(RolloutJob):
     """A trlX file's numbers, by its own formulas (trainer/accelerate_base_trainer.py, trainer/nemo_ppo_trainer.py)."""
+
+    version = "trlX of January 2024 (3340c2f), its last"
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -110,6 +112,15 @@ class TrlxJob(RolloutJob):
         if not (self.nemo and self.ppo) or num_prompts is None:
             return "runs"
         return "drops" if num_prompts % self.replicas or num_prompts // self.replicas % self.chunk else "runs"
+
+    def summary(self) -> str:
+        """Return the numbers of a round, or of an optimizer step, in one line."""
+        processes = counted(self.replicas, "replica" if self.nemo else "process")
+        step = times(processes, counted(self.passes, "pass"), self.micro)
+        if not self.ppo:
+            return f"{counted(self.global_batch, 'sample')} per optimizer step; {step}"
+        collected = f"{times(processes, self.collected)} = {counted(self.samples, 'sample')}"
+        return f"{collected}; {counted(self.updates(self.policy), 'optimizer step')} of {self.global_batch:,}; {step}"
 
     def derived(self) -> dict[str, Any]:
         """Return the numbers of the report."""

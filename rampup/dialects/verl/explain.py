@@ -155,9 +155,9 @@ def notes(job: VerlJob) -> Iterator[str]:
     yield f"{TRAIN}, {MINI} and the critic's count prompts; sizes per gpu count samples of one data-parallel replica."
     if job.fully_async:
         yield (
-            "fully asynchronous training, which does not call veRL's check: a step takes require_batches="
-            f"{job[keys.ASYNC_BATCHES]:,} mini batches from the queue of generated samples, and the generator gets new weights "
-            f"every {counted(job[keys.ASYNC_SYNC], 'step')}, so samples may be older than that."
+            "fully asynchronous training, which does not call veRL's check: a step takes async_training.require_batches = "
+            f"{counted(job.num_mini_batches(job.policy), 'mini batch')} from the queue of generated samples, and the generator "
+            f"gets new weights every {counted(job[keys.ASYNC_SYNC] or 4, 'step')}, so samples may be older than that."
         )
     for model in job.models:
         if job.devices % job.model_sizes[model]:
@@ -204,7 +204,7 @@ def _key_notes(job: VerlJob) -> Iterator[str]:
     }
     for old, new in deprecated.items():
         if old in job.settings.given and job[old] is not None:
-            yield f"{old} is deprecated; use {new}."
+            yield f"{old} is deprecated; use {new}." + ("" if job.legacy else " (verl_version=legacy is for older veRL)")
     for name, key in keys.SHELL_NAMES.items():
         if name in job.settings.others:
             yield f"{name} is not a key of veRL but a shell variable of its examples; the key is {key}."

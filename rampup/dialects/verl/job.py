@@ -39,6 +39,13 @@ class VerlJob(RolloutJob):
 
     data_epochs = "trainer.total_epochs"
 
+    @property
+    def version(self) -> str:  # type: ignore[override]
+        """The version of veRL."""
+        if self["verl_version"] == "legacy":
+            return "veRL until April 2026 (b178a3c); without verl_version=legacy, veRL of August 2026"
+        return "veRL of August 2026 (1dda039); verl_version=legacy is for veRL until April 2026"
+
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.has_critic = bool(self._or("critic.enable", self["algorithm.adv_estimator"] == "gae"))
@@ -47,7 +54,9 @@ class VerlJob(RolloutJob):
         # Until April 2026 (legacy) sizes per replica were rounded down and remainders allowed. The newer trainer (v1) pads.
         self.legacy: bool = self["verl_version"] == "legacy"
         # A file of the fully asynchronous trainer, which builds on the older one and does not call veRL's check.
-        self.fully_async = any(key.startswith(keys.ASYNC) for key in settings.given | settings.others)
+        self.fully_async = any(key.startswith(keys.ASYNC) for key in settings.others) or (
+            self[keys.ASYNC_BATCHES] is not None or self[keys.ASYNC_SYNC] is not None
+        )
         self.v1: bool = self["trainer.use_v1"] and not self.legacy and not self.fully_async
         self.mode: str = self["trainer.v1.trainer_mode"] if self.v1 else "sync"
         # Parts in which a step's samples are trained on before the weights are sent.
@@ -65,8 +74,8 @@ class VerlJob(RolloutJob):
 
         self.devices: int = self["trainer.n_gpus_per_node"] * self["trainer.nnodes"]
         self.rollout_devices = self.devices  # those of the inference engines
-        if self.fully_async or settings.given & {keys.ROLLOUT_NODES, keys.ROLLOUT_DEVICES}:
-            self.rollout_devices = self[keys.ROLLOUT_NODES] * self[keys.ROLLOUT_DEVICES]
+        if self.fully_async or self[keys.ROLLOUT_NODES] is not None or self[keys.ROLLOUT_DEVICES] is not None:
+            self.rollout_devices = self._or(keys.ROLLOUT_NODES, 1) * self._or(keys.ROLLOUT_DEVICES, 8)
         self.strategies = dict.fromkeys(PREFIXES, self._or(f"{ACTOR}.strategy", keys.ENGINES[self["model_engine"]]))
         self.strategies["critic"] = self._or("critic.strategy", self.strategies["actor"])
         self.model_sizes = {model: self._model_size(model) for model in PREFIXES}
@@ -87,7 +96,7 @@ class VerlJob(RolloutJob):
         # prompts are left, and the asynchronous one waits for some mini batches.
         self.prompts: int = self[TRAIN] if self.v1 or self[keys.FILTER] else self._or(keys.GEN, self[TRAIN])
         if self.fully_async:
-            self.prompts = self[keys.ASYNC_BATCHES] * self[MINI]
+            self.prompts = self._or(keys.ASYNC_BATCHES, 1) * self[MINI]
         # The newer trainer fetches prompts one by one where the number that it needs is not known before.
         self.fetches_one = self.v1 and (self.mode != "sync" or self[keys.FILTER] or self[keys.REFILL])
         # Samples of a training pass and replica; None with a token budget, or if no key that is used sets it.
