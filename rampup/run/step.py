@@ -129,7 +129,9 @@ def _init_sharded(tx: Any, params: Any, mesh: Mesh, batch_axes: BatchAxes | None
     return jax.device_put(opt_state, scattered_shardings(opt_state, mesh, axes))
 
 
-def prepare_state(state: Any, mesh: Mesh) -> Any:
+def prepare_state(
+    state: Any, mesh: Mesh, *, shard_optimizer_over_data: bool = False, batch_axes: BatchAxes | None = None
+) -> Any:
     """Return a copy of a training state with which the step compiles once: `step` a strong int32, every leaf on the mesh.
 
     A stock Flax `TrainState` has a Python integer as step and leaves on one device. The step would be compiled for it, and
@@ -138,10 +140,15 @@ def prepare_state(state: Any, mesh: Mesh) -> Any:
     Args:
         state: has `step`, `params` and `opt_state`, as `flax.training.train_state.TrainState` has; see `TrainState`.
         mesh: the devices. Leaves on the mesh keep their sharding, others are replicated.
+        shard_optimizer_over_data, batch_axes: see `train_step`. `opt_state` is sharded over the replicas too.
     """
     _check_state(state)
     _check_step_number(int(state.step))
-    return _copy_to(replace_fields(state, step=jnp.asarray(state.step, jnp.int32)), mesh)
+    state = _copy_to(replace_fields(state, step=jnp.asarray(state.step, jnp.int32)), mesh)
+    if shard_optimizer_over_data:
+        scattered = scattered_shardings(state.opt_state, mesh, BatchAxes.of(mesh, batch_axes))
+        state = replace_fields(state, opt_state=jax.device_put(state.opt_state, scattered))
+    return state
 
 
 def replace_fields(state: Any, **changes: Any) -> Any:
@@ -434,7 +441,7 @@ class TrainStep:
         ):
             raise ConfigError(
                 f"the step has shard_optimizer_over_data={self._zero is not None}, but the state was made with "
-                f"{self._zero is None}; give the same value to train_step and create_state",
+                f"{self._zero is None}; give the same value to train_step and to create_state or prepare_state",
                 key="shard_optimizer_over_data",
             )
 

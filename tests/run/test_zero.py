@@ -2,6 +2,7 @@
 
 import re
 
+import flax.training.train_state
 import jax
 import numpy as np
 import optax
@@ -47,6 +48,23 @@ def test_losses_equal_those_of_plain_data_parallelism(mesh_name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, plain.params)
     assert step.num_compilations == 1
     assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), state.params, plain.params))
+
+
+def test_state_of_ones_own_is_prepared_for_it():
+    """A Flax `TrainState`, placed by `prepare_state`, has its part of the optimizer's state on every device."""
+    expected, _, _ = train("data", sharded=True)
+    mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]
+    own = flax.training.train_state.TrainState.create(apply_fn=None, params=new_params(mesh), tx=tx)
+    state = rampup.prepare_state(own, mesh, shard_optimizer_over_data=True)
+    step = rampup.train_step(loss_fn, tx, plan_for(mesh), mesh, shard_optimizer_over_data=True)
+    losses = []
+    for batch in step.batches(rows()):
+        state, metrics = step(state, batch)
+        losses.append([float(metrics[name]) for name in ("loss", "grad_norm")])
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    assert bytes_per_device(state.opt_state) < bytes_per_device(own.opt_state) / 7
+    with pytest.raises(ConfigError, match="prepare_state"):
+        step(rampup.prepare_state(own, mesh), next(step.batches(rows())))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
