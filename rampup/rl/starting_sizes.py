@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from rampup.errors import ConfigError, RampupError, choice_error, raise_together
-from rampup.plan.numbers import GIB, parse_count, parse_memory_gib, plain_number
+from rampup.plan.numbers import GIB, MAX_COUNT, parse_count, parse_memory_gib, plain_number
 
 SYSTEMS = ("trlx", "skyrl", "verl", "maxtext_rl")
 # Mixed-precision Adam: bfloat16 weights and gradients, float32 weights and both moments.
@@ -33,6 +33,38 @@ class StartingSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SkyRLSizes:
+    """Sizes for one model size, by SkyRL's keys, and the devices that they are for."""
+
+    train_batch_size: int  # prompts per training step
+    policy_mini_batch_size: int  # prompts per optimizer step
+    micro_train_batch_size_per_gpu: int  # samples per replica and pass
+    n_samples_per_prompt: int  # responses per prompt
+    num_devices: int
+
+    def to_dict(self) -> dict[str, int | None]:
+        """Return the sizes by key."""
+        return asdict(self)
+
+    @property
+    def notes(self) -> list[str]:
+        """What follows from the sizes, and what to change when memory or time runs out."""
+        prompts, responses, micro = self.train_batch_size, self.n_samples_per_prompt, self.micro_train_batch_size_per_gpu
+        steps, samples = prompts // self.policy_mini_batch_size, self.policy_mini_batch_size * responses
+        passes = samples // self.num_devices // micro
+        smaller = f"then a smaller micro_train_batch_size_per_gpu than {micro}" if micro > 1 else "then more devices"
+        return [
+            f"{prompts:,} prompts * {responses} = {prompts * responses:,} samples; {steps} optimizer steps of {samples:,}; "
+            f"{self.num_devices} replicas * {passes} passes of {micro}: both batch sizes count prompts",
+            f"out of memory: first trainer.gradient_checkpointing=true, {smaller}; policy_mini_batch_size does not change the "
+            "memory of a pass",
+            f"slow: fewer responses (n_samples_per_prompt={responses // 2} halves generation and training), or larger mini "
+            f"batches (policy_mini_batch_size={2 * self.policy_mini_batch_size} makes {steps // 2} optimizer steps of "
+            f"{2 * samples:,})",
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedSizes:
     """A row of a published table."""
 
@@ -40,11 +72,17 @@ class PublishedSizes:
     # The range of model sizes in parameters
     smallest: int
     largest: int
-    published: StartingSizes  # the sizes in the table
-    used: dict[int, StartingSizes]  # the sizes in the repository's own example, by parameters
+    published: StartingSizes | SkyRLSizes  # the sizes in the table
+    used: dict[int, StartingSizes]  # the sizes in the repository's own example, by parameters; empty without one
 
 
 M, B = 10**6, 10**9
+
+
+def _skyrl_row(label: str, smallest: int, largest: int, *sizes: int) -> PublishedSizes:
+    names = [field.name for field in fields(SkyRLSizes)]
+    published = SkyRLSizes(**dict(zip(names, sizes, strict=True)))
+    return PublishedSizes(label=label, smallest=smallest, largest=largest, published=published, used={})
 
 
 def _row(
@@ -55,14 +93,20 @@ def _row(
     return PublishedSizes(label=label, smallest=smallest, largest=largest, published=sizes.pop(0), used=sizes)
 
 
-# batch_size, num_rollouts, chunk_size and ppo_epochs. Published: the batch-size guide to trlX. Used: trlX 3340c2f,
+# batch_size, num_rollouts, chunk_size and ppo_epochs. Published: a community guide to trlX. Used: trlX 3340c2f,
 # examples/hh/ppo_hh.py, lines 71-106.
 TRLX = (
     _row("125M-1B", 125 * M, B, (32, 128, 128), {125 * M: (32, 128, 16, 4), B: (8, 64, 16, 4)}),
     _row("6B", 6 * B, 6 * B, (4, 128, 16), {6 * B: (4, 64, 16, 4)}),
     _row("20B", 20 * B, 20 * B, (1, 16, 4, 2), {20 * B: (1, 16, 4, 2)}),
 )
-TABLES = {"trlx": TRLX}
+# Published: a community guide to SkyRL.
+SKYRL = (
+    _skyrl_row("0.5B-3B", B // 2, 3 * B, 512, 128, 2, 8, 4),
+    _skyrl_row("7B-14B", 7 * B, 14 * B, 256, 64, 1, 8, 8),
+    _skyrl_row("70B+", 70 * B, MAX_COUNT, 128, 32, 1, 4, 16),
+)
+TABLES = {"trlx": TRLX, "skyrl": SKYRL}
 TRADE_OFFS = (
     "a smaller batch needs less memory, but its gradient is noisier, so the learning rate may have to be lower",
     "fewer rollouts before training need less memory and keep samples closer to the policy, but are less diverse experience",
@@ -132,7 +176,13 @@ class Suggestion:
         return (*notes, *TRADE_OFFS)
 
     def _row_notes(self, row: PublishedSizes) -> list[str]:
-        notes = ["rule of thumb behind the table: the larger the model, the smaller batch_size; all sizes are per process"]
+        notes = [f"the table is from a community guide, not from the project {self.system}"]
+        if isinstance(row.published, SkyRLSizes):
+            notes += row.published.notes
+        else:
+            notes.append(
+                "rule of thumb behind the table: the larger the model, the smaller batch_size; all sizes are per process"
+            )
         if not row.smallest <= self.params <= row.largest:
             side = "larger" if self.params > row.largest else "smaller"
             notes.append(f"the model is {side} than those the row is published for ({row.label}), so these sizes are a guess")
@@ -173,6 +223,8 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
     Example:
         >>> suggest("6B", system="trlx").row.published
         StartingSizes(batch_size=4, num_rollouts=128, chunk_size=16, ppo_epochs=None)
+        >>> suggest("7B", system="skyrl").row.published.to_dict()["train_batch_size"]
+        256
         >>> suggest("7B", system="verl", memory_gib=80).memory.least_devices
         2
     """
@@ -203,6 +255,6 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
         system=system,
         params=number,
         row=row,
-        used=None if row is None else row.used[min(row.used, key=lambda size: abs(math.log(size / number)))],
+        used=None if row is None or not row.used else row.used[min(row.used, key=lambda size: abs(math.log(size / number)))],
         memory=None if device_bytes is None else Memory(params=number, device_bytes=device_bytes),
     )

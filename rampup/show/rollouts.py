@@ -36,10 +36,12 @@ def print_rollout(plan: RolloutPlan, console: Console, *, notes: Iterable[str] =
 def print_suggestion(suggestion: Suggestion, console: Console) -> None:
     """Print starting sizes: the published ones and those of the repository, the memory behind them, and notes."""
     console.print(f"{suggestion.params:,} parameters, {suggestion.system}: a starting point")
-    if suggestion.row is not None and suggestion.used is not None:
-        sizes, used = suggestion.row.published.to_dict(), suggestion.used.to_dict()
-        titles = ("key", f"published for {suggestion.row.label}", "the repository uses")
-        console.print(make_table(console, titles, [(name, _cell(sizes[name]), _cell(used[name])) for name in sizes], left=1))
+    if suggestion.row is not None:
+        columns = {f"published for {suggestion.row.label}": suggestion.row.published.to_dict()}
+        if suggestion.used is not None:
+            columns["the repository uses"] = suggestion.used.to_dict()
+        rows = [(name, *(_cell(sizes[name]) for sizes in columns.values())) for name in suggestion.row.published.to_dict()]
+        console.print(make_table(console, ("key", *columns), rows, left=1))
     if suggestion.memory is not None:
         memory = suggestion.memory
         console.print(

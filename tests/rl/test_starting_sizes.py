@@ -2,6 +2,7 @@
 
 import pytest
 
+from rampup.dialects import check_file
 from rampup.errors import ConfigError, RampupError
 from rampup.rl.starting_sizes import SYSTEMS, suggest
 
@@ -52,7 +53,53 @@ def test_memory_rule_of_thumb(params, gib, devices):
     assert 0 <= memory.free_bytes < gib * 2**30
 
 
-@pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "trlx"])
+@pytest.mark.parametrize(
+    ("params", "label", "sizes"),
+    [
+        ("125M", "0.5B-3B", (512, 128, 2, 8, 4)),
+        ("0.5B", "0.5B-3B", (512, 128, 2, 8, 4)),
+        ("3B", "0.5B-3B", (512, 128, 2, 8, 4)),
+        ("3000000001", "7B-14B", (256, 64, 1, 8, 8)),
+        ("14B", "7B-14B", (256, 64, 1, 8, 8)),
+        ("32B", "70B+", (128, 32, 1, 4, 16)),
+        ("70B", "70B+", (128, 32, 1, 4, 16)),
+        ("1T", "70B+", (128, 32, 1, 4, 16)),
+    ],
+)
+def test_suggest_for_skyrl(params, label, sizes):
+    """The three published configurations, what follows from them, and the source, once."""
+    suggestion = suggest(params, system="skyrl")
+    found = suggestion.to_dict()
+    assert (found["published_for"], tuple(found["published"].values())) == (label, sizes)
+    assert found["repository"] is None
+    text = " ".join(suggestion.notes)
+    assert text.count("community guide") == 1
+    assert "out of memory: first trainer.gradient_checkpointing=true" in text
+    assert "slow: fewer responses" in text
+    assert ("a guess" in text) == (params in ("125M", "3000000001", "32B"))
+
+
+@pytest.mark.parametrize("params", ["1B", "7B", "70B"])
+def test_sizes_for_skyrl_are_accepted_by_its_rules(tmp_path, params):
+    """A file with the suggested sizes runs, and its numbers are those of the notes."""
+    suggestion = suggest(params, system="skyrl")
+    sizes = suggestion.row.published
+    settings = [f"trainer.placement.{model}_num_gpus_per_node={sizes.num_devices}" for model in ("policy", "ref")]
+    path = tmp_path / "skyrl.yml"
+    path.write_text(
+        f"trainer: {{train_batch_size: {sizes.train_batch_size}, policy_mini_batch_size: {sizes.policy_mini_batch_size}, "
+        f"micro_train_batch_size_per_gpu: {sizes.micro_train_batch_size_per_gpu}}}\n"
+        f"generator: {{n_samples_per_prompt: {sizes.n_samples_per_prompt}}}\n"
+    )
+    verdict = check_file(path, "skyrl", settings)
+    assert verdict.ok
+    derived = verdict.derived
+    note = next(note for note in suggestion.notes if "optimizer steps of" in note)
+    assert f"{derived['optimizer_steps']} optimizer steps of {derived['mini_batch_samples']:,}" in note
+    assert f"{derived['data_parallel_size']} replicas * {derived['accumulation_steps']} passes" in note
+
+
+@pytest.mark.parametrize("system", [name for name in SYSTEMS if name not in ("trlx", "skyrl")])
 def test_suggest_for_systems_without_a_table(system):
     """Without memory, the error names the systems with a table. With memory, a note says so."""
     with pytest.raises(ConfigError, match="only for trlx") as caught:
