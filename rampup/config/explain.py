@@ -14,6 +14,21 @@ from rampup.config.schema import keys_for_alias
 from rampup.errors import ConfigError
 
 MAX_CLOSE = 6
+# Numbers of `rampup plan` that follow from the keys: meaning and unit.
+DERIVED = {
+    "global_batch_to_load": (
+        "Rows that the hosts load per step after the ramp: the global batch, times expansion_factor_real_data if that is "
+        "positive. MaxText's global_batch_size_to_load.", "samples",
+    ),
+    "num_increments": ("Changes of the batch in the ramp.", None),
+    "samples_per_increment": (
+        "Samples requested for each phase of a linear ramp: global_rampup_samples / num_increments.", "samples",
+    ),
+    "ramp_steps": ("Optimizer steps before the last phase.", "steps"),
+    "ramp_samples": ("Samples before the last phase.", "samples"),
+    "total_steps": ("Optimizer steps of the run.", "steps"),
+    "num_compiled_shapes": ("Microbatch shapes that the run compiles, as rampup_microbatch decides.", None),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +63,8 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> Explanatio
         >>> explained.unit, explained.default, explained.maxtext_default
         ('samples', 1600, '500')
     """
+    if name in DERIVED and not any(name in file.keys for file in files):
+        return _explain_derived(name, files[0])
     file = next((file for file in files if name in file.keys), None)
     if file is None:
         known = dict.fromkeys(key for each in files for key in each.keys)
@@ -67,6 +84,24 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> Explanatio
         maxtext_name=None if key.own else name,
         maxtext_default=key.maxtext or (None if key.own else yaml_value(default)),
         interacts=_interacting(name, file.keys),
+    )
+
+
+def _explain_derived(name: str, file: ConfigFile) -> Explanation:
+    """Return the explanation of a number that follows from the keys."""
+    meaning, unit = DERIVED[name]
+    return Explanation(
+        key=name,
+        file="rampup plan",
+        section="what follows",
+        meaning=meaning,
+        legal="follows from the keys; it cannot be set",
+        unit=unit,
+        default=None,
+        value_in_file=None,
+        maxtext_name=None,
+        maxtext_default=None,
+        interacts=tuple(key for key in file.keys if "_" in key and re.search(rf"\b{re.escape(key)}\b", meaning)),
     )
 
 

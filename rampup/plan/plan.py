@@ -173,6 +173,22 @@ class RampPlan(NotebookRepr):
         return int(size * self.expansion_factor_real_data) if self.expansion_factor_real_data > 0 else size
 
     @property
+    def loading(self) -> str | None:
+        """How few hosts load the batch, in words; None if every host loads its own data."""
+        factor, size = self.expansion_factor_real_data, self.ramp.sizes[-1]
+        if factor <= 0:
+            return None
+        shown = plain_number(factor)
+        rows = f"global_batch_to_load = global_batch_size * expansion_factor_real_data = {size:,} * {shown} = "
+        rows += f"{self.global_batch_to_load:,} rows per step"
+        if factor < 1:
+            hosts = plain_number(1 / factor)
+            return (
+                f"{rows}: MaxText's loaders of {hosts} times as many hosts take turns; rampup trains only with -1 or from 1 on"
+            )
+        return f"{rows}, if all hosts loaded; 1 of {shown} does, for itself and the others" if factor > 1 else rows
+
+    @property
     def schedule_steps(self) -> int:
         """Length of the learning-rate schedule in optimizer steps."""
         return self.total_steps if self.learning_rate_schedule_steps is None else self.learning_rate_schedule_steps
@@ -326,7 +342,8 @@ class RampPlan(NotebookRepr):
                 cells.append(["..."] * len(row))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-        return "\n".join([*self.summary, *table, *(f"note: {note}" for note in self.advice)])
+        loading = [] if self.loading is None else [f"loading: {self.loading}"]
+        return "\n".join([*self.summary, *table, *loading, *(f"note: {note}" for note in self.advice)])
 
     def to_dict(self) -> Mapping[str, object]:
         """Return the plan as `rampup plan --json` prints it."""

@@ -90,6 +90,8 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
     if plan.eval_split:
         split = plan.eval_split
         console.print(f"evaluation: {split.global_batch_size:,} samples per batch = {describe_split(split)}")
+    if plan.loading is not None:
+        console.print(f"loading: {plan.loading}")
     if len(plan.pipeline_candidates) > 1:
         console.print("pipeline microbatches of the last phase, by predicted step time:")
         console.print(_choices_table(plan, console))
@@ -199,6 +201,8 @@ def print_explanation(explained: Explanation, console: Console) -> None:
         "MaxText": maxtext,
         "file": f"{explained.file}, section {explained.section}",
     }
+    if explained.default is None:  # a number that follows from the keys
+        del facts["default"], facts["MaxText"]
     print_facts(facts | {"interacts with": ", ".join(explained.interacts) or "no other key"}, console)
 
 

@@ -126,6 +126,8 @@ def _(plan: RampPlan) -> str:
     remarks = [f"note: {note}" for note in plan.advice]
     if plan.eval_split is not None:
         remarks.insert(0, f"evaluation: {plan.eval_split.global_batch_size:,} samples a batch")
+    if plan.loading is not None:
+        remarks.insert(0, f"loading: {plan.loading}")
     return html_table(plan.phase_table(), caption="; ".join(plan.summary)) + html_list(remarks)
 
 

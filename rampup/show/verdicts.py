@@ -72,10 +72,13 @@ def print_verdict(verdict: Verdict, console: Console, *, verbose: bool = False, 
         _print_title(console, "what each size changes")
         _print_table(console, ("doubled", "what follows"), [(change.says, change.means) for change in verdict.changes])
     if verdict.advice and verbose:
-        _print_title(console, "advice of the guides")
-        for advice in verdict.advice:
-            mark, style = ADVICE[advice.holds]
-            _print_hanging(console, f"{mark} ", f"{advice.rule} ({advice.source}): {advice.because}", style)
+        # Each source is named once.
+        for source in dict.fromkeys(advice.source for advice in verdict.advice):
+            _print_title(console, f"advice of {source}")
+            for advice in verdict.advice:
+                if advice.source == source:
+                    mark, style = ADVICE[advice.holds]
+                    _print_hanging(console, f"{mark} ", f"{advice.rule}: {advice.because}", style)
     if verdict.notes:
         _print_title(console, "notes")
         for note in verdict.notes:

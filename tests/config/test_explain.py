@@ -2,7 +2,8 @@
 
 import pytest
 
-from rampup.config.explain import explain
+from rampup.config.build import build_plan
+from rampup.config.explain import DERIVED, explain
 from rampup.config.files import BASE_FILE
 from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError
@@ -65,3 +66,15 @@ def test_explain_suggests_nothing_for_a_name_close_to_no_key(name):
     with pytest.raises(ConfigError, match=r"base\.yml lists all keys") as caught:
         explain(name, FILES)
     assert len(str(caught.value)) < 200
+
+
+def test_explain_covers_the_numbers_that_follow_from_keys():
+    """Every number of `rampup plan` has an explanation with the keys that it follows from; a near miss is still an error."""
+    found = explain("global_batch_to_load")
+    assert (found.file, found.unit, found.interacts) == ("rampup plan", "samples", ("expansion_factor_real_data",))
+    assert "cannot be set" in found.legal
+    numbers = {name for name, value in build_plan(Config(), 8).to_dict().items() if isinstance(value, int | float)}
+    assert numbers - {"num_devices"} <= set(DERIVED)
+    assert "Between 0 and 1" in explain("expansion_factor_real_data").meaning
+    with pytest.raises(ConfigError, match="unknown key"):
+        explain("global_batch_to_lod")

@@ -202,3 +202,22 @@ def test_build_plan_keeps_the_axes_of_the_configuration():
     """The axes of a built plan are those that the parallelism keys describe."""
     config = Config(ici_data_parallelism=2, ici_fsdp_parallelism=2, ici_tensor_parallelism=2)
     assert build_plan(config, 8).axes == MeshAxes(data=2, fsdp=2, tensor=2)
+
+
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        ("-1", None),
+        ("1", "= 8 rows per step"),
+        ("2", "8 * 2 = 16 rows per step, if all hosts loaded; 1 of 2 does"),
+        ("1/4", "8 * 0.25 = 2 rows per step: MaxText's loaders of 4 times as many hosts take turns"),
+    ],
+)
+def test_plan_says_what_is_loaded(factor, said):
+    """The rows of a step for every kind of expansion factor, in the printed plan too."""
+    plan = RampPlan(**{**KEYS, "ramp": BatchRamp.constant(8)}, expansion_factor_real_data=Fraction(factor))
+    assert (plan.loading is None) == (said is None)
+    if said is not None:
+        assert said in plan.loading
+        assert f"loading: {plan.loading}" in str(plan)
+        assert f"* {float(Fraction(factor)):g} = {plan.global_batch_to_load} rows" in plan.loading

@@ -105,6 +105,7 @@ def test_print_verdict_says_what_each_size_changes_only_on_request():
     assert "--verbose adds" in short
     assert "steps 4 -> 2" in long
     assert "first rule" in long
+    assert long.count("advice of a guide") == 1
     assert "--verbose" not in long
 
 
