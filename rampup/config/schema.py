@@ -128,6 +128,10 @@ class Config(Settings):
     adam_weight_decay: float = _optimizer(0.1, "Decoupled weight decay of AdamW.", minimum=0)
     gradient_clipping_threshold: float = _optimizer(1.0, "Maximum global norm of the gradient. 0: no clipping.", minimum=0)
 
+    mu_dtype: str | None = _optimizer(None, "Type in which AdamW stores its first moment: float32 or bfloat16. null: weight_dtype.", kind="text", choices=("float32", "bfloat16"), nullable=True, maxtext='""')
+    nu_dtype: str | None = _optimizer(None, "Type in which AdamW stores its second moment: float32 or bfloat16. null: weight_dtype.", kind="text", choices=("float32", "bfloat16"), nullable=True, own=True)
+    gradient_reduction_dtype: str = _optimizer("float32", "Type in which replicas exchange the gradients of a step over the data axis: float32, or bfloat16 for half the bytes. Sums over microbatches are float32 in either case, and fsdp exchanges gradients in dtype.", choices=("float32", "bfloat16"), own=True)
+
     base_emb_dim: int = _model(128, "Embedding width of the model. Must be a multiple of 2 * base_num_query_heads.", minimum=1, maxtext="2048", identity=True)
     base_num_decoder_layers: int = _model(4, "Number of decoder layers.", minimum=1, unit="layers", maxtext="16", identity=True)
     base_mlp_dim: int = _model(512, "Width of the feed-forward layers.", minimum=1, maxtext="7168", identity=True)
@@ -137,8 +141,12 @@ class Config(Settings):
     max_target_length: int = _model(128, "Tokens per sample.", minimum=1, unit="tokens", maxtext="2048", identity=True)
     logits_via_embedding: bool = _model(False, "Use the embedding matrix as the output layer too.", identity=True)
     dropout_rate: float = _model(0.0, "Fraction of activations dropped in training.", minimum=0, below=1)
-    dtype: str = _model("float32", "Type of activations: float32 or bfloat16. Weights and accumulators are always float32.", choices=("float32", "bfloat16"), maxtext="bfloat16")
-    remat_policy: str = _model("none", "Activations that the backward pass recomputes to save memory. none: nothing. minimal: everything except matrix products. full: everything.", choices=("none", "minimal", "full"), maxtext="full")
+    dtype: str = _model("float32", "Type of activations: float32 or bfloat16. Gradients are summed in float32.", choices=("float32", "bfloat16"), maxtext="bfloat16")
+    weight_dtype: str = _model("float32", "Type of the weights: float32 or bfloat16. An update of less than about 1/256 of a bfloat16 weight is lost.", choices=("float32", "bfloat16"))
+    attention: str = _model("autoselected", "Attention kernel. dot_product: plain matrix products, with memory that grows with the square of max_target_length. flash: JAX's splash attention on TPU, with linear memory, if max_target_length is a multiple of 128, and dot_product elsewhere. autoselected: flash where it works.", choices=("autoselected", "dot_product", "flash"))
+    scan_layers: bool = _model(True, "Run the layers in a loop, so that the time to compile does not grow with base_num_decoder_layers. false: repeat them in the program.")
+    num_vocab_tiling: int = _model(1, "Tiles of the vocabulary in the loss: only one of them has its logits in memory at a time. More tiles take one more matrix product. Must divide vocab_size.", minimum=1)
+    remat_policy: str = _model("none", "Activations that the backward pass recomputes to save memory, from the least to the most. none: nothing. minimal_with_context: everything except matrix products and the output of attention. minimal: everything except matrix products. save_dot_except_mlpwi, save_dot_except_mlp, save_qkv_proj, save_out_proj: everything except these matrix products. full: everything.", choices=("none", "minimal_with_context", "minimal", "save_dot_except_mlpwi", "save_dot_except_mlp", "save_qkv_proj", "save_out_proj", "full"), maxtext="full")
     parameter_memory_host_offload: bool = _model(False, "Keep the parameters in host memory between steps and copy them to the devices in each step. `rampup tune` measures the memory saved.")
     optimizer_memory_host_offload: bool = _model(False, "Keep the optimizer state in host memory between steps and copy it to the devices in each step. `rampup tune` measures the memory saved.")
     shard_optimizer_over_data: bool = _model(False, "Shard the optimizer state over the data axis (ZeRO-1): each replica keeps and updates its own part, with one reduce-scatter of the gradients and one all-gather of the parameters per step. Needs gradient_accumulation=fused.")
@@ -231,6 +239,18 @@ class Config(Settings):
                 (256,),
             ),
             (
+                self.vocab_size % self.num_vocab_tiling == 0,
+                "num_vocab_tiling",
+                f"vocab_size={self.vocab_size} must be a multiple of num_vocab_tiling={self.num_vocab_tiling}",
+                _nearest_divisors(self.num_vocab_tiling, self.vocab_size),
+            ),
+            (
+                self.attention != "flash" or self.max_target_length % 128 == 0,
+                "attention",
+                f"attention=flash needs a max_target_length that is a multiple of 128, not {self.max_target_length}",
+                ("autoselected", "dot_product"),
+            ),
+            (
                 self.dataset_type not in ("tokens", "arrayrecord") or self.grain_train_files is not None,
                 "grain_train_files",
                 f"dataset_type={self.dataset_type} needs grain_train_files, a glob pattern of the files to read",
@@ -298,6 +318,10 @@ ALIASES: dict[str, str] = {
     "max_target_length": "seq_len seq_length seqlen sequence_length max_seq_len max_seq_length max_length context_length block_size",
     "logits_via_embedding": "tie_embeddings tie_word_embeddings tied_embeddings",
     "dropout_rate": "dropout hidden_dropout",
+    "weight_dtype": "param_dtype params_dtype parameter_dtype",
+    "mu_dtype": "adam_mu_dtype moment_dtype",
+    "gradient_reduction_dtype": "grad_reduce_dtype grad_dtype reduce_dtype allreduce_dtype",
+    "attention": "attn_implementation flash_attention use_flash_attention attention_kernel",
     "dtype": "precision compute_dtype bf16 fp16 mixed_precision",
     "remat_policy": "remat gradient_checkpointing activation_checkpointing recompute_granularity",
     "init_weights_seed": "seed random_seed rng_seed",

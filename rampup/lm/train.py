@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -29,7 +30,7 @@ from rampup.lm.transformer import LanguageModel
 from rampup.plan.pipeline import stage_layer_order
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.run.accumulate import LossFn, SummableLoss, random_key
+from rampup.run.accumulate import AccumulatedLoss, LossFn, SummableLoss, random_key
 from rampup.run.checkpoint import CheckpointOptions, SavedCheckpoint, find_checkpoint
 from rampup.run.compile import enable_compilation_cache
 from rampup.run.data.batches import BatchLoader, SampleOrder
@@ -39,7 +40,7 @@ from rampup.run.data.sources import RowSource, files_of
 from rampup.run.distributed import broadcast_from_process0, check_consistent, is_primary, join, watchdog
 from rampup.run.events import OnEvent, RunPlanned, ignore_event
 from rampup.run.loop import EvalOptions, Loop, Summary
-from rampup.run.mesh import BatchAxes, make_mesh, replicated
+from rampup.run.mesh import DATA, BatchAxes, make_mesh, replicated
 from rampup.run.metrics import MetricOptions
 from rampup.run.offload import fetch_offloaded, host_memory_problem, host_shardings
 from rampup.run.optimizer import LearningRate, make_optimizer
@@ -134,7 +135,7 @@ class TrainSetup:
         model = language_model(config).on(mesh)
         param_shardings = model.shardings(mesh)
         _check_host_memory(config, mesh)
-        rate, loss = learning_rate(config, plan), _loss(config, model, plan)
+        rate, loss = learning_rate(config, plan), _loss(config, model, plan, mesh)
         tx = optimizer(config, rate)
         step = _train_step(config, loss, tx, plan, mesh)
         splitter = plan.splitter
@@ -365,7 +366,11 @@ def language_model(config: Config) -> LanguageModel:
         tied=config.logits_via_embedding,
         dropout_rate=config.dropout_rate,
         dtype=config.dtype,
+        param_dtype=config.weight_dtype,
         remat_policy=config.remat_policy,
+        scan_layers=config.scan_layers,
+        attention=config.attention,
+        num_vocab_tiling=config.num_vocab_tiling,
     )
 
 
@@ -392,6 +397,8 @@ def optimizer(config: Config, rate: Callable[[Any], Any]) -> optax.GradientTrans
         eps=config.adam_eps,
         weight_decay=config.adam_weight_decay,
         clip_norm=config.gradient_clipping_threshold,
+        mu_dtype=config.mu_dtype,
+        nu_dtype=config.nu_dtype,
     )
 
 
@@ -412,11 +419,17 @@ def metric_writers(config: Config) -> Callable[[Path, int], list[MetricWriter]]:
     return lambda folder, start: [make(folder, start) for make in makers]
 
 
-def _loss(config: Config, model: LanguageModel, plan: RampPlan) -> Any:
+def _loss(config: Config, model: LanguageModel, plan: RampPlan, mesh: Mesh) -> Any:
     """Return the loss function, in parts if there are pipeline stages."""
-    if plan.splitter.num_stages == 1:
-        return model.loss
-    return model.pipelined(plan.splitter.num_repeats, keep=config.pipeline_keep)
+    reduction = None if config.gradient_reduction_dtype == "float32" else jnp.dtype(config.gradient_reduction_dtype)
+    if plan.splitter.num_stages > 1:
+        loss: Any = model.pipelined(plan.splitter.num_repeats, keep=config.pipeline_keep)
+    elif config.shard_optimizer_over_data and mesh.shape[DATA] > 1:
+        # The optimizer's parts may be parts of the same dimension that fsdp shards: left to the compiler.
+        loss = AccumulatedLoss(model.loss)
+    else:
+        loss = model.sharded_loss(mesh)
+    return replace(loss, reduction_dtype=reduction)
 
 
 def _evaluation(config: Config, setup: TrainSetup, rows: RowSource, loading: Loading) -> EvalOptions:
@@ -442,7 +455,7 @@ def _evaluation(config: Config, setup: TrainSetup, rows: RowSource, loading: Loa
     )
     order = SampleOrder(len(rows), seed=None)
     loader = BatchLoader(source=rows, plan=eval_plan, mesh=setup.mesh, order=order, loading=loading)
-    step = EvalStep(_loss(config, replace(setup.model, dropout_rate=0.0), plan), setup.mesh)
+    step = EvalStep(_loss(config, replace(setup.model, dropout_rate=0.0), plan, setup.mesh), setup.mesh)
 
     def evaluate(state: Any) -> dict[str, float]:
         sums = [step(state, batch) for batch in loader.batches()]

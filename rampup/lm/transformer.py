@@ -16,15 +16,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.errors import ConfigError
-from rampup.plan.numbers import nearest_multiples
-from rampup.run.mesh import FSDP, STAGE, TENSOR, constrain, replicated
+from rampup.lm.attention import attend
+from rampup.lm.losses import cross_entropy, tiled_cross_entropy
+from rampup.plan.numbers import divisors, nearest_in, nearest_multiples
+from rampup.run.accumulate import AccumulatedLoss
+from rampup.run.mesh import FSDP, STAGE, TENSOR, constrain, manual_size, replicated
 from rampup.run.pipeline import PipelinedLoss
 
+# Weights as they are used, gathered from all devices of the fsdp axis. They are gathered again in the backward pass.
+GATHERED = "gathered_weights"
+# The names of a layer's activations.
+_QKV, _CONTEXT, _OUT, _GATE_UP = ("query_proj", "key_proj", "value_proj"), "context", "out_proj", "mlpwi"
+_save = jax.checkpoint_policies.save_only_these_names
+# Names and meanings are MaxText's: what the backward pass finds and does not compute again. A layer's last matrix product is a part
+# of the input of the next layer, which is always kept, so that two of these policies are the same here.
 REMAT_POLICIES = {
+    "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
+    "minimal_with_context": _save(*_QKV, _CONTEXT, _OUT, _GATE_UP),
     "minimal": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+    "save_dot_except_mlpwi": _save(*_QKV, _OUT),
+    "save_dot_except_mlp": _save(*_QKV, _OUT),
+    "save_qkv_proj": _save(*_QKV),
+    "save_out_proj": _save(_OUT),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 KEEP_POLICIES = {"nothing": None, "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims}
@@ -47,6 +64,8 @@ class Block(nn.Module):
         dropout_rate: fraction of the output of attention and of the feed-forward layer that training drops.
         dtype: dtype of the activations.
         param_dtype: dtype of the parameters.
+        attention: see `rampup.lm.attention.attend`.
+        mesh: the devices that the layer runs on, or None if they are not known.
     """
 
     num_heads: int
@@ -55,6 +74,8 @@ class Block(nn.Module):
     dropout_rate: float
     dtype: Any
     param_dtype: Any
+    attention: str = "dot_product"
+    mesh: Mesh | None = None
 
     @nn.compact
     def __call__(self, x_BTE: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
@@ -68,14 +89,20 @@ class Block(nn.Module):
         q_BTHD = nn.DenseGeneral((self.num_heads, head_dim), name="query", **dense)(h_BTE)
         k_BTGD = nn.DenseGeneral((self.num_kv_heads, head_dim), name="key", **dense)(h_BTE)
         v_BTGD = nn.DenseGeneral((self.num_kv_heads, head_dim), name="value", **dense)(h_BTE)
-        mixed_BTHD = causal_attention(_rotate(q_BTHD), _rotate(k_BTGD), v_BTGD)
+        qkv = (checkpoint_name(x, name) for x, name in zip((q_BTHD, k_BTGD, v_BTGD), _QKV, strict=True))
+        mixed_BTHD = self._attend(*qkv)
         h_BTE = nn.DenseGeneral(width, axis=(-2, -1), name="out", **dense)(mixed_BTHD)
-        x_BTE = x_BTE + self._drop(h_BTE, keys_B, 0)
+        x_BTE = x_BTE + self._drop(checkpoint_name(h_BTE, _OUT), keys_B, 0)
 
         h_BTE = nn.RMSNorm(name="mlp_norm", **types)(x_BTE)
-        h_BTF = nn.silu(nn.Dense(self.mlp_dim, name="gate", **dense)(h_BTE)) * nn.Dense(self.mlp_dim, name="up", **dense)(h_BTE)
+        gate_BTF, up_BTF = (nn.Dense(self.mlp_dim, name=name, **dense)(h_BTE) for name in ("gate", "up"))
+        h_BTF = nn.silu(checkpoint_name(gate_BTF, _GATE_UP)) * checkpoint_name(up_BTF, _GATE_UP)
         h_BTE = nn.Dense(width, name="down", **dense)(h_BTF)
         return x_BTE + self._drop(h_BTE, keys_B, 1)
+
+    def _attend(self, q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) -> jax.Array:
+        mixed_BTHD = attend(_rotate(q_BTHD), _rotate(k_BTGD), v_BTGD, kind=self.attention, mesh=self.mesh)
+        return checkpoint_name(mixed_BTHD, _CONTEXT)
 
     def _drop(self, h_BTE: jax.Array, keys_B: jax.Array | None, part: int) -> jax.Array:
         if self.dropout_rate == 0 or keys_B is None:
@@ -95,7 +122,10 @@ class LanguageModel:
         dropout_rate: see `Block`.
         dtype: dtype of the activations, `float32` or `bfloat16`.
         param_dtype: dtype of the parameters.
-        remat_policy: `none`, `minimal` or `full`.
+        remat_policy: one of `REMAT_POLICIES`.
+        scan_layers: run the layers in a loop, so that the time to compile does not grow with their number. False repeats them.
+        attention: see `rampup.lm.attention.attend`.
+        num_vocab_tiling: tiles of the vocabulary of which the loss has one at a time.
         activations: sharding of the activations (B, T, E) of one replica, or None to leave it to the compiler.
 
     Example:
@@ -116,6 +146,9 @@ class LanguageModel:
     dtype: str = "float32"
     param_dtype: str = "float32"
     remat_policy: str = "none"
+    scan_layers: bool = True
+    attention: str = "dot_product"
+    num_vocab_tiling: int = 1
     activations: NamedSharding | None = None
 
     @property
@@ -128,6 +161,8 @@ class LanguageModel:
             dropout_rate=self.dropout_rate,
             dtype=jnp.dtype(self.dtype),
             param_dtype=jnp.dtype(self.param_dtype),
+            attention=self.attention,
+            mesh=None if self.activations is None else self.activations.mesh,  # type: ignore[arg-type]
         )
 
     @property
@@ -163,7 +198,9 @@ class LanguageModel:
             "final_norm": jnp.ones((self.width,), dtype),
         }
         if not self.tied:
-            params["head"] = jax.random.normal(head_key, (self.width, self.vocab_size), dtype) / np.sqrt(self.width)
+            params["head"] = jax.random.normal(head_key, (self.width, self.vocab_size), dtype) / np.sqrt(self.width).astype(
+                dtype
+            )
         return params
 
     def embed(self, params: Mapping[str, Any], tokens_BT: jax.Array) -> jax.Array:
@@ -171,6 +208,11 @@ class LanguageModel:
         embedding, sharding = params["embedding"].astype(self.dtype), self.activations
         if sharding is None:
             return embedding[tokens_BT]
+        if manual_size(FSDP) > 1:
+            # Each device has some columns of the table. It looks them up for the tokens of all devices, and each device then
+            # gets the other columns of its own tokens: the rows travel and not the table, nor its gradient.
+            columns = embedding[jax.lax.all_gather(tokens_BT, FSDP, axis=0, tiled=True)]
+            return constrain(jax.lax.all_to_all(columns, FSDP, split_axis=0, concat_axis=2, tiled=True), sharding)
         # Gathered first, as fsdp does with every weight: a look-up in a table sharded over two axes aborts XLA's partitioner.
         return constrain(constrain(embedding, replicated(sharding.mesh))[tokens_BT], sharding)
 
@@ -182,19 +224,69 @@ class LanguageModel:
         def apply(x_BTE: jax.Array, numbered: tuple[Any, jax.Array]) -> tuple[jax.Array, None]:
             layer, number = numbered
             keys = None if keys_B is None else jax.vmap(lambda key: jax.random.fold_in(key, number))(keys_B)
-            return self.block.apply({"params": layer}, x_BTE, keys), None
+            return self.block.apply({"params": self._gather_layer(layer)}, x_BTE, keys), None
 
-        if self.remat_policy != "none":
+        if self.remat_policy != "none" or manual_size(FSDP) > 1:
             apply = jax.checkpoint(apply, policy=REMAT_POLICIES[self.remat_policy])
-        numbers = first_layer + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
-        return jax.lax.scan(apply, x_BTE, (layers, numbers))[0]
+        num_layers = jax.tree.leaves(layers)[0].shape[0]
+        numbers = first_layer + jnp.arange(num_layers)
+        return jax.lax.scan(apply, x_BTE, (layers, numbers), unroll=1 if self.scan_layers else num_layers)[0]
 
     def head(self, params: Mapping[str, Any], x_BTE: jax.Array) -> jax.Array:
         """Return the logits (B, T, V), in at least float32."""
-        x_BTE = nn.RMSNorm(dtype=jnp.dtype(self.dtype)).apply({"params": {"scale": params["final_norm"]}}, x_BTE)
-        kernel = params["embedding"].T if self.tied else params["head"]
-        logits_BTV = x_BTE @ kernel.astype(self.dtype)
+        logits_BTV = self._normalize(params, x_BTE) @ self._gather(self._head_kernel(params), 0)
         return logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32))
+
+    def head_loss(
+        self, params: Mapping[str, Any], x_BTE: jax.Array, targets_BT: jax.Array, length_B: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the cross entropy and its weight, from the output of the last layer."""
+        if self.num_vocab_tiling == 1:
+
+            def of_logits(params: Mapping[str, Any], x_BTE: jax.Array) -> tuple[jax.Array, jax.Array]:
+                return cross_entropy(self.head(params, x_BTE), targets_BT, length_B)
+
+            if manual_size(FSDP) > 1:
+                of_logits = jax.checkpoint(of_logits, policy=REMAT_POLICIES["none"])
+            return of_logits(params, x_BTE)
+        on_mesh = self.activations is not None and not self.tied
+        return tiled_cross_entropy(
+            self._normalize(params, x_BTE),
+            self._head_kernel(params),
+            targets_BT,
+            length_B,
+            num_tiles=self.num_vocab_tiling,
+            prepare=lambda kernel: self._gather(kernel, 0),
+            num_parts=self.activations.mesh.shape[TENSOR] if on_mesh else 1,  # type: ignore[union-attr]
+        )
+
+    def _normalize(self, params: Mapping[str, Any], x_BTE: jax.Array) -> jax.Array:
+        norm = nn.RMSNorm(dtype=jnp.dtype(self.dtype))
+        return norm.apply({"params": {"scale": params["final_norm"]}}, x_BTE)  # type: ignore[no-any-return]
+
+    def _head_kernel(self, params: Mapping[str, Any]) -> jax.Array:
+        return params["embedding"].T if self.tied else params["head"]
+
+    def _gather_layer(self, layer: Any) -> Any:
+        """Return a layer's weights whole along the fsdp axis; see `sharded_loss`."""
+        if manual_size(FSDP) == 1:
+            return layer
+
+        def gather(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+            spec = _LAYER_SPECS.get(path[0].key, ())
+            return self._gather(leaf, spec.index(FSDP)) if FSDP in spec else leaf
+
+        return jax.tree_util.tree_map_with_path(gather, layer)
+
+    def _gather(self, weights: jax.Array, axis: int) -> jax.Array:
+        """Return weights for use, in the type of the activations and whole along the fsdp axis.
+
+        The gradient of a gather is a reduce-scatter, so each device gets that of its own part.
+        """
+        weights = weights.astype(self.dtype)
+        if manual_size(FSDP) == 1:
+            return weights
+        return checkpoint_name(jax.lax.all_gather(weights, FSDP, axis=axis, tiled=True), GATHERED)
 
     def logits(self, params: Mapping[str, Any], tokens_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
         """Return the logits (B, T, V) of every next token."""
@@ -205,8 +297,17 @@ class LanguageModel:
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Return (sum of cross entropies, tokens that count, {}) over rows {"tokens": (B, T+1), "length": (B,)}."""
         tokens = batch["tokens"].astype(jnp.int32)
-        logits_BTV = self.logits(params, tokens[:, :-1], rngs if self.dropout_rate else None)
-        return (*cross_entropy(logits_BTV, tokens[:, 1:], batch["length"]), {})
+        keys_B = rngs if self.dropout_rate else None
+        x_BTE = self.apply_layers(params["layers"], self.embed(params, tokens[:, :-1]), keys_B)
+        return (*self.head_loss(params, x_BTE, tokens[:, 1:], batch["length"]), {})
+
+    def sharded_loss(self, mesh: Mesh) -> AccumulatedLoss:
+        """Return the loss for a mesh with an fsdp axis.
+
+        It gathers each layer's weights where it uses them and reduce-scatters their gradients, so that the compiler has no
+        choice: it may reduce whole gradients, or gather the activations of all rows. Without an fsdp axis it is `loss`.
+        """
+        return AccumulatedLoss(self.loss, param_shardings=self.shardings(mesh) if mesh.shape[FSDP] > 1 else None)
 
     def pipelined(self, num_repeats: int, *, keep: str = "nothing") -> PipelinedLoss:
         """Return the loss as the parts that pipeline stages run.
@@ -225,7 +326,7 @@ class LanguageModel:
 
         def last(params: Mapping[str, Any], x_BTE: jax.Array, batch: Mapping[str, jax.Array], rngs: jax.Array) -> Any:
             targets_BT = batch["tokens"][:, 1:].astype(jnp.int32)
-            return (*cross_entropy(self.head(params, x_BTE), targets_BT, batch["length"]), {})
+            return (*self.head_loss(params, x_BTE, targets_BT, batch["length"]), {})
 
         return PipelinedLoss(first=first, stage=stage, last=last, num_repeats=num_repeats, remat_policy=KEEP_POLICIES[keep])
 
@@ -275,26 +376,14 @@ class LanguageModel:
                     key=key,
                     nearest=nearest_multiples(size, ways),
                 )
-
-
-def causal_attention(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) -> jax.Array:
-    """Return softmax(q k / sqrt(D)) v over this and earlier positions. G divides H; the softmax is in at least float32."""
-    B, T, H, D = q_BTHD.shape
-    q_BTGND = q_BTHD.reshape(B, T, k_BTGD.shape[2], -1, D) / np.sqrt(D).astype(q_BTHD.dtype)
-    logits_BGNTS = jnp.einsum("btgnd,bsgd->bgnts", q_BTGND, k_BTGD)
-    logits_BGNTS = logits_BGNTS.astype(jnp.promote_types(logits_BGNTS.dtype, jnp.float32))
-    past_TS = np.tril(np.ones((T, T), bool))
-    weights_BGNTS = jax.nn.softmax(jnp.where(past_TS, logits_BGNTS, -jnp.inf), axis=-1).astype(v_BTGD.dtype)
-    return jnp.einsum("bgnts,bsgd->btgnd", weights_BGNTS, v_BTGD).reshape(B, T, H, D)
-
-
-def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (sum of -log p(target), number of targets that count). The first `length` targets of a row count."""
-    counts_BT = jnp.arange(targets_BT.shape[1]) < length_B[:, None]
-    # A sum over the vocabulary instead of a gather, which stays local if the vocabulary is sharded over the tensor axis.
-    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
-    log_p_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), -1) - jax.nn.logsumexp(logits_BTV, -1)
-    return -jnp.sum(jnp.where(counts_BT, log_p_BT, 0)), jnp.sum(counts_BT).astype(log_p_BT.dtype)
+        parts = 1 if self.tied else mesh.shape[TENSOR]
+        if self.vocab_size % (parts * self.num_vocab_tiling):
+            raise ConfigError(
+                f"vocab_size={self.vocab_size} must be a multiple of num_vocab_tiling={self.num_vocab_tiling} times the "
+                f"devices on the tensor axis, {parts}",
+                key="num_vocab_tiling",
+                nearest=nearest_in(self.num_vocab_tiling, divisors(self.vocab_size // parts)),
+            )
 
 
 def _rotate(x_BTHD: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ Shape suffixes: K microbatches in the buffer, R rows of one microbatch over all 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -89,10 +90,16 @@ class AccumulatedLoss:
     Attributes:
         loss_fn: see `rampup.run.step.train_step`.
         batch_axes: the mesh axes of the rows; None = data and fsdp.
+        param_shardings: shardings of the parameters, if `loss_fn` takes each as one device has it along the axes of the rows,
+            and gathers what it needs with collectives of its own. It then also sees only the rows of one device. None: it takes
+            whole parameters and the rows of one replica, and the compiler partitions it over the axes that are not replicas.
+        reduction_dtype: type in which replicas exchange gradients; None = the type of the sums, at least float32.
     """
 
     loss_fn: LossFn
     batch_axes: BatchAxes | None = None
+    param_shardings: Any = None
+    reduction_dtype: Any = None
 
     def check(self, mesh: Mesh, engine: str) -> None:  # noqa: ARG002 - both engines work
         """Refuse pipeline stages; see `SummableLoss`."""
@@ -116,7 +123,8 @@ class AccumulatedLoss:
         mutable: Any = None,
     ) -> tuple[Sums, Any]:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
-        if keys_KR.shape[0] == 1 and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1:
+        is_whole = self.param_shardings is None
+        if is_whole and keys_KR.shape[0] == 1 and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1:
             # Nothing to add up: differentiate the mean. Dividing the gradient of a sum, as below, is one more pass over memory
             # as large as the parameters.
             microbatch_sums = own_constraints()(_microbatch_sums(self.loss_fn, param_shardings, differentiate_mean=True))
@@ -124,6 +132,7 @@ class AccumulatedLoss:
             return sums, sums.grads
         num_microbatches = counts[0] * counts[1]
         options = {"mesh": mesh, "param_shardings": param_shardings, "mutable": mutable, "batch_axes": self.batch_axes}
+        options |= {"takes_shards": not is_whole, "reduction_dtype": self.reduction_dtype}
         sums = accumulate(self.loss_fn, params, batch_KR, num_microbatches, keys_KR, **options)
         return sums, sums.mean_grads()
 
@@ -142,10 +151,12 @@ class AccumulatedLoss:
 
             shapes = jax.eval_shape(microbatch_sums, params, *_take((batch_KR, keys_KR), 0), mutable)
             sums = jax.lax.fori_loop(0, num, add, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
-            return jax.lax.psum(sums, axes.replica) if axes.num_replicas(mesh) > 1 else sums
+            names = axes.rows if self.param_shardings is not None else axes.replica
+            return jax.lax.psum(sums, names) if math.prod(mesh.shape[name] for name in names) > 1 else sums
 
         axes = BatchAxes.of(mesh, self.batch_axes)
-        return _per_replica(replica_sums, mesh, axes)(params, batch_KR, num_microbatches, keys_KR, mutable)
+        run = _per_replica(replica_sums, mesh, axes, param_shardings=self.param_shardings)
+        return run(params, batch_KR, num_microbatches, keys_KR, mutable)
 
 
 def summable(loss: LossFn | SummableLoss, batch_axes: BatchAxes | None = None) -> SummableLoss:
@@ -184,6 +195,8 @@ def accumulate(
     param_shardings: Any = None,
     mutable: Any = None,
     batch_axes: BatchAxes | None = None,
+    takes_shards: bool = False,
+    reduction_dtype: Any = None,
 ) -> Sums:
     """Sum loss and gradients over microbatches, with one gradient reduction over the data axis at the end.
 
@@ -203,11 +216,17 @@ def accumulate(
         mutable: state for `loss_fn` to carry, such as batch statistics. Replicas do not see each other's during a step; its
             floating-point leaves are averaged over them at the end.
         batch_axes: the mesh axes of the rows; None = data and fsdp.
+        takes_shards: `loss_fn` takes each parameter as one device has it along the axes of the rows; see `AccumulatedLoss`.
+        reduction_dtype: type in which replicas exchange gradients; None = the type of the sums.
 
     Returns:
         The sums over the global batch. `mean_grads` of them is the gradient for the optimizer.
     """
     K = jax.tree.leaves(batch_KR)[0].shape[0]
+    if takes_shards and is_scattered(param_shardings, BatchAxes.of(mesh, batch_axes)):
+        raise ConfigError(
+            "shard_optimizer_over_data=true needs a loss function that takes whole parameters", key="shard_optimizer_over_data"
+        )
     # jit caches the trace: the loss function is traced once for the shapes of the sums and for the body of the loop.
     microbatch_sums = jax.jit(_microbatch_sums(loss_fn, param_shardings), inline=True)
     axes = BatchAxes.of(mesh, batch_axes)
@@ -229,20 +248,29 @@ def accumulate(
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None))
             zeros = zeros._replace(grads=_constrain(zeros.grads, param_shardings), mutable=mutable)
             sums = jax.lax.fori_loop(0, num, add, zeros)
-        if axes.num_replicas(mesh) == 1:
+        names = axes.rows if takes_shards else axes.replica
+        if math.prod(mesh.shape[name] for name in names) == 1:
             return sums
         with jax.named_scope("reduce"):
             # The one collective over the data axis: after the loop, once per optimizer step.
+            grads = sums.grads if reduction_dtype is None else jax.tree.map(lambda g: g.astype(reduction_dtype), sums.grads)
             if is_scattered(param_shardings, axes):
-                grads = reduce_gradients(sums.grads, param_shardings, mesh, axes)
-                reduced = jax.lax.psum(sums._replace(grads=None, mutable=None), axes.replica)._replace(grads=grads)
+                grads = reduce_gradients(grads, param_shardings, mesh, axes)
+                reduced = jax.lax.psum(sums._replace(grads=None, mutable=None), names)
+            elif takes_shards:
+                grads, reduced = _reduce_shards(grads, sums._replace(grads=None, mutable=None), param_shardings, mesh, axes)
             else:
-                reduced = jax.lax.psum(sums._replace(mutable=None), axes.replica)
-            mutable = jax.tree.map(lambda x: _mean_over_replicas(x, axes.replica), sums.mutable)
-            return reduced._replace(grads=_constrain(reduced.grads, param_shardings), mutable=mutable)
+                reduced = jax.lax.psum(sums._replace(grads=grads, mutable=None), names)
+                grads = reduced.grads
+            mutable = jax.tree.map(lambda x: _mean_over_replicas(x, names), sums.mutable)
+            grads = jax.tree.map(lambda g, total: g.astype(total.dtype), grads, sums.grads)
+            return reduced._replace(grads=_constrain(grads, param_shardings), mutable=mutable)
 
     num = jnp.asarray(num_microbatches, jnp.int32)
-    return _per_replica(replica_sums, mesh, axes, param_shardings)(params, batch_KR, num, keys_KR, mutable)
+    run = _per_replica(
+        replica_sums, mesh, axes, grad_shardings=param_shardings, param_shardings=param_shardings if takes_shards else None
+    )
+    return run(params, batch_KR, num, keys_KR, mutable)
 
 
 def safe_reciprocal(weight: jax.Array) -> jax.Array:
@@ -404,11 +432,14 @@ def _difference(before: Any, after: Any) -> str | None:
 
 
 def _per_replica(
-    replica_sums: Callable[..., Sums], mesh: Mesh, axes: BatchAxes, grad_shardings: Any = None
+    replica_sums: Callable[..., Sums], mesh: Mesh, axes: BatchAxes, *, grad_shardings: Any = None, param_shardings: Any = None
 ) -> Callable[..., Sums]:
-    """Return a function of (params, batch_KR, num, keys_KR, mutable) that runs on every replica's own rows."""
+    """Return a function of (params, batch_KR, num, keys_KR, mutable) that runs on every replica's own rows.
+
+    With `param_shardings` it runs on every device's own rows, and on its own part of the parameters.
+    """
     replica_sums = own_constraints()(replica_sums)
-    if axes.num_replicas(mesh) == 1:
+    if axes.num_replicas(mesh) == 1 and param_shardings is None:
         return replica_sums
     # The data axis is manual, so that each replica adds up its own rows and the function decides when to reduce. If the
     # compiler partitioned the data axis, it would reduce the gradient inside the loop, once per microbatch. The other axes stay
@@ -416,17 +447,40 @@ def _per_replica(
     #
     # With check_vma=True, JAX would track which values vary over the data axis. The gradient with respect to the parameters,
     # which do not vary, would then be reduced where it is computed: inside the loop again.
-    whole, rows = PartitionSpec(), PartitionSpec(None, axes.replica)
-    manual = axes.manual(mesh)
-    grads = manual_specs(grad_shardings, mesh, manual) if is_scattered(grad_shardings, axes) else whole
+    whole, rows = PartitionSpec(), PartitionSpec(None, axes.replica if param_shardings is None else axes.rows)
+    manual = axes.manual(mesh) | (set() if param_shardings is None else set(axes.rows))
+    params = whole if param_shardings is None else manual_specs(param_shardings, mesh, manual)
+    sharded_grads = param_shardings is not None or is_scattered(grad_shardings, axes)
+    grads = manual_specs(grad_shardings, mesh, manual) if sharded_grads and grad_shardings is not None else whole
     return jax.shard_map(
         replica_sums,
         mesh=auto_view(mesh),
         axis_names=manual,
-        in_specs=(whole, rows, whole, rows, whole),
+        in_specs=(params, rows, whole, rows, whole),
         out_specs=Sums(grads, whole, whole, whole, whole),
         check_vma=False,
     )
+
+
+def _reduce_shards(grads: Any, sums: Sums, shardings: Any, mesh: Mesh, axes: BatchAxes) -> tuple[Any, Sums]:
+    """Sum gradients and numbers over the devices of the rows, in a function that is manual over them.
+
+    A gradient that is sharded along one of these axes is already the sum over it: that is what the loss function's own
+    reduce-scatters leave.
+    """
+    leaves, structure = jax.tree.flatten(grads)
+    rows = tuple(name for name in axes.rows if mesh.shape[name] > 1)
+    groups: dict[tuple[str, ...], list[int]] = {rows: []}
+    for k, sharding in enumerate(jax.tree.leaves(shardings)):
+        used = {name for entry in sharding.spec if entry for name in ((entry,) if isinstance(entry, str) else entry)}
+        groups.setdefault(tuple(name for name in rows if name not in used), []).append(k)
+    for names, members in groups.items():
+        numbers = sums if names == rows else None
+        totals, numbers = jax.lax.psum(([leaves[k] for k in members], numbers), names) if names else ([], None)
+        for k, total in zip(members if names else (), totals, strict=True):
+            leaves[k] = total
+        sums = sums if numbers is None else numbers
+    return jax.tree.unflatten(structure, leaves), sums
 
 
 def _take(tree_KR: Any, i: Any) -> Any:

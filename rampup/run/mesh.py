@@ -281,6 +281,12 @@ def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
         return _with_sharding_constraint(x, kept)
 
 
+def manual_size(name: str) -> int:
+    """Return the number of devices along an axis that is manual in the function that is traced here, else 1."""
+    context = jax.sharding.get_abstract_mesh()
+    return context.shape[name] if name in context.manual_axes else 1
+
+
 def without_manual_axes(sharding: Any) -> Any:
     """Return a NamedSharding or PartitionSpec without the axes that are manual here; None if nothing is left to constrain.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -99,6 +100,8 @@ def make_optimizer(
     eps: float = 1e-8,
     weight_decay: float = 0.1,
     clip_norm: float = 1.0,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
 ) -> optax.GradientTransformation:
     """Return an optimizer: clipping by global norm, then AdamW or SGD.
 
@@ -107,12 +110,16 @@ def make_optimizer(
         kind: `adamw` (Loshchilov & Hutter 2019, arXiv 1711.05101) or `sgd`.
         b1, b2, eps, weight_decay: AdamW's constants.
         clip_norm: maximum global norm of the gradient; 0 = no clipping.
+        mu_dtype, nu_dtype: types in which AdamW stores its first and second moment between steps; None = those of the
+            parameters. If one is given, both are updated in at least float32.
 
     Example:
         >>> tx = make_optimizer(0.1, kind="sgd", clip_norm=0)
     """
     optimizers = {
-        "adamw": lambda: optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay),
+        "adamw": lambda: _store_moments(
+            optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay), mu_dtype, nu_dtype
+        ),
         "sgd": lambda: optax.sgd(learning_rate),
     }
     if kind not in optimizers:
@@ -121,3 +128,29 @@ def make_optimizer(
         )
     clipping = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     return optax.chain(*clipping, optimizers[kind]())
+
+
+def _store_moments(tx: optax.GradientTransformation, mu_dtype: Any, nu_dtype: Any) -> optax.GradientTransformation:
+    """Return AdamW with its moments stored in other types than those of the parameters."""
+    if mu_dtype is None and nu_dtype is None:
+        return tx
+
+    def convert(state: Any, mu: Callable[[Any], Any], nu: Callable[[Any], Any]) -> Any:
+        is_adam = lambda part: isinstance(part, optax.ScaleByAdamState)  # noqa: E731
+        adam = lambda part: part._replace(mu=jax.tree.map(mu, part.mu), nu=jax.tree.map(nu, part.nu))  # noqa: E731
+        return jax.tree.map(lambda part: adam(part) if is_adam(part) else part, state, is_leaf=is_adam)
+
+    def wide(x: Any) -> Any:
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    def cast_to(dtype: Any) -> Callable[[Any], Any]:
+        return lambda x: x if dtype is None else x.astype(dtype)
+
+    def init(params: Any) -> Any:
+        return convert(tx.init(params), cast_to(mu_dtype), cast_to(nu_dtype))
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, new = tx.update(jax.tree.map(wide, grads), convert(state, wide, wide), params)
+        return updates, jax.tree.map(lambda x, old: x.astype(old.dtype), new, state)
+
+    return optax.GradientTransformation(init, update)

@@ -98,6 +98,7 @@ class PipelinedLoss:
             work. True can deadlock if the compiler puts a collective over fsdp or tensor inside the branch. None: True if all
             other axes have size 1.
         batch_axes: the mesh axes of the rows; None = data and fsdp.
+        reduction_dtype: type in which replicas exchange gradients; None = the type of the sums, at least float32.
         keep: the old name of `remat_policy`.
     """
 
@@ -108,6 +109,7 @@ class PipelinedLoss:
     remat_policy: Callable[..., Any] | None = None
     skip_idle: bool | None = None
     batch_axes: BatchAxes | None = None
+    reduction_dtype: Any = None
     keep: InitVar[Callable[..., Any] | None] = None
 
     def __post_init__(self, keep: Callable[..., Any] | None) -> None:
@@ -292,10 +294,13 @@ def run_on_stages(
                 return totals
             # Each stage has the gradients of its own layers, and a part of those of the shared parameters.
             layers, shared = sums.grads
+            if loss.reduction_dtype is not None:
+                layers, shared = jax.tree.map(lambda g: g.astype(loss.reduction_dtype), (layers, shared))
             if scatters:
                 grads = reduce_gradients((layers, jax.lax.psum(shared, STAGE)), shardings, mesh, axes)
             else:
                 grads = (jax.lax.psum(layers, replicas) if replicas else layers, jax.lax.psum(shared, (*replicas, STAGE)))
+            grads = jax.tree.map(lambda g, total: g.astype(total.dtype), grads, sums.grads)
             return totals._replace(grads=jax.tree.map(_constrain, grads, shardings))
 
     rows = PartitionSpec(None, replicas) if replicas else PartitionSpec()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from rampup.config.schema import KEYS
 from rampup.errors import RampupError
 from rampup.run.offload import bytes_per_device, host_memory_problem, reports_host_memory
 from rampup.tune.programs import Programs, Report, Size, take_turns
@@ -68,7 +69,8 @@ def find_memory_options(base: Programs, size: Size, usable: float, report: Repor
 def _changes(base: Programs) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the settings of the options that only take another compilation."""
     config, axes = base.config, base.mesh.shape
-    for policy in {"none": ("minimal", "full"), "minimal": ("full",), "full": ()}[config.remat_policy]:
+    known = KEYS["remat_policy"].choices
+    for policy in [name for name in ("minimal", "full") if known.index(name) > known.index(config.remat_policy)]:
         yield f"remat_policy={policy}", {"remat_policy": policy}
     if base.splitter.num_stages > 1 and config.pipeline_keep != "nothing":
         yield "pipeline_keep=nothing", {"pipeline_keep": "nothing"}

@@ -16,7 +16,7 @@ ROWS_OF_A_REPLICA = 4
 NUM_GRADIENTS = 12  # embedding, head, final norm and the nine arrays of a layer
 
 
-def communication(axes):
+def communication(axes, *, sharded_loss=False):
     """Return (operation, shapes) of every communication inside and outside the loop over microbatches, and the parameters."""
     mesh, replicas = make_mesh(axes), axes.data * axes.fsdp
     model = LanguageModel(num_layers=2, width=32, mlp_dim=48, num_heads=2, num_kv_heads=2, vocab_size=64).on(mesh)
@@ -26,7 +26,7 @@ def communication(axes):
         num_devices=8,
         total_steps=100,
     )
-    step = train_step(model.loss, optax.adamw(1e-3), plan, mesh)
+    step = train_step(model.sharded_loss(mesh) if sharded_loss else model.loss, optax.adamw(1e-3), plan, mesh)
     params = jax.jit(model.init, out_shardings=model.shardings(mesh))(jax.random.key(0))
     row = {"tokens": np.zeros(17, np.uint8), "length": np.int32(16)}
     hlo = step.lower(create_state(params, step.tx, mesh), row, plan.splits[0]).compile().as_text()
@@ -69,6 +69,29 @@ def test_fsdp_reduces_what_memory_requires():
     assert {operation for operation, _ in inside} <= {"all-reduce", "reduce-scatter", "all-gather"}
     reduced = [shape for operation, shapes in inside if operation != "all-gather" for shape in shapes if shape]
     assert len(reduced) == NUM_GRADIENTS
+
+
+@pytest.mark.parametrize("axes", [MeshAxes(fsdp=8), MeshAxes(data=2, fsdp=4)])
+def test_sharded_loss_scatters_gradients_and_moves_no_table(axes):
+    """The loop gathers weights, reduce-scatters their gradients and exchanges rows of the embedding: no all-reduce, so no
+    device receives a whole gradient, and nothing of the size of the activations of all rows or of the embedding. The gradients
+    of replicas and of the norms are reduced once, after the loop.
+    """
+    inside, outside, _ = communication(axes, sharded_loss=True)
+    assert {operation for operation, _ in inside} == {"all-gather", "reduce-scatter", "all-to-all"}
+    embedding, tokens = (64, 32), (axes.fsdp * ROWS_OF_A_REPLICA, 16)
+    gathered = [shape for operation, shapes in inside if operation == "all-gather" for shape in shapes]
+    assert embedding not in gathered
+    # Weights of a layer and the head, and the tokens, which are numbers of four bytes.
+    weights = {(32, 2, 16), (2, 16, 32), (32, 48), (48, 32), (32, 64)}
+    assert set(gathered) <= {*weights, *((1, *shape) for shape in weights), tokens, (1, *tokens)}
+    scattered = [shape for operation, shapes in inside if operation == "reduce-scatter" for shape in shapes]
+    assert all(np.prod(shape) * axes.fsdp in {np.prod(weight) for weight in weights} for shape in scattered)
+    # The compiler may gather the output matrix before the loop, where it is the same for every microbatch.
+    assert {shape for operation, shapes in outside if operation != "all-reduce" for shape in shapes} <= weights
+    reduced = {shape for operation, shapes in outside if operation == "all-reduce" for shape in shapes}
+    assert ((64, 32 // axes.fsdp) in reduced) == (axes.data > 1)
+    assert (32,) in reduced
 
 
 @pytest.mark.parametrize("axes", [MeshAxes(data=8), MeshAxes(data=4, tensor=2)])

@@ -1,6 +1,7 @@
 """Tests of rampup.lm.transformer."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 
 from rampup.errors import ConfigError
-from rampup.lm.transformer import LanguageModel, cross_entropy
+from rampup.lm.losses import cross_entropy
+from rampup.lm.transformer import REMAT_POLICIES, LanguageModel
 from rampup.plan import MeshAxes
 from rampup.run.accumulate import accumulate, per_row_keys
 from rampup.run.mesh import batch_sharding, make_mesh, shardings_like
@@ -142,3 +144,56 @@ def test_flops_per_sample_are_those_of_the_compiled_gradient(tied):
     grad = jax.jit(jax.grad(lambda params: model.loss(params, rows, jax.random.split(jax.random.key(0), 4))[0]))
     counted = grad.lower(jax.eval_shape(model.init, jax.random.key(0))).compile().cost_analysis()["flops"]
     assert 4 * model.flops_per_sample(32) == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scan_layers": False},
+        {"num_vocab_tiling": 4},
+        {"num_vocab_tiling": 8, "tied": True},
+        {"attention": "flash"},
+        {"remat_policy": "minimal_with_context", "scan_layers": False, "num_vocab_tiling": 2},
+    ],
+)
+def test_options_of_memory_change_no_gradient(changes):
+    """Each option gives loss and gradients of the plain model, to 1e-5."""
+    plain = dataclasses.replace(SMALL, tied=changes.get("tied", False))
+    params = init(plain)
+    expected = loss_and_grads(plain, params, batch())
+    found = loss_and_grads(dataclasses.replace(plain, **changes), params, batch())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    {
+        "minimal_with_context": {"query_proj", "key_proj", "value_proj", "context", "out_proj", "mlpwi"},
+        "save_dot_except_mlpwi": {"query_proj", "key_proj", "value_proj", "out_proj"},
+        "save_dot_except_mlp": {"query_proj", "key_proj", "value_proj", "out_proj"},
+        "save_qkv_proj": {"query_proj", "key_proj", "value_proj"},
+        "save_out_proj": {"out_proj"},
+        "full": set(),
+    }.items(),
+)
+def test_remat_policies_save_what_they_name(policy, expected, capsys):
+    """What a layer's forward pass keeps for its backward pass has the names of the policy, beside its arguments."""
+    block, x = dataclasses.replace(SMALL).block, jnp.zeros((2, 8, 16))
+    params = jax.eval_shape(block.init, jax.random.key(0), x)
+    apply = jax.checkpoint(lambda params, x: jnp.sum(block.apply(params, x)), policy=REMAT_POLICIES[policy])
+    jax.ad_checkpoint.print_saved_residuals(apply, params, x)
+    lines = [line for line in capsys.readouterr().out.splitlines() if " argument" not in line and "constant" not in line]
+    named = {match[1] for line in lines if (match := re.search(r"named '(\w+)'", line))}
+    assert named == expected
+    assert len(lines) == sum({"mlpwi": 2}.get(name, 1) for name in expected)
+
+
+def test_bfloat16_parameters_have_bfloat16_gradients():
+    """With parameters in bfloat16 every leaf is, the loss is close to that of float32, and gradients have the same type."""
+    model = dataclasses.replace(SMALL, dtype="bfloat16", param_dtype="bfloat16")
+    params = init(model)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    loss, grads = loss_and_grads(model, params, batch())
+    expected = loss_and_grads(SMALL, jax.tree.map(lambda x: x.astype(jnp.float32), params), batch())[0]
+    assert float(loss) == pytest.approx(float(expected), rel=1e-2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("bfloat16")}

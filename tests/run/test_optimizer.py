@@ -87,3 +87,34 @@ def test_make_optimizer_runs_both_kinds():
     assert float(free.update(grads, free.init(params), params)[0]["w"][0]) == -10.0
     with pytest.raises(ConfigError, match="must be one of adamw, sgd"):
         make_optimizer(0.1, kind="adm")
+
+
+def test_make_optimizer_stores_moments_in_other_types():
+    """Between steps, moments have the requested types, also those of bfloat16 parameters; the updates are close to exact."""
+    params = {"w": jnp.linspace(0.5, 2, 64)}
+    grads = [{"w": jnp.asarray(np.random.default_rng(n).normal(size=64), jnp.float32)} for n in range(5)]
+
+    def run(params, **types):
+        tx = make_optimizer(0.1, clip_norm=0, weight_decay=0, **types)
+        state = tx.init(params)
+        for grad in grads:
+            updates, state = jax.jit(tx.update)(jax.tree.map(lambda g, p: g.astype(p.dtype), grad, params), state, params)
+        adam = next(part for part in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "nu")) if hasattr(part, "nu"))
+        return updates["w"], adam.mu["w"].dtype.name, adam.nu["w"].dtype.name
+
+    exact, *types = run(params)
+    assert types == ["float32", "float32"]
+    cases = {
+        ("bfloat16", None): "bfloat16 float32",
+        (None, "bfloat16"): "float32 bfloat16",
+        ("bfloat16",) * 2: "bfloat16 bfloat16",
+    }
+    for (mu, nu), expected in cases.items():
+        found, *types = run(params, mu_dtype=mu, nu_dtype=nu)
+        assert " ".join(types) == expected
+        np.testing.assert_allclose(found, exact, rtol=2e-2, atol=1e-3)
+    small = {"w": params["w"].astype(jnp.bfloat16)}
+    assert run(small)[1:] == ("bfloat16", "bfloat16")
+    found, *types = run(small, nu_dtype="float32")
+    assert types == ["bfloat16", "float32"]
+    np.testing.assert_allclose(found.astype(np.float32), exact, rtol=3e-2, atol=2e-3)

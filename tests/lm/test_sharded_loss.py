@@ -1,0 +1,98 @@
+"""Tests of the language model's loss on sharded meshes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rampup.errors import ConfigError
+from rampup.lm.transformer import LanguageModel
+from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
+from rampup.run import create_state, make_mesh, train_step
+from rampup.run.accumulate import AccumulatedLoss
+from rampup.run.step import EvalStep
+
+SMALL = LanguageModel(num_layers=2, width=32, mlp_dim=48, num_heads=4, num_kv_heads=2, vocab_size=64)
+NUM_ROWS = 32
+
+
+def rows(length=12):
+    """Return rows of random tokens, of unequal length."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, length + 1, NUM_ROWS).astype(np.int32)
+    return [{"tokens": rng.integers(0, 64, length + 1).astype(np.uint8), "length": size} for size in sizes]
+
+
+def run_step(model, axes, *, loss=None, devices=None, **options):
+    """Return loss, gradient norm, new parameters and evaluation loss of one step of SGD, and the step itself."""
+    mesh = make_mesh(axes, devices)
+    model = model.on(mesh)
+    d = axes.data * axes.fsdp
+    plan = RampPlan(
+        ramp=BatchRamp.constant(NUM_ROWS),
+        splitter=BatchSplitter(data_parallel_size=d, num_stages=axes.pipeline, microbatch_size=NUM_ROWS // (d * 2)),
+        num_devices=mesh.size,
+        total_steps=1,
+    )
+    loss = loss(model, mesh) if loss else model.sharded_loss(mesh)
+    step = train_step(loss, optax.sgd(0.5), plan, mesh, **options)
+    params = jax.device_put(jax.jit(SMALL.init)(jax.random.key(0)), model.shardings(mesh))
+    state = create_state(params, step.tx, mesh, shard_optimizer_over_data=options.get("shard_optimizer_over_data", False))
+    batch = next(iter(step.batches(rows())))
+    evaluated = EvalStep(loss, mesh)(state, batch)
+    new, metrics = step(state, batch)
+    found = (metrics["loss"], metrics["grad_norm"], new.params, evaluated)
+    return jax.device_get(found), step
+
+
+@functools.cache
+def reference():
+    """Return the results of one device, with every feature off."""
+    return run_step(SMALL, MeshAxes(), devices=jax.devices()[:1])[0]
+
+
+def assert_same(found, expected, tolerance=2e-5):
+    """Compare loss, gradients and new parameters."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance / 4), found, expected)
+
+
+@pytest.mark.parametrize(
+    ("axes", "changes"),
+    [
+        (MeshAxes(fsdp=8), {}),
+        (MeshAxes(data=2, fsdp=4), {"num_vocab_tiling": 4}),
+        (MeshAxes(data=2, fsdp=2, tensor=2), {"num_vocab_tiling": 4, "remat_policy": "full"}),
+    ],
+)
+def test_sharded_loss_is_that_of_one_device(axes, changes):
+    """With weights gathered by the loss itself, loss, gradients and evaluation are those of one device, to 2e-5."""
+    assert_same(run_step(dataclasses.replace(SMALL, **changes), axes)[0], reference())
+
+
+@pytest.mark.parametrize("axes", [MeshAxes(data=4, tensor=2), MeshAxes(data=2, fsdp=2, pipeline=2)])
+def test_tiled_loss_works_on_the_other_meshes(axes):
+    """The loss in tiles of the vocabulary is exact with the compiler's own partitioning and in a pipeline."""
+    model = dataclasses.replace(SMALL, num_vocab_tiling=4)
+    loss = (lambda model, mesh: model.pipelined(1)) if axes.pipeline > 1 else None
+    assert_same(run_step(model, axes, loss=loss)[0], reference())
+
+
+def test_gradients_reduced_in_bfloat16_are_close():
+    """The exchange in bfloat16 rounds the gradients, to 1e-2, and not the loss."""
+    loss = lambda model, mesh: AccumulatedLoss(model.loss, reduction_dtype=jnp.bfloat16)  # noqa: E731
+    found, _ = run_step(SMALL, MeshAxes(data=8), loss=loss)
+    assert found[0] == pytest.approx(reference()[0], rel=1e-6)
+    assert found[1] == pytest.approx(reference()[1], rel=1e-2)
+    assert_same(found[2], reference()[2], 1e-2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found[2])} == {np.dtype("float32")}
+
+
+def test_sharded_loss_refuses_scattered_gradients():
+    """Parts of the optimizer over the replicas need whole parameters; the error names the key."""
+    with pytest.raises(ConfigError, match="whole parameters") as caught:
+        run_step(SMALL, MeshAxes(data=2, fsdp=4), shard_optimizer_over_data=True)
+    assert caught.value.key == "shard_optimizer_over_data"
