@@ -32,8 +32,8 @@ GATHERED = "gathered_weights"
 # The names of a layer's activations.
 _QKV, _CONTEXT, _OUT, _GATE_UP = ("query_proj", "key_proj", "value_proj"), "context", "out_proj", "mlpwi"
 _save = jax.checkpoint_policies.save_only_these_names
-# Names and meanings are MaxText's: what the backward pass finds and does not compute again. A layer's last matrix product is a part
-# of the input of the next layer, which is always kept, so that two of these policies are the same here.
+# Names and meanings are MaxText's: what the backward pass finds and does not compute again. A layer's last matrix product is a
+# part of the input of the next layer, which is always kept, so that two of these policies are the same here.
 REMAT_POLICIES = {
     "none": jax.checkpoint_policies.save_anything_except_these_names(GATHERED),
     "minimal_with_context": _save(*_QKV, _CONTEXT, _OUT, _GATE_UP),
