@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 
-from rampup.config.schema import KEYS, RAMP_KEYS, Config
+from rampup.config.schema import KEYS, Config
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
+from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
+from rampup.plan.learning_rate import decay_progress
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.numbers import AUTO, exact_fraction, nearest_in
 from rampup.plan.per_device import global_batch_size, ramp_from_config
 from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, legal_repeats, pipeline_repeats, predicted_time
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp, parse_schedule
+from rampup.plan.seesaw import Seesaw, discretize
 from rampup.plan.split import BatchSplitter
+
+# The keys that `ramp_from_config` takes.
+_RAMP_ARGUMENTS = (
+    "per_device_batch_size",
+    "gradient_accumulation_steps",
+    "enable_rampup_batch_size",
+    "per_device_batch_size_start",
+    "per_device_batch_size_increment",
+    "global_rampup_samples",
+    "rampup_carry_overshoot",
+    "batch_size_schedule",
+    "batch_size_schedule_unit",
+    "max_target_length",
+)
 
 
 def build_plan(
-    config: Config, num_devices: int | None = None, *, ramp: BatchRamp | None = None, eval_size: int | None = None
+    config: Config,
+    num_devices: int | None = None,
+    *,
+    ramp: BatchRamp | None = None,
+    seesaw: Seesaw | None = None,
+    eval_size: int | None = None,
 ) -> RampPlan:
     """Return the plan that a configuration describes.
 
@@ -27,6 +50,7 @@ def build_plan(
         config: the configuration.
         num_devices: the number of devices. None = the configuration's `num_devices`, which must then not be -1.
         ramp: the ramp of a resumed run, instead of the one that the configuration describes.
+        seesaw: the transform that made this ramp, if any.
         eval_size: samples of an evaluation batch of a resumed run, instead of the configured size.
 
     Raises:
@@ -56,6 +80,9 @@ def build_plan(
     if ramp is None:
         with _collected(problems, config):
             ramp = _ramp(config, num_devices, splitter if axes else None)
+            if config.seesaw_factor is not None and splitter is not None:
+                seesaw = _seesaw(config, ramp, splitter)
+                ramp = seesaw.ramp
     raise_together(problems)
     assert axes is not None
     assert splitter is not None
@@ -66,24 +93,109 @@ def build_plan(
     if eval_size is None:
         with _collected(problems, config):
             eval_size = _eval_size(config, num_devices, ramp, splitter)
-    schedule_steps = config.learning_rate_schedule_steps
+    total_steps, schedule_steps = _lengths(config, ramp, seesaw)
     with _collected(problems, config):
         plan = RampPlan(
             ramp=ramp,
             splitter=splitter,
             num_devices=num_devices,
             axes=axes,
-            total_steps=config.total_steps,
+            total_steps=total_steps,
             eval_global_batch_size=eval_size,
             learning_rate_batch_scaling=config.learning_rate_batch_scaling,  # type: ignore[arg-type]
             learning_rate_clock=config.learning_rate_clock,  # type: ignore[arg-type]
-            learning_rate_schedule_steps=None if schedule_steps == AUTO else schedule_steps,
+            learning_rate_schedule_steps=schedule_steps,
             expansion_factor_real_data=config.expansion_factor_real_data,
             assumed_tick_overhead=_tick_overhead(config),
+            reference_batch_size=config.batch_scaling_reference,
+            seesaw=seesaw,
         )
+        hyperparameters(config, plan)
     raise_together(problems)
     assert plan is not None
     return plan
+
+
+def hyperparameters(config: Config, plan: RampPlan) -> tuple[AdamConstants, ...]:
+    """Return AdamW's constants for every segment of a plan's clock (`RampPlan.clock`).
+
+    Raises:
+        ConfigError: a rule gives a value that is no decay rate.
+
+    Example:
+        >>> config = Config(batch_size_schedule="0:8 80:16", adam_b2=0.81, adam_b2_batch_scaling="half_life")
+        >>> [constants.b2 for constants in hyperparameters(config, build_plan(config, 1))]
+        [0.9, 0.81]
+    """
+    return adam_constants(plan, adam_base(config), adam_scaling(config, plan))
+
+
+def adam_base(config: Config) -> AdamConstants:
+    """Return AdamW's constants for the reference batch."""
+    return AdamConstants(b1=config.adam_b1, b2=config.adam_b2, eps=config.adam_eps, weight_decay=config.adam_weight_decay)
+
+
+def adam_scaling(config: Config, plan: RampPlan) -> AdamScaling:
+    """Return how AdamW's constants depend on the batch."""
+    reference = config.adam_weight_decay_reference_tokens
+    samples = config.budget_samples or plan.consumed_samples
+    return AdamScaling(
+        b1=config.adam_b1_batch_scaling,  # type: ignore[arg-type]
+        b2=config.adam_b2_batch_scaling,  # type: ignore[arg-type]
+        b1_floor=config.adam_b1_floor,
+        b1_ceiling=config.adam_b1_ceiling,
+        b2_floor=config.adam_b2_floor,
+        b2_ceiling=config.adam_b2_ceiling,
+        eps=config.adam_eps_batch_scaling,  # type: ignore[arg-type]
+        weight_decay=config.adam_weight_decay_batch_scaling,  # type: ignore[arg-type]
+        token_ratio=1.0 if reference is None else float(samples * config.max_target_length / reference),
+    )
+
+
+def _lengths(config: Config, ramp: BatchRamp, seesaw: Seesaw | None) -> tuple[int, int | None]:
+    """Return the steps of the run, and those of the learning-rate schedule if it has a length of its own.
+
+    With Seesaw, `steps` are those of the planned ramp, and the run consumes the same samples.
+    """
+
+    def steps_for(samples: Fraction | int) -> int:
+        return ramp.step_of_sample(math.ceil(samples) - 1) + 1
+
+    def length(steps: int) -> int:
+        return steps if seesaw is None else steps_for(seesaw.base.samples_before(steps))
+
+    schedule = config.learning_rate_schedule_steps
+    total = length(config.total_steps) if config.total_steps is not None else steps_for(config.budget_samples or 1)
+    return total, None if schedule == AUTO else length(schedule)
+
+
+def _seesaw(config: Config, base: BatchRamp, splitter: BatchSplitter) -> Seesaw:
+    """Return the transform of the planned ramp and learning rate."""
+    assert config.seesaw_factor is not None
+    budget, steps = config.budget_samples, config.total_steps
+    total = math.ceil(budget) if budget is not None else base.samples_before(steps or 0)
+    schedule = config.learning_rate_schedule_steps
+
+    def rate(progress: float) -> float:
+        done = decay_progress(
+            progress,
+            kind=config.lr_schedule_type,
+            warmup_fraction=config.warmup_steps_fraction,
+            decay_fraction=config.wsd_decay_steps_fraction,
+            decay_style=config.wsd_decay_style,
+        )
+        return float(1 - (1 - config.learning_rate_final_fraction) * done)
+
+    length = total if schedule == AUTO else base.samples_before(schedule)
+    cuts = discretize(rate, factor=config.seesaw_factor, total_samples=length)
+    return Seesaw(
+        base=base,
+        cuts=cuts,
+        max_batch_size=config.seesaw_max_batch_size,
+        multiple=splitter.unit,
+        total_samples=total,
+        exponent=1.0 if config.opt_type == "sgd" else 0.5,
+    )
 
 
 @contextmanager
@@ -162,8 +274,8 @@ def _splitter(config: Config, axes: MeshAxes, num_repeats: int) -> BatchSplitter
 
 def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None) -> BatchRamp:
     unfixed = splitter and replace(splitter, microbatch_size=AUTO)
-    keys = {name: getattr(config, name) for name in (*RAMP_KEYS, "max_target_length")}
-    ramp = ramp_from_config(num_devices=num_devices, splitter=unfixed, **keys)
+    keys = {name: getattr(config, name) for name in _RAMP_ARGUMENTS}
+    ramp = ramp_from_config(num_devices=num_devices, splitter=unfixed, budget=config.budget_samples, **keys)
     if splitter is not None:
         _check_phases(config, ramp, splitter)
     return ramp
@@ -195,7 +307,7 @@ def _problems_jumped_over(config: Config, ramp: BatchRamp, splitter: BatchSplitt
     """Return the problems of scheduled sizes that no step reaches. Once the other sizes are fixed, a step may reach them."""
     assert config.batch_size_schedule is not None
     length = config.max_target_length if config.batch_size_schedule_unit == "tokens" else None
-    entries = parse_schedule(config.batch_size_schedule, sequence_length=length)
+    entries = parse_schedule(config.batch_size_schedule, sequence_length=length, budget=config.budget_samples)
     used = set(ramp.sizes)
     unused = [(f"from sample {threshold:,}, jumped over", size) for threshold, size in entries if size not in used]
     return [p for where, size in unused if (p := splitter.problem(size, where, key="batch_size_schedule"))]

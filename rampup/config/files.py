@@ -14,7 +14,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from rampup.config.key import FOLDER_NAME, Key, Kind, Settings
+from rampup.config.key import FOLDER_NAME, SUFFIXED_COUNT, Key, Kind, Settings
 from rampup.config.load import BASE
 from rampup.config.schema import KEYS, Config
 from rampup.plan.numbers import MAX_COUNT
@@ -203,6 +203,7 @@ def _property(key: Key, default: Any) -> dict[str, Any]:
         number = rf"{_DIGITS}(\.[0-9]{{1,17}})?"
         fraction = f"^{_NOT_ZERO if key.above is not None else ''}{number}(/{_NOT_ZERO}{_DIGITS})?{_END}"
         shapes.append({"type": "string", "pattern": fraction})
+    shapes += [{"type": "string", "pattern": f"^{SUFFIXED_COUNT.pattern}{_END}"}] * key.suffixed
     shapes += [{"const": value} for value in key.also]
     if key.nullable or "none" in key.choices:
         shapes.append({"type": "null"})

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any, Literal, Self
 
 from rampup.errors import ConfigError, RampDefinitionError, RampupError, raise_together
-from rampup.plan.numbers import MAX_COUNT, exact_fraction, to_yaml_number
+from rampup.plan.numbers import MAX_COUNT, exact_fraction, parse_count, to_yaml_number
 
 Kind = Literal["bool", "int", "float", "size", "text", "name"]
 EXPECTED: dict[Kind, str] = {
@@ -22,6 +22,8 @@ EXPECTED: dict[Kind, str] = {
     "text": "text that is not empty",
     "name": "a folder name of letters, digits, '.', '_' and '-'",
 }
+# With up to three decimals and a suffix of at least 1,000, a number is whole; with six digits, it is at most 10**18.
+SUFFIXED_COUNT = re.compile(r"(?=.*[1-9])[0-9]{1,6}(\.[0-9]{1,3})?[KMBTkmbt]")
 FOLDER_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _BOOL_WORDS = {"1": True, "0": False, "true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 
@@ -45,6 +47,8 @@ class Key:
     below: float | None = None
     also: tuple[int, ...] = ()  # legal values outside the limits, such as -1 for automatic
     nullable: bool = False  # whether null is legal
+    suffixed: bool = False  # whether text such as 300B is legal
+    instead_of: tuple[str, ...] = ()  # keys that set the same fact; the one that is set nearer to the command line counts
     maxtext: str | None = None  # MaxText's default, as written there, if it differs from the default here
     own: bool = False  # whether MaxText has no such key; `maxtext` then gives MaxText's behavior
     identity: bool = False  # whether a checkpoint belongs to a run only if both have the same value
@@ -67,9 +71,9 @@ class Key:
             known = {
                 name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in limits.items() if limit is not None
             }
-            words = ", ".join([EXPECTED[self.kind], *(f"{name} {limit}" for name, limit in known.items())]) + "".join(
-                f", or {value}" for value in self.also
-            )
+            words = ", ".join(
+                [EXPECTED[self.kind] + ", such as 300B" * self.suffixed, *(f"{name} {limit}" for name, limit in known.items())]
+            ) + "".join(f", or {value}" for value in self.also)
         return words + (", or null" if self.nullable else "")
 
     def read(self, name: str, value: object) -> Any:
@@ -88,7 +92,7 @@ class Key:
             if self.nullable:
                 return None
             raise self._error(name, "null")
-        converted = _READERS[self.kind](value)
+        converted = _READERS[self.kind](_without_suffix(value) if self.suffixed else value)
         if converted is None:
             hint = ""
             if self._is_text and isinstance(value, bool | int | float):
@@ -242,6 +246,11 @@ def _read_size(value: object) -> Fraction | None:
         return exact_fraction(value, what="size")
     except RampDefinitionError:
         return None
+
+
+def _without_suffix(value: object) -> object:
+    """Return the number that text such as 300B stands for, or else the value."""
+    return parse_count(value, what="count") if isinstance(value, str) and SUFFIXED_COUNT.fullmatch(value) else value
 
 
 def _read_text(value: object) -> str | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rampup.config.key import Key, Settings
+from rampup.config.presets import PRESETS
 from rampup.config.schema import Config, keys_for_alias
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_mapping
 from rampup.errors import ConfigError, raise_together
@@ -97,8 +98,20 @@ def locate_values(
                 path=str(file),
             )
         raise_together([_unknown(name, entry, keys) for name, entry in list(unknown.items())[:MAX_UNKNOWN]])
-        located = own | located
-    return located | _settings(overrides, environ, keys)
+        located = _override(own, located, keys)
+    return _override(located, _settings(overrides, environ, keys), keys)
+
+
+def _override(far: Mapping[str, Located], near: Mapping[str, Located], keys: Mapping[str, Key]) -> dict[str, Located]:
+    """Return the entries of two places, of which those nearer to the command line win.
+
+    They also win over far entries that set the same fact by another key, such as `steps` by `train_tokens`, and a near preset
+    wins over the far values of its keys.
+    """
+    replaced = {other for name, entry in near.items() if entry.value not in (None, -1) for other in keys[name].instead_of}
+    if "preset" in near and (preset := PRESETS.get(str(near["preset"].value))):
+        replaced |= {*preset.keys}
+    return {name: entry for name, entry in far.items() if name not in replaced} | dict(near)
 
 
 def names_in(path: str | Path) -> frozenset[str]:

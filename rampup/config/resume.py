@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rampup.config.build import build_plan
-from rampup.config.schema import RAMP_KEYS, Config
+from rampup.config.schema import KEYS, RAMP_KEYS, Config
 from rampup.errors import BatchDivisibilityError, PipelineShapeError, RampupError, ResumeMismatchError
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
+from rampup.plan.seesaw import Seesaw
+
+# The keys that set the length of a run, and the shape of its learning rate.
+BUDGET_KEYS = ("steps", "train_samples", "train_tokens")
+SCHEDULE_KEYS = (
+    "lr_schedule_type",
+    "learning_rate_schedule_steps",
+    "warmup_steps_fraction",
+    "learning_rate_final_fraction",
+    "wsd_decay_steps_fraction",
+    "wsd_decay_style",
+)
 
 
 def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
@@ -20,6 +33,7 @@ def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
         "num_devices": plan.num_devices,
         "eval_per_device_batch_size": str(config.eval_per_device_batch_size),
         "eval_global_batch_size": plan.eval_global_batch_size,
+        **({} if plan.seesaw is None else {"seesaw": plan.seesaw.to_dict()}),
     }
 
 
@@ -39,16 +53,18 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
             the ramp is another one (the error shows both).
     """
     before, now = BatchRamp.from_rows(record["ramp"]), ramp_keys(config)
-    if now == record["ramp_keys"]:
+    # A key that an older version does not have was off.
+    old = {name: value for name, value in record["ramp_keys"].items() if value is not None}
+    if {name: value for name, value in now.items() if value is not None} == old:
         return _same_batches(config, num_devices, before, record)
     plan = build_plan(config, num_devices)
     if plan.ramp.fingerprint == before.fingerprint:
         return plan
     if config.on_plan_change == "continue_by_samples":
         ramp = before.spliced_at(record["step"], plan.ramp)
-        return build_plan(config, num_devices, ramp=ramp, eval_size=plan.eval_global_batch_size)
-    old = record["ramp_keys"]
-    changed = [f"{key}: {old.get(key)} -> {value}" for key, value in now.items() if old.get(key) != value]
+        seesaw = plan.seesaw and replace(plan.seesaw, ramp=ramp)
+        return build_plan(config, num_devices, ramp=ramp, seesaw=seesaw, eval_size=plan.eval_global_batch_size)
+    changed = [f"{key}: {old.get(key)} -> {now.get(key)}" for key in {**old, **now} if old.get(key) != now.get(key)]
     raise ResumeMismatchError(
         f"the ramp is not that of the checkpoint of step {record['step']} ({'; '.join(changed)}):\n"
         f"{before.compare(plan.ramp)}\n"
@@ -59,16 +75,25 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
 
 
 def ramp_keys(config: Config) -> dict[str, str | None]:
-    """Return the keys that define the ramp, as text."""
-    return {name: None if (value := getattr(config, name)) is None else str(value) for name in RAMP_KEYS}
+    """Return the keys that define the ramp, as text.
+
+    The length of the run is among them only if the ramp depends on it, and the learning-rate schedule only with Seesaw.
+    """
+    names = set(RAMP_KEYS) - set(BUDGET_KEYS)
+    if config.seesaw_factor is not None:
+        names |= {*BUDGET_KEYS, *SCHEDULE_KEYS, "max_target_length", "opt_type"}
+    elif "%" in (config.batch_size_schedule or ""):
+        names |= {*BUDGET_KEYS} - {"steps"}
+    return {name: None if (value := getattr(config, name)) is None else str(value) for name in KEYS if name in names}
 
 
 def _same_batches(config: Config, num_devices: int, ramp: BatchRamp, record: Mapping[str, Any]) -> RampPlan:
     same_eval = str(config.eval_per_device_batch_size) == record["eval_per_device_batch_size"]
     eval_size = record["eval_global_batch_size"] if same_eval else None
+    seesaw = Seesaw.from_dict(record["seesaw"], ramp) if "seesaw" in record else None
 
     def plan_for(number: int) -> RampPlan:
-        return build_plan(config, number, ramp=ramp, eval_size=eval_size)
+        return build_plan(config, number, ramp=ramp, seesaw=seesaw, eval_size=eval_size)
 
     try:
         return plan_for(num_devices)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from rampup.config.key import Key, Settings, key
+from rampup.config.presets import PRESETS, Run, preset_documentation
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import divisors, nearest_in
 
@@ -23,6 +24,10 @@ _LINEAR_KEYS = (
     "global_rampup_samples",
     "rampup_carry_overshoot",
 )
+
+# The keys of which one sets the length of a run, and those with which a preset sets the batch.
+_BUDGET = ("steps", "train_samples", "train_tokens")
+_PRESET_RAMP = (_LINEAR, "batch_size_schedule", "batch_size_schedule_unit")
 
 _run = partial(key, section="Run")
 _batch = partial(key, section="Batch")
@@ -51,7 +56,10 @@ class Config(Settings):
     # fmt: off
     run_name: str = _run("", "Folder of the run inside base_output_directory. A run with a name resumes from its last checkpoint; an empty name makes a new folder.", kind="name")
     base_output_directory: str = _run("runs", "Folder in which the folders of runs are made.", maxtext='""')
-    steps: int = _run(500, "Optimizer steps of the run. -1: learning_rate_schedule_steps, which must then be set. If both are set, the run has this many steps.", minimum=1, also=(-1,), unit="steps", maxtext="150_001")
+    steps: int = _run(500, "Optimizer steps of the run. -1: as many as train_samples or train_tokens take, or learning_rate_schedule_steps; one of them must then be set. If learning_rate_schedule_steps is set too, the run has this many steps.", minimum=1, also=(-1,), unit="steps", maxtext="150_001", instead_of=("train_samples", "train_tokens"))
+    train_samples: int | None = _run(None, "Samples of the run, instead of steps. The run ends with the first batch that reaches them. null: steps counts.", kind="int", suffixed=True, minimum=1, nullable=True, unit="samples", own=True, ramp=True, instead_of=("steps", "train_tokens"))
+    train_tokens: int | None = _run(None, "Tokens of the run, such as 300B, instead of steps: divided by max_target_length and rounded up, they are train_samples. null: steps counts.", kind="int", suffixed=True, minimum=1, nullable=True, unit="tokens", own=True, ramp=True, instead_of=("steps", "train_samples"))
+    preset: str = _run("none", "Published rule for the batch and the hyperparameters. It gives defaults to the keys that it names; a key that is set in the same place, or nearer to the command line, wins. none: no rule. " + preset_documentation(), choices=("none", *PRESETS), own=True)
     enable_tensorboard: bool = _run(False, "Also write every metric to the run's folder for TensorBoard. Needs rampup[tensorboard].", maxtext="true")
     wandb_project: str | None = _run(None, "Also log every metric to this project of Weights & Biases. Needs rampup[wandb]. null: do not log.", kind="text", nullable=True, own=True)
     log_period: int = _run(20, "Steps between printed lines if there is no progress bar.", minimum=1, unit="steps", maxtext="100", per_process=True)
@@ -79,8 +87,11 @@ class Config(Settings):
     per_device_batch_size_increment: Fraction = _ramp(Fraction(4), "Growth per phase of the linear ramp, in samples per device. Must divide per_device_batch_size - per_device_batch_size_start.", above=0, unit="samples", maxtext="2.0", ramp=True, per_accumulation=True)
     global_rampup_samples: int = _ramp(1600, "Samples over which the linear ramp grows the batch, divided equally between its increments. Each phase takes whole steps, so the ramp can consume slightly more.", minimum=1, unit="samples", maxtext="500", ramp=True)
     rampup_carry_overshoot: bool = _ramp(False, "How samples beyond a threshold of the linear ramp count. false: every phase counts from zero, as in MaxText. true: thresholds count from the start of the run, as in Megatron-LM, so the ramp ends within one batch of global_rampup_samples.", own=True, ramp=True)
-    batch_size_schedule: str | None = _ramp(None, 'Any other ramp, as THRESHOLD:GLOBAL_BATCH_SIZE pairs from 0 on: "0:768 250B:1536 500B:3072". Sizes may decrease, and include gradient_accumulation_steps. Wins over per_device_batch_size; excludes enable_rampup_batch_size. null: no schedule.', kind="text", nullable=True, own=True, ramp=True)
+    batch_size_schedule: str | None = _ramp(None, 'Any other ramp, as THRESHOLD:GLOBAL_BATCH_SIZE pairs from 0 on: "0:768 250B:1536 500B:3072". A threshold can be a share of train_samples or train_tokens: "0:256 3%:512 10%:1024". Sizes may decrease, and include gradient_accumulation_steps. Wins over per_device_batch_size; excludes enable_rampup_batch_size. null: no schedule.', kind="text", nullable=True, own=True, ramp=True)
     batch_size_schedule_unit: str = _ramp("samples", "What the thresholds of batch_size_schedule count: samples, or tokens, which are divided by max_target_length.", choices=("samples", "tokens"), own=True, ramp=True)
+
+    seesaw_factor: float | None = _ramp(None, "Seesaw: where the learning-rate schedule falls by this factor a, the learning rate falls by sqrt(a) and the batch grows by a, so that the run needs fewer steps for the same samples; with opt_type sgd, the batch takes the whole cut. The decay becomes a staircase. If steps is set, the run has the samples that these steps would have without Seesaw. Needs learning_rate_clock=samples. null: off.", kind="float", above=1, nullable=True, own=True, ramp=True)
+    seesaw_max_batch_size: int | None = _ramp(None, "Largest global batch that seesaw_factor may reach; beyond it, the learning rate falls by the whole factor. Batches that grow are rounded down to sizes that can be split. null: no limit.", kind="int", minimum=1, nullable=True, unit="samples", own=True, ramp=True)
 
     num_devices: int = _devices(-1, "Devices to plan for. -1: the devices of this machine. Training always uses the devices that JAX finds.", own=True)
     num_slices: int = _devices(-1, "Slices that the dcn axes connect. -1: as many as the ici and dcn axes imply.", unit="slices")
@@ -110,7 +121,7 @@ class Config(Settings):
     pipeline_keep: str = _pipeline("nothing", "Activations that a stage keeps for the backward pass in addition to its input. nothing: it recomputes all of them. dots: the results of matrix products.", choices=("nothing", "dots"), own=True)
     pipeline_strict_multiple: bool = _pipeline(True, "Require num_pipeline_microbatches to be a multiple of the stages, as MaxText does.", own=True)
 
-    learning_rate: float = _rate(3e-3, "Peak learning rate, for the batch of the last phase. See learning_rate_batch_scaling for smaller batches.", minimum=0, maxtext="3.e-5")
+    learning_rate: float = _rate(3e-3, "Peak learning rate, for the batch of the last phase or of batch_scaling_reference. See learning_rate_batch_scaling for other batches.", minimum=0, maxtext="3.e-5")
     lr_schedule_type: str = _rate("cosine", "Schedule after the warm-up. cosine: cosine decay. wsd: constant, then decay in the last wsd_decay_steps_fraction. constant: no decay.", choices=("cosine", "wsd", "constant"))
     learning_rate_schedule_steps: int = _rate(-1, "Length of the learning-rate schedule; after it the learning rate is 0. -1: steps, which must then be set.", minimum=1, also=(-1,), unit="steps")
     warmup_steps_fraction: float = _rate(0.1, "Fraction of the schedule during which the learning rate rises linearly from 0 to learning_rate.", minimum=0, maximum=1)
@@ -118,7 +129,8 @@ class Config(Settings):
     wsd_decay_steps_fraction: float = _rate(0.1, "Fraction of the schedule during which the wsd schedule (lr_schedule_type) decays. warmup_steps_fraction + wsd_decay_steps_fraction must not exceed 1.", minimum=0, maximum=1)
     wsd_decay_style: str = _rate("linear", "Decay of the wsd schedule (lr_schedule_type): linear or cosine.", choices=("linear", "cosine"))
     learning_rate_clock: str = _rate("samples", "Progress measure of the learning-rate schedule. samples: warm-up and decay keep their place in the data if the batch size changes. steps: they keep their steps.", choices=("steps", "samples"), maxtext="steps", own=True)
-    learning_rate_batch_scaling: str = _rate("none", "Scaling of the learning rate with batch / final batch during the ramp: none, sqrt (for Adam) or linear (for SGD).", choices=("none", "sqrt", "linear"), own=True)
+    learning_rate_batch_scaling: str = _rate("none", "Scaling of the learning rate with batch / final batch during the ramp, or with batch / batch_scaling_reference: none, sqrt (for Adam) or linear (for SGD).", choices=("none", "sqrt", "linear"), own=True)
+    batch_scaling_reference: int | None = _rate(None, "Global batch for which learning_rate and AdamW's constants are given; learning_rate_batch_scaling and the adam scalings are relative to it. null: the batch of the last phase, before seesaw_factor.", kind="int", minimum=1, nullable=True, unit="samples", own=True, identity=True)
 
     opt_type: str = _optimizer("adamw", "Optimizer: adamw or sgd. Only adamw uses adam_b1, adam_b2, adam_eps and adam_weight_decay.", choices=("adamw", "sgd"), identity=True)
     skip_nonfinite: int = _optimizer(3, "Number of consecutive steps with a non-finite loss or gradient after which the run stops. Each such step leaves the state unchanged. 0: no check.", minimum=0, unit="steps", own=True)
@@ -126,6 +138,15 @@ class Config(Settings):
     adam_b2: float = _optimizer(0.95, "Decay rate of AdamW's second moment.", minimum=0, below=1)
     adam_eps: float = _optimizer(1e-8, "Term added to AdamW's denominator for numerical stability.", above=0)
     adam_weight_decay: float = _optimizer(0.1, "Decoupled weight decay of AdamW.", minimum=0)
+    adam_b1_batch_scaling: str = _optimizer("none", "Value of adam_b1 for a batch k times that of batch_scaling_reference. none: adam_b1. half_life: adam_b1**k, an average over the same number of tokens. sde: 1 - k * (1 - adam_b1).", choices=("none", "half_life", "sde"), own=True, identity=True)
+    adam_b1_floor: float | None = _optimizer(None, "Smallest value that adam_b1_batch_scaling may give. null: no limit.", kind="float", minimum=0, below=1, nullable=True, own=True, identity=True)
+    adam_b1_ceiling: float | None = _optimizer(None, "Largest value that adam_b1_batch_scaling may give. null: no limit.", kind="float", minimum=0, below=1, nullable=True, own=True, identity=True)
+    adam_b2_batch_scaling: str = _optimizer("none", "Value of adam_b2 for a batch k times that of batch_scaling_reference. none: adam_b2. half_life: adam_b2**k, an average over the same number of tokens. sde: 1 - k * (1 - adam_b2), for learning_rate_batch_scaling=sqrt.", choices=("none", "half_life", "sde"), own=True, identity=True)
+    adam_b2_floor: float | None = _optimizer(None, "Smallest value that adam_b2_batch_scaling may give. Too low a value for large batches makes losses spike. null: no limit.", kind="float", minimum=0, below=1, nullable=True, own=True, identity=True)
+    adam_b2_ceiling: float | None = _optimizer(None, "Largest value that adam_b2_batch_scaling may give. null: no limit.", kind="float", minimum=0, below=1, nullable=True, own=True, identity=True)
+    adam_eps_batch_scaling: str = _optimizer("none", "Value of adam_eps for a batch k times that of batch_scaling_reference. none: adam_eps. sde: adam_eps / sqrt(k).", choices=("none", "sde"), own=True, identity=True)
+    adam_weight_decay_batch_scaling: str = _optimizer("none", "Value of adam_weight_decay for a batch k times that of batch_scaling_reference. none: adam_weight_decay. timescale: times k, divided by the factor that learning_rate_batch_scaling or seesaw_factor puts on the learning rate, so that batch / (learning rate * weight decay * tokens) stays constant.", choices=("none", "timescale"), own=True, identity=True)
+    adam_weight_decay_reference_tokens: int | None = _optimizer(None, "Tokens of the run for which adam_weight_decay was chosen; with adam_weight_decay_batch_scaling=timescale, the weight decay is multiplied by them and divided by the tokens of this run. null: those of this run.", kind="int", suffixed=True, minimum=1, nullable=True, unit="tokens", own=True, identity=True)
     gradient_clipping_threshold: float = _optimizer(1.0, "Maximum global norm of the gradient. 0: no clipping.", minimum=0)
 
     mu_dtype: str | None = _optimizer(None, "Type in which AdamW stores its first moment: float32 or bfloat16. null: weight_dtype.", kind="text", choices=("float32", "bfloat16"), nullable=True, maxtext='""')
@@ -176,9 +197,18 @@ class Config(Settings):
         return {name: {"a": a[name], "b": b[name]} for name in KEYS if a[name] != b[name]}
 
     @property
-    def total_steps(self) -> int:
-        """Optimizer steps of the run."""
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the run, without Seesaw; None if `budget_samples` decides, so that they depend on the ramp."""
+        if self.budget_samples is not None:
+            return None
         return self.learning_rate_schedule_steps if self.steps == -1 else self.steps
+
+    @property
+    def budget_samples(self) -> Fraction | None:
+        """Samples of `train_samples` or `train_tokens`, exactly; None if `steps` counts."""
+        if self.train_tokens is not None:
+            return Fraction(self.train_tokens, self.max_target_length)
+        return None if self.train_samples is None else Fraction(self.train_samples)
 
     @property
     def num_kv_heads(self) -> int:
@@ -188,12 +218,36 @@ class Config(Settings):
     def _dependent_defaults(self) -> dict[str, Any]:
         # The default ramp ends at the default batch: a batch or a schedule of one's own has no ramp unless it asks for one.
         own_batch = self._given & {"per_device_batch_size", "batch_size_schedule"}
-        return {_LINEAR: False} if own_batch and _LINEAR not in self._given else {}
+        found: dict[str, Any] = {_LINEAR: False} if own_batch and _LINEAR not in self._given else {}
+        if "steps" not in self._given and (self.train_samples, self.train_tokens) != (None, None):
+            found["steps"] = -1
+        return found | self._preset_values()
+
+    def _preset_values(self) -> dict[str, Any]:
+        """Return the values that the preset gives to keys that are not set. Bad values are left to the check of every key."""
+        preset = PRESETS.get(str(self.preset))
+        if preset is None:
+            return {}
+        try:
+            length, samples, tokens = (
+                KEYS[name].read(name, getattr(self, name)) for name in ("max_target_length", "train_samples", "train_tokens")
+            )
+        except ConfigError:
+            return {}
+        if tokens is None and samples is not None:
+            tokens = samples * length
+        # A ramp of the user's own wins over that of the preset as a whole.
+        own_ramp = "batch_size_schedule" in self._given or (_LINEAR in self._given and self.enable_rampup_batch_size is True)
+        left_out = self._given | set(_PRESET_RAMP if own_ramp else ())
+        wanted = [name for name in preset.keys if name not in left_out]
+        values = preset.values(Run(sequence_length=length, tokens=tokens)) if wanted else {}
+        return {name: values[name] for name in wanted}
 
     def _ramp_without_switch(self) -> list[RampupError]:
         """Return an error if keys of the linear ramp are set, and nothing says whether there is one."""
         ignored = [name for name in _LINEAR_KEYS if name in self._given]
-        if not ignored or _LINEAR in self._given:
+        from_preset = self.preset in PRESETS and _LINEAR in PRESETS[self.preset].keys
+        if not ignored or _LINEAR in self._given or from_preset:
             return []
         values = self.to_dict()
         found = ", ".join(f"{name}={values[name]}" for name in ignored)
@@ -209,7 +263,7 @@ class Config(Settings):
             (
                 self.total_steps != -1,
                 "steps",
-                "steps=-1 takes learning_rate_schedule_steps, which is -1 too; set one of them",
+                "steps=-1 takes learning_rate_schedule_steps, which is -1 too; set one of them, train_samples or train_tokens",
                 (),
             ),
             (
@@ -257,8 +311,60 @@ class Config(Settings):
                 (),
             ),
         ]
+        rules += self._budget_rules() + self._seesaw_rules() + self._adam_rules()
         broken = [ConfigError(message, key=name, nearest=nearest) for holds, name, message, nearest in rules if not holds]
         return [*broken, *self._ramp_without_switch()]
+
+    def _budget_rules(self) -> list[tuple[bool, str, str, Sequence[object]]]:
+        budgets = [f"{name}={value}" for name in _BUDGET if (value := getattr(self, name)) not in (None, -1)]
+        message = f"{' and '.join(budgets)} all set the length of the run; set one of them"
+        return [
+            (len(budgets) < 2, "steps" if self.steps != -1 else "train_samples", message, (-1,) if self.steps != -1 else ())
+        ]
+
+    def _seesaw_rules(self) -> list[tuple[bool, str, str, Sequence[object]]]:
+        off, kind = self.seesaw_factor is None, self.lr_schedule_type
+        falls = self.learning_rate_final_fraction < 1 and (kind == "cosine" or self.wsd_decay_steps_fraction > 0)
+        return [
+            (
+                not off or self.seesaw_max_batch_size is None,
+                "seesaw_max_batch_size",
+                f"seesaw_max_batch_size={self.seesaw_max_batch_size} limits seesaw_factor, which is null; set both or none",
+                (),
+            ),
+            (
+                off or (kind != "constant" and falls),
+                "seesaw_factor",
+                f"seesaw_factor={self.seesaw_factor} replaces falls of the learning rate, but lr_schedule_type={kind} with "
+                f"learning_rate_final_fraction={self.learning_rate_final_fraction} has none",
+                (),
+            ),
+            (
+                off or self.learning_rate_clock == "samples",
+                "learning_rate_clock",
+                "seesaw_factor needs learning_rate_clock=samples: the batch, and so the number of steps, depends on the schedule",
+                ("samples",),
+            ),
+        ]
+
+    def _adam_rules(self) -> list[tuple[bool, str, str, Sequence[object]]]:
+        """Return the rules of the keys that scale AdamW's constants: none is without effect."""
+        rules: list[tuple[bool, str, str, Sequence[object]]] = []
+        for name in ("adam_b1", "adam_b2", "adam_eps", "adam_weight_decay"):
+            key = f"{name}_batch_scaling"
+            rule = getattr(self, key)
+            message = f"{key}={rule} scales a constant of AdamW, but opt_type={self.opt_type}"
+            rules.append((rule == "none" or self.opt_type == "adamw", key, message, ("none",)))
+        limits = [(f"adam_{b}_{side}", f"adam_{b}_batch_scaling") for b in ("b1", "b2") for side in ("floor", "ceiling")]
+        for name, key in [*limits, ("adam_weight_decay_reference_tokens", "adam_weight_decay_batch_scaling")]:
+            value = getattr(self, name)
+            message = f"{name}={value} has no effect with {key}=none"
+            rules.append((value is None or getattr(self, key) != "none", name, message, ()))
+        for b in ("b1", "b2"):
+            low, high = (getattr(self, f"adam_{b}_{side}") for side in ("floor", "ceiling"))
+            message = f"adam_{b}_floor={low} must not exceed adam_{b}_ceiling={high}"
+            rules.append((low is None or high is None or low <= high, f"adam_{b}_floor", message, (high,)))
+        return rules
 
 
 def _nearest_divisors(value: int, total: int) -> list[int]:

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from rampup.config.build import build_plan
+from rampup.config.build import adam_scaling, build_plan, hyperparameters
 from rampup.config.files import run_yaml
 from rampup.config.resume import plan_to_resume, ramp_record
 from rampup.config.schema import IDENTITY_KEYS, PER_PROCESS_KEYS, Config
@@ -43,7 +43,7 @@ from rampup.run.loop import EvalOptions, Loop, Summary
 from rampup.run.mesh import DATA, BatchAxes, make_mesh, replicated
 from rampup.run.metrics import MetricOptions
 from rampup.run.offload import fetch_offloaded, host_memory_problem, host_shardings
-from rampup.run.optimizer import LearningRate, make_optimizer
+from rampup.run.optimizer import AdamSchedule, LearningRate, make_optimizer
 from rampup.run.pipeline import permute_layers
 from rampup.run.run_folder import CHECKPOINT_FOLDER, run_folder, write_config
 from rampup.run.run_lock import own_run
@@ -387,8 +387,9 @@ def learning_rate(config: Config, plan: RampPlan) -> LearningRate:
     )
 
 
-def optimizer(config: Config, rate: Callable[[Any], Any]) -> optax.GradientTransformation:
-    """Return the optimizer that the configuration describes."""
+def optimizer(config: Config, rate: LearningRate) -> optax.GradientTransformation:
+    """Return the optimizer that the configuration describes; its constants follow the batches of the rate's plan."""
+    follows = adam_scaling(config, rate.plan).is_active
     return make_optimizer(
         rate,
         kind=config.opt_type,  # type: ignore[arg-type]
@@ -399,6 +400,7 @@ def optimizer(config: Config, rate: Callable[[Any], Any]) -> optax.GradientTrans
         clip_norm=config.gradient_clipping_threshold,
         mu_dtype=config.mu_dtype,
         nu_dtype=config.nu_dtype,
+        adam=AdamSchedule(plan=rate.plan, constants=hyperparameters(config, rate.plan)) if follows else None,
     )
 
 

@@ -28,6 +28,7 @@ def ramp_from_config(
     batch_size_schedule: str | None = None,
     batch_size_schedule_unit: str = "samples",
     max_target_length: int | None = None,
+    budget: int | Fraction | None = None,
     splitter: BatchSplitter | None = None,
 ) -> BatchRamp:
     """Return the ramp that the configuration's keys describe.
@@ -44,6 +45,7 @@ def ramp_from_config(
         batch_size_schedule: see `BatchRamp.from_schedule`. Its sizes are B itself, so they include G.
         batch_size_schedule_unit: the unit of its thresholds, `samples` or `tokens`.
         max_target_length: tokens per sample, for thresholds in tokens.
+        budget: samples of the whole run, for thresholds that are shares of it.
         splitter: if given, sizes must be legal for it, and so are the nearest sizes in errors.
 
     Raises:
@@ -67,7 +69,9 @@ def ramp_from_config(
         if batch_size_schedule_unit not in SCHEDULE_UNITS:
             raise choice_error("batch_size_schedule_unit", batch_size_schedule_unit, SCHEDULE_UNITS)
         tokens = batch_size_schedule_unit == "tokens"
-        return BatchRamp.from_schedule(batch_size_schedule, sequence_length=max_target_length if tokens else None)
+        return BatchRamp.from_schedule(
+            batch_size_schedule, sequence_length=max_target_length if tokens else None, budget=budget
+        )
     values = {END: per_device_batch_size}
     if enable_rampup_batch_size:
         values = {START: per_device_batch_size_start, INCREMENT: per_device_batch_size_increment} | values

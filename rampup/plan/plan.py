@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 
 from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError, raise_together
 from rampup.notebook_repr import NotebookRepr
-from rampup.plan.learning_rate import BatchScaling, Clock, ClockSegment, clock_segments, learning_rate_scale
+from rampup.plan.learning_rate import BatchScaling, Clock, ClockSegment, clock_segments
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import plain_number
 from rampup.plan.pipeline import PipelineCandidate
 from rampup.plan.ramp import BatchRamp, Phase
+from rampup.plan.seesaw import Seesaw
 from rampup.plan.split import BatchSplit, BatchSplitter
 from rampup.plan.timetable import Timetable, bubble_fraction
 
@@ -62,13 +64,15 @@ class RampPlan(NotebookRepr):
         num_devices: devices of the run.
         total_steps: optimizer steps of the run.
         eval_global_batch_size: samples per evaluation batch. None if evaluation is off and its batch could not be split.
-        learning_rate_batch_scaling: how the learning rate depends on the batch size, relative to the last phase.
+        learning_rate_batch_scaling: how the learning rate depends on the batch size, relative to `reference_size`.
         learning_rate_clock: the unit of the learning-rate schedule's progress.
         learning_rate_schedule_steps: length of that schedule in optimizer steps. None = `total_steps`.
         expansion_factor_real_data: MaxText's key. If positive, the batch to load is this multiple of the training batch.
         assumed_tick_overhead: assumed fixed cost of a pipeline tick if the splitter has no measured value, for advice only.
         axes: devices along each mesh axis. By default the splitter's replicas are on the data axis, its stages on the pipeline
             axis, and the tensor axis has the remaining factor of `num_devices`.
+        reference_batch_size: the batch size for which the hyperparameters were chosen; None = that of the last phase.
+        seesaw: the transform that made the ramp; None if there is none.
         splits: the split of every phase's batch (derived).
         eval_split: the split of the evaluation batch (derived).
         clock: the clock of the learning-rate schedule, phase by phase (derived).
@@ -102,6 +106,8 @@ class RampPlan(NotebookRepr):
     expansion_factor_real_data: Fraction = Fraction(-1)
     assumed_tick_overhead: Fraction = Fraction(1)
     axes: MeshAxes = None  # type: ignore[assignment]  # never None after __post_init__
+    reference_batch_size: int | None = None
+    seesaw: Seesaw | None = None
     splits: tuple[BatchSplit, ...] = field(init=False, repr=False, compare=False)
     eval_split: BatchSplit | None = field(init=False, repr=False, compare=False)
     clock: tuple[ClockSegment, ...] = field(init=False, repr=False, compare=False)
@@ -121,8 +127,14 @@ class RampPlan(NotebookRepr):
             object.__setattr__(self, "axes", MeshAxes(data=replicas, tensor=rest, pipeline=stages))
         object.__setattr__(self, "splits", self.splitter.split(self.ramp.sizes))
         object.__setattr__(self, "eval_split", None if eval_size is None else eval_splitter.split([eval_size])[0])
-        clock, scaling = self.learning_rate_clock, self.learning_rate_batch_scaling
-        segments = clock_segments(self.ramp, clock=clock, schedule_steps=self.schedule_steps, scaling=scaling)
+        segments = clock_segments(
+            self.ramp,
+            clock=self.learning_rate_clock,
+            schedule_steps=self.schedule_steps,
+            scaling=self.learning_rate_batch_scaling,
+            reference_size=self.reference_batch_size,
+            seesaw=self.seesaw,
+        )
         object.__setattr__(self, "clock", segments)
         counts: dict[int, int] = {}
         for phase, split in enumerate(self.splits):
@@ -140,6 +152,14 @@ class RampPlan(NotebookRepr):
             split=self.splits[phase.index],
         )
 
+    def segment_at(self, step: int) -> ClockSegment:
+        """Return the segment of the learning-rate schedule's clock that an optimizer step is in."""
+        return self.clock[self.segment_index(step)]
+
+    def segment_index(self, step: int) -> int:
+        """Return the index in `clock` of the segment that an optimizer step is in."""
+        return bisect.bisect_right(self.clock, step, key=lambda segment: segment.start_step) - 1
+
     def rows(self, step: int) -> range:
         """Return the numbers of the samples that optimizer step `step` consumes, counted over all epochs."""
         start = self.ramp.samples_before(step)
@@ -149,6 +169,11 @@ class RampPlan(NotebookRepr):
     def consumed_samples(self) -> int:
         """Samples that the run consumes in total."""
         return self.ramp.samples_before(self.total_steps)
+
+    @property
+    def reference_size(self) -> int:
+        """The batch size for which the hyperparameters were chosen: by default that of the last phase, before Seesaw."""
+        return self.reference_batch_size or (self.seesaw.base if self.seesaw else self.ramp).sizes[-1]
 
     @property
     def num_compiled_shapes(self) -> int:
@@ -305,16 +330,20 @@ class RampPlan(NotebookRepr):
             "bubble_fraction": float(bubble_fraction(stages, split.num_pipeline_microbatches, repeats)),
         }
 
+    @property
+    def scales_learning_rate(self) -> bool:
+        """Whether the batch size has an effect on the learning rate."""
+        return self.learning_rate_batch_scaling != "none" or self.seesaw is not None
+
     def phase_rows(self) -> list[dict[str, int | float | None]]:
         """Return one dictionary per phase, as in `rampup plan --json`."""
-        final = self.ramp.sizes[-1]
         return [
             {
                 "start_step": phase.start_step,
                 "start_sample": phase.start_sample,
                 "num_steps": phase.num_steps,
                 **self._sizes_of(split, self.splitter.gradient_accumulation_steps),
-                "learning_rate_scale": learning_rate_scale(split.global_batch_size, final, self.learning_rate_batch_scaling),
+                "learning_rate_scale": self.segment_at(phase.start_step).scale,
             }
             for phase, split in zip(self.ramp.phases, self.splits, strict=True)
         ]
@@ -322,7 +351,7 @@ class RampPlan(NotebookRepr):
     def phase_table(self) -> list[dict[str, int | float | str | None]]:
         """Return one dictionary per phase for printing, with short titles and without columns that have no information."""
         left_out = set() if self.splitter.num_stages > 1 else {"num_pipeline_microbatches", "bubble_fraction"}
-        left_out |= {"learning_rate_scale"} if self.learning_rate_batch_scaling == "none" else set()
+        left_out |= set() if self.scales_learning_rate else {"learning_rate_scale"}
         titles = {name: title for name, title in _TITLES.items() if name not in left_out}
         rows: list[dict[str, int | float | str | None]] = [
             {"phase": phase.index, **{title: row[name] for name, title in titles.items()}}

@@ -6,6 +6,7 @@ import bisect
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -13,7 +14,7 @@ from typing import Self
 
 from rampup.errors import RampDefinitionError
 from rampup.notebook_repr import NotebookRepr
-from rampup.plan.numbers import parse_count
+from rampup.plan.numbers import exact_fraction, parse_count
 
 MAX_PHASES = 200_000
 # Phases that an error message shows of two ramps.
@@ -162,13 +163,22 @@ class BatchRamp(NotebookRepr):
         return cls._from_segments([*segments, (None, pairs[-1][1])], num_increments=num_increments)
 
     @classmethod
-    def from_schedule(cls, text: str, *, sequence_length: int | None = None, key: str = "batch_size_schedule") -> Self:
+    def from_schedule(
+        cls,
+        text: str,
+        *,
+        sequence_length: int | None = None,
+        budget: int | Fraction | None = None,
+        key: str = "batch_size_schedule",
+    ) -> Self:
         """Parse a schedule such as `"0:768 250B:1536 500B:3072"` (Megatron-LM's `--step-batch-size-schedule`).
 
         Args:
-            text: THRESHOLD:SIZE pairs, separated by spaces or commas, with the suffixes K, M, B and T.
+            text: THRESHOLD:SIZE pairs, separated by spaces or commas, with the suffixes K, M, B and T. A threshold such as 2.5%
+                is a share of the budget, rounded down to whole samples.
             sequence_length: tokens per sample. If given, thresholds are tokens and are rounded down to whole samples.
                 Otherwise thresholds are samples.
+            budget: samples of the whole run, exactly, for thresholds that are shares of it.
             key: the configuration key that errors refer to.
 
         Raises:
@@ -180,7 +190,7 @@ class BatchRamp(NotebookRepr):
             79473
         """
         try:
-            return cls.piecewise(parse_schedule(text, sequence_length=sequence_length))
+            return cls.piecewise(parse_schedule(text, sequence_length=sequence_length, budget=budget))
         except RampDefinitionError as error:
             raise RampDefinitionError(f"{key}={text[:200]!r}: {error}", key=key, nearest=error.nearest) from None
 
@@ -301,19 +311,22 @@ class BatchRamp(NotebookRepr):
         return phase.start_step + (sample - phase.start_sample) // phase.global_batch_size
 
 
-def parse_schedule(text: str, *, sequence_length: int | None = None) -> list[tuple[int, int]]:
+def parse_schedule(
+    text: str, *, sequence_length: int | None = None, budget: int | Fraction | None = None
+) -> list[tuple[int, int]]:
     """Parse a schedule string into pairs (threshold in samples, global batch size), in the same order.
 
     Args:
         text: see `BatchRamp.from_schedule`.
         sequence_length: tokens per sample, if thresholds are tokens.
+        budget: samples of the whole run, for thresholds that are shares of it.
 
     Raises:
-        RampDefinitionError: If an entry is not THRESHOLD:SIZE with whole numbers.
+        RampDefinitionError: If an entry is not THRESHOLD:SIZE with whole numbers or a share of the budget.
 
     Example:
-        >>> parse_schedule("0:8, 1K:16")
-        [(0, 8), (1000, 16)]
+        >>> parse_schedule("0:8, 1K:16, 12.5%:32", budget=10_001)
+        [(0, 8), (1000, 16), (1250, 32)]
     """
     entries = text.replace(",", " ").split()
     if not entries:
@@ -326,11 +339,24 @@ def parse_schedule(text: str, *, sequence_length: int | None = None) -> list[tup
             raise RampDefinitionError(
                 f"entry {entry!r} is not THRESHOLD:SIZE; commas and spaces separate entries (write 1_000 or 1K, not 1,000)"
             )
-        samples = parse_count(threshold, what="threshold")
-        if sequence_length is not None:
-            samples //= sequence_length
+        if threshold.endswith("%"):
+            samples = _share_of(threshold, budget)
+        else:
+            samples = parse_count(threshold, what="threshold") // (sequence_length or 1)
         pairs.append((samples, parse_count(size, what="global batch size")))
     return pairs
+
+
+def _share_of(threshold: str, budget: int | Fraction | None) -> int:
+    """Return the whole samples in a percentage of the budget."""
+    share = exact_fraction(threshold.removesuffix("%"), what="threshold")
+    if not 0 <= share <= 100:
+        raise RampDefinitionError(f"threshold={threshold!r} must be between 0% and 100% of the budget")
+    if budget is None:
+        raise RampDefinitionError(
+            f"threshold={threshold!r} is a share of the budget, but there is none; set train_tokens or train_samples"
+        )
+    return math.floor(share * budget / 100)
 
 
 def _check_thresholds(pairs: list[tuple[int, int]]) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +12,8 @@ import numpy as np
 import optax
 
 from rampup.errors import ConfigError, RampDefinitionError
+from rampup.plan.hyperparameters import AdamConstants
+from rampup.plan.learning_rate import decay_progress
 from rampup.plan.plan import RampPlan
 
 MAX_STEPS = 2**31 - 1
@@ -70,25 +71,111 @@ class LearningRate:
             return jnp.asarray(np.array([getattr(segment, name) for segment in segments], np.float32))[index]
 
         progress = column("progress") + (count - start_steps[index]) * column("progress_per_step")
-        return self._rate(count, progress, jnp) * column("scale")
+        level = None if self.plan.seesaw is None else column("level")
+        return self._rate(count, progress, level, jnp) * column("scale")
 
     def at(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, computed on the host."""
-        phase = self.plan.ramp.phase_at(step)
-        segment = self.plan.clock[phase.index]
+        segment = self.plan.segment_at(step)
         progress = segment.progress + (step - segment.start_step) * segment.progress_per_step
-        return float(self._rate(step, progress, np)) * segment.scale
+        return float(self._rate(step, progress, segment.level, np)) * segment.scale
 
-    def _rate(self, step: Any, progress: Any, xp: Any) -> Any:
-        """Return the rate before batch scaling, in numpy or jax.numpy. Progress goes from 0 to 1 over the schedule."""
+    def _rate(self, step: Any, progress: Any, level: Any, xp: Any) -> Any:
+        """Return the rate before batch scaling, in numpy or jax.numpy.
+
+        Progress goes from 0 to 1 over the schedule. With Seesaw, the rate after warm-up is `level` times the peak.
+        """
         peak, final, warmup = self.peak, self.peak * self.final_fraction, self.warmup_fraction
-        decay = max(self.decay_fraction if self.kind == "wsd" else 1 - warmup, 1e-9)
-        done = xp.clip((progress - (1 - decay)) / decay, 0.0, 1.0)
-        if self.kind == "cosine" or self.decay_style == "cosine":
-            done = 0.5 * (1 - xp.cos(math.pi * done))
-        after = peak + (final - peak) * (0.0 if self.kind == "constant" else done)
+        if self.plan.seesaw is None:
+            after = peak + (final - peak) * decay_progress(
+                progress,
+                kind=self.kind,
+                warmup_fraction=warmup,
+                decay_fraction=self.decay_fraction,
+                decay_style=self.decay_style,
+                xp=xp,
+            )
+        else:
+            after = peak * level
         rate = xp.where(progress < warmup, peak * progress / max(warmup, 1e-9), after)
         return rate if self.kind == "constant" else xp.where(step < min(self.plan.schedule_steps, MAX_STEPS), rate, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamSchedule:
+    """AdamW's constants as a function of the optimizer step, on the clock of a plan.
+
+    Attributes:
+        plan: the plan.
+        constants: the constants of every segment of the plan's clock, from `adam_constants`.
+
+    Example:
+        >>> from rampup.plan import BatchRamp, BatchSplitter
+        >>> from rampup.plan.hyperparameters import AdamScaling, adam_constants
+        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:4 40:8"), splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1, total_steps=20)
+        >>> constants = adam_constants(plan, AdamConstants(b2=0.81), AdamScaling(b2="half_life"))
+        >>> AdamSchedule(plan=plan, constants=constants).at(3).b2
+        0.9
+        >>> tx = make_optimizer(1e-3, adam=AdamSchedule(plan=plan, constants=constants))
+    """
+
+    plan: RampPlan
+    constants: Sequence[AdamConstants]
+
+    def at(self, step: int) -> AdamConstants:
+        """Return the constants of an optimizer step, on the host."""
+        return self.constants[self.plan.segment_index(step)]
+
+    def __call__(self, count: Any) -> dict[str, Any]:
+        """Return the constants of optimizer step `count`, a traced int32, and 1 - b1 and 1 - b2 as `c1` and `c2`."""
+        table = [
+            {"b1": c.b1, "c1": 1 - c.b1, "b2": c.b2, "c2": 1 - c.b2, "eps": c.eps, "weight_decay": c.weight_decay}
+            for segment, c in zip(self.plan.clock, self.constants, strict=True)
+            if segment.start_step <= MAX_STEPS
+        ]
+        start_steps = np.array([segment.start_step for segment in self.plan.clock[: len(table)]], np.int32)
+        index = jnp.searchsorted(jnp.asarray(start_steps), count, side="right") - 1
+        return {name: jnp.asarray(np.array([row[name] for row in table]))[index] for name in table[0]}
+
+
+def scheduled_adamw(learning_rate: optax.ScalarOrSchedule, adam: AdamSchedule) -> optax.GradientTransformation:
+    """Return AdamW whose constants change from phase to phase, in one program.
+
+    With the constants of one phase it computes what `optax.adamw` computes, and it has the same state.
+
+    Args:
+        learning_rate: a number, or a schedule over optimizer steps.
+        adam: the constants.
+    """
+    rate = learning_rate if callable(learning_rate) else lambda count: learning_rate
+    init = optax.adamw(rate).init
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        moments, decayed, clock = state
+        # The count of the schedule and not that of Adam, which stands still in skipped steps.
+        now = adam(clock.count)
+        count = optax.safe_increment(moments.count)
+
+        # A constant has the type of the array, as a Python number would. c = 1 - b is rounded once: in float32, the difference
+        # of 1 and a rounded b of 0.999 has lost four digits.
+        def average(b: Any, c: Any, x: Any, old: Any) -> Any:
+            return c.astype(x.dtype) * x + b.astype(old.dtype) * old
+
+        mu = jax.tree.map(lambda g, old: average(now["b1"], now["c1"], g, old), grads, moments.mu)
+        nu = jax.tree.map(lambda g, old: average(now["b2"], now["c2"], (g * g.conj()).real, old), grads, moments.nu)
+        mu_hat = optax.tree.bias_correction(mu, now["b1"], count)
+        nu_hat = optax.tree.bias_correction(nu, now["b2"], count)
+
+        def step(m: Any, v: Any, param: Any) -> Any:
+            change = m / (jnp.sqrt(v) + now["eps"].astype(v.dtype)) + now["weight_decay"].astype(param.dtype) * param
+            return jnp.asarray(-1 * rate(clock.count), change.dtype) * change
+
+        moments = optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+        clock = optax.ScaleByScheduleState(count=optax.safe_increment(clock.count))
+        return jax.tree.map(step, mu_hat, nu_hat, params), (moments, decayed, clock)
+
+    return optax.GradientTransformation(init, update)
 
 
 def make_optimizer(
@@ -102,6 +189,7 @@ def make_optimizer(
     clip_norm: float = 1.0,
     mu_dtype: Any = None,
     nu_dtype: Any = None,
+    adam: AdamSchedule | None = None,
 ) -> optax.GradientTransformation:
     """Return an optimizer: clipping by global norm, then AdamW or SGD.
 
@@ -112,13 +200,18 @@ def make_optimizer(
         clip_norm: maximum global norm of the gradient; 0 = no clipping.
         mu_dtype, nu_dtype: types in which AdamW stores its first and second moment between steps; None = those of the
             parameters. If one is given, both are updated in at least float32.
+        adam: AdamW's constants by phase, instead of the constants above.
 
     Example:
         >>> tx = make_optimizer(0.1, kind="sgd", clip_norm=0)
     """
     optimizers = {
         "adamw": lambda: _store_moments(
-            optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay), mu_dtype, nu_dtype
+            optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+            if adam is None
+            else scheduled_adamw(learning_rate, adam),
+            mu_dtype,
+            nu_dtype,
         ),
         "sgd": lambda: optax.sgd(learning_rate),
     }

@@ -75,7 +75,7 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
     """
     for sentence in plan.summary:
         console.print(sentence)
-    pipeline, scaled = plan.splitter.num_stages > 1, plan.learning_rate_batch_scaling != "none"
+    pipeline, scaled = plan.splitter.num_stages > 1, plan.scales_learning_rate
     sizes = {"global\nbatch": "global_batch_size", "per\ndevice": "per_device_batch_size"} | _split_columns(pipeline)
     sizes |= {"bubble": "bubble_fraction"} if pipeline else {}
     sizes |= {"rate\nscale": "learning_rate_scale"} if scaled else {}

@@ -154,7 +154,7 @@ class Programs:
         """Return a plan of one phase with only such steps, as long as the run."""
         batch = self.splitter.data_parallel_size * size.microbatch_size * size.num_microbatches
         splitter = replace(self.splitter, microbatch_size=size.microbatch_size)
-        unused = {"eval_global_batch_size": None, "expansion_factor_real_data": Fraction(-1)}
+        unused = {"eval_global_batch_size": None, "expansion_factor_real_data": Fraction(-1), "seesaw": None}
         return replace(self.plan, ramp=BatchRamp.constant(batch), splitter=splitter, **unused)
 
     def _rows(self, number: int) -> SyntheticRows:
