@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from rampup.config.build import adam_scaling, build_plan, hyperparameters
 from rampup.config.files import run_yaml
 from rampup.config.resume import plan_to_resume, ramp_record
-from rampup.config.schema import IDENTITY_KEYS, PER_PROCESS_KEYS, Config
+from rampup.config.schema import IDENTITY_DEFAULTS, IDENTITY_KEYS, PER_PROCESS_KEYS, Config
 from rampup.errors import ConfigError, DataError
 from rampup.lm.data import sample_order, sources
 from rampup.lm.transformer import LanguageModel
@@ -328,7 +328,9 @@ class Run:
             on_event=on_event,
         )
         known = None if self.saved is None else self.saved.record.get(RAMP_RECORD)
-        state, start = loop.restore(state, self.saved, ramp_before=known and BatchRamp.from_rows(known["ramp"]))
+        # A key that an older version does not have had its default.
+        saved = self.saved and replace(self.saved, record={**IDENTITY_DEFAULTS, **self.saved.record})
+        state, start = loop.restore(state, saved, ramp_before=known and BatchRamp.from_rows(known["ramp"]))
         if is_primary():
             # Only now: a run that is refused must leave the configuration of the run in this folder alone.
             write_config(folder, run_yaml(config, num_devices=plan.num_devices, run_name=folder.name))

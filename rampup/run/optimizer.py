@@ -154,7 +154,7 @@ def scheduled_adamw(learning_rate: optax.ScalarOrSchedule, adam: AdamSchedule) -
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         moments, decayed, clock = state
         # The count of the schedule and not that of Adam, which stands still in skipped steps.
-        now = adam(clock.count)
+        now, step_size = adam(clock.count), -1 * rate(clock.count)
         count = optax.safe_increment(moments.count)
 
         # A constant has the type of the array, as a Python number would. c = 1 - b is rounded once: in float32, the difference
@@ -169,11 +169,11 @@ def scheduled_adamw(learning_rate: optax.ScalarOrSchedule, adam: AdamSchedule) -
 
         def step(m: Any, v: Any, param: Any) -> Any:
             change = m / (jnp.sqrt(v) + now["eps"].astype(v.dtype)) + now["weight_decay"].astype(param.dtype) * param
-            return jnp.asarray(-1 * rate(clock.count), change.dtype) * change
+            return jnp.asarray(step_size, change.dtype) * change
 
-        moments = optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
-        clock = optax.ScaleByScheduleState(count=optax.safe_increment(clock.count))
-        return jax.tree.map(step, mu_hat, nu_hat, params), (moments, decayed, clock)
+        new = optax.ScaleByAdamState(count=count, mu=mu, nu=nu), decayed
+        updates = jax.tree.map(step, mu_hat, nu_hat, params)
+        return updates, (*new, optax.ScaleByScheduleState(count=optax.safe_increment(clock.count)))
 
     return optax.GradientTransformation(init, update)
 
