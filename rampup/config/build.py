@@ -138,7 +138,7 @@ def adam_base(config: Config) -> AdamConstants:
 def adam_scaling(config: Config, plan: RampPlan) -> AdamScaling:
     """Return how AdamW's constants depend on the batch."""
     reference = config.adam_weight_decay_reference_tokens
-    samples = config.budget_samples or plan.consumed_samples
+    samples = budget_samples(config) or plan.consumed_samples
     return AdamScaling(
         b1=config.adam_b1_batch_scaling,  # type: ignore[arg-type]
         b2=config.adam_b2_batch_scaling,  # type: ignore[arg-type]
@@ -150,6 +150,13 @@ def adam_scaling(config: Config, plan: RampPlan) -> AdamScaling:
         weight_decay=config.adam_weight_decay_batch_scaling,  # type: ignore[arg-type]
         token_ratio=1.0 if reference is None else float(samples * config.max_target_length / reference),
     )
+
+
+def budget_samples(config: Config) -> Fraction | None:
+    """Return the samples of `train_samples` or `train_tokens`, exactly; None if `steps` counts."""
+    if config.train_tokens is not None:
+        return Fraction(config.train_tokens, config.max_target_length)
+    return None if config.train_samples is None else Fraction(config.train_samples)
 
 
 def _lengths(config: Config, ramp: BatchRamp, seesaw: Seesaw | None) -> tuple[int, int | None]:
@@ -164,16 +171,15 @@ def _lengths(config: Config, ramp: BatchRamp, seesaw: Seesaw | None) -> tuple[in
     def length(steps: int) -> int:
         return steps if seesaw is None else steps_for(seesaw.base.samples_before(steps))
 
-    schedule = config.learning_rate_schedule_steps
-    total = length(config.total_steps) if config.total_steps is not None else steps_for(config.budget_samples or 1)
+    schedule, steps = config.learning_rate_schedule_steps, config.total_steps
+    total = length(steps) if steps is not None else steps_for(budget_samples(config) or 1)
     return total, None if schedule == AUTO else length(schedule)
 
 
 def _seesaw(config: Config, base: BatchRamp, splitter: BatchSplitter) -> Seesaw:
     """Return the transform of the planned ramp and learning rate."""
     assert config.seesaw_factor is not None
-    budget, steps = config.budget_samples, config.total_steps
-    total = math.ceil(budget) if budget is not None else base.samples_before(steps or 0)
+    total = math.ceil(budget_samples(config) or base.samples_before(config.total_steps or 0))
     schedule = config.learning_rate_schedule_steps
 
     def rate(progress: float) -> float:
@@ -275,7 +281,7 @@ def _splitter(config: Config, axes: MeshAxes, num_repeats: int) -> BatchSplitter
 def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None) -> BatchRamp:
     unfixed = splitter and replace(splitter, microbatch_size=AUTO)
     keys = {name: getattr(config, name) for name in _RAMP_ARGUMENTS}
-    ramp = ramp_from_config(num_devices=num_devices, splitter=unfixed, budget=config.budget_samples, **keys)
+    ramp = ramp_from_config(num_devices=num_devices, splitter=unfixed, budget=budget_samples(config), **keys)
     if splitter is not None:
         _check_phases(config, ramp, splitter)
     return ramp
@@ -307,7 +313,7 @@ def _problems_jumped_over(config: Config, ramp: BatchRamp, splitter: BatchSplitt
     """Return the problems of scheduled sizes that no step reaches. Once the other sizes are fixed, a step may reach them."""
     assert config.batch_size_schedule is not None
     length = config.max_target_length if config.batch_size_schedule_unit == "tokens" else None
-    entries = parse_schedule(config.batch_size_schedule, sequence_length=length, budget=config.budget_samples)
+    entries = parse_schedule(config.batch_size_schedule, sequence_length=length, budget=budget_samples(config))
     used = set(ramp.sizes)
     unused = [(f"from sample {threshold:,}, jumped over", size) for threshold, size in entries if size not in used]
     return [p for where, size in unused if (p := splitter.problem(size, where, key="batch_size_schedule"))]

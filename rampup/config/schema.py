@@ -198,17 +198,10 @@ class Config(Settings):
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the run, without Seesaw; None if `budget_samples` decides, so that they depend on the ramp."""
-        if self.budget_samples is not None:
+        """Optimizer steps of the run, without Seesaw; None if a budget of samples or tokens decides, with the ramp."""
+        if (self.train_samples, self.train_tokens) != (None, None):
             return None
         return self.learning_rate_schedule_steps if self.steps == -1 else self.steps
-
-    @property
-    def budget_samples(self) -> Fraction | None:
-        """Samples of `train_samples` or `train_tokens`, exactly; None if `steps` counts."""
-        if self.train_tokens is not None:
-            return Fraction(self.train_tokens, self.max_target_length)
-        return None if self.train_samples is None else Fraction(self.train_samples)
 
     @property
     def num_kv_heads(self) -> int:
