@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import rampup
 from rampup.cli.common import Result, add_config_arguments, add_devices_argument, count_devices, environment
@@ -11,6 +13,9 @@ from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.rl.config import is_rollout_file
 from rampup.show.console import MAX_PHASES, print_plan
+
+if TYPE_CHECKING:
+    from rampup.dialects.export import Exported
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", metavar="TOKENS", help="show what a number of tokens means, for example 300B")
     parser.add_argument("--tokens-per-second", metavar="X", help="with --budget: a throughput, for the time")
     parser.add_argument("--measured", metavar="RUN_DIR", help="with --budget: the throughput of a run's metrics.jsonl")
+    parser.add_argument("--export", metavar="SYSTEM", help="a rollout in the keys of tunix, maxtext_rl, verl, skyrl or trlx")
+    parser.add_argument("-o", "--output", metavar="FILE", help="with --export: write the file instead of printing it")
 
 
 def run(args: argparse.Namespace, console: object) -> Result:
@@ -45,6 +52,12 @@ def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
     given = [name for name in ("diff", "budget") if getattr(args, name) is not None]
     if len(given) > 1:
         raise ConfigError("--diff and --budget exclude each other; leave one out", key="diff", path=COMMAND_LINE)
+    if args.export is not None and not rollout:
+        raise ConfigError(
+            "--export is for a rollout such as configs/rl.yml, not for a pre-training plan", key="export", path=COMMAND_LINE
+        )
+    if args.output is not None and args.export is None:
+        raise ConfigError("-o is the file of --export; add --export SYSTEM", key="output", path=COMMAND_LINE)
     if rollout and given:
         raise ConfigError(f"--{given[0]} is for a pre-training plan, not for a rollout", key=given[0], path=COMMAND_LINE)
     rates = [name for name in ("tokens_per_second", "measured") if getattr(args, name) is not None]
@@ -58,15 +71,32 @@ def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
 
 
 def _plan_rollout(args: argparse.Namespace) -> Result:
+    from rampup.dialects.export import export_rollout
     from rampup.rl.config import build_rollout_plan, load_rollout_config, rollout_notes
     from rampup.show.rollouts import print_rollout
 
     config = load_rollout_config(args.config, args.overrides, environ=environment())
-    plan = build_rollout_plan(config, count_devices(args, config))
+    num_devices = count_devices(args, config)
+    plan = build_rollout_plan(config, num_devices)
+    if args.export is not None:
+        return _export(export_rollout(config, plan, num_devices, args.export), args)
     notes = rollout_notes(config, plan)
     return Result(
         facts={**plan.to_dict(), "notes": list(notes)}, show=lambda console: print_rollout(plan, console, notes=notes)
     )
+
+
+def _export(exported: Exported, args: argparse.Namespace) -> Result:
+    """Print a rollout in another system's keys, or write it into a file."""
+    text = exported.to_yaml(args.export)
+    if args.output is not None:
+        try:
+            Path(args.output).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write the file: {error.strerror}", key="output", path=args.output) from None
+    facts = {"system": args.export, "values": exported.values, "facts": exported.facts, "notes": list(exported.notes)}
+    shown = text if args.output is None else f"wrote {args.output}\n"
+    return Result(facts=facts, show=lambda console: console.print(shown, end="", soft_wrap=True, markup=False, highlight=False))
 
 
 def _compare(args: argparse.Namespace, config: rampup.Config, plan: rampup.RampPlan, max_phases: int | None) -> Result:

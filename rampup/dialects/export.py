@@ -1,0 +1,389 @@
+"""A rollout's configuration in the keys of another system: `rampup plan rl.yml --export SYSTEM`."""
+
+from __future__ import annotations
+
+import importlib
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rampup.dialects.rules import Dialect, find_violations
+from rampup.errors import ConfigError, choice_error
+from rampup.plan.mesh_axes import AXES, MeshAxes
+from rampup.plan.numbers import AUTO
+from rampup.rl.config import RolloutConfig
+from rampup.rl.plan import RolloutPlan
+from rampup.rl.updates import Updates
+
+MAX_DEVICES_PER_NODE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A rollout in another system's keys.
+
+    Attributes:
+        values: dotted keys and their values.
+        facts: what that system takes elsewhere, as `rampup check` takes it: `num_processes=8`.
+        notes: what the system does otherwise than the plan, or needs in addition.
+    """
+
+    values: Mapping[str, Any]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_yaml(self, system: str) -> str:
+        """Return the text of the file, with the notes as comments."""
+        tree: dict[str, Any] = {}
+        for key, value in self.values.items():
+            *groups, name = key.split(".")
+            place = tree
+            for group in groups:
+                place = place.setdefault(group, {})
+            place[name] = value
+        check = " ".join(["rampup check FILE --from", system, *(f"{key}={value}" for key, value in self.facts.items())])
+        head = [f"The sizes of a rollout for {_NAMES[system]}, as rampup planned it."]
+        head += [f"Check: {check}"] if system != "tunix" else []
+        comments = "".join(f"# {line}\n" for line in [*head, *self.notes])
+        return comments + yaml.safe_dump(tree, sort_keys=False, default_flow_style=False)
+
+
+def export_rollout(config: RolloutConfig, plan: RolloutPlan, num_devices: int, system: str) -> Exported:
+    """Return a rollout's batches in the keys of another system, checked by the rules of that system.
+
+    Args:
+        config: the configuration.
+        plan: its plan, from `build_rollout_plan(config, num_devices)`.
+        num_devices: devices that train.
+        system: one of `EXPORTS`.
+
+    Raises:
+        ConfigError: the system cannot run this plan; the message names the key and the reason.
+
+    Example:
+        >>> from rampup.rl.config import build_rollout_plan
+        >>> config = RolloutConfig(batch_size=64, mini_batch_size=16, microbatch_size=4)
+        >>> found = export_rollout(config, build_rollout_plan(config, 8), 8, "verl")
+        >>> found.values["data.train_batch_size"], found.values["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"]
+        (64, 4)
+    """
+    if system not in EXPORTS:
+        raise choice_error("export", system, list(EXPORTS))
+    axes = MeshAxes.resolve(num_devices, ici={axis: getattr(config, f"ici_{axis}_parallelism") for axis in AXES})
+    rollout = _Rollout(config=config, plan=plan, axes=axes, num_devices=num_devices, system=system)
+    exported = EXPORTS[system](rollout)
+    if system != "tunix":
+        _verify(rollout, exported)
+    return exported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rollout:
+    """What all systems need to know."""
+
+    config: RolloutConfig
+    plan: RolloutPlan
+    axes: MeshAxes
+    num_devices: int
+    system: str
+
+    def refuse(self, key: str, reason: str) -> ConfigError:
+        """Return the error that the system cannot run the plan."""
+        return ConfigError(f"{_NAMES[self.system]} cannot run this plan: {reason}", key=key)
+
+    def require(self, condition: bool, key: str, reason: str) -> None:
+        """Raise an error unless a condition of the system holds."""
+        if not condition:
+            raise self.refuse(key, f"{key}: {reason}")
+
+    def whole(self, number: int, divisor: int, key: str, what: str) -> int:
+        """Return a quotient that must be a whole number."""
+        self.require(number % divisor == 0, key, f"{what} = {number:,} / {divisor:,} must be a whole number")
+        return number // divisor
+
+    def prompts(self, samples: int, key: str, what: str) -> int:
+        """Return a number of samples as prompts."""
+        return self.whole(samples, self.plan.samples_per_prompt, key, f"{what} in prompts")
+
+    def micro(self, updates: Updates) -> int:
+        """Return the samples of a pass and replica."""
+        self.require(updates.microbatch_size is not None, "token_budget", "it has no token budget; set microbatch_size")
+        assert updates.microbatch_size is not None
+        return updates.microbatch_size
+
+    @property
+    def node(self) -> tuple[int, int]:
+        """Devices per node, and nodes."""
+        per_node = max(n for n in range(1, MAX_DEVICES_PER_NODE + 1) if self.num_devices % n == 0)
+        return per_node, self.num_devices // per_node
+
+    @property
+    def megatron(self) -> bool:
+        """Whether devices share a layer, or the layers: what Megatron's backend is for."""
+        return self.axes.tensor * self.axes.pipeline > 1
+
+    @property
+    def model_sizes(self) -> tuple[int, int, int]:
+        """Tensor, pipeline and context parallel size."""
+        return self.axes.tensor, self.axes.pipeline, self.axes.context
+
+
+def _export_maxtext_rl(rollout: _Rollout) -> Exported:
+    plan, config = rollout.plan, rollout.config
+    values = _tunix_sizes(rollout)
+    mini, train, generation = values["mini_batch_size"], values["train_micro_batch_size"], values["rollout_micro_batch_size"]
+    rollout.require(mini == plan.prompts_per_step, "mini_batch_size", "it updates once per pass over the samples of a step")
+    keys: dict[str, Any] = {
+        "batch_size": plan.prompts_per_step,
+        "train_micro_batch_size": train,
+        "rollout_micro_batch_size": generation,
+        "num_batches": config.num_batches,
+        "train_fraction": float(config.train_fraction),
+        "num_epoch": config.num_epoch,
+        "num_test_batches": config.num_test_batches,
+        "eval_batch_size": config.eval_batch_size,
+        "test_batch_start_index": config.test_batch_start_index,
+        "max_prefill_predict_length": config.max_prompt_length,
+        "max_target_length": config.max_prompt_length + config.max_response_length,
+        "rl.num_generations": plan.samples_per_prompt,
+        "rl.num_iterations": plan.policy.num_epochs,
+    }
+    keys |= {f"ici_{axis}_parallelism": size for axis in AXES if (size := getattr(rollout.axes, axis)) > 1 or axis == "fsdp"}
+    facts = {} if config.num_prompts is None else {"num_prompts": config.num_prompts}
+    return Exported(values=keys, facts=facts)
+
+
+def _tunix_sizes(rollout: _Rollout) -> dict[str, int]:
+    """Return Tunix's sizes, all of which count prompts."""
+    plan = rollout.plan
+    rollout.require(plan.critic is None, "enable_critic", "its GRPO learner has no critic; set enable_critic=false")
+    rollout.require(not plan.policy_updates.padded_samples, "pad_microbatches", "it does not pad mini batches")
+    rollout.micro(plan.policy_updates)
+    mini = rollout.prompts(plan.policy_updates.mini_batch_samples, "mini_batch_size", "the mini batch")
+    train = rollout.whole(mini, plan.policy_updates.accumulation_steps or 1, "microbatch_size", "the microbatch in prompts")
+    generation = rollout.prompts(plan.sequences_per_call, "rollout_micro_batch_size", "a call of the generator")
+    for name, size in (("train_micro_batch_size", train), ("rollout_micro_batch_size", generation)):
+        rollout.whole(plan.prompts_per_step, size, name, f"batch_size / {name}")
+    return {"mini_batch_size": mini, "train_micro_batch_size": train, "rollout_micro_batch_size": generation}
+
+
+def _export_tunix(rollout: _Rollout) -> Exported:
+    """Return arguments of Tunix's `RLTrainingConfig`, and those of its GRPO learner and data under names of their own."""
+    plan, sizes = rollout.plan, _tunix_sizes(rollout)
+    training = {
+        **sizes,
+        "compute_logps_micro_batch_size": sizes["train_micro_batch_size"],
+        "max_steps": plan.total_optimizer_steps,
+        "eval_every_n_steps": plan.policy_updates.optimizer_steps,
+    }
+    values = {
+        **{f"training_config.{key}": value for key, value in training.items()},
+        "grpo_config.num_generations": plan.samples_per_prompt,
+        "grpo_config.num_iterations": plan.policy.num_epochs,
+        "rollout_config.max_prompt_length": rollout.config.max_prompt_length,
+        "rollout_config.max_tokens_to_generate": rollout.config.max_response_length,
+        "batch_size": plan.prompts_per_step,
+        **{f"mesh.{axis}": size for axis in AXES if (size := getattr(rollout.axes, axis)) > 1},
+    }
+    notes = (
+        "RLTrainingConfig(**training_config, actor_optimizer=...) and GRPOConfig(**grpo_config); batch_size is that of the",
+        "data loader. Set top_p in RolloutConfig: without it Tunix samples greedily, and all responses of a group are equal.",
+    )
+    return Exported(values=values, notes=notes)
+
+
+def _export_verl(rollout: _Rollout) -> Exported:
+    plan, config, actor = rollout.plan, rollout.config, "actor_rollout_ref.actor"
+    per_node, nodes = rollout.node
+    _require_replicas(rollout)
+    values: dict[str, Any] = {
+        "data.train_batch_size": plan.prompts_per_step,
+        "data.max_prompt_length": config.max_prompt_length,
+        "data.max_response_length": config.max_response_length,
+        "actor_rollout_ref.rollout.n": plan.samples_per_prompt,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        f"{actor}.ppo_mini_batch_size": rollout.prompts(
+            plan.policy_updates.mini_batch_samples, "mini_batch_size", "the mini batch"
+        ),
+        f"{actor}.ppo_epochs": plan.policy.num_epochs,
+        f"{actor}.use_kl_loss": config.enable_reference_policy,
+        **_verl_passes(rollout, actor, plan.policy_updates),
+        **_verl_parallel(rollout, actor, f"{actor}.fsdp_config"),
+        "algorithm.adv_estimator": "grpo" if plan.critic is None else "gae",
+        "trainer.n_gpus_per_node": per_node,
+        "trainer.nnodes": nodes,
+        "trainer.total_epochs": config.num_epoch,
+    }
+    for role in ("rollout", *(["ref"] if config.enable_reference_policy else [])):
+        prefix = f"actor_rollout_ref.{role}.log_prob"
+        if plan.policy_updates.microbatch_size is not None:
+            values[f"{prefix}_micro_batch_size_per_gpu"] = plan.policy_updates.microbatch_size
+    if config.enable_reference_policy:
+        values |= _verl_parallel(rollout, "actor_rollout_ref.ref", "actor_rollout_ref.ref.fsdp_config")
+    if plan.critic_updates is not None:
+        values["critic.enable"] = True
+        values["critic.ppo_mini_batch_size"] = rollout.prompts(
+            plan.critic_updates.mini_batch_samples, "critic_mini_batch_size", "the critic's mini batch"
+        )
+        values["critic.ppo_epochs"] = plan.critic_updates.num_epochs
+        values |= _verl_passes(rollout, "critic", plan.critic_updates)
+        values |= _verl_parallel(rollout, "critic", "critic.fsdp")
+    # An agent loop's workers share the prompts of a step evenly.
+    samples = plan.samples_per_step
+    values["actor_rollout_ref.rollout.agent.num_workers"] = max(n for n in range(1, 9) if samples % n == 0)
+    return Exported(values=values)
+
+
+def _verl_passes(rollout: _Rollout, role: str, updates: Updates) -> dict[str, Any]:
+    if updates.token_budget is None:
+        return {f"{role}.use_dynamic_bsz": False, f"{role}.ppo_micro_batch_size_per_gpu": rollout.micro(updates)}
+    # veRL counts the budget per device, of those that share a sequence.
+    budget = rollout.whole(updates.token_budget, rollout.axes.context, "token_budget", "tokens per device")
+    return {f"{role}.use_dynamic_bsz": True, f"{role}.ppo_max_token_len_per_gpu": budget}
+
+
+def _verl_parallel(rollout: _Rollout, role: str, fsdp: str) -> dict[str, Any]:
+    if not rollout.megatron:
+        return {f"{fsdp}.ulysses_sequence_parallel_size": rollout.axes.context} if rollout.axes.context > 1 else {}
+    names = ("tensor_model", "pipeline_model", "context")
+    sizes = {f"{role}.megatron.{name}_parallel_size": size for name, size in zip(names, rollout.model_sizes, strict=True)}
+    return sizes | ({} if role.endswith(".ref") else {f"{role}.strategy": "megatron"})
+
+
+def _export_skyrl(rollout: _Rollout) -> Exported:
+    plan, config = rollout.plan, rollout.config
+    per_node, nodes = rollout.node
+    _require_replicas(rollout)
+    policy, critic = plan.policy_updates, plan.critic_updates
+    values: dict[str, Any] = {
+        "trainer.train_batch_size": plan.prompts_per_step,
+        "trainer.policy_mini_batch_size": rollout.prompts(policy.mini_batch_samples, "mini_batch_size", "the mini batch"),
+        "trainer.update_epochs_per_batch": plan.policy.num_epochs,
+        "trainer.epochs": config.num_epoch,
+        "trainer.algorithm.use_kl_loss": config.enable_reference_policy,
+        "generator.n_samples_per_prompt": plan.samples_per_prompt,
+        "generator.eval_n_samples_per_prompt": plan.eval_samples_per_prompt,
+    }
+    if plan.eval_prompts:
+        values["trainer.eval_batch_size"] = config.eval_batch_size if config.eval_batch_size != AUTO else config.batch_size
+    if policy.token_budget is None:
+        values["trainer.micro_train_batch_size_per_gpu"] = rollout.micro(policy)
+        values["trainer.micro_forward_batch_size_per_gpu"] = rollout.micro(policy)
+    else:
+        # Its check applies the rules of the unused size too; 1 satisfies them.
+        values |= {"trainer.max_tokens_per_microbatch": policy.token_budget, "trainer.micro_train_batch_size_per_gpu": 1}
+    notes: tuple[str, ...] = ()
+    models = ["policy", *(["ref"] if config.enable_reference_policy else [])]
+    if critic is not None:
+        for name, own, other in (
+            ("critic_num_iterations", critic.num_epochs, policy.num_epochs),
+            ("critic_train_micro_batch_size", critic.microbatch_size, policy.microbatch_size),
+        ):
+            rollout.require(own == other, name, f"critic and policy share one key for it, but have {own} and {other}")
+        values["trainer.critic.model.path"] = "critic"
+        values["trainer.algorithm.advantage_estimator"] = "gae"
+        values["trainer.critic_mini_batch_size"] = rollout.prompts(
+            critic.mini_batch_samples, "critic_mini_batch_size", "the critic's mini batch"
+        )
+        models.append("critic")
+        notes = ("Put the path of the critic into trainer.critic.model.path.",)
+    if rollout.megatron:
+        rollout.require(critic is None, "enable_critic", "with tensor or pipeline parallelism (Megatron) it has no critic")
+        values["trainer.strategy"] = "megatron"
+    for model in models:
+        values[f"trainer.placement.{model}_num_gpus_per_node"] = per_node
+        values[f"trainer.placement.{model}_num_nodes"] = nodes
+        if rollout.megatron:
+            names = ("tensor_model", "pipeline_model", "context")
+            for name, size in zip(names, rollout.model_sizes, strict=True):
+                values[f"trainer.{model}.megatron_config.{name}_parallel_size"] = size
+        elif rollout.axes.context > 1:
+            values[f"trainer.{model}.sequence_parallel_size"] = rollout.axes.context
+    values["generator.inference_engine.num_engines"] = rollout.num_devices
+    return Exported(values=values, notes=notes)
+
+
+def _export_trlx(rollout: _Rollout) -> Exported:
+    plan, config = rollout.plan, rollout.config
+    d = plan.policy.data_parallel_size
+    rollout.require(plan.samples_per_prompt == 1, "rl.num_generations", "PPO generates one response per prompt; set it to 1")
+    rollout.require(plan.critic is None, "enable_critic", "its value head is part of the policy; set enable_critic=false")
+    rollout.require(not rollout.megatron, "ici_tensor_parallelism", "under Accelerate, every process has the whole model")
+    _require_replicas(rollout)
+    policy = plan.policy_updates
+    collected = rollout.whole(plan.samples_per_step, d, "batch_size", "samples per process")
+    values = {
+        "train.trainer": "AcceleratePPOTrainer",
+        "train.batch_size": rollout.whole(policy.mini_batch_samples, d, "mini_batch_size", "the mini batch per process"),
+        "train.minibatch_size": rollout.micro(policy),
+        "train.epochs": plan.num_steps,
+        "train.total_steps": plan.total_optimizer_steps,
+        "train.seq_length": config.max_prompt_length + config.max_response_length,
+        "method.name": "PPOConfig",
+        "method.num_rollouts": collected,
+        "method.chunk_size": rollout.whole(plan.sequences_per_call, d, "rollout_micro_batch_size", "a call per process"),
+        "method.ppo_epochs": plan.policy.num_epochs,
+        "method.gen_kwargs.max_new_tokens": config.max_response_length,
+    }
+    rollout.whole(collected, values["method.chunk_size"], "rollout_micro_batch_size", "calls of the generator")
+    notes = (f"Start it with {d} processes: accelerate launch --num_processes {d}",)
+    return Exported(values=values, facts={"num_processes": d}, notes=notes)
+
+
+def _require_replicas(rollout: _Rollout) -> None:
+    """Refuse axes that the system has no key for."""
+    shared = rollout.axes.tensor * rollout.axes.pipeline * rollout.axes.context
+    rollout.require(
+        rollout.num_devices == shared * rollout.plan.policy.data_parallel_size,
+        "ici_expert_parallelism",
+        "the devices that share a sample must be those of the tensor, pipeline and context axes",
+    )
+
+
+def _verify(rollout: _Rollout, exported: Exported) -> None:
+    """Check the exported file by the rules of its system, and compare the numbers with the plan's."""
+    dialect: Dialect = importlib.import_module(f"rampup.dialects.{rollout.system}.rules").DIALECT
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "exported.yml"
+        path.write_text(exported.to_yaml(rollout.system), encoding="utf-8")
+        settings = dialect.read(path, [f"{key}={value}" for key, value in exported.facts.items()])
+    job = dialect.job(settings)
+    for broken in find_violations(dialect.rules, job, dialect.job, dialect.keys):
+        raise rollout.refuse(broken.keys[0] if broken.keys else "export", broken.message)
+    derived = job.derived()
+    for name, value in _numbers(rollout.plan).items():
+        found = derived.get(name, value)
+        rollout.require(found == value, "export", f"{name} would be {found:,} instead of {value:,}")
+
+
+def _numbers(plan: RolloutPlan) -> dict[str, Any]:
+    """Return the numbers that the exported file must have, by the names that all systems share."""
+    policy, critic = plan.policy_updates, plan.critic_updates
+    numbers: dict[str, Any] = {
+        "data_parallel_size": policy.data_parallel_size,
+        "samples_per_step": plan.samples_per_step,
+        "mini_batches": policy.num_mini_batches,
+        "mini_batch_samples": policy.mini_batch_samples,
+        "optimizer_steps": policy.optimizer_steps,
+    }
+    if policy.token_budget is None:
+        numbers["accumulation_steps"] = policy.accumulation_steps
+    if critic is not None:
+        numbers["critic_mini_batches"] = critic.num_mini_batches
+        numbers["critic_optimizer_steps"] = critic.optimizer_steps
+        numbers["critic_mini_batch_samples"] = critic.mini_batch_samples
+    return numbers
+
+
+EXPORTS: Mapping[str, Callable[[_Rollout], Exported]] = {
+    "tunix": _export_tunix,
+    "maxtext_rl": _export_maxtext_rl,
+    "verl": _export_verl,
+    "skyrl": _export_skyrl,
+    "trlx": _export_trlx,
+}
+_NAMES = {"tunix": "Tunix", "maxtext_rl": "MaxText RL", "verl": "veRL", "skyrl": "SkyRL", "trlx": "trlX"}

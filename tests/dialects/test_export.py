@@ -1,0 +1,147 @@
+"""A rollout in the keys of another system: `check` of the exported file finds the plan's own numbers."""
+
+import collections
+import contextlib
+import json
+import random
+
+import pytest
+import yaml
+
+from rampup.cli import main
+from rampup.dialects import check_file
+from rampup.dialects.export import EXPORTS, export_rollout
+from rampup.errors import ConfigError, RampupError
+from rampup.rl.config import RolloutConfig, build_rollout_plan
+
+
+def random_rollout(rng):
+    """Return a random legal configuration, its plan and its devices; many are more than one system can run."""
+    while True:
+        tensor, pipeline, context = rng.choice([(1, 1, 1)] * 4 + [(2, 1, 1), (4, 2, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2)])
+        replicas = rng.choice([1, 2, 3, 4, 8, 16])
+        devices = replicas * tensor * pipeline * context
+        mini = rng.choice([1, 2, 3, 4, 8, 16, 24, 64])
+        number = rng.choice([1, 1, 2, 3, 4])
+        keys = {
+            "batch_size": mini * number,
+            "mini_batch_size": mini,
+            "num_generations": rng.choice([1, 1, 2, 4, 5, 8]),
+            "num_iterations": rng.choice([1, 1, 2, 3]),
+            "num_batches": rng.randint(1, 9),
+            "num_epoch": rng.randint(1, 2),
+            "num_test_batches": rng.choice([0, 2]),
+            "ici_tensor_parallelism": tensor,
+            "ici_pipeline_parallelism": pipeline,
+            "ici_context_parallelism": context,
+            "enable_reference_policy": rng.random() < 0.5,
+            "enable_critic": rng.random() < 0.25,
+            "pad_microbatches": rng.random() < 0.15,
+        }
+        keys[rng.choice(["microbatch_size", "train_micro_batch_size"])] = rng.choice([-1, 1, 2, 4])
+        if rng.random() < 0.15:
+            keys |= {"token_budget": 4096, "microbatch_size": -1, "train_micro_batch_size": -1}
+        if rng.random() < 0.3:
+            keys["rollout_micro_batch_size"] = rng.choice([1, 2, 4, 8])
+        if keys["enable_critic"] and rng.random() < 0.5:
+            keys["critic_mini_batch_size"] = rng.choice([1, 2, 4])
+        try:
+            config = RolloutConfig(**keys)
+            return config, build_rollout_plan(config, devices), devices
+        except RampupError:
+            continue
+
+
+def numbers(plan, system, path, exported):
+    """Return pairs of a number that `check` finds in an exported file and the plan's, after checking that the file is legal."""
+    path.write_text(exported.to_yaml(system))
+    found = check_file(path, system, [f"{key}={value}" for key, value in exported.facts.items()])
+    assert found.ok, found.violations
+    policy, derived = plan.policy_updates, found.derived
+    yield derived["samples_per_step"], plan.samples_per_step
+    yield derived["optimizer_steps"], policy.optimizer_steps
+    yield derived["mini_batch_samples"], policy.mini_batch_samples
+    yield derived.get("data_parallel_size", policy.data_parallel_size), policy.data_parallel_size
+    if policy.token_budget is None:
+        yield derived["accumulation_steps"], policy.accumulation_steps
+    if plan.critic_updates is not None:
+        yield derived["critic_optimizer_steps"], plan.critic_updates.optimizer_steps
+    if system in ("trlx", "maxtext_rl"):
+        yield derived["total_optimizer_steps"], plan.total_optimizer_steps
+        yield derived["num_chunks" if system == "trlx" else "generation_calls"], plan.generate_calls
+
+
+@pytest.mark.parametrize("num_plans", [50, pytest.param(1000, marks=pytest.mark.slow)])
+def test_random_plans_make_the_round_trip(tmp_path, num_plans):
+    """`check` gives back the plan's numbers; what a system cannot run is refused with a reason."""
+    rng, done = random.Random(num_plans), collections.Counter()
+    for _ in range(num_plans):
+        config, plan, devices = random_rollout(rng)
+        for system in EXPORTS:
+            try:
+                exported = export_rollout(config, plan, devices, system)
+            except ConfigError as error:
+                assert "cannot run this plan: " in str(error)
+                assert error.key
+                continue
+            done[system] += 1
+            if system == "tunix":
+                values = exported.values
+                mini, micro = (values[f"training_config.{name}_batch_size"] for name in ("mini", "train_micro"))
+                assert (mini * config.num_generations, mini // micro) == (
+                    plan.policy_updates.mini_batch_samples,
+                    plan.policy_updates.accumulation_steps,
+                )
+            else:
+                for found, expected in numbers(plan, system, tmp_path / "exported.yml", exported):
+                    assert found == expected, (system, config)
+    assert all(done[system] > num_plans / 50 for system in EXPORTS), done
+
+
+def test_tunix_accepts_what_is_exported_for_it():
+    """Tunix's own `RLTrainingConfig` takes the arguments and derives the plan's number of passes."""
+    rl_cluster = pytest.importorskip("tunix.rl.rl_cluster")
+    import optax
+
+    rng = random.Random(7)
+    for _ in range(100):
+        config, plan, devices = random_rollout(rng)
+        with contextlib.suppress(ConfigError):
+            values = export_rollout(config, plan, devices, "tunix").values
+            sizes = {key.split(".")[1]: value for key, value in values.items() if key.startswith("training_config.")}
+            made = rl_cluster.RLTrainingConfig(actor_optimizer=optax.sgd(0.1), **sizes)
+            assert made.gradient_accumulation_steps == plan.policy_updates.accumulation_steps
+
+
+@pytest.mark.parametrize(
+    ("keys", "system", "key", "words"),
+    [
+        ({"enable_critic": True}, "tunix", "enable_critic", "has no critic; set enable_critic=false"),
+        ({"token_budget": 2048, "mini_batch_size": -1}, "maxtext_rl", "token_budget", "set microbatch_size"),
+        ({"mini_batch_size": 16}, "maxtext_rl", "mini_batch_size", "updates once per pass over the samples"),
+        ({}, "trlx", "rl.num_generations", "one response per prompt; set it to 1"),
+        ({"enable_critic": True, "critic_num_iterations": 3}, "skyrl", "critic_num_iterations", "have 3 and 1"),
+        ({}, "ray", "export", "must be one of tunix, maxtext_rl, verl, skyrl, trlx"),
+    ],
+)
+def test_what_a_system_cannot_run_is_refused(keys, system, key, words):
+    """The error names the key of the rollout and the reason."""
+    config = RolloutConfig(**keys)
+    with pytest.raises(ConfigError, match=words) as caught:
+        export_rollout(config, build_rollout_plan(config, 8), 8, system)
+    assert caught.value.key == key
+
+
+def test_plan_prints_or_writes_the_exported_file(tmp_path, capsys):
+    """`--export` prints YAML, writes it with `-o`, and is one object with `--json`; a pre-training plan is refused."""
+    command = ["plan", "configs/rl.yml", "--devices", "16", "--export", "verl"]
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert yaml.safe_load(printed)["actor_rollout_ref"]["actor"]["ppo_micro_batch_size_per_gpu"] == 4
+    assert main([*command, "-o", str(tmp_path / "verl.yml")]) == 0
+    assert (tmp_path / "verl.yml").read_text() == printed
+    capsys.readouterr()
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["values"]["data.train_batch_size"] == 32
+    assert main(["plan", "configs/base.yml", "--export", "verl"]) == 2
+    assert main(["plan", "configs/rl.yml", "-o", "x.yml"]) == 2
