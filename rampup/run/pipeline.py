@@ -84,11 +84,12 @@ class PipelinedLoss:
     of the first and the last part, which every stage has.
 
     Attributes:
-        first: `first(params, batch, rngs) -> x`, before the layers; `params` without `layers`. x is any pytree of arrays.
-        stage: `stage(layers, x, batch, rngs, first_layer) -> x`, some consecutive layers; x keeps its shapes and types. `batch`
+        first: `first(params, batch, keys) -> x`, before the layers; `params` without `layers`, `keys` one random key per row. x is
+            any pytree of arrays.
+        stage: `stage(layers, x, batch, keys, first_layer) -> x`, some consecutive layers; x keeps its shapes and types. `batch`
             has what belongs to the microbatch, such as positions or masks; `first_layer` is the index of the first of the
             layers.
-        last: `last(params, x, batch, rngs) -> (loss_sum, weight_sum, aux)`, after the layers.
+        last: `last(params, x, batch, keys) -> (loss_sum, weight_sum, aux)`, after the layers.
         num_repeats: layer chunks v per stage.
         remat_policy: a policy of `jax.checkpoint` for the values of a chunk's forward that are kept for its backward in
             addition to its input, such as `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`. None keeps no others and

@@ -428,7 +428,7 @@ class TrainStep:
     def _check_shardings(self, state: Any) -> None:
         """Check that every replica has whole parameters, and its part of the optimizer's state if the step expects that."""
         axes = BatchAxes.of(self._mesh, self._batch_axes)
-        if is_scattered(_shardings_of(state.params), dataclasses.replace(axes, replica=_long(axes.replica, self._mesh))):
+        if is_scattered(_shardings_of(state.params), dataclasses.replace(axes, replica=_axes_in_use(axes.replica, self._mesh))):
             raise ConfigError(
                 f"the parameters are sharded over {' and '.join(axes.replica)}, along which every replica needs them whole; "
                 "shard them over another axis such as fsdp, or only the optimizer's state, with shard_optimizer_over_data=True",
@@ -903,7 +903,7 @@ def _with_shardings(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, shardings)
 
 
-def _long(names: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+def _axes_in_use(names: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
     """Return the axes of more than one device."""
     return tuple(name for name in names if mesh.shape[name] > 1)
 
