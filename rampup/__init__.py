@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.plan.split import BatchSplit as BatchSplit
     from rampup.plan.split import BatchSplitter as BatchSplitter
     from rampup.plan.timetable import Timetable as Timetable
+    from rampup.plan.topology import Topology as Topology
     from rampup.rl.plan import RolloutPlan as RolloutPlan
     from rampup.run.accumulate import accumulate as accumulate
     from rampup.run.accumulate import multi_steps as multi_steps
@@ -49,6 +50,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.run.data.batches import BatchLoader as BatchLoader
     from rampup.run.data.batches import microbatches as microbatches
     from rampup.run.data.batches import step_batches as step_batches
+    from rampup.run.inspect import Inspection as Inspection
+    from rampup.run.inspect import inspect as inspect
     from rampup.run.loop import EvalOptions as EvalOptions
     from rampup.run.loop import Loop as Loop
     from rampup.run.loop import Summary as Summary
@@ -66,6 +69,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.run.step import create_state as create_state
     from rampup.run.step import prepare_state as prepare_state
     from rampup.run.step import train_step as train_step
+    from rampup.run.topology import topology_devices as topology_devices
     from rampup.show.progress import TrainProgress as TrainProgress
 
 __version__ = "0.1.0"
@@ -96,10 +100,12 @@ _HOMES = {
     "rampup.plan.ramp": ("BatchRamp", "Phase"),
     "rampup.plan.split": ("BatchSplit", "BatchSplitter"),
     "rampup.plan.timetable": ("Timetable",),
+    "rampup.plan.topology": ("Topology",),
     "rampup.rl.plan": ("RolloutPlan",),
     "rampup.run.accumulate": ("accumulate", "multi_steps"),
     "rampup.run.checkpoint": ("CheckpointOptions",),
     "rampup.run.data.batches": ("Batch", "BatchLoader", "microbatches", "step_batches"),
+    "rampup.run.inspect": ("Inspection", "inspect"),
     "rampup.run.loop": ("EvalOptions", "Loop", "Summary"),
     "rampup.run.mesh": ("BatchAxes", "make_mesh"),
     "rampup.run.metrics": ("MetricOptions",),
@@ -107,6 +113,7 @@ _HOMES = {
     "rampup.run.optimizer": ("LearningRate", "make_optimizer"),
     "rampup.run.pipeline": ("PipelinedLoss",),
     "rampup.run.step": ("EvalStep", "TrainState", "TrainStep", "create_state", "prepare_state", "train_step"),
+    "rampup.run.topology": ("topology_devices",),
     "rampup.show.progress": ("TrainProgress",),
 }
 _RENAMED = {"define_ramp": "ramp_from_config"}

@@ -1,21 +1,12 @@
-"""Counts of collectives in compiled programs, read from their text."""
+"""Counts of collectives in compiled programs, from the reader of `rampup.run.hlo`."""
 
 from __future__ import annotations
 
-import functools
-import math
-import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_BITS = {"pred": 8, "s4": 4, "u4": 4}
-_CALLED = re.compile(r"(?:calls|to_apply|\w+_computations?)=\{?((?:%?[\w.\-]+(?:, )?)+)")
-_WHILE = re.compile(r" while\(.*body=%?([\w.\-]+)")
-_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
-_ALL_REDUCE = re.compile(r"= (.*?) all-reduce(?:-start)?\(")
-_PERMUTE = re.compile(r" collective-permute(?:-start)?\(")
-# Matrix products may be calls of a library.
-_MATMUL = re.compile(r" dot\(| custom-call\(.*custom_call_target=\"[^\"]*(?:matmul|gemm)")
+from rampup.run.account import account_of, is_matmul
+from rampup.run.hlo import Program, times
 
 
 class Reductions(NamedTuple):
@@ -45,25 +36,10 @@ def all_reduces(hlo: str, *, unknown_trips: int) -> Reductions:
         ... ''', unknown_trips=3)
         Reductions(number=4, num_bytes=212, in_loops=1)
     """
-    entry, lines_of = _computations(hlo)
-
-    @functools.cache
-    def within(name: str) -> tuple[int, int, int, int]:
-        """Count what one computation executes: all-reduces and their bytes; and those in its text and in its loops."""
-        executed = num_bytes = written = in_loops = 0
-        for line in lines_of.get(name, ()):
-            if match := _ALL_REDUCE.search(line):
-                executed, num_bytes, written = executed + 1, num_bytes + _num_bytes(match.group(1)), written + 1
-            loop, known = _WHILE.search(line), _TRIPS.search(line)
-            trips = 1 if not loop else int(known.group(1)) if known else unknown_trips
-            for other in [loop.group(1)] if loop else _called(line):
-                found = within(other)
-                executed, num_bytes = executed + trips * found[0], num_bytes + trips * found[1]
-                written, in_loops = written + found[2], in_loops + (found[2] if loop else found[3])
-        return executed, num_bytes, written, in_loops
-
-    executed, num_bytes, _, in_loops = within(entry)
-    return Reductions(executed, num_bytes, in_loops)
+    found = [c for c in account_of(Program(hlo)).collectives if c.kind == "all-reduce"]
+    counts = [times(c.runs, c.open_loops, (unknown_trips,)) for c in found]
+    num_bytes = sum(count * c.num_bytes for count, c in zip(counts, found, strict=True))
+    return Reductions(sum(counts), num_bytes, sum(c.in_loop for c in found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,46 +65,20 @@ def pipeline_loops(hlo: str) -> Loops:
         ... ''')
         Loops(iterations=11, permutes=1, matmuls=0)
     """
-    _, lines_of = _computations(hlo)
-
-    @functools.cache
-    def within(name: str) -> tuple[int, int]:
-        """Count permutes and matmuls in a computation and in those that it calls, except in loops inside it."""
-        permutes = matmuls = 0
-        for line in lines_of.get(name, ()):
-            permutes += bool(_PERMUTE.search(line))
-            matmuls += bool(_MATMUL.search(line))
-            if not _WHILE.search(line):
-                for other in _called(line):
-                    permutes, matmuls = permutes + within(other)[0], matmuls + within(other)[1]
-        return permutes, matmuls
-
-    loops = [(line, *within(loop.group(1))) for lines in lines_of.values() for line in lines if (loop := _WHILE.search(line))]
-    loops = [loop for loop in loops if loop[1]]
-    trips = [_TRIPS.search(line) for line, _, _ in loops]
-    known = [int(found.group(1)) for found in trips if found]
+    program = Program(hlo)
+    trips: dict[tuple[str, ...], int | None] = {}
+    permutes: dict[tuple[str, ...], int] = {}
+    matmuls: dict[tuple[str, ...], int] = {}
+    for visit in program.visits():
+        instruction, loops = visit.instruction, visit.loops
+        if instruction.opcode == "while":
+            trips[(*loops, instruction.name)] = program.trips(instruction.name, visit.computation.name)
+        permutes[loops] = permutes.get(loops, 0) + (instruction.opcode in ("collective-permute", "collective-permute-start"))
+        matmuls[loops] = matmuls.get(loops, 0) + is_matmul(instruction)
+    found = [loops for loops, number in permutes.items() if number and loops]
+    known = [trips[loops] for loops in found]
     return Loops(
-        iterations=sum(known) if len(known) == len(loops) else None,
-        permutes=sum(permutes for _, permutes, _ in loops),
-        matmuls=sum(matmuls for _, _, matmuls in loops),
+        iterations=None if None in known else sum(n for n in known if n is not None),
+        permutes=sum(permutes[loops] for loops in found),
+        matmuls=sum(matmuls[loops] for loops in found),
     )
-
-
-def _computations(hlo: str) -> tuple[str, dict[str, list[str]]]:
-    """Return the name of the entry computation, and the lines of every computation."""
-    found = re.findall(r"^(ENTRY )?%?(\S+) \(.*?\{\n(.*?)^\}", hlo, re.MULTILINE | re.DOTALL)
-    entry = next((name for is_entry, name, _ in found if is_entry), "")
-    return entry, {name: body.splitlines() for _, name, body in found}
-
-
-def _called(line: str) -> list[str]:
-    """Return the computations that an instruction calls."""
-    return re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(line)).replace("%", ""))
-
-
-def _num_bytes(shapes: str) -> int:
-    bits = 0
-    for dtype, sizes in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
-        width = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype) or 0)
-        bits += width * math.prod(int(size) for size in sizes.split(",") if size)
-    return bits // 8

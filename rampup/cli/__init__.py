@@ -38,6 +38,7 @@ COMMANDS = {
     "explain": "explain a configuration key and its legal values",
     "completion": "print a shell completion script",
     "tune": "find the largest microbatch that fits in memory and the fastest settings",
+    "inspect": "show what a compiled program sends between devices, sums, updates and keeps in memory",
     "rows": "show exactly which rows an optimizer step reads",
 }
 # The commands that compute.

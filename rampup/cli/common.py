@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from rampup.cli.huge_pages import SWITCH
 from rampup.errors import ConfigError, RampupError
+from rampup.plan.numbers import AUTO, GIB
+from rampup.plan.topology import Topology
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,6 +47,13 @@ def add_devices_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="plan for N devices instead of those of this machine")
 
 
+def add_topology_argument(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Add the name of TPU slices."""
+    parser.add_argument(
+        "--topology", metavar="NAME", help=f"{purpose} TPU slices such as v5e:4x4, v5litepod-16 or 2*v5p-128, without them"
+    )
+
+
 def add_fake_devices_argument(parser: argparse.ArgumentParser) -> None:
     """Add the number of simulated devices."""
     parser.add_argument("--fake-devices", type=int, metavar="N", help="simulate N CPU devices")
@@ -56,7 +65,15 @@ def environment() -> dict[str, str]:
 
 
 def count_devices(args: argparse.Namespace, config: Config | RolloutConfig) -> int:
-    """Return the devices of `--devices`, or of the configuration, or of this machine; only the last needs JAX."""
+    """Return the devices of `--topology`, `--devices`, the configuration, or this machine; only the last needs JAX."""
+    if getattr(args, "topology", None) is not None:
+        if args.devices is not None:
+            raise ConfigError("--topology has a number of devices; leave --devices out", key="devices")
+        num_devices = Topology.parse(args.topology).num_devices
+        if config.num_devices not in (AUTO, num_devices):
+            rule = f"num_devices={config.num_devices}, but topology={args.topology} has {num_devices}"
+            raise ConfigError(rule, key="num_devices", nearest=(num_devices, AUTO))
+        return num_devices
     if args.devices is not None:
         if args.devices < 1:
             raise ConfigError(f"--devices={args.devices} must be at least 1", key="num_devices", nearest=(1,))
@@ -66,6 +83,26 @@ def count_devices(args: argparse.Namespace, config: Config | RolloutConfig) -> i
     import jax
 
     return jax.device_count()
+
+
+def named_topology(args: argparse.Namespace) -> Topology | None:
+    """Return the slices of `--topology`, or None."""
+    return None if args.topology is None else Topology.parse(args.topology)
+
+
+def for_topology(config: Config, topology: Topology | None) -> Config:
+    """Return the configuration with the number of slices of a topology."""
+    from rampup.config.build import with_slices
+
+    return config if topology is None else with_slices(config, topology)
+
+
+def describe_topology(topology: Topology) -> str:
+    """Return one line about the devices of a plan."""
+    return (
+        f"planned for {topology.name} ({topology.product_name}): {topology.num_devices:,} devices with "
+        f"{topology.hbm_bytes / GIB:.4g} GiB each; `rampup tune --topology {topology.name}` compiles for it"
+    )
 
 
 def use_fake_devices(number: int | None) -> None:

@@ -7,8 +7,20 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 import rampup
-from rampup.cli.common import Result, add_config_arguments, add_devices_argument, count_devices, environment
+from rampup.cli.common import (
+    Result,
+    add_config_arguments,
+    add_devices_argument,
+    add_topology_argument,
+    count_devices,
+    describe_topology,
+    environment,
+    for_topology,
+    named_topology,
+)
 from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.rl.config import is_rollout_file
@@ -22,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `rampup plan`."""
     add_config_arguments(parser)
     add_devices_argument(parser)
+    add_topology_argument(parser, "plan for")
     parser.add_argument("--all", action="store_true", help=f"print every phase, also if there are more than {MAX_PHASES}")
     parser.add_argument("--diff", metavar="OTHER.yml", help="compare with another plan; key=value applies to the first only")
     parser.add_argument("--budget", metavar="TOKENS", help="show what a number of tokens means, for example 300B")
@@ -37,14 +50,22 @@ def run(args: argparse.Namespace, console: object) -> Result:
     _check_options(args, rollout=rollout)
     if rollout:
         return _plan_rollout(args)
-    config = rampup.load_config(args.config, args.overrides, environ=environment())
+    topology = named_topology(args)
+    config = for_topology(rampup.load_config(args.config, args.overrides, environ=environment()), topology)
     plan = rampup.build_plan(config, count_devices(args, config))
     max_phases = None if args.all else MAX_PHASES
     if args.diff is not None:
         return _compare(args, config, plan, max_phases)
     if args.budget is not None:
         return _apply_budget(args, config, plan)
-    return Result(facts=plan.to_dict(), show=lambda console: print_plan(plan, console, max_phases=max_phases))
+    facts = plan.to_dict() | ({} if topology is None else {"topology": topology.to_dict()})
+
+    def show(console: Console) -> None:
+        print_plan(plan, console, max_phases=max_phases)
+        if topology is not None:
+            console.print(describe_topology(topology))
+
+    return Result(facts=facts, show=show)
 
 
 def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
@@ -105,7 +126,7 @@ def _compare(args: argparse.Namespace, config: rampup.Config, plan: rampup.RampP
 
     if is_rollout_file(args.diff):
         raise ConfigError("--diff is for pre-training plans, not for a rollout", key="diff", path=args.diff)
-    other = rampup.load_config(args.diff, environ=environment())
+    other = for_topology(rampup.load_config(args.diff, environ=environment()), named_topology(args))
     plans = (plan, rampup.build_plan(other, count_devices(args, other)))
     changed = config.differences(other)
     names = (" ".join([args.config, *args.overrides]), args.diff)

@@ -8,12 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import rampup
-from rampup.cli.common import Result, add_devices_argument, count_devices, environment
+from rampup.cli.common import (
+    Result,
+    add_devices_argument,
+    add_topology_argument,
+    count_devices,
+    describe_topology,
+    environment,
+    for_topology,
+    named_topology,
+)
 from rampup.cli.inputs import CliInputs, add_inputs_argument, learning_rates, parse_inputs
 from rampup.config.load import COMMAND_LINE
 from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError
 from rampup.plan.plan import RampPlan
+from rampup.plan.topology import Topology
 from rampup.rl import config as rl
 from rampup.show.report import Report, key_values, write_report
 
@@ -24,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `rampup report`."""
     add_inputs_argument(parser)
     add_devices_argument(parser)
+    add_topology_argument(parser, "plan for")
     parser.add_argument("-o", "--output", required=True, metavar="FILE.html", help="the page to write")
     parser.add_argument("--from", dest="system", metavar="SYSTEM", help="the file is another system's; see `rampup check`")
 
@@ -31,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: object) -> Result:
     """Write the page."""
     report = gather_report(
-        args.sources, environ=environment(), system=args.system, count_devices=lambda config: count_devices(args, config)
+        args.sources,
+        environ=environment(),
+        system=args.system,
+        count_devices=lambda config: count_devices(args, config),
+        topology=named_topology(args),
     )
     size = write_report(report, args.output)
     return Result(
@@ -41,7 +56,12 @@ def run(args: argparse.Namespace, console: object) -> Result:
 
 
 def gather_report(
-    words: Sequence[str], *, environ: Mapping[str, str], count_devices: CountDevices, system: str | None = None
+    words: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    count_devices: CountDevices,
+    system: str | None = None,
+    topology: Topology | None = None,
 ) -> Report:
     """Return the content of a report.
 
@@ -50,6 +70,7 @@ def gather_report(
         environ: environment variables with settings.
         count_devices: from a configuration to the devices to plan for.
         system: the system of the file, one of those that `rampup check` knows; None = rampup.
+        topology: the TPU slices that the plan is for, or None.
 
     Raises:
         RampupError: the input cannot be read or planned.
@@ -59,12 +80,12 @@ def gather_report(
         return _report_on_other_system(inputs, system)
     if inputs.config is not None and rl.is_rollout_file(inputs.config):
         return _report_on_rollout(inputs, inputs.config, environ, count_devices)
-    config = inputs.read_config(environ)
+    config = for_topology(inputs.read_config(environ), topology)
     plan = rampup.build_plan(config, count_devices(config))
     return Report(
         title=Path(inputs.config).stem if inputs.config else inputs.runs[0].resolve().name,
         plan=plan,
-        notes=plan.advice,
+        notes=[*plan.advice, *([] if topology is None else [describe_topology(topology)])],
         keys=key_values(KEYS, config.to_dict(), Config().to_dict(), config.where),
         rates=learning_rates(config, plan),
         run=inputs.read_runs()[0] if inputs.runs else None,

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from rampup.cli.common import Result
+from rich.console import Console
+
+from rampup.cli.common import Result, add_topology_argument, named_topology
+from rampup.errors import BatchDivisibilityError
 from rampup.plan.numbers import exact_fraction
 from rampup.plan.timetable import Timetable
 from rampup.show.console import print_timetable
@@ -23,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--forward-cost", default="1", metavar="T", help="of a whole stage (default 1)")
     parser.add_argument("--backward-cost", default="2", metavar="T", help="of a whole stage (default 2)")
+    add_topology_argument(parser, "spread the stages over")
     parser.add_argument("-o", "--output", metavar="FILE", help="draw it into a .png, .svg or .pdf file")
 
 
@@ -37,8 +41,22 @@ def run(args: argparse.Namespace, console: object) -> Result:
         forward_cost=exact_fraction(args.forward_cost, what="forward-cost", key="forward-cost"),
         backward_cost=exact_fraction(args.backward_cost, what="backward-cost", key="backward-cost"),
     )
+    topology = named_topology(args)
+    if topology is not None and topology.num_devices % args.stages:
+        below = max(p for p in range(1, args.stages) if topology.num_devices % p == 0)
+        rule = f"the {topology.num_devices} devices of topology={topology.name} must be a multiple of stages={args.stages}"
+        raise BatchDivisibilityError(rule, value=topology.num_devices, divisor=args.stages, key="stages", nearest=(below,))
     if args.output:
         from rampup.show.figures import draw_timetable
 
         draw_timetable(table, args.output)
-    return Result(facts=table.to_dict(), show=lambda console: print_timetable(table, console))
+    if topology is None:
+        return Result(facts=table.to_dict(), show=lambda console: print_timetable(table, console))
+    each = topology.num_devices // args.stages
+    facts = {**table.to_dict(), "topology": topology.to_dict(), "devices_per_stage": each}
+
+    def show(console: Console) -> None:
+        print_timetable(table, console)
+        console.print(f"each stage has {each:,} of the {topology.num_devices:,} devices of {topology.name}")
+
+    return Result(facts=facts, show=show)

@@ -12,10 +12,12 @@ from rampup.cli.common import (
     Result,
     add_config_arguments,
     add_fake_devices_argument,
+    add_topology_argument,
     check_output,
     environment,
     use_fake_devices,
 )
+from rampup.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--devices", type=int, metavar="N", help="use N of this machine's devices")
     add_fake_devices_argument(parser)
+    add_topology_argument(parser, "compile for")
     parser.add_argument("-o", "--output", metavar="FILE", help="draw memory by microbatch size into a .png, .svg or .pdf file")
     parser.add_argument("--memory-options", action="store_true", help="also measure other ways to save memory, and their cost")
     parser.add_argument("--levers", dest="memory_options", action="store_true", help=argparse.SUPPRESS)  # the old name
@@ -40,6 +43,12 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     check_output(args.output, FORMATS)
     if args.output is not None:
         import_matplotlib("figure")  # it must not turn out to be missing after the work
+    if args.topology is not None:
+        from rampup.run.topology import use_cpu_as_host
+
+        if args.fake_devices is not None:
+            raise ConfigError("--topology has devices of its own; leave --fake-devices out", key="fake-devices")
+        use_cpu_as_host()
     use_fake_devices(args.fake_devices)
     from rampup.tune.search import tune
 
@@ -48,6 +57,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         config,
         memory_gib=args.memory_gib,
         num_devices=args.devices,
+        topology=args.topology,
         memory_options=args.memory_options,
         report=lambda line: progress.print(line, style="dim"),
     )

@@ -20,6 +20,7 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp, parse_schedule
 from rampup.plan.seesaw import Seesaw, discretize
 from rampup.plan.split import BatchSplitter
+from rampup.plan.topology import Topology
 
 # The keys that `ramp_from_config` takes.
 _RAMP_ARGUMENTS = (
@@ -202,6 +203,18 @@ def _seesaw(config: Config, base: BatchRamp, splitter: BatchSplitter) -> Seesaw:
         total_samples=total,
         exponent=1.0 if config.opt_type == "sgd" else 0.5,
     )
+
+
+def with_slices(config: Config, topology: Topology) -> Config:
+    """Return the configuration for a topology: with its number of slices, unless the configuration sets another one.
+
+    Raises:
+        ConfigError: `num_slices` is set to another number.
+    """
+    if config.num_slices not in (AUTO, topology.num_slices):
+        rule = f"num_slices={config.num_slices}, but topology={topology.name} has {topology.num_slices}"
+        raise ConfigError(rule, key="num_slices", nearest=(topology.num_slices, AUTO))
+    return config if topology.num_slices == 1 else replace(config, num_slices=topology.num_slices)
 
 
 @contextmanager

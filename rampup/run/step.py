@@ -30,6 +30,7 @@ from jax.sharding import Mesh
 from rampup.errors import ConfigError, DataError, RampDefinitionError
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
+from rampup.plan.timetable import num_ticks
 from rampup.run.accumulate import (
     AccumulatedLoss,
     LossFn,
@@ -534,6 +535,13 @@ class TrainStep:
 
         chunks = (jax.tree.map(chunk, row),) * layout.num_chunks
         return self._lower(self._fused_update, state, chunks, _counts(split))
+
+    def loop_trips(self, split: BatchSplit) -> tuple[int, ...]:
+        """Return the iterations of the program's loops whose bound is an argument: passes, and ticks of a pipeline pass."""
+        m, splitter = split.num_pipeline_microbatches, self._plan.splitter
+        if splitter.num_stages == 1:
+            return (split.num_microbatches,)
+        return split.accumulation_steps, num_ticks(splitter.num_stages, m, splitter.num_repeats)
 
     def _lower(self, update: Callable[..., Any], state: Any, *args: Any) -> Any:
         """Lower a program that maps a state and further arguments to the next state and the metrics."""

@@ -16,15 +16,23 @@ Facts = Mapping[str, Any]
 
 def print_tuning(found: Facts, console: Console) -> None:
     """Print the largest microbatch that fits, the recommended settings with their phases, and what else would save memory."""
-    source = "as given" if found["memory_is_named"] else "as reported by the device"
-    console.print(
-        f"{found['num_devices']:,} x {found['device']}, {found['memory_gib']:.4g} GiB each ({source}), of which "
-        f"{format_bytes(found['usable_bytes'])} are used: {found['margin']:.0%} are left free"
-    )
+    if "topology" in found:
+        console.print(
+            f"{found['topology']}, {found['compiled_for']}\n{found['num_devices']:,} x {found['device']}, "
+            f"{found['memory_gib']:.4g} GiB each, compiled with {found['compiler']}"
+        )
+    else:
+        source = "as given" if found["memory_is_named"] else "as reported by the device"
+        console.print(
+            f"{found['num_devices']:,} x {found['device']}, {found['memory_gib']:.4g} GiB each ({source}), of which "
+            f"{format_bytes(found['usable_bytes'])} are used: {found['margin']:.0%} are left free"
+        )
     console.print(_describe_largest(found))
     console.print(_candidates_table(found["candidates"], console))
     if found["settings"] is not None:
         _print_settings(found, console)
+    if found.get("memory") is not None:
+        _print_slices(found, console)
     if found["levers"]:
         console.print("what saves memory, with nothing else changed (~: estimated, the others are compiled):")
         console.print(_options_table(found["levers"], console))
@@ -45,16 +53,45 @@ def _describe_largest(found: Facts) -> str:
 
 
 def _print_settings(found: Facts, console: Console) -> None:
-    seconds = found["run_seconds"]
+    seconds, estimate = found["run_seconds"], found.get("roofline_run_seconds")
     time = "" if seconds is None else f"; the run's steps take {format_value(seconds)} s"
+    time = time if estimate is None else f"; the run's steps take at least {format_value(estimate)} s (roofline estimate)"
     console.print(f"recommended: {_format_settings(found['settings'])}{time}")
     console.print(_phases_table(found["phases"], console))
     for other in found["alternatives"]:
-        seconds = other["run_seconds"]
+        seconds = other.get("run_seconds", other.get("roofline_run_seconds"))
         time = "not timed" if seconds is None else f"{format_value(seconds)} s"
         console.print(f"alternative: {_format_settings(other['settings'])}: {time}")
     if found["pipeline_tick_overhead"] is not None:
         console.print(f"measured for the pipeline's cost model: pipeline_tick_overhead={found['pipeline_tick_overhead']:.4g}")
+
+
+def _print_slices(found: Facts, console: Console) -> None:
+    """Print what was compiled for slices that are not here."""
+    memory, roofline = found["memory"], found["roofline"]
+    kinds = ", ".join(
+        f"{name} {format_bytes(memory[name])}" for name in ("arguments", "temporary", "code", "host") if memory[name]
+    )
+    console.print(f"memory of a device: {format_bytes(memory['total'])} of {format_bytes(found['hbm_bytes'])} ({kinds})")
+    number = found["executables"]
+    console.print(f"executables: {number}, compiled in {format_value(found['compile_seconds'])} s")
+    console.print("collectives of an optimizer step in the last phase, for each device:")
+    console.print(collectives_table(found["collectives_per_step"], console))
+    names = {"compute": "computing", "memory": "memory", "exposed": "collectives that wait", "overlapped": "and that overlap"}
+    parts = ", ".join(f"{words} {format_value(roofline[f'{name}_seconds'])}" for name, words in names.items())
+    console.print(f"roofline estimate of that step: {format_value(found['roofline_seconds'])} s ({parts})")
+
+
+def collectives_table(rows: Sequence[Facts], console: Console) -> Table:
+    """Return a table of collectives: `Account.collective_rows`."""
+    table = make_table(console, ["collective", "axes", "devices", "count", "bytes", "where", "overlapped"], left=2)
+    for row in rows:
+        axes = "unknown" if row["axes"] is None else " ".join(row["axes"]) or "none"
+        where = ("in a loop" if row["in_loop"] else "outside loops") + (", in a branch" if row["in_branch"] else "")
+        count, total = format_value(row["count"]), format_bytes(row["bytes"])
+        overlapped = "yes" if row["overlapped"] else "no"
+        table.add_row(row["kind"], axes, format_value(row["group_size"]), count, total, where, overlapped)
+    return table
 
 
 def _format_settings(settings: Mapping[str, Any]) -> str:
@@ -109,3 +146,26 @@ def _format_memory(number: float | None) -> str:
 
 def _format_rate(tokens_per_second: float | None) -> str:
     return "not timed" if tokens_per_second is None else f"{tokens_per_second:,.0f}"
+
+
+def print_topologies(rows: Sequence[Facts], console: Console) -> None:
+    """Print the TPU slices that can be planned and compiled for, with the figures of a device and their sources."""
+    titles = ["topology", "product", "devices", "HBM", "bfloat16", "HBM speed", "links"]
+    table = make_table(console, titles, left=2)
+    for row in rows:
+        table.add_row(
+            row["name"],
+            row["product_name"],
+            format_value(row["num_devices"]),
+            format_bytes(row["hbm_bytes"]),
+            f"{row['peak_flops'] / 1e12:,.4g} TFLOP/s",
+            f"{row['hbm_bandwidth'] / 1e9:,.4g} GB/s",
+            f"{row['ici_bandwidth'] / 1e9:,.4g} GB/s",
+        )
+    console.print(table)
+    console.print(
+        "HBM is what the compiler (libtpu 0.0.50) lets a program use; the other figures are published, for one device:"
+    )
+    for source in dict.fromkeys(row["source"] for row in rows):
+        console.print(f"  {source}")
+    console.print("several slices: 2*v5e:4x4; larger v4, v5p and tpu7x slices have sides that are multiples of 4")

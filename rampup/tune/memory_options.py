@@ -88,7 +88,7 @@ def _compile_with(base: Programs, size: Size, name: str, settings: Mapping[str, 
     """Compile the step with other settings, at the same microbatch and batch."""
     changed = {key: value for key, value in settings.items() if value != getattr(base.config, key)}
     try:
-        programs = Programs(replace(base.config, **settings), base.devices)
+        programs = Programs(replace(base.config, **settings), base.devices, target=base.target)
         same_size = programs.size(size.microbatch_size)
         used = programs.bytes(same_size)
     except RampupError as error:

@@ -30,6 +30,7 @@ from rampup.run.data.sources import SyntheticRows
 from rampup.run.mesh import make_mesh
 from rampup.run.offload import ProgramMemory, is_out_of_memory, program_memory, room_to_run
 from rampup.run.step import TrainState
+from rampup.tune.topology import Compiled, Target, compile_on, refused_bytes
 
 Report = Callable[[str], None]
 # (x, y)
@@ -61,10 +62,13 @@ class Programs:
     """The training steps of one configuration on these devices, compiled on first use.
 
     The configuration's own microbatch and accumulation are ignored. `report` is called with a line about every compilation.
+    With a `target` the devices are those of slices that are not here, and nothing runs.
     """
 
-    def __init__(self, config: Config, devices: Sequence[jax.Device], report: Report = lambda line: None) -> None:
-        self.config, self.devices, self._report = config, tuple(devices), report
+    def __init__(
+        self, config: Config, devices: Sequence[jax.Device], report: Report = lambda line: None, *, target: Target | None = None
+    ) -> None:
+        self.config, self.devices, self._report, self.target = config, tuple(devices), report, target
         self.plan = build_plan(config, len(devices))
         self.mesh = make_mesh(self.plan.axes, devices)
         self.splitter = unconstrained(self.plan.splitter)
@@ -72,6 +76,7 @@ class Programs:
         self._setup = TrainSetup.from_config(config, self.plan, self.mesh)
         self._memory: dict[Size, ProgramMemory | None] = {}
         self._compiled: dict[Size, Any] = {}
+        self._answers: dict[Size, Compiled] = {}
 
     def size(self, microbatch_size: int) -> Size:
         """Return a size with the microbatches of the largest batch, rounded up to whole passes."""
@@ -86,7 +91,12 @@ class Programs:
 
     def memory(self, size: Size) -> ProgramMemory | None:
         """Return the memory that a step takes of one device, or None if the compiler ran out of memory."""
-        if size not in self._memory:
+        if size not in self._memory and self.target is not None:
+            answer = self._answers[size] = compile_on(self.target, self._lower(size), self.mesh)
+            self._memory[size] = answer.memory
+            source = "known" if answer.cached else f"compiled in {answer.seconds:.0f} s"
+            self._report(f"microbatch of {size.microbatch_size:,}: {self._describe(size)} ({source})")
+        elif size not in self._memory:
             try:
                 compiled = compile_program(self._lower(size))
             except Exception as error:
@@ -103,9 +113,18 @@ class Programs:
         memory = self.memory(size)
         return math.inf if memory is None else memory.total + AHEAD_ON_DEVICE * self._batch_bytes(size)
 
+    def answer(self, size: Size) -> Compiled:
+        """Return the compiler's answer about a step on slices that are not here."""
+        self.memory(size)
+        return self._answers[size]
+
     def fits_here(self, size: Size) -> bool:
-        """Return whether a step fits in the memory of this machine."""
-        return self.bytes(size) <= room_to_run(self.devices)
+        """Return whether a step can run on this machine: the devices are here and it fits in their memory."""
+        return self.target is None and self.bytes(size) <= room_to_run(self.devices)
+
+    def loop_trips(self, microbatch_size: int, num_microbatches: int) -> tuple[int, ...]:
+        """Return the iterations of the loops of a step whose bound is an argument: passes, and the ticks of a pipeline pass."""
+        return self._setup.step.loop_trips(self.split(microbatch_size, num_microbatches))
 
     def step_of(self, size: Size, num_microbatches: int) -> Callable[[], None]:
         """Return a function that runs one optimizer step on synthetic rows and waits for it."""
@@ -175,6 +194,9 @@ class Programs:
 
     def _describe(self, size: Size) -> str:
         bytes_ = self.bytes(size)
+        if self.target is not None and math.isinf(bytes_):
+            needed = refused_bytes(self._answers[size].refusal)
+            return "refused: it does not fit" + ("" if math.isinf(needed) else f", it needs {needed / 2**20:,.1f} MiB")
         return "the compiler runs out of memory" if math.isinf(bytes_) else f"{bytes_ / 2**20:,.1f} MiB"
 
 

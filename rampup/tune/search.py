@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from rampup.config.build import build_plan
+from rampup.config.build import build_plan, with_slices
 from rampup.config.schema import PER_ACCUMULATION_KEYS, Config
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import AUTO, GIB, divisors, parse_memory_gib, to_yaml_number
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
+from rampup.plan.topology import NOT_RUN_ON, Topology
 from rampup.run.compile import enable_compilation_cache
 from rampup.run.offload import device_limit, is_out_of_memory, peak_bytes
+from rampup.run.topology import compiler_version, topology_devices
 from rampup.tune.memory_options import MemoryOption, find_memory_options
 from rampup.tune.programs import Programs, Report, Size, Timing, fit_line, fit_tick_overhead, take_turns, unconstrained
+from rampup.tune.topology import Target
 
 # Left free of a device's memory, for fragmentation and for what the backend's libraries allocate themselves.
 MARGIN = Fraction(5, 100)
@@ -33,6 +37,10 @@ SEARCH_FACTOR = 64
 MAX_TIMED_SIZES = 8
 # Relative differences below this are ties on a machine that is not idle. The proposal with fewer shapes then wins.
 TIE_TOLERANCE = 0.05
+# An estimate knows nothing of what each microbatch costs apart from its arithmetic, so it cannot rank more finely.
+ESTIMATE_TOLERANCE = 0.25
+# Each size that is estimated takes a compilation.
+MAX_ESTIMATED_SIZES = 4
 # The largest sizes, per kind of proposal, that are worth timing.
 NEAR_THE_TOP = 3
 MAX_SHAPES = 8
@@ -122,11 +130,13 @@ class Tuning:
     memory_options: tuple[MemoryOption, ...] = ()  # other ways to save memory, if requested or if nothing fits
     measured_peak_bytes: int | None = None  # the peak memory of the devices while steps ran, if they report it
     notes: tuple[str, ...] = ()  # remarks, in sentences
+    margin: Fraction = MARGIN  # the share of the memory that is left free
+    slices: Mapping[str, Any] | None = None  # for slices that are not here: what was compiled, from `_describe_slices`
 
     @property
     def usable_bytes(self) -> int:
         """The limit less the margin."""
-        return usable_bytes(self.limit_bytes)
+        return usable_bytes(self.limit_bytes, self.margin)
 
     @property
     def problem(self) -> ConfigError | None:
@@ -140,7 +150,7 @@ class Tuning:
         needs = "more than the compiler could place" if math.isinf(smallest.bytes) else f"{int(smallest.bytes):,} bytes"
         enough = [option.name for option in self.memory_options if option.fits]
         fix = f"; enough would be: {', '.join(enough)}" if enough else "; no single memory option is enough"
-        usable = f"{self.usable_bytes:,} usable bytes ({self.limit_bytes:,} less {float(MARGIN):.0%})"
+        usable = f"{self.usable_bytes:,} usable bytes ({self.limit_bytes:,} less {float(self.margin):.0%})"
         return ConfigError(
             f"no microbatch fits: a step with microbatch_size={smallest.size.microbatch_size} needs {needs} of each device's "
             f"{usable}{fix}",
@@ -149,12 +159,13 @@ class Tuning:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result for JSON."""
+        is_estimate, run = self.slices is not None, self.chosen and self.chosen.run_seconds
         return {
             "device": self.device,
             "num_devices": self.num_devices,
             "memory_gib": self.limit_bytes / GIB,
             "memory_is_named": self.named,
-            "margin": float(MARGIN),
+            "margin": float(self.margin),
             "usable_bytes": self.usable_bytes,
             "largest_microbatch": self.largest,
             "next_larger": self.next_larger,
@@ -162,14 +173,20 @@ class Tuning:
             "measured_peak_bytes": self.measured_peak_bytes,
             "candidates": [trial.to_dict() for trial in self.trials],
             "settings": self.chosen and self.chosen.to_dict(),
-            "run_seconds": self.chosen and self.chosen.run_seconds,
+            "run_seconds": None if is_estimate else run,
             "phases": [dict(row) for row in self.phases],
             "alternatives": [
-                {"rampup_microbatch": p.policy, "settings": p.to_dict(), "run_seconds": p.run_seconds} for p in self.others
+                {
+                    "rampup_microbatch": p.policy,
+                    "settings": p.to_dict(),
+                    ("roofline_run_seconds" if is_estimate else "run_seconds"): p.run_seconds,
+                }
+                for p in self.others
             ],
             "pipeline_tick_overhead": self.tick_overhead,
             "levers": [option.to_dict() for option in self.memory_options],
             "notes": list(self.notes),
+            **({**self.slices, "roofline_run_seconds": run} if self.slices is not None else {}),
         }
 
 
@@ -178,33 +195,45 @@ def tune(
     *,
     memory_gib: str | float | None = None,
     num_devices: int | None = None,
+    topology: Topology | str | None = None,
     memory_options: bool = False,
     report: Report = lambda line: None,
 ) -> Tuning:
     """Find the largest microbatch that fits, time the sizes near it, and choose the settings of the fastest run.
 
     The search reads memory from compiled programs and runs none of them, so it cannot run out of memory. Sizes that fit on
-    this machine then run a few steps on synthetic rows.
+    this machine then run a few steps on synthetic rows. With a topology nothing runs: the programs are compiled for TPU slices
+    that are not here, a size fits if their compiler accepts its program, and the settings are ranked by a roofline estimate.
 
     Args:
         config: the configuration.
         memory_gib: memory of one device in GiB; None = the devices' own. Required for devices without a limit, such as CPUs.
         num_devices: number of this machine's devices to use; None = all.
+        topology: the slices, or their name, such as `v5e:4x4`; excludes `num_devices`.
         memory_options: also measure other ways to save memory. If nothing fits, they are always measured.
         report: called with a line of progress.
 
     Raises:
         RampupError: the configuration cannot run here, or the memory is not known.
+        MissingDependencyError: a topology is given, and the TPU compiler is not installed.
     """
-    devices = _select_devices(num_devices)
     if config.gradient_accumulation != "fused":
         rule = f"gradient_accumulation={config.gradient_accumulation} is not tuned, only fused"
         raise ConfigError(rule, key="gradient_accumulation", nearest=("fused",))
-    limit, named = memory_limit(memory_gib, devices)
-    enable_compilation_cache(config.jax_cache_dir)
-    programs, usable = Programs(config, devices, report), usable_bytes(limit)
+    if topology is None:
+        devices, margin = _select_devices(num_devices), MARGIN
+        limit, named = memory_limit(memory_gib, devices)
+        enable_compilation_cache(config.jax_cache_dir)
+        programs = Programs(config, devices, report)
+    else:
+        target = _target(config, topology, memory_gib, num_devices)
+        devices, margin = topology_devices(target.topology), Fraction(0)  # the compiler itself keeps what it needs
+        limit, named = target.limit, target.hbm_bytes is not None
+        programs = Programs(with_slices(config, target.topology), devices, report, target=target)
+    usable = usable_bytes(limit, margin)
 
     boundary = find_largest(programs, usable)
+    refusal = _refusal(programs, boundary)
     trials = [Trial(size=programs.size(b), bytes=used, fits=used <= usable) for b, used in sorted(boundary.costs.items())]
     found = Tuning(
         device=devices[0].device_kind,
@@ -213,8 +242,10 @@ def tune(
         named=named,
         largest=boundary.largest,
         next_larger=boundary.next_larger,
-        next_larger_run=NOT_RUN,
+        next_larger_run=NOT_RUN if programs.target is None else refusal,
         trials=tuple(trials),
+        margin=margin,
+        slices=_describe_slices(programs, None),
     )
     choices = () if boundary.largest is None else proposals(config, programs.plan, boundary.largest)
     if not choices:
@@ -225,11 +256,19 @@ def tune(
     lines = {b: fit_line([(n, timing.seconds) for n, timing in by_number.items()]) for b, by_number in times.items()}
 
     def step_time(microbatch_size: int, num_microbatches: int) -> float | None:
+        if programs.target is not None:
+            return _roofline_seconds(programs, microbatch_size, num_microbatches, usable)
         line = lines.get(microbatch_size)
         return None if line is None else max(line.at(num_microbatches), 0.0)
 
+    if programs.target is not None:
+        # Those proposals whose sizes are among the first few; at least the first one.
+        estimated: set[int] = set()
+        for choice in choices:
+            estimated |= choice.sizes if len(estimated | choice.sizes) <= MAX_ESTIMATED_SIZES or not estimated else set()
+        choices = tuple(choice for choice in choices if choice.sizes <= estimated)
     choices = tuple(replace(choice, run_seconds=choice.seconds(step_time)) for choice in choices)
-    chosen = _choose_fastest(choices)
+    chosen = _choose_fastest(choices, TIE_TOLERANCE if programs.target is None else ESTIMATE_TOLERANCE)
     overhead = _fit_overhead(programs, times)
     found = replace(
         found,
@@ -239,8 +278,9 @@ def tune(
         phases=tuple(_phase_rows(programs, chosen, step_time)),
         tick_overhead=overhead,
         notes=tuple(_notes(programs, choices, chosen, times, overhead)),
-        next_larger_run=_run_next_larger(programs, boundary, named),
+        next_larger_run=_run_next_larger(programs, boundary, named) if programs.target is None else refusal,
         measured_peak_bytes=peak_bytes(programs.devices) if times else None,
+        slices=_describe_slices(programs, chosen),
     )
     if memory_options:
         largest = programs.size(max(chosen.sizes))
@@ -275,9 +315,88 @@ def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) 
     return min(limits), False
 
 
-def usable_bytes(limit_bytes: int) -> int:
+def usable_bytes(limit_bytes: int, margin: Fraction = MARGIN) -> int:
     """Return the part of a device's memory that a step may use."""
-    return int(limit_bytes * (1 - MARGIN))
+    return int(limit_bytes * (1 - margin))
+
+
+# Slices that are not here.
+
+
+def _target(config: Config, topology: Topology | str, memory_gib: str | float | None, num_devices: int | None) -> Target:
+    """Return what to compile for."""
+    topology = Topology.parse(topology) if isinstance(topology, str) else topology
+    if num_devices is not None:
+        raise ConfigError("--devices counts devices of this machine; leave it out with --topology", key="devices")
+    hbm_bytes = None if memory_gib is None else parse_memory_gib(memory_gib)
+    if hbm_bytes is not None and hbm_bytes > topology.hbm_bytes:
+        rule = f"a device of {topology.name} has {topology.hbm_bytes / GIB:.4g} GiB; --memory-gib can only name less"
+        raise ConfigError(rule, key="memory-gib", nearest=(topology.hbm_bytes / GIB,))
+    folder = config.jax_cache_dir
+    return Target(topology=topology, hbm_bytes=hbm_bytes, cache=folder and Path(folder).expanduser() / "topology")
+
+
+def _refusal(programs: Programs, boundary: Boundary) -> str:
+    """Return why the next larger size does not fit on slices that are not here, in the compiler's words."""
+    if programs.target is None or boundary.next_larger is None:
+        return "not run: no larger size was tried"
+    answer = programs.answer(programs.size(boundary.next_larger))
+    return f"not run: {answer.refusal or 'with the batches that are on their way it needs more than the limit'}"
+
+
+def _roofline_seconds(programs: Programs, microbatch_size: int, num_microbatches: int, usable: float) -> float | None:
+    """Return the estimated time of a step, or None if it does not fit."""
+    size = programs.size(microbatch_size)
+    if programs.bytes(size) > usable:
+        return None
+    assert programs.target is not None
+    account, trips = programs.answer(size).account, programs.loop_trips(microbatch_size, num_microbatches)
+    return account and account.roofline(programs.target.topology, trips).seconds
+
+
+def _describe_slices(programs: Programs, chosen: Proposal | None) -> dict[str, Any] | None:
+    """Return the facts for JSON about slices that are not here: those of the chosen settings in their last phase."""
+    if programs.target is None:
+        return None
+    topology = programs.target.topology
+    facts: dict[str, Any] = {
+        "topology": topology.name,
+        "compiled_for": f"{NOT_RUN_ON}: every number about time is an estimate",
+        "compiler": compiler_version(),
+        "slices": topology.to_dict(),
+        "hbm_bytes": programs.target.limit,
+        "executables": None,
+        "compile_seconds": None,
+        "memory": None,
+        "collectives_per_step": None,
+        "roofline_seconds": None,
+        "roofline": None,
+    }
+    if chosen is None:
+        return facts
+    sizes = [programs.size(b) for b in sorted(chosen.sizes)]
+    answers = [programs.answer(size) for size in sizes]
+    last, answer = chosen.reached[-1], programs.answer(programs.size(chosen.reached[-1].microbatch_size))
+    largest = max((each.memory for each in answers if each.memory), key=lambda memory: memory.total, default=None)
+    facts |= {
+        "executables": len(sizes),
+        "compile_seconds": sum(each.seconds for each in answers),
+        "memory": largest and {**asdict(largest), "total": largest.total},
+    }
+    if answer.account is not None:
+        trips = programs.loop_trips(last.microbatch_size, last.num_microbatches)
+        roofline = answer.account.roofline(topology, trips)
+        facts |= {
+            "collectives_per_step": answer.account.collective_rows(trips),
+            "roofline_seconds": roofline.seconds,
+            "roofline": {
+                **asdict(roofline),
+                "flops": sum(answer.account.total_flops(trips).values()),
+                "memory_bytes": answer.account.total_memory_bytes(trips),
+                "kernels_of_unknown_cost": list(answer.account.kernels),
+            },
+        }
+    return facts
 
 
 def _finite_bytes(number: float) -> int | None:
@@ -465,13 +584,13 @@ def _time_sizes(programs: Programs, choices: Sequence[Proposal], usable: float, 
     return times
 
 
-def _choose_fastest(choices: Sequence[Proposal]) -> Proposal:
+def _choose_fastest(choices: Sequence[Proposal], tolerance: float = TIE_TOLERANCE) -> Proposal:
     """Return the fastest proposal. Ties go to fewer shapes, then to the earlier one."""
     timed = [(choice.run_seconds, choice) for choice in choices if choice.run_seconds is not None]
     if not timed:
         return choices[0]
     best = min(seconds for seconds, _ in timed)
-    tied = [choice for seconds, choice in timed if seconds <= best * (1 + TIE_TOLERANCE)]
+    tied = [choice for seconds, choice in timed if seconds <= best * (1 + tolerance)]
     return min(tied, key=lambda choice: (len(choice.sizes), choices.index(choice)))
 
 
@@ -493,6 +612,7 @@ def _phase_rows(programs: Programs, chosen: Proposal, step_time: StepTime) -> It
         size = Size(microbatch_size=b, num_microbatches=chosen.plan.max_microbatches[b])
         seconds = step_time(b, split.num_microbatches)
         tokens = split.global_batch_size * programs.config.max_target_length
+        is_estimate = programs.target is not None
         yield {
             "start_step": phase.start_step,
             "global_batch_size": split.global_batch_size,
@@ -501,8 +621,9 @@ def _phase_rows(programs: Programs, chosen: Proposal, step_time: StepTime) -> It
             "num_pipeline_microbatches": split.num_pipeline_microbatches,
             "microbatch_size": b,
             "bytes": _finite_bytes(programs.bytes(size)),
-            "step_seconds": seconds,
-            "tokens_per_second": tokens / seconds if seconds else None,
+            "step_seconds": None if is_estimate else seconds,
+            "tokens_per_second": tokens / seconds if seconds and not is_estimate else None,
+            **({"roofline_seconds": seconds} if is_estimate else {}),
         }
 
 
@@ -516,7 +637,11 @@ def _fit_overhead(programs: Programs, times: Times) -> float | None:
 def _notes(
     programs: Programs, choices: Sequence[Proposal], chosen: Proposal, times: Times, overhead: float | None
 ) -> Iterator[str]:
-    if len(times) < len({b for choice in choices for b in choice.sizes}):
+    if programs.target is not None:
+        yield f"{NOT_RUN_ON}; seconds are roofline estimates at published peaks, so a real step takes longer"
+        if programs.target.topology.num_slices > 1:
+            yield "the estimate leaves out the data-center network between slices"
+    elif len(times) < len({b for choice in choices for b in choice.sizes}):
         yield "not every size was timed: the others do not fit in this machine's memory, or there are too many"
     spread = max((timing.spread for by_number in times.values() for timing in by_number.values()), default=0.0)
     limit = (chosen.run_seconds or 0.0) * (1 + spread)

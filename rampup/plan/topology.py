@@ -1,0 +1,288 @@
+"""TPU slices by name: their chips, shape, torus links and published figures. A slice can be planned and compiled for unseen.
+
+Names are those of the TPU compiler (`v5e:4x4`), Google's product names (`v5litepod-16`, `v5p-128`, `v6e-256`), and either with
+a number of slices in front (`2*v5e:4x4`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from rampup.errors import ConfigError
+from rampup.plan.numbers import GIB
+
+MAX_SLICES = 1024
+NOT_RUN_ON = "compiled for, not run on"
+_DOCS = "https://docs.cloud.google.com/tpu/docs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """A TPU generation. All figures are per chip and published, except the HBM, which is what the compiler lets a program use.
+
+    Attributes:
+        name: the name that the compiler takes.
+        product: the prefix of Google's product names, followed by `-` and a count.
+        aliases: other prefixes of such names.
+        counts_cores: whether the number in a product name counts TensorCores, two a chip, and not chips.
+        devices: JAX devices of a chip.
+        dimensions: of the torus.
+        hbm_gib: memory that the compiler lets the programs of one *device* use (libtpu 0.0.50).
+        peak_flops: bfloat16 matrix products, FLOP/s.
+        hbm_bandwidth: bytes/s.
+        ici_bandwidth: bytes/s that a chip sends to its neighbors over all its links, in one direction each.
+        max_chips: chips of the largest slice.
+        source: where the figures are published.
+    """
+
+    name: str
+    product: str
+    aliases: tuple[str, ...] = ()
+    counts_cores: bool
+    devices: int = 1
+    dimensions: int
+    hbm_gib: float
+    peak_flops: float
+    hbm_bandwidth: float
+    ici_bandwidth: float
+    max_chips: int
+    source: str
+    config: str | None = None  # `chip_config_name` of the compiler
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Memory of one device in bytes."""
+        return int(self.hbm_gib * GIB)
+
+
+_LINKS = "links: Norrie et al., 'The Design Process for Google's Training Chips: TPUv2 and TPUv3' (IEEE Micro 2021)"
+# The bandwidth of the links is half of Google's bidirectional figure, or its figure in Gbps.
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            name="v2", product="v2", counts_cores=True, devices=2, dimensions=2, hbm_gib=7.48, max_chips=256,
+            peak_flops=46e12, hbm_bandwidth=700e9, ici_bandwidth=248e9, source=f"{_DOCS}/v2; {_LINKS}",
+        ),
+        Chip(
+            name="v3", product="v3", counts_cores=True, devices=2, dimensions=2, hbm_gib=15.48, max_chips=1024,
+            peak_flops=123e12, hbm_bandwidth=900e9, ici_bandwidth=328e9, source=f"{_DOCS}/v3; {_LINKS}",
+        ),
+        Chip(
+            name="v4", product="v4", counts_cores=True, dimensions=3, hbm_gib=30.75, max_chips=4096, config="megacore",
+            peak_flops=275e12, hbm_bandwidth=1228e9, ici_bandwidth=300e9, source=f"{_DOCS}/v4",
+        ),
+        Chip(
+            name="v5e", product="v5litepod", aliases=("v5e",), counts_cores=False, dimensions=2, hbm_gib=15.75, max_chips=256,
+            peak_flops=197e12, hbm_bandwidth=819e9, ici_bandwidth=200e9, source=f"{_DOCS}/v5e",
+        ),
+        Chip(
+            name="v5p", product="v5p", counts_cores=True, dimensions=3, hbm_gib=95.73, max_chips=8960,
+            peak_flops=459e12, hbm_bandwidth=2765e9, ici_bandwidth=600e9, source=f"{_DOCS}/v5p",
+        ),
+        Chip(
+            name="v6e", product="v6e", counts_cores=False, dimensions=2, hbm_gib=31.24, max_chips=256,
+            peak_flops=918e12, hbm_bandwidth=1638e9, ici_bandwidth=400e9, source=f"{_DOCS}/v6e",
+        ),
+        Chip(
+            name="tpu7x", product="tpu7x", counts_cores=True, devices=2, dimensions=3, hbm_gib=94.74, max_chips=9216,
+            peak_flops=2307e12, hbm_bandwidth=7380e9, ici_bandwidth=600e9, source=f"{_DOCS}/tpu7x",
+        ),
+    )
+}  # fmt: skip
+# The shapes of slices in two dimensions, and of small ones in three: larger ones are built of cubes of 4 x 4 x 4 chips.
+_FLAT = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
+_FLAT_LARGE = {512: (16, 32), 1024: (32, 32)}  # of v3
+_SMALL_CUBES = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
+_CUBE, _RING = 4, 16
+_NAME = re.compile(r"(?:(\d+)\s*[*x]\s*)?([a-z]+[0-9a-z]*)([:-])([0-9x]+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """One or several equal slices of a TPU generation.
+
+    Attributes:
+        chip: the generation.
+        shape: chips along each dimension of a slice.
+        num_slices: slices, which the data-center network connects.
+
+    Example:
+        >>> topology = Topology.parse("v5p-128")
+        >>> topology.name, topology.num_devices, topology.wrap
+        ('v5p:4x4x4', 64, (True, True, True))
+        >>> Topology.parse("2*v5litepod-16").name
+        '2*v5e:4x4'
+    """
+
+    chip: Chip
+    shape: tuple[int, ...]
+    num_slices: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Topology:
+        """Return the topology of a name.
+
+        Raises:
+            ConfigError: no such generation, shape or size.
+        """
+        match = _NAME.fullmatch(text.strip()) if isinstance(text, str) else None
+        if match is None:
+            raise _error(f"topology={str(text)[:60]!r} must be a name such as v5e:4x4, v5litepod-16 or 2*v5p:4x4x4")
+        slices, prefix, separator, size = match.groups()
+        prefix = prefix.lower()
+        chip = CHIPS.get(prefix) or next((c for c in CHIPS.values() if prefix in (c.product, *c.aliases)), None)
+        if chip is None:
+            raise _error(f"topology={text}: {prefix!r} is not a TPU generation; choose from {', '.join(CHIPS)}", *CHIPS)
+        num_slices = int(slices or 1)
+        if not 1 <= num_slices <= MAX_SLICES:
+            raise _error(f"topology={text}: the number of slices must be between 1 and {MAX_SLICES}")
+        shape = _parse_shape(chip, size, text) if separator == ":" else _shape_of_product(chip, size, text)
+        return cls(chip=chip, shape=shape, num_slices=num_slices)
+
+    @property
+    def slice_name(self) -> str:
+        """The compiler's name of one slice."""
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+
+    @property
+    def name(self) -> str:
+        """The compiler's name, with the number of slices in front if there are several."""
+        return self.slice_name if self.num_slices == 1 else f"{self.num_slices}*{self.slice_name}"
+
+    @property
+    def product_name(self) -> str:
+        """Google's name of one slice."""
+        return f"{self.chip.product}-{math.prod(self.shape) * (2 if self.chip.counts_cores else 1)}"
+
+    @property
+    def num_chips(self) -> int:
+        """Chips of all slices."""
+        return math.prod(self.shape) * self.num_slices
+
+    @property
+    def num_devices(self) -> int:
+        """JAX devices of all slices."""
+        return self.num_chips * self.chip.devices
+
+    @property
+    def wrap(self) -> tuple[bool, ...]:
+        """Whether the links along each dimension close to a ring: sides of 16 in two dimensions, whole cubes of 4 in three.
+
+        Without it the compiler replaces collectives that need a ring, such as every all-gather over a v5p:4x4x4.
+
+        Source: `utils/accelerator_to_spec_map.py` of MaxText.
+        """
+        if self.chip.dimensions == 2:
+            return (*(side % _RING == 0 for side in self.shape), False)
+        return (all(side % _CUBE == 0 for side in self.shape),) * 3
+
+    @property
+    def hbm_bytes(self) -> int:
+        """Memory of one device in bytes."""
+        return self.chip.hbm_bytes
+
+    @property
+    def chips_per_host(self) -> tuple[int, int, int]:
+        """Chips of a host along each dimension."""
+        return (1, 1, 1) if math.prod(self.shape) == 1 else (2, 2, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return name and published figures, for JSON; those of a device are its share of the chip."""
+        chip = self.chip
+        return {
+            "name": self.name,
+            "product_name": self.product_name,
+            "num_slices": self.num_slices,
+            "num_chips": self.num_chips,
+            "num_devices": self.num_devices,
+            "devices_per_chip": chip.devices,
+            "wrap": list(self.wrap[: len(self.shape)]),
+            "hbm_bytes": self.hbm_bytes,
+            "peak_flops": chip.peak_flops / chip.devices,
+            "hbm_bandwidth": chip.hbm_bandwidth / chip.devices,
+            "ici_bandwidth": chip.ici_bandwidth / chip.devices,
+            "source": chip.source,
+        }
+
+
+def known_topologies() -> Iterator[Topology]:
+    """Yield one slice of every size that has a product name, up to 1,024 chips: larger ones are made of the same cubes."""
+    for chip in CHIPS.values():
+        sizes: list[int] = [*_FLAT, *_FLAT_LARGE] if chip.dimensions == 2 else [*_SMALL_CUBES, 64, 128, 256, 512, 1024]
+        for chips in sizes:
+            if chips <= chip.max_chips and (chips > 1 or not chip.counts_cores):
+                yield Topology(chip=chip, shape=_shape_of_chips(chip, chips) or ())
+
+
+def _parse_shape(chip: Chip, size: str, text: str) -> tuple[int, ...]:
+    sides = tuple(int(side) for side in size.split("x") if side)
+    allowed = sorted(_flat_shapes(chip)) if chip.dimensions == 2 else []
+    if len(sides) != chip.dimensions or size.count("x") != chip.dimensions - 1 or min(sides) < 1:
+        example = CHIPS[chip.name].name + ":" + "x".join(map(str, _shape_of_chips(chip, 64) or ()))
+        raise _error(f"topology={text}: a slice of {chip.name} has {chip.dimensions} sides, such as {example}", example)
+    if chip.dimensions == 2 and sides not in allowed:
+        raise _nearest_error(chip, text, math.prod(sides), "is not a shape of its slices")
+    if chip.dimensions == 3 and sides not in _SMALL_CUBES.values():
+        if any(side % _CUBE for side in sides) or list(sides) != sorted(sides):
+            rule = "must be one of 1x1x1, 2x2x1, 2x2x2, 2x2x4, 2x4x4, or have sides that are multiples of 4 in ascending order"
+            raise _nearest_error(chip, text, math.prod(sides), rule)
+        if math.prod(sides) > chip.max_chips:
+            raise _nearest_error(chip, text, math.prod(sides), f"has {math.prod(sides):,} chips of at most {chip.max_chips:,}")
+    return sides
+
+
+def _shape_of_product(chip: Chip, size: str, text: str) -> tuple[int, ...]:
+    """Return the shape of a product name, whose number counts chips or TensorCores."""
+    unit = 2 if chip.counts_cores else 1
+    number = int(size) if size.isdecimal() else 0
+    shape = _shape_of_chips(chip, number // unit) if number >= 1 and number % unit == 0 else None
+    if shape is None:
+        what = f"{number} {'TensorCores' if unit == 2 else 'chips'} are not a size of its slices"
+        raise _nearest_error(chip, text, number // unit, what)
+    return shape
+
+
+def _shape_of_chips(chip: Chip, chips: int) -> tuple[int, ...] | None:
+    """Return the shape of the slice with this many chips, the most compact one, or None."""
+    if not 1 <= chips <= chip.max_chips:
+        return None
+    if chip.dimensions == 2:
+        return (_FLAT | _FLAT_LARGE).get(chips)
+    if chips in _SMALL_CUBES:
+        return _SMALL_CUBES[chips]
+    cubes, rest = divmod(chips, _CUBE**3)
+    if rest:
+        return None
+    shapes = (
+        (a, b, cubes // (a * b))
+        for a in range(1, math.isqrt(cubes) + 1)
+        if cubes % a == 0
+        for b in range(a, math.isqrt(cubes // a) + 1)
+        if cubes // a % b == 0
+    )
+    a, b, c = min(shapes, key=sum)
+    return a * _CUBE, b * _CUBE, c * _CUBE
+
+
+def _flat_shapes(chip: Chip) -> set[tuple[int, ...]]:
+    return {shape for chips, shape in (_FLAT | _FLAT_LARGE).items() if chips <= chip.max_chips}
+
+
+def _nearest_error(chip: Chip, text: str, chips: int, rule: str) -> ConfigError:
+    """Return the error about a size that does not exist, with the nearest ones that do."""
+    possible = [*_FLAT, *_FLAT_LARGE] if chip.dimensions == 2 else [*_SMALL_CUBES, *range(64, chip.max_chips + 1, 64)]
+    known = [n for n in possible if n <= chip.max_chips]
+    below = max((n for n in known if n <= chips), default=None)
+    above = min((n for n in known if n >= chips), default=None)
+    shapes = [_shape_of_chips(chip, n) for n in (below, above) if n is not None]
+    names = dict.fromkeys(Topology(chip=chip, shape=shape).name for shape in shapes if shape)
+    return _error(f"topology={text}: {rule}; nearest: {', '.join(names)}", *names)
+
+
+def _error(message: str, *nearest: str) -> ConfigError:
+    return ConfigError(message, key="topology", nearest=nearest)

@@ -1,0 +1,548 @@
+"""The account of a compiled program: what it sends between devices, how much it computes and how much memory it moves.
+
+All numbers are of one device and come from the program's text (`rampup.run.hlo`), with every loop counted as often as it runs.
+XLA's own `cost_analysis` counts the body of a loop once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rampup.plan.topology import Topology
+from rampup.run.hlo import Array, Computation, Instruction, Program, Visit, times
+
+KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute",
+         "collective-broadcast")  # fmt: skip
+# (name, devices) of each axis of a mesh.
+MeshShape = tuple[tuple[str, int], ...]
+# Instructions that run nothing: other names of a value, or the second half of an asynchronous operation.
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call",
+         "partition-id", "replica-id", "opt-barrier", "optimization-barrier", "add-dependency", "domain"}  # fmt: skip
+_WORK = {"fusion", "convolution", "dot", "custom-call", "while", "call", "conditional", "reduce", "sort", "scatter", "gather"}
+_MATMUL_CALL = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|dot)', re.IGNORECASE)
+_PAIR = re.compile(r"\{(\d+),\s*(\d+)\}")
+_ASYNC_FUSION = "async_collective_fusion_config"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    """An exchange between devices.
+
+    Attributes:
+        kind: all-reduce, reduce-scatter, all-gather, all-to-all or collective-permute, as the program runs it.
+        num_bytes: what a device exchanges in one execution: the result, or what a reduce-scatter reduces.
+        runs, open_loops: how often a run of the program executes it; see `rampup.run.hlo.times`.
+        loops: names of the loops around it, from outside in.
+        in_branch: whether it is in a branch, which may not be taken. It is counted as if it were.
+        axes: the mesh axes along which the devices differ, or None if they are not known.
+        group_size: devices that exchange with each other.
+        is_async: whether it starts and ends in separate places.
+        overlapped: whether the device computes in between.
+        slices: whether it goes between slices, over the data-center network.
+        shapes: type and dimensions of the parts, one for each array.
+        op_name: the operation of the traced function.
+    """
+
+    kind: str
+    num_bytes: int
+    runs: int
+    open_loops: int
+    loops: tuple[str, ...]
+    in_branch: bool
+    axes: tuple[str, ...] | None
+    group_size: int
+    is_async: bool
+    overlapped: bool
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    op_name: str = ""
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether it is inside a loop."""
+        return bool(self.loops)
+
+    @property
+    def has_numbers_only(self) -> bool:
+        """Whether it exchanges single numbers, such as a loss."""
+        return all(math.prod(dims) == 1 for _, dims in self.shapes)
+
+    def sent_bytes(self) -> float:
+        """Return the bytes that a device sends in one execution, with a ring algorithm.
+
+        Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
+        """
+        share = (self.group_size - 1) / self.group_size if self.group_size else 0.0
+        return self.num_bytes * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """What one run of a program costs each device.
+
+    Attributes:
+        collectives: in the order of the program.
+        flops: for each number of open loops (see `rampup.run.hlo.times`) the FLOPs of matrix products, by type of the operands
+            and precision, such as `bf16` or `f32 highest`.
+        memory_bytes: for each number of open loops the bytes read from and written to device memory, but not on-chip memory.
+        kernels: names of custom calls whose cost is unknown, such as Pallas kernels without an estimate.
+    """
+
+    collectives: tuple[Collective, ...]
+    flops: tuple[Mapping[str, int], ...]
+    memory_bytes: tuple[int, ...]
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def num_open_loops(self) -> int:
+        """How deep loops are nested whose bound is an argument."""
+        return len(self.flops) - 1
+
+    def total_flops(self, loop_trips: Sequence[int]) -> dict[str, int]:
+        """Return the FLOPs of a run by type."""
+        total: dict[str, int] = {}
+        for depth, by_type in enumerate(self.flops):
+            for dtype, number in by_type.items():
+                total[dtype] = total.get(dtype, 0) + times(number, depth, loop_trips)
+        return total
+
+    def total_memory_bytes(self, loop_trips: Sequence[int]) -> int:
+        """Return the bytes read and written in a run."""
+        return sum(times(number, depth, loop_trips) for depth, number in enumerate(self.memory_bytes))
+
+    def collective_rows(self, loop_trips: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the collectives of a run for JSON, equal ones together; the largest total first."""
+        rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for c in self.collectives:
+            count = times(c.runs, c.open_loops, loop_trips)
+            key = (c.kind, c.axes, c.group_size, c.in_loop, c.overlapped, c.in_branch)
+            row = rows.setdefault(
+                key,
+                {"kind": c.kind, "axes": None if c.axes is None else list(c.axes), "group_size": c.group_size, "count": 0,
+                 "bytes": 0, "in_loop": c.in_loop, "in_branch": c.in_branch, "overlapped": c.overlapped},
+            )  # fmt: skip
+            row["count"] += count
+            row["bytes"] += count * c.num_bytes
+        return sorted(rows.values(), key=lambda row: -row["bytes"])
+
+    def roofline(self, topology: Topology, loop_trips: Sequence[int]) -> Roofline:
+        """Return an estimate of the time of a run on a chip that is not here."""
+        figures = topology.to_dict()
+        computes, moves, exposed, overlapped = ([0.0] * len(self.flops) for _ in range(4))
+        for depth, by_type in enumerate(self.flops):
+            work = sum(passes(dtype) * number for dtype, number in by_type.items())
+            computes[depth] = times(work, depth, loop_trips) / figures["peak_flops"]
+            moves[depth] = times(self.memory_bytes[depth], depth, loop_trips) / figures["hbm_bandwidth"]
+        for c in self.collectives:
+            seconds = times(c.runs, c.open_loops, loop_trips) * c.sent_bytes() / figures["ici_bandwidth"]
+            (overlapped if c.overlapped else exposed)[c.open_loops] += seconds
+        return Roofline(
+            seconds=sum(map(max, computes, moves, overlapped)) + sum(exposed),
+            compute_seconds=sum(computes),
+            memory_seconds=sum(moves),
+            exposed_seconds=sum(exposed),
+            overlapped_seconds=sum(overlapped),
+        )
+
+    def to_json(self) -> str:
+        """Return the account as text, for `from_json`."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Account:
+        """Return the account that `to_json` wrote."""
+        data = json.loads(text)
+        collectives = tuple(
+            Collective(
+                **{
+                    **c,
+                    "axes": None if c["axes"] is None else tuple(c["axes"]),
+                    "loops": tuple(c["loops"]),
+                    "shapes": tuple((dtype, tuple(dims)) for dtype, dims in c["shapes"]),
+                }
+            )
+            for c in data["collectives"]
+        )
+        return cls(
+            collectives=collectives,
+            flops=tuple(data["flops"]),
+            memory_bytes=tuple(data["memory_bytes"]),
+            kernels=tuple(data["kernels"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """Least times of a run at a chip's published peaks: an estimate, and no measurement.
+
+    Attributes:
+        seconds: of the step. The microbatches of a loop and what follows the loop come one after the other; within each part
+            the longest of computing, memory and overlapped collectives counts, and the other collectives are added.
+        compute_seconds: of the matrix products.
+        memory_seconds: of device memory.
+        exposed_seconds: of collectives during which the device computes nothing, over all links at once.
+        overlapped_seconds: of the other collectives.
+
+    Source: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model" (CACM 2009).
+    """
+
+    seconds: float
+    compute_seconds: float
+    memory_seconds: float
+    exposed_seconds: float
+    overlapped_seconds: float
+
+
+def passes(dtype: str) -> int:
+    """Return how many bfloat16 products a TPU takes for one of a type and precision.
+
+    Float32 operands take one pass at default precision, three at `high` and six at `highest`: `jax.lax.Precision`.
+    """
+    return {"high": 3, "highest": 6}.get(dtype.partition(" ")[2], 1)
+
+
+def account_of(program: Program, mesh: MeshShape | None = None) -> Account:
+    """Return the account of a program.
+
+    Args:
+        program: the program.
+        mesh: names and sizes of the mesh's axes; None = what the program says.
+    """
+    mesh = mesh or program.mesh
+    collectives: list[Collective] = []
+    flops: list[dict[str, int]] = [{}]
+    moved: list[int] = [0]
+    kernels: dict[str, None] = {}
+    seen: set[tuple[Any, ...]] = set()
+    for visit in program.visits():
+        instruction = visit.instruction
+        while len(flops) <= visit.open_loops:
+            flops.append({})
+            moved.append(0)
+        if kind := _kind(instruction):
+            # The pieces of a collective that is fused with computation are one exchange.
+            key = (*visit.loops, _attribute(instruction, "channel_id"), _attribute(instruction, "chain_id"))
+            is_piece = _ASYNC_FUSION in instruction.attributes and visit.fused
+            if not (is_piece and key in seen):
+                collectives.append(_collective(program, visit, kind, mesh, is_piece=is_piece))
+                seen.add(key if is_piece else (object(),))
+        number, dtype = _matmul_flops(instruction, visit.computation, kernels)
+        if number:
+            flops[visit.open_loops][dtype] = flops[visit.open_loops].get(dtype, 0) + visit.runs * number
+        if not visit.fused:
+            moved[visit.open_loops] += visit.runs * _memory_bytes(program, instruction, visit.computation)
+    return Account(collectives=tuple(collectives), flops=tuple(flops), memory_bytes=tuple(moved), kernels=tuple(kernels))
+
+
+# Collectives.
+
+
+def _kind(instruction: Instruction) -> str | None:
+    """Return the kind of a collective, or None. The second half of an asynchronous one does not count."""
+    name = instruction.opcode.removesuffix("-start")
+    return name if name in KINDS else None
+
+
+def _collective(program: Program, visit: Visit, kind: str, mesh: MeshShape | None, *, is_piece: bool) -> Collective:
+    instruction, computation = visit.instruction, visit.computation
+    is_async = instruction.opcode.endswith("-start")
+    result, place, where = instruction, instruction, computation
+    if not is_async and computation.name in program.async_starts:
+        # `async-start` calls a computation with the collective alone.
+        is_async, (where, place) = True, program.async_starts[computation.name]
+    done = _done(place, where) if is_async else None
+    if is_async and done is not None and place is instruction:
+        result = done
+    arrays = result.arrays
+    if computation.name.startswith("all-reduce-scatter"):
+        kind = "reduce-scatter"  # how a TPU program writes one that it runs in its own way
+    elif kind == "reduce-scatter":
+        arrays = tuple(a for name in instruction.operands for a in computation.instructions[name].arrays)
+    axes, group_size = mesh_axes_of(instruction, mesh, program.num_partitions)
+    return Collective(
+        kind=kind,
+        num_bytes=sum(array.num_bytes for array in arrays),
+        runs=visit.runs,
+        open_loops=visit.open_loops,
+        loops=visit.loops,
+        in_branch=visit.in_branch,
+        axes=axes,
+        group_size=group_size,
+        is_async=is_async or is_piece,
+        overlapped=is_piece or (done is not None and program.is_scheduled and _works_between(place, done, where)),
+        shapes=tuple((array.dtype, array.dims) for array in arrays),
+        op_name=instruction.op_name,
+    )
+
+
+def _done(start: Instruction, computation: Computation) -> Instruction | None:
+    """Return the second half of an asynchronous operation."""
+    users = (i for i in computation.instructions.values() if start.name in i.operands and i.opcode.endswith("-done"))
+    return next(users, None)
+
+
+def _works_between(start: Instruction, done: Instruction, computation: Computation) -> bool:
+    """Return whether the schedule computes between two instructions."""
+    names = list(computation.instructions)
+    between = names[names.index(start.name) + 1 : names.index(done.name)]
+    return any(computation.instructions[name].opcode in _WORK for name in between)
+
+
+def mesh_axes_of(instruction: Instruction, mesh: MeshShape | None, num_devices: int = 1) -> tuple[tuple[str, ...] | None, int]:
+    """Return the axes along which the devices of a collective differ, and how many exchange with each other.
+
+    Args:
+        instruction: the collective.
+        mesh: names and sizes of the axes, whose devices are numbered row by row; None = those that the program names.
+        num_devices: of the program, for groups that are written as "all".
+    """
+    text = instruction.attributes
+    if instruction.opcode.startswith("collective-permute"):
+        start = text.find("source_target_pairs=")
+        pairs = [(int(a), int(b)) for a, b in _PAIR.findall(text[start : text.find("}}", start) + 2])] if start >= 0 else []
+        return _axes_of_groups([np.array(pair) for pair in pairs], mesh), 2 if pairs else 0
+    groups, named, own = _groups(text, num_devices)
+    size = len(groups[0]) if groups else 0
+    # Axes that the compiler has made up are called axis_0, axis_1, ...
+    known = own if mesh is None else tuple(axis for axis in own or () if axis in mesh)
+    if named and set(named) <= {name for name, _ in known or () if not name.startswith("axis_")}:
+        return tuple(name for name in named if dict(own or ())[name] > 1), size
+    return _axes_of_groups(groups, mesh), size
+
+
+def _axes_of_groups(groups: Sequence[np.ndarray], mesh: MeshShape | None) -> tuple[str, ...] | None:
+    """Return the axes along which the devices of a group have different places."""
+    sizes = tuple(size for _, size in mesh or ())
+    if not groups or mesh is None or max(int(group.max()) for group in groups) >= math.prod(sizes):
+        return None
+    differs = np.zeros(len(sizes), bool)
+    for group in groups:
+        places = np.array(np.unravel_index(group, sizes))
+        differs |= (places != places[:, :1]).any(axis=1)
+    return tuple(name for (name, _), found in zip(mesh, differs, strict=True) if found)
+
+
+def _groups(text: str, num_devices: int) -> tuple[list[np.ndarray], tuple[str, ...], MeshShape | None]:
+    """Return the groups of devices of a collective, and the axes by name with their mesh if the program states them.
+
+    The three forms of XLA: lists `{{0,1},{2,3}}`, a reshaped range `[2,2]<=[2,2]T(1,0)`, and axes of a mesh
+    `mesh['a'=2,'b'=2] {'a'}`.
+    """
+    start = text.find("replica_groups=")
+    if start < 0:
+        return [], (), None
+    text = text[start + len("replica_groups=") :]
+    if match := re.match(r"mesh\[(.*?)\](?:,? ?device_ids=\(([^{]*?)\))? \{(.*?)\}", text):
+        own = tuple((name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", match.group(1)))
+        named = tuple(re.findall(r"'([^']*)'", match.group(3)))
+        sizes = [size for _, size in own]
+        ids = np.arange(math.prod(sizes)) if match.group(2) is None else _range(match.group(2), math.prod(sizes))
+        if ":" in match.group(3) or ids is None:  # a part of an axis
+            return [], named, None
+        moved = [k for k, (name, _) in enumerate(own) if name in named]
+        kept = [k for k in range(len(own)) if k not in moved]
+        grouped = ids.reshape(sizes).transpose(kept + moved).reshape(-1, math.prod(sizes[k] for k in moved))
+        return list(grouped), named, own
+    if match := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
+        count, size = (int(n) for n in match.group(1).split(","))
+        ids = _range(match.group(2), count * size)
+        return ([] if ids is None else list(ids.reshape(count, size))), (), None
+    if text.startswith("{}"):
+        return [np.arange(num_devices)], (), None
+    end = text.find("}}")
+    lists = re.findall(r"\{([\d,]+)\}", text[: end + 2]) if end >= 0 else []
+    return [np.array([int(n) for n in part.split(",")]) for part in lists], (), None
+
+
+def _range(text: str, count: int) -> np.ndarray | None:
+    """Return the numbers of `[4,2]T(1,0)`: a range in that shape, transposed."""
+    match = re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if match is None:
+        return None
+    shape = [int(n) for n in match.group(1).split(",")]
+    if math.prod(shape) != count:
+        return None
+    ids = np.arange(count).reshape(shape)
+    return (ids.transpose([int(n) for n in match.group(2).split(",")]) if match.group(2) else ids).reshape(-1)
+
+
+def _attribute(instruction: Instruction, name: str) -> str:
+    match = re.search(rf'\b{name}="?(\d+)', instruction.attributes)
+    return match.group(1) if match else ""
+
+
+# FLOPs of matrix products.
+
+
+def is_matmul(instruction: Instruction) -> bool:
+    """Return whether an instruction is a matrix product, which may be a call of a library."""
+    is_call = instruction.opcode == "custom-call" and _MATMUL_CALL.search(instruction.attributes) is not None
+    return is_call or instruction.opcode in ("dot", "convolution")
+
+
+def _matmul_flops(instruction: Instruction, computation: Computation, kernels: dict[str, None]) -> tuple[int, str]:
+    """Return the FLOPs of an instruction if it is a matrix product, with its type. Kernels of unknown cost are collected."""
+    opcode = instruction.opcode
+    if opcode == "custom-call":
+        if _MATMUL_CALL.search(instruction.attributes):
+            return _call_flops(instruction, computation), _operand_type(instruction, computation)
+        target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+        if target and target.group(1) == "tpu_custom_call":
+            if estimate := re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.attributes):
+                return int(estimate.group(1)), "bf16"
+            kernels[instruction.op_name or instruction.name] = None
+        return 0, ""
+    if opcode == "dot":
+        lhs = _operand(instruction, computation, 0)
+        contracted = _list(instruction.attributes, "lhs_contracting_dims")
+        depth = math.prod(lhs.dims[k] for k in contracted) if lhs else 0
+        return 2 * math.prod(instruction.arrays[0].dims) * depth, _operand_type(instruction, computation)
+    if opcode == "convolution":
+        return _convolution_flops(instruction, computation), _operand_type(instruction, computation)
+    return 0, ""
+
+
+def _operand(instruction: Instruction, computation: Computation, number: int) -> Array | None:
+    made = computation.instructions.get(instruction.operands[number]) if number < len(instruction.operands) else None
+    return made.arrays[0] if made and made.arrays else None
+
+
+def _operand_type(instruction: Instruction, computation: Computation) -> str:
+    """Return the widest type of the two operands, with the precision if it is not the default."""
+    arrays = [a for a in (_operand(instruction, computation, 0), _operand(instruction, computation, 1)) if a]
+    dtype = max(arrays, key=lambda a: Array(a.dtype, (8,)).num_bytes).dtype if arrays else ""
+    precision = re.search(r"operand_precision=\{(\w+),(\w+)\}", instruction.attributes)
+    named = [p for p in ("highest", "high") if precision and p in precision.groups()]
+    return f"{dtype} {named[0]}" if named else dtype
+
+
+def _list(text: str, name: str) -> list[int]:
+    match = re.search(rf"\b{name}=\{{([\d,]*)\}}", text)
+    return [int(n) for n in match.group(1).split(",") if n] if match else []
+
+
+def _call_flops(instruction: Instruction, computation: Computation) -> int:
+    """Return the FLOPs of a library's matrix product."""
+    lhs = _operand(instruction, computation, 0)
+    match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
+    if lhs is None or not instruction.arrays:
+        return 0
+    contracted = [int(n) for n in re.findall(r"\d+", match.group(1))] if match else [len(lhs.dims) - 1]
+    return 2 * math.prod(instruction.arrays[0].dims) * math.prod(lhs.dims[k] for k in contracted)
+
+
+def _convolution_flops(instruction: Instruction, computation: Computation) -> int:
+    """Return the FLOPs of a convolution, as which TPU programs write matrix products: batches are spatial dimensions.
+
+    Positions of the kernel that meet padding, or the gaps of a dilated input, are not computed. Source: XLA's
+    `HloCostAnalysis::HandleConvolution`.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    lhs, rhs = _operand(instruction, computation, 0), _operand(instruction, computation, 1)
+    if labels is None or lhs is None or rhs is None:
+        return 0
+    of_lhs, of_rhs, of_out = labels.groups()
+    out = instruction.arrays[0]
+    window = re.search(r"window=\{([^}]*)\}", instruction.attributes)
+    window_text = window.group(1) if window else ""
+    valid = 1
+    for d in range(sum(c.isdigit() for c in of_out)):
+        kernel = rhs.dims[of_rhs.index(str(d))]
+        stride = _window(window_text, "stride", d, 1)
+        low = _window(window_text, "pad", d, 0)
+        dilate_in, dilate_kernel = _window(window_text, "lhs_dilate", d, 1), _window(window_text, "rhs_dilate", d, 1)
+        size_in, size_out = lhs.dims[of_lhs.index(str(d))], out.dims[of_out.index(str(d))]
+        places = np.arange(size_out)[:, None] * stride - low + np.arange(kernel)[None, :] * dilate_kernel
+        valid *= int(((places >= 0) & (places % dilate_in == 0) & (places // dilate_in < size_in)).sum())
+    groups = int(_attribute(instruction, "batch_group_count") or 1)
+    batch, features = lhs.dims[of_lhs.index("b")], out.dims[of_out.index("f")]
+    return 2 * rhs.dims[of_rhs.index("i")] * features * (batch // groups) * valid
+
+
+def _window(text: str, name: str, dimension: int, default: int) -> int:
+    match = re.search(rf"\b{name}=([\d_x\-]+)", text)
+    if match is None:
+        return default
+    part = match.group(1).split("x")[dimension]
+    return int(part.split("_")[0])
+
+
+# Bytes read and written.
+
+
+def _memory_bytes(program: Program, instruction: Instruction, computation: Computation) -> int:
+    """Return the bytes of device memory that an instruction reads and writes. Slices count with what they take."""
+    opcode = instruction.opcode
+    if opcode in _FREE or opcode.endswith(("-done", "-update")):
+        return 0
+    written = _device_bytes(instruction.arrays)
+    if opcode.endswith("-start"):  # the result repeats the operands
+        return 2 * sum(_operand_bytes(instruction, computation))
+    if opcode in ("dynamic-slice", "slice", "gather"):
+        return 2 * written
+    if opcode in ("dynamic-update-slice", "scatter"):
+        # The rest of the array stays where it is.
+        number = 1 if opcode == "dynamic-update-slice" else len(instruction.operands) - 1
+        return 2 * _bytes_of(instruction.operands[number], computation)
+    if opcode == "fusion":
+        return _fusion_bytes(program, instruction, computation)
+    return written + sum(_operand_bytes(instruction, computation))
+
+
+def _device_bytes(arrays: Sequence[Array]) -> int:
+    return sum(array.num_bytes for array in arrays if array.space == 0)
+
+
+def _bytes_of(name: str, computation: Computation) -> int:
+    made = computation.instructions.get(name)
+    return _device_bytes(made.arrays) if made else 0
+
+
+def _operand_bytes(instruction: Instruction, computation: Computation) -> Iterator[int]:
+    for name in instruction.operands:
+        yield _bytes_of(name, computation)
+
+
+def _fusion_bytes(program: Program, instruction: Instruction, computation: Computation) -> int:
+    """Return the bytes of a fusion: of an operand that is only sliced, the slices; of one updated in place, the update."""
+    inner = program.computations.get(instruction.called[0]) if instruction.called else None
+    if inner is None or not inner.instructions:
+        return _device_bytes(instruction.arrays) + sum(_operand_bytes(instruction, computation))
+    users: dict[str, list[Instruction]] = {}
+    for made in inner.instructions.values():
+        for name in made.operands:
+            users.setdefault(name, []).append(made)
+    total = 0
+    for number, parameter in inner.parameters.items():
+        whole = _bytes_of(instruction.operands[number], computation) if number < len(instruction.operands) else 0
+        total += min(whole, _read_bytes(parameter.name, users, whole))
+    roots = [inner.root] if inner.root.opcode != "tuple" else [inner.instructions[name] for name in inner.root.operands]
+    for array, root in zip(instruction.arrays, roots, strict=False):
+        if array.space == 0:
+            total += _bytes_in(root.operands[1], inner) if root.opcode == "dynamic-update-slice" else array.num_bytes
+    return total
+
+
+def _read_bytes(name: str, users: Mapping[str, list[Instruction]], whole: int) -> int:
+    """Return what a fusion reads of a parameter."""
+    read = 0
+    for user in users.get(name, ()):
+        if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
+            read += user.num_bytes
+        elif user.opcode == "bitcast":
+            read += _read_bytes(user.name, users, whole)
+        elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == name):
+            return whole
+    return read
+
+
+def _bytes_in(name: str, computation: Computation) -> int:
+    made = computation.instructions.get(name)
+    return made.num_bytes if made else 0

@@ -1,0 +1,366 @@
+"""A reader of compiled programs: the text of XLA's optimized HLO, of a CPU, GPU or TPU, as instructions that can be walked.
+
+The text is what `compiled.as_text()` returns and what `XLA_FLAGS=--xla_dump_to` writes. Each instruction is visited together
+with how often one run of the program executes it: the trip counts of the loops around it, multiplied. A trip count is what the
+compiler states (`known_trip_count`) or else follows from the loop's condition, as TPU programs need. A loop whose bound is an
+argument of the program, such as rampup's own loop over microbatches, has none: its iterations are the caller's to say.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rampup.errors import DataError
+
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "token": 0}
+_ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_NAMES = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"\b(?:calls|to_apply|\w+_computations?)=\{?((?:%?[\w.\-]+(?:, )?)+)")
+_BODY, _CONDITION = re.compile(r"\bbody=%?([\w.\-]+)"), re.compile(r"\bcondition=%?([\w.\-]+)")
+_KNOWN_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+_INDEX = re.compile(r"\bindex=(\d+)")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
+_MESH, _AXIS = re.compile(r"replica_groups=mesh\[((?:'[^']+'=\d+,?)+)\]"), re.compile(r"'([^']+)'=(\d+)")
+# Operations that pass a value on unchanged, for finding where it comes from.
+PASS_ON = {"copy", "bitcast", "convert", "reshape", "transpose", "optimization-barrier", "bitcast-convert", "copy-done"}
+
+
+class Array(NamedTuple):
+    """An array of a program, as one device has it."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int = 0  # memory: 0 is that of the device (HBM), 1 on-chip memory of a TPU, 5 the host
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes without the padding of a layout."""
+        bits = _BITS.get(self.dtype)
+        bits = int(re.sub(r"\D.*", "", self.dtype[1:].lstrip("f")) or 0) if bits is None else bits
+        return math.prod(self.dims) * bits // 8
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One operation."""
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]  # of the result; several if it is a tuple
+    operands: tuple[str, ...]
+    inner: str  # the text between the parentheses
+    attributes: str  # the text after them
+    is_root: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the result."""
+        return sum(array.num_bytes for array in self.arrays)
+
+    @property
+    def op_name(self) -> str:
+        """The operation of the traced function that this one comes from, or ''."""
+        match = _OP_NAME.search(self.attributes)
+        return match.group(1).replace("\\'", "'") if match else ""
+
+    @property
+    def index(self) -> int:
+        """The position that a `get-tuple-element` takes."""
+        match = _INDEX.search(self.attributes)
+        return int(match.group(1)) if match else 0
+
+    @property
+    def called(self) -> list[str]:
+        """The computations that it calls, other than a loop's."""
+        return re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(self.attributes)).replace("%", ""))
+
+
+class Computation(NamedTuple):
+    """A named list of instructions, in the order of their schedule."""
+
+    name: str
+    instructions: Mapping[str, Instruction]
+
+    @property
+    def root(self) -> Instruction:
+        """The result."""
+        return next(i for i in reversed(self.instructions.values()) if i.is_root)
+
+    @property
+    def parameters(self) -> dict[int, Instruction]:
+        """The arguments by number."""
+        return {int(i.inner): i for i in self.instructions.values() if i.opcode == "parameter"}
+
+
+class Visit(NamedTuple):
+    """An instruction, and how often one run of the program executes it."""
+
+    instruction: Instruction
+    computation: Computation
+    runs: int  # product of the trip counts of the loops around it that are known
+    open_loops: int  # loops around it whose bound is an argument, which `runs` leaves out
+    loops: tuple[str, ...]  # names of all loops around it, from outside in
+    fused: bool  # whether it is part of a fusion, whose operands and result alone are in memory
+    in_branch: bool  # whether it is in a branch, which may not be taken
+
+
+class Program:
+    """A compiled program.
+
+    Attributes:
+        computations: by name.
+        entry: the computation that a run starts with.
+        is_scheduled: whether the instructions are in the order in which they run.
+        aliases: position in the results -> number of the argument whose memory it takes over: the donated arguments.
+        mesh: names and sizes of the axes of the mesh, if the program states them, else None.
+        async_starts: name of a computation that runs asynchronously -> where it is started, and by what.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, Computation] = {}
+        self.entry = ""
+        header = text[: text.find("\n")]
+        self.is_scheduled = "is_scheduled=true" in header
+        start = header.find("input_output_alias={")
+        found = _ALIAS.findall(header[start : header.find(" }", start)]) if start >= 0 else []
+        self.aliases = {int(out.split(",")[0] or 0): int(number) for out, number, _ in found}
+        self.num_partitions = _header_number(header, "num_partitions") * _header_number(header, "replica_count")
+        named = (match.group(1) for match in _MESH.finditer(text))
+        axes = next((names for names in named if "'axis_" not in names), None)  # axis_0, ...: made up by the compiler
+        self.mesh = axes and tuple((name, int(size)) for name, size in _AXIS.findall(axes))
+        current: dict[str, Instruction] | None = None
+        for line in text.splitlines():
+            if current is None:
+                if match := _HEADER.match(line):
+                    current = {}
+                    self.computations[match.group(2)] = Computation(match.group(2), current)
+                    self.entry = match.group(2) if match.group(1) else self.entry
+            elif line.startswith("}"):
+                current = None
+            elif (instruction := _parse_line(line)) is not None:
+                current[instruction.name] = instruction
+        if not self.entry:
+            raise DataError("this is not the text of a compiled program: no line starts with ENTRY; see `compiled.as_text()`")
+        # Where a loop or call passes its arguments, for following a value into the computation that called.
+        self._callers: dict[str, tuple[Computation, Instruction]] = {}
+        self.async_starts: dict[str, tuple[Computation, Instruction]] = {}
+        for computation in self.computations.values():
+            for instruction in computation.instructions.values():
+                if instruction.opcode == "while":
+                    self._callers.update(dict.fromkeys(loop_parts(instruction), (computation, instruction)))
+                elif instruction.opcode == "async-start":
+                    self.async_starts.update(dict.fromkeys(instruction.called, (computation, instruction)))
+
+    def caller(self, name: str) -> tuple[Computation, Instruction] | None:
+        """Return the loop that a computation is the body or the condition of, with the computation that it is in."""
+        return self._callers.get(name)
+
+    def visits(self) -> Iterator[Visit]:
+        """Yield every instruction that a run may execute, each place that calls a computation separately."""
+        yield from self._visits(self.computations[self.entry], 1, 0, (), fused=False, in_branch=False)
+
+    def _visits(
+        self, computation: Computation, runs: int, open_loops: int, loops: tuple[str, ...], *, fused: bool, in_branch: bool
+    ) -> Iterator[Visit]:
+        for instruction in computation.instructions.values():
+            yield Visit(instruction, computation, runs, open_loops, loops, fused, in_branch)
+            if instruction.opcode == "while":
+                trips = self.trips(instruction.name, computation.name)
+                body, _ = loop_parts(instruction)
+                if body in self.computations:
+                    inner = (runs, open_loops + 1) if trips is None else (runs * trips, open_loops)
+                    yield from self._visits(
+                        self.computations[body], *inner, (*loops, instruction.name), fused=fused, in_branch=in_branch
+                    )
+            elif instruction.opcode not in REDUCERS:
+                for name in instruction.called:
+                    if name in self.computations:
+                        branch = in_branch or instruction.opcode == "conditional"
+                        yield from self._visits(
+                            self.computations[name],
+                            runs,
+                            open_loops,
+                            loops,
+                            fused=fused or instruction.opcode == "fusion",
+                            in_branch=branch,
+                        )
+
+    @functools.cache  # noqa: B019 - programs are few and die with their account
+    def trips(self, loop: str, computation: str) -> int | None:
+        """Return the iterations of a loop, or None if its bound is an argument of the program."""
+        instruction = self.computations[computation].instructions[loop]
+        if known := _KNOWN_TRIPS.search(instruction.attributes):
+            return int(known.group(1))
+        body, condition = loop_parts(instruction)
+        if body not in self.computations or condition not in self.computations:
+            return None
+        return self._trips_of_condition(instruction, self.computations[computation], self.computations[condition])
+
+    def _trips_of_condition(self, loop: Instruction, outside: Computation, condition: Computation) -> int | None:
+        """Return the iterations from a condition `counter < bound`, with the counter's start and step."""
+        compare, where, bind = condition.root, condition, {}
+        if compare.opcode == "fusion":  # `bind` leads from the fusion's parameters to the loop's state
+            inner = self.computations[compare.called[0]]
+            bind = {p.name: compare.operands[number] for number, p in inner.parameters.items()}
+            compare, where = inner.root, inner
+        direction = re.search(r"direction=(\w+)", compare.attributes)
+        if compare.opcode != "compare" or direction is None or direction.group(1) not in ("LT", "LE", "GT", "GE"):
+            return None
+        sides = list(compare.operands)
+        if direction.group(1) in ("GT", "GE"):
+            sides.reverse()
+        counter = self._state_index(sides[0], where, condition, bind)
+        bound = self._constant(sides[1], where)
+        if bound is None:
+            bound = self._constant(bind.get(sides[1], sides[1]), condition)
+        if counter is None or bound is None:
+            return None
+        first = 0
+        made = outside.instructions.get(loop.operands[0]) if loop.operands else None
+        if made is not None and made.opcode == "tuple" and counter < len(made.operands):
+            start = self._constant(made.operands[counter], outside)
+            first = 0 if start is None else start
+        step = self._step(self.computations[loop_parts(loop)[0]], counter)
+        last = bound + (direction.group(1) in ("LE", "GE"))
+        return max(-((first - last) // step), 0)
+
+    def _state_index(self, name: str, where: Computation, condition: Computation, bind: Mapping[str, str]) -> int | None:
+        """Return the position in a loop's state that a name in its condition refers to."""
+        made = where.instructions.get(name)
+        while made is not None and made.opcode in PASS_ON:
+            made = where.instructions.get(made.operands[0])
+        if made is not None and made.opcode == "parameter" and made.name in bind:
+            return self._state_index(bind[made.name], condition, condition, {})
+        return made.index if made is not None and made.opcode == "get-tuple-element" else None
+
+    def _constant(self, name: str, where: Computation) -> int | None:
+        """Return the integer that a name is, also if a loop around passes it in unchanged; None if it is not constant."""
+        made = where.instructions.get(name)
+        while made is not None and made.opcode in PASS_ON:
+            made = where.instructions.get(made.operands[0])
+        if made is None:
+            return None
+        if made.opcode == "constant":
+            return int(made.inner) if re.fullmatch(r"-?\d+", made.inner) else None
+        if made.opcode != "get-tuple-element" or where.name not in self._callers:
+            return None
+        source = where.instructions.get(made.operands[0])
+        outside, loop = self._callers[where.name]
+        if source is None or source.opcode != "parameter":
+            return None
+        body = self.computations[loop_parts(loop)[0]].root
+        kept = body.operands[made.index] if body.opcode == "tuple" and made.index < len(body.operands) else None
+        carried = self.computations[loop_parts(loop)[0]].instructions.get(kept or "")
+        if carried is None or carried.opcode != "get-tuple-element" or carried.index != made.index:
+            return None
+        initial = outside.instructions.get(loop.operands[0])
+        if initial is None or initial.opcode != "tuple":
+            return None
+        return self._constant(initial.operands[made.index], outside)
+
+    def _step(self, body: Computation, counter: int) -> int:
+        """Return by how much a loop increases its counter: 1, or a constant."""
+        root = body.root
+        made = (
+            body.instructions.get(root.operands[counter]) if root.opcode == "tuple" and counter < len(root.operands) else None
+        )
+        if made is not None and made.opcode == "add":
+            steps = [n for n in (self._constant(name, body) for name in made.operands) if n]
+            return steps[0] if len(steps) == 1 and steps[0] > 0 else 1
+        return 1
+
+
+# Operations whose computation works on single numbers.
+REDUCERS = {
+    "reduce", "reduce-window", "scatter", "sort", "map", "select-and-scatter", "all-reduce", "all-reduce-start",
+    "reduce-scatter",
+}  # fmt: skip
+
+
+def loop_parts(loop: Instruction) -> tuple[str, str]:
+    """Return the names of a loop's body and condition."""
+    body, condition = _BODY.search(loop.attributes), _CONDITION.search(loop.attributes)
+    return body.group(1) if body else "", condition.group(1) if condition else ""
+
+
+def times(runs: int, open_loops: int, loop_trips: Sequence[int]) -> int:
+    """Return how often something is executed in all.
+
+    Args:
+        runs: executions in one iteration of the loops whose bound is an argument.
+        open_loops: the number of those loops.
+        loop_trips: iterations of those loops, from outside in. The last one also holds for deeper loops.
+
+    Example:
+        >>> times(2, 1, (8,)), times(1, 2, (3, 11)), times(5, 0, (8,)), times(2, 2, (8,))
+        (16, 33, 5, 16)
+    """
+    return runs * math.prod(loop_trips[:open_loops])
+
+
+def _header_number(header: str, name: str) -> int:
+    match = re.search(rf"\b{name}=(\d+)", header)
+    return int(match.group(1)) if match else 1
+
+
+def _parse_line(line: str) -> Instruction | None:
+    """Return the instruction of a line `[ROOT] %name = type opcode(operands), attributes`."""
+    match = _LINE.match(line)
+    if match is None:
+        return None
+    start = match.end()
+    # A tuple type has parentheses, and so have the layouts in it.
+    end = _closing(line, start) + 1 if line[start] == "(" else line.find(" ", start)
+    opcode = _OPCODE.match(line, end)
+    if opcode is None:
+        return None
+    close = _closing(line, opcode.end() - 1)
+    inner = line[opcode.end() : close]
+    return Instruction(
+        name=match.group(2),
+        opcode=opcode.group(1),
+        arrays=tuple(_arrays(line[start:end])),
+        operands=tuple(_NAMES.findall(inner)) or _bare_names(opcode.group(1), inner),
+        inner=inner,
+        attributes=line[close + 1 :],
+        is_root=match.group(1) is not None,
+    )
+
+
+def _bare_names(opcode: str, inner: str) -> tuple[str, ...]:
+    """Return operands that are written without a percent sign."""
+    if opcode in ("constant", "parameter", "iota") or not inner:
+        return ()
+    return tuple(re.findall(r"([A-Za-z_][\w.\-]*)\s*(?:,|$)", re.sub(r"/\*.*?\*/|\{[^}]*\}|\[[^\]]*\]", "", inner)))
+
+
+def _closing(line: str, start: int) -> int:
+    """Return the place of the parenthesis that closes the one at `start`."""
+    depth, place = 0, start
+    while True:
+        opening, closing = line.find("(", place), line.find(")", place)
+        if closing < 0:
+            return len(line)
+        if 0 <= opening < closing:
+            depth, place = depth + 1, opening + 1
+        else:
+            depth, place = depth - 1, closing + 1
+            if depth == 0:
+                return closing
+
+
+def _arrays(text: str) -> Iterator[Array]:
+    for dtype, sizes, layout in _ARRAY.findall(text):
+        space = _SPACE.search(layout) if layout else None
+        dims = tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size)
+        yield Array(dtype, dims, int(space.group(1)) if space else 0)

@@ -1,0 +1,580 @@
+"""What a compiled step does between devices and with memory, for any step: a jitted function, or the text of a program.
+
+The facts are read from the compiler's own program (`rampup.run.hlo`): which gradients are reduced, how often, in which type
+they are summed, what is not donated. So they hold for GSPMD, `shard_map` and explicit sharding alike.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from rampup.errors import ConfigError, DataError
+from rampup.run.account import Account, Collective, MeshShape, account_of
+from rampup.run.hlo import PASS_ON, REDUCERS, Array, Computation, Instruction, Program, Visit, loop_parts, times
+from rampup.run.offload import ProgramMemory, program_memory
+from rampup.run.step import TrainStep
+
+MAX_TEXT_BYTES = 2**30
+_FLOATS = ("f", "bf", "c")
+# Buffers below this size are not worth a remark.
+_SMALL_BYTES = 64 * 1024
+_LISTED = 4
+_CALLBACK = re.compile(r'custom_call_target="([^"]*(?:callback|MoveToHost|MoveToDevice|host)[^"]*)"')
+_HOST_SPACE = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulator:
+    """An array that a loop adds to in every iteration, starting at zero."""
+
+    loop: str
+    dtype: str
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """An argument that stays in memory beside a result of its shape, although that could take its place."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What a program does. All numbers are of one device and one run of the program.
+
+    Attributes:
+        num_devices: devices of the program.
+        loop_trips: iterations of the loops whose bound is an argument, as given.
+        account: collectives, FLOPs and memory traffic.
+        gradient_reductions: the collectives that reduce gradients over the replicas.
+        repeated_reductions: those of them that run in every iteration of a loop that accumulates.
+        accumulators: arrays that loops add to.
+        optimizer_updates: how often a run replaces the training state, or None if it returns none.
+        uses_multi_steps: whether the state is that of `optax.MultiSteps`, so that a run is one microbatch.
+        num_donated, donated_bytes: arguments whose memory results take over.
+        not_donated: arguments whose memory a result could take over, the largest first.
+        f32_matmuls: FLOPs of matrix products with float32 operands, by precision.
+        host_transfers: exchanges with the host, and whether they are in a loop.
+        memory: memory of a device, or None for a program's text.
+        findings: what to know about it, in sentences.
+    """
+
+    num_devices: int
+    loop_trips: tuple[int, ...]
+    account: Account
+    gradient_reductions: tuple[Collective, ...]
+    repeated_reductions: tuple[Collective, ...]
+    accumulators: tuple[Accumulator, ...]
+    optimizer_updates: int | None
+    uses_multi_steps: bool
+    num_donated: int
+    donated_bytes: int
+    not_donated: tuple[Buffer, ...]
+    f32_matmuls: Mapping[str, int]
+    host_transfers: tuple[tuple[str, bool], ...]
+    memory: ProgramMemory | None
+    findings: tuple[str, ...] = ()
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether no gradient is reduced more than once in an optimizer step."""
+        return not self.repeated_reductions and not (self.uses_multi_steps and self.gradient_reductions)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the facts for JSON."""
+        by_type: dict[str, dict[str, int]] = {}
+        for a in self.accumulators:
+            row = by_type.setdefault(a.dtype, {"arrays": 0, "bytes": 0})
+            row["arrays"] += 1
+            row["bytes"] += Array(a.dtype, a.dims).num_bytes
+        count = lambda cs: sum(times(c.runs, c.open_loops, self.loop_trips) for c in cs)  # noqa: E731
+        return {
+            "num_devices": self.num_devices,
+            "loop_trips": list(self.loop_trips),
+            "collectives": self.account.collective_rows(self.loop_trips),
+            "gradient_reductions": count(self.gradient_reductions),
+            "gradient_reductions_in_loops": count(self.repeated_reductions),
+            "gradient_bytes_in_loops": sum(
+                times(c.runs, c.open_loops, self.loop_trips) * c.num_bytes for c in self.repeated_reductions
+            ),
+            "reduces_once": self.reduces_once,
+            "accumulators": by_type,
+            "optimizer_updates": self.optimizer_updates,
+            "uses_multi_steps": self.uses_multi_steps,
+            "donated": {"buffers": self.num_donated, "bytes": self.donated_bytes},
+            "not_donated": [asdict(buffer) for buffer in self.not_donated],
+            "flops": self.account.total_flops(self.loop_trips),
+            "f32_matmul_flops": dict(self.f32_matmuls),
+            "memory_bytes": self.account.total_memory_bytes(self.loop_trips),
+            "host_transfers": [{"what": what, "in_loop": in_loop} for what, in_loop in self.host_transfers],
+            "memory": self.memory and {**asdict(self.memory), "total": self.memory.total},
+            "findings": list(self.findings),
+        }
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in self.findings) + "</ul>"
+
+
+def inspect(
+    step: Any, *args: Any, mesh: Mesh | MeshShape | None = None, loop_trips: int | Sequence[int] | None = None
+) -> Inspection:
+    """Compile a step, without running it, and return what it does.
+
+    Args:
+        step: a function, jitted or not; a `TrainStep`; a lowered or compiled program; or the text of one, or the path of a file
+            with it, as `compiled.as_text()` or `XLA_FLAGS=--xla_dump_to=DIR` write it (`*after_optimizations.txt`).
+        args: its arguments, or their shapes and shardings. For a `TrainStep` the state and a batch.
+        mesh: the mesh, or names and sizes of its axes; None = that of the arguments, if it can be seen.
+        loop_trips: iterations of the loops whose bound is an argument of the program, from outside in, such as the number of
+            microbatches of rampup's step; None = 1, and for a `TrainStep` those of the batch.
+
+    Raises:
+        DataError: the text is not a compiled program.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> found = inspect(jax.jit(lambda w, x: w - 0.1 * jnp.sum(x), donate_argnums=0), jnp.zeros(8), jnp.ones(4))
+        >>> found.num_donated, found.account.collectives, found.reduces_once
+        (1, (), True)
+    """
+    names: Sequence[str] = ()
+    if isinstance(step, (str, Path)):
+        compiled, text = None, _read(step)
+    else:
+        if isinstance(step, TrainStep):
+            lowered, loop_trips = _lower_train_step(step, args, loop_trips)
+        else:
+            lowered = step if hasattr(step, "compile") or hasattr(step, "as_text") else _lower(step, args)
+        mesh = mesh or _mesh_of(args)
+        compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
+        text = compiled.as_text()
+    trips = (1,) if loop_trips is None else (loop_trips,) if isinstance(loop_trips, int) else tuple(loop_trips)
+    if not trips or any(not isinstance(n, int) or n < 1 for n in trips):
+        raise ConfigError(f"loop_trips={loop_trips!r} must be whole numbers of at least 1", key="loop_trips", nearest=(1,))
+    shape = tuple((str(n), size) for n, size in mesh.shape.items()) if isinstance(mesh, Mesh) else mesh
+    program = Program(text)
+    names = [p.op_name or p.name for _, p in sorted(program.computations[program.entry].parameters.items())]
+    multi_steps = _has_multi_steps(args) or any(name.endswith(".mini_step") for name in names)
+    return _inspect(program, shape, trips, _replica_axes(args), multi_steps=multi_steps, compiled=compiled)
+
+
+def _read(source: str | Path) -> str:
+    text = str(source)
+    if isinstance(source, str) and "\n" in source:
+        return source
+    path = Path(text)
+    if not path.is_file():
+        raise DataError(f"there is no file {text[:200]}")
+    if path.stat().st_size > MAX_TEXT_BYTES:
+        raise DataError(f"{text} has {path.stat().st_size:,} bytes; a program's text of at most {MAX_TEXT_BYTES:,} is read")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{text} is not text; write it with `compiled.as_text()`") from error
+
+
+def _lower(step: Any, args: tuple[Any, ...]) -> Any:
+    if not callable(step):
+        raise ConfigError(f"a {type(step).__name__} is not a step; give a function, a compiled program or a program's text")
+    return (step if hasattr(step, "lower") else jax.jit(step)).lower(*args)
+
+
+def _lower_train_step(step: TrainStep, args: tuple[Any, ...], loop_trips: Any) -> tuple[Any, Any]:
+    """Return the program of a `TrainStep` for a state and a batch, and the iterations of its loops."""
+    if len(args) != 2 or not hasattr(args[1], "chunks"):
+        raise ConfigError("a TrainStep takes a state and a batch: rampup.inspect(step, state, batch)")
+    state, batch = args
+    row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), batch.chunks[0])
+    return step.lower(state, row, batch.position.split), loop_trips or step.loop_trips(batch.position.split)
+
+
+def _mesh_of(args: tuple[Any, ...]) -> Mesh | None:
+    """Return the mesh of the arguments."""
+    for leaf in jax.tree.leaves(args):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None
+
+
+def _replica_axes(args: tuple[Any, ...]) -> frozenset[str] | None:
+    """Return the axes that shard a batch and no parameter: gradients are reduced over them. None if that cannot be seen.
+
+    The training state is the first argument, the batch the others.
+    """
+    axes: list[set[str]] = [set(), set()]
+    for number, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg):
+            spec = getattr(getattr(leaf, "sharding", None), "spec", ())
+            for entry in spec:
+                names = entry if isinstance(entry, tuple) else (entry,)
+                axes[number > 0] |= {name for name in names if isinstance(name, str)}
+    return frozenset(axes[1] - axes[0]) or None
+
+
+def _has_multi_steps(args: tuple[Any, ...]) -> bool:
+    found: list[Any] = []
+    jax.tree.map(found.append, args, is_leaf=lambda x: isinstance(x, optax.MultiStepsState))
+    return any(isinstance(x, optax.MultiStepsState) for x in found)
+
+
+def _inspect(
+    program: Program,
+    mesh: MeshShape | None,
+    trips: tuple[int, ...],
+    replica_axes: frozenset[str] | None,
+    *,
+    multi_steps: bool,
+    compiled: Any,
+) -> Inspection:
+    account = account_of(program, mesh)
+    visits = list(program.visits())
+    accumulators = tuple(_accumulators(program, visits))
+    entry = program.computations[program.entry]
+    outputs, arguments = _outputs(entry), entry.parameters
+    donated = {number: arguments[number] for number in program.aliases.values() if number in arguments}
+    gradients = [a.dims for a in accumulators] + [p.arrays[0].dims for p in donated.values() if p.arrays]
+    reductions = tuple(c for c in account.collectives if _reduces_gradients(c, replica_axes, gradients))
+    accumulating = {a.loop for a in accumulators if math.prod(a.dims) > 1}
+    repeated = tuple(c for c in reductions if accumulating & set(c.loops))
+    f32 = {dtype: n for dtype, n in account.total_flops(trips).items() if dtype.startswith("f32")}
+    found = Inspection(
+        num_devices=program.num_partitions,
+        loop_trips=trips,
+        account=account,
+        gradient_reductions=reductions,
+        repeated_reductions=repeated,
+        accumulators=accumulators,
+        optimizer_updates=_state_updates(program, outputs, arguments, trips),
+        uses_multi_steps=multi_steps,
+        num_donated=len(donated),
+        donated_bytes=sum(p.num_bytes for p in donated.values()),
+        not_donated=tuple(_not_donated(program, outputs, arguments)),
+        f32_matmuls=f32,
+        host_transfers=tuple(_host_transfers(visits)),
+        memory=None if compiled is None else program_memory(compiled),
+    )
+    return replace(found, findings=tuple(_findings(found)))
+
+
+# Accumulators: elements of a loop's state that are what they were plus something.
+
+
+def _accumulators(program: Program, visits: Sequence[Visit]) -> Iterator[Accumulator]:
+    for visit in visits:
+        if visit.instruction.opcode != "while":
+            continue
+        loop = visit.instruction
+        body = program.computations.get(loop_parts(loop)[0])
+        if body is None or not body.instructions or body.root.opcode != "tuple":
+            continue
+        for index, name in enumerate(body.root.operands):
+            array = loop.arrays[index] if index < len(loop.arrays) else None
+            if array is None or not array.dtype.startswith(_FLOATS):
+                continue
+            if _adds_to(program, body, name, index, {}) and _starts_at_zero(program, visit.computation, loop, index):
+                yield Accumulator(loop=loop.name, dtype=array.dtype, dims=array.dims)
+
+
+def _adds_to(program: Program, where: Computation, name: str, index: int, bind: Mapping[str, tuple[Computation, str]]) -> bool:
+    """Return whether a value is element `index` of the loop's state plus something: it is reached through an addition."""
+    return _reaches(program, where, name, index, bind, added=False, depth=0) == 2
+
+
+def _reaches(
+    program: Program, where: Computation, name: str, index: int, bind: Mapping[str, Any], *, added: bool, depth: int
+) -> int:
+    """Return 2 if a value leads back to an element of the state through an addition, 1 if without one, else 0."""
+    made = where.instructions.get(name)
+    if made is None or depth > 200:
+        return 0
+    follow = lambda other, add=added: _reaches(program, where, other, index, bind, added=add, depth=depth + 1)  # noqa: E731
+    if made.opcode == "get-tuple-element":
+        source = where.instructions.get(made.operands[0])
+        if source is None:
+            return 0
+        if source.opcode == "parameter" and source.name in bind:  # of a branch, whose argument is a tuple
+            outside, outer_name, outer_bind = bind[source.name]
+            argument = outside.instructions[outer_name]
+            if argument.opcode != "tuple":
+                return 0
+            return _reaches(program, outside, argument.operands[made.index], index, outer_bind, added=added, depth=depth + 1)
+        if source.opcode == "parameter":
+            return (2 if added else 1) if made.index == index and not bind else 0
+        if source.opcode == "conditional":
+            found = 0
+            for number, branch in enumerate(name for name in source.called if name in program.computations):
+                inner = program.computations[branch]
+                binding = {p.name: (where, source.operands[number + 1], bind) for p in inner.parameters.values()}
+                part = inner.root.operands[made.index] if inner.root.opcode == "tuple" else inner.root.name
+                found = max(found, _reaches(program, inner, part, index, binding, added=added, depth=depth + 1))
+            return found
+        if source.opcode == "while":
+            inner = program.computations.get(loop_parts(source)[0])
+            if inner is None or not inner.instructions or inner.root.opcode != "tuple":
+                return 0
+            kept = _reaches(program, inner, inner.root.operands[made.index], made.index, {}, added=False, depth=depth + 1)
+            made_outside = where.instructions.get(source.operands[0])
+            if not kept or made_outside is None or made_outside.opcode != "tuple":
+                return 0
+            return follow(made_outside.operands[made.index], added or kept == 2)
+        if source.opcode == "fusion" or source.opcode in REDUCERS:
+            return _through(program, where, source, made.index, index, bind, added=added, depth=depth)
+        return 0
+    if made.opcode == "parameter":
+        if made.name not in bind:
+            return 0
+        outside, outer_name, outer_bind = bind[made.name]
+        return _reaches(program, outside, outer_name, index, outer_bind, added=added, depth=depth + 1)
+    if made.opcode in PASS_ON or made.opcode in ("copy-start", "all-reduce"):
+        return follow(made.operands[0])
+    if made.opcode in ("dynamic-slice", "slice"):
+        return follow(made.operands[0])
+    if made.opcode == "dynamic-update-slice":  # adds to a part, if the update leads back too
+        return max(follow(other) for other in made.operands[:2])
+    if made.opcode == "select":
+        return max(follow(other) for other in made.operands[1:])
+    if made.opcode == "add":
+        return max((follow(other, True) for other in made.operands), default=0)
+    if made.opcode in ("fusion", "call"):
+        return _through(program, where, made, 0, index, bind, added=added, depth=depth)
+    return 0
+
+
+def _through(
+    program: Program, where: Computation, fusion: Instruction, part: int, index: int, bind: Any, *, added: bool, depth: int
+) -> int:
+    """Follow part of a fusion's result into its computation and out of its arguments."""
+    if fusion.opcode in REDUCERS:
+        if part >= len(fusion.operands):
+            return 0
+        return _reaches(program, where, fusion.operands[part], index, bind, added=added, depth=depth + 1)
+    inner = program.computations.get(fusion.called[0]) if fusion.called else None
+    if inner is None or not inner.instructions:
+        return 0
+    binding = {
+        p.name: (where, fusion.operands[number], bind)
+        for number, p in inner.parameters.items()
+        if number < len(fusion.operands)
+    }
+    root = inner.root
+    name = root.operands[part] if root.opcode == "tuple" and part < len(root.operands) else root.name
+    return _reaches(program, inner, name, index, binding, added=added, depth=depth + 1)
+
+
+def _starts_at_zero(program: Program, where: Computation, loop: Instruction, index: int) -> bool:
+    made = where.instructions.get(loop.operands[0]) if loop.operands else None
+    return made is not None and made.opcode == "tuple" and _is_zero(program, where, made.operands[index], {}, 0)
+
+
+def _is_zero(program: Program, where: Computation, name: str, bind: Mapping[str, Any], depth: int) -> bool:
+    """Return whether an array is made of zeros, or is the element of an outer loop's state that starts as zeros."""
+    made = where.instructions.get(name)
+    if made is None or depth > 100:
+        return False
+    if made.opcode == "constant":
+        return set(re.sub(r"[^\d.e]", "", made.inner)) <= set("0.") and bool(made.inner)
+    if made.opcode in PASS_ON or made.opcode in ("broadcast", "copy-start", "pad", "slice"):
+        return _is_zero(program, where, made.operands[0], bind, depth + 1)
+    if made.opcode == "custom-call" and "AllocateBuffer" in made.attributes:
+        return False
+    if made.opcode == "parameter" and made.name in bind:
+        outside, outer, outer_bind = bind[made.name]
+        return _is_zero(program, outside, outer, outer_bind, depth + 1)
+    source, part = made, 0
+    if made.opcode == "get-tuple-element":
+        source, part = where.instructions[made.operands[0]], made.index
+        if source.opcode == "parameter" and (caller := program.caller(where.name)):
+            outside, loop = caller
+            return _starts_at_zero(program, outside, loop, part)
+        if source.opcode == "tuple":
+            return _is_zero(program, where, source.operands[part], bind, depth + 1)
+    if source.opcode in ("fusion", "call") and source.called:
+        inner = program.computations[source.called[0]]
+        binding = {p.name: (where, source.operands[n], bind) for n, p in inner.parameters.items() if n < len(source.operands)}
+        root = inner.root
+        chosen = root.operands[part] if root.opcode == "tuple" else root.name
+        return _is_zero(program, inner, chosen, binding, depth + 1)
+    return False
+
+
+# Reductions of gradients.
+
+
+def _reduces_gradients(c: Collective, replica_axes: frozenset[str] | None, gradients: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether a collective reduces gradients over replicas: by its axes, or else by the shapes of its arrays."""
+    if c.kind not in ("all-reduce", "reduce-scatter") or c.has_numbers_only:
+        return False
+    if not any(dtype.startswith(_FLOATS) for dtype, _ in c.shapes):
+        return False
+    if c.axes is not None and replica_axes is not None:
+        return bool(replica_axes & set(c.axes))
+    known = {_signature(dims) for dims in gradients}
+    # A loop over layers has one layer of an array at a time.
+    known |= {signature[:k] + signature[k + 1 :] for signature in known for k in range(len(signature))}
+    return any(_signature(dims) in known for _, dims in c.shapes if math.prod(dims) > 1)
+
+
+def _signature(dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return what layouts and squeezed dimensions leave as it is."""
+    return tuple(sorted(n for n in dims if n > 1))
+
+
+# The state: what is replaced, and in whose memory.
+
+
+def _outputs(entry: Computation) -> list[tuple[str, Array]]:
+    """Return name and array of every result."""
+    root = entry.root
+    names = list(root.operands) if root.opcode == "tuple" else [root.name] * len(root.arrays)
+    return list(zip(names, root.arrays, strict=False))
+
+
+def _state_updates(
+    program: Program, outputs: Sequence[tuple[str, Array]], arguments: Mapping[int, Instruction], trips: tuple[int, ...]
+) -> int | None:
+    """Return how often a run replaces its state: the largest count over arrays that are results and arguments alike."""
+    shapes = {(a.dtype, a.dims) for p in arguments.values() for a in p.arrays}
+    counts = []
+    for number, (name, array) in enumerate(outputs):
+        is_state = number in program.aliases if program.aliases else (array.dtype, array.dims) in shapes
+        if is_state and array.dtype.startswith(_FLOATS) and array.dims:
+            counts.append(_updates(program, program.computations[program.entry], name, trips, 0))
+    return max(counts) if counts else None
+
+
+def _updates(program: Program, where: Computation, name: str, trips: tuple[int, ...], open_loops: int) -> int:
+    """Return how often a value is computed: once, or in every iteration of a loop that does more than add to it."""
+    made = where.instructions.get(name)
+    while made is not None and made.opcode in PASS_ON:
+        made = where.instructions.get(made.operands[0])
+    if made is None or made.opcode == "parameter":
+        return 0
+    if made.opcode != "get-tuple-element":
+        return 1
+    source = where.instructions[made.operands[0]]
+    if source.opcode == "parameter":
+        return 0
+    body = program.computations.get(loop_parts(source)[0]) if source.opcode == "while" else None
+    if body is None or body.root.opcode != "tuple":
+        return 1
+    known = program.trips(source.name, where.name)
+    inner = _updates(program, body, body.root.operands[made.index], trips, open_loops + (known is None))
+    count = known if known is not None else trips[min(open_loops, len(trips) - 1)]
+    return count * inner
+
+
+def _not_donated(
+    program: Program, outputs: Sequence[tuple[str, Array]], arguments: Mapping[int, Instruction]
+) -> Iterator[Buffer]:
+    """Yield the arguments that a result of the same shape could replace in memory, the largest first."""
+    free: dict[tuple[str, tuple[int, ...]], int] = {}
+    for number, (_, array) in enumerate(outputs):
+        if number not in program.aliases:
+            free[array.dtype, array.dims] = free.get((array.dtype, array.dims), 0) + 1
+    donated = set(program.aliases.values())
+    for number, p in sorted(arguments.items(), key=lambda item: -item[1].num_bytes):
+        key = (p.arrays[0].dtype, p.arrays[0].dims) if p.arrays else ("", ())
+        if number not in donated and p.num_bytes >= _SMALL_BYTES and free.get(key, 0) > 0:
+            free[key] -= 1
+            yield Buffer(name=p.op_name or p.name, num_bytes=p.num_bytes)
+
+
+def _host_transfers(visits: Sequence[Visit]) -> Iterator[tuple[str, bool]]:
+    for visit in visits:
+        i = visit.instruction
+        in_loop = bool(visit.loops)
+        if i.opcode in ("infeed", "outfeed") or (
+            i.opcode in ("send", "recv", "send-start", "recv-start") and "is_host_transfer=true" in i.attributes
+        ):
+            yield i.opcode, in_loop
+        elif i.opcode == "custom-call" and (match := _CALLBACK.search(i.attributes)):
+            yield match.group(1), in_loop
+        elif i.opcode in ("copy-start", "copy") and not visit.fused:
+            spaces = {array.space for array in i.arrays} | {
+                array.space for name in i.operands for array in _arrays_of(visit.computation, name)
+            }
+            if _HOST_SPACE in spaces and spaces - {_HOST_SPACE}:
+                yield "copy between host and device memory", in_loop
+
+
+def _arrays_of(where: Computation, name: str) -> tuple[Array, ...]:
+    made = where.instructions.get(name)
+    return made.arrays if made else ()
+
+
+# Sentences.
+
+
+def _findings(found: Inspection) -> Iterator[str]:
+    once = [c for c in found.gradient_reductions if c not in found.repeated_reductions]
+    total = sum(c.num_bytes for c in found.gradient_reductions)
+    if found.uses_multi_steps:
+        yield (
+            "the state is that of optax.MultiSteps: each call is one microbatch and runs the optimizer"
+            + (f", and reduces {total:,} bytes of gradients in every microbatch" if found.gradient_reductions else "")
+        )
+    elif found.repeated_reductions:
+        bytes_ = sum(c.num_bytes for c in found.repeated_reductions)
+        where = _describe_axes(found.repeated_reductions)
+        arrays = sum(len(c.shapes) for c in found.repeated_reductions)
+        yield f"{arrays} gradients ({bytes_:,} bytes) are reduced{where} in every microbatch, inside the loop that adds them up"
+        if any(not c.has_numbers_only for c in once) and _bytes(once) > bytes_ / 100:
+            names = ", ".join(_describe(c) for c in found.repeated_reductions[:_LISTED])
+            yield (
+                f"other gradients ({_bytes(once):,} bytes) are reduced once after the loop, so these may have lost their "
+                f"reduction tag or local accumulation: {names}"
+            )
+    elif found.gradient_reductions and any(math.prod(a.dims) > 1 for a in found.accumulators):
+        yield f"gradients ({total:,} bytes) are reduced{_describe_axes(once)} once, after the loop that adds them up"
+    elif found.gradient_reductions:
+        yield f"gradients ({total:,} bytes) are reduced{_describe_axes(once)} once in a run; no loop accumulates"
+    narrow = sorted({a.dtype for a in found.accumulators if a.dtype in ("bf16", "f16")})
+    if narrow:
+        yield f"gradients are summed in {' and '.join(narrow)}, which loses small ones after some hundred microbatches"
+    if found.optimizer_updates is not None and found.optimizer_updates > 1:
+        yield f"the training state is replaced {found.optimizer_updates} times in a run: the optimizer runs inside a loop"
+    if found.not_donated:
+        names = ", ".join(buffer.name for buffer in found.not_donated[:_LISTED])
+        missing = sum(buffer.num_bytes for buffer in found.not_donated)
+        more = f" and {len(found.not_donated) - _LISTED} more" if len(found.not_donated) > _LISTED else ""
+        yield f"{missing:,} bytes of arguments are not donated although results could take their place: {names}{more}"
+    all_flops = sum(found.account.total_flops(found.loop_trips).values())
+    f32 = sum(found.f32_matmuls.values())
+    if f32:
+        yield f"{f32 / all_flops:.0%} of the FLOPs of matrix products have float32 operands ({', '.join(found.f32_matmuls)})"
+    in_loop = sorted({what for what, in_loop in found.host_transfers if in_loop})
+    outside = sorted({what for what, in_loop in found.host_transfers if not in_loop})
+    if in_loop:
+        yield f"inside a loop the program exchanges data with the host: {', '.join(in_loop)}"
+    if outside:
+        yield f"the program exchanges data with the host: {', '.join(outside)}"
+    if found.account.num_open_loops and set(found.loop_trips) == {1}:
+        yield "a loop's bound is an argument of the program: counts are those of one iteration; give loop_trips"
+
+
+def _bytes(collectives: Sequence[Collective]) -> int:
+    return sum(c.num_bytes for c in collectives)
+
+
+def _describe_axes(collectives: Sequence[Collective]) -> str:
+    axes = sorted({name for c in collectives for name in c.axes or ()})
+    return f" over {' and '.join(axes)}" if axes else ""
+
+
+def _describe(c: Collective) -> str:
+    shapes = ", ".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in c.shapes[:_LISTED])
+    return f"{shapes}{' (' + c.op_name + ')' if c.op_name else ''}"
