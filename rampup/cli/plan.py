@@ -24,7 +24,7 @@ from rampup.cli.common import (
 from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.rl.config import is_rollout_file
-from rampup.show.console import MAX_PHASES, print_plan
+from rampup.show.console import MAX_PHASES, print_hyperparameters, print_plan
 
 if TYPE_CHECKING:
     from rampup.dialects.export import Exported
@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_devices_argument(parser)
     add_topology_argument(parser, "plan for")
     parser.add_argument("--all", action="store_true", help=f"print every phase, also if there are more than {MAX_PHASES}")
+    parser.add_argument("--hyperparameters", action="store_true", help="show the hyperparameters of every phase")
     parser.add_argument("--diff", metavar="OTHER.yml", help="compare with another plan; key=value applies to the first only")
     parser.add_argument("--budget", metavar="TOKENS", help="show what a number of tokens means, for example 300B")
     parser.add_argument("--tokens-per-second", metavar="X", help="with --budget: a throughput, for the time")
@@ -58,10 +59,18 @@ def run(args: argparse.Namespace, console: object) -> Result:
         return _compare(args, config, plan, max_phases)
     if args.budget is not None:
         return _apply_budget(args, config, plan)
+    rows = None
     facts = plan.to_dict() | ({} if topology is None else {"topology": topology.to_dict()})
+    if args.hyperparameters:
+        from rampup.lm.train import phase_hyperparameters
+
+        rows = phase_hyperparameters(config, plan)
+        facts["phases"] = [{**phase, **row} for phase, row in zip(plan.phase_rows(), rows, strict=True)]
 
     def show(console: Console) -> None:
         print_plan(plan, console, max_phases=max_phases)
+        if rows is not None:
+            print_hyperparameters(plan, rows, console, max_phases=max_phases)
         if topology is not None:
             console.print(describe_topology(topology))
 
@@ -70,9 +79,10 @@ def run(args: argparse.Namespace, console: object) -> Result:
 
 def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
     """Refuse options that exclude each other."""
-    given = [name for name in ("diff", "budget") if getattr(args, name) is not None]
+    given = [name for name in ("diff", "budget", "hyperparameters") if getattr(args, name)]
     if len(given) > 1:
-        raise ConfigError("--diff and --budget exclude each other; leave one out", key="diff", path=COMMAND_LINE)
+        text = " and ".join(f"--{name}" for name in given)
+        raise ConfigError(f"{text} exclude each other; leave one out", key=given[0], path=COMMAND_LINE)
     if args.export is not None and not rollout:
         raise ConfigError(
             "--export is for a rollout such as configs/rl.yml, not for a pre-training plan", key="export", path=COMMAND_LINE

@@ -64,7 +64,9 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
         ramp = before.spliced_at(record["step"], plan.ramp)
         seesaw = plan.seesaw and replace(plan.seesaw, ramp=ramp)
         return build_plan(config, num_devices, ramp=ramp, seesaw=seesaw, eval_size=plan.eval_global_batch_size)
-    changed = [f"{key}: {old.get(key)} -> {now.get(key)}" for key in {**old, **now} if old.get(key) != now.get(key)]
+    # With Seesaw, the length of the run and its schedule define the ramp too; without, they do not.
+    names = [key for key in {**old, **now} if key in RAMP_KEYS or (key in old and key in now)]
+    changed = [f"{key}: {old.get(key)} -> {now.get(key)}" for key in names if old.get(key) != now.get(key)]
     raise ResumeMismatchError(
         f"the ramp is not that of the checkpoint of step {record['step']} ({'; '.join(changed)}):\n"
         f"{before.compare(plan.ramp)}\n"

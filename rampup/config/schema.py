@@ -310,7 +310,7 @@ class Config(Settings):
 
     def _budget_rules(self) -> list[tuple[bool, str, str, Sequence[object]]]:
         budgets = [f"{name}={value}" for name in _BUDGET if (value := getattr(self, name)) not in (None, -1)]
-        message = f"{' and '.join(budgets)} all set the length of the run; set one of them"
+        message = f"{' and '.join(budgets)} both set the length of the run; set one of them"
         return [
             (len(budgets) < 2, "steps" if self.steps != -1 else "train_samples", message, (-1,) if self.steps != -1 else ())
         ]

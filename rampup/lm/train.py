@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -404,6 +405,31 @@ def optimizer(config: Config, rate: LearningRate) -> optax.GradientTransformatio
         nu_dtype=config.nu_dtype,
         adam=AdamSchedule(plan=rate.plan, constants=hyperparameters(config, rate.plan)) if follows else None,
     )
+
+
+def phase_hyperparameters(config: Config, plan: RampPlan) -> list[dict[str, float]]:
+    """Return the hyperparameters of every phase by key, as `rampup plan --hyperparameters --json` prints them.
+
+    `learning_rate` is that of the first step, `peak_learning_rate` that of the batch without warm-up and decay (with Seesaw,
+    with its cuts), and `adam_b2_half_life_tokens` the tokens after which a gradient has half of its weight in AdamW's second
+    moment.
+    """
+    rate, constants = learning_rate(config, plan), hyperparameters(config, plan)
+    rows = []
+    for phase in plan.ramp.phases:
+        segment, adam = plan.segment_at(phase.start_step), constants[plan.segment_index(phase.start_step)]
+        level = 1.0 if segment.level is None else segment.level
+        row = {
+            "learning_rate_scale": segment.scale,
+            "learning_rate": rate.at(phase.start_step),
+            "peak_learning_rate": config.learning_rate * segment.scale * level,
+        }
+        if config.opt_type == "adamw":
+            steps = math.log(0.5) / math.log(adam.b2) if adam.b2 else 0.0
+            row |= {"adam_b1": adam.b1, "adam_b2": adam.b2, "adam_eps": adam.eps, "adam_weight_decay": adam.weight_decay}
+            row["adam_b2_half_life_tokens"] = steps * phase.global_batch_size * config.max_target_length
+        rows.append(row)
+    return rows
 
 
 def metric_writers(config: Config) -> Callable[[Path, int], list[MetricWriter]]:

@@ -93,16 +93,20 @@ class Seesaw:
 
     def _grown(self) -> BatchRamp:
         """Return the planned ramp with a larger batch after every cut."""
-        starts = sorted({phase.start_sample for phase in self.base.phases} | {cut.sample for cut in self.cuts})
-        return BatchRamp.piecewise([(start, self._size(start)) for start in starts])
+        pairs: list[tuple[int, int]] = []
+        for start in sorted({phase.start_sample for phase in self.base.phases} | {cut.sample for cut in self.cuts}):
+            base, size = self._base_size(start), self._size(start)
+            if self.total_samples is not None and size > self.total_samples - start:
+                size = min(size, max(base, pairs[-1][1] if pairs else base))
+            pairs.append((start, size))
+        return BatchRamp.piecewise(pairs)
 
     def _size(self, sample: int) -> int:
-        base, level = self._base_size(sample), self._level(sample)
-        limits = [limit for limit in (self.max_batch_size,) if limit is not None]
-        if self.total_samples is not None:
-            limits.append(max(self.total_samples - sample, base))
+        base = self._base_size(sample)
         # A relative error of 1e-9 must not round 2 * 8 down to 15.
-        wanted = min([base / max(level, 1e-18) * (1 + 1e-9), *limits])
+        wanted = base / max(self._level(sample), 1e-18) * (1 + 1e-9)
+        if self.max_batch_size is not None:
+            wanted = min(wanted, self.max_batch_size)
         return max(int(wanted) // self.multiple * self.multiple, base)
 
     def _base_size(self, sample: int) -> int:

@@ -35,6 +35,16 @@ ELLIPSIS = "..."
 WHEN = {"from\nstep": "start_step", "from\nsample": "start_sample", "steps": "num_steps"}
 _BATCH = {"batch": "global_batch_size"}
 SPLIT = {"passes": "accumulation_steps", "pipeline\nmicro": "num_pipeline_microbatches", "micro-\nbatch": "microbatch_size"}
+_HYPERPARAMETERS = {
+    "learning_rate_scale": "rate\nscale",
+    "learning_rate": "learning\nrate",
+    "peak_learning_rate": "peak\nrate",
+    "adam_b1": "b1",
+    "adam_b2": "b2",
+    "adam_b2_half_life_tokens": "half life\ntokens",
+    "adam_eps": "eps",
+    "adam_weight_decay": "weight\ndecay",
+}
 _COMPARED = ("num_devices", "total_steps", "ramp_steps", "ramp_samples", "num_compiled_shapes", "global_batch_to_load")
 _KIND_STYLES = {"F": "black on green", "B": "white on blue", "I": "white on blue", "W": "black on cyan"}
 
@@ -96,6 +106,20 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
         console.print("pipeline microbatches of the last phase, by predicted step time:")
         console.print(_choices_table(plan, console))
     print_notes(plan.advice, console)
+
+
+def print_hyperparameters(
+    plan: RampPlan, rows: Sequence[Mapping[str, float]], console: Console, *, max_phases: int | None = MAX_PHASES
+) -> None:
+    """Print the hyperparameters of every phase; `rows` has them by key. See `print_plan` for the other arguments."""
+    names = [name for name in _HYPERPARAMETERS if name in rows[0]]
+    tables = [_hyperparameter_table(plan, rows, names, console, max_phases=max_phases)]
+    if _width(tables[0], console) > console.width:
+        rates = [name for name in names if "rate" in name]
+        parts = (rates, [name for name in names if name not in rates])
+        tables = [_hyperparameter_table(plan, rows, part, console, max_phases=max_phases) for part in parts if part]
+    console.print(*tables)
+    console.print("learning rate: of the first step; peak rate: without warm-up and decay; half life: of b2, in tokens")
 
 
 def print_comparison(
@@ -238,6 +262,20 @@ def _phase_table(plan: RampPlan, columns: Mapping[str, str], console: Console, *
         cells = [phase_cell(rows[index], name) for name in columns.values()]
         cells += [mark * max(round(BAR_WIDTH * phase.global_batch_size / largest), 1)] if bars else []
         table.add_row(str(index) if reached else f"({index})", *cells, style=None if reached else "dim")
+
+    return _add_phases(table, len(rows), max_phases, add_phase)
+
+
+def _hyperparameter_table(
+    plan: RampPlan, rows: Sequence[Mapping[str, float]], names: Sequence[str], console: Console, *, max_phases: int | None
+) -> Table:
+    table = make_table(console, ["phase", "global\nbatch", *(_HYPERPARAMETERS[name] for name in names)])
+
+    def add_phase(index: int) -> None:
+        row, size = rows[index], plan.ramp.phases[index].global_batch_size
+        digits = {name: 6 if name in ("adam_b1", "adam_b2") else 4 for name in names}
+        cells = [f"{row[name]:,.0f}" if row[name] >= 1000 else f"{row[name]:.{digits[name]}g}" for name in names]
+        table.add_row(str(index), f"{size:,}", *cells)
 
     return _add_phases(table, len(rows), max_phases, add_phase)
 

@@ -74,11 +74,12 @@ def test_cuts_beyond_the_largest_batch_cut_the_rate_alone():
 
 def test_no_batch_is_larger_than_the_rest_of_the_run():
     """The last batches of a decay to zero stay within the samples that are left."""
-    total = 4000
-    cuts = discretize(quarter_cosine, factor=2, total_samples=total)
-    ramp = Seesaw(base=BatchRamp.constant(8), cuts=cuts, total_samples=total).ramp
-    steps = ramp.step_of_sample(total - 1) + 1
-    assert ramp.samples_before(steps) - total < 64
+    for total in (400, 4000, 40_000):
+        cuts = discretize(quarter_cosine, factor=2, total_samples=total)
+        ramp = Seesaw(base=BatchRamp.constant(8), cuts=cuts, total_samples=total).ramp
+        steps = ramp.step_of_sample(total - 1) + 1
+        assert ramp.samples_before(steps) - total < ramp.phases[-1].global_batch_size <= total / 8
+        assert list(ramp.sizes) == sorted(ramp.sizes)
 
 
 def test_discretize_finds_each_level():
