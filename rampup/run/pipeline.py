@@ -84,8 +84,8 @@ class PipelinedLoss:
     of the first and the last part, which every stage has.
 
     Attributes:
-        first: `first(params, batch, keys) -> x`, before the layers; `params` without `layers`, `keys` one random key per row. x is
-            any pytree of arrays.
+        first: `first(params, batch, keys) -> x`, before the layers; `params` without `layers`; `keys` has one random key
+            per row. x is any pytree of arrays.
         stage: `stage(layers, x, batch, keys, first_layer) -> x`, some consecutive layers; x keeps its shapes and types. `batch`
             has what belongs to the microbatch, such as positions or masks; `first_layer` is the index of the first of the
             layers.
