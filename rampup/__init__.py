@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.errors import RampDefinitionError as RampDefinitionError
     from rampup.errors import RampupError as RampupError
     from rampup.errors import ResumeMismatchError as ResumeMismatchError
+    from rampup.lm.critical import CriticalBatch as CriticalBatch
+    from rampup.lm.critical import find_critical_batch_size as find_critical_batch_size
     from rampup.lm.load import LoadedRun as LoadedRun
     from rampup.lm.load import load as load
     from rampup.lm.train import Run as Run
@@ -90,6 +92,7 @@ _HOMES = {
         "RampupError",
         "ResumeMismatchError",
     ),
+    "rampup.lm.critical": ("CriticalBatch", "find_critical_batch_size"),
     "rampup.lm.load": ("LoadedRun", "load"),
     "rampup.lm.train": ("Run", "train"),
     "rampup.plan.maxtext_manager": ("RampupBatchManager",),

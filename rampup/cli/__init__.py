@@ -37,12 +37,13 @@ COMMANDS = {
     "fix": "find the nearest legal configuration, as a patch",
     "explain": "explain a configuration key and its legal values",
     "completion": "print a shell completion script",
+    "critical": "find the critical batch size of a run by training branches of it",
     "tune": "find the largest microbatch that fits in memory and the fastest settings",
     "inspect": "show what a compiled program sends between devices, sums, updates and keeps in memory",
     "rows": "show exactly which rows an optimizer step reads",
 }
 # The commands that compute.
-ON_DEVICES = ("train", "generate", "tune", "bench")
+ON_DEVICES = ("train", "generate", "critical", "tune", "bench")
 
 
 class _Parser(argparse.ArgumentParser):

@@ -12,7 +12,7 @@ from rampup.config.key import Key
 from rampup.errors import ConfigError, MissingDependencyError
 
 SHELLS = ("bash", "zsh")
-FILES = ("CONFIG.yml", "CONFIG.yml|RUN_DIR", "FILE", "FILE.html", "OTHER.yml", "RUN_DIR")
+FILES = ("CONFIG.yml", "CONFIG.yml|RUN_DIR", "DIR", "FILE", "FILE.html", "OTHER.yml", "RUN_DIR")
 
 # Functions that shtab's script calls. Bash takes key=value for three words, zsh for one.
 _BASH = """\

@@ -136,7 +136,7 @@ class TrainSetup:
         model = language_model(config).on(mesh)
         param_shardings = model.shardings(mesh)
         _check_host_memory(config, mesh)
-        rate, loss = learning_rate(config, plan), _loss(config, model, plan, mesh)
+        rate, loss = learning_rate(config, plan), model_loss(config, model, plan, mesh)
         tx = optimizer(config, rate)
         step = _train_step(config, loss, tx, plan, mesh)
         splitter = plan.splitter
@@ -449,7 +449,7 @@ def metric_writers(config: Config) -> Callable[[Path, int], list[MetricWriter]]:
     return lambda folder, start: [make(folder, start) for make in makers]
 
 
-def _loss(config: Config, model: LanguageModel, plan: RampPlan, mesh: Mesh) -> Any:
+def model_loss(config: Config, model: LanguageModel, plan: RampPlan, mesh: Mesh) -> Any:
     """Return the loss function, in parts if there are pipeline stages."""
     reduction = None if config.gradient_reduction_dtype == "float32" else jnp.dtype(config.gradient_reduction_dtype)
     if plan.splitter.num_stages > 1:
@@ -485,7 +485,7 @@ def _evaluation(config: Config, setup: TrainSetup, rows: RowSource, loading: Loa
     )
     order = SampleOrder(len(rows), seed=None)
     loader = BatchLoader(source=rows, plan=eval_plan, mesh=setup.mesh, order=order, loading=loading)
-    step = EvalStep(_loss(config, replace(setup.model, dropout_rate=0.0), plan, setup.mesh), setup.mesh)
+    step = EvalStep(model_loss(config, replace(setup.model, dropout_rate=0.0), plan, setup.mesh), setup.mesh)
 
     def evaluate(state: Any) -> dict[str, float]:
         sums = [step(state, batch) for batch in loader.batches()]

@@ -120,6 +120,30 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
     return SavedCheckpoint(step=step, record=record, damaged=dict(problems))
 
 
+def read_state(folder: Path, step: int, state: Any) -> Any:
+    """Return the state of a checkpoint of a run that may be training, without changing anything in its folder.
+
+    Args:
+        folder: the folder of the checkpoints.
+        step: optimizer steps done, those of an intact checkpoint.
+        state: a state of the same structure, or its shapes, whose types and shardings the returned state gets.
+
+    Raises:
+        ResumeMismatchError: a state of another structure.
+    """
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _as_tree(state))
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ocp.CheckpointManager(folder.resolve(), options=options) as manager:
+        try:
+            tree = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
+        except (ValueError, KeyError, TypeError) as error:
+            reason = " ".join(str(error).split())[:500]
+            raise ResumeMismatchError(
+                f"the state in {folder / str(step)} is not of this model and optimizer: {reason}"
+            ) from error
+    return replace_fields(state, **tree)
+
+
 def checkpoint_steps(folder: Path) -> tuple[int, ...]:
     """Return the optimizer steps done in each checkpoint of a folder, oldest first."""
     if not folder.is_dir():

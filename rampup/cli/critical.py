@@ -1,0 +1,103 @@
+"""`rampup critical`: the critical batch size of a run, by branches from one of its checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from rampup.cli.common import Result, add_fake_devices_argument, use_fake_devices
+from rampup.errors import ConfigError
+from rampup.plan.numbers import exact_fraction, parse_count
+
+if TYPE_CHECKING:
+    from rampup.lm.critical import CriticalBatch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rampup critical`."""
+    parser.add_argument("run", metavar="RUN_DIR", help="the folder of a run; it is only read, also while the run is training")
+    parser.add_argument("--step", type=int, metavar="N", help="branch from the checkpoint of step N instead of the newest")
+    parser.add_argument(
+        "--multiples", default="1,2,4,8", metavar="K,K,...", help="factors of the run's batch, 1,2,4,8 by default"
+    )
+    parser.add_argument(
+        "--tokens", metavar="WINDOW", help="tokens that each branch trains on; by default 20 steps of the largest batch"
+    )
+    parser.add_argument(
+        "--tolerance", default="0.01", metavar="NATS", help="loss by which a larger batch may be worse, 0.01 by default"
+    )
+    parser.add_argument(
+        "--work", metavar="DIR", help="folder from which an interrupted measurement resumes, RUN_DIR.critical by default"
+    )
+    add_fake_devices_argument(parser)
+
+
+def run(args: argparse.Namespace, console: Console) -> Result:
+    """Train the branches, or what is missing of them."""
+    multiples = [exact_fraction(part, what="multiples", key="multiples") for part in args.multiples.split(",")]
+    tolerance = exact_fraction(args.tolerance, what="tolerance", key="tolerance")
+    tokens = None if args.tokens is None else parse_count(args.tokens, what="tokens", key="tokens")
+    if args.step is not None and args.step < 1:
+        raise ConfigError(f"step={args.step} must be at least 1: there is no checkpoint of step 0", key="step", nearest=(1,))
+    use_fake_devices(args.fake_devices)
+    from rampup.lm.critical import find_critical_batch_size
+
+    progress = Console(stderr=True, highlight=False, markup=False)
+    found = find_critical_batch_size(
+        args.run,
+        step=args.step,
+        multiples=multiples,
+        tokens=tokens,
+        tolerance=float(tolerance),
+        work_folder=args.work,
+        report=lambda line: progress.print(line, style="dim", soft_wrap=True),
+    )
+    return Result(facts=found.to_dict(), show=lambda console: _print_result(found, console))
+
+
+def _print_result(found: CriticalBatch, console: Console) -> None:
+    from rampup.show.console import make_table, print_notes
+    from rampup.show.format import format_value
+
+    def cell(value: float | None, form: str) -> str:
+        return "-" if value is None else form.format(value)
+
+    rows = [
+        (
+            f"{branch.multiple}x",
+            f"{branch.global_batch_size:,}",
+            format_value(rate),
+            cell(branch.loss, "{:.4f}"),
+            cell(branch.difference, "{:+.4f}"),
+            cell(branch.standard_error if branch.difference is not None else None, "{:.4f}"),
+            "stopped early" if branch.stopped else "",
+        )
+        for branch, rate in zip(found.branches, found.learning_rates, strict=True)
+    ]
+    titles = ("branch", "batch", "learning rate", "smoothed loss", "worse by", "+-", "")
+    console.print(make_table(console, titles, rows, left=1))
+    relation = "at least " if found.at_least else ""
+    console.print(
+        f"critical batch size at step {found.step:,}: {relation}{found.critical_batch_size:,} samples, the largest whose loss "
+        f"is within {found.tolerance:g} of every smaller one after {found.tokens:,} tokens"
+    )
+    console.print(f'from here on: enable_rampup_batch_size=false batch_size_schedule="{found.batch_size_schedule}"')
+    if found.noise_scale_samples is None:
+        print_notes(["the run measured no gradient noise scale to compare with: measure_gradient_noise=true"], console)
+    else:
+        console.print(f"gradient noise scale measured by the run: {found.noise_scale_samples:,.4g} samples")
+        print_notes([] if found.disagreement is None else [found.disagreement], console)
+    close = [
+        branch.global_batch_size
+        for branch in found.branches
+        if branch.difference is not None
+        and branch.standard_error is not None
+        and not branch.stopped
+        and abs(branch.difference - found.tolerance) < 2 * branch.standard_error
+    ]
+    if close:
+        batches = ", ".join(f"{size:,}" for size in close)
+        print_notes([f"within two standard errors of the tolerance: {batches}; a longer --tokens decides them"], console)
+    console.print(f"kept in {found.folder}")

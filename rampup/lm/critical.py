@@ -1,0 +1,508 @@
+"""`rampup critical`: finds the critical batch size of a run by training branches of it; see `rampup.plan.critical`.
+
+The branches are the phases of one plan, one after the other, and each phase reads the same samples: the training step, its data
+and its compilation are those of any ramp. The run's folder is only read. Evaluations and checkpoints of the branches are in a
+folder next to it, from which an interrupted measurement resumes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rampup.config.load import load_config
+from rampup.config.resume import plan_to_resume
+from rampup.config.schema import Config
+from rampup.errors import ConfigError, DataError, ResumeMismatchError
+from rampup.lm.data import sample_order, sources
+from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, model_loss, optimizer
+from rampup.plan.critical import (
+    BranchResult,
+    BranchWindow,
+    Evaluation,
+    find_critical,
+    is_losing,
+    noise_scale_before,
+    schedule_from,
+    smoothed_loss,
+)
+from rampup.plan.numbers import nearest_in, plain_number
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import BatchRamp
+from rampup.run.checkpoint import CHECKSUMS_FILE, Checkpoints, checkpoint_steps, damage, find_checkpoint, read_state
+from rampup.run.compile import enable_compilation_cache
+from rampup.run.data.batches import BatchLoader, SampleOrder
+from rampup.run.data.files import fingerprints
+from rampup.run.data.sources import files_of
+from rampup.run.loop import stop_requests
+from rampup.run.mesh import make_mesh
+from rampup.run.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, METRICS_FILE, StepLog, read_lines
+from rampup.run.run_lock import own_run
+from rampup.run.step import EvalStep, TrainState
+
+DEFAULT_MULTIPLES = (1, 2, 4, 8)
+# Nats by which a larger batch may be worse, as in the paper.
+DEFAULT_TOLERANCE = 0.01
+EVALUATIONS_FILE = "evaluations.jsonl"
+# Checkpoints of a branch that is not interrupted.
+SAVES_PER_BRANCH = 4
+# The noise scale and the critical batch disagree if one is more than this many times the other.
+DISAGREEMENT = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalBatch:
+    """The critical batch size of a run at a checkpoint.
+
+    Attributes:
+        step: optimizer steps done in the checkpoint.
+        branches: the branches, smallest batch first.
+        critical_batch_size: the largest batch, in samples, whose loss is within the tolerance.
+        at_least: whether no larger batch was tried, so that the critical batch may be larger.
+        batch_size_schedule: the run's schedule until the checkpoint, and this batch from there on, in the run's
+            `batch_size_schedule_unit`.
+        learning_rates: the learning rate of each branch.
+        tolerance: nats by which a branch may be worse than a smaller one.
+        tokens: tokens that every branch trained on.
+        noise_scale_samples: the gradient noise scale that the run measured before the checkpoint, or None.
+        num_compilations: executables built for the training step.
+        folder: the folder of the measurement.
+    """
+
+    step: int
+    branches: tuple[BranchResult, ...]
+    critical_batch_size: int
+    at_least: bool
+    batch_size_schedule: str
+    learning_rates: tuple[float, ...]
+    tolerance: float
+    tokens: int
+    noise_scale_samples: float | None
+    num_compilations: int
+    folder: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as `rampup critical --json` prints it."""
+        names = ("global_batch_size", "loss", "standard_error", "stopped")
+        branches = [
+            {"multiple": plain_number(branch.multiple)} | {name: getattr(branch, name) for name in names}
+            for branch in self.branches
+        ]
+        names = ("critical_batch_size", "at_least", "batch_size_schedule")
+        return {"step": self.step, "branches": branches} | {name: getattr(self, name) for name in names}
+
+    @property
+    def disagreement(self) -> str | None:
+        """How the measured noise scale differs from the critical batch, if it differs by more than a factor of 2."""
+        noise = self.noise_scale_samples
+        if noise is None or noise <= 0:
+            return None
+        ratio = noise / self.critical_batch_size
+        # A lower bound does not contradict a larger noise scale.
+        if ratio >= 1 / DISAGREEMENT and (ratio <= DISAGREEMENT or self.at_least):
+            return None
+        factor = f"{ratio:,.3g} times" if ratio > 1 else f"1/{1 / ratio:,.3g} of"
+        return (
+            f"the gradient noise scale, {noise:,.4g} samples, is {factor} the critical batch: trust the branches. The noise "
+            "scale describes plain SGD with its best learning rate; with Adam it can be off by orders of magnitude"
+        )
+
+
+def find_critical_batch_size(
+    run: str | Path,
+    *,
+    step: int | None = None,
+    multiples: Sequence[object] = DEFAULT_MULTIPLES,
+    tokens: int | None = None,
+    tolerance: float = DEFAULT_TOLERANCE,
+    work_folder: str | Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> CriticalBatch:
+    """Find the critical batch size of a run of `rampup train` by training branches from one of its checkpoints.
+
+    Each branch has the run's batch times a multiple, and the run's learning rate at the checkpoint, held constant, times the
+    square root of the multiple with AdamW, or the multiple with SGD. The run's folder is only read, so the run may be training.
+
+    Args:
+        run: the folder of the run.
+        step: optimizer steps done in the checkpoint; None = the newest intact one.
+        multiples: factors of the run's batch at the checkpoint; numbers or text such as "1/2".
+        tokens: tokens that each branch trains on, rounded up to whole steps of all branches; None = 20 optimizer steps of the
+            largest branch.
+        tolerance: nats by which the loss of a larger batch may be above that of a smaller one.
+        work_folder: folder for evaluations and checkpoints of branches; None = RUN.critical next to the run's folder.
+        report: called with a line of progress.
+
+    Raises:
+        RampupError: the run cannot be branched like this.
+        KeyboardInterrupt: it was interrupted; the same call resumes.
+    """
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax warns that nothing will be written.
+    if not (math.isfinite(tolerance) and tolerance > 0):
+        raise ConfigError(f"tolerance={tolerance} must be above 0", key="tolerance", nearest=(DEFAULT_TOLERANCE,))
+    folder = Path(run).absolute()
+    config, record = _find_run(folder, step)
+    step = record["step"]
+    branches = _Branches.build(config, record, multiples, tokens)
+    enable_compilation_cache(config.jax_cache_dir)
+    identity = branches.identity | {
+        "checkpoint": hashlib.sha256((folder / CHECKPOINT_FOLDER / str(step) / CHECKSUMS_FILE).read_bytes()).hexdigest(),
+        "tolerance": tolerance,
+    }
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+    parent = folder.with_name(f"{folder.name}.critical") if work_folder is None else Path(work_folder).absolute()
+    if parent == folder or folder in parent.parents:
+        raise ConfigError(f"{parent} is inside the run's folder, which stays as it is; name another one", key="work")
+    work = parent / f"step-{step}-{digest}"
+    window = branches.window
+    report(
+        f"step {step}: branches of {', '.join(map(str, window.sizes))} samples, {window.samples * config.max_target_length:,} "
+        f"tokens each, evaluated {window.num_evaluations} times; kept in {work}"
+    )
+    with own_run(work):
+        curves = _train_branches(branches, folder, work, tolerance, report)
+    results, critical = find_critical(window, curves, tolerance)
+    unit = config.max_target_length if config.batch_size_schedule_unit == "tokens" else 1
+    size = window.sizes[critical]
+    return CriticalBatch(
+        step=step,
+        branches=results,
+        critical_batch_size=size,
+        at_least=critical == len(window.sizes) - 1,
+        batch_size_schedule=schedule_from(branches.run_plan.ramp, step, size, tokens_per_sample=unit),
+        learning_rates=branches.learning_rates,
+        tolerance=tolerance,
+        tokens=window.samples * config.max_target_length,
+        noise_scale_samples=noise_scale_before(list(read_lines(folder / METRICS_FILE)), step),
+        num_compilations=branches.setup.step.num_compilations,
+        folder=work,
+    )
+
+
+def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]]:
+    """Return a run's configuration and the record of one of its checkpoints.
+
+    Raises:
+        RampupError: there is none.
+    """
+    steps = checkpoint_steps(folder / CHECKPOINT_FOLDER)
+    if not steps:
+        raise ConfigError(
+            f"{folder} has no checkpoint to branch from; name the folder of a run of `rampup train` with "
+            "enable_checkpointing=true that has done checkpoint_period steps",
+            key="run",
+        )
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{folder} has no {CONFIG_FILE}: only runs of `rampup train` can be branched", key="run")
+    if step is None:
+        saved = find_checkpoint(folder / CHECKPOINT_FOLDER)
+        assert saved is not None
+        record = saved.record
+    else:
+        if step not in steps:
+            raise ConfigError(
+                f"step={step}: {folder} has checkpoints of the steps {', '.join(map(str, steps))}; "
+                "max_num_checkpoints_to_keep says how many a run keeps",
+                key="step",
+                nearest=nearest_in(step, steps),
+            )
+        checkpoint = folder / CHECKPOINT_FOLDER / str(step)
+        if problem := damage(checkpoint):
+            raise ResumeMismatchError(f"the checkpoint {checkpoint} is damaged: {problem}", key="step")
+        record = json.loads((checkpoint / "record" / "metadata").read_text(encoding="utf-8"))
+    if RAMP_RECORD not in record:
+        raise ConfigError(f"{folder} was trained by a loop of its own: only runs of `rampup train` can be branched", key="run")
+    return load_config(folder / CONFIG_FILE), record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Branches:
+    """Everything that trains and evaluates the branches, built once.
+
+    Attributes:
+        run_plan: the plan of the run.
+        run_shapes: shapes and shardings of the run's state.
+        window: the branches.
+        learning_rates: the learning rate of each.
+        setup: the model and the training step of all branches.
+        loader: the batches of all branches, one branch after the other.
+        eval_step: sums the loss over rows.
+        eval_loader: the rows of the evaluations.
+        identity: the values that a measurement must share with the one that it resumes.
+    """
+
+    run_plan: RampPlan
+    run_shapes: TrainState
+    window: BranchWindow
+    learning_rates: tuple[float, ...]
+    setup: TrainSetup
+    loader: BatchLoader
+    eval_step: EvalStep
+    eval_loader: BatchLoader
+    identity: Mapping[str, Any]
+
+    @classmethod
+    def build(cls, config: Config, record: Mapping[str, Any], multiples: Sequence[object], tokens: int | None) -> _Branches:
+        step = record["step"]
+        run_plan = plan_to_resume(config, jax.device_count(), {**record[RAMP_RECORD], "step": step})
+        position = run_plan.position(step)
+        samples = None if tokens is None else -(-tokens // config.max_target_length)
+        if tokens is not None and tokens < 1:
+            raise ConfigError(f"tokens={tokens} must be at least 1", key="tokens", nearest=(1,))
+        window = BranchWindow.of(position.split.global_batch_size, multiples, samples)
+        plan = _branch_plan(run_plan, window, position.split.microbatch_size)
+        rates = _learning_rates(config, run_plan, step, window)
+
+        mesh = make_mesh(plan.axes)
+        fused = replace(config, gradient_accumulation="fused")
+        tx = optimizer(fused, _phase_values(plan.ramp, rates))
+        setup = replace(TrainSetup.from_config(fused, plan, mesh), tx=tx).with_batches(plan)
+        run_shapes = TrainSetup.from_config(config, run_plan, mesh).state_shapes()
+
+        rows, _ = sources(config)
+        _check_data(config, record, rows)
+        first, last = position.consumed_samples, position.consumed_samples + window.samples + window.interval
+        try:
+            order = sample_order(config, len(rows), last)
+        except DataError as error:
+            raise DataError(
+                f"the branches read samples {first:,} to {last:,}, the last of them for evaluation, which are beyond the data "
+                f"of the run: {error}; give fewer --tokens, an earlier --step, or train with a larger num_epoch",
+                key="tokens",
+            ) from None
+        group = window.sizes[0]
+        eval_plan = RampPlan(
+            ramp=BatchRamp.constant(group),
+            splitter=plan.splitter.for_eval(),
+            num_devices=plan.num_devices,
+            axes=plan.axes,
+            total_steps=(window.samples + window.interval) // group,
+        )
+        loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=_SampleWindow(order, first, window.samples))
+        return cls(
+            run_plan=run_plan,
+            run_shapes=run_shapes,
+            window=window,
+            learning_rates=rates,
+            setup=setup,
+            loader=loader,
+            eval_step=EvalStep(model_loss(config, replace(setup.model, dropout_rate=0.0), plan, mesh), mesh),
+            eval_loader=replace(loader, plan=eval_plan, order=_SampleWindow(order, first, None)),
+            identity={
+                "step": step,
+                "sizes": window.sizes,
+                "interval": window.interval,
+                "num_evaluations": window.num_evaluations,
+                "learning_rates": rates,
+                "microbatch_size": plan.splits[0].microbatch_size,
+                "num_devices": plan.num_devices,
+            },
+        )
+
+    def first_step(self, number: int) -> int:
+        """Return the first step of a branch in the plan of all branches."""
+        return self.setup.plan.ramp.phases[number].start_step
+
+    def steps_per_evaluation(self, number: int) -> int:
+        """Return the optimizer steps of a branch between two evaluations."""
+        return self.window.interval // self.window.sizes[number]
+
+    def start(self, state: Any, number: int) -> Any:
+        """Return the state from which a branch starts, on the devices.
+
+        Args:
+            state: the run's state in host memory.
+            number: the branch.
+        """
+        first = np.int32(self.first_step(number))
+        # The counters of schedules count the steps of all branches, so that a branch has its own learning rate. Those of the
+        # optimizer, such as Adam's for its bias correction, continue.
+        opt_state = jax.tree.map(
+            lambda leaf: leaf._replace(count=first) if isinstance(leaf, optax.ScaleByScheduleState) else leaf,
+            state.opt_state,
+            is_leaf=lambda leaf: isinstance(leaf, optax.ScaleByScheduleState),
+        )
+        shardings = jax.tree.map(lambda shape: shape.sharding, self.setup.state_shapes())
+        # A copy: steps donate their state, and the next branch starts from the same one.
+        return jax.device_put(replace(state, step=first, opt_state=opt_state), shardings, may_alias=False)
+
+    def evaluate(self, state: Any, evaluation: int) -> Evaluation:
+        """Return the loss on the rows that all branches train on next, which no branch has seen yet."""
+        per_evaluation = self.window.interval // self.window.sizes[0]
+        batches = self.eval_loader.batches(evaluation * per_evaluation, (evaluation + 1) * per_evaluation)
+        sums = jax.device_get([self.eval_step(state, batch) for batch in batches])
+        losses = tuple(float(loss) / float(weight) if weight else 0.0 for loss, weight in sums)
+        return Evaluation(losses, tuple(float(weight) for _, weight in sums))
+
+
+class _SampleWindow(SampleOrder):
+    """The samples from a first one on, over and over in a window of them if it is given."""
+
+    def __init__(self, order: SampleOrder, first: int, length: int | None) -> None:
+        self._order, self._first, self._window = order, first, length
+
+    def rows(self, samples: Iterable[int]) -> np.ndarray:
+        return self._order.rows([self._first + (s if self._window is None else s % self._window) for s in samples])
+
+    def check(self, num_samples: int) -> None:
+        """Do nothing: the window was checked."""
+
+
+def _branch_plan(run_plan: RampPlan, window: BranchWindow, microbatch_size: int) -> RampPlan:
+    """Return the plan of all branches, with microbatches that are as large as those of the run if they divide all batches.
+
+    Raises:
+        BatchDivisibilityError: a batch cannot be split on these devices.
+    """
+    options: dict[str, Any] = {"rampup_microbatch": "fixed", "microbatch_size": -1, "gradient_accumulation_steps": 1}
+    splitter = replace(run_plan.splitter, **options, tick_overhead=None)
+    for multiple, size in zip(window.multiples, window.sizes, strict=True):
+        if problem := splitter.problem(size, f"multiple {multiple} of the run's batch", key="multiples"):
+            raise problem
+    legal = splitter.legal_microbatches(window.sizes)
+    fitting = max((size for size in legal if size <= microbatch_size), default=legal[0])
+    return RampPlan(
+        ramp=window.ramp,
+        splitter=replace(splitter, microbatch_size=fitting),
+        num_devices=run_plan.num_devices,
+        axes=run_plan.axes,
+        total_steps=window.total_steps,
+    )
+
+
+def _learning_rates(config: Config, plan: RampPlan, step: int, window: BranchWindow) -> tuple[float, ...]:
+    """Return the learning rate of each branch: the run's next one, or its last if its schedule has ended, scaled.
+
+    Raises:
+        ConfigError: it is 0.
+    """
+    schedule = learning_rate(config, plan)
+    rate = schedule.at(step) or schedule.at(step - 1)
+    if not rate > 0:
+        raise ConfigError(
+            f"the learning rate of the run is 0 at step {step}, so its branches would learn nothing; choose another --step",
+            key="step",
+        )
+    # SGD: Goyal et al. 2017, arXiv 1706.02677. Adam: Malladi et al. 2022, arXiv 2205.10287.
+    power = 1.0 if config.opt_type == "sgd" else 0.5
+    return tuple(rate * float(multiple) ** power for multiple in window.multiples)
+
+
+def _phase_values(ramp: BatchRamp, values: Sequence[float]) -> Callable[[Any], Any]:
+    """Return an `optax.Schedule` with one value in each phase."""
+    starts, table = np.array([phase.start_step for phase in ramp.phases], np.int32), np.array(values, np.float32)
+    return lambda count: jnp.asarray(table)[jnp.searchsorted(jnp.asarray(starts), count, side="right") - 1]
+
+
+def _check_data(config: Config, record: Mapping[str, Any], rows: Any) -> None:
+    """Refuse data that are not those of the run."""
+    found = {"num_rows": len(rows), "data": fingerprints(files_of(rows))}
+    for name, value in found.items():
+        if name in record and record[name] != value:
+            raise ResumeMismatchError(
+                f"the training data are not those of the run: {name} differs from the checkpoint's; restore the files of "
+                f"grain_train_files={config.grain_train_files}, or train again",
+                key="grain_train_files",
+            )
+
+
+def _train_branches(
+    branches: _Branches, folder: Path, work: Path, tolerance: float, report: Callable[[str], None]
+) -> list[list[Evaluation]]:
+    """Train what is missing of the branches, smallest batch first, and return their evaluations."""
+    window, setup = branches.window, branches.setup
+    curves = _read_curves(branches, work / EVALUATIONS_FILE)
+
+    def is_done(number: int) -> bool:
+        complete = len(curves[number]) == window.num_evaluations
+        return complete or is_losing(curves[number], _complete(curves[:number], window), window.num_evaluations, tolerance)
+
+    missing = [number for number in range(len(window.sizes)) if not is_done(number)]
+    if not missing:
+        return curves
+    start = _read_start(branches, folder)
+    with (
+        Checkpoints(work / CHECKPOINT_FOLDER, max_to_keep=1) as checkpoints,
+        stop_requests(lambda: report("stopping after this step; the same command resumes")) as stop_requested,
+    ):
+        for number in missing:
+            first, per_evaluation = branches.first_step(number), branches.steps_per_evaluation(number)
+            last = first + per_evaluation * window.num_evaluations
+            state, done = branches.start(start, number), first
+            saved = find_checkpoint(work / CHECKPOINT_FOLDER)
+            if (
+                saved is not None
+                and first < saved.step < last
+                and len(curves[number]) >= (saved.step - first) // per_evaluation
+            ):
+                state, done = checkpoints.restore(saved, state), saved.step
+            # Evaluations after the checkpoint are repeated, with the same result.
+            del curves[number][(done - first) // per_evaluation :]
+            log = StepLog(work / EVALUATIONS_FILE, keep_below=done + 1)
+            try:
+                for batch in branches.loader.batches(done, last):
+                    state, _ = setup.step(state, batch)
+                    done = batch.position.step + 1
+                    evaluations, rest = divmod(done - first, per_evaluation)
+                    if rest == 0:
+                        curves[number].append(branches.evaluate(state, evaluations))
+                        _write_evaluation(log, done, number, curves[number][-1])
+                        _report_evaluation(branches, number, curves[number], report)
+                        if is_done(number):
+                            break
+                    if stop_requested() or (rest == 0 and evaluations % -(-window.num_evaluations // SAVES_PER_BRANCH) == 0):
+                        log.sync()
+                        checkpoints.save(done, state, {"branch": number})
+                    if stop_requested():
+                        checkpoints.wait()
+                        raise KeyboardInterrupt
+                log.sync()
+            finally:
+                log.close()
+        checkpoints.wait()
+    setup.step.close()
+    return curves
+
+
+def _read_start(branches: _Branches, folder: Path) -> Any:
+    """Return the state of the run's checkpoint in host memory, as the branches' own optimizer has it."""
+    state = read_state(folder / CHECKPOINT_FOLDER, branches.identity["step"], branches.run_shapes)
+    _, from_saved = branches.setup.reorder_layers(state)
+    state = jax.device_get(from_saved(state))
+    if isinstance(state.opt_state, optax.MultiStepsState):
+        state = replace(state, opt_state=state.opt_state.inner_opt_state)
+    return state
+
+
+def _complete(curves: Sequence[Sequence[Evaluation]], window: BranchWindow) -> list[Sequence[Evaluation]]:
+    return [curve for curve in curves if len(curve) == window.num_evaluations and math.isfinite(curve[-1].mean)]
+
+
+def _read_curves(branches: _Branches, file: Path) -> list[list[Evaluation]]:
+    """Return the evaluations of earlier, interrupted calls."""
+    curves: list[list[Evaluation]] = [[] for _ in branches.window.sizes]
+    for line in read_lines(file):
+        losses = tuple(math.nan if loss is None else loss for loss in line["losses"])
+        curves[line["branch"]].append(Evaluation(losses, tuple(line["weights"])))
+    return curves
+
+
+def _write_evaluation(log: StepLog, step: int, number: int, evaluation: Evaluation) -> None:
+    losses = [loss if math.isfinite(loss) else None for loss in evaluation.losses]
+    log.write({"step": step, "branch": number, "losses": losses, "weights": evaluation.weights})
+
+
+def _report_evaluation(branches: _Branches, number: int, curve: Sequence[Evaluation], report: Callable[[str], None]) -> None:
+    size, total = branches.window.sizes[number], branches.window.num_evaluations
+    report(f"batch {size:,}: {len(curve)}/{total} of the window, smoothed loss {smoothed_loss(curve):.4f}")
