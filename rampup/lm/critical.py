@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -37,6 +36,7 @@ from rampup.plan.critical import (
     schedule_from,
     smoothed_loss,
 )
+from rampup.plan.learning_rate import learning_rate_scale
 from rampup.plan.numbers import nearest_in, plain_number
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
@@ -47,6 +47,7 @@ from rampup.run.data.files import fingerprints
 from rampup.run.data.sources import files_of
 from rampup.run.loop import stop_requests
 from rampup.run.mesh import make_mesh
+from rampup.run.optimizer import LearningRate
 from rampup.run.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, METRICS_FILE, StepLog, read_lines
 from rampup.run.run_lock import own_run
 from rampup.run.step import EvalStep, TrainState
@@ -261,12 +262,13 @@ class _Branches:
         if tokens is not None and tokens < 1:
             raise ConfigError(f"tokens={tokens} must be at least 1", key="tokens", nearest=(1,))
         window = BranchWindow.of(position.split.global_batch_size, multiples, samples)
-        plan = _branch_plan(run_plan, window, position.split.microbatch_size)
-        rates = _learning_rates(config, run_plan, step, window)
+        plan = _branch_plan(config, run_plan, window, position.split.microbatch_size)
+        rate = _learning_rate(config, run_plan, step, plan)
+        rates = tuple(rate.at(phase.start_step) for phase in plan.ramp.phases)
 
         mesh = make_mesh(plan.axes)
         fused = replace(config, gradient_accumulation="fused")
-        tx = optimizer(fused, _phase_values(plan.ramp, rates))
+        tx = optimizer(fused, rate, run_plan)
         setup = replace(TrainSetup.from_config(fused, plan, mesh), tx=tx).with_batches(plan)
         run_shapes = TrainSetup.from_config(config, run_plan, mesh).state_shapes()
 
@@ -359,7 +361,7 @@ class _SampleWindow(SampleOrder):
         """Do nothing: the window was checked."""
 
 
-def _branch_plan(run_plan: RampPlan, window: BranchWindow, microbatch_size: int) -> RampPlan:
+def _branch_plan(config: Config, run_plan: RampPlan, window: BranchWindow, microbatch_size: int) -> RampPlan:
     """Return the plan of all branches, with microbatches that are as large as those of the run if they divide all batches.
 
     Raises:
@@ -378,31 +380,27 @@ def _branch_plan(run_plan: RampPlan, window: BranchWindow, microbatch_size: int)
         num_devices=run_plan.num_devices,
         axes=run_plan.axes,
         total_steps=window.total_steps,
+        # SGD: Goyal et al. 2017, arXiv 1706.02677. Adam: Malladi et al. 2022, arXiv 2205.10287.
+        learning_rate_batch_scaling="linear" if config.opt_type == "sgd" else "sqrt",
+        reference_batch_size=run_plan.reference_size,
     )
 
 
-def _learning_rates(config: Config, plan: RampPlan, step: int, window: BranchWindow) -> tuple[float, ...]:
-    """Return the learning rate of each branch: the run's next one, or its last if its schedule has ended, scaled.
+def _learning_rate(config: Config, run_plan: RampPlan, step: int, plan: RampPlan) -> LearningRate:
+    """Return the learning rate of the branches: the run's next one, or its last if its schedule has ended, scaled by `plan`.
 
     Raises:
         ConfigError: it is 0.
     """
-    schedule = learning_rate(config, plan)
+    schedule, size = learning_rate(config, run_plan), run_plan.ramp.global_batch_size_at(step)
     rate = schedule.at(step) or schedule.at(step - 1)
     if not rate > 0:
         raise ConfigError(
             f"the learning rate of the run is 0 at step {step}, so its branches would learn nothing; choose another --step",
             key="step",
         )
-    # SGD: Goyal et al. 2017, arXiv 1706.02677. Adam: Malladi et al. 2022, arXiv 2205.10287.
-    power = 1.0 if config.opt_type == "sgd" else 0.5
-    return tuple(rate * float(multiple) ** power for multiple in window.multiples)
-
-
-def _phase_values(ramp: BatchRamp, values: Sequence[float]) -> Callable[[Any], Any]:
-    """Return an `optax.Schedule` with one value in each phase."""
-    starts, table = np.array([phase.start_step for phase in ramp.phases], np.int32), np.array(values, np.float32)
-    return lambda count: jnp.asarray(table)[jnp.searchsorted(jnp.asarray(starts), count, side="right") - 1]
+    scale = learning_rate_scale(size, plan.reference_size, plan.learning_rate_batch_scaling)
+    return LearningRate(plan=plan, peak=rate / scale, kind="constant")
 
 
 def _check_data(config: Config, record: Mapping[str, Any], rows: Any) -> None:

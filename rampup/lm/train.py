@@ -21,13 +21,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from rampup.config.build import adam_scaling, build_plan, hyperparameters
+from rampup.config.build import adam_base, adam_scaling, build_plan
 from rampup.config.files import run_yaml
 from rampup.config.resume import plan_to_resume, ramp_record
 from rampup.config.schema import IDENTITY_DEFAULTS, IDENTITY_KEYS, PER_PROCESS_KEYS, Config
 from rampup.errors import ConfigError, DataError
 from rampup.lm.data import sample_order, sources
 from rampup.lm.transformer import LanguageModel
+from rampup.plan.hyperparameters import adam_constants
 from rampup.plan.pipeline import stage_layer_order
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
@@ -390,9 +391,16 @@ def learning_rate(config: Config, plan: RampPlan) -> LearningRate:
     )
 
 
-def optimizer(config: Config, rate: LearningRate) -> optax.GradientTransformation:
-    """Return the optimizer that the configuration describes; its constants follow the batches of the rate's plan."""
-    follows = adam_scaling(config, rate.plan).is_active
+def optimizer(config: Config, rate: LearningRate, run_plan: RampPlan | None = None) -> optax.GradientTransformation:
+    """Return the optimizer that the configuration describes; its constants follow the batches of the rate's plan.
+
+    Args:
+        config: the configuration.
+        rate: the learning rate.
+        run_plan: the plan whose length the constants depend on; None = that of the rate.
+    """
+    scaling = adam_scaling(config, run_plan or rate.plan)
+    constants = adam_constants(rate.plan, adam_base(config), scaling) if scaling.is_active else ()
     return make_optimizer(
         rate,
         kind=config.opt_type,  # type: ignore[arg-type]
@@ -403,7 +411,7 @@ def optimizer(config: Config, rate: LearningRate) -> optax.GradientTransformatio
         clip_norm=config.gradient_clipping_threshold,
         mu_dtype=config.mu_dtype,
         nu_dtype=config.nu_dtype,
-        adam=AdamSchedule(plan=rate.plan, constants=hyperparameters(config, rate.plan)) if follows else None,
+        adam=AdamSchedule(plan=rate.plan, constants=constants) if constants else None,
     )
 
 
