@@ -12,7 +12,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rampup.errors import DataError
@@ -139,16 +139,19 @@ class Program:
         axes = next((names for names in named if "'axis_" not in names), None)  # axis_0, ...: made up by the compiler
         self.mesh = axes and tuple((name, int(size)) for name, size in _AXIS.findall(axes))
         current: dict[str, Instruction] | None = None
+        last: Instruction | None = None
         for line in text.splitlines():
             if current is None:
                 if match := _HEADER.match(line):
                     current = {}
                     self.computations[match.group(2)] = Computation(match.group(2), current)
                     self.entry = match.group(2) if match.group(1) else self.entry
-            elif line.startswith("}"):
-                current = None
+            elif line.rstrip() == "}":
+                current = last = None
             elif (instruction := _parse_line(line)) is not None:
-                current[instruction.name] = instruction
+                current[instruction.name] = last = instruction
+            elif last is not None:  # the description of a kernel has lines of its own
+                last = current[last.name] = replace(last, attributes=f"{last.attributes}\n{line}")
         if not self.entry:
             raise DataError("this is not the text of a compiled program: no line starts with ENTRY; see `compiled.as_text()`")
         # Where a loop or call passes its arguments, for following a value into the computation that called.

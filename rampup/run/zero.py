@@ -21,6 +21,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain, spec_without
 
 
+# A buffer is made of whole tiles of a TPU's memory. Otherwise the compiler turns an all-gather, and on small slices a
+# reduce-scatter, into an all-reduce of all parts, which sends up to twice as much.
+TILE = (128, 128)
+
+
 def scattered_shardings(tree: Any, mesh: Mesh, axes: BatchAxes) -> Any:
     """Return the shardings of a tree's leaves, sharded over the replicas too along a dimension that they divide.
 
@@ -184,7 +189,11 @@ def _exchange(
     for members in buffers.values():
         ready = [prepare(leaves[k], dims[k]) for k in members]  # type: ignore[arg-type]
         flat = [x.reshape(*x.shape[:leading], -1) for x in ready]
-        result = together(jnp.concatenate(flat, axis=leading) if len(flat) > 1 else flat[0])
+        size = sum(x.shape[-1] for x in flat)
+        padding = jnp.zeros((*flat[0].shape[:leading], -size % math.prod(TILE)), flat[0].dtype)
+        tiled = jnp.concatenate([*flat, padding], axis=leading).reshape(*flat[0].shape[:leading], -1, TILE[1])
+        result = together(tiled)
+        result = result.reshape(*result.shape[:-2], -1)
         first = 0
         for k, x in zip(members, ready, strict=True):
             size = math.prod(x.shape[leading:])
