@@ -33,7 +33,7 @@ COMMANDS = {
     "report": "write a self-contained HTML report of a plan or a run",
     "bench": "run benchmarks against common alternatives",
     "check": "explain and check another system's configuration",
-    "suggest": "show starting sizes for reinforcement learning by model size",
+    "suggest": "show batch sizes by scaling laws, or starting sizes for reinforcement learning",
     "fix": "find the nearest legal configuration, as a patch",
     "explain": "explain a configuration key and its legal values",
     "completion": "print a shell completion script",

@@ -14,13 +14,14 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from rampup.show.format import describe_split, format_count, format_value
+from rampup.show.format import describe_split, format_count, format_si, format_value
 
 if TYPE_CHECKING:
     from rampup.config.explain import Explanation
     from rampup.config.fix import Fix
     from rampup.plan.budget import TokenBudget
     from rampup.plan.plan import RampPlan
+    from rampup.plan.scaling_laws import BatchRange
     from rampup.plan.timetable import Operation, Timetable
 
 # Of more phases, only the first and the last are printed.
@@ -188,6 +189,22 @@ def print_budget(
             f"steps={configured_steps:,} consumes {tokens:,} tokens; for the budget set steps={budget.steps}"
         )
     print_facts(rows, console)
+
+
+def print_batch_range(found: BatchRange, console: Console) -> None:
+    """Print the batch that each scaling law gives, with its source, and the ranges."""
+    from rampup.plan.scaling_laws import LAWS
+
+    console.print(f"{found.tokens:,} tokens, {found.params:,} parameters: batch size in tokens")
+    rows = [
+        (law.kind, f"{law.name}: {law.formula} ({law.source})", format_si(found.batch_tokens(law)), f"{found.steps(law):,}")
+        for law in LAWS
+    ]
+    console.print(make_table(console, ["", "law", "batch", "steps"], rows, left=2))
+    ranges = (f"{kind} {' to '.join(map(format_si, found.range_of(kind)))}" for kind in ("optimal", "critical"))
+    console.print("; ".join(ranges))
+    for note in found.notes:
+        console.print(f"- {note}")
 
 
 def print_timetable(table: Timetable, console: Console) -> None:

@@ -7,7 +7,9 @@ import optax
 import pytest
 from helpers import toy
 
+from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
+from rampup.plan.seesaw import Seesaw, discretize
 from rampup.run.data.batches import step_batches
 from rampup.run.optimizer import AdamSchedule, LearningRate, make_optimizer, scheduled_adamw
 from rampup.run.step import create_state, train_step
@@ -96,3 +98,18 @@ def test_constants_are_those_of_the_plan_at_every_step():
         for name in ("b1", "b2", "eps", "weight_decay"):
             assert float(traced[name][step]) == np.float32(getattr(constants, name))
         assert float(traced["c2"][step]) == np.float32(1 - constants.b2)
+
+
+def test_learning_rate_with_seesaw_is_the_same_on_host_and_device():
+    """Warm-up, then a staircase: host and device agree at every step, and each step is level * scale of the peak."""
+    cuts = discretize(lambda t: 1 - 0.9 * max(t - 0.1, 0), factor=1.5, total_samples=2000)
+    seesaw = Seesaw(base=BatchRamp.constant(16), cuts=cuts, max_batch_size=40, multiple=8, total_samples=2000)
+    splitter = BatchSplitter(data_parallel_size=1)
+    options = {"learning_rate_clock": "samples", "total_steps": seesaw.ramp.step_of_sample(1999) + 1, "num_devices": 1}
+    plan = RampPlan(ramp=seesaw.ramp, splitter=splitter, seesaw=seesaw, **options)
+    rate = LearningRate(plan=plan, peak=0.3, warmup_fraction=0.1)
+    on_device = jax.jit(jax.vmap(rate))(jnp.arange(plan.total_steps))
+    np.testing.assert_allclose(on_device, [rate.at(step) for step in range(plan.total_steps)], rtol=1e-5)
+    for step in (step for step in seesaw.steps[1:] if step.start_step < plan.total_steps):
+        assert rate.at(step.start_step) == pytest.approx(0.3 * step.level * (step.global_batch_size / 16) ** 0.5)
+    assert len(plan.clock) > len(plan.ramp.phases) == 3

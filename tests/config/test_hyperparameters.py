@@ -1,0 +1,327 @@
+"""Budgets, shares, Seesaw, the scalings of hyperparameters, and presets, as keys of a configuration."""
+
+import json
+import math
+from fractions import Fraction
+
+import pytest
+
+from rampup import Config, build_plan, load_config
+from rampup.cli import main
+from rampup.config.build import hyperparameters
+from rampup.config.files import run_yaml
+from rampup.config.presets import NANOCHAT_REFERENCE_TOKENS, PRESETS
+from rampup.config.resume import plan_to_resume, ramp_record
+from rampup.errors import ConfigError, RampupError, ResumeMismatchError
+from rampup.plan import BatchRamp
+
+SHARES = {"batch_size_schedule": "0:16 3%:32 10%:64", "max_target_length": 128}
+
+
+def plan_json(capsys, *words):
+    """Return exit code and JSON of `rampup plan base.yml`."""
+    code = main(["plan", "base.yml", "--devices", "4", "--json", *words])
+    return code, json.loads(capsys.readouterr().out)
+
+
+# Budgets and shares
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 12_345_678, "1.5M", "2B"])
+def test_a_token_budget_is_reached_by_the_last_step(tokens):
+    """The run ends with the first batch that reaches the budget; as many samples are the same budget."""
+    config = Config(train_tokens=tokens, max_target_length=128, batch_size_schedule="0:16 100:32 20K:64")
+    plan = build_plan(config, 4)
+    samples = -(-config.train_tokens // 128)
+    assert plan.ramp.samples_before(plan.total_steps - 1) < samples <= plan.consumed_samples
+    assert plan.schedule_steps == plan.total_steps
+    same = build_plan(Config(train_samples=samples, batch_size_schedule="0:16"), 4)
+    assert same.total_steps == -(-samples // 16)
+
+
+@pytest.mark.parametrize("share", ["3%", "0.1%", "33.3333%", "1/3%", "99.999%", "100%"])
+@pytest.mark.parametrize("budget", [{"train_tokens": 987_654_321}, {"train_samples": 7_654_321}, {"train_samples": 10**17 + 1}])
+def test_shares_are_exact_and_rounded_down(share, budget):
+    """A threshold is the whole samples in the share of the budget, from exact fractions."""
+    number = share.removesuffix("%")
+    exact = Fraction(number) / 100 * (budget.get("train_samples") or Fraction(budget["train_tokens"], 128))
+    plan = build_plan(Config(batch_size_schedule=f"0:16 {share}:32", **budget), 4)
+    assert plan.ramp.to_rows() == BatchRamp.piecewise([(0, 16), (math.floor(exact), 32)]).to_rows()
+
+
+def test_shares_and_counts_can_be_mixed():
+    """A schedule may have thresholds of both kinds, in order."""
+    config = Config(batch_size_schedule="0:16 1000:32 50%:64", train_samples=10_000)
+    assert [phase.start_sample for phase in build_plan(config, 4).ramp.phases] == [0, 1008, 5008]
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"batch_size_schedule": "0:16 3%:32"}, "share of the budget, but there is none; set train_tokens or train_samples"),
+        ({"batch_size_schedule": "0:16 101%:32", "train_samples": 1000}, "between 0% and 100%"),
+        ({"batch_size_schedule": "0:16 -3%:32", "train_samples": 1000}, "between 0% and 100%"),
+        ({"batch_size_schedule": "0:16 x%:32", "train_samples": 1000}, "is not a number"),
+        ({"batch_size_schedule": "0:16 10%:32 3%:64", "train_samples": 1000}, "thresholds must increase"),
+        ({"batch_size_schedule": "0:16 10%:32 10.01%:64", "train_samples": 1000}, "thresholds must increase"),
+        ({"batch_size_schedule": "3%:16", "train_samples": 1000}, "first threshold must be 0"),
+        ({"steps": 10, "train_samples": 100}, "steps=10 and train_samples=100 both set the length"),
+        ({"steps": 10, "train_tokens": 100}, "steps=10 and train_tokens=100 both set the length"),
+        ({"train_samples": 10, "train_tokens": 100}, "train_samples=10 and train_tokens=100 both set the length"),
+        ({"train_samples": 0}, "train_samples=0 must be a whole number, such as 300B, at least 1"),
+        ({"train_tokens": "2.5"}, "train_tokens='2.5' must be a whole number"),
+        ({"train_tokens": 1.5}, "train_tokens=1.5 must be a whole number"),
+        ({"train_tokens": "many"}, "train_tokens='many' must be a whole number"),
+        ({"train_tokens": 10**19}, "train_tokens"),
+    ],
+)
+def test_bad_budgets_and_shares_are_refused(keys, text):
+    """The error names the rule and the numbers, before any work."""
+    with pytest.raises(RampupError, match=text):
+        build_plan(Config(**keys), 4)
+
+
+def test_the_nearest_budget_counts(tmp_path, capsys):
+    """A budget on the command line replaces the steps of the file, and the other way round; both in one place is an error."""
+    code, plan = plan_json(capsys, "train_samples=6400", "enable_rampup_batch_size=false")
+    assert (code, plan["total_steps"]) == (0, 100)
+    (tmp_path / "my.yml").write_text("base_config: base.yml\ntrain_tokens: 1M\n")
+    assert load_config(tmp_path / "my.yml").train_tokens == 10**6
+    assert load_config(tmp_path / "my.yml", ["steps=7"]).total_steps == 7
+    assert load_config(tmp_path / "my.yml", ["train_samples=7"]).train_tokens is None
+    code, refused = plan_json(capsys, "train_samples=6400", "steps=3")
+    assert (code, refused["error"]["key"]) == (2, "steps")
+
+
+# Seesaw
+
+
+def test_seesaw_takes_fewer_steps_for_the_same_samples():
+    """The batch grows at the cuts, the samples stay, and rate / sqrt(batch) is that of the planned staircase."""
+    keys = {"batch_size_schedule": "0:32 500:64", "steps": 500, "learning_rate_final_fraction": 0.0}
+    plain = build_plan(Config(**keys), 4)
+    plan = build_plan(Config(**keys, seesaw_factor=2, seesaw_max_batch_size=512), 4)
+    assert plain.consumed_samples <= plan.consumed_samples < plain.consumed_samples + 512
+    assert plan.total_steps < 0.75 * plain.total_steps
+    assert plan.ramp.sizes == (32, 64, 128, 256, 512)
+    assert plan.num_compiled_shapes == 1
+    for segment in plan.clock:
+        base = plain.ramp.phase_of_sample(plan.ramp.samples_before(segment.start_step)).global_batch_size
+        assert segment.scale == pytest.approx(math.sqrt(segment.global_batch_size / base))
+
+
+def test_seesaw_rounds_to_sizes_that_can_be_split():
+    """With a factor of 1.5 and a fixed microbatch, every batch is a multiple of the replicas times the microbatch."""
+    config = Config(per_device_batch_size=16, microbatch_size=4, seesaw_factor=1.5, train_tokens="4M", steps=-1)
+    sizes = build_plan(config, 4).ramp.sizes
+    assert sizes == (64, 96, 144, 208, 320, 480)
+
+
+def test_seesaw_for_sgd_grows_the_batch_by_the_whole_cut():
+    """With SGD the learning rate stays at its peak while the batch can grow."""
+    plan = build_plan(Config(per_device_batch_size=16, opt_type="sgd", seesaw_factor=2), 4)
+    assert [segment.level * segment.scale for segment in plan.clock] == pytest.approx([1.0] * len(plan.clock))
+
+
+@pytest.mark.parametrize(
+    ("keys", "key"),
+    [
+        ({"seesaw_factor": 1}, "seesaw_factor"),
+        ({"seesaw_factor": -2}, "seesaw_factor"),
+        ({"seesaw_factor": "two"}, "seesaw_factor"),
+        ({"seesaw_max_batch_size": 100}, "seesaw_max_batch_size"),
+        ({"seesaw_factor": 2, "seesaw_max_batch_size": 8}, "seesaw_max_batch_size"),
+        ({"seesaw_factor": 2, "seesaw_max_batch_size": 99.5}, "seesaw_max_batch_size"),
+        ({"seesaw_factor": 2, "lr_schedule_type": "constant"}, "seesaw_factor"),
+        ({"seesaw_factor": 2, "learning_rate_final_fraction": 1.0}, "seesaw_factor"),
+        ({"seesaw_factor": 2, "learning_rate_clock": "steps"}, "learning_rate_clock"),
+        ({"adam_b2_floor": 0.9}, "adam_b2_floor"),
+        ({"adam_b2_batch_scaling": "half_life", "adam_b2_floor": 0.9, "adam_b2_ceiling": 0.8}, "adam_b2_floor"),
+        ({"adam_b2_batch_scaling": "half_life", "opt_type": "sgd"}, "adam_b2_batch_scaling"),
+        ({"adam_b2_batch_scaling": "half-life"}, "adam_b2_batch_scaling"),
+        ({"adam_b1_batch_scaling": "sde", "batch_scaling_reference": 1}, "adam_b1_batch_scaling"),
+        ({"adam_eps_batch_scaling": "half_life"}, "adam_eps_batch_scaling"),
+        ({"adam_weight_decay_reference_tokens": "1B"}, "adam_weight_decay_reference_tokens"),
+        ({"batch_scaling_reference": 0}, "batch_scaling_reference"),
+        ({"preset": "nanogpt"}, "preset"),
+        ({"preset": "nanochat"}, "train_tokens"),
+        ({"preset": "olmo", "max_target_length": 100}, "max_target_length"),
+    ],
+)
+def test_bad_hyperparameter_keys_are_refused(keys, key):
+    """The error names the key, before any work, and its nearest values are accepted."""
+    with pytest.raises(RampupError) as caught:
+        build_plan(Config(**({"per_device_batch_size": 16} | keys)), 4)
+    assert caught.value.key == key
+    for value in () if key == "preset" else caught.value.nearest[:2]:
+        build_plan(Config(**({"per_device_batch_size": 16} | keys | {key: value})), 4)
+
+
+# Hyperparameters of every phase
+
+
+def test_plan_prints_the_hyperparameters_of_every_phase(capsys):
+    """The JSON of every phase has its constants: b2**(1/B) is constant to 1e-12, and the learning rate is that of the run."""
+    words = ["adam_b2_batch_scaling=half_life", "learning_rate_batch_scaling=sqrt", "adam_weight_decay_batch_scaling=timescale"]
+    code, plan = plan_json(capsys, "--hyperparameters", *words)
+    assert code == 0
+    phases = plan["phases"]
+    roots = [phase["adam_b2"] ** (1 / phase["global_batch_size"]) for phase in phases]
+    assert max(roots) - min(roots) < 1e-12
+    assert [phase["learning_rate_scale"] for phase in phases] == [0.5, math.sqrt(0.5), math.sqrt(0.75), 1.0]
+    assert [phase["adam_weight_decay"] for phase in phases] == pytest.approx([0.05, 0.05 * 2**0.5, 0.05 * 3**0.5, 0.1])
+    assert [phase["adam_b2_half_life_tokens"] for phase in phases] == pytest.approx([phases[0]["adam_b2_half_life_tokens"]] * 4)
+    assert phases[-1]["peak_learning_rate"] == 0.003
+    assert phases[1]["learning_rate"] == pytest.approx(0.003 * math.sqrt(0.5) * 544 / 2963.2, rel=1e-3)
+    assert main(["plan", "base.yml", "--devices", "4", "--hyperparameters", *words]) == 0
+    assert "half life" in capsys.readouterr().out
+    assert plan_json(capsys, "--hyperparameters", "--budget", "1B")[0] == 2
+
+
+def test_without_scaling_all_phases_have_the_given_constants(capsys):
+    """The keys are there for every phase too if nothing depends on the batch; SGD has no constants of AdamW."""
+    phases = plan_json(capsys, "--hyperparameters")[1]["phases"]
+    assert {(p["adam_b1"], p["adam_b2"], p["adam_eps"], p["adam_weight_decay"]) for p in phases} == {(0.9, 0.95, 1e-8, 0.1)}
+    assert "adam_b2" not in plan_json(capsys, "--hyperparameters", "opt_type=sgd")[1]["phases"][0]
+    assert "adam_b2" not in plan_json(capsys)[1]["phases"][0]
+
+
+# Resume
+
+
+def test_a_resumed_plan_keeps_seesaw_on_other_devices():
+    """The rates and batches come from the record, on 4, 8 and 2 devices; another budget or factor is refused."""
+    keys = {"per_device_batch_size": 16, "train_samples": 20_000, "seesaw_factor": 2, "seesaw_max_batch_size": 512}
+    config = Config(**keys)
+    plan = build_plan(config, 4)
+    record = json.loads(json.dumps(ramp_record(config, plan))) | {"step": 5}
+    for devices in (4, 8, 2):
+        resumed = plan_to_resume(config, devices, record)
+        assert (resumed.clock, resumed.total_steps, resumed.ramp) == (plan.clock, plan.total_steps, plan.ramp)
+        record = json.loads(json.dumps(ramp_record(config, resumed))) | {"step": 5}
+    for change in ({"train_samples": 30_000}, {"seesaw_factor": 4}, {"seesaw_factor": None, "seesaw_max_batch_size": None}):
+        with pytest.raises(ResumeMismatchError, match=next(iter(change))):
+            plan_to_resume(Config(**(keys | change)), 4, record)
+
+
+def test_a_run_continues_by_samples_with_seesaw():
+    """`on_plan_change=continue_by_samples` turns Seesaw on in the middle of a run."""
+    keys = {"per_device_batch_size": 16, "train_samples": 20_000}
+    config = Config(**keys)
+    record = json.loads(json.dumps(ramp_record(config, build_plan(config, 4)))) | {"step": 200}
+    changed = Config(**keys, seesaw_factor=2, on_plan_change="continue_by_samples")
+    plan = plan_to_resume(changed, 4, record)
+    assert plan.ramp.samples_before(200) == 200 * 64
+    assert max(plan.ramp.sizes) > 64
+    assert plan.consumed_samples >= 20_000
+    again = plan_to_resume(changed, 4, json.loads(json.dumps(ramp_record(changed, plan))) | {"step": 210})
+    assert (again.clock, again.total_steps) == (plan.clock, plan.total_steps)
+
+
+def test_a_longer_budget_without_shares_is_the_same_ramp():
+    """A budget that the ramp does not depend on can be extended; one that shares depend on is part of the ramp."""
+    short, long = (Config(train_samples=n, batch_size_schedule="0:16 100:32") for n in (1000, 2000))
+    record = ramp_record(short, build_plan(short, 4)) | {"step": 5}
+    assert plan_to_resume(long, 8, record).total_steps > plan_to_resume(short, 8, record).total_steps
+    shares = [Config(train_samples=n, **SHARES) for n in (10_000, 20_000)]
+    with pytest.raises(ResumeMismatchError, match="train_samples: 10000 -> 20000"):
+        plan_to_resume(shares[1], 4, ramp_record(shares[0], build_plan(shares[0], 4)) | {"step": 5})
+
+
+def test_records_of_older_versions_are_read():
+    """A record without the new keys is that of a run that did not use them."""
+    config = Config(batch_size_schedule="0:16 100:32")
+    record = ramp_record(config, build_plan(config, 4)) | {"step": 5}
+    new = ("seesaw_factor", "seesaw_max_batch_size")
+    assert set(new) <= set(record["ramp_keys"])
+    record["ramp_keys"] = {name: value for name, value in record["ramp_keys"].items() if name not in new}
+    assert plan_to_resume(config, 8, record).ramp == build_plan(config, 4).ramp
+
+
+# Presets
+
+
+@pytest.mark.parametrize("tokens", [NANOCHAT_REFERENCE_TOKENS, 10**10, 10**11, 10**12])
+def test_nanochat_preset_has_its_three_formulas(tokens):
+    """Batch, learning rate and weight decay as nanochat's base_train.py computes them."""
+    config = Config(preset="nanochat", train_tokens=tokens, max_target_length=2048, adam_weight_decay=0.28, eval_interval=-1)
+    plan = build_plan(config, 8)
+    total = 2 ** round(math.log2(2**19 * (tokens / NANOCHAT_REFERENCE_TOKENS) ** 0.383))
+    assert plan.ramp.sizes == (total // 2048,)
+    assert plan.clock[0].scale == pytest.approx((total / 2**19) ** 0.5)
+    decay = 0.28 * math.sqrt(total / 2**19) * (NANOCHAT_REFERENCE_TOKENS / tokens)
+    assert hyperparameters(config, plan)[0].weight_decay == pytest.approx(decay)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"), [(32, 0.999), (64, 0.998), (128, 0.996), (256, 0.992), (512, 0.984), (2048, 0.95)]
+)
+def test_marin_preset_has_its_beta2(batch, expected):
+    """The values that marin's issue lists for sequences of 4,096 tokens; tokens count, not sequences."""
+    for length in (4096, 1024):
+        size = batch * 4096 // length
+        config = Config(preset="marin", batch_size_schedule=f"0:{size}", max_target_length=length, eval_interval=-1)
+        assert hyperparameters(config, build_plan(config, 8))[0].b2 == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last", "steps"),
+    [("olmo", 1024, 4096, 79_990), ("deepseek_v2", 2304, 9216, 14_571), ("glm_4_5", 4096, 16_384, 14_752)],
+)
+def test_ramp_presets_have_the_published_sizes(name, first, last, steps):
+    """First and last batch in sequences of 4,096 tokens, and the exact length of the ramp; other lengths keep the tokens."""
+    plan = build_plan(load_config("base.yml", [f"preset={name}", "max_target_length=4096", "train_tokens=1T"]), 128)
+    assert (plan.ramp.sizes[0], plan.ramp.sizes[-1], plan.ramp.ramp_steps) == (first, last, steps)
+    short = build_plan(Config(preset=name, max_target_length=2048), 128)
+    assert (short.ramp.sizes[-1], short.ramp.ramp_steps) == (2 * last, steps)
+
+
+def test_olmo_preset_scales_the_learning_rate_with_each_doubling():
+    """The rate of the first batch is the given one, and grows by sqrt(2)."""
+    plan = build_plan(Config(preset="olmo", max_target_length=4096), 128)
+    assert [segment.scale for segment in plan.clock] == pytest.approx([1, 2**0.5, 2])
+
+
+def test_preset_gives_way_to_keys_of_the_same_place_or_nearer(tmp_path):
+    """Keys beside the preset and on the command line win; those of the base configuration do not."""
+    (tmp_path / "my.yml").write_text("base_config: base.yml\npreset: marin\nadam_b2_floor: 0.9\n")
+    config = load_config(tmp_path / "my.yml")
+    assert (config.adam_b2, config.adam_b2_floor, config.adam_b2_ceiling) == (0.999, 0.9, 0.9999)
+    assert load_config(tmp_path / "my.yml", ["adam_b2=0.99"]).adam_b2 == 0.99
+    assert load_config(tmp_path / "my.yml", ["preset=none", "adam_b2_floor=null"]).adam_b2 == 0.95
+    own = load_config(tmp_path / "my.yml", ["preset=olmo", "adam_b2_floor=null", "batch_size_schedule=0:64"])
+    assert (own.batch_size_schedule, own.enable_rampup_batch_size) == ("0:64", False)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_configuration_of_a_run_with_a_preset_is_read_back(name, tmp_path):
+    """`config.yml` sets every key, the preset among them, and gives the same configuration."""
+    config = Config(preset=name, train_tokens="1T", max_target_length=4096, seesaw_factor=2)
+    (tmp_path / "config.yml").write_text(run_yaml(config))
+    assert load_config(tmp_path / "config.yml") == config
+
+
+def test_explain_lists_the_presets_with_their_sources(capsys):
+    """`rampup explain preset` names each with its source."""
+    assert main(["explain", "preset", "--json"]) == 0
+    meaning = json.loads(capsys.readouterr().out)["meaning"]
+    assert all(name in meaning and preset.source in meaning for name, preset in PRESETS.items())
+
+
+def test_suggest_prints_the_laws(capsys):
+    """One object with every law, or a table; exactly one of the two uses."""
+    assert main(["suggest", "--train-tokens", "300B", "--params", "7B", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["optimal_batch_tokens"][0] == min(law["batch_tokens"] for law in found["laws"] if law["kind"] == "optimal")
+    assert all(law["source"] for law in found["laws"])
+    assert main(["suggest", "--train-tokens", "300B", "--params", "7B"]) == 0
+    assert "Power Lines" in capsys.readouterr().out
+    both, memory = ["--train-tokens", "1B", "--system", "trlx"], ["--train-tokens", "1B", "--memory-gib", "8"]
+    for wrong in (["--train-tokens", "0"], both, memory, []):
+        assert main(["suggest", "--params", "7B", *wrong]) == 2
+
+
+def test_config_error_lists_every_problem_of_a_configuration():
+    """Contradictions of the new keys are reported together."""
+    with pytest.raises(ConfigError, match="2 problems"):
+        Config(seesaw_factor=2, lr_schedule_type="constant", adam_b1_floor=0.5)
