@@ -336,6 +336,9 @@ def test_fully_asynchronous_training_has_no_batch_of_prompts():
     assert (broken.rule, broken.nearest) == ("verl.async_train_batch_is_zero", (0,))
     assert rules(verl(ASYNC, {GEN: 2})) == ["async_gen_batch_is_one"]
     assert rules(verl({TRAIN: 0})) == [f"positive.{TRAIN}"]
+    partial = {"async_training.partial_rollout": True}
+    assert verl({TRAIN: 0}, partial).derived["samples_per_step"] == 16 * 4
+    assert verl(partial).derived["samples_per_step"] == 64 * 4
 
 
 def test_engines_of_fully_asynchronous_training_have_their_own_devices():

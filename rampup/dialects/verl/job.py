@@ -54,9 +54,11 @@ class VerlJob(RolloutJob):
         # Until April 2026 (legacy) sizes per replica were rounded down and remainders allowed. The newer trainer (v1) pads.
         self.legacy: bool = self["verl_version"] == "legacy"
         # A file of the fully asynchronous trainer, which builds on the older one and does not call veRL's check.
-        self.fully_async = any(key.startswith(keys.ASYNC) for key in settings.others) or (
-            self[keys.ASYNC_BATCHES] is not None or self[keys.ASYNC_SYNC] is not None
-        )
+        # Other trainers borrow some of its keys, such as partial_rollout.
+        given = {key for key in (keys.ASYNC_BATCHES, keys.ASYNC_SYNC) if self[key] is not None}
+        if self[TRAIN] == 0:
+            given |= {key for key in settings.others if key.startswith(keys.ASYNC)}
+        self.fully_async = bool(given)
         self.v1: bool = self["trainer.use_v1"] and not self.legacy and not self.fully_async
         self.mode: str = self["trainer.v1.trainer_mode"] if self.v1 else "sync"
         # Parts in which a step's samples are trained on before the weights are sent.
