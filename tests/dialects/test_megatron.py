@@ -376,6 +376,7 @@ def test_deepseek_v3_is_accepted_with_its_61_layers_in_16_stages():
         ({"num_layers": 7, FIRST: 1}, []),
         ({"num_layers": 8, FIRST: 1}, ["layers_over_stages"]),
         ({"num_layers": 4, FIRST: 2, LAST: 2}, ["ends_leave_layers"]),
+        ({"num_layers": 4, FIRST: 4, LAST: 2}, ["ends_within_layers"]),
         ({"num_layers": 5, FIRST: 2, LAST: 3, "pipeline_model_parallel_size": 2}, []),
         ({"num_layers": 6, FIRST: 2, LAST: 3, "pipeline_model_parallel_size": 2}, ["ends_hold_all_layers"]),
         ({"num_layers": 7, FIRST: 1, EMBEDDING: True}, ["one_kind_of_split"]),

@@ -196,6 +196,10 @@ def _divides_layers(job: MegatronJob) -> bool:
     return job.layers.is_even and not _clashing(job)
 
 
+def _needs_middle(job: MegatronJob) -> bool:
+    return _divides_layers(job) and bool(job.layers.ends) and job.layers.middle_stages.number > 0
+
+
 def _clashing(job: MegatronJob) -> list[str]:
     """Return the given keys of which Megatron takes only one kind."""
     kinds = [
@@ -275,8 +279,11 @@ PIPELINE: Rules = [
         when=lambda job: _divides_layers(job) and job.layers.middle_stages.number == 0,
         note=": no stage is left for them"),
     at_least("megatron.ends_leave_layers", (keys.LAYERS, *keys.ENDS), lambda job: job.layers.middle, 1,
-        when=lambda job: _divides_layers(job) and bool(job.layers.ends) and job.layers.middle_stages.number > 0,
+        when=lambda job: _needs_middle(job) and job.layers.middle.number == 0,
         note=lambda job: f" for the {job.layers.middle_stages.number} other stages"),
+    at_least("megatron.ends_within_layers", (keys.LAYERS, *keys.ENDS), lambda job: job.layers.middle, 0,
+        when=lambda job: _needs_middle(job) and job.layers.middle.number != 0,
+        note=": Megatron builds stages with a negative number of layers", found_by="run"),
     *[_over_chunks(part) for part in (*keys.ENDS, "the layers of a stage")],
     Rule(name="megatron.layout_is_readable", keys=(keys.LAYOUT,), when=lambda job: job[keys.LAYOUT] is not None,
         holds=lambda job: job.layers.layout is not None,
