@@ -37,6 +37,7 @@ COMMANDS = {
     "fix": "find the nearest legal configuration, as a patch",
     "explain": "explain a configuration key and its legal values",
     "completion": "print a shell completion script",
+    "design": "design a ramp from the measurements of a run",
     "critical": "find the critical batch size of a run by training branches of it",
     "tune": "find the largest microbatch that fits in memory and the fastest settings",
     "inspect": "show what a compiled program sends between devices, sums, updates and keeps in memory",

@@ -48,7 +48,15 @@ from rampup.run.data.sources import files_of
 from rampup.run.loop import stop_requests
 from rampup.run.mesh import make_mesh
 from rampup.run.optimizer import LearningRate
-from rampup.run.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, METRICS_FILE, StepLog, read_lines
+from rampup.run.run_folder import (
+    CHECKPOINT_FOLDER,
+    CONFIG_FILE,
+    CRITICAL_RESULT,
+    CRITICAL_SUFFIX,
+    METRICS_FILE,
+    StepLog,
+    read_lines,
+)
 from rampup.run.run_lock import own_run
 from rampup.run.step import EvalStep, TrainState
 
@@ -162,7 +170,7 @@ def find_critical_batch_size(
         "tolerance": tolerance,
     }
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-    parent = folder.with_name(f"{folder.name}.critical") if work_folder is None else Path(work_folder).absolute()
+    parent = folder.with_name(f"{folder.name}{CRITICAL_SUFFIX}") if work_folder is None else Path(work_folder).absolute()
     if parent == folder or folder in parent.parents:
         raise ConfigError(f"{parent} is inside the run's folder, which stays as it is; name another one", key="work")
     work = parent / f"step-{step}-{digest}"
@@ -176,7 +184,7 @@ def find_critical_batch_size(
     results, critical = find_critical(window, curves, tolerance)
     unit = config.max_target_length if config.batch_size_schedule_unit == "tokens" else 1
     size = window.sizes[critical]
-    return CriticalBatch(
+    found = CriticalBatch(
         step=step,
         branches=results,
         critical_batch_size=size,
@@ -189,6 +197,11 @@ def find_critical_batch_size(
         num_compilations=branches.setup.step.num_compilations,
         folder=work,
     )
+    # For `rampup design`, which reads the results of all checkpoints of a run.
+    position = branches.run_plan.position(step)
+    place = {"consumed_samples": position.consumed_samples, "global_batch_size": position.split.global_batch_size}
+    (work / CRITICAL_RESULT).write_text(json.dumps(found.to_dict() | place) + "\n")
+    return found
 
 
 def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -235,20 +235,6 @@ class DesignModel:
             ((0, sizes[0]), (round(samples * share / 20), size)) for share in range(10, 20) for size in sizes[1:]
         ] or [((0, sizes[0]),)]
         return min(choices, key=lambda schedule: self.run(schedule, progress=target).seconds)
-
-
-def seesaw_schedule(sizes: Sequence[int], cuts: Iterable[int]) -> Schedule:
-    """Return the schedule that takes the next size at every cut of the learning rate (Seesaw, arXiv 2510.14717).
-
-    Args:
-        sizes: batches, each twice the one before.
-        cuts: samples at which the planned learning rate has halved again.
-
-    Example:
-        >>> seesaw_schedule([8, 16, 32], [1000, 1500, 1700, 1800])
-        ((0, 8), (1000, 16), (1500, 32))
-    """
-    return ((0, sizes[0]), *zip(cuts, sizes[1:], strict=False))
 
 
 def loss_penalty(progress: float, reference: float, *, slope: float, measured_at: float) -> float:

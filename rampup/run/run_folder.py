@@ -15,6 +15,8 @@ from rampup.errors import ConfigError, StorageError
 # The configuration that the run was last started with; written after the run's checkpoint, if there is one, was accepted.
 CONFIG_FILE = "config.yml"
 METRICS_FILE, EVAL_FILE = "metrics.jsonl", "eval.jsonl"
+# `rampup critical` keeps its results next to the run, in RUN.critical/step-.../result.json.
+CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
 CHECKPOINT_FOLDER, DAMAGED_FOLDER = "checkpoints", "damaged_checkpoints"
 
 

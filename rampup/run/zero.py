@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain, spec_without
 
-
 # A buffer is made of whole tiles of a TPU's memory. Otherwise the compiler turns an all-gather, and on small slices a
 # reduce-scatter, into an all-reduce of all parts, which sends up to twice as much.
 TILE = (128, 128)
