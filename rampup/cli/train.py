@@ -1,10 +1,12 @@
-"""`rampup train`: trains the language model."""
+"""`rampup train`: trains the language model, on text or by reinforcement learning."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -20,6 +22,7 @@ from rampup.cli.common import (
 from rampup.config.load import COMMAND_LINE
 from rampup.config.schema import Config
 from rampup.errors import ConfigError
+from rampup.rl.config import RolloutConfig, is_rollout_file, load_rollout_config
 from rampup.run.run_folder import CONFIG_FILE
 from rampup.show.console import print_facts
 from rampup.show.progress import TrainProgress
@@ -37,6 +40,9 @@ JSON_KEYS = (
     "first_eval_loss",
     "final_eval_loss",
 )
+ROLLOUT_JSON_KEYS = (
+    *("steps", "samples", "accuracy_before", "accuracy_after", "reward_first", "reward_last", "num_compilations", "checkpoint"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +56,18 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     """Train, and return the summary of the run."""
     config = _read_config(args)
     use_fake_devices(args.fake_devices)
+    if isinstance(config, RolloutConfig):
+        from rampup.rl.train import train as train_rollouts
+
+        return _train(args, console, config, train_rollouts, ROLLOUT_JSON_KEYS)
     from rampup.lm.train import train
 
+    return _train(args, console, config, train, JSON_KEYS)
+
+
+def _train(
+    args: argparse.Namespace, console: Console, config: Any, train: Callable[..., Any], json_keys: tuple[str, ...]
+) -> Result:
     options = "" if args.fake_devices is None else f" --fake-devices {args.fake_devices}"
     progress = TrainProgress(console, log_period=config.log_period, quiet=args.quiet, resume_options=options)
     try:
@@ -60,23 +76,28 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         progress.close()
     facts = dataclasses.asdict(summary)
     return Result(
-        facts={name: facts[name] for name in JSON_KEYS},
+        facts={name: facts[name] for name in json_keys},
         show=lambda console: print_facts({name: fact for name, fact in facts.items() if fact is not None}, console),
         exit_code=EXIT_INTERRUPTED if summary.interrupted else 0,
     )
 
 
-def _read_config(args: argparse.Namespace) -> Config:
+def _read_config(args: argparse.Namespace) -> Config | RolloutConfig:
     """Return the configuration: a file with its settings, or that of a run's folder, which the run then resumes in."""
     folder = Path(args.config)
     if not folder.is_dir():
-        return rampup.load_config(args.config, args.overrides, environ=environment())
+        return _load(args.config, args.overrides)
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}", path=COMMAND_LINE)
     place = folder if folder.name not in ("", "..") else folder.resolve()
     for setting in args.overrides:
         if (key := setting.partition("=")[0]) in ("run_name", "base_output_directory"):
             raise ConfigError(f"{setting}: the run in {folder} keeps its folder; leave {key} out", key=key)
-    config = rampup.load_config(folder / CONFIG_FILE, args.overrides, environ=environment())
+    config = _load(folder / CONFIG_FILE, args.overrides)
     # The folder may have been moved since.
     return dataclasses.replace(config, run_name=place.name, base_output_directory=str(place.parent))
+
+
+def _load(path: str | Path, overrides: Sequence[str]) -> Config | RolloutConfig:
+    load = load_rollout_config if is_rollout_file(path) else rampup.load_config
+    return load(path, overrides, environ=environment())

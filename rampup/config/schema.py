@@ -251,7 +251,7 @@ class Config(Settings):
         return [ConfigError(message, key=_LINEAR, nearest=(True,))]
 
     def _contradictions(self) -> list[RampupError]:
-        heads, width, warmup = self.base_num_query_heads, self.base_emb_dim, self.warmup_steps_fraction
+        warmup = self.warmup_steps_fraction
         rules: list[tuple[bool, str, str, Sequence[object]]] = [
             (
                 self.total_steps != -1,
@@ -265,19 +265,6 @@ class Config(Settings):
                 f"warmup_steps_fraction + wsd_decay_steps_fraction = {warmup} + "
                 f"{self.wsd_decay_steps_fraction} must not exceed 1",
                 (float(1 - Fraction(repr(warmup))),),
-            ),
-            (
-                width % (2 * heads) == 0,
-                "base_num_query_heads",
-                f"base_emb_dim={width} must be a multiple of 2 * base_num_query_heads = {2 * heads}, so that every head has an "
-                "even width",
-                _nearest_divisors(heads, width // 2 if width % 2 == 0 else 0),
-            ),
-            (
-                heads % self.num_kv_heads == 0,
-                "base_num_kv_heads",
-                f"base_num_query_heads={heads} must be a multiple of base_num_kv_heads={self.num_kv_heads}",
-                _nearest_divisors(self.num_kv_heads, heads),
             ),
             (
                 self.dataset_type != "text" or self.vocab_size >= 256,
@@ -306,7 +293,21 @@ class Config(Settings):
         ]
         rules += self._budget_rules() + self._seesaw_rules() + self._adam_rules()
         broken = [ConfigError(message, key=name, nearest=nearest) for holds, name, message, nearest in rules if not holds]
-        return [*broken, *self._ramp_without_switch()]
+        return [*broken, *head_problems(self), *self._ramp_without_switch()]
+
+
+def head_problems(config: Any) -> list[RampupError]:
+    """Return errors unless the heads divide the width and each other, for any configuration with a model."""
+    heads, width = config.base_num_query_heads, config.base_emb_dim
+    problems: list[RampupError] = []
+    if width % (2 * heads):
+        message = f"base_emb_dim={width} must be a multiple of 2 * base_num_query_heads = {2 * heads}, so that every head has an even width"
+        nearest = _nearest_divisors(heads, width // 2 if width % 2 == 0 else 0)
+        problems.append(ConfigError(message, key="base_num_query_heads", nearest=nearest))
+    if heads % config.num_kv_heads:
+        message = f"base_num_query_heads={heads} must be a multiple of base_num_kv_heads={config.num_kv_heads}"
+        problems.append(ConfigError(message, key="base_num_kv_heads", nearest=_nearest_divisors(config.num_kv_heads, heads)))
+    return problems
 
     def _budget_rules(self) -> list[tuple[bool, str, str, Sequence[object]]]:
         budgets = [f"{name}={value}" for name in _BUDGET if (value := getattr(self, name)) not in (None, -1)]

@@ -57,13 +57,17 @@ def attend(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, *, kind: str
 
 def causal_attention(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) -> jax.Array:
     """Return softmax(q k / sqrt(D)) v over this and earlier positions. G divides H; the softmax is in at least float32."""
+    return masked_attention(q_BTHD, k_BTGD, v_BTGD, np.tril(np.ones((q_BTHD.shape[1],) * 2, bool)))
+
+
+def masked_attention(q_BTHD: jax.Array, k_BSGD: jax.Array, v_BSGD: jax.Array, mask_TS: Any) -> jax.Array:
+    """Return softmax(q k / sqrt(D)) v over the positions that a mask allows, which is broadcast to (B, G, N, T, S)."""
     B, T, H, D = q_BTHD.shape
-    q_BTGND = q_BTHD.reshape(B, T, k_BTGD.shape[2], -1, D) / np.sqrt(D).astype(q_BTHD.dtype)
-    logits_BGNTS = jnp.einsum("btgnd,bsgd->bgnts", q_BTGND, k_BTGD)
+    q_BTGND = q_BTHD.reshape(B, T, k_BSGD.shape[2], -1, D) / np.sqrt(D).astype(q_BTHD.dtype)
+    logits_BGNTS = jnp.einsum("btgnd,bsgd->bgnts", q_BTGND, k_BSGD)
     logits_BGNTS = logits_BGNTS.astype(jnp.promote_types(logits_BGNTS.dtype, jnp.float32))
-    past_TS = np.tril(np.ones((T, T), bool))
-    weights_BGNTS = jax.nn.softmax(jnp.where(past_TS, logits_BGNTS, -jnp.inf), axis=-1).astype(v_BTGD.dtype)
-    return jnp.einsum("bgnts,bsgd->btgnd", weights_BGNTS, v_BTGD).reshape(B, T, H, D)
+    weights_BGNTS = jax.nn.softmax(jnp.where(mask_TS, logits_BGNTS, -jnp.inf), axis=-1).astype(v_BSGD.dtype)
+    return jnp.einsum("bgnts,bsgd->btgnd", weights_BGNTS, v_BSGD).reshape(B, T, H, D)
 
 
 def splash_attention(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, *, interpret: bool = False) -> jax.Array:

@@ -8,7 +8,7 @@ S positions attended to, F feed-forward width, V vocabulary, L layers.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,8 @@ REMAT_POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 KEEP_POLICIES = {"nothing": None, "dots": jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims}
+# From queries, keys and values of one layer to the mixed values (B, T, H, D) and anything else.
+Mixer = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 _LAYER_SPECS = {
     "query": (FSDP, TENSOR, None),
     "key": (FSDP, TENSOR, None),
@@ -78,8 +80,11 @@ class Block(nn.Module):
     mesh: Mesh | None = None
 
     @nn.compact
-    def __call__(self, x_BTE: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
-        """Return the layer's output. `keys_B`, one random key per row, turns dropout on."""
+    def __call__(self, x_BTE: jax.Array, keys_B: jax.Array | None = None, mixer: Mixer | None = None) -> Any:
+        """Return the layer's output. `keys_B`, one random key per row, turns dropout on.
+
+        A `mixer` takes the place of causal attention. Its second result is then returned together with the output.
+        """
         width = x_BTE.shape[-1]
         head_dim = width // self.num_heads
         types: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
@@ -90,7 +95,7 @@ class Block(nn.Module):
         k_BTGD = nn.DenseGeneral((self.num_kv_heads, head_dim), name="key", **dense)(h_BTE)
         v_BTGD = nn.DenseGeneral((self.num_kv_heads, head_dim), name="value", **dense)(h_BTE)
         qkv = (checkpoint_name(x, name) for x, name in zip((q_BTHD, k_BTGD, v_BTGD), _QKV, strict=True))
-        mixed_BTHD = self._attend(*qkv)
+        mixed_BTHD, extra = (self._attend(*qkv), None) if mixer is None else mixer(*qkv)
         h_BTE = nn.DenseGeneral(width, axis=(-2, -1), name="out", **dense)(mixed_BTHD)
         x_BTE = x_BTE + self._drop(checkpoint_name(h_BTE, _OUT), keys_B, 0)
 
@@ -98,7 +103,8 @@ class Block(nn.Module):
         gate_BTF, up_BTF = (nn.Dense(self.mlp_dim, name=name, **dense)(h_BTE) for name in ("gate", "up"))
         h_BTF = nn.silu(checkpoint_name(gate_BTF, _GATE_UP)) * checkpoint_name(up_BTF, _GATE_UP)
         h_BTE = nn.Dense(width, name="down", **dense)(h_BTF)
-        return x_BTE + self._drop(h_BTE, keys_B, 1)
+        x_BTE = x_BTE + self._drop(h_BTE, keys_B, 1)
+        return x_BTE if mixer is None else (x_BTE, extra)
 
     def _attend(self, q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) -> jax.Array:
         mixed_BTHD = attend(_rotate(q_BTHD), _rotate(k_BTGD), v_BTGD, kind=self.attention, mesh=self.mesh)
@@ -386,11 +392,25 @@ class LanguageModel:
             )
 
 
+def rotate_at(x_BTHD: jax.Array, positions_BT: jax.Array, length: int) -> jax.Array:
+    """Apply the rotary position embedding at positions below `length`, with the numbers that whole sequences get."""
+    tables = (jnp.asarray(table, x_BTHD.dtype) for table in _angles(length, x_BTHD.shape[-1] // 2))
+    return _turn(x_BTHD, *(table[positions_BT][:, :, None] for table in tables))
+
+
 def _rotate(x_BTHD: jax.Array) -> jax.Array:
     """Apply the rotary position embedding (Su et al. 2021, arXiv 2104.09864)."""
+    tables = _angles(x_BTHD.shape[1], x_BTHD.shape[-1] // 2)
+    return _turn(x_BTHD, *(jnp.asarray(table[:, None, :], x_BTHD.dtype) for table in tables))
+
+
+def _angles(length: int, half: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return cosine and sine of every position's angles, (length, half) each."""
+    angle_TD = np.arange(length)[:, None] * 10_000 ** (-np.arange(half) / half)
+    return np.cos(angle_TD), np.sin(angle_TD)
+
+
+def _turn(x_BTHD: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     half = x_BTHD.shape[-1] // 2
-    frequency = 10_000 ** (-np.arange(half) / half)
-    angle_TD = np.arange(x_BTHD.shape[1])[:, None] * frequency
-    cos, sin = (jnp.asarray(f(angle_TD)[:, None, :], x_BTHD.dtype) for f in (np.cos, np.sin))
     a, b = x_BTHD[..., :half], x_BTHD[..., half:]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)

@@ -18,10 +18,13 @@ from rampup.config.files import ConfigFile
 from rampup.config.key import Settings, key
 from rampup.config.load import load_settings, names_in
 from rampup.config.schema import KEYS as RAMP_KEYS
+from rampup.config.schema import head_problems
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.numbers import AUTO, MAX_SAMPLES, to_yaml_number
+from rampup.plan.ramp import parse_schedule
 from rampup.rl.plan import RolloutPlan
+from rampup.rl.schedule import RolloutSchedule
 from rampup.rl.sizes import Experience, Size
 from rampup.rl.updates import Training
 
@@ -33,9 +36,12 @@ _critic = partial(key, section="Critic", own=True)
 _eval = partial(key, section="Evaluation")
 _stored = partial(key, section="Stored experience", own=True)
 _order = partial(key, section="Order")
+_sampling = partial(key, section="Sampling")
+_task = partial(key, section="Task", own=True)
 
 
-def _device(name: str, default: int) -> Any:
+def _shared(name: str, default: Any) -> Any:
+    """Return a key of configs/base.yml, with a default of its own."""
     return field(default=default, metadata={"key": RAMP_KEYS[name]})
 
 
@@ -56,6 +62,14 @@ class RolloutConfig(Settings):
     batch_size: int = _batch(32, "Prompts per step, for the whole job.", **_count, maxtext="1")
     num_generations: int = _batch(8, "Responses per prompt. A step has batch_size * rl.num_generations samples.", group="rl", **_count, maxtext="2")
     num_iterations: int = _batch(1, "Passes over the samples of a step.", group="rl", **_count)
+    batch_size_schedule: str | None = _batch(None, 'Growth of batch_size, as STEP:PROMPTS pairs from step 0 on: "0:8 20:16 60:32". At most batch_size. null: constant.', kind="text", nullable=True, group="rl", own=True)
+    num_generations_schedule: str | None = _batch(None, 'Growth of rl.num_generations, as STEP:RESPONSES pairs from step 0 on: "0:4 50:8". At most rl.num_generations. null: constant.', kind="text", nullable=True, group="rl", own=True)
+    loss_agg_mode: str = _batch("token-mean", "How the losses of tokens add up to that of a mini batch. token-mean: the mean over all tokens. seq-mean-token-sum: the mean over responses of the sum over their tokens. seq-mean-token-mean: the mean over responses of the mean over their tokens.", choices=("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"), group="rl", own=True)
+    grpo_beta: float = _batch(0.01, "Weight of the KL divergence from the policy before training. Above 0 it needs enable_reference_policy. 0: none.", minimum=0, group="rl", maxtext="0.08")
+    grpo_epsilon: float = _batch(0.2, "How far from 1 the ratio of new to old probabilities counts.", above=0, group="rl")
+    gamma: float = _batch(1.0, "Discount per token of the critic's returns (enable_critic).", minimum=0, maximum=1, group="rl", own=True)
+    gae_lambda: float = _batch(1.0, "Decay per token of generalized advantage estimation (enable_critic).", minimum=0, maximum=1, group="rl", own=True)
+    value_epsilon: float = _batch(0.2, "How far from its value at generation a value of the critic may move in a step (enable_critic).", above=0, group="rl", own=True)
     num_batches: int = _batch(100, "Batches of prompts in the run, before train_fraction and num_epoch apply.", **_count, maxtext="4")
     train_fraction: Fraction = _batch(Fraction(1), "Fraction of the prompts of num_batches to train on.", above=0, maximum=1)
     num_epoch: int = _batch(1, "Passes over the prompts.", **_count)
@@ -66,12 +80,15 @@ class RolloutConfig(Settings):
     train_micro_batch_size: int = _training(-1, "Prompts per forward and backward pass, for the whole job. -1: mini_batch_size. Excludes microbatch_size and token_budget.", also=(-1,), **_count)
     microbatch_size: int = _training(-1, "Samples per replica and pass. Excludes train_micro_batch_size and token_budget. -1: not used.", also=(-1,), **_count, own=True)
     token_budget: int = _training(-1, "Tokens per replica and pass, filled with as many samples as fit. Excludes train_micro_batch_size and microbatch_size. -1: not used.", also=(-1,), **_count, own=True)
+    token_budget_shapes: int = _training(4, "Numbers of tokens, evenly spaced up to token_budget, that a pass is padded to. All are in one compiled program.", minimum=1, maximum=64, own=True)
     pad_microbatches: bool = _training(False, "Pad mini batches and microbatches that do not divide with rows of weight 0. false: raise an error.", own=True)
 
     enable_critic: bool = _critic(False, "Also train a critic, through all of its passes before the policy.")
     critic_mini_batch_size: int = _critic(-1, "Prompts per optimizer step of the critic, for the whole job. -1: mini_batch_size.", also=(-1,), **_count)
     critic_num_iterations: int = _critic(-1, "Passes of the critic over the samples of a step. -1: rl.num_iterations.", also=(-1,), **_count)
     critic_train_micro_batch_size: int = _critic(-1, "Prompts per pass of the critic, for the whole job. -1: the size of a pass of the policy.", also=(-1,), **_count)
+
+    critic_learning_rate: float = _critic(1e-3, "Peak learning rate of the critic.", minimum=0)
 
     num_test_batches: int = _eval(5, "Batches of one evaluation, including those before test_batch_start_index. 0: no evaluation.", minimum=0, maximum=MAX_SAMPLES)
     eval_batch_size: int = _eval(-1, "Prompts per evaluation batch. -1: batch_size.", also=(-1,), **_count)
@@ -88,13 +105,56 @@ class RolloutConfig(Settings):
     keep_prompts_together: bool = _order(True, "Keep all responses to a prompt in one mini batch.", own=True)
     data_shuffle_seed: int = _order(0, "Seed of the order of samples, if shuffle_mini_batches is set.", minimum=0, maximum=2**31 - 1, own=True)
 
-    num_devices: int = _device("num_devices", -1)
-    ici_data_parallelism: int = _device("ici_data_parallelism", -1)
-    ici_fsdp_parallelism: int = _device("ici_fsdp_parallelism", 1)
-    ici_tensor_parallelism: int = _device("ici_tensor_parallelism", 1)
-    ici_context_parallelism: int = _device("ici_context_parallelism", 1)
-    ici_expert_parallelism: int = _device("ici_expert_parallelism", 1)
-    ici_pipeline_parallelism: int = _device("ici_pipeline_parallelism", 1)
+    decode_sampling_temperature: float = _sampling(1.0, "Divides the logits in sampling and in the loss. 0 would make all responses to a prompt equal.", minimum=0, maximum=100, maxtext="0.9")
+    decode_sampling_top_k: int = _sampling(0, "Sample from this many most probable tokens. 0: from all.", minimum=0, maximum=MAX_SAMPLES, maxtext="50")
+    decode_sampling_nucleus_p: float = _sampling(1.0, "Sample from the most probable tokens whose probabilities add up to this.", above=0, maximum=1)
+
+    dataset_name: str = _task("arithmetic", "The prompts and their reward. arithmetic: sums of two numbers as text, such as 12+34=, with reward 1 for the right answer.", choices=("arithmetic",))
+    max_operand: int = _task(99, "Largest number in a prompt of dataset_name arithmetic.", minimum=1, maximum=10**6)
+    warm_start_steps: int = _task(300, "Optimizer steps on right answers before reinforcement learning, so that some responses have a reward. 0: none.", minimum=0, maximum=MAX_SAMPLES)
+    warm_start_batch_size: int = _task(64, "Prompts per step of the warm start, for the whole job.", **_count)
+    warm_start_learning_rate: float = _task(3e-3, "Peak learning rate of the warm start.", minimum=0)
+
+    run_name: str = _shared("run_name", "")
+    base_output_directory: str = _shared("base_output_directory", "runs")
+    enable_tensorboard: bool = _shared("enable_tensorboard", False)
+    wandb_project: str | None = _shared("wandb_project", None)
+    log_period: int = _shared("log_period", 20)
+    enable_checkpointing: bool = _shared("enable_checkpointing", True)
+    checkpoint_period: int = _shared("checkpoint_period", 50)
+    async_checkpointing: bool = _shared("async_checkpointing", True)
+    on_checkpoint_error: str = _shared("on_checkpoint_error", "stop")
+    max_num_checkpoints_to_keep: int | None = _shared("max_num_checkpoints_to_keep", 3)
+    jax_cache_dir: str | None = _shared("jax_cache_dir", "~/.cache/rampup")
+    eval_interval: int = _shared("eval_interval", 50)
+
+    learning_rate: float = _shared("learning_rate", 3e-4)
+    lr_schedule_type: str = _shared("lr_schedule_type", "constant")
+    warmup_steps_fraction: float = _shared("warmup_steps_fraction", 0.0)
+    learning_rate_final_fraction: float = _shared("learning_rate_final_fraction", 0.1)
+    opt_type: str = _shared("opt_type", "adamw")
+    skip_nonfinite: int = _shared("skip_nonfinite", 3)
+    adam_b1: float = _shared("adam_b1", 0.9)
+    adam_b2: float = _shared("adam_b2", 0.99)
+    adam_eps: float = _shared("adam_eps", 1e-8)
+    adam_weight_decay: float = _shared("adam_weight_decay", 0.0)
+    gradient_clipping_threshold: float = _shared("gradient_clipping_threshold", 1.0)
+
+    base_emb_dim: int = _shared("base_emb_dim", 64)
+    base_num_decoder_layers: int = _shared("base_num_decoder_layers", 2)
+    base_mlp_dim: int = _shared("base_mlp_dim", 256)
+    base_num_query_heads: int = _shared("base_num_query_heads", 4)
+    base_num_kv_heads: int = _shared("base_num_kv_heads", -1)
+    dtype: str = _shared("dtype", "float32")
+    init_weights_seed: int = _shared("init_weights_seed", 0)
+
+    num_devices: int = _shared("num_devices", -1)
+    ici_data_parallelism: int = _shared("ici_data_parallelism", -1)
+    ici_fsdp_parallelism: int = _shared("ici_fsdp_parallelism", 1)
+    ici_tensor_parallelism: int = _shared("ici_tensor_parallelism", 1)
+    ici_context_parallelism: int = _shared("ici_context_parallelism", 1)
+    ici_expert_parallelism: int = _shared("ici_expert_parallelism", 1)
+    ici_pipeline_parallelism: int = _shared("ici_pipeline_parallelism", 1)
     # fmt: on
 
     @property
@@ -114,6 +174,11 @@ class RolloutConfig(Settings):
         size = self.eval_batch_size if self.eval_batch_size != AUTO else self.batch_size
         return max((self.num_test_batches * size - self.test_batch_start_index) // size * size, 0)
 
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.base_num_query_heads if self.base_num_kv_heads == AUTO else self.base_num_kv_heads
+
     def _contradictions(self) -> list[RampupError]:
         sizes = ("train_micro_batch_size", "microbatch_size", "token_budget")
         given = [f"{name}={getattr(self, name)}" for name in sizes if getattr(self, name) != AUTO]
@@ -128,6 +193,7 @@ class RolloutConfig(Settings):
             )
         if self.num_steps < 1:
             problems += self._too_few_prompts()
+        problems += head_problems(self)
         if self.num_test_batches > 0 and self.eval_prompts == 0:
             size = self.eval_batch_size if self.eval_batch_size != AUTO else self.batch_size
             most = (self.num_test_batches - 1) * size
@@ -219,6 +285,62 @@ def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) ->
                 problem.args = (f"{problem} [{problem.key}: {place}]",)
         raise_together(error.problems or (error,))
         raise
+
+
+def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None) -> RolloutSchedule:
+    """Return the rollouts of a configuration's run, whose batch grows if it has a schedule.
+
+    Args:
+        config: the configuration.
+        num_devices: see `build_rollout_plan`.
+
+    Raises:
+        RampupError: If a schedule or the sizes of a stage are invalid. One error has all problems.
+
+    Example:
+        >>> config = RolloutConfig(batch_size=16, batch_size_schedule="0:8 5:16", num_batches=9, train_micro_batch_size=4)
+        >>> schedule = build_rollout_schedule(config, num_devices=1)
+        >>> [(first, plan.samples_per_step) for first, plan in schedule.stages], schedule.total_steps
+        ([(0, 64), (5, 128)], 9)
+    """
+    problems: list[RampupError] = []
+    growth = {name: _growth(config, name, problems) for name in ("batch_size", "num_generations")}
+    raise_together(problems)
+    stages = []
+    for first in sorted({step for pairs in growth.values() for step in pairs}):
+        sizes = {name: pairs[max(step for step in pairs if step <= first)] for name, pairs in growth.items()}
+        try:
+            stages.append((first, build_rollout_plan(replace(config, **sizes), num_devices)))
+        except RampupError as error:
+            for problem in error.problems or (error,):
+                problem.args = (f"from step {first:,}: {problem}",) if len(growth) > 1 and first else problem.args
+                problems.append(problem)
+    raise_together(problems)
+    return RolloutSchedule(stages=tuple(stages), num_rollouts=config.num_steps)
+
+
+def _growth(config: RolloutConfig, name: str, problems: list[RampupError]) -> dict[int, int]:
+    """Return a size by the first step that has it; append an error for a schedule that is none."""
+    text, largest = getattr(config, f"{name}_schedule"), getattr(config, name)
+    if text is None:
+        return {0: largest}
+    key = f"rl.{name}_schedule"
+    try:
+        pairs = parse_schedule(text)
+    except RampupError as error:
+        problems.append(ConfigError(f"{key}={text!r}: {error}", key=key))
+        return {0: largest}
+    steps, sizes = [step for step, _ in pairs], [size for _, size in pairs]
+    rule = None
+    if steps[0] != 0 or sorted(set(steps)) != steps:
+        rule = "must start at step 0, and its steps must increase"
+    elif min(sizes) < 1 or max(sizes) > largest:
+        size = f"rl.{name}" if name == "num_generations" else name
+        rule = f"must have sizes from 1 to {size}={largest}, the largest; set that key to {max(sizes)} or more"
+    if rule is not None:
+        problems.append(ConfigError(f"{key}={text!r} {rule}", key=key))
+        return {0: largest}
+    return dict(pairs)
 
 
 def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:

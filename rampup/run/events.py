@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rampup.plan.plan import RampPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,13 +14,13 @@ class RunPlanned:
     """The run is planned and built, and nothing is trained yet.
 
     Attributes:
-        plan: the plan.
+        plan: the `RampPlan`, or another plan of the loop.
         folder: the run's folder.
         devices: the devices of all processes.
         num_parameters: parameters of the model.
     """
 
-    plan: RampPlan
+    plan: Any
     folder: Path
     devices: Sequence[Any]
     num_parameters: int
@@ -33,7 +32,7 @@ class RunStarted:
 
     step: int
     folder: Path
-    plan: RampPlan
+    plan: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

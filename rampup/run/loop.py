@@ -10,15 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from rampup.errors import DataError, ResumeMismatchError, StorageError
-from rampup.plan.plan import RampPlan
-from rampup.plan.ramp import BatchRamp
 from rampup.run.checkpoint import CheckpointOptions, Checkpoints, SavedCheckpoint, checkpoint_steps, find_checkpoint
-from rampup.run.data.batches import Batch
 from rampup.run.data.files import changed_files
 from rampup.run.distributed import StepConsensus
 from rampup.run.events import (
@@ -35,7 +32,6 @@ from rampup.run.events import (
 from rampup.run.metrics import MetricOptions, Metrics
 from rampup.run.run_folder import CHECKPOINT_FOLDER, EVAL_FILE, METRICS_FILE, read_lines
 from rampup.run.run_lock import own_run
-from rampup.run.step import TrainStep
 
 # Files that an error message lists if the data have changed.
 NAMED_FILES = 10
@@ -88,10 +84,37 @@ class EvalOptions:
     Attributes:
         evaluate: from a state to its metrics, `eval_loss` among them.
         eval_interval: steps between evaluations; the last step is always evaluated.
+        at_start: also evaluate the state of step 0, as step -1.
     """
 
     evaluate: Callable[[Any], Mapping[str, float]]
     eval_interval: int
+    at_start: bool = False
+
+
+class LoopPlan(Protocol):
+    """What a loop reads of a `RampPlan`, or of another plan of optimizer steps such as `rampup.rl.schedule.RolloutSchedule`."""
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the run."""
+
+    @property
+    def ramp(self) -> Any:
+        """A `BatchRamp`, or an object with its `samples_before`, `fingerprint` and `ramp_steps`."""
+
+
+class LoopStep(Protocol):
+    """What a loop calls of a `TrainStep`, or of another step that maps a state and a batch to the next state and metrics."""
+
+    num_compilations: Any
+    waited_seconds: Any
+
+    def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Run one optimizer step."""
+
+    def close(self) -> None:
+        """Cancel compilations that have not started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +132,9 @@ class Loop:
         on_event: called with every `rampup.run.events.Event`.
     """
 
-    plan: RampPlan
-    step: TrainStep
-    batches: Callable[[int], Iterator[Batch]]
+    plan: LoopPlan
+    step: LoopStep
+    batches: Callable[[int], Iterator[Any]]
     folder: Path
     metrics: MetricOptions = field(default_factory=MetricOptions)
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
@@ -134,7 +157,7 @@ class Loop:
         with own_run(self.folder):
             return self.train(*self.restore(state, find_checkpoint(self.folder / CHECKPOINT_FOLDER)))
 
-    def restore(self, state: Any, saved: SavedCheckpoint | None, *, ramp_before: BatchRamp | None = None) -> tuple[Any, int]:
+    def restore(self, state: Any, saved: SavedCheckpoint | None, *, ramp_before: Any = None) -> tuple[Any, int]:
         """Return the state of a checkpoint of this run and the step that follows it; without one, `state` and 0.
 
         Args:
@@ -217,6 +240,8 @@ class Loop:
         period, last = self.checkpoints.checkpoint_period, self.plan.total_steps
         done, stopping = start, StepConsensus(any_process=True)
         try:
+            if start == 0 and self.evaluation and self.evaluation.at_start:
+                self._evaluate(self.evaluation, 0, state, metrics)
             for batch in self.batches(start):
                 # All processes stop before the same step; one signal is enough.
                 if stopping.agreed("stop", stop_requested(), batch.position.step):
@@ -267,12 +292,12 @@ class Loop:
             raise error
         self.on_event(StorageFailed(problem=str(error)))
 
-    def _identity(self, ramp: BatchRamp, step: int) -> dict[str, Any]:
+    def _identity(self, ramp: Any, step: int) -> dict[str, Any]:
         """Return the values that must be the same in a checkpoint after `step` steps and in the run that resumes it."""
         position = {"consumed_samples": self.plan.ramp.samples_before(step), "fingerprint": ramp.fingerprint}
         return {**position, **self.checkpoints.identity}
 
-    def _check_identity(self, saved: SavedCheckpoint, ramp: BatchRamp) -> None:
+    def _check_identity(self, saved: SavedCheckpoint, ramp: Any) -> None:
         expected, found = self._identity(ramp, saved.step), saved.record
         changed = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
         if "fingerprint" in changed and RAMP_ROWS in found:

@@ -95,7 +95,8 @@ class Metrics:
         )
         self._waiting: deque[tuple[PlanPosition, Any, float, float]] = deque()
         self._log = StepLog(folder / METRICS_FILE, keep_below=start, writes=is_primary())
-        self._eval_log = StepLog(folder / EVAL_FILE, keep_below=start, writes=is_primary())
+        # An evaluation before step 0 has the number -1.
+        self._eval_log = StepLog(folder / EVAL_FILE, keep_below=start or -1, writes=is_primary())
         self._writers = options.writers(start) if is_primary() else ()
         self._phase: int | None = None
         self._tokens, self._seconds, self._first = 0, 0.0, start
@@ -151,7 +152,7 @@ class Metrics:
 
     def _write_oldest(self, *, is_last: bool = False) -> None:
         position, values, compile_seconds, between = self._waiting.popleft()
-        fetched = {name: values[name] for name in ("loss", "grad_norm", "skipped") if name in values}
+        fetched = {name: values[name] for name in ("loss", "grad_norm", "skipped", "facts") if name in values}
         if auxiliary := scalar_leaves(values.get("aux")):
             fetched |= {"weight": values["weight"], "aux": auxiliary}
         # This waits for a step of a while ago, which is done unless the devices are behind by `IN_FLIGHT` steps.
@@ -177,7 +178,8 @@ class Metrics:
         self, position: PlanPosition, values: Mapping[str, Any], seconds: float, compile_seconds: float
     ) -> dict[str, Any]:
         """Return a step's line of metrics.jsonl."""
-        options, size = self._options, position.split.global_batch_size
+        options, facts = self._options, values.get("facts", {})
+        size = facts.get("global_batch_size", position.split.global_batch_size)
         found = {
             "step": position.step,
             "consumed_samples": position.consumed_samples + size,
@@ -202,7 +204,8 @@ class Metrics:
         # Means, as the loss is one: the sums over the step's rows, by the step's weight.
         weight = float(values.get("weight", 0))
         means = {name: _finite_or_none(value / weight) if weight else None for name, value in values.get("aux", {}).items()}
-        return found | {f"aux/{name}" if name in found else name: mean for name, mean in means.items()}
+        # Facts are numbers that the host knew when the step began.
+        return found | {f"aux/{name}" if name in found else name: mean for name, mean in means.items()} | facts
 
 
 class SkippedSteps:

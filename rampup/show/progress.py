@@ -17,9 +17,11 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
 from rampup.plan.plan import RampPlan
+from rampup.rl.schedule import RolloutSchedule
 from rampup.run import events
 from rampup.show.console import print_plan
 from rampup.show.format import describe_split, format_count
+from rampup.show.rollouts import print_rollout
 
 RECENT_STEPS = 20
 
@@ -143,7 +145,7 @@ class TrainProgress:
         self,
         console: Console | None = None,
         *,
-        plan: RampPlan | None = None,
+        plan: RampPlan | RolloutSchedule | None = None,
         log_period: int = 20,
         quiet: bool = False,
         resume_options: str = "",
@@ -163,7 +165,10 @@ class TrainProgress:
         match event:
             case events.RunPlanned():
                 self._plan, self._has_command = event.plan, True
-                print_plan(event.plan, self._console)
+                if isinstance(event.plan, RolloutSchedule):
+                    print_rollout(event.plan.stages[-1][1], self._console)
+                else:
+                    print_plan(event.plan, self._console)
                 parameters = format_count(event.num_parameters, "parameter")
                 devices = f"{len(event.devices)} {event.devices[0].device_kind}"
                 self._console.print(f"{parameters} on {devices}; run folder {event.folder}")
@@ -174,8 +179,12 @@ class TrainProgress:
             case events.StepDone():
                 self._show_step(event.metrics)
             case events.Evaluated():
-                loss = _format_loss(event.metrics["eval_loss"])
-                self._console.print(f"evaluation after step {event.step:,}: loss {loss}")
+                if "accuracy" in event.metrics:
+                    found = f"{event.metrics['accuracy']:.1%} of the answers are right"
+                else:
+                    found = f"loss {_format_loss(event.metrics['eval_loss'])}"
+                when = f"after step {event.step:,}" if event.step >= 0 else "before training"
+                self._console.print(f"evaluation {when}: {found}")
             case events.CheckpointDamaged():
                 self._console.print(
                     f"the checkpoint of step {event.steps:,} is corrupt: {event.problem}; it was moved to {event.moved_to}, "
@@ -236,7 +245,7 @@ class TrainProgress:
         line = (
             f"step {metrics['step']:,}, phase {metrics['phase']}, batch {metrics['global_batch_size']:,}, "
             f"loss {_format_loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} tokens/s"
-        )
+        ) + (f", reward {metrics['reward']:.3f}" if "reward" in metrics else "")
         left = self._time_left()
         self._bar.update(metrics["consumed_samples"], left, line)
         if not self._bar.visible and metrics["step"] % self._log_period == 0:

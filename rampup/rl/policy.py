@@ -1,0 +1,132 @@
+"""The policy of an RL run: what generation and the losses need of a model, for rampup's own, Flax linen and NNX models.
+
+A row of tokens is a prompt and its response without a gap, then padding. A model must be causal, so that padding after a row
+does not change it.
+
+Shape suffixes: B rows, T tokens of a row, P tokens of a padded prompt, V vocabulary, S slots of a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rampup.errors import ConfigError
+from rampup.lm.decode import decode, packed_hidden, prefill
+from rampup.lm.transformer import LanguageModel
+from rampup.run.mesh import BatchAxes, auto_view
+
+Logits = Callable[[Any, jax.Array], jax.Array]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """A model as pure functions of its parameters.
+
+    Attributes:
+        logits: `(params, tokens_BT) -> logits_BTV`, of every next token.
+        packed: `(params, tokens_BT, positions_BT, segments_BT) -> logits_BTV`, for rows of several sequences. None: the model
+            cannot be packed.
+        prefill: `(params, tokens_BP, length_B, num_slots) -> (logits_BV, cache)`, which reads the prompts.
+        decode: `(params, cache, token_B, position_B) -> (logits_BV, cache)`, which reads one token per row. Without both,
+            generation runs the whole row for every token.
+    """
+
+    logits: Logits
+    packed: Callable[..., jax.Array] | None = None
+    prefill: Callable[..., tuple[jax.Array, Any]] | None = None
+    decode: Callable[..., tuple[jax.Array, Any]] | None = None
+
+
+def as_policy(model: Any) -> Policy:
+    """Return the policy of a model.
+
+    Args:
+        model: a `Policy`, rampup's `LanguageModel`, a Flax linen module whose call maps tokens (B, T) to logits (B, T, V), or
+            a function `(params, tokens) -> logits`. For a Flax NNX module use `split_policy`.
+
+    Raises:
+        ConfigError: something else.
+    """
+    if isinstance(model, Policy):
+        return model
+    if isinstance(model, LanguageModel):
+        return _language_policy(model)
+    if isinstance(model, nn.Module):
+        return Policy(logits=lambda params, tokens_BT: model.apply({"params": params}, tokens_BT))  # type: ignore[arg-type,return-value]
+    if isinstance(model, nnx.Module):
+        raise ConfigError("an NNX model contains its parameters; use policy, params = split_policy(model)", key="model")
+    if callable(model):
+        return Policy(logits=model)
+    raise ConfigError(
+        f"a {type(model).__name__} is no policy; give a Flax module or a function (params, tokens) -> logits", key="model"
+    )
+
+
+def split_policy(model: nnx.Module, *, wrt: Any = nnx.Param) -> tuple[Policy, Any]:
+    """Return the policy of a Flax NNX model, whose call maps tokens (B, T) to logits (B, T, V), and its parameters.
+
+    Args:
+        model: the model. Variables that are not trained keep their values, so dropout must be off.
+        wrt: the variables to train, as in `nnx.Optimizer`.
+
+    Example:
+        >>> class Bigram(nnx.Module):
+        ...     def __init__(self, rngs):
+        ...         self.table = nnx.Embed(5, 5, rngs=rngs)
+        ...     def __call__(self, tokens):
+        ...         return self.table(tokens)
+        >>> policy, params = split_policy(Bigram(nnx.Rngs(0)))
+        >>> policy.logits(params, jnp.zeros((2, 3), jnp.int32)).shape
+        (2, 3, 5)
+    """
+    if not isinstance(model, nnx.Module):
+        raise ConfigError(f"split_policy takes a Flax NNX module and not a {type(model).__name__}", key="model")
+    graphdef, params, rest = nnx.split(model, wrt, ...)
+
+    def logits(params: Any, tokens_BT: jax.Array) -> jax.Array:
+        # Copied: an NNX variable may only be written in the trace in which it was created.
+        kept = jax.tree.map(lambda leaf: leaf, rest)
+        return nnx.merge(graphdef, params, kept)(tokens_BT)  # type: ignore[no-any-return,operator]
+
+    return Policy(logits=logits), params
+
+
+def over_rows(model: Any, mesh: Mesh) -> Policy:
+    """Return the policy of a model for programs whose rows the compiler spreads over the mesh, as generation."""
+    if isinstance(model, LanguageModel):
+        model = replace(model, activations=NamedSharding(auto_view(mesh), PartitionSpec(BatchAxes.of(mesh).rows)))
+    return as_policy(model)
+
+
+def in_replica(model: Any, mesh: Mesh) -> Policy:
+    """Return the policy of a model for the training step, in which a replica sees its own rows."""
+    return as_policy(model.on(auto_view(mesh)) if isinstance(model, LanguageModel) else model)
+
+
+def _language_policy(model: LanguageModel) -> Policy:
+    def packed(params: Any, tokens_BT: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
+        return model.head(params, packed_hidden(model, params, tokens_BT, positions_BT, segments_BT))
+
+    return Policy(logits=model.logits, packed=packed, prefill=partial(prefill, model), decode=partial(decode, model))
+
+
+def token_log_probabilities(logits_BTV: jax.Array, targets_BT: jax.Array, temperature: Any = 1.0) -> jax.Array:
+    """Return log p(target) under softmax(logits / temperature), in at least float32.
+
+    Example:
+        >>> token_log_probabilities(jnp.zeros((1, 2, 4)), jnp.zeros((1, 2), jnp.int32)).round(3).tolist()
+        [[-1.3860000371932983, -1.3860000371932983]]
+    """
+    logits_BTV = logits_BTV.astype(jnp.promote_types(logits_BTV.dtype, jnp.float32)) / temperature
+    # A sum over the vocabulary instead of a gather, which stays local if the vocabulary is sharded over the tensor axis.
+    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
+    return jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), -1) - jax.nn.logsumexp(logits_BTV, -1)
