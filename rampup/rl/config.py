@@ -110,8 +110,9 @@ class RolloutConfig(Settings):
     decode_sampling_nucleus_p: float = _sampling(1.0, "Sample from the most probable tokens whose probabilities add up to this.", above=0, maximum=1)
 
     dataset_name: str = _task("arithmetic", "The prompts and their reward. arithmetic: sums of two numbers as text, such as 12+34=, with reward 1 for the right answer.", choices=("arithmetic",))
-    max_operand: int = _task(99, "Largest number in a prompt of dataset_name arithmetic.", minimum=1, maximum=10**6)
-    warm_start_steps: int = _task(300, "Optimizer steps on right answers before reinforcement learning, so that some responses have a reward. 0: none.", minimum=0, maximum=MAX_SAMPLES)
+    max_operand: int = _task(49, "Largest number in a prompt of dataset_name arithmetic.", minimum=1, maximum=10**6)
+    warm_start_steps: int = _task(1200, "Optimizer steps that imitate given answers before reinforcement learning, so that some responses have a reward. 0: none.", minimum=0, maximum=MAX_SAMPLES)
+    warm_start_accuracy: float = _task(0.5, "Share of right answers among those that the warm start imitates; the others are wrong. The reward then teaches more than the answers did.", minimum=0, maximum=1)
     warm_start_batch_size: int = _task(64, "Prompts per step of the warm start, for the whole job.", **_count)
     warm_start_learning_rate: float = _task(3e-3, "Peak learning rate of the warm start.", minimum=0)
 
@@ -128,7 +129,7 @@ class RolloutConfig(Settings):
     jax_cache_dir: str | None = _shared("jax_cache_dir", "~/.cache/rampup")
     eval_interval: int = _shared("eval_interval", 50)
 
-    learning_rate: float = _shared("learning_rate", 3e-4)
+    learning_rate: float = _shared("learning_rate", 1e-3)
     lr_schedule_type: str = _shared("lr_schedule_type", "constant")
     warmup_steps_fraction: float = _shared("warmup_steps_fraction", 0.0)
     learning_rate_final_fraction: float = _shared("learning_rate_final_fraction", 0.1)

@@ -74,8 +74,8 @@ def group_advantages(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarr
     """
     if samples_per_prompt < 2:
         raise ConfigError(
-            f"rl.num_generations={samples_per_prompt} gives groups of one sample, whose advantage over the group is always 0; set "
-            "rl.num_generations=2 or more, or enable_critic=true",
+            f"rl.num_generations={samples_per_prompt} gives groups of one sample, whose advantage over the group is always 0; "
+            "set rl.num_generations=2 or more, or enable_critic=true",
             key="rl.num_generations",
             nearest=(2,),
         )
@@ -212,12 +212,10 @@ def _coefficients(
         raise ConfigError(
             f"rl.loss_agg_mode={mode!r} must be one of {', '.join(AGGREGATIONS)}", key="rl.loss_agg_mode", nearest=AGGREGATIONS
         )
-    ones = counts_BT.astype(np.float32)
+    # float64 for a run in float64; transfers to the devices make float32 of it otherwise.
+    ones = counts_BT.astype(np.float64)
     if mode == "token-mean":
         return ones, ones
     # The first token of a sequence carries the weight of the sequence.
-    weights = (counts_BT & (number_BT == 0)).astype(np.float32)
-    if mode == "seq-mean-token-sum":
-        return ones, weights
-    # In float64, so that a float64 run has the exact mean; converted to float32 otherwise.
-    return (counts_BT / np.maximum(length_B, 1)[:, None]).astype(np.float64), weights
+    weights = (counts_BT & (number_BT == 0)).astype(np.float64)
+    return (ones if mode == "seq-mean-token-sum" else ones / np.maximum(length_B, 1)[:, None]), weights

@@ -90,8 +90,8 @@ def pad_prompts(prompts: Sequence[Sequence[int]], max_prompt_length: int) -> tup
     for number, length in enumerate(lengths.tolist()):
         if not 1 <= length <= max_prompt_length:
             raise DataError(
-                f"prompt {number} has {length} tokens, but a prompt has from 1 to max_prompt_length={max_prompt_length}; leave it "
-                f"out or set max_prompt_length={max(lengths.max(), 1)}",
+                f"prompt {number} has {length} tokens, but a prompt has from 1 to max_prompt_length={max_prompt_length}; leave "
+                f"it out or set max_prompt_length={max(lengths.max(), 1)}",
                 key="max_prompt_length",
                 nearest=(int(max(lengths.max(), 1)),),
             )
@@ -138,7 +138,9 @@ def generate(
     tokens_BP, length_B = pad_prompts(prompts, max(max(map(len, prompts), default=1), 1))
     rows_B = np.arange(len(tokens_BP), dtype=np.int32)
     sampling = sampling or Sampling()
-    program = jax.jit(make_generate(as_policy(model) if mesh is None else over_rows(model, mesh), max_response_length, end_token))
+    program = jax.jit(
+        make_generate(as_policy(model) if mesh is None else over_rows(model, mesh), max_response_length, end_token)
+    )
     found = program(params, tokens_BP, length_B, rows_B, jax.random.key(seed), *sampling.values)
     return Samples(*jax.device_get(found))
 
@@ -205,7 +207,9 @@ def _sample(logits_BV: jax.Array, keys_B: jax.Array, number: Any, temperature: A
     scaled_BV = logits_BV / jnp.where(temperature > 0, temperature, 1)
     is_cut = (top_k > 0) | (top_p < 1)
     kept_BV = jax.lax.cond(is_cut, lambda x_BV: _most_probable(x_BV, top_k, top_p), lambda x_BV: x_BV, scaled_BV)
-    noise_BV = jax.vmap(lambda key: jax.random.gumbel(jax.random.fold_in(key, number), logits_BV.shape[1:], logits_BV.dtype))(keys_B)
+    noise_BV = jax.vmap(lambda key: jax.random.gumbel(jax.random.fold_in(key, number), logits_BV.shape[1:], logits_BV.dtype))(
+        keys_B
+    )
     return jnp.argmax(jnp.where(temperature > 0, kept_BV + noise_BV, logits_BV), axis=-1)
 
 

@@ -1,7 +1,7 @@
 """The losses of the policy and of the critic, as sums over rows with one weight per token.
 
-A loss here is one for `rampup.train_step`: it returns the sum of the losses and the sum of the weights, so that a mini batch has
-the same gradient however it is split, padded or packed. `loss_rows` and `packed_rows` in `rampup.rl.experience` make the rows;
+A loss here is one for `rampup.train_step`: it returns the sum of the losses and the sum of the weights, so that a mini batch
+has the same gradient however it is split, padded or packed. `loss_rows` and `packed_rows` in `rampup.rl.experience` make the rows;
 the coefficients in them say how the losses of tokens add up (`AGGREGATIONS`).
 
 Shape suffixes: B rows, T tokens of a row. Entry t of a row is the prediction of the token after token t.
@@ -72,9 +72,7 @@ def grpo_loss(
     return _summed(token_losses, shapes)
 
 
-def value_loss(
-    values_fn: Callable[..., jax.Array], *, epsilon: float = 0.2, shapes: tuple[int, ...] = ()
-) -> LossFn:
+def value_loss(values_fn: Callable[..., jax.Array], *, epsilon: float = 0.2, shapes: tuple[int, ...] = ()) -> LossFn:
     """Return the critic's loss: half the squared error of the value, clipped as in PPO around the value of the rollout.
 
     Args:
@@ -106,7 +104,9 @@ def _logits(policy: Policy, params: Any, rows: Mapping[str, jax.Array]) -> jax.A
     if "segments" not in rows:
         return policy.logits(params, rows["tokens"])
     if policy.packed is None:
-        raise ConfigError("token_budget packs several samples into a row, which this model has no function for", key="token_budget")
+        raise ConfigError(
+            "token_budget packs several samples into a row, which this model has no function for", key="token_budget"
+        )
     return policy.packed(params, rows["tokens"], rows["positions"], rows["segments"])
 
 
@@ -122,7 +122,7 @@ def _summed(token_losses: Callable[..., dict[str, jax.Array]], shapes: tuple[int
         }
         return found.pop("loss"), jnp.sum(rows["weights"]), found
 
-    def loss_fn(params: Any, batch: Mapping[str, jax.Array], keys: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:  # noqa: ARG001
+    def loss_fn(params: Any, batch: Mapping[str, jax.Array], keys: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         if "shape" not in batch:
             return sums(params, batch)
         # The rows of a pass are computed with as many tokens as its shape has: one branch for each, in one program.

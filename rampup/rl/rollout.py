@@ -14,7 +14,7 @@ Shape suffixes: S samples of a rollout, B rows of a call, R tokens of the longes
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ from rampup.rl.experience import (
     packed_rows,
     zero_spread_share,
 )
-from rampup.rl.generate import Sampling, Samples, make_generate, pad_prompts
+from rampup.rl.generate import Samples, Sampling, make_generate, pad_prompts
 from rampup.rl.losses import grpo_loss, value_loss
 from rampup.rl.minibatches import mini_batches
 from rampup.rl.plan import RolloutPlan
@@ -50,7 +50,7 @@ from rampup.rl.schedule import RolloutSchedule, UpdatePosition, split_of
 from rampup.rl.sizes import Experience
 from rampup.run.compile import Compiler
 from rampup.run.data.batches import Batch, layout_of, put_chunks
-from rampup.run.mesh import BatchAxes, auto_context, batch_sharding, replicated
+from rampup.run.mesh import BatchAxes, auto_context, batch_sharding
 from rampup.run.step import TrainState, TrainStep, create_state, train_step
 
 Prompts = Callable[[int], Sequence[Sequence[int]]]
@@ -151,13 +151,15 @@ class RolloutStep:
         self._plans = {name: ramp_plan(schedule, name) for name in self._tx}
         budgets = {name: schedule.stages[0][1].updates(name).token_budget for name in self._tx}
         self._ladders = {name: make_ladder(b, min(options.rungs, b)) if b else () for name, b in budgets.items()}
-        losses = {"policy": grpo_loss(
-            in_replica(model, mesh),
-            epsilon=options.epsilon,
-            beta=options.beta,
-            temperature=options.temperature,
-            shapes=self._ladders["policy"],
-        )}
+        losses = {
+            "policy": grpo_loss(
+                in_replica(model, mesh),
+                epsilon=options.epsilon,
+                beta=options.beta,
+                temperature=options.temperature,
+                shapes=self._ladders["policy"],
+            )
+        }
         if critic is not None:
             losses["critic"] = value_loss(critic[0].in_replica, epsilon=options.value_epsilon, shapes=self._ladders["critic"])
         train_options: Any = {"seed": options.seed, "skip_nonfinite": skip_nonfinite}
@@ -270,13 +272,9 @@ class RolloutStep:
         return state.replace(step=np.int32(position.step + 1), **changes), {**metrics, "facts": facts}
 
     def evaluate(self, params: Any, prompts: Sequence[Sequence[int]], *, samples_per_prompt: int = 1, seed: int = 0) -> Any:
-        """Return the rewards (prompts, samples_per_prompt) of new responses, most probable ones if there is one per prompt.
-
-        The program is that of the rollouts.
-        """
-        sampling = self.options.sampling if samples_per_prompt > 1 else Sampling(temperature=0.0)
+        """Return the rewards (prompts, samples_per_prompt) of new responses, sampled as in a rollout by the same program."""
         repeated = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
-        samples = self._generate(params, repeated, jax.random.key(seed), sampling)
+        samples = self._generate(params, repeated, jax.random.key(seed), self.options.sampling)
         rewards = check_rewards(self._reward, *self._decoded(samples), where="an evaluation")
         return rewards.reshape(len(prompts), samples_per_prompt)
 
@@ -459,8 +457,10 @@ class RolloutStep:
         split = split_of(n, width, position.split.data_parallel_size)
         layout = layout_of(ramp_plan, split)
         here = replace(ramp_plan.position(position.model_step), split=split)
-        computed = sum(self._ladders[position.model][shape] for shape in passes["shape"].ravel()) if "shape" in passes else (
-            n * width * losses["tokens"].shape[1]
+        computed = (
+            sum(self._ladders[position.model][shape] for shape in passes["shape"].ravel())
+            if "shape" in passes
+            else (n * width * losses["tokens"].shape[1])
         )
         facts = {
             "model": position.model,
@@ -534,9 +534,7 @@ def rollout_step(
         (3, True, {'generate': 1, 'logprobs': 1, 'update': 1})
     """
     schedule = plan if isinstance(plan, RolloutSchedule) else RolloutSchedule(stages=((0, plan),), num_rollouts=plan.num_steps)
-    return RolloutStep(
-        model, tx, schedule, mesh, reward=reward, options=options, critic=critic, skip_nonfinite=skip_nonfinite
-    )
+    return RolloutStep(model, tx, schedule, mesh, reward=reward, options=options, critic=critic, skip_nonfinite=skip_nonfinite)
 
 
 def ramp_plan(schedule: RolloutSchedule, model: str) -> RampPlan:
@@ -585,8 +583,8 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
             key = "decode_sampling_temperature" if options.sampling.temperature == 0 else "decode_sampling_top_k"
             value = options.sampling.temperature if options.sampling.temperature == 0 else options.sampling.top_k
             raise ConfigError(
-                f"{key}={value} samples greedily: the {stage.samples_per_prompt} responses to a prompt would be equal, and their "
-                "advantages 0; set decode_sampling_temperature=1.0 and decode_sampling_top_k=0",
+                f"{key}={value} samples greedily: the {stage.samples_per_prompt} responses to a prompt would be equal, and "
+                "their advantages 0; set decode_sampling_temperature=1.0 and decode_sampling_top_k=0",
                 key=key,
                 nearest=(1.0,) if options.sampling.temperature == 0 else (0,),
             )
@@ -606,4 +604,6 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
                 nearest=(longest,),
             )
     if jax.process_count() > 1:
-        raise ConfigError("RL training runs in one process, on all of its devices; start one", key="num_processes", nearest=(1,))
+        raise ConfigError(
+            "RL training runs in one process, on all of its devices; start one", key="num_processes", nearest=(1,)
+        )

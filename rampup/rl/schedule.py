@@ -217,8 +217,10 @@ class RolloutSchedule:
     def fingerprint(self) -> str:
         """A digest of the sizes that decide which samples an optimizer step uses."""
         rows = [
-            (first, plan.samples_per_step, plan.samples_per_prompt)
-            + tuple((updates.model, updates.mini_batch_samples, updates.num_epochs) for updates in plan.order)
+            (
+                *(first, plan.samples_per_step, plan.samples_per_prompt),
+                *((updates.model, updates.mini_batch_samples, updates.num_epochs) for updates in plan.order),
+            )
             for first, plan in itertools.takewhile(lambda stage: stage[0] < self.num_rollouts, self.stages)
         ]
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

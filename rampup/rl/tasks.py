@@ -60,8 +60,8 @@ class Arithmetic:
             )
         if self.num_prompts is not None and self.num_prompts > total - self.num_held_out:
             raise DataError(
-                f"num_prompts={self.num_prompts:,} must be at most {total - self.num_held_out:,}: max_operand={self.max_operand} "
-                f"gives {total:,} pairs of numbers, of which {self.num_held_out:,} are held out",
+                f"num_prompts={self.num_prompts:,} must be at most {total - self.num_held_out:,}: "
+                f"max_operand={self.max_operand} gives {total:,} pairs of numbers, of which {self.num_held_out:,} are held out",
                 key="num_prompts",
                 nearest=(total - self.num_held_out,),
             )
@@ -96,6 +96,21 @@ class Arithmetic:
     def answer(self, prompt: str) -> str:
         """Return the right answer to a prompt."""
         return str(sum(int(number) for number in prompt.rstrip("=").split("+")))
+
+    def demonstrations(self, prompts: Sequence[str], *, accuracy: float, seed: tuple[int, ...]) -> list[str]:
+        """Return answers of which a share is right, each drawn by itself. A wrong one is the sum of another pair of numbers.
+
+        Example:
+            >>> Arithmetic(max_operand=9).demonstrations(["7+8="], accuracy=1.0, seed=(0,))
+            ['15']
+        """
+        bits = np.random.Philox(np.random.SeedSequence(list(seed))).random_raw((len(prompts), 2))
+        draws, sums = bits[:, 0] / 2.0**64, 2 * self.max_operand + 1
+        answers = []
+        for prompt, draw, other in zip(prompts, draws.tolist(), bits[:, 1].tolist(), strict=True):
+            right = int(self.answer(prompt))
+            answers.append(str(right if draw < accuracy else (right + 1 + other % (sums - 1)) % sums))
+        return answers
 
     def reward(self, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
         """Return 1 for every right response and 0 for the others."""

@@ -51,7 +51,14 @@ from rampup.run.step import create_state, train_step
 IDENTITY_KEYS = (
     *("base_emb_dim", "base_num_decoder_layers", "base_mlp_dim", "base_num_query_heads", "base_num_kv_heads", "opt_type"),
     *("init_weights_seed", "data_shuffle_seed", "shuffle_mini_batches", "keep_prompts_together", "dataset_name", "max_operand"),
-    *("max_prompt_length", "max_response_length", "warm_start_steps", "warm_start_batch_size", "warm_start_learning_rate"),
+    *(
+        "max_prompt_length",
+        "max_response_length",
+        "warm_start_steps",
+        "warm_start_batch_size",
+        "warm_start_learning_rate",
+        "warm_start_accuracy",
+    ),
     *("decode_sampling_temperature", "decode_sampling_top_k", "decode_sampling_nucleus_p", "enable_critic", "num_prompts"),
 )
 
@@ -172,9 +179,7 @@ class RolloutRun:
             critic=(critic_of(model, mesh), txs["critic"]) if "critic" in txs else None,
             skip_nonfinite=config.skip_nonfinite > 0,
         )
-        return cls(
-            config=config, schedule=schedule, mesh=mesh, model=model, task=task, options=options, rates=rates, step=step
-        )
+        return cls(config=config, schedule=schedule, mesh=mesh, model=model, task=task, options=options, rates=rates, step=step)
 
     def initial_state(self, *, warm: bool = True) -> RolloutState:
         """Return the state before the first rollout, with the warm start unless a checkpoint takes its place."""
@@ -196,9 +201,7 @@ class RolloutRun:
         with own_run(folder):
             saved = find_checkpoint(folder / CHECKPOINT_FOLDER)
             on_event(
-                RunPlanned(
-                    plan=self.schedule, folder=folder, devices=jax.devices(), num_parameters=self.model.num_parameters
-                )
+                RunPlanned(plan=self.schedule, folder=folder, devices=jax.devices(), num_parameters=self.model.num_parameters)
             )
             loop = self._loop(folder, on_event)
             state, start = loop.restore(self.initial_state(warm=saved is None), saved)
@@ -286,7 +289,7 @@ class RolloutRun:
         return [f"rollout {position.rollout}, update {position.update} of the {position.model}"]
 
     def _warm_start(self, params: Any) -> Any:
-        """Return parameters after supervised steps on right answers."""
+        """Return parameters after supervised steps on answers of which a share is right."""
         config, replicas = self.config, self.schedule.stages[0][1].policy.data_parallel_size
         plan = RampPlan(
             ramp=BatchRamp.constant(config.warm_start_batch_size),
@@ -294,7 +297,9 @@ class RolloutRun:
             num_devices=replicas,
             total_steps=config.warm_start_steps,
         )
-        tx = make_optimizer(LearningRate(plan=plan, peak=config.warm_start_learning_rate, warmup_fraction=0.1), weight_decay=0.0)
+        tx = make_optimizer(
+            LearningRate(plan=plan, peak=config.warm_start_learning_rate, warmup_fraction=0.1), weight_decay=0.0
+        )
         step, state = train_step(supervised_loss(in_replica(self.model, self.mesh)), tx, plan, self.mesh), None
         state = create_state(params, tx, self.mesh)
         # Another order than that of the rollouts.
@@ -302,12 +307,13 @@ class RolloutRun:
         for number in range(plan.total_steps):
             first = number * config.warm_start_batch_size
             prompts = task.prompts(first, first + config.warm_start_batch_size)
-            state, _ = step(state, step.batch(self._answered(prompts)))
+            answers = task.demonstrations(prompts, accuracy=config.warm_start_accuracy, seed=(task.seed, number))
+            state, _ = step(state, step.batch(self._answered(prompts, answers)))
         return state.params
 
-    def _answered(self, prompts: list[str]) -> Arrays:
-        """Return prompts with their right answers as rows of a loss."""
-        answers = [[*encode(self.task.answer(prompt)), END_TOKEN] for prompt in prompts]
+    def _answered(self, prompts: list[str], given: list[str]) -> Arrays:
+        """Return prompts with answers as rows of a loss."""
+        answers = [[*encode(answer), END_TOKEN] for answer in given]
         asked = [encode(prompt) for prompt in prompts]
         length = self.options.max_prompt_length + self.task.max_response_length
         tokens, _ = pad_prompts([p + a for p, a in zip(asked, answers, strict=True)], length)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlanned:
     """The run is planned and built, and nothing is trained yet.

@@ -1,0 +1,166 @@
+"""Tests of rampup.rl.generate, rampup.rl.policy and rampup.lm.decode."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from helpers import toy
+from scipy import stats
+
+from rampup.errors import ConfigError, DataError
+from rampup.lm.decode import packed_hidden
+from rampup.lm.transformer import LanguageModel
+from rampup.rl.generate import Sampling, generate, make_generate, pad_prompts
+from rampup.rl.policy import as_policy, split_policy, token_log_probabilities
+
+MODEL = LanguageModel(num_layers=2, width=16, mlp_dim=32, num_heads=4, num_kv_heads=2, vocab_size=16)
+# Larger than at the start of training, so that the probabilities are less even.
+PARAMS = jax.tree.map(lambda x: 1.5 * x, MODEL.init(jax.random.key(0)))
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [1, 2], [3, 3, 3, 3], [4], [7, 8], [15, 14, 13]]
+
+
+def from_whole_rows(found):
+    """Return the log-probabilities of the responses by a forward pass over the whole rows."""
+    log_p = np.asarray(token_log_probabilities(MODEL.logits(PARAMS, found.tokens[:, :-1]), found.tokens[:, 1:]))
+    expected = np.zeros_like(found.log_probabilities)
+    for row, (start, length) in enumerate(zip(found.prompt_length, found.response_length, strict=True)):
+        expected[row, :length] = log_p[row, start - 1 : start - 1 + length]
+    return expected
+
+
+@pytest.mark.parametrize("mesh", ["one", "data_fsdp_tensor"])
+def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
+    """Prompts of different lengths, responses that end early: equal to 1e-5, and the tokens do not depend on the devices."""
+    options = {"max_response_length": 9, "end_token": 2, "seed": 3}
+    found = generate(
+        MODEL, jax.device_put(PARAMS, MODEL.shardings(toy.mesh_of(mesh))), PROMPTS, mesh=toy.mesh_of(mesh), **options
+    )
+    np.testing.assert_allclose(found.log_probabilities, from_whole_rows(found), atol=1e-5)
+    assert len(set(found.response_length.tolist())) > 1
+    if mesh != "one":
+        np.testing.assert_array_equal(found.tokens, generate(MODEL, PARAMS, PROMPTS, **options).tokens)
+
+
+def test_responses_follow_the_prompt_and_end_with_the_end_token():
+    """A row is prompt, response, padding. The end token is the last one of a response and counts."""
+    found = generate(MODEL, PARAMS, PROMPTS, max_response_length=9, end_token=2, seed=3)
+    for prompt, tokens, start, length in zip(PROMPTS, found.tokens, found.prompt_length, found.response_length, strict=True):
+        response = tokens[start : start + length].tolist()
+        assert tokens[:start].tolist() == prompt
+        assert 2 not in response[:-1]
+        assert length == 9 or response[-1] == 2
+        assert not tokens[start + length :].any()
+
+
+def test_a_model_without_a_cache_samples_the_same():
+    """A function of tokens runs whole rows for every token, with the same numbers."""
+    cached, whole = (generate(m, PARAMS, PROMPTS, max_response_length=6, seed=1) for m in (MODEL, MODEL.logits))
+    np.testing.assert_array_equal(cached.tokens, whole.tokens)
+    np.testing.assert_allclose(cached.log_probabilities, whole.log_probabilities, atol=1e-5)
+
+
+def test_linen_and_nnx_models_generate():
+    """Flax modules of both kinds are policies."""
+
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            return nn.Dense(8)(nn.Embed(8, 4)(tokens))
+
+    class Nnx(nnx.Module):
+        def __init__(self, rngs):
+            self.embed, self.out = nnx.Embed(8, 4, rngs=rngs), nnx.Linear(4, 8, rngs=rngs)
+
+        def __call__(self, tokens):
+            return self.out(self.embed(tokens))
+
+    linen = Linen()
+    params = linen.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]
+    for model, values in ((linen, params), split_policy(Nnx(nnx.Rngs(0)))):
+        found = generate(model, values, [[1, 2], [3]], max_response_length=4)
+        assert found.tokens.shape == (2, 6)
+        assert (found.response_length == 4).all()
+    with pytest.raises(ConfigError, match="split_policy"):
+        as_policy(Nnx(nnx.Rngs(0)))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "probabilities"),
+    [
+        (Sampling(), [0.1, 0.2, 0.3, 0.4]),
+        (Sampling(temperature=0.5), [0.01 / 0.3, 0.04 / 0.3, 0.09 / 0.3, 0.16 / 0.3]),
+        (Sampling(top_k=2), [0, 0, 3 / 7, 4 / 7]),
+        (Sampling(top_p=0.8), [0, 2 / 9, 3 / 9, 4 / 9]),
+        (Sampling(temperature=0), [0, 0, 0, 1]),
+        (Sampling(top_k=1), [0, 0, 0, 1]),
+    ],
+    ids=str,
+)
+def test_samples_have_the_probabilities_of_the_softmax(sampling, probabilities):
+    """Chi-squared over 20,000 tokens, at a level that a right sampler misses once in a million runs."""
+    params = jnp.log(jnp.array([0.1, 0.2, 0.3, 0.4]))
+    found = generate(
+        lambda p, tokens: jnp.broadcast_to(p, (*tokens.shape, 4)),
+        params,
+        [[1]] * 2000,
+        max_response_length=10,
+        sampling=sampling,
+    )
+    counts = np.bincount(found.tokens[:, 1:].ravel(), minlength=4)
+    likely = np.array(probabilities) > 0
+    assert counts[~likely].sum() == 0
+    if likely.sum() > 1:
+        expected = np.array(probabilities)[likely] * counts.sum()
+        assert stats.chisquare(counts[likely], expected).pvalue > 1e-6
+
+
+def test_one_program_serves_every_way_of_sampling():
+    """Temperature, top_k and top_p are arguments of the program, and its text is independent of the prompts."""
+    program = jax.jit(make_generate(as_policy(MODEL), 4, 2))
+    tokens, lengths = pad_prompts(PROMPTS, 5)
+    for sampling in (Sampling(), Sampling(temperature=0), Sampling(top_k=3, top_p=0.5)):
+        program(PARAMS, tokens, lengths, np.arange(8, dtype=np.int32), jax.random.key(0), *sampling.values)
+    assert program._cache_size() == 1
+
+
+def test_packed_rows_are_computed_like_single_ones():
+    """Three sequences in one row have the hidden states that each has alone, whatever the padding contains."""
+    sequences = [[5, 6, 7, 1], [8, 2], [9, 10, 11]]
+    tokens = np.array([[*sequences[0], *sequences[1], *sequences[2], 4, 4]])
+    positions, segments = np.array([[0, 1, 2, 3, 0, 1, 0, 1, 2, 0, 0]]), np.array([[1, 1, 1, 1, 2, 2, 3, 3, 3, 0, 0]])
+    packed = MODEL.head(PARAMS, packed_hidden(MODEL, PARAMS, tokens, positions, segments))[0]
+    single = np.concatenate([MODEL.logits(PARAMS, np.array([sequence]))[0] for sequence in sequences])
+    np.testing.assert_allclose(packed[:9], single, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "key"),
+    [
+        ([[1], []], {}, "max_prompt_length"),
+        ([[1]], {"max_response_length": 0}, "max_response_length"),
+        ([[1]], {"max_response_length": 1.5}, "max_response_length"),
+    ],
+)
+def test_generate_rejects_bad_input(prompts, options, key):
+    """Empty prompts and lengths that are none."""
+    with pytest.raises((ConfigError, DataError)) as caught:
+        generate(MODEL, PARAMS, prompts, **{"max_response_length": 3} | options)
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_k": 1.5}, {"top_p": 0}, {"top_p": 2}]
+)
+def test_sampling_rejects_bad_numbers(options):
+    """Every number outside its range."""
+    with pytest.raises(ConfigError, match="must be"):
+        Sampling(**options)
+
+
+def test_pad_prompts_rejects_long_prompts():
+    """The error has the number of the prompt and the size that would be enough."""
+    with pytest.raises(DataError, match=r"prompt 1 has 3 tokens.*max_prompt_length=3") as caught:
+        pad_prompts([[1, 2], [1, 2, 3]], 2)
+    assert caught.value.nearest == (3,)
