@@ -1,8 +1,8 @@
 """The losses of the policy and of the critic, as sums over rows with one weight per token.
 
 A loss here is one for `rampup.train_step`: it returns the sum of the losses and the sum of the weights, so that a mini batch
-has the same gradient however it is split, padded or packed. `loss_rows` and `packed_rows` in `rampup.rl.experience` make the rows;
-the coefficients in them say how the losses of tokens add up (`AGGREGATIONS`).
+has the same gradient however it is split, padded or packed. `loss_rows` and `packed_rows` in `rampup.rl.experience` make the
+rows; the coefficients in them say how the losses of tokens add up (`AGGREGATIONS`).
 
 Shape suffixes: B rows, T tokens of a row. Entry t of a row is the prediction of the token after token t.
 """

@@ -204,7 +204,12 @@ class RolloutStep:
             critic_params: the critic's, if there is one.
         """
         policy = create_state(params, self._tx["policy"], self._mesh)
-        found = {"step": np.int32(0), "params": policy.params, "opt_state": policy.opt_state, "policy_step": policy.step}
+        found = {
+            "step": np.array(0, np.int32),
+            "params": policy.params,
+            "opt_state": policy.opt_state,
+            "policy_step": policy.step,
+        }
         if self.options.beta:
             copied = create_state(params if reference is None else reference, optax.identity(), self._mesh)
             found["reference"] = copied.params
@@ -269,7 +274,7 @@ class RolloutStep:
         facts |= self._facts
         if position.is_last:
             facts["training_tokens_per_second"] = round(self._training.tokens_per_second(), 3)
-        return state.replace(step=np.int32(position.step + 1), **changes), {**metrics, "facts": facts}
+        return state.replace(step=np.array(position.step + 1, np.int32), **changes), {**metrics, "facts": facts}
 
     def evaluate(self, params: Any, prompts: Sequence[Sequence[int]], *, samples_per_prompt: int = 1, seed: int = 0) -> Any:
         """Return the rewards (prompts, samples_per_prompt) of new responses, sampled as in a rollout by the same program."""

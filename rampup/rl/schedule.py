@@ -216,14 +216,17 @@ class RolloutSchedule:
     @property
     def fingerprint(self) -> str:
         """A digest of the sizes that decide which samples an optimizer step uses."""
-        rows = [
-            (
+        return hashlib.sha256(json.dumps(self.to_rows()).encode()).hexdigest()
+
+    def to_rows(self) -> list[list[Any]]:
+        """Return the sizes of every stage, as JSON."""
+        return [
+            [
                 *(first, plan.samples_per_step, plan.samples_per_prompt),
-                *((updates.model, updates.mini_batch_samples, updates.num_epochs) for updates in plan.order),
-            )
+                *([updates.model, updates.mini_batch_samples, updates.num_epochs] for updates in plan.order),
+            ]
             for first, plan in itertools.takewhile(lambda stage: stage[0] < self.num_rollouts, self.stages)
         ]
-        return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 def split_of(passes: int, rows: int, replicas: int) -> BatchSplit:

@@ -278,7 +278,7 @@ class RolloutRun:
 
     def _placed(self, state: RolloutState) -> RolloutState:
         """Return a restored state with its host arrays on the host."""
-        return state.replace(step=np.int32(state.step), experience=jax.device_get(state.experience))
+        return state.replace(step=np.array(state.step, np.int32), experience=jax.device_get(state.experience))
 
     def _rate_at(self, step: int) -> float:
         position = self.schedule.at(step)
@@ -341,6 +341,14 @@ class _LoopStep:
     def waited_seconds(self) -> float:
         """Time spent waiting for compilations."""
         return self._run.step.waited_seconds
+
+    @property
+    def shape_changes(self) -> dict[int, int]:
+        """None: a rollout has one shape."""
+        return {}
+
+    def replay_shape_changes(self, changes: Any) -> None:
+        """Do nothing; see `shape_changes`."""
 
     def __call__(self, state: Any, batch: _Update) -> tuple[Any, Any]:
         """Run one optimizer step."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import jax
 
 from rampup.errors import DataError, ResumeMismatchError, StorageError
+from rampup.plan.ramp import BatchRamp
 from rampup.run.checkpoint import CheckpointOptions, Checkpoints, SavedCheckpoint, checkpoint_steps, find_checkpoint
 from rampup.run.data.files import changed_files
 from rampup.run.distributed import StepConsensus
@@ -101,7 +102,7 @@ class LoopPlan(Protocol):
 
     @property
     def ramp(self) -> Any:
-        """A `BatchRamp`, or an object with its `samples_before`, `fingerprint` and `ramp_steps`."""
+        """A `BatchRamp`, or an object with its `samples_before`, `fingerprint`, `to_rows` and `ramp_steps`."""
 
 
 class LoopStep(Protocol):
@@ -109,6 +110,10 @@ class LoopStep(Protocol):
 
     num_compilations: Any
     waited_seconds: Any
+    shape_changes: Any
+
+    def replay_shape_changes(self, changes: Any) -> None:
+        """Change shapes at the steps at which an earlier part of the run did."""
 
     def __call__(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Run one optimizer step."""
@@ -300,7 +305,7 @@ class Loop:
     def _check_identity(self, saved: SavedCheckpoint, ramp: Any) -> None:
         expected, found = self._identity(ramp, saved.step), saved.record
         changed = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
-        if "fingerprint" in changed and RAMP_ROWS in found:
+        if "fingerprint" in changed and RAMP_ROWS in found and isinstance(ramp, BatchRamp):
             raise ResumeMismatchError(
                 f"the ramp is not that of the checkpoint of step {saved.step} in {self.folder}:\n"
                 f"{BatchRamp.from_rows(found[RAMP_ROWS]).compare(ramp)}\n"
