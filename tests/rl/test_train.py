@@ -75,7 +75,7 @@ def assert_same(folder, other, step):
         assert leaf.tobytes() == two[name].tobytes(), name
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """Ends a run from inside."""
 
 
@@ -84,9 +84,9 @@ def train_until(config, step):
 
     def stop(event):
         if isinstance(event, StepDone) and event.step == step:
-            raise Stopped
+            raise StoppedError
 
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         rl.train(config, stop)
 
 
