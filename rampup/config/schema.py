@@ -295,20 +295,6 @@ class Config(Settings):
         broken = [ConfigError(message, key=name, nearest=nearest) for holds, name, message, nearest in rules if not holds]
         return [*broken, *head_problems(self), *self._ramp_without_switch()]
 
-
-def head_problems(config: Any) -> list[RampupError]:
-    """Return errors unless the heads divide the width and each other, for any configuration with a model."""
-    heads, width = config.base_num_query_heads, config.base_emb_dim
-    problems: list[RampupError] = []
-    if width % (2 * heads):
-        message = f"base_emb_dim={width} must be a multiple of 2 * base_num_query_heads = {2 * heads}, so that every head has an even width"
-        nearest = _nearest_divisors(heads, width // 2 if width % 2 == 0 else 0)
-        problems.append(ConfigError(message, key="base_num_query_heads", nearest=nearest))
-    if heads % config.num_kv_heads:
-        message = f"base_num_query_heads={heads} must be a multiple of base_num_kv_heads={config.num_kv_heads}"
-        problems.append(ConfigError(message, key="base_num_kv_heads", nearest=_nearest_divisors(config.num_kv_heads, heads)))
-    return problems
-
     def _budget_rules(self) -> list[tuple[bool, str, str, Sequence[object]]]:
         budgets = [f"{name}={value}" for name in _BUDGET if (value := getattr(self, name)) not in (None, -1)]
         message = f"{' and '.join(budgets)} both set the length of the run; set one of them"
@@ -359,6 +345,20 @@ def head_problems(config: Any) -> list[RampupError]:
             message = f"adam_{b}_floor={low} must not exceed adam_{b}_ceiling={high}"
             rules.append((low is None or high is None or low <= high, f"adam_{b}_floor", message, (high,)))
         return rules
+
+
+def head_problems(config: Any) -> list[RampupError]:
+    """Return errors unless the heads divide the width and each other, for any configuration with a model."""
+    heads, width = config.base_num_query_heads, config.base_emb_dim
+    problems: list[RampupError] = []
+    if width % (2 * heads):
+        rule = f"must be a multiple of 2 * base_num_query_heads = {2 * heads}, so that every head has an even width"
+        nearest = _nearest_divisors(heads, width // 2 if width % 2 == 0 else 0)
+        problems.append(ConfigError(f"base_emb_dim={width} {rule}", key="base_num_query_heads", nearest=nearest))
+    if heads % config.num_kv_heads:
+        message = f"base_num_query_heads={heads} must be a multiple of base_num_kv_heads={config.num_kv_heads}"
+        problems.append(ConfigError(message, key="base_num_kv_heads", nearest=_nearest_divisors(config.num_kv_heads, heads)))
+    return problems
 
 
 def _nearest_divisors(value: int, total: int) -> list[int]:
