@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.config.build import build_plan as build_plan
     from rampup.config.load import load_config as load_config
     from rampup.config.schema import Config as Config
+    from rampup.dialects import check_command as check_command
     from rampup.dialects import check_file as check_file
     from rampup.errors import BatchDivisibilityError as BatchDivisibilityError
     from rampup.errors import ConfigError as ConfigError
@@ -81,7 +82,7 @@ _HOMES = {
     "rampup.config.build": ("build_plan",),
     "rampup.config.load": ("load_config",),
     "rampup.config.schema": ("Config",),
-    "rampup.dialects": ("check_file",),
+    "rampup.dialects": ("check_command", "check_file"),
     "rampup.errors": (
         "BatchDivisibilityError",
         "ConfigError",

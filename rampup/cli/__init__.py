@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None and arguments and arguments[0] in ON_DEVICES:
         enable_huge_pages()
-    as_json = "--json" in arguments
+    as_json = "--json" in (arguments[: arguments.index("--")] if "--" in arguments else arguments)
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()  # a closed pipe must be noticed here, and not when the interpreter exits
@@ -115,7 +115,11 @@ def _dispatch(arguments: list[str]) -> int:
         raise ConfigError(
             f"unknown command {name!r}; choose from {', '.join(COMMANDS)}", path=COMMAND_LINE, nearest=tuple(COMMANDS)
         )
+    command: list[str] = []
+    if name == "check" and "--" in rest:  # what follows is a command of another system
+        rest, command = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
     args = make_parser(name).parse_intermixed_args(rest)
+    args.command = command
     console = _Console(stderr=args.json, highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
     result: Result = importlib.import_module(f"rampup.cli.{name}").run(args, console)
     if result.problem is not None:

@@ -12,9 +12,17 @@ from rampup.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `rampup check`."""
-    parser.add_argument("file", metavar="FILE", help="another system's configuration")
     parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="settings in that system's keys that take precedence over the file"
+        "file",
+        metavar="FILE",
+        nargs="?",
+        help="another system's configuration or launch script, or `-- COMMAND ...` at the end",
+    )
+    parser.add_argument(
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        help="settings in that system's keys that take precedence over the file, and variables that a script does not set",
     )
     parser.add_argument(
         "--from", dest="system", required=True, metavar="SYSTEM", help="maxtext, maxtext_rl, megatron, skyrl, verl or trlx"
@@ -27,14 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: object) -> Result:
     """Check a file, and convert it if an output is given."""
-    from rampup.dialects import check_file, write_conversion
+    from rampup.dialects import check_command, check_file, write_conversion
     from rampup.show.verdicts import print_verdict
 
     if (args.to is None) != (args.output is None):
         raise ConfigError("--to and -o FILE belong together", key="to", path=COMMAND_LINE)
-    verdict = check_file(args.file, args.system, args.overrides)
+    if args.command:
+        settings = [setting for setting in (args.file, *args.overrides) if setting is not None]
+        verdict = check_command(args.command, args.system, settings)
+    elif args.file is None:
+        raise ConfigError("give a file, or a command after `--`", path=COMMAND_LINE)
+    else:
+        verdict = check_file(args.file, args.system, args.overrides)
     if verdict.ok and args.output is not None:
-        write_conversion(verdict, args.output, source=args.file)
+        write_conversion(verdict, args.output, source=args.file or "")
         print(f"wrote {args.output}", file=sys.stderr)
     return Result(
         facts=verdict.to_dict(),

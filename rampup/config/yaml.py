@@ -65,19 +65,27 @@ def read_mapping(path: str | Path, *, max_bytes: int = MAX_BYTES) -> dict[str, L
     return parse_mapping(read_text(path, max_bytes=max_bytes), str(path))
 
 
-def parse_mapping(text: str, path: str) -> dict[str, Located]:
-    r"""Read YAML text that is one mapping; `path` names it in errors.
+def parse_mapping(text: str, path: str, *, repeated: dict[str, int] | None = None) -> dict[str, Located]:
+    r"""Read YAML text that is one mapping.
+
+    Args:
+        text: the text.
+        path: its name in errors.
+        repeated: if given, a name may be repeated: its last value counts, and its dotted name and line are added here.
 
     Example:
         >>> parsed = parse_mapping("steps: 1_000\nlearning_rate: 1e-5", "example.yml")
         >>> parsed["steps"].value, parsed["learning_rate"].value, str(parsed["learning_rate"])
         (1000, 1e-05, 'example.yml:2')
     """
-    return dict(_parse(text, path))
+    mapping, twice = _parse(text, path, repeated is not None)
+    if repeated is not None:
+        repeated.update(twice)
+    return dict(mapping)
 
 
 @functools.lru_cache(maxsize=16)
-def _parse(text: str, path: str) -> dict[str, Located]:
+def _parse(text: str, path: str, repeats: bool) -> tuple[dict[str, Located], dict[str, int]]:
     # Commands look at the names in a file before they load it; parsing takes most of the time of `rampup plan`.
     try:
         root = yaml.compose(text, Loader=_Loader)
@@ -86,7 +94,8 @@ def _parse(text: str, path: str) -> dict[str, Located]:
         if not isinstance(root, yaml.MappingNode):
             kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
             raise ConfigError(f"the file is {kind}; it must be a mapping, one `key: value` a line", path=path, line=1)
-        return dict(_Reader(path).entries(root))
+        reader = _Reader(path, repeats=repeats)
+        return dict(reader.entries(root)), reader.repeated
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = None if mark is None else mark.line + 1
@@ -156,22 +165,26 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
 class _Reader:
     """Converts the YAML nodes of one file into values. Limits their number, because aliases can repeat values without end."""
 
-    def __init__(self, path: str) -> None:
-        self._path, self._left = path, MAX_VALUES
+    def __init__(self, path: str, *, repeats: bool) -> None:
+        self._path, self._left, self._repeats = path, MAX_VALUES, repeats
+        self.repeated: dict[str, int] = {}  # repeated names, dotted, with the line of the last
 
-    def entries(self, node: yaml.MappingNode, *, depth: int = 0) -> Iterator[tuple[str, Located]]:
+    def entries(self, node: yaml.MappingNode, *, depth: int = 0, prefix: str = "") -> Iterator[tuple[str, Located]]:
         seen: dict[str, int] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if not isinstance(key_node, yaml.ScalarNode):
                 raise ConfigError("a key must be a plain name", path=self._path, line=line)
             name = key_node.value
-            if name in seen:
+            if name in seen and not self._repeats:
                 raise ConfigError(f"{name} is given twice, first in line {seen[name]}", key=name, path=self._path, line=line)
+            if name in seen:
+                self.repeated[prefix + name] = line
             seen[name] = line
-            yield name, Located(value=self._value(value_node, depth=depth + 1), path=self._path, line=line)
+            value = self._value(value_node, depth=depth + 1, prefix=f"{prefix}{name}.")
+            yield name, Located(value=value, path=self._path, line=line)
 
-    def _value(self, node: yaml.Node, *, depth: int) -> Any:
+    def _value(self, node: yaml.Node, *, depth: int, prefix: str = "") -> Any:
         line = node.start_mark.line + 1
         self._left -= 1
         if self._left < 0 or depth > MAX_DEPTH:
@@ -183,7 +196,7 @@ class _Reader:
         if isinstance(node, yaml.SequenceNode):
             return [self._value(item, depth=depth + 1) for item in node.value]
         assert isinstance(node, yaml.MappingNode)
-        return {name: located.value for name, located in self.entries(node, depth=depth)}
+        return {name: located.value for name, located in self.entries(node, depth=depth, prefix=prefix)}
 
 
 def _scalar(node: yaml.ScalarNode, path: str, line: int | None) -> Any:

@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from rampup.config.yaml import read_mapping
-from rampup.dialects.reading import flatten
+from rampup.dialects.commands import Source, read_source
+from rampup.dialects.rules import Dialect
 from rampup.dialects.verdict import Meaning, Verdict
 from rampup.errors import ConfigError, RampupError
 
@@ -26,9 +26,10 @@ def check_file(path: str | Path, system: str, overrides: Sequence[str] = ()) -> 
     """Check what a file of another system does, and whether that system's own check and its run accept it.
 
     Args:
-        path: the file, in that system's format.
+        path: the file: YAML, or a shell script that starts a run. The script is read and never executed.
         system: one of `SYSTEMS`.
-        overrides: `key=value` settings that win over the file, and facts that no file states, such as `num_processes=8`.
+        overrides: `key=value` settings in that system's keys, which win over the file; facts that no file states, such as
+            `num_processes=8`; and variables that the script does not set.
 
     Returns:
         The verdict. The rules that the file breaks are in its violations.
@@ -36,21 +37,25 @@ def check_file(path: str | Path, system: str, overrides: Sequence[str] = ()) -> 
     Raises:
         ConfigError: no such system, or a file that cannot be read as one of it; names the system that it looks like.
     """
-    if system not in SYSTEMS:
-        raise ConfigError(f"unknown system {system!r}; choose from {', '.join(SYSTEMS)}", key="from", nearest=SYSTEMS)
-    try:
-        return _check(path, system, overrides)
-    except ConfigError as error:
-        other = _looks_like(path, system)
-        if other is None:
-            raise
-        name, keys = other
-        raise ConfigError(
-            f"this looks like a file of {name}, not of {system}: it sets {', '.join(keys[:3])}; use --from {name}",
-            key="from",
-            nearest=(name,),
-            path=str(path),
-        ) from error
+    return _check_source(path, system, overrides)
+
+
+def check_command(words: Sequence[str], system: str, overrides: Sequence[str] = ()) -> Verdict:
+    """Check what a command does that starts another system.
+
+    Args:
+        words: the command, as a program gets it: without quotes.
+        system, overrides: as in `check_file`.
+
+    Raises:
+        ConfigError: as in `check_file`.
+
+    Example:
+        >>> command = "python3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.rollout.n=4"
+        >>> check_command(command.split(), "verl").derived["samples_per_step"]
+        256
+    """
+    return _check_source(tuple(words), system, overrides)
 
 
 def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) -> None:
@@ -79,13 +84,32 @@ def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) 
         raise ConfigError(f"cannot write the file: {reason}", key="output", path=str(path)) from None
 
 
-def _check(path: str | Path, system: str, overrides: Sequence[str]) -> Verdict:
+def _check_source(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
+    if system not in SYSTEMS:
+        raise ConfigError(f"unknown system {system!r}; choose from {', '.join(SYSTEMS)}", key="from", nearest=SYSTEMS)
+    try:
+        return _check(source, system, overrides)
+    except ConfigError as error:
+        other = _looks_like(source, system) if error.key == "from" else None
+        if other is None:
+            raise
+        name, keys = other
+        path = None if isinstance(source, tuple) else str(source)
+        raise ConfigError(
+            f"this looks like a file of {name}, not of {system}: it sets {', '.join(keys[:3])}; use --from {name}",
+            key="from",
+            nearest=(name,),
+            path=path,
+        ) from error
+
+
+def _check(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
     """Read the keys, compute the job, apply the rules, and collect numbers and words in a verdict."""
-    from rampup.dialects.rules import Dialect, doubled_sizes, find_violations
+    from rampup.dialects.rules import doubled_sizes, find_violations
 
     dialect: Dialect = importlib.import_module(f"{__name__}.{system}.rules").DIALECT
-    dialect = dialect.variant(path) or dialect
-    settings = dialect.read(path, overrides)
+    dialect = dialect.variant(source) or dialect
+    settings = dialect.reader(source, overrides)
     job = dialect.job(settings)
     violations = find_violations(dialect.rules, job, dialect.job, dialect.keys)
     if not job.usable:
@@ -116,15 +140,16 @@ def _check(path: str | Path, system: str, overrides: Sequence[str]) -> Verdict:
     )
 
 
-def _looks_like(path: str | Path, system: str) -> tuple[str, list[str]] | None:
-    """Return the system most of whose keys a file sets, with those keys, if it sets none of the requested system's."""
-    try:
-        names = dict(flatten({name: located.value for name, located in read_mapping(path).items()}))
-    except ConfigError:
-        return None
-    keys = {name: importlib.import_module(f"{__name__}.{name}").KEYS for name in SYSTEMS}
-    matches = {name: [key for key in names if key in keys[name]] for name in SYSTEMS}
-    if matches[system]:
-        return None
-    best = max(SYSTEMS, key=lambda name: len(matches[name]))
-    return (best, matches[best]) if len(matches[best]) >= MIN_MATCHES else None
+def _looks_like(source: Source, system: str) -> tuple[str, list[str]] | None:
+    """Return the system of which a source sets most keys by their full names, with those keys, or None if it is not clear."""
+    best: tuple[str, list[str]] = ("", [])
+    for name in SYSTEMS:
+        dialect: Dialect = importlib.import_module(f"{__name__}.{name}.rules").DIALECT
+        try:
+            leaves = read_source(source, (), dialect.launch, strict=False).leaves
+        except ConfigError:
+            continue
+        keys = [key for key in leaves if key in dialect.keys and key not in dialect.shared]
+        if len(keys) > len(best[1]):
+            best = (name, keys)
+    return best if best[0] != system and len(best[1]) >= MIN_MATCHES else None

@@ -350,7 +350,7 @@ def _verify(rollout: _Rollout, exported: Exported) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "exported.yml"
         path.write_text(exported.to_yaml(rollout.system), encoding="utf-8")
-        settings = dialect.read(path, [f"{key}={value}" for key, value in exported.facts.items()])
+        settings = dialect.reader(path, [f"{key}={value}" for key, value in exported.facts.items()])
     job = dialect.job(settings)
     for broken in find_violations(dialect.rules, job, dialect.job, dialect.keys):
         raise rollout.refuse(broken.keys[0] if broken.keys else "export", broken.message)

@@ -5,18 +5,24 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
-from rampup.config.yaml import Located, parse_scalar, read_mapping
+from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
+from rampup.dialects.script import show_unknown, unknown_names
 from rampup.errors import ConfigError, RampupError, raise_together
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*(\.*[A-Za-z_][\w.]*)\s*(?:,\s*([^{}]*))?\}")
 _MAX_HOPS = 20
+# What users state of a run beside its file; it does not tell whose file it is.
+FACTS = frozenset({"num_prompts", "num_processes", "num_devices", "world_size", "data_parallel_size"})
+# A name at least this similar to a longer one is a misspelling of it.
+_SIMILAR, _MIN_LENGTH = 0.93, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,28 +101,24 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def read_leaves(mapping: Mapping[str, Located]) -> dict[str, Located]:
-    """Return the leaves of a file by dotted key.
-
-    Raises:
-        ConfigError: a key is given twice, once nested and once dotted.
-    """
+def read_leaves(mapping: Mapping[str, Located], repeated: dict[str, int]) -> dict[str, Located]:
+    """Return the leaves of a file by dotted key; one that is given twice, nested and dotted, is added to `repeated`."""
     result: dict[str, Located] = {}
     for top, entry in mapping.items():
         nested = isinstance(entry.value, Mapping) and entry.value
         for name, value in flatten(entry.value, f"{top}.") if nested else ((top, entry.value),):
             if name in result:
-                raise ConfigError(f"{name} is given twice", key=name, path=entry.path, line=entry.line)
+                repeated[name] = entry.line or 0
             result[name] = Located(value=value, path=entry.path, line=entry.line)
     return result
 
 
 def read_settings(path: str | Path, overrides: Sequence[str], entries: Mapping[str, Entry], *, system: str) -> Settings:
-    """Read a file in another system's keys.
+    """Read a YAML file in another system's keys.
 
     Args:
         path: a YAML file: nested mappings, dotted keys, or both.
-        overrides: `key=value` settings of known keys, which win over the file.
+        overrides: `key=value` settings, which win over the file.
         entries: the keys that matter, by dotted name. Other keys are accepted, unless they look like a misspelling of one.
         system: the name of the system, for errors.
 
@@ -126,30 +128,87 @@ def read_settings(path: str | Path, overrides: Sequence[str], entries: Mapping[s
     Raises:
         ConfigError: unreadable, mistyped, misspelt, or without a single key of this system; all problems at once.
     """
-    return type_settings(read_leaves(read_mapping(path)), overrides, entries, system=system, path=str(path))
+    repeated: dict[str, int] = {}
+    leaves = read_leaves(parse_mapping(read_text(path), str(path), repeated=repeated), repeated)
+    return type_settings(leaves, overrides, entries, system=system, path=str(path), repeated=repeated)
 
 
 def type_settings(
-    located: Mapping[str, Located], overrides: Sequence[str], entries: Mapping[str, Entry], *, system: str, path: str
+    located: Mapping[str, Located],
+    overrides: Sequence[str],
+    entries: Mapping[str, Entry],
+    *,
+    system: str,
+    path: str,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
+    groups: Iterable[str] = (),
+    repeated: Mapping[str, int] = MappingProxyType({}),
+    recognized: bool = False,
 ) -> Settings:
-    """Return the typed values of dotted keys, as `read_settings` does; for formats other than plain YAML."""
-    recognised = any(name in entries for name in located)
-    located = {**located, **_read_overrides(overrides, entries)}
-    others = frozenset(located) - frozenset(entries)
-    known = {name: entry for name, entry in located.items() if name in entries}
-    problems: list[RampupError] = [*_find_misspelt(others, known, entries, located)]
-    if not recognised and not problems:
+    """Return the typed values of dotted keys.
+
+    Args:
+        located: the keys of a file or a command. A text may contain markers of what a script does not say.
+        overrides, entries, system: as in `read_settings`.
+        path: the source, for errors.
+        defaults: values of a base file, which replace the system's defaults.
+        groups: first parts of the system's keys that are not in `entries`.
+        repeated: keys that the file repeats, with the line. For a key of `entries` that is an error.
+        recognized: whether the source is known to be of this system.
+
+    Raises:
+        ConfigError: see `read_settings`; or the value of a key depends on a variable that the script does not set.
+    """
+    chosen = _read_overrides(overrides, entries, groups)
+    if not (
+        recognized or any(name in entries for name in (*located, *(chosen.keys() - FACTS))) or _find_mappings(located, entries)
+    ):
+        misspelt = list(_find_misspelt(located, entries))
+        raise_together(misspelt)
         examples = ", ".join(list(entries)[:3])
-        raise ConfigError(f"not a file of {system}: it sets none of its batch keys, such as {examples}", path=path)
+        raise ConfigError(f"not a file of {system}: it sets none of its batch keys, such as {examples}", key="from", path=path)
+    twice = {name: line for name, line in repeated.items() if name in entries and name not in chosen}
+    problems: list[RampupError] = [
+        ConfigError(f"{name} is given twice", key=name, path=path, line=line) for name, line in twice.items()
+    ]
+    problems += _find_mappings({name: entry for name, entry in located.items() if name not in chosen}, entries)
+    located = {**located, **chosen}
+    problems += _find_misspelt(located, entries)
+    known = {name: entry for name, entry in located.items() if name in entries}
     values = {name: entry.default for name, entry in entries.items()}
-    for name, entry in known.items():
+    base = {name: Located(value=value, path=f"a base file of {system}") for name, value in defaults.items()}
+    located = base | located
+    for name, entry in [*base.items(), *known.items()]:
+        if name not in entries:
+            continue
         try:
-            values[name] = entries[name].key.read(name, _resolve_reference(entry.value, name, located, values))
+            value = _resolve_reference(entry.value, name, located, values)
+            if isinstance(value, str) and (unknown := unknown_names(value)):
+                raise _unknown_error(name, value, unknown)
+            values[name] = entries[name].key.read(name, value)
         except ConfigError as error:
             problems.append(ConfigError(str(error), key=name, nearest=error.nearest, path=entry.path, line=entry.line))
     raise_together(problems)
-    where = {name: str(entry) for name, entry in known.items()}
-    return Settings(values=values, given=frozenset(known), where=where, others=others)
+    notes = [
+        f"{name} is given twice, again in line {line}; the last one counts."
+        for name, line in repeated.items()
+        if name not in entries
+    ]
+    return Settings(
+        values=values,
+        given=frozenset(known),
+        where={name: str(entry) for name, entry in known.items()},
+        others=frozenset(located) - frozenset(entries),
+        notes=tuple(notes),
+    )
+
+
+def _unknown_error(name: str, value: str, unknown: Sequence[str]) -> ConfigError:
+    """Return the error about a value that a script leaves open, with the `key=value` that would settle it."""
+    variables = [word for word in unknown if word.isidentifier()]
+    settle = f"{variables[0]}=..., or {name}=..." if variables else f"{name}=..."
+    shown = " and ".join(word if word.startswith("$") else f"${word}" for word in unknown)
+    return ConfigError(f"{name}={show_unknown(value)[:100]}: the script does not say what {shown} is; add {settle}", key=name)
 
 
 def rename(setting: str, aliases: Mapping[str, str]) -> str:
@@ -163,32 +222,67 @@ def rename(setting: str, aliases: Mapping[str, str]) -> str:
     return f"{aliases.get(name, name)}{equals}{text}"
 
 
-def _read_overrides(overrides: Sequence[str], entries: Mapping[str, Entry]) -> dict[str, Located]:
+def _read_overrides(overrides: Sequence[str], entries: Mapping[str, Entry], groups: Iterable[str]) -> dict[str, Located]:
+    """Return `key=value` settings of any key of the system: of `entries`, or with the same first part as one of them."""
+    groups = {*groups, *(name.partition(".")[0] for name in entries if "." in name)}
+    is_flat = 2 * sum("." in name for name in entries) < len(entries)
     result = {}
     for setting in overrides:
         name, equals, text = setting.partition("=")
         if not equals or name != name.strip() or name.startswith("-"):
             raise ConfigError(f"{setting!r} is not key=value (no spaces around '=', no dashes)", path=COMMAND_LINE)
-        if name not in entries:
-            close = difflib.get_close_matches(name, entries, n=1, cutoff=0.0)
+        name = name.lstrip("+")
+        result[name] = Located(value=parse_scalar(text, COMMAND_LINE), path=COMMAND_LINE)
+        if name in entries:
+            continue
+        close = difflib.get_close_matches(name, entries, n=1, cutoff=0.8 if is_flat else 0.0)
+        first, dot, _ = name.partition(".")
+        if (
+            (is_flat and close)
+            or not (is_flat or (dot and first in groups))
+            or list(_find_misspelt({name: result[name]}, entries))
+        ):
+            close = close or difflib.get_close_matches(name, entries, n=1, cutoff=0.0)
             raise ConfigError(
                 f"unknown key {name[:100]!r}; the closest is {close[0]}", key=name, nearest=close, path=COMMAND_LINE
             )
-        result[name] = Located(value=parse_scalar(text, COMMAND_LINE), path=COMMAND_LINE)
     return result
 
 
-def _find_misspelt(
-    others: frozenset[str], known: Mapping[str, Located], entries: Mapping[str, Entry], located: Mapping[str, Located]
-) -> Iterator[ConfigError]:
-    """Yield an error for each unknown key that differs from a known, unset one by very little."""
-    missing = [name for name in entries if name not in known]
-    for name in sorted(others):
-        close = difflib.get_close_matches(name, missing, n=1, cutoff=0.93)
-        if close and len(close[0]) > 8:
-            entry = located[name]
+def _find_mappings(located: Mapping[str, Located], entries: Mapping[str, Entry]) -> list[ConfigError]:
+    """Return an error for each key that holds a mapping instead of a value."""
+    found: dict[str, Located] = {}
+    for name, entry in located.items():
+        parents = [name[:at] for at in range(len(name)) if name[at] == "."]
+        found |= {parent: entry for parent in parents if parent in entries and parent not in located}
+    return [
+        ConfigError(f"{name} is a mapping; it must be {entries[name].key.expected}", key=name, path=entry.path, line=entry.line)
+        for name, entry in found.items()
+    ]
+
+
+def _find_misspelt(located: Mapping[str, Located], entries: Mapping[str, Entry]) -> Iterator[ConfigError]:
+    """Yield an error for each unknown key that differs from a known, unset one by very little.
+
+    Its last part is compared with those beside it; the parts before the last, if no known key has them, with those of keys of
+    the same name.
+    """
+    missing = [name for name in entries if name not in located]
+    parents = {name.rpartition(".")[0] for name in entries}
+    for name in sorted(frozenset(located) - frozenset(entries)):
+        parent, _, last = name.rpartition(".")
+        if parent in parents:
+            beside = {
+                key.rpartition(".")[2]: key for key in missing if key.rpartition(".")[0] == parent and len(key) > _MIN_LENGTH
+            }
+            close = [beside[found] for found in difflib.get_close_matches(last, beside, n=1, cutoff=_SIMILAR)]
+        else:
+            alike = {key.rpartition(".")[0]: key for key in missing if key.rpartition(".")[2] == last}
+            close = [alike[found] for found in difflib.get_close_matches(parent, alike, n=1, cutoff=_SIMILAR)]
+        if close:
+            place = located[name]
             yield ConfigError(
-                f"unknown key {name!r}; did you mean {close[0]}?", key=name, nearest=close, path=entry.path, line=entry.line
+                f"unknown key {name!r}; did you mean {close[0]}?", key=name, nearest=close, path=place.path, line=place.line
             )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from rampup.dialects.reading import Entry, Settings, read_settings
+from rampup.dialects.commands import Launch, Source
+from rampup.dialects.reading import Entry, Settings
 from rampup.dialects.verdict import Conversion, FoundBy, Run, Term, Violation, Words
 from rampup.errors import RampupError
 from rampup.plan.numbers import MAX_COUNT, divisors, to_yaml_number
@@ -122,7 +122,9 @@ class Dialect:
         job: from settings to the numbers that follow.
         rules: the rules that a job must satisfy.
         words: the functions that explain a job.
-        reader: reads a file and `key=value` settings; None = YAML with dotted keys.
+        reader: reads a source and `key=value` settings.
+        launch: how it is started.
+        shared: keys that other systems' files have as well, so that they do not tell whose file it is.
         variant: the dialect to use instead for a file, if the system has several kinds of files.
     """
 
@@ -131,14 +133,10 @@ class Dialect:
     job: Callable[[Settings], Job]
     rules: Sequence[Rule[Any]]
     words: Words
-    reader: Callable[[str | Path, Sequence[str]], Settings] | None = None
-    variant: Callable[[str | Path], Dialect | None] = lambda _: None
-
-    def read(self, path: str | Path, overrides: Sequence[str]) -> Settings:
-        """Return the typed settings of a file and of `key=value` settings, which win."""
-        if self.reader is not None:
-            return self.reader(path, overrides)
-        return read_settings(path, overrides, self.keys, system=self.system)
+    reader: Callable[[Source, Sequence[str]], Settings]
+    launch: Launch
+    shared: Collection[str] = ()
+    variant: Callable[[Source], Dialect | None] = lambda _: None
 
 
 def _compare(

@@ -93,10 +93,15 @@ def test_read_settings_rejects_invalid_overrides(tmp_path, setting):
         read(tmp_path, "trainer.train_batch_size: 8", setting)
 
 
-def test_read_settings_needs_a_known_key_in_the_file(tmp_path):
-    """A file without a single key of the system is an error, regardless of overrides."""
-    with pytest.raises(ConfigError, match="not a file of Some System"):
-        read(tmp_path, "unrelated: 1", "trainer.train_batch_size=8")
+def test_read_settings_takes_a_key_that_the_file_does_not_set(tmp_path):
+    """`key=value` may set any key of the system, also of a file that sets none; a key of no group is refused."""
+    found = read(tmp_path, "unrelated: 1", "trainer.train_batch_size=8", "trainer.logger=console")
+    assert found["trainer.train_batch_size"] == 8
+    assert found.others == {"unrelated", "trainer.logger"}
+    with pytest.raises(ConfigError, match=r"the closest is trainer\.train_batch_size"):
+        read(tmp_path, "unrelated: 1", "trainer.train_batchsize=8")
+    with pytest.raises(ConfigError, match=r"unknown key 'no.such.key'"):
+        read(tmp_path, "trainer.flag: true", "no.such.key=8")
 
 
 def test_read_settings_rejects_yaml_bombs_and_huge_files(tmp_path):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from rampup.config.load import BASE
-from rampup.config.yaml import Located, read_mapping
-from rampup.dialects.reading import Entry, Settings, entry, read_leaves, rename, type_settings
+from rampup.config.yaml import Located
+from rampup.dialects.commands import Launch, Reading, Source, read_source
+from rampup.dialects.maxtext.bases import BASES, VERSION
+from rampup.dialects.reading import Entry, Settings, entry, rename, type_settings
+from rampup.dialects.script import show_unknown, unknown_names
 from rampup.errors import ConfigError
 
 START, INCREMENT, END = "per_device_batch_size_start", "per_device_batch_size_increment", "per_device_batch_size"
@@ -98,40 +104,127 @@ def topology_devices(name: str) -> int | None:
     return int(devices) or None
 
 
-def read(path: str | Path, overrides: Sequence[str]) -> Settings:
-    """Read a base.yml, and the files in its folder that its `base_config` names.
+LAUNCH = Launch(
+    system="MaxText",
+    program=re.compile(r"(?i)\bmaxtext[\w./]*[./](?:\w*train\w*|sft\w*|dpo\w*|distill\w*)\b|\bper_device_batch_size="),
+    others=re.compile(r"train_(?:tokenizer|rl|grpo)\b|train_compile_xaot"),
+    example="python3 -m maxtext.trainers.pre_train.train base.yml key=value",
+    known=lambda name: ALIASES.get(name, name) in KEYS,
+)
+
+
+def read(source: Source, overrides: Sequence[str]) -> Settings:
+    """Read a base.yml, a script or a command, and the files that `base_config` or the command names.
 
     Raises:
         ConfigError: unreadable, mistyped, misspelt, or without a single key of MaxText; all problems at once.
     """
-    located = {ALIASES.get(name, name): value for name, value in read_chain(path).items()}
+    chain = read_chain(source, overrides, LAUNCH)
+    located = {ALIASES.get(name, name): value for name, value in chain.leaves.items()}
     located = {name: value for name, value in located.items() if not (name in _MAY_BE_EMPTY and value.value in ("", None))}
-    renamed = [rename(setting, ALIASES) for setting in overrides]
-    return type_settings(located, renamed, KEYS, system="MaxText", path=str(path))
+    return chain.settings(located, [rename(setting, ALIASES) for setting in chain.overrides], KEYS, LAUNCH)
 
 
-def read_chain(path: str | Path, seen: tuple[Path, ...] = ()) -> dict[str, Located]:
-    """Return the dotted keys of a file and, below them, of the files that `base_config` names.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chain:
+    """The keys of a source and, below them, of the files that it starts from.
 
-    A named file that is not in the folder of the naming one is assumed to be MaxText's own, with the defaults of `KEYS`.
-
-    Args:
-        path: the file.
-        seen: the files that led to it.
+    Attributes:
+        leaves: the keys of the source and of the files beside it.
+        shipped: what the file of MaxText sets from which the last of them starts.
+        base: its name; empty if there is none.
+        reading: the source itself.
+        overrides: `key=value` settings.
+        path: the source's name.
     """
-    file = Path(path)
+
+    leaves: dict[str, Located]
+    shipped: Mapping[str, Any]
+    base: str
+    reading: Reading
+    overrides: list[str]
+    path: str
+
+    def settings(
+        self, located: Mapping[str, Located], overrides: Sequence[str], entries: Mapping[str, Entry], launch: Launch
+    ) -> Settings:
+        """Return the typed values of the keys, of which some may have been renamed."""
+        settings = type_settings(
+            located,
+            overrides,
+            entries,
+            system=launch.system,
+            path=self.path,
+            defaults={name: value for name, value in self.shipped.items() if name in entries},
+            repeated=self.reading.repeated,
+            recognized=self.reading.launched or bool(self.base),
+        )
+        notes = [*self.reading.notes, *settings.notes]
+        if self.base not in ("", "base.yml"):
+            notes.append(f"what the source does not set is from MaxText's own {self.base} of {VERSION}.")
+        return dataclasses.replace(settings, notes=tuple(notes))
+
+
+def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Chain:
+    """Return the keys of a source and of the files that it starts from: beside it, or among those that MaxText ships.
+
+    Raises:
+        ConfigError: a file that cannot be read, is in neither place, or starts from itself.
+    """
+    reading = read_source(source, overrides, launch)
+    path = "command line" if isinstance(source, tuple) else str(source)
+    given = [setting for setting in reading.overrides if setting.partition("=")[0] == BASE]
+    rest = [setting for setting in reading.overrides if setting not in given]
+    leaves, name = dict(reading.leaves), given[-1].partition("=")[2] if given else ""
+    folder = Path() if isinstance(source, tuple) else Path(source).parent
+    seen = [] if isinstance(source, tuple) else [_resolve(Path(source))]
+    if reading.command is not None and not name:
+        name = next((word for word in reading.command.words if word.endswith((".yml", ".yaml")) and "=" not in word), "")
+        place = Located(value=name, path=path, line=reading.command.line or None)
+    else:
+        place = leaves.get(BASE, Located(value="", path=path))
+        name = name or (place.value if isinstance(place.value, str) else "")
+    while name.strip():
+        file = folder / name
+        if unknown_names(name) or not _is_file(file):
+            shipped = _find_shipped(name)
+            if shipped is None:
+                raise ConfigError(
+                    f"{BASE}={show_unknown(name)} is neither beside this file nor one that MaxText ships; put it there, or add "
+                    f"{BASE}=base.yml for MaxText's defaults",
+                    key=BASE,
+                    path=place.path,
+                    line=place.line,
+                )
+            return Chain(leaves=leaves, shipped=BASES[shipped], base=shipped, reading=reading, overrides=rest, path=path)
+        if _resolve(file) in seen:
+            raise ConfigError(f"{BASE} is a circular reference at {file.name}", key=BASE, path=str(file))
+        seen.append(_resolve(file))
+        below = read_source(file, (), launch)
+        place = below.leaves.get(BASE, Located(value="", path=str(file)))
+        name, folder = place.value if isinstance(place.value, str) else "", file.parent
+        leaves = below.leaves | leaves
+    return Chain(leaves=leaves, shipped={}, base="", reading=reading, overrides=rest, path=path)
+
+
+def _find_shipped(name: str) -> str | None:
+    """Return the file of MaxText's configs that a path ends with."""
+    parts = PurePosixPath(show_unknown(name)).parts
+    for first in range(len(parts)):
+        if "/".join(parts[first:]) in BASES:
+            return "/".join(parts[first:])
+    return next((shipped for shipped in BASES if shipped.endswith(f"/{parts[-1]}")), None) if parts else None
+
+
+def _is_file(file: Path) -> bool:
     try:
-        resolved = file.resolve()
+        return file.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _resolve(file: Path) -> Path:
+    try:
+        return file.resolve()
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"cannot read the file: {error}", path=str(file)) from None
-    if resolved in seen:
-        raise ConfigError(f"{BASE} is a circular reference at {file.name}", key=BASE, path=str(file))
-    own = read_leaves(read_mapping(file))
-    base = own.get(BASE)
-    if base is None or not isinstance(base.value, str) or not base.value.strip():
-        return own
-    try:
-        found = (file.parent / base.value).is_file()
-    except (OSError, ValueError):
-        found = False
-    return (read_chain(file.parent / base.value, (*seen, resolved)) | own) if found else own

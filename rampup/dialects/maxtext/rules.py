@@ -211,4 +211,6 @@ FOUND_BY_RUN = found_by_run(
     ]
 )  # fmt: skip
 RULES = [*CHECKED, *PIPELINE, *FOUND_BY_RUN]
-DIALECT = Dialect(system="MaxText", keys=keys.KEYS, job=MaxTextJob, rules=RULES, words=WORDS, reader=keys.read)
+DIALECT = Dialect(
+    system="MaxText", keys=keys.KEYS, job=MaxTextJob, rules=RULES, words=WORDS, reader=keys.read, launch=keys.LAUNCH
+)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rampup.config.yaml import Located
 from rampup.dialects import maxtext_rl as keys
+from rampup.dialects.commands import Launch, Source
 from rampup.dialects.maxtext import read_chain
 from rampup.dialects.maxtext_rl import ALIASES, AUTO, BATCH, FSDP, OLD, ROLLOUT, ROLLOUT_AXES, SLICES, TENSOR, TRAIN
-from rampup.dialects.reading import Settings, rename, type_settings
+from rampup.dialects.reading import Settings, rename
 from rampup.dialects.rollout import RolloutJob, TrainedModel, flow
 from rampup.dialects.rules import Dialect, Rule, at_least, multiple
 from rampup.dialects.verdict import Advice, Run, Term, Words, counted, times
@@ -22,10 +23,19 @@ from rampup.plan.numbers import divisors
 FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
 
 
-def read(path: str | Path, overrides: Sequence[str]) -> Settings:
-    """Read an rl.yml, whose keys may be flat or in their `rl`, `dataset` and `cluster` sections."""
+LAUNCH = Launch(
+    system="MaxText RL",
+    program=re.compile(r"(?i)\btrain_rl\b|\bgrpo_trainer\b|rl\.num_generations=|maxtext[\w./]*\.rl\.\w+"),
+    example="python3 -m maxtext.trainers.post_train.rl.train_rl rl.yml key=value",
+    known=lambda name: ALIASES.get(name, name) in keys.KEYS,
+)
+
+
+def read(source: Source, overrides: Sequence[str]) -> Settings:
+    """Read an rl.yml, a script or a command. Keys may be flat or in their `rl`, `dataset` and `cluster` sections."""
+    chain = read_chain(source, overrides, LAUNCH)
     located: dict[str, Located] = {}
-    for name, value in read_chain(path).items():
+    for name, value in chain.leaves.items():
         canonical = ALIASES.get(name, name)
         if canonical in located and located[canonical].value != value.value:
             raise ConfigError(
@@ -35,8 +45,7 @@ def read(path: str | Path, overrides: Sequence[str]) -> Settings:
                 line=value.line,
             )
         located[canonical] = value
-    renamed = [rename(setting, ALIASES) for setting in overrides]
-    settings = type_settings(located, renamed, keys.KEYS, system="MaxText RL", path=str(path))
+    settings = chain.settings(located, [rename(setting, ALIASES) for setting in chain.overrides], keys.KEYS, LAUNCH)
     if settings[OLD] is None:
         return settings
     # The older key stands for the two that it was split into, unless they are set.
@@ -46,7 +55,7 @@ def read(path: str | Path, overrides: Sequence[str]) -> Settings:
         f"{OLD}={settings[OLD]} is the older name of {TRAIN} and {ROLLOUT}; it is read as {TRAIN}={values[TRAIN]}, "
         f"{ROLLOUT}={values[ROLLOUT]}; newer versions do not know it"
     )
-    return dataclasses.replace(settings, values=values, given=settings.given | set(taken), notes=(note,))
+    return dataclasses.replace(settings, values=values, given=settings.given | set(taken), notes=(*settings.notes, note))
 
 
 class MaxTextRlJob(RolloutJob):
@@ -336,4 +345,5 @@ DIALECT = Dialect(
     rules=RULES,
     words=Words(meanings, explain_step, notes, advice),
     reader=read,
+    launch=LAUNCH,
 )

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
-from rampup.dialects.reading import Entry, Settings, entry, read_leaves, type_settings
+from rampup.config.yaml import Located, parse_scalar
+from rampup.dialects.commands import Launch, Source, read_source
+from rampup.dialects.reading import Entry, Settings, entry, type_settings
+from rampup.dialects.script import Command, unknown_names
 from rampup.errors import ConfigError
 
 RAMP, SCHEDULE = "rampup_batch_size", "step_batch_size_schedule"
@@ -27,13 +27,9 @@ ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 EXTRAS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 VERSION = "megatron_version"
 EVAL_MICRO, EVAL_GLOBAL = "eval_micro_batch_size", "eval_global_batch_size"
-_YAML_KEY = re.compile(r"^\s*(?:-+)?[A-Za-z_][\w.\-]*\s*:(?:\s|$)", re.MULTILINE)
-_OPTION = re.compile(r"(?:^|\s)--[A-Za-z]")
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$\{(\w+)\}|\$(\w+)")
 _REFERENCE = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*\}")
-_END_OF_VALUES = {")", ");", "|", "&&", "||", ";", ">", "&"}
 _MAX_HOPS = 20
+_DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 
 KEYS: dict[str, Entry] = {
     MICRO: entry(None, "samples per replica and forward pass", unit="samples", scope="replica"),
@@ -80,21 +76,29 @@ ALIASES = {
 _NEGATIVES = {"no_overlap_p2p_communication": "overlap_p2p_comm", "no_overlap_p2p_comm": "overlap_p2p_comm"}
 
 
-def read(path: str | Path, overrides: Sequence[str]) -> Settings:
-    """Read a file of Megatron arguments.
+def read(source: Source, overrides: Sequence[str]) -> Settings:
+    """Read Megatron's arguments.
 
     Args:
-        path: YAML (flat, or nested as NeMo's; names with underscores or dashes), or text with `--option value`.
-        overrides: `key=value` settings of known keys.
+        source: YAML (flat, or nested as NeMo's; names with underscores or dashes), a shell script, or the words of a command.
+        overrides: `key=value` settings.
 
     Raises:
         ConfigError: unreadable, mistyped, misspelt, given twice, or without a single argument that matters.
     """
-    text = read_text(path)
-    renamed = [_rename_override(setting) for setting in overrides]
+    reading = read_source(source, overrides, LAUNCH)
+    path = "command line" if isinstance(source, tuple) else str(source)
+    renamed = [_rename_override(setting) for setting in reading.overrides]
     overridden = {setting.partition("=")[0] for setting in renamed}
-    located = _from_yaml(text, str(path), overridden) if _is_yaml(text) else _from_command_line(text, str(path))
-    return type_settings(located, renamed, KEYS, system="Megatron", path=str(path))
+    located = reading.leaves if reading.command is not None else _from_yaml(reading.leaves, path, overridden)
+    # What a script does not say about the devices is one question: the size of the job.
+    if any(isinstance(located[name].value, str) and unknown_names(located[name].value) for name in _DEVICES if name in located):
+        located = {name: value for name, value in located.items() if name not in _DEVICES}
+    repeated = {canonical(name): line for name, line in reading.repeated.items()}
+    settings = type_settings(
+        located, renamed, KEYS, system="Megatron", path=path, repeated=repeated, recognized=reading.launched
+    )
+    return dataclasses.replace(settings, notes=(*reading.notes, *settings.notes))
 
 
 def canonical(name: str) -> str:
@@ -108,18 +112,13 @@ def canonical(name: str) -> str:
     return ALIASES.get(plain, plain)
 
 
-def _is_yaml(text: str) -> bool:
-    return text.lstrip().startswith("{") or _YAML_KEY.search(text) is not None or _OPTION.search(text) is None
-
-
 def _rename_override(setting: str) -> str:
     name, equals, value = setting.partition("=")
     known = canonical(name)
     return f"{known}{equals}{value}" if not name.startswith("-") and known in KEYS else setting
 
 
-def _from_yaml(text: str, path: str, overridden: Collection[str]) -> dict[str, Located]:
-    leaves = read_leaves(parse_mapping(text, path))
+def _from_yaml(leaves: Mapping[str, Located], path: str, overridden: Collection[str]) -> dict[str, Located]:
     found: dict[str, list[str]] = {}
     for name in leaves:
         found.setdefault(canonical(name), []).append(name)
@@ -166,54 +165,48 @@ def _normalize(name: str, value: Located) -> tuple[str, Located]:
     return name, value
 
 
-def _from_command_line(text: str, path: str) -> dict[str, Located]:
-    try:
-        tokens = shlex.split(text.replace("\\\r\n", " ").replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise ConfigError(f"not a command line: {str(error).lower()}", path=path) from None
-    tokens = [part for token in tokens for part in _split_brackets(token)]
-    variables: dict[str, str] = {}
+def read_options(command: Command, path: str) -> dict[str, Located]:
+    """Return the keys that the options of a command set."""
     located: dict[str, Located] = {}
-    for index, token in enumerate(tokens):
-        if assigned := _ASSIGNMENT.fullmatch(token):
-            variables[assigned[1]] = _expand(assigned[2], variables)
-        elif token.startswith("--") and len(token) > 2:
-            name, equals, attached = token.partition("=")
-            values = [attached] if equals else list(_values_after(tokens, index))
-            known, value = _normalize(canonical(name), _option(canonical(name), [_expand(v, variables) for v in values], path))
+    for index, word in enumerate(command.words):
+        if word.startswith("--") and len(word) > 2:
+            name, equals, attached = word.partition("=")
+            values = [attached] if equals else list(_values_after(command.words, index))
+            value = _option(canonical(name), values, path)
+            known, value = _normalize(canonical(name), dataclasses.replace(value, line=command.line or None))
             located[known] = value
     return located
 
 
-def _split_brackets(token: str) -> list[str]:
-    """Split the brackets of a shell array from its words: `ARGS=(--a` and `1)`."""
-    name, bracket, first = token.partition("=(")
-    if bracket and name.isidentifier():
-        return [part for part in (first,) if part]
-    return [token[:-1], ")"] if len(token) > 1 and token.endswith(")") and "(" not in token else [token]
-
-
-def _values_after(tokens: Sequence[str], index: int) -> Iterable[str]:
-    for token in tokens[index + 1 :]:
-        if token in _END_OF_VALUES or token.startswith("--"):
+def _values_after(words: Sequence[str], index: int) -> Iterable[str]:
+    for word in words[index + 1 :]:
+        if word.startswith("--"):
             return
-        yield token
-
-
-def _expand(text: str, variables: Mapping[str, str]) -> str:
-    return _VARIABLE.sub(lambda match: variables.get(match[1] or match[2], match[0]), text)
+        yield word
 
 
 def _option(name: str, values: Sequence[str], path: str) -> Located:
     """Return an option's value: true for a flag, the numbers of a triple, the pairs of a schedule, otherwise the first."""
     value: Any = True
     if name == RAMP:
-        numbers = [v for v in values if re.match(r"[-+\d]", v)]
+        numbers = [v for v in values if re.match(r"[-+\d]", v) or unknown_names(v)]
         value = " ".join(numbers or values[:1])
     elif name == SCHEDULE:
-        value = " ".join(v for v in values if ":" in v) or " ".join(values[:1])
+        value = " ".join(v for v in values if ":" in v or unknown_names(v)) or " ".join(values[:1])
     elif values and not (name in KEYS and KEYS[name].key.kind == "bool") and name not in _NEGATIVES:
-        value = parse_scalar(values[0], path)
+        value = values[0] if unknown_names(values[0]) else parse_scalar(values[0], path)
     elif values and values[0].lower() in ("true", "false"):
         value = values[0].lower() == "true"
     return Located(value=value, path=path)
+
+
+LAUNCH = Launch(
+    system="Megatron",
+    program=re.compile(r"(?i)(?:pretrain|finetune|train|sft)\w*\.py|megatron[\w.]*train|--(?:micro|global|rampup)-batch-size"),
+    others=re.compile(
+        r"(?i)\b(?:tools|tasks)/\S*\.py|\w*(?:evaluat|generat|convert|preprocess|inference|predict|export)\w*\.py"
+    ),
+    example="torchrun pretrain_gpt.py --micro-batch-size 1",
+    known=lambda name: canonical(name) in KEYS,
+    read=read_options,
+)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from rampup.dialects.reading import Entry, entry
+import re
+from collections.abc import Sequence
+
+from rampup.dialects.commands import Launch, Source
+from rampup.dialects.hydra import Bases, read_hydra
+from rampup.dialects.reading import Entry, Settings, entry
 
 TRAIN, MINI = "trainer.train_batch_size", "trainer.policy_mini_batch_size"
 CRITIC_MINI = "trainer.critic_mini_batch_size"
@@ -63,3 +68,20 @@ KEYS: dict[str, Entry] = {
     **{name: entry(None, "old name of an engine size") for name in OLD_ENGINE_KEYS},
     "num_prompts": entry(None, "prompts of the data set; given as num_prompts=N", unit="prompts"),
 }  # fmt: skip
+LAUNCH = Launch(
+    system="SkyRL",
+    program=re.compile(
+        r"\bskyrl[\w.]*\.main\w*|\bmain_(?:base|sft|dapo|fully_async|async)\w*|trainer\.policy_mini_batch_size="
+    ),
+    others=re.compile(r"main_(?:generate|gen)\b|tinker|entrypoints\.serve"),
+    example="python -m skyrl.train.entrypoints.main_base key=value",
+    known=KEYS.__contains__,
+)
+# Until March 2026 SkyRL had a YAML file; its sizes are those of the dataclasses.
+BASES: Bases = {name: {} for name in ("ppo_base_config", "skyrl_gym_config/default")}
+
+
+def read(source: Source, overrides: Sequence[str]) -> Settings:
+    """Read a YAML file, a script or a command of SkyRL."""
+    groups = ("data", "environment", "hydra", "terminal_bench_config", "harbor_trial_config")
+    return read_hydra(source, overrides, LAUNCH, KEYS, bases=BASES, version="August 2026", groups=groups)

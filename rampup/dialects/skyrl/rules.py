@@ -346,6 +346,8 @@ DIALECT = Dialect(
     keys=keys.KEYS,
     job=SkyRLJob,
     rules=RULES,
+    reader=keys.read,
+    launch=keys.LAUNCH,
     words=Words(meanings, explain_step, notes, advice),
     variant=lambda path: sft.DIALECT if sft.is_fine_tuning(path) else None,
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rampup.config.yaml import read_mapping
+from rampup.dialects.commands import Launch, Source, read_source
+from rampup.dialects.hydra import read_hydra
 from rampup.dialects.reading import Entry, Settings, entry
 from rampup.dialects.rules import Dialect, Job, Rule, Side, at_least, if_usable, multiple, positive
 from rampup.dialects.verdict import Term, Words, counted, times
@@ -29,10 +30,26 @@ KEYS: dict[str, Entry] = {
 COUNTS = (BATCH, MICRO, "placement.num_nodes", DEVICES, *SPLITS)
 
 
-def is_fine_tuning(path: str | Path) -> bool:
-    """Return whether a file is for the fine-tuning trainer, whose sizes are at the top level."""
-    names = read_mapping(path)
-    return MICRO in names and not any(name.partition(".")[0] in ("trainer", "generator") for name in names)
+LAUNCH = Launch(
+    system="SkyRL",
+    program=re.compile(r"\bmain_sft\w*"),
+    example="python -m skyrl.train.main_sft key=value",
+    known=KEYS.__contains__,
+)
+
+
+def is_fine_tuning(source: Source) -> bool:
+    """Return whether a source is for the fine-tuning trainer, whose sizes are at the top level."""
+    reading = read_source(source, (), LAUNCH, strict=False)
+    names = reading.leaves
+    return (reading.launched or MICRO in names) and not any(
+        name.partition(".")[0] in ("trainer", "generator") for name in names
+    )
+
+
+def read(source: Source, overrides: Sequence[str]) -> Settings:
+    """Read a YAML file, a script or a command of the fine-tuning trainer."""
+    return read_hydra(source, overrides, LAUNCH, KEYS, groups=("placement", "megatron_config", "model", "optimizer_config"))
 
 
 class SftJob(Job):
@@ -108,5 +125,11 @@ def notes(job: SftJob) -> Iterator[str]:
 
 
 DIALECT = Dialect(
-    system="SkyRL's supervised fine-tuning", keys=KEYS, job=SftJob, rules=RULES, words=Words(meanings, flow, notes)
+    system="SkyRL's supervised fine-tuning",
+    keys=KEYS,
+    job=SftJob,
+    rules=RULES,
+    words=Words(meanings, flow, notes),
+    reader=read,
+    launch=LAUNCH,
 )

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from rampup.dialects.reading import Entry, entry
+import json
+import re
+from collections.abc import Sequence
+
+from rampup.config.yaml import Located
+from rampup.dialects.commands import Launch, Source, option
+from rampup.dialects.hydra import read_hydra
+from rampup.dialects.reading import Entry, Settings, entry, flatten
+from rampup.dialects.script import Command
 
 TRAIN, MICRO = "train.batch_size", "train.minibatch_size"
 ROLLOUTS, CHUNK, INNER = "method.num_rollouts", "method.chunk_size", "method.ppo_epochs"
@@ -34,3 +42,35 @@ KEYS: dict[str, Entry] = {
     "num_prompts": entry(None, "prompts of the training set, or samples of an offline one", unit="prompts"),
     "deepspeed": entry(False, "whether DeepSpeed runs under Accelerate; given as deepspeed=true", kind="bool"),
 }  # fmt: skip
+
+
+def read_words(command: Command, path: str) -> dict[str, Located]:
+    """Return the keys of the JSON argument of a trlX script, and Accelerate's processes."""
+    located: dict[str, Located] = {}
+    for word in command.words:
+        if word.startswith("{"):
+            try:
+                found = json.loads(word)
+            except (ValueError, RecursionError):
+                continue
+            located |= {name: Located(value=value, path=path, line=command.line or None) for name, value in flatten(found)}
+    processes = option(command, "--num_processes", "--num-processes")
+    if processes is not None:
+        value = int(processes) if processes.isdigit() else processes
+        located["num_processes"] = Located(value=value, path=path, line=command.line or None)
+    return located
+
+
+LAUNCH = Launch(
+    system="trlX",
+    program=re.compile(r"accelerate launch|trlx|\b(?:ppo|ilql|sft|rft|nemo)_\w+\.py"),
+    example="accelerate launch --num_processes 8 ppo_sentiments.py '{\"train.batch_size\": 32}'",
+    known=KEYS.__contains__,
+    read=read_words,
+)
+
+
+def read(source: Source, overrides: Sequence[str]) -> Settings:
+    """Read a YAML file, or the JSON argument in a script or a command."""
+    groups = ("model", "optimizer", "scheduler", "tokenizer")
+    return read_hydra(source, overrides, LAUNCH, KEYS, groups=groups)

@@ -8,7 +8,20 @@ from typing import Any
 from rampup.dialects.reading import Settings
 from rampup.dialects.rollout import RolloutJob, TrainedModel
 from rampup.dialects.rules import Dialect, Rule, Side, at_least, found_by_run, if_usable, multiple, positive
-from rampup.dialects.trlx import CHUNK, GENERATIONS, IMPROVE, INNER, KEYS, MICRO, NEMO_KEYS, NEMO_NESTED, ROLLOUTS, TRAIN
+from rampup.dialects.trlx import (
+    CHUNK,
+    GENERATIONS,
+    IMPROVE,
+    INNER,
+    KEYS,
+    LAUNCH,
+    MICRO,
+    NEMO_KEYS,
+    NEMO_NESTED,
+    ROLLOUTS,
+    TRAIN,
+    read,
+)
 from rampup.dialects.verdict import Advice, Run, Words, counted, product, times
 from rampup.rl.plan import RolloutPlan
 
@@ -356,4 +369,13 @@ _RULES: list[Rule[TrlxJob]] = [
         note=": incomplete chunks are dropped, so the run waits for prompts indefinitely", found_by="run"),
 ]  # fmt: skip
 RULES = [*_COUNTS, *if_usable(_RULES)]
-DIALECT = Dialect(system="trlX", keys=KEYS, job=TrlxJob, rules=RULES, words=Words(meanings, flow, notes, advice))
+DIALECT = Dialect(
+    system="trlX",
+    keys=KEYS,
+    job=TrlxJob,
+    rules=RULES,
+    reader=read,
+    launch=LAUNCH,
+    shared=frozenset(NEMO_KEYS.values()),
+    words=Words(meanings, flow, notes, advice),
+)

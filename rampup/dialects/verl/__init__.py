@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from rampup.dialects.reading import Entry, entry
+import re
+from collections.abc import Sequence
+
+from rampup.dialects.commands import Launch, Source
+from rampup.dialects.hydra import read_hydra
+from rampup.dialects.reading import Entry, Settings, entry
+from rampup.dialects.verl.bases import BASES, VERSION
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 TRAIN, RESPONSES = "data.train_batch_size", f"{ROLLOUT}.n"
@@ -136,3 +142,22 @@ KEYS: dict[str, Entry] = {
     "verl_version": entry("head", "head, or legacy: rules until April 2026", kind="text", choices=("head", "legacy")),
     "num_prompts": entry(None, "prompts of the data set; given as num_prompts=N", unit="prompts"),
 }  # fmt: skip
+LAUNCH = Launch(
+    system="veRL",
+    program=re.compile(
+        r"\bverl[\w.]*\.\w*main\w*|\bmain_(?:ppo|dapo|\w+po|prime|spin|\w*split)\w*\b|actor_rollout_ref\.\w+\.\w+="
+    ),
+    others=re.compile(r"sft_trainer\w*|main_(?:generation|eval)\w*|model_merger"),
+    example="python3 -m verl.trainer.main_ppo key=value",
+    known=KEYS.__contains__,
+)
+# First parts of keys that the rules do not read.
+GROUPS = (
+    *("reward_model", "reward", "custom_reward_function", "ray_kwargs", "ray_init", "global_profiler", "transfer_queue"),
+    *("async_training", "rollout", "distillation", "hydra", "env", "model", "optim", "engine"),
+)
+
+
+def read(source: Source, overrides: Sequence[str]) -> Settings:
+    """Read a YAML file, a script or a command of veRL."""
+    return read_hydra(source, overrides, LAUNCH, KEYS, bases=BASES, version=VERSION, groups=GROUPS)

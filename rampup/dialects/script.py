@@ -1,0 +1,1056 @@
+"""Shell scripts as the commands that they would run. Nothing is executed and nothing is guessed.
+
+A script is parsed into nodes, and these are evaluated as bash would: assignments, arrays, `export`, expansions with operators,
+arithmetic, tests, loops, functions, here-documents and commands in quotes. A value that only a run could know (the output of a
+command, the environment, positional parameters) is *unknown*: a marker with a name in the text, which spreads to all that is
+made of it. If a condition is unknown, every branch is read, and a variable that differs between them is unknown.
+
+The environment counts as empty, so `${X:-8}` is 8. A branch that ends in `exit` is a check that has passed.
+"""
+
+from __future__ import annotations
+
+import ast
+import bisect
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rampup.config.yaml import read_text
+from rampup.errors import ConfigError
+
+MAX_STEPS, MAX_TEXT, MAX_REPEATS, MAX_NESTING = 20_000, 200_000, 64, 20
+# A marker is one of the first four, a name and the last. A variable that was never set is empty in tests and for `:-`; a
+# positional parameter only for `-z`, `-n` and `:-`. Options are words of which some set keys that matter.
+_UNSET, _ARGUMENT, _UNKNOWN, _OPTIONS, _END = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
+_MARKER = re.compile(f"[{_UNSET}-{_OPTIONS}]([^{_END}]*){_END}")
+_OPERATOR = re.compile(r";;&|;;|;&|&&|\|\||\|&|<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[;&|()<>\n]")
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
+_PARAMETER = re.compile(r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]]*\])?(.*)", re.DOTALL)
+_CONTINUED = re.compile(r"(?:[ \t\r]|\\\r?\n)+|#[^\n]*")
+_ENDS = ("then", "elif", "else", "fi", "do", "done", "esac", "}", ")", ";;", ";&", ";;&")
+_PRINTING = ("echo", "printf", "export", "tee", "log", "logger", "sed", "grep", "awk")
+_SLURM = re.compile(r"^#SBATCH\s+(?:--(nodes|ntasks-per-node|gpus-per-node)[= ]|(-N)\s*)(\d+)\s*(?:#.*)?$", re.MULTILINE)
+_SLURM_NAMES = {"ntasks-per-node": ("SLURM_NTASKS_PER_NODE",), "gpus-per-node": ("SLURM_GPUS_PER_NODE",)}
+
+
+class Command(NamedTuple):
+    """A command of a script: its words after all expansions, and the line where it begins."""
+
+    words: tuple[str, ...]
+    line: int
+
+
+class _Node(NamedTuple):
+    """A command, with raw words and the bodies of its here-documents, or a compound with lists of nodes."""
+
+    kind: str
+    line: int
+    words: list[str]
+    parts: list[Any]
+
+
+class _Stop(Exception):  # noqa: N818 - control flow, not an error
+    """`exit`, `return`, `break` or `continue`."""
+
+
+def read_commands(
+    text: str,
+    path: str | Path,
+    given: Mapping[str, str],
+    nested: re.Pattern[str],
+    *,
+    relevant: Callable[[Sequence[str]], object] = tuple,
+    arguments: Sequence[str] = (),
+) -> list[Command]:
+    r"""Return the commands that a script would run, in order.
+
+    Args:
+        text: the script.
+        path: its file, for errors; a file in the same folder that it sources is read as well.
+        given: values of variables, which win over the script's own assignments.
+        nested: a quoted word or a here-document that matches is read as a script of its own, as in `bash -c "..."`.
+        relevant: what matters of some words; branches that agree in it do not differ.
+        arguments: its positional parameters.
+
+    Raises:
+        ConfigError: it is not a shell script: a quote or a compound command does not end.
+
+    Example:
+        >>> read_commands("N=2\nrun --n $((N * 4)) ${M:-8}", "x.sh", {}, re.compile("!"))
+        [Command(words=('run', '--n', '8', '8'), line=2)]
+    """
+    reader = _Reader(Path(path), given, nested, relevant, list(arguments))
+    for long, short, number in _SLURM.findall(text):
+        for name in _SLURM_NAMES.get(
+            long, ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NUM_NODES") if long or short else ()
+        ):
+            reader.env[name] = number
+    try:
+        reader.run(_Parser(text).script())
+    except _Stop:
+        pass
+    except (IndexError, ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ConfigError(f"cannot read the shell script: {reason}", path=str(path)) from None
+    return reader.commands
+
+
+def unknown_names(text: str) -> list[str]:
+    """Return the names of the unknown parts of a text, such as `NNODES` or `$(nproc)`."""
+    return list(dict.fromkeys(_MARKER.findall(text)))
+
+
+def show_unknown(text: str) -> str:
+    """Return a text with `$NAME` for each unknown part."""
+    return _MARKER.sub(lambda match: match[1] if match[1].startswith("$") else f"${match[1]}", text)
+
+
+def _mark(name: str, kind: str = _UNKNOWN) -> str:
+    return kind + re.sub(rf"[\s{_UNSET}-{_END}]+", "_", name[:80]) + _END
+
+
+class _Parser:
+    """A recursive-descent parser of bash's grammar."""
+
+    def __init__(self, text: str, line: int | None = None) -> None:
+        self.text, self.at, self.line = re.sub(f"[{_UNSET}-{_END}\0]", "?", text) if line is None else text, 0, line
+        self.newlines = [match.start() for match in re.finditer("\n", self.text)]
+        self.documents: list[tuple[str, bool, list[str]]] = []  # end word, whether tabs are stripped, where the body goes
+        self.depth = 0
+
+    def script(self) -> list[Any]:
+        """Return all nodes of the text; a stray end of a compound is skipped."""
+        nodes = self.list()
+        while self.peek():
+            self.next()
+            nodes += self.list()
+        return nodes
+
+    def peek(self) -> str:
+        """Return the next operator or raw word; empty at the end."""
+        while match := _CONTINUED.match(self.text, self.at):
+            self.at = match.end()
+        if self.at >= len(self.text):
+            return ""
+        if (match := _OPERATOR.match(self.text, self.at)) and not self.text.startswith(("<(", ">("), self.at):
+            return match[0]
+        return self.text[self.at : _word_end(self.text, self.at)]
+
+    def next(self) -> str:
+        token = self.peek()
+        self.at += len(token)
+        if token == "\n":
+            documents, self.documents = self.documents, []
+            for end, tabs, body in documents:
+                lines = []
+                while self.at < len(self.text):
+                    stop = self.text.find("\n", self.at)
+                    row = self.text[self.at : stop if stop >= 0 else len(self.text)]
+                    self.at += len(row) + 1
+                    row = row.lstrip("\t") if tabs else row
+                    if row.rstrip("\r") == end:
+                        break
+                    lines.append(row)
+                body.append("\n".join(lines))
+        return token
+
+    def expect(self, *tokens: str) -> str:
+        while self.peek() == "\n":
+            self.next()
+        if (token := self.next()) not in tokens:
+            raise ValueError(f"line {self.here()}: {token[:20]!r} instead of {tokens[0]!r}")
+        return token
+
+    def here(self) -> int:
+        return self.line or bisect.bisect_left(self.newlines, self.at) + 1
+
+    def list(self) -> list[Any]:
+        """Return (connector, negated, commands of a pipe) rows until an end word."""
+        rows, connector = [], ""
+        self.depth += 1
+        if self.depth > 100:
+            raise RecursionError
+        while token := self.peek():
+            if token in (";", "&", "\n"):
+                self.next()
+            elif token in ("&&", "||"):
+                connector = self.next()
+            elif token in _ENDS:
+                break
+            else:
+                negated = token == "!"
+                if negated:
+                    self.next()
+                pipe = [self.command()]
+                while self.peek() in ("|", "|&"):
+                    self.next()
+                    while self.peek() == "\n":
+                        self.next()
+                    pipe.append(self.command())
+                rows.append((connector, negated, pipe))
+                connector = ""
+        self.depth -= 1
+        return rows
+
+    def command(self) -> _Node:
+        """Return a simple or a compound command."""
+        token, line = self.peek(), self.here()
+        if self.text.startswith("((", self.at):
+            end = _close(self.text, self.at + 1)
+            body, self.at = self.text[self.at + 2 : end], end + 2
+            return self.redirect(_Node("arithmetic", line, [body], []))
+        if token == "(" or token == "{":
+            self.next()
+            body = self.list()
+            self.expect(")" if token == "(" else "}")
+            return self.redirect(_Node("subshell" if token == "(" else "group", line, [], [body]))
+        if token == "if":
+            parts, word = [], "elif"
+            while word == "elif":
+                self.next() if not parts else None
+                condition = self.list()
+                self.expect("then")
+                parts.append((condition, self.list()))
+                word = self.expect("fi", "elif", "else")
+            if word == "else":
+                parts.append((None, self.list()))
+                self.expect("fi")
+            return self.redirect(_Node("if", line, [], parts))
+        if token in ("while", "until"):
+            self.next()
+            condition = self.list()
+            return self.redirect(_Node(token, line, [], [condition, self.body()]))
+        if token in ("for", "select"):
+            return self.redirect(self.for_loop(line))
+        if token == "case":
+            return self.redirect(self.case(line))
+        if token == "function":
+            self.next()
+            name = self.next()
+            if self.peek() == "(":
+                self.next()
+                self.expect(")")
+            return self.function(name, line)
+        return self.simple(line)
+
+    def body(self) -> list[Any]:
+        while self.peek() in (";", "\n"):
+            self.next()
+        end = "}" if self.expect("do", "{") == "{" else "done"
+        body = self.list()
+        self.expect(end)
+        return body
+
+    def for_loop(self, line: int) -> _Node:
+        self.next()
+        self.peek()
+        if self.text.startswith("((", self.at):
+            end = _close(self.text, self.at + 1)
+            head, self.at = self.text[self.at + 2 : end], end + 2
+            return _Node("count", line, head.split(";"), [self.body()])
+        name, words = self.next(), ['"$@"']
+        while self.peek() == "\n":
+            self.next()
+        if self.peek() == "in":
+            self.next()
+            words = []
+            while self.peek() not in ("", ";", "\n"):
+                words.append(self.next())
+        return _Node("for", line, [name, *words], [self.body()])
+
+    def case(self, line: int) -> _Node:
+        self.next()
+        subject, rows = self.next(), []
+        self.expect("in")
+        while True:
+            while self.peek() == "\n":
+                self.next()
+            if self.peek() in ("", "esac"):
+                self.expect("esac")
+                return _Node("case", line, [subject], rows)
+            patterns = []
+            while (token := self.next()) != ")":
+                if not token:
+                    raise ValueError(f"line {line}: the case does not end")
+                if token not in ("|", "("):
+                    patterns.append(token)
+            rows.append((patterns, self.list()))
+            if self.peek() in (";;", ";&", ";;&"):
+                self.next()
+
+    def function(self, name: str, line: int) -> _Node:
+        while self.peek() == "\n":
+            self.next()
+        return _Node("function", line, [name], [self.command()])
+
+    def simple(self, line: int) -> _Node:
+        """Return a simple command; redirections are dropped, here-documents and here-strings kept."""
+        node = _Node("command", line, [], [])
+        is_test = False
+        while (token := self.peek()) and (
+            is_test or token not in ("\n", ";", "&", "|", "|&", "&&", "||", ")", ";;", ";&", ";;&")
+        ):
+            if is_test:
+                node.words.append(self.next())
+                is_test = node.words[-1] != "]]"
+            elif token == "(":
+                self.next()
+                self.expect(")")
+                if len(node.words) != 1:
+                    raise ValueError(f"line {line}: unexpected '('")
+                return self.function(node.words[0], line)
+            elif _OPERATOR.fullmatch(token):
+                self.redirect_one(node)
+            elif token.isdigit() and self.text[self.at + len(token) : self.at + len(token) + 1] in ("<", ">"):
+                self.next()
+            else:
+                node.words.append(self.next())
+                is_test = node.words == ["[["]
+        return node
+
+    def redirect_one(self, node: _Node) -> None:
+        kind = self.next()
+        target = self.next()
+        if kind in ("<<", "<<-"):
+            body: list[str] = [] if _unquote(target) == target else ["quoted"]
+            self.documents.append((_unquote(target), kind == "<<-", body))
+            node.parts.append(body)
+
+    def redirect(self, node: _Node) -> _Node:
+        while (token := self.peek()) and (_OPERATOR.fullmatch(token) or token.isdigit()) and token[0] in "<>&0123456789":
+            if token in ("&", "&&"):
+                break
+            self.next() if token.isdigit() else self.redirect_one(_Node("command", node.line, [], []))
+        return node
+
+
+def _unquote(word: str) -> str:
+    return re.sub(r"[\"'\\]", "", word)
+
+
+def _word_end(text: str, at: int) -> int:
+    """Return the end of the word at a place of a text."""
+    start = at
+    while at < len(text) and (text[at] not in " \t\r\n;&|()<>" or (at == start and text[at] in "<>")):
+        at = _skip(text, at)
+        if (
+            text[at - 1] in "=<>" and text[at : at + 1] == "(" and (text[start] in "<>" or _ASSIGNMENT.match(text, start, at))
+        ) or (text[at : at + 1] == "(" and text[at - 1] in "@?*+!" and at - 1 > start):
+            at = _close(text, at) + 1
+    return at
+
+
+def _skip(text: str, at: int) -> int:
+    """Return the place after the character, quoted text or expansion at a place."""
+    letter = text[at]
+    if letter == "\\":
+        return min(at + 2, len(text))
+    if letter == "'":
+        return text.index("'", at + 1) + 1
+    if letter in '"`':
+        end = at + 1
+        while text[end] != letter:
+            end = _skip(text, end) if text[end] in "\\$" or (text[end] == "`" and letter == '"') else end + 1
+        return end + 1
+    if letter == "$" and text[at + 1 : at + 2] in ("{", "(", "["):
+        return _close(text, at + 1) + 1
+    if text[at : at + 2] == "$'":
+        at += 2
+        while text[at] != "'":
+            at += 2 if text[at] == "\\" else 1
+    return at + 1
+
+
+def _close(text: str, at: int) -> int:
+    """Return the place of the bracket that closes the one at a place."""
+    opening = text[at]
+    closing = {"(": ")", "{": "}", "[": "]"}[opening]
+    depth, end = 1, at + 1
+    while True:
+        if end >= len(text):
+            raise ValueError(f"a {opening!r} does not end")
+        if text[end] == closing:
+            depth -= 1
+            if not depth:
+                return end
+        depth += text[end] == opening
+        if text[end] == "#" and opening == "(" and text[end - 1] in " \t\n":
+            end = (text.find("\n", end) + 1 or len(text) + 1) - 1
+        end = (
+            _skip(text, end) if text[end : end + 1] not in ("", "$") or text[end + 1 : end + 2] in ("{", "(", "'") else end + 1
+        )
+
+
+def _has_unknown(text: str) -> bool:
+    return _END in text
+
+
+def open_options(word: str) -> str:
+    """Return the name on which it depends what a word adds to a command, or nothing if that does not matter."""
+    match = _MARKER.fullmatch(word)
+    return match[1] if match and word[0] == _OPTIONS else ""
+
+
+class _Reader:
+    """Evaluates nodes. `env` maps a variable to its text, or a list for an array; `NAME[key]` is an item of a mapping."""
+
+    def __init__(
+        self,
+        path: Path,
+        given: Mapping[str, str],
+        nested: re.Pattern[str],
+        relevant: Callable[[Sequence[str]], object],
+        arguments: list[str],
+    ) -> None:
+        self.path, self.given, self.nested, self.relevant = path, given, nested, relevant
+        self.env: dict[str, Any] = {}
+        self.arguments = arguments
+        self.functions: dict[str, _Node] = {}
+        self.commands: list[Command] = []
+        self.steps = self.depth = 0
+        self.cause = ""  # a variable on which the last unknown condition depends
+
+    def run(self, rows: Sequence[Any]) -> bool | None:
+        """Evaluate a list; return its status: None if unknown."""
+        status: bool | None = True
+        for connector, negated, pipe in rows:
+            if (connector == "&&" and status is False) or (connector == "||" and status is True):
+                continue
+            if connector and status is None and not _is_test(pipe):
+                self.join([self.attempt([("", negated, pipe)])], self.cause, exhaustive=False)
+                continue
+            before = status
+            for node in pipe:
+                self.steps += 1
+                if self.steps > MAX_STEPS:
+                    raise ValueError(f"line {node.line}: it has more than {MAX_STEPS:,} steps")
+                status = self.node(node)
+            status = not status if negated and status is not None else status
+            if before is None and status is (connector == "&&") and connector:
+                status = None  # unknown and true, or unknown or false
+        return status
+
+    def attempt(self, rows: Sequence[Any]) -> dict[str, Any] | None:
+        """Evaluate a branch in a copy of the variables; return them, or None if it ends with `exit`."""
+        before, self.env = self.env, dict(self.env)
+        try:
+            self.run(rows)
+            return self.env
+        except _Stop as stop:
+            return None if stop.args[0] == "exit" else self.env
+        finally:
+            self.env = before
+
+    def join(self, branches: Iterable[dict[str, Any] | None], cause: str, *, exhaustive: bool) -> None:
+        """Continue after branches of which no one knows which was taken, because of the variable `cause`."""
+        ends = [env for env in branches if env is not None]
+        if not exhaustive or not ends:
+            ends.append(self.env)
+        first, *others = ends
+        if others:
+            self.env = {
+                name: self.common(name, [env.get(name) for env in ends], cause) for name in {n: 0 for env in ends for n in env}
+            }
+        else:
+            self.env = first
+
+    def common(self, name: str, values: list[Any], cause: str) -> Any:
+        """Return the value of a variable that has several: the first, if they do not differ in anything that matters."""
+        if all(value == values[0] for value in values):
+            return values[0]
+        words = [value if isinstance(value, list) else (value or "").split() for value in values]
+        matters = [self.relevant(part) for part in words]
+        if any(matters) and all(value == matters[0] for value in matters):
+            return values[0]
+        return _mark(cause or name, _OPTIONS if any(matters) else _UNKNOWN)
+
+    def node(self, node: _Node) -> bool | None:
+        status: bool | None = True
+        if node.kind == "command":
+            return self.command(node)
+        if node.kind == "group":
+            return self.run(node.parts[0])
+        if node.kind == "subshell":
+            self.attempt(node.parts[0])
+        elif node.kind == "arithmetic":
+            value = self.arithmetic(node.words[0])
+            status = None if _has_unknown(value) else value != "0"
+        elif node.kind == "function":
+            self.functions[node.words[0]] = node.parts[0]
+        elif node.kind == "if":
+            ends, cause = [], ""
+            for condition, body in node.parts:
+                self.cause = ""
+                met = True if condition is None else self.run(condition)
+                cause = cause or self.cause
+                if met is False:
+                    continue
+                ends.append(self.attempt(body))
+                if met and (ends[-1] is not None or condition is None):
+                    break
+            else:
+                ends.append(self.env)
+            self.join(ends, cause, exhaustive=True)
+        elif node.kind == "case":
+            self.case(node)
+        else:
+            self.loop(node)
+        return status
+
+    def case(self, node: _Node) -> None:
+        subject, ends, cause = self.text(node.words[0], unset=""), [], ""
+        for patterns, body in node.parts:
+            texts = [self.text(pattern, unset="") for pattern in patterns]
+            unknown = _has_unknown(subject) or any(map(_has_unknown, texts))
+            cause = cause or next(
+                (name for text in (subject, *texts) for name in unknown_names(text) if name.isidentifier()), ""
+            )
+            if unknown or any(fnmatchcase(subject, text) for text in texts):
+                end = self.attempt(body)
+                ends.append(end)
+                if not unknown and end is not None:
+                    break
+        else:
+            ends.append(self.env)
+        self.join(ends, cause, exhaustive=True)
+
+    def loop(self, node: _Node) -> None:
+        """Evaluate the body for each item if they are known; otherwise once, as a branch that may not be taken."""
+        kind, count = node.kind, 0
+        if kind in ("for", "select"):
+            name = node.words[0]
+            for item in [word for raw in node.words[1:] for word in _braces(raw) for word in self.words(word)][:MAX_REPEATS]:
+                unknown = _has_unknown(item) or "*" in item
+                self.assign(name, "", _mark(name) if unknown else item)
+                if not self.repeat(node.parts[0]):
+                    break
+            return
+        if kind == "count":
+            self.arithmetic(node.words[0])
+        while count < MAX_REPEATS:
+            if kind == "count":
+                value = self.arithmetic(node.words[1]) if node.words[1].strip() else "1"
+                met = None if _has_unknown(value) else value != "0"
+            else:
+                met = self.run(node.parts[0])
+                met = not met if kind == "until" and met is not None else met
+            if met is False:
+                return
+            if met is None or kind != "count":
+                self.join([self.attempt(node.parts[-1])], "", exhaustive=False)
+                return
+            if not self.repeat(node.parts[-1]):
+                return
+            self.arithmetic(node.words[2])
+            count += 1
+
+    def repeat(self, body: Sequence[Any]) -> bool:
+        try:
+            self.run(body)
+        except _Stop as stop:
+            if stop.args[0] in ("exit", "return"):
+                raise
+            return stop.args[0] == "continue"
+        return True
+
+    def command(self, node: _Node) -> bool | None:
+        raw = list(node.words)
+        while raw and _ASSIGNMENT.match(raw[0]):
+            name, key, plus, value = _ASSIGNMENT.fullmatch(raw.pop(0)).groups()  # type: ignore[union-attr]
+            if not any(not _ASSIGNMENT.match(word) for word in node.words):
+                self.set(name, key, plus, value)
+        if not raw:
+            return True
+        if raw[0] in ("[[", "[", "test"):
+            quoted = raw[0] == "[["
+            words = [
+                word for part in raw[1:] for word in self.words(part, unset="", split=not quoted) or ([""] if quoted else [])
+            ]
+            test = _Test(words if raw[0] == "test" else words[:-1])
+            value = test.value()
+            if value is None:
+                self.cause = self.cause or next(
+                    (name for name in unknown_names(" ".join(test.unknown)) if name.isidentifier()), ""
+                )
+            return value
+        if raw[0] in ("export", "declare", "local", "readonly", "typeset"):
+            for word in raw[1:]:
+                if match := _ASSIGNMENT.fullmatch(word):
+                    self.set(*match.groups())
+                elif (match := _ASSIGNMENT.fullmatch(self.text(word))) and '"' in word:
+                    self.assign(match[1], match[2], match[4])
+            return True
+        words = [word for part in raw for word in self.words(part)]
+        if not words:
+            return True
+        if words[0] in self.functions:
+            return self.call(words[0], words[1:])
+        return self.builtin(words, node) if words[0] in _BUILTINS else self.record(words, node)
+
+    def builtin(self, words: list[str], node: _Node) -> bool | None:
+        name, rest = words[0], words[1:]
+        if name in ("exit", "return", "break", "continue"):
+            raise _Stop(name)
+        if name == "set" and "--" in rest:
+            self.arguments = rest[rest.index("--") + 1 :]
+        elif name == "shift":
+            self.arguments = self.arguments[int(rest[0]) if rest and rest[0].isdigit() else 1 :]
+        elif name == "unset":
+            for word in rest:
+                self.env.pop(word, None)
+        elif name in ("read", "mapfile", "readarray", "getopts"):
+            for word in rest:
+                if word.isidentifier():
+                    self.assign(word, "", _mark(word))
+            return False if name == "getopts" else None
+        elif name == "let":
+            for word in rest:
+                self.arithmetic(word)
+        elif name in ("eval", "exec") and rest:
+            return self.script(" ".join(rest), node.line) if name == "eval" else self.record(rest, node)
+        elif name in ("source", ".") and rest and self.depth < MAX_NESTING and not _has_unknown(rest[0]):
+            file = self.path.parent / Path(rest[0]).name
+            if file.is_file() and file.suffix in ("", ".sh", ".bash", ".env") and file.name not in ("activate", ".bashrc"):
+                return self.script(read_text(file), node.line)
+        return None if name == "source" else name != "false"
+
+    def script(self, text: str, line: int) -> bool | None:
+        """Evaluate a text in the same shell."""
+        self.depth += 1
+        try:
+            return self.run(_Parser(text, line).script()) if self.depth < MAX_NESTING else None
+        finally:
+            self.depth -= 1
+
+    def call(self, name: str, arguments: list[str]) -> bool | None:
+        """Evaluate a function of the script."""
+        if self.depth >= MAX_NESTING:
+            return None
+        before, self.arguments = self.arguments, arguments
+        self.depth += 1
+        try:
+            return self.node(self.functions[name])
+        except _Stop as stop:
+            if stop.args[0] != "return":
+                raise
+            return None
+        finally:
+            self.depth -= 1
+            self.arguments = before
+
+    def record(self, words: list[str], node: _Node) -> bool | None:
+        """Keep a command, and those in its quoted words and here-documents."""
+        if words[0] in _PRINTING:
+            words = words[:1]
+        self.commands.append(Command(tuple(words), node.line))
+        texts = [
+            word
+            for word, before in zip(words[1:], words, strict=False)
+            if any(map(str.isspace, word)) and (before in ("-c", "-lc") or self.nested.search(word))
+        ]
+        for body in node.parts:
+            text = body[-1] if len(body) > 1 else self.document(body[-1]) if body else ""
+            texts += [text] if self.nested.search(text) else []
+        for text in texts:
+            if self.depth < MAX_NESTING:
+                number = len(self.commands)
+                before, arguments = self.env, self.arguments
+                self.env = dict(before)
+                try:
+                    self.script(text, node.line)
+                except (ValueError, IndexError):
+                    del self.commands[number:]
+                except _Stop:
+                    pass
+                finally:
+                    self.env, self.arguments = before, arguments
+        return None if words[0] in ("grep", "command", "which", "nvidia-smi") else True
+
+    # Variables and expansions.
+
+    def get(self, name: str, key: str | None = None) -> Any:
+        """Return the value of a parameter: text, a list, or None if it is not set."""
+        if name in self.given:
+            return self.given[name]
+        if name in ("@", "*"):
+            return self.arguments
+        if name.isdigit():
+            return (
+                self.arguments[int(name) - 1] if 0 < int(name) <= len(self.arguments) else _mark("$0") if name == "0" else None
+            )
+        if name in "#?$!-":
+            return str(len(self.arguments)) if name == "#" else "0" if name == "?" else _mark(f"${name}")
+        value = self.env.get(name)
+        if key is None:
+            return value[0] if isinstance(value, list) and value else "" if value == [] else value
+        index = self.text(key[1:-1])
+        if f"{name}[{index}]" in self.env:
+            return self.env[f"{name}[{index}]"]
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        if index in ("@", "*"):
+            return items
+        number = self.arithmetic(index) if not isinstance(value, str) or not _has_unknown(value) else index
+        if _has_unknown(number):
+            return _mark(f"{name}")
+        return items[int(number)] if -len(items) <= int(number) < len(items) else None
+
+    def set(self, name: str, key: str | None, plus: str, raw: str) -> None:
+        """Assign the raw text after the `=`."""
+        before = self.env.get(name)
+        if raw.startswith("(") and raw.endswith(")") and not key:
+            items = [word for part in _split_words(raw[1:-1]) for word in (self.words(part) if "=" not in part[:1] else [part])]
+            keyed = [match for part in items if (match := re.fullmatch(r"\[([^\]]+)\]=(.*)", part, re.DOTALL))]
+            for match in keyed:
+                self.env[f"{name}[{match[1]}]"] = match[2]
+            old = before if isinstance(before, list) else [] if before is None else [before]
+            self.assign(name, "", [*(old if plus else []), *([match[2] for match in keyed] if keyed else items)])
+            return
+        value = self.text(raw)
+        if plus and not key:
+            value = (before[0] if isinstance(before, list) and before else before if isinstance(before, str) else "") + value
+        self.assign(name, key, value)
+
+    def assign(self, name: str, key: str | None, value: Any) -> None:
+        if isinstance(value, str):
+            # A value that is unknown as a whole, and has no name of its own, gets that of its variable.
+            match = _MARKER.fullmatch(value)
+            value = value[0] + name + _END if match and match[1].startswith("$") else value
+            if len(value) > MAX_TEXT:
+                raise ValueError(f"{name} is longer than {MAX_TEXT:,} characters")
+        if not key:
+            self.env[name] = value
+            return
+        index, items = self.text(key[1:-1]), self.env.get(name)
+        if index.isdigit() and isinstance(items, list) and int(index) <= len(items):
+            self.env[name] = [*items[: int(index)], value, *items[int(index) + 1 :]]
+        else:
+            self.env[f"{name}[{index}]"] = value
+
+    def words(self, raw: str, *, unset: str | None = None, split: bool = True) -> list[str]:
+        """Return the words that a raw word becomes: none, one or several."""
+        done: list[str] = []
+        current: str | None = None
+        for piece, quoted in self.pieces(raw, unset):
+            parts = piece if isinstance(piece, list) else [piece]
+            if not quoted and split:
+                text = " ".join(parts)
+                parts = text.split()
+                if current is not None and text[:1].isspace():
+                    done.append(current)
+                    current = None
+            for number, part in enumerate(parts):
+                if number and current is not None:
+                    done.append(current)
+                    current = None
+                current = (current or "") + part
+            if not quoted and split and parts and text[-1:].isspace() and current is not None:
+                done.append(current)
+                current = None
+        return done if current is None else [*done, current]
+
+    def text(self, raw: str, *, unset: str | None = None) -> str:
+        """Return a raw word as one text, without splitting it."""
+        return "".join(" ".join(part) if isinstance(part, list) else part for part, _ in self.pieces(raw, unset))
+
+    def pieces(self, raw: str, unset: str | None) -> Iterator[tuple[Any, bool]]:
+        """Yield the expanded parts of a raw word, and whether each is protected from splitting."""
+        at = 0
+        while at < len(raw):
+            end = _skip(raw, at)
+            letter, part = raw[at], raw[at:end]
+            if letter == "\\":
+                yield ("" if part[1:2] in ("\n", "") else part[1:]), True
+            elif letter == "'":
+                yield part[1:-1], True
+            elif letter == '"':
+                inner = list(self.inside(part[1:-1], unset))
+                if len(inner) != 1 or not isinstance(inner[0], list):
+                    yield "", True
+                for value in inner:
+                    yield value, True
+            elif letter in "$`":
+                value, end = self.expand(raw, at, unset)
+                yield value, False
+            else:
+                end = next((n for n in range(at, len(raw)) if raw[n] in "\\'\"$`"), len(raw))
+                yield raw[at:end], True
+            at = end
+
+    def inside(self, text: str, unset: str | None = None) -> Iterator[Any]:
+        """Yield the expanded parts of the inside of double quotes."""
+        at = 0
+        while at < len(text):
+            if text[at] == "\\" and text[at + 1 : at + 2] in ("$", "`", '"', "\\", "\n"):
+                yield "" if text[at + 1] == "\n" else text[at + 1]
+                at += 2
+            elif text[at] in "$`":
+                value, at = self.expand(text, at, unset)
+                yield value
+            else:
+                end = next((n for n in range(at + 1, len(text)) if text[n] in "\\$`"), len(text))
+                yield text[at:end]
+                at = end
+
+    def document(self, text: str) -> str:
+        return "".join(" ".join(part) if isinstance(part, list) else part for part in self.inside(text.replace('\\"', '\\\\"')))
+
+    def expand(self, raw: str, at: int, unset: str | None) -> tuple[Any, int]:
+        """Return the value of the expansion at a place, and the place after it."""
+        end = _skip(raw, at)
+        part = raw[at:end]
+        if part.startswith("$((") and part.endswith("))"):
+            return self.arithmetic(part[3:-2]), end
+        if part.startswith("$["):
+            return self.arithmetic(part[2:-1]), end
+        if part.startswith("$'"):
+            return part[2:-1].replace("\\n", "\n").replace("\\t", "\t").replace("\\'", "'"), end
+        if part[0] == "`" or part.startswith("$("):
+            return _mark("$" + part[part.startswith("$") :] if part[0] == "`" else part), end
+        if part.startswith("${"):
+            return self.parameter(part[2:-1], unset), end
+        match = re.compile(r"\$([A-Za-z_]\w*|[\d@*#?$!-])").match(raw, at)
+        if match is None:
+            return "$", at + 1
+        return self.or_marker(match[1], self.get(match[1]), unset), match.end()
+
+    def or_marker(self, name: str, value: Any, unset: str | None) -> Any:
+        """Return a value; a missing one, or one made of a missing one, is `unset` if that is given."""
+        if value is None:
+            if name.isdigit():
+                return _mark(f"${name}", _ARGUMENT)
+            return _mark(name, _UNSET) if unset is None else unset
+        if unset is not None and isinstance(value, str):
+            return re.sub(f"{_UNSET}[^{_END}]*{_END}", unset, value)
+        return value
+
+    def parameter(self, body: str, unset: str | None) -> Any:
+        """Return the value of `${body}`."""
+        match = _PARAMETER.fullmatch(body)
+        if match is None:
+            return _mark("${" + body + "}")
+        prefix, name, key, rest = match.groups()
+        if prefix == "!" and not rest and not key:
+            target = self.text(f"${name}")
+            return self.or_marker(target, self.get(target), unset) if target.isidentifier() else _mark(name)
+        value = self.get(name, key)
+        if prefix == "!":  # the keys of a mapping
+            keys = [item[len(name) + 1 : -1] for item in self.env if item.startswith(f"{name}[")]
+            return keys or [str(n) for n in range(len(value or []))]
+        if prefix == "#":
+            return _mark(name) if isinstance(value, str) and _has_unknown(value) else str(len(value or ""))
+        if found := re.match(r":?[-=+?]", rest):
+            is_set = value is not None and not (
+                isinstance(value, str) and value[:1] in (_UNSET, _ARGUMENT) and _MARKER.fullmatch(value)
+            )
+            is_set = is_set and (found[0][0] != ":" or bool(value))
+            if found[0][-1] == "+":
+                return self.text(rest[found.end() :], unset=unset) if is_set else ""
+            if is_set or found[0][-1] == "?":
+                return self.or_marker(name, value, unset)
+            other = self.text(rest[found.end() :].strip("\n"), unset=unset)
+            if found[0][-1] == "=":
+                self.assign(name, key, other)
+            return other
+        value = self.or_marker(name, value, unset)
+        if not rest:
+            return value
+        if isinstance(value, list):
+            if sliced := re.fullmatch(r":\s*(\d+)(?::\s*(\d+))?", rest):
+                first = int(sliced[1]) - (name in "@*")
+                return value[max(first, 0) : None if sliced[2] is None else first + int(sliced[2])]
+            return [self.modify(item, rest) for item in value]
+        return self.modify(value, rest)
+
+    def modify(self, value: str, rest: str) -> str:
+        """Return a text after `#`, `%`, `/`, `:`, `^` or `,` of `${NAME...}`."""
+        pattern = self.text(re.sub(r"^(##?|%%?|//?)", "", rest))
+        if _has_unknown(value) or (rest[0] in "#%/" and _has_unknown(pattern)):
+            return value if _MARKER.fullmatch(value) else _mark("${...}")
+        if rest[0] in "#%":
+            sizes = (
+                range(len(value) + 1)
+                if (len(rest) > 1 and rest[1] == rest[0]) != (rest[0] == "%")
+                else range(len(value), -1, -1)
+            )
+            if rest[0] == "#":
+                sizes = range(len(value), -1, -1) if rest[1:2] == "#" else range(len(value) + 1)
+                return next((value[n:] for n in sizes if fnmatchcase(value[:n], pattern)), value)
+            return next((value[:n] for n in sizes if fnmatchcase(value[n:], pattern)), value)
+        if rest[0] == "/":
+            old, _, new = pattern.partition("/")
+            return value.replace(old, new, -1 if rest[1:2] == "/" else 1) if not set(old) & set("*?[") and old else value
+        if rest[0] == ":":
+            first, _, length = rest[1:].partition(":")
+            start, size = self.arithmetic(first), self.arithmetic(length) if length else str(len(value))
+            if not (re.fullmatch(r"-?\d+", start) and re.fullmatch(r"-?\d+", size)):
+                return _mark("${...}")
+            return value[int(start) :][: int(size)]
+        return {"^": str.upper, ",": str.lower}.get(rest[0], str)(value) if len(rest) > 1 else value
+
+    def arithmetic(self, raw: str) -> str:
+        """Return the value of an arithmetic expression, which may assign; unknown if any part of it is."""
+        if match := re.fullmatch(r"\s*(\w+)\s*([-+*/%]?)=(?!=)(.*)", raw, re.DOTALL):
+            value = self.arithmetic(f"{match[1]} {match[2]} ({match[3]})" if match[2] else match[3])
+            self.assign(match[1], "", value)
+            return value
+        if match := re.fullmatch(r"\s*(?:(\+\+|--)\s*(\w+)|(\w+)\s*(\+\+|--))\s*", raw):
+            name, sign = match[2] or match[3], (match[1] or match[4])[0]
+            before = self.arithmetic(name)
+            self.assign(name, "", self.arithmetic(f"{name} {sign} 1"))
+            return before
+        text = "".join(" ".join(part) if isinstance(part, list) else part for part in self.inside(raw.replace('"', "")))
+        for _ in range(MAX_NESTING):
+            if _has_unknown(text) or not re.search(r"[A-Za-z_]\w*", text):
+                break
+            text = re.sub(
+                r"(?<![\w#])([A-Za-z_]\w*)(\[[^\]]*\])?", lambda name: f"({self.text('${' + name[0] + '}') or 0})", text
+            )
+        if found := _MARKER.search(text):
+            return found[0]
+        try:
+            return str(_calculate(text))
+        except (SyntaxError, ValueError, ArithmeticError, TypeError, KeyError, MemoryError):
+            return _mark(f"$(({raw.strip()}))")
+
+
+_BUILTINS = {
+    *("exit", "return", "break", "continue", "set", "shift", "unset", "read", "mapfile", "readarray", "getopts", "let", "eval"),
+    *("exec", "source", ".", ":", "true", "false"),
+}
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: lambda a, b: a ** min(b, 63),
+    ast.Div: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
+    ast.Mod: lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
+    ast.LShift: lambda a, b: a << min(b, 63), ast.RShift: operator.rshift,
+    ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.Eq: operator.eq, ast.NotEq: operator.ne,
+}  # fmt: skip
+
+
+def _calculate(text: str) -> int:
+    """Return the value of an arithmetic expression of numbers.
+
+    Example:
+        >>> _calculate("(7 / 2) * 3 + (4 > 3 ? 10 : 20)")
+        19
+    """
+    text = re.sub(r"\(([^()?]*)\?([^()]*):([^()]*)\)|^([^?]*)\?([^:]*):(.*)$", r"((\2\5) if (\1\4) else (\3\6))", text.strip())
+    text = re.sub(r"!(?!=)", " not ", text.replace("&&", " and ").replace("||", " or "))
+
+    def value(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return int(node.value)
+        if isinstance(node, ast.BinOp):
+            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.Compare) and len(node.ops) == 1:
+            return int(_OPERATORS[type(node.ops[0])](value(node.left), value(node.comparators[0])))
+        if isinstance(node, ast.UnaryOp):
+            operand = value(node.operand)
+            return {ast.USub: -operand, ast.UAdd: operand, ast.Not: int(not operand), ast.Invert: ~operand}[type(node.op)]
+        if isinstance(node, ast.BoolOp):
+            return int((all if isinstance(node.op, ast.And) else any)(value(part) for part in node.values))
+        if isinstance(node, ast.IfExp):
+            return value(node.body) if value(node.test) else value(node.orelse)
+        raise ValueError(text)
+
+    return value(ast.parse(text, mode="eval").body) if text else 0
+
+
+_NUMBER_TESTS = {
+    "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
+}  # fmt: skip
+
+
+class _Test:
+    """A test in brackets: `or` of `and` of tests. None is unknown, for instance whether a file exists."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+        self.unknown: list[str] = []
+
+    def value(self) -> bool | None:
+        """Return the result of the words up to an end or a `)`."""
+        result = self.all()
+        while self.words and self.words[0] in ("||", "-o"):
+            self.words.pop(0)
+            other = self.all()
+            result = True if result or other else None if None in (result, other) else False
+        return result
+
+    def all(self) -> bool | None:
+        result = self.one()
+        while self.words and self.words[0] in ("&&", "-a"):
+            self.words.pop(0)
+            other = self.one()
+            result = False if False in (result, other) else None if None in (result, other) else True
+        return result
+
+    def one(self) -> bool | None:
+        if not self.words:
+            return False
+        word = self.words.pop(0)
+        if word == "!" and self.words:
+            result = self.one()
+            return None if result is None else not result
+        if word == "(":
+            result = self.value()
+            self.words[:1] = []
+            return result
+        if re.fullmatch(r"-[a-zA-Z]", word) and self.words and not _is_operator(self.words[0]):
+            operand = self.words.pop(0)
+            if word not in ("-z", "-n"):
+                return None
+            return self.known(
+                (bool(operand) and operand[0] != _ARGUMENT and word == "-n")
+                or ((not operand or operand[0] == _ARGUMENT) and word == "-z"),
+                "" if operand[:1] == _ARGUMENT else operand,
+            )
+        if len(self.words) > 1 and _is_operator(self.words[0]):
+            sign, other = self.words.pop(0), self.words.pop(0)
+            if sign == "=~":
+                return self.known(None, word)
+            if sign in _NUMBER_TESTS:
+                numbers = [int(text) if re.fullmatch(r"\s*-?\d+\s*", text) else None for text in (word, other)]
+                return self.known(None if None in numbers else bool(_NUMBER_TESTS[sign](*numbers)), word + other)
+            if sign in ("<", ">"):
+                return self.known((word < other) == (sign == "<"), word + other)
+            return self.known(fnmatchcase(word, other) == (sign != "!="), word + other)
+        return self.known(bool(word), word)
+
+    def known(self, value: bool | None, text: str) -> bool | None:
+        """Return a value, or None if the text that it is made of is unknown."""
+        if _has_unknown(text):
+            self.unknown.append(text)
+            return None
+        return value
+
+
+def _is_test(pipe: Sequence[_Node]) -> bool:
+    return len(pipe) == 1 and pipe[0].kind == "command" and pipe[0].words[:1] in (["["], ["[["], ["test"])
+
+
+def _is_operator(word: str) -> bool:
+    return word in ("=", "==", "!=", "=~", "<", ">") or word in _NUMBER_TESTS
+
+
+def _split_words(text: str) -> list[str]:
+    """Return the raw words of an array; comments and line ends between them are dropped."""
+    parser, words = _Parser(text, 1), []
+    while token := parser.peek():
+        parser.next()
+        if not _OPERATOR.fullmatch(token):
+            words.append(token)
+    return words
+
+
+def _braces(raw: str) -> list[str]:
+    """Return the words of `{1..4}` or `{a,b}`; any other word as it is."""
+    if match := re.fullmatch(r"\{(\d+)\.\.(\d+)\}", raw):
+        return [str(n) for n in range(int(match[1]), min(int(match[2]), int(match[1]) + MAX_REPEATS) + 1)]
+    match = re.fullmatch(r"\{([^{}$,]+(?:,[^{}$,]+)+)\}", raw)
+    return match[1].split(",") if match else [raw]
