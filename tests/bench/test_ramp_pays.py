@@ -1,0 +1,62 @@
+"""Tests of docs/examples/ramp_pays.py, the comparison of batch schedules."""
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+import rampup
+
+SCRIPT = Path(__file__).parents[2] / "docs" / "examples" / "ramp_pays.py"
+# On the eight simulated devices of the tests.
+SMOKE = ["--samples", "256", "--length", "16", "--small", "16", "--large", "32", "--microbatch", "1"]
+SMOKE += ["--seeds", "2", "--width", "16", "--layers", "1"]
+
+
+@pytest.fixture(scope="module")
+def script():
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("ramp_pays", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_schedules_consume_the_same_samples(script):
+    """Every policy goes from the small to the large batch; Seesaw's thresholds are where the cosine has halved."""
+    found = script.schedules(8, 64, 100_000)
+    ramps = {name: rampup.BatchRamp.from_schedule(text) for name, text in found.items()}
+    assert {name: ramp.sizes for name, ramp in ramps.items()} == {
+        "small": (8,),
+        "large": (64,),
+        "ramp": (8, 16, 32, 64),
+        "seesaw": (8, 16, 32, 64),
+    }
+    for power, phase in enumerate(ramps["seesaw"].phases[1:], start=1):
+        cosine = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * phase.start_sample / 100_000))
+        assert cosine == pytest.approx(2.0**-power, rel=0.01)
+
+
+@pytest.mark.bench
+def test_comparison_runs_and_resumes(script, tmp_path, monkeypatch, capsys):
+    """Two seeds of four schedules train, and a second call prints the same table without training."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "argv", ["ramp_pays.py", "--output", str(tmp_path), *SMOKE])
+    script.main()
+    first = capsys.readouterr().out
+    table = first[first.index("| Schedule") :].splitlines()
+    assert [line.split("|")[1].strip() for line in table[2:]] == ["small", "large", "ramp", "seesaw"]
+    steps = {line.split("|")[1].strip(): int(line.split("|")[2]) for line in table[2:]}
+    assert steps["small"] > steps["seesaw"] >= steps["ramp"] > steps["large"]
+    for file in tmp_path.glob("*/result.json"):
+        result = json.loads(file.read_text())
+        assert 0 < result["final_eval_loss"] < 10
+        assert math.isfinite(result["noise_scale_end"])
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/metrics.jsonl")}
+    script.main()
+    assert capsys.readouterr().out == first
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.glob("*/metrics.jsonl")} == before
+    assert (tmp_path / "ramp_pays.png").stat().st_size > 1000
