@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.lm.load import load as load
     from rampup.lm.train import Run as Run
     from rampup.lm.train import train as train
+    from rampup.plan.hyperparameters import AdamConstants as AdamConstants
+    from rampup.plan.hyperparameters import AdamScaling as AdamScaling
     from rampup.plan.maxtext_manager import RampupBatchManager as RampupBatchManager
     from rampup.plan.mesh_axes import MeshAxes as MeshAxes
     from rampup.plan.noise_scale import NoiseEstimate as NoiseEstimate
@@ -41,6 +43,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.plan.plan import RampPlan as RampPlan
     from rampup.plan.ramp import BatchRamp as BatchRamp
     from rampup.plan.ramp import Phase as Phase
+    from rampup.plan.seesaw import Seesaw as Seesaw
     from rampup.plan.split import BatchSplit as BatchSplit
     from rampup.plan.split import BatchSplitter as BatchSplitter
     from rampup.plan.timetable import Timetable as Timetable
@@ -63,6 +66,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.run.metrics import MetricOptions as MetricOptions
     from rampup.run.nnx import merge_model as merge_model
     from rampup.run.nnx import split_model as split_model
+    from rampup.run.optimizer import AdamSchedule as AdamSchedule
     from rampup.run.optimizer import LearningRate as LearningRate
     from rampup.run.optimizer import make_optimizer as make_optimizer
     from rampup.run.pipeline import PipelinedLoss as PipelinedLoss
@@ -96,12 +100,14 @@ _HOMES = {
     "rampup.lm.critical": ("CriticalBatch", "find_critical_batch_size"),
     "rampup.lm.load": ("LoadedRun", "load"),
     "rampup.lm.train": ("Run", "train"),
+    "rampup.plan.hyperparameters": ("AdamConstants", "AdamScaling"),
     "rampup.plan.maxtext_manager": ("RampupBatchManager",),
     "rampup.plan.mesh_axes": ("MeshAxes",),
     "rampup.plan.noise_scale": ("NoiseEstimate", "NoiseScale"),
     "rampup.plan.per_device": ("ramp_from_config",),
     "rampup.plan.plan": ("PlanPosition", "RampPlan"),
     "rampup.plan.ramp": ("BatchRamp", "Phase"),
+    "rampup.plan.seesaw": ("Seesaw",),
     "rampup.plan.split": ("BatchSplit", "BatchSplitter"),
     "rampup.plan.timetable": ("Timetable",),
     "rampup.plan.topology": ("Topology",),
@@ -114,7 +120,7 @@ _HOMES = {
     "rampup.run.mesh": ("BatchAxes", "make_mesh"),
     "rampup.run.metrics": ("MetricOptions",),
     "rampup.run.nnx": ("merge_model", "split_model"),
-    "rampup.run.optimizer": ("LearningRate", "make_optimizer"),
+    "rampup.run.optimizer": ("AdamSchedule", "LearningRate", "make_optimizer"),
     "rampup.run.pipeline": ("PipelinedLoss",),
     "rampup.run.step": ("EvalStep", "TrainState", "TrainStep", "create_state", "prepare_state", "train_step"),
     "rampup.run.topology": ("topology_devices",),

@@ -11,6 +11,7 @@ from typing import Any
 
 from rampup.cli import COMMANDS, make_parser
 from rampup.config.files import BASE_FILE, ConfigFile, describe, yaml_value
+from rampup.config.presets import PRESETS
 from rampup.rl.config import ROLLOUT_FILE
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -57,6 +58,14 @@ def presets() -> str:
     return "\n".join(lines)
 
 
+def preset_rules() -> str:
+    """Return the choices of the key `preset`, with their sources."""
+    lines = []
+    for name, preset in PRESETS.items():
+        lines += [f"`{name}`", f": {_escape(preset.summary)} *Source:* {_escape(preset.source)}.", ""]
+    return "\n".join(lines)
+
+
 def _head(path: Path) -> str:
     """Return the comment at the head of a file, without the lines that every file begins with."""
     head = re.match(r"(?:#.*\n)+", path.read_text(encoding="utf-8"))
@@ -99,6 +108,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "configuration-keys": configuration_keys,
     "rollout-keys": rollout_keys,
     "presets": presets,
+    "preset-rules": preset_rules,
     "command-line": command_line,
 }
 MARK = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.MULTILINE)

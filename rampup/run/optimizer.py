@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from rampup.errors import ConfigError, RampDefinitionError
-from rampup.plan.hyperparameters import AdamConstants
+from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.plan.learning_rate import decay_progress
 from rampup.plan.plan import RampPlan
 
@@ -111,17 +111,22 @@ class AdamSchedule:
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> from rampup.plan.hyperparameters import AdamScaling, adam_constants
+        >>> from rampup.plan.hyperparameters import AdamScaling
         >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:4 40:8"), splitter=BatchSplitter(data_parallel_size=1),
         ...     num_devices=1, total_steps=20)
-        >>> constants = adam_constants(plan, AdamConstants(b2=0.81), AdamScaling(b2="half_life"))
-        >>> AdamSchedule(plan=plan, constants=constants).at(3).b2
-        0.9
-        >>> tx = make_optimizer(1e-3, adam=AdamSchedule(plan=plan, constants=constants))
+        >>> adam = AdamSchedule.from_scaling(plan, AdamConstants(b2=0.81), AdamScaling(b2="half_life"))
+        >>> adam.at(3).b2, adam.at(15).b2
+        (0.9, 0.81)
+        >>> tx = make_optimizer(1e-3, adam=adam)
     """
 
     plan: RampPlan
     constants: Sequence[AdamConstants]
+
+    @classmethod
+    def from_scaling(cls, plan: RampPlan, base: AdamConstants, scaling: AdamScaling) -> Self:
+        """Return the schedule of a plan, from the constants for its `reference_size` and the rules for other batches."""
+        return cls(plan=plan, constants=adam_constants(plan, base, scaling))
 
     def at(self, step: int) -> AdamConstants:
         """Return the constants of an optimizer step, on the host."""

@@ -95,7 +95,7 @@ def phase_spans(plan: RampPlan, *, most: int = MAX_POINTS) -> tuple[Span, ...]:
 def rate_points(plan: RampPlan, rate: Callable[[int], float], *, most: int = 400) -> tuple[RatePoint, ...]:
     """Return the learning rate over the whole run, at about `most` even steps and on both sides of every known kink."""
     last = plan.total_steps - 1
-    kinks = {phase.start_step + shift for phase in subsample(plan.ramp.phases, most // 4) for shift in (-1, 0)}
+    kinks = {segment.start_step + shift for segment in subsample(plan.clock, most // 4) for shift in (-1, 0)}
     kinks |= {plan.schedule_steps - 1, plan.schedule_steps}
     even = {round(last * part / most) for part in range(most + 1)}
     steps = sorted(step for step in kinks | even if 0 <= step <= last)

@@ -17,6 +17,9 @@ PUBLISHED = {
     "llama3_405b": {"first": 512, "last": 2048, "phases": 3, "ramp_steps": 342_162, "ramp_samples": 350_342_656},
     "deepseek_v3": {"first": 3072, "last": 15_360, "phases": 5, "ramp_steps": 19_414, "ramp_samples": 114_508_800},
     "minimax_01": {"first": 2048, "last": 16_384, "phases": 4, "ramp_steps": 83_865, "ramp_samples": 573_736_960},
+    "olmo_1b": {"first": 1024, "last": 4096, "phases": 3, "ramp_steps": 79_990, "ramp_samples": 122_803_200},
+    "deepseek_v2": {"first": 2304, "last": 9216, "phases": 4, "ramp_steps": 14_571, "ramp_samples": 54_934_272},
+    "glm_4_5": {"first": 4096, "last": 16_384, "phases": 13, "ramp_steps": 14_752, "ramp_samples": 122_074_112},
     "mimo_7b": {"first": 512, "last": 640, "phases": 10, "ramp_steps": 1_130_872, "ramp_samples": 2_868_653_056},
 }
 
@@ -47,6 +50,7 @@ def test_preset_has_the_expected_ramp(name):
         ("nemotron4_15b", [127_157, 190_736]),
         ("nemotron4_340b", [63_579, 95_368]),
         ("minimax_01", [4113, 25_601, 83_865]),
+        ("olmo_1b", [40_055, 79_990]),
         ("deepseek_v3", [9319, 13_978, 17_084, 19_414]),
     ],
 )
@@ -65,6 +69,9 @@ def test_preset_changes_its_batch_at_the_published_steps(name, steps):
         ("nemotron4_340b", 8e12),
         ("llama3_405b", 15.6e12),
         ("deepseek_v3", 14.8e12),
+        ("olmo_1b", 608e9),
+        ("deepseek_v2", 8.1e12),
+        ("glm_4_5", 23e12),
     ],
 )
 def test_preset_consumes_the_published_tokens(name, tokens):
