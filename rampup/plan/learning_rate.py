@@ -49,8 +49,8 @@ def decay_progress(
         xp: numpy or jax.numpy, for an array of progress.
 
     Example:
-        >>> decay_progress(0.95, kind="wsd", warmup_fraction=0.1, decay_fraction=0.2, decay_style="linear")
-        0.75
+        >>> decay_progress(0.75, kind="wsd", warmup_fraction=0.1, decay_fraction=0.5, decay_style="linear")
+        0.5
     """
     clip, cos = (xp.clip, xp.cos) if xp else (lambda x, low, high: min(max(x, low), high), math.cos)
     if kind == "constant":
