@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rampup.cli.huge_pages import SWITCH
 from rampup.errors import ConfigError, RampupError
+from rampup.plan.compiler_options import tpu_options
 from rampup.plan.numbers import AUTO, GIB
 from rampup.plan.topology import Topology
 
@@ -98,11 +99,14 @@ def for_topology(config: Config, topology: Topology | None) -> Config:
 
 
 def describe_topology(topology: Topology) -> str:
-    """Return one line about the devices of a plan."""
-    return (
+    """Return some lines about the devices of a plan."""
+    options = [f"  {name}={value}" for name, value in tpu_options(topology.chip.name).items()]
+    compiled = ["`rampup train` compiles for it with these options, unless LIBTPU_INIT_ARGS sets them:", *options]
+    planned = (
         f"planned for {topology.name} ({topology.product_name}): {topology.num_devices:,} devices with "
         f"{topology.hbm_bytes / GIB:.4g} GiB each; `rampup tune --topology {topology.name}` compiles for it"
     )
+    return "\n".join([planned, *(compiled if options else [])])
 
 
 def use_fake_devices(number: int | None) -> None:

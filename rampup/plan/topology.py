@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rampup.errors import ConfigError
+from rampup.plan.compiler_options import tpu_options
 from rampup.plan.numbers import GIB
 
 MAX_SLICES = 1024
@@ -206,6 +207,7 @@ class Topology:
             "peak_flops": chip.peak_flops / chip.devices,
             "hbm_bandwidth": chip.hbm_bandwidth / chip.devices,
             "ici_bandwidth": chip.ici_bandwidth / chip.devices,
+            "compiler_options": tpu_options(chip.name),
             "source": chip.source,
         }
 

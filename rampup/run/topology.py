@@ -14,6 +14,7 @@ import jax
 
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.topology import Topology
+from rampup.run.compile import compile_for_tpu
 
 INSTALL = "pip install 'rampup[tpu-compile]' installs it"
 # What libtpu needs to be loaded on a machine without a TPU: no metadata server is asked, no worker is searched for, nothing is
@@ -95,19 +96,20 @@ def _devices(topology: Topology) -> Sequence[Any]:
     return tuple(found.devices)
 
 
-def compile_for(lowered: Any, *, hbm_bytes: int | None = None) -> Any:
+def compile_for(lowered: Any, *, kind: str = "", hbm_bytes: int | None = None) -> Any:
     """Compile a program that was lowered for the devices of a topology.
 
     Args:
         lowered: a `jax.stages.Lowered`.
+        kind: the TPU generation, whose options `rampup train` would compile with; "" = without them.
         hbm_bytes: let the program use less of each device's memory, rounded down to MiB; None = all.
 
     Raises:
         jax.errors.JaxRuntimeError: among others if the program does not fit; see `rampup.run.offload.is_out_of_memory`.
     """
-    options = None if hbm_bytes is None else {_HBM_OPTION: str(hbm_bytes >> 20)}
+    options = {} if hbm_bytes is None else {_HBM_OPTION: str(hbm_bytes >> 20)}
     with _without_persistent_cache():
-        return lowered.compile(compiler_options=options)
+        return compile_for_tpu(lowered, kind, options)
 
 
 @contextlib.contextmanager

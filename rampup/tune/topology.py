@@ -104,7 +104,7 @@ def compile_on(target: Target, lowered: Any, mesh: jax.sharding.Mesh) -> Compile
             return Compiled.from_json(file.read_text(encoding="utf-8"))
     start = time.perf_counter()
     try:
-        compiled = compile_for(lowered, hbm_bytes=target.hbm_bytes)
+        compiled = compile_for(lowered, kind=target.topology.chip.name, hbm_bytes=target.hbm_bytes)
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -21,6 +21,10 @@ PUBLISHED = {
     "deepseek_v2": {"first": 2304, "last": 9216, "phases": 4, "ramp_steps": 14_571, "ramp_samples": 54_934_272},
     "glm_4_5": {"first": 4096, "last": 16_384, "phases": 13, "ramp_steps": 14_752, "ramp_samples": 122_074_112},
     "mimo_7b": {"first": 512, "last": 640, "phases": 10, "ramp_steps": 1_130_872, "ramp_samples": 2_868_653_056},
+    # Not published: models of the shape of Llama, with ramps of 10% of their tokens.
+    "llama_1b_v5e": {"first": 32, "last": 128, "phases": 4, "ramp_steps": 12_126, "ramp_samples": 634_976},
+    "llama_8b_v5p": {"first": 256, "last": 1024, "phases": 4, "ramp_steps": 4664, "ramp_samples": 1_953_792},
+    "llama_70b_v6e": {"first": 512, "last": 2048, "phases": 4, "ramp_steps": 20_400, "ramp_samples": 17_091_584},
 }
 
 
