@@ -50,6 +50,7 @@ from rampup.run.pipeline import permute_layers
 from rampup.run.run_folder import CHECKPOINT_FOLDER, run_folder, write_config
 from rampup.run.run_lock import own_run
 from rampup.run.step import EvalStep, TrainState, TrainStep, create_state, train_step
+from rampup.run.storage import as_path
 from rampup.run.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
 from rampup.run.zero import scattered_shardings
 
@@ -81,7 +82,7 @@ def train(config: Config, on_event: OnEvent = ignore_event) -> Summary:
         heartbeat_timeout=2 * config.jax_distributed_heartbeat_timeout_seconds + 20,
     )
     enable_compilation_cache(config.jax_cache_dir)
-    folder = Path(config.base_output_directory) / config.run_name
+    folder = as_path(config.base_output_directory) / config.run_name
     # Owned before the checkpoint is read: a process that is still training would write newer ones.
     owned = own_run(folder, only_existing=True) if config.run_name else contextlib.nullcontext()
     with watchdog(config.jax_distributed_heartbeat_timeout_seconds), owned:
@@ -97,7 +98,7 @@ def saved_checkpoint(config: Config) -> SavedCheckpoint | None:
     """Return the newest checkpoint of the configured run; None for a run without a name, whose folder is new."""
     if not config.run_name:
         return None
-    return find_checkpoint(Path(config.base_output_directory) / config.run_name / CHECKPOINT_FOLDER)
+    return find_checkpoint(as_path(config.base_output_directory) / config.run_name / CHECKPOINT_FOLDER)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +286,7 @@ class Run:
         config = self.setup.config
         on_event = on_event if is_primary() else ignore_event
         name = str(run_folder(config.base_output_directory, config.run_name)) if is_primary() else ""
-        folder = Path(broadcast_from_process0("folder", name))
+        folder = as_path(broadcast_from_process0("folder", name))
         with own_run(folder):
             if self.saved is None and find_checkpoint(folder / CHECKPOINT_FOLDER) is not None:
                 raise ConfigError(

@@ -1,6 +1,7 @@
 """Checkpoints with Orbax: the training state, and a record of the step and the run that it belongs to.
 
-Every checkpoint has the checksums of its files, so that damage after it was written is noticed.
+Every checkpoint has the checksums of its files, so that damage after it was written is noticed. A bucket has checksums of its
+own, so there a checkpoint is intact if Orbax has completed it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rampup.run.distributed import broadcast_from_process0, is_primary
 from rampup.run.events import CheckpointDamaged, OnEvent, ignore_event
 from rampup.run.run_folder import DAMAGED_FOLDER
 from rampup.run.step import replace_fields
+from rampup.run.storage import absolute_path, is_bucket
 
 RECORD_VERSION = 1
 CHECKSUMS_FILE = "checksums.json"
@@ -241,7 +243,7 @@ class Checkpoints:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _as_tree(state))
         # Orbax would fail at one of these leaves, with a page of messages from its threads.
         with ocp.StandardCheckpointer() as reader:
-            stored = reader.metadata(self.folder.resolve() / str(saved.step) / "state")
+            stored = reader.metadata(absolute_path(self.folder) / str(saved.step) / "state")
         self._refuse(saved.step, _format_differences(stored.item_metadata.tree, abstract))
         try:
             tree = self._manager.restore(saved.step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
@@ -261,7 +263,8 @@ class Checkpoints:
             source, target = self.folder / str(step), self.folder.parent / DAMAGED_FOLDER
             names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
             target /= next(name for name in names if not (target / name).exists())
-            if is_primary():
+            # In a bucket, Orbax itself has deleted a checkpoint that it did not complete.
+            if is_primary() and source.exists():
                 target.parent.mkdir(exist_ok=True)
                 source.rename(target)
             on_event(CheckpointDamaged(steps=step, problem=problem, moved_to=target, used=saved.step))
@@ -277,11 +280,11 @@ class Checkpoints:
             cleanup_tmp_directories=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
         )
-        return ocp.CheckpointManager(self.folder.resolve(), options=options)
+        return ocp.CheckpointManager(absolute_path(self.folder), options=options)
 
     def _seal(self) -> None:
         """Write the checksums. Orbax calls it when all files of a checkpoint are written, before it renames the folder."""
-        if not is_primary():
+        if not is_primary() or is_bucket(self.folder):
             return
         # Orbax writes into a folder with the step's number and a suffix that depends on its version.
         for unfinished in self.folder.glob(f"{self._writing}.*"):
@@ -296,7 +299,7 @@ class Checkpoints:
             with contextlib.suppress(Exception):
                 self._manager.close()
             if is_primary():
-                for unfinished in self.folder.glob(f"{step}.*"):
+                for unfinished in () if is_bucket(self.folder) else self.folder.glob(f"{step}.*"):
                     shutil.rmtree(unfinished, ignore_errors=True)
             self._manager = self._open()
             existing = "there is no other" if self.latest is None else f"the newest is {self.folder / str(self.latest)}"
@@ -381,6 +384,8 @@ def write_checksums(folder: Path) -> None:
 
 def damage(folder: Path) -> str | None:
     """Return how a folder differs from its checksums, or None if it is intact."""
+    if is_bucket(folder):
+        return None if ocp.utils.is_checkpoint_finalized(folder) else "it was not completed"
     try:
         expected = json.loads((folder / CHECKSUMS_FILE).read_bytes())
         wanted = {str(name): (int(size), str(digest)) for name, (size, digest) in expected.items()}

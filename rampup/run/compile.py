@@ -17,6 +17,7 @@ import jax
 
 from rampup.moved import moved_names
 from rampup.plan.compiler_options import tpu_options
+from rampup.run.storage import is_bucket
 
 Lower = Callable[[], Any]
 BACKGROUND_NICENESS = 10
@@ -138,7 +139,8 @@ def compile_for_tpu(lowered: Any, kind: str, options: Mapping[str, str] | None =
 def enable_compilation_cache(folder: str | None) -> None:
     """Keep compiled programs in a folder for later processes, unless JAX has a cache folder already. None changes nothing."""
     if folder is not None and jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+        # JAX keeps it in a bucket too.
+        jax.config.update("jax_compilation_cache_dir", folder if is_bucket(folder) else str(Path(folder).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 

@@ -6,24 +6,29 @@ import contextlib
 import datetime
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rampup.errors import ConfigError, StorageError
+from rampup.run.storage import as_path, is_bucket
 
 # The configuration that the run was last started with; written after the run's checkpoint, if there is one, was accepted.
 CONFIG_FILE = "config.yml"
 METRICS_FILE, EVAL_FILE = "metrics.jsonl", "eval.jsonl"
 # `rampup critical` keeps its results next to the run, in RUN.critical/step-.../result.json.
 CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
+# A file in a bucket is written again as a whole, which should not happen in every step.
+UPLOAD_SECONDS = 60.0
 CHECKPOINT_FOLDER, DAMAGED_FOLDER = "checkpoints", "damaged_checkpoints"
 
 
 class StepLog:
     """A file of JSON lines, each with a `step`, that are flushed when they are written.
 
-    Lines that a full disk refuses stay in memory and are written with the next line, or by `sync`.
+    Lines that a full disk refuses stay in memory and are written with the next line, or by `sync`. In a bucket, which cannot
+    append, the whole file is written again: at most every `UPLOAD_SECONDS`, by `sync` and by `close`.
 
     Args:
         path: the file.
@@ -37,9 +42,16 @@ class StepLog:
     def __init__(self, path: Path, *, keep_below: int, writes: bool = True) -> None:
         self.path, self._unwritten = path, b""
         self._file: int | None = None
+        # In a bucket: the lines that are there, or None.
+        self._content: bytes | None = None
+        self._uploaded = -UPLOAD_SECONDS
         if not writes:
             return
         kept = [line for line in read_lines(path) if line["step"] < keep_below]
+        if is_bucket(path):
+            self._content = "".join(json.dumps(line) + "\n" for line in kept).encode()
+            self.sync()
+            return
         temporary = path.with_suffix(".tmp")
         try:
             # Written next to the file and moved into its place, so that a crash leaves the old file or the new one.
@@ -51,6 +63,11 @@ class StepLog:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
+        if self._content is not None:
+            self._unwritten += (json.dumps(record) + "\n").encode()
+            if time.monotonic() - self._uploaded >= UPLOAD_SECONDS:
+                with contextlib.suppress(OSError):
+                    self._upload()
         if self._file is not None:
             self._unwritten += (json.dumps(record) + "\n").encode()
             with contextlib.suppress(OSError):
@@ -62,8 +79,12 @@ class StepLog:
         Raises:
             StorageError: the disk is full; the lines stay in memory.
         """
-        if self._file is not None:
+        if self._file is not None or self._content is not None:
             try:
+                if self._content is not None:
+                    self._upload()
+                    return
+                assert self._file is not None
                 self._write_out()
                 # A checkpoint may follow: after a power cut it must not be newer than the lines of its steps.
                 os.fsync(self._file)
@@ -72,6 +93,10 @@ class StepLog:
 
     def close(self) -> None:
         """Close the file."""
+        if self._content is not None:
+            with contextlib.suppress(OSError):
+                self._upload()
+            self._content = None
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -82,6 +107,12 @@ class StepLog:
         while self._unwritten:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
 
+    def _upload(self) -> None:
+        assert self._content is not None
+        self._uploaded = time.monotonic()
+        self.path.write_bytes(self._content + self._unwritten)
+        self._content, self._unwritten = self._content + self._unwritten, b""
+
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the complete lines of metrics.jsonl or eval.jsonl; none if there is no such file.
@@ -90,7 +121,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.exists():
         return
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         for line in file:
             try:
                 record = json.loads(line)
@@ -108,6 +139,10 @@ def write_config(folder: Path, text: str) -> None:
     """
     temporary = folder / f"{CONFIG_FILE}.tmp"
     try:
+        if is_bucket(folder):
+            # An object is there as a whole or not at all.
+            (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+            return
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, folder / CONFIG_FILE)
     except OSError as error:
@@ -127,7 +162,7 @@ def run_folder(base: str, name: str) -> Path:
     now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
     names = iter([name]) if name else (f"run-{now}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
     for candidate in names:
-        folder = Path(base) / candidate
+        folder = as_path(base) / candidate
         try:
             folder.mkdir(parents=True, exist_ok=bool(name))
         except FileExistsError:

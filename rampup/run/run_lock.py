@@ -2,7 +2,8 @@
 
 The owner has a file there with its host and process id, created with an exclusive hard link, which is atomic on network file
 systems too, and touches it every few seconds. The file of a dead process is replaced: at once if the process was on this host,
-and otherwise when nobody has touched the file for `STALE_SECONDS`.
+and otherwise when nobody has touched the file for `STALE_SECONDS`. In a bucket, where an object can neither be linked nor
+touched, the owner writes it again with another number.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ from typing import Any
 
 from rampup.errors import ConfigError
 from rampup.run.distributed import broadcast_from_process0, is_primary
+from rampup.run.storage import absolute_path, is_bucket
 
 LOCK_FILE = "run.lock"
 HEARTBEAT_SECONDS, STALE_SECONDS = 5.0, 30.0
 # The folders that this process owns -> the thread that does.
 _questions = itertools.count()
+# In a bucket: time after which a process that wrote the object at the same moment would have overwritten it.
+SETTLE_SECONDS = 2.0
 _held: dict[Path, int] = {}
 
 
@@ -41,13 +45,13 @@ def own_run(folder: Path, *, only_existing: bool = False) -> Iterator[None]:
     Raises:
         ConfigError: another process has the run.
     """
-    key, problem, lock = folder.resolve(), "", None
+    key, problem, lock = absolute_path(folder), "", None
     if is_primary():
         thread = _held.get(key)
         if thread not in (None, threading.get_ident()):
             problem = f"another thread of this process trains in {folder}"
         elif thread is None and (folder.is_dir() or not only_existing):
-            lock = _Lock(folder / LOCK_FILE)
+            lock = (_BucketLock if is_bucket(folder) else _Lock)(folder / LOCK_FILE)
             with contextlib.suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
             problem = lock.acquire()
@@ -83,11 +87,7 @@ class _Lock:
                 if owner is None:
                     continue  # It was released in this moment.
                 if not self._is_dead(owner, own):
-                    return (
-                        f"another process trains in {self._path.parent}: {owner.get('host')}, process {owner.get('pid')}, "
-                        f"since {owner.get('since')}; stop it, or give this run another run_name. If it does not "
-                        f"exist any more, delete {self._path}"
-                    )
+                    return _refusal(self._path, owner)
                 self._remove(owner)
         finally:
             own.unlink(missing_ok=True)
@@ -135,6 +135,70 @@ class _Lock:
             if (_read(aside) or {}).get("token") != owner.get("token"):
                 _link(aside, self._path)
             aside.unlink()
+
+
+class _BucketLock:
+    def __init__(self, path: Path) -> None:
+        self._path, self._token = path, uuid.uuid4().hex
+        self._stop, self._beats = threading.Event(), itertools.count()
+        self._thread = threading.Thread(target=self._beat, name="rampup-run-lock", daemon=True)
+        self._since = time.strftime("%Y-%m-%d %H:%M:%S")
+
+    def acquire(self) -> str:
+        """Write the object, and return why that is not possible, or "". Waits for signs of life of an owner."""
+        try:
+            owner = _read(self._path)
+            if owner is not None and not self._is_dead(owner):
+                return _refusal(self._path, owner)
+            self._write()
+            time.sleep(SETTLE_SECONDS)
+            owner = _read(self._path) or {}
+        except OSError as error:
+            return f"cannot write in {self._path.parent}: {error.strerror or error}"
+        if owner.get("token") != self._token:
+            return _refusal(self._path, owner)
+        self._thread.start()
+        return ""
+
+    def release(self) -> None:
+        """Delete the object, if it is still this process's."""
+        self._stop.set()
+        # A sign of life that is being written would come back after it.
+        self._thread.join(timeout=STALE_SECONDS)
+        with contextlib.suppress(OSError):
+            if (_read(self._path) or {}).get("token") == self._token:
+                self._path.unlink()
+
+    def _write(self) -> None:
+        content = {**_identity(), "token": self._token, "since": self._since, "beat": next(self._beats)}
+        self._path.write_text(json.dumps(content))
+
+    def _beat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                if (_read(self._path) or {}).get("token") == self._token:
+                    self._write()
+
+    def _is_dead(self, owner: dict[str, Any]) -> bool:
+        if owner.get("machine") == _identity()["machine"]:
+            return _started(owner.get("pid")) != owner.get("started")
+        end = time.monotonic() + STALE_SECONDS
+        while time.monotonic() < end:
+            time.sleep(HEARTBEAT_SECONDS / 5)
+            now = _read(self._path)
+            if now is None:
+                return True
+            if now != owner:
+                return False
+        return True
+
+
+def _refusal(path: Path, owner: dict[str, Any]) -> str:
+    return (
+        f"another process trains in {path.parent}: {owner.get('host')}, process {owner.get('pid')}, "
+        f"since {owner.get('since')}; stop it, or give this run another run_name. If it does not "
+        f"exist any more, delete {path}"
+    )
 
 
 def _link(own: Path, path: Path) -> bool:

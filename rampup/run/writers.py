@@ -6,12 +6,14 @@ import contextlib
 import importlib
 import itertools
 import os
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from rampup.errors import MissingDependencyError, StorageError
+from rampup.run.storage import is_bucket
 
 TENSORBOARD_FOLDER = "tensorboard"
 _NEEDED_BY = {"tensorboardX": ("enable_tensorboard", "tensorboard"), "wandb": ("wandb_project", "wandb")}
@@ -36,6 +38,8 @@ class TensorBoardWriter:
     `tensorboardX.SummaryWriter` writes in a thread of its own. A full disk ends that thread without an error, and
     `add_scalar` blocks forever once its queue is full. Here a full disk is an error of `flush`.
 
+    In a bucket, `flush` and `close` upload the file.
+
     Args:
         folder: the folder; a resumed run adds a file.
         start: the first step of this process. TensorBoard hides what an earlier process wrote for it and later steps.
@@ -47,6 +51,7 @@ class TensorBoardWriter:
     def __init__(self, folder: Path, *, start: int = 0) -> None:
         required("tensorboardX")
         self._folder, self._start, self._number = folder, start, itertools.count()
+        self._local = Path(tempfile.mkdtemp(prefix="rampup-tensorboard-")) if is_bucket(folder) else folder
         self._file: Any = None
         self._problem: OSError | None = None
 
@@ -70,6 +75,7 @@ class TensorBoardWriter:
         if self._file is not None:
             try:
                 self._file.flush()
+                self._upload()
             except OSError as error:
                 self._abandon_file(error)
         problem, self._problem = self._problem, None
@@ -81,7 +87,14 @@ class TensorBoardWriter:
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
+                self._upload()
             self._file = None
+
+    def _upload(self) -> None:
+        if self._local != self._folder:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for file in self._local.iterdir():
+                (self._folder / file.name).write_bytes(file.read_bytes())
 
     def _open(self) -> Any:
         """Return the event file, a new one after a write that may have left the last one incomplete."""
@@ -89,9 +102,9 @@ class TensorBoardWriter:
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._local.mkdir(parents=True, exist_ok=True)
             number = next(self._number)
-            self._file = EventsWriter(str(self._folder / "events"), f".{os.getpid()}.{self._start}.{number}")
+            self._file = EventsWriter(str(self._local / "events"), f".{os.getpid()}.{self._start}.{number}")
             # This event makes TensorBoard hide the earlier values of this step and later ones.
             if number == 0 and self._start:
                 log = SessionLog(status=SessionLog.START)
@@ -109,7 +122,7 @@ class WandbWriter:
     A resumed run continues the W&B run with the same name. Steps that it repeats are logged again, with equal values.
 
     Args:
-        folder: the run's folder. Its name is the name of the W&B run, and W&B keeps its files there.
+        folder: the run's folder. Its name is the name of the W&B run, and W&B keeps its files there, unless it is in a bucket.
         project: the project.
         config: key -> value, shown with the run.
 
@@ -118,8 +131,9 @@ class WandbWriter:
     """
 
     def __init__(self, folder: Path, *, project: str, config: Mapping[str, Any]) -> None:
+        local = tempfile.mkdtemp(prefix="rampup-wandb-") if is_bucket(folder) else str(folder)
         self._run = required("wandb").init(
-            project=project, name=folder.name, id=folder.name, resume="allow", dir=str(folder), config=dict(config)
+            project=project, name=folder.name, id=folder.name, resume="allow", dir=local, config=dict(config)
         )
         # W&B's own step counter refuses to go back, as a run does that was killed after its last checkpoint.
         self._run.define_metric("step", hidden=True)

@@ -115,7 +115,7 @@ def test_compile_program_sets_the_level_only_on_cpu(monkeypatch):
 
 
 def test_compile_for_tpu_leaves_out_options_that_the_compiler_does_not_know(monkeypatch):
-    """An older compiler is asked again without the options that it refuses; other errors are raised, and the user's flags win."""
+    """Options that an older compiler refuses are left out, and those of the user win. Other errors are raised."""
     known, asked = {"xla_tpu_assign_all_reduce_scatter_layout", "xla_tpu_max_hbm_size_mib"}, []
 
     class Lowered:

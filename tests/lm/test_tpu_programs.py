@@ -1,0 +1,119 @@
+"""What the TPU compiler makes of the language model's step. Compiled for these chips, not run on them."""
+
+import dataclasses
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from rampup import build_plan, load_config
+from rampup.lm.train import TrainSetup
+from rampup.plan.topology import Topology
+from rampup.run.account import account_of
+from rampup.run.data.sources import SyntheticRows
+from rampup.run.hlo import Program
+from rampup.run.mesh import make_mesh
+from rampup.run.offload import program_memory
+from rampup.run.topology import compile_for, topology_devices
+
+pytest.importorskip("libtpu")
+pytestmark = [pytest.mark.tpu_compile, pytest.mark.slow]
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+SMALL = [
+    *("base_emb_dim=512", "base_num_decoder_layers=2", "base_num_query_heads=4", "base_num_kv_heads=2", "base_mlp_dim=1024"),
+    *("vocab_size=1024", "max_target_length=512", "dtype=bfloat16", "remat_policy=full", "eval_interval=-1"),
+    *("per_device_batch_size=2", "enable_rampup_batch_size=false", "microbatch_size=1", "dataset_type=synthetic"),
+]
+
+
+def lower(config, topology):
+    """Return the lowered step of the first phase and its setup."""
+    topology = Topology.parse(topology)
+    config = dataclasses.replace(config, num_slices=topology.num_slices)
+    plan = build_plan(config, topology.num_devices)
+    setup = TrainSetup.from_config(config, plan, make_mesh(plan.axes, topology_devices(topology)))
+    source = SyntheticRows(1, sequence_length=config.max_target_length, vocab_size=config.vocab_size)
+    row = jax.tree.map(lambda x: x[0], source.read(np.arange(1)))
+    return setup.step.lower(setup.state_shapes(), row, plan.splits[0]), setup
+
+
+def compile_step(config, topology):
+    """Compile the step as `rampup train` would, and return the program and its setup."""
+    lowered, setup = lower(config, topology)
+    return compile_for(lowered, kind=Topology.parse(topology).chip.name), setup
+
+
+def collectives(compiled, setup):
+    """Return the collectives of the program."""
+    return account_of(Program(compiled.as_text()), tuple((str(name), size) for name, size in setup.mesh.shape.items()))
+
+
+def small(*keys):
+    """Return a small configuration."""
+    return load_config(CONFIGS / "base.yml", [*SMALL, *keys])
+
+
+@pytest.mark.parametrize(
+    ("name", "topology", "rows"),
+    [("llama_1b_v5e", "v5e:4x4", 2), ("llama_8b_v5p", "v5p:4x4x4", 4), ("llama_70b_v6e", "v6e:16x16", 1)],
+)
+def test_llama_configurations_fit_their_topology(name, topology, rows):
+    """Each compiles, with the microbatch that its comment promises, within the memory of a chip and in under five minutes."""
+    config = load_config(CONFIGS / f"{name}.yml")
+    start = time.process_time()
+    compiled, setup = compile_step(config, topology)
+    assert {split.microbatch_size for split in setup.plan.splits} == {rows}
+    assert setup.plan.num_compiled_shapes == 1
+    memory = program_memory(compiled)
+    assert memory.total < Topology.parse(topology).hbm_bytes
+    # Processor time, not time: another process may have the cores.
+    assert time.process_time() - start < 600
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_fsdp_scatters_gradients(topology):
+    """In the loop, gradients are reduce-scattered: no all-reduce there, and attention is a kernel."""
+    compiled, setup = compile_step(small("ici_data_parallelism=1", "ici_fsdp_parallelism=4"), topology)
+    inside = [c for c in collectives(compiled, setup).collectives if c.in_loop and not c.has_numbers_only]
+    assert {c.kind for c in inside} >= {"all-gather", "reduce-scatter", "all-to-all"}
+    assert "all-reduce" not in {c.kind for c in inside}
+    assert "tpu_custom_call" in compiled.as_text()
+
+
+def test_attention_memory_is_linear_in_the_sequence():
+    """Four times the sequence takes under five times the temporary memory with the kernel, and over seven without it."""
+    found = {}
+    for attention in ("flash", "dot_product"):
+        for length in (2048, 8192):
+            keys = [f"max_target_length={length}", f"attention={attention}", "num_vocab_tiling=4", "microbatch_size=1"]
+            config = load_config(
+                CONFIGS / "base.yml", [key for key in SMALL if not key.startswith(("max_target", "microbatch"))] + keys
+            )
+            found[attention, length] = program_memory(compile_step(config, "v5p:1x1x1")[0]).temporary
+    assert found["flash", 8192] < 5 * found["flash", 2048]
+    assert found["dot_product", 8192] > 7 * found["dot_product", 2048]
+
+
+def test_optimizer_in_host_memory_compiles_for_several_hosts():
+    """On a slice of two hosts, Adam's moments are arguments in host memory."""
+    config = small("optimizer_memory_host_offload=true")
+    compiled, setup = compile_step(config, "v5e:2x4")
+    shapes = setup.state_shapes()
+    moments = sum(leaf.nbytes for leaf in jax.tree.leaves(shapes.opt_state) if leaf.ndim)
+    assert compiled.memory_analysis().host_argument_size_in_bytes >= moments
+
+
+def test_slices_exchange_gradients_once():
+    """What crosses two slices does not depend on the number of microbatches, and nothing in the loop over them does."""
+    crossing = {}
+    for batch in (2, 8):
+        keys = [key for key in SMALL if not key.startswith("per_device")] + [f"per_device_batch_size={batch}"]
+        config = load_config(CONFIGS / "base.yml", [*keys, "ici_data_parallelism=1", "ici_fsdp_parallelism=-1"])
+        compiled, setup = compile_step(config, "2*v5e:2x2")
+        assert dict(setup.mesh.shape) == {"data": 2, "fsdp": 4, "tensor": 1, "stage": 1}
+        found = [c for c in collectives(compiled, setup).collectives if c.slices]
+        assert not any(c.in_loop for c in found)
+        crossing[batch] = sum(c.num_bytes for c in found)
+    assert crossing[2] == crossing[8] > 0
