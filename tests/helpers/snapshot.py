@@ -59,6 +59,7 @@ EXPLAINED: dict[str, str] = {
     "explain > * > json > rules": "the rules written by hand are gone",
     "explain > * > json > unit": "sizes of dcn axes count slices, and of pipeline axes stages",
     "report > * > text": "pages are reworded",
+    "suggest > suggest * --system skyrl* > *": "a community guide publishes three configurations for SkyRL",
     "train > * > json > seconds": "the summary has the time of the run",
     "train > * > json > *_eval_loss": "the summary has the first and the last evaluation loss",
     "train > * > run > eval.jsonl > * > consumed_samples": "an evaluation has the samples consumed before it",
