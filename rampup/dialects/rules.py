@@ -284,7 +284,8 @@ def doubled_sizes(
         ]
         if broken:
             texts = [f"breaks {', '.join(sorted(broken))}"]
-        yield f"{key} = {value:,} -> {2 * value:,}", "; ".join(texts) or "no number of a step changes"
+        if texts:
+            yield f"{key} = {value:,} -> {2 * value:,}", "; ".join(texts)
 
 
 def _number(value: float) -> str:

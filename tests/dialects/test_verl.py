@@ -244,6 +244,12 @@ def test_notes_report_surprises(change, said):
     assert any(said in note for note in verl(change).notes)
 
 
+def test_log_probability_passes_are_counted():
+    """The meaning of their size has the number of passes over a replica's samples of a step."""
+    (means,) = [meaning.means for meaning in verl().meanings if meaning.says.startswith(LOG)]
+    assert means.endswith("passes: 8 passes over 32 samples")
+
+
 def test_explanation_has_the_numbers_of_the_file():
     """Meanings, flow and advice are present, with this file's numbers."""
     found = verl(CRITIC, KL)

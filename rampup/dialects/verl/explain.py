@@ -29,9 +29,7 @@ def meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
         yield BUDGET, f"about {job.token_budget:,} tokens per replica and pass: {job.passes_text}"
     else:
         yield MICRO, f"samples per replica (not per device): {job.passes_text} per optimizer step"
-        passes = (
-            f"{counted(-(-share // job[LOG_PROB]), 'pass')} over {counted(share, 'sample')}" if job[LOG_PROB] else "not set"
-        )
+        passes = counted(-(-share // job[LOG_PROB]), "pass") if job[LOG_PROB] else "not set"
         yield LOG_PROB, f"samples per replica in log-probability passes: {passes} over {counted(share, 'sample')}"
     if job.padded_samples:
         yield "", f"{counted(job.padded_samples, 'short artificial sample')} added to each step"
