@@ -1,6 +1,6 @@
-"""Reinforcement learning: batch sizes from prompts to microbatches, and the mini batches of a step.
+"""Reinforcement learning: batch sizes from prompts to microbatches, generation, and training on the samples.
 
-The plan is pure arithmetic. jax is imported with `mini_batches`, `overlap` and `regroup`, when one of them is first used.
+The plan is pure arithmetic. jax is imported with the names that compute, when one of them is first used.
 """
 
 from __future__ import annotations
@@ -9,11 +9,19 @@ import importlib
 from typing import Any
 
 _HOMES = {
-    "rampup.rl.config": ("RolloutConfig", "build_rollout_plan", "load_rollout_config"),
+    "rampup.rl.config": ("RolloutConfig", "build_rollout_plan", "build_rollout_schedule", "load_rollout_config"),
+    "rampup.rl.critic": ("Critic", "critic_of", "critic_params"),
+    "rampup.rl.experience": ("generalized_advantages", "group_advantages", "loss_rows"),
+    "rampup.rl.generation": ("Samples", "Sampling", "generate"),
+    "rampup.rl.losses": ("grpo_loss", "value_loss"),
     "rampup.rl.minibatches": ("Microbatch", "MiniBatch", "mini_batches", "overlap", "regroup"),
     "rampup.rl.plan": ("RolloutPlan", "RolloutPosition"),
+    "rampup.rl.policy": ("Policy", "as_policy", "split_policy"),
+    "rampup.rl.rollout": ("RolloutOptions", "RolloutState", "RolloutStep", "rollout_step"),
+    "rampup.rl.schedule": ("RolloutSchedule",),
     "rampup.rl.sizes": ("Experience", "Size", "data_parallel_size"),
     "rampup.rl.starting_sizes": ("StartingSizes", "suggest"),
+    "rampup.rl.tasks": ("Arithmetic",),
     "rampup.rl.updates": ("Training", "Updates"),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

@@ -41,7 +41,7 @@ from rampup.rl.experience import (
     packed_rows,
     zero_spread_share,
 )
-from rampup.rl.generate import Samples, Sampling, make_generate, pad_prompts
+from rampup.rl.generation import Samples, Sampling, make_generate, pad_prompts
 from rampup.rl.losses import grpo_loss, value_loss
 from rampup.rl.minibatches import mini_batches
 from rampup.rl.plan import RolloutPlan

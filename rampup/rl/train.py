@@ -29,7 +29,7 @@ from rampup.plan.split import BatchSplitter
 from rampup.rl.config import ROLLOUT_KEYS, RolloutConfig, build_rollout_schedule
 from rampup.rl.critic import critic_of, critic_params
 from rampup.rl.experience import Arrays, loss_rows
-from rampup.rl.generate import Sampling, pad_prompts
+from rampup.rl.generation import Sampling, pad_prompts
 from rampup.rl.losses import supervised_loss
 from rampup.rl.policy import in_replica
 from rampup.rl.rollout import RolloutOptions, RolloutState, RolloutStep, ramp_plan, rollout_step

@@ -1,4 +1,4 @@
-"""Tests of rampup.rl.generate, rampup.rl.policy and rampup.lm.decode."""
+"""Tests of rampup.rl.generation, rampup.rl.policy and rampup.lm.decode."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from scipy import stats
 from rampup.errors import ConfigError, DataError
 from rampup.lm.decode import packed_hidden
 from rampup.lm.transformer import LanguageModel
-from rampup.rl.generate import Sampling, generate, make_generate, pad_prompts
+from rampup.rl.generation import Sampling, generate, make_generate, pad_prompts
 from rampup.rl.policy import as_policy, split_policy, token_log_probabilities
 
 MODEL = LanguageModel(num_layers=2, width=16, mlp_dim=32, num_heads=4, num_kv_heads=2, vocab_size=16)
