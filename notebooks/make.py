@@ -16,7 +16,7 @@ import jupytext
 from nbformat.v4 import new_markdown_cell, new_notebook
 
 FOLDER = Path(__file__).resolve().parent
-NAMES = ("quickstart", "pipeline", "batch_sizes_explained")
+NAMES = ("quickstart", "pipeline", "batch_sizes_explained", "rl")
 BADGE, INSTALL = "badge", "install"
 EXTRAS = "notebook,plot"
 METADATA = {

@@ -19,6 +19,7 @@ PRINTS = {
     "quickstart": ["programs compiled: 4\n", "programs compiled: 1\n", "losses equal bit for bit: True\n"],
     "pipeline": ["found 8 device(s): CPU", "2 replica(s) of 4 stage(s)", "compiled 1\n", "27.3%", "m = 32, b =  2, 9% idle"],
     "batch_sizes_explained": ["found 1 device(s): CPU", "nearest: 16, 32\n", "packed: 2.9%", "fits: 4\n"],
+    "rl": ["learned: True\n", "better than before: True\n", "{'generate': 1, 'logprobs': 1, 'update': 1}\n"],
 }
 
 

@@ -1,0 +1,137 @@
+"""Runs of rollouts killed anywhere: parameters, samples and metrics end up as if nothing had happened."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from helpers import processes
+
+SETTINGS = {
+    "batch_size": 4,
+    "num_generations": 4,
+    "num_iterations": 2,
+    "mini_batch_size": 2,
+    "train_micro_batch_size": 1,
+    "enable_critic": True,
+    "num_test_batches": 2,
+    "max_operand": 9,
+    "warm_start_steps": 5,
+    "warm_start_batch_size": 8,
+    "base_emb_dim": 8,
+    "base_num_decoder_layers": 1,
+    "base_mlp_dim": 8,
+    "base_num_query_heads": 2,
+    "checkpoint_period": 3,
+    "max_num_checkpoints_to_keep": 2,
+    "eval_interval": 16,
+    "jax_cache_dir": None,
+}
+STEPS_PER_ROLLOUT = 8  # two passes over two mini batches, of the critic and of the policy
+TIMES = ("step_seconds", "tokens_per_second", "compile_seconds", "generation_seconds")
+TIMES += ("generation_tokens_per_second", "training_tokens_per_second")
+DEADLINE = 600
+
+
+def started(settings):
+    """Start a run in a process of its own; return the process."""
+    folder = Path(settings["base_output_directory"]) / settings["run_name"]
+    return processes.start(run, settings, log=folder / "log.txt")
+
+
+def run(settings):
+    """Train slowly enough to be killed anywhere; return 0 when finished, 130 when stopped by a signal."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    from rampup.rl.config import RolloutConfig
+    from rampup.rl.train import train
+    from rampup.run.events import StepDone
+
+    def pause(event):
+        if isinstance(event, StepDone):
+            time.sleep(0.02)
+
+    return 130 if train(RolloutConfig(**SETTINGS | settings), pause).interrupted else 0
+
+
+def lines_of(folder, name):
+    """Return the lines of a file without the times; a line that a death left incomplete is skipped."""
+    lines = []
+    for text in (folder / name).read_text().splitlines() if (folder / name).exists() else ():
+        try:
+            lines.append({key: value for key, value in json.loads(text).items() if key not in TIMES})
+        except ValueError:
+            continue
+    return lines
+
+
+def state_of(folder, step):
+    """Return every leaf of a checkpoint's state by name."""
+    with ocp.PyTreeCheckpointer() as reader:
+        tree = reader.restore(folder / "checkpoints" / str(step) / "state")
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def finish(settings, code=0):
+    """Run to the end."""
+    process = started(settings)
+    process.join(DEADLINE)
+    folder = Path(settings["base_output_directory"]) / settings["run_name"]
+    assert process.exitcode == code, (folder / "log.txt").read_text()[-3000:]
+
+
+def kill_often(base, kills, rollouts, seed=0):
+    """Kill runs at random moments until there were `kills`; assert that every finished one is the uninterrupted one."""
+    rng, done, number, steps = random.Random(seed), 0, 0, rollouts * STEPS_PER_ROLLOUT
+    finish({"base_output_directory": str(base), "run_name": "whole", "num_batches": rollouts})
+    while done < kills:
+        settings = {"base_output_directory": str(base), "run_name": f"cut{number}", "num_batches": rollouts}
+        folder = base / settings["run_name"]
+        before, process = len(lines_of(folder, "metrics.jsonl")), started(settings)
+        deadline = time.monotonic() + DEADLINE
+        # Wait for a random update of this process, and then for a random part of the next one.
+        target = before + rng.randrange(1, 9)
+        while process.is_alive() and len(lines_of(folder, "metrics.jsonl")) < min(target, steps - 1):
+            assert time.monotonic() < deadline, "a run hangs"
+            time.sleep(0.002)
+        time.sleep(rng.random() * 0.05)
+        if process.is_alive():
+            os.kill(process.pid, rng.choice([signal.SIGKILL] * 4 + [signal.SIGTERM, signal.SIGINT]))
+            done += 1
+        process.join(DEADLINE)
+        assert process.exitcode in (0, 130, -signal.SIGKILL), (folder / "log.txt").read_text()[-3000:]
+        if process.exitcode == 0 or done == kills:
+            finish(settings)
+            assert_same(folder, base / "whole", steps)
+            number += 1
+
+
+def assert_same(folder, whole, steps):
+    """Assert that two finished runs are the same, bit for bit."""
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        assert lines_of(folder, name) == lines_of(whole, name)
+    one, other = state_of(folder, steps), state_of(whole, steps)
+    assert one.keys() == other.keys()
+    for name, leaf in one.items():
+        assert leaf.tobytes() == other[name].tobytes(), name
+
+
+@pytest.mark.faults
+def test_thirty_kills(tmp_path):
+    """At random moments, also between the updates of critic and policy and in checkpoint writes."""
+    kill_often(tmp_path, kills=30, rollouts=12)
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_rollouts_is_the_uninterrupted_one(tmp_path):
+    """Two kills in a short run."""
+    kill_often(tmp_path, kills=2, rollouts=2)
