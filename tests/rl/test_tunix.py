@@ -24,7 +24,8 @@ class Bigram(nnx.Module):
     def __init__(self, rngs):
         self.embed, self.out = nnx.Embed(V, 6, rngs=rngs), nnx.Linear(6, V, rngs=rngs)
 
-    def __call__(self, tokens, positions=None, cache=None, attention_mask=None):
+    def __call__(self, tokens, positions=None, cache=None, attention_mask=None):  # noqa: ARG002 - Tunix gives all of them
+        """Return logits; with a mask, as Tunix calls it, also the cache."""
         logits = self.out(self.embed(tokens))
         return logits if attention_mask is None else (logits, cache)
 
