@@ -62,8 +62,8 @@ mesh = make_mesh(devices=jax.devices()[:1])
 # %% [markdown]
 # ## Your own model and reward
 #
-# A step generates 8 responses to each of 16 prompts and trains on them in two mini batches, twice. The reward likes even numbers.
-# It is an ordinary function of lists.
+# A step generates 8 responses to each of 16 prompts and trains on them in two mini batches, twice. The reward likes
+# even numbers. It is an ordinary function of lists.
 
 
 # %%
