@@ -134,9 +134,9 @@ print("programs compiled:", summary.num_compilations)
 
 # %%
 lines = [json.loads(line) for line in Path(summary.metrics).read_text().splitlines()]
-fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3))
-left.plot([line["rollout"] for line in lines], [line["reward"] for line in lines])
-left.set(xlabel="step", ylabel="mean reward")
-right.plot([line["rollout"] for line in lines], [line["zero_spread_share"] for line in lines])
-right.set(xlabel="step", ylabel="groups that teach nothing")
-plt.show()
+for key, label in {"reward": "mean reward", "zero_spread_share": "share of groups that teach nothing"}.items():
+    plt.figure(figsize=(6, 3))
+    plt.plot([line["rollout"] for line in lines], [line[key] for line in lines])
+    plt.xlabel("step")
+    plt.ylabel(label)
+    plt.show()
