@@ -13,6 +13,7 @@ from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, rais
 from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.plan.learning_rate import decay_progress
 from rampup.plan.mesh_axes import AXES, MeshAxes
+from rampup.plan.noise_scale import noise_problems
 from rampup.plan.numbers import AUTO, exact_fraction, nearest_in
 from rampup.plan.per_device import global_batch_size, ramp_from_config
 from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, legal_repeats, pipeline_repeats, predicted_time
@@ -114,6 +115,19 @@ def build_plan(
         hyperparameters(config, plan)
     raise_together(problems)
     assert plan is not None
+    if config.measure_gradient_noise:
+        with _collected(problems, config):
+            raise_together(noise_problems(plan, plan.axes.data))
+        if plan.splitter.num_stages > 1 and config.logits_via_embedding:
+            problems.append(
+                ConfigError(
+                    "measure_gradient_noise=true with pipeline stages needs logits_via_embedding=false: the first and the last "
+                    "stage each have a part of the gradient of a tied embedding",
+                    key="logits_via_embedding",
+                    nearest=(False,),
+                )
+            )
+        raise_together(problems)
     return plan
 
 
@@ -288,6 +302,7 @@ def _splitter(config: Config, axes: MeshAxes, num_repeats: int) -> BatchSplitter
         strict_multiple=config.pipeline_strict_multiple,
         delay_activation_forwarding=config.pipeline_delay_activation_forwarding,
         tick_overhead=_tick_overhead(config) if measured or config.rampup_microbatch == "per_phase" else None,
+        min_microbatches=2 if config.measure_gradient_noise and axes.data == 1 else 1,
     )
 
 

@@ -80,6 +80,8 @@ class Config(Settings):
     rampup_microbatch: str = _batch("fixed", "What grows with the batch. fixed: the number of accumulation steps, so that the run compiles one shape. per_phase: the microbatch, with one compiled shape per phase. auto: as fixed during the ramp, then the largest microbatch in the last phase, with two compiled shapes.", choices=("fixed", "per_phase", "auto"), own=True)
     microbatch_size: int = _batch(-1, "Samples per data-parallel replica and forward pass. Must divide global batch / (data and fsdp parallelism) in every phase. -1: the largest size that rampup_microbatch and gradient_accumulation_steps allow.", minimum=1, also=(-1,), unit="samples", own=True)
     wait_for_compilation: bool = _batch(False, "If a phase has another microbatch shape, wait for its program instead of running in the shape of an earlier phase until it is compiled. The run is then bit for bit the same whenever it is repeated. Runs with several processes always wait.", own=True)
+    measure_gradient_noise: bool = _batch(False, "Measure the gradient noise scale in every step: how large a batch is before a larger one stops paying. It is compared between the microbatches of a step and the replicas, of which there must be two; an automatic microbatch_size is made small enough. Adds noise_scale_samples and others to the metrics. Needs gradient_accumulation=fused.", own=True)
+    gradient_noise_half_life_samples: int = _batch(-1, "Samples after which a step counts half in the average of measure_gradient_noise. -1: a twentieth of the samples of the run.", minimum=1, also=(-1,), unit="samples", own=True)
     expansion_factor_real_data: Fraction = _batch(Fraction(-1), "If above 1, one of this many hosts loads data, for itself and the others. Between 0 and 1, MaxText's setting to resume on fewer chips, only for plans: the loaders of the former hosts take turns, and a step gets the rows of this share of them. `rampup plan` prints the rows of a step, the global batch times this factor, as global_batch_to_load. -1: every host loads its own data.", above=0, also=(-1,))
 
     enable_rampup_batch_size: bool = _ramp(True, "Grow the batch linearly: from per_device_batch_size_start by per_device_batch_size_increment to per_device_batch_size, over global_rampup_samples samples. Excludes batch_size_schedule. Must be set if a key of the linear ramp is. Otherwise, false if per_device_batch_size or batch_size_schedule is set.", maxtext="false", ramp=True)
@@ -265,6 +267,12 @@ class Config(Settings):
                 f"warmup_steps_fraction + wsd_decay_steps_fraction = {warmup} + "
                 f"{self.wsd_decay_steps_fraction} must not exceed 1",
                 (float(1 - Fraction(repr(warmup))),),
+            ),
+            (
+                not self.measure_gradient_noise or self.gradient_accumulation == "fused",
+                "measure_gradient_noise",
+                f"measure_gradient_noise=true needs gradient_accumulation=fused, it is {self.gradient_accumulation}",
+                (False,),
             ),
             (
                 self.dataset_type != "text" or self.vocab_size >= 256,

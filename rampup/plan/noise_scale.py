@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Self
 
 from rampup.errors import ConfigError
+from rampup.plan.plan import RampPlan
 
 # Two-sided 90%: the 0.95 quantile of the normal distribution.
 _Z = 1.6448536269514722
@@ -222,6 +223,31 @@ class NoiseScale:
             for unit, estimate in units.items()
             for end, name in ends.items()
         }
+
+
+def noise_problems(plan: RampPlan, num_replicas: int) -> list[ConfigError]:
+    """Return an error for every phase whose batch is a single block, so that its noise cannot be measured.
+
+    Args:
+        plan: the plan.
+        num_replicas: copies of the parameters, each of which adds up gradients of its own.
+    """
+    found = []
+    for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
+        if num_replicas * split.num_microbatches >= 2:
+            continue
+        smaller = [size for size in plan.splitter.legal_microbatches(plan.ramp.sizes) if size < split.microbatch_size]
+        fix = f"set microbatch_size={smaller[-1]}" if smaller else "set a larger batch, or more devices on the data axis"
+        found.append(
+            ConfigError(
+                f"measure_gradient_noise=true compares the gradients of the blocks of a step, but {phase} has one block: "
+                f"num_replicas * num_microbatches = {num_replicas} * {split.num_microbatches} = 1 with "
+                f"microbatch_size={split.microbatch_size}; {fix}",
+                key="microbatch_size" if smaller else "measure_gradient_noise",
+                nearest=tuple(smaller[-1:]) or (False,),
+            )
+        )
+    return found
 
 
 def _student(freedom: float) -> float:

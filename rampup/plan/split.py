@@ -72,6 +72,7 @@ class BatchSplitter:
         microbatch_size: b, or -1 to choose it.
         strict_multiple: m must be a multiple of p, as MaxText's pipeline requires.
         delay_activation_forwarding: m must be at least 2p (MaxText).
+        min_microbatches: microbatches that a step has at least if b is chosen.
         tick_overhead: fixed cost of a pipeline tick, in samples per replica (see `pipeline.predicted_time`). If it is set, an
             automatic m is the one with the lowest predicted time: in every phase with `per_phase`; in the last phase with
             `fixed`, whose microbatch size then serves all phases. If it is None, m is the smallest legal one.
@@ -92,13 +93,14 @@ class BatchSplitter:
     strict_multiple: bool = True
     delay_activation_forwarding: bool = False
     tick_overhead: Fraction | None = None
+    min_microbatches: int = 1
 
     def __post_init__(self) -> None:
         raise_together([*self._size_problems(), *self._microbatch_problems()])
 
     def for_eval(self) -> BatchSplitter:
         """Return the rule for evaluation: the same rule without the accumulation factor."""
-        return replace(self, gradient_accumulation_steps=1, rampup_microbatch="fixed", tick_overhead=None)
+        return replace(self, gradient_accumulation_steps=1, rampup_microbatch="fixed", tick_overhead=None, min_microbatches=1)
 
     @property
     def unit(self) -> int:
@@ -218,7 +220,14 @@ class BatchSplitter:
             >>> BatchSplitter(data_parallel_size=4, gradient_accumulation_steps=2).largest_microbatch(96)
             12
         """
-        return global_batch_size // (self.data_parallel_size * self.gradient_accumulation_steps * self._pass_unit)
+        samples = global_batch_size // (self.data_parallel_size * self._pass_unit)
+        largest = samples // self.gradient_accumulation_steps
+        if self._pass_unit * self.gradient_accumulation_steps >= self.min_microbatches:
+            return largest
+        return max(
+            (n for n in divisors(samples) if n <= largest and samples // n * self._pass_unit >= self.min_microbatches),
+            default=1,
+        )
 
     def legal_microbatches(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return every microbatch size that divides all of these batches, in ascending order.

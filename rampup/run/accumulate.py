@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError
 from rampup.moved import moved_names
 from rampup.plan.plan import RampPlan
+from rampup.run.gradient_noise import NoiseMeter, NoiseSums
 from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain, own_constraints
 from rampup.run.zero import is_scattered, manual_specs, reduce_gradients
 
@@ -39,6 +40,7 @@ class Sums(NamedTuple):
         weight: sum of the weights, for instance the number of tokens; loss / weight is the mean loss.
         aux: sums of the other results of the loss function.
         mutable: the state that the loss function carries from microbatch to microbatch, or None.
+        noise: sums of squares over the microbatches, if the gradient noise is measured.
     """
 
     grads: Any
@@ -46,6 +48,7 @@ class Sums(NamedTuple):
     weight: jax.Array
     aux: Any
     mutable: Any
+    noise: NoiseSums | None = None
 
     def mean_grads(self, params: Any = None) -> Any:
         """Return the gradient of loss / weight: in the types of `params`, or by default in those of the sums."""
@@ -74,8 +77,13 @@ class SummableLoss(Protocol):
         mesh: Mesh,
         param_shardings: Any,
         mutable: Any = None,
+        noise: NoiseMeter | None = None,
+        moments: Any = None,
     ) -> tuple[Sums, Any]:
-        """Return the sums over the microbatches, and the gradient of the mean loss in the types of the sums."""
+        """Return the sums over the microbatches, and the gradient of the mean loss in the types of the sums.
+
+        A loss without the arguments `noise` and `moments` works too, except with `measure_gradient_noise`.
+        """
 
     def eval_sums(
         self, params: Any, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
@@ -121,10 +129,20 @@ class AccumulatedLoss:
         mesh: Mesh,
         param_shardings: Any,
         mutable: Any = None,
+        noise: NoiseMeter | None = None,
+        moments: Any = None,
     ) -> tuple[Sums, Any]:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
         is_whole = self.param_shardings is None
-        if is_whole and keys_KR.shape[0] == 1 and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1:
+        if noise is not None and not is_whole:
+            raise ConfigError(
+                "measure_gradient_noise=true needs a loss function that takes whole parameters: of parts that it gathers itself, "
+                "the gradient of a microbatch is never in one place",
+                key="measure_gradient_noise",
+                nearest=(False,),
+            )
+        has_one = noise is None and is_whole and keys_KR.shape[0] == 1
+        if has_one and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1:
             # Nothing to add up: differentiate the mean. Dividing the gradient of a sum, as below, is one more pass over memory
             # as large as the parameters.
             microbatch_sums = own_constraints()(_microbatch_sums(self.loss_fn, param_shardings, differentiate_mean=True))
@@ -133,6 +151,7 @@ class AccumulatedLoss:
         num_microbatches = counts[0] * counts[1]
         options = {"mesh": mesh, "param_shardings": param_shardings, "mutable": mutable, "batch_axes": self.batch_axes}
         options |= {"takes_shards": not is_whole, "reduction_dtype": self.reduction_dtype}
+        options |= {"noise": noise, "moments": moments}
         sums = accumulate(self.loss_fn, params, batch_KR, num_microbatches, keys_KR, **options)
         return sums, sums.mean_grads()
 
@@ -145,7 +164,7 @@ class AccumulatedLoss:
             loss, weight, aux, _ = call_loss(self.loss_fn, params, batch_R, keys_R, mutable)
             return Sums(None, *jax.tree.map(accumulator, (loss, weight, aux)), None)
 
-        def replica_sums(params: Any, batch_KR: Any, num: Any, keys_KR: Any, mutable: Any) -> Sums:
+        def replica_sums(params: Any, batch_KR: Any, num: Any, keys_KR: Any, mutable: Any, _: None) -> Sums:
             def add(i: jax.Array, total: Sums) -> Sums:
                 return jax.tree.map(jnp.add, total, microbatch_sums(params, *_take((batch_KR, keys_KR), i), mutable))
 
@@ -156,7 +175,7 @@ class AccumulatedLoss:
 
         axes = BatchAxes.of(mesh, self.batch_axes)
         run = _per_replica(replica_sums, mesh, axes, param_shardings=self.param_shardings)
-        return run(params, batch_KR, num_microbatches, keys_KR, mutable)
+        return run(params, batch_KR, num_microbatches, keys_KR, mutable, None)
 
 
 def summable(loss: LossFn | SummableLoss, batch_axes: BatchAxes | None = None) -> SummableLoss:
@@ -197,6 +216,8 @@ def accumulate(
     batch_axes: BatchAxes | None = None,
     takes_shards: bool = False,
     reduction_dtype: Any = None,
+    noise: NoiseMeter | None = None,
+    moments: Any = None,
 ) -> Sums:
     """Sum loss and gradients over microbatches, with one gradient reduction over the data axis at the end.
 
@@ -218,6 +239,8 @@ def accumulate(
         batch_axes: the mesh axes of the rows; None = data and fsdp.
         takes_shards: `loss_fn` takes each parameter as one device has it along the axes of the rows; see `AccumulatedLoss`.
         reduction_dtype: type in which replicas exchange gradients; None = the type of the sums.
+        noise: also sum the squares of the microbatches' gradients, for the gradient noise scale: `NoiseMeter.of` the shardings.
+        moments: Adam's second moments, for the noise scale in its geometry.
 
     Returns:
         The sums over the global batch. `mean_grads` of them is the gradient for the optimizer.
@@ -228,23 +251,23 @@ def accumulate(
             "shard_optimizer_over_data=true needs a loss function that takes whole parameters", key="shard_optimizer_over_data"
         )
     # jit caches the trace: the loss function is traced once for the shapes of the sums and for the body of the loop.
-    microbatch_sums = jax.jit(_microbatch_sums(loss_fn, param_shardings), inline=True)
+    microbatch_sums = jax.jit(_microbatch_sums(loss_fn, param_shardings, noise=noise), inline=True)
     axes = BatchAxes.of(mesh, batch_axes)
 
-    def replica_sums(params: Any, batch_KR: Any, num: Any, keys_KR: Any, mutable: Any) -> Sums:
+    def replica_sums(params: Any, batch_KR: Any, num: Any, keys_KR: Any, mutable: Any, moments: Any) -> Sums:
         # First over this replica's rows, then over the replicas.
         if K == 1:
-            sums = microbatch_sums(params, *_take((batch_KR, keys_KR), 0), mutable)
+            sums = microbatch_sums(params, *_take((batch_KR, keys_KR), 0), mutable, moments)
         else:
 
             def add(i: jax.Array, total: Sums) -> Sums:
-                new = microbatch_sums(params, *_take((batch_KR, keys_KR), i), total.mutable)
+                new = microbatch_sums(params, *_take((batch_KR, keys_KR), i), total.mutable, moments)
                 added = jax.tree.map(jnp.add, total._replace(mutable=None), new._replace(mutable=None))
                 return added._replace(grads=_constrain(added.grads, param_shardings), mutable=new.mutable)
 
             # A while loop in the program: its bound is an argument, so it runs as often as the step has microbatches. Without
             # the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
-            shapes = jax.eval_shape(microbatch_sums, params, *_take((batch_KR, keys_KR), 0), mutable)
+            shapes = jax.eval_shape(microbatch_sums, params, *_take((batch_KR, keys_KR), 0), mutable, moments)
             zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None))
             zeros = zeros._replace(grads=_constrain(zeros.grads, param_shardings), mutable=mutable)
             sums = jax.lax.fori_loop(0, num, add, zeros)
@@ -256,11 +279,11 @@ def accumulate(
             grads = sums.grads if reduction_dtype is None else jax.tree.map(lambda g: g.astype(reduction_dtype), sums.grads)
             if is_scattered(param_shardings, axes):
                 grads = reduce_gradients(grads, param_shardings, mesh, axes)
-                reduced = jax.lax.psum(sums._replace(grads=None, mutable=None), names)
+                reduced = reduce_sums(sums._replace(grads=None, mutable=None), names)
             elif takes_shards:
                 grads, reduced = _reduce_shards(grads, sums._replace(grads=None, mutable=None), param_shardings, mesh, axes)
             else:
-                reduced = jax.lax.psum(sums._replace(grads=grads, mutable=None), names)
+                reduced = reduce_sums(sums._replace(grads=grads, mutable=None), names)
                 grads = reduced.grads
             mutable = jax.tree.map(lambda x: _mean_over_replicas(x, names), sums.mutable)
             grads = jax.tree.map(lambda g, total: g.astype(total.dtype), grads, sums.grads)
@@ -270,7 +293,21 @@ def accumulate(
     run = _per_replica(
         replica_sums, mesh, axes, grad_shardings=param_shardings, param_shardings=param_shardings if takes_shards else None
     )
-    return run(params, batch_KR, num, keys_KR, mutable)
+    return run(params, batch_KR, num, keys_KR, mutable, moments)
+
+
+def reduce_sums(sums: Sums, names: tuple[str, ...]) -> Sums:
+    """Add up sums over mesh axes, in a function that is manual over them. The noise costs no collective in addition."""
+    if sums.noise is None:
+        return jax.lax.psum(sums, names)  # type: ignore[no-any-return]
+    # Loss, weight and number of blocks travel as one array, so there are no more reductions than without the noise.
+    scalars = jnp.stack([sums.loss, sums.weight, sums.noise.blocks])
+    scalars, rest = jax.lax.psum((scalars, sums._replace(loss=None, weight=None, noise=sums.noise.squares)), names)
+    return rest._replace(  # type: ignore[no-any-return]
+        loss=scalars[0].astype(sums.loss.dtype),
+        weight=scalars[1].astype(sums.weight.dtype),
+        noise=NoiseSums(rest.noise, scalars[2].astype(sums.noise.blocks.dtype)),
+    )
 
 
 def safe_reciprocal(weight: jax.Array) -> jax.Array:
@@ -343,16 +380,19 @@ def multi_steps(tx: optax.GradientTransformation, plan: RampPlan, **options: Any
     return optax.MultiSteps(tx, every_k, **options)
 
 
-def _microbatch_sums(loss_fn: LossFn, param_shardings: Any, *, differentiate_mean: bool = False) -> Callable[..., Sums]:
+def _microbatch_sums(
+    loss_fn: LossFn, param_shardings: Any, *, differentiate_mean: bool = False, noise: NoiseMeter | None = None
+) -> Callable[..., Sums]:
     """Return the function that sums over the rows of one microbatch.
 
     Args:
         loss_fn: the loss function.
         param_shardings: shardings of the gradient.
         differentiate_mean: return the gradient of loss / weight instead of that of the loss.
+        noise: also return the squares of the gradient.
     """
 
-    def microbatch_sums(params: Any, batch_R: Any, keys_R: jax.Array, mutable: Any) -> Sums:
+    def microbatch_sums(params: Any, batch_R: Any, keys_R: jax.Array, mutable: Any, moments: Any = None) -> Sums:
         def loss_of(params: Any) -> tuple[jax.Array, tuple[Any, ...]]:
             loss, weight, *rest = call_loss(loss_fn, params, batch_R, keys_R, mutable)
             # The weight counts tokens; it is a constant of the gradient even if it was computed from the parameters.
@@ -362,7 +402,8 @@ def _microbatch_sums(loss_fn: LossFn, param_shardings: Any, *, differentiate_mea
         with jax.named_scope("microbatch"):
             (_, (loss, weight, aux, carried)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
             grads, loss, weight, aux = jax.tree.map(accumulator, (grads, loss, weight, aux))
-            return Sums(_constrain(grads, param_shardings), loss, weight, aux, carried)
+            grads = _constrain(grads, param_shardings)
+            return Sums(grads, loss, weight, aux, carried, noise and noise.block(grads, weight, moments))
 
     return microbatch_sums
 
@@ -434,7 +475,7 @@ def _difference(before: Any, after: Any) -> str | None:
 def _per_replica(
     replica_sums: Callable[..., Sums], mesh: Mesh, axes: BatchAxes, *, grad_shardings: Any = None, param_shardings: Any = None
 ) -> Callable[..., Sums]:
-    """Return a function of (params, batch_KR, num, keys_KR, mutable) that runs on every replica's own rows.
+    """Return a function of (params, batch_KR, num, keys_KR, mutable, moments) that runs on every replica's own rows.
 
     With `param_shardings` it runs on every device's own rows, and on its own part of the parameters.
     """
@@ -456,8 +497,8 @@ def _per_replica(
         replica_sums,
         mesh=auto_view(mesh),
         axis_names=manual,
-        in_specs=(params, rows, whole, rows, whole),
-        out_specs=Sums(grads, whole, whole, whole, whole),
+        in_specs=(params, rows, whole, rows, whole, whole),
+        out_specs=Sums(grads, whole, whole, whole, whole, whole),
         check_vma=False,
     )
 

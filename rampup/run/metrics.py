@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from rampup.errors import NonFiniteError
+from rampup.plan.noise_scale import NoiseScale
 from rampup.plan.plan import PlanPosition
 from rampup.plan.ramp import BatchRamp
 from rampup.run.distributed import is_primary
@@ -63,6 +64,7 @@ class MetricOptions:
         writers: from the first step to the writers that get the metrics in addition to the files; see `MetricWriter`.
         skip_nonfinite: consecutive skipped steps (see `train_step`) that end the run; 0 = never.
         describe_rows: from a step number to descriptions of its rows, for the error that ends the run.
+        noise: the averages of the gradient noise of a step that measures it; checkpoints of the run contain them.
     """
 
     learning_rate: Callable[[int], float] | None = None
@@ -71,6 +73,43 @@ class MetricOptions:
     writers: Callable[[int], Sequence[MetricWriter]] = lambda start: ()
     skip_nonfinite: int = 0
     describe_rows: Callable[[int], Sequence[str]] = lambda step: ()
+    noise: NoiseAverages | None = None
+
+
+class NoiseAverages:
+    """The noise scale of a run, in the Euclidean geometry and, if it is measured, in that of Adam.
+
+    Args:
+        half_life_samples: see `NoiseScale`.
+    """
+
+    def __init__(self, half_life_samples: float) -> None:
+        self._half_life = half_life_samples
+        self.scales: dict[str, NoiseScale] = {"": NoiseScale(half_life_samples=half_life_samples)}
+
+    @property
+    def state(self) -> dict[str, dict[str, float]]:
+        """The averages as JSON values."""
+        return {prefix: scale.state for prefix, scale in self.scales.items()}
+
+    def load(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Continue from the averages in a checkpoint, with the half-life of this run."""
+        own = {"half_life_samples": self._half_life}
+        self.scales = {prefix: NoiseScale.from_state({**values, **own}) for prefix, values in state.items()}
+
+    def update(self, values: Mapping[str, float], *, samples: int, weight: float, skipped: bool) -> dict[str, float | None]:
+        """Take the `gradient_noise` of a step, and return its line's metrics. A skipped step stays out of the averages."""
+        found: dict[str, float | None] = {}
+        for prefix in ("", *(["adam_"] if "adam_trace" in values else [])):
+            trace, squared_norm = float(values[f"{prefix}trace"]), float(values[f"{prefix}squared_norm"])
+            scale = self.scales.setdefault(prefix, NoiseScale(half_life_samples=self._half_life))
+            if not skipped:
+                # Before its first step, Adam has no second moments and its geometry no S.
+                counted = 0.0 if prefix and trace == squared_norm == 0 else weight
+                scale.update(samples=samples, weight=counted, trace=trace, squared_norm=squared_norm)
+            found |= {f"{prefix}gradient_noise_trace": _finite_or_none(trace)}
+            found |= {f"{prefix}gradient_squared_norm": _finite_or_none(squared_norm), **scale.metrics(prefix)}
+        return found
 
 
 class Metrics:
@@ -155,6 +194,8 @@ class Metrics:
         fetched = {name: values[name] for name in ("loss", "grad_norm", "skipped", "facts") if name in values}
         if auxiliary := scalar_leaves(values.get("aux")):
             fetched |= {"weight": values["weight"], "aux": auxiliary}
+        if self._options.noise is not None and "gradient_noise" in values:
+            fetched |= {"weight": values["weight"], "gradient_noise": values["gradient_noise"]}
         # This waits for a step of a while ago, which is done unless the devices are behind by `IN_FLIGHT` steps.
         values = jax.device_get(fetched)
         now = time.perf_counter()
@@ -201,6 +242,10 @@ class Metrics:
             found["compile_seconds"] = round(compile_seconds, 6)
         if values.get("skipped", False):
             found["skipped"] = True
+        if "gradient_noise" in values:
+            assert options.noise is not None
+            noise, skipped = values["gradient_noise"], bool(values.get("skipped", False))
+            found |= options.noise.update(noise, samples=size, weight=float(values["weight"]), skipped=skipped)
         # Means, as the loss is one: the sums over the step's rows, by the step's weight.
         weight = float(values.get("weight", 0))
         means = {name: _finite_or_none(value / weight) if weight else None for name, value in values.get("aux", {}).items()}

@@ -63,12 +63,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import partial_eval
 from jax.sharding import Mesh, PartitionSpec
 
 from rampup.errors import ConfigError, PipelineShapeError
 from rampup.moved import moved_names
 from rampup.plan.numbers import nearest_multiples
 from rampup.run.accumulate import Counts, Sums, accumulator, cast_like, safe_reciprocal
+from rampup.run.gradient_noise import NoiseMeter, NoiseSums, divide_by_weights
 from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain, own_constraints
 from rampup.run.zero import is_scattered, manual_specs, reduce_gradients
 
@@ -137,12 +139,14 @@ class PipelinedLoss:
         mesh: Mesh,
         param_shardings: Any,
         mutable: Any = None,
+        noise: NoiseMeter | None = None,
+        moments: Any = None,
     ) -> tuple[Sums, Any]:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
         if mutable is not None:
             raise ConfigError("the state has `mutable`, which a PipelinedLoss cannot update; put it into the parameters")
         m, passes = counts
-        options = {"num_passes": passes, "mesh": mesh, "param_shardings": param_shardings}
+        options = {"num_passes": passes, "mesh": mesh, "param_shardings": param_shardings, "noise": noise, "moments": moments}
         sums = pipeline_sums(self, params, batch_KR, m, keys_KR, **options)
         return sums, sums.mean_grads()
 
@@ -170,6 +174,8 @@ def pipeline_sums(
     mesh: Mesh,
     param_shardings: Any = None,
     num_passes: jax.Array | int = 1,
+    noise: NoiseMeter | None = None,
+    moments: Any = None,
 ) -> Sums:
     """Sum loss and gradients over microbatches through the pipeline. Each gradient is reduced once.
 
@@ -182,18 +188,22 @@ def pipeline_sums(
         mesh: the mesh, whose `stage` axis is the pipeline.
         param_shardings: shardings of `params`, which the gradients take. None = forward only, without gradients.
         num_passes: passes one after the other.
+        noise, moments: see `rampup.run.accumulate.accumulate`.
 
     Raises:
         PipelineShapeError: no `stage` axis, layers that do not divide, or a stage that changes the activation's shape.
     """
     counts = (jnp.asarray(num_microbatches, jnp.int32), jnp.asarray(num_passes, jnp.int32))
+    if noise is not None:
+        _check_noise(loss, params, batch_KR, keys_KR)
 
-    def stage_sums(layers: Any, shared: Any, batch_KR: Any, keys_KR: Any, m: Any, passes: Any) -> Sums:
+    def stage_sums(layers: Any, shared: Any, batch_KR: Any, keys_KR: Any, m: Any, passes: Any, *moments: Any) -> Sums:
         stage = Stage(loss, layers, shared, batch_KR, keys_KR, mesh, with_grads=param_shardings is not None)
+        stage.noise, stage.moments = noise, moments[0] if moments else None
         sums = jax.lax.fori_loop(0, passes, lambda number, sums: stage.run_pass(number * m, m, sums), stage.zeros())
         return stage.stack_grads(sums)
 
-    return run_on_stages(stage_sums, loss, params, batch_KR, keys_KR, counts, mesh, param_shardings)
+    return run_on_stages(stage_sums, loss, params, batch_KR, keys_KR, counts, mesh, param_shardings, moments)
 
 
 def as_loss(loss: PipelinedLoss, mesh: Mesh, param_shardings: Any) -> Callable[[Params, Any, jax.Array], jax.Array]:
@@ -264,6 +274,7 @@ def run_on_stages(
     counts: tuple[jax.Array, ...],
     mesh: Mesh,
     param_shardings: Any,
+    moments: Any = None,
 ) -> Sums:
     """Run a function on every stage and replica, and add up the results.
 
@@ -275,8 +286,9 @@ def run_on_stages(
     are carried by the loop, which updates them in place.
 
     Args:
-        stage_sums: of (layers, shared, batch_KR, keys_KR, *counts), the sums of one stage over the rows of one replica.
-        loss, params, batch_KR, keys_KR, mesh, param_shardings: see `pipeline_sums`.
+        stage_sums: of (layers, shared, batch_KR, keys_KR, *counts[, moments]), the sums of a stage over the rows of a replica.
+        loss, params, batch_KR, keys_KR, mesh, param_shardings, moments: see `pipeline_sums`. `stage_sums` gets the moments as
+            those of its layers and the shared ones.
         counts: further arguments of `stage_sums`.
     """
     _check_shapes(loss, params, batch_KR, keys_KR, mesh)
@@ -290,7 +302,7 @@ def run_on_stages(
         sums = stage_sums(*arguments)
         with jax.named_scope("reduce"):
             # Only the last stage has added to loss, weight and aux; the sum over stages is a broadcast.
-            totals = jax.lax.psum(sums._replace(grads=None), (*replicas, STAGE))
+            totals = _reduce_blocks(sums._replace(grads=None), replicas, axes.num_replicas(mesh))
             if param_shardings is None:
                 return totals
             # Each stage has the gradients of its own layers, and a part of those of the shared parameters.
@@ -307,15 +319,40 @@ def run_on_stages(
     rows = PartitionSpec(None, replicas) if replicas else PartitionSpec()
     by_stage, whole = PartitionSpec(STAGE), PartitionSpec()
     grad_specs = manual_specs(shardings, mesh, manual) if scatters else (by_stage, whole)
+    extra = [] if moments is None else [(moments[LAYERS], _without_layers(moments))]
     sums: Sums = jax.shard_map(
         own_constraints()(reduced_sums),
         mesh=auto_view(mesh),
         axis_names=manual,
-        in_specs=(by_stage, whole, rows, rows, *(whole,) * len(counts)),
-        out_specs=Sums(None if shardings is None else grad_specs, whole, whole, whole, None),
+        in_specs=(by_stage, whole, rows, rows, *(whole,) * len(counts), *[(by_stage, whole)] * len(extra)),
+        out_specs=Sums(None if shardings is None else grad_specs, whole, whole, whole, None, whole),
         check_vma=False,
-    )(params[LAYERS], _without_layers(params), batch_KR, keys_KR, *counts)
+    )(params[LAYERS], _without_layers(params), batch_KR, keys_KR, *counts, *extra)
     return sums if param_shardings is None else sums._replace(grads={LAYERS: sums.grads[0], **sums.grads[1]})
+
+
+def _reduce_blocks(sums: Sums, replicas: tuple[str, ...], num_replicas: int) -> Sums:
+    """Add up everything but the gradients over replicas and stages, in one round of collectives.
+
+    The sums of squares of a microbatch are spread over the stages, and its weight is known on the last one. So neither the
+    quotient nor its sum over the replicas can be formed before the reduction: every replica puts its microbatches into rows of
+    its own, all rows are reduced with the loss, and every device divides.
+    """
+    if sums.noise is None:
+        return jax.lax.psum(sums, (*replicas, STAGE))  # type: ignore[no-any-return]
+    squares_nK, weights_K = sums.noise
+    row = jax.lax.axis_index(replicas) if replicas else 0
+    squares_DnK = jnp.zeros((num_replicas, *squares_nK.shape), squares_nK.dtype).at[row].set(squares_nK)
+    weights_DK = jnp.zeros((num_replicas, *weights_K.shape), weights_K.dtype).at[row].set(weights_K)
+    # Loss, weight and weights travel as one array, so there are no more reductions than without the noise.
+    scalars = jnp.concatenate([jnp.stack([sums.loss, sums.weight]), weights_DK.ravel()])
+    rest = sums._replace(loss=None, weight=None, noise=squares_DnK)
+    scalars, rest = jax.lax.psum((scalars, rest), (*replicas, STAGE))
+    squares_nDK = jnp.moveaxis(rest.noise, 0, -2)
+    noise = divide_by_weights(squares_nDK.reshape(*squares_nDK.shape[:-2], -1), scalars[2:])
+    return rest._replace(  # type: ignore[no-any-return]
+        loss=scalars[0].astype(sums.loss.dtype), weight=scalars[1].astype(sums.weight.dtype), noise=noise
+    )
 
 
 class Stage:
@@ -338,12 +375,16 @@ class Stage:
         self.p, self.v = mesh.shape[STAGE], loss.num_repeats
         self.s = jax.lax.axis_index(STAGE)
         # (v, layers of a chunk, ...): chunk r of this stage is chunk r * p + s of the model.
-        self.chunks = jax.tree.map(lambda x: x.reshape(self.v, -1, *x.shape[1:]), layers)
+        self.chunks = jax.tree.map(self._as_chunks, layers)
         self.chunk_size = jax.tree.leaves(self.chunks)[0].shape[1]
         self.ring_size = 2 * self.v * self.p - 1
         replica = BatchAxes.of(mesh, loss.batch_axes).replica
         other_axes = math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in (STAGE, *replica))
         self.skips_idle = other_axes == 1 if loss.skip_idle is None else loss.skip_idle
+        # Adds up squares of gradients if the gradient noise is measured. The carried noise has the sums of every microbatch and
+        # their weights: `NoiseSums` of (geometries, *shards, K) and (K,).
+        self.noise: NoiseMeter | None = None
+        self.moments: Any = None
         # With a remat policy: the structure of a chunk's pullback (see `_forward_chunk`).
         self._pullback_structure: Any = None
         self._pullback_inputs: list[int | None] = []
@@ -358,7 +399,12 @@ class Stage:
             grads = jax.tree.map(
                 lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (self.chunks, self.shared)
             )
-        return Sums(grads, *zeros, None)
+        noise = None
+        if self.noise is not None:
+            K, geometries = self.keys_KR.shape[0], 1 if self.moments is None else 2
+            dtype = jnp.result_type(*jax.tree.leaves(grads))
+            noise = NoiseSums(jnp.zeros((geometries, *self.noise.shards, K), dtype), jnp.zeros((K,), zeros[1].dtype))
+        return Sums(grads, *zeros, None, noise)
 
     def run_pass(self, first: Any, m: Any, sums: Sums) -> Sums:
         """Run microbatches first to first + m - 1 through the pipeline and add them to the sums."""
@@ -407,7 +453,7 @@ class Stage:
         x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(first + k), arrived)
         y = self._if(is_real, lambda: self._stage(self._chunk(r), x, first + k, r), x)
         is_last = is_real & (self.s == self.p - 1) & (r == self.v - 1)
-        return y, self._if(is_last, lambda: _add_loss(sums, self._last(y, first + k)), sums)
+        return y, self._if(is_last, lambda: _add_loss(sums, self._last(y, first + k), first + k), sums)
 
     @jax.named_scope("forward_tick")
     def _forward_tick(self, first: Any, m: Any, t: jax.Array, arrived: Any, ring: Any) -> tuple[Any, Any]:
@@ -483,9 +529,25 @@ class Stage:
         chunk_gradient, gradient = pullback(gradient)
         chunks, shared = sums.grads
         chunks = jax.tree.map(lambda total, g: total.at[r].add(g.astype(total.dtype)), chunks, chunk_gradient)
+        sums = sums._replace(noise=self._add_squares(sums.noise, chunk_gradient, k, r))
         is_first = (self.s == 0) & (r == 0)
-        shared = self._if(is_first, lambda: self._first_gradient(shared, gradient, k), shared)
-        return sums._replace(grads=(chunks, shared)), gradient
+        shared, noise = self._if(is_first, lambda: self._first_gradient(shared, sums.noise, gradient, k), (shared, sums.noise))
+        return sums._replace(grads=(chunks, shared), noise=noise), gradient
+
+    def _add_squares(self, sums: NoiseSums | None, gradient: Any, k: jax.Array, r: jax.Array | None = None) -> NoiseSums | None:
+        """Add the squares of a part of the gradient of microbatch k: of chunk r of the layers, or of the shared parameters."""
+        if self.noise is None or sums is None:
+            return sums
+        gradient, moments = jax.tree.map(accumulator, gradient), self.moments
+        shardings = _without_layers(self.noise.shardings) if r is None else self.noise.shardings[LAYERS]
+        if moments is not None:
+            moments = moments[1] if r is None else _take(jax.tree.map(self._as_chunks, moments[0]), r)
+            # See `NoiseMeter.block`.
+            moments, k = jax.lax.optimization_barrier((moments, k))
+        return sums._replace(squares=sums.squares.at[..., k].add(self.noise.squares(gradient, moments, shardings)))
+
+    def _as_chunks(self, x: jax.Array) -> jax.Array:
+        return x.reshape(self.v, -1, *x.shape[1:])
 
     def _loss_gradient(self, sums: Sums, y: Any, k: jax.Array) -> tuple[Sums, Any]:
         """Add the loss of a microbatch and the gradients of the last part to the sums; return the gradient of y."""
@@ -495,13 +557,15 @@ class Stage:
             return loss, (weight, aux)
 
         (loss, (weight, aux)), (shared, gradient) = jax.value_and_grad(last, argnums=(0, 1), has_aux=True)(self.shared, y)
-        sums = _add_loss(sums, (loss, weight, aux))
-        return sums._replace(grads=(sums.grads[0], _add_gradient(sums.grads[1], shared))), gradient
+        sums = _add_loss(sums, (loss, weight, aux), k)
+        grads = sums.grads[0], _add_gradient(sums.grads[1], shared)
+        return sums._replace(grads=grads, noise=self._add_squares(sums.noise, shared, k)), gradient
 
-    def _first_gradient(self, shared: Any, gradient: Any, k: jax.Array) -> Any:
-        """Add the gradients of the first part."""
+    def _first_gradient(self, total: Any, noise: NoiseSums | None, gradient: Any, k: jax.Array) -> tuple[Any, NoiseSums | None]:
+        """Add the gradients of the first part, and their squares."""
         _, pullback = jax.vjp(lambda shared: self.loss.first(shared, *self._microbatch(k)), self.shared)
-        return _add_gradient(shared, pullback(gradient)[0])
+        (shared,) = pullback(gradient)
+        return _add_gradient(total, shared), self._add_squares(noise, shared, k)
 
     def _first(self, k: Any) -> Any:
         return self.loss.first(self.shared, *self._microbatch(k))
@@ -545,8 +609,11 @@ def _take(tree: Any, index: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
 
 
-def _add_loss(sums: Sums, results: tuple[Any, Any, Any]) -> Sums:
+def _add_loss(sums: Sums, results: tuple[Any, Any, Any], k: Any) -> Sums:
+    """Add the results of microbatch k."""
     loss, weight, aux = jax.tree.map(accumulator, results)
+    if sums.noise is not None:
+        sums = sums._replace(noise=sums.noise._replace(blocks=sums.noise.blocks.at[k].add(weight)))
     return sums._replace(loss=sums.loss + loss, weight=sums.weight + weight, aux=jax.tree.map(jnp.add, sums.aux, aux))
 
 
@@ -557,6 +624,27 @@ def _add_gradient(total: Any, gradient: Any) -> Any:
 def _constrain(x: jax.Array, sharding: Any) -> jax.Array:
     """Keep a gradient sharded like its parameter over the automatic axes."""
     return x if sharding.is_fully_replicated else constrain(x, sharding)
+
+
+def _check_noise(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Array) -> None:
+    """Refuse parameters that both the first and the last part use: the two parts of their gradient are on different stages."""
+    shared = _without_layers(params)
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (batch_KR, keys_KR))
+    number, used = len(jax.tree.leaves(shared)), []
+    x = jax.eval_shape(loss.first, shared, *rows)
+    for part, args in ((loss.first, (shared, *rows)), (loss.last, (shared, x, *rows))):
+        jaxpr = jax.make_jaxpr(part)(*args).jaxpr
+        used.append(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1][:number])
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(shared)]
+    both = [path for path, first, last in zip(paths, *used, strict=True) if first and last]
+    if both:
+        raise PipelineShapeError(
+            f"measure_gradient_noise=true: the first and the last part of the pipeline share {', '.join(both)}; the square of "
+            "a gradient whose two parts are on different stages would need one of them to be sent in every tick; use separate "
+            "parameters (logits_via_embedding=false), or no pipeline",
+            key="measure_gradient_noise",
+            nearest=(False,),
+        )
 
 
 def _without_layers(params: Params) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -27,7 +28,8 @@ import optax
 from flax import struct
 from jax.sharding import Mesh
 
-from rampup.errors import ConfigError, DataError, RampDefinitionError
+from rampup.errors import ConfigError, DataError, RampDefinitionError, raise_together
+from rampup.plan.noise_scale import noise_problems
 from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.plan.timetable import num_ticks
@@ -45,6 +47,7 @@ from rampup.run.accumulate import (
 )
 from rampup.run.compile import Compiler, compile_program
 from rampup.run.data.batches import Batch, layout_of, step_batches, stream_batches
+from rampup.run.gradient_noise import NoiseMeter, second_moments
 from rampup.run.mesh import (
     BatchAxes,
     auto_context,
@@ -172,6 +175,7 @@ def train_step(
     batch_axes: BatchAxes | None = None,
     shard_optimizer_over_data: bool = False,
     wait_for_compilation: bool | None = None,
+    measure_gradient_noise: bool = False,
 ) -> TrainStep:
     """Return a training step that follows a plan: one executable for all phases with the same microbatch shape.
 
@@ -200,6 +204,8 @@ def train_step(
         wait_for_compilation: start every phase in its planned shape, and wait for its program if necessary. Then the shapes do
             not depend on time, and a run is bit for bit the same whenever it is repeated. False runs the steps until then in
             the shape of an earlier phase. None: True if there are several processes.
+        measure_gradient_noise: also return S and G2 of every step, from which `rampup.NoiseScale` estimates the gradient noise
+            scale. Needs the engine `fused` and at least two blocks in every step: microbatches, or replicas.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
@@ -220,7 +226,7 @@ def train_step(
     """
     options: Any = {"engine": engine, "seed": seed, "skip_nonfinite": skip_nonfinite, "donate": donate}
     options |= {"batch_axes": batch_axes, "shard_optimizer_over_data": shard_optimizer_over_data}
-    options |= {"wait_for_compilation": wait_for_compilation}
+    options |= {"wait_for_compilation": wait_for_compilation, "measure_gradient_noise": measure_gradient_noise}
     return TrainStep(loss_fn, tx, plan, mesh, **options)
 
 
@@ -247,6 +253,7 @@ class TrainStep:
         batch_axes: BatchAxes | None = None,
         shard_optimizer_over_data: bool = False,
         wait_for_compilation: bool | None = None,
+        measure_gradient_noise: bool = False,
     ) -> None:
         _check_arguments("train_step(loss_fn, tx, plan, mesh)", loss_fn=loss_fn, tx=tx, plan=plan, mesh=mesh)
         if engine not in ENGINES:
@@ -258,6 +265,7 @@ class TrainStep:
         _check_step_number(plan.total_steps)
         check_plan_fits(plan, mesh, batch_axes)
         mesh = auto_view(mesh)
+        self._plan, self._mesh = plan, mesh
         self._loss, self._batch_axes = summable(loss_fn, batch_axes), batch_axes
         self._loss.check(mesh, engine)
         planned, repeats = plan.splitter.num_repeats, getattr(loss_fn, "num_repeats", plan.splitter.num_repeats)
@@ -275,11 +283,13 @@ class TrainStep:
                 key="shard_optimizer_over_data",
                 nearest=(False,),
             )
+        self._measures_noise = measure_gradient_noise
+        if measure_gradient_noise:
+            self._check_noise()
         # The axes of the replicas if the optimizer's state is split over them.
         axes = BatchAxes.of(mesh, batch_axes)
         self._zero = axes if shard_optimizer_over_data and axes.num_replicas(mesh) > 1 else None
         self.tx = tx if self._is_fused else multi_steps(tx, plan)
-        self._plan, self._mesh = plan, mesh
         with auto_context(mesh):
             self._seed = random_key(seed)
         self._skip_nonfinite, self._donate = skip_nonfinite, donate
@@ -300,6 +310,26 @@ class TrainStep:
         self._requested_after: int | None = None
         self._padding: dict[Any, Any] = {}
         self._zero_metrics: Metrics | None = None
+
+    def _check_noise(self) -> None:
+        """Refuse to measure the gradient noise if this step cannot."""
+        key = "measure_gradient_noise"
+        if not self._is_fused:
+            raise ConfigError(
+                f"{key}=true needs gradient_accumulation=fused; with multi_steps, all microbatches count equally whatever they "
+                "weigh",
+                key=key,
+                nearest=(False,),
+            )
+        if "noise" not in inspect.signature(self._loss.sums_and_grads).parameters:
+            raise ConfigError(
+                f"{key}=true: `sums_and_grads` of {type(self._loss).__name__} does not take `noise`, so it cannot add up the "
+                "squares of its gradients; see rampup.run.accumulate.SummableLoss",
+                key=key,
+                nearest=(False,),
+            )
+        replicas = BatchAxes.of(self._mesh, self._batch_axes).num_replicas(self._mesh)
+        raise_together(noise_problems(self._plan, replicas))
 
     @property
     def num_compilations(self) -> int:
@@ -326,7 +356,8 @@ class TrainStep:
 
         Returns:
             The new state and the step's metrics, on the devices: `loss` (the weighted mean), `weight`, `aux` (sums),
-            with the engine `fused` `grad_norm` and, with `skip_nonfinite`, `skipped`.
+            with the engine `fused` `grad_norm` and, with `skip_nonfinite`, `skipped`. With `measure_gradient_noise`,
+            `gradient_noise`: see `rampup.run.gradient_noise.NoiseMeter.metrics`.
         """
         self._check(state, batch)
         if self._is_fused:
@@ -567,13 +598,8 @@ class TrainStep:
         batch_KR = _join(chunks)
         keys_KR = per_row_keys(self._seed, state.step, _row_numbers(batch_KR, 0))
         with jax.named_scope("accumulate"):
-            sums, grads = self._sums_and_grads(shardings, state, batch_KR, keys_KR, counts)
-        metrics = {
-            "loss": sums.loss * safe_reciprocal(sums.weight),
-            "weight": sums.weight,
-            "grad_norm": _norm(grads),
-            "aux": sums.aux,
-        }
+            sums, grads, measured = self._sums_and_grads(shardings, state, batch_KR, keys_KR, counts)
+        metrics = {"loss": sums.loss * safe_reciprocal(sums.weight), "weight": sums.weight, "aux": sums.aux, **measured}
         if self._zero:
             # Each replica updates its own part of the parameters.
             scattered = scattered_shardings(
@@ -599,28 +625,50 @@ class TrainStep:
                 new = replace_fields(new, params=gather_parameters(new.params, scattered, self._mesh, self._zero))
         return new, metrics
 
-    def _sums_and_grads(self, shardings: Any, state: Any, batch_KR: Any, keys_KR: jax.Array, counts: Any) -> tuple[Any, Any]:
-        """Return the sums, and the gradient of the mean loss at least in float32; zeros for parameters that are integers."""
+    def _sums_and_grads(
+        self, shardings: Any, state: Any, batch_KR: Any, keys_KR: jax.Array, counts: Any
+    ) -> tuple[Any, Any, Metrics]:
+        """Return the sums, the gradient of the mean loss at least in float32, and metrics of the gradient before clipping.
+
+        The gradient is zero for parameters that are integers.
+        """
         params, where = state.params, device_shardings(shardings.params)
         if self._zero:
             where = scattered_shardings(_with_shardings(params, where), self._mesh, self._zero)
         loss, scale = _bind_loss(self._loss, state), getattr(state, "dynamic_scale", None)
         has_integers = not all(map(_is_trained, jax.tree.leaves(params)))
+        # Moments that are scattered over the replicas, or in host memory between steps, would have to be gathered or kept.
+        in_device_memory = device_shardings(shardings.opt_state) == shardings.opt_state
+        moments = (
+            second_moments(state.opt_state, params) if self._measures_noise and in_device_memory and not self._zero else None
+        )
         if has_integers:
             # JAX differentiates with respect to floating-point arrays only. None takes the place of the others.
             trained, params = params, jax.tree.map(lambda p: p if _is_trained(p) else None, params)
-            where = jax.tree.map(lambda p, sharding: sharding if _is_trained(p) else None, trained, where)
+            where, moments = (
+                tree and jax.tree.map(lambda p, leaf: leaf if _is_trained(p) else None, trained, tree)
+                for tree in (where, moments)
+            )
             loss = _wrap(loss, "integer parameters", lambda fn: lambda p, *args: fn(_fill(p, trained), *args))
         if scale is not None:
             loss = _wrap(loss, "dynamic_scale", lambda fn: lambda *args: _scaled(fn(*args), scale.scale))
         options = {"mesh": self._mesh, "param_shardings": where, "mutable": _carried(state)}
+        meter = NoiseMeter.of(where, self._mesh, self._batch_axes) if self._measures_noise else None
+        if meter is not None:
+            options |= {"noise": meter, "moments": moments}
         sums, grads = loss.sums_and_grads(params, batch_KR, keys_KR, counts, **options)
         if scale is not None:
             sums = sums._replace(loss=sums.loss / scale.scale)
             grads = jax.tree.map(lambda g: g / scale.scale, grads)
+        if meter is None:
+            measured = {"grad_norm": _norm(grads)}
+        else:
+            noise = sums.noise if scale is None else sums.noise._replace(squares=sums.noise.squares / scale.scale**2)
+            with jax.named_scope("gradient_noise"):
+                measured = meter.metrics(noise, grads, sums.weight, moments)
         if has_integers:
             grads = _fill(grads, jax.tree.map(jnp.zeros_like, state.params))
-        return sums, grads
+        return sums, grads, measured
 
     def _apply(self, state: Any, grads: Any, loss: jax.Array) -> Any:
         """Return the state after the optimizer: by its own `apply_gradients`, if it has one."""
@@ -668,7 +716,7 @@ class TrainStep:
         state = fetch_offloaded(state, shardings)
         keys_KR = per_row_keys(self._seed, state.step, _row_numbers(chunk, first_row))
         with jax.named_scope("accumulate"):
-            sums, grads = self._sums_and_grads(shardings, state, chunk, keys_KR, ONE_MICROBATCH)
+            sums, grads, _ = self._sums_and_grads(shardings, state, chunk, keys_KR, ONE_MICROBATCH)
         carried, is_finite = sums.mutable, jnp.array(True)
         if self._skip_nonfinite:
             # MultiSteps must see every microbatch, or its counter would leave the plan: zero this gradient, remember that, and

@@ -1,0 +1,190 @@
+"""Measures the gradient noise scale inside a training step; see `rampup.plan.noise_scale` for the estimator.
+
+A block is one microbatch on one replica. Its gradient is there anyway, before it is added to those of the other microbatches.
+So all that a step needs in addition is the sum of its squares. Three things keep that cheap:
+
+- The sums of the replicas travel with the loss, in the reduction that a step has at its end.
+- Along axes that shard the parameters (fsdp, tensor), a sum of squares would be a reduction per microbatch and array. So each
+  shard keeps a partial sum of its own, and the partial sums are added once, together with those of |g|^2.
+- The second geometry, that of Adam, weights the squares with the second moments that the optimizer has anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rampup.plan.noise_scale import noise_trace
+from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain
+
+# Adam's eps. Parameters whose second moment is 0 have had no gradient yet and no geometry; they are left out.
+_EPS = 1e-8
+
+
+class NoiseSums(NamedTuple):
+    """Sums over the blocks of a step.
+
+    Attributes:
+        squares: sum of |G_j|^2 / W_j, an array (geometries, *shards): the Euclidean geometry, then Adam's if it is measured.
+            Each shard of the parameters has a partial sum.
+        blocks: number of blocks with a weight.
+    """
+
+    squares: jax.Array
+    blocks: jax.Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseMeter:
+    """Measures the squares of gradients on a mesh, without communication.
+
+    Attributes:
+        shardings: shardings of the gradients.
+        axes: the mesh axes, with their sizes, over which a sum of squares is split into partial sums.
+        mesh: the mesh.
+    """
+
+    shardings: Any
+    axes: Mapping[str, int]
+    mesh: Mesh
+
+    @classmethod
+    def of(cls, shardings: Any, mesh: Mesh, batch_axes: BatchAxes | None = None) -> NoiseMeter:
+        """Return the meter of gradients with these shardings; of none, the compiler adds up each sum of squares by itself."""
+        used = [_names(entry) for leaf in jax.tree.leaves(shardings) for entry in leaf.spec]
+        outside = {*BatchAxes.of(mesh, batch_axes).replica, STAGE}
+        axes = {str(name): mesh.shape[name] for name in mesh.axis_names if any(name in names for names in used)}
+        axes = {name: size for name, size in axes.items() if size > 1 and name not in outside}
+        return cls(shardings=shardings, axes=axes, mesh=mesh)
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The shape of a sum of squares: one partial sum per shard."""
+        return tuple(self.axes.values())
+
+    def squares(self, grads: Any, moments: Any = None, shardings: Any = None) -> jax.Array:
+        """Return the sum of squares of a gradient in every geometry, (geometries, *shards).
+
+        Args:
+            grads: the gradient.
+            moments: Adam's second moments, for a second geometry: sum of x^2 / (sqrt(v) + eps).
+            shardings: shardings of `grads`, if they are a part of all.
+        """
+        shardings = self.shardings if shardings is None else shardings
+        squares = jax.tree.map(lambda x: jnp.real(x * jnp.conj(x)) if jnp.iscomplexobj(x) else jnp.square(x), grads)
+        found = [self._add_up(squares, shardings)]
+        if moments is not None:
+            scaled = jax.tree.map(lambda x, v: x * jnp.where(v > 0, jax.lax.rsqrt(v + _EPS**2), 0), squares, moments)
+            found.append(self._add_up(scaled, shardings))
+        return jnp.stack(found)
+
+    def block(self, grads: Any, weight: jax.Array, moments: Any = None) -> NoiseSums:
+        """Return the sums over one block, of which there are the gradient sum and the weight."""
+        if moments is not None:
+            # The barrier ties the moments to this block: the compiler would otherwise move 1 / sqrt(v) out of the loop over the
+            # microbatches, into a buffer as large as the parameters.
+            moments, weight = jax.lax.optimization_barrier((moments, weight))
+        squares = self.squares(grads, moments)
+        return NoiseSums(*divide_by_weights(squares[..., None], weight[None]))
+
+    def metrics(self, noise: NoiseSums, grads: Any, weight: jax.Array, moments: Any = None) -> dict[str, Any]:
+        """Return S and G2 of a step in every geometry, as the metrics of a training step.
+
+        Args:
+            noise: the sums over its blocks.
+            grads: the gradient of the mean loss, sharded as this meter expects, possibly over the replicas too.
+            weight: the weight of the step.
+            moments: see `squares`.
+
+        Returns:
+            `grad_norm`, and `gradient_noise` with `trace`, `squared_norm`, `blocks` and, in Adam's geometry, `adam_trace` and
+            `adam_squared_norm`. NaN with fewer than two blocks.
+        """
+        used = {name for leaf in jax.tree.leaves(self.shardings) for entry in leaf.spec for name in _names(entry)}
+        sizes = {str(name): size for name, size in self.mesh.shape.items() if size > 1 and name in used}
+        # Sums over the same shards at the same time are one collective, together with those of a clipping of the gradient. If
+        # only the replicas have parts of the gradient (ZeRO-1), the compiler adds up the squares as it does for the clipping.
+        meter = replace(self, axes=sizes) if self.axes or STAGE in sizes else self
+        q, norms = self._total(noise.squares), meter._total(meter.squares(grads, moments))
+        if moments is not None:
+            # The unit of Adam's geometry becomes that of the Euclidean one. Without it, the first steps, whose second moments
+            # are too small by a factor, would count too much in an average. The noise scale is a ratio and keeps its value.
+            mean = meter._total(meter._add_up(moments, self.shardings)[None])[0]
+            mean /= sum(v.size for v in jax.tree.leaves(moments))
+            units = jnp.stack([jnp.ones_like(mean), jnp.sqrt(mean)])
+            q, norms = q * units, norms * units
+        trace, squared_norm = noise_trace(q, weight, norms, jnp.where(noise.blocks > 1, noise.blocks, jnp.nan))
+        found = {"trace": trace[0], "squared_norm": squared_norm[0], "blocks": noise.blocks}
+        if moments is not None:
+            found |= {"adam_trace": trace[1], "adam_squared_norm": squared_norm[1]}
+        return {"grad_norm": jnp.sqrt(norms[0]), "gradient_noise": found}
+
+    def _add_up(self, squares: Any, shardings: Any) -> jax.Array:
+        """Return the sum over all leaves, one partial sum per shard."""
+        if not self.axes:
+            return sum(map(jnp.sum, jax.tree.leaves(squares)))  # type: ignore[return-value]
+        parts = jax.tree.leaves(jax.tree.map(self._partial_sums, squares, shardings))
+        return constrain(sum(parts), NamedSharding(auto_view(self.mesh), PartitionSpec(*self.axes)))
+
+    def _total(self, parts: jax.Array) -> jax.Array:
+        """Return the sums over the shards of partial sums (n, *shards)."""
+        if len(self.axes) > 1 and STAGE in self.axes:
+            # Over the stages last, as the compiler does for the norm of a clipping.
+            parts = jnp.sum(parts, axis=tuple(range(1, parts.ndim - 1)))
+            parts = constrain(parts, NamedSharding(auto_view(self.mesh), PartitionSpec(None, STAGE)))
+        return jnp.sum(parts, axis=tuple(range(1, parts.ndim)))
+
+    def _partial_sums(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        """Return the sum of an array as one partial sum per shard, an array (*shards)."""
+        # Every sharded dimension is split into its shards and the rest. The sum over the rest is local to each shard.
+        shape: list[int] = []
+        names: list[str] = []
+        rest: list[int] = []
+        for size, entry in zip(x.shape, (*sharding.spec, *[None] * (x.ndim - len(sharding.spec))), strict=True):
+            own = [name for name in _names(entry) if name in self.axes]
+            names += own
+            shape += [self.axes[name] for name in own]
+            rest.append(len(shape))
+            shape.append(size // math.prod(self.axes[name] for name in own))
+        found = jnp.sum(x.reshape(shape), axis=tuple(rest))
+        order = sorted(names, key=list(self.axes).index)
+        return self._spread(found.transpose([names.index(name) for name in order])[None], tuple(order))[0]
+
+    def _spread(self, x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+        """Return sums (n, *names) as (n, *shards), with an equal part of each on the shards along the other axes."""
+        missing = [place for place, name in enumerate(self.axes, start=1) if name not in names]
+        parts = math.prod(size for name, size in self.axes.items() if name not in names)
+        return jnp.broadcast_to(jnp.expand_dims(x / parts, missing), (len(x), *self.shards))
+
+
+def divide_by_weights(squares: jax.Array, weights: jax.Array) -> NoiseSums:
+    """Return the sums over blocks, the last axis of both arguments. Blocks without weight have no gradient and do not count."""
+    scale = jnp.where(weights != 0, 1 / jnp.where(weights != 0, weights, 1), 0)
+    return NoiseSums(jnp.sum(squares * scale, axis=-1), jnp.sum(weights != 0).astype(jnp.float32))
+
+
+def second_moments(opt_state: Any, params: Any) -> Any:
+    """Return Adam's second moments in an optimizer's state, a tree like the parameters, or None if there is not one such tree.
+
+    Example:
+        >>> import optax
+        >>> params = {"w": jnp.zeros(3)}
+        >>> second_moments(optax.adamw(1e-3).init(params), params)["w"].shape
+        (3,)
+        >>> second_moments(optax.sgd(1e-3).init(params), params) is None
+        True
+    """
+    states = jax.tree.leaves(opt_state, is_leaf=lambda x: hasattr(x, "nu"))
+    found = [state.nu for state in states if hasattr(state, "nu")]
+    # A part of the parameters, as with `optax.masked`, has another structure.
+    return found[0] if len(found) == 1 and jax.tree.structure(found[0]) == jax.tree.structure(params) else None
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
