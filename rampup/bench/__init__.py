@@ -21,10 +21,11 @@ BENCHES = {
     "plan": "look-ups and a resume at step 10^9 compared with MaxText's manager, and the host's work in a training step",
     "scale": "a step in 1, 2 and 4 processes, and plans for up to 65,536 devices and 10,000 phases",
     "pipeline": "a pipelined gradient: rampup, GPipe's order and MaxText's module on identical layers; the cost model",
+    "noise": "one optimizer step with and without measure_gradient_noise: time, FLOPs and memory",
     "packing": "microbatches by token budget and balanced parts, compared with veRL's algorithm",
 }
 # Benchmarks that are not the function `run` of the module of their name.
-_FUNCTIONS = {"transition": ("ramp", "run_transition"), "buffer": ("data", "run_buffer")}
+_FUNCTIONS = {"noise": ("gradient_noise", "run"), "transition": ("ramp", "run_transition"), "buffer": ("data", "run_buffer")}
 
 
 def bench(name: str) -> Bench:

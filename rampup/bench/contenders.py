@@ -148,9 +148,9 @@ def new_state(problem: Problem, tx: optax.GradientTransformation | optax.MultiSt
     return jax.device_put((params, opt_state), replicated(mesh))
 
 
-def start_rampup(problem: Problem, plan: RampPlan, mesh: Mesh) -> tuple[Any, Any]:
-    """Return rampup's training step and its first state."""
-    step = train_step(problem.model.loss, bench_optimizer(), plan, mesh)
+def start_rampup(problem: Problem, plan: RampPlan, mesh: Mesh, **options: Any) -> tuple[Any, Any]:
+    """Return rampup's training step, with further options of `train_step`, and its first state."""
+    step = train_step(problem.model.loss, bench_optimizer(), plan, mesh, **options)
     params, opt_state = new_state(problem, step.tx, mesh)
     return step, prepare_state(TrainState(step=0, params=params, opt_state=opt_state), mesh)
 

@@ -29,6 +29,7 @@ from rampup.errors import ConfigError, DataError
 from rampup.lm.data import sample_order, sources
 from rampup.lm.transformer import LanguageModel
 from rampup.plan.hyperparameters import adam_constants
+from rampup.plan.noise_scale import default_half_life
 from rampup.plan.pipeline import stage_layer_order
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
@@ -43,7 +44,7 @@ from rampup.run.distributed import broadcast_from_process0, check_consistent, is
 from rampup.run.events import OnEvent, RunPlanned, ignore_event
 from rampup.run.loop import EvalOptions, Loop, Summary
 from rampup.run.mesh import DATA, BatchAxes, make_mesh, replicated
-from rampup.run.metrics import MetricOptions
+from rampup.run.metrics import MetricOptions, NoiseAverages
 from rampup.run.offload import fetch_offloaded, host_memory_problem, host_shardings
 from rampup.run.optimizer import AdamSchedule, LearningRate, make_optimizer
 from rampup.run.pipeline import permute_layers
@@ -312,6 +313,7 @@ class Run:
                 writers=functools.partial(self.writers, folder),
                 skip_nonfinite=config.skip_nonfinite,
                 describe_rows=self._describe_rows,
+                noise=_noise_averages(config, plan),
             ),
             checkpoints=CheckpointOptions(
                 checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,
@@ -356,7 +358,16 @@ def _train_step(config: Config, loss: LossFn | SummableLoss, tx: Any, plan: Ramp
         skip_nonfinite=config.skip_nonfinite > 0,
         shard_optimizer_over_data=config.shard_optimizer_over_data,
         wait_for_compilation=config.wait_for_compilation or None,
+        measure_gradient_noise=config.measure_gradient_noise,
     )
+
+
+def _noise_averages(config: Config, plan: RampPlan) -> NoiseAverages | None:
+    """Return the averages of the gradient noise, if it is measured."""
+    if not config.measure_gradient_noise:
+        return None
+    half_life = config.gradient_noise_half_life_samples
+    return NoiseAverages(default_half_life(plan) if half_life == -1 else half_life)
 
 
 def language_model(config: Config) -> LanguageModel:

@@ -26,8 +26,8 @@ from rampup.plan.plan import RampPlan
 _Z = 1.6448536269514722
 # Effective number of steps below which there is no interval.
 MIN_STEPS = 4.0
-# Half-life of the averages if it is not given, as a fraction of the run's samples.
-HALF_LIFE_FRACTION = 0.05
+# Half-life of the averages if it is not given: a share of the run's samples, but this many of its largest batches at least.
+HALF_LIFE_SHARE, HALF_LIFE_BATCHES = 0.05, 30
 
 
 def noise_trace(squares: float, weight: float, squared_norm: float, blocks: float) -> tuple[float, float]:
@@ -223,6 +223,18 @@ class NoiseScale:
             for unit, estimate in units.items()
             for end, name in ends.items()
         }
+
+
+def default_half_life(plan: RampPlan) -> float:
+    """Return the half-life in samples with which a run averages, if none is given.
+
+    Example:
+        >>> from rampup.plan import BatchRamp, BatchSplitter
+        >>> plan = RampPlan(ramp=BatchRamp.constant(8), splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=900)
+        >>> default_half_life(plan)
+        360.0
+    """
+    return max(plan.consumed_samples * HALF_LIFE_SHARE, float(max(plan.ramp.sizes) * HALF_LIFE_BATCHES))
 
 
 def noise_problems(plan: RampPlan, num_replicas: int) -> list[ConfigError]:

@@ -80,16 +80,17 @@ class NoiseMeter:
         squares = jax.tree.map(lambda x: jnp.real(x * jnp.conj(x)) if jnp.iscomplexobj(x) else jnp.square(x), grads)
         found = [self._add_up(squares, shardings)]
         if moments is not None:
-            scaled = jax.tree.map(lambda x, v: x * jnp.where(v > 0, jax.lax.rsqrt(v + _EPS**2), 0), squares, moments)
+            # The barrier makes eps depend on this gradient. The compiler would otherwise move 1 / sqrt(v) out of the loop over
+            # the microbatches, into a buffer as large as the parameters.
+            eps = jax.lax.optimization_barrier((jnp.float32(_EPS**2), found[0]))[0]
+            scaled = jax.tree.map(
+                lambda x, v: x * jnp.where(v > 0, jax.lax.rsqrt(v + eps.astype(v.dtype)), 0), squares, moments
+            )
             found.append(self._add_up(scaled, shardings))
         return jnp.stack(found)
 
     def block(self, grads: Any, weight: jax.Array, moments: Any = None) -> NoiseSums:
         """Return the sums over one block, of which there are the gradient sum and the weight."""
-        if moments is not None:
-            # The barrier ties the moments to this block: the compiler would otherwise move 1 / sqrt(v) out of the loop over the
-            # microbatches, into a buffer as large as the parameters.
-            moments, weight = jax.lax.optimization_barrier((moments, weight))
         squares = self.squares(grads, moments)
         return NoiseSums(*divide_by_weights(squares[..., None], weight[None]))
 

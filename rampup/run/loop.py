@@ -40,6 +40,8 @@ NAMED_FILES = 10
 # Parts of a checkpoint's record: the rows of the ramp, and the steps at which microbatch shapes changed, which a resumed run
 # repeats.
 RAMP_ROWS, SHAPE_CHANGES = "ramp_rows", "shape_changes"
+# The averages of the gradient noise.
+GRADIENT_NOISE = "gradient_noise"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +179,8 @@ class Loop:
             return state, 0
         self._check_identity(saved, ramp_before or self.plan.ramp)
         self.step.replay_shape_changes({int(size): step for size, step in saved.record.get(SHAPE_CHANGES, {}).items()})
+        if self.metrics.noise is not None:
+            self.metrics.noise.load(saved.record.get(GRADIENT_NOISE) or {})
         with self._open_checkpoints() as checkpoints:
             return self.checkpoints.from_saved(checkpoints.restore(saved, state, self.on_event)), saved.step
 
@@ -277,6 +281,7 @@ class Loop:
         # Metrics first: a run that resumes from a checkpoint must find the lines of all steps before it.
         if self._flush(metrics):
             own = {RAMP_ROWS: self.plan.ramp.to_rows(), SHAPE_CHANGES: self.step.shape_changes}
+            own |= {} if self.metrics.noise is None else {GRADIENT_NOISE: self.metrics.noise.state}
             record = {**self._identity(self.plan.ramp, done), **own, **self.checkpoints.extra_metadata}
             checkpoints.save(done, self.checkpoints.to_saved(state), record)
             self.on_event(CheckpointSaved(steps=done))

@@ -542,8 +542,6 @@ class Stage:
         shardings = _without_layers(self.noise.shardings) if r is None else self.noise.shardings[LAYERS]
         if moments is not None:
             moments = moments[1] if r is None else _take(jax.tree.map(self._as_chunks, moments[0]), r)
-            # See `NoiseMeter.block`.
-            moments, k = jax.lax.optimization_barrier((moments, k))
         return sums._replace(squares=sums.squares.at[..., k].add(self.noise.squares(gradient, moments, shardings)))
 
     def _as_chunks(self, x: jax.Array) -> jax.Array:

@@ -522,7 +522,16 @@ def _panel_sizes(axes: Any, runs: Sequence[RunMetrics]) -> None:
         edges = [run.samples[0] - run.sizes[0], *run.samples]
         axes.stairs(run.sizes, edges, baseline=None, linewidth=1.6, **_line_style(number))
         _add_run_tips(axes, runs, run.samples, run.sizes, "samples per step")
-    _prepare(axes, x="samples consumed", y="samples per step", integers=True)
+        if run.noise_scales:
+            # Where there is no estimate, the dotted line of the lower end says "at least".
+            style = {"color": _line_style(number)["color"], "alpha": 0.7}
+            for values, line, width in ((run.noise_scales, "--", 1.1), (run.noise_lows, ":", 0.9), (run.noise_highs, ":", 0.9)):
+                xs, ys, _ = mean_of_neighbours(run.samples, values)
+                axes.plot(xs, ys, linestyle=line, linewidth=width, label="noise scale" if line == "--" else None, **style)
+                if line == "--":
+                    _add_run_tips(axes, runs, xs, ys, "noise scale in samples")
+    measured = any(run.noise_scales for run in runs)
+    _prepare(axes, x="samples consumed", y="samples per step" + (" (dashed: noise scale)" if measured else ""), integers=True)
 
 
 def _panel_speed(axes: Any, runs: Sequence[RunMetrics]) -> None:

@@ -16,6 +16,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
+from rampup.plan.noise_scale import NoiseEstimate
 from rampup.plan.plan import RampPlan
 from rampup.rl.schedule import RolloutSchedule
 from rampup.run import events
@@ -246,6 +247,10 @@ class TrainProgress:
             f"step {metrics['step']:,}, phase {metrics['phase']}, batch {metrics['global_batch_size']:,}, "
             f"loss {_format_loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} tokens/s"
         ) + (f", reward {metrics['reward']:.3f}" if "reward" in metrics else "")
+        if "noise_scale_samples" in metrics:
+            ends = (metrics["noise_scale_samples"], metrics["noise_scale_samples_low"], metrics["noise_scale_samples_high"])
+            estimate = NoiseEstimate(**dict(zip(("value", "low", "high"), ends, strict=True)))
+            line += f", noise scale {estimate} samples" if estimate.low is not None else ""
         left = self._time_left()
         self._bar.update(metrics["consumed_samples"], left, line)
         if not self._bar.visible and metrics["step"] % self._log_period == 0:

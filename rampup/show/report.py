@@ -140,6 +140,8 @@ def _run(run: RunMetrics) -> str:
         "samples consumed": run.samples[-1],
         "last loss": last if last == last else "not finite",
     }
+    if run.noise_scales:
+        facts["noise scale (samples)"] = run.noise_at(-1)
     if run.eval_losses:
         facts["last evaluation loss"] = run.eval_losses[-1]
     items = "".join(f"<div><dt>{name}</dt><dd>{html.escape(format_value(value))}</dd></div>" for name, value in facts.items())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rampup.errors import ConfigError, DataError
+from rampup.plan.noise_scale import NoiseEstimate
 from rampup.plan.plan import RampPlan
 from rampup.plan.timetable import bubble_fraction
 from rampup.run.run_folder import EVAL_FILE, METRICS_FILE, read_lines
@@ -116,6 +117,10 @@ class RunMetrics:
     # evaluations
     eval_samples: tuple[int, ...] = ()
     eval_losses: tuple[float, ...] = ()
+    # The noise scale in samples, and the ends of its interval; NaN where it is unknown or has no end. Empty if not measured.
+    noise_scales: tuple[float, ...] = ()
+    noise_lows: tuple[float, ...] = ()
+    noise_highs: tuple[float, ...] = ()
 
     @classmethod
     def from_folder(cls, folder: Path, *, name: str) -> RunMetrics:
@@ -156,18 +161,30 @@ class RunMetrics:
             phases=counts["phase"],
             eval_samples=tuple(sample for sample, _ in evals),
             eval_losses=tuple(loss for _, loss in evals),
+            **{
+                f"noise_{name}s": tuple(_finite_or_nan(row.get(f"noise_scale_samples{end}")) for row in rows)
+                for name, end in (("scale", ""), ("low", "_low"), ("high", "_high"))
+                if any("noise_scale_samples" in row for row in rows)
+            },
         )
 
-    def by_phase(self) -> list[dict[str, int | float | None]]:
+    def noise_at(self, place: int) -> str:
+        """Return the noise scale after a step as text, with its interval."""
+        values = (self.noise_scales[place], self.noise_lows[place], self.noise_highs[place])
+        value, low, high = (number if math.isfinite(number) else None for number in values)
+        return str(NoiseEstimate(value=value, low=low, high=high))
+
+    def by_phase(self) -> list[dict[str, int | float | str | None]]:
         """Return the steps, last loss and median tokens per second of each phase.
 
         The median ignores steps that waited for compilation, a checkpoint or an evaluation.
         """
-        rows: list[dict[str, int | float | None]] = []
+        rows: list[dict[str, int | float | str | None]] = []
         for phase in sorted(set(self.phases)):
             places = [place for place, value in enumerate(self.phases) if value == phase]
             speeds = sorted(value for place in places if math.isfinite(value := self.tokens_per_second[place]))
             loss = self.losses[places[-1]]
+            noise = {"noise scale (samples)": self.noise_at(places[-1])} if self.noise_scales else {}
             rows.append(
                 {
                     "phase": phase,
@@ -175,6 +192,7 @@ class RunMetrics:
                     "steps done": len(places),
                     "last loss": loss if math.isfinite(loss) else None,
                     "tokens/s (median)": speeds[len(speeds) // 2] if speeds else None,
+                    **noise,
                 }
             )
         return rows
