@@ -230,7 +230,8 @@ def default_half_life(plan: RampPlan) -> float:
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> plan = RampPlan(ramp=BatchRamp.constant(8), splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=900)
+        >>> plan = RampPlan(ramp=BatchRamp.constant(8), splitter=BatchSplitter(data_parallel_size=1), num_devices=1,
+        ...     total_steps=900)
         >>> default_half_life(plan)
         360.0
     """

@@ -55,7 +55,7 @@ def test_gradient_noise_chooses_a_microbatch_or_is_refused():
     assert plan.ramp.sizes == (4, 8, 12, 16)
     assert [split.num_microbatches for split in plan.splits] == [2, 4, 6, 8]
     assert build_plan(Config(measure_gradient_noise=True), 2).splits == build_plan(Config(), 2).splits
-    with pytest.raises(ConfigError, match="phase 0.*set microbatch_size=2"):
+    with pytest.raises(ConfigError, match=r"phase 0.*set microbatch_size=2"):
         build_plan(Config(measure_gradient_noise=True, microbatch_size=4), 1)
     with pytest.raises(ConfigError, match="one block"):
         build_plan(Config(measure_gradient_noise=True, per_device_batch_size=1), 1)
