@@ -477,6 +477,9 @@ def model_loss(config: Config, model: LanguageModel, plan: RampPlan, mesh: Mesh)
     elif config.shard_optimizer_over_data and mesh.shape[DATA] > 1:
         # The optimizer's parts may be parts of the same dimension that fsdp shards: left to the compiler.
         loss = AccumulatedLoss(model.loss)
+    elif config.measure_gradient_noise:
+        # The gradient of a microbatch must be in one place, as the compiler leaves it.
+        loss = AccumulatedLoss(model.loss)
     else:
         loss = model.sharded_loss(mesh)
     return replace(loss, reduction_dtype=reduction)

@@ -136,8 +136,8 @@ class AccumulatedLoss:
         is_whole = self.param_shardings is None
         if noise is not None and not is_whole:
             raise ConfigError(
-                "measure_gradient_noise=true needs a loss function that takes whole parameters: of parts that it gathers itself, "
-                "the gradient of a microbatch is never in one place",
+                "measure_gradient_noise=true needs a loss function that takes whole parameters: with parts that it gathers "
+                "itself, the gradient of a microbatch is never in one place",
                 key="measure_gradient_noise",
                 nearest=(False,),
             )

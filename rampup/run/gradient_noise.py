@@ -84,7 +84,7 @@ class NoiseMeter:
             # the microbatches, into a buffer as large as the parameters.
             eps = jax.lax.optimization_barrier((jnp.float32(_EPS**2), found[0]))[0]
             scaled = jax.tree.map(
-                lambda x, v: x * jnp.where(v > 0, jax.lax.rsqrt(v + eps.astype(v.dtype)), 0), squares, moments
+                lambda x, v: x * jnp.where(v > 0, jax.lax.rsqrt(v.astype(x.dtype) + eps.astype(x.dtype)), 0), squares, moments
             )
             found.append(self._add_up(scaled, shardings))
         return jnp.stack(found)
@@ -116,7 +116,8 @@ class NoiseMeter:
         if moments is not None:
             # The unit of Adam's geometry becomes that of the Euclidean one. Without it, the first steps, whose second moments
             # are too small by a factor, would count too much in an average. The noise scale is a ratio and keeps its value.
-            mean = meter._total(meter._add_up(moments, self.shardings)[None])[0]
+            exact = jax.tree.map(lambda v: v.astype(jnp.promote_types(v.dtype, jnp.float32)), moments)
+            mean = meter._total(meter._add_up(exact, self.shardings)[None])[0]
             mean /= sum(v.size for v in jax.tree.leaves(moments))
             units = jnp.stack([jnp.ones_like(mean), jnp.sqrt(mean)])
             q, norms = q * units, norms * units
