@@ -43,6 +43,8 @@ JSON_KEYS = (
 ROLLOUT_JSON_KEYS = (
     *("steps", "samples", "accuracy_before", "accuracy_after", "reward_first", "reward_last", "num_compilations", "checkpoint"),
 )
+# Only with `batch_size_schedule: auto`.
+AUTO_KEYS = ("batch_size_schedule",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +78,7 @@ def _train(
         progress.close()
     facts = dataclasses.asdict(summary)
     return Result(
-        facts={name: facts[name] for name in json_keys},
+        facts={name: facts[name] for name in json_keys} | {name: facts[name] for name in AUTO_KEYS if facts.get(name) is not None},
         show=lambda console: print_facts({name: fact for name, fact in facts.items() if fact is not None}, console),
         exit_code=EXIT_INTERRUPTED if summary.interrupted else 0,
     )

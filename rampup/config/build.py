@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from rampup.config.schema import KEYS, Config
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
+from rampup.plan.auto_schedule import AUTO_SCHEDULE, auto_sizes
 from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.plan.learning_rate import decay_progress
 from rampup.plan.mesh_axes import AXES, MeshAxes
@@ -85,6 +86,10 @@ def build_plan(
             if config.seesaw_factor is not None and splitter is not None:
                 seesaw = _seesaw(config, ramp, splitter)
                 ramp = seesaw.ramp
+    reserved: tuple[int, ...] = ()
+    if config.batch_size_schedule == AUTO_SCHEDULE and splitter is not None and ramp is not None:
+        with _collected(problems, config):
+            reserved = _auto_sizes(config, num_devices, splitter)
     raise_together(problems)
     assert axes is not None
     assert splitter is not None
@@ -111,6 +116,7 @@ def build_plan(
             assumed_tick_overhead=_tick_overhead(config),
             reference_batch_size=config.batch_scaling_reference,
             seesaw=seesaw,
+            reserved_sizes=reserved,
         )
         hyperparameters(config, plan)
     raise_together(problems)
@@ -307,12 +313,28 @@ def _splitter(config: Config, axes: MeshAxes, num_repeats: int) -> BatchSplitter
 
 
 def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None) -> BatchRamp:
+    if config.batch_size_schedule == AUTO_SCHEDULE and splitter is not None:
+        return BatchRamp.constant(_auto_sizes(config, num_devices, splitter)[0])
     unfixed = splitter and replace(splitter, microbatch_size=AUTO)
     keys = {name: getattr(config, name) for name in _RAMP_ARGUMENTS}
+    if config.batch_size_schedule == AUTO_SCHEDULE:
+        keys |= {"batch_size_schedule": None}
     ramp = ramp_from_config(num_devices=num_devices, splitter=unfixed, budget=budget_samples(config), **keys)
     if splitter is not None:
         _check_phases(config, ramp, splitter)
     return ramp
+
+
+def _auto_sizes(config: Config, num_devices: int, splitter: BatchSplitter) -> tuple[int, ...]:
+    """Return the sizes of `batch_size_schedule: auto`."""
+    unfixed = replace(splitter, microbatch_size=AUTO)
+
+    def size_of(key: str) -> int:
+        number = getattr(config, key)
+        passes = config.gradient_accumulation_steps
+        return global_batch_size(number, num_devices=num_devices, gradient_accumulation_steps=passes, key=key, splitter=unfixed)
+
+    return auto_sizes(size_of("per_device_batch_size_start"), size_of("per_device_batch_size"))
 
 
 def _check_phases(config: Config, ramp: BatchRamp, splitter: BatchSplitter) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from rampup.config.key import Key, Settings, key
 from rampup.config.presets import PRESETS, Run, preset_documentation
 from rampup.errors import ConfigError, RampupError
+from rampup.plan.auto_schedule import AUTO_SCHEDULE
 from rampup.plan.numbers import divisors, nearest_in
 
 # The switch of the linear ramp, and the keys that only it uses.
@@ -89,7 +90,8 @@ class Config(Settings):
     per_device_batch_size_increment: Fraction = _ramp(Fraction(4), "Growth per phase of the linear ramp, in samples per device. Must divide per_device_batch_size - per_device_batch_size_start.", above=0, unit="samples", maxtext="2.0", ramp=True, per_accumulation=True)
     global_rampup_samples: int = _ramp(1600, "Samples over which the linear ramp grows the batch, divided equally between its increments. Each phase takes whole steps, so the ramp can consume slightly more.", minimum=1, unit="samples", maxtext="500", ramp=True)
     rampup_carry_overshoot: bool = _ramp(False, "How samples beyond a threshold of the linear ramp count. false: every phase counts from zero, as in MaxText. true: thresholds count from the start of the run, as in Megatron-LM, so the ramp ends within one batch of global_rampup_samples.", own=True, ramp=True)
-    batch_size_schedule: str | None = _ramp(None, 'Any other ramp, as THRESHOLD:GLOBAL_BATCH_SIZE pairs from 0 on: "0:768 250B:1536 500B:3072". A threshold can be a share of train_samples or train_tokens: "0:256 3%:512 10%:1024". Sizes may decrease, and include gradient_accumulation_steps. Wins over per_device_batch_size; excludes enable_rampup_batch_size. null: no schedule.', kind="text", nullable=True, own=True, ramp=True)
+    batch_size_schedule: str | None = _ramp(None, 'Any other ramp, as THRESHOLD:GLOBAL_BATCH_SIZE pairs from 0 on: "0:768 250B:1536 500B:3072". A threshold can be a share of train_samples or train_tokens: "0:256 3%:512 10%:1024". Sizes may decrease, and include gradient_accumulation_steps. Wins over per_device_batch_size; excludes enable_rampup_batch_size. auto: the batch grows from per_device_batch_size_start to per_device_batch_size, with the gradient noise scale that the run measures (auto_schedule). null: no schedule.', kind="text", nullable=True, own=True, ramp=True)
+    auto_schedule: str = _ramp("follow", "What batch_size_schedule=auto does. follow: grow the batch of the run. advise: keep the first batch, and only write the size that it would use into the metrics, and the schedule at the end.", choices=("advise", "follow"), own=True)
     batch_size_schedule_unit: str = _ramp("samples", "What the thresholds of batch_size_schedule count: samples, or tokens, which are divided by max_target_length.", choices=("samples", "tokens"), own=True, ramp=True)
 
     seesaw_factor: float | None = _ramp(None, "Seesaw: where the learning-rate schedule falls by this factor a, the learning rate falls by sqrt(a) and the batch grows by a, so that the run needs fewer steps for the same samples; with opt_type sgd, the batch takes the whole cut. The decay becomes a staircase. If steps is set, the run has the samples that these steps would have without Seesaw. Needs learning_rate_clock=samples. null: off.", kind="float", above=1, nullable=True, own=True, ramp=True)
@@ -214,6 +216,10 @@ class Config(Settings):
         # The default ramp ends at the default batch: a batch or a schedule of one's own has no ramp unless it asks for one.
         own_batch = self._given & {"per_device_batch_size", "batch_size_schedule"}
         found: dict[str, Any] = {_LINEAR: False} if own_batch and _LINEAR not in self._given else {}
+        if self.batch_size_schedule == AUTO_SCHEDULE:
+            # Samples are not known ahead, so the learning rate follows the steps.
+            found |= {"measure_gradient_noise": True} if "measure_gradient_noise" not in self._given else {}
+            found |= {"learning_rate_clock": "steps"} if "learning_rate_clock" not in self._given else {}
         if "steps" not in self._given and (self.train_samples, self.train_tokens) != (None, None):
             found["steps"] = -1
         return found | self._preset_values()
@@ -240,7 +246,8 @@ class Config(Settings):
 
     def _ramp_without_switch(self) -> list[RampupError]:
         """Return an error if keys of the linear ramp are set, and nothing says whether there is one."""
-        ignored = [name for name in _LINEAR_KEYS if name in self._given]
+        is_auto = self.batch_size_schedule == AUTO_SCHEDULE
+        ignored = [name for name in _LINEAR_KEYS if name in self._given and not (is_auto and name == _LINEAR_KEYS[0])]
         from_preset = self.preset in PRESETS and _LINEAR in PRESETS[self.preset].keys
         if not ignored or _LINEAR in self._given or from_preset:
             return []
@@ -299,9 +306,36 @@ class Config(Settings):
                 (),
             ),
         ]
-        rules += self._budget_rules() + self._seesaw_rules() + self._adam_rules()
+        rules += self._auto_rules() + self._budget_rules() + self._seesaw_rules() + self._adam_rules()
         broken = [ConfigError(message, key=name, nearest=nearest) for holds, name, message, nearest in rules if not holds]
         return [*broken, *head_problems(self), *self._ramp_without_switch()]
+
+    def _auto_rules(self) -> list[tuple[bool, str, str, Sequence[object]]]:
+        if self.batch_size_schedule != AUTO_SCHEDULE:
+            return []
+        # What must be known before step 0 cannot depend on batches that are decided later.
+        needed: dict[str, object] = {
+            "measure_gradient_noise": True,
+            "rampup_microbatch": "fixed",
+            "learning_rate_clock": "steps",
+            "learning_rate_batch_scaling": "none",
+            "seesaw_factor": None,
+            "train_samples": None,
+            "train_tokens": None,
+            _LINEAR: False,
+            **{name: "none" for name in KEYS if name.startswith("adam_") and name.endswith("_batch_scaling")},
+        }
+        return [
+            (
+                getattr(self, name) == value,
+                name,
+                f"batch_size_schedule=auto needs {name}={'null' if value is None else str(value).lower()}: its batches are not known "
+                "before the run",
+                (value,),
+            )
+            for name, value in needed.items()
+            if name in KEYS
+        ]
 
     def _budget_rules(self) -> list[tuple[bool, str, str, Sequence[object]]]:
         budgets = [f"{name}={value}" for name in _BUDGET if (value := getattr(self, name)) not in (None, -1)]

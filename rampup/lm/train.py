@@ -28,6 +28,7 @@ from rampup.config.schema import IDENTITY_DEFAULTS, IDENTITY_KEYS, PER_PROCESS_K
 from rampup.errors import ConfigError, DataError
 from rampup.lm.data import sample_order, sources
 from rampup.lm.transformer import LanguageModel
+from rampup.plan.auto_schedule import AUTO_SCHEDULE, AutoSchedule
 from rampup.plan.hyperparameters import adam_constants
 from rampup.plan.noise_scale import default_half_life
 from rampup.plan.pipeline import stage_layer_order
@@ -42,7 +43,7 @@ from rampup.run.data.loading import Loading, shared_sources
 from rampup.run.data.sources import RowSource, files_of
 from rampup.run.distributed import broadcast_from_process0, check_consistent, is_primary, join, watchdog
 from rampup.run.events import OnEvent, RunPlanned, ignore_event
-from rampup.run.loop import EvalOptions, Loop, Summary
+from rampup.run.loop import RAMP_ROWS, EvalOptions, Loop, Summary
 from rampup.run.mesh import DATA, BatchAxes, make_mesh, replicated
 from rampup.run.metrics import MetricOptions, NoiseAverages
 from rampup.run.offload import fetch_offloaded, host_memory_problem, host_shardings
@@ -91,7 +92,7 @@ def train(config: Config, on_event: OnEvent = ignore_event) -> Summary:
         if saved is None or RAMP_RECORD not in saved.record:
             plan = build_plan(config, jax.device_count())
         else:
-            plan = plan_to_resume(config, jax.device_count(), {**saved.record[RAMP_RECORD], "step": saved.step})
+            plan = plan_to_resume(config, jax.device_count(), {**_ramp_of(saved), "step": saved.step})
         return Run.from_config(config, plan, saved).train(on_event)
 
 
@@ -100,6 +101,12 @@ def saved_checkpoint(config: Config) -> SavedCheckpoint | None:
     if not config.run_name:
         return None
     return find_checkpoint(as_path(config.base_output_directory) / config.run_name / CHECKPOINT_FOLDER)
+
+
+def _ramp_of(saved: SavedCheckpoint) -> dict[str, Any]:
+    """Return the description of the ramp in a checkpoint, with the rows of the ramp as it was then: it may have grown."""
+    record: dict[str, Any] = saved.record[RAMP_RECORD]
+    return {**record, "ramp": saved.record.get(RAMP_ROWS, record["ramp"])}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +266,12 @@ class Run:
             source=train_rows,
             plan=plan,
             mesh=setup.mesh,
-            order=sample_order(config, len(train_rows), plan.consumed_samples),
+            # With `auto`, as if the batch were the largest from the start.
+            order=sample_order(
+                config,
+                len(train_rows),
+                max([plan.consumed_samples, *(size * plan.total_steps for size in plan.reserved_sizes)]),
+            ),
             split_for=setup.step.split_for,
             chunk_size=1 if config.gradient_accumulation == "multi_steps" else None,
             num_threads=config.grain_num_threads,
@@ -301,10 +313,13 @@ class Run:
         on_event(RunPlanned(plan=plan, folder=folder, devices=jax.devices(), num_parameters=setup.model.num_parameters))
         state = setup.initial_state()
         to_saved, from_saved = setup.reorder_layers(state)
+        noise = _noise_averages(config, plan)
+        auto = _auto_schedule(config, plan, noise)
         loop = Loop(
             plan=plan,
             step=setup.step,
             batches=self.loader.batches,
+            batches_of=lambda plan: replace(self.loader, plan=plan).batches,
             folder=folder,
             metrics=MetricOptions(
                 learning_rate=setup.learning_rate.at,
@@ -312,8 +327,11 @@ class Run:
                 flops_per_sample=setup.model.flops_per_sample(config.max_target_length),
                 writers=functools.partial(self.writers, folder),
                 skip_nonfinite=config.skip_nonfinite,
-                describe_rows=self._describe_rows,
-                noise=_noise_averages(config, plan),
+                describe_rows=lambda step: self._describe_rows(
+                    step, plan.ramp if auto is None or auto.mode != "follow" else auto.ramp
+                ),
+                noise=noise,
+                auto=auto,
             ),
             checkpoints=CheckpointOptions(
                 checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,
@@ -332,7 +350,7 @@ class Run:
             evaluation=self.evaluation,
             on_event=on_event,
         )
-        known = None if self.saved is None else self.saved.record.get(RAMP_RECORD)
+        known = None if self.saved is None or RAMP_RECORD not in self.saved.record else _ramp_of(self.saved)
         # A key that an older version does not have had its default.
         saved = self.saved and replace(self.saved, record={**IDENTITY_DEFAULTS, **self.saved.record})
         state, start = loop.restore(state, saved, ramp_before=known and BatchRamp.from_rows(known["ramp"]))
@@ -341,9 +359,9 @@ class Run:
             write_config(folder, run_yaml(config, num_devices=plan.num_devices, run_name=folder.name))
         return loop.train(state, start)[1]
 
-    def _describe_rows(self, step: int) -> list[str]:
+    def _describe_rows(self, step: int, ramp: BatchRamp) -> list[str]:
         """Return where each row of a step comes from."""
-        rows = self.loader.order.rows(self.setup.plan.rows(step)).tolist()
+        rows = self.loader.order.rows(range(ramp.samples_before(step), ramp.samples_before(step + 1))).tolist()
         return [self.loader.source.describe(row) for row in rows]
 
 
@@ -370,6 +388,18 @@ def _noise_averages(config: Config, plan: RampPlan) -> NoiseAverages | None:
     return NoiseAverages(default_half_life(plan) if half_life == -1 else half_life)
 
 
+def _auto_schedule(config: Config, plan: RampPlan, noise: NoiseAverages | None) -> AutoSchedule | None:
+    """Return the decisions of `batch_size_schedule: auto`, before the first one."""
+    if config.batch_size_schedule != AUTO_SCHEDULE or noise is None:
+        return None
+    return AutoSchedule(
+        sizes=plan.reserved_sizes,
+        mode=config.auto_schedule,  # type: ignore[arg-type]
+        half_life_samples=noise.half_life_samples,
+        rows=plan.ramp.to_rows(),
+    )
+
+
 def language_model(config: Config) -> LanguageModel:
     """Return the model that the configuration describes."""
     return LanguageModel(
@@ -392,6 +422,9 @@ def language_model(config: Config) -> LanguageModel:
 
 def learning_rate(config: Config, plan: RampPlan) -> LearningRate:
     """Return the learning-rate schedule that the configuration describes."""
+    if config.batch_size_schedule == AUTO_SCHEDULE:
+        # The rate follows the steps, by the same arithmetic before and after the batch has grown.
+        plan = replace(plan, ramp=BatchRamp.constant(plan.reserved_sizes[0]))
     return LearningRate(
         plan=plan,
         peak=config.learning_rate,

@@ -235,7 +235,9 @@ def default_half_life(plan: RampPlan) -> float:
         >>> default_half_life(plan)
         360.0
     """
-    return max(plan.consumed_samples * HALF_LIFE_SHARE, float(max(plan.ramp.sizes) * HALF_LIFE_BATCHES))
+    first = max(plan.ramp.sizes if not plan.reserved_sizes else plan.reserved_sizes[:1])
+    samples = plan.consumed_samples if not plan.reserved_sizes else first * plan.total_steps
+    return max(samples * HALF_LIFE_SHARE, float(first * HALF_LIFE_BATCHES))
 
 
 def noise_problems(plan: RampPlan, num_replicas: int) -> list[ConfigError]:

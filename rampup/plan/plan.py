@@ -73,6 +73,8 @@ class RampPlan(NotebookRepr):
             axis, and the tensor axis has the remaining factor of `num_devices`.
         reference_batch_size: the batch size for which the hyperparameters were chosen; None = that of the last phase.
         seesaw: the transform that made the ramp; None if there is none.
+        reserved_sizes: global batch sizes that the run may use besides those of the ramp, as with `batch_size_schedule: auto`.
+            They are checked and split with the others, and the buffers have room for them.
         splits: the split of every phase's batch (derived).
         eval_split: the split of the evaluation batch (derived).
         clock: the clock of the learning-rate schedule, phase by phase (derived).
@@ -108,6 +110,7 @@ class RampPlan(NotebookRepr):
     axes: MeshAxes = None  # type: ignore[assignment]  # never None after __post_init__
     reference_batch_size: int | None = None
     seesaw: Seesaw | None = None
+    reserved_sizes: tuple[int, ...] = ()
     splits: tuple[BatchSplit, ...] = field(init=False, repr=False, compare=False)
     eval_split: BatchSplit | None = field(init=False, repr=False, compare=False)
     clock: tuple[ClockSegment, ...] = field(init=False, repr=False, compare=False)
@@ -116,6 +119,8 @@ class RampPlan(NotebookRepr):
     def __post_init__(self) -> None:
         eval_size, eval_splitter = self.eval_global_batch_size, self.splitter.for_eval()
         checks = [self.splitter.problem(phase.global_batch_size, str(phase)) for phase in self.ramp.phases]
+        auto_key = "batch_size_schedule"
+        checks += [self.splitter.problem(size, "batch_size_schedule: auto", key=auto_key) for size in self.reserved_sizes]
         if eval_size is not None:
             checks.append(eval_splitter.problem(eval_size, "evaluation", key="eval_per_device_batch_size"))
         checks.append(self._loading_problem())
@@ -125,7 +130,9 @@ class RampPlan(NotebookRepr):
             replicas, stages = self.splitter.data_parallel_size, self.splitter.num_stages
             rest = max(self.num_devices // (replicas * stages), 1)
             object.__setattr__(self, "axes", MeshAxes(data=replicas, tensor=rest, pipeline=stages))
-        object.__setattr__(self, "splits", self.splitter.split(self.ramp.sizes))
+        splits = self.splitter.split((*self.ramp.sizes, *self.reserved_sizes))
+        reserved = splits[len(self.ramp.sizes) :]
+        object.__setattr__(self, "splits", splits[: len(self.ramp.sizes)])
         object.__setattr__(self, "eval_split", None if eval_size is None else eval_splitter.split([eval_size])[0])
         segments = clock_segments(
             self.ramp,
@@ -140,6 +147,8 @@ class RampPlan(NotebookRepr):
         for phase, split in enumerate(self.splits):
             for possible in (split, *self.fallbacks(phase)):
                 counts[possible.microbatch_size] = max(counts.get(possible.microbatch_size, 0), possible.num_microbatches)
+        for split in reserved:
+            counts[split.microbatch_size] = max(counts.get(split.microbatch_size, 0), split.num_microbatches)
         object.__setattr__(self, "max_microbatches", counts)
 
     def position(self, step: int) -> PlanPosition:

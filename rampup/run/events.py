@@ -43,6 +43,14 @@ class PhaseStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizeChanged:
+    """With `batch_size_schedule: auto`, the batch changes from step `step` on; `plan` has the new size as its last phase."""
+
+    step: int
+    plan: RampPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
     """A step's metrics are written; `metrics` is its line of metrics.jsonl."""
 
@@ -124,6 +132,7 @@ Event = (
     RunPlanned
     | RunStarted
     | PhaseStarted
+    | BatchSizeChanged
     | StepDone
     | StepSkipped
     | Evaluated

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from rampup.run.checkpoint import CheckpointOptions, Checkpoints, SavedCheckpoin
 from rampup.run.data.files import changed_files
 from rampup.run.distributed import StepConsensus
 from rampup.run.events import (
+    BatchSizeChanged,
     CheckpointSaved,
     Evaluated,
     OnEvent,
@@ -40,8 +41,8 @@ NAMED_FILES = 10
 # Parts of a checkpoint's record: the rows of the ramp, and the steps at which microbatch shapes changed, which a resumed run
 # repeats.
 RAMP_ROWS, SHAPE_CHANGES = "ramp_rows", "shape_changes"
-# The averages of the gradient noise.
-GRADIENT_NOISE = "gradient_noise"
+# The averages of the gradient noise, and the schedule that `auto_schedule: advise` would have used so far.
+GRADIENT_NOISE, ADVISED_ROWS = "gradient_noise", "advised_rows"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,7 @@ class Summary:
         resumed_from: steps that earlier processes had done.
         seconds: duration of this process's part of the run, compilation included.
         first_eval_loss, final_eval_loss: losses of the first and the last evaluation of the run; None without evaluation.
+        batch_size_schedule: with `batch_size_schedule: auto`, the schedule that was used, or is advised; None without.
     """
 
     steps: int
@@ -78,6 +80,7 @@ class Summary:
     seconds: float = 0.0
     first_eval_loss: float | None = None
     final_eval_loss: float | None = None
+    batch_size_schedule: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +140,7 @@ class Loop:
         checkpoints: when checkpoints are written, and what they contain.
         evaluation: when to evaluate, and how; None = never.
         on_event: called with every `rampup.run.events.Event`.
+        batches_of: from a plan to its `batches`, if the batch of the run can grow (`MetricOptions.auto`).
     """
 
     plan: LoopPlan
@@ -147,6 +151,7 @@ class Loop:
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     evaluation: EvalOptions | None = None
     on_event: OnEvent = ignore_event
+    batches_of: Callable[[RampPlan], Callable[[int], Iterator[Batch]]] | None = None
 
     def run(self, state: Any) -> tuple[Any, Summary]:
         """Train from the newest checkpoint, or from `state`, to the plan's end, Ctrl-C or SIGTERM: `restore`, then `train`.
@@ -181,6 +186,11 @@ class Loop:
         self.step.replay_shape_changes({int(size): step for size, step in saved.record.get(SHAPE_CHANGES, {}).items()})
         if self.metrics.noise is not None:
             self.metrics.noise.load(saved.record.get(GRADIENT_NOISE) or {})
+        if self.metrics.auto is not None:
+            follows = self.metrics.auto.mode == "follow"
+            self.metrics.auto.load(
+                self.plan.ramp.to_rows() if follows else saved.record.get(ADVISED_ROWS) or self.plan.ramp.to_rows()
+            )
         with self._open_checkpoints() as checkpoints:
             return self.checkpoints.from_saved(checkpoints.restore(saved, state, self.on_event)), saved.step
 
@@ -210,19 +220,19 @@ class Loop:
             ) as metrics,
         ):
             self.on_event(RunStarted(step=start, folder=self.folder, plan=self.plan))
-            done, state, failure = self._train(state, start, stop_requested, checkpoints, metrics)
+            done, state, failure, ended = self._train(state, start, stop_requested, checkpoints, metrics)
             interrupted = done < self.plan.total_steps
             self._flush(metrics)
             # A checkpoint needs all processes, and a row that one cannot read may be no problem for the others.
             can_save = failure is None or jax.process_count() == 1
             if interrupted and self.checkpoints.checkpoint_period and done > start and can_save:
-                self._save(checkpoints, done, state, metrics)
+                ended._save(checkpoints, done, state, metrics)
             checkpoints.wait()
         if failure is not None:
             raise failure
         is_saved = checkpoints.latest == done
         self.on_event(RunStopped(steps=done, interrupted=interrupted, folder=self.folder, is_saved=is_saved))
-        return state, self._summary(done, start, metrics, checkpoints, time.perf_counter() - began)
+        return state, ended._summary(done, start, metrics, checkpoints, time.perf_counter() - began)
 
     @contextlib.contextmanager
     def _report_abort(self) -> Iterator[None]:
@@ -244,10 +254,14 @@ class Loop:
 
     def _train(
         self, state: Any, start: int, stop_requested: Callable[[], bool], checkpoints: Checkpoints, metrics: Metrics
-    ) -> tuple[int, Any, DataError | None]:
-        """Return the steps done, the state after them, and the error if a row that cannot be read ended the run."""
+    ) -> tuple[int, Any, DataError | None, Loop]:
+        """Return the steps done, the state after them, the error if a row that cannot be read ended the run, and the loop.
+
+        The loop is this one, or with `batch_size_schedule: auto` the one with the plan that the run has at its end.
+        """
         period, last = self.checkpoints.checkpoint_period, self.plan.total_steps
         done, stopping = start, StepConsensus(any_process=True)
+        grown: Loop | None = None
         try:
             if start == 0 and self.evaluation and self.evaluation.at_start:
                 self._evaluate(self.evaluation, 0, state, metrics)
@@ -260,15 +274,36 @@ class Loop:
                 state, values = self.step(state, batch)
                 metrics.push(batch.position, values, self.step.waited_seconds - waited)
                 done = batch.position.step + 1
+                if self.metrics.auto is not None and self.metrics.auto.is_due(done):
+                    # Waits for the devices, because the decision takes the noise of all steps before it.
+                    self._flush(metrics)
+                    grown = self._grown(metrics)
                 if self.evaluation and (done % self.evaluation.eval_interval == 0 or done == last):
                     self._evaluate(self.evaluation, done, state, metrics)
-                if period and (done % period == 0 or done == last):
-                    self._save(checkpoints, done, state, metrics)
+                if period and (done % period == 0 or done == last or grown):
+                    (grown or self)._save(checkpoints, done, state, metrics)
+                if grown:
+                    break
         except DataError as error:
-            return done, state, error
+            return done, state, error, self
         finally:
             self.step.close()
-        return done, state, None
+        if grown is None:
+            return done, state, None, self
+        # In the checkpoint before the first step of the new size.
+        checkpoints.wait()
+        self.on_event(BatchSizeChanged(step=done, plan=grown.plan))
+        return grown._train(state, done, stop_requested, checkpoints, metrics)
+
+    def _grown(self, metrics: Metrics) -> Loop | None:
+        """Return the loop with the plan of the decision that was made after the last step, or None if the batch stays."""
+        auto = self.metrics.auto
+        if auto is None or auto.mode != "follow" or auto.size == self.plan.ramp.sizes[-1]:
+            return None
+        assert self.batches_of is not None
+        plan = replace(self.plan, ramp=auto.ramp)
+        metrics.change_ramp(plan.ramp)
+        return replace(self, plan=plan, batches=self.batches_of(plan))
 
     def _evaluate(self, evaluation: EvalOptions, done: int, state: Any, metrics: Metrics) -> None:
         self._flush(metrics)
@@ -282,6 +317,7 @@ class Loop:
         if self._flush(metrics):
             own = {RAMP_ROWS: self.plan.ramp.to_rows(), SHAPE_CHANGES: self.step.shape_changes}
             own |= {} if self.metrics.noise is None else {GRADIENT_NOISE: self.metrics.noise.state}
+            own |= {} if self.metrics.auto is None else {ADVISED_ROWS: self.metrics.auto.rows}
             record = {**self._identity(self.plan.ramp, done), **own, **self.checkpoints.extra_metadata}
             checkpoints.save(done, self.checkpoints.to_saved(state), record)
             self.on_event(CheckpointSaved(steps=done))
@@ -344,6 +380,7 @@ class Loop:
             seconds=round(seconds, 3),
             first_eval_loss=evaluations[0] if evaluations else None,
             final_eval_loss=evaluations[-1] if evaluations else None,
+            batch_size_schedule=None if self.metrics.auto is None else self.metrics.auto.schedule,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
 import re
 import time
@@ -16,10 +17,11 @@ from typing import Any
 import jax
 
 from rampup.errors import NonFiniteError
+from rampup.plan.auto_schedule import AutoSchedule
 from rampup.plan.noise_scale import NoiseScale
 from rampup.plan.plan import PlanPosition
 from rampup.plan.ramp import BatchRamp
-from rampup.run.distributed import is_primary
+from rampup.run.distributed import broadcast_from_process0, is_primary
 from rampup.run.events import OnEvent, PhaseStarted, StepDone, StepSkipped
 from rampup.run.run_folder import EVAL_FILE, METRICS_FILE, StepLog, read_lines
 from rampup.run.writers import MetricWriter, write_numbers
@@ -65,6 +67,7 @@ class MetricOptions:
         skip_nonfinite: consecutive skipped steps (see `train_step`) that end the run; 0 = never.
         describe_rows: from a step number to descriptions of its rows, for the error that ends the run.
         noise: the averages of the gradient noise of a step that measures it; checkpoints of the run contain them.
+        auto: the decisions of `batch_size_schedule: auto`, which follow the noise.
     """
 
     learning_rate: Callable[[int], float] | None = None
@@ -74,6 +77,7 @@ class MetricOptions:
     skip_nonfinite: int = 0
     describe_rows: Callable[[int], Sequence[str]] = lambda step: ()
     noise: NoiseAverages | None = None
+    auto: AutoSchedule | None = None
 
 
 class NoiseAverages:
@@ -84,7 +88,7 @@ class NoiseAverages:
     """
 
     def __init__(self, half_life_samples: float) -> None:
-        self._half_life = half_life_samples
+        self.half_life_samples = half_life_samples
         self.scales: dict[str, NoiseScale] = {"": NoiseScale(half_life_samples=half_life_samples)}
 
     @property
@@ -92,17 +96,22 @@ class NoiseAverages:
         """The averages as JSON values."""
         return {prefix: scale.state for prefix, scale in self.scales.items()}
 
+    @property
+    def lower_end(self) -> float | None:
+        """Lower end of the noise scale's interval in samples, in the Euclidean geometry."""
+        return self.scales[""].in_samples.low
+
     def load(self, state: Mapping[str, Mapping[str, float]]) -> None:
         """Continue from the averages in a checkpoint, with the half-life of this run."""
-        own = {"half_life_samples": self._half_life}
-        self.scales = {prefix: NoiseScale.from_state({**values, **own}) for prefix, values in state.items()}
+        own = {"half_life_samples": self.half_life_samples}
+        self.scales |= {prefix: NoiseScale.from_state({**values, **own}) for prefix, values in state.items()}
 
     def update(self, values: Mapping[str, float], *, samples: int, weight: float, skipped: bool) -> dict[str, float | None]:
         """Take the `gradient_noise` of a step, and return its line's metrics. A skipped step stays out of the averages."""
         found: dict[str, float | None] = {}
         for prefix in ("", *(["adam_"] if "adam_trace" in values else [])):
             trace, squared_norm = float(values[f"{prefix}trace"]), float(values[f"{prefix}squared_norm"])
-            scale = self.scales.setdefault(prefix, NoiseScale(half_life_samples=self._half_life))
+            scale = self.scales.setdefault(prefix, NoiseScale(half_life_samples=self.half_life_samples))
             if not skipped:
                 # Before its first step, Adam has no second moments and its geometry no S.
                 counted = 0.0 if prefix and trace == squared_norm == 0 else weight
@@ -246,11 +255,30 @@ class Metrics:
             assert options.noise is not None
             noise, skipped = values["gradient_noise"], bool(values.get("skipped", False))
             found |= options.noise.update(noise, samples=size, weight=float(values["weight"]), skipped=skipped)
+        if options.auto is not None:
+            found |= self._decide(options.auto, found["step"] + 1, found["consumed_samples"])
         # Means, as the loss is one: the sums over the step's rows, by the step's weight.
         weight = float(values.get("weight", 0))
         means = {name: _finite_or_none(value / weight) if weight else None for name, value in values.get("aux", {}).items()}
         # Facts are numbers that the host knew when the step began.
         return found | {f"aux/{name}" if name in found else name: mean for name, mean in means.items()} | facts
+
+    def _decide(self, auto: AutoSchedule, step: int, sample: int) -> dict[str, int]:
+        """Return the decision about the batch after a step, if there is one. It is in the step's line before it is used."""
+        if not auto.is_due(step):
+            return {}
+        assert self._options.noise is not None
+        size = auto.decide(step=step, sample=sample, noise_scale=self._options.noise.lower_end)
+        if jax.process_count() > 1:
+            # The averages are the same everywhere, computed from the same numbers; one process has the last word all the same.
+            rows = json.loads(broadcast_from_process0(f"auto_schedule{step}", json.dumps(auto.rows)))
+            auto.load(rows)
+            size = auto.size
+        return {"next_global_batch_size" if auto.mode == "follow" else "advised_global_batch_size": size}
+
+    def change_ramp(self, ramp: BatchRamp) -> None:
+        """Take the ramp of a run whose batch has grown."""
+        self._skipped.ramp = ramp
 
 
 class SkippedSteps:
@@ -274,7 +302,7 @@ class SkippedSteps:
         on_event: OnEvent,
     ) -> None:
         self._steps, self._limit = list(before), limit
-        self._ramp, self._describe_rows, self._on_event = ramp, describe_rows, on_event
+        self.ramp, self._describe_rows, self._on_event = ramp, describe_rows, on_event
 
     def count(self, record: Mapping[str, Any]) -> None:
         """Take the next step's line of metrics.jsonl.
@@ -299,7 +327,7 @@ class SkippedSteps:
             )
 
     def _rows_in_words(self, step: int) -> str:
-        ramp, rows = self._ramp, self._describe_rows(step)
+        ramp, rows = self.ramp, self._describe_rows(step)
         samples = f"  step {step}: samples {ramp.samples_before(step):,} to {ramp.samples_before(step + 1) - 1:,}"
         more = f", and {len(rows) - NAMED_ROWS} more (rampup rows lists them)" if len(rows) > NAMED_ROWS else ""
         return f"{samples}: {', '.join(rows[:NAMED_ROWS])}{more}" if rows else samples

@@ -175,6 +175,9 @@ class TrainProgress:
                 self._console.print(f"{parameters} on {devices}; run folder {event.folder}")
             case events.RunStarted():
                 self._start(event)
+            case events.BatchSizeChanged():
+                self._plan = event.plan
+                self._bar.start(event.plan.consumed_samples, event.plan.ramp.samples_before(event.step))
             case events.PhaseStarted():
                 self._show_phase(event)
             case events.StepDone():

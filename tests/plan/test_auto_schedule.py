@@ -1,0 +1,113 @@
+"""Tests of rampup.plan.auto_schedule."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from rampup import Config, build_plan
+from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
+from rampup.plan.auto_schedule import DECISION_PERIOD, AutoSchedule, auto_sizes
+from rampup.plan.ramp import BatchRamp
+
+
+def random_config(rng):
+    """Return a configuration of `auto` that may or may not be legal, and a number of devices."""
+    fsdp, stages = (int(rng.choice([1, 1, 2])) for _ in range(2))
+    start = int(rng.integers(1, 9))
+    keys = {
+        "batch_size_schedule": "auto",
+        "per_device_batch_size_start": start,
+        "per_device_batch_size": start * int(rng.integers(1, 12)) + int(rng.random() < 0.1),
+        "gradient_accumulation_steps": int(rng.choice([1, 1, 2, 3])),
+        "microbatch_size": int(rng.choice([-1, -1, 1, 2])),
+        "ici_fsdp_parallelism": fsdp,
+        "ici_pipeline_parallelism": stages,
+        "num_layers_per_pipeline_stage": -1,
+        "eval_interval": -1,
+    }
+    return keys, fsdp * stages * int(rng.choice([1, 2, 3]))
+
+
+def random_noise(rng):
+    """Return a lower end of a noise scale: unknown, zero, small or huge."""
+    return [None, 0.0, float(rng.random() * 100), float(10 ** rng.uniform(-3, 9)), math.inf][int(rng.integers(5))]
+
+
+@pytest.mark.parametrize("number", [400, pytest.param(20_000, marks=pytest.mark.faults)])
+def test_auto_schedule_never_uses_an_illegal_size(number):
+    """Over random configurations and noise: legal sizes only, never smaller, at most doubled, and the schedule replays it."""
+    rng = np.random.default_rng(0)
+    legal = 0
+    for _ in range(number):
+        keys, devices = random_config(rng)
+        try:
+            plan = build_plan(Config(**keys), devices)
+        except RampupError:
+            continue
+        legal += 1
+        half_life = float(10 ** rng.uniform(0, 4))
+        auto = AutoSchedule(sizes=plan.reserved_sizes, mode="follow", half_life_samples=half_life, rows=plan.ramp.to_rows())
+        sample, sizes = 0, []
+        for step in range(1, 201):
+            sizes.append(auto.size)
+            sample += auto.size
+            if auto.is_due(step):
+                before = auto.size
+                if rng.random() < 0.1:  # a checkpoint in between changes nothing
+                    auto.load(json.loads(json.dumps(auto.rows)))
+                after = auto.decide(step=step, sample=sample, noise_scale=random_noise(rng))
+                assert before <= after <= 2 * before
+                assert plan.splitter.problem(after, "auto") is None
+                assert after <= plan.reserved_sizes[-1]
+        replay = BatchRamp.from_schedule(auto.schedule)
+        assert [replay.global_batch_size_at(step) for step in range(200)] == sizes
+        assert replay.phases[: len(auto.rows)] == auto.ramp.phases
+    assert legal > number / 4
+
+
+def test_auto_schedule_has_hysteresis():
+    """It grows only when the lower end has reached the next size and a half-life has passed, and never shrinks."""
+    auto = AutoSchedule(sizes=(8, 16, 32), mode="follow", half_life_samples=100, rows=[[0, 0, 8]])
+    assert auto.decide(step=10, sample=80, noise_scale=1e9) == 8
+    assert auto.decide(step=20, sample=160, noise_scale=15.9) == 8
+    assert auto.decide(step=30, sample=240, noise_scale=16.0) == 16
+    assert auto.decide(step=40, sample=339, noise_scale=1e9) == 16
+    assert auto.decide(step=50, sample=340, noise_scale=None) == 16
+    assert auto.decide(step=50, sample=340, noise_scale=1e9) == 32
+    assert auto.decide(step=900, sample=10_000, noise_scale=0.0) == 32
+    assert auto.schedule == "0:8 240:16 340:32"
+    assert [auto.is_due(step) for step in (0, 1, DECISION_PERIOD)] == [False, False, True]
+
+
+@pytest.mark.parametrize(("start", "largest", "error"), [(4, 2, RampDefinitionError), (4, 10, BatchDivisibilityError)])
+def test_auto_sizes_refuses_sizes(start, largest, error):
+    """The largest batch is a multiple of the first."""
+    with pytest.raises(error, match="per_device_batch_size"):
+        auto_sizes(start, largest)
+
+
+def test_auto_schedule_checks_every_size_before_the_run():
+    """All sizes share one program, and every one is checked; keys that need all batches ahead are refused."""
+    plan = build_plan(Config(batch_size_schedule="auto"), 1)
+    assert (plan.ramp.sizes, plan.reserved_sizes) == ((4,), (4, 8, 16))
+    assert dict(plan.max_microbatches) == {2: 8}
+    with pytest.raises(RampupError, match="batch_size_schedule: auto"):
+        build_plan(
+            Config(batch_size_schedule="auto", per_device_batch_size_start=6, per_device_batch_size=18, microbatch_size=4), 1
+        )
+    wrong = {
+        "learning_rate_clock": "samples",
+        "learning_rate_batch_scaling": "sqrt",
+        "measure_gradient_noise": False,
+        "rampup_microbatch": "auto",
+        "enable_rampup_batch_size": True,
+        "adam_b2_batch_scaling": "half_life",
+        "train_samples": 1000,
+    }
+    for name, value in wrong.items():
+        with pytest.raises(ConfigError, match=f"batch_size_schedule=auto needs {name}="):
+            Config(batch_size_schedule="auto", **{name: value})
+    with pytest.raises(ConfigError, match="auto_schedule"):
+        Config(batch_size_schedule="auto", auto_schedule="maybe")
