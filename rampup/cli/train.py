@@ -78,7 +78,8 @@ def _train(
         progress.close()
     facts = dataclasses.asdict(summary)
     return Result(
-        facts={name: facts[name] for name in json_keys} | {name: facts[name] for name in AUTO_KEYS if facts.get(name) is not None},
+        facts={name: facts[name] for name in json_keys}
+        | {name: facts[name] for name in AUTO_KEYS if facts.get(name) is not None},
         show=lambda console: print_facts({name: fact for name, fact in facts.items() if fact is not None}, console),
         exit_code=EXIT_INTERRUPTED if summary.interrupted else 0,
     )

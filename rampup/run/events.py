@@ -47,7 +47,7 @@ class BatchSizeChanged:
     """With `batch_size_schedule: auto`, the batch changes from step `step` on; `plan` has the new size as its last phase."""
 
     step: int
-    plan: RampPlan
+    plan: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

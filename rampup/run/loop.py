@@ -151,7 +151,7 @@ class Loop:
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     evaluation: EvalOptions | None = None
     on_event: OnEvent = ignore_event
-    batches_of: Callable[[RampPlan], Callable[[int], Iterator[Batch]]] | None = None
+    batches_of: Callable[[Any], Callable[[int], Iterator[Any]]] | None = None
 
     def run(self, state: Any) -> tuple[Any, Summary]:
         """Train from the newest checkpoint, or from `state`, to the plan's end, Ctrl-C or SIGTERM: `restore`, then `train`.
