@@ -87,7 +87,7 @@ def _print_result(found: CriticalBatch, console: Console) -> None:
     if found.noise_scale_samples is None:
         print_notes(["the run measured no gradient noise scale to compare with: measure_gradient_noise=true"], console)
     else:
-        console.print(f"gradient noise scale measured by the run: {found.noise_scale_samples:,.4g} samples")
+        console.print(f"gradient noise scale measured by the run: {found.noise_scale_samples} samples")
         print_notes([] if found.disagreement is None else [found.disagreement], console)
     close = [
         branch.global_batch_size

@@ -22,7 +22,7 @@ import optax
 
 from rampup.config.load import load_config
 from rampup.config.resume import plan_to_resume
-from rampup.config.schema import Config
+from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError, DataError, ResumeMismatchError
 from rampup.lm.data import sample_order, sources
 from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, model_loss, optimizer
@@ -37,6 +37,7 @@ from rampup.plan.critical import (
     smoothed_loss,
 )
 from rampup.plan.learning_rate import learning_rate_scale
+from rampup.plan.noise_scale import NoiseEstimate
 from rampup.plan.numbers import nearest_in, plain_number
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
@@ -63,6 +64,7 @@ from rampup.run.step import EvalStep, TrainState
 DEFAULT_MULTIPLES = (1, 2, 4, 8)
 # Nats by which a larger batch may be worse, as in the paper.
 DEFAULT_TOLERANCE = 0.01
+NOT_IN_BRANCHES = ("measure_gradient_noise",)
 EVALUATIONS_FILE = "evaluations.jsonl"
 # Checkpoints of a branch that is not interrupted.
 SAVES_PER_BRANCH = 4
@@ -84,7 +86,7 @@ class CriticalBatch:
         learning_rates: the learning rate of each branch.
         tolerance: nats by which a branch may be worse than a smaller one.
         tokens: tokens that every branch trained on.
-        noise_scale_samples: the gradient noise scale that the run measured before the checkpoint, or None.
+        noise_scale_samples: the gradient noise scale that the run last measured before the checkpoint, or None.
         num_compilations: executables built for the training step.
         folder: the folder of the measurement.
     """
@@ -97,7 +99,7 @@ class CriticalBatch:
     learning_rates: tuple[float, ...]
     tolerance: float
     tokens: int
-    noise_scale_samples: float | None
+    noise_scale_samples: NoiseEstimate | None
     num_compilations: int
     folder: Path
 
@@ -115,15 +117,15 @@ class CriticalBatch:
     def disagreement(self) -> str | None:
         """How the measured noise scale differs from the critical batch, if it differs by more than a factor of 2."""
         noise = self.noise_scale_samples
-        if noise is None or noise <= 0:
+        if noise is None or not (value := noise.low if noise.value is None else noise.value):
             return None
-        ratio = noise / self.critical_batch_size
-        # A lower bound does not contradict a larger noise scale.
-        if ratio >= 1 / DISAGREEMENT and (ratio <= DISAGREEMENT or self.at_least):
+        ratio = value / self.critical_batch_size
+        # A lower bound does not contradict a larger number.
+        if (ratio >= 1 / DISAGREEMENT or noise.value is None) and (ratio <= DISAGREEMENT or self.at_least):
             return None
         factor = f"{ratio:,.3g} times" if ratio > 1 else f"1/{1 / ratio:,.3g} of"
         return (
-            f"the gradient noise scale, {noise:,.4g} samples, is {factor} the critical batch: trust the branches. The noise "
+            f"the gradient noise scale, {noise} samples, is {factor} the critical batch: trust the branches. The noise "
             "scale describes plain SGD with its best learning rate; with Adam it can be off by orders of magnitude"
         )
 
@@ -193,7 +195,7 @@ def find_critical_batch_size(
         learning_rates=branches.learning_rates,
         tolerance=tolerance,
         tokens=window.samples * config.max_target_length,
-        noise_scale_samples=noise_scale_before(list(read_lines(folder / METRICS_FILE)), step),
+        noise_scale_samples=noise_scale_before(read_lines(folder / METRICS_FILE), step),
         num_compilations=branches.setup.step.num_compilations,
         folder=work,
     )
@@ -280,7 +282,13 @@ class _Branches:
         rates = tuple(rate.at(phase.start_step) for phase in plan.ramp.phases)
 
         mesh = make_mesh(plan.axes)
-        fused = replace(config, gradient_accumulation="fused")
+        # The branches have a plan of their own, and measure nothing else.
+        own = {
+            "gradient_accumulation": "fused",
+            "batch_size_schedule": f"0:{window.sizes[0]}",
+            "enable_rampup_batch_size": False,
+        }
+        fused = replace(config, **own, **{key: False for key in NOT_IN_BRANCHES if key in KEYS})
         tx = optimizer(fused, rate, run_plan)
         setup = replace(TrainSetup.from_config(fused, plan, mesh), tx=tx).with_batches(plan)
         run_shapes = TrainSetup.from_config(config, run_plan, mesh).state_shapes()

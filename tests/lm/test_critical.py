@@ -16,6 +16,7 @@ from rampup.cli import main
 from rampup.errors import ConfigError, DataError, RampupError, ResumeMismatchError
 from rampup.lm.critical import CriticalBatch, _Branches, _find_run, find_critical_batch_size
 from rampup.lm.data import sample_order, sources
+from rampup.plan.noise_scale import NoiseEstimate
 from rampup.run.run_folder import read_lines
 from rampup.run.run_lock import own_run
 
@@ -202,7 +203,8 @@ def test_noise_scale_and_critical_batch_are_compared(run, tmp_path):
     some = {"step": 1, "branches": (), "critical_batch_size": 16, "batch_size_schedule": "0:16", "learning_rates": ()}
     some |= {"tolerance": 0.01, "tokens": 1, "num_compilations": 0, "folder": tmp_path}
 
-    def disagreement(noise, *, at_least):
+    def disagreement(value, *, at_least, low=None):
+        noise = None if value is low is None else NoiseEstimate(value=value, low=low, high=None)
         return CriticalBatch(**some, at_least=at_least, noise_scale_samples=noise).disagreement
 
     assert "100 times the critical batch" in disagreement(1600.0, at_least=False)
@@ -210,6 +212,8 @@ def test_noise_scale_and_critical_batch_are_compared(run, tmp_path):
     assert disagreement(1600.0, at_least=True) is None
     assert disagreement(20.0, at_least=False) is None
     assert disagreement(None, at_least=False) is None
+    assert disagreement(None, low=2.0, at_least=False) is None
+    assert "100 times" in disagreement(None, low=1600.0, at_least=False)
 
 
 @pytest.mark.slow
