@@ -14,6 +14,7 @@ from rampup.errors import ConfigError
 
 Bases = Mapping[str, Mapping[str, Any]]
 NO_BASES: Bases = {}
+NO_PROGRAMS: Mapping[str, str] = {}
 # In a table of base files: the name of the file that another one starts from.
 PARENT = "defaults"
 _MAX_FILES = 20
@@ -28,6 +29,7 @@ def read_hydra(
     bases: Bases = NO_BASES,
     version: str = "",
     groups: Sequence[str] = (),
+    programs: Mapping[str, str] = NO_PROGRAMS,
 ) -> Settings:
     """Read a YAML file, a script or a command, above the base files that it names.
 
@@ -37,6 +39,7 @@ def read_hydra(
         bases: the sizes and defaults that each shipped base file sets, by its name without `.yaml`.
         version: the version of `bases`, for notes.
         groups: first parts of the system's other keys.
+        programs: the base file that a program starts from if its command names none, by a part of the program's name.
 
     Raises:
         ConfigError: see `type_settings`; or the source names a base file that is neither beside it nor in `bases`.
@@ -51,6 +54,8 @@ def read_hydra(
             files.add(name, [Path(source).parent, *(up / folder for up in Path(source).absolute().parents)], path)
         elif name is not None:
             files.add(name, [Path(), Path(option(reading.command, "--config-path", "-cp") or "config")], path)
+        elif own := [base for part, base in programs.items() if any(part in word for word in reading.command.words)]:
+            files.add(own[0], [], path)
     elif "defaults" in leaves and not isinstance(source, tuple):
         files.follow(leaves.pop("defaults"), Path(source).parent)
     settings = type_settings(

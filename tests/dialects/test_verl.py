@@ -7,6 +7,8 @@ from helpers.dialect_files import agrees, case_settings, cases, check_nearest, n
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rampup.dialects import check_command
+
 A, R, REF = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "actor_rollout_ref.ref."
 TRAIN, RESPONSES, GPUS = "data.train_batch_size", f"{R}n", "trainer.n_gpus_per_node"
 MINI, MICRO, OLD, DYNAMIC = (
@@ -326,6 +328,25 @@ def test_dapo_of_the_older_trainer_trains_on_train_batch_size(older):
     assert found.ok, rules(found)
     assert (found.derived["samples_per_step"], found.derived["mini_batches"]) == (8192, 16)
     assert any("1,536 prompts at a time" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("program", "settings", "samples"),
+    [
+        ("recipe.dapo.main_dapo", [], 48 * 4),
+        ("recipe.dapo.main_dapo", ["algorithm.filter_groups.enable=True"], 16 * 4),
+        ("verl.experimental.fully_async_policy.fully_async_main", ["data.train_batch_size=0", f"{GEN}=1"], 8 * 4),
+    ],
+)
+def test_program_decides_which_trainer_runs(program, settings, samples):
+    """Without --config-name a command starts from its program's own base file (recipe/dapo/main_dapo.py: dapo_trainer)."""
+    sizes = [f"{key}={value}" for key, value in {TRAIN: 16, GEN: 48, RESPONSES: 4, MINI: 8, MICRO: 1, LOG: 1}.items()]
+    command = ["python3", "-m", program, *sizes, "algorithm.adv_estimator=grpo", *settings]
+    found = check_command(command, "verl")
+    assert found.derived["samples_per_step"] == samples
+    assert found.ok, rules(found)
+    with_v1 = check_command([word.replace(program, "verl.trainer.main_ppo") for word in command], "verl")
+    assert with_v1.ok == ("filter_groups" in str(settings))
 
 
 ASYNC = {TRAIN: 0, GEN: 1, "async_training.trigger_parameter_sync_step": 4, "async_training.require_batches": 2}

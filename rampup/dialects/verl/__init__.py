@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rampup.dialects.commands import Launch, Source
 from rampup.dialects.hydra import read_hydra
 from rampup.dialects.reading import Entry, Settings, entry
-from rampup.dialects.verl.bases import BASES, VERSION
+from rampup.dialects.verl.bases import BASES, PROGRAMS, VERSION
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 TRAIN, RESPONSES = "data.train_batch_size", f"{ROLLOUT}.n"
@@ -160,4 +160,4 @@ GROUPS = (
 
 def read(source: Source, overrides: Sequence[str]) -> Settings:
     """Read a YAML file, a script or a command of veRL."""
-    return read_hydra(source, overrides, LAUNCH, KEYS, bases=BASES, version=VERSION, groups=GROUPS)
+    return read_hydra(source, overrides, LAUNCH, KEYS, bases=BASES, version=VERSION, groups=GROUPS, programs=PROGRAMS)

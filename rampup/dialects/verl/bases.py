@@ -9,8 +9,10 @@ _ASYNC = {"data.gen_batch_size": 1, "rollout.n": 4, "rollout.nnodes": 1, "rollou
     f"async_training.{name}": value
     for name, value in {"staleness_threshold": 0.1, "trigger_parameter_sync_step": 4, "require_batches": 1}.items()
 }
-_ONE_STEP_OFF = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 8}
-_DAPO = {"data.gen_batch_size": "${data.train_batch_size}"}
+# Trainers that build on the older one.
+_OLDER = {"trainer.use_v1": False}
+_ONE_STEP_OFF = {**_OLDER, "rollout.nnodes": 1, "rollout.n_gpus_per_node": 8}
+_DAPO = {**_OLDER, "data.gen_batch_size": "${data.train_batch_size}"}
 
 
 def _lengths(tokens: int) -> dict[str, int]:
@@ -33,11 +35,13 @@ BASES: Bases = {
     },
     **{f"{name}_trainer": _DAPO for name in ("entropy", "flowrl")},
     "dapo_transfer_queue_trainer": {"defaults": "ppo_megatron_trainer", **_DAPO},
-    **{f"{name}_trainer": {} for name in ("dynamo", "gvpo", "rep_exp", "rob_ppo", "spin", "spo", "sppo", "specRL")},
+    **{f"{name}_trainer": _OLDER for name in ("gvpo", "rep_exp", "spin", "spo", "sppo")},
+    **{f"{name}_trainer": {} for name in ("dynamo", "rob_ppo", "specRL")},
     "prime_trainer": {
+        **_OLDER,
         "actor_rollout_ref.rollout.n": 4, "algorithm.adv_estimator": "rloo", "trainer.balance_batch": False,
     },
-    "atropos_trainer": {"algorithm.adv_estimator": "grpo"},
+    "atropos_trainer": {**_OLDER, "algorithm.adv_estimator": "grpo"},
     **{
         f"{name}_multiturn_grpo{suffix}": _lengths(tokens)
         for name, suffix, tokens in (
@@ -50,3 +54,9 @@ BASES: Bases = {
         for name, tokens in (("gsm8k", 1024), ("geo3k", 2048))
     },
 }  # fmt: skip
+# The base files that programs start from if no `--config-name` names another.
+PROGRAMS = {
+    "fully_async_main": "fully_async_ppo_trainer",
+    "one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
+    **{f"main_{name.removesuffix('_trainer')}": name for name in BASES if name.endswith("_trainer") and "ppo" not in name},
+}

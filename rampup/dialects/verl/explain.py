@@ -20,7 +20,10 @@ LONG = 8_192  # tokens of a sequence from which activations, not the state, fill
 def meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
     """Yield each setting of the file with its meaning."""
     actor, share = job.policy, job.step_share()
-    yield from batch_meanings(job, TRAIN, RESPONSES, MINI, keys.EPOCHS)
+    prompts = f"{MINI} * require_batches = {job.policy.mini_batch:,} * {job.num_mini_batches(job.policy):,}"
+    if not job.fully_async:
+        prompts = TRAIN if job.prompts == job[TRAIN] else keys.GEN
+    yield from batch_meanings(job, prompts, RESPONSES, MINI, keys.EPOCHS)
     yield (
         f"{counted(job.devices, 'device')} / {job.model_sizes['actor']:,} that share a sample ({job.strategies['actor']})",
         f"{counted(actor.replicas, 'replica')}; each has {counted(actor.share, 'sample')} of a mini batch",
@@ -40,11 +43,12 @@ def _memory_meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
     """Yield what the given memory settings trade, in this file's numbers."""
     given, tensor = job.settings.given, keys.ROLLOUT_SIZES[0]
     if tensor in given and job.rollout_devices % job.rollout_size == 0:
+        weights = f"1/{job[tensor]:,} of the weights" if job[tensor] > 1 else "all weights"
         yield (
             tensor,
-            f"{counted(job.rollout_devices // job.rollout_size, 'engine')}; each device has 1/{job[tensor]:,} of the weights, "
-            f"and the rest of {job[keys.UTILIZATION]:.0%} of its memory for the KV cache: a larger size leaves more for the "
-            "cache and makes fewer engines",
+            f"{counted(job.rollout_devices // job.rollout_size, 'engine')}; each device has {weights}, and the rest of "
+            f"{job[keys.UTILIZATION]:.0%} of its memory for the KV cache: a larger size leaves more for the cache and makes "
+            "fewer engines",
         )
     elif keys.UTILIZATION in given:
         yield keys.UTILIZATION, "share of a device's memory for an engine's weights and KV cache; training has the rest"
