@@ -99,7 +99,7 @@ def build_plan(
         splitter = _with_best_repeats(config, splitter, ramp)
     if eval_size is None:
         with _collected(problems, config):
-            eval_size = _eval_size(config, num_devices, ramp, splitter)
+            eval_size = _eval_size(config, num_devices, seesaw.base if seesaw else ramp, splitter)
     total_steps, schedule_steps = _lengths(config, ramp, seesaw)
     with _collected(problems, config):
         plan = RampPlan(

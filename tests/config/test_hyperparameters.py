@@ -104,6 +104,7 @@ def test_seesaw_takes_fewer_steps_for_the_same_samples():
     assert plain.consumed_samples <= plan.consumed_samples < plain.consumed_samples + 512
     assert plan.total_steps < 0.75 * plain.total_steps
     assert plan.ramp.sizes == (32, 64, 128, 256, 512)
+    assert plan.eval_global_batch_size == plain.eval_global_batch_size == 64
     assert plan.num_compiled_shapes == 1
     for segment in plan.clock:
         base = plain.ramp.phase_of_sample(plan.ramp.samples_before(segment.start_step)).global_batch_size
