@@ -1,5 +1,6 @@
 """All tests run on eight simulated CPU devices and share one compilation cache, also between worker processes."""
 
+import importlib.util
 import os
 import signal
 import tempfile
@@ -14,6 +15,7 @@ os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
 import hypothesis
 import jax
+import pytest
 
 # A shell that runs the tests in the background makes them ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -25,7 +27,7 @@ hypothesis.settings.register_profile("rampup", deadline=None)
 hypothesis.settings.load_profile("rampup")
 
 # Tests with these markers run only if the marker is selected, for instance by `pytest -m faults`.
-ON_REQUEST = ("bench", "faults", "notebooks")
+ON_REQUEST = ("bench", "faults", "notebooks", "tpu_compile")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -35,3 +37,8 @@ def pytest_collection_modifyitems(config, items):
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = [item for item in items if item not in deselected]
+    if importlib.util.find_spec("libtpu") is None:
+        reason = "the TPU compiler is not installed: pip install 'rampup[tpu-compile]'"
+        for item in items:
+            if item.get_closest_marker("tpu_compile"):
+                item.add_marker(pytest.mark.skip(reason=reason))

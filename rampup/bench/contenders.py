@@ -223,6 +223,29 @@ def microbatched(problem: Problem, tx: optax.GradientTransformation, rows: int) 
     return step
 
 
+def scanned(problem: Problem, tx: optax.GradientTransformation) -> StepFn:
+    """Return gradient accumulation by `jax.lax.scan`, which the compiler partitions: (state, batch_KR) -> (state, loss).
+
+    Source: `utils/gradient_accumulation.py` of MaxText.
+    """
+
+    def step(state: Any, batch_KR: Any) -> tuple[Any, jax.Array]:
+        params, opt_state = state
+
+        def with_weight(params: Any, batch_R: Any) -> tuple[jax.Array, jax.Array]:
+            return problem.model.loss(params, batch_R)[:2]
+
+        def add(so_far: Any, batch_R: Any) -> tuple[Any, None]:
+            (loss, weight), grads = jax.value_and_grad(with_weight, has_aux=True)(params, batch_R)
+            return jax.tree.map(jnp.add, so_far, (grads, loss, weight)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params), jnp.float32(0), jnp.float32(0)
+        (grads, loss, weight), _ = jax.lax.scan(add, zeros, batch_KR)
+        return _apply(tx, params, opt_state, jax.tree.map(lambda g: g / weight, grads)), loss / weight
+
+    return step
+
+
 def _apply(tx: optax.GradientTransformation, params: Any, opt_state: Any, grads: Any) -> Any:
     updates, opt_state = tx.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state

@@ -1,0 +1,222 @@
+"""Tests of compiling for TPU slices that are not here: what their compiler makes of the ramp, and what `tune` says of it."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import rampup
+from rampup.plan.topology import NOT_RUN_ON, Topology
+from rampup.run.offload import bytes_per_device, is_out_of_memory, program_memory
+from rampup.run.topology import compile_for, topology_devices
+from rampup.tune.programs import Programs
+from rampup.tune.search import tune
+from rampup.tune.topology import Target, refused_bytes
+
+pytestmark = pytest.mark.tpu_compile
+BASE = "configs/base.yml"
+MIB = 2**20
+
+
+def compile_base(name, *settings, microbatch_size=4):
+    """Return the programs of base.yml for a slice, and the answer about one microbatch size."""
+    topology = Topology.parse(name)
+    config = rampup.load_config(BASE, settings)
+    programs = Programs(config, topology_devices(topology), target=Target(topology=topology))
+    return programs, programs.answer(programs.size(microbatch_size))
+
+
+def gradients(account):
+    """Return the collectives of whole arrays, without those of single numbers."""
+    return [c for c in account.collectives if not c.has_numbers_only]
+
+
+def test_the_ramp_reduces_once_on_16_chips():
+    """base.yml on v5e:4x4: one executable, one all-reduce of all gradients after the loop, and none inside."""
+    programs, answer = compile_base("v5e:4x4")
+    assert programs.mesh.shape["data"] == 16
+    assert rampup.build_plan(rampup.load_config(BASE), 16).num_compiled_shapes == 1
+    (reduction,) = gradients(answer.account)
+    assert (reduction.kind, reduction.axes, reduction.in_loop, reduction.runs) == ("all-reduce", ("data",), False, 1)
+    params = bytes_per_device(programs.state_shapes.params)
+    assert params <= reduction.num_bytes <= params + 64
+    assert not any(c.in_loop for c in answer.account.collectives)
+    assert answer.account.num_open_loops == 1
+
+
+@pytest.mark.parametrize(("name", "reduction"), [("v5e:2x4", "reduce-scatter"), ("v5e:4x4", "all-reduce")])
+def test_zero_scatters_and_gathers_once(name, reduction):
+    """ZeRO-1: one reduce-scatter of the gradients and one all-gather of the parameters, outside the loop.
+
+    Over both sides of a 4x4 slice, this compiler runs a reduce-scatter as an all-reduce.
+    """
+    programs, answer = compile_base(name, "shard_optimizer_over_data=true")
+    found = gradients(answer.account)
+    assert [(c.kind, c.axes) for c in found] == [(reduction, ("data",)), ("all-gather", ("data",))]
+    assert not any(c.in_loop for c in answer.account.collectives)
+    assert all(c.num_bytes >= bytes_per_device(programs.state_shapes.params) for c in found)
+    whole = compile_base(name)[1].memory
+    assert answer.memory.arguments < 0.6 * whole.arguments
+
+
+def test_a_pipeline_sends_twice_a_tick_and_needs_no_more_memory_for_more_microbatches():
+    """Four stages: two collective-permutes in the loop over ticks, and memory that does not grow with their number."""
+    totals, permutes = [], []
+    for batch in (16, 64):
+        programs, answer = compile_base(
+            "v5e:4x4",
+            "ici_pipeline_parallelism=4",
+            f"per_device_batch_size={batch}",
+            "enable_rampup_batch_size=false",
+            "per_device_batch_size_start=4",
+            microbatch_size=4,
+        )
+        size = programs.size(4)
+        assert size.num_microbatches == batch
+        permutes.append([c for c in answer.account.collectives if c.kind == "collective-permute"])
+        rows = programs._batch_bytes(size)
+        totals.append(answer.memory.total - rows)
+        assert [c.in_loop for c in gradients(answer.account) if c.kind == "all-reduce"] == [False, False]
+    for found in permutes:
+        assert [(c.axes, c.open_loops, c.runs) for c in found] == [(("stage",), 2, 1)] * 2
+    assert totals[1] <= totals[0] + MIB // 4
+
+
+@pytest.mark.parametrize("name", ["v5e:1x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_small_slices_compile(name):
+    """The ramp compiles for the smallest slices of three chips; their memory and FLOPs are counted."""
+    programs, answer = compile_base(name)
+    config, number = programs.config, programs.plan.num_devices
+    assert len(gradients(answer.account)) == (number > 1)
+    layers, width, mlp, T = config.base_num_decoder_layers, config.base_emb_dim, config.base_mlp_dim, config.max_target_length
+    weights = layers * (4 * width**2 + 3 * width * mlp) + width * config.vocab_size
+    flops = sum(answer.account.total_flops((1,)).values())
+    matrices, attention = 6 * weights * 4 * T, 12 * layers * 4 * T * T * width
+    # A kernel's own products, such as those of flash attention, are not counted.
+    assert matrices <= flops + 1 <= matrices + attention + 2
+    assert 0 < answer.memory.total < answer.memory.arguments + answer.memory.temporary + 64 * MIB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+@pytest.mark.parametrize(
+    ("settings", "microbatch_size"),
+    [
+        ((), 64),
+        (("dtype=bfloat16", "base_emb_dim=256", "max_target_length=512"), 16),
+        (("ici_fsdp_parallelism=2", "base_emb_dim=512", "base_num_query_heads=8"), 32),
+        (("shard_optimizer_over_data=true", "remat_policy=full", "vocab_size=4096"), 32),
+    ],
+)
+def test_the_account_agrees_with_the_refusal_near_the_edge(name, settings, microbatch_size):
+    """With a little more memory than the account says the compiler accepts a program, with less it refuses."""
+    programs, answer = compile_base(name, *settings, microbatch_size=microbatch_size)
+    lowered = programs._lower(programs.size(microbatch_size))
+    needed = answer.memory.total
+    slack = max(needed // 20, 24 * MIB)  # the code is counted, but not by the compiler; it rounds up to its own units
+
+    def accepted(limit):
+        try:
+            compile_for(lowered, hbm_bytes=limit)
+        except Exception as error:
+            assert is_out_of_memory(error), error
+            return False
+        return True
+
+    assert accepted(needed + slack)
+    assert not accepted(needed - slack)
+
+
+def test_a_program_that_does_not_fit_is_refused():
+    """The compiler's refusal is the answer: no memory, no account, and the bytes that it names."""
+    programs, answer = compile_base("v5e:1x1", "base_num_decoder_layers=1", microbatch_size=2**17)
+    assert answer.memory is None
+    assert answer.account is None
+    assert programs.bytes(programs.size(2**17)) == math.inf
+    assert refused_bytes(answer.refusal) > programs.target.limit
+
+
+@pytest.mark.parametrize("name", ["v5e:2x2", "v5e:4x4"])
+def test_the_optimizer_state_can_be_in_host_memory(name):
+    """Also on slices of several hosts, whose devices say nothing about their memories here."""
+    _, answer = compile_base(name, "optimizer_memory_host_offload=true")
+    _, without = compile_base(name)
+    assert answer.memory.host > 0
+    assert answer.memory.arguments < without.memory.arguments - answer.memory.host // 2
+
+
+def test_axes_are_found_where_the_program_does_not_name_them():
+    """Collectives over several axes of a mesh carry their names, also those over groups that the compiler made up."""
+    devices = np.array(topology_devices("v5e:2x4")).reshape(2, 4)
+    mesh = Mesh(devices, ("outer", "inner"), axis_types=(AxisType.Auto,) * 2)
+
+    def f(x):
+        return jax.lax.psum(x, "inner"), jax.lax.all_gather(x, "outer"), jax.lax.ppermute(x, "inner", [(0, 1), (1, 0)])
+
+    sharding = NamedSharding(mesh, PartitionSpec("outer", "inner"))
+    specs = (PartitionSpec("outer"), PartitionSpec(None, None, "inner"), PartitionSpec("outer", "inner"))
+    step = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=PartitionSpec("outer", "inner"), out_specs=specs, check_vma=False))
+    shape = jax.ShapeDtypeStruct((2048, 4096), jnp.float32, sharding=sharding)
+    found = rampup.inspect(compile_for(step.lower(shape)), mesh=mesh)
+    axes = {c.kind: c.axes for c in found.account.collectives}
+    assert axes["all-reduce"] == ("inner",)
+    assert axes["all-gather"] == ("outer",)
+    assert axes["collective-permute"] == ("inner",)
+
+
+def test_tune_finds_the_largest_microbatch_and_remembers_it(tmp_path):
+    """The size that fits is the compiler's; a second run compiles nothing; every time is labelled as an estimate."""
+    settings = {"jax_cache_dir": str(tmp_path), "base_num_decoder_layers": 1, "base_emb_dim": 64, "base_mlp_dim": 128}
+    config = replace(rampup.load_config(BASE), **settings)
+    lines = []
+    found = tune(config, topology="v5e:1x1", memory_gib="0.05", report=lines.append).to_dict()
+    assert found["topology"] == "v5e:1x1"
+    assert found["hbm_bytes"] == int(0.05 * 2**30)
+    assert NOT_RUN_ON in found["compiled_for"]
+    assert found["largest_microbatch"] < found["next_larger"]
+    sizes = {row["microbatch_size"]: row["fits"] for row in found["candidates"]}
+    assert sizes[found["largest_microbatch"]]
+    assert not sizes[found["next_larger"]]
+    assert found["run_seconds"] is None
+    assert all(row["step_seconds"] is None and row["roofline_seconds"] > 0 for row in found["phases"])
+    assert found["roofline_seconds"] == found["phases"][-1]["roofline_seconds"]
+    assert found["memory"]["total"] <= found["hbm_bytes"]
+    assert all("compiled in" in line for line in lines)
+    again = []
+    assert tune(config, topology="v5e:1x1", memory_gib="0.05", report=again.append).to_dict() == found
+    assert [line.endswith("(known)") for line in again] == [True] * len(lines)
+
+
+def test_tune_prints_its_contract_without_noise(tmp_path):
+    """The command on a machine without a TPU: exit 0, one JSON object, and only progress on standard error."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("TPU", "JAX", "LIBTPU"))}
+    environ["RAMPUP_JAX_CACHE_DIR"] = str(tmp_path)
+    small = ["base_num_decoder_layers=1", "base_emb_dim=64", "base_mlp_dim=128", "per_device_batch_size=8"]
+    command = [sys.executable, "-m", "rampup", "tune", BASE, *small, "--topology", "v5litepod-4", "--json"]
+    # Two at once: libtpu has a lock file.
+    runs = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in "ab"]
+    for run in runs:
+        out, err = run.communicate(timeout=900)
+        assert run.returncode == 0, err
+        found = json.loads(out)
+        assert found["topology"] == "v5e:2x2"
+        assert {"hbm_bytes", "largest_microbatch", "collectives_per_step", "roofline_seconds"} <= set(found)
+        (row,) = [row for row in found["collectives_per_step"] if row["bytes"] > 1000]
+        assert (row["kind"], row["axes"], row["count"], row["in_loop"]) == ("all-reduce", ["data"], 1, False)
+        assert all(line.startswith("microbatch of ") for line in err.splitlines())
+
+
+def test_program_memory_uses_the_smaller_account():
+    """On a TPU the total is not above the compiler's own peak and the code."""
+    programs, _ = compile_base("v5e:1x1")
+    memory = program_memory(compile_for(programs._lower(programs.size(4))))
+    assert memory.peak is not None
+    assert memory.total <= memory.peak + memory.code
