@@ -1,4 +1,4 @@
-"""The last step of a ramp on a TPU slice that is not here: rampup, a jit per batch size, optax and a scan, compiled side by side.
+"""The last step of a ramp on a TPU slice that is not here, compiled: rampup, a jit per batch size, optax and a scan.
 
     python -m rampup.bench.topology --topology v5e:4x4
 
@@ -64,7 +64,7 @@ def run(topology: Topology, *, problem: Problem | None = None, on_row: OnRow = i
             str(problem),
             f"{compiler_version()}; AdamW after clipping; all numbers are of one device and one optimizer step.",
             f"executables: of a ramp of {NUM_PHASES} batch sizes. hbm_mib: of the largest of them.",
-            "roofline_ms: an estimate at published peaks, of the matrix products, memory and collectives of the compiled program.",
+            "roofline_ms: an estimate at published peaks, of the program's matrix products, memory and collectives.",
             f"{SCAN}: gradient accumulation as GSPMD training loops such as MaxText's have it.",
         ],
     )

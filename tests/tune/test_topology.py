@@ -110,23 +110,23 @@ def test_small_slices_compile(name):
 @pytest.mark.parametrize(
     ("settings", "microbatch_size"),
     [
-        ((), 64),
-        (("dtype=bfloat16", "base_emb_dim=256", "max_target_length=512"), 16),
-        (("ici_fsdp_parallelism=2", "base_emb_dim=512", "base_num_query_heads=8"), 32),
-        (("shard_optimizer_over_data=true", "remat_policy=full", "vocab_size=4096"), 32),
+        ((), 512),
+        (("dtype=bfloat16", "max_target_length=256"), 256),
+        (("ici_fsdp_parallelism=2", "base_emb_dim=256"), 256),
+        (("shard_optimizer_over_data=true", "remat_policy=full", "vocab_size=1024"), 256),
     ],
 )
 def test_the_account_agrees_with_the_refusal_near_the_edge(name, settings, microbatch_size):
     """With a little more memory than the account says the compiler accepts a program, with less it refuses."""
-    programs, answer = compile_base(name, *settings, microbatch_size=microbatch_size)
+    programs, answer = compile_base(name, "base_num_decoder_layers=1", *settings, microbatch_size=microbatch_size)
     lowered = programs._lower(programs.size(microbatch_size))
     needed = answer.memory.total
-    slack = max(needed // 20, 24 * MIB)  # the code is counted, but not by the compiler; it rounds up to its own units
+    slack = max(needed // 20, 8 * MIB)  # the code is counted, but not by the compiler
 
     def accepted(limit):
         try:
             compile_for(lowered, hbm_bytes=limit)
-        except Exception as error:
+        except RuntimeError as error:
             assert is_out_of_memory(error), error
             return False
         return True
