@@ -82,7 +82,7 @@ def measure(name: str, problem: Problem, topology: Topology) -> dict[str, Any]:
         "hbm_mib": answer.memory.total / 2**20,
         "reductions": calls * sum(row["count"] for row in reduced),
         "reduced_mib": calls * sum(row["bytes"] for row in reduced) / 2**20,
-        "in_loops": sum(row["count"] for row in reduced if row["in_loop"]),
+        "in_loops": calls * sum(row["count"] for row in reduced if row["in_loop"]),
         "roofline_ms": calls * answer.account.roofline(topology, trips).seconds * 1e3,
     }
 
