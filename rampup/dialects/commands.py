@@ -20,6 +20,7 @@ _SETTING = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
 _YAML_KEY = re.compile(r"^\s*(?:-+)?[A-Za-z_][\w.\-]*\s*:(?:\s|$)", re.MULTILINE)
 _COMMAND_WORD = re.compile(r"(?:^|\s)(?:--[A-Za-z]|[A-Za-z_][\w.]*=\S)")
 _SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+_SHELLS = ("bash", "sh", "zsh", "sbatch", "source")
 _SHOWN = 60
 
 
@@ -87,7 +88,8 @@ def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, str
         ConfigError: the file cannot be read, or no command in it starts the system.
     """
     if isinstance(source, tuple):
-        return _choose(_from_words(source, launch), list(overrides), launch, COMMAND_LINE, strict)
+        commands, place = _from_words(source, launch)
+        return _choose(commands, list(overrides), launch, place, strict)
     text = read_text(source)
     if not is_script(source, text):
         repeated: dict[str, int] = {}
@@ -146,13 +148,20 @@ def option(command: Command | None, *names: str) -> str | None:
     return None
 
 
-def _from_words(words: tuple[str, ...], launch: Launch) -> list[Command]:
-    """Return the command of the command line, and those in its quoted words."""
+def _from_words(words: tuple[str, ...], launch: Launch) -> tuple[list[Command], str]:
+    """Return the commands of a command line and their place: itself, its quoted words, or a script with its arguments."""
+    program, *rest = (*words, "")
+    name = next((word for word in rest if word and not word.startswith("-")), "") if program in _SHELLS else program
+    if name.endswith(_SCRIPTS) and Path(name).is_file():
+        arguments = words[words.index(name) + 1 :]
+        text = read_text(name)
+        return read_commands(text, name, {}, launch.program, relevant=launch.relevant, arguments=arguments), name
     commands = [Command(words, 0)]
     for word in words:
         if any(map(str.isspace, word)) and launch.program.search(word):
-            commands += [Command(inner.words, 0) for inner in read_commands(word, COMMAND_LINE, {}, launch.program)]
-    return commands
+            inner = read_commands(word, COMMAND_LINE, {}, launch.program, relevant=launch.relevant)
+            commands += [Command(command.words, 0) for command in inner]
+    return commands, COMMAND_LINE
 
 
 def _choose(commands: Sequence[Command], overrides: list[str], launch: Launch, path: str, strict: bool) -> Reading:

@@ -10,6 +10,7 @@ from typing import Any
 from rampup.config.yaml import Located, parse_mapping, read_text
 from rampup.dialects.commands import Launch, Source, option, read_source
 from rampup.dialects.reading import Entry, Settings, read_leaves, type_settings
+from rampup.dialects.script import show_unknown, unknown_names
 from rampup.errors import ConfigError
 
 Bases = Mapping[str, Mapping[str, Any]]
@@ -51,6 +52,8 @@ def read_hydra(
         name = option(reading.command, "--config-name", "-cn")
         if name is not None and not isinstance(source, tuple):
             folder = option(reading.command, "--config-path", "-cp") or "config"
+            if unknown_names(folder):  # such as the folder of the script; the path within it counts
+                folder = show_unknown(folder).rpartition("$")[2].partition("/")[2]
             files.add(name, [Path(source).parent, *(up / folder for up in Path(source).absolute().parents)], path)
         elif name is not None:
             files.add(name, [Path(), Path(option(reading.command, "--config-path", "-cp") or "config")], path)
@@ -113,6 +116,8 @@ class _Bases:
             ConfigError: there is neither.
         """
         name = name.strip("'\"").removesuffix(".yaml").removesuffix(".yml")
+        if unknown := unknown_names(name):
+            raise ConfigError(f"the script does not say what ${unknown[0]} is, its base file; add {unknown[0]}=...", path=path)
         self.left -= 1
         if self.left < 0:
             raise ConfigError(f"more than {_MAX_FILES} base files; do they name each other?", key=PARENT, path=path)

@@ -17,7 +17,7 @@ from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
 from rampup.dialects.script import show_unknown, unknown_names
 from rampup.errors import ConfigError, RampupError, raise_together
 
-_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?\s*(\.*[A-Za-z_][\w.]*)\s*(?:,\s*([^{}]*))?\}")
+_REFERENCE = re.compile(r"\$\{(?:oc\.select:|oc\.env:)?\s*(\.*[A-Za-z_][\w.]*)\s*(?:[,:]\s*([^{}]*))?\}")
 _MAX_HOPS = 20
 # What users state of a run beside its file; it does not tell whose file it is.
 FACTS = frozenset({"num_prompts", "num_processes", "num_devices", "world_size", "data_parallel_size"})

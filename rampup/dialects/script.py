@@ -512,7 +512,7 @@ class _Reader:
             if unknown or any(fnmatchcase(subject, text) for text in texts):
                 end = self.attempt(body)
                 ends.append(end)
-                if not unknown and end is not None:
+                if (not unknown or "*" in texts) and end is not None:
                     break
         else:
             ends.append(self.env)
@@ -774,7 +774,7 @@ class _Reader:
                     yield value, True
             elif letter in "$`":
                 value, end = self.expand(raw, at, unset)
-                yield value, False
+                yield value, part.startswith("$'")
             else:
                 end = next((n for n in range(at, len(raw)) if raw[n] in "\\'\"$`"), len(raw))
                 yield raw[at:end], True
@@ -788,8 +788,9 @@ class _Reader:
                 yield "" if text[at + 1] == "\n" else text[at + 1]
                 at += 2
             elif text[at] in "$`":
+                start = at
                 value, at = self.expand(text, at, unset)
-                yield value
+                yield " ".join(value) if isinstance(value, list) and text[start:at].endswith(("*", "[*]}")) else value
             else:
                 end = next((n for n in range(at + 1, len(text)) if text[n] in "\\$`"), len(text))
                 yield text[at:end]
@@ -867,22 +868,23 @@ class _Reader:
 
     def modify(self, value: str, rest: str) -> str:
         """Return a text after `#`, `%`, `/`, `:`, `^` or `,` of `${NAME...}`."""
-        pattern = self.text(re.sub(r"^(##?|%%?|//?)", "", rest))
-        if _has_unknown(value) or (rest[0] in "#%/" and _has_unknown(pattern)):
+        sign, raw, _, new = re.fullmatch(r"(##?|%%?|//?|.)((?:\\.|[^/\\])*)(/?)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
+        pattern = self.text(raw if sign[0] == "/" else rest[len(sign) :])
+        if _has_unknown(value) or (sign[0] in "#%/" and _has_unknown(pattern)):
             return value if _MARKER.fullmatch(value) else _mark("${...}")
-        if rest[0] in "#%":
-            sizes = (
-                range(len(value) + 1)
-                if (len(rest) > 1 and rest[1] == rest[0]) != (rest[0] == "%")
-                else range(len(value), -1, -1)
+        if sign[0] in "#%":
+            places = list(range(len(value) + 1))
+            if sign in ("##", "%"):
+                places.reverse()
+            if sign[0] == "#":
+                return next((value[n:] for n in places if fnmatchcase(value[:n], pattern)), value)
+            return next((value[:n] for n in places if fnmatchcase(value[n:], pattern)), value)
+        if sign[0] == "/":
+            return (
+                value.replace(pattern, self.text(new), -1 if sign == "//" else 1)
+                if not set(pattern) & set("*?[") and pattern
+                else value
             )
-            if rest[0] == "#":
-                sizes = range(len(value), -1, -1) if rest[1:2] == "#" else range(len(value) + 1)
-                return next((value[n:] for n in sizes if fnmatchcase(value[:n], pattern)), value)
-            return next((value[:n] for n in sizes if fnmatchcase(value[n:], pattern)), value)
-        if rest[0] == "/":
-            old, _, new = pattern.partition("/")
-            return value.replace(old, new, -1 if rest[1:2] == "/" else 1) if not set(old) & set("*?[") and old else value
         if rest[0] == ":":
             first, _, length = rest[1:].partition(":")
             start, size = self.arithmetic(first), self.arithmetic(length) if length else str(len(value))
@@ -940,6 +942,8 @@ def _calculate(text: str) -> int:
         19
     """
     text = re.sub(r"\(([^()?]*)\?([^()]*):([^()]*)\)|^([^?]*)\?([^:]*):(.*)$", r"((\2\5) if (\1\4) else (\3\6))", text.strip())
+    if re.search(r"(?<!&)&(?!&)|(?<!\|)\|(?!\|)|\^", text) and re.search(r"[=!]=|(?<!<)<(?!<)|(?<!>)>(?!>)", text):
+        raise ValueError("Python's precedence of & and comparisons is not C's")
     text = re.sub(r"!(?!=)", " not ", text.replace("&&", " and ").replace("||", " or "))
 
     def value(node: ast.expr) -> int:
@@ -947,8 +951,13 @@ def _calculate(text: str) -> int:
             return int(node.value)
         if isinstance(node, ast.BinOp):
             return _OPERATORS[type(node.op)](value(node.left), value(node.right))
-        if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            return int(_OPERATORS[type(node.ops[0])](value(node.left), value(node.comparators[0])))
+        if isinstance(node, ast.Compare):  # in C, a < b < c compares the result of the first with c
+            if len({isinstance(sign, ast.Eq | ast.NotEq) for sign in node.ops}) > 1:
+                raise ValueError("Python's precedence of == and < is not C's")
+            result = value(node.left)
+            for sign, other in zip(node.ops, node.comparators, strict=True):
+                result = int(_OPERATORS[type(sign)](result, value(other)))
+            return result
         if isinstance(node, ast.UnaryOp):
             operand = value(node.operand)
             return {ast.USub: -operand, ast.UAdd: operand, ast.Not: int(not operand), ast.Invert: ~operand}[type(node.op)]
@@ -994,6 +1003,9 @@ class _Test:
         if not self.words:
             return False
         word = self.words.pop(0)
+        if _is_operator(word) and len(self.words) == 1:  # an empty variable without quotes, which is an error in bash
+            self.words.clear()
+            return False
         if word == "!" and self.words:
             result = self.one()
             return None if result is None else not result

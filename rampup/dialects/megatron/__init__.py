@@ -210,3 +210,5 @@ LAUNCH = Launch(
     known=lambda name: canonical(name) in KEYS,
     read=read_options,
 )
+# Names that files of other systems have as well.
+SHARED = (*MODEL_AXES, *_DEVICES, "data_parallel_size", "world_size", "max_steps")

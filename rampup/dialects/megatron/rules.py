@@ -313,4 +313,13 @@ PIPELINE: Rules = [
         division=_group_division, found_by="run"),
 ]  # fmt: skip
 RULES = [*ARGUMENTS, *LINEAR, *STEPS, *PIPELINE]
-DIALECT = Dialect(system="Megatron", keys=keys.KEYS, job=MegatronJob, rules=RULES, words=WORDS, reader=read, launch=keys.LAUNCH)
+DIALECT = Dialect(
+    system="Megatron",
+    keys=keys.KEYS,
+    job=MegatronJob,
+    rules=RULES,
+    words=WORDS,
+    reader=read,
+    launch=keys.LAUNCH,
+    shared=keys.SHARED,
+)

@@ -1,0 +1,250 @@
+# ruff: noqa: E501 - scripts and commands are in one line, as people write them
+"""Tests of rampup.dialects.script: shell scripts are read as bash would expand them, and never executed."""
+
+import contextlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rampup.dialects.script import read_commands, show_unknown
+from rampup.errors import ConfigError
+
+NESTED = re.compile(r"\brun\b")
+# Every command that is not a builtin is recorded with its arguments; `-c TEXT` also runs the text. Nothing else happens.
+STUB = """
+command_not_found_handle() {
+  { printf '%s\\0' "$#" "$@"; } >> "$RECORD"
+  local before=""
+  for word in "$@"; do
+    if [[ "$before" == -c && "$word" == *" "* ]]; then BASH_ENV="$STUB" "$SHELL_PATH" -c "$word"; fi
+    before="$word"
+  done
+}
+bash() { command_not_found_handle bash "$@"; }
+"""
+SCRIPTS = {
+    "assignments": 'A=1; B=$A$A\nC="x $B"\nexport D="$C" E=5\nrun $A ${B} $C "$C" \'$C\' $D$E',
+    "prefixed assignments": "A=1\nA=2 B=3 run $A",
+    "continuation": "run --a 1 \\\n  --b 2 \\\n  # the end\nrun --c",
+    "comments": "# no\nrun a#b '#c' # d\nrun e;# f\nrun g",
+    "arrays": 'A=(--a 1 "b c" ${UNUSED:-})\nA+=(--d 2\n  # inside\n  --e "3")\nrun "${A[@]}" ${#A[@]} ${A[1]} "${A[*]}" "x${A[@]}y" "${A[@]:2:2}"',
+    "assigned item": "A=(1 2 3)\nA[1]=9\nrun ${A[@]} ${A[-1]}",
+    "mapping": 'declare -A M=([a]=1 [b]="2 3")\nM[c]=4\nK=b\nrun ${M[a]} "${M[$K]}" ${M[c]}',
+    "options in a text": 'ARGS="--a 1 \\\n --b 2"\nARGS+=" --c 3"\nrun $ARGS "$ARGS"',
+    "arguments left out": 'run a "$@" b $* c',
+    "defaults": 'run ${A:-1} ${B-2} ${C:=3} $C ${C:+4} ${D:+5}. ${1:-8} ${2-9} "${E:-a b}" ${E:-a b}',
+    "nested defaults": "N=4\nrun ${A:-${B:-$((N * 2))}} ${N:-${X}}",
+    "changes": "P=/a/b.c.d\nrun ${P##*/} ${P#*/} ${P%.*} ${P%%.*} ${P/b/X} ${P//\\//_} ${P:2:3} ${P: -1} ${#P} ${P^^} ${P,,}",
+    "indirect": "A=B\nB=7\nrun ${!A}",
+    "arithmetic": "A=7\nB=2\nrun $((A / B)) $((-A / B)) $((A % B)) $((A ** B)) $((A*(B+1))) $(( (A>B) ? 10 : 20 )) $[A+B] $((A>3&&B>3))",
+    "arithmetic commands": "((N = 3 * 4)); ((N++)); ((N += 2)); let M=N*2\nrun $N $M",
+    "conditions": 'N=2\nif [ $N -gt 1 ] && [[ "$N" == 2* ]]; then A=1; elif true; then A=2; else A=3; fi\nrun $A',
+    "else": 'if [ -n "$NOT_SET" ]; then A=1; else A=2; fi\n[[ -z $NOT_SET ]] && B=1 || B=2\n[ ! 3 -lt 2 ] && C=1\nrun $A $B $C',
+    "strings compared": 'A="x y"\nif [[ $A != "x y" || ( $A < z && 1 -eq 1 ) ]]; then run 1; else run 2; fi',
+    "empty without quotes": "if [ $NOT_SET = 7B ]; then L=1; elif [ $NOT_SET -gt 3 ]; then L=2; else L=3; fi\nrun $L",
+    "case": "for m in 7B 13B other; do case $m in 7B|8B) L=32;; 13*) L=40 ;; *) L=0;; esac; run $m $L; done",
+    "loops": "for i in 1 2 'a b'; do for j in {1..2}; do run $i \"$i\" $j; done; done\nfor ((k=0; k<3; k++)); do run $k; done",
+    "break and continue": "for i in 1 2 3 4; do [ $i = 2 ] && continue; [ $i = 4 ] && break; run $i; done",
+    "functions": 'f() { local x=$1; shift; run "$x" "$@" $#; return 0; run never; }\nfunction g { f 1 "$1"; }\ng "a b"',
+    "usage": "if [ $# -gt 5 ]; then echo usage; exit 1; fi\nrun a",
+    "pipes": "run a 2>&1 | run b > /dev/null &\nrun c >> /dev/null 2>/dev/null && run d || run e\n(run f; X=1)\n{ run g${X:-}; }",
+    "here-document": "N=3\nrun <<EOF\n$N a b\nEOF\nrun a <<-'X' > /dev/null\n\t$N\n\tX\nrun b <<< \"$N\"",
+    "quoted commands": "export N=3\nrun bash -c \"run a $N \\$N\"\nrun bash -c 'run b $N.'",
+    "eval": "C='run a \"b c\"'\neval $C",
+    "set": 'set -euo pipefail\nset -- 1 "2 3"\nrun "$@" $2',
+    "quotes": 'run \'a\'"b"c \\$x "\\"q\\"" $\'t\\tb\' "" \'\'',
+    "while": "while [[ $# -gt 0 ]]; do case $1 in --n) N=$2; shift 2;; esac; done\nrun ${N:-1}",
+    "exit": "run a\nexit 0\nrun b",
+    "carriage returns in quotes": "run 'a\tb' \"c\td\"",
+}
+
+
+def by_bash(text, tmp_path):
+    """Return the words of each command that bash runs, from an empty environment."""
+    script, stub, record = tmp_path / "script.sh", tmp_path / "stub.sh", tmp_path / "record"
+    script.write_text(text)
+    stub.write_text(STUB)
+    record.write_text("")
+    shell = shutil.which("bash")
+    places = {"RECORD": str(record), "STUB": str(stub), "BASH_ENV": str(stub), "SHELL_PATH": shell, "PATH": "/nowhere"}
+    subprocess.run([shell, str(script)], env=places, stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=False)
+    parts = record.read_text().split("\0")[:-1]
+    commands = []
+    while parts:
+        number = int(parts.pop(0))
+        commands.append(tuple(parts[:number]))
+        del parts[:number]
+    return commands
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is the reference")
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_read_commands_equals_bash(name, tmp_path):
+    """Each construct gives the words that bash itself gives to the commands."""
+    text = SCRIPTS[name]
+    commands = [command.words for command in read_commands(text, "script.sh", {}, NESTED)]
+    # Bash runs the parts of a pipe in any order.
+    assert sorted(word for word in commands if word[0] != "echo") == sorted(by_bash(text, tmp_path))
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is the reference")
+@settings(max_examples=25, deadline=None)
+@given(
+    values=st.lists(st.integers(0, 40), min_size=3, max_size=3),
+    signs=st.lists(
+        st.sampled_from(["+", "-", "*", "%", "/", "<", "<=", "==", "&&", "||", "<<", "&", "|"]), min_size=2, max_size=2
+    ),
+)
+def test_arithmetic_equals_bash(values, signs):
+    """Arithmetic of three variables equals bash's; a division by zero stays unknown."""
+    names = "".join(f"{name}={value};" for name, value in zip("ABC", values, strict=True))
+    expression = f"$((A {signs[0]} B {signs[1]} C))"
+    found = read_commands(f"{names} run {expression}", "x.sh", {}, NESTED)[0].words[1]
+    answer = subprocess.run(["bash", "-c", f"{names} echo {expression}"], capture_output=True, text=True, check=False)
+    # Where C's precedence is not Python's, and where bash fails, the value is unknown.
+    assert found == answer.stdout.strip() or show_unknown(found).startswith("$((")
+    assert found == answer.stdout.strip() or answer.returncode or {"&", "|", "=="} & set(signs)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run $N", ("run", "$N")),
+        ("N=$(nproc)\nrun a=$N", ("run", "a=$N")),
+        ("N=$1\nrun $N", ("run", "$N")),
+        ("run x=$(( $(nproc) * 2 ))", ("run", "x=$(nproc)")),
+        ("G=`nvidia-smi`\nrun $((G * 8)) ${G:-1}", ("run", "$G", "$G")),
+        ("if [ -f file ]; then N=1; else N=2; fi\nrun $N", ("run", "$N")),
+        ("M=$1\nif [ $M = 7B ]; then L=32; else L=40; fi\nrun $L", ("run", "$M")),
+        ("case $1 in a) L=1;; *) L=2;; esac\nrun $L", ("run", "$L")),
+        ("case $(uname) in a) L=1;; *) L=1;; esac\nrun $L", ("run", "1")),
+        ("for f in *.txt; do run $f; done", ("run", "$f")),
+        ("while read -r line; do N=$line; done\nrun ${N:-3}", ("run", "$N")),
+    ],
+)
+def test_read_commands_names_what_it_cannot_know(text, words):
+    """Output of commands, the environment, arguments and what depends on them are unknown and have a name."""
+    found = read_commands(text, "x.sh", {}, NESTED)[-1].words
+    assert tuple(map(show_unknown, found)) == words
+
+
+def test_read_commands_takes_given_variables():
+    """A given variable wins over the script's assignment, and decides its conditions."""
+    text = "N=2\nM=$1\nif [ $M = big ]; then L=40; else L=$N; fi\nrun $N $L"
+    assert read_commands(text, "x.sh", {"N": "8", "M": "big"}, NESTED)[0].words == ("run", "8", "40")
+    assert read_commands("run $1 ${2:-x} $#", "x.sh", {}, NESTED, arguments=["a"])[0].words == ("run", "a", "x", "1")
+
+
+def test_read_commands_reads_the_header_of_slurm_and_sourced_files(tmp_path):
+    """Nodes of `#SBATCH` and variables of a file in the same folder are known."""
+    (tmp_path / "env.sh").write_text("N=5\n")
+    text = "#!/bin/bash\n#SBATCH --nodes=12 # all\n#SBATCH --gpus-per-node=4\nsource ./env.sh\nrun $SLURM_NNODES $SLURM_GPUS_PER_NODE $N"
+    assert read_commands(text, tmp_path / "job.sh", {}, NESTED)[0].words == ("run", "12", "4", "5")
+
+
+def test_read_commands_executes_nothing(tmp_path):
+    """No command of a script runs: neither plain ones nor substitutions, redirections, traps or here-documents."""
+    target = tmp_path / "made"
+    text = f"touch {target}\nA=$(touch {target})\nB=`touch {target}`\necho > {target}\neval 'touch {target}'\ntrap 'touch {target}' EXIT\n"
+    text += f"cat <<EOF\n$(touch {target})\nEOF\nrun <(touch {target}) $(< /etc/passwd)"
+    read_commands(text, "x.sh", {}, re.compile("touch"))
+    assert not target.exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "while true; do A=1; done\nrun",
+        "for ((;;)); do run; done",
+        "f() { f; }\nf\nrun",
+        "A=aaaaaaaaaa\n" + 'A="$A$A$A$A$A$A$A$A"\n' * 12,
+        "for a in "
+        + "x " * 64
+        + "; do " * 1
+        + "for b in "
+        + "x " * 64
+        + "; do for c in "
+        + "x " * 64
+        + "; do run; done; done; done",
+        "(" * 3000,
+        "$((" * 500,
+        "run $((9**9**9**9))",
+        "eval 'eval \"$0\"'\n" * 50,
+        "\ue000\ue004\0",
+    ],
+)
+def test_read_commands_ends_on_any_script(text):
+    """Endless loops, recursion, growth and nesting end with commands or a ConfigError."""
+    try:
+        commands = read_commands(text, "x.sh", {}, NESTED)
+    except ConfigError as error:
+        assert "cannot read the shell script" in str(error)
+    else:
+        assert isinstance(commands, list)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "if",
+                "then",
+                "fi",
+                "for",
+                "in",
+                "do",
+                "done",
+                "case",
+                "esac",
+                "{",
+                "}",
+                "(",
+                ")",
+                ";",
+                "&&",
+                "|",
+                "$A",
+                "${A",
+                "$(x)",
+                '"',
+                "'",
+                "`",
+                "<<",
+                "EOF",
+                "\n",
+                "\\",
+                "=",
+                "A=(",
+                "[",
+                "]]",
+                "run",
+                "$((",
+                "))",
+                "#",
+            ]
+        )
+    )
+)
+def test_read_commands_raises_only_config_errors(parts):
+    """Any sequence of shell tokens gives commands or a ConfigError."""
+    with contextlib.suppress(ConfigError):
+        read_commands(" ".join(parts), "x.sh", {}, NESTED)
+
+
+def test_check_of_a_long_script_imports_no_jax(tmp_path):
+    """A script of 500 lines is checked without importing JAX or NumPy."""
+    lines = [f"A{n}=${{B{n}:-{n}}}" for n in range(480)]
+    command = "python3 -m verl.trainer.main_ppo data.train_batch_size=$((A2 * 512)) critic.enable=false actor_rollout_ref.actor.use_dynamic_bsz=true"
+    path = tmp_path / "run.sh"
+    path.write_text("\n".join(["#!/bin/bash", *lines, f"if [ $A3 = 3 ]; then {command}; fi", *["# end"] * 18]))
+    code = "import sys; from rampup.cli import main; code = main(sys.argv[1:]); assert not {'jax', 'numpy', 'flax'} & set(sys.modules); sys.exit(code)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "check", str(path), "--from", "verl"], capture_output=True, text=True, check=True
+    )
+    assert "1,024 prompts" in done.stdout
