@@ -184,25 +184,23 @@ class NoiseScale:
         effective = self.steps**2 / self.steps_squared if self.steps_squared else 0.0
         if effective < MIN_STEPS:
             return NoiseEstimate(value=None, low=None, high=None)
-        s, g = self.trace, self.squared_norm
+        # |G|^2 is not negative. An average of G2 below zero is noise, or comes from rows that are drawn without replacement.
+        s, g = self.trace, max(self.squared_norm, 0.0)
         # The variance of a step's S or G2 is v / W. So the variance of their mean is v sum(d^2 W) / sum(d W)^2, and the
         # expectation of sum(d W (x - mean)^2) is v (sum(d) - sum(d^2 W) / sum(d W)), from which v follows.
         spread = self.total_squared / self.total
         factor = spread / self.total / (self.steps - spread)
-        var_s = max(self.trace_squares - self.total * s * s, 0.0) * factor
-        var_g = max(self.squared_norm_squares - self.total * g * g, 0.0) * factor
-        cov = (self.products - self.total * s * g) * factor
+        var_s = max(self.trace_squares - self.total * self.trace**2, 0.0) * factor
+        var_g = max(self.squared_norm_squares - self.total * self.squared_norm**2, 0.0) * factor
+        cov = (self.products - self.total * self.trace * self.squared_norm) * factor
         t2 = _student(effective - 1) ** 2
         # Fieller: all ratios r with (s - r g)^2 <= t^2 var(s - r g), which is a r^2 - 2 b r + c <= 0.
         a, b, c = g * g - t2 * var_g, s * g - t2 * cov, s * s - t2 * var_s
         root = math.sqrt(max(b * b - a * c, 0.0))
-        if a > 0 and g > 0:
+        if a > 0:
             return NoiseEstimate(value=s / g, low=max((b - root) / a, 0.0), high=(b + root) / a)
-        if g > 0 or a <= 0:
-            # Not separable from zero: the ratios above the larger root, or all of them. They cannot be negative.
-            low = max((b - root) / a, 0.0) if a < 0 < b * b - a * c else 0.0
-            return NoiseEstimate(value=None, low=low, high=None)
-        return NoiseEstimate(value=None, low=0.0, high=None)
+        # G2 is not separable from zero: all ratios above the positive root, or if S is not separable either, all ratios.
+        return NoiseEstimate(value=None, low=(b - root) / a if a < 0 < c else 0.0, high=None)
 
     @property
     def in_samples(self) -> NoiseEstimate:
