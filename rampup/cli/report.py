@@ -25,6 +25,7 @@ from rampup.errors import ConfigError
 from rampup.plan.plan import RampPlan
 from rampup.plan.topology import Topology
 from rampup.rl import config as rl
+from rampup.run.run_folder import CONFIG_FILE
 from rampup.show.report import Report, key_values, write_report
 
 CountDevices = Callable[[Any], int]
@@ -78,8 +79,9 @@ def gather_report(
     inputs = parse_inputs(words)
     if system is not None:
         return _report_on_other_system(inputs, system)
-    if inputs.config is not None and rl.is_rollout_file(inputs.config):
-        return _report_on_rollout(inputs, inputs.config, environ, count_devices)
+    file = Path(inputs.config) if inputs.config is not None else inputs.runs[0] / CONFIG_FILE
+    if file.is_file() and rl.is_rollout_file(file):
+        return _report_on_rollout(inputs, file, environ if inputs.config is not None else {}, count_devices)
     config = for_topology(inputs.read_config(environ), topology)
     plan = rampup.build_plan(config, count_devices(config))
     return Report(
@@ -93,14 +95,15 @@ def gather_report(
     )
 
 
-def _report_on_rollout(inputs: CliInputs, file: str, environ: Mapping[str, str], count_devices: CountDevices) -> Report:
+def _report_on_rollout(inputs: CliInputs, file: Path, environ: Mapping[str, str], count_devices: CountDevices) -> Report:
     config = rl.load_rollout_config(file, inputs.overrides, environ=environ)
     plan = rl.build_rollout_plan(config, count_devices(config))
     return Report(
-        title=Path(file).stem,
+        title=inputs.runs[0].resolve().name if inputs.runs else file.stem,
         plan=plan,
         notes=rl.rollout_notes(config, plan),
         keys=key_values(rl.ROLLOUT_KEYS, config.to_dict(), rl.RolloutConfig().to_dict(), config.where),
+        run=inputs.read_runs()[0] if inputs.runs else None,
         version=rampup.__version__,
     )
 

@@ -294,7 +294,11 @@ def rate_panels(plan: RampPlan, rates: Mapping[Clock, Callable[[int], float]]) -
 def run_panels(run: RunMetrics) -> dict[str, Any]:
     """Return the parts of `draw_runs` as a small figure each, by title."""
     panels = {}
-    for title, draw in (("Loss", _panel_loss), ("Throughput", _panel_speed), ("Batch of the run", _panel_sizes)):
+    for title, draw in (
+        (run.quantity.capitalize(), _panel_loss),
+        ("Throughput", _panel_speed),
+        ("Batch of the run", _panel_sizes),
+    ):
         axes = _new_panel()
         draw(axes, [run])
         handles, labels = axes.get_legend_handles_labels()
@@ -510,11 +514,11 @@ def _panel_loss(axes: Any, runs: Sequence[RunMetrics]) -> None:
         style = _line_style(number)
         xs, ys, means = mean_of_neighbours(run.samples, run.losses)
         axes.plot(xs, ys, label=run.name, linewidth=1.3, **style)
-        _add_run_tips(axes, runs, xs, ys, "loss")
+        _add_run_tips(axes, runs, xs, ys, run.quantity)
         if run.eval_samples:
             marker = {"color": style["color"], "marker": LINES[number % len(LINES)]["marker"], "markerfacecolor": PAPER}
             axes.plot(run.eval_samples, run.eval_losses, linestyle="", label=f"{run.name}: evaluation", **marker)
-    _prepare(axes, x=_label_samples(means), y="loss", from_zero=False)
+    _prepare(axes, x=_label_samples(means), y=" or ".join(sorted({run.quantity for run in runs})), from_zero=False)
 
 
 def _panel_sizes(axes: Any, runs: Sequence[RunMetrics]) -> None:

@@ -138,12 +138,12 @@ def _run(run: RunMetrics) -> str:
     facts: dict[str, object] = {
         "steps done": run.steps[-1] + 1,
         "samples consumed": run.samples[-1],
-        "last loss": last if last == last else "not finite",
+        f"last {run.quantity}": last if last == last else "not finite",
     }
     if run.noise_scales:
         facts["noise scale (samples)"] = run.noise_at(-1)
     if run.eval_losses:
-        facts["last evaluation loss"] = run.eval_losses[-1]
+        facts[f"last evaluation {'loss' if run.quantity == 'loss' else 'accuracy'}"] = run.eval_losses[-1]
     items = "".join(f"<div><dt>{name}</dt><dd>{html.escape(format_value(value))}</dd></div>" for name, value in facts.items())
     table = html_table(run.by_phase(), max_rows=MAX_ROWS)
     return f'<dl class="facts">{items}</dl>{_pictures(run_panels(run))}<h3>By phase</h3>{_scroll(table, "the run by phase")}'

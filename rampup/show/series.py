@@ -121,6 +121,8 @@ class RunMetrics:
     noise_scales: tuple[float, ...] = ()
     noise_lows: tuple[float, ...] = ()
     noise_highs: tuple[float, ...] = ()
+    # What `losses` and `eval_losses` are: `loss`, or `reward` with the accuracy, in a run of reinforcement learning
+    quantity: str = "loss"
 
     @classmethod
     def from_folder(cls, folder: Path, *, name: str) -> RunMetrics:
@@ -150,12 +152,13 @@ class RunMetrics:
             for key in ("step", "consumed_samples", "global_batch_size", "phase")
         }
         after = dict(zip(counts["step"], counts["consumed_samples"], strict=True))
-        evals = [(after[row["step"]], _finite_or_nan(row.get("eval_loss"))) for row in eval_lines if row["step"] in after]
+        quantity, evaluated = ("reward", "accuracy") if all("reward" in row for row in rows) else ("loss", "eval_loss")
+        evals = [(after[row["step"]], _finite_or_nan(row.get(evaluated))) for row in eval_lines if row["step"] in after]
         return cls(
             name=name,
             steps=counts["step"],
             samples=counts["consumed_samples"],
-            losses=tuple(_finite_or_nan(row.get("loss")) for row in rows),
+            losses=tuple(_finite_or_nan(row.get(quantity)) for row in rows),
             tokens_per_second=tuple(_finite_or_nan(row.get("tokens_per_second")) for row in rows),
             sizes=counts["global_batch_size"],
             phases=counts["phase"],
@@ -166,6 +169,7 @@ class RunMetrics:
                 for name, end in (("scale", ""), ("low", "_low"), ("high", "_high"))
                 if any("noise_scale_samples" in row for row in rows)
             },
+            quantity=quantity,
         )
 
     def noise_at(self, place: int) -> str:
@@ -190,7 +194,7 @@ class RunMetrics:
                     "phase": phase,
                     "global batch size": self.sizes[places[-1]],
                     "steps done": len(places),
-                    "last loss": loss if math.isfinite(loss) else None,
+                    f"last {self.quantity}": loss if math.isfinite(loss) else None,
                     "tokens/s (median)": speeds[len(speeds) // 2] if speeds else None,
                     **noise,
                 }

@@ -7,11 +7,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from rampup.cli.report import gather_report
 from rampup.errors import DataError, RampupError, ResumeMismatchError
 from rampup.rl import train as rl
 from rampup.rl.config import RolloutConfig
 from rampup.run.events import StepDone
 from rampup.run.run_folder import read_lines
+from rampup.show.report import report_html
+from rampup.show.series import RunMetrics
 
 TIMES = ("step_seconds", "tokens_per_second", "compile_seconds", "generation_seconds")
 TIMES += ("generation_tokens_per_second", "training_tokens_per_second")
@@ -127,6 +130,11 @@ def test_metrics_show_what_the_plan_knows(tmp_path):
     evals = list(read_lines(tmp_path / "run" / "eval.jsonl"))
     assert [line["step"] for line in evals] == [-1, 11]
     assert (summary.accuracy_before, summary.accuracy_after) == (evals[0]["accuracy"], evals[1]["accuracy"])
+    run = RunMetrics.from_folder(tmp_path / "run", name="run")
+    assert (run.quantity, run.losses[0], run.eval_losses) == ("reward", lines[0]["reward"], (evals[1]["accuracy"],))
+    report = gather_report([str(tmp_path / "run")], environ={}, count_devices=lambda config: config.num_devices)
+    assert report.run == run
+    assert "last reward" in report_html(report)
 
 
 GROWTH = {"batch_size_schedule": "0:2 1:4", "num_generations_schedule": "0:2 2:4", "num_generations": 4}
