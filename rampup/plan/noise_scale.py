@@ -52,7 +52,7 @@ class NoiseEstimate:
     """A noise scale with its 90% interval, all in one unit: samples or tokens.
 
     Attributes:
-        value: the estimate. None if |G|^2 cannot be told from zero.
+        value: the estimate. None if the squared gradient cannot be distinguished from zero.
         low: lower end of the interval. If `high` is None, the noise scale is at least this. None before there are enough steps.
         high: upper end. None if there is none.
     """
