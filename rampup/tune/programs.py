@@ -111,7 +111,11 @@ class Programs:
     def bytes(self, size: Size) -> float:
         """Return the bytes that training takes of one device: the step and the prefetched batches."""
         memory = self.memory(size)
-        return math.inf if memory is None else memory.total + AHEAD_ON_DEVICE * self._batch_bytes(size)
+        if memory is None:
+            return math.inf
+        used = memory.total + AHEAD_ON_DEVICE * self._batch_bytes(size)
+        # On slices that are not here the compiler decides what fits: it also recomputes values if memory is short.
+        return used if self.target is None else min(used, self.target.limit)
 
     def answer(self, size: Size) -> Compiled:
         """Return the compiler's answer about a step on slices that are not here."""

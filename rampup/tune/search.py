@@ -341,7 +341,7 @@ def _refusal(programs: Programs, boundary: Boundary) -> str:
     if programs.target is None or boundary.next_larger is None:
         return "not run: no larger size was tried"
     answer = programs.answer(programs.size(boundary.next_larger))
-    return f"not run: {answer.refusal or 'with the batches that are on their way it needs more than the limit'}"
+    return f"not run: {answer.refusal}"
 
 
 def _roofline_seconds(programs: Programs, microbatch_size: int, num_microbatches: int, usable: float) -> float | None:

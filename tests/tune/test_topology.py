@@ -116,23 +116,23 @@ def test_small_slices_compile(name):
         (("shard_optimizer_over_data=true", "remat_policy=full", "vocab_size=1024"), 256),
     ],
 )
-def test_the_account_agrees_with_the_refusal_near_the_edge(name, settings, microbatch_size):
-    """With a little more memory than the account says the compiler accepts a program, with less it refuses."""
-    programs, answer = compile_base(name, "base_num_decoder_layers=1", *settings, microbatch_size=microbatch_size)
-    lowered = programs._lower(programs.size(microbatch_size))
-    needed = answer.memory.total
-    slack = max(needed // 20, 8 * MIB)  # the code is counted, but not by the compiler
-
-    def accepted(limit):
+def test_the_verdict_agrees_with_the_refusal_near_the_edge(name, settings, microbatch_size):
+    """With less memory than a program needs, and a little more, it fits if and only if the compiler accepts it."""
+    settings = ("base_num_decoder_layers=1", *settings)
+    programs, answer = compile_base(name, *settings, microbatch_size=microbatch_size)
+    size, topology = programs.size(microbatch_size), programs.target.topology
+    lowered, verdicts = programs._lower(size), []
+    for limit in (answer.memory.total * 7 // 10, answer.memory.total + 8 * MIB):
+        tight = Programs(programs.config, programs.devices, target=Target(topology=topology, hbm_bytes=limit))
         try:
             compile_for(lowered, hbm_bytes=limit)
         except RuntimeError as error:
             assert is_out_of_memory(error), error
-            return False
-        return True
-
-    assert accepted(needed + slack)
-    assert not accepted(needed - slack)
+            verdicts.append(False)
+        else:
+            verdicts.append(True)
+        assert (tight.bytes(size) <= limit) == verdicts[-1]
+    assert verdicts[-1]
 
 
 def test_a_program_that_does_not_fit_is_refused():
