@@ -310,8 +310,8 @@ class LanguageModel:
     def sharded_loss(self, mesh: Mesh) -> AccumulatedLoss:
         """Return the loss for a mesh with an fsdp axis.
 
-        It gathers each layer's weights where it uses them and reduce-scatters their gradients, so that the compiler has no
-        choice: it may reduce whole gradients, or gather the activations of all rows. Without an fsdp axis it is `loss`.
+        It gathers each layer's weights where it uses them and reduce-scatters their gradients, on the rows of one device. Left
+        to itself, the compiler may gather the activations of all rows. Without an fsdp axis it is `loss`.
         """
         return AccumulatedLoss(self.loss, param_shardings=self.shardings(mesh) if mesh.shape[FSDP] > 1 else None)
 
