@@ -1,7 +1,6 @@
 """What the TPU compiler makes of the language model's step. Compiled for these chips, not run on them."""
 
 import dataclasses
-import math
 import time
 from pathlib import Path
 
@@ -12,9 +11,7 @@ import pytest
 from rampup import build_plan, load_config
 from rampup.lm.train import TrainSetup
 from rampup.plan.topology import Topology
-from rampup.run.account import account_of
 from rampup.run.data.sources import SyntheticRows
-from rampup.run.hlo import Program
 from rampup.run.mesh import make_mesh
 from rampup.run.offload import program_memory
 from rampup.run.topology import compile_for, topology_devices
@@ -46,11 +43,6 @@ def compile_step(config, topology):
     return compile_for(lowered, kind=Topology.parse(topology).chip.name), setup
 
 
-def collectives(compiled, setup):
-    """Return the collectives of the program."""
-    return account_of(Program(compiled.as_text()), tuple((str(name), size) for name, size in setup.mesh.shape.items()))
-
-
 def small(*keys):
     """Return a small configuration."""
     return load_config(CONFIGS / "base.yml", [*SMALL, *keys])
@@ -70,50 +62,10 @@ def test_llama_configurations_fit_their_topology(name, topology, rows):
     assert time.process_time() - start < 600
 
 
-@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
-def test_fsdp_exchanges_weights_and_rows_of_the_embedding(topology):
-    """In the loop, rows of the embedding travel and not the table, no activation is gathered, and attention is a kernel."""
-    compiled, setup = compile_step(small("ici_data_parallelism=1", "ici_fsdp_parallelism=4", "vocab_size=4096"), topology)
-    inside = [c for c in collectives(compiled, setup).collectives if c.in_loop and not c.has_numbers_only]
-    assert {c.kind for c in inside} >= {"all-gather", "all-to-all"}
-    gathered = [math.prod(dims) for c in inside if c.kind == "all-gather" for _, dims in c.shapes]
-    # The largest weight that is used whole is the output matrix; the activations of all rows have more elements than any other.
-    assert gathered.count(4096 * 512) <= 2
-    assert "tpu_custom_call" in compiled.as_text()
-
-
-def test_attention_memory_is_linear_in_the_sequence():
-    """Four times the sequence takes under five times the temporary memory with the kernel, and over seven without it."""
-    found = {}
-    for attention in ("flash", "dot_product"):
-        for length in (2048, 8192):
-            keys = [f"max_target_length={length}", f"attention={attention}", "num_vocab_tiling=4", "microbatch_size=1"]
-            config = load_config(
-                CONFIGS / "base.yml", [key for key in SMALL if not key.startswith(("max_target", "microbatch"))] + keys
-            )
-            found[attention, length] = program_memory(compile_step(config, "v5p:1x1x1")[0]).temporary
-    assert found["flash", 8192] < 5 * found["flash", 2048]
-    assert found["dot_product", 8192] > 7 * found["dot_product", 2048]
-
-
 def test_optimizer_in_host_memory_compiles_for_several_hosts():
     """On a slice of two hosts, Adam's moments are arguments in host memory."""
     config = small("optimizer_memory_host_offload=true")
     compiled, setup = compile_step(config, "v5e:2x4")
     shapes = setup.state_shapes()
-    moments = sum(leaf.nbytes for leaf in jax.tree.leaves(shapes.opt_state) if leaf.ndim)
+    moments = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.opt_state) if leaf.ndim)
     assert compiled.memory_analysis().host_argument_size_in_bytes >= moments
-
-
-def test_slices_exchange_gradients_once():
-    """What crosses two slices does not depend on the number of microbatches, and nothing in the loop over them does."""
-    crossing = {}
-    for batch in (2, 8):
-        keys = [key for key in SMALL if not key.startswith("per_device")] + [f"per_device_batch_size={batch}"]
-        config = load_config(CONFIGS / "base.yml", [*keys, "ici_data_parallelism=1", "ici_fsdp_parallelism=-1"])
-        compiled, setup = compile_step(config, "2*v5e:2x2")
-        assert dict(setup.mesh.shape) == {"data": 2, "fsdp": 4, "tensor": 1, "stage": 1}
-        found = [c for c in collectives(compiled, setup).collectives if c.slices]
-        assert not any(c.in_loop for c in found)
-        crossing[batch] = sum(c.num_bytes for c in found)
-    assert crossing[2] == crossing[8] > 0
