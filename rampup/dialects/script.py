@@ -34,7 +34,12 @@ _CONTINUED = re.compile(r"(?:[ \t\r]|\\\r?\n)+|#[^\n]*")
 _ENDS = ("then", "elif", "else", "fi", "do", "done", "esac", "}", ")", ";;", ";&", ";;&")
 _PRINTING = ("echo", "printf", "export", "tee", "log", "logger", "sed", "grep", "awk")
 _SLURM = re.compile(r"^#SBATCH\s+(?:--(nodes|ntasks-per-node|gpus-per-node)[= ]|(-N)\s*)(\d+)\s*(?:#.*)?$", re.MULTILINE)
-_SLURM_NAMES = {"ntasks-per-node": ("SLURM_NTASKS_PER_NODE",), "gpus-per-node": ("SLURM_GPUS_PER_NODE",)}
+_SLURM_NAMES = {
+    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "-N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
+    "gpus-per-node": ("SLURM_GPUS_PER_NODE",),
+}
 
 
 class Command(NamedTuple):
@@ -85,10 +90,7 @@ def read_commands(
     """
     reader = _Reader(Path(path), given, nested, relevant, list(arguments))
     for long, short, number in _SLURM.findall(text):
-        for name in _SLURM_NAMES.get(
-            long, ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NUM_NODES") if long or short else ()
-        ):
-            reader.env[name] = number
+        reader.env |= dict.fromkeys(_SLURM_NAMES[long or short], number)
     try:
         reader.run(_Parser(text).script())
     except _Stop:
