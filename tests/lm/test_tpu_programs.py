@@ -1,6 +1,7 @@
 """What the TPU compiler makes of the language model's step. Compiled for these chips, not run on them."""
 
 import dataclasses
+import math
 import time
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 from rampup import build_plan, load_config
 from rampup.lm.train import TrainSetup
 from rampup.plan.topology import Topology
+from rampup.run.account import account_of
 from rampup.run.data.sources import SyntheticRows
+from rampup.run.hlo import Program
 from rampup.run.mesh import make_mesh
 from rampup.run.offload import program_memory
 from rampup.run.topology import compile_for, topology_devices
@@ -43,6 +46,12 @@ def compile_step(config, topology):
     return compile_for(lowered, kind=Topology.parse(topology).chip.name), setup
 
 
+def collectives(compiled, setup):
+    """Return the collectives of the program."""
+    account = account_of(Program(compiled.as_text()), tuple((str(name), size) for name, size in setup.mesh.shape.items()))
+    return account.collectives
+
+
 def small(*keys):
     """Return a small configuration."""
     return load_config(CONFIGS / "base.yml", [*SMALL, *keys])
@@ -69,3 +78,14 @@ def test_optimizer_in_host_memory_compiles_for_several_hosts():
     shapes = setup.state_shapes()
     moments = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.opt_state) if leaf.ndim)
     assert compiled.memory_analysis().host_argument_size_in_bytes >= moments
+
+
+def test_fsdp_exchanges_weights_and_rows_of_the_embedding():
+    """In the loop, rows of the embedding travel and not the table, and attention is a kernel."""
+    compiled, setup = compile_step(small("ici_data_parallelism=1", "ici_fsdp_parallelism=4", "vocab_size=4096"), "v6e:2x2")
+    inside = [c for c in collectives(compiled, setup) if c.in_loop and not c.has_numbers_only]
+    assert {c.kind for c in inside} >= {"all-gather", "all-to-all"}
+    gathered = [math.prod(dims) for c in inside if c.kind == "all-gather" for _, dims in c.shapes]
+    # The output matrix, in the forward and in the backward pass, is as large as the embedding.
+    assert gathered.count(4096 * 512) <= 2
+    assert "tpu_custom_call" in compiled.as_text()
