@@ -741,7 +741,7 @@ def explanation(path: str) -> str | None:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> int:
-    """Print every difference by command, wording last; return the exit code."""
+    """Print every difference by command, wording last; return the exit code. What is only new needs no explanation."""
     unexplained, used, counts = 0, set(), {}
     groups = sorted(old.keys() | new.keys(), key=lambda group: (group in WORDING, group))
     for group in groups:
@@ -751,8 +751,9 @@ def compare(old: dict[str, Any], new: dict[str, Any]) -> int:
         for path, one, other in found:
             pattern = explanation(path)
             used.add(pattern)
-            print("\n".join([f"  {path}" + (f"  [explained: {EXPLAINED[pattern]}]" if pattern else ""), *shown(one, other)]))
-            unexplained += pattern is None and group not in WORDING
+            reason = EXPLAINED[pattern] if pattern else "added since" if one is ABSENT else None
+            print("\n".join([f"  {path}" + (f"  [explained: {reason}]" if reason else ""), *shown(one, other)]))
+            unexplained += reason is None and group not in WORDING
         counts[group] = len(found)
     for pattern in EXPLAINED.keys() - used:
         print(f"explains nothing: {pattern}")
