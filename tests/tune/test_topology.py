@@ -122,7 +122,8 @@ def test_the_verdict_agrees_with_the_refusal_near_the_edge(name, settings, micro
     programs, answer = compile_base(name, *settings, microbatch_size=microbatch_size)
     size, topology = programs.size(microbatch_size), programs.target.topology
     lowered, verdicts = programs._lower(size), []
-    for limit in (answer.memory.total * 7 // 10, answer.memory.total + 8 * MIB):
+    # The compiler needs some percent more or less if memory is short: it recomputes values, and places others apart.
+    for limit in (answer.memory.total * 7 // 10, answer.memory.total * 21 // 20 + 8 * MIB):
         tight = Programs(programs.config, programs.devices, target=Target(topology=topology, hbm_bytes=limit))
         try:
             compile_for(lowered, hbm_bytes=limit)
