@@ -943,7 +943,9 @@ def _calculate(text: str) -> int:
         >>> _calculate("(7 / 2) * 3 + (4 > 3 ? 10 : 20)")
         19
     """
-    text = re.sub(r"\(([^()?]*)\?([^()]*):([^()]*)\)|^([^?]*)\?([^:]*):(.*)$", r"((\2\5) if (\1\4) else (\3\6))", text.strip())
+    # Conditions in parentheses first, then one that is the whole expression.
+    text = re.sub(r"\(([^()?]*)\?([^()]*):([^()]*)\)", r"((\2) if (\1) else (\3))", text.strip())
+    text = re.sub(r"^([^?]*)\?([^:]*):(.*)$", r"(\2) if (\1) else (\3)", text)
     if re.search(r"(?<!&)&(?!&)|(?<!\|)\|(?!\|)|\^", text) and re.search(r"[=!]=|(?<!<)<(?!<)|(?<!>)>(?!>)", text):
         raise ValueError("Python's precedence of & and comparisons is not C's")
     text = re.sub(r"!(?!=)", " not ", text.replace("&&", " and ").replace("||", " or "))
