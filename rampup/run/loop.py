@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import signal
 import threading
 import time
@@ -183,7 +184,7 @@ class Loop:
         if saved is None:
             return state, 0
         self._check_identity(saved, ramp_before or self.plan.ramp)
-        self.step.replay_shape_changes({int(size): step for size, step in saved.record.get(SHAPE_CHANGES, {}).items()})
+        self.step.replay_shape_changes(self._shape_changes(saved))
         if self.metrics.noise is not None:
             self.metrics.noise.load(saved.record.get(GRADIENT_NOISE) or {})
         if self.metrics.auto is not None:
@@ -345,6 +346,8 @@ class Loop:
 
     def _check_identity(self, saved: SavedCheckpoint, ramp: Any) -> None:
         expected, found = self._identity(ramp, saved.step), saved.record
+        if isinstance(ramp, BatchRamp) and RAMP_ROWS in found:
+            expected[RAMP_ROWS] = ramp.to_rows()
         changed = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
         if "fingerprint" in changed and RAMP_ROWS in found and isinstance(ramp, BatchRamp):
             raise ResumeMismatchError(
@@ -360,6 +363,21 @@ class Loop:
                 "set these keys back, or give the run another run_name",
                 key=next(iter(changed)),
             )
+
+    def _shape_changes(self, saved: SavedCheckpoint) -> dict[int, int]:
+        """Return the steps at which the microbatch shapes of a checkpoint's run changed."""
+        changes = saved.record.get(SHAPE_CHANGES, {})
+        try:
+            found = {int(size): operator.index(step) for size, step in changes.items()}
+        except (AttributeError, TypeError, ValueError):
+            found = {-1: -1}
+        if any(size < 1 or step < 0 for size, step in found.items()):
+            raise ResumeMismatchError(
+                f"the checkpoint of step {saved.step} in {self.folder} has no readable {SHAPE_CHANGES}: {changes!r:.100}; "
+                "delete it to resume from the one before",
+                key=SHAPE_CHANGES,
+            )
+        return found
 
     def _summary(self, done: int, start: int, metrics: Metrics, checkpoints: Checkpoints, seconds: float) -> Summary:
         # From the file and not from this process, which may have resumed in the middle of the run.

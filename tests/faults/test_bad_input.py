@@ -232,7 +232,10 @@ def test_any_checkpoint_record_is_accepted_or_refused(run_folder, data):
             toy_run.run(Path(copy))
         except ResumeMismatchError:
             return
-    assert all(changed.get(key) == value for key, value in record.items())
+    # Of a run with one shape, changes of shape have no effect, but they must be readable.
+    assert isinstance(changed.get("shape_changes", {}), dict)
+    assert all(changed.get(key) == value for key, value in record.items() if key not in ("shape_changes", "ramp_rows"))
+    assert changed.get("ramp_rows", record["ramp_rows"]) == record["ramp_rows"]
 
 
 def dialect_files(system):
