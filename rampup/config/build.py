@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
@@ -314,14 +314,17 @@ def _splitter(config: Config, axes: MeshAxes, num_repeats: int) -> BatchSplitter
 
 def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None) -> BatchRamp:
     if config.batch_size_schedule == AUTO_SCHEDULE and splitter is not None:
-        return BatchRamp.constant(_auto_sizes(config, num_devices, splitter)[0])
+        sizes = _auto_sizes(config, num_devices, splitter)
+        _check_sizes(config, splitter, [(size, "batch_size_schedule: auto") for size in sizes])
+        return BatchRamp.constant(sizes[0])
     unfixed = splitter and replace(splitter, microbatch_size=AUTO)
     keys = {name: getattr(config, name) for name in _RAMP_ARGUMENTS}
     if config.batch_size_schedule == AUTO_SCHEDULE:
         keys |= {"batch_size_schedule": None}
     ramp = ramp_from_config(num_devices=num_devices, splitter=unfixed, budget=budget_samples(config), **keys)
     if splitter is not None:
-        _check_phases(config, ramp, splitter)
+        phases = [(phase.global_batch_size, str(phase)) for phase in ramp.phases]
+        _check_sizes(config, splitter, phases, ramp if config.batch_size_schedule is not None else None)
     return ramp
 
 
@@ -337,16 +340,22 @@ def _auto_sizes(config: Config, num_devices: int, splitter: BatchSplitter) -> tu
     return auto_sizes(size_of("per_device_batch_size_start"), size_of("per_device_batch_size"))
 
 
-def _check_phases(config: Config, ramp: BatchRamp, splitter: BatchSplitter) -> None:
-    """Check every phase. An error names the key that a user would change."""
-    scheduled, fixed = config.batch_size_schedule is not None, config.microbatch_size != AUTO
-    unfixed = replace(splitter, microbatch_size=AUTO)
-    key = "batch_size_schedule" if scheduled else None
-    problems = [p for phase in ramp.phases if (p := splitter.problem(phase.global_batch_size, str(phase), key=key))]
-    if problems and scheduled:
-        problems += _problems_jumped_over(config, ramp, splitter)
-    if problems and fixed and not scheduled and all(map(unfixed.allows, ramp.sizes)):
-        legal = unfixed.legal_microbatches(ramp.sizes)
+def _check_sizes(
+    config: Config, splitter: BatchSplitter, sizes: Sequence[tuple[int, str]], schedule: BatchRamp | None = None
+) -> None:
+    """Check global batch sizes, each with its place. An error names the key that a user would change: that of `schedule`."""
+    key = None if schedule is None else "batch_size_schedule"
+
+    def find(pairs: Sequence[tuple[int, str]]) -> list[RampupError]:
+        return [p for size, where in pairs if (p := splitter.problem(size, where, key=key))]
+
+    if not (problems := find(sizes)):
+        return
+    if schedule is not None:
+        raise_together(problems + find(_jumped_over(config, schedule)))
+    numbers, unfixed = [size for size, _ in sizes], replace(splitter, microbatch_size=AUTO)
+    if config.microbatch_size != AUTO and all(map(unfixed.allows, numbers)):
+        legal = unfixed.legal_microbatches(numbers)
         nearest = nearest_in(config.microbatch_size, legal)
         raise BatchDivisibilityError(
             f"microbatch_size={config.microbatch_size} must divide global_batch_size / data_parallel_size in every phase; "
@@ -359,14 +368,13 @@ def _check_phases(config: Config, ramp: BatchRamp, splitter: BatchSplitter) -> N
     raise_together(problems)
 
 
-def _problems_jumped_over(config: Config, ramp: BatchRamp, splitter: BatchSplitter) -> list[RampupError]:
-    """Return the problems of scheduled sizes that no step reaches. Once the other sizes are fixed, a step may reach them."""
+def _jumped_over(config: Config, ramp: BatchRamp) -> list[tuple[int, str]]:
+    """Return the scheduled sizes that no step reaches. Once the other sizes are fixed, a step may reach them."""
     assert config.batch_size_schedule is not None
     length = config.max_target_length if config.batch_size_schedule_unit == "tokens" else None
     entries = parse_schedule(config.batch_size_schedule, sequence_length=length, budget=budget_samples(config))
     used = set(ramp.sizes)
-    unused = [(f"from sample {threshold:,}, jumped over", size) for threshold, size in entries if size not in used]
-    return [p for where, size in unused if (p := splitter.problem(size, where, key="batch_size_schedule"))]
+    return [(size, f"from sample {threshold:,}, jumped over") for threshold, size in entries if size not in used]
 
 
 def _eval_size(config: Config, num_devices: int, ramp: BatchRamp, splitter: BatchSplitter) -> int | None:

@@ -59,7 +59,7 @@ LAWS = (
     ScalingLaw(
         name="DeepSeek LLM",
         kind="optimal",
-        formula="0.2920 * C**0.3271 tokens, C = 6 * N * D FLOPs",
+        formula="0.2920 * C**0.3271 tokens, C = M * D FLOPs, M = 6 * N without those of attention",
         source="DeepSeek-AI 2024, arXiv 2401.02954, section 3.1",
         batch_tokens=lambda tokens, params: 0.2920 * (6.0 * params * tokens) ** 0.3271,
     ),
@@ -73,7 +73,7 @@ LAWS = (
     ScalingLaw(
         name="Power Lines, critical",
         kind="critical",
-        formula="0.0471 * D**0.462 sequences of 2,048 tokens",
+        formula="0.0471 * D**0.462 sequences of 2,048 tokens, D the tokens that a small batch needs for the same loss",
         source="Bergsma et al. 2025, arXiv 2505.13738",
         batch_tokens=lambda tokens, params: 2048 * 0.0471 * tokens**0.462,
     ),
@@ -120,6 +120,7 @@ class BatchRange:
         return (
             "optimal: lowest loss for the tokens; critical: the largest batch that costs few more tokens",
             "the laws were fitted on runs of other data, models and schedules; outside of their scale they extrapolate",
+            "of Power Lines and Zhang et al., the exponents are confirmed by other public texts, the factors are not",
             "a run can start smaller: measured critical batches grow during training (Merrill et al. 2025, arXiv 2505.23971)",
         )
 

@@ -110,8 +110,9 @@ class NoiseMeter:
         used = {name for leaf in jax.tree.leaves(self.shardings) for entry in leaf.spec for name in _names(entry)}
         sizes = {str(name): size for name, size in self.mesh.shape.items() if size > 1 and name in used}
         # Sums over the same shards at the same time are one collective, together with those of a clipping of the gradient. If
-        # only the replicas have parts of the gradient (ZeRO-1), the compiler adds up the squares as it does for the clipping.
-        meter = replace(self, axes=sizes) if self.axes or STAGE in sizes else self
+        # the replicas have parts of the gradient (ZeRO-1), the compiler adds up the squares as it does for the clipping.
+        is_scattered = bool(sizes.keys() - self.axes.keys() - {STAGE})
+        meter = replace(self, axes={} if is_scattered else sizes)
         q, norms = self._total(noise.squares), meter._total(meter.squares(grads, moments))
         if moments is not None:
             # The unit of Adam's geometry becomes that of the Euclidean one. Without it, the first steps, whose second moments

@@ -93,10 +93,15 @@ def test_auto_schedule_checks_every_size_before_the_run():
     plan = build_plan(Config(batch_size_schedule="auto"), 1)
     assert (plan.ramp.sizes, plan.reserved_sizes) == ((4,), (4, 8, 16))
     assert dict(plan.max_microbatches) == {2: 8}
-    with pytest.raises(RampupError, match="batch_size_schedule: auto"):
-        build_plan(
-            Config(batch_size_schedule="auto", per_device_batch_size_start=6, per_device_batch_size=18, microbatch_size=4), 1
-        )
+    pair = {"batch_size_schedule": "auto", "per_device_batch_size_start": 6, "per_device_batch_size": 18}
+    with pytest.raises(BatchDivisibilityError, match=r"^microbatch_size=4 must divide .*; nearest: 3 ") as caught:
+        build_plan(Config(**pair, microbatch_size=4), 1)
+    assert (caught.value.key, caught.value.nearest) == ("microbatch_size", (3,))
+    assert str(caught.value).count("batch_size_schedule: auto") == 1
+    # A pair that is refused is listed once, whatever else is wrong.
+    with pytest.raises(RampupError) as caught:
+        build_plan(Config(**pair | {"per_device_batch_size": 20}, eval_per_device_batch_size=0.3, ici_fsdp_parallelism=3), 2)
+    assert str(caught.value).count("must be a multiple of the first of 12") == 1
     wrong = {
         "learning_rate_clock": "samples",
         "learning_rate_batch_scaling": "sqrt",
