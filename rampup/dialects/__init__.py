@@ -1,7 +1,7 @@
 """Configurations of other systems: what a file really does, before it is run.
 
 Each system is a folder: its keys in `__init__.py`, its numbers in `job.py`, its rules in `rules.py` and its words in
-`explain.py`. (In the smaller ones numbers, rules and words share a file.) A check imports only the requested system.
+`explain.py`. The smaller ones are one file. A check imports only the requested system.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rampup.dialects.commands import Source, read_source
+from rampup.dialects.reading import MIN_MATCHES, find_part
 from rampup.dialects.rules import Dialect
 from rampup.dialects.verdict import Meaning, Verdict
 from rampup.errors import ConfigError, RampupError
 
-# The folders of the systems.
-SYSTEMS = ("maxtext", "maxtext_rl", "megatron", "skyrl", "verl", "trlx")
-MIN_MATCHES = 2
+# The systems, each with the module of its dialect.
+_MODULES = {"maxtext": "maxtext.rules", "maxtext_rl": "maxtext_rl", "megatron": "megatron.rules"}
+_MODULES |= {"skyrl": "skyrl", "verl": "verl.rules", "trlx": "trlx"}
+SYSTEMS = tuple(_MODULES)
 
 
 def check_file(path: str | Path, system: str, overrides: Sequence[str] = ()) -> Verdict:
@@ -58,6 +60,12 @@ def check_command(words: Sequence[str], system: str, overrides: Sequence[str] = 
     return _check_source(tuple(words), system, overrides)
 
 
+def load_dialect(system: str) -> Dialect:
+    """Return the dialect of one of `SYSTEMS`; only its modules are imported."""
+    dialect: Dialect = importlib.import_module(f"{__name__}.{_MODULES[system]}").DIALECT
+    return dialect
+
+
 def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) -> None:
     """Write rampup's configuration of the run that a verdict is about.
 
@@ -93,10 +101,12 @@ def _check_source(source: Source, system: str, overrides: Sequence[str]) -> Verd
         other = _looks_like(source, system) if error.key == "from" else None
         if other is None:
             raise
-        name, keys = other
+        name, part, keys = other
         path = None if isinstance(source, tuple) else str(source)
+        kind, use = ("a part of a file", f"check the file that includes it with --from {name}") if part else (
+            "a file", f"use --from {name}")  # fmt: skip
         raise ConfigError(
-            f"this looks like a file of {name}, not of {system}: it sets {', '.join(keys[:3])}; use --from {name}",
+            f"this looks like {kind} of {name}, not of {system}: it sets {', '.join(keys[:3])}; {use}",
             key="from",
             nearest=(name,),
             path=path,
@@ -107,7 +117,7 @@ def _check(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
     """Read the keys, compute the job, apply the rules, and collect numbers and words in a verdict."""
     from rampup.dialects.rules import doubled_sizes, find_violations
 
-    dialect: Dialect = importlib.import_module(f"{__name__}.{system}.rules").DIALECT
+    dialect = load_dialect(system)
     dialect = dialect.variant(source) or dialect
     settings = dialect.reader(source, overrides)
     job = dialect.job(settings)
@@ -140,16 +150,19 @@ def _check(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
     )
 
 
-def _looks_like(source: Source, system: str) -> tuple[str, list[str]] | None:
-    """Return the system of which a source sets most keys by their full names, with those keys, or None if it is not clear."""
-    best: tuple[str, list[str]] = ("", [])
+def _looks_like(source: Source, system: str) -> tuple[str, bool, list[str]] | None:
+    """Return the system of which a source sets most keys, whether they are those of one group, and them; None if unclear."""
+    best: tuple[str, bool, list[str]] = ("", True, [])
     for name in SYSTEMS:
-        dialect: Dialect = importlib.import_module(f"{__name__}.{name}.rules").DIALECT
+        dialect = load_dialect(name)
         try:
             leaves = read_source(source, (), dialect.launch, strict=False).leaves
         except ConfigError:
             continue
         keys = [key for key in leaves if key in dialect.keys and key not in dialect.shared]
-        if len(keys) > len(best[1]):
-            best = (name, keys)
-    return best if best[0] != system and len(best[1]) >= MIN_MATCHES else None
+        part = not keys
+        if part and (found := find_part(leaves, dialect.keys)):
+            keys = found[1]
+        if (not part, len(keys)) > (not best[1], len(best[2])):
+            best = (name, part, keys)
+    return best if best[0] != system and len(best[2]) >= MIN_MATCHES else None

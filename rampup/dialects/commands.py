@@ -21,6 +21,7 @@ _YAML_KEY = re.compile(r"^\s*(?:-+)?[A-Za-z_][\w.\-]*\s*:(?:\s|$)", re.MULTILINE
 _COMMAND_WORD = re.compile(r"(?:^|\s)(?:--[A-Za-z]|[A-Za-z_][\w.]*=\S)")
 _SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 _SHELLS = ("bash", "sh", "zsh", "sbatch", "source")
+_OPTIONS = re.compile(r"(?i)arg|opt|flag|extra|param|config|cmd")
 _SHOWN = 60
 
 
@@ -182,8 +183,8 @@ def _choose(commands: Sequence[Command], overrides: list[str], launch: Launch, p
         raise ConfigError(f"this starts {other}, which the rules of {launch.system} do not cover", path=path)
     if not found:
         raise ConfigError(
-            f"not a script of {launch.system}: no command in it is like `{launch.example}`. If another script starts the run, "
-            "check that one",
+            f"this script does not start {launch.system} itself: no command in it is like `{launch.example}`. If another one "
+            "starts the run, check that",
             key="from",
             path=path,
         )
@@ -201,7 +202,12 @@ def _choose(commands: Sequence[Command], overrides: list[str], launch: Launch, p
         others = sorted({row[1].line for row in found if row[0][0] == score[0] and row[0][1] and row[1].line != command.line})
         also = f"; similar commands in {'lines' if len(others) > 1 else 'line'} {', '.join(map(str, others))}" if others else ""
         notes.append(f"read from line {command.line}: {shown[:_SHOWN]}{'...' if len(shown) > _SHOWN else ''}{also}.")
-    unknown = list(dict.fromkeys(name for word in command.words if (name := _whole_unknown(word))))
+    # A word after an option is its value, unless its name is that of options.
+    words = zip(command.words[1:], command.words, strict=False)
+    unknown = list(dict.fromkeys(
+        name for word, before in words
+        if (name := _whole_unknown(word)) and (_OPTIONS.search(name) or not before.startswith("-") or "=" in before)
+    ))  # fmt: skip
     if unknown:
         notes.append(f"the script does not say what {', '.join(unknown)} adds to the command; it is left out.")
     return Reading(leaves=leaves, overrides=overrides, command=command, notes=tuple(notes), launched=score[0])

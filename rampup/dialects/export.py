@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from rampup.dialects.rules import Dialect, find_violations
+from rampup.dialects import load_dialect
+from rampup.dialects.rules import find_violations
 from rampup.errors import ConfigError, choice_error
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.numbers import AUTO
@@ -346,7 +346,7 @@ def _require_replicas(rollout: _Rollout) -> None:
 
 def _verify(rollout: _Rollout, exported: Exported) -> None:
     """Check the exported file by the rules of its system, and compare the numbers with the plan's."""
-    dialect: Dialect = importlib.import_module(f"rampup.dialects.{rollout.system}.rules").DIALECT
+    dialect = load_dialect(rollout.system)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "exported.yml"
         path.write_text(exported.to_yaml(rollout.system), encoding="utf-8")

@@ -19,6 +19,8 @@ from rampup.errors import ConfigError, RampupError, raise_together
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:|oc\.env:)?\s*(\.*[A-Za-z_][\w.]*)\s*(?:[,:]\s*([^{}]*))?\}")
 _MAX_HOPS = 20
+# Keys that tell whose file it is, or a part of whose.
+MIN_MATCHES = 2
 # What users state of a run beside its file; it does not tell whose file it is.
 FACTS = frozenset({"num_prompts", "num_processes", "num_devices", "world_size", "data_parallel_size"})
 # A name at least this similar to a longer one is a misspelling of it.
@@ -34,15 +36,19 @@ class Entry:
         default: that system's default.
         unit: the unit of a count: prompts, samples, tokens, devices, ...
         scope: the scope of a count: `step`, `replica`, `process`, `job`, ...
+        optional: True if the numbers of a step are known without it, so that a script may leave it open.
     """
 
     key: Key
     default: Any
     unit: str = ""
     scope: str = ""
+    optional: bool = False
 
 
-def entry(default: Any, doc: str, *, kind: Kind = "int", unit: str = "", scope: str = "", **limits: Any) -> Entry:
+def entry(
+    default: Any, doc: str, *, kind: Kind = "int", unit: str = "", scope: str = "", optional: bool = False, **limits: Any
+) -> Entry:
     """Return an `Entry`; `limits` are those of `Key`.
 
     Example:
@@ -50,7 +56,8 @@ def entry(default: Any, doc: str, *, kind: Kind = "int", unit: str = "", scope: 
         'a whole number, at least 1'
     """
     nullable = limits.pop("nullable", default is None)
-    return Entry(key=Key(kind=kind, doc=doc, section="", nullable=nullable, **limits), default=default, unit=unit, scope=scope)
+    key = Key(kind=kind, doc=doc, section="", nullable=nullable, **limits)
+    return Entry(key=key, default=default, unit=unit, scope=scope, optional=optional)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,11 +172,19 @@ def type_settings(
     ):
         misspelt = list(_find_misspelt(located, entries))
         raise_together(misspelt)
+        if part := find_part(located, entries):
+            raise ConfigError(
+                f"this is a part of a file of {system}, its group {part[0]}: it sets {', '.join(part[1][:3])}; check the "
+                "file or the command that includes it",
+                key="from",
+                path=path,
+            )
         examples = ", ".join(list(entries)[:3])
         raise ConfigError(f"not a file of {system}: it sets none of its batch keys, such as {examples}", key="from", path=path)
     twice = {name: line for name, line in repeated.items() if name in entries and name not in chosen}
     problems: list[RampupError] = [
-        ConfigError(f"{name} is given twice", key=name, path=path, line=line) for name, line in twice.items()
+        ConfigError(f"{name} is given twice; choose one with {name}=...", key=name, path=path, line=line)
+        for name, line in twice.items()
     ]
     problems += _find_mappings({name: entry for name, entry in located.items() if name not in chosen}, entries)
     located = {**located, **chosen}
@@ -178,18 +193,24 @@ def type_settings(
     values = {name: entry.default for name, entry in entries.items()}
     base = {name: Located(value=value, path=f"a base file of {system}") for name, value in defaults.items()}
     located = base | located
+    notes = []
     for name, entry in [*base.items(), *known.items()]:
         if name not in entries:
             continue
         try:
             value = _resolve_reference(entry.value, name, located, values)
             if isinstance(value, str) and (unknown := unknown_names(value)):
-                raise _unknown_error(name, value, unknown)
+                error = _unknown_error(name, value, unknown)
+                if not entries[name].optional:
+                    raise error
+                notes.append(f"{error}. The numbers of a step are the same without it.")
+                del known[name]
+                continue
             values[name] = entries[name].key.read(name, value)
         except ConfigError as error:
             problems.append(ConfigError(str(error), key=name, nearest=error.nearest, path=entry.path, line=entry.line))
     raise_together(problems)
-    notes = [
+    notes += [
         f"{name} is given twice, again in line {line}; the last one counts."
         for name, line in repeated.items()
         if name not in entries
@@ -259,6 +280,20 @@ def _find_mappings(located: Mapping[str, Located], entries: Mapping[str, Entry])
         ConfigError(f"{name} is a mapping; it must be {entries[name].key.expected}", key=name, path=entry.path, line=entry.line)
         for name, entry in found.items()
     ]
+
+
+def find_part(located: Iterable[str], entries: Mapping[str, Entry]) -> tuple[str, list[str]] | None:
+    """Return the group of keys of which a file is a part, as in Hydra's folders, with its keys; None if it is none.
+
+    Example:
+        >>> find_part(["n", "name", "seed"], {"rollout.n": entry(1, "responses"), "rollout.name": entry("", "engine")})
+        ('rollout', ['n', 'name'])
+    """
+    names = list(located)
+    groups = dict.fromkeys(key.rpartition(".")[0] for key in entries if "." in key)
+    found = [(group, [name for name in names if f"{group}.{name}" in entries]) for group in groups]
+    best = max(found, key=lambda row: len(row[1]), default=("", []))
+    return best if len(best[1]) >= MIN_MATCHES else None
 
 
 def _find_misspelt(located: Mapping[str, Located], entries: Mapping[str, Entry]) -> Iterator[ConfigError]:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import ast
 import bisect
+import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rampup.config.yaml import read_text
@@ -91,6 +93,7 @@ def read_commands(
     reader = _Reader(Path(path), given, nested, relevant, list(arguments))
     for long, short, number in _SLURM.findall(text):
         reader.env |= dict.fromkeys(_SLURM_NAMES[long or short], number)
+    reader.exported |= reader.env.keys()
     try:
         reader.run(_Parser(text).script())
     except _Stop:
@@ -161,11 +164,14 @@ class _Parser:
         return token
 
     def expect(self, *tokens: str) -> str:
-        while self.peek() == "\n":
-            self.next()
+        self.skip("\n")
         if (token := self.next()) not in tokens:
             raise ValueError(f"line {self.here()}: {token[:20]!r} instead of {tokens[0]!r}")
         return token
+
+    def skip(self, *tokens: str) -> None:
+        while self.peek() in tokens:
+            self.next()
 
     def here(self) -> int:
         return self.line or bisect.bisect_left(self.newlines, self.at) + 1
@@ -190,8 +196,7 @@ class _Parser:
                 pipe = [self.command()]
                 while self.peek() in ("|", "|&"):
                     self.next()
-                    while self.peek() == "\n":
-                        self.next()
+                    self.skip("\n")
                     pipe.append(self.command())
                 rows.append((connector, negated, pipe))
                 connector = ""
@@ -240,8 +245,7 @@ class _Parser:
         return self.simple(line)
 
     def body(self) -> list[Any]:
-        while self.peek() in (";", "\n"):
-            self.next()
+        self.skip(";", "\n")
         end = "}" if self.expect("do", "{") == "{" else "done"
         body = self.list()
         self.expect(end)
@@ -255,8 +259,7 @@ class _Parser:
             head, self.at = self.text[self.at + 2 : end], end + 2
             return _Node("count", line, head.split(";"), [self.body()])
         name, words = self.next(), ['"$@"']
-        while self.peek() == "\n":
-            self.next()
+        self.skip("\n")
         if self.peek() == "in":
             self.next()
             words = []
@@ -269,8 +272,7 @@ class _Parser:
         subject, rows = self.next(), []
         self.expect("in")
         while True:
-            while self.peek() == "\n":
-                self.next()
+            self.skip("\n")
             if self.peek() in ("", "esac"):
                 self.expect("esac")
                 return _Node("case", line, [subject], rows)
@@ -285,8 +287,7 @@ class _Parser:
                 self.next()
 
     def function(self, name: str, line: int) -> _Node:
-        while self.peek() == "\n":
-            self.next()
+        self.skip("\n")
         return _Node("function", line, [name], [self.command()])
 
     def simple(self, line: int) -> _Node:
@@ -391,6 +392,11 @@ def _has_unknown(text: str) -> bool:
     return _END in text
 
 
+def _first_name(*texts: str) -> str:
+    """Return the first variable on which one of the texts depends; empty if there is none."""
+    return next((name for text in texts for name in unknown_names(text) if name.isidentifier()), "")
+
+
 def open_options(word: str) -> str:
     """Return the name on which it depends what a word adds to a command, or nothing if that does not matter."""
     match = _MARKER.fullmatch(word)
@@ -410,6 +416,8 @@ class _Reader:
     ) -> None:
         self.path, self.given, self.nested, self.relevant = path, given, nested, relevant
         self.env: dict[str, Any] = {}
+        self.exported: set[str] = set()  # the variables that a shell in quotes sees
+        self.exports_all = False
         self.arguments = arguments
         self.functions: dict[str, _Node] = {}
         self.commands: list[Command] = []
@@ -508,9 +516,7 @@ class _Reader:
         for patterns, body in node.parts:
             texts = [self.text(pattern, unset="") for pattern in patterns]
             unknown = _has_unknown(subject) or any(map(_has_unknown, texts))
-            cause = cause or next(
-                (name for text in (subject, *texts) for name in unknown_names(text) if name.isidentifier()), ""
-            )
+            cause = cause or _first_name(subject, *texts)
             if unknown or any(fnmatchcase(subject, text) for text in texts):
                 end = self.attempt(body)
                 ends.append(end)
@@ -522,33 +528,25 @@ class _Reader:
 
     def loop(self, node: _Node) -> None:
         """Evaluate the body for each item if they are known; otherwise once, as a branch that may not be taken."""
-        kind, count = node.kind, 0
-        if kind in ("for", "select"):
+        body = node.parts[-1]
+        if node.kind in ("for", "select"):
             name = node.words[0]
             for item in [word for raw in node.words[1:] for word in _braces(raw) for word in self.words(word)][:MAX_REPEATS]:
                 unknown = _has_unknown(item) or "*" in item
                 self.assign(name, "", _mark(name) if unknown else item)
-                if not self.repeat(node.parts[0]):
+                if not self.repeat(body):
                     break
-            return
-        if kind == "count":
+        elif node.kind == "count":
             self.arithmetic(node.words[0])
-        while count < MAX_REPEATS:
-            if kind == "count":
+            for _ in range(MAX_REPEATS):
                 value = self.arithmetic(node.words[1]) if node.words[1].strip() else "1"
-                met = None if _has_unknown(value) else value != "0"
-            else:
-                met = self.run(node.parts[0])
-                met = not met if kind == "until" and met is not None else met
-            if met is False:
-                return
-            if met is None or kind != "count":
-                self.join([self.attempt(node.parts[-1])], "", exhaustive=False)
-                return
-            if not self.repeat(node.parts[-1]):
-                return
-            self.arithmetic(node.words[2])
-            count += 1
+                if _has_unknown(value):
+                    self.join([self.attempt(body)], "", exhaustive=False)
+                if value == "0" or _has_unknown(value) or not self.repeat(body):
+                    break
+                self.arithmetic(node.words[2])
+        elif self.run(node.parts[0]) is not (node.kind == "until"):
+            self.join([self.attempt(body)], "", exhaustive=False)
 
     def repeat(self, body: Sequence[Any]) -> bool:
         try:
@@ -560,12 +558,11 @@ class _Reader:
         return True
 
     def command(self, node: _Node) -> bool | None:
-        raw = list(node.words)
-        while raw and _ASSIGNMENT.match(raw[0]):
-            name, key, plus, value = _ASSIGNMENT.fullmatch(raw.pop(0)).groups()  # type: ignore[union-attr]
-            if not any(not _ASSIGNMENT.match(word) for word in node.words):
-                self.set(name, key, plus, value)
+        number = next((n for n, word in enumerate(node.words) if not _ASSIGNMENT.match(word)), len(node.words))
+        raw, own = node.words[number:], [_ASSIGNMENT.fullmatch(word).groups() for word in node.words[:number]]  # type: ignore[union-attr]
         if not raw:
+            for assignment in own:
+                self.set(*assignment)
             return True
         if raw[0] in ("[[", "[", "test"):
             quoted = raw[0] == "[["
@@ -575,30 +572,33 @@ class _Reader:
             test = _Test(words if raw[0] == "test" else words[:-1])
             value = test.value()
             if value is None:
-                self.cause = self.cause or next(
-                    (name for name in unknown_names(" ".join(test.unknown)) if name.isidentifier()), ""
-                )
+                self.cause = self.cause or _first_name(*test.unknown)
             return value
         if raw[0] in ("export", "declare", "local", "readonly", "typeset"):
+            exports = raw[0] == "export" or any(re.fullmatch(r"-\w*x\w*", word) for word in raw)
             for word in raw[1:]:
                 if match := _ASSIGNMENT.fullmatch(word):
                     self.set(*match.groups())
                 elif (match := _ASSIGNMENT.fullmatch(self.text(word))) and '"' in word:
                     self.assign(match[1], match[2], match[4])
+                self.exported |= {match[1] if match else word} if exports else set()
             return True
         words = [word for part in raw for word in self.words(part)]
         if not words:
             return True
         if words[0] in self.functions:
             return self.call(words[0], words[1:])
-        return self.builtin(words, node) if words[0] in _BUILTINS else self.record(words, node)
+        if words[0] in _BUILTINS:
+            return self.builtin(words, node)
+        return self.record(words, node, {name: self.text(value) for name, _, _, value in own})
 
     def builtin(self, words: list[str], node: _Node) -> bool | None:
         name, rest = words[0], words[1:]
         if name in ("exit", "return", "break", "continue"):
             raise _Stop(name)
-        if name == "set" and "--" in rest:
-            self.arguments = rest[rest.index("--") + 1 :]
+        if name == "set":
+            self.exports_all |= any(re.fullmatch(r"-\w*a\w*|allexport", word) for word in rest)
+            self.arguments = rest[rest.index("--") + 1 :] if "--" in rest else self.arguments
         elif name == "shift":
             self.arguments = self.arguments[int(rest[0]) if rest and rest[0].isdigit() else 1 :]
         elif name == "unset":
@@ -644,24 +644,25 @@ class _Reader:
             self.depth -= 1
             self.arguments = before
 
-    def record(self, words: list[str], node: _Node) -> bool | None:
-        """Keep a command, and those in its quoted words and here-documents."""
+    def record(self, words: list[str], node: _Node, own: Mapping[str, str] = MappingProxyType({})) -> bool | None:
+        """Keep a command, and those in its quoted words and here-documents, which see exported variables and its `own`."""
         if words[0] in _PRINTING:
             words = words[:1]
         self.commands.append(Command(tuple(words), node.line))
         texts = [
-            word
-            for word, before in zip(words[1:], words, strict=False)
+            (word, words[place + 3 :])
+            for place, (before, word) in enumerate(itertools.pairwise(words))
             if any(map(str.isspace, word)) and (before in ("-c", "-lc") or self.nested.search(word))
         ]
         for body in node.parts:
             text = body[-1] if len(body) > 1 else self.document(body[-1]) if body else ""
-            texts += [text] if self.nested.search(text) else []
-        for text in texts:
+            texts += [(text, [])] if self.nested.search(text) else []
+        for text, parameters in texts:
             if self.depth < MAX_NESTING:
                 number = len(self.commands)
                 before, arguments = self.env, self.arguments
-                self.env = dict(before)
+                self.env = {name: value for name, value in before.items() if name in self.exported} | dict(own)
+                self.arguments = parameters
                 try:
                     self.script(text, node.line)
                 except (ValueError, IndexError):
@@ -723,6 +724,7 @@ class _Reader:
             value = value[0] + name + _END if match and match[1].startswith("$") else value
             if len(value) > MAX_TEXT:
                 raise ValueError(f"{name} is longer than {MAX_TEXT:,} characters")
+            self.exported |= {name} if self.exports_all else set()
         if not key:
             self.env[name] = value
             return
@@ -986,21 +988,14 @@ class _Test:
         self.words = words
         self.unknown: list[str] = []
 
-    def value(self) -> bool | None:
+    def value(self, *, any_of: bool = True) -> bool | None:
         """Return the result of the words up to an end or a `)`."""
-        result = self.all()
-        while self.words and self.words[0] in ("||", "-o"):
+        signs = ("||", "-o") if any_of else ("&&", "-a")
+        result = self.value(any_of=False) if any_of else self.one()
+        while self.words and self.words[0] in signs:
             self.words.pop(0)
-            other = self.all()
-            result = True if result or other else None if None in (result, other) else False
-        return result
-
-    def all(self) -> bool | None:
-        result = self.one()
-        while self.words and self.words[0] in ("&&", "-a"):
-            self.words.pop(0)
-            other = self.one()
-            result = False if False in (result, other) else None if None in (result, other) else True
+            both = (result, self.value(any_of=False) if any_of else self.one())
+            result = any_of if any_of in both else None if None in both else not any_of
         return result
 
     def one(self) -> bool | None:

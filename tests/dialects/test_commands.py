@@ -135,7 +135,7 @@ def test_check_file_chooses_the_training_command(tmp_path):
     path.write_text("python tools/checkpoint/convert.py --micro-batch-size 8\n")
     with pytest.raises(ConfigError, match=r"starts tools/checkpoint/convert\.py, which the rules of Megatron do not cover"):
         check_file(path, "megatron")
-    path.write_text("echo hello\n")
+    path.write_text("echo hello\n")  # such as a file of settings that another script sources
     with pytest.raises(ConfigError, match=r"no command in it is like `torchrun"):
         check_file(path, "megatron")
 
@@ -196,6 +196,9 @@ def test_check_file_is_not_confused_by_names_that_are_alike(tmp_path):
     path.write_text("--micro-batch-size: 2\n--micro-batch-size: 4\n")
     with pytest.raises(ConfigError, match="micro_batch_size is given twice"):
         check_file(path, "megatron", ["world_size=8"])
+    assert check_file(path, "megatron", ["world_size=8", "micro_batch_size=2"]).derived["micro_batch_size"] == 2
+    path.write_text("model: {micro_batch_size: 2}\nref: {micro_batch_size: '${model.micro_batch_size}'}\n")
+    assert check_file(path, "megatron", ["world_size=8"]).derived["micro_batch_size"] == 2
     path.write_text("method: {num_rollouts: {strategy: choice, values: [1, 2]}}\ntrain: {batch_size: 4}\n")
     with pytest.raises(ConfigError, match=r"method\.num_rollouts is a mapping; it must be a whole number"):
         check_file(path, "trlx")
@@ -213,6 +216,42 @@ def test_files_of_nemo_are_not_sent_to_trlx(tmp_path):
         "model: {train_ds: {micro_batch_size: 4}, test_ds: {micro_batch_size: 2}}\ntrainer: {num_nodes: 2, devices: 8}\n"
     )
     with pytest.raises(ConfigError, match="micro_batch_size is given twice"):
+        check_file(path, "megatron")
+
+
+def test_a_part_of_a_file_is_recognized(tmp_path):
+    """A file of one of Hydra's groups sets keys without their prefix: it is named as such, whatever system was requested."""
+    path = tmp_path / "actor.yaml"
+    path.write_text("strategy: fsdp\nppo_mini_batch_size: 256\nppo_micro_batch_size_per_gpu: null\nuse_dynamic_bsz: false\n")
+    with pytest.raises(
+        ConfigError, match=r"a part of a file of veRL, its group actor_rollout_ref\.actor: .*ppo_mini_batch_size"
+    ):
+        check_file(path, "verl")
+    with pytest.raises(
+        ConfigError, match=r"looks like a part of a file of verl, not of megatron.* includes it with --from verl"
+    ):
+        check_file(path, "megatron")
+
+
+def test_a_script_may_leave_open_what_no_number_depends_on(tmp_path):
+    """Layers and the length of a Megatron run may be unknown, with a note; not if a ramp or a chunk depends on them."""
+    path = tmp_path / "run.sh"
+    text = "torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 2 --global-batch-size 64 --num-layers $LAYERS"
+    path.write_text(f"{text} --train-iters $(($1 / 64)) --save $FOLDER --node-rank $SLURM_PROCID --bf16 $MOE_ARGS\n")
+    found = check_file(path, "megatron")
+    assert found.derived["num_microbatches"] == [4]
+    notes = "\n".join(found.notes)
+    assert "num_layers=$LAYERS: the script does not say what $LAYERS is; add LAYERS=..., or num_layers=..." in notes
+    assert "train_iters" in notes
+    # An unknown value of an option is no unknown option.
+    assert "does not say what $MOE_ARGS adds" in notes
+    assert "FOLDER" not in notes
+    assert "SLURM_PROCID" not in notes
+    path.write_text(f"{text} --train-samples $N --rampup-batch-size 16 16 1000\n")
+    with pytest.raises(ConfigError, match=r"train_samples=\$N: the script does not say"):
+        check_file(path, "megatron")
+    path.write_text(f"{text} --num-layers-per-virtual-pipeline-stage 2\n")
+    with pytest.raises(ConfigError, match=r"num_layers=\$LAYERS: the script does not say"):
         check_file(path, "megatron")
 
 

@@ -55,6 +55,8 @@ SCRIPTS = {
     "pipes": "run a 2>&1 | run b > /dev/null &\nrun c >> /dev/null 2>/dev/null && run d || run e\n(run f; X=1)\n{ run g${X:-}; }",
     "here-document": "N=3\nrun <<EOF\n$N a b\nEOF\nrun a <<-'X' > /dev/null\n\t$N\n\tX\nrun b <<< \"$N\"",
     "quoted commands": "export N=3\nrun bash -c \"run a $N \\$N\"\nrun bash -c 'run b $N.'",
+    "variables of a shell in quotes": "A=1\nexport B=2\nC=3\nexport C\ndeclare -x D=4\nE=5 bash -c 'run a $A. $B $C $D $E'\nbash -c \"run b $A \\$A. $E.\"",
+    "all variables exported": "A=1\nset -a\nB=2\nset +a\nbash -c 'run $A. $B'",
     "eval": "C='run a \"b c\"'\neval $C",
     "set": 'set -euo pipefail\nset -- 1 "2 3"\nrun "$@" $2',
     "quotes": 'run \'a\'"b"c \\$x "\\"q\\"" $\'t\\tb\' "" \'\'',
@@ -82,12 +84,16 @@ def by_bash(text, tmp_path):
     return commands
 
 
+EMPTY = re.compile("\ue000[^\ue004]*\ue004")
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is the reference")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_read_commands_equals_bash(name, tmp_path):
     """Each construct gives the words that bash itself gives to the commands."""
     text = SCRIPTS[name]
-    commands = [command.words for command in read_commands(text, "script.sh", {}, NESTED)]
+    # What was never set is empty in bash, and here has a name.
+    commands = [tuple(EMPTY.sub("", word) for word in found.words) for found in read_commands(text, "script.sh", {}, NESTED)]
     # Bash runs the parts of a pipe in any order.
     assert sorted(word for word in commands if word[0] != "echo") == sorted(by_bash(text, tmp_path))
 
@@ -138,6 +144,15 @@ def test_read_commands_takes_given_variables():
     text = "N=2\nM=$1\nif [ $M = big ]; then L=40; else L=$N; fi\nrun $N $L"
     assert read_commands(text, "x.sh", {"N": "8", "M": "big"}, NESTED)[0].words == ("run", "8", "40")
     assert read_commands("run $1 ${2:-x} $#", "x.sh", {}, NESTED, arguments=["a"])[0].words == ("run", "a", "x", "1")
+
+
+def test_read_commands_names_a_variable_that_is_not_exported():
+    """A shell in single quotes does not see it; one in double quotes has its value."""
+    found = read_commands("N=2\nbash -c 'run --n $N'\nbash -c \"run --n $N\"", "x.sh", {}, NESTED)
+    assert [tuple(map(show_unknown, row.words)) for row in found if row.words[0] == "run"] == [
+        ("run", "--n", "$N"),
+        ("run", "--n", "2"),
+    ]
 
 
 def test_read_commands_reads_the_header_of_slurm_and_sourced_files(tmp_path):

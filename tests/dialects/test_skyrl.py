@@ -6,8 +6,7 @@ import pytest
 from helpers.dialect_files import agrees, case_settings, cases, check_nearest, nested, rules, verdict
 
 from rampup.dialects.reading import Settings
-from rampup.dialects.skyrl import KEYS
-from rampup.dialects.skyrl.rules import RULES, SkyRLJob
+from rampup.dialects.skyrl import KEYS, RULES, SkyRLJob
 
 TRAIN = "trainer.train_batch_size"
 MINI = "trainer.policy_mini_batch_size"

@@ -50,7 +50,7 @@ KEYS: dict[str, Entry] = {
     PER_CHUNK: entry(None, "layers in a chunk", minimum=1, unit="layers"),
     GROUP: entry(None, "microbatches in a row through one chunk; unset: the stages", minimum=1),
     OVERLAP: entry(True, "send while computing; needed for two interleaved stages", kind="bool"),
-    LAYERS: entry(None, "layers", minimum=1, unit="layers"),
+    LAYERS: entry(None, "layers", minimum=1, unit="layers", optional=True),
     **{key: entry(None, f"layers of the {end} stage", minimum=1) for key, end in zip(ENDS, ("first", "last"), strict=True)},
     **{key: entry(False, "count it as a layer when layers are split over stages", kind="bool") for key in EXTRAS},
     LAYOUT: entry(None, "the layers of each stage, such as Et*3|(tt|)*29m|L", kind="text", nullable=True),
@@ -59,12 +59,12 @@ KEYS: dict[str, Entry] = {
     VERSION: entry(
         "legacy", "legacy: rules until April 2026, with linear ramps; or head", kind="text", choices=("legacy", "head")
     ),
-    "seq_length": entry(None, "tokens per sample", minimum=1, unit="tokens"),
-    "train_iters": entry(None, "optimizer steps", minimum=0, unit="steps"),
-    "max_steps": entry(None, "optimizer steps (NeMo)", minimum=-1, unit="steps"),
-    "train_samples": entry(None, "samples of the run", minimum=0, unit="samples"),
-    EVAL_MICRO: entry(None, "micro batch of evaluation; unset: that of training", minimum=1, unit="samples"),
-    EVAL_GLOBAL: entry(None, "batch of evaluation; unset: that of training", minimum=1, unit="samples"),
+    "seq_length": entry(None, "tokens per sample", minimum=1, unit="tokens", optional=True),
+    "train_iters": entry(None, "optimizer steps", minimum=0, unit="steps", optional=True),
+    "max_steps": entry(None, "optimizer steps (NeMo)", minimum=-1, unit="steps", optional=True),
+    "train_samples": entry(None, "samples of the run", minimum=0, unit="samples", optional=True),
+    EVAL_MICRO: entry(None, "micro batch of evaluation; unset: that of training", minimum=1, unit="samples", optional=True),
+    EVAL_GLOBAL: entry(None, "batch of evaluation; unset: that of training", minimum=1, unit="samples", optional=True),
 }
 ALIASES = {
     "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
@@ -95,8 +95,11 @@ def read(source: Source, overrides: Sequence[str]) -> Settings:
     if any(isinstance(located[name].value, str) and unknown_names(located[name].value) for name in _DEVICES if name in located):
         located = {name: value for name, value in located.items() if name not in _DEVICES}
     repeated = {canonical(name): line for name, line in reading.repeated.items()}
+    # A ramp depends on the samples and tokens of the run, and the number of chunks on that of layers.
+    depends = not {RAMP, SCHEDULE, PER_CHUNK}.isdisjoint({*located, *overridden})
+    entries = {name: dataclasses.replace(entry, optional=False) for name, entry in KEYS.items()} if depends else KEYS
     settings = type_settings(
-        located, renamed, KEYS, system="Megatron", path=path, repeated=repeated, recognized=reading.launched
+        located, renamed, entries, system="Megatron", path=path, repeated=repeated, recognized=reading.launched
     )
     return dataclasses.replace(settings, notes=(*reading.notes, *settings.notes))
 
@@ -126,17 +129,17 @@ def _from_yaml(leaves: Mapping[str, Located], path: str, overridden: Collection[
     for known, names in found.items():
         # The least nested of several names counts.
         depth = min(name.count(".") for name in names)
-        first, *rest = [name for name in names if name.count(".") == depth]
-        for other in rest:
-            if known in KEYS and known not in overridden and leaves[other].value != leaves[first].value:
+        (first, value), *rest = [(name, _resolve_reference(leaves[name], leaves)) for name in names if name.count(".") == depth]
+        for other, second in rest:
+            if known in KEYS and known not in overridden and second.value != value.value:
                 raise ConfigError(
-                    f"{known} is given twice, as {first}={leaves[first].value!r} and {other}={leaves[other].value!r}; choose "
-                    f"one with {known}=...",
+                    f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with "
+                    f"{known}=...",
                     key=known,
                     path=path,
                     line=leaves[other].line,
                 )
-        located.update([_normalize(known, _resolve_reference(leaves[first], leaves))])
+        located.update([_normalize(known, value)])
     return located
 
 

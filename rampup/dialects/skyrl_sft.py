@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from rampup.dialects.commands import Launch, Source, read_source
@@ -45,11 +46,6 @@ def is_fine_tuning(source: Source) -> bool:
     return (reading.launched or MICRO in names) and not any(
         name.partition(".")[0] in ("trainer", "generator") for name in names
     )
-
-
-def read(source: Source, overrides: Sequence[str]) -> Settings:
-    """Read a YAML file, a script or a command of the fine-tuning trainer."""
-    return read_hydra(source, overrides, LAUNCH, KEYS, groups=("placement", "megatron_config", "model", "optimizer_config"))
 
 
 class SftJob(Job):
@@ -130,6 +126,8 @@ DIALECT = Dialect(
     job=SftJob,
     rules=RULES,
     words=Words(meanings, flow, notes),
-    reader=read,
+    reader=partial(
+        read_hydra, launch=LAUNCH, entries=KEYS, groups=("placement", "megatron_config", "model", "optimizer_config")
+    ),
     launch=LAUNCH,
 )

@@ -1,22 +1,99 @@
-"""SkyRL: the numbers that follow from a file, the rules of its check, and what only the run finds.
+"""SkyRL: keys, numbers and rules, those of its check and those that only the run finds.
 
-Sources: SkyRL `train/utils/utils.py`, `train/trainer.py`, `distributed/dispatch.py`.
+Batch and mini batch count prompts; micro sizes count samples of one data-parallel replica. Sources: SkyRL
+`train/utils/utils.py`, `train/trainer.py`, `distributed/dispatch.py`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
+from functools import partial
 
-from rampup.dialects import skyrl as keys
-from rampup.dialects.reading import Settings
+from rampup.dialects import skyrl_sft as sft
+from rampup.dialects.commands import Launch
+from rampup.dialects.hydra import Bases, read_hydra
+from rampup.dialects.reading import Entry, Settings, entry
 from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings, dropped_prompts, flow
 from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, found_by_run, if_usable, multiple, positive
-from rampup.dialects.skyrl import ENGINE_KEYS, MICRO, MINI, RESPONSES, TRAIN, WORKERS, device_keys, megatron_keys, sft
 from rampup.dialects.verdict import Advice, Run, Term, Words, counted, product
 from rampup.rl.plan import RolloutPlan
 
-COUNTS = (TRAIN, MINI, MICRO, keys.FORWARD, RESPONSES)
+TRAIN, MINI = "trainer.train_batch_size", "trainer.policy_mini_batch_size"
+CRITIC_MINI = "trainer.critic_mini_batch_size"
+MICRO, FORWARD = "trainer.micro_train_batch_size_per_gpu", "trainer.micro_forward_batch_size_per_gpu"
+RESPONSES, WORKERS = "generator.n_samples_per_prompt", "trainer.fully_async.num_parallel_generation_workers"
+COLOCATE, COLOCATE_REF = "trainer.placement.colocate_all", "trainer.placement.colocate_policy_ref"
+CHECKPOINTING = "trainer.gradient_checkpointing"
+MODEL_SIZES = ("tensor_model", "pipeline_model", "context")
+_ENGINE_SIZES = ("num_engines", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+ENGINE_KEYS = tuple(f"generator.inference_engine.{name}" for name in _ENGINE_SIZES)
+OLD_ENGINE_KEYS = ("generator.num_inference_engines", *(f"generator.inference_engine_{name}" for name in _ENGINE_SIZES[1:]))
+
+
+def device_keys(model: str) -> tuple[str, str]:
+    """Return the keys of a model's devices per node and nodes."""
+    return f"trainer.placement.{model}_num_gpus_per_node", f"trainer.placement.{model}_num_nodes"
+
+
+def megatron_keys(model: str) -> tuple[str, ...]:
+    """Return the keys of a model's Megatron sizes, which multiply to the devices that share a sample."""
+    return tuple(f"trainer.{model}.megatron_config.{name}_parallel_size" for name in MODEL_SIZES)
+
+
+KEYS: dict[str, Entry] = {
+    TRAIN: entry(1024, "prompts of a training step", unit="prompts", scope="step"),
+    MINI: entry(256, "prompts of a policy update", unit="prompts", scope="job"),
+    CRITIC_MINI: entry(256, "prompts of a critic update", unit="prompts", scope="job"),
+    MICRO: entry(1, "samples of a training pass", unit="samples", scope="replica"),
+    FORWARD: entry(1, "samples of a forward-only pass", unit="samples", scope="replica"),
+    "trainer.max_tokens_per_microbatch": entry(-1, "token budget of a pass; -1 = count samples", unit="tokens"),
+    "trainer.update_epochs_per_batch": entry(1, "times that a step's samples are trained on"),
+    "trainer.epochs": entry(1, "times that the data set is read"),
+    "trainer.eval_batch_size": entry(1024, "prompts of an evaluation batch", unit="prompts"),
+    "trainer.strategy": entry("fsdp", "backend of training", kind="text", choices=("fsdp", "fsdp2", "megatron")),
+    "trainer.critic.model.path": entry(None, "the critic; null = none", kind="text"),
+    "trainer.use_sample_packing": entry(None, "old name of remove_microbatch_padding", kind="bool"),
+    "trainer.algorithm.advantage_estimator": entry("grpo", "how advantages are estimated", kind="text"),
+    "trainer.algorithm.use_kl_loss": entry(True, "a reference model in the loss", kind="bool"),
+    "trainer.algorithm.use_kl_in_reward": entry(False, "a reference model in the reward", kind="bool"),
+    "trainer.algorithm.loss_reduction": entry("token_mean", "how losses are averaged", kind="text"),
+    COLOCATE: entry(True, "all models and engines share the devices", kind="bool"),
+    COLOCATE_REF: entry(True, "otherwise: policy and reference share their devices", kind="bool"),
+    CHECKPOINTING: entry(True, "compute activations again in the backward pass", kind="bool"),
+    **{
+        key: entry(1, f"{what} of the {model} model", unit=unit)
+        for model in ("policy", "critic", "ref")
+        for key, what, unit in zip(device_keys(model), ("devices per node", "nodes"), ("devices", "nodes"), strict=True)
+    },
+    **{f"trainer.{model}.sequence_parallel_size": entry(1, f"devices that share a sequence of the {model} model")
+       for model in ("policy", "critic", "ref")},
+    **{key: entry(1, f"Megatron size of the {model} model") for model in ("policy", "ref") for key in megatron_keys(model)},
+    "trainer.fully_async.enabled": entry(False, "generation and training overlap fully", kind="bool"),
+    "trainer.fully_async.max_staleness_steps": entry(4, "steps by which a sample may be old", minimum=0, unit="steps"),
+    WORKERS: entry(768, "prompts generated at once", unit="prompts"),
+    RESPONSES: entry(5, "responses per prompt", unit="samples"),
+    "generator.eval_n_samples_per_prompt": entry(1, "responses per evaluation prompt", unit="samples"),
+    **{name: entry(1, "size of the inference engines") for name in ENGINE_KEYS},
+    **{name: entry(None, "old name of an engine size") for name in OLD_ENGINE_KEYS},
+    "num_prompts": entry(None, "prompts of the data set; given as num_prompts=N", unit="prompts"),
+}  # fmt: skip
+LAUNCH = Launch(
+    system="SkyRL",
+    program=re.compile(
+        r"\bskyrl[\w.]*\.main\w*|\bmain_(?:base|sft|dapo|fully_async|async)\w*|trainer\.policy_mini_batch_size="
+    ),
+    others=re.compile(r"main_(?:generate|gen)\b|tinker|entrypoints\.serve"),
+    example="python -m skyrl.train.entrypoints.main_base key=value",
+    known=KEYS.__contains__,
+)
+# Until March 2026 SkyRL had a YAML file; its sizes are those of the dataclasses.
+BASES: Bases = {name: {} for name in ("ppo_base_config", "skyrl_gym_config/default")}
+
+
+GROUPS = ("data", "environment", "hydra", "terminal_bench_config", "harbor_trial_config")
+COUNTS = (TRAIN, MINI, MICRO, FORWARD, RESPONSES)
 MODEL_COUNTS = {
     model: (*device_keys(model)[::-1], f"trainer.{model}.sequence_parallel_size") for model in ("policy", "critic", "ref")
 }
@@ -74,8 +151,8 @@ class SkyRLJob(RolloutJob):
         common = math.lcm(*(self.replicas[model] for model in self.models))
         self.prompt_stride = common // math.gcd(common, self.samples_per_prompt)
         self.engine_devices: int | None = None
-        if settings.given & {*ENGINE_KEYS, *keys.OLD_ENGINE_KEYS}:
-            pairs = zip(ENGINE_KEYS, keys.OLD_ENGINE_KEYS, strict=True)
+        if settings.given & {*ENGINE_KEYS, *OLD_ENGINE_KEYS}:
+            pairs = zip(ENGINE_KEYS, OLD_ENGINE_KEYS, strict=True)
             self.engine_devices = math.prod(self[new] if self[old] is None else self[old] for new, old in pairs)
 
     def _model(self, name: str) -> TrainedModel:
@@ -113,7 +190,7 @@ def meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
         + (f" ({padding:,} of the mini batch are empty)" if padding else ""),
     )
     yield MICRO, f"samples per replica: {job.passes_text} per optimizer step"
-    yield keys.FORWARD, "samples per replica in forward-only passes (log-probabilities, values)"
+    yield FORWARD, "samples per replica in forward-only passes (log-probabilities, values)"
     evaluated = job["trainer.eval_batch_size"] * job["generator.eval_n_samples_per_prompt"]
     yield "trainer.eval_batch_size", f"{counted(evaluated, 'sample')} per evaluation batch; the last batch may be smaller"
 
@@ -127,7 +204,7 @@ def explain_step(job: SkyRLJob) -> Iterator[str]:
     return flow(
         job,
         generated=", the responses of a prompt next to each other",
-        prepare=(f"{forward}, {job[keys.FORWARD]:,} at a time", "advantages over each prompt's responses"),
+        prepare=(f"{forward}, {job[FORWARD]:,} at a time", "advantages over each prompt's responses"),
         layout=(
             f"mini batch j is samples j * {samples:,} to (j + 1) * {samples:,} - 1{padded}; replica r takes {share:,} of them "
             f"in order, from r * {share:,} on",
@@ -147,14 +224,14 @@ def advice(job: SkyRLJob) -> Iterator[Advice]:
             f"{mini / (job[MICRO] * policy.replicas):,.6g}"),
         Advice("for an out-of-memory error, lower policy_mini_batch_size", GUIDE, None,
             "it changes the number of passes, not their size; "
-            + ("" if job[keys.CHECKPOINTING] else f"first set {keys.CHECKPOINTING}=true, then ")
+            + ("" if job[CHECKPOINTING] else f"first set {CHECKPOINTING}=true, then ")
             + f"lower {MICRO}, now {job[MICRO]:,}"),
         Advice("policy_mini_batch_size equal to train_batch_size keeps training on-policy", GUIDE, updates * job.epochs == 1,
             f"{counted(updates * job.epochs, 'update')} per rollout"),
     ]  # fmt: skip
-    if not job[keys.CHECKPOINTING]:
+    if not job[CHECKPOINTING]:
         yield Advice("gradient checkpointing is the first answer to an out-of-memory error", GUIDE, False,
-            f"{keys.CHECKPOINTING} is off, so all activations of a pass are kept")  # fmt: skip
+            f"{CHECKPOINTING} is off, so all activations of a pass are kept")  # fmt: skip
     if updates * job.epochs > 1 and job.samples_per_prompt > 1:
         yield Advice("if training is slow, generate fewer responses per prompt, or make the mini batch larger", GUIDE, False,
             f"{RESPONSES}={job.samples_per_prompt:,} and {counted(updates * job.epochs, 'update')} per rollout: half the "
@@ -196,7 +273,7 @@ def notes(job: SkyRLJob) -> Iterator[str]:
             f"longer sequence still gets a pass of its own. {MICRO} is then ignored, but its rules are still enforced."
         )
     yield from dropped_prompts(job)
-    if job[keys.COLOCATE] and job.engine_devices is None:
+    if job[COLOCATE] and job.engine_devices is None:
         yield (
             "trainer.placement.colocate_all is on and the file does not size the inference engines: engines * tensor * "
             f"pipeline * data parallel size must be {job.devices['policy']:,}, and so must every other model's devices."
@@ -271,16 +348,16 @@ def _colocated(model: str) -> Rule[SkyRLJob]:
     own = device_keys(model)
     return equal(f"skyrl.colocated_{model}_devices", own, (f"the {model}'s {{:,}} devices", lambda job: job.devices[model]),
         _POLICY_DEVICES,
-        when=lambda job: model in job.models and job[keys.COLOCATE] and bool(job.settings.given & set(own)),
+        when=lambda job: model in job.models and job[COLOCATE] and bool(job.settings.given & set(own)),
         note=" with trainer.placement.colocate_all", found_by="run")  # fmt: skip
 
 
 def _shares_devices(key: str) -> Rule[SkyRLJob]:
     """Return the rule that a policy and a reference on the same devices have equally many nodes, and devices per node."""
     own = key.replace("policy_", "ref_")
-    return equal(f"skyrl.colocated_{own.rpartition('.')[2]}", (own, key, keys.COLOCATE_REF), own, key,
-        when=lambda job: job.has_ref and not job[keys.COLOCATE] and job[keys.COLOCATE_REF],
-        note=f" with {keys.COLOCATE_REF}")  # fmt: skip
+    return equal(f"skyrl.colocated_{own.rpartition('.')[2]}", (own, key, COLOCATE_REF), own, key,
+        when=lambda job: job.has_ref and not job[COLOCATE] and job[COLOCATE_REF],
+        note=f" with {COLOCATE_REF}")  # fmt: skip
 
 
 def _max_workers(job: SkyRLJob) -> int:
@@ -303,7 +380,7 @@ _STEP: list[Rule[SkyRLJob]] = [
         lambda job: Term(
             f"the engines' devices, engines * tensor * pipeline * data parallel size = {job.engine_devices:,},",
             job.engine_devices or 0),
-        _POLICY_DEVICES, when=lambda job: job[keys.COLOCATE] and job.engine_devices is not None,
+        _POLICY_DEVICES, when=lambda job: job[COLOCATE] and job.engine_devices is not None,
         note=" with trainer.placement.colocate_all"),
     at_least("skyrl.data_set_fills_a_step", ("num_prompts", TRAIN),
         ("a data set of {:,} prompts", lambda job: job["num_prompts"]), TRAIN,
@@ -343,11 +420,11 @@ RULES: list[Rule[SkyRLJob]] = [
 ]
 DIALECT = Dialect(
     system="SkyRL",
-    keys=keys.KEYS,
+    keys=KEYS,
     job=SkyRLJob,
     rules=RULES,
-    reader=keys.read,
-    launch=keys.LAUNCH,
+    reader=partial(read_hydra, launch=LAUNCH, entries=KEYS, bases=BASES, version="August 2026", groups=GROUPS),
+    launch=LAUNCH,
     words=Words(meanings, explain_step, notes, advice),
     variant=lambda path: sft.DIALECT if sft.is_fine_tuning(path) else None,
 )

@@ -1,4 +1,7 @@
-"""MaxText's reinforcement learning: the numbers that follow from an rl.yml, its rules, and those of Tunix below it."""
+"""MaxText's reinforcement learning (rl.yml): keys, numbers and rules, also those of Tunix below it.
+
+All sizes, also micro batches, count prompts of the job.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,72 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rampup.config.yaml import Located
-from rampup.dialects import maxtext_rl as keys
 from rampup.dialects.commands import Launch, Source
-from rampup.dialects.maxtext import read_chain
-from rampup.dialects.maxtext_rl import ALIASES, AUTO, BATCH, FSDP, OLD, ROLLOUT, ROLLOUT_AXES, SLICES, TENSOR, TRAIN
-from rampup.dialects.reading import Settings, rename
+from rampup.dialects.maxtext import AXIS_GROUPS, read_chain
+from rampup.dialects.reading import Entry, Settings, entry, rename
 from rampup.dialects.rollout import RolloutJob, TrainedModel, flow
 from rampup.dialects.rules import Dialect, Rule, at_least, multiple
 from rampup.dialects.verdict import Advice, Run, Term, Words, counted, times
 from rampup.errors import ConfigError
 from rampup.plan.numbers import divisors
+
+BATCH, GENERATIONS, ITERATIONS = "batch_size", "rl.num_generations", "rl.num_iterations"
+LOSS = "rl.loss_agg_mode"
+LOSSES = {
+    "token-mean": "every token of the batch counts alike, so long responses weigh more",
+    "sequence-mean-token-mean": "every response counts alike, whatever its length",
+    "sequence-mean": "not known to Tunix",
+}
+TRAIN, ROLLOUT, OLD = "train_micro_batch_size", "rollout_micro_batch_size", "micro_batch_size"
+ROLLOUT_AXES = ("rollout_tensor_parallelism", "rollout_data_parallelism", "rollout_expert_parallelism")
+SLICES = ("num_trainer_slices", "num_samplers_slices")
+AXES = tuple(f"ici_{axis}_parallelism" for axes in AXIS_GROUPS.values() for axis in axes)
+FSDP, TENSOR = "ici_fsdp_parallelism", "ici_tensor_parallelism"
+AUTO = -1
+
+KEYS: dict[str, Entry] = {
+    BATCH: entry(1, "prompts per training step and optimizer step", unit="prompts", scope="job"),
+    TRAIN: entry(AUTO, "prompts per backward pass; -1 = batch_size", unit="prompts", scope="job"),
+    ROLLOUT: entry(AUTO, "prompts per generate call; -1 = the train micro batch", unit="prompts", scope="job"),
+    OLD: entry(None, "older name of both", unit="prompts", scope="job"),
+    GENERATIONS: entry(2, "responses per prompt", unit="samples"),
+    ITERATIONS: entry(1, "optimizer steps per batch"),
+    LOSS: entry("sequence-mean-token-mean", "how the loss of a batch is averaged", kind="text", choices=tuple(LOSSES)),
+    "rl.use_agentic_rollout": entry(False, "the agentic learner", kind="bool"),
+    "num_batches": entry(4, "batches of an epoch"),
+    "num_epoch": entry(1, "passes over the prompts"),
+    "train_fraction": entry(1.0, "share of the batches that is used", kind="float"),
+    "num_test_batches": entry(5, "evaluation batches"),
+    "eval_batch_size": entry(AUTO, "prompts per evaluation batch; -1 = batch_size", unit="prompts"),
+    "test_batch_start_index": entry(0, "first evaluation prompt", unit="prompts"),
+    "eval_interval": entry(10, "optimizer steps between evaluations", unit="steps"),
+    "trainer_devices_fraction": entry(0.5, "share of the devices that train", kind="float"),
+    "sampler_devices_fraction": entry(0.5, "share of the devices that generate", kind="float"),
+    "chips_per_vm": entry(4, "devices of a host", minimum=1, unit="devices"),
+    "use_pathways": entry(True, "whether one controller sees all hosts", kind="bool"),
+    SLICES[0]: entry(AUTO, "slices that train", unit="slices"),
+    SLICES[1]: entry(AUTO, "slices that generate", unit="slices"),
+    "rollout_data_parallelism": entry(AUTO, "replicas of the generator; -1 = the rest"),
+    "rollout_tensor_parallelism": entry(1, "devices that share the generator's matrices; -1 = the rest"),
+    "rollout_expert_parallelism": entry(1, "devices that share its experts; -1 = the rest"),
+    "max_prefill_predict_length": entry(256, "longest prompt", minimum=1, unit="tokens"),
+    "max_target_length": entry(1024, "longest prompt and response", minimum=1, unit="tokens"),
+    **{axis: entry(AUTO if axis == FSDP else 1, "devices along this axis", minimum=1, also=(AUTO,)) for axis in AXES},
+    "num_devices": entry(None, "devices of the run; given as num_devices=N", minimum=1, unit="devices"),
+    "num_prompts": entry(None, "prompts of the data set after its filter; given as num_prompts=N", minimum=0, unit="prompts"),
+}  # fmt: skip
+_DATASET = (
+    *("batch_size", "num_batches", "num_test_batches", "eval_batch_size", "test_batch_start_index", "train_fraction"),
+    *(TRAIN, ROLLOUT, OLD),
+)
+_CLUSTER = (*ROLLOUT_AXES, *SLICES, "trainer_devices_fraction", "sampler_devices_fraction", "chips_per_vm", "use_pathways")
+ALIASES = {
+    **{f"dataset.{name}": name for name in _DATASET},
+    **{f"cluster.{name}": name for name in _CLUSTER},
+    **{name.removeprefix("rl."): name for name in KEYS if name.startswith("rl.")},
+    "dataset_prompts": "num_prompts",
+}
+
 
 FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
 
@@ -27,7 +86,7 @@ LAUNCH = Launch(
     system="MaxText RL",
     program=re.compile(r"(?i)\btrain_rl\b|\bgrpo_trainer\b|rl\.num_generations=|maxtext[\w./]*\.rl\.\w+"),
     example="python3 -m maxtext.trainers.post_train.rl.train_rl rl.yml key=value",
-    known=lambda name: ALIASES.get(name, name) in keys.KEYS,
+    known=lambda name: ALIASES.get(name, name) in KEYS,
 )
 
 
@@ -45,7 +104,7 @@ def read(source: Source, overrides: Sequence[str]) -> Settings:
                 line=value.line,
             )
         located[canonical] = value
-    settings = chain.settings(located, [rename(setting, ALIASES) for setting in chain.overrides], keys.KEYS, LAUNCH)
+    settings = chain.settings(located, [rename(setting, ALIASES) for setting in chain.overrides], KEYS, LAUNCH)
     if settings[OLD] is None:
         return settings
     # The older key stands for the two that it was split into, unless they are set.
@@ -66,8 +125,8 @@ class MaxTextRlJob(RolloutJob):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.batch = self.prompts = self[BATCH]  # prompts per training step and optimizer step
-        self.samples_per_prompt: int = self[keys.GENERATIONS]
-        self.iterations: int = self[keys.ITERATIONS]  # optimizer steps per batch
+        self.samples_per_prompt: int = self[GENERATIONS]
+        self.iterations: int = self[ITERATIONS]  # optimizer steps per batch
         # Prompts per backward pass and per generate call.
         self.train_micro: int = self.batch if self[TRAIN] == AUTO else self[TRAIN]
         self.rollout_micro: int = self.train_micro if self[ROLLOUT] == AUTO else self[ROLLOUT]
@@ -129,7 +188,7 @@ class MaxTextRlJob(RolloutJob):
             return None
         if self.multislice:
             return max(self.trainer_devices // (self[SLICES[0]] * max(self[TENSOR], 1)), 1)
-        others = math.prod(self[axis] for axis in keys.AXES if axis != FSDP and self[axis] != AUTO)
+        others = math.prod(self[axis] for axis in AXES if axis != FSDP and self[axis] != AUTO)
         return max(self.trainer_devices // others, 1)
 
     @property
@@ -186,13 +245,13 @@ def meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
 
     yield from [
         (BATCH, f"{prompts(job.batch)} per training step and optimizer step"),
-        (keys.GENERATIONS, f"{counted(generations, 'sample')} (responses) per prompt"),
+        (GENERATIONS, f"{counted(generations, 'sample')} (responses) per prompt"),
         (TRAIN,
          f"{prompts(job.train_micro)} per backward pass; {counted(job.batch // job.train_micro, 'pass')} per optimizer step"),
         (ROLLOUT,
          f"{prompts(job.rollout_micro)} per generate call; {counted(job.batch // job.rollout_micro, 'call')} per step"),
-        (keys.LOSS, keys.LOSSES[job[keys.LOSS]]),
-        (keys.ITERATIONS, f"{counted(job.iterations, 'optimizer step')} on the samples of one batch"),
+        (LOSS, LOSSES[job[LOSS]]),
+        (ITERATIONS, f"{counted(job.iterations, 'optimizer step')} on the samples of one batch"),
         ("num_batches", f"{counted(job.full_batches, 'training step')} over {counted(job.epoch_prompts, 'prompt')} "
          f"({counted(job['num_epoch'], 'epoch')}, train_fraction {job['train_fraction']:g})"),
         ("eval_batch_size", f"{counted(job.eval_prompts, 'prompt')} per evaluation"),
@@ -244,8 +303,8 @@ def notes(job: MaxTextRlJob) -> Iterator[str]:
         )
     if job["rl.use_agentic_rollout"]:
         yield f"the agentic learner generates for one prompt at a time, regardless of {ROLLOUT}"
-        if keys.LOSS in job.settings.given:
-            yield f"{keys.LOSS} does not reach the agentic learner, which has its own default"
+        if LOSS in job.settings.given:
+            yield f"{LOSS} does not reach the agentic learner, which has its own default"
     sequences, fsdp = job.train_micro * job.samples_per_prompt, job.fsdp
     if fsdp is None:
         yield f"ici_fsdp_parallelism=-1: give num_devices=N to check whether {sequences:,} sequences divide over it"
@@ -297,8 +356,8 @@ RULES: list[Rule[MaxTextRlJob]] = [
     _at_least(BATCH, 1),
     _at_least("num_batches", 1),
     _at_least("num_epoch", 1),
-    _at_least(keys.ITERATIONS, 1),
-    _at_least(keys.GENERATIONS, 2),
+    _at_least(ITERATIONS, 1),
+    _at_least(GENERATIONS, 2),
     *map(_share, ("train_fraction", *FRACTIONS)),
     _micro_positive(TRAIN),
     _micro_positive(ROLLOUT),
@@ -324,12 +383,12 @@ RULES: list[Rule[MaxTextRlJob]] = [
     multiple("maxtext_rl.tensor_in_slice", (TENSOR, SLICES[0]),
         lambda job: Term(f"the {job.devices_per_slice} training devices of a slice", job.devices_per_slice), TENSOR,
         when=lambda job: job["num_devices"] is not None and job.multislice and job[TENSOR] > 1),
-    Rule(name="maxtext_rl.loss_is_known", keys=(keys.LOSS,), when=lambda job: not job["rl.use_agentic_rollout"],
-        holds=lambda job: job[keys.LOSS] != "sequence-mean",
+    Rule(name="maxtext_rl.loss_is_known", keys=(LOSS,), when=lambda job: not job["rl.use_agentic_rollout"],
+        holds=lambda job: job[LOSS] != "sequence-mean",
         message=lambda job: (
-            f"{keys.LOSS}=sequence-mean is accepted by MaxText, but Tunix, which computes the loss, does not know it and "
+            f"{LOSS}=sequence-mean is accepted by MaxText, but Tunix, which computes the loss, does not know it and "
             "stops at the first step"),
-        candidates=lambda job: [name for name in keys.LOSSES if name != "sequence-mean"], found_by="run"),
+        candidates=lambda job: [name for name in LOSSES if name != "sequence-mean"], found_by="run"),
     Rule(name="maxtext_rl.devices_left", keys=FRACTIONS,
         when=lambda job: job.trainer_devices is not None and job.fractions_valid,
         holds=lambda job: min(job.trainer_devices or 0, job.sampler_devices or 0) >= 1,
@@ -340,7 +399,7 @@ RULES: list[Rule[MaxTextRlJob]] = [
 ]  # fmt: skip
 DIALECT = Dialect(
     system="MaxText RL",
-    keys=keys.KEYS,
+    keys=KEYS,
     job=MaxTextRlJob,
     rules=RULES,
     words=Words(meanings, explain_step, notes, advice),
