@@ -13,7 +13,9 @@ from typing import Any
 # Modules that moved. A name that moved out of a module which is still there is in that module's `__getattr__` (`moved_names`).
 MOVED_MODULES = {
     "rampup.config.dialects": "rampup.dialects",
+    "rampup.config.explain": "rampup.config.files",
     "rampup.config.json_schema": "rampup.config.files",
+    "rampup.config.resume": "rampup.config.build",
     "rampup.config.rollout": "rampup.rl.config",
     "rampup.config.template": "rampup.config.files",
     "rampup.config.rollout_template": "rampup.rl.config",

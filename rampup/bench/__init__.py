@@ -25,7 +25,7 @@ BENCHES = {
     "packing": "microbatches by token budget and balanced parts, compared with veRL's algorithm",
 }
 # Benchmarks that are not the function `run` of the module of their name.
-_FUNCTIONS = {"noise": ("gradient_noise", "run"), "transition": ("ramp", "run_transition"), "buffer": ("data", "run_buffer")}
+_FUNCTIONS = {"noise": ("accumulate", "run_noise"), "transition": ("ramp", "run_transition"), "buffer": ("data", "run_buffer")}
 
 
 def bench(name: str) -> Bench:

@@ -1,8 +1,10 @@
-"""One optimizer step of k microbatches: rampup, the plain big batch, optax.MultiSteps and optax.microbatching."""
+"""One optimizer step of k microbatches: rampup, the plain big batch, optax.MultiSteps and optax.microbatching.
+
+Also rampup with and without the measurement of the gradient noise scale.
+"""
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -13,7 +15,18 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from rampup.bench.contenders import MICROBATCHING, MULTI_STEPS, Problem, baseline, baseline_calls, problems, start_rampup
+from rampup.bench.contenders import (
+    MEDIUM,
+    MICROBATCHING,
+    MULTI_STEPS,
+    QUICK,
+    Problem,
+    baseline,
+    baseline_calls,
+    problems,
+    start_rampup,
+    stepper,
+)
 from rampup.bench.hlo import Reductions, all_reduces
 from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, ignore_row, take_turns
 from rampup.run.compile import compile_program
@@ -25,6 +38,8 @@ SYSTEMS = (RAMPUP, TUNED, PLAIN, MULTI_STEPS, MICROBATCHING)
 COUNTS, QUICK_COUNTS = (1, 2, 4, 16), (1, 2)
 REDUCING_DEVICES = 4
 SHORT_ROUNDS = 96
+# Of the comparison with and without the gradient noise scale.
+NOISE_MICROBATCHES, NOISE_TOKENS = 16, 256
 
 
 def run(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
@@ -79,7 +94,6 @@ def compare(problem: Problem, k: int, mesh: Mesh, wide: Mesh | None, *, rounds: 
     rows = []
     for name in SYSTEMS:
         microbatches, seconds = sizes[name][1], times[name]
-        analysis = systems[name].executable.memory_analysis()
         reductions = None if wide is None else build(name, *sizes[name], wide).reductions(microbatches)
         rows.append(
             {
@@ -93,7 +107,7 @@ def compare(problem: Problem, k: int, mesh: Mesh, wide: Mesh | None, *, rounds: 
                 "over_plain": seconds.median / times[PLAIN].median,
                 "cpu_ms": work[name] * 1e3 if is_cpu else None,
                 "cpu_over_least": work[name] / min(work.values()) if is_cpu else None,
-                "temp_bytes": None if analysis is None else int(analysis.temp_size_in_bytes),
+                "temp_bytes": systems[name].temp_bytes,
                 "all_reduces": reductions and reductions.number,
                 "reduced_bytes": reductions and reductions.num_bytes,
                 "in_loops": reductions and reductions.in_loops,
@@ -119,6 +133,12 @@ class System:
     step: Callable[[], Any]
     calls: int = 1  # calls of the program in one optimizer step
 
+    @property
+    def temp_bytes(self) -> int | None:
+        """Temporary memory of the program, without arguments and results; None if the compiler does not tell."""
+        analysis = self.executable.memory_analysis()
+        return None if analysis is None else int(analysis.temp_size_in_bytes)
+
     def reductions(self, k: int) -> Reductions:
         """Return the all-reduces of one optimizer step of k microbatches."""
         return all_reduces(self.executable.as_text(), unknown_trips=k).times(self.calls)
@@ -126,24 +146,13 @@ class System:
 
 def build(name: str, problem: Problem, k: int, mesh: Mesh) -> System:
     """Compile a system."""
-    plan = problem.plan(k, mesh)
-    source = problem.source(plan.consumed_samples)
     if name in (RAMPUP, TUNED):
-        train, first = start_rampup(problem, plan, mesh)
-        (batch,) = step_batches(source, plan, mesh)
-        row, numbers = jax.tree.map(lambda x: x[0], source.arrays), itertools.count()
-        executable = compile_program(train.lower(first, row, plan.splits[0]))
-
-        def rampup_step() -> Any:
-            nonlocal first
-            first, metrics = train(first, batch.at_step(next(numbers)))
-            jax.block_until_ready((first, metrics))
-            return first.params
-
-        return System(executable=executable, step=rampup_step)
+        return build_rampup(problem, k, mesh)
+    plan = problem.plan(k, mesh)
     step, state = baseline(name, problem, plan, mesh)
     on_devices = partial(jax.device_put, device=batch_sharding(mesh))
-    calls = [(on_devices(rows_B), *more) for rows_B, *more in baseline_calls(name, source.arrays, plan)]
+    arrays = problem.source(plan.consumed_samples).arrays
+    calls = [(on_devices(rows_B), *more) for rows_B, *more in baseline_calls(name, arrays, plan)]
     compiled = step.lower(state, *calls[0]).compile()
 
     def baseline_step() -> Any:
@@ -154,3 +163,47 @@ def build(name: str, problem: Problem, k: int, mesh: Mesh) -> System:
         return state[0]
 
     return System(executable=compiled, step=baseline_step, calls=len(calls))
+
+
+def build_rampup(problem: Problem, k: int, mesh: Mesh, **options: Any) -> System:
+    """Compile rampup's step, with further options of `train_step`."""
+    plan = problem.plan(k, mesh)
+    source = problem.source(plan.consumed_samples)
+    train, state = start_rampup(problem, plan, mesh, **options)
+    (batch,) = step_batches(source, plan, mesh)
+    executable = compile_program(train.lower(state, jax.tree.map(lambda x: x[0], source.arrays), plan.splits[0]))
+    step = stepper(train, state)
+    return System(executable=executable, step=lambda: step(batch)[0].params)
+
+
+def run_noise(*, quick: bool = False, on_row: OnRow = ignore_row) -> BenchResult:
+    """Time a step of 16 microbatches with and without the measurement of the gradient noise scale, in turns."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    # As many tokens in a microbatch as fill the machine, as in training; the cost is per microbatch and not per token.
+    problem, k = (QUICK, 2) if quick else (replace(MEDIUM, tokens=NOISE_TOKENS), NOISE_MICROBATCHES)
+    systems = {measures: build_rampup(problem, k, mesh, measure_gradient_noise=measures) for measures in (False, True)}
+    times = take_turns({str(measures): system.step for measures, system in systems.items()}, rounds=3 if quick else ROUNDS)
+    # The ratio of neighbours in time, which share the disturbances of other processes.
+    ratios = sorted(on / off for off, on in zip(times["False"].all, times["True"].all, strict=True))
+    found = Measurements(2, on_row)
+    found.add(
+        {
+            "measures": measures,
+            "step_ms": times[str(measures)].median * 1e3,
+            "spread": times[str(measures)].spread,
+            "over_without": ratios[len(ratios) // 2] if measures else 1.0,
+            "flops": system.executable.cost_analysis().get("flops"),
+            "temp_bytes": system.temp_bytes,
+        }
+        for measures, system in systems.items()
+    )
+    return BenchResult(
+        name="noise",
+        title="one optimizer step with and without measure_gradient_noise",
+        rows=found.rows,
+        notes=[
+            str(problem),
+            f"{k} microbatches on one {jax.devices()[0].device_kind} device, in turns; medians. Both geometries, AdamW.",
+            "flops and temp_bytes are of the compiled program, in which a loop over microbatches counts once.",
+        ],
+    )

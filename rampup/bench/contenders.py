@@ -7,6 +7,7 @@ Shape suffixes: K microbatches, R rows of one microbatch, B rows of the batch.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -23,7 +24,7 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter, RampupMicrobatch
 from rampup.run.accumulate import multi_steps
-from rampup.run.data.batches import step_batches
+from rampup.run.data.batches import Batch, step_batches
 from rampup.run.mesh import batch_sharding, replicated
 from rampup.run.step import TrainState, prepare_state, train_step
 
@@ -153,6 +154,19 @@ def start_rampup(problem: Problem, plan: RampPlan, mesh: Mesh, **options: Any) -
     step = train_step(problem.model.loss, bench_optimizer(), plan, mesh, **options)
     params, opt_state = new_state(problem, step.tx, mesh)
     return step, prepare_state(TrainState(step=0, params=params, opt_state=opt_state), mesh)
+
+
+def stepper(step: Any, state: Any) -> Callable[[Batch], tuple[Any, Any]]:
+    """Return a function that takes the next optimizer step on a batch, waits for it, and returns the state and the metrics."""
+    numbers = itertools.count()
+
+    def take_step(batch: Batch) -> tuple[Any, Any]:
+        nonlocal state
+        state, metrics = step(state, batch.at_step(next(numbers)))
+        done: tuple[Any, Any] = jax.block_until_ready((state, metrics))
+        return done
+
+    return take_step
 
 
 # The baselines.

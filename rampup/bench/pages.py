@@ -6,7 +6,6 @@ one line of JSON. Its argument is `quick` or `full`.
 
 from __future__ import annotations
 
-import itertools
 import json
 import resource
 import statistics
@@ -17,7 +16,7 @@ from typing import Any
 
 import jax
 
-from rampup.bench.contenders import Problem, main_problem, plan_for, start_rampup
+from rampup.bench.contenders import Problem, main_problem, plan_for, start_rampup, stepper
 from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, in_turns, run_module
 from rampup.plan.ramp import BatchRamp
 from rampup.run.data.batches import step_batches
@@ -78,15 +77,13 @@ def measure(problem: Problem, steps: int) -> dict[str, Any]:
     first, last = (k * problem.rows for k in MICROBATCHES)
     plan = plan_for(BatchRamp.piecewise([(0, first), (1, last)]), 2, microbatch_size=problem.rows)
     batches = list(step_batches(problem.source(plan.consumed_samples), plan, mesh))
-    step, state = start_rampup(problem, plan, mesh)
+    step = stepper(*start_rampup(problem, plan, mesh))
     seconds, faults = dict[int, float](), dict[int, float]()
-    numbers = itertools.count()
     for k, batch in zip(MICROBATCHES, batches, strict=True):
         measured = []
         for _ in range(1 + steps):
             start, faults_before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            state, metrics = step(state, batch.at_step(next(numbers)))
-            jax.block_until_ready((state, metrics))
+            step(batch)
             measured.append((time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults_before))
         seconds[k], faults[k] = map(statistics.median, zip(*measured[1:], strict=True))
     return {"seconds": seconds, "faults": faults}

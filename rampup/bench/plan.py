@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from rampup.bench.contenders import bench_optimizer, plan_for
+from rampup.bench.contenders import bench_optimizer, plan_for, stepper
 from rampup.bench.maxtext import MakeManager, manager_ramp, maxtext_manager
 from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, take_turns
 from rampup.config.schema import Config
@@ -132,7 +131,7 @@ def host_rows(rounds: int, steps: int) -> Iterator[dict[str, Any]]:
         yield _row(f"the {case}'s part of a step", difference, steps, "the default recipe's step", times["recipe"].median)
 
 
-def _recipe_step(mesh: jax.sharding.Mesh) -> Callable[[], None]:
+def _recipe_step(mesh: jax.sharding.Mesh) -> Callable[[], Any]:
     """Return one optimizer step of the default recipe's first phase on one device."""
     config, tx = Config(), bench_optimizer()
     model, plan = language_model(config), plan_for(BatchRamp.constant(int(config.per_device_batch_size_start)), 1)
@@ -140,14 +139,7 @@ def _recipe_step(mesh: jax.sharding.Mesh) -> Callable[[], None]:
     state = create_state(model.init(jax.random.key(0)), tx, mesh)
     rows = SyntheticRows(64, sequence_length=config.max_target_length, vocab_size=config.vocab_size)
     (batch,) = step_batches(rows, plan, mesh)
-    numbers = itertools.count()
-
-    def run_step() -> None:
-        nonlocal state
-        state, metrics = step(state, batch.at_step(next(numbers)))
-        metrics["loss"].block_until_ready()
-
-    return run_step
+    return partial(stepper(step, state), batch)
 
 
 class _Tiny:

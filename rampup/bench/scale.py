@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from rampup.bench.contenders import FIXED, PER_PHASE, POLICIES, QUICK, SMALL, Problem, baseline, plan_for, start_rampup
+from rampup.bench.contenders import FIXED, PER_PHASE, POLICIES, QUICK, SMALL, Problem, baseline, plan_for, start_rampup, stepper
 from rampup.bench.maxtext import MakeManager, manager_ramp, maxtext_manager
 from rampup.bench.measure import ROUNDS, BenchResult, Measurements, OnRow, Seconds, ignore_row, run_module, take_turns
 from rampup.plan.plan import RampPlan
@@ -100,13 +100,7 @@ def measure(problem: Problem, rounds: int) -> dict[str, Any]:
     source = problem.source(plan.consumed_samples)
     (batch,) = step_batches(source, plan, mesh)
     step, state = start_rampup(problem, plan, mesh)
-    losses: list[float] = []
-
-    def rampup_step() -> None:
-        nonlocal state
-        state, metrics = step(state, batch.at_step(len(losses)))
-        losses.append(float(metrics["loss"]))
-
+    take_step, losses = stepper(step, state), list[float]()
     plain, plain_state = baseline("plain", problem, plan, mesh)
     batch_B = jax.tree.map(
         lambda x: jax.make_array_from_callback(x.shape, batch_sharding(mesh), lambda index: x[index]), source.arrays
@@ -117,6 +111,7 @@ def measure(problem: Problem, rounds: int) -> dict[str, Any]:
         plain_state, loss = plain(plain_state, batch_B)
         loss.block_until_ready()
 
+    rampup_step = lambda: losses.append(float(take_step(batch)[1]["loss"]))  # noqa: E731
     times = take_turns({"rampup": rampup_step, "baseline": baseline_step}, rounds=rounds)
     return {
         "seconds": times["rampup"].all,

@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -19,7 +18,6 @@ from rich.console import Console
 
 import rampup
 from rampup.cli.common import EXIT_CLOSED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, Result
-from rampup.cli.huge_pages import enable_huge_pages
 from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError, NonFiniteError, RampupError, StorageError
 
@@ -74,6 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None and arguments and arguments[0] in ON_DEVICES:
+        from rampup.cli.huge_pages import enable_huge_pages
+
         enable_huge_pages()
     as_json = "--json" in (arguments[: arguments.index("--")] if "--" in arguments else arguments)
     try:
@@ -89,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_CLOSED
     except Exception as error:  # noqa: BLE001 - the last resort: the traceback, and the error as JSON
+        import traceback
+
         traceback.print_exc()
         if as_json:
             _print_error(error, as_json=True)

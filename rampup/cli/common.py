@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rampup.cli.huge_pages import SWITCH
+from rampup.config.load import names_in
+from rampup.config.schema import KEYS
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.compiler_options import tpu_options
 from rampup.plan.numbers import AUTO, GIB
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from rampup.config.schema import Config
     from rampup.rl.config import RolloutConfig
 
+# RAMPUP_HUGE_PAGES=0 leaves the pages as they are; see `rampup.cli.huge_pages`.
+SWITCH = "RAMPUP_HUGE_PAGES"
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_CLOSED = 1, 2, 130, 141
 
 
@@ -63,6 +66,15 @@ def add_fake_devices_argument(parser: argparse.ArgumentParser) -> None:
 def environment() -> dict[str, str]:
     """Return the environment, in which `RAMPUP_KEY` sets a key, without the variable that is not a key."""
     return {name: value for name, value in os.environ.items() if name != SWITCH}
+
+
+def is_rollout_file(path: str | Path) -> bool:
+    """Return whether a file configures a rollout; see `rampup.rl.config`, which is imported only if a name needs it."""
+    if names_in(path) <= KEYS.keys():
+        return False
+    from rampup.rl import config
+
+    return config.is_rollout_file(path)
 
 
 def count_devices(args: argparse.Namespace, config: Config | RolloutConfig) -> int:

@@ -6,8 +6,7 @@ import argparse
 import dataclasses
 
 from rampup.cli.common import Result
-from rampup.config.explain import explain
-from rampup.config.files import BASE_FILE
+from rampup.config.files import BASE_FILE, explain
 from rampup.rl.config import ROLLOUT_FILE
 from rampup.show.console import print_explanation
 

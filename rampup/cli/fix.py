@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import rampup
-from rampup.cli.common import Result, add_config_arguments, add_devices_argument, count_devices, environment
+from rampup.cli.common import Result, add_config_arguments, add_devices_argument, count_devices, environment, is_rollout_file
 from rampup.config.fix import find_fix, write_fix
 from rampup.errors import ConfigError
-from rampup.rl.config import is_rollout_file
 from rampup.show.console import print_fix
 
 

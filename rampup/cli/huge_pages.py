@@ -13,8 +13,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-# RAMPUP_HUGE_PAGES=0 leaves the pages as they are.
-SWITCH = "RAMPUP_HUGE_PAGES"
+from rampup.cli.common import SWITCH
+
 VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 FIRST_GLIBC = (2, 35)
 KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -19,11 +19,11 @@ from rampup.cli.common import (
     describe_topology,
     environment,
     for_topology,
+    is_rollout_file,
     named_topology,
 )
 from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError, RampDefinitionError
-from rampup.rl.config import is_rollout_file
 from rampup.show.console import MAX_PHASES, print_hyperparameters, print_plan
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
 def _plan_rollout(args: argparse.Namespace) -> Result:
     from rampup.dialects.export import export_rollout
     from rampup.rl.config import build_rollout_plan, load_rollout_config, rollout_notes
-    from rampup.show.rollouts import print_rollout
+    from rampup.show.console import print_rollout
 
     config = load_rollout_config(args.config, args.overrides, environ=environment())
     num_devices = count_devices(args, config)

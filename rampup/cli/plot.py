@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import rampup
-from rampup.cli.common import Result, add_devices_argument, count_devices, environment
-from rampup.cli.inputs import add_inputs_argument, learning_rates, parse_inputs
+from rampup.cli.common import Result, add_devices_argument, count_devices, environment, is_rollout_file
+from rampup.config.load import COMMAND_LINE, load_config
+from rampup.config.schema import Config
+from rampup.errors import ConfigError
+from rampup.plan.learning_rate import CLOCKS, Clock
+from rampup.plan.plan import RampPlan
+from rampup.run.run_folder import CONFIG_FILE
+from rampup.show.series import RunMetrics
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,3 +53,90 @@ def run(args: argparse.Namespace, console: object) -> Result:
     return Result(
         facts={"kind": kind, "output": args.output}, show=lambda console: console.print(f"wrote {args.output}", soft_wrap=True)
     )
+
+
+def add_inputs_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the words that `parse_inputs` sorts."""
+    parser.add_argument(
+        "sources", metavar="CONFIG.yml|RUN_DIR", nargs="+", help="a configuration and key=value settings, or folders of runs"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CliInputs:
+    """The inputs named on a command line."""
+
+    runs: tuple[Path, ...]  # folders of runs
+    config: str | None  # a configuration; None if only runs are named
+    overrides: tuple[str, ...]  # `key=value` settings of the configuration
+
+    def read_config(self, environ: Mapping[str, str]) -> Config:
+        """Return the configuration, or the one that the run was last started with."""
+        if self.config is not None:
+            if is_rollout_file(self.config):
+                raise ConfigError(
+                    "a step of reinforcement learning has no ramp to draw; `rampup plan` and `rampup report` show it",
+                    path=self.config,
+                )
+            return load_config(self.config, self.overrides, environ=environ)
+        if len(self.runs) > 1:
+            raise ConfigError(f"{len(self.runs)} runs are named; only their metrics can be drawn together", path=COMMAND_LINE)
+        file = self.runs[0] / CONFIG_FILE
+        if not file.is_file():
+            raise ConfigError(
+                f"{self.runs[0]} has no {CONFIG_FILE}, which `rampup train` writes; its metrics alone can be drawn: "
+                f"rampup plot {self.runs[0]} -o FILE",
+                path=COMMAND_LINE,
+            )
+        return load_config(file)
+
+    def read_runs(self) -> tuple[RunMetrics, ...]:
+        """Return the metrics of the runs, named after their folders."""
+        if not self.runs:
+            raise ConfigError("only the folder of a run has metrics", path=COMMAND_LINE)
+        names = [folder.resolve().name for folder in self.runs]
+        if len(set(names)) < len(names):
+            names = list(map(str, self.runs))
+        return tuple(RunMetrics.from_folder(folder, name=name) for folder, name in zip(self.runs, names, strict=True))
+
+
+def parse_inputs(words: Sequence[str]) -> CliInputs:
+    """Sort words into folders of runs, one configuration, and its settings.
+
+    Raises:
+        ConfigError: nothing is named, two configurations, both kinds, or settings without a configuration.
+
+    Example:
+        >>> parse_inputs(["configs/base.yml", "steps=3"]).overrides
+        ('steps=3',)
+    """
+    runs = tuple(Path(word) for word in words if Path(word).is_dir())
+    rest = [word for word in words if not Path(word).is_dir()]
+    overrides = tuple(word for word in rest if "=" in word and not Path(word).exists())
+    configs = [word for word in rest if word not in overrides]
+    if len(configs) > 1:
+        raise ConfigError(f"one configuration at a time: {', '.join(configs[:5])}", path=COMMAND_LINE)
+    if configs and runs:
+        raise ConfigError("name a configuration or folders of runs, not both", path=COMMAND_LINE)
+    if not configs and not runs:
+        raise ConfigError("name a configuration or the folder of a run", path=COMMAND_LINE)
+    if runs and overrides:
+        key = overrides[0].partition("=")[0]
+        raise ConfigError(f"{overrides[0]} cannot be applied: the settings of a run folder are fixed", key=key)
+    return CliInputs(runs=runs, config=configs[0] if configs else None, overrides=overrides)
+
+
+def learning_rates(config: Config, plan: RampPlan) -> dict[Clock, Callable[[int], float]]:
+    """Return the configured learning rate with its schedule on each clock, the plan's own clock first.
+
+    Example:
+        >>> from rampup import build_plan
+        >>> config = Config(batch_size_schedule="0:8 80:16", steps=20)
+        >>> rates = learning_rates(config, build_plan(config, 1))
+        >>> round(rates["steps"](10), 6), round(rates["samples"](10), 6)
+        (0.001884, 0.002576)
+    """
+    from rampup.lm.train import learning_rate
+
+    clocks = sorted(CLOCKS, key=lambda clock: clock != plan.learning_rate_clock)
+    return {clock: learning_rate(config, replace(plan, learning_rate_clock=clock)).at for clock in clocks}

@@ -18,7 +18,7 @@ from rampup.cli.common import (
     for_topology,
     named_topology,
 )
-from rampup.cli.inputs import CliInputs, add_inputs_argument, learning_rates, parse_inputs
+from rampup.cli.plot import CliInputs, add_inputs_argument, learning_rates, parse_inputs
 from rampup.config.load import COMMAND_LINE
 from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError

@@ -9,8 +9,7 @@ from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError
 from rampup.plan.scaling_laws import suggest_batch
 from rampup.rl.starting_sizes import suggest
-from rampup.show.console import print_batch_range
-from rampup.show.rollouts import print_suggestion
+from rampup.show.console import print_batch_range, print_suggestion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

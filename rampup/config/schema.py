@@ -5,7 +5,7 @@ Names and meanings are MaxText's if MaxText has the key. The defaults are the va
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -260,59 +260,37 @@ class Config(Settings):
         return [ConfigError(message, key=_LINEAR, nearest=(True,))]
 
     def _contradictions(self) -> list[RampupError]:
-        warmup = self.warmup_steps_fraction
-        rules: list[tuple[bool, str, str, Sequence[object]]] = [
-            (
-                self.total_steps != -1,
-                "steps",
-                "steps=-1 takes learning_rate_schedule_steps, which is -1 too; set one of them, train_samples or train_tokens",
-                (),
-            ),
-            (
-                self.lr_schedule_type != "wsd" or warmup + self.wsd_decay_steps_fraction <= 1,
-                "wsd_decay_steps_fraction",
-                f"warmup_steps_fraction + wsd_decay_steps_fraction = {warmup} + "
-                f"{self.wsd_decay_steps_fraction} must not exceed 1",
-                (float(1 - Fraction(repr(warmup))),),
-            ),
-            (
-                not self.measure_gradient_noise or self.gradient_accumulation == "fused",
-                "measure_gradient_noise",
-                f"measure_gradient_noise=true needs gradient_accumulation=fused, it is {self.gradient_accumulation}",
-                (False,),
-            ),
-            (
-                self.dataset_type != "text" or self.vocab_size >= 256,
-                "vocab_size",
-                f"vocab_size={self.vocab_size} must be at least 256 for dataset_type=text, whose tokens are bytes",
-                (256,),
-            ),
-            (
-                self.vocab_size % self.num_vocab_tiling == 0,
-                "num_vocab_tiling",
-                f"vocab_size={self.vocab_size} must be a multiple of num_vocab_tiling={self.num_vocab_tiling}",
-                _nearest_divisors(self.num_vocab_tiling, self.vocab_size),
-            ),
-            (
-                self.attention != "flash" or self.max_target_length % 128 == 0,
-                "attention",
-                f"attention=flash needs a max_target_length that is a multiple of 128, not {self.max_target_length}",
-                ("autoselected", "dot_product"),
-            ),
-            (
-                self.dataset_type not in ("tokens", "arrayrecord") or self.grain_train_files is not None,
-                "grain_train_files",
-                f"dataset_type={self.dataset_type} needs grain_train_files, a glob pattern of the files to read",
-                (),
-            ),
-        ]
-        rules += self._auto_rules() + self._budget_rules() + self._seesaw_rules() + self._adam_rules()
-        broken = [ConfigError(message, key=name, nearest=nearest) for holds, name, message, nearest in rules if not holds]
-        return [*broken, *head_problems(self), *self._ramp_without_switch()]
+        rules = (self._general_rules, self._auto_rules, self._budget_rules, self._seesaw_rules, self._adam_rules)
+        return [*(error for rule in rules for error in rule()), *head_problems(self), *self._ramp_without_switch()]
 
-    def _auto_rules(self) -> list[tuple[bool, str, str, Sequence[object]]]:
-        if self.batch_size_schedule != AUTO_SCHEDULE:
-            return []
+    def _general_rules(self) -> Iterator[ConfigError]:
+        if self.total_steps == -1:
+            rule = (
+                "steps=-1 takes learning_rate_schedule_steps, which is -1 too; set one of them, train_samples or train_tokens"
+            )
+            yield ConfigError(rule, key="steps")
+        warmup, decay = self.warmup_steps_fraction, self.wsd_decay_steps_fraction
+        if self.lr_schedule_type == "wsd" and warmup + decay > 1:
+            rule = f"warmup_steps_fraction + wsd_decay_steps_fraction = {warmup} + {decay} must not exceed 1"
+            yield ConfigError(rule, key="wsd_decay_steps_fraction", nearest=(float(1 - Fraction(repr(warmup))),))
+        if self.measure_gradient_noise and self.gradient_accumulation != "fused":
+            rule = f"measure_gradient_noise=true needs gradient_accumulation=fused, it is {self.gradient_accumulation}"
+            yield ConfigError(rule, key="measure_gradient_noise", nearest=(False,))
+        if self.dataset_type == "text" and self.vocab_size < 256:
+            rule = f"vocab_size={self.vocab_size} must be at least 256 for dataset_type=text, whose tokens are bytes"
+            yield ConfigError(rule, key="vocab_size", nearest=(256,))
+        if self.vocab_size % self.num_vocab_tiling:
+            rule = f"vocab_size={self.vocab_size} must be a multiple of num_vocab_tiling={self.num_vocab_tiling}"
+            nearest = _nearest_divisors(self.num_vocab_tiling, self.vocab_size)
+            yield ConfigError(rule, key="num_vocab_tiling", nearest=nearest)
+        if self.attention == "flash" and self.max_target_length % 128:
+            rule = f"attention=flash needs a max_target_length that is a multiple of 128, not {self.max_target_length}"
+            yield ConfigError(rule, key="attention", nearest=("autoselected", "dot_product"))
+        if self.dataset_type in ("tokens", "arrayrecord") and self.grain_train_files is None:
+            rule = f"dataset_type={self.dataset_type} needs grain_train_files, a glob pattern of the files to read"
+            yield ConfigError(rule, key="grain_train_files")
+
+    def _auto_rules(self) -> Iterator[ConfigError]:
         # What must be known before step 0 cannot depend on batches that are decided later.
         needed: dict[str, object] = {
             "measure_gradient_noise": True,
@@ -325,68 +303,51 @@ class Config(Settings):
             _LINEAR: False,
             **{name: "none" for name in KEYS if name.startswith("adam_") and name.endswith("_batch_scaling")},
         }
-        return [
-            (
-                getattr(self, name) == value,
-                name,
-                f"batch_size_schedule=auto needs {name}={'null' if value is None else str(value).lower()}: its batches are not known "
-                "before the run",
-                (value,),
-            )
-            for name, value in needed.items()
-            if name in KEYS
-        ]
+        for name, value in needed.items() if self.batch_size_schedule == AUTO_SCHEDULE else ():
+            if getattr(self, name) != value:
+                shown = "null" if value is None else str(value).lower()
+                rule = f"batch_size_schedule=auto needs {name}={shown}: its batches are not known before the run"
+                yield ConfigError(rule, key=name, nearest=(value,))
 
-    def _budget_rules(self) -> list[tuple[bool, str, str, Sequence[object]]]:
+    def _budget_rules(self) -> Iterator[ConfigError]:
         budgets = [f"{name}={value}" for name in _BUDGET if (value := getattr(self, name)) not in (None, -1)]
-        message = f"{' and '.join(budgets)} both set the length of the run; set one of them"
-        return [
-            (len(budgets) < 2, "steps" if self.steps != -1 else "train_samples", message, (-1,) if self.steps != -1 else ())
-        ]
+        if len(budgets) > 1:
+            rule = f"{' and '.join(budgets)} both set the length of the run; set one of them"
+            key, nearest = ("steps", (-1,)) if self.steps != -1 else ("train_samples", ())
+            yield ConfigError(rule, key=key, nearest=nearest)
 
-    def _seesaw_rules(self) -> list[tuple[bool, str, str, Sequence[object]]]:
-        off, kind = self.seesaw_factor is None, self.lr_schedule_type
-        falls = self.learning_rate_final_fraction < 1 and (kind == "cosine" or self.wsd_decay_steps_fraction > 0)
-        return [
-            (
-                not off or self.seesaw_max_batch_size is None,
-                "seesaw_max_batch_size",
-                f"seesaw_max_batch_size={self.seesaw_max_batch_size} limits seesaw_factor, which is null; set both or none",
-                (),
-            ),
-            (
-                off or (kind != "constant" and falls),
-                "seesaw_factor",
-                f"seesaw_factor={self.seesaw_factor} replaces falls of the learning rate, but lr_schedule_type={kind} with "
-                f"learning_rate_final_fraction={self.learning_rate_final_fraction} has none",
-                (),
-            ),
-            (
-                off or self.learning_rate_clock == "samples",
-                "learning_rate_clock",
-                "seesaw_factor needs learning_rate_clock=samples: the batch, and so the number of steps, depends on the schedule",
-                ("samples",),
-            ),
-        ]
+    def _seesaw_rules(self) -> Iterator[ConfigError]:
+        if self.seesaw_factor is None:
+            if self.seesaw_max_batch_size is not None:
+                rule = (
+                    f"seesaw_max_batch_size={self.seesaw_max_batch_size} limits seesaw_factor, which is null; set both or none"
+                )
+                yield ConfigError(rule, key="seesaw_max_batch_size")
+            return
+        kind, last = self.lr_schedule_type, self.learning_rate_final_fraction
+        if kind == "constant" or last >= 1 or (kind != "cosine" and self.wsd_decay_steps_fraction <= 0):
+            rule = f"seesaw_factor={self.seesaw_factor} replaces falls of the learning rate, but lr_schedule_type={kind} with "
+            yield ConfigError(rule + f"learning_rate_final_fraction={last} has none", key="seesaw_factor")
+        if self.learning_rate_clock != "samples":
+            rule = "seesaw_factor needs learning_rate_clock=samples: the batch, and so the number of steps, depends on the schedule"
+            yield ConfigError(rule, key="learning_rate_clock", nearest=("samples",))
 
-    def _adam_rules(self) -> list[tuple[bool, str, str, Sequence[object]]]:
-        """Return the rules of the keys that scale AdamW's constants: none is without effect."""
-        rules: list[tuple[bool, str, str, Sequence[object]]] = []
+    def _adam_rules(self) -> Iterator[ConfigError]:
+        """Yield an error for each key that scales AdamW's constants without effect."""
         for name in ("adam_b1", "adam_b2", "adam_eps", "adam_weight_decay"):
             key = f"{name}_batch_scaling"
-            rule = getattr(self, key)
-            message = f"{key}={rule} scales a constant of AdamW, but opt_type={self.opt_type}"
-            rules.append((rule == "none" or self.opt_type == "adamw", key, message, ("none",)))
+            if getattr(self, key) != "none" and self.opt_type != "adamw":
+                rule = f"{key}={getattr(self, key)} scales a constant of AdamW, but opt_type={self.opt_type}"
+                yield ConfigError(rule, key=key, nearest=("none",))
         limits = [(f"adam_{b}_{side}", f"adam_{b}_batch_scaling") for b in ("b1", "b2") for side in ("floor", "ceiling")]
         for name, key in [*limits, ("adam_weight_decay_reference_tokens", "adam_weight_decay_batch_scaling")]:
-            value = getattr(self, name)
-            message = f"{name}={value} has no effect with {key}=none"
-            rules.append((value is None or getattr(self, key) != "none", name, message, ()))
+            if (value := getattr(self, name)) is not None and getattr(self, key) == "none":
+                yield ConfigError(f"{name}={value} has no effect with {key}=none", key=name)
         for b in ("b1", "b2"):
             low, high = (getattr(self, f"adam_{b}_{side}") for side in ("floor", "ceiling"))
-            message = f"adam_{b}_floor={low} must not exceed adam_{b}_ceiling={high}"
-            rules.append((low is None or high is None or low <= high, f"adam_{b}_floor", message, (high,)))
-        return rules
+            if low is not None and high is not None and low > high:
+                rule = f"adam_{b}_floor={low} must not exceed adam_{b}_ceiling={high}"
+                yield ConfigError(rule, key=f"adam_{b}_floor", nearest=(high,))
 
 
 def head_problems(config: Any) -> list[RampupError]:

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 import optax
 
+from rampup.config.build import plan_to_resume
 from rampup.config.load import load_config
-from rampup.config.resume import plan_to_resume
 from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError, DataError, ResumeMismatchError
 from rampup.lm.data import sample_order, sources

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from rampup.config.build import plan_to_resume
 from rampup.config.load import load_config
-from rampup.config.resume import plan_to_resume
 from rampup.config.schema import Config
 from rampup.errors import ConfigError, ResumeMismatchError
 from rampup.lm.train import RAMP_RECORD, language_model, learning_rate, optimizer

@@ -21,9 +21,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters
+from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters, plan_to_resume, ramp_record
 from rampup.config.files import run_yaml
-from rampup.config.resume import plan_to_resume, ramp_record
 from rampup.config.schema import IDENTITY_DEFAULTS, IDENTITY_KEYS, PER_PROCESS_KEYS, Config
 from rampup.errors import ConfigError, DataError
 from rampup.lm.data import sample_order, sources

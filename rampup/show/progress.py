@@ -20,9 +20,8 @@ from rampup.plan.noise_scale import NoiseEstimate
 from rampup.plan.plan import RampPlan
 from rampup.rl.schedule import RolloutSchedule
 from rampup.run import events
-from rampup.show.console import print_plan
+from rampup.show.console import print_plan, print_rollout
 from rampup.show.format import describe_split, format_count
-from rampup.show.rollouts import print_rollout
 
 RECENT_STEPS = 20
 

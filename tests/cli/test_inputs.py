@@ -1,4 +1,4 @@
-"""Tests of rampup.cli.inputs: configurations and run folders named on a command line."""
+"""Tests of rampup.cli.plot: configurations and run folders named on a command line."""
 
 import json
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rampup import Config, build_plan
-from rampup.cli.inputs import learning_rates, parse_inputs
+from rampup.cli.plot import learning_rates, parse_inputs
 from rampup.config.files import run_yaml
 from rampup.errors import ConfigError, DataError
 

@@ -1,10 +1,9 @@
-"""Tests of rampup.config.explain."""
+"""Tests of rampup.config.files."""
 
 import pytest
 
 from rampup.config.build import build_plan
-from rampup.config.explain import DERIVED, explain
-from rampup.config.files import BASE_FILE
+from rampup.config.files import BASE_FILE, DERIVED, explain
 from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError
 from rampup.rl.config import ROLLOUT_FILE, ROLLOUT_KEYS

@@ -8,10 +8,9 @@ import pytest
 
 from rampup import Config, build_plan, load_config
 from rampup.cli import main
-from rampup.config.build import hyperparameters
+from rampup.config.build import hyperparameters, plan_to_resume, ramp_record
 from rampup.config.files import run_yaml
 from rampup.config.presets import NANOCHAT_REFERENCE_TOKENS, PRESETS
-from rampup.config.resume import plan_to_resume, ramp_record
 from rampup.errors import ConfigError, RampupError, ResumeMismatchError
 from rampup.plan import BatchRamp
 

@@ -1,11 +1,11 @@
-"""Tests of rampup.config.resume."""
+"""Tests of rampup.config.build."""
 
 import json
 
 import pytest
 
 from rampup import Config, build_plan
-from rampup.config.resume import plan_to_resume, ramp_record
+from rampup.config.build import plan_to_resume, ramp_record
 from rampup.errors import ResumeMismatchError
 
 SCHEDULE = {"batch_size_schedule": "0:16 160:32 800:64", "steps": 60}

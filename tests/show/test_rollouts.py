@@ -1,4 +1,4 @@
-"""Tests of rampup.show.rollouts."""
+"""Tests of rampup.show.console."""
 
 import io
 import re
@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rampup.rl.config import RolloutConfig, build_rollout_plan
 from rampup.rl.starting_sizes import suggest
-from rampup.show.rollouts import print_rollout, print_suggestion
+from rampup.show.console import print_rollout, print_suggestion
 
 
 def printed(show, shown, **options):
