@@ -18,6 +18,8 @@ from rampup.cli.common import SWITCH
 VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 FIRST_GLIBC = (2, 35)
 KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+# The device files of TPU chips: accel0 up to v4, vfio/0 since v5e.
+DEVICES, TPU_FILES = Path("/dev"), ("accel[0-9]*", "vfio/[0-9]*")
 
 
 def enable_huge_pages() -> None:
@@ -43,15 +45,10 @@ def on_offer() -> bool:
 
 
 def has_accelerators() -> bool:
-    """Return whether a package gives JAX another device than the CPU, and JAX is not restricted to the CPU."""
+    """Return whether JAX has another device than the CPU: a plugin is installed, or the machine has TPU chips.
+
+    libtpu without a chip is none: it also compiles for chips that are not here.
+    """
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return False
-    return bool(metadata.entry_points(group="jax_plugins")) or _is_installed("libtpu")
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        metadata.distribution(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return bool(metadata.entry_points(group="jax_plugins")) or any(any(DEVICES.glob(name)) for name in TPU_FILES)

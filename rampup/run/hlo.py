@@ -32,7 +32,8 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _MESH, _AXIS = re.compile(r"replica_groups=mesh\[((?:'[^']+'=\d+,?)+)\]"), re.compile(r"'([^']+)'=(\d+)")
 # Operations that pass a value on unchanged, for finding where it comes from.
-PASS_ON = {"copy", "bitcast", "convert", "reshape", "transpose", "optimization-barrier", "bitcast-convert", "copy-done"}
+_PASS_ON = {"copy", "bitcast", "convert", "reshape", "transpose", "opt-barrier", "optimization-barrier", "bitcast-convert",
+            "copy-start", "copy-done"}  # fmt: skip
 
 
 class Array(NamedTuple):
@@ -94,12 +95,32 @@ class Computation(NamedTuple):
     @property
     def root(self) -> Instruction:
         """The result."""
-        return next(i for i in reversed(self.instructions.values()) if i.is_root)
+        *_, last = self.instructions.values()
+        return last if last.is_root else next((i for i in self.instructions.values() if i.is_root), last)
 
     @property
     def parameters(self) -> dict[int, Instruction]:
         """The arguments by number."""
         return {int(i.inner): i for i in self.instructions.values() if i.opcode == "parameter"}
+
+
+class Value(NamedTuple):
+    """The result of an instruction, or one element of it if it is a tuple."""
+
+    where: Computation
+    made: Instruction
+    element: int | None = None
+    # The fusions, calls and branches that led into `where`, from outside in, each with the names of its arguments.
+    sites: tuple[tuple[Computation, tuple[str, ...]], ...] = ()
+
+    def operand(self, number: int, element: int | None = None) -> Value:
+        """Return an operand of the instruction."""
+        names = self.made.operands
+        made = self.where.instructions.get(names[number], _UNKNOWN) if number < len(names) else _UNKNOWN
+        return Value(self.where, made, element, self.sites)
+
+
+_UNKNOWN = Instruction(name="", opcode="unknown", arrays=(), operands=(), inner="", attributes="", is_root=False)
 
 
 class Visit(NamedTuple):
@@ -154,19 +175,64 @@ class Program:
                 last = current[last.name] = replace(last, attributes=f"{last.attributes}\n{line}")
         if not self.entry:
             raise DataError("this is not the text of a compiled program: no line starts with ENTRY; see `compiled.as_text()`")
-        # Where a loop or call passes its arguments, for following a value into the computation that called.
-        self._callers: dict[str, tuple[Computation, Instruction]] = {}
+        # Where a computation is a loop's body or condition, where else it is called, and where it runs asynchronously.
+        self._loops: dict[str, tuple[Computation, Instruction]] = {}
+        self._sites: dict[str, tuple[Computation, tuple[str, ...]]] = {}
         self.async_starts: dict[str, tuple[Computation, Instruction]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions.values():
                 if instruction.opcode == "while":
-                    self._callers.update(dict.fromkeys(loop_parts(instruction), (computation, instruction)))
+                    self._loops.update(dict.fromkeys(loop_parts(instruction), (computation, instruction)))
                 elif instruction.opcode == "async-start":
                     self.async_starts.update(dict.fromkeys(instruction.called, (computation, instruction)))
+                elif instruction.opcode in _CALLS:
+                    self._sites.update((v.where.name, v.sites[-1]) for v in self.results(Value(computation, instruction)))
 
-    def caller(self, name: str) -> tuple[Computation, Instruction] | None:
-        """Return the loop that a computation is the body or the condition of, with the computation that it is in."""
-        return self._callers.get(name)
+    def body(self, loop: Instruction) -> Computation | None:
+        """Return the body of a loop, or None if it is not in the text."""
+        found = self.computations.get(loop_parts(loop)[0])
+        return found if found is not None and found.instructions else None
+
+    def initial(self, value: Value) -> Value | None:
+        """Return the first value of an element of a loop's state, or None if the value is not one."""
+        where, made, element, _ = value
+        if made.opcode != "parameter" or element is None or where.name not in self._loops:
+            return None
+        return Value(*self._loops[where.name]).operand(0, element)
+
+    def results(self, value: Value) -> Iterator[Value]:
+        """Yield the result of a fusion or call, or that of every branch of a conditional."""
+        where, made, element, sites = value
+        for number, name in enumerate(made.called):
+            arguments = made.operands[number + 1 : number + 2] if made.opcode == "conditional" else made.operands
+            inner = self.computations.get(name)
+            if inner is not None and inner.instructions:
+                yield Value(inner, inner.root, element, (*sites, (where, arguments)))
+
+    def origin(self, value: Value) -> Value:
+        """Follow a value through copies, tuples, fusions and calls, to what computes it.
+
+        That is an operation, a loop or conditional that returns it, or an argument of the program or of a loop's body.
+        """
+        while (source := self._source(value)) is not None:
+            value = source
+        return value
+
+    def _source(self, value: Value) -> Value | None:
+        where, made, element, sites = value
+        if made.opcode in _PASS_ON:
+            return value.operand(0, element)
+        if made.opcode == "get-tuple-element" and element is None:
+            return value.operand(0, made.index)
+        if made.opcode == "tuple" and element is not None:
+            return value.operand(element)
+        if made.opcode in ("fusion", "call"):
+            return next(self.results(value), None)
+        if made.opcode == "parameter" and (sites or where.name in self._sites):
+            outside, arguments = sites[-1] if sites else self._sites[where.name]
+            names = arguments[int(made.inner) :]
+            return Value(outside, outside.instructions.get(names[0], _UNKNOWN), element, sites[:-1]) if names else None
+        return None
 
     def visits(self) -> Iterator[Visit]:
         """Yield every instruction that a run may execute, each place that calls a computation separately."""
@@ -178,13 +244,10 @@ class Program:
         for instruction in computation.instructions.values():
             yield Visit(instruction, computation, runs, open_loops, loops, fused, in_branch)
             if instruction.opcode == "while":
-                trips = self.trips(instruction.name, computation.name)
-                body, _ = loop_parts(instruction)
-                if body in self.computations:
+                trips, body = self.trips(instruction.name, computation.name), self.body(instruction)
+                if body is not None:
                     inner = (runs, open_loops + 1) if trips is None else (runs * trips, open_loops)
-                    yield from self._visits(
-                        self.computations[body], *inner, (*loops, instruction.name), fused=fused, in_branch=in_branch
-                    )
+                    yield from self._visits(body, *inner, (*loops, instruction.name), fused=fused, in_branch=in_branch)
             elif instruction.opcode not in REDUCERS:
                 for name in instruction.called:
                     if name in self.computations:
@@ -204,85 +267,41 @@ class Program:
         instruction = self.computations[computation].instructions[loop]
         if known := _KNOWN_TRIPS.search(instruction.attributes):
             return int(known.group(1))
-        body, condition = loop_parts(instruction)
-        if body not in self.computations or condition not in self.computations:
+        body, condition = self.body(instruction), self.computations.get(loop_parts(instruction)[1])
+        if body is None or condition is None or not condition.instructions:
             return None
-        return self._trips_of_condition(instruction, self.computations[computation], self.computations[condition])
-
-    def _trips_of_condition(self, loop: Instruction, outside: Computation, condition: Computation) -> int | None:
-        """Return the iterations from a condition `counter < bound`, with the counter's start and step."""
-        compare, where, bind = condition.root, condition, {}
-        if compare.opcode == "fusion":  # `bind` leads from the fusion's parameters to the loop's state
-            inner = self.computations[compare.called[0]]
-            bind = {p.name: compare.operands[number] for number, p in inner.parameters.items()}
-            compare, where = inner.root, inner
-        direction = re.search(r"direction=(\w+)", compare.attributes)
-        if compare.opcode != "compare" or direction is None or direction.group(1) not in ("LT", "LE", "GT", "GE"):
+        # The condition is `counter < bound`. The counter has a start and a step.
+        test = self.origin(Value(condition, condition.root))
+        direction = re.search(r"direction=(\w+)", test.made.attributes)
+        if test.made.opcode != "compare" or direction is None or direction.group(1) not in ("LT", "LE", "GT", "GE"):
             return None
-        sides = list(compare.operands)
+        counter, limit = self.origin(test.operand(0)), test.operand(1)
         if direction.group(1) in ("GT", "GE"):
-            sides.reverse()
-        counter = self._state_index(sides[0], where, condition, bind)
-        bound = self._constant(sides[1], where)
-        if bound is None:
-            bound = self._constant(bind.get(sides[1], sides[1]), condition)
-        if counter is None or bound is None:
+            counter, limit = self.origin(limit), test.operand(0)
+        initial, bound = self.initial(counter), self._constant(limit)
+        if initial is None or bound is None:
             return None
-        first = 0
-        made = outside.instructions.get(loop.operands[0]) if loop.operands else None
-        if made is not None and made.opcode == "tuple" and counter < len(made.operands):
-            start = self._constant(made.operands[counter], outside)
-            first = 0 if start is None else start
-        step = self._step(self.computations[loop_parts(loop)[0]], counter)
+        first, next_ = self._constant(initial) or 0, self.origin(Value(body, body.root, counter.element))
+        steps = [self._constant(next_.operand(n)) for n in (0, 1)] if next_.made.opcode == "add" else []
+        step = max((n for n in steps if n), default=1)
         last = bound + (direction.group(1) in ("LE", "GE"))
-        return max(-((first - last) // step), 0)
+        return max(-((first - last) // max(step, 1)), 0)
 
-    def _state_index(self, name: str, where: Computation, condition: Computation, bind: Mapping[str, str]) -> int | None:
-        """Return the position in a loop's state that a name in its condition refers to."""
-        made = where.instructions.get(name)
-        while made is not None and made.opcode in PASS_ON:
-            made = where.instructions.get(made.operands[0])
-        if made is not None and made.opcode == "parameter" and made.name in bind:
-            return self._state_index(bind[made.name], condition, condition, {})
-        return made.index if made is not None and made.opcode == "get-tuple-element" else None
-
-    def _constant(self, name: str, where: Computation) -> int | None:
-        """Return the integer that a name is, also if a loop around passes it in unchanged; None if it is not constant."""
-        made = where.instructions.get(name)
-        while made is not None and made.opcode in PASS_ON:
-            made = where.instructions.get(made.operands[0])
-        if made is None:
+    def _constant(self, value: Value) -> int | None:
+        """Return the integer that a value is, also if loops around pass it in unchanged; None if it is not constant."""
+        value = self.origin(value)
+        if value.made.opcode == "constant":
+            return int(value.made.inner) if re.fullmatch(r"-?\d+", value.made.inner) else None
+        initial = self.initial(value)
+        if initial is None:
             return None
-        if made.opcode == "constant":
-            return int(made.inner) if re.fullmatch(r"-?\d+", made.inner) else None
-        if made.opcode != "get-tuple-element" or where.name not in self._callers:
-            return None
-        source = where.instructions.get(made.operands[0])
-        outside, loop = self._callers[where.name]
-        if source is None or source.opcode != "parameter":
-            return None
-        body = self.computations[loop_parts(loop)[0]].root
-        kept = body.operands[made.index] if body.opcode == "tuple" and made.index < len(body.operands) else None
-        carried = self.computations[loop_parts(loop)[0]].instructions.get(kept or "")
-        if carried is None or carried.opcode != "get-tuple-element" or carried.index != made.index:
-            return None
-        initial = outside.instructions.get(loop.operands[0])
-        if initial is None or initial.opcode != "tuple":
-            return None
-        return self._constant(initial.operands[made.index], outside)
-
-    def _step(self, body: Computation, counter: int) -> int:
-        """Return by how much a loop increases its counter: 1, or a constant."""
-        root = body.root
-        made = (
-            body.instructions.get(root.operands[counter]) if root.opcode == "tuple" and counter < len(root.operands) else None
-        )
-        if made is not None and made.opcode == "add":
-            steps = [n for n in (self._constant(name, body) for name in made.operands) if n]
-            return steps[0] if len(steps) == 1 and steps[0] > 0 else 1
-        return 1
+        body = self.body(self._loops[value.where.name][1])
+        kept = None if body is None else self.origin(Value(body, body.root, value.element))
+        is_kept = kept is not None and kept.where is body and kept.made.opcode == "parameter" and kept.element == value.element
+        return self._constant(initial) if is_kept else None
 
 
+_CALLS = {"fusion", "call", "conditional"}
 # Operations whose computation works on single numbers.
 REDUCERS = {
     "reduce", "reduce-window", "scatter", "sort", "map", "select-and-scatter", "all-reduce", "all-reduce-start",

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from rampup.errors import ConfigError, DataError
 from rampup.run.account import Account, Collective, MeshShape, account_of
-from rampup.run.hlo import PASS_ON, REDUCERS, Array, Computation, Instruction, Program, Visit, loop_parts, times
+from rampup.run.hlo import REDUCERS, Array, Computation, Instruction, Program, Value, Visit, times
 from rampup.run.offload import ProgramMemory, program_memory
 from rampup.run.step import TrainStep
 
@@ -30,6 +30,8 @@ _SMALL_BYTES = 64 * 1024
 _LISTED = 4
 _CALLBACK = re.compile(r'custom_call_target="([^"]*(?:callback|MoveToHost|MoveToDevice|host)[^"]*)"')
 _HOST_SPACE = 5
+# Operations whose result may be one of these operands plus something: all of it, or a part.
+_ADDS_TO = {"add": (0, 1), "select": (1, 2), "dynamic-slice": (0,), "slice": (0,), "dynamic-update-slice": (0, 1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,138 +279,55 @@ def _accumulators(program: Program, visits: Sequence[Visit]) -> Iterator[Accumul
     for visit in visits:
         if visit.instruction.opcode != "while":
             continue
-        loop = visit.instruction
-        body = program.computations.get(loop_parts(loop)[0])
-        if body is None or not body.instructions or body.root.opcode != "tuple":
-            continue
-        for index, name in enumerate(body.root.operands):
-            array = loop.arrays[index] if index < len(loop.arrays) else None
-            if array is None or not array.dtype.startswith(_FLOATS):
+        loop, body = visit.instruction, program.body(visit.instruction)
+        for index, array in enumerate(loop.arrays if body is not None else ()):
+            if body is None or not array.dtype.startswith(_FLOATS):
                 continue
-            if _adds_to(program, body, name, index, {}) and _starts_at_zero(program, visit.computation, loop, index):
+            initial = Value(visit.computation, loop).operand(0, index)
+            if _reaches(program, Value(body, body.root, index)) == 2 and _is_zero(program, initial):
                 yield Accumulator(loop=loop.name, dtype=array.dtype, dims=array.dims)
 
 
-def _adds_to(program: Program, where: Computation, name: str, index: int, bind: Mapping[str, tuple[Computation, str]]) -> bool:
-    """Return whether a value is element `index` of the loop's state plus something: it is reached through an addition."""
-    return _reaches(program, where, name, index, bind, added=False, depth=0) == 2
+def _reaches(program: Program, start: Value) -> int:
+    """Return 2 if an element of a loop's state becomes itself plus something, 1 if it stays as it is, else 0.
+
+    Args:
+        program: the program.
+        start: the element of the body's result.
+    """
+    found, seen = 0, set[tuple[Any, ...]]()
+    todo = [(start, False)]
+    while todo:
+        value, added = todo.pop()
+        value = program.origin(value)
+        where, made, element, _ = value
+        key = (where.name, made.name, element, added)
+        if key in seen:
+            continue
+        seen.add(key)
+        if made.opcode == "parameter" and where is start.where and element == start.element:
+            found = max(found, 1 + added)
+        elif made.opcode == "while" and (body := program.body(made)) is not None:
+            if kept := _reaches(program, Value(body, body.root, element)):
+                todo.append((value.operand(0, element), added or kept == 2))
+        elif made.opcode == "conditional":
+            todo += [(result, added) for result in program.results(value)]
+        elif made.opcode in _ADDS_TO or made.opcode in REDUCERS:
+            operands = _ADDS_TO.get(made.opcode, (element or 0,))
+            todo += [(value.operand(number), added or made.opcode == "add") for number in operands]
+    return found
 
 
-def _reaches(
-    program: Program, where: Computation, name: str, index: int, bind: Mapping[str, Any], *, added: bool, depth: int
-) -> int:
-    """Return 2 if a value leads back to an element of the state through an addition, 1 if without one, else 0."""
-    made = where.instructions.get(name)
-    if made is None or depth > 200:
-        return 0
-    follow = lambda other, add=added: _reaches(program, where, other, index, bind, added=add, depth=depth + 1)  # noqa: E731
-    if made.opcode == "get-tuple-element":
-        source = where.instructions.get(made.operands[0])
-        if source is None:
-            return 0
-        if source.opcode == "parameter" and source.name in bind:  # of a branch, whose argument is a tuple
-            outside, outer_name, outer_bind = bind[source.name]
-            argument = outside.instructions[outer_name]
-            if argument.opcode != "tuple":
-                return 0
-            return _reaches(program, outside, argument.operands[made.index], index, outer_bind, added=added, depth=depth + 1)
-        if source.opcode == "parameter":
-            return (2 if added else 1) if made.index == index and not bind else 0
-        if source.opcode == "conditional":
-            found = 0
-            for number, branch in enumerate(name for name in source.called if name in program.computations):
-                inner = program.computations[branch]
-                binding = {p.name: (where, source.operands[number + 1], bind) for p in inner.parameters.values()}
-                part = inner.root.operands[made.index] if inner.root.opcode == "tuple" else inner.root.name
-                found = max(found, _reaches(program, inner, part, index, binding, added=added, depth=depth + 1))
-            return found
-        if source.opcode == "while":
-            inner = program.computations.get(loop_parts(source)[0])
-            if inner is None or not inner.instructions or inner.root.opcode != "tuple":
-                return 0
-            kept = _reaches(program, inner, inner.root.operands[made.index], made.index, {}, added=False, depth=depth + 1)
-            made_outside = where.instructions.get(source.operands[0])
-            if not kept or made_outside is None or made_outside.opcode != "tuple":
-                return 0
-            return follow(made_outside.operands[made.index], added or kept == 2)
-        if source.opcode == "fusion" or source.opcode in REDUCERS:
-            return _through(program, where, source, made.index, index, bind, added=added, depth=depth)
-        return 0
-    if made.opcode == "parameter":
-        if made.name not in bind:
-            return 0
-        outside, outer_name, outer_bind = bind[made.name]
-        return _reaches(program, outside, outer_name, index, outer_bind, added=added, depth=depth + 1)
-    if made.opcode in PASS_ON or made.opcode in ("copy-start", "all-reduce"):
-        return follow(made.operands[0])
-    if made.opcode in ("dynamic-slice", "slice"):
-        return follow(made.operands[0])
-    if made.opcode == "dynamic-update-slice":  # adds to a part, if the update leads back too
-        return max(follow(other) for other in made.operands[:2])
-    if made.opcode == "select":
-        return max(follow(other) for other in made.operands[1:])
-    if made.opcode == "add":
-        return max((follow(other, True) for other in made.operands), default=0)
-    if made.opcode in ("fusion", "call"):
-        return _through(program, where, made, 0, index, bind, added=added, depth=depth)
-    return 0
-
-
-def _through(
-    program: Program, where: Computation, fusion: Instruction, part: int, index: int, bind: Any, *, added: bool, depth: int
-) -> int:
-    """Follow part of a fusion's result into its computation and out of its arguments."""
-    if fusion.opcode in REDUCERS:
-        if part >= len(fusion.operands):
-            return 0
-        return _reaches(program, where, fusion.operands[part], index, bind, added=added, depth=depth + 1)
-    inner = program.computations.get(fusion.called[0]) if fusion.called else None
-    if inner is None or not inner.instructions:
-        return 0
-    binding = {
-        p.name: (where, fusion.operands[number], bind)
-        for number, p in inner.parameters.items()
-        if number < len(fusion.operands)
-    }
-    root = inner.root
-    name = root.operands[part] if root.opcode == "tuple" and part < len(root.operands) else root.name
-    return _reaches(program, inner, name, index, binding, added=added, depth=depth + 1)
-
-
-def _starts_at_zero(program: Program, where: Computation, loop: Instruction, index: int) -> bool:
-    made = where.instructions.get(loop.operands[0]) if loop.operands else None
-    return made is not None and made.opcode == "tuple" and _is_zero(program, where, made.operands[index], {}, 0)
-
-
-def _is_zero(program: Program, where: Computation, name: str, bind: Mapping[str, Any], depth: int) -> bool:
+def _is_zero(program: Program, value: Value) -> bool:
     """Return whether an array is made of zeros, or is the element of an outer loop's state that starts as zeros."""
-    made = where.instructions.get(name)
-    if made is None or depth > 100:
-        return False
-    if made.opcode == "constant":
-        return set(re.sub(r"[^\d.e]", "", made.inner)) <= set("0.") and bool(made.inner)
-    if made.opcode in PASS_ON or made.opcode in ("broadcast", "copy-start", "pad", "slice"):
-        return _is_zero(program, where, made.operands[0], bind, depth + 1)
-    if made.opcode == "custom-call" and "AllocateBuffer" in made.attributes:
-        return False
-    if made.opcode == "parameter" and made.name in bind:
-        outside, outer, outer_bind = bind[made.name]
-        return _is_zero(program, outside, outer, outer_bind, depth + 1)
-    source, part = made, 0
-    if made.opcode == "get-tuple-element":
-        source, part = where.instructions[made.operands[0]], made.index
-        if source.opcode == "parameter" and (caller := program.caller(where.name)):
-            outside, loop = caller
-            return _starts_at_zero(program, outside, loop, part)
-        if source.opcode == "tuple":
-            return _is_zero(program, where, source.operands[part], bind, depth + 1)
-    if source.opcode in ("fusion", "call") and source.called:
-        inner = program.computations[source.called[0]]
-        binding = {p.name: (where, source.operands[n], bind) for n, p in inner.parameters.items() if n < len(source.operands)}
-        root = inner.root
-        chosen = root.operands[part] if root.opcode == "tuple" else root.name
-        return _is_zero(program, inner, chosen, binding, depth + 1)
-    return False
+    while True:
+        value = program.origin(value)
+        if value.made.opcode == "constant":
+            return set(re.sub(r"[^\d.e]", "", value.made.inner)) <= set("0.") and bool(value.made.inner)
+        initial = value.operand(0) if value.made.opcode in ("broadcast", "pad", "slice") else program.initial(value)
+        if initial is None:
+            return False
+        value = initial
 
 
 # Reductions of gradients.
@@ -452,29 +371,20 @@ def _state_updates(
     for number, (name, array) in enumerate(outputs):
         is_state = number in program.aliases if program.aliases else (array.dtype, array.dims) in shapes
         if is_state and array.dtype.startswith(_FLOATS) and array.dims:
-            counts.append(_updates(program, program.computations[program.entry], name, trips, 0))
+            entry = program.computations[program.entry]
+            counts.append(_updates(program, Value(entry, entry.instructions[name]), trips, 0))
     return max(counts) if counts else None
 
 
-def _updates(program: Program, where: Computation, name: str, trips: tuple[int, ...], open_loops: int) -> int:
+def _updates(program: Program, value: Value, trips: tuple[int, ...], open_loops: int) -> int:
     """Return how often a value is computed: once, or in every iteration of a loop that does more than add to it."""
-    made = where.instructions.get(name)
-    while made is not None and made.opcode in PASS_ON:
-        made = where.instructions.get(made.operands[0])
-    if made is None or made.opcode == "parameter":
-        return 0
-    if made.opcode != "get-tuple-element":
-        return 1
-    source = where.instructions[made.operands[0]]
-    if source.opcode == "parameter":
-        return 0
-    body = program.computations.get(loop_parts(source)[0]) if source.opcode == "while" else None
-    if body is None or body.root.opcode != "tuple":
-        return 1
-    known = program.trips(source.name, where.name)
-    inner = _updates(program, body, body.root.operands[made.index], trips, open_loops + (known is None))
-    count = known if known is not None else trips[min(open_loops, len(trips) - 1)]
-    return count * inner
+    where, made, element, _ = program.origin(value)
+    body = program.body(made) if made.opcode == "while" else None
+    if body is None:
+        return int(made.opcode != "parameter")
+    known = program.trips(made.name, where.name)
+    inner = _updates(program, Value(body, body.root, element), trips, open_loops + (known is None))
+    return inner * (known if known is not None else trips[min(open_loops, len(trips) - 1)])
 
 
 def _not_donated(

@@ -68,19 +68,24 @@ def test_on_offer_needs_glibc_and_madvise(monkeypatch, tmp_path, libc, kernel, o
 
 
 @pytest.mark.parametrize(
-    ("plugins", "packages", "platforms", "accelerators"),
+    ("plugins", "files", "platforms", "accelerators"),
     [
         ([], [], None, False),
         (["cuda13"], [], None, True),
-        ([], ["libtpu"], None, True),
-        (["cuda13"], ["libtpu"], "cpu", False),
+        ([], ["accel0"], None, True),
+        ([], ["vfio/0", "vfio/vfio"], None, True),
+        ([], ["vfio/vfio", "accel/accel0"], None, False),
+        (["cuda13"], ["accel0"], "cpu", False),
         (["cuda13"], [], "cuda", True),
     ],
 )
-def test_has_accelerators_reads_installed_packages(monkeypatch, plugins, packages, platforms, accelerators):
-    """They are known by what is installed for JAX, unless it is restricted to the CPU."""
+def test_has_accelerators_needs_a_plugin_or_a_chip(monkeypatch, tmp_path, plugins, files, platforms, accelerators):
+    """Installed libtpu without a TPU is no accelerator, and none counts if JAX is restricted to the CPU."""
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(huge_pages, "DEVICES", tmp_path)
     monkeypatch.setattr(huge_pages.metadata, "entry_points", lambda group: plugins)
-    monkeypatch.setattr(huge_pages, "_is_installed", packages.__contains__)
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     if platforms is not None:
         monkeypatch.setenv("JAX_PLATFORMS", platforms)
