@@ -103,18 +103,18 @@ def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
 
 def _plan_rollout(args: argparse.Namespace) -> Result:
     from rampup.dialects.export import export_rollout
-    from rampup.rl.config import build_rollout_plan, load_rollout_config, rollout_notes
+    from rampup.rl.config import build_rollout_schedule, load_rollout_config, rollout_notes
     from rampup.show.console import print_rollout
 
     config = load_rollout_config(args.config, args.overrides, environ=environment())
     num_devices = count_devices(args, config)
-    plan = build_rollout_plan(config, num_devices)
+    schedule = build_rollout_schedule(config, num_devices)
+    plan = schedule.stages[-1][1]
     if args.export is not None:
         return _export(export_rollout(config, plan, num_devices, args.export), args)
     notes = rollout_notes(config, plan)
-    return Result(
-        facts={**plan.to_dict(), "notes": list(notes)}, show=lambda console: print_rollout(plan, console, notes=notes)
-    )
+    facts = {**plan.to_dict(), "total_optimizer_steps": schedule.optimizer_steps("policy"), "stages": schedule.stage_rows()}
+    return Result(facts={**facts, "notes": list(notes)}, show=lambda console: print_rollout(schedule, console, notes=notes))
 
 
 def _export(exported: Exported, args: argparse.Namespace) -> Result:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from rampup.config.key import Settings
 from rampup.config.schema import KEYS, RAMP_KEYS, Config
 from rampup.errors import (
     BatchDivisibilityError,
@@ -260,15 +261,15 @@ def _collected(problems: list[RampupError], config: Config) -> Iterator[None]:
             problems.append(problem)
 
 
-def mesh_axes(config: Config, num_devices: int) -> MeshAxes:
-    """Return the devices along each mesh axis.
+def mesh_axes(config: Settings, num_devices: int) -> MeshAxes:
+    """Return the devices along each mesh axis. A configuration without the keys of several slices, as rl.yml, has one.
 
     Example:
         >>> mesh_axes(Config(ici_tensor_parallelism=2), 8).data
         4
     """
-    groups = {group: {axis: getattr(config, f"{group}_{axis}_parallelism") for axis in AXES} for group in ("ici", "dcn")}
-    return MeshAxes.resolve(num_devices, num_slices=config.num_slices, **groups)
+    groups = {group: {axis: getattr(config, f"{group}_{axis}_parallelism", 1) for axis in AXES} for group in ("ici", "dcn")}
+    return MeshAxes.resolve(num_devices, num_slices=getattr(config, "num_slices", AUTO), **groups)
 
 
 def _num_repeats(config: Config, num_stages: int) -> int:

@@ -208,6 +208,10 @@ class Settings:
         values = {name: getattr(self, attribute_of(name)) for name in self.keys()}
         return {name: to_yaml_number(value) if isinstance(value, Fraction) else value for name, value in values.items()}
 
+    def identity(self) -> dict[str, Any]:
+        """Return the values that a checkpoint and the run that resumes it must share, by key."""
+        return {name: getattr(self, attribute_of(name)) for name, spec in self.keys().items() if spec.identity}
+
     def _dependent_defaults(self) -> dict[str, Any]:
         """Return the defaults that depend on which other attributes are set, by attribute."""
         return {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from rampup.config.build import mesh_axes
 from rampup.dialects import load_dialect
 from rampup.dialects.rules import find_violations
 from rampup.errors import ConfigError, choice_error
@@ -20,6 +21,11 @@ from rampup.rl.plan import RolloutPlan
 from rampup.rl.updates import Updates
 
 MAX_DEVICES_PER_NODE = 8
+# The systems' names of the values of rl.loss_agg_mode that they know. veRL's are the same.
+_MAXTEXT_LOSSES = {"token-mean": "token-mean", "seq-mean-token-mean": "sequence-mean-token-mean"}
+_TUNIX_LOSSES = _MAXTEXT_LOSSES | {"seq-mean-token-sum": "seq-mean-token-sum"}
+_SKYRL_LOSSES = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
+_TRLX_LOSSES = {"token-mean": "token-mean"}  # it has no key for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +79,9 @@ def export_rollout(config: RolloutConfig, plan: RolloutPlan, num_devices: int, s
     """
     if system not in EXPORTS:
         raise choice_error("export", system, list(EXPORTS))
-    axes = MeshAxes.resolve(num_devices, ici={axis: getattr(config, f"ici_{axis}_parallelism") for axis in AXES})
-    rollout = _Rollout(config=config, plan=plan, axes=axes, num_devices=num_devices, system=system)
+    rollout = _Rollout(config=config, plan=plan, axes=mesh_axes(config, num_devices), num_devices=num_devices, system=system)
+    for name in ("batch_size_schedule", "num_generations_schedule"):
+        rollout.require(getattr(config, name) is None, f"rl.{name}", "its batch cannot grow; set it to null")
     exported = EXPORTS[system](rollout)
     if system != "tunix":
         _verify(rollout, exported)
@@ -104,6 +111,12 @@ class _Rollout:
         """Return a quotient that must be a whole number."""
         self.require(number % divisor == 0, key, f"{what} = {number:,} / {divisor:,} must be a whole number")
         return number // divisor
+
+    def aggregation(self, names: Mapping[str, str]) -> str:
+        """Return the system's name of how the losses of tokens add up."""
+        mode, known = self.config.loss_agg_mode, ", ".join(names)
+        self.require(mode in names, "rl.loss_agg_mode", f"it does not add up losses by {mode}, but by {known}")
+        return names[mode]
 
     def prompts(self, samples: int, key: str, what: str) -> int:
         """Return a number of samples as prompts."""
@@ -151,6 +164,7 @@ def _export_maxtext_rl(rollout: _Rollout) -> Exported:
         "max_target_length": config.max_prompt_length + config.max_response_length,
         "rl.num_generations": plan.samples_per_prompt,
         "rl.num_iterations": plan.policy.num_epochs,
+        "rl.loss_agg_mode": rollout.aggregation(_MAXTEXT_LOSSES),
     }
     keys |= {f"ici_{axis}_parallelism": size for axis in AXES if (size := getattr(rollout.axes, axis)) > 1 or axis == "fsdp"}
     facts = {} if config.num_prompts is None else {"num_prompts": config.num_prompts}
@@ -184,6 +198,7 @@ def _export_tunix(rollout: _Rollout) -> Exported:
         **{f"training_config.{key}": value for key, value in training.items()},
         "grpo_config.num_generations": plan.samples_per_prompt,
         "grpo_config.num_iterations": plan.policy.num_epochs,
+        "grpo_config.loss_agg_mode": rollout.aggregation(_TUNIX_LOSSES),
         "rollout_config.max_prompt_length": rollout.config.max_prompt_length,
         "rollout_config.max_tokens_to_generate": rollout.config.max_response_length,
         "batch_size": plan.prompts_per_step,
@@ -211,6 +226,7 @@ def _export_verl(rollout: _Rollout) -> Exported:
         ),
         f"{actor}.ppo_epochs": plan.policy.num_epochs,
         f"{actor}.use_kl_loss": config.enable_reference_policy,
+        f"{actor}.loss_agg_mode": config.loss_agg_mode,
         **_verl_passes(rollout, actor, plan.policy_updates),
         **_verl_parallel(rollout, actor, f"{actor}.fsdp_config"),
         "algorithm.adv_estimator": "grpo" if plan.critic is None else "gae",
@@ -265,6 +281,7 @@ def _export_skyrl(rollout: _Rollout) -> Exported:
         "trainer.update_epochs_per_batch": plan.policy.num_epochs,
         "trainer.epochs": config.num_epoch,
         "trainer.algorithm.use_kl_loss": config.enable_reference_policy,
+        "trainer.algorithm.loss_reduction": rollout.aggregation(_SKYRL_LOSSES),
         "generator.n_samples_per_prompt": plan.samples_per_prompt,
         "generator.eval_n_samples_per_prompt": plan.eval_samples_per_prompt,
     }
@@ -313,6 +330,7 @@ def _export_trlx(rollout: _Rollout) -> Exported:
     rollout.require(plan.samples_per_prompt == 1, "rl.num_generations", "PPO generates one response per prompt; set it to 1")
     rollout.require(plan.critic is None, "enable_critic", "its value head is part of the policy; set enable_critic=false")
     rollout.require(not rollout.megatron, "ici_tensor_parallelism", "under Accelerate, every process has the whole model")
+    rollout.aggregation(_TRLX_LOSSES)
     _require_replicas(rollout)
     policy = plan.policy_updates
     collected = rollout.whole(plan.samples_per_step, d, "batch_size", "samples per process")

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters, plan_to_resume, ramp_record
 from rampup.config.files import run_yaml
-from rampup.config.schema import IDENTITY_DEFAULTS, IDENTITY_KEYS, PER_PROCESS_KEYS, Config
+from rampup.config.schema import IDENTITY_DEFAULTS, PER_PROCESS_KEYS, Config
 from rampup.errors import ConfigError, DataError
 from rampup.lm.data import sample_order, sources
 from rampup.lm.transformer import LanguageModel
@@ -46,7 +46,7 @@ from rampup.run.loop import RAMP_ROWS, EvalOptions, Loop, Summary
 from rampup.run.mesh import DATA, BatchAxes, make_mesh, replicated
 from rampup.run.metrics import MetricOptions, NoiseAverages
 from rampup.run.offload import fetch_offloaded, host_memory_problem, host_shardings
-from rampup.run.optimizer import AdamSchedule, LearningRate, make_optimizer
+from rampup.run.optimizer import AdamSchedule, LearningRate, optimizer_from_config
 from rampup.run.pipeline import permute_layers
 from rampup.run.run_folder import CHECKPOINT_FOLDER, run_folder, write_config
 from rampup.run.run_lock import own_run
@@ -337,11 +337,7 @@ class Run:
                 max_to_keep=config.max_num_checkpoints_to_keep,
                 async_checkpointing=config.async_checkpointing,
                 on_checkpoint_error=config.on_checkpoint_error,  # type: ignore[arg-type]
-                identity={
-                    "num_rows": len(self.loader.source),
-                    "data": self.data,
-                    **{name: getattr(config, name) for name in IDENTITY_KEYS},
-                },
+                identity={"num_rows": len(self.loader.source), "data": self.data, **config.identity()},
                 extra_metadata={RAMP_RECORD: ramp_record(config, plan)},
                 to_saved=to_saved,
                 from_saved=from_saved,
@@ -401,16 +397,11 @@ def _auto_schedule(config: Config, plan: RampPlan, noise: NoiseAverages | None) 
 
 def language_model(config: Config) -> LanguageModel:
     """Return the model that the configuration describes."""
-    return LanguageModel(
-        num_layers=config.base_num_decoder_layers,
-        width=config.base_emb_dim,
-        mlp_dim=config.base_mlp_dim,
-        num_heads=config.base_num_query_heads,
-        num_kv_heads=config.num_kv_heads,
+    return LanguageModel.from_config(
+        config,
         vocab_size=config.vocab_size,
         tied=config.logits_via_embedding,
         dropout_rate=config.dropout_rate,
-        dtype=config.dtype,
         param_dtype=config.weight_dtype,
         remat_policy=config.remat_policy,
         scan_layers=config.scan_layers,
@@ -424,12 +415,10 @@ def learning_rate(config: Config, plan: RampPlan) -> LearningRate:
     if config.batch_size_schedule == AUTO_SCHEDULE:
         # The rate follows the steps, by the same arithmetic before and after the batch has grown.
         plan = replace(plan, ramp=BatchRamp.constant(plan.reserved_sizes[0]))
-    return LearningRate(
-        plan=plan,
+    return LearningRate.from_config(
+        config,
+        plan,
         peak=config.learning_rate,
-        kind=config.lr_schedule_type,  # type: ignore[arg-type]
-        warmup_fraction=config.warmup_steps_fraction,
-        final_fraction=config.learning_rate_final_fraction,
         decay_fraction=config.wsd_decay_steps_fraction,
         decay_style=config.wsd_decay_style,  # type: ignore[arg-type]
     )
@@ -445,14 +434,9 @@ def optimizer(config: Config, rate: LearningRate, run_plan: RampPlan | None = No
     """
     scaling = adam_scaling(config, run_plan or rate.plan)
     constants = adam_constants(rate.plan, adam_base(config), scaling) if scaling.is_active else ()
-    return make_optimizer(
+    return optimizer_from_config(
+        config,
         rate,
-        kind=config.opt_type,  # type: ignore[arg-type]
-        b1=config.adam_b1,
-        b2=config.adam_b2,
-        eps=config.adam_eps,
-        weight_decay=config.adam_weight_decay,
-        clip_norm=config.gradient_clipping_threshold,
         mu_dtype=config.mu_dtype,
         nu_dtype=config.nu_dtype,
         adam=AdamSchedule(plan=rate.plan, constants=constants) if constants else None,

@@ -157,6 +157,19 @@ class LanguageModel:
     num_vocab_tiling: int = 1
     activations: NamedSharding | None = None
 
+    @classmethod
+    def from_config(cls, config: Any, **others: Any) -> LanguageModel:
+        """Return the model that the keys of base.yml and rl.yml describe; `others` are attributes without such a key."""
+        return cls(
+            num_layers=config.base_num_decoder_layers,
+            width=config.base_emb_dim,
+            mlp_dim=config.base_mlp_dim,
+            num_heads=config.base_num_query_heads,
+            num_kv_heads=config.num_kv_heads,
+            dtype=config.dtype,
+            **others,
+        )
+
     @property
     def block(self) -> Block:
         """The Flax module of one layer."""

@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rampup.config.build import mesh_axes
 from rampup.config.files import ConfigFile
 from rampup.config.key import Settings, key
 from rampup.config.load import load_settings, names_in
 from rampup.config.schema import KEYS as RAMP_KEYS
 from rampup.config.schema import head_problems
 from rampup.errors import ConfigError, RampupError, raise_together
-from rampup.plan.mesh_axes import AXES, MeshAxes
+from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, MAX_SAMPLES, to_yaml_number
 from rampup.plan.ramp import parse_schedule
 from rampup.rl.plan import RolloutPlan
@@ -73,7 +74,7 @@ class RolloutConfig(Settings):
     num_batches: int = _batch(100, "Batches of prompts in the run, before train_fraction and num_epoch apply.", **_count, maxtext="4")
     train_fraction: Fraction = _batch(Fraction(1), "Fraction of the prompts of num_batches to train on.", above=0, maximum=1)
     num_epoch: int = _batch(1, "Passes over the prompts.", **_count)
-    num_prompts: int | None = _batch(None, "Prompts in the data set. null: enough for num_batches.", kind="int", nullable=True, **_count, own=True)
+    num_prompts: int | None = _batch(None, "Prompts in the data set. null: enough for num_batches.", kind="int", nullable=True, **_count, own=True, identity=True)
     rollout_micro_batch_size: int = _batch(-1, "Prompts per call of the generator, for the whole job. -1: train_micro_batch_size, or mini_batch_size if that is -1 too.", also=(-1,), **_count)
 
     mini_batch_size: int = _training(-1, "Prompts per optimizer step, for the whole job. -1: batch_size, which MaxText RL always uses.", also=(-1,), **_count, own=True)
@@ -83,7 +84,7 @@ class RolloutConfig(Settings):
     token_budget_shapes: int = _training(4, "Numbers of tokens, evenly spaced up to token_budget, that a pass is padded to. All are in one compiled program.", minimum=1, maximum=64, own=True)
     pad_microbatches: bool = _training(False, "Pad mini batches and microbatches that do not divide with rows of weight 0. false: raise an error.", own=True)
 
-    enable_critic: bool = _critic(False, "Also train a critic, through all of its passes before the policy.")
+    enable_critic: bool = _critic(False, "Also train a critic, through all of its passes before the policy.", identity=True)
     critic_mini_batch_size: int = _critic(-1, "Prompts per optimizer step of the critic, for the whole job. -1: mini_batch_size.", also=(-1,), **_count)
     critic_num_iterations: int = _critic(-1, "Passes of the critic over the samples of a step. -1: rl.num_iterations.", also=(-1,), **_count)
     critic_train_micro_batch_size: int = _critic(-1, "Prompts per pass of the critic, for the whole job. -1: the size of a pass of the policy.", also=(-1,), **_count)
@@ -95,26 +96,26 @@ class RolloutConfig(Settings):
     test_batch_start_index: int = _eval(0, "Prompts to skip at the start of the evaluation data.", minimum=0, maximum=MAX_SAMPLES)
     eval_num_generations: int = _eval(1, "Responses per prompt in an evaluation.", **_count, own=True)
 
-    max_prompt_length: int = _stored(512, "Tokens of the longest prompt.", **_count)
-    max_response_length: int = _stored(1024, "Tokens of the longest response.", **_count)
+    max_prompt_length: int = _stored(512, "Tokens of the longest prompt.", **_count, identity=True)
+    max_response_length: int = _stored(1024, "Tokens of the longest response.", **_count, identity=True)
     enable_reference_policy: bool = _stored(True, "Store the log-probabilities of a reference policy, for a KL term.")
-    token_dtype: str = _stored("int32", "Type of the stored tokens.", choices=_INTS)
-    experience_dtype: str = _stored("float32", "Type of the stored log-probabilities, values, rewards and advantages.", choices=_FLOATS)
+    token_dtype: str = _stored("int32", "Type of the stored tokens.", choices=_INTS, identity=True)
+    experience_dtype: str = _stored("float32", "Type of the stored log-probabilities, values, rewards and advantages.", choices=_FLOATS, identity=True)
 
-    shuffle_mini_batches: bool = _order(True, "Shuffle the samples of a step in every pass. false: keep the order of generation, so that training can overlap with generation.", own=True)
-    keep_prompts_together: bool = _order(True, "Keep all responses to a prompt in one mini batch.", own=True)
-    data_shuffle_seed: int = _order(0, "Seed of the order of samples, if shuffle_mini_batches is set.", minimum=0, maximum=2**31 - 1, own=True)
+    shuffle_mini_batches: bool = _order(True, "Shuffle the samples of a step in every pass. false: keep the order of generation, so that training can overlap with generation.", own=True, identity=True)
+    keep_prompts_together: bool = _order(True, "Keep all responses to a prompt in one mini batch.", own=True, identity=True)
+    data_shuffle_seed: int = _order(0, "Seed of the order of samples, if shuffle_mini_batches is set.", minimum=0, maximum=2**31 - 1, own=True, identity=True)
 
-    decode_sampling_temperature: float = _sampling(1.0, "Divides the logits in sampling and in the loss. 0 would make all responses to a prompt equal.", minimum=0, maximum=100, maxtext="0.9")
-    decode_sampling_top_k: int = _sampling(0, "Sample from this many most probable tokens. 0: from all.", minimum=0, maximum=MAX_SAMPLES, maxtext="50")
-    decode_sampling_nucleus_p: float = _sampling(1.0, "Sample from the most probable tokens whose probabilities add up to this.", above=0, maximum=1)
+    decode_sampling_temperature: float = _sampling(1.0, "Divides the logits in sampling and in the loss. 0 would make all responses to a prompt equal.", minimum=0, maximum=100, maxtext="0.9", identity=True)
+    decode_sampling_top_k: int = _sampling(0, "Sample from this many most probable tokens. 0: from all.", minimum=0, maximum=MAX_SAMPLES, maxtext="50", identity=True)
+    decode_sampling_nucleus_p: float = _sampling(1.0, "Sample from the most probable tokens whose probabilities add up to this.", above=0, maximum=1, identity=True)
 
-    dataset_name: str = _task("arithmetic", "The prompts and their reward. arithmetic: sums of two numbers as text, such as 12+34=, with reward 1 for the right answer.", choices=("arithmetic",))
-    max_operand: int = _task(49, "Largest number in a prompt of dataset_name arithmetic.", minimum=1, maximum=10**6)
-    warm_start_steps: int = _task(1200, "Optimizer steps that imitate given answers before reinforcement learning, so that some responses have a reward. 0: none.", minimum=0, maximum=MAX_SAMPLES)
-    warm_start_accuracy: float = _task(0.5, "Share of right answers among those that the warm start imitates; the others are wrong. The reward then teaches more than the answers did.", minimum=0, maximum=1)
-    warm_start_batch_size: int = _task(64, "Prompts per step of the warm start, for the whole job.", **_count)
-    warm_start_learning_rate: float = _task(3e-3, "Peak learning rate of the warm start.", minimum=0)
+    dataset_name: str = _task("arithmetic", "The prompts and their reward. arithmetic: sums of two numbers as text, such as 12+34=, with reward 1 for the right answer.", choices=("arithmetic",), identity=True)
+    max_operand: int = _task(49, "Largest number in a prompt of dataset_name arithmetic.", minimum=1, maximum=10**6, identity=True)
+    warm_start_steps: int = _task(1200, "Optimizer steps that imitate given answers before reinforcement learning, so that some responses have a reward. 0: none.", minimum=0, maximum=MAX_SAMPLES, identity=True)
+    warm_start_accuracy: float = _task(0.5, "Share of right answers among those that the warm start imitates; the others are wrong. The reward then teaches more than the answers did.", minimum=0, maximum=1, identity=True)
+    warm_start_batch_size: int = _task(64, "Prompts per step of the warm start, for the whole job.", **_count, identity=True)
+    warm_start_learning_rate: float = _task(3e-3, "Peak learning rate of the warm start.", minimum=0, identity=True)
 
     run_name: str = _shared("run_name", "")
     base_output_directory: str = _shared("base_output_directory", "runs")
@@ -278,8 +279,7 @@ def build_rollout_plan(config: RolloutConfig, num_devices: int | None = None) ->
     if num_devices < 1:
         raise ConfigError(f"num_devices={num_devices} must be at least 1", key="num_devices", nearest=(1,))
     try:
-        axes = MeshAxes.resolve(num_devices, ici={axis: getattr(config, f"ici_{axis}_parallelism") for axis in AXES})
-        return _plan(config, axes)
+        return _plan(config, mesh_axes(config, num_devices))
     except RampupError as error:
         for problem in error.problems or (error,):
             if problem.key and (place := config.where(problem.key)) != "default":
@@ -347,15 +347,16 @@ def _growth(config: RolloutConfig, name: str, problems: list[RampupError]) -> di
 def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
     """Return sentences about legal settings that drop data or differ from MaxText RL."""
     notes = []
+    grows = config.batch_size_schedule is not None or config.num_generations_schedule is not None
     dropped = config.prompts_used * config.num_epoch - plan.num_steps * config.batch_size
-    if dropped:
+    if dropped and not grows:
         notes.append(f"{dropped:,} prompts do not fill a last batch_size={config.batch_size:,} and are dropped")
     size = config.eval_batch_size if config.eval_batch_size != AUTO else config.batch_size
     lost = (config.num_test_batches * size - config.test_batch_start_index) % size
     if config.num_test_batches and lost:
         notes.append(f"{lost:,} prompts of an evaluation do not fill a batch of {size:,} and are left out")
     maxtext_steps = int(config.num_batches * config.num_iterations * config.train_fraction * config.num_epoch)
-    if maxtext_steps != plan.total_optimizer_steps:
+    if maxtext_steps != plan.total_optimizer_steps and not grows:
         notes.append(
             f"the run has {plan.total_optimizer_steps:,} optimizer steps; MaxText RL would schedule its learning rate for {maxtext_steps:,}"
         )

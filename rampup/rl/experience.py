@@ -21,8 +21,10 @@ Arrays = dict[str, np.ndarray]
 Reward = Callable[[Sequence[Any], Sequence[Any]], Sequence[float]]
 
 
-def check_rewards(reward: Reward, prompts: Sequence[Any], responses: Sequence[Any], *, where: str) -> np.ndarray:
-    """Call a reward function, and return one finite float32 per sample. `where` is for errors.
+def check_rewards(
+    reward: Reward, prompts: Sequence[Any], responses: Sequence[Any], *, where: str, first: int = 0
+) -> np.ndarray:
+    """Call a reward function, and return one finite float32 per sample. `where` and `first`, its first number, are for errors.
 
     Raises:
         DataError: it raises an exception, or returns not one finite number per sample. The error shows the sample.
@@ -52,7 +54,7 @@ def check_rewards(reward: Reward, prompts: Sequence[Any], responses: Sequence[An
             rewards[number] = np.nan
         if not np.isfinite(rewards[number]):
             raise DataError(
-                f"{where} returned {value!r:.80} for sample {number} (prompt {prompts[number]!r:.80}, response "
+                f"{where} returned {value!r:.80} for sample {first + number} (prompt {prompts[number]!r:.80}, response "
                 f"{responses[number]!r:.80}); a reward is a finite number",
                 key="reward",
             )

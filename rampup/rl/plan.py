@@ -215,6 +215,26 @@ class RolloutPlan(NotebookRepr):
             low, high = (middle + 1, high) if calls < self.generate_calls else (low, middle)
         return low
 
+    def samples_before(self, update: int, *, model: str = "policy", portion: int | None = None) -> int:
+        """Return the samples that must be generated before an optimizer step of a rollout can run, in the order of generation.
+
+        Args:
+            update: the optimizer step within the rollout, counted from 0.
+            model: `policy` or `critic`. Steps of the model that trains second need every sample, as those of later epochs.
+            portion: samples that become available together; None = those of a call of the generator.
+
+        Example:
+            >>> plan = RolloutPlan(rollout_batch=Size(count=16, unit="prompts"), samples_per_prompt=2,
+            ...     policy=Training(mini_batch=Size(count=6, unit="prompts"), num_epochs=2), pad=True,
+            ...     generation=Size(count=4, unit="prompts"))
+            >>> [plan.samples_before(update) for update in range(plan.policy_updates.optimizer_steps)]
+            [16, 24, 32, 32, 32, 32]
+        """
+        updates, portion = self.updates(model), portion or self.sequences_per_call
+        if model != self.order[0].model or update >= updates.num_mini_batches:
+            return self.samples_per_step
+        return min(-(-updates.mini_batch_range(update).stop // portion) * portion, self.samples_per_step)
+
     def to_dict(self) -> Mapping[str, Any]:
         """Return the plan as `rampup plan --json` prints it."""
         policy = self.policy_updates.to_dict()

@@ -5,6 +5,8 @@ The story of one rollout, top to bottom:
 1. `RolloutStep.update` is one optimizer step. Before the first one of a rollout it generates the samples (`_collect`): calls of
    the generator, the reward function, the log-probabilities of the policy and the reference, the critic's values, advantages.
    They are stored as arrays on the host, a part of the state, so that a checkpoint between two updates has them.
+   If mini batches keep the order of generation, an update waits for its own samples only, and a thread generates the next ones
+   meanwhile, by a copy of the weights from before the first update. Samples and updates are the same without overlap.
 2. Every update takes its mini batch from them (`_batch_of`) in rows of one shape, or packed to a token budget.
 3. `rampup.run.step.TrainStep` sums the loss over the passes of the mini batch, reduces once and runs the optimizer once.
 
@@ -13,9 +15,12 @@ Shape suffixes: S samples of a rollout, B rows of a call, R tokens of the longes
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from threading import Lock
 from typing import Any
 
 import jax
@@ -43,7 +48,7 @@ from rampup.rl.experience import (
 )
 from rampup.rl.generation import Samples, Sampling, make_generate, pad_prompts
 from rampup.rl.losses import grpo_loss, value_loss
-from rampup.rl.minibatches import mini_batches
+from rampup.rl.minibatches import mini_batches, overlap
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.policy import in_replica, over_rows, token_log_probabilities
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition, split_of
@@ -68,7 +73,8 @@ class RolloutOptions:
         loss_agg_mode: how the losses of tokens add up, one of `rampup.rl.losses.AGGREGATIONS`.
         gamma, lam, value_epsilon: of generalized advantage estimation, and of the critic's loss.
         seed: of the samples.
-        shuffle_seed: of the order of samples in mini batches; None keeps the order of generation.
+        shuffle_seed: of the order of samples in mini batches; None keeps the order of generation, so that generation overlaps
+            with updates if the first mini batch does not need all calls of the generator.
         keep_prompts_together: keep the samples of a prompt in one mini batch.
         rungs: shapes that passes are padded to with a token budget.
         decode: from the tokens of a prompt or a response, without its end token, to what the reward function gets.
@@ -105,6 +111,8 @@ class RolloutState(struct.PyTreeNode):
         critic_params, critic_opt_state, critic_step: of the critic; None without one.
         reference: parameters of the reference policy; None without one.
         experience: NumPy arrays over the samples of the current rollout.
+        generator: parameters that generate the rest of the rollout's samples; None if generation does not overlap with updates.
+        generated: samples of the rollout in `experience`; None the same.
     """
 
     step: Any
@@ -116,6 +124,8 @@ class RolloutState(struct.PyTreeNode):
     critic_step: Any = None
     reference: Any = None
     experience: Any = None
+    generator: Any = None
+    generated: Any = None
 
 
 class RolloutStep:
@@ -126,7 +136,8 @@ class RolloutStep:
         tx: the policy's optimizer.
         schedule: the optimizer steps of the run.
         mesh: the devices.
-        reward: `(prompts, responses) -> rewards`, one finite number per sample. It gets lists of what `decode` returns.
+        reward: `(prompts, responses) -> rewards`, one finite number per sample. It gets lists of what `decode` returns. If
+            generation overlaps with updates, it is called in another thread.
         options: see `RolloutOptions`.
         critic: the critic and its optimizer, if the plan has one.
         skip_nonfinite: see `rampup.train_step`.
@@ -169,10 +180,17 @@ class RolloutStep:
         # The generator's calls and the forward passes have rows for every device.
         shards = BatchAxes.of(mesh).num_shards(mesh)
         self._rows = -(-schedule.sequences_per_call // shards) * shards
-        self._compilers = {"generate": Compiler(), "logprobs": Compiler()}
+        self._compilers, self._compiling = {"generate": Compiler(), "logprobs": Compiler()}, Lock()
         self._facts: dict[str, Any] = {}
         self._collected: int | None = None
         self._training = _Clock()
+        self._generation: dict[str, Any] = {}
+        # The next samples of the rollout and the seconds that each part took, while generation overlaps with updates.
+        self._coming: Iterator[tuple[Arrays, float]] | None = None
+        self.overlaps = options.shuffle_seed is None and any(
+            plan.samples_before(0, model=plan.order[0].model, portion=self._portion(plan)) < plan.samples_per_step
+            for _, plan in schedule.stages
+        )
 
     @property
     def num_compilations(self) -> int:
@@ -188,10 +206,14 @@ class RolloutStep:
     @property
     def waited_seconds(self) -> float:
         """Time spent waiting for compilations."""
-        return sum(part.waited_seconds for part in (*self._compilers.values(), *self._steps.values()))
+        return self._waited_for(*self._compilers) + sum(step.waited_seconds for step in self._steps.values())
+
+    def _waited_for(self, *roles: str) -> float:
+        return sum(self._compilers[role].waited_seconds for role in roles)
 
     def close(self) -> None:
-        """Cancel compilations that have not started."""
+        """Stop generating, and cancel compilations that have not started."""
+        self._stop_generating()
         for part in (*self._compilers.values(), *self._steps.values()):
             part.close()
 
@@ -216,10 +238,18 @@ class RolloutStep:
         if self._critic is not None:
             critic = create_state(critic_params, self._tx["critic"], self._mesh)
             found |= {"critic_params": critic.params, "critic_opt_state": critic.opt_state, "critic_step": critic.step}
-        return RolloutState(**found, experience=self._empty_experience())
+        if self.overlaps:
+            found["generated"] = np.array(0, np.int32)
+        state = RolloutState(**found, experience=self._empty_experience())
+        return state.replace(generator=self._copied(state)) if self.overlaps else state
+
+    def _copied(self, state: RolloutState) -> dict[str, Any]:
+        """Return a copy of the weights of all models, which stays when updates reuse the memory of the original."""
+        copied: dict[str, Any] = jax.tree.map(jnp.copy, {"policy": state.params, "critic": state.critic_params})
+        return copied
 
     def __call__(self, state: RolloutState, prompts: Sequence[Sequence[int]]) -> tuple[RolloutState, dict[str, Any]]:
-        """Run one whole rollout: generate samples for prompts, and train every model on them.
+        """Run one whole rollout: generate samples for prompts, then train every model on them, without overlap.
 
         Args:
             state: from `create_state` or the last call, whose memory is reused.
@@ -237,12 +267,13 @@ class RolloutStep:
             here = self.schedule.at(number)
             if here.rollout != position.rollout:
                 break
-            state, metrics = self.update(state, here, lambda _: prompts)
+            state = self._with_samples(state, here, lambda _: prompts, here.plan.samples_per_step)
+            state, metrics = self._train(state, here)
         host = jax.device_get({name: metrics[name] for name in ("loss", "grad_norm")})
         return state, {name: float(value) for name, value in host.items()} | metrics["facts"]
 
     def update(self, state: RolloutState, position: UpdatePosition, prompts: Prompts) -> tuple[RolloutState, dict[str, Any]]:
-        """Run one optimizer step; before the first one of a rollout, generate its samples.
+        """Run one optimizer step; before the first one of a rollout, generate its samples, or begin to (see `overlaps`).
 
         Args:
             state: the state before it, whose memory is reused.
@@ -252,11 +283,14 @@ class RolloutStep:
         Returns:
             The new state and the step's metrics, as `rampup.train_step` returns them, with the numbers of the host in `facts`.
         """
-        if position.is_first:
-            state = state.replace(experience=self._collect(state, position, prompts(position.rollout)))
-        elif self._collected != position.rollout:
-            self._facts = self._facts_of(state.experience, position)  # after a resumption, from the stored samples
-        self._collected = position.rollout
+        plan = position.plan
+        needed = plan.samples_per_step
+        if self.overlaps:
+            needed = plan.samples_before(position.update, model=position.model, portion=self._portion(plan))
+        return self._train(self._with_samples(state, position, prompts, needed), position)
+
+    def _train(self, state: RolloutState, position: UpdatePosition) -> tuple[RolloutState, dict[str, Any]]:
+        """Run an optimizer step on samples that are there."""
         with self._training:
             batch, facts = self._batch_of(state.experience, position)
             step = self._steps[position.model]
@@ -272,7 +306,7 @@ class RolloutStep:
                 # The next rollout needs the new parameters anyway.
                 jax.block_until_ready(inner.params)
         facts |= self._facts
-        if position.is_last:
+        if position.is_last and self._training.is_complete:
             facts["training_tokens_per_second"] = round(self._training.tokens_per_second(), 3)
         return state.replace(step=np.array(position.step + 1, np.int32), **changes), {**metrics, "facts": facts}
 
@@ -285,53 +319,103 @@ class RolloutStep:
 
     # --- the samples of a rollout ---
 
-    def _collect(self, state: RolloutState, position: UpdatePosition, prompts: Sequence[Sequence[int]]) -> Arrays:
-        """Return the stored arrays of a new rollout; see `rampup.rl.sizes.Experience`."""
-        plan, options = position.plan, self.options
-        if len(prompts) != plan.prompts_per_step:
-            raise DataError(
-                f"rollout {position.rollout} has {plan.prompts_per_step} prompts, but {len(prompts)} were given",
-                key="batch_size",
-                nearest=(plan.prompts_per_step,),
+    def _with_samples(self, state: RolloutState, position: UpdatePosition, prompts: Prompts, needed: int) -> RolloutState:
+        """Return the state with at least the first `needed` samples of its rollout. A thread generates the others, if any."""
+        plan, total = position.plan, position.plan.samples_per_step
+        resumed = not position.is_first and self._collected != position.rollout
+        if position.is_first or resumed:
+            self._stop_generating()
+            self._training.reset(is_complete=not resumed)
+            self._generation = {"seconds": 0.0, "wait_seconds": 0.0, "tokens": 0}
+        have = total if state.generated is None else int(state.generated)
+        weights = state.generator
+        if position.is_first:
+            have, weights = (
+                0,
+                self._copied(state) if needed < total else {"policy": state.params, "critic": state.critic_params},
             )
-        jax.block_until_ready(state.params)
-        began, compiled = time.perf_counter(), self.waited_seconds
-        key = jax.random.fold_in(jax.random.key(options.seed), position.rollout)
-        repeated = [prompt for prompt in prompts for _ in range(plan.samples_per_prompt)]
-        samples = self._generate(state.params, repeated, key, options.sampling)
-        rewards_S = check_rewards(self._reward, *self._decoded(samples), where=f"rollout {position.rollout}")
-        arrays = self._store(samples, rewards_S)
-        arrays["log_probabilities"] = self._log_probabilities(state.params, samples)
-        if options.beta:
-            arrays["reference_log_probabilities"] = self._log_probabilities(state.reference, samples)
-        if self._critic is None:
-            counts_SR = arrays["response_mask"]
-            advantages_S = group_advantages(rewards_S, plan.samples_per_prompt)
-            arrays["advantages"] = np.where(counts_SR, advantages_S[:, None], np.float32(0))
-        else:
-            arrays["values"] = self._forward("critic", state.critic_params, samples)
-            arrays["advantages"], arrays["returns"] = generalized_advantages(
-                arrays["rewards"], arrays["values"], samples.response_length, gamma=options.gamma, lam=options.lam
-            )
-        experience = self._fill(arrays)
-        seconds = time.perf_counter() - began - (self.waited_seconds - compiled)
-        self._training.reset(int(samples.prompt_length.sum() + samples.response_length.sum()))
-        self._facts = self._facts_of(experience, position)
-        self._facts["generation_seconds"] = round(seconds, 6)
-        self._facts["generation_tokens_per_second"] = round(int(samples.response_length.sum()) / max(seconds, 1e-9), 3)
-        return experience
+        experience = self._empty_experience() if position.is_first else state.experience
+        began, waits = time.perf_counter(), self.overlaps and have < needed
+        try:
+            while have < needed:
+                if self._coming is None:
+                    asked = self._check_prompts(prompts(position.rollout), position)
+                    collect = partial(self._collect, weights, state.reference, position, asked)
+                    size = self._portion(plan) if needed < total else total - have
+                    spans = [range(start, min(start + size, total)) for start in range(have, total, size)]
+                    self._coming = overlap(collect, lambda part: part, spans) if needed < total else map(collect, spans)
+                arrays, seconds = next(self._coming)
+                experience, have = self._add(experience, arrays, have), have + len(arrays["tokens"])
+                self._generation["seconds"] += seconds
+                self._generation["tokens"] += int(arrays["response_mask"].sum())
+                self._training.tokens += int(arrays["attention_mask"].sum())
+        except BaseException:
+            self._stop_generating()
+            raise
+        if have == total:
+            self._stop_generating()
+        if position.is_first or resumed or waits:
+            self._generation["wait_seconds"] += time.perf_counter() - began
+            self._facts = self._facts_of(experience, position, have)
+        self._collected = position.rollout
+        if not self.overlaps:
+            return state.replace(experience=experience)
+        generator = state.generator if needed == total else weights
+        return state.replace(experience=experience, generator=generator, generated=np.array(have, np.int32))
 
-    def _generate(self, params: Any, prompts: Sequence[Sequence[int]], key: jax.Array, sampling: Sampling) -> Samples:
-        """Return responses, on the host, from calls of one program with a fixed number of rows."""
+    def _collect(
+        self, weights: Any, reference: Any, position: UpdatePosition, prompts: Any, span: range
+    ) -> tuple[Arrays, float]:
+        """Return the stored arrays of some samples of a rollout (see `rampup.rl.sizes.Experience`), and the seconds it took."""
+        options, group = self.options, position.plan.samples_per_prompt
+        jax.block_until_ready(weights)
+        began, compiled = time.perf_counter(), self._waited_for(*self._compilers)
+        key = jax.random.fold_in(jax.random.key(options.seed), position.rollout)
+        repeated = [prompt for prompt in prompts for _ in range(group)][span.start : span.stop]
+        samples = self._generate(weights["policy"], repeated, key, options.sampling, first=span.start)
+        rewards_S = check_rewards(self._reward, *self._decoded(samples), where=f"rollout {position.rollout}", first=span.start)
+        arrays = self._store(samples, rewards_S)
+        arrays["log_probabilities"] = self._forward("policy", weights["policy"], samples)
+        if options.beta:
+            arrays["reference_log_probabilities"] = self._forward("policy", reference, samples)
+        if self._critic is None:
+            advantages_S = group_advantages(rewards_S, group)
+            arrays["advantages"] = np.where(arrays["response_mask"], advantages_S[:, None], np.float32(0))
+        else:
+            arrays["values"] = self._forward("critic", weights["critic"], samples)
+        return arrays, time.perf_counter() - began - (self._waited_for(*self._compilers) - compiled)
+
+    def _check_prompts(self, prompts: Sequence[Sequence[int]], position: UpdatePosition) -> Sequence[Sequence[int]]:
+        """Return the prompts of a rollout, all of which are legal."""
+        if len(prompts) != position.plan.prompts_per_step:
+            raise DataError(
+                f"rollout {position.rollout} has {position.plan.prompts_per_step} prompts, but {len(prompts)} were given",
+                key="batch_size",
+                nearest=(position.plan.prompts_per_step,),
+            )
+        pad_prompts(prompts, self.options.max_prompt_length)
+        return prompts
+
+    def _stop_generating(self) -> None:
+        """Wait for a call of the generator that is in progress, and make no further one."""
+        getattr(self._coming, "close", lambda: None)()
+        self._coming = None
+
+    def _portion(self, plan: RolloutPlan) -> int:
+        """Return the samples that become available together, where generation overlaps: whole calls and whole groups."""
+        return math.lcm(self._rows, plan.samples_per_prompt)
+
+    def _generate(self, params: Any, prompts: Any, key: jax.Array, sampling: Sampling, *, first: int = 0) -> Samples:
+        """Return responses, on the host, from calls of one program with a fixed number of rows, numbered from `first` on."""
         tokens_SP, length_S = pad_prompts(prompts, self.options.max_prompt_length)
         parts = []
         for start in range(0, len(prompts), self._rows):
             # A last call may be short: it repeats its first row.
             rows = np.arange(start, start + self._rows)
             rows = np.where(rows < len(prompts), rows, start).astype(np.int32)
-            inputs = jax.device_put((tokens_SP[rows], length_S[rows], rows), batch_sharding(self._mesh))
+            inputs = jax.device_put((tokens_SP[rows], length_S[rows], first + rows), batch_sharding(self._mesh))
             args = params, *inputs, key, *sampling.values
-            program = self._compilers["generate"].get("generate", lambda args=args: self._lower(self._generate_fn, *args))
+            program = self._program("generate", "policy", self._generate_fn, *args)
             parts.append((program(*args), min(self._rows, len(prompts) - start)))
         fetched = [jax.tree.map(lambda x, n=n: np.asarray(x)[:n], part) for part, n in parts]
         return jax.tree.map(lambda *xs: np.concatenate(xs), *fetched)  # type: ignore[no-any-return]
@@ -339,9 +423,6 @@ class RolloutStep:
     def _generate_fn(self, *args: Any) -> Samples:
         found = make_generate(self._policy, self.options.max_response_length, self.options.end_token)(*args)
         return jax.lax.with_sharding_constraint(found, batch_sharding(self._mesh))  # type: ignore[no-any-return]
-
-    def _log_probabilities(self, params: Any, samples: Samples) -> np.ndarray:
-        return self._forward("policy", params, samples)
 
     def _forward(self, model: str, params: Any, samples: Samples) -> np.ndarray:
         """Return log-probabilities of the policy or values of the critic, (S, R), in calls of one program."""
@@ -352,7 +433,7 @@ class RolloutStep:
             inputs = (samples.tokens[rows], samples.prompt_length[rows])
             args = params, *jax.device_put(inputs, batch_sharding(self._mesh))
             fn = self._log_probabilities_fn if model == "policy" else self._values_fn
-            program = self._compilers["logprobs"].get(model, lambda fn=fn, args=args: self._lower(fn, *args))
+            program = self._program("logprobs", model, fn, *args)
             parts.append((program(*args), min(self._rows, S - start)))
         found_SR = np.concatenate([np.asarray(part)[:n] for part, n in parts])
         counts_SR = np.arange(found_SR.shape[1]) < samples.response_length[:, None]
@@ -373,9 +454,13 @@ class RolloutStep:
         found_BR = jnp.take_along_axis(found_BT, jnp.minimum(places_BR, found_BT.shape[1] - 1), axis=1)
         return jax.lax.with_sharding_constraint(found_BR.astype(jnp.float32), batch_sharding(self._mesh))
 
-    def _lower(self, fn: Callable[..., Any], *args: Any) -> Any:
-        with auto_context(self._mesh):
-            return jax.jit(fn).lower(*args)
+    def _program(self, role: str, model: str, fn: Callable[..., Any], *args: Any) -> Any:
+        def lower() -> Any:
+            with auto_context(self._mesh):
+                return jax.jit(fn).lower(*args)
+
+        with self._compiling:  # an evaluation may need the program that the generating thread compiles
+            return self._compilers[role].get(model, lower)
 
     def _decoded(self, samples: Samples) -> tuple[list[Any], list[Any]]:
         """Return prompts and responses as the reward function gets them, without the end token."""
@@ -414,17 +499,25 @@ class RolloutStep:
             for one in stored.fields(critic=self._critic is not None)
         }
 
-    def _fill(self, arrays: Arrays) -> Arrays:
-        found = self._empty_experience()
+    def _add(self, experience: Arrays, arrays: Arrays, first: int) -> Arrays:
+        """Return stored arrays with the next samples, and the advantages that follow from all samples so far."""
+        stop = first + len(arrays["tokens"])
+        # Copied: a checkpoint of the former arrays may still be being written.
+        found = {name: np.array(x) for name, x in experience.items()}
         for name, x in arrays.items():
-            found[name][: len(x)] = x
+            found[name][first:stop] = x
+        if self._critic is not None:
+            rewards_SR, values_SR, counts_SR = (found[name][:stop] for name in ("rewards", "values", "response_mask"))
+            found["advantages"][:stop], found["returns"][:stop] = generalized_advantages(
+                rewards_SR, values_SR, counts_SR.sum(axis=1), gamma=self.options.gamma, lam=self.options.lam
+            )
         return found
 
-    def _facts_of(self, experience: Arrays, position: UpdatePosition) -> dict[str, Any]:
-        """Return the numbers of a rollout that its metrics contain."""
-        plan = position.plan
-        counts_SR = np.asarray(experience["response_mask"])[: plan.samples_per_step]
-        rewards_S = np.asarray(experience["rewards"])[: plan.samples_per_step].astype(np.float64).sum(axis=1)
+    def _facts_of(self, experience: Arrays, position: UpdatePosition, have: int) -> dict[str, Any]:
+        """Return the numbers of the first samples of a rollout that its metrics contain, and how they were generated."""
+        plan, generation = position.plan, self._generation
+        counts_SR = np.asarray(experience["response_mask"])[:have]
+        rewards_S = np.asarray(experience["rewards"])[:have].astype(np.float64).sum(axis=1)
         found = {
             "rollout": position.rollout,
             "reward": round(float(rewards_S.mean()), 9),
@@ -434,6 +527,12 @@ class RolloutStep:
         }
         if plan.experience_bytes_per_sample is not None:
             found["planned_experience_bytes"] = plan.experience_bytes_per_sample * self.schedule.max_samples
+        if self.overlaps:
+            found |= {"pending_samples": plan.samples_per_step - have}
+            found["generation_wait_seconds"] = round(generation["wait_seconds"], 6)
+        if generation["tokens"]:
+            found["generation_seconds"] = round(generation["seconds"], 6)
+            found["generation_tokens_per_second"] = round(generation["tokens"] / max(generation["seconds"], 1e-9), 3)
         return found
 
     # --- the mini batches of an update ---
@@ -555,18 +654,23 @@ def ramp_plan(schedule: RolloutSchedule, model: str) -> RampPlan:
 
 
 class _Clock:
-    """The time that the updates of a rollout take."""
+    """The time that the updates of a rollout take.
+
+    Attributes:
+        tokens: tokens of its samples.
+        is_complete: whether this process runs all of its updates.
+    """
 
     def __init__(self) -> None:
-        self._tokens, self._seconds, self._updates, self._began = 0, 0.0, 0, 0.0
+        self.tokens, self._seconds, self._began, self.is_complete = 0, 0.0, 0.0, False
 
-    def reset(self, tokens: int) -> None:
-        """Start a rollout with this number of tokens."""
-        self._tokens, self._seconds = tokens, 0.0
+    def reset(self, *, is_complete: bool) -> None:
+        """Start a rollout."""
+        self.tokens, self._seconds, self.is_complete = 0, 0.0, is_complete
 
     def tokens_per_second(self) -> float:
         """Tokens of the rollout per second of one pass over them."""
-        return self._tokens / max(self._seconds, 1e-9)
+        return self.tokens / max(self._seconds, 1e-9)
 
     def __enter__(self) -> None:
         self._began = time.perf_counter()

@@ -213,6 +213,32 @@ class RolloutSchedule:
         position = self.at(min(step, self.total_steps) - 1)
         return position.consumed_samples + position.plan.samples_per_step
 
+    def stage_rows(self) -> list[dict[str, int]]:
+        """Return the sizes of every stage that the run reaches, as `rampup plan --json` prints them.
+
+        Example:
+            >>> from rampup.rl.config import RolloutConfig, build_rollout_schedule
+            >>> config = RolloutConfig(batch_size=16, batch_size_schedule="0:8 5:16", num_batches=9)
+            >>> [(row["start_step"], row["num_steps"], row["samples_per_step"])
+            ...     for row in build_rollout_schedule(config, 1).stage_rows()]
+            [(0, 5, 64), (5, 4, 128)]
+        """
+        reached = [(first, plan) for first, plan in self.stages if first < self.num_rollouts]
+        ends = [*(first for first, _ in reached[1:]), self.num_rollouts]
+        return [
+            {
+                "start_step": first,
+                "num_steps": end - first,
+                "prompts_per_step": plan.prompts_per_step,
+                "samples_per_prompt": plan.samples_per_prompt,
+                "samples_per_step": plan.samples_per_step,
+                "mini_batch_samples": plan.policy_updates.mini_batch_samples,
+                "optimizer_steps": plan.policy_updates.optimizer_steps,
+                "start_optimizer_step": self._starts[index][2]["policy"],
+            }
+            for index, ((first, plan), end) in enumerate(zip(reached, ends, strict=True))
+        ]
+
     @property
     def fingerprint(self) -> str:
         """A digest of the sizes that decide which samples an optimizer step uses."""

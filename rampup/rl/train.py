@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
+from rampup.config.build import mesh_axes
 from rampup.config.files import yaml_text
 from rampup.errors import ConfigError, raise_together
 from rampup.lm.train import metric_writers
 from rampup.lm.transformer import LanguageModel
-from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.numbers import AUTO, nearest_multiples
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
@@ -41,26 +40,10 @@ from rampup.run.events import OnEvent, RunPlanned, ignore_event
 from rampup.run.loop import EvalOptions, Loop
 from rampup.run.mesh import make_mesh
 from rampup.run.metrics import MetricOptions
-from rampup.run.optimizer import LearningRate, make_optimizer
+from rampup.run.optimizer import LearningRate, make_optimizer, optimizer_from_config
 from rampup.run.run_folder import CHECKPOINT_FOLDER, EVAL_FILE, METRICS_FILE, read_lines, run_folder, write_config
 from rampup.run.run_lock import own_run
 from rampup.run.step import create_state, train_step
-
-# A checkpoint belongs to a run only if these agree: they define its arrays, its prompts and its samples. The sizes of its
-# rollouts are in the fingerprint of the schedule.
-IDENTITY_KEYS = (
-    *("base_emb_dim", "base_num_decoder_layers", "base_mlp_dim", "base_num_query_heads", "base_num_kv_heads", "opt_type"),
-    *("init_weights_seed", "data_shuffle_seed", "shuffle_mini_batches", "keep_prompts_together", "dataset_name", "max_operand"),
-    *(
-        "max_prompt_length",
-        "max_response_length",
-        "warm_start_steps",
-        "warm_start_batch_size",
-        "warm_start_learning_rate",
-        "warm_start_accuracy",
-    ),
-    *("decode_sampling_temperature", "decode_sampling_top_k", "decode_sampling_nucleus_p", "enable_critic", "num_prompts"),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,24 +134,16 @@ class RolloutRun:
             RampupError: the configuration cannot be run here.
         """
         schedule = build_rollout_schedule(config, jax.device_count())
-        ici = {axis: getattr(config, f"ici_{axis}_parallelism") for axis in AXES}
-        mesh = make_mesh(MeshAxes.resolve(jax.device_count(), ici=ici))
+        mesh = make_mesh(mesh_axes(config, jax.device_count()))
         task = _task(config)
         _check(config, task, mesh)
-        model = LanguageModel(
-            num_layers=config.base_num_decoder_layers,
-            width=config.base_emb_dim,
-            mlp_dim=config.base_mlp_dim,
-            num_heads=config.base_num_query_heads,
-            num_kv_heads=config.num_kv_heads,
-            vocab_size=VOCAB_SIZE,
-            dtype=config.dtype,
-        )
+        model = LanguageModel.from_config(config, vocab_size=VOCAB_SIZE)
         model.shardings(mesh)  # refuses axes that do not divide the model
         options = _options(config, task)
         names = [updates.model for updates in schedule.stages[0][1].order]
-        rates = {name: _learning_rate(config, schedule, name) for name in names}
-        txs = {name: _optimizer(config, rate) for name, rate in rates.items()}
+        peaks = {"policy": config.learning_rate, "critic": config.critic_learning_rate}
+        rates = {name: LearningRate.from_config(config, ramp_plan(schedule, name), peak=peaks[name]) for name in names}
+        txs = {name: optimizer_from_config(config, rate) for name, rate in rates.items()}
         step = rollout_step(
             model,
             txs["policy"],
@@ -214,7 +189,8 @@ class RolloutRun:
             write_config(folder, text)
             _, summary = loop.train(state, start)
         evals = [line["accuracy"] for line in read_lines(folder / EVAL_FILE)]
-        rewards = [line["reward"] for line in read_lines(folder / METRICS_FILE)]
+        # If generation overlaps with updates, only the last line of a rollout is about all of its samples.
+        rewards = list({line["rollout"]: line["reward"] for line in read_lines(folder / METRICS_FILE)}.values())
         steps = self.schedule.rollouts_before(summary.steps)
         return RolloutSummary(
             steps=steps,
@@ -269,8 +245,8 @@ class RolloutRun:
                 max_to_keep=config.max_num_checkpoints_to_keep,
                 async_checkpointing=config.async_checkpointing,
                 on_checkpoint_error=config.on_checkpoint_error,  # type: ignore[arg-type]
-                identity={name: getattr(config, name.rpartition(".")[2]) for name in IDENTITY_KEYS}
-                | {"reference": config.grpo_beta > 0, "experience_dtype": config.experience_dtype},
+                # The sizes of its rollouts are in the fingerprint of the schedule.
+                identity=config.identity() | {"reference": config.grpo_beta > 0, "overlap": self.step.overlaps},
             ),
             evaluation=None if config.eval_interval == AUTO or config.eval_prompts == 0 else evaluation,
             on_event=on_event,
@@ -278,7 +254,9 @@ class RolloutRun:
 
     def _placed(self, state: RolloutState) -> RolloutState:
         """Return a restored state with its host arrays on the host."""
-        return state.replace(step=np.array(state.step, np.int32), experience=jax.device_get(state.experience))
+        generated = None if state.generated is None else np.array(state.generated, np.int32)
+        host = jax.device_get(state.experience)
+        return state.replace(step=np.array(state.step, np.int32), experience=host, generated=generated)
 
     def _rate_at(self, step: int) -> float:
         position = self.schedule.at(step)
@@ -329,34 +307,19 @@ class RolloutRun:
 class _LoopStep:
     """The rollout step as the training loop calls it."""
 
+    shape_changes: Mapping[int, int] = {}  # a rollout has one shape
+
     def __init__(self, run: RolloutRun) -> None:
         self._run = run
 
-    @property
-    def num_compilations(self) -> int:
-        """Programs built so far."""
-        return self._run.step.num_compilations
-
-    @property
-    def waited_seconds(self) -> float:
-        """Time spent waiting for compilations."""
-        return self._run.step.waited_seconds
-
-    @property
-    def shape_changes(self) -> dict[int, int]:
-        """None: a rollout has one shape."""
-        return {}
-
-    def replay_shape_changes(self, changes: Any) -> None:
-        """Do nothing; see `shape_changes`."""
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run.step, name)
 
     def __call__(self, state: Any, batch: _Update) -> tuple[Any, Any]:
-        """Run one optimizer step."""
         return self._run.step.update(state, batch.position, self._run.prompts)
 
-    def close(self) -> None:
-        """Cancel compilations that have not started."""
-        self._run.step.close()
+    def replay_shape_changes(self, changes: Any) -> None:
+        pass
 
 
 def _task(config: RolloutConfig) -> Arithmetic:
@@ -390,28 +353,6 @@ def _options(config: RolloutConfig, task: Arithmetic) -> RolloutOptions:
         keep_prompts_together=config.keep_prompts_together,
         rungs=config.token_budget_shapes,
         decode=decode,
-    )
-
-
-def _learning_rate(config: RolloutConfig, schedule: RolloutSchedule, model: str) -> LearningRate:
-    return LearningRate(
-        plan=ramp_plan(schedule, model),
-        peak=config.learning_rate if model == "policy" else config.critic_learning_rate,
-        kind=config.lr_schedule_type,  # type: ignore[arg-type]
-        warmup_fraction=config.warmup_steps_fraction,
-        final_fraction=config.learning_rate_final_fraction,
-    )
-
-
-def _optimizer(config: RolloutConfig, rate: Callable[[Any], Any]) -> optax.GradientTransformation:
-    return make_optimizer(
-        rate,
-        kind=config.opt_type,  # type: ignore[arg-type]
-        b1=config.adam_b1,
-        b2=config.adam_b2,
-        eps=config.adam_eps,
-        weight_decay=config.adam_weight_decay,
-        clip_norm=config.gradient_clipping_threshold,
     )
 
 

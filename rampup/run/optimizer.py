@@ -60,6 +60,18 @@ class LearningRate:
                 nearest=(MAX_STEPS,),
             )
 
+    @classmethod
+    def from_config(cls, config: Any, plan: RampPlan, *, peak: float, **others: Any) -> Self:
+        """Return the schedule that the keys of base.yml and rl.yml describe; `others` are attributes without such a key."""
+        return cls(
+            plan=plan,
+            peak=peak,
+            kind=config.lr_schedule_type,
+            warmup_fraction=config.warmup_steps_fraction,
+            final_fraction=config.learning_rate_final_fraction,
+            **others,
+        )
+
     def __call__(self, count: Any) -> Any:
         """Return the learning rate of optimizer step `count`, a traced int32."""
         # Sample counts do not fit into int32, so progress is given per phase: its value at the first step, and per step.
@@ -226,6 +238,20 @@ def make_optimizer(
         )
     clipping = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     return optax.chain(*clipping, optimizers[kind]())
+
+
+def optimizer_from_config(config: Any, learning_rate: Callable[[Any], Any], **others: Any) -> optax.GradientTransformation:
+    """Return the optimizer that the keys of base.yml and rl.yml describe; `others` are arguments without such a key."""
+    return make_optimizer(
+        learning_rate,
+        kind=config.opt_type,
+        b1=config.adam_b1,
+        b2=config.adam_b2,
+        eps=config.adam_eps,
+        weight_decay=config.adam_weight_decay,
+        clip_norm=config.gradient_clipping_threshold,
+        **others,
+    )
 
 
 def _store_moments(tx: optax.GradientTransformation, mu_dtype: Any, nu_dtype: Any) -> optax.GradientTransformation:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rampup.plan.scaling_laws import BatchRange
     from rampup.plan.timetable import Operation, Timetable
     from rampup.rl.plan import RolloutPlan
+    from rampup.rl.schedule import RolloutSchedule
     from rampup.rl.starting_sizes import Suggestion
     from rampup.rl.updates import Updates
 
@@ -408,12 +409,23 @@ def _print_ticks(table: Timetable, console: Console) -> None:
     console.print(f"F forward, {names}, == continued\nthe number is the microbatch{letter}")
 
 
-def print_rollout(plan: RolloutPlan, console: Console, *, notes: Iterable[str] = ()) -> None:
-    """Print one step of reinforcement learning in its order: generate, train, sync, evaluate and store."""
-    console.print(
-        f"{format_count(plan.num_steps, 'step')} of {plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses "
-        f"= {plan.samples_per_step:,} samples; {format_count(plan.total_optimizer_steps, 'optimizer step')} of the policy"
-    )
+def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterable[str] = ()) -> None:
+    """Print a step of reinforcement learning in its order, of the last stage: generate, train, sync, evaluate and store.
+
+    If the batch grows, print the sizes of every stage before it.
+    """
+    plan, stages = schedule.stages[-1][1], schedule.stage_rows()
+    sizes = f"{plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses = {plan.samples_per_step:,} samples"
+    steps, total = format_count(plan.num_steps, "step"), format_count(schedule.optimizer_steps("policy"), "optimizer step")
+    if len(stages) > 1:
+        titles = ("from\nstep", "steps", "prompts", "responses\neach", "samples", "samples per\nmini batch", "optimizer\nsteps")
+        names = ("start_step", "num_steps", "prompts_per_step", "samples_per_prompt", "samples_per_step")
+        names += ("mini_batch_samples", "optimizer_steps")
+        console.print(f"{steps} of a batch that grows; {total} of the policy")
+        console.print(make_table(console, titles, [[_cell(row[name]) for name in names] for row in stages]))
+        console.print(f"in the last stage, a step of {sizes}:")
+    else:
+        console.print(f"{steps} of {sizes}; {total} of the policy")
     calls = format_count(plan.generate_calls, "call")
     console.print(f"a step generates in {calls} of {plan.sequences_per_call:,} sequences, trains, then syncs weights:")
     console.print(_training_table(plan.order, console))

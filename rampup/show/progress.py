@@ -166,7 +166,7 @@ class TrainProgress:
             case events.RunPlanned():
                 self._plan, self._has_command = event.plan, True
                 if isinstance(event.plan, RolloutSchedule):
-                    print_rollout(event.plan.stages[-1][1], self._console)
+                    print_rollout(event.plan, self._console)
                 else:
                     print_plan(event.plan, self._console)
                 parameters = format_count(event.num_parameters, "parameter")

@@ -13,6 +13,7 @@ from rampup.dialects import check_file
 from rampup.dialects.export import EXPORTS, export_rollout
 from rampup.errors import ConfigError, RampupError
 from rampup.rl.config import RolloutConfig, build_rollout_plan
+from rampup.rl.losses import AGGREGATIONS
 
 
 def random_rollout(rng):
@@ -37,6 +38,7 @@ def random_rollout(rng):
             "enable_reference_policy": rng.random() < 0.5,
             "enable_critic": rng.random() < 0.25,
             "pad_microbatches": rng.random() < 0.15,
+            "loss_agg_mode": rng.choice(["token-mean"] * 9 + ["seq-mean-token-mean", "seq-mean-token-sum"]),
         }
         keys[rng.choice(["microbatch_size", "train_micro_batch_size"])] = rng.choice([-1, 1, 2, 4])
         if rng.random() < 0.15:
@@ -121,6 +123,7 @@ def test_tunix_accepts_what_is_exported_for_it():
         ({"mini_batch_size": 16}, "maxtext_rl", "mini_batch_size", "updates once per pass over the samples"),
         ({}, "trlx", "rl.num_generations", "one response per prompt; set it to 1"),
         ({"enable_critic": True, "critic_num_iterations": 3}, "skyrl", "critic_num_iterations", "have 3 and 1"),
+        ({"loss_agg_mode": "seq-mean-token-sum"}, "skyrl", "rl.loss_agg_mode", "but by token-mean, seq-mean-token-mean"),
         ({}, "ray", "export", "must be one of tunix, maxtext_rl, verl, skyrl, trlx"),
     ],
 )
@@ -130,6 +133,27 @@ def test_what_a_system_cannot_run_is_refused(keys, system, key, words):
     with pytest.raises(ConfigError, match=words) as caught:
         export_rollout(config, build_rollout_plan(config, 8), 8, system)
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("system", "key", "names"),
+    [
+        ("tunix", "grpo_config.loss_agg_mode", ("token-mean", "seq-mean-token-sum", "sequence-mean-token-mean")),
+        ("maxtext_rl", "rl.loss_agg_mode", ("token-mean", None, "sequence-mean-token-mean")),
+        ("verl", "actor_rollout_ref.actor.loss_agg_mode", ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")),
+        ("skyrl", "trainer.algorithm.loss_reduction", ("token_mean", None, "sequence_mean")),
+    ],
+)
+def test_loss_aggregation_has_the_name_of_the_system(system, key, names):
+    """How the losses of tokens add up is exported under the system's own key, or refused."""
+    for mode, name in zip(AGGREGATIONS, names, strict=True):
+        config = RolloutConfig(loss_agg_mode=mode, mini_batch_size=-1)
+        plan = build_rollout_plan(config, 8)
+        if name is None:
+            with pytest.raises(ConfigError):
+                export_rollout(config, plan, 8, system)
+        else:
+            assert export_rollout(config, plan, 8, system).values[key] == name
 
 
 def test_plan_prints_or_writes_the_exported_file(tmp_path, capsys):

@@ -35,7 +35,7 @@ SETTINGS = {
 }
 STEPS_PER_ROLLOUT = 8  # two passes over two mini batches, of the critic and of the policy
 TIMES = ("step_seconds", "tokens_per_second", "compile_seconds", "generation_seconds")
-TIMES += ("generation_tokens_per_second", "training_tokens_per_second")
+TIMES += ("generation_wait_seconds", "generation_tokens_per_second", "training_tokens_per_second")
 DEADLINE = 600
 
 

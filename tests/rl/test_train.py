@@ -17,7 +17,7 @@ from rampup.show.report import report_html
 from rampup.show.series import RunMetrics
 
 TIMES = ("step_seconds", "tokens_per_second", "compile_seconds", "generation_seconds")
-TIMES += ("generation_tokens_per_second", "training_tokens_per_second")
+TIMES += ("generation_wait_seconds", "generation_tokens_per_second", "training_tokens_per_second")
 TINY = {
     "batch_size": 4,
     "num_generations": 2,
@@ -93,15 +93,15 @@ def train_until(config, step):
         rl.train(config, stop)
 
 
-@pytest.mark.parametrize("critic", [False, True], ids=["grpo", "ppo"])
-def test_a_resumed_run_is_the_uninterrupted_one(critic, tmp_path):
-    """Ended after several updates, in the middle of a rollout and between critic and policy: the same, bit for bit."""
-    settings = {"enable_critic": critic, "critic_num_iterations": 1}
+@pytest.mark.parametrize(("critic", "shuffle"), [(False, True), (True, True), (False, False)], ids=["grpo", "ppo", "overlap"])
+def test_a_resumed_run_is_the_uninterrupted_one(critic, shuffle, tmp_path):
+    """Ended after several updates, in the middle of a rollout or of its generation, and between critic and policy."""
+    settings = {"enable_critic": critic, "critic_num_iterations": 1, "shuffle_mini_batches": shuffle}
     whole = rl.train(config_of(tmp_path, "whole", **settings))
     steps = 3 * (6 if critic else 4)
     assert (whole.steps, whole.samples, whole.interrupted) == (3, 24, False)
     assert whole.num_compilations == {"generate": 1, "logprobs": 2 if critic else 1, "update": 2 if critic else 1}
-    for stop in (3, 4, 9) if critic else (3, 6):
+    for stop in (3, 4, 9) if critic else (3, 6) if shuffle else (1, 5):
         train_until(config_of(tmp_path, "cut", **settings), stop)
     resumed = rl.train(config_of(tmp_path, "cut", **settings))
     assert 0 < resumed.resumed_from < steps

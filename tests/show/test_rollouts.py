@@ -6,7 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
-from rampup.rl.config import RolloutConfig, build_rollout_plan
+from rampup.rl.config import RolloutConfig, build_rollout_schedule
 from rampup.rl.starting_sizes import suggest
 from rampup.show.console import print_rollout, print_suggestion
 
@@ -22,7 +22,7 @@ def printed(show, shown, **options):
 def test_print_rollout_fits_80_columns(options):
     """Nothing is truncated at 80 columns, in a terminal or piped, even with large numbers."""
     keys = {"batch_size": 2**17, "mini_batch_size": 2**16, "num_iterations": 4, "enable_critic": True, "microbatch_size": 16}
-    plan = build_rollout_plan(RolloutConfig(**keys), 4096)
+    plan = build_rollout_schedule(RolloutConfig(**keys), 4096)
     text = printed(print_rollout, plan, **options)
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
@@ -34,12 +34,12 @@ def test_print_rollout_fits_80_columns(options):
 
 def test_print_rollout_remarks_follow_from_the_plan():
     """One optimizer step per rollout is on-policy, more lag behind; padding, overlap and notes appear if they exist."""
-    on_policy = printed(print_rollout, build_rollout_plan(RolloutConfig(), 4))
+    on_policy = printed(print_rollout, build_rollout_schedule(RolloutConfig(), 4))
     assert "on-policy" in on_policy
     assert "overlap" not in on_policy
     assert "padding" not in on_policy
     keys = {"mini_batch_size": 12, "train_micro_batch_size": 4, "num_iterations": 2, "pad_microbatches": True}
-    text = " ".join(printed(print_rollout, build_rollout_plan(RolloutConfig(**keys), 3)).split())
+    text = " ".join(printed(print_rollout, build_rollout_schedule(RolloutConfig(**keys), 3)).split())
     assert "weights 5 updates older" in text
     assert "microbatches of the first epoch can train (policy) while later calls generate" in text
     assert "rows of weight 0 per epoch (policy)" in text
@@ -48,15 +48,32 @@ def test_print_rollout_remarks_follow_from_the_plan():
 
 def test_print_rollout_bounds_passes_of_a_token_budget():
     """With a token budget the passes are a bound, and tokens replace samples."""
-    text = printed(print_rollout, build_rollout_plan(RolloutConfig(token_budget=4000), 4))
+    text = printed(print_rollout, build_rollout_schedule(RolloutConfig(token_budget=4000), 4))
     assert re.search(r"policy .* <= 32 +4,000 tokens", text)
 
 
 def test_print_rollout_ends_with_notes():
     """The notes of the configuration come last."""
     console = Console(file=io.StringIO(), width=80)
-    print_rollout(build_rollout_plan(RolloutConfig(), 4), console, notes=["something is dropped"])
+    print_rollout(build_rollout_schedule(RolloutConfig(), 4), console, notes=["something is dropped"])
     assert console.file.getvalue().rstrip().endswith("note: something is dropped")
+
+
+def test_print_rollout_lists_the_stages_of_a_growing_batch():
+    """Every stage that the run reaches has its steps and sizes, and the optimizer steps are those of all stages."""
+    keys = {"batch_size_schedule": "0:8 20:16 500:32", "num_generations_schedule": "0:4 50:8", "mini_batch_size": 8}
+    schedule = build_rollout_schedule(RolloutConfig(**keys), 1)
+    text = printed(print_rollout, schedule)
+    assert max(map(len, text.splitlines())) <= 80
+    rows = [line.split() for line in text.splitlines() if re.fullmatch(r"[\d ,]+", line)]
+    assert rows == [
+        ["0", "20", "8", "4", "32", "32", "1"],
+        ["20", "30", "16", "4", "64", "32", "2"],
+        ["50", "50", "16", "8", "128", "64", "2"],
+    ]
+    assert "100 steps of a batch that grows; 180 optimizer steps of the policy" in text
+    assert schedule.optimizer_steps("policy") == schedule.total_steps == 20 + 2 * 80
+    assert [row["start_optimizer_step"] for row in schedule.stage_rows()] == [0, 20, 80]
 
 
 def test_print_suggestion_has_both_columns_and_memory():
