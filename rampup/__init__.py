@@ -52,6 +52,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.run.accumulate import accumulate as accumulate
     from rampup.run.accumulate import multi_steps as multi_steps
     from rampup.run.checkpoint import CheckpointOptions as CheckpointOptions
+    from rampup.run.compile import topology_devices as topology_devices
     from rampup.run.data.batches import Batch as Batch
     from rampup.run.data.batches import BatchLoader as BatchLoader
     from rampup.run.data.batches import microbatches as microbatches
@@ -76,7 +77,6 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.run.step import create_state as create_state
     from rampup.run.step import prepare_state as prepare_state
     from rampup.run.step import train_step as train_step
-    from rampup.run.topology import topology_devices as topology_devices
     from rampup.show.progress import TrainProgress as TrainProgress
 
 __version__ = "0.1.0"
@@ -123,7 +123,7 @@ _HOMES = {
     "rampup.run.optimizer": ("AdamSchedule", "LearningRate", "make_optimizer"),
     "rampup.run.pipeline": ("PipelinedLoss",),
     "rampup.run.step": ("EvalStep", "TrainState", "TrainStep", "create_state", "prepare_state", "train_step"),
-    "rampup.run.topology": ("topology_devices",),
+    "rampup.run.compile": ("topology_devices",),
     "rampup.show.progress": ("TrainProgress",),
 }
 _RENAMED = {"define_ramp": "ramp_from_config"}

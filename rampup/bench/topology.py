@@ -36,9 +36,9 @@ from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
 from rampup.plan.topology import NOT_RUN_ON, Topology
 from rampup.run.accumulate import multi_steps
+from rampup.run.compile import compiler_version, topology_devices, use_cpu_as_host
 from rampup.run.mesh import batch_sharding, make_mesh, replicated
 from rampup.run.step import TrainState, train_step
-from rampup.run.topology import compiler_version, topology_devices, use_cpu_as_host
 from rampup.tune.topology import Compiled, Target, compile_on
 
 SCAN = "scan over microbatches"

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from rampup.config.load import names_in
 from rampup.config.schema import KEYS
 from rampup.errors import ConfigError, RampupError
-from rampup.plan.compiler_options import tpu_options
 from rampup.plan.numbers import AUTO, GIB
-from rampup.plan.topology import Topology
+from rampup.plan.topology import Topology, tpu_options
 
 if TYPE_CHECKING:
     from rich.console import Console

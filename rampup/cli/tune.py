@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     if args.output is not None:
         import_matplotlib("figure")  # it must not turn out to be missing after the work
     if args.topology is not None:
-        from rampup.run.topology import use_cpu_as_host
+        from rampup.run.compile import use_cpu_as_host
 
         if args.fake_devices is not None:
             raise ConfigError("--topology has devices of its own; leave --fake-devices out", key="fake-devices")

@@ -23,9 +23,8 @@ from rampup.plan.numbers import AUTO, GIB, divisors, parse_memory_gib, to_yaml_n
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.plan.topology import NOT_RUN_ON, Topology
-from rampup.run.compile import enable_compilation_cache
+from rampup.run.compile import compiler_version, enable_compilation_cache, topology_devices
 from rampup.run.offload import device_limit, is_out_of_memory, peak_bytes
-from rampup.run.topology import compiler_version, topology_devices
 from rampup.tune.memory_options import MemoryOption, find_memory_options
 from rampup.tune.programs import Programs, Report, Size, Timing, fit_line, fit_tick_overhead, take_turns, unconstrained
 from rampup.tune.topology import Target

@@ -22,9 +22,9 @@ import jax
 
 from rampup.plan.topology import Topology
 from rampup.run.account import Account, account_of
+from rampup.run.compile import compile_for, compiler_version
 from rampup.run.hlo import Program
 from rampup.run.offload import ProgramMemory, is_out_of_memory, program_memory
-from rampup.run.topology import compile_for, compiler_version
 
 # Part of a cached result's key: raise it if the account of a program changes.
 _FORMAT = 1

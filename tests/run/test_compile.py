@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rampup.plan.compiler_options import tpu_options
+from rampup.plan.topology import tpu_options
 from rampup.run.compile import Compiler, compile_for_tpu, compile_program
 
 

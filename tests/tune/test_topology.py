@@ -15,8 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import rampup
 from rampup.plan.topology import NOT_RUN_ON, Topology
+from rampup.run.compile import compile_for, topology_devices
 from rampup.run.offload import bytes_per_device, is_out_of_memory, program_memory
-from rampup.run.topology import compile_for, topology_devices
 from rampup.tune.programs import Programs
 from rampup.tune.search import tune
 from rampup.tune.topology import Target, refused_bytes
