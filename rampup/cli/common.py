@@ -102,13 +102,6 @@ def named_topology(args: argparse.Namespace) -> Topology | None:
     return None if args.topology is None else Topology.parse(args.topology)
 
 
-def for_topology(config: Config, topology: Topology | None) -> Config:
-    """Return the configuration with the number of slices of a topology."""
-    from rampup.config.build import with_slices
-
-    return config if topology is None else with_slices(config, topology)
-
-
 def describe_topology(topology: Topology) -> str:
     """Return some lines about the devices of a plan."""
     options = [f"  {name}={value}" for name, value in tpu_options(topology.chip.name).items()]

@@ -18,10 +18,10 @@ from rampup.cli.common import (
     count_devices,
     describe_topology,
     environment,
-    for_topology,
     is_rollout_file,
     named_topology,
 )
+from rampup.config.build import with_slices
 from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.show.console import MAX_PHASES, print_hyperparameters, print_plan
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, console: object) -> Result:
     if rollout:
         return _plan_rollout(args)
     topology = named_topology(args)
-    config = for_topology(rampup.load_config(args.config, args.overrides, environ=environment()), topology)
+    config = with_slices(rampup.load_config(args.config, args.overrides, environ=environment()), topology)
     plan = rampup.build_plan(config, count_devices(args, config))
     max_phases = None if args.all else MAX_PHASES
     if args.diff is not None:
@@ -136,7 +136,7 @@ def _compare(args: argparse.Namespace, config: rampup.Config, plan: rampup.RampP
 
     if is_rollout_file(args.diff):
         raise ConfigError("--diff is for pre-training plans, not for a rollout", key="diff", path=args.diff)
-    other = for_topology(rampup.load_config(args.diff, environ=environment()), named_topology(args))
+    other = with_slices(rampup.load_config(args.diff, environ=environment()), named_topology(args))
     plans = (plan, rampup.build_plan(other, count_devices(args, other)))
     changed = config.differences(other)
     names = (" ".join([args.config, *args.overrides]), args.diff)

@@ -15,12 +15,11 @@ from rampup.cli.common import (
     count_devices,
     describe_topology,
     environment,
-    for_topology,
     named_topology,
 )
 from rampup.cli.plot import CliInputs, add_inputs_argument, learning_rates, parse_inputs
+from rampup.config.build import with_slices
 from rampup.config.load import COMMAND_LINE
-from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError
 from rampup.plan.plan import RampPlan
 from rampup.plan.topology import Topology
@@ -82,13 +81,13 @@ def gather_report(
     file = Path(inputs.config) if inputs.config is not None else inputs.runs[0] / CONFIG_FILE
     if file.is_file() and rl.is_rollout_file(file):
         return _report_on_rollout(inputs, file, environ if inputs.config is not None else {}, count_devices)
-    config = for_topology(inputs.read_config(environ), topology)
+    config = with_slices(inputs.read_config(environ), topology)
     plan = rampup.build_plan(config, count_devices(config))
     return Report(
         title=Path(inputs.config).stem if inputs.config else inputs.runs[0].resolve().name,
         plan=plan,
         notes=[*plan.advice, *([] if topology is None else [describe_topology(topology)])],
-        keys=key_values(KEYS, config.to_dict(), Config().to_dict(), config.where),
+        keys=key_values(config),
         rates=learning_rates(config, plan),
         run=inputs.read_runs()[0] if inputs.runs else None,
         version=rampup.__version__,
@@ -102,7 +101,7 @@ def _report_on_rollout(inputs: CliInputs, file: Path, environ: Mapping[str, str]
         title=inputs.runs[0].resolve().name if inputs.runs else file.stem,
         plan=plan,
         notes=rl.rollout_notes(config, plan),
-        keys=key_values(rl.ROLLOUT_KEYS, config.to_dict(), rl.RolloutConfig().to_dict(), config.where),
+        keys=key_values(config),
         run=inputs.read_runs()[0] if inputs.runs else None,
         version=rampup.__version__,
     )

@@ -234,12 +234,14 @@ def _seesaw(config: Config, base: BatchRamp, splitter: BatchSplitter) -> Seesaw:
     )
 
 
-def with_slices(config: Config, topology: Topology) -> Config:
-    """Return the configuration for a topology: with its number of slices, unless the configuration sets another one.
+def with_slices(config: Config, topology: Topology | None) -> Config:
+    """Return the configuration for a topology, if there is one: with its number of slices, unless it sets another one.
 
     Raises:
         ConfigError: `num_slices` is set to another number.
     """
+    if topology is None:
+        return config
     if config.num_slices not in (AUTO, topology.num_slices):
         rule = f"num_slices={config.num_slices}, but topology={topology.name} has {topology.num_slices}"
         raise ConfigError(rule, key="num_slices", nearest=(topology.num_slices, AUTO))

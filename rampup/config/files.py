@@ -18,7 +18,7 @@ from typing import Any
 
 from rampup.config.key import FOLDER_NAME, SUFFIXED_COUNT, Key, Kind, Settings
 from rampup.config.load import BASE
-from rampup.config.schema import KEYS, Config, keys_for_alias
+from rampup.config.schema import Config, keys_for_alias
 from rampup.errors import ConfigError
 from rampup.plan.numbers import MAX_COUNT
 
@@ -92,7 +92,7 @@ BASE_FILE = ConfigFile(
 )
 
 
-def run_yaml(config: Config, **changes: Any) -> str:
+def run_yaml(config: Settings, **changes: Any) -> str:
     """Return a file that sets every key as a run has it. The run can be planned, plotted and repeated from this file.
 
     Args:
@@ -103,7 +103,7 @@ def run_yaml(config: Config, **changes: Any) -> str:
         >>> "steps: 7" in run_yaml(Config(steps=7))
         True
     """
-    return yaml_text("# The configuration that this run was last started with.\n", KEYS, config.to_dict() | changes)
+    return yaml_text("# The configuration that this run was last started with.\n", config.keys(), config.to_dict() | changes)
 
 
 def yaml_text(head: str, keys: Mapping[str, Key], values: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from rampup.config.build import mesh_axes
-from rampup.config.files import yaml_text
+from rampup.config.files import run_yaml
 from rampup.errors import ConfigError, raise_together
 from rampup.lm.train import metric_writers
 from rampup.lm.transformer import LanguageModel
@@ -25,7 +25,7 @@ from rampup.plan.numbers import AUTO, nearest_multiples
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
-from rampup.rl.config import ROLLOUT_KEYS, RolloutConfig, build_rollout_schedule
+from rampup.rl.config import RolloutConfig, build_rollout_schedule
 from rampup.rl.critic import critic_of, critic_params
 from rampup.rl.experience import Arrays, loss_rows
 from rampup.rl.generation import Sampling, pad_prompts
@@ -181,12 +181,7 @@ class RolloutRun:
             loop = self._loop(folder, on_event)
             state, start = loop.restore(self.initial_state(warm=saved is None), saved)
             state = self._placed(state)
-            text = yaml_text(
-                "# The configuration that this run was last started with.\n",
-                ROLLOUT_KEYS,
-                config.to_dict() | {"num_devices": jax.device_count(), "run_name": folder.name},
-            )
-            write_config(folder, text)
+            write_config(folder, run_yaml(config, num_devices=jax.device_count(), run_name=folder.name))
             _, summary = loop.train(state, start)
         evals = [line["accuracy"] for line in read_lines(folder / EVAL_FILE)]
         # If generation overlaps with updates, only the last line of a rollout is about all of its samples.

@@ -14,7 +14,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from rampup.config.files import describe, yaml_value
-from rampup.config.key import Key
+from rampup.config.key import Key, Settings
 from rampup.dialects.verdict import Verdict
 from rampup.errors import ConfigError
 from rampup.plan.learning_rate import Clock
@@ -57,13 +57,12 @@ class Report:
     version: str = ""  # of the program, for the last line
 
 
-def key_values(
-    keys: Mapping[str, Key], values: Mapping[str, Any], defaults: Mapping[str, Any], where: Callable[[str], str]
-) -> tuple[KeyValue, ...]:
+def key_values(config: Settings) -> tuple[KeyValue, ...]:
     """Return every key of a configuration with its value and where the value was set."""
+    values, defaults = config.to_dict(), type(config)().to_dict()
     return tuple(
-        KeyValue(name=name, key=key, value=values[name], where=where(name), changed=values[name] != defaults[name])
-        for name, key in keys.items()
+        KeyValue(name=name, key=key, value=values[name], where=config.where(name), changed=values[name] != defaults[name])
+        for name, key in config.keys().items()
     )
 
 

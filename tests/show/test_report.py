@@ -36,7 +36,7 @@ def metrics(plan, name="a", steps=40):
 def made(**change):
     """Return a report with everything in it."""
     plan = build_plan(CONFIG, 8)
-    keys = key_values(KEYS, CONFIG.to_dict(), Config().to_dict(), CONFIG.where)
+    keys = key_values(CONFIG)
     rates = {"samples": lambda step: step / 1000, "steps": lambda step: 0.1}
     facts = {"plan": plan, "keys": keys, "rates": rates, "run": metrics(plan), "notes": ("mind the gap",), "version": "9"}
     return Report(**{"title": "my run"} | facts | change)
