@@ -201,7 +201,7 @@ def _choose(commands: Sequence[Command], overrides: list[str], launch: Launch, p
         shown = show_unknown(" ".join(command.words))
         others = sorted({row[1].line for row in found if row[0][0] == score[0] and row[0][1] and row[1].line != command.line})
         also = f"; similar commands in {'lines' if len(others) > 1 else 'line'} {', '.join(map(str, others))}" if others else ""
-        notes.append(f"read from line {command.line}: {shown[:_SHOWN]}{'...' if len(shown) > _SHOWN else ''}{also}.")
+        notes.append(f"read from line {command.line}: {shown[:_SHOWN]}{'...' if len(shown) > _SHOWN else ''}{also}")
     # A word after an option is its value, unless its name is that of options.
     words = zip(command.words[1:], command.words, strict=False)
     unknown = list(dict.fromkeys(

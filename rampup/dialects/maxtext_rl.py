@@ -36,10 +36,10 @@ FSDP, TENSOR = "ici_fsdp_parallelism", "ici_tensor_parallelism"
 AUTO = -1
 
 KEYS: dict[str, Entry] = {
-    BATCH: entry(1, "prompts per training step and optimizer step", unit="prompts", scope="job"),
-    TRAIN: entry(AUTO, "prompts per backward pass; -1 = batch_size", unit="prompts", scope="job"),
-    ROLLOUT: entry(AUTO, "prompts per generate call; -1 = the train micro batch", unit="prompts", scope="job"),
-    OLD: entry(None, "older name of both", unit="prompts", scope="job"),
+    BATCH: entry(1, "prompts per training step and optimizer step", unit="prompts"),
+    TRAIN: entry(AUTO, "prompts per backward pass; -1 = batch_size", unit="prompts"),
+    ROLLOUT: entry(AUTO, "prompts per generate call; -1 = the train micro batch", unit="prompts"),
+    OLD: entry(None, "older name of both", unit="prompts"),
     GENERATIONS: entry(2, "responses per prompt", unit="samples"),
     ITERATIONS: entry(1, "optimizer steps per batch"),
     LOSS: entry("sequence-mean-token-mean", "how the loss of a batch is averaged", kind="text", choices=tuple(LOSSES)),
@@ -76,6 +76,7 @@ ALIASES = {
     **{f"cluster.{name}": name for name in _CLUSTER},
     **{name.removeprefix("rl."): name for name in KEYS if name.startswith("rl.")},
     "dataset_prompts": "num_prompts",
+    "num_epochs": "num_epoch",  # until November 2025
 }
 
 

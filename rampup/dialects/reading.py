@@ -6,14 +6,13 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
-from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
+from rampup.config.yaml import Located, parse_scalar
 from rampup.dialects.script import show_unknown, unknown_names
 from rampup.errors import ConfigError, RampupError, raise_together
 
@@ -35,20 +34,16 @@ class Entry:
         key: kind, limits and documentation of its values.
         default: that system's default.
         unit: the unit of a count: prompts, samples, tokens, devices, ...
-        scope: the scope of a count: `step`, `replica`, `process`, `job`, ...
         optional: True if the numbers of a step are known without it, so that a script may leave it open.
     """
 
     key: Key
     default: Any
     unit: str = ""
-    scope: str = ""
     optional: bool = False
 
 
-def entry(
-    default: Any, doc: str, *, kind: Kind = "int", unit: str = "", scope: str = "", optional: bool = False, **limits: Any
-) -> Entry:
+def entry(default: Any, doc: str, *, kind: Kind = "int", unit: str = "", optional: bool = False, **limits: Any) -> Entry:
     """Return an `Entry`; `limits` are those of `Key`.
 
     Example:
@@ -57,7 +52,7 @@ def entry(
     """
     nullable = limits.pop("nullable", default is None)
     key = Key(kind=kind, doc=doc, section="", nullable=nullable, **limits)
-    return Entry(key=key, default=default, unit=unit, scope=scope, optional=optional)
+    return Entry(key=key, default=default, unit=unit, optional=optional)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +62,12 @@ class Settings:
     Attributes:
         values: the value of each known key, or its default.
         given: the known keys that the file or the command line sets.
-        where: file and line of each given key.
         others: the names of all other keys in the file.
         notes: remarks of the reader, such as an old name of a key.
     """
 
     values: Mapping[str, Any]
     given: frozenset[str] = frozenset()
-    where: Mapping[str, str] = field(default_factory=dict)
     others: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
@@ -120,26 +113,6 @@ def read_leaves(mapping: Mapping[str, Located], repeated: dict[str, int]) -> dic
     return result
 
 
-def read_settings(path: str | Path, overrides: Sequence[str], entries: Mapping[str, Entry], *, system: str) -> Settings:
-    """Read a YAML file in another system's keys.
-
-    Args:
-        path: a YAML file: nested mappings, dotted keys, or both.
-        overrides: `key=value` settings, which win over the file.
-        entries: the keys that matter, by dotted name. Other keys are accepted, unless they look like a misspelling of one.
-        system: the name of the system, for errors.
-
-    Returns:
-        The typed values. `${other.key}` and `${oc.select:other.key,default}` are resolved.
-
-    Raises:
-        ConfigError: unreadable, mistyped, misspelt, or without a single key of this system; all problems at once.
-    """
-    repeated: dict[str, int] = {}
-    leaves = read_leaves(parse_mapping(read_text(path), str(path), repeated=repeated), repeated)
-    return type_settings(leaves, overrides, entries, system=system, path=str(path), repeated=repeated)
-
-
 def type_settings(
     located: Mapping[str, Located],
     overrides: Sequence[str],
@@ -152,19 +125,21 @@ def type_settings(
     repeated: Mapping[str, int] = MappingProxyType({}),
     recognized: bool = False,
 ) -> Settings:
-    """Return the typed values of dotted keys.
+    """Return the typed values of dotted keys. `${other.key}` and `${oc.select:other.key,default}` are resolved.
 
     Args:
         located: the keys of a file or a command. A text may contain markers of what a script does not say.
-        overrides, entries, system: as in `read_settings`.
-        path: the source, for errors.
+        overrides: `key=value` settings, which win over them.
+        entries: the keys that matter, by dotted name. Others are accepted, unless they look like a misspelling of one.
+        system, path: the names of the system and of the source, for errors.
         defaults: values of a base file, which replace the system's defaults.
         groups: first parts of the system's keys that are not in `entries`.
         repeated: keys that the file repeats, with the line. For a key of `entries` that is an error.
         recognized: whether the source is known to be of this system.
 
     Raises:
-        ConfigError: see `read_settings`; or the value of a key depends on a variable that the script does not set.
+        ConfigError: mistyped, misspelt, without a single key of this system, or a key whose value depends on a variable that
+            the script does not set; all problems at once.
     """
     chosen = _read_overrides(overrides, entries, groups)
     if not (
@@ -215,13 +190,7 @@ def type_settings(
         for name, line in repeated.items()
         if name not in entries
     ]
-    return Settings(
-        values=values,
-        given=frozenset(known),
-        where={name: str(entry) for name, entry in known.items()},
-        others=frozenset(located) - frozenset(entries),
-        notes=tuple(notes),
-    )
+    return Settings(values=values, given=frozenset(known), others=frozenset(located) - frozenset(entries), notes=tuple(notes))
 
 
 def _unknown_error(name: str, value: str, unknown: Sequence[str]) -> ConfigError:

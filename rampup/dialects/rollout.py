@@ -206,9 +206,9 @@ def flow(
         size = counted(job.critic.mini_samples, "sample")
         yield f"train the critic first: {counted(job.updates(job.critic), 'update')} of {size}"
     yield from layout
-    times = f", {job.policy.epochs:,} times" if job.policy.epochs > 1 else ""
+    number, times = job.num_mini_batches(job.policy), f", {job.policy.epochs:,} times" if job.policy.epochs > 1 else ""
     yield (
-        f"train the {job.policy.name}: {counted(job.num_mini_batches(job.policy), 'mini batch')}, each {job.passes_text} on "
+        f"train the {job.policy.name}: {counted(number, 'mini batch')}, {'each ' if number > 1 else ''}{job.passes_text} on "
         f"every replica and one optimizer step{times} = {counted(job.updates(job.policy), 'optimizer step')}"
     )
     yield last

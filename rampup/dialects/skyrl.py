@@ -43,11 +43,11 @@ def megatron_keys(model: str) -> tuple[str, ...]:
 
 
 KEYS: dict[str, Entry] = {
-    TRAIN: entry(1024, "prompts of a training step", unit="prompts", scope="step"),
-    MINI: entry(256, "prompts of a policy update", unit="prompts", scope="job"),
-    CRITIC_MINI: entry(256, "prompts of a critic update", unit="prompts", scope="job"),
-    MICRO: entry(1, "samples of a training pass", unit="samples", scope="replica"),
-    FORWARD: entry(1, "samples of a forward-only pass", unit="samples", scope="replica"),
+    TRAIN: entry(1024, "prompts of a training step", unit="prompts"),
+    MINI: entry(256, "prompts of a policy update", unit="prompts"),
+    CRITIC_MINI: entry(256, "prompts of a critic update", unit="prompts"),
+    MICRO: entry(1, "samples of a training pass", unit="samples"),
+    FORWARD: entry(1, "samples of a forward-only pass", unit="samples"),
     "trainer.max_tokens_per_microbatch": entry(-1, "token budget of a pass; -1 = count samples", unit="tokens"),
     "trainer.update_epochs_per_batch": entry(1, "times that a step's samples are trained on"),
     "trainer.epochs": entry(1, "times that the data set is read"),

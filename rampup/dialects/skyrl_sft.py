@@ -19,8 +19,8 @@ SPLITS = tuple(f"megatron_config.{name}_parallel_size" for name in ("tensor_mode
 # The check of this trainer ignores these.
 IGNORED = ("megatron_config.context_parallel_size", "sequence_parallel_size")
 KEYS: dict[str, Entry] = {
-    BATCH: entry(4, "samples of an optimizer step", unit="samples", scope="job"),
-    MICRO: entry(2, "samples of a pass", unit="samples", scope="replica"),
+    BATCH: entry(4, "samples of an optimizer step", unit="samples"),
+    MICRO: entry(2, "samples of a pass", unit="samples"),
     "strategy": entry("fsdp", "backend of training", kind="text", choices=("fsdp", "fsdp2", "megatron")),
     "placement.num_nodes": entry(1, "nodes", unit="nodes"),
     DEVICES: entry(1, "devices per node", unit="devices"),

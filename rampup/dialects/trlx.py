@@ -34,14 +34,14 @@ NEMO_KEYS = {
 NEMO_NESTED = {name: f"train.trainer_kwargs.megatron_cfg.{key}" for name, key in NEMO_KEYS.items()}
 
 KEYS: dict[str, Entry] = {
-    TRAIN: entry(None, "samples of an optimizer step; 32 for PPO, 128 for ILQL, 8 for SFT", unit="samples", scope="process"),
-    MICRO: entry(None, "samples of a pass; null or 0 = all", unit="samples", scope="process"),
+    TRAIN: entry(None, "samples of an optimizer step; 32 for PPO, 128 for ILQL, 8 for SFT", unit="samples"),
+    MICRO: entry(None, "samples of a pass; null or 0 = all", unit="samples"),
     "train.epochs": entry(100, "rounds of collecting and training"),
     "train.total_steps": entry(10_000, "optimizer steps at most", unit="steps"),
     "train.trainer": entry("AcceleratePPOTrainer", "the trainer class", kind="text"),
     "method.name": entry("PPOConfig", "the method's configuration class", kind="text"),
-    ROLLOUTS: entry(128, "samples to collect before training", unit="samples", scope="process"),
-    CHUNK: entry(128, "prompts of a generate call", unit="prompts", scope="process"),
+    ROLLOUTS: entry(128, "samples to collect before training", unit="samples"),
+    CHUNK: entry(128, "prompts of a generate call", unit="prompts"),
     INNER: entry(4, "times that the collected samples are trained on"),
     GENERATIONS: entry(32, "RFT: responses per prompt of a growth step"),
     IMPROVE: entry(4, "RFT: epochs on each set of responses, with a rising threshold", unit="steps"),

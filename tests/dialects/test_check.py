@@ -260,6 +260,7 @@ def test_verbose_doubles_each_given_size(capsys, file):
     assert main(["check", path, "--from", "skyrl", "--verbose"]) == 0
     shown = capsys.readouterr().out
     assert "trainer.train_batch_size = 8 -> 16" in shown
+    assert shown.count("community guide") == 1  # a source is named once, above its advice
     assert "samples_per_step 16 -> 32; mini_batches 2 -> 4; optimizer_steps 2 -> 4" in shown
     changes = {change.says: change.means for change in check_file(path, "skyrl").changes}
     assert changes["trainer.policy_mini_batch_size = 4 -> 8"].startswith("mini_batches 2 -> 1; optimizer_steps 2 -> 1")

@@ -199,6 +199,10 @@ def test_check_file_is_not_confused_by_names_that_are_alike(tmp_path):
     assert check_file(path, "megatron", ["world_size=8", "micro_batch_size=2"]).derived["micro_batch_size"] == 2
     path.write_text("model: {micro_batch_size: 2}\nref: {micro_batch_size: '${model.micro_batch_size}'}\n")
     assert check_file(path, "megatron", ["world_size=8"]).derived["micro_batch_size"] == 2
+    path.write_text("ARGS: {--micro-batch-size: 2}\nARGS_2: {--micro-batch-size: 4}\n")
+    found = check_file(path, "megatron", ["world_size=8"])
+    assert found.derived["micro_batch_size"] == 2
+    assert any("ARGS_2" in note for note in found.notes)
     path.write_text("method: {num_rollouts: {strategy: choice, values: [1, 2]}}\ntrain: {batch_size: 4}\n")
     with pytest.raises(ConfigError, match=r"method\.num_rollouts is a mapping; it must be a whole number"):
         check_file(path, "trlx")

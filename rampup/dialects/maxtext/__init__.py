@@ -47,13 +47,13 @@ def _axes() -> dict[str, Entry]:
 
 
 KEYS: dict[str, Entry] = {
-    END: entry(12, "samples per device", kind="size", unit="samples", scope="device"),
-    EVAL: entry(0, "that of evaluation; 0 = the same", kind="size", unit="samples", scope="device"),
+    END: entry(12, "samples per device", kind="size", unit="samples"),
+    EVAL: entry(0, "that of evaluation; 0 = the same", kind="size", unit="samples"),
     ACCUMULATION: entry(1, "passes per optimizer step"),
     EXPANSION: entry(-1, "above 1, 1 of this many hosts loads; below, fewer chips than before", kind="size"),
     RAMP: entry(False, "grow the batch linearly", kind="bool"),
-    START: entry(4, "that of the first", kind="size", unit="samples", scope="device"),
-    INCREMENT: entry(2, "growth per phase", kind="size", unit="samples", scope="device"),
+    START: entry(4, "that of the first", kind="size", unit="samples"),
+    INCREMENT: entry(2, "growth per phase", kind="size", unit="samples"),
     SAMPLES: entry(500, "samples requested for the ramp", unit="samples"),
     "steps": entry(150_001, "optimizer steps; -1 = learning_rate_schedule_steps", unit="steps"),
     "learning_rate_schedule_steps": entry(-1, "length of the schedule; -1 = steps", unit="steps"),

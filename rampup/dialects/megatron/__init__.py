@@ -32,7 +32,7 @@ _MAX_HOPS = 20
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 
 KEYS: dict[str, Entry] = {
-    MICRO: entry(None, "samples per replica and forward pass", unit="samples", scope="replica"),
+    MICRO: entry(None, "samples per replica and forward pass", unit="samples"),
     GLOBAL: entry(None, "samples per optimizer step; unset: one micro batch per replica", unit="samples"),
     RAMP: entry(None, "start, increment and samples of a linear ramp", kind="text", nullable=True),
     SCHEDULE: entry(None, "THRESHOLD:SIZE pairs of a ramp in steps", kind="text", nullable=True),
@@ -90,7 +90,13 @@ def read(source: Source, overrides: Sequence[str]) -> Settings:
     path = "command line" if isinstance(source, tuple) else str(source)
     renamed = [_rename_override(setting) for setting in reading.overrides]
     overridden = {setting.partition("=")[0] for setting in renamed}
-    located = reading.leaves if reading.command is not None else _from_yaml(reading.leaves, path, overridden)
+    # Groups such as MODEL_ARGS_2 beside MODEL_ARGS are further runs, as those in a script.
+    groups = {name.rpartition(".")[0] for name in reading.leaves}
+    later = sorted(group for group in groups if (match := re.fullmatch(r"(.+)_\d+", group)) and match[1] in groups)
+    located = reading.leaves
+    if reading.command is None:
+        first = {name: value for name, value in located.items() if name.rpartition(".")[0] not in later}
+        located = _from_yaml(first, path, overridden)
     # What a script does not say about the devices is one question: the size of the job.
     if any(isinstance(located[name].value, str) and unknown_names(located[name].value) for name in _DEVICES if name in located):
         located = {name: value for name, value in located.items() if name not in _DEVICES}
@@ -101,7 +107,8 @@ def read(source: Source, overrides: Sequence[str]) -> Settings:
     settings = type_settings(
         located, renamed, entries, system="Megatron", path=path, repeated=repeated, recognized=reading.launched
     )
-    return dataclasses.replace(settings, notes=(*reading.notes, *settings.notes))
+    notes = [*reading.notes, *([f"{', '.join(later)}: the keys of another run, which are not read."] if later else [])]
+    return dataclasses.replace(settings, notes=(*notes, *settings.notes))
 
 
 def canonical(name: str) -> str:

@@ -57,10 +57,8 @@ SHELL_NAMES = {
 
 def _log_prob(role: str) -> dict[str, Entry]:
     return {
-        f"{role}.log_prob_micro_batch_size": entry(None, "deprecated: samples, whole job", unit="samples", scope="job"),
-        f"{role}.log_prob_micro_batch_size_per_gpu": entry(
-            None, "samples of a log-probability pass", unit="samples", scope="replica"
-        ),
+        f"{role}.log_prob_micro_batch_size": entry(None, "deprecated: samples, whole job", unit="samples"),
+        f"{role}.log_prob_micro_batch_size_per_gpu": entry(None, "samples of a log-probability pass", unit="samples"),
         f"{role}.log_prob_use_dynamic_bsz": entry(None, "fill these passes by tokens; null = as the actor", kind="bool"),
         f"{role}.log_prob_max_token_len_per_gpu": entry(None, "their token budget; null = as the actor", unit="tokens"),
     }
@@ -75,7 +73,7 @@ def _parallel_sizes(role: str, default: int | None) -> dict[str, Entry]:
 
 
 KEYS: dict[str, Entry] = {
-    TRAIN: entry(1024, "prompts of a training step", unit="prompts", scope="step"),
+    TRAIN: entry(1024, "prompts of a training step", unit="prompts"),
     GEN: entry(None, "prompts that the data loader gives at once", unit="prompts"),
     "data.val_batch_size": entry(None, "deprecated: prompts of a validation batch", unit="prompts"),
     "data.max_prompt_length": entry(512, "longest prompt", unit="tokens"),
@@ -83,9 +81,9 @@ KEYS: dict[str, Entry] = {
     RESPONSES: entry(1, "responses per prompt", unit="samples"),
     "model_engine": entry("dp", "backend of all models", kind="text", choices=tuple(ENGINES)),
     f"{ACTOR}.strategy": entry(None, "backend of the actor; null = as model_engine", kind="text", choices=STRATEGIES),
-    f"{ACTOR}.ppo_mini_batch_size": entry(256, "prompts of an actor update", unit="prompts", scope="job"),
-    f"{ACTOR}.ppo_micro_batch_size": entry(None, "deprecated: samples of a pass, whole job", unit="samples", scope="job"),
-    f"{ACTOR}.ppo_micro_batch_size_per_gpu": entry(None, "samples of a training pass", unit="samples", scope="replica"),
+    f"{ACTOR}.ppo_mini_batch_size": entry(256, "prompts of an actor update", unit="prompts"),
+    f"{ACTOR}.ppo_micro_batch_size": entry(None, "deprecated: samples of a pass, whole job", unit="samples"),
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": entry(None, "samples of a training pass", unit="samples"),
     f"{ACTOR}.use_dynamic_bsz": entry(False, "fill passes by tokens", kind="bool"),
     f"{ACTOR}.ppo_max_token_len_per_gpu": entry(16384, "token budget of a training pass", unit="tokens"),
     f"{ACTOR}.ppo_epochs": entry(1, "times that a step's samples are trained on"),
@@ -110,7 +108,7 @@ KEYS: dict[str, Entry] = {
     "critic.strategy": entry(None, "backend of the critic; null = as the actor", kind="text", choices=STRATEGIES),
     "critic.ppo_mini_batch_size": entry(None, "prompts of a critic update; null = as the actor", unit="prompts"),
     "critic.ppo_micro_batch_size": entry(None, "deprecated: samples of a critic pass", unit="samples"),
-    "critic.ppo_micro_batch_size_per_gpu": entry(None, "samples of a critic pass", unit="samples", scope="replica"),
+    "critic.ppo_micro_batch_size_per_gpu": entry(None, "samples of a critic pass", unit="samples"),
     "critic.use_dynamic_bsz": entry(None, "fill the critic's passes by tokens; null = as the actor", kind="bool"),
     "critic.ppo_max_token_len_per_gpu": entry(32768, "token budget of a critic pass", unit="tokens"),
     "critic.ppo_epochs": entry(None, "as the actor's; null = the same"),
