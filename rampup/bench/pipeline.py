@@ -277,16 +277,16 @@ def gpipe_sums(
 ) -> Sums:
     """Sum loss and gradients of K microbatches by differentiating through the forward ticks, as GPipe and MaxText do."""
 
-    def stage_sums(layers: Any, shared: Any, batch_KR: Any, keys_KR: Any) -> Sums:
+    def stage_sums(layers: Any, shared: Any, rows: Any, *_: None) -> Sums:
         def forward(layers: Any, shared: Any) -> tuple[jax.Array, Sums]:
-            stage = Stage(loss, layers, shared, batch_KR, keys_KR, mesh, with_grads=False)
+            stage = Stage(loss, layers, shared, rows, mesh, with_grads=False)
             sums = stage.run_pass(0, keys_KR.shape[0], stage.zeros())
             return sums.loss, sums
 
         grads, sums = jax.grad(forward, argnums=(0, 1), has_aux=True)(layers, shared)
         return sums._replace(grads=jax.tree.map(accumulator, grads))
 
-    return run_on_stages(stage_sums, loss, params, batch_KR, keys_KR, (), mesh, param_shardings)
+    return run_on_stages(stage_sums, loss, params, (batch_KR, keys_KR), mesh, param_shardings)
 
 
 def maxtext_program(maxtext: MaxTextPipeline, model: Model, mesh: Mesh, num_microbatches: int, num_repeats: int) -> Program:

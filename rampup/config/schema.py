@@ -72,7 +72,7 @@ class Config(Settings):
     jax_cache_dir: str | None = _run("~/.cache/rampup", "Folder of the compilation cache, so that a restart compiles nothing again. The environment variable JAX_COMPILATION_CACHE_DIR wins over this key. null: no cache.", nullable=True, maxtext="~/jax_cache", per_process=True)
     on_plan_change: str = _run("refuse", "What to do if a resumed run has another ramp than its checkpoint. refuse: raise an error with both ramps. continue_by_samples: continue with the new batch sizes, looked up by the samples consumed so far.", choices=("refuse", "continue_by_samples"), own=True)
     eval_interval: int = _run(100, "Steps between evaluations. -1: never evaluate.", minimum=1, also=(-1,), unit="steps", maxtext="-1")
-    eval_steps: int = _run(8, "Batches per evaluation. -1: all held-out rows that fill a batch.", minimum=1, also=(-1,), maxtext="-1")
+    eval_steps: int = _run(8, "Batches per evaluation. -1: all held-out rows that fill a batch. The default takes fewer if fewer are held out.", minimum=1, also=(-1,), maxtext="-1")
 
     per_device_batch_size: Fraction = _batch(Fraction(16), "Samples per device and accumulation step, after the ramp if there is one. The global batch is num_devices * per_device_batch_size * gradient_accumulation_steps. May be a fraction if tensor or pipeline parallelism shares a sample between devices. Not used with batch_size_schedule.", above=0, unit="samples", maxtext="12.0", ramp=True, per_accumulation=True)
     eval_per_device_batch_size: Fraction = _batch(Fraction(0), "Samples per device in an evaluation batch. 0: per_device_batch_size, or with batch_size_schedule the last scheduled batch without gradient_accumulation_steps.", minimum=0, unit="samples")
@@ -155,7 +155,8 @@ class Config(Settings):
 
     mu_dtype: str | None = _optimizer(None, "Type in which AdamW stores its first moment: float32 or bfloat16. null: weight_dtype.", kind="text", choices=("float32", "bfloat16"), nullable=True, maxtext='""')
     nu_dtype: str | None = _optimizer(None, "Type in which AdamW stores its second moment: float32 or bfloat16. null: weight_dtype.", kind="text", choices=("float32", "bfloat16"), nullable=True, own=True)
-    gradient_reduction_dtype: str = _optimizer("float32", "Type in which replicas exchange the gradients of a step over the data axis: float32, or bfloat16 for half the bytes. Sums over microbatches are float32 in either case, and fsdp exchanges gradients in dtype.", choices=("float32", "bfloat16"), own=True)
+    gradient_reduction_dtype: str = _optimizer("float32", "Type in which replicas exchange the gradients of a step over the data axis: float32, or bfloat16 for half the bytes. Sums over microbatches have gradient_accumulator_dtype, and fsdp exchanges gradients in dtype.", choices=("float32", "bfloat16"), own=True)
+    gradient_accumulator_dtype: str = _optimizer("float32", "Type in which gradients are summed over the microbatches of a step: float32, or bfloat16 for half the memory, with an error of the gradient that grows with their number. bfloat16 needs gradient_accumulation fused.", choices=("float32", "bfloat16"), own=True)
 
     base_emb_dim: int = _model(128, "Embedding width of the model. Must be a multiple of 2 * base_num_query_heads.", minimum=1, maxtext="2048", identity=True)
     base_num_decoder_layers: int = _model(4, "Number of decoder layers.", minimum=1, unit="layers", maxtext="16", identity=True)
@@ -276,6 +277,10 @@ class Config(Settings):
         if self.measure_gradient_noise and self.gradient_accumulation != "fused":
             rule = f"measure_gradient_noise=true needs gradient_accumulation=fused, it is {self.gradient_accumulation}"
             yield ConfigError(rule, key="measure_gradient_noise", nearest=(False,))
+        if self.gradient_accumulator_dtype != "float32" and self.gradient_accumulation != "fused":
+            name = self.gradient_accumulator_dtype
+            rule = f"gradient_accumulator_dtype={name} needs gradient_accumulation=fused, it is {self.gradient_accumulation}"
+            yield ConfigError(rule, key="gradient_accumulator_dtype", nearest=("float32",))
         if self.dataset_type == "text" and self.vocab_size < 256:
             rule = f"vocab_size={self.vocab_size} must be at least 256 for dataset_type=text, whose tokens are bytes"
             yield ConfigError(rule, key="vocab_size", nearest=(256,))
@@ -425,6 +430,7 @@ ALIASES: dict[str, str] = {
     "weight_dtype": "param_dtype params_dtype parameter_dtype",
     "mu_dtype": "adam_mu_dtype moment_dtype",
     "gradient_reduction_dtype": "grad_reduce_dtype grad_dtype reduce_dtype allreduce_dtype",
+    "gradient_accumulator_dtype": "accumulator_dtype grad_accum_dtype accumulate_dtype gradient_accumulation_dtype",
     "attention": "attn_implementation flash_attention use_flash_attention attention_kernel",
     "dtype": "precision compute_dtype bf16 fp16 mixed_precision",
     "remat_policy": "remat gradient_checkpointing activation_checkpointing recompute_granularity",

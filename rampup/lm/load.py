@@ -18,6 +18,7 @@ from rampup.config.build import plan_to_resume
 from rampup.config.load import load_config
 from rampup.config.schema import Config
 from rampup.errors import ConfigError, ResumeMismatchError
+from rampup.lm.decode import decode, prefill
 from rampup.lm.train import RAMP_RECORD, language_model, learning_rate, optimizer
 from rampup.lm.transformer import LanguageModel
 from rampup.run.accumulate import multi_steps
@@ -164,15 +165,26 @@ def _sample(
     model: LanguageModel, context: int, top_k: int, params: Any, tokens_T: Any, start: Any, temperature: Any, key: jax.Array
 ) -> jax.Array:
     """Fill `tokens_T` from `start` on, each token from the `context` ones before it: one program for the whole text."""
+    tokens_T = jnp.asarray(tokens_T)
 
-    def fill(index: Any, tokens_T: jax.Array) -> jax.Array:
+    def read_window(index: Any, tokens_T: jax.Array) -> tuple[jax.Array, Any]:
+        """Return the logits (1, V) of the token at `index`, and the cache of the tokens before it."""
         first = jnp.clip(index - context, 0, len(tokens_T) - context)
         window = jax.lax.dynamic_slice_in_dim(tokens_T, first, context)
-        logits_V = model.logits(params, window[None])[0, index - 1 - first]
-        largest = jax.lax.top_k(logits_V, top_k)[0][-1]
-        logits_V = jnp.where(logits_V >= largest, logits_V, -jnp.inf)
-        sampled = jax.random.categorical(jax.random.fold_in(key, index), logits_V / jnp.maximum(temperature, 1e-6))
-        chosen = jnp.where(temperature == 0, jnp.argmax(logits_V), sampled)
-        return tokens_T.at[index].set(chosen.astype(tokens_T.dtype))
+        return prefill(model, params, window[None], (index - first)[None], context)
 
-    return jax.lax.fori_loop(start, len(tokens_T), fill, jnp.asarray(tokens_T))
+    def fill(index: Any, carry: Any) -> Any:
+        tokens_T, (logits_1V, cache) = carry
+        largest = jax.lax.top_k(logits_1V[0], top_k)[0][-1]
+        logits_V = jnp.where(logits_1V[0] >= largest, logits_1V[0], -jnp.inf)
+        sampled = jax.random.categorical(jax.random.fold_in(key, index), logits_V / jnp.maximum(temperature, 1e-6))
+        token = jnp.where(temperature == 0, jnp.argmax(logits_V), sampled).astype(tokens_T.dtype)
+        tokens_T = tokens_T.at[index].set(token)
+        # Beyond the context, the first token drops out and all positions shift. The cache is then void: read the window again.
+        return tokens_T, jax.lax.cond(
+            index < context,
+            lambda: decode(model, params, cache, token[None], index[None]),
+            lambda: read_window(index + 1, tokens_T),
+        )
+
+    return jax.lax.fori_loop(start, len(tokens_T), fill, (tokens_T, read_window(start, tokens_T)))[0]

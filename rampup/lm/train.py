@@ -487,7 +487,7 @@ def metric_writers(config: Config) -> Callable[[Path, int], list[MetricWriter]]:
 
 def model_loss(config: Config, model: LanguageModel, plan: RampPlan, mesh: Mesh) -> Any:
     """Return the loss function, in parts if there are pipeline stages."""
-    reduction = None if config.gradient_reduction_dtype == "float32" else jnp.dtype(config.gradient_reduction_dtype)
+    names = {"reduction_dtype": config.gradient_reduction_dtype, "accumulator_dtype": config.gradient_accumulator_dtype}
     if plan.splitter.num_stages > 1:
         loss: Any = model.pipelined(plan.splitter.num_repeats, keep=config.pipeline_keep)
     elif config.shard_optimizer_over_data and mesh.shape[DATA] > 1:
@@ -498,7 +498,7 @@ def model_loss(config: Config, model: LanguageModel, plan: RampPlan, mesh: Mesh)
         loss = AccumulatedLoss(model.loss)
     else:
         loss = model.sharded_loss(mesh)
-    return replace(loss, reduction_dtype=reduction)
+    return replace(loss, **{name: jnp.dtype(dtype) for name, dtype in names.items() if dtype != "float32"})
 
 
 def _evaluation(config: Config, setup: TrainSetup, rows: RowSource, loading: Loading) -> EvalOptions:
@@ -507,11 +507,15 @@ def _evaluation(config: Config, setup: TrainSetup, rows: RowSource, loading: Loa
     assert plan.eval_global_batch_size is not None
     available = len(rows) // plan.eval_global_batch_size
     num_batches = available if config.eval_steps == -1 else config.eval_steps
+    if num_batches == Config().eval_steps:
+        # The default suits small files too. A number that was chosen is an error if there are not as many batches.
+        num_batches = min(num_batches, max(available, 1))
     if num_batches < 1 or num_batches > available:
         raise DataError(
-            f"evaluation needs eval_steps={config.eval_steps} batches of {plan.eval_global_batch_size} rows, but {len(rows):,} "
-            f"rows are held out, {available} batches; set {f'eval_steps={available}, ' if available else ''}"
-            "a smaller eval_per_device_batch_size, or eval_interval=-1",
+            f"evaluation needs {f'eval_steps={num_batches} batches' if num_batches > 1 else 'a batch'} of "
+            f"{plan.eval_global_batch_size} rows, but {len(rows):,} rows are held out, {available} batches; set "
+            f"{f'eval_steps={available}, ' if available else ''}a smaller eval_per_device_batch_size, a larger "
+            "eval_holdout_fraction, or eval_interval=-1",
             key="eval_steps" if available else "eval_per_device_batch_size",
             nearest=(available,) if available else (),
         )

@@ -312,12 +312,12 @@ class LanguageModel:
         return self.head(params, self.apply_layers(params["layers"], self.embed(params, tokens_BT), keys_B))
 
     def loss(
-        self, params: Mapping[str, Any], batch: Mapping[str, jax.Array], rngs: jax.Array | None = None
+        self, params: Mapping[str, Any], batch: Mapping[str, jax.Array], keys_B: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Return (sum of cross entropies, tokens that count, {}) over rows {"tokens": (B, T+1), "length": (B,)}."""
         tokens = batch["tokens"].astype(jnp.int32)
-        keys_B = rngs if self.dropout_rate else None
-        x_BTE = self.apply_layers(params["layers"], self.embed(params, tokens[:, :-1]), keys_B)
+        x_BTE = self.embed(params, tokens[:, :-1])
+        x_BTE = self.apply_layers(params["layers"], x_BTE, keys_B if self.dropout_rate else None)
         return (*self.head_loss(params, x_BTE, tokens[:, 1:], batch["length"]), {})
 
     def sharded_loss(self, mesh: Mesh) -> AccumulatedLoss:
@@ -337,13 +337,13 @@ class LanguageModel:
                 of matrix products).
         """
 
-        def first(params: Mapping[str, Any], batch: Mapping[str, jax.Array], rngs: jax.Array) -> jax.Array:
+        def first(params: Mapping[str, Any], batch: Mapping[str, jax.Array], keys_B: jax.Array) -> jax.Array:
             return self.embed(params, batch["tokens"][:, :-1].astype(jnp.int32))
 
-        def stage(layers: Any, x_BTE: jax.Array, batch: Any, rngs: jax.Array, first_layer: Any) -> jax.Array:
-            return self.apply_layers(layers, x_BTE, rngs if self.dropout_rate else None, first_layer=first_layer)
+        def stage(layers: Any, x_BTE: jax.Array, batch: Any, keys_B: jax.Array, first_layer: Any) -> jax.Array:
+            return self.apply_layers(layers, x_BTE, keys_B if self.dropout_rate else None, first_layer=first_layer)
 
-        def last(params: Mapping[str, Any], x_BTE: jax.Array, batch: Mapping[str, jax.Array], rngs: jax.Array) -> Any:
+        def last(params: Mapping[str, Any], x_BTE: jax.Array, batch: Mapping[str, jax.Array], keys_B: jax.Array) -> Any:
             targets_BT = batch["tokens"][:, 1:].astype(jnp.int32)
             return (*self.head_loss(params, x_BTE, targets_BT, batch["length"]), {})
 

@@ -78,11 +78,10 @@ class SummableLoss(Protocol):
         param_shardings: Any,
         mutable: Any = None,
         noise: NoiseMeter | None = None,
-        moments: Any = None,
     ) -> tuple[Sums, Any]:
         """Return the sums over the microbatches, and the gradient of the mean loss in the types of the sums.
 
-        A loss without the arguments `noise` and `moments` works too, except with `measure_gradient_noise`.
+        A loss without the argument `noise` works too, except with `measure_gradient_noise`.
         """
 
     def eval_sums(
@@ -101,16 +100,19 @@ class AccumulatedLoss:
         param_shardings: shardings of the parameters, if `loss_fn` takes each as one device has it along the axes of the rows,
             and gathers what it needs with collectives of its own. It then also sees only the rows of one device. None: it takes
             whole parameters and the rows of one replica, and the compiler partitions it over the axes that are not replicas.
-        reduction_dtype: type in which replicas exchange gradients; None = the type of the sums, at least float32.
+        reduction_dtype: type in which replicas exchange gradients; None = the type of the sums.
+        accumulator_dtype: type in which gradients are summed over the microbatches; None = at least float32.
     """
 
     loss_fn: LossFn
     batch_axes: BatchAxes | None = None
     param_shardings: Any = None
     reduction_dtype: Any = None
+    accumulator_dtype: Any = None
 
-    def check(self, mesh: Mesh, engine: str) -> None:  # noqa: ARG002 - both engines work
-        """Refuse pipeline stages; see `SummableLoss`."""
+    def check(self, mesh: Mesh, engine: str) -> None:
+        """Refuse pipeline stages, and accumulators of a type that the engine does not have; see `SummableLoss`."""
+        check_accumulators(self.accumulator_dtype, engine)
         stages = dict(mesh.shape).get(STAGE, 1)
         if stages > 1:
             raise PipelineShapeError(
@@ -130,10 +132,9 @@ class AccumulatedLoss:
         param_shardings: Any,
         mutable: Any = None,
         noise: NoiseMeter | None = None,
-        moments: Any = None,
     ) -> tuple[Sums, Any]:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
-        is_whole = self.param_shardings is None
+        is_whole, has_one = self.param_shardings is None, keys_KR.shape[0] == 1
         if noise is not None and not is_whole:
             raise ConfigError(
                 "measure_gradient_noise=true needs a loss function that takes whole parameters: with parts that it gathers "
@@ -141,19 +142,82 @@ class AccumulatedLoss:
                 key="measure_gradient_noise",
                 nearest=(False,),
             )
-        has_one = noise is None and is_whole and keys_KR.shape[0] == 1
-        if has_one and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1:
+        if has_one and noise is None and is_whole and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1:
             # Nothing to add up: differentiate the mean. Dividing the gradient of a sum, as below, is one more pass over memory
             # as large as the parameters.
             microbatch_sums = own_constraints()(_microbatch_sums(self.loss_fn, param_shardings, differentiate_mean=True))
             sums = microbatch_sums(params, *_take((batch_KR, keys_KR), 0), mutable)
             return sums, sums.grads
-        num_microbatches = counts[0] * counts[1]
-        options = {"mesh": mesh, "param_shardings": param_shardings, "mutable": mutable, "batch_axes": self.batch_axes}
-        options |= {"takes_shards": not is_whole, "reduction_dtype": self.reduction_dtype}
-        options |= {"noise": noise, "moments": moments}
-        sums = accumulate(self.loss_fn, params, batch_KR, num_microbatches, keys_KR, **options)
+        # A plan whose buffer has room for one microbatch runs one in every step.
+        number = 1 if has_one else counts[0] * counts[1]
+        options: Any = {"mesh": mesh, "param_shardings": param_shardings, "mutable": mutable, "noise": noise}
+        sums = self.sum_microbatches(params, batch_KR, number, keys_KR, **options)
         return sums, sums.mean_grads()
+
+    def sum_microbatches(
+        self,
+        params: Any,
+        batch_KR: Any,
+        number: jax.Array | int,
+        keys_KR: jax.Array | None,
+        *,
+        mesh: Mesh,
+        param_shardings: Any = None,
+        mutable: Any = None,
+        noise: NoiseMeter | None = None,
+    ) -> Sums:
+        """Return the sums over the first `number` microbatches of the buffer, at most K; see `accumulate`."""
+        axes, takes_shards = BatchAxes.of(mesh, self.batch_axes), self.param_shardings is not None
+        if takes_shards and is_scattered(param_shardings, axes):
+            raise ConfigError(
+                "shard_optimizer_over_data=true needs a loss function that takes whole parameters",
+                key="shard_optimizer_over_data",
+            )
+        is_one = jax.tree.leaves(batch_KR)[0].shape[0] == 1 and not isinstance(number, jax.core.Tracer) and int(number) == 1
+        # jit caches the trace: the loss function is traced once for the shapes of the sums and for the body of the loop.
+        microbatch_sums = jax.jit(
+            _microbatch_sums(self.loss_fn, param_shardings, noise=noise, dtype=self.accumulator_dtype), inline=True
+        )
+
+        def replica_sums(params: Any, batch_KR: Any, number: Any, keys_KR: Any, mutable: Any, moments: Any) -> Sums:
+            # First over this replica's rows, then over the replicas.
+            if is_one:
+                sums = microbatch_sums(params, *_take((batch_KR, keys_KR), 0), mutable, moments)
+            else:
+
+                def add(i: jax.Array, total: Sums) -> Sums:
+                    new = microbatch_sums(params, *_take((batch_KR, keys_KR), i), total.mutable, moments)
+                    added = jax.tree.map(jnp.add, total._replace(mutable=None), new._replace(mutable=None))
+                    return added._replace(grads=_constrain(added.grads, param_shardings), mutable=new.mutable)
+
+                # A while loop in the program: its bound is an argument, so it runs as often as the step has microbatches.
+                # Without the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
+                shapes = jax.eval_shape(microbatch_sums, params, *_take((batch_KR, keys_KR), 0), mutable, moments)
+                zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None))
+                zeros = zeros._replace(grads=_constrain(zeros.grads, param_shardings), mutable=mutable)
+                sums = jax.lax.fori_loop(0, number, add, zeros)
+            names = axes.rows if takes_shards else axes.replica
+            if math.prod(mesh.shape[name] for name in names) == 1:
+                return sums._replace(grads=jax.tree.map(accumulator, sums.grads))
+            with jax.named_scope("reduce"):
+                # The one collective over the data axis: after the loop, once per optimizer step.
+                grads, rest = sums.grads, sums._replace(grads=None, mutable=None)
+                if self.reduction_dtype is not None:
+                    grads = jax.tree.map(lambda g: g.astype(self.reduction_dtype), grads)
+                if is_scattered(param_shardings, axes):
+                    grads, reduced = reduce_gradients(grads, param_shardings, mesh, axes), reduce_sums(rest, names)
+                elif takes_shards:
+                    grads, reduced = _reduce_shards(grads, rest, param_shardings, mesh, axes)
+                else:
+                    reduced = reduce_sums(rest._replace(grads=grads), names)
+                    grads = reduced.grads
+                mutable = jax.tree.map(lambda x, start: _mean_over_replicas(x, start, names), sums.mutable, mutable)
+                grads = jax.tree.map(lambda g, total: accumulator(g.astype(total.dtype)), grads, sums.grads)
+                return reduced._replace(grads=_constrain(grads, param_shardings), mutable=mutable)
+
+        specs = {"grad_shardings": param_shardings, "param_shardings": param_shardings if takes_shards else None}
+        run = _per_replica(replica_sums, mesh, axes, **specs)
+        return run(params, batch_KR, jnp.asarray(number, jnp.int32), keys_KR, mutable, noise and noise.moments)
 
     def eval_sums(
         self, params: Any, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
@@ -204,7 +268,7 @@ def per_row_keys(seed: jax.Array, step: jax.Array, rows_KR: jax.Array) -> jax.Ar
 
 
 def accumulate(
-    loss_fn: LossFn,
+    loss_fn: LossFn | AccumulatedLoss,
     params: Any,
     batch_KR: Any,
     num_microbatches: jax.Array | int,
@@ -214,22 +278,18 @@ def accumulate(
     param_shardings: Any = None,
     mutable: Any = None,
     batch_axes: BatchAxes | None = None,
-    takes_shards: bool = False,
-    reduction_dtype: Any = None,
-    noise: NoiseMeter | None = None,
-    moments: Any = None,
 ) -> Sums:
     """Sum loss and gradients over microbatches, with one gradient reduction over the data axis at the end.
 
-    For a jitted training step of your own; `train_step` uses it too. `num_microbatches` is a traced loop bound: one executable
-    serves any number up to K. `step_batches` with `chunk_size=max(plan.max_microbatches.values())` yields batches whose only
-    chunk is such a buffer.
+    For a jitted training step of your own. `num_microbatches` is a traced loop bound: one executable serves any number up to K.
+    `step_batches` with `chunk_size=max(plan.max_microbatches.values())` yields batches whose only chunk is such a buffer.
 
     Args:
-        loss_fn: sums over the rows it is given; see `LossFn`. With several replicas it sees the rows of one.
+        loss_fn: sums over the rows it is given; see `LossFn`. With several replicas it sees the rows of one. An
+            `AccumulatedLoss` of it also chooses the types in which gradients are summed and exchanged.
         params: the parameters, not sharded over the data axis.
         batch_KR: arrays (K, R, ...), rows sharded over the data and fsdp axes.
-        num_microbatches: how many of the K to use.
+        num_microbatches: how many of the K to use. If a traced number is not one from 0 to K, loss and weight are NaN.
         keys_KR: a random key per row, as `per_row_keys` makes them. None: the loss function gets None.
         mesh: the mesh.
         param_shardings: shardings of `params`, which the accumulators take. None leaves them to the compiler. Those that name
@@ -237,63 +297,49 @@ def accumulate(
         mutable: state for `loss_fn` to carry, such as batch statistics. Replicas do not see each other's during a step; its
             floating-point leaves are averaged over them at the end.
         batch_axes: the mesh axes of the rows; None = data and fsdp.
-        takes_shards: `loss_fn` takes each parameter as one device has it along the axes of the rows; see `AccumulatedLoss`.
-        reduction_dtype: type in which replicas exchange gradients; None = the type of the sums.
-        noise: also sum the squares of the microbatches' gradients, for the gradient noise scale: `NoiseMeter.of` the shardings.
-        moments: Adam's second moments, for the noise scale in its geometry.
 
     Returns:
         The sums over the global batch. `mean_grads` of them is the gradient for the optimizer.
+
+    Raises:
+        ConfigError: `num_microbatches` is not a number from 0 to K.
     """
+    loss: Any = summable(loss_fn, batch_axes)
     K = jax.tree.leaves(batch_KR)[0].shape[0]
-    if takes_shards and is_scattered(param_shardings, BatchAxes.of(mesh, batch_axes)):
+    check_count(num_microbatches, K)
+    options: Any = {"mesh": mesh, "param_shardings": param_shardings, "mutable": mutable}
+    return nan_beyond(num_microbatches, K, loss.sum_microbatches(params, batch_KR, num_microbatches, keys_KR, **options))
+
+
+def check_count(number: Any, K: int) -> None:
+    """Refuse a number of microbatches that a buffer of K does not have. Of a traced one, see `nan_beyond`."""
+    if isinstance(number, jax.core.Tracer):
+        return
+    if not np.issubdtype(np.asarray(number).dtype, np.integer) or not 0 <= number <= K:
         raise ConfigError(
-            "shard_optimizer_over_data=true needs a loss function that takes whole parameters", key="shard_optimizer_over_data"
+            f"num_microbatches={number} must be a whole number from 0 to {K}, the microbatches of the buffer",
+            key="num_microbatches",
+            nearest=(K,),
         )
-    # jit caches the trace: the loss function is traced once for the shapes of the sums and for the body of the loop.
-    microbatch_sums = jax.jit(_microbatch_sums(loss_fn, param_shardings, noise=noise), inline=True)
-    axes = BatchAxes.of(mesh, batch_axes)
 
-    def replica_sums(params: Any, batch_KR: Any, num: Any, keys_KR: Any, mutable: Any, moments: Any) -> Sums:
-        # First over this replica's rows, then over the replicas.
-        if K == 1:
-            sums = microbatch_sums(params, *_take((batch_KR, keys_KR), 0), mutable, moments)
-        else:
 
-            def add(i: jax.Array, total: Sums) -> Sums:
-                new = microbatch_sums(params, *_take((batch_KR, keys_KR), i), total.mutable, moments)
-                added = jax.tree.map(jnp.add, total._replace(mutable=None), new._replace(mutable=None))
-                return added._replace(grads=_constrain(added.grads, param_shardings), mutable=new.mutable)
+def nan_beyond(number: Any, K: int, sums: Sums) -> Sums:
+    """Return sums, with NaN as loss and weight if a traced number is not from 0 to K: an index beyond a buffer is clamped."""
+    if not isinstance(number, jax.core.Tracer):
+        return sums
+    exists = (number >= 0) & (number <= K)
+    return sums._replace(loss=jnp.where(exists, sums.loss, jnp.nan), weight=jnp.where(exists, sums.weight, jnp.nan))
 
-            # A while loop in the program: its bound is an argument, so it runs as often as the step has microbatches. Without
-            # the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
-            shapes = jax.eval_shape(microbatch_sums, params, *_take((batch_KR, keys_KR), 0), mutable, moments)
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None))
-            zeros = zeros._replace(grads=_constrain(zeros.grads, param_shardings), mutable=mutable)
-            sums = jax.lax.fori_loop(0, num, add, zeros)
-        names = axes.rows if takes_shards else axes.replica
-        if math.prod(mesh.shape[name] for name in names) == 1:
-            return sums
-        with jax.named_scope("reduce"):
-            # The one collective over the data axis: after the loop, once per optimizer step.
-            grads = sums.grads if reduction_dtype is None else jax.tree.map(lambda g: g.astype(reduction_dtype), sums.grads)
-            if is_scattered(param_shardings, axes):
-                grads = reduce_gradients(grads, param_shardings, mesh, axes)
-                reduced = reduce_sums(sums._replace(grads=None, mutable=None), names)
-            elif takes_shards:
-                grads, reduced = _reduce_shards(grads, sums._replace(grads=None, mutable=None), param_shardings, mesh, axes)
-            else:
-                reduced = reduce_sums(sums._replace(grads=grads, mutable=None), names)
-                grads = reduced.grads
-            mutable = jax.tree.map(lambda x: _mean_over_replicas(x, names), sums.mutable)
-            grads = jax.tree.map(lambda g, total: g.astype(total.dtype), grads, sums.grads)
-            return reduced._replace(grads=_constrain(grads, param_shardings), mutable=mutable)
 
-    num = jnp.asarray(num_microbatches, jnp.int32)
-    run = _per_replica(
-        replica_sums, mesh, axes, grad_shardings=param_shardings, param_shardings=param_shardings if takes_shards else None
-    )
-    return run(params, batch_KR, num, keys_KR, mutable, moments)
+def check_accumulators(dtype: Any, engine: str) -> None:
+    """Refuse the type of the accumulators if an engine has its own."""
+    if dtype is not None and engine == "multi_steps":
+        raise ConfigError(
+            f"gradient_accumulator_dtype={jnp.dtype(dtype).name} needs gradient_accumulation=fused; optax.MultiSteps keeps the "
+            "sums of multi_steps",
+            key="gradient_accumulator_dtype",
+            nearest=("float32",),
+        )
 
 
 def reduce_sums(sums: Sums, names: tuple[str, ...]) -> Sums:
@@ -323,10 +369,16 @@ def safe_reciprocal(weight: jax.Array) -> jax.Array:
     return jnp.where(weight != 0, 1 / jnp.where(weight != 0, weight, 1), 0)
 
 
-def accumulator(x: Any) -> jax.Array:
-    """Return a value in the type in which it is summed: at least float32."""
+def accumulator(x: Any, dtype: Any = None) -> jax.Array:
+    """Return a value in the type in which it is summed; see `accumulator_type`."""
     x = jnp.asarray(x)
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(accumulator_type(x.dtype, dtype))
+
+
+def accumulator_type(dtype: Any, wanted: Any = None) -> Any:
+    """Return the type in which values of a type are summed: at least float32, or for real values another wanted one."""
+    is_real = jnp.issubdtype(dtype, jnp.floating)
+    return wanted if wanted is not None and is_real else jnp.promote_types(dtype, jnp.float32)
 
 
 def cast_like(tree: Any, like: Any) -> Any:
@@ -381,7 +433,12 @@ def multi_steps(tx: optax.GradientTransformation, plan: RampPlan, **options: Any
 
 
 def _microbatch_sums(
-    loss_fn: LossFn, param_shardings: Any, *, differentiate_mean: bool = False, noise: NoiseMeter | None = None
+    loss_fn: LossFn,
+    param_shardings: Any,
+    *,
+    differentiate_mean: bool = False,
+    noise: NoiseMeter | None = None,
+    dtype: Any = None,
 ) -> Callable[..., Sums]:
     """Return the function that sums over the rows of one microbatch.
 
@@ -390,6 +447,7 @@ def _microbatch_sums(
         param_shardings: shardings of the gradient.
         differentiate_mean: return the gradient of loss / weight instead of that of the loss.
         noise: also return the squares of the gradient.
+        dtype: type of the returned gradient; None = at least float32.
     """
 
     def microbatch_sums(params: Any, batch_R: Any, keys_R: jax.Array, mutable: Any, moments: Any = None) -> Sums:
@@ -403,7 +461,8 @@ def _microbatch_sums(
             (_, (loss, weight, aux, carried)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
             grads, loss, weight, aux = jax.tree.map(accumulator, (grads, loss, weight, aux))
             grads = _constrain(grads, param_shardings)
-            return Sums(grads, loss, weight, aux, carried, noise and noise.block(grads, weight, moments))
+            block = noise and replace(noise, moments=moments).block(grads, weight)
+            return Sums(jax.tree.map(lambda g: accumulator(g, dtype), grads), loss, weight, aux, carried, block)
 
     return microbatch_sums
 
@@ -540,8 +599,13 @@ def _constrain(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(constrain_leaf, tree, shardings)
 
 
-def _mean_over_replicas(x: Any, replica: tuple[str, ...]) -> Any:
-    return jax.lax.pmean(x, replica) if jnp.issubdtype(x.dtype, jnp.floating) else x
+def _mean_over_replicas(x: Any, start: Any, replica: tuple[str, ...]) -> Any:
+    """Return the mean of what the replicas made of `start`, an equal value on all of them."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    # Of the changes, which are 0 in a constant. The mean of three equal numbers can be another number.
+    start = jnp.where(jnp.isfinite(start), start, 0)
+    return start + jax.lax.pmean(x - start, replica)
 
 
 __getattr__ = moved_names(__name__, {"row_keys": "rampup.run.accumulate.per_row_keys"})

@@ -48,20 +48,22 @@ class NoiseMeter:
         shardings: shardings of the gradients.
         axes: the mesh axes, with their sizes, over which a sum of squares is split into partial sums.
         mesh: the mesh.
+        moments: Adam's second moments, for a second geometry: sum of x^2 / (sqrt(v) + eps). None: the Euclidean one alone.
     """
 
     shardings: Any
     axes: Mapping[str, int]
     mesh: Mesh
+    moments: Any = None
 
     @classmethod
-    def of(cls, shardings: Any, mesh: Mesh, batch_axes: BatchAxes | None = None) -> NoiseMeter:
+    def of(cls, shardings: Any, mesh: Mesh, batch_axes: BatchAxes | None = None, moments: Any = None) -> NoiseMeter:
         """Return the meter of gradients with these shardings; of none, the compiler adds up each sum of squares by itself."""
         used = [_names(entry) for leaf in jax.tree.leaves(shardings) for entry in leaf.spec]
         outside = {*BatchAxes.of(mesh, batch_axes).replica, STAGE}
         axes = {str(name): mesh.shape[name] for name in mesh.axis_names if any(name in names for names in used)}
         axes = {name: size for name, size in axes.items() if size > 1 and name not in outside}
-        return cls(shardings=shardings, axes=axes, mesh=mesh)
+        return cls(shardings=shardings, axes=axes, mesh=mesh, moments=moments)
 
     @property
     def shards(self) -> tuple[int, ...]:
@@ -73,7 +75,7 @@ class NoiseMeter:
 
         Args:
             grads: the gradient.
-            moments: Adam's second moments, for a second geometry: sum of x^2 / (sqrt(v) + eps).
+            moments: those of `grads`.
             shardings: shardings of `grads`, if they are a part of all.
         """
         shardings = self.shardings if shardings is None else shardings
@@ -89,24 +91,24 @@ class NoiseMeter:
             found.append(self._add_up(scaled, shardings))
         return jnp.stack(found)
 
-    def block(self, grads: Any, weight: jax.Array, moments: Any = None) -> NoiseSums:
+    def block(self, grads: Any, weight: jax.Array) -> NoiseSums:
         """Return the sums over one block, of which there are the gradient sum and the weight."""
-        squares = self.squares(grads, moments)
+        squares = self.squares(grads, self.moments)
         return NoiseSums(*divide_by_weights(squares[..., None], weight[None]))
 
-    def metrics(self, noise: NoiseSums, grads: Any, weight: jax.Array, moments: Any = None) -> dict[str, Any]:
+    def metrics(self, noise: NoiseSums, grads: Any, weight: jax.Array) -> dict[str, Any]:
         """Return S and G2 of a step in every geometry, as the metrics of a training step.
 
         Args:
             noise: the sums over its blocks.
             grads: the gradient of the mean loss, sharded as this meter expects, possibly over the replicas too.
             weight: the weight of the step.
-            moments: see `squares`.
 
         Returns:
             `grad_norm`, and `gradient_noise` with `trace`, `squared_norm`, `blocks` and, in Adam's geometry, `adam_trace` and
             `adam_squared_norm`. NaN with fewer than two blocks.
         """
+        moments = self.moments
         used = {name for leaf in jax.tree.leaves(self.shardings) for entry in leaf.spec for name in _names(entry)}
         sizes = {str(name): size for name, size in self.mesh.shape.items() if size > 1 and name in used}
         # Sums over the same shards at the same time are one collective, together with those of a clipping of the gradient. If

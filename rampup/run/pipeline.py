@@ -69,7 +69,17 @@ from jax.sharding import Mesh, PartitionSpec
 from rampup.errors import ConfigError, PipelineShapeError
 from rampup.moved import moved_names
 from rampup.plan.numbers import nearest_multiples
-from rampup.run.accumulate import Counts, Sums, accumulator, cast_like, safe_reciprocal
+from rampup.run.accumulate import (
+    Counts,
+    Sums,
+    accumulator,
+    accumulator_type,
+    cast_like,
+    check_accumulators,
+    check_count,
+    nan_beyond,
+    safe_reciprocal,
+)
 from rampup.run.gradient_noise import NoiseMeter, NoiseSums, divide_by_weights
 from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain, own_constraints
 from rampup.run.zero import is_scattered, manual_specs, reduce_gradients
@@ -87,7 +97,7 @@ class PipelinedLoss:
 
     Attributes:
         first: `first(params, batch, keys) -> x`, before the layers; `params` without `layers`; `keys` has one random key
-            per row. x is any pytree of arrays.
+            per row. x is any pytree of floating-point arrays. Other values, such as positions, belong into the batch.
         stage: `stage(layers, x, batch, keys, first_layer) -> x`, some consecutive layers; x keeps its shapes and types. `batch`
             has what belongs to the microbatch, such as positions or masks; `first_layer` is the index of the first of the
             layers.
@@ -101,7 +111,7 @@ class PipelinedLoss:
             work. True can deadlock if the compiler puts a collective over fsdp or tensor inside the branch. None: True if all
             other axes have size 1.
         batch_axes: the mesh axes of the rows; None = data and fsdp.
-        reduction_dtype: type in which replicas exchange gradients; None = the type of the sums, at least float32.
+        reduction_dtype, accumulator_dtype: see `rampup.run.accumulate.AccumulatedLoss`.
         keep: the old name of `remat_policy`.
     """
 
@@ -113,6 +123,7 @@ class PipelinedLoss:
     skip_idle: bool | None = None
     batch_axes: BatchAxes | None = None
     reduction_dtype: Any = None
+    accumulator_dtype: Any = None
     keep: InitVar[Callable[..., Any] | None] = None
 
     def __post_init__(self, keep: Callable[..., Any] | None) -> None:
@@ -122,6 +133,7 @@ class PipelinedLoss:
 
     def check(self, mesh: Mesh, engine: str) -> None:  # noqa: ARG002 - `pipeline_sums` checks the mesh
         """Refuse the engine `multi_steps`; see `SummableLoss`."""
+        check_accumulators(self.accumulator_dtype, engine)
         if engine == "multi_steps":
             raise ConfigError(
                 "gradient_accumulation=multi_steps does not support a pipeline; fused also runs the optimizer once per step",
@@ -140,14 +152,11 @@ class PipelinedLoss:
         param_shardings: Any,
         mutable: Any = None,
         noise: NoiseMeter | None = None,
-        moments: Any = None,
     ) -> tuple[Sums, Any]:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
         if mutable is not None:
             raise ConfigError("the state has `mutable`, which a PipelinedLoss cannot update; put it into the parameters")
-        m, passes = counts
-        options = {"num_passes": passes, "mesh": mesh, "param_shardings": param_shardings, "noise": noise, "moments": moments}
-        sums = pipeline_sums(self, params, batch_KR, m, keys_KR, **options)
+        sums = _pass_sums(self, params, (batch_KR, keys_KR), counts, mesh, param_shardings, noise)
         return sums, sums.mean_grads()
 
     def eval_sums(
@@ -161,7 +170,7 @@ class PipelinedLoss:
         mutable: Any = None,  # noqa: ARG002 - see `sums_and_grads`
     ) -> Sums:
         """Return the sums without gradients; see `SummableLoss`."""
-        return pipeline_sums(self, params, batch_KR, num_microbatches, keys_KR, mesh=mesh)
+        return _pass_sums(self, params, (batch_KR, keys_KR), (num_microbatches, 1), mesh)
 
 
 def pipeline_sums(
@@ -174,8 +183,6 @@ def pipeline_sums(
     mesh: Mesh,
     param_shardings: Any = None,
     num_passes: jax.Array | int = 1,
-    noise: NoiseMeter | None = None,
-    moments: Any = None,
 ) -> Sums:
     """Sum loss and gradients over microbatches through the pipeline. Each gradient is reduced once.
 
@@ -183,27 +190,44 @@ def pipeline_sums(
         loss: the loss in parts.
         params: the parameters, `layers` sharded over the stage axis.
         batch_KR: arrays (K, R, ...), rows sharded over the data and fsdp axes.
-        num_microbatches: microbatches m of one pass; passes * m of the K are used.
+        num_microbatches: microbatches m of one pass; passes * m of the K are used. If that is a traced number of more than K,
+            loss and weight are NaN.
         keys_KR: a random key per row.
         mesh: the mesh, whose `stage` axis is the pipeline.
         param_shardings: shardings of `params`, which the gradients take. None = forward only, without gradients.
         num_passes: passes one after the other.
-        noise, moments: see `rampup.run.accumulate.accumulate`.
 
     Raises:
+        ConfigError: the buffer does not have as many microbatches.
         PipelineShapeError: no `stage` axis, layers that do not divide, or a stage that changes the activation's shape.
     """
-    counts = (jnp.asarray(num_microbatches, jnp.int32), jnp.asarray(num_passes, jnp.int32))
-    if noise is not None:
-        _check_noise(loss, params, batch_KR, keys_KR)
+    K, number = keys_KR.shape[0], num_microbatches * num_passes
+    check_count(number, K)
+    sums = _pass_sums(loss, params, (batch_KR, keys_KR), (num_microbatches, num_passes), mesh, param_shardings)
+    return nan_beyond(number, K, sums)
 
-    def stage_sums(layers: Any, shared: Any, batch_KR: Any, keys_KR: Any, m: Any, passes: Any, *moments: Any) -> Sums:
-        stage = Stage(loss, layers, shared, batch_KR, keys_KR, mesh, with_grads=param_shardings is not None)
-        stage.noise, stage.moments = noise, moments[0] if moments else None
+
+def _pass_sums(
+    loss: PipelinedLoss,
+    params: Params,
+    rows: tuple[Any, jax.Array],
+    counts: tuple[Any, Any],
+    mesh: Mesh,
+    param_shardings: Any = None,
+    noise: NoiseMeter | None = None,
+) -> Sums:
+    """Return the sums over all passes, with the squares of the gradients if `noise` measures them; see `pipeline_sums`."""
+    if noise is not None:
+        _check_noise(loss, params, *rows)
+
+    def stage_sums(layers: Any, shared: Any, rows: Any, m: Any, passes: Any, moments: Any) -> Sums:
+        stage = Stage(loss, layers, shared, rows, mesh, with_grads=param_shardings is not None)
+        stage.noise, stage.moments = noise, moments
         sums = jax.lax.fori_loop(0, passes, lambda number, sums: stage.run_pass(number * m, m, sums), stage.zeros())
         return stage.stack_grads(sums)
 
-    return run_on_stages(stage_sums, loss, params, batch_KR, keys_KR, counts, mesh, param_shardings, moments)
+    arguments = (*(jnp.asarray(count, jnp.int32) for count in counts), noise and noise.moments)
+    return run_on_stages(stage_sums, loss, params, rows, mesh, param_shardings, arguments)
 
 
 def as_loss(loss: PipelinedLoss, mesh: Mesh, param_shardings: Any) -> Callable[[Params, Any, jax.Array], jax.Array]:
@@ -269,12 +293,10 @@ def run_on_stages(
     stage_sums: Callable[..., Sums],
     loss: PipelinedLoss,
     params: Params,
-    batch_KR: Any,
-    keys_KR: jax.Array,
-    counts: tuple[jax.Array, ...],
+    rows: tuple[Any, jax.Array],
     mesh: Mesh,
     param_shardings: Any,
-    moments: Any = None,
+    arguments: tuple[Any, Any, Any] = (None, None, None),
 ) -> Sums:
     """Run a function on every stage and replica, and add up the results.
 
@@ -286,12 +308,12 @@ def run_on_stages(
     are carried by the loop, which updates them in place.
 
     Args:
-        stage_sums: of (layers, shared, batch_KR, keys_KR, *counts[, moments]), the sums of a stage over the rows of a replica.
-        loss, params, batch_KR, keys_KR, mesh, param_shardings, moments: see `pipeline_sums`. `stage_sums` gets the moments as
-            those of its layers and the shared ones.
-        counts: further arguments of `stage_sums`.
+        stage_sums: of (layers, shared, rows, *arguments), the sums of a stage over the rows of a replica.
+        loss, params, mesh, param_shardings: see `pipeline_sums`.
+        rows: the microbatches (K, R, ...) and a random key per row (K, R).
+        arguments: further arguments of `stage_sums`: two numbers, and a tree like `params`, which it gets as (layers, shared).
     """
-    _check_shapes(loss, params, batch_KR, keys_KR, mesh)
+    _check_shapes(loss, params, *rows, mesh)
     axes = BatchAxes.of(mesh, loss.batch_axes)
     replicas = axes.replica if axes.num_replicas(mesh) > 1 else ()
     manual = {*axes.manual(mesh), STAGE}
@@ -313,21 +335,22 @@ def run_on_stages(
                 grads = reduce_gradients((layers, jax.lax.psum(shared, STAGE)), shardings, mesh, axes)
             else:
                 grads = (jax.lax.psum(layers, replicas) if replicas else layers, jax.lax.psum(shared, (*replicas, STAGE)))
-            grads = jax.tree.map(lambda g, total: g.astype(total.dtype), grads, sums.grads)
+            grads = jax.tree.map(lambda g, total: accumulator(g.astype(total.dtype)), grads, sums.grads)
             return totals._replace(grads=jax.tree.map(_constrain, grads, shardings))
 
-    rows = PartitionSpec(None, replicas) if replicas else PartitionSpec()
+    by_replica = PartitionSpec(None, replicas) if replicas else PartitionSpec()
     by_stage, whole = PartitionSpec(STAGE), PartitionSpec()
     grad_specs = manual_specs(shardings, mesh, manual) if scatters else (by_stage, whole)
-    extra = [] if moments is None else [(moments[LAYERS], _without_layers(moments))]
+    *counts, tree = arguments
+    parts, part_specs = (None, whole) if tree is None else ((tree[LAYERS], _without_layers(tree)), (by_stage, whole))
     sums: Sums = jax.shard_map(
         own_constraints()(reduced_sums),
         mesh=auto_view(mesh),
         axis_names=manual,
-        in_specs=(by_stage, whole, rows, rows, *(whole,) * len(counts), *[(by_stage, whole)] * len(extra)),
+        in_specs=(by_stage, whole, by_replica, whole, whole, part_specs),
         out_specs=Sums(None if shardings is None else grad_specs, whole, whole, whole, None, whole),
         check_vma=False,
-    )(params[LAYERS], _without_layers(params), batch_KR, keys_KR, *counts, *extra)
+    )(params[LAYERS], _without_layers(params), rows, *counts, parts)
     return sums if param_shardings is None else sums._replace(grads={LAYERS: sums.grads[0], **sums.grads[1]})
 
 
@@ -362,16 +385,14 @@ class Stage:
         loss: the loss in parts.
         layers: this stage's layers, stacked, in the order of `stage_layer_order`.
         shared: the other parameters.
-        batch_KR, keys_KR: microbatches and a random key per row.
+        rows: the microbatches and a random key per row.
         mesh: the mesh.
         with_grads: False for the forward alone.
     """
 
-    def __init__(
-        self, loss: PipelinedLoss, layers: Any, shared: Any, batch_KR: Any, keys_KR: Any, mesh: Mesh, with_grads: bool
-    ) -> None:
+    def __init__(self, loss: PipelinedLoss, layers: Any, shared: Any, rows: Any, mesh: Mesh, with_grads: bool) -> None:
         self.loss, self.shared, self.with_grads = loss, shared, with_grads
-        self.batch_KR, self.keys_KR = batch_KR, keys_KR
+        self.batch_KR, self.keys_KR = rows
         self.p, self.v = mesh.shape[STAGE], loss.num_repeats
         self.s = jax.lax.axis_index(STAGE)
         # (v, layers of a chunk, ...): chunk r of this stage is chunk r * p + s of the model.
@@ -396,13 +417,12 @@ class Stage:
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), results)
         grads = None
         if self.with_grads:
-            grads = jax.tree.map(
-                lambda x: jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), (self.chunks, self.shared)
-            )
+            dtype = self.loss.accumulator_dtype
+            grads = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulator_type(x.dtype, dtype)), (self.chunks, self.shared))
         noise = None
         if self.noise is not None:
             K, geometries = self.keys_KR.shape[0], 1 if self.moments is None else 2
-            dtype = jnp.result_type(*jax.tree.leaves(grads))
+            dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(grads))
             noise = NoiseSums(jnp.zeros((geometries, *self.noise.shards, K), dtype), jnp.zeros((K,), zeros[1].dtype))
         return Sums(grads, *zeros, None, noise)
 
@@ -657,7 +677,14 @@ def _check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: j
     p, v = mesh.shape[STAGE], loss.num_repeats
     if v < 1:
         raise PipelineShapeError(f"num_pipeline_repeats={v} must be at least 1", key="num_pipeline_repeats", nearest=(1,))
-    num_layers = jax.tree.leaves(params[LAYERS])[0].shape[0]
+    sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params.get(LAYERS))} if isinstance(params, dict) else set()
+    if len(sizes) != 1 or () in sizes:
+        names = f" of {', '.join(map(str, params))}" if isinstance(params, Mapping) else ""
+        raise PipelineShapeError(
+            f"the parameters of a PipelinedLoss are a dict with arrays under {LAYERS!r} whose first axis is the layers; here "
+            f"is a {type(params).__name__}{names}" + (f", with layers of the sizes {sorted(sizes)}" if sizes else "")
+        )
+    ((num_layers,),) = sizes
     if num_layers % (p * v):
         nearest = nearest_multiples(num_layers, p * v)
         raise PipelineShapeError(
@@ -682,6 +709,12 @@ def _check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: j
         raise PipelineShapeError(
             f"a pipeline stage must keep the shape and type of its input, but it turns {before} into {after}; move the change "
             "into the first or the last part"
+        )
+    discrete = [leaf.dtype.name for leaf in jax.tree.leaves(x) if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if discrete:
+        raise PipelineShapeError(
+            f"what a pipeline stage passes on must be floating-point, as its gradient travels back, and not {discrete[0]}; put "
+            "such values into the batch, which every stage sees"
         )
 
 

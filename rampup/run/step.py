@@ -613,7 +613,7 @@ class TrainStep:
         if self._skip_nonfinite or scale is not None:
             # Decided on the device, without a round trip to the host: compute the update anyway and select the old values.
             # That is one more pass over the state, so a step of weight 0 is left out only here, where there is a selection.
-            is_finite = all_finite((grads, sums.loss, sums.weight, sums.mutable))
+            is_finite = all_finite((grads, sums.loss, sums.weight, _changes(carried, _carried(state))))
             metrics["skipped"] = ~is_finite
             new = tree_where(is_finite & (sums.weight != 0), new, state)
             carried = tree_where(is_finite, carried, _carried(state))
@@ -651,11 +651,13 @@ class TrainStep:
             )
             loss = _wrap(loss, "integer parameters", lambda fn: lambda p, *args: fn(_fill(p, trained), *args))
         if scale is not None:
-            loss = _wrap(loss, "dynamic_scale", lambda fn: lambda *args: _scaled(fn(*args), scale.scale))
+            # Of a pipeline, the last part returns the loss.
+            part = "loss_fn" if isinstance(loss, AccumulatedLoss) else "last"
+            loss = _wrap(loss, "`dynamic_scale`", lambda fn: lambda *args: _scaled(fn(*args), scale.scale), part)
         options = {"mesh": self._mesh, "param_shardings": where, "mutable": _carried(state)}
-        meter = NoiseMeter.of(where, self._mesh, self._batch_axes) if self._measures_noise else None
+        meter = NoiseMeter.of(where, self._mesh, self._batch_axes, moments) if self._measures_noise else None
         if meter is not None:
-            options |= {"noise": meter, "moments": moments}
+            options |= {"noise": meter}
         sums, grads = loss.sums_and_grads(params, batch_KR, keys_KR, counts, **options)
         if scale is not None:
             sums = sums._replace(loss=sums.loss / scale.scale)
@@ -665,7 +667,7 @@ class TrainStep:
         else:
             noise = sums.noise if scale is None else sums.noise._replace(squares=sums.noise.squares / scale.scale**2)
             with jax.named_scope("gradient_noise"):
-                measured = meter.metrics(noise, grads, sums.weight, moments)
+                measured = meter.metrics(noise, grads, sums.weight)
         if has_integers:
             grads = _fill(grads, jax.tree.map(jnp.zeros_like, state.params))
         return sums, grads, measured
@@ -721,7 +723,7 @@ class TrainStep:
         if self._skip_nonfinite:
             # MultiSteps must see every microbatch, or its counter would leave the plan: zero this gradient, remember that, and
             # drop the update that the accumulated gradient leads to.
-            is_finite = all_finite((grads, sums.loss, sums.weight, sums.mutable))
+            is_finite = all_finite((grads, sums.loss, sums.weight, _changes(carried, _carried(state))))
             grads = zeros_if_not(is_finite, grads)
             carried = tree_where(is_finite, carried, _carried(state))
         # The loss of the metrics is the weighted mean over the microbatches so far. Only the gradients are averaged with equal
@@ -936,6 +938,11 @@ def _carried(state: Any) -> Any:
     return next((value for name in CARRIED_FIELDS if (value := getattr(state, name, None)) is not None), None)
 
 
+def _changes(new: Any, old: Any) -> Any:
+    """Return what has changed in a carried value, and zeros elsewhere: a running maximum may start at -infinity."""
+    return jax.tree.map(lambda x, before: jnp.where(x == before, jnp.zeros_like(x), x), new, old)
+
+
 def _carried_fields(state: Any, value: Any) -> dict[str, Any]:
     """Return the field of a state that is carried with its new value; none if nothing is carried."""
     names = [name for name in CARRIED_FIELDS if getattr(state, name, None) is not None]
@@ -945,13 +952,19 @@ def _carried_fields(state: Any, value: Any) -> dict[str, Any]:
 def _bind_loss(loss: SummableLoss, state: Any) -> SummableLoss:
     """Return the loss with the frozen arrays of a state as an argument, if it has any."""
     frozen = getattr(state, "frozen", None)
-    return loss if frozen is None else _wrap(loss, "frozen", lambda fn: functools.partial(fn, frozen=frozen))
+    return loss if frozen is None else _wrap(loss, "`frozen`", lambda fn: functools.partial(fn, frozen=frozen))
 
 
-def _wrap(loss: SummableLoss, reason: str, wrap: Callable[[LossFn], LossFn]) -> SummableLoss:
-    if not isinstance(loss, AccumulatedLoss):
-        raise ConfigError(f"{reason} of a state needs a loss function; a {type(loss).__name__} does not support it")
-    return dataclasses.replace(loss, loss_fn=wrap(loss.loss_fn))
+def _wrap(loss: Any, reason: str, wrap: Callable[[LossFn], LossFn], part: str = "loss_fn") -> SummableLoss:
+    """Return a loss with one of its functions wrapped, for something that a state has."""
+    if not hasattr(loss, part):
+        raise ConfigError(
+            f"the state has {reason}, which a {type(loss).__name__} does not support; keep such arrays in `params` as "
+            "floating-point numbers and exclude them from the optimizer with optax.transforms.freeze, or train without a "
+            "pipeline",
+            key="state",
+        )
+    return dataclasses.replace(loss, **{part: wrap(getattr(loss, part))})
 
 
 def _with_shardings(tree: Any, shardings: Any) -> Any:

@@ -5,14 +5,14 @@ compiler runs the optimizer on the parts, as it would on any sharded array, so e
 moments over whole arrays cost a collective. Then one all-gather gives all replicas the new parameters.
 
 The parts of all arrays that are not sharded over other axes travel in one buffer, so there is one collective and not one per
-array. Arrays that fsdp or tensor shard too have a collective of their own, because flattening them would gather them.
+array. Arrays that fsdp or tensor shard too have a collective of their own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,25 +90,22 @@ def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) ->
         mesh, axes: the mesh and its batch axes.
     """
     leaves, structure = jax.tree.flatten(grads)
-    dims = [None] * len(leaves)
-    if shardings is not None:
-        dims = [scattered_dimension(sharding.spec, axes.replica) for sharding in jax.tree.leaves(shardings)]
-    whole = [k for k, dim in enumerate(dims) if dim is None]
-    for k, total in zip(whole, jax.lax.psum([leaves[k] for k in whole], axes.replica), strict=True):
+    routes, d = _Routes.of(leaves, shardings, mesh, axes), axes.num_replicas(mesh)
+    for k, total in zip(routes.whole, jax.lax.psum([leaves[k] for k in routes.whole], axes.replica), strict=True):
         leaves[k] = total
-    d = axes.num_replicas(mesh)
+    for k, dim in routes.alone.items():
+        leaves[k] = jax.lax.psum_scatter(leaves[k], axes.replica, scatter_dimension=dim, tiled=True)
 
-    def parts(x: jax.Array, dim: int) -> jax.Array:
+    def split(x: jax.Array, dim: int) -> jax.Array:
         return jnp.moveaxis(x.reshape(*x.shape[:dim], d, x.shape[dim] // d, *x.shape[dim + 1 :]), dim, 0)
 
-    def scatter(buffer_dN: jax.Array) -> jax.Array:
-        return jax.lax.psum_scatter(buffer_dN, axes.replica)
-
-    def alone(x: jax.Array, dim: int) -> jax.Array:
-        return jax.lax.psum_scatter(x, axes.replica, scatter_dimension=dim, tiled=True)
-
-    done = _exchange(leaves, dims, shardings, mesh, parts, scatter, alone, leading=1)
-    return jax.tree.unflatten(structure, done)
+    for members in routes.buffers:
+        # The first dimension of the buffer is the replica to which a part goes.
+        parts = [split(leaves[k], dim) for k, dim in members.items()]
+        sums = jax.lax.psum_scatter(_pack(parts, leading=1), axes.replica)
+        for k, x in zip(members, _unpack(sums, [part.shape[1:] for part in parts]), strict=True):
+            leaves[k] = x
+    return jax.tree.unflatten(structure, leaves)
 
 
 def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) -> Any:
@@ -122,25 +119,24 @@ def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) 
     manual = axes.manual(mesh)
     in_specs = manual_specs(scattered, mesh, manual)
     out_specs = jax.tree.map(lambda spec: spec_without(spec, frozenset(axes.replica)), in_specs)
-    d = axes.num_replicas(mesh)
+
+    def merge(x: jax.Array, dim: int) -> jax.Array:
+        x = jnp.moveaxis(x, 0, dim)
+        return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
 
     def gather(params: Any) -> Any:
         leaves, structure = jax.tree.flatten(params)
-        dims = [scattered_dimension(sharding.spec, axes.replica) for sharding in jax.tree.leaves(scattered)]
+        routes = _Routes.of(leaves, scattered, mesh, axes)
+        for k, dim in routes.alone.items():
+            leaves[k] = jax.lax.all_gather(leaves[k], axes.replica, axis=dim, tiled=True)
+        for members in routes.buffers:
+            parts = [leaves[k] for k in members]
+            gathered = jax.lax.all_gather(_pack(parts, leading=0), axes.replica)
+            for (k, dim), x in zip(members.items(), _unpack(gathered, [part.shape for part in parts]), strict=True):
+                leaves[k] = merge(x, dim)
+        return jax.tree.unflatten(structure, leaves)
 
-        def alone(x: jax.Array, dim: int) -> jax.Array:
-            return jax.lax.all_gather(x, axes.replica, axis=dim, tiled=True)
-
-        def merge(x: jax.Array, dim: int) -> jax.Array:
-            x = jnp.moveaxis(x, 0, dim)
-            return x.reshape(*x.shape[:dim], d * x.shape[dim + 1], *x.shape[dim + 2 :])
-
-        def whole(buffer_N: jax.Array) -> jax.Array:
-            return jax.lax.all_gather(buffer_N, axes.replica)
-
-        done = _exchange(leaves, dims, scattered, mesh, lambda x, dim: x, whole, alone, leading=0, merge=merge)
-        return jax.tree.unflatten(structure, done)
-
+    # check_vma=False: JAX would not infer that a gathered array is the same on all replicas.
     return jax.shard_map(
         gather, mesh=auto_view(mesh), axis_names=manual, in_specs=(in_specs,), out_specs=out_specs, check_vma=False
     )(params)
@@ -151,56 +147,50 @@ def constrain_all(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(constrain, tree, shardings)
 
 
-def _exchange(
-    leaves: Sequence[jax.Array],
-    dims: Sequence[int | None],
-    shardings: Any,
-    mesh: Mesh,
-    prepare: Callable[[jax.Array, int], jax.Array],
-    together: Callable[[jax.Array], jax.Array],
-    alone: Callable[[jax.Array, int], jax.Array],
-    *,
-    leading: int,
-    merge: Callable[[jax.Array, int], jax.Array] | None = None,
-) -> list[jax.Array]:
-    """Exchange the scattered leaves between the replicas: one buffer per type, and alone what automatic axes shard too.
+class _Routes(NamedTuple):
+    """How the leaves of a tree travel between the replicas. Leaves are named by their index.
 
-    Args:
-        leaves: the arrays as a replica has them.
-        dims: the scattered dimension of each, or None for those that stay as they are.
-        shardings: their shardings.
-        mesh: the mesh.
-        prepare: brings an array into the shape in which it goes into the buffer, after flattening.
-        together: exchanges a buffer.
-        alone: exchanges an array.
-        leading: dimensions of a prepared array that are not flattened.
-        merge: makes the result of an array out of its slice of the exchanged buffer, whose first dimension is the replicas.
+    Attributes:
+        whole: those that every replica keeps whole.
+        alone: those that automatic axes shard too, with their scattered dimensions.
+        buffers: the others, those of one type in one buffer, with their scattered dimensions.
     """
-    done, buffers = list(leaves), dict[Any, list[int]]()
-    manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-    for k, (dim, sharding) in enumerate(zip(dims, jax.tree.leaves(shardings), strict=True) if shardings is not None else ()):
-        if dim is None:
-            continue
-        if any(name not in manual for entry in sharding.spec for name in _names(entry, mesh)):
-            done[k] = alone(leaves[k], dim)
-        else:
-            buffers.setdefault(leaves[k].dtype, []).append(k)
-    for members in buffers.values():
-        ready = [prepare(leaves[k], dims[k]) for k in members]  # type: ignore[arg-type]
-        flat = [x.reshape(*x.shape[:leading], -1) for x in ready]
-        size = sum(x.shape[-1] for x in flat)
-        padding = jnp.zeros((*flat[0].shape[:leading], -size % math.prod(TILE)), flat[0].dtype)
-        tiled = jnp.concatenate([*flat, padding], axis=leading).reshape(*flat[0].shape[:leading], -1, TILE[1])
-        result = together(tiled)
-        result = result.reshape(*result.shape[:-2], -1)
-        first = 0
-        for k, x in zip(members, ready, strict=True):
-            size = math.prod(x.shape[leading:])
-            piece = jax.lax.slice_in_dim(result, first, first + size, axis=result.ndim - 1)
-            shape = x.shape[leading:]
-            done[k] = piece.reshape(shape) if merge is None else merge(piece.reshape(-1, *shape), dims[k])  # type: ignore[arg-type]
-            first += size
-    return done
+
+    whole: list[int]
+    alone: dict[int, int]
+    buffers: list[dict[int, int]]
+
+    @classmethod
+    def of(cls, leaves: Sequence[jax.Array], shardings: Any, mesh: Mesh, axes: BatchAxes) -> _Routes:
+        routes, by_type = cls([], {}, []), dict[Any, dict[int, int]]()
+        manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+        for k, (leaf, sharding) in enumerate(zip(leaves, jax.tree.leaves(shardings), strict=True)):
+            dim = scattered_dimension(sharding.spec, axes.replica)
+            if dim is None:
+                routes.whole.append(k)
+            elif any(name not in manual for entry in sharding.spec for name in _names(entry, mesh)):
+                # To flatten it into a buffer, the compiler would gather it over those axes.
+                routes.alone[k] = dim
+            else:
+                by_type.setdefault(leaf.dtype, {})[k] = dim
+        return routes._replace(buffers=list(by_type.values()))
+
+
+def _pack(arrays: Sequence[jax.Array], *, leading: int) -> jax.Array:
+    """Return arrays as one buffer (*leading, N, 128) of whole tiles, flattened except for their leading dimensions."""
+    flat = [x.reshape(*x.shape[:leading], -1) for x in arrays]
+    size = sum(x.shape[-1] for x in flat)
+    padding = jnp.zeros((*flat[0].shape[:leading], -size % math.prod(TILE)), flat[0].dtype)
+    return jnp.concatenate([*flat, padding], axis=leading).reshape(*padding.shape[:leading], -1, TILE[1])
+
+
+def _unpack(buffer: jax.Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[jax.Array]:
+    """Yield the arrays of these shapes that are in a buffer (*leading, N, 128), each with the leading dimensions."""
+    flat, first = buffer.reshape(*buffer.shape[:-2], -1), 0
+    for shape in shapes:
+        end = first + math.prod(shape)
+        yield jax.lax.slice_in_dim(flat, first, end, axis=flat.ndim - 1).reshape(*flat.shape[:-1], *shape)
+        first = end
 
 
 def _names(entry: Any, mesh: Mesh) -> tuple[str, ...]:

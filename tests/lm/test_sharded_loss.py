@@ -91,6 +91,28 @@ def test_gradients_reduced_in_bfloat16_are_close():
     assert {leaf.dtype for leaf in jax.tree.leaves(found[2])} == {np.dtype("float32")}
 
 
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        (MeshAxes(data=8), {"shard_optimizer_over_data": True}),
+        (MeshAxes(fsdp=4, data=2), {}),
+        (MeshAxes(data=2, pipeline=2), {"shard_optimizer_over_data": True}),
+    ],
+)
+def test_gradients_accumulated_in_bfloat16_are_close(axes, options):
+    """Sums in bfloat16 round the gradients, to 1e-2, and not the loss: with ZeRO-1, fsdp and a pipeline."""
+
+    def loss(model, mesh):
+        loss = AccumulatedLoss(model.loss) if options else model.sharded_loss(mesh)
+        return dataclasses.replace(model.pipelined(1) if axes.pipeline > 1 else loss, accumulator_dtype=jnp.bfloat16)
+
+    found, _ = run_step(SMALL, axes, loss=loss, **options)
+    assert found[0] == pytest.approx(reference()[0], rel=1e-6)
+    assert found[1] == pytest.approx(reference()[1], rel=1e-2)
+    assert found[1] != pytest.approx(reference()[1], rel=1e-6)
+    assert_same(found[2], reference()[2], 1e-2)
+
+
 def test_sharded_loss_refuses_scattered_gradients():
     """Parts of the optimizer over the replicas need whole parameters; the error names the key."""
     with pytest.raises(ConfigError, match="whole parameters") as caught:

@@ -208,6 +208,7 @@ def test_rows_of_step_names_samples_and_files(tmp_path):
         ({"grain_train_files": "/nowhere/*.txt"}, DataError, "grain_train_files"),
         ({"num_epoch": 1, "steps": 100_000}, DataError, "num_epoch"),
         ({"eval_interval": 6, "eval_steps": 10**6}, DataError, "eval_steps"),
+        ({"eval_interval": 6, "eval_per_device_batch_size": 10**6}, DataError, "eval_per_device_batch_size"),
     ],
 )
 def test_train_refuses_before_any_work(tmp_path, change, error, key):
@@ -216,6 +217,21 @@ def test_train_refuses_before_any_work(tmp_path, change, error, key):
         train(config(tmp_path / "out", **change))
     assert caught.value.key == key
     assert not (tmp_path / "out").exists()
+
+
+def test_default_evaluation_takes_what_a_small_file_holds_out(tmp_path):
+    """The default number of batches is no error for a small file: as many as there are. With fewer rows than a batch it is."""
+    text = tmp_path / "small.txt"
+    text.write_bytes(bytes(range(32, 127)) * 200)
+    settings = config(tmp_path, grain_train_files=str(text), eval_interval=6, steps=1)
+    run = Run.from_config(settings, build_plan(settings, jax.device_count()))
+    state = run.setup.initial_state()
+    held_out = round(0.05 * (95 * 200 // 16))
+    assert 1 <= held_out // 24 < settings.eval_steps
+    assert run.evaluation.evaluate(state)["eval_tokens"] == held_out // 24 * 24 * 16
+    few = config(tmp_path, grain_train_files=str(text), eval_interval=6, steps=1, max_target_length=1000)
+    with pytest.raises(DataError, match="needs a batch of 24 rows, but 1 rows are held out, 0 batches; set a smaller eval_per"):
+        Run.from_config(few, build_plan(few, jax.device_count()))
 
 
 def test_train_writes_every_metric_for_tensorboard(tmp_path):

@@ -9,10 +9,10 @@ import optax
 import pytest
 from helpers import toy
 
-from rampup.errors import RampDefinitionError
+from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan import BatchRamp, BatchSplitter, RampPlan
-from rampup.run.accumulate import accumulate, multi_steps, per_row_keys
-from rampup.run.mesh import batch_sharding, shardings_like
+from rampup.run.accumulate import AccumulatedLoss, accumulate, multi_steps, per_row_keys
+from rampup.run.mesh import batch_sharding, make_mesh, shardings_like
 
 
 @pytest.fixture
@@ -81,6 +81,49 @@ def test_accumulate_sums_in_float32():
     assert float(sums.grads["w"]) == 1000 / 1024
 
 
+@pytest.mark.parametrize("name", ["one", "data"])
+@pytest.mark.parametrize("K", [1, 3])
+def test_accumulate_uses_as_many_microbatches_as_it_is_told(name, K):
+    """No microbatch is no sum, of a buffer of one too; a number beyond the buffer is an error, and NaN if it is traced."""
+    mesh = toy.mesh_of(name)
+    params, (batch, host) = toy.new_params(mesh), buffer(mesh, K, 16, np.float32)
+    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(K * 16).reshape(K, 16))
+    run = jax.jit(lambda number: accumulate(toy.loss_fn, params, batch, number, keys, mesh=mesh))
+    for number in range(K + 1):
+        weight = host["weight"][: 16 * number].sum()
+        for sums in (run(number), accumulate(toy.loss_fn, params, batch, number, keys, mesh=mesh)):
+            assert (float(sums.weight), int(sums.aux["rows"])) == (weight, 16 * number)
+            assert all((np.asarray(g) == 0).all() == (number == 0) for g in jax.tree.leaves(sums.grads))
+    for number in (K + 1, -1):
+        assert np.isnan([run(number).loss, run(number).weight]).all()
+        assert np.isnan(run(number).mean_grads(params)["in"]).all()
+    for number in (K + 1, -1, 1.0, True, "1"):
+        with pytest.raises(ConfigError, match=f"num_microbatches=.* must be a whole number from 0 to {K}"):
+            accumulate(toy.loss_fn, params, batch, number, keys, mesh=mesh)
+
+
+@pytest.mark.parametrize("name", ["one", "data"])
+def test_accumulators_in_bfloat16_round_the_gradient_and_not_the_loss(name):
+    """The program carries bfloat16 and returns float32; the error grows with the number of microbatches, by its rounding."""
+    mesh, K = toy.mesh_of(name), 32
+    params, (batch, _) = toy.new_params(mesh), buffer(mesh, K, 8, np.float32)
+    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(K * 8).reshape(K, 8))
+    loss = AccumulatedLoss(toy.loss_fn, accumulator_dtype=jnp.bfloat16)
+    run, exact = (
+        jax.jit(lambda n, loss=loss: accumulate(loss, params, batch, n, keys, mesh=mesh)) for loss in (loss, toy.loss_fn)
+    )
+    assert re.search(r"while\(.*bf16\[8,16\]|= \(.*bf16\[8,16\].* while", run.lower(2).compile().as_text())
+    errors = []
+    for number in (1, K):
+        found, expected = run(number), exact(number)
+        assert {leaf.dtype for leaf in jax.tree.leaves(found.grads)} == {np.dtype("float32")}
+        assert float(found.loss) == float(expected.loss)
+        difference = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), found.grads, expected.grads)
+        errors.append(max(jax.tree.leaves(difference)))
+    assert 2**-11 < errors[0] < 2**-8
+    assert errors[0] < errors[1] < K * 2**-8
+
+
 def all_reduces_by_loop(hlo):
     """Return the shapes that all-reduces reduce, inside loop bodies and outside."""
     bodies = set(re.findall(r"body=%?([\w.\-]+)", hlo))
@@ -136,6 +179,21 @@ def test_accumulate_carries_mutable_and_averages_it_over_replicas():
     )(params, batch, np.int32(2), keys)
     expected = np.mean([10 * row + (row + 8) for row in range(8)])
     assert (float(sums.mutable["last"]), int(sums.mutable["n"])) == (expected, 2)
+
+
+def test_constants_that_a_loss_carries_do_not_drift_on_several_replicas():
+    """The mean over three replicas leaves a constant and -infinity alone, bit for bit (A11)."""
+    mesh = make_mesh(devices=jax.devices()[:3])
+    start = {"constant": jnp.linspace(0.1, 3, 64), "maximum": jnp.full((2,), -jnp.inf)}
+    batch = jax.device_put({"x": np.ones((2, 3), np.float32)}, batch_sharding(mesh, leading=1))
+
+    def loss_fn(params, batch, keys, mutable):
+        maximum = mutable["maximum"].at[0].max(batch["x"].max())
+        return jnp.sum(params["w"] * batch["x"]), batch["x"].size, {}, {**mutable, "maximum": maximum}
+
+    found = accumulate(loss_fn, {"w": jnp.ones(())}, batch, 2, mesh=mesh, mutable=start).mutable
+    assert (np.asarray(found["constant"]) == np.asarray(start["constant"])).all()
+    assert found["maximum"].tolist() == [1, -np.inf]
 
 
 def test_multi_steps_follows_the_plan():

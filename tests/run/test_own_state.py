@@ -3,15 +3,20 @@
 import dataclasses
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax.training import train_state
+from flax.training.dynamic_scale import DynamicScale
 from helpers.toy import loss_fn, mesh_of, new_params, plan_for, rows
 
 import rampup
+from rampup.lm.transformer import LanguageModel
+from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
+from rampup.run.mesh import make_mesh
 
 
 class EmaState(train_state.TrainState):
@@ -188,3 +193,80 @@ def test_plan_that_does_not_fit_the_mesh_is_refused():
     """A plan for another number of replicas than the mesh has is an error when the step is made (B5)."""
     with pytest.raises(rampup.RampupError, match="data_parallel_size"):
         rampup.train_step(loss_fn, optax.sgd(0.1), plan_for(mesh_of("one")), mesh_of("data"))
+
+
+@pytest.mark.parametrize("engine", ["fused", "multi_steps"])
+def test_a_maximum_that_starts_at_infinity_skips_no_step(engine):
+    """With `skip_nonfinite`, what was infinite before a step is no reason to skip it; what becomes so is (B5)."""
+    mesh, tx = mesh_of("one"), optax.sgd(0.01)
+    plan = plan_for(mesh, "0:16", steps=3)
+
+    def loss(params, batch, keys, mutable):
+        bad = jnp.where(jnp.any(batch["id"] == 20), jnp.inf, 0.0)
+        return *loss_fn(params, batch, keys), {"maximum": mutable["maximum"], "sum": mutable["sum"] + bad}
+
+    step = rampup.train_step(loss, tx, plan, mesh, engine=engine, skip_nonfinite=True)
+    carried = {"maximum": jnp.float32(-jnp.inf), "sum": jnp.float32(0)}
+    state, skipped = rampup.create_state(new_params(mesh), step.tx, mesh, mutable=carried), []
+    for batch in step.batches(rows()):
+        state, metrics = step(state, batch)
+        skipped.append(bool(metrics["skipped"]))
+    assert skipped == [False, True, False]
+    assert float(state.mutable["sum"]) == 0
+
+
+MODEL = LanguageModel(num_layers=2, width=16, mlp_dim=16, num_heads=2, num_kv_heads=1, vocab_size=32)
+
+
+def run_pipeline(num_stages, **fields):
+    """Return losses and parameters of some steps with a state that has further fields, on two replicas with stages."""
+    axes = MeshAxes(data=2, pipeline=num_stages)
+    mesh = make_mesh(axes, jax.devices()[: 2 * num_stages])
+    splitter = BatchSplitter(data_parallel_size=2, num_stages=num_stages, microbatch_size=2)
+    plan = RampPlan(ramp=BatchRamp.from_schedule("0:8 16:16"), splitter=splitter, num_devices=mesh.size, total_steps=5)
+    model, tx = MODEL.on(mesh), optax.sgd(0.3)
+    params = jax.device_put(MODEL.init(jax.random.key(0)), model.shardings(mesh))
+    state = ScaledState(step=0, params=params, opt_state=tx.init(params), **fields)
+    step = rampup.train_step(model.pipelined(1) if num_stages > 1 else model.loss, tx, plan, mesh)
+    rng, losses = np.random.default_rng(0), []
+    data = [{"tokens": rng.integers(0, 32, 9).astype(np.uint8), "length": np.int32(n % 8 + 1)} for n in range(64)]
+    state = rampup.prepare_state(state, mesh)
+    for batch in step.batches(data):
+        state, metrics = step(state, batch)
+        losses.append([float(metrics["loss"]), float(metrics["grad_norm"]), float(metrics.get("skipped", 0))])
+    return losses, jax.device_get((state.params, state.dynamic_scale))
+
+
+@flax.struct.dataclass
+class ScaledState:
+    """A state with a loss scale and frozen arrays."""
+
+    step: Any
+    params: Any
+    opt_state: Any
+    dynamic_scale: Any = None
+    frozen: Any = None
+
+
+def test_dynamic_scale_works_with_pipeline_stages():
+    """Losses, skipped steps, the scale and the parameters are those without a pipeline, to 1e-6 (A5)."""
+    scale = DynamicScale(scale=jnp.float32(2.0**122), growth_interval=2, backoff_factor=2**-8)  # The first steps overflow.
+    expected, found = run_pipeline(1, dynamic_scale=scale), run_pipeline(2, dynamic_scale=scale)
+    assert [row[2] for row in found[0]] == [row[2] for row in expected[0]]
+    assert 0 < sum(row[2] for row in found[0]) < 5
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[1], expected[1])
+
+
+def test_frozen_and_integer_parameters_with_pipeline_stages_are_refused():
+    """The error comes before anything is computed, and names the field, the loss and what to do (A5)."""
+    with pytest.raises(rampup.ConfigError, match=r"`frozen`, which a PipelinedLoss .* optax\.transforms\.freeze"):
+        run_pipeline(2, frozen={"base": jnp.zeros(2)})
+    mesh = make_mesh(MeshAxes(pipeline=2), jax.devices()[:2])
+    splitter = BatchSplitter(data_parallel_size=1, num_stages=2)
+    plan = RampPlan(ramp=BatchRamp.constant(8), splitter=splitter, num_devices=2, total_steps=5)
+    params = MODEL.init(jax.random.key(0)) | {"count": jnp.zeros(2, jnp.int32)}
+    step = rampup.train_step(MODEL.on(mesh).pipelined(1), optax.sgd(0.1), plan, mesh)
+    data = [{"tokens": np.zeros(9, np.uint8), "length": np.int32(8)}] * 8
+    with pytest.raises(rampup.ConfigError, match="integer parameters, which a PipelinedLoss"):
+        step(rampup.create_state(params, step.tx, mesh), next(step.batches(data)))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.core import FrozenDict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import rampup.run
@@ -347,3 +348,38 @@ def test_pipeline_sums_refuse_wrong_shapes_before_compiling(spoil, key, words, m
     with pytest.raises(PipelineShapeError, match=words) as caught:
         pipeline_sums(loss, placed, batch, 4, keys, mesh=mesh, param_shardings=shardings)
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        ("frozen", "a dict with arrays under .layers. .* here is a FrozenDict of "),
+        ("missing", "here is a dict of embedding"),
+        ("scalar", r"with layers of the sizes \[\(\), \(48,\)\]"),
+        ("integer", "must be floating-point, .* and not int32; put such values into the batch"),
+    ],
+)
+def test_pytrees_that_cannot_be_pipelined_are_refused(spoil, words):
+    """Parameters without stacked layers, and activations without a gradient, are errors in words (B5)."""
+    params, batch, keys, parts = problem()
+    mesh, shardings, placed, _ = on_mesh(params, MeshAxes(pipeline=4))
+    loss = parts()
+    if spoil == "integer":
+        first = lambda *args: {**loss.first(*args), "n": jnp.zeros((ROWS,), jnp.int32)}  # noqa: E731
+        loss = dataclasses.replace(loss, first=first, stage=lambda layers, x, *_: x)
+    layers = {"scalar": {**placed["layers"], "scale": jnp.ones(())}}.get(spoil, placed["layers"])
+    changed = {"embedding": placed["embedding"]} | ({} if spoil == "missing" else {"layers": layers})
+    changed = FrozenDict(changed) if spoil == "frozen" else changed
+    with pytest.raises(PipelineShapeError, match=words):
+        pipeline_sums(loss, changed, batch, 4, keys, mesh=mesh, param_shardings=shardings)
+
+
+def test_pipeline_sums_take_no_more_microbatches_than_there_are():
+    """Passes times microbatches beyond the buffer are an error, and give NaN if they are traced."""
+    params, batch, keys, parts = problem()
+    mesh, _, placed, _ = on_mesh(params, MeshAxes(pipeline=2))
+    with pytest.raises(rampup.ConfigError, match="num_microbatches=18 must be a whole number from 0 to 16"):
+        pipeline_sums(parts(), placed, batch, 9, keys, mesh=mesh, num_passes=2)
+    run = jax.jit(lambda m: pipeline_sums(parts(), placed, batch, m, keys, mesh=mesh, num_passes=2))
+    assert np.isfinite(run(8).loss)
+    assert np.isnan(run(9).loss)
