@@ -87,11 +87,9 @@ def train(config: Config, on_event: OnEvent = ignore_event) -> Summary:
     # Owned before the checkpoint is read: a process that is still training would write newer ones.
     owned = own_run(folder, only_existing=True) if config.run_name else contextlib.nullcontext()
     with watchdog(config.jax_distributed_heartbeat_timeout_seconds), owned:
-        saved = saved_checkpoint(config)
-        if saved is None or RAMP_RECORD not in saved.record:
-            plan = build_plan(config, jax.device_count())
-        else:
-            plan = plan_to_resume(config, jax.device_count(), {**_ramp_of(saved), "step": saved.step})
+        saved, num_devices = saved_checkpoint(config), jax.device_count()
+        ramp = _ramp_of(saved)
+        plan = build_plan(config, num_devices) if ramp is None else plan_to_resume(config, num_devices, ramp)
         return Run.from_config(config, plan, saved).train(on_event)
 
 
@@ -102,10 +100,12 @@ def saved_checkpoint(config: Config) -> SavedCheckpoint | None:
     return find_checkpoint(as_path(config.base_output_directory) / config.run_name / CHECKPOINT_FOLDER)
 
 
-def _ramp_of(saved: SavedCheckpoint) -> dict[str, Any]:
-    """Return the description of the ramp in a checkpoint, with the rows of the ramp as it was then: it may have grown."""
+def _ramp_of(saved: SavedCheckpoint | None) -> dict[str, Any] | None:
+    """Return the step of a checkpoint and the ramp as it was then, which may have grown; None if it does not have that."""
+    if saved is None or RAMP_RECORD not in saved.record:
+        return None
     record: dict[str, Any] = saved.record[RAMP_RECORD]
-    return {**record, "ramp": saved.record.get(RAMP_ROWS, record["ramp"])}
+    return {**record, "ramp": saved.record.get(RAMP_ROWS, record["ramp"]), "step": saved.step}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,7 +345,7 @@ class Run:
             evaluation=self.evaluation,
             on_event=on_event,
         )
-        known = None if self.saved is None or RAMP_RECORD not in self.saved.record else _ramp_of(self.saved)
+        known = _ramp_of(self.saved)
         # A key that an older version does not have had its default.
         saved = self.saved and replace(self.saved, record={**IDENTITY_DEFAULTS, **self.saved.record})
         state, start = loop.restore(state, saved, ramp_before=known and BatchRamp.from_rows(known["ramp"]))

@@ -244,6 +244,7 @@ def _on_mesh(sharding: Any, mesh: Mesh, ndim: int) -> NamedSharding | None:
 
     if any(entry is PartitionSpec.UNCONSTRAINED for entry in sharding.spec):
         return None
+    # Grouping by sizes can go wrong if the meshes order their devices differently, so the result is compared.
     found = NamedSharding(mesh, PartitionSpec(*map(axes_of, sharding.spec)), memory_kind=sharding.memory_kind)
     return found if found.is_equivalent_to(sharding, ndim) else None
 

@@ -74,6 +74,7 @@ class LearningRate:
 
     def __call__(self, count: Any) -> Any:
         """Return the learning rate of optimizer step `count`, a traced int32."""
+        # The phases are a constant table in which the program looks up its own, so a phase change needs no compilation.
         # Sample counts do not fit into int32, so progress is given per phase: its value at the first step, and per step.
         segments = [segment for segment in self.plan.clock if segment.start_step <= MAX_STEPS]
         start_steps = jnp.asarray(np.array([segment.start_step for segment in segments], np.int32))
@@ -236,6 +237,7 @@ def make_optimizer(
         raise ConfigError(
             f"opt_type={kind!r} must be one of {', '.join(optimizers)}", key="opt_type", nearest=tuple(optimizers)
         )
+    # Before the optimizer, so that one huge gradient does not stay in the moments.
     clipping = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
     return optax.chain(*clipping, optimizers[kind]())
 
@@ -273,6 +275,7 @@ def _store_moments(tx: optax.GradientTransformation, mu_dtype: Any, nu_dtype: An
     def init(params: Any) -> Any:
         return convert(tx.init(params), cast_to(mu_dtype), cast_to(nu_dtype))
 
+    # Only what is kept between steps is rounded; the update itself reads float32 moments.
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates, new = tx.update(jax.tree.map(wide, grads), convert(state, wide, wide), params)
         return updates, jax.tree.map(lambda x, old: x.astype(old.dtype), new, state)

@@ -92,8 +92,9 @@ Params = Mapping[str, Any]
 class PipelinedLoss:
     """A loss in three parts, so that its layers can be spread over pipeline stages. It takes the place of a loss function.
 
-    The parameters are a dict: `layers`, stacked along the first axis in the order of `stage_layer_order`, and the parameters
-    of the first and the last part, which every stage has.
+    The parameters are a dict: `layers`, stacked along the first axis, and the parameters of the first and the last part, which
+    every stage has. With repeats, the layers are in the order of `rampup.plan.pipeline.stage_layer_order`; `permute_layers`
+    brings them into it.
 
     Attributes:
         first: `first(params, batch, keys) -> x`, before the layers; `params` without `layers`; `keys` has one random key

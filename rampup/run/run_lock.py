@@ -76,6 +76,7 @@ class _Lock:
 
     def acquire(self) -> str:
         """Create the file, and return why that is not possible, or "". Waits for signs of life of an owner on another host."""
+        # Written under a name of its own and then linked: a link is atomic, also on NFS, and no lock is seen half written.
         own = self._path.with_name(f"{LOCK_FILE}.{self._token}")
         try:
             own.write_text(json.dumps({**_identity(), "token": self._token, "since": time.strftime("%Y-%m-%d %H:%M:%S")}))
@@ -131,6 +132,7 @@ class _Lock:
         """Delete the file of a dead owner, and not that of a process that was faster."""
         aside = self._path.with_name(f"{LOCK_FILE}.{self._token}.old")
         with contextlib.suppress(FileNotFoundError):
+            # Between reading and deleting, another process may have taken over: move first, then look whose lock it was.
             os.rename(self._path, aside)
             if (_read(aside) or {}).get("token") != owner.get("token"):
                 _link(aside, self._path)
@@ -150,6 +152,7 @@ class _BucketLock:
             owner = _read(self._path)
             if owner is not None and not self._is_dead(owner):
                 return _refusal(self._path, owner)
+            # A bucket has no exclusive creation. The last writer wins, and all look who that was after a pause.
             self._write()
             time.sleep(SETTLE_SECONDS)
             owner = _read(self._path) or {}

@@ -36,6 +36,7 @@ def as_path(path: str | os.PathLike[str]) -> Path:
         )
     from etils import epath
 
+    # epath imports the package of a scheme at the first access.
     bucket = epath.Path(text)
     try:
         bucket.exists()

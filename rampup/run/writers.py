@@ -78,6 +78,7 @@ class TensorBoardWriter:
                 self._upload()
             except OSError as error:
                 self._abandon_file(error)
+        # Reported once. The numbers that follow go into a new file and may succeed.
         problem, self._problem = self._problem, None
         if problem is not None:
             raise StorageError(f"{self._folder} cannot be written: {problem.strerror or problem}") from problem
@@ -103,6 +104,7 @@ class TensorBoardWriter:
             from tensorboardX.proto.event_pb2 import Event, SessionLog
 
             self._local.mkdir(parents=True, exist_ok=True)
+            # A file is never continued: the process before may have died in the middle of a record.
             number = next(self._number)
             self._file = EventsWriter(str(self._local / "events"), f".{os.getpid()}.{self._start}.{number}")
             # This event makes TensorBoard hide the earlier values of this step and later ones.
@@ -131,6 +133,7 @@ class WandbWriter:
     """
 
     def __init__(self, folder: Path, *, project: str, config: Mapping[str, Any]) -> None:
+        # `id` and not only `name`: W&B continues a run by its id.
         local = tempfile.mkdtemp(prefix="rampup-wandb-") if is_bucket(folder) else str(folder)
         self._run = required("wandb").init(
             project=project, name=folder.name, id=folder.name, resume="allow", dir=local, config=dict(config)

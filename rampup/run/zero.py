@@ -42,6 +42,7 @@ def scattered_shardings(tree: Any, mesh: Mesh, axes: BatchAxes) -> Any:
         if d == 1 or scattered_dimension(sharding.spec, axes.replica) is not None:
             return sharding
         entries = [_names(entry, mesh) for entry in (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))]
+        # Not the dimension of the stages: a stage takes whole layers, and an optimizer may treat each layer by itself.
         found = [
             k
             for k, names in enumerate(entries)
@@ -180,6 +181,7 @@ def _pack(arrays: Sequence[jax.Array], *, leading: int) -> jax.Array:
     """Return arrays as one buffer (*leading, N, 128) of whole tiles, flattened except for their leading dimensions."""
     flat = [x.reshape(*x.shape[:leading], -1) for x in arrays]
     size = sum(x.shape[-1] for x in flat)
+    # Zeros add nothing to a sum, and `_unpack` does not read them.
     padding = jnp.zeros((*flat[0].shape[:leading], -size % math.prod(TILE)), flat[0].dtype)
     return jnp.concatenate([*flat, padding], axis=leading).reshape(*padding.shape[:leading], -1, TILE[1])
 

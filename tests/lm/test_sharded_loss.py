@@ -96,7 +96,7 @@ def test_gradients_reduced_in_bfloat16_are_close():
     [
         (MeshAxes(data=8), {"shard_optimizer_over_data": True}),
         (MeshAxes(fsdp=4, data=2), {}),
-        (MeshAxes(data=2, pipeline=2), {"shard_optimizer_over_data": True}),
+        (MeshAxes(data=2, fsdp=2, pipeline=2), {"shard_optimizer_over_data": True}),
     ],
 )
 def test_gradients_accumulated_in_bfloat16_are_close(axes, options):

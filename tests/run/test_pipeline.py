@@ -365,7 +365,7 @@ def test_pytrees_that_cannot_be_pipelined_are_refused(spoil, words):
     mesh, shardings, placed, _ = on_mesh(params, MeshAxes(pipeline=4))
     loss = parts()
     if spoil == "integer":
-        first = lambda *args: {**loss.first(*args), "n": jnp.zeros((ROWS,), jnp.int32)}  # noqa: E731
+        first = lambda *args: {**parts().first(*args), "n": jnp.zeros((ROWS,), jnp.int32)}  # noqa: E731
         loss = dataclasses.replace(loss, first=first, stage=lambda layers, x, *_: x)
     layers = {"scalar": {**placed["layers"], "scale": jnp.ones(())}}.get(spoil, placed["layers"])
     changed = {"embedding": placed["embedding"]} | ({} if spoil == "missing" else {"layers": layers})

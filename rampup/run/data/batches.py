@@ -234,6 +234,7 @@ def local_samples(consumed_samples: int, split: BatchSplit, local_rows: np.ndarr
 
     Microbatch i of a step that starts at sample s contains samples s + i*d*b to s + (i+1)*d*b.
     """
+    # A microbatch takes consecutive samples of all replicas, so how a batch is split does not change which rows it has.
     starts = consumed_samples + split.data_parallel_size * split.microbatch_size * np.arange(split.num_microbatches)
     return starts[:, None] + local_rows[None, :]
 
@@ -281,6 +282,7 @@ class BatchLoader:
         self.order.check(self.plan.ramp.samples_before(stop))
         if start >= stop:
             return
+        # Grain's threads read whole steps. They do not split: which split is right is known only when a step is about to run.
         dataset = StepDataset(self.source, self.plan, self.order, self.mesh, self.loading)
         options = grain.ReadOptions(num_threads=self.num_threads, prefetch_buffer_size=self.read_ahead)
         steps = iter(dataset[start:stop].to_iter_dataset(options))
@@ -303,6 +305,7 @@ class BatchLoader:
         split = position.split if self.split_for is None else self.split_for(position)
         if split != position.split:
             position = replace(position, split=split)
+        # From here on the position says how the batch is really split. Its samples are the planned ones in either case.
         layout = layout_of(self.plan, split, chunk_size=self.chunk_size)
         return Batch(position, put_chunks(dataset.split_rows(step, split), layout, self.mesh, self.loading), layout)
 
@@ -413,6 +416,7 @@ def stream_batches(
             ready = jax.tree.map(lambda *parts: np.concatenate(parts), *pending)
         except ValueError as error:
             raise DataError(f"the rows of step {number} do not have the same structure and shapes: {error}") from error
+        # What the next step begins with: the rest of a batch that two steps share.
         pending, count = [jax.tree.map(lambda x, used=needed: x[used:], ready)], count - needed
         batch_nR = jax.tree.map(lambda x, used=needed, n=split.num_microbatches: x[:used].reshape(n, -1, *x.shape[1:]), ready)
         yield Batch(replace(position, split=split), put_chunks(batch_nR, layout, mesh, Loading(batch_axes=batch_axes)), layout)
@@ -485,6 +489,7 @@ def put_chunks(batch_nR: Any, layout: BufferLayout, mesh: Mesh, loading: Loading
 
     def chunk(x_nR: np.ndarray, first: int) -> np.ndarray:
         x_KR = x_nR[first : first + layout.chunk_size]
+        # Only the last chunk can be short. The step's loop ends before the zeros.
         missing = layout.chunk_size - len(x_KR)
         return np.concatenate([x_KR, np.zeros((missing, *x_KR.shape[1:]), x_KR.dtype)]) if missing else x_KR
 

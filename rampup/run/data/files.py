@@ -76,6 +76,7 @@ def open_sources(
 
 
 def _hold_out_last(rows: RowSource, fraction: float, paths: Sequence[str]) -> tuple[RowSource, RowSource]:
+    # The last rows, so that the numbers of the training rows do not depend on how many are held out.
     held_out = max(round(len(rows) * fraction), 1)
     if held_out >= len(rows):
         raise DataError(
@@ -87,6 +88,7 @@ def _hold_out_last(rows: RowSource, fraction: float, paths: Sequence[str]) -> tu
 
 
 def _find_files(pattern: str, key: str) -> list[str]:
+    # The order of the files is the order of the rows, and a file system may list them in any.
     paths = sorted(path for path in glob.glob(pattern, recursive=True) if not Path(path).is_dir())
     if not paths:
         hint = f"; it is a folder: name its files, such as '{pattern.rstrip('/')}/*'" if Path(pattern).is_dir() else ""
@@ -203,6 +205,7 @@ def open_token_file(path: str, token_dtype: str) -> TokenFile:
 
 
 def _numpy_file(path: str) -> TokenFile:
+    # Mapped to find the offset of the data. Reading through the map would be a signal, not an error, if the file is truncated.
     array = np.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(array, np.ndarray):
         raise DataError(f"{path} is an archive of arrays; save a single array with numpy.save")

@@ -115,6 +115,7 @@ def shared_sources(loading: Loading, open_all: Callable[[], tuple[RowSource, ...
 
 def rows_of_processes(mesh: Mesh, num_rows: int, axes: BatchAxes | None = None) -> dict[int, np.ndarray]:
     """Return the rows of a microbatch that each process needs, ascending."""
+    # A set: devices that differ only in tensor or stage need the same rows, which are read once.
     found: dict[int, set[tuple[int, int]]] = {}
     for device, index in batch_sharding(mesh, axes=axes).devices_indices_map((num_rows,)).items():
         piece = index[0].start or 0, num_rows if index[0].stop is None else index[0].stop

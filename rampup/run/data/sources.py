@@ -97,6 +97,7 @@ class TokenRows:
         return f"{name} from byte {start - offset:,} (row {row:,})"
 
     def _place(self, row: int) -> tuple[int, int]:
+        # Rows are numbered through all arrays; `_ends` has the number after the last row of each.
         array = bisect.bisect_right(self._ends, row)
         before = self._ends[array - 1] if array else 0
         return array, (row - before) * self._length
@@ -211,6 +212,7 @@ class SyntheticRows:
     def read(self, rows: np.ndarray) -> Rows:
         """Return {"tokens": (n, T+1), "length": (n,)}."""
         # The start of a row is spread over the vocabulary by a prime, and strides from 1 to 7 make a rule that can be learned.
+        # Computed from the number alone, so any process can read any row, and a resumed run reads the same ones.
         numbers = rows.astype(np.int64) + self._first
         start, stride = numbers * 7919 % self._vocab_size, 1 + numbers % 7
         tokens = (start[:, None] + stride[:, None] * np.arange(self._length + 1)) % self._vocab_size
