@@ -201,9 +201,7 @@ class AccumulatedLoss:
                 return sums._replace(grads=jax.tree.map(accumulator, sums.grads))
             with jax.named_scope("reduce"):
                 # The one collective over the data axis: after the loop, once per optimizer step.
-                grads, rest = sums.grads, sums._replace(grads=None, mutable=None)
-                if self.reduction_dtype is not None:
-                    grads = jax.tree.map(lambda g: g.astype(self.reduction_dtype), grads)
+                grads, rest = rounded(sums.grads, self.reduction_dtype, mesh), sums._replace(grads=None, mutable=None)
                 if is_scattered(param_shardings, axes):
                     grads, reduced = reduce_gradients(grads, param_shardings, mesh, axes), reduce_sums(rest, names)
                 elif takes_shards:
@@ -379,6 +377,14 @@ def accumulator_type(dtype: Any, wanted: Any = None) -> Any:
     """Return the type in which values of a type are summed: at least float32, or for real values another wanted one."""
     is_real = jnp.issubdtype(dtype, jnp.floating)
     return wanted if wanted is not None and is_real else jnp.promote_types(dtype, jnp.float32)
+
+
+def rounded(grads: Any, dtype: Any, mesh: Mesh) -> Any:
+    """Return gradients as the replicas of a mesh exchange them: in a type, or for None in their own."""
+    if dtype is not None:
+        grads = jax.tree.map(lambda g: g.astype(dtype), grads)
+    # XLA for CPUs adds 16-bit numbers in float32 in any case, and aborts if an axis of the mesh is automatic.
+    return jax.tree.map(accumulator, grads) if mesh.devices.flat[0].platform == "cpu" else grads
 
 
 def cast_like(tree: Any, like: Any) -> Any:

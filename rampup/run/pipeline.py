@@ -78,6 +78,7 @@ from rampup.run.accumulate import (
     check_accumulators,
     check_count,
     nan_beyond,
+    rounded,
     safe_reciprocal,
 )
 from rampup.run.gradient_noise import NoiseMeter, NoiseSums, divide_by_weights
@@ -329,9 +330,7 @@ def run_on_stages(
             if param_shardings is None:
                 return totals
             # Each stage has the gradients of its own layers, and a part of those of the shared parameters.
-            layers, shared = sums.grads
-            if loss.reduction_dtype is not None:
-                layers, shared = jax.tree.map(lambda g: g.astype(loss.reduction_dtype), (layers, shared))
+            layers, shared = rounded(sums.grads, loss.reduction_dtype, mesh)
             if scatters:
                 grads = reduce_gradients((layers, jax.lax.psum(shared, STAGE)), shardings, mesh, axes)
             else:

@@ -81,10 +81,11 @@ def test_tiled_loss_works_on_the_other_meshes(axes):
     assert_same(run_step(model, axes, loss=loss)[0], reference())
 
 
-def test_gradients_reduced_in_bfloat16_are_close():
+@pytest.mark.parametrize("axes", [MeshAxes(data=8), MeshAxes(data=4, tensor=2)])
+def test_gradients_reduced_in_bfloat16_are_close(axes):
     """The exchange in bfloat16 rounds the gradients, to 1e-2, and not the loss."""
     loss = lambda model, mesh: AccumulatedLoss(model.loss, reduction_dtype=jnp.bfloat16)  # noqa: E731
-    found, _ = run_step(SMALL, MeshAxes(data=8), loss=loss)
+    found, _ = run_step(SMALL, axes, loss=loss)
     assert found[0] == pytest.approx(reference()[0], rel=1e-6)
     assert found[1] == pytest.approx(reference()[1], rel=1e-2)
     assert_same(found[2], reference()[2], 1e-2)
