@@ -55,6 +55,7 @@ def build_plan(
     ramp: BatchRamp | None = None,
     seesaw: Seesaw | None = None,
     eval_size: int | None = None,
+    reserved_sizes: Sequence[int] | None = None,
 ) -> RampPlan:
     """Return the plan that a configuration describes.
 
@@ -64,6 +65,7 @@ def build_plan(
         ramp: the ramp of a resumed run, instead of the one that the configuration describes.
         seesaw: the transform that made this ramp, if any.
         eval_size: samples of an evaluation batch of a resumed run, instead of the configured size.
+        reserved_sizes: the sizes of `batch_size_schedule: auto` of a resumed run, instead of the configured ones.
 
     Raises:
         RampupError: the rules that the configuration breaks in any phase or in evaluation, all at once.
@@ -95,10 +97,9 @@ def build_plan(
             if config.seesaw_factor is not None and splitter is not None:
                 seesaw = _seesaw(config, ramp, splitter)
                 ramp = seesaw.ramp
-    reserved: tuple[int, ...] = ()
-    if config.batch_size_schedule == AUTO_SCHEDULE and splitter is not None and ramp is not None:
+    if reserved_sizes is None and config.batch_size_schedule == AUTO_SCHEDULE and splitter is not None and ramp is not None:
         with _collected(problems, config):
-            reserved = _auto_sizes(config, num_devices, splitter)
+            reserved_sizes = _auto_sizes(config, num_devices, splitter)
     raise_together(problems)
     assert axes is not None
     assert splitter is not None
@@ -125,7 +126,7 @@ def build_plan(
             assumed_tick_overhead=_tick_overhead(config),
             reference_batch_size=config.batch_scaling_reference,
             seesaw=seesaw,
-            reserved_sizes=reserved,
+            reserved_sizes=tuple(reserved_sizes or ()),
         )
         hyperparameters(config, plan)
     raise_together(problems)
@@ -421,6 +422,8 @@ SCHEDULE_KEYS = (
     "wsd_decay_steps_fraction",
     "wsd_decay_style",
 )
+# The keys that define the sizes of `batch_size_schedule: auto`.
+AUTO_KEYS = {"batch_size_schedule", "per_device_batch_size_start", "per_device_batch_size", "gradient_accumulation_steps"}
 
 
 def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
@@ -432,6 +435,7 @@ def ramp_record(config: Config, plan: RampPlan) -> dict[str, Any]:
         "eval_per_device_batch_size": str(config.eval_per_device_batch_size),
         "eval_global_batch_size": plan.eval_global_batch_size,
         **({} if plan.seesaw is None else {"seesaw": plan.seesaw.to_dict()}),
+        **({"reserved_sizes": list(plan.reserved_sizes)} if plan.reserved_sizes else {}),
     }
 
 
@@ -459,7 +463,9 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
     if plan.ramp.fingerprint == before.fingerprint:
         return plan
     if config.on_plan_change == "continue_by_samples":
-        ramp = before.spliced_at(record["step"], plan.ramp)
+        # A batch that follows the noise stays as it is, and grows to the new sizes.
+        follows = config.batch_size_schedule == AUTO_SCHEDULE and "reserved_sizes" in record
+        ramp = before if follows else before.spliced_at(record["step"], plan.ramp)
         seesaw = plan.seesaw and replace(plan.seesaw, ramp=ramp)
         return build_plan(config, num_devices, ramp=ramp, seesaw=seesaw, eval_size=plan.eval_global_batch_size)
     # With Seesaw, the length of the run and its schedule define the ramp too; without, they do not.
@@ -480,6 +486,8 @@ def ramp_keys(config: Config) -> dict[str, str | None]:
     The length of the run is among them only if the ramp depends on it, and the learning-rate schedule only with Seesaw.
     """
     names = set(RAMP_KEYS) - set(BUDGET_KEYS)
+    if config.batch_size_schedule == AUTO_SCHEDULE:
+        names &= AUTO_KEYS
     if config.seesaw_factor is not None:
         names |= {*BUDGET_KEYS, *SCHEDULE_KEYS, "max_target_length", "opt_type"}
     elif "%" in (config.batch_size_schedule or ""):
@@ -493,7 +501,8 @@ def _same_batches(config: Config, num_devices: int, ramp: BatchRamp, record: Map
     seesaw = Seesaw.from_dict(record["seesaw"], ramp) if "seesaw" in record else None
 
     def plan_for(number: int) -> RampPlan:
-        return build_plan(config, number, ramp=ramp, seesaw=seesaw, eval_size=eval_size)
+        reserved = record.get("reserved_sizes")
+        return build_plan(config, number, ramp=ramp, seesaw=seesaw, eval_size=eval_size, reserved_sizes=reserved)
 
     try:
         return plan_for(num_devices)

@@ -206,5 +206,5 @@ def test_killed_while_the_batch_follows_the_noise(tmp_path):
 
 @pytest.mark.faults
 def test_a_hundred_kills_while_the_batch_follows_the_noise(tmp_path):
-    """A hundred kills change no decision and no bit."""
-    strike_auto_runs(tmp_path, kills=100, steps=400)
+    """A hundred kills change no decision and no bit; short runs are killed before, at and after all of their decisions."""
+    strike_auto_runs(tmp_path, kills=100, steps=80)

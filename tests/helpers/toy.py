@@ -36,6 +36,12 @@ def loss_fn(params, batch, rngs):
     return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {"rows": batch["weight"].size}
 
 
+def plain_loss_fn(params, batch, rngs):
+    """Weighted squared error of a two-layer network, without dropout."""
+    error = jnp.sum((jnp.tanh(batch["x"] @ params["in"]) @ params["out"] - batch["x"]) ** 2, axis=-1)
+    return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {}
+
+
 def new_params(mesh, dtype=np.float32):
     """Return parameters cut over fsdp and tensor."""
     rng = np.random.default_rng(0)

@@ -1,5 +1,6 @@
 """Tests of rampup.run.distributed, with real processes on this machine."""
 
+import itertools
 import json
 import os
 import signal
@@ -44,8 +45,11 @@ def run_command(words, folder, opened):
     return main(words)
 
 
-def start(folder, *, number, devices, each=(), folders=None, **keys):
-    """Start `rampup train` in several processes; `each` gives settings of single ones, `folders` where each is started."""
+def start(folder, *, number, devices, each=(), folders=None, runs=None, **keys):
+    """Start `rampup train` in several processes; `each` gives settings of single ones, `folders` where each is started.
+
+    `runs` are the functions that run the command.
+    """
     settings = SETTINGS | {"base_output_directory": folder, "num_processes": number} | keys
     words = ["train", str(BASE), f"--fake-devices={devices // number}", *command_line(settings)]
     words.append(f"coordinator_address=localhost:{free_port()}")
@@ -53,7 +57,7 @@ def start(folder, *, number, devices, each=(), folders=None, **keys):
     own = [*each, *[[]] * (number - len(each))]
     return [
         processes.start(
-            run_command,
+            runs[n] if runs else run_command,
             [*words, f"process_id={n}", *own[n]],
             str(folders[n] if folders else logs.parent),
             str(logs / f"opened{n}"),
@@ -187,6 +191,96 @@ def test_processes_use_the_same_shapes_however_late_their_rows(tmp_path, microba
     sizes = [json.loads(file.read_text()) for file in files]
     assert sizes[0] == sizes[1]
     assert set(sizes[0]) == ({1, 2, 4} if microbatch == "per_phase" else {1, 4})
+
+
+def measure_noise(process, number, port, path):
+    """Write S and G2 of two steps on meshes of four devices, in float64."""
+    import jax
+    import optax
+    from helpers import toy
+
+    import rampup
+
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_num_cpu_devices", 4 // number)
+    if number > 1:
+        join(coordinator_address=f"localhost:{port}", num_processes=number, process_id=process)
+    tx, rows, found = optax.adam(1e-2), toy.rows(200, np.float64), []
+    for axes in ({"data": 4}, {"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}):
+        mesh = rampup.make_mesh(rampup.MeshAxes(**axes))
+        # Blocks of two rows: a microbatch of one replica, over its fsdp shards.
+        rows_per_device = 1 if "fsdp" in axes else 2
+        plan = toy.plan_for(mesh, "0:64", steps=2, microbatch_size=rows_per_device)
+        step = rampup.train_step(toy.plain_loss_fn, tx, plan, mesh, measure_gradient_noise=True)
+        state = rampup.create_state(toy.new_params(mesh, np.float64), tx, mesh)
+        for batch in step.batches(rows):
+            state, metrics = step(state, batch)
+            found.append({name: float(value) for name, value in jax.device_get(metrics["gradient_noise"]).items()})
+    path.write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_gradient_noise_is_the_same_in_1_2_and_4_processes(tmp_path):
+    """The same blocks have the same S and G2 to 1e-6 on three meshes of four devices, and all processes have equal ones."""
+    jobs = [(process, number) for number in (1, 2, 4) for process in range(number)]
+    ports = {number: free_port() for number in (1, 2, 4)}
+    files = {job: tmp_path / f"{job[1]}-{job[0]}.json" for job in jobs}
+    started = {
+        job: processes.start(measure_noise, *job, ports[job[1]], files[job], log=files[job].with_suffix(".log")) for job in jobs
+    }
+    for job, process in started.items():
+        process.join(300)
+        assert process.exitcode == 0, files[job].with_suffix(".log").read_text()
+    found = {job: json.loads(file.read_text()) for job, file in files.items()}
+    for (process, number), steps in found.items():
+        assert steps == found[0, number], (process, number)
+        for one, step in zip(found[0, 1], steps, strict=True):
+            assert step == pytest.approx(one, rel=1e-6)
+    # The meshes have the same blocks, so they agree too.
+    one = found[0, 1]
+    assert one[0]["blocks"] == 32
+    for mesh in (one[2:4], one[4:6]):
+        assert mesh == [pytest.approx(step, rel=1e-6) for step in one[:2]]
+
+
+AUTO = {
+    "batch_size_schedule": "auto",
+    "enable_rampup_batch_size": False,
+    "measure_gradient_noise": True,
+    "learning_rate_clock": "steps",
+    "per_device_batch_size_start": 1,
+    "per_device_batch_size": 4,
+    "gradient_noise_half_life_samples": 60,
+    # At the first weights, on random tokens, the noise is large and stays as it is.
+    "opt_type": "sgd",
+    "learning_rate": 1e-4,
+    "dataset_type": "synthetic",
+}
+
+
+def run_without_noise(words, folder, opened):
+    """Run `rampup` in a process that takes the noise scale to be 0, and so would never grow the batch."""
+    from rampup.run.metrics import NoiseAverages
+
+    NoiseAverages.lower_end = property(lambda self: 0.0)
+    return run_command(words, folder, opened)
+
+
+@pytest.mark.slow
+def test_processes_decide_alike_about_the_batch(tmp_path):
+    """Process 1 would not grow the batch, but both use what process 0 has decided and saved; one process resumes alike."""
+    keys = {name: value for name, value in SETTINGS.items() if "per_device" not in name and "rampup" not in name}
+    keys |= AUTO | {"learning_rate_schedule_steps": 40}
+    one, many = tmp_path / "one", tmp_path / "many"
+    found = finish(start(many, number=2, devices=8, runs=[run_command, run_without_noise], **keys | {"steps": 25}), many)
+    assert [code for code, _ in found] == [0, 0], found
+    for steps, folder in ((25, one), (40, many), (40, one)):
+        train(Config(base_output_directory=str(folder), **keys | {"steps": steps}))
+    lines = [json.loads(line) for line in (many / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[24]["global_batch_size"] > lines[0]["global_batch_size"]
+    for before, after in itertools.pairwise(lines):
+        assert after["global_batch_size"] == before.get("next_global_batch_size", before["global_batch_size"])
+    np.testing.assert_allclose(losses(many), losses(one), rtol=1e-5)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
 from helpers import toy
+from helpers.toy import plain_loss_fn as loss_fn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rampup.errors import ConfigError, PipelineShapeError
@@ -64,12 +65,6 @@ def oracle(block_loss, params, batch, moments=None, rows=ROWS):
         q = ((flat[real] ** 2 @ scale) / weights[real]).sum()
         found.append(noise_trace(q, total, (flat.sum(0) / total) ** 2 @ scale, real.sum()))
     return found
-
-
-def loss_fn(params, batch, keys):
-    """Weighted squared error of a two-layer network."""
-    error = jnp.sum((jnp.tanh(batch["x"] @ params["in"]) @ params["out"] - batch["x"]) ** 2, axis=-1)
-    return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {}
 
 
 def run(step, state, rows, plan, check=lambda state, batch, metrics: None):
