@@ -82,3 +82,20 @@ def test_plan_to_resume_keeps_a_continued_ramp():
     record = json.loads(json.dumps(ramp_record(config, plan))) | {"step": 20}
     kept = Config(**(SCHEDULE | {"batch_size_schedule": "0:8 200:48"}))
     assert plan_to_resume(kept, 4, record).ramp.to_rows() == plan.ramp.to_rows()
+
+
+def test_plan_to_resume_keeps_the_sizes_of_a_batch_that_follows_the_noise():
+    """On other devices the sizes are those of the run; keys that `auto` does not read may change; new sizes need a decision."""
+    keys = {"batch_size_schedule": "auto", "per_device_batch_size_start": 2, "per_device_batch_size": 8}
+    record = written(Config(**keys), 8, 40) | {"ramp": [[0, 0, 16], [20, 320, 32]]}
+    for devices in (8, 4, 2):
+        plan = plan_to_resume(Config(**keys, enable_rampup_batch_size=False, global_rampup_samples=7), devices, record)
+        assert (plan.reserved_sizes, plan.ramp.sizes, plan.num_devices) == ((16, 32, 64), (16, 32), devices)
+        record = json.loads(json.dumps(ramp_record(Config(**keys), plan))) | {"step": 40}
+    with pytest.raises(ResumeMismatchError, match="num_devices=5; nearest that can: 4"):
+        plan_to_resume(Config(**keys), 5, record)
+    larger = keys | {"per_device_batch_size": 16}
+    with pytest.raises(ResumeMismatchError, match="per_device_batch_size: 8 -> 16"):
+        plan_to_resume(Config(**larger), 8, record)
+    plan = plan_to_resume(Config(**larger, on_plan_change="continue_by_samples"), 8, record)
+    assert (plan.reserved_sizes, plan.ramp.sizes) == ((16, 32, 64, 128), (16, 32))
