@@ -15,22 +15,22 @@ from rampup.cli.common import Result, check_output, count_devices, environment
 from rampup.config.load import COMMAND_LINE
 from rampup.config.schema import IDENTITY_KEYS, Config
 from rampup.errors import ConfigError, DataError, RampupError
+from rampup.plan.budget import SECONDS_PER_HOUR
 from rampup.plan.design import (
     FRUGAL_WASTE,
     DesignModel,
     NoiseCurve,
     Schedule,
     StepTimes,
-    check_sizes,
     format_schedule,
     loss_penalty,
     loss_slope,
 )
+from rampup.plan.noise_scale import measured_noise
 from rampup.plan.numbers import parse_count
 from rampup.plan.plan import RampPlan
 from rampup.run.run_folder import CONFIG_FILE, CRITICAL_RESULT, CRITICAL_SUFFIX, METRICS_FILE, read_lines
 
-SECONDS_PER_HOUR = 3600
 # Candidates go up to this many times the largest batch that was timed, and have at least this many optimizer steps.
 BEYOND_MEASURED, LEAST_STEPS = 4, 32
 
@@ -198,16 +198,14 @@ def _critical_points(folder: Path) -> tuple[str, list[tuple[int, int, float, flo
 
 def _noise_points(lines: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int, float, float, float]]] | None:
     """Return the noise scales in the lines of metrics.jsonl. If none has a value, the lower bounds count."""
-    points = []
-    for name in ("noise_scale_samples", "noise_scale_samples_low"):
-        for line in lines:
-            value, low, high = (line.get(f"noise_scale_samples{end}") for end in ("", "_low", "_high"))
-            value = line.get(name)
-            if isinstance(value, int | float) and 0 < value < math.inf:
-                low = low if isinstance(low, int | float) and low > 0 else value
-                high = high if isinstance(high, int | float) else max(4 * value, value)
+    estimates = list(measured_noise(lines))
+    for name in ("value", "low"):
+        points = []
+        for line, noise in estimates:
+            if (value := getattr(noise, name)) and math.isfinite(value):
                 place = line["consumed_samples"], line["global_batch_size"]
-                points.append((*place, float(value), float(min(low, value)), float(max(high, value))))
+                high = 4 * value if noise.high is None else noise.high
+                points.append((*place, value, min(noise.low or value, value), max(high, value)))
         if points:
             return "noise_scale", points
     return None
@@ -248,13 +246,14 @@ def design(
     candidates = []
     for name, schedule in schedules.items():
         text = format_schedule(schedule, tokens_per_sample=unit)
-        _check_schedule(config, num_devices, text)
+        rampup.build_plan(replace(config, **_schedule_settings(text)), num_devices)  # refuses what `rampup plan` would refuse
         outcome = model.run(schedule, samples=samples)
         # By how the noise scale is at its estimate and at both ends of its interval.
         penalties = [
-            loss_penalty(each.run(schedule, samples=samples).progress, reference, slope=slope or 0.0, measured_at=end)
+            loss_penalty(each.run(schedule, samples=samples).progress, reference, slope=slope, measured_at=end)
             for each, reference, end in zip(models, references, ends, strict=True)
-        ]
+            if slope is not None
+        ] or [None]
         same = [each.run(schedule, progress=reference) for each, reference in zip(models, references, strict=True)]
         hours = [each.seconds / SECONDS_PER_HOUR for each in same]
         candidates.append(
@@ -266,9 +265,9 @@ def design(
                 "steps": outcome.steps,
                 "hours": outcome.seconds / SECONDS_PER_HOUR,
                 "wasted_samples": 1 - outcome.progress / references[0],
-                "loss_penalty": None if slope is None else penalties[0],
-                "loss_penalty_low": None if slope is None else min(penalties),
-                "loss_penalty_high": None if slope is None else max(penalties),
+                "loss_penalty": penalties[0],
+                "loss_penalty_low": min(penalties),
+                "loss_penalty_high": max(penalties),
                 "hours_to_same_loss": hours[0],
                 "hours_to_same_loss_low": min(hours),
                 "hours_to_same_loss_high": max(hours),
@@ -299,7 +298,9 @@ def _legal_sizes(plan: RampPlan, measured: Measurements, samples: int, max_batch
     most = min(most, max(samples // LEAST_STEPS, smallest))
     doublings = (smallest << power for power in range(max(most // smallest, 1).bit_length()))
     sizes = [size for size in doublings if size <= most and plan.splitter.allows(size)]
-    check_sizes(sizes)
+    if len(sizes) < 2:
+        rule = f"there is nothing to choose from: the only legal batch is {', '.join(map(str, sizes))}; raise --max-batch"
+        raise ConfigError(rule, key="max-batch")
     return sizes
 
 
@@ -332,11 +333,6 @@ def _schedule_settings(schedule: str) -> dict[str, Any]:
     """Return the settings with which a configuration has a schedule instead of its own ramp."""
     off = {"enable_rampup_batch_size": False, "seesaw_factor": None, "seesaw_max_batch_size": None}
     return off | {"batch_size_schedule": schedule}
-
-
-def _check_schedule(config: Config, num_devices: int, schedule: str) -> None:
-    """Refuse a schedule that `rampup plan` would refuse."""
-    rampup.build_plan(replace(config, **_schedule_settings(schedule)), num_devices)
 
 
 def _assumptions(measured: Measurements, model: DesignModel, progress: float, sizes: Sequence[int]) -> list[str]:

@@ -26,18 +26,9 @@ from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError, DataError, ResumeMismatchError
 from rampup.lm.data import sample_order, sources
 from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, model_loss, optimizer
-from rampup.plan.critical import (
-    BranchResult,
-    BranchWindow,
-    Evaluation,
-    find_critical,
-    is_losing,
-    noise_scale_before,
-    schedule_from,
-    smoothed_loss,
-)
+from rampup.plan.critical import BranchResult, BranchWindow, Evaluation, find_critical, is_losing, schedule_from, smoothed_loss
 from rampup.plan.learning_rate import learning_rate_scale
-from rampup.plan.noise_scale import NoiseEstimate
+from rampup.plan.noise_scale import NoiseEstimate, measured_noise
 from rampup.plan.numbers import nearest_in, plain_number
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
@@ -186,6 +177,7 @@ def find_critical_batch_size(
     results, critical = find_critical(window, curves, tolerance)
     unit = config.max_target_length if config.batch_size_schedule_unit == "tokens" else 1
     size = window.sizes[critical]
+    noise = [noise for line, noise in measured_noise(read_lines(folder / METRICS_FILE)) if line["step"] < step]
     found = CriticalBatch(
         step=step,
         branches=results,
@@ -195,7 +187,7 @@ def find_critical_batch_size(
         learning_rates=branches.learning_rates,
         tolerance=tolerance,
         tokens=window.samples * config.max_target_length,
-        noise_scale_samples=noise_scale_before(read_lines(folder / METRICS_FILE), step),
+        noise_scale_samples=noise[-1] if noise else None,
         num_compilations=branches.setup.step.num_compilations,
         folder=work,
     )

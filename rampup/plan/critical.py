@@ -9,13 +9,12 @@ the noise of the rows cancels in their differences.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Self
+from typing import Self
 
 from rampup.errors import BatchDivisibilityError, ConfigError
-from rampup.plan.noise_scale import NoiseEstimate
 from rampup.plan.numbers import exact_fraction
 from rampup.plan.ramp import BatchRamp
 
@@ -278,22 +277,6 @@ def schedule_from(ramp: BatchRamp, step: int, global_batch_size: int, *, tokens_
     return " ".join(
         f"{phase.start_sample * tokens_per_sample}:{phase.global_batch_size}" for phase in ramp.spliced_at(step, rest).phases
     )
-
-
-def noise_scale_before(lines: Iterable[Mapping[str, Any]], step: int) -> NoiseEstimate | None:
-    """Return the gradient noise scale in samples that a run last measured before a step, or None.
-
-    Args:
-        lines: the lines of the run's metrics.jsonl.
-        step: optimizer steps done.
-    """
-    found = None
-    for line in lines:
-        ends = [line.get(f"noise_scale_samples{end}") for end in ("", "_low", "_high")]
-        numbers = [float(end) if isinstance(end, int | float) else None for end in ends]
-        if line["step"] < step and (numbers[0] is not None or numbers[1]):
-            found = NoiseEstimate(value=numbers[0], low=numbers[1], high=numbers[2])
-    return found
 
 
 def _shares(number: int) -> list[float]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from rampup.errors import ConfigError, DataError
+from rampup.errors import DataError
 
 # Growth of the critical batch with the data if one measurement does not show it (Zhang et al. 2024, arXiv 2410.21676).
 ASSUMED_GROWTH = 0.47
@@ -271,15 +271,6 @@ def format_schedule(schedule: Schedule, *, tokens_per_sample: int = 1) -> str:
         '0:8 128000:16'
     """
     return " ".join(f"{threshold * tokens_per_sample}:{size}" for threshold, size in schedule)
-
-
-def check_sizes(sizes: Sequence[int]) -> None:
-    """Refuse a choice of batches that is none."""
-    if len(sizes) < 2:
-        raise ConfigError(
-            f"there is nothing to choose from: the only legal batch is {', '.join(map(str, sizes))}; raise --max-batch",
-            key="max-batch",
-        )
 
 
 def _phases(schedule: Schedule, samples: int | None) -> Iterator[tuple[float, float, int]]:

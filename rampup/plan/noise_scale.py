@@ -15,9 +15,9 @@ step often is, so S and G2 are averaged apart over many steps, and only the aver
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 from rampup.errors import ConfigError
 from rampup.plan.plan import RampPlan
@@ -221,6 +221,15 @@ class NoiseScale:
             for unit, estimate in units.items()
             for end, name in ends.items()
         }
+
+
+def measured_noise(lines: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], NoiseEstimate]]:
+    """Yield the lines of a metrics.jsonl that have a noise scale in samples or a lower bound of it, with the estimate."""
+    for line in lines:
+        ends = [line.get(f"noise_scale_samples{end}") for end in ("", "_low", "_high")]
+        value, low, high = (float(end) if isinstance(end, int | float) else None for end in ends)
+        if value is not None or low:
+            yield line, NoiseEstimate(value=value, low=low, high=high)
 
 
 def default_half_life(plan: RampPlan) -> float:

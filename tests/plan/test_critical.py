@@ -16,12 +16,10 @@ from rampup.plan.critical import (
     Evaluation,
     find_critical,
     is_losing,
-    noise_scale_before,
     schedule_from,
     smoothed_difference,
     smoothed_loss,
 )
-from rampup.plan.noise_scale import NoiseEstimate
 from rampup.plan.ramp import BatchRamp
 
 MULTIPLES = (1, 2, 4, 8, 16, 32)
@@ -209,13 +207,3 @@ def test_schedule_continues_the_ramp():
         assert again.global_batch_size_at(step) == again.sizes[-1] == 96
         tokens = schedule_from(ramp, step, 96, tokens_per_sample=128)
         assert BatchRamp.from_schedule(tokens, sequence_length=128).to_rows() == again.to_rows()
-
-
-def test_noise_scale_is_the_last_one_before_the_step():
-    """Lines without a number do not count; a lower end without a value is a lower bound."""
-    names = [f"noise_scale_samples{end}" for end in ("", "_low", "_high")]
-    measured = [(5.0, 4.0, 7.0), (None, None, None), (None, 9.0, None)]
-    lines = [{"step": step} | dict(zip(names, values, strict=True)) for step, values in enumerate(measured)]
-    assert noise_scale_before(lines, 0) is None
-    assert noise_scale_before(lines, 1) == noise_scale_before(lines, 2) == NoiseEstimate(value=5.0, low=4.0, high=7.0)
-    assert str(noise_scale_before(lines, 3)) == "at least 9"

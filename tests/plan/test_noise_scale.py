@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rampup.errors import ConfigError
-from rampup.plan.noise_scale import NoiseScale, noise_trace
+from rampup.plan.noise_scale import NoiseScale, measured_noise, noise_trace
 
 
 class Regression:
@@ -147,3 +147,12 @@ def test_noise_scale_refuses_a_half_life(half_life):
     """The half-life is a positive number."""
     with pytest.raises(ConfigError, match="positive"):
         NoiseScale(half_life_samples=half_life)
+
+
+def test_measured_noise_reads_values_and_lower_bounds():
+    """Lines without a number do not count; a lower end without a value is a lower bound."""
+    names = [f"noise_scale_samples{end}" for end in ("", "_low", "_high")]
+    measured = [(5.0, 4.0, 7.0), (None, None, None), (None, 0.0, None), (None, 9.0, None)]
+    lines = [{"step": step} | dict(zip(names, values, strict=True)) for step, values in enumerate(measured)]
+    found = [(line["step"], str(noise)) for line, noise in measured_noise([*lines, {"step": 4}])]
+    assert found == [(0, "5 (4 to 7)"), (3, "at least 9")]
