@@ -49,7 +49,8 @@ def check_rewards(
     rewards = np.zeros(len(values), np.float32)
     for number, value in enumerate(values):
         try:
-            rewards[number] = float(value)
+            with np.errstate(over="ignore"):
+                rewards[number] = float(value)
         except (TypeError, ValueError, OverflowError):
             rewards[number] = np.nan
         if not np.isfinite(rewards[number]):
