@@ -164,3 +164,5 @@ def test_pad_prompts_rejects_long_prompts():
     with pytest.raises(DataError, match=r"prompt 1 has 3 tokens.*max_prompt_length=3") as caught:
         pad_prompts([[1, 2], [1, 2, 3]], 2)
     assert caught.value.nearest == (3,)
+    with pytest.raises(DataError, match=r"prompt 0 has 0 tokens.*leave it out$"):
+        pad_prompts([[]], 2)
