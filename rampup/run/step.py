@@ -309,6 +309,8 @@ class TrainStep:
         # The phase for which the programs of the next phases have been requested.
         self._requested_after: int | None = None
         self._padding: dict[Any, Any] = {}
+        # That of the last batch, which the plan has: a batch with the same one needs no look-up.
+        self._planned_layout: Any = None
         self._zero_metrics: Metrics | None = None
 
     def _check_noise(self) -> None:
@@ -448,7 +450,7 @@ class TrainStep:
                 f"the state is at step {done}, but the batch is that of step {batch.position.step}; start the batches with the "
                 f"state: step.batches(source, start=state.step)"
             )
-        if not self._compiler.is_known(batch.layout):
+        if batch.layout != self._planned_layout:
             chunk_size = None if self._is_fused else batch.layout.chunk_size
             planned = {layout_of(self._plan, split, chunk_size=chunk_size) for split in self._plan.splits}
             if batch.layout not in planned:
@@ -456,6 +458,7 @@ class TrainStep:
                     f"the batch has {batch.layout}, but the plan of this step {planned}; make it with the same plan, and with "
                     "chunk_size only for engine='multi_steps'"
                 )
+            self._planned_layout = batch.layout
 
     def _check_shardings(self, state: Any) -> None:
         """Check that every replica has whole parameters, and its part of the optimizer's state if the step expects that."""
@@ -785,10 +788,11 @@ class TrainStep:
         """Return as many chunks as the program takes: those of the batch, then one chunk of zeros, repeated."""
         # The zeros are on the devices already, so a step in an early phase transfers its own rows and not those of the largest
         # batch. The program does not compute with them: its loop ends before.
-        if batch.layout not in self._padding:
+        padding = self._padding.get(batch.layout)
+        if padding is None:
             # Made on the host: `jnp.zeros` would be one more compilation, at a phase change and with the run waiting.
-            self._padding[batch.layout] = jax.tree.map(_zeros_like, batch.chunks[0])
-        return batch.chunks + (self._padding[batch.layout],) * (batch.layout.num_chunks - len(batch.chunks))
+            padding = self._padding[batch.layout] = jax.tree.map(_zeros_like, batch.chunks[0])
+        return batch.chunks + (padding,) * (batch.layout.num_chunks - len(batch.chunks))
 
 
 class EvalStep:
