@@ -1,7 +1,7 @@
 """Configurations of other systems: what a file really does, before it is run.
 
-Each system is a folder: its keys in `__init__.py`, its numbers in `job.py`, its rules in `rules.py` and its words in
-`explain.py`. The smaller ones are one file. A check imports only the requested system.
+A system is one file, or a folder: its keys in `__init__.py`, its numbers in `job.py`, its rules and words in `rules.py`.
+(veRL's words are in `explain.py`.) A check imports only the requested system.
 """
 
 from __future__ import annotations

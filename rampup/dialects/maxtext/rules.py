@@ -60,7 +60,8 @@ def flow(job: MaxTextJob) -> Iterator[str]:
     sizes = job.sizes
     rows, shards = counted(sizes.to_load, "row"), counted(job.loading_shards, "device")
     yield f"load {rows} of {job['max_target_length']:,} tokens, sharded over {shards}"
-    yield f"take {sizes.micro:,} of them in each of {counted(job[ACCUMULATION], 'pass')}, one after the other"
+    passes = f"each of {job[ACCUMULATION]:,} passes, one after the other" if job[ACCUMULATION] > 1 else "one pass"
+    yield f"take {sizes.micro:,} of them in {passes}"
     if job.is_piped and job.microbatches > 0:
         yield (
             f"split a pass into {counted(job.microbatches, 'microbatch')} and send them through {job.stages:,} pipeline stages "
