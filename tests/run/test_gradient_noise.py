@@ -129,7 +129,9 @@ def test_gradient_noise_of_the_same_blocks_is_the_same_on_every_mesh(name):
     assert np.isfinite([value for step in found for value in step.values()]).all()
     assert found[0].get("adam_trace", 0) == 0  # Adam has no second moments before the first step
     off, on = (collections.Counter(COLLECTIVE.findall(program.as_text())) for program in programs)
-    assert on == off
+    # Before JAX 0.8, XLA wrote the same groups of three axes in two ways, and did not combine their reductions of a number.
+    is_old = name == "zero-all" and jax.__version_info__ < (0, 8)
+    assert on == off + collections.Counter({"all-reduce": 2} if is_old else {})
     jax.tree.map(np.testing.assert_array_equal, *params)
 
 
