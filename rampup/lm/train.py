@@ -48,10 +48,9 @@ from rampup.run.metrics import MetricOptions, NoiseAverages
 from rampup.run.offload import fetch_offloaded, host_memory_problem, host_shardings
 from rampup.run.optimizer import AdamSchedule, LearningRate, optimizer_from_config
 from rampup.run.pipeline import permute_layers
-from rampup.run.run_folder import CHECKPOINT_FOLDER, run_folder, write_config
+from rampup.run.run_folder import CHECKPOINT_FOLDER, as_path, run_folder, write_config
 from rampup.run.run_lock import own_run
 from rampup.run.step import EvalStep, TrainState, TrainStep, create_state, train_step
-from rampup.run.storage import as_path
 from rampup.run.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
 from rampup.run.zero import scattered_shardings
 

@@ -10,13 +10,12 @@ from typing import Any
 
 _HOMES = {
     "rampup.rl.config": ("RolloutConfig", "build_rollout_plan", "build_rollout_schedule", "load_rollout_config"),
-    "rampup.rl.critic": ("Critic", "critic_of", "critic_params"),
     "rampup.rl.experience": ("generalized_advantages", "group_advantages", "loss_rows"),
     "rampup.rl.generation": ("Samples", "Sampling", "generate"),
     "rampup.rl.losses": ("grpo_loss", "value_loss"),
     "rampup.rl.minibatches": ("Microbatch", "MiniBatch", "mini_batches", "overlap", "regroup"),
     "rampup.rl.plan": ("RolloutPlan", "RolloutPosition"),
-    "rampup.rl.policy": ("Policy", "as_policy", "split_policy"),
+    "rampup.rl.policy": ("Critic", "Policy", "as_policy", "critic_of", "critic_params", "split_policy"),
     "rampup.rl.rollout": ("RolloutOptions", "RolloutState", "RolloutStep", "rollout_step"),
     "rampup.rl.schedule": ("RolloutSchedule",),
     "rampup.rl.sizes": ("Experience", "Size", "data_parallel_size"),

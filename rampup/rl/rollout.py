@@ -35,7 +35,6 @@ from rampup.packing import make_ladder, pack
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
-from rampup.rl.critic import Critic
 from rampup.rl.experience import (
     Arrays,
     Reward,
@@ -50,7 +49,7 @@ from rampup.rl.generation import Samples, Sampling, make_generate, pad_prompts
 from rampup.rl.losses import grpo_loss, value_loss
 from rampup.rl.minibatches import mini_batches, overlap
 from rampup.rl.plan import RolloutPlan
-from rampup.rl.policy import in_replica, over_rows, token_log_probabilities
+from rampup.rl.policy import Critic, in_replica, over_rows, token_log_probabilities
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition, split_of
 from rampup.rl.sizes import Experience
 from rampup.run.compile import Compiler

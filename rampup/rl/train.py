@@ -26,11 +26,10 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
 from rampup.rl.config import RolloutConfig, build_rollout_schedule
-from rampup.rl.critic import critic_of, critic_params
 from rampup.rl.experience import Arrays, loss_rows
 from rampup.rl.generation import Sampling, pad_prompts
 from rampup.rl.losses import supervised_loss
-from rampup.rl.policy import in_replica
+from rampup.rl.policy import critic_of, critic_params, in_replica
 from rampup.rl.rollout import RolloutOptions, RolloutState, RolloutStep, ramp_plan, rollout_step
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition
 from rampup.rl.tasks import END_TOKEN, VOCAB_SIZE, Arithmetic, decode, encode

@@ -20,7 +20,7 @@ import jax
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.moved import moved_names
 from rampup.plan.topology import Topology, tpu_options
-from rampup.run.storage import is_bucket
+from rampup.run.run_folder import is_bucket
 
 Lower = Callable[[], Any]
 BACKGROUND_NICENESS = 10

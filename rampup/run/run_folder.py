@@ -1,4 +1,9 @@
-"""The folder of one run: its files, and metrics.jsonl and eval.jsonl with one line per step, each step once."""
+"""The folder of one run: its files, and metrics.jsonl and eval.jsonl with one line per step, each step once.
+
+The folder is on a local file system, or in a bucket such as `gs://bucket/runs`. A bucket stores whole objects. It has no
+appending, no hard links and no atomic rename of folders, so the files of a run are written differently there: see `StepLog`,
+`own_run` and `Checkpoints`.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rampup.errors import ConfigError, StorageError
-from rampup.run.storage import as_path, is_bucket
+from rampup.errors import ConfigError, MissingDependencyError, StorageError
 
 # The configuration that the run was last started with; written after the run's checkpoint, if there is one, was accepted.
 CONFIG_FILE = "config.yml"
@@ -22,6 +26,8 @@ CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
 # A file in a bucket is written again as a whole, which should not happen in every step.
 UPLOAD_SECONDS = 60.0
 CHECKPOINT_FOLDER, DAMAGED_FOLDER = "checkpoints", "damaged_checkpoints"
+# The schemes of buckets, with the packages that they need.
+_PACKAGES = {"gs": "'rampup[gcs]'", "s3": "s3fs", "az": "adlfs"}
 
 
 class StepLog:
@@ -173,3 +179,47 @@ def run_folder(base: str, name: str) -> Path:
             raise ConfigError(f"cannot make the folder {folder}: {error.strerror}", key="base_output_directory") from None
         return folder
     raise ConfigError(f"no free folder name in {base}", key="run_name")
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """Return a `pathlib.Path`, or for a bucket an `etils.epath.Path`, which has the same methods.
+
+    Raises:
+        ConfigError: the URL is not of a bucket.
+        MissingDependencyError: the package for this kind of bucket is not installed.
+
+    Example:
+        >>> as_path("runs"), is_bucket("runs"), is_bucket("gs://bucket/runs")
+        (PosixPath('runs'), False, True)
+    """
+    text = os.fspath(path)
+    if not is_bucket(text):
+        return Path(path)
+    scheme = text.partition("://")[0]
+    if scheme not in _PACKAGES:
+        raise ConfigError(
+            f"{text} is neither a folder nor a bucket; buckets begin with {', '.join(f'{name}://' for name in _PACKAGES)}",
+            key="base_output_directory",
+        )
+    from etils import epath
+
+    # epath imports the package of a scheme at the first access.
+    bucket = epath.Path(text)
+    try:
+        bucket.exists()
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{scheme}:// needs a package that is not installed: pip install {_PACKAGES[scheme]} ({error})",
+            key="base_output_directory",
+        ) from error
+    return bucket  # type: ignore[return-value]
+
+
+def is_bucket(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is the URL of a bucket or an object in it."""
+    return "://" in os.fspath(path)
+
+
+def absolute_path(path: Path) -> Path:
+    """Return an absolute path; that of a bucket is. `epath` would put the working directory in front of it."""
+    return path if is_bucket(path) else path.resolve()

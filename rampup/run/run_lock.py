@@ -23,7 +23,7 @@ from typing import Any
 
 from rampup.errors import ConfigError
 from rampup.run.distributed import broadcast_from_process0, is_primary
-from rampup.run.storage import absolute_path, is_bucket
+from rampup.run.run_folder import absolute_path, is_bucket
 
 LOCK_FILE = "run.lock"
 HEARTBEAT_SECONDS, STALE_SECONDS = 5.0, 30.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rampup.errors import MissingDependencyError, StorageError
-from rampup.run.storage import is_bucket
+from rampup.run.run_folder import is_bucket
 
 TENSORBOARD_FOLDER = "tensorboard"
 _NEEDED_BY = {"tensorboardX": ("enable_tensorboard", "tensorboard"), "wandb": ("wandb_project", "wandb")}

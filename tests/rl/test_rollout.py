@@ -1,4 +1,4 @@
-"""Tests of rampup.rl.rollout, rampup.rl.losses and rampup.rl.critic."""
+"""Tests of rampup.rl.rollout, rampup.rl.losses and rampup.rl.policy."""
 
 import contextlib
 import threading
@@ -13,9 +13,9 @@ import pytest
 from rampup.errors import DataError
 from rampup.lm.transformer import LanguageModel
 from rampup.plan import MeshAxes
-from rampup.rl.critic import critic_of, critic_params
 from rampup.rl.losses import AGGREGATIONS
 from rampup.rl.plan import RolloutPlan
+from rampup.rl.policy import critic_of, critic_params
 from rampup.rl.rollout import RolloutOptions, rollout_step
 from rampup.rl.sizes import Size
 from rampup.rl.updates import Training

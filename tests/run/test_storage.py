@@ -13,9 +13,8 @@ from rampup import load_config
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.lm.train import saved_checkpoint, train
 from rampup.run import run_lock
-from rampup.run.run_folder import StepLog, read_lines, run_folder, write_config
+from rampup.run.run_folder import StepLog, absolute_path, as_path, is_bucket, read_lines, run_folder, write_config
 from rampup.run.run_lock import LOCK_FILE, own_run
-from rampup.run.storage import absolute_path, as_path, is_bucket
 from rampup.run.writers import TensorBoardWriter
 
 TINY = [
