@@ -258,7 +258,7 @@ def test_dynamic_scale_works_with_pipeline_stages():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[1], expected[1])
 
 
-def test_frozen_and_integer_parameters_with_pipeline_stages_are_refused():
+def test_frozen_integer_and_carried_values_with_pipeline_stages_are_refused():
     """The error comes before anything is computed, and names the field, the loss and what to do (A5)."""
     with pytest.raises(rampup.ConfigError, match=r"`frozen`, which a PipelinedLoss .* optax\.transforms\.freeze"):
         run_pipeline(2, frozen={"base": jnp.zeros(2)})
@@ -270,3 +270,6 @@ def test_frozen_and_integer_parameters_with_pipeline_stages_are_refused():
     data = [{"tokens": np.zeros(9, np.uint8), "length": np.int32(8)}] * 8
     with pytest.raises(rampup.ConfigError, match="integer parameters, which a PipelinedLoss"):
         step(rampup.create_state(params, step.tx, mesh), next(step.batches(data)))
+    carried = rampup.create_state(MODEL.init(jax.random.key(0)), step.tx, mesh, mutable={"count": jnp.zeros(())})
+    with pytest.raises(rampup.ConfigError, match="`mutable`, which a PipelinedLoss cannot update"):
+        step(carried, next(step.batches(data)))
