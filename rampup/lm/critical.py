@@ -37,7 +37,7 @@ from rampup.run.compile import enable_compilation_cache
 from rampup.run.data.batches import BatchLoader, SampleOrder
 from rampup.run.data.files import fingerprints
 from rampup.run.data.sources import files_of
-from rampup.run.loop import stop_requests
+from rampup.run.loop import RAMP_ROWS, stop_requests
 from rampup.run.mesh import make_mesh
 from rampup.run.optimizer import LearningRate
 from rampup.run.run_folder import (
@@ -263,7 +263,9 @@ class _Branches:
     @classmethod
     def build(cls, config: Config, record: Mapping[str, Any], multiples: Sequence[object], tokens: int | None) -> _Branches:
         step = record["step"]
-        run_plan = plan_to_resume(config, jax.device_count(), {**record[RAMP_RECORD], "step": step})
+        # The ramp as it was at the checkpoint: a batch that follows the noise has grown since the start of the run.
+        ramp = record[RAMP_RECORD] | {"step": step, "ramp": record.get(RAMP_ROWS, record[RAMP_RECORD]["ramp"])}
+        run_plan = plan_to_resume(config, jax.device_count(), ramp)
         position = run_plan.position(step)
         samples = None if tokens is None else -(-tokens // config.max_target_length)
         if tokens is not None and tokens < 1:

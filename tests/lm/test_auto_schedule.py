@@ -7,6 +7,7 @@ import pytest
 from helpers.tiny import TINY_MODEL
 
 from rampup import Config
+from rampup.lm.critical import _Branches, _find_run
 from rampup.lm.train import train
 from rampup.run.checkpoint import find_checkpoint
 from rampup.run.loop import RAMP_ROWS
@@ -91,3 +92,14 @@ def test_auto_schedule_advises_without_changing_a_bit(whole, tmp_path):
     assert summary.batch_size_schedule.startswith("0:8 ")
     # Up to its first change it sees what the run that follows sees.
     assert summary.batch_size_schedule.split()[1] == whole[0].batch_size_schedule.split()[1]
+
+
+def test_critical_branches_from_the_batch_that_has_grown(whole):
+    """The branches of a run that follows its noise start with the batch and the samples that it had at the checkpoint."""
+    summary, lines, folder = whole
+    config, record = _find_run(folder / "run", None)
+    branches = _Branches.build(config, record, (1, 2), None)
+    size = int(summary.batch_size_schedule.split(":")[-1])
+    assert branches.window.sizes == (size, 2 * size)
+    assert branches.run_plan.ramp.to_rows() == record[RAMP_ROWS]
+    assert branches.run_plan.position(40).consumed_samples == sum(line["global_batch_size"] for line in lines)
