@@ -30,6 +30,8 @@ _WORK = {"fusion", "convolution", "dot", "custom-call", "while", "call", "condit
 _MATMUL_CALL = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|dot)', re.IGNORECASE)
 _PAIR = re.compile(r"\{(\d+),\s*(\d+)\}")
 _ASYNC_FUSION = "async_collective_fusion_config"
+# How a TPU program exchanges arrays with other slices: it sends them to a library on the host.
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +45,10 @@ class Collective:
         loops: names of the loops around it, from outside in.
         in_branch: whether it is in a branch, which may not be taken. It is counted as if it were.
         axes: the mesh axes along which the devices differ, or None if they are not known.
-        group_size: devices that exchange with each other.
+        group_size: devices that exchange with each other; 0 if it is not known.
         is_async: whether it starts and ends in separate places.
         overlapped: whether the device computes in between.
-        slices: whether it goes between slices, over the data-center network.
+        between_slices: whether it goes over the data-center network.
         shapes: type and dimensions of the parts, one for each array.
         op_name: the operation of the traced function.
     """
@@ -63,6 +65,7 @@ class Collective:
     overlapped: bool
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     op_name: str = ""
+    between_slices: bool = False
 
     @property
     def in_loop(self) -> bool:
@@ -122,25 +125,29 @@ class Account:
         rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         for c in self.collectives:
             count = times(c.runs, c.open_loops, loop_trips)
-            key = (c.kind, c.axes, c.group_size, c.in_loop, c.overlapped, c.in_branch)
+            key = (c.kind, c.axes, c.group_size, c.in_loop, c.overlapped, c.in_branch, c.between_slices)
             row = rows.setdefault(
                 key,
                 {"kind": c.kind, "axes": None if c.axes is None else list(c.axes), "group_size": c.group_size, "count": 0,
-                 "bytes": 0, "in_loop": c.in_loop, "in_branch": c.in_branch, "overlapped": c.overlapped},
+                 "bytes": 0, "in_loop": c.in_loop, "in_branch": c.in_branch, "overlapped": c.overlapped,
+                 "between_slices": c.between_slices},
             )  # fmt: skip
             row["count"] += count
             row["bytes"] += count * c.num_bytes
         return sorted(rows.values(), key=lambda row: -row["bytes"])
 
     def roofline(self, topology: Topology, loop_trips: Sequence[int]) -> Roofline:
-        """Return an estimate of the time of a run on a chip that is not here."""
+        """Return an estimate of the time of a run on a chip that is not here.
+
+        It leaves out exchanges between slices, and `kernels`.
+        """
         figures = topology.to_dict()
         computes, moves, exposed, overlapped = ([0.0] * len(self.flops) for _ in range(4))
         for depth, by_type in enumerate(self.flops):
             work = sum(passes(dtype) * number for dtype, number in by_type.items())
             computes[depth] = times(work, depth, loop_trips) / figures["peak_flops"]
             moves[depth] = times(self.memory_bytes[depth], depth, loop_trips) / figures["hbm_bandwidth"]
-        for c in self.collectives:
+        for c in (c for c in self.collectives if not c.between_slices):
             seconds = times(c.runs, c.open_loops, loop_trips) * c.sent_bytes() / figures["ici_bandwidth"]
             (overlapped if c.overlapped else exposed)[c.open_loops] += seconds
         return Roofline(
@@ -246,13 +253,16 @@ def account_of(program: Program, mesh: MeshShape | None = None) -> Account:
 
 def _kind(instruction: Instruction) -> str | None:
     """Return the kind of a collective, or None. The second half of an asynchronous one does not count."""
+    if instruction.opcode == "send" and (match := _BETWEEN_SLICES.search(instruction.attributes)):
+        return match.group(1).lower().replace("_", "-")
     name = instruction.opcode.removesuffix("-start")
     return name if name in KINDS else None
 
 
 def _collective(program: Program, visit: Visit, kind: str, mesh: MeshShape | None, *, is_piece: bool) -> Collective:
     instruction, computation = visit.instruction, visit.computation
-    is_async = instruction.opcode.endswith("-start")
+    between_slices = instruction.opcode == "send"
+    is_async = between_slices or instruction.opcode.endswith("-start")
     result, place, where = instruction, instruction, computation
     if not is_async and computation.name in program.async_starts:
         # `async-start` calls a computation with the collective alone.
@@ -260,7 +270,7 @@ def _collective(program: Program, visit: Visit, kind: str, mesh: MeshShape | Non
     done = _done(place, where) if is_async else None
     if is_async and done is not None and place is instruction:
         result = done
-    arrays = result.arrays
+    arrays = instruction.arrays[:1] if between_slices else result.arrays
     if computation.name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # how a TPU program writes one that it runs in its own way
     elif kind == "reduce-scatter":
@@ -279,6 +289,7 @@ def _collective(program: Program, visit: Visit, kind: str, mesh: MeshShape | Non
         overlapped=is_piece or (done is not None and program.is_scheduled and _works_between(place, done, where)),
         shapes=tuple((array.dtype, array.dims) for array in arrays),
         op_name=instruction.op_name,
+        between_slices=between_slices,
     )
 
 
@@ -483,6 +494,9 @@ def _memory_bytes(program: Program, instruction: Instruction, computation: Compu
     if opcode in _FREE or opcode.endswith(("-done", "-update")):
         return 0
     written = _device_bytes(instruction.arrays)
+    if opcode in ("copy-start", "slice-start"):  # the result has both sides, of which a slice is the smaller one
+        sides = instruction.arrays[:2]
+        return sum(array.space == 0 for array in sides) * min(array.num_bytes for array in sides)
     if opcode.endswith("-start"):  # the result repeats the operands
         return 2 * sum(_operand_bytes(instruction, computation))
     if opcode in ("dynamic-slice", "slice", "gather"):

@@ -408,7 +408,9 @@ def _host_transfers(visits: Sequence[Visit]) -> Iterator[tuple[str, bool]]:
         i = visit.instruction
         in_loop = bool(visit.loops)
         if i.opcode in ("infeed", "outfeed") or (
-            i.opcode in ("send", "recv", "send-start", "recv-start") and "is_host_transfer=true" in i.attributes
+            i.opcode in ("send", "recv")
+            and "is_host_transfer=true" in i.attributes
+            and "megascale" not in i.attributes  # between slices
         ):
             yield i.opcode, in_loop
         elif i.opcode == "custom-call" and (match := _CALLBACK.search(i.attributes)):

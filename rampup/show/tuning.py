@@ -87,10 +87,11 @@ def collectives_table(rows: Sequence[Facts], console: Console) -> Table:
     table = make_table(console, ["collective", "axes", "devices", "count", "bytes", "where", "overlapped"], left=2)
     for row in rows:
         axes = "unknown" if row["axes"] is None else " ".join(row["axes"]) or "none"
+        axes = "between slices" if row["between_slices"] else axes
         where = ("in a loop" if row["in_loop"] else "outside loops") + (", in a branch" if row["in_branch"] else "")
         count, total = format_value(row["count"]), format_bytes(row["bytes"])
         overlapped = "yes" if row["overlapped"] else "no"
-        table.add_row(row["kind"], axes, format_value(row["group_size"]), count, total, where, overlapped)
+        table.add_row(row["kind"], axes, format_value(row["group_size"] or "unknown"), count, total, where, overlapped)
     return table
 
 

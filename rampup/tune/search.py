@@ -638,8 +638,12 @@ def _notes(
 ) -> Iterator[str]:
     if programs.target is not None:
         yield f"{NOT_RUN_ON}; seconds are roofline estimates at published peaks, so a real step takes longer"
+        account = programs.answer(programs.size(chosen.reached[-1].microbatch_size)).account
         if programs.target.topology.num_slices > 1:
-            yield "the estimate leaves out the data-center network between slices"
+            sent = sum(c.num_bytes for c in account.collectives if c.between_slices) if account else 0
+            yield f"the estimate leaves out the data-center network between slices, over which a device sends {sent:,} bytes"
+        if account and account.kernels:
+            yield f"the estimate leaves out {len(account.kernels)} kernels, such as those of attention, whose cost is unknown"
     elif len(times) < len({b for choice in choices for b in choice.sizes}):
         yield "not every size was timed: the others do not fit in this machine's memory, or there are too many"
     spread = max((timing.spread for by_number in times.values() for timing in by_number.values()), default=0.0)

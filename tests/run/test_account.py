@@ -2,6 +2,7 @@
 
 import pytest
 
+import rampup
 from rampup.plan.topology import Topology
 from rampup.run.account import Account, account_of
 from rampup.run.hlo import Array, Program
@@ -82,6 +83,41 @@ ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[32] {
     assert not waiting.overlapped
     assert account.total_flops((1,)) == {"f32": 2 * 8 * 8 * 8}
     assert Account.from_json(account.to_json()) == account
+
+
+def test_exchanges_between_slices_are_collectives():
+    """A TPU program sends arrays to other slices through its host. That is no transfer to the host, and not in the roofline."""
+    text = """HloModule m, is_scheduled=true
+ENTRY %main (x: f32[8,128]) -> f32[8,128] {
+  %x = f32[8,128]{1,0} parameter(0)
+  %t = token[] after-all()
+  %r = (f32[8,128]{1,0}, u32[], token[]) recv(%t), is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %s = (f32[8,128]{1,0}, u32[], token[]) send(%x, %t), is_host_transfer=true, frontend_attributes={_xla_megascale_transfer_type="ALL_REDUCE"}
+  %u = token[] send-done(%s), is_host_transfer=true
+  %v = (f32[8,128]{1,0}, token[]) recv-done(%r), is_host_transfer=true
+  ROOT %e = f32[8,128]{1,0} get-tuple-element(%v), index=0
+}
+"""  # noqa: E501
+    account = account_of(Program(text))
+    (found,) = account.collectives
+    assert (found.kind, found.num_bytes, found.runs, found.between_slices) == ("all-reduce", 4096, 1, True)
+    assert (found.is_async, found.overlapped) == (True, False)
+    assert account.roofline(Topology.parse("2*v5e:2x2"), (1,)).exposed_seconds == 0
+    assert account.collective_rows((1,))[0]["between_slices"]
+    assert rampup.inspect(text).host_transfers == ()
+
+
+@pytest.mark.parametrize(("space", "sides"), [(1, 1), (0, 2)])
+def test_a_slice_that_is_fetched_moves_its_own_bytes(space, sides):
+    """An asynchronous slice counts with what it takes of an array, and only where that is in device memory."""
+    text = f"""HloModule m
+ENTRY %main (x: f32[8,128]) -> f32[2,128] {{
+  %x = f32[8,128]{{1,0}} parameter(0)
+  %s = (f32[8,128]{{1,0}}, f32[2,128]{{1,0:S({space})}}, s32[]) slice-start(%x), slice={{[0:2], [0:128]}}
+  ROOT %d = f32[2,128]{{1,0:S({space})}} slice-done(%s)
+}}
+"""
+    assert account_of(Program(text)).memory_bytes == (sides * 2 * 128 * 4,)
 
 
 def test_a_roofline_adds_what_comes_one_after_the_other():

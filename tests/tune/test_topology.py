@@ -67,6 +67,18 @@ def test_zero_scatters_and_gathers_once(name, reduction):
     assert answer.memory.arguments < 0.6 * whole.arguments
 
 
+def test_gradients_cross_slices_once_a_step():
+    """Two slices: what goes over the data-center network is the sum of all microbatches, a part of it for each chip."""
+    settings = ("base_num_decoder_layers=1", "base_emb_dim=64", "base_mlp_dim=128", "num_slices=2")
+    programs, answer = compile_base("2*v5e:2x2", *settings)
+    assert programs.mesh.shape["data"] == 8
+    crossing = [c for c in answer.account.collectives if c.between_slices]
+    assert {(c.kind, c.runs, c.open_loops) for c in crossing} == {("all-reduce", 1, 0)}
+    assert not any(c.in_loop for c in answer.account.collectives)
+    params = bytes_per_device(programs.state_shapes.params)
+    assert params / 4 <= sum(c.num_bytes for c in crossing) < params
+
+
 def test_a_pipeline_sends_twice_a_tick_and_needs_no_more_memory_for_more_microbatches():
     """Four stages: two collective-permutes in the loop over ticks, and memory that does not grow with their number."""
     totals, permutes = [], []
