@@ -33,6 +33,7 @@ SETTINGS = {
     "eval_interval": 16,
     "jax_cache_dir": None,
 }
+OVERLAP = {"shuffle_mini_batches": False, "rollout_micro_batch_size": 1}
 STEPS_PER_ROLLOUT = 8  # two passes over two mini batches, of the critic and of the policy
 TIMES = ("step_seconds", "tokens_per_second", "compile_seconds", "generation_seconds")
 TIMES += ("generation_wait_seconds", "generation_tokens_per_second", "training_tokens_per_second")
@@ -89,12 +90,13 @@ def finish(settings, code=0):
     assert process.exitcode == code, (folder / "log.txt").read_text()[-3000:]
 
 
-def kill_often(base, kills, rollouts, seed=0):
+def kill_often(base, kills, rollouts, seed=0, **others):
     """Kill runs at random moments until there were `kills`; assert that every finished one is the uninterrupted one."""
     rng, done, number, steps = random.Random(seed), 0, 0, rollouts * STEPS_PER_ROLLOUT
-    finish({"base_output_directory": str(base), "run_name": "whole", "num_batches": rollouts})
+    common = {"base_output_directory": str(base), "num_batches": rollouts, **others}
+    finish(common | {"run_name": "whole"})
     while done < kills:
-        settings = {"base_output_directory": str(base), "run_name": f"cut{number}", "num_batches": rollouts}
+        settings = common | {"run_name": f"cut{number}"}
         folder = base / settings["run_name"]
         before, process = len(lines_of(folder, "metrics.jsonl")), started(settings)
         deadline = time.monotonic() + DEADLINE
@@ -129,6 +131,12 @@ def assert_same(folder, whole, steps):
 def test_thirty_kills(tmp_path):
     """At random moments, also between the updates of critic and policy and in checkpoint writes."""
     kill_often(tmp_path, kills=30, rollouts=12)
+
+
+@pytest.mark.faults
+def test_ten_kills_while_generation_overlaps(tmp_path):
+    """The same between the critic's updates on the first samples of a rollout and the generation of the others."""
+    kill_often(tmp_path, kills=10, rollouts=6, **OVERLAP)
 
 
 @pytest.mark.slow
