@@ -26,17 +26,38 @@ jax.config.update("jax_num_cpu_devices", 8)
 hypothesis.settings.register_profile("rampup", deadline=None)
 hypothesis.settings.load_profile("rampup")
 
+
+@pytest.fixture(scope="module")
+def optimized():
+    """Compile training steps as users do: at another level, a step with a feature may round otherwise than one without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("XLA_FLAGS", raising=False)
+        yield
+
+
 # Tests with these markers run only if the marker is selected, for instance by `pytest -m faults`.
-ON_REQUEST = ("bench", "faults", "notebooks", "tpu_compile")
+ON_REQUEST = {"bench", "faults", "notebooks", "slow", "tpu_compile"}
+
+# Long files come first: with `--dist loadfile`, a long one at the end leaves the other workers without work.
+FIRST = ("lm", "rl", "run", "cli", "faults", "tune")
+
+
+def pytest_configure(config):
+    """Keep pytest-xdist from starting with the files that have most tests."""
+    config.option.loadscopereorder = False
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselect the tests that run on request only."""
-    left_out = {name for name in ON_REQUEST if name not in config.option.markexpr}
-    deselected = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
-    if deselected:
-        config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if item not in deselected]
+    """Sort the tests, and deselect those that run on request only."""
+    items.sort(key=lambda item: FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST))
+    selected = {name for name in ON_REQUEST if name in config.option.markexpr}
+    kept, deselected = [], []
+    for item in items:
+        own = {mark.name for mark in item.iter_markers()} & ON_REQUEST
+        # Slow tests of another kind run with their kind.
+        (kept if (own - {"slow"} or own) <= selected else deselected).append(item)
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = kept
     if importlib.util.find_spec("libtpu") is None:
         reason = "the TPU compiler is not installed: pip install 'rampup[tpu-compile]'"
         for item in items:

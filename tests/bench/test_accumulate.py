@@ -11,7 +11,7 @@ from rampup.bench.measure import Seconds
 from rampup.run.mesh import make_mesh
 
 
-@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("k", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rampup_reduces_once_for_any_number_of_microbatches(k):
     """A step reduces the bytes of one gradient, and none in a loop."""
     gradient = 4 * QUICK.model.num_parameters
@@ -77,6 +77,7 @@ def test_reductions_need_several_devices(monkeypatch):
     assert "fewer than 4 devices" in result.notes[-1]
 
 
+@pytest.mark.bench
 def test_systems_reach_the_same_parameters():
     """After three steps on the same rows, rampup, the hand-written step and optax.microbatching have the same parameters."""
     mesh = make_mesh(devices=jax.devices()[:1])

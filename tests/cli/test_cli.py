@@ -206,6 +206,7 @@ def test_train_json(uninterrupted):
     assert "phase 2 from step" in log
 
 
+@pytest.mark.slow
 def test_train_resumes_after_a_kill(uninterrupted, tmp_path):
     """After SIGKILL during training, the restarted run has the losses and samples of the undisturbed one."""
     where = [f"base_output_directory={tmp_path}", "run_name=killed"]
@@ -219,7 +220,7 @@ def test_train_resumes_after_a_kill(uninterrupted, tmp_path):
     assert summary["final_loss"] == uninterrupted[0]["final_loss"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_train_stops_on_a_signal(uninterrupted, tmp_path, number):
     """Ctrl-C and SIGTERM: exit code 130, a checkpoint of that very step, and an exact resume."""
     where = [f"base_output_directory={tmp_path}", "run_name=stopped"]
@@ -400,6 +401,7 @@ def test_rollouts_and_suggestions_need_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 def test_train_restart_compiles_nothing(tmp_path):
     """A second process finds every program of the first in the compilation cache."""
     cache = tmp_path / "cache"
@@ -477,6 +479,7 @@ TUNED = {"dataset_type": "synthetic", "enable_rampup_batch_size": False, "per_de
 TUNED = command_line(TINY_MODEL | {"base_num_decoder_layers": 1} | TUNED)
 
 
+@pytest.mark.slow
 def test_tune_recommends_what_fits(capsys):
     """One object, whose settings the plan takes; the table names them too."""
     arguments = [BASE, *TUNED, "--memory-gib", "1", "--devices", "1"]

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 from faults import toy_run
+from helpers.runs import metrics_of
 
 from rampup.errors import ResumeMismatchError, StorageError
 from rampup.run import checkpoint
@@ -58,7 +59,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used(whole, tmp_path, harm):
     assert (summary.resumed_from, summary.steps) == (8, 12)
     assert isinstance(events[0], CheckpointDamaged)
     assert (events[0].steps, events[0].used) == (12, 8)
-    assert toy_run.metrics_of(folder) == toy_run.metrics_of(whole)
+    assert metrics_of(folder) == metrics_of(whole)
     assert events[0].moved_to == folder / DAMAGED_FOLDER / "12"
     assert (folder / DAMAGED_FOLDER / "12").is_dir()
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["12", "4", "8"]
@@ -88,7 +89,7 @@ def test_what_holds_no_state_does_no_harm(whole, tmp_path, name, harm):
     harm(folder / "checkpoints" / "12" / name)
     summary, _ = toy_run.run(folder)
     assert summary.steps == 12
-    assert toy_run.metrics_of(folder) == toy_run.metrics_of(whole)
+    assert metrics_of(folder) == metrics_of(whole)
 
 
 def test_a_file_too_many_is_noticed(whole, tmp_path):
@@ -117,7 +118,7 @@ def test_all_damaged_is_an_error_and_nothing_is_deleted(whole, tmp_path):
         toy_run.run(folder)
     assert all(f"checkpoints/{step}: " in str(caught.value) for step in (4, 8, 12))
     assert sorted(path for path in folder.rglob("*")) == before
-    assert toy_run.metrics_of(folder) == toy_run.metrics_of(whole)
+    assert metrics_of(folder) == metrics_of(whole)
 
 
 def test_an_empty_folder_is_no_checkpoint(whole, tmp_path):
@@ -174,7 +175,7 @@ def test_or_the_run_goes_on_without_it(whole, tmp_path, monkeypatch):
     assert "there is no other" in problems[0]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["12"]
     assert summary.steps == 12
-    assert toy_run.metrics_of(tmp_path) == toy_run.metrics_of(whole)
+    assert metrics_of(tmp_path) == metrics_of(whole)
 
 
 def test_the_newest_is_not_deleted_for_one_that_fails(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from faults import toy_run
+from helpers.runs import metrics_of
 from helpers.tiny import TINY_MODEL
 
 from rampup import Config
@@ -79,7 +80,7 @@ def test_a_row_that_fails_is_named_and_nothing_before_it_is_lost(tmp_path):
     bad = plan.rows(7)[3]
     with pytest.raises(DataError, match=rf"shard {bad // 100} row {bad} cannot be read: OSError\(5"):
         toy_run.run(tmp_path, source=Rows(bad, fail))
-    assert [line["step"] for line in toy_run.metrics_of(tmp_path)] == list(range(7))
+    assert [line["step"] for line in metrics_of(tmp_path)] == list(range(7))
     summary, state = toy_run.run(tmp_path, source=Rows())
     assert summary.resumed_from == 7
     _, whole = toy_run.run(tmp_path / "whole", source=Rows())

@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 from faults import toy_run
+from helpers.runs import metrics_of
 
 from rampup.cli import main
 from rampup.errors import NonFiniteError, StorageError
@@ -61,7 +62,7 @@ def whole(tmp_path_factory):
     """The metrics of a run with room to write."""
     folder = tmp_path_factory.mktemp("whole")
     toy_run.run(folder)
-    return toy_run.metrics_of(folder)
+    return metrics_of(folder)
 
 
 def test_the_run_stops_and_can_go_on(small_disk, whole):
@@ -72,7 +73,7 @@ def test_the_run_stops_and_can_go_on(small_disk, whole):
     (small_disk / "filler").unlink()
     summary, _ = toy_run.run(small_disk)
     assert (summary.resumed_from, summary.steps) == (4, 12)
-    assert toy_run.metrics_of(small_disk) == whole
+    assert metrics_of(small_disk) == whole
 
 
 def test_the_run_goes_on_as_configured(small_disk, whole):
@@ -83,7 +84,7 @@ def test_the_run_goes_on_as_configured(small_disk, whole):
     assert summary.steps == 12
     assert damage(small_disk / "checkpoints" / "4") is None
     assert damage(small_disk / "checkpoints" / "12") is None
-    assert toy_run.metrics_of(small_disk) == whole
+    assert metrics_of(small_disk) == whole
 
 
 def test_lines_wait_for_room(small_disk):

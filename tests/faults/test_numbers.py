@@ -9,11 +9,14 @@ import optax
 import pytest
 from faults import toy_run
 from helpers import toy
+from helpers.runs import metrics_of
 
 from rampup.errors import NonFiniteError
 from rampup.run.data.batches import step_batches
 from rampup.run.events import StepDone, StepSkipped
 from rampup.run.step import create_state, train_step, tree_where
+
+pytestmark = pytest.mark.usefixtures("optimized")
 
 ENGINES = ("fused", "multi_steps")
 BAD = {"nan": np.nan, "infinite": np.inf, "overflow": np.float32(3e38)}
@@ -117,7 +120,7 @@ def test_single_bad_steps_do_not_stop_a_run(tmp_path, engine):
     events = []
     source = toy_run.rows({row_in(step): np.nan for step in (3, 4, 6, 7)})
     summary, state = toy_run.run(tmp_path, source=source, engine=engine, events=events, skip_nonfinite=3)
-    lines = toy_run.metrics_of(tmp_path)
+    lines = metrics_of(tmp_path)
     assert summary.steps == toy_run.STEPS == len(lines)
     assert [line["step"] for line in lines if line.get("skipped")] == [3, 4, 6, 7]
     assert [line["loss"] for line in lines if line.get("skipped")] == [None] * 4
@@ -181,13 +184,13 @@ def test_a_resume_in_between_is_exact(tmp_path, engine):
     summary, cut = toy_run.run(tmp_path / "cut", source=source, engine=engine, skip_nonfinite=2)
     assert summary.resumed_from in (4, 8)
     toy_run.assert_equal(cut, whole)
-    assert toy_run.metrics_of(tmp_path / "cut") == toy_run.metrics_of(tmp_path / "whole")
+    assert metrics_of(tmp_path / "cut") == metrics_of(tmp_path / "whole")
 
 
 def test_without_the_check_the_numbers_stay_bad(tmp_path):
     """skip_nonfinite=0 leaves the step as it is: the loss stays bad to the end."""
     toy_run.run(tmp_path, source=toy_run.rows({row_in(6): np.nan}), skips=False)
-    lines = toy_run.metrics_of(tmp_path)
+    lines = metrics_of(tmp_path)
     assert [line["loss"] is None for line in lines] == [step >= 6 for step in range(toy_run.STEPS)]
 
 

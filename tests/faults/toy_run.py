@@ -1,7 +1,6 @@
 """A training loop over the toy problem, on one device, in this process."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from rampup.run.step import create_state, train_step
 
 STEPS = 12
 CHUNK_SIZE = {"fused": None, "multi_steps": 1}
-TIMES = ("step_seconds", "tokens_per_second", "tflops_per_device", "compile_seconds")
 
 
 def loss_fn(params, batch, rngs):
@@ -67,12 +65,6 @@ def run(folder, *, source=None, engine="fused", events=None, skips=True, mesh="o
     )
     _, summary = loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
     return summary, last.get("state")
-
-
-def metrics_of(folder):
-    """Return what metrics.jsonl says of every step, without the times."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in line if name not in TIMES} for line in lines]
 
 
 def assert_equal(one, other):

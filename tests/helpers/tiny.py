@@ -20,6 +20,8 @@ TINY = TINY_MODEL | {
     "global_rampup_samples": 80,
     "steps": 12,
 }
+# The model with a ramp of two phases for one device: what `tune` tries.
+TUNED = TINY_MODEL | {"base_num_decoder_layers": 1, "batch_size_schedule": "0:2 4:4", "dataset_type": "synthetic", "steps": 6}
 
 
 def command_line(settings):

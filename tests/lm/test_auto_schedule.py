@@ -1,9 +1,9 @@
 """Tests of `batch_size_schedule: auto` in runs of the language model."""
 
 import itertools
-import json
 
 import pytest
+from helpers.runs import metrics_of
 from helpers.tiny import TINY_MODEL
 
 from rampup import Config
@@ -12,7 +12,8 @@ from rampup.lm.train import train
 from rampup.run.checkpoint import find_checkpoint
 from rampup.run.loop import RAMP_ROWS
 
-TIMES = ("step_seconds", "tokens_per_second", "tflops_per_device", "compile_seconds")
+pytestmark = pytest.mark.usefixtures("optimized")
+
 AUTO = {**TINY_MODEL} | {
     "batch_size_schedule": "auto",
     "per_device_batch_size_start": 1,
@@ -32,8 +33,7 @@ def run(folder, **changes):
     """Train in a folder; return the summary and the lines of metrics.jsonl without the times."""
     keys = AUTO | changes
     summary = train(Config(base_output_directory=str(folder), run_name="run", **keys))
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return summary, [{name: x for name, x in json.loads(line).items() if name not in TIMES} for line in lines]
+    return summary, metrics_of(folder / "run")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_auto_schedule_grows_the_batch_and_is_replayed(whole, tmp_path):
     keys = {"batch_size_schedule": summary.batch_size_schedule, "learning_rate_clock": "steps", "measure_gradient_noise": False}
     own = {name: value for name, value in AUTO.items() if not name.startswith(("per_device", "gradient_noise"))}
     train(Config(base_output_directory=str(tmp_path), run_name="run", **(own | keys)))
-    replayed = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    replayed = metrics_of(tmp_path / "run")
     for line, other in zip(lines, replayed, strict=True):
         for name in ("global_batch_size", "consumed_samples", "microbatch_size"):
             assert line[name] == other[name]
@@ -84,7 +84,7 @@ def test_auto_schedule_advises_without_changing_a_bit(whole, tmp_path):
     summary, lines = run(tmp_path / "advised", auto_schedule="advise")
     own = {name: value for name, value in AUTO.items() if name not in ("batch_size_schedule", "per_device_batch_size_start")}
     train(Config(base_output_directory=str(tmp_path), run_name="run", **(own | {"per_device_batch_size": 1})))
-    plain = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    plain = metrics_of(tmp_path / "run")
     assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
     advised = [line["advised_global_batch_size"] for line in lines if "advised_global_batch_size" in line]
     assert advised[-1] > 8

@@ -52,6 +52,7 @@ def test_data_parallel_steps_reduce_once():
     assert local <= set(shapes)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_steps_reduce_gradients_once():
     """Beside a tensor axis the loop reduces activations, which have a replica's rows in front, and no gradients."""
     inside, outside, local = communication(MeshAxes(data=4, tensor=2))
@@ -61,6 +62,7 @@ def test_tensor_parallel_steps_reduce_gradients_once():
     assert len(gradients) == 1
 
 
+@pytest.mark.slow
 def test_fsdp_reduces_what_memory_requires():
     """With fsdp each gradient is reduced in the loop, since no device holds it whole; nothing moves between devices but that,
     the weights that are gathered for use, and numbers.
@@ -71,7 +73,7 @@ def test_fsdp_reduces_what_memory_requires():
     assert len(reduced) == NUM_GRADIENTS
 
 
-@pytest.mark.parametrize("axes", [MeshAxes(fsdp=8), MeshAxes(data=2, fsdp=4)])
+@pytest.mark.parametrize("axes", [pytest.param(MeshAxes(fsdp=8), marks=pytest.mark.slow), MeshAxes(data=2, fsdp=4)])
 def test_sharded_loss_scatters_gradients_and_moves_no_table(axes):
     """The loop gathers weights, reduce-scatters their gradients and exchanges rows of the embedding: no all-reduce, so no
     device receives a whole gradient, and nothing of the size of the activations of all rows or of the embedding. The gradients
@@ -94,6 +96,7 @@ def test_sharded_loss_scatters_gradients_and_moves_no_table(axes):
     assert (32,) in reduced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [MeshAxes(data=8), MeshAxes(data=4, tensor=2)])
 def test_nothing_is_moved_that_is_not_reduced_or_gathered(axes):
     """No all-to-all and no permute anywhere."""

@@ -1,8 +1,7 @@
 """Tests of `measure_gradient_noise` in runs of the language model."""
 
-import json
-
 import pytest
+from helpers.runs import metrics_of
 from helpers.tiny import TINY
 
 from rampup import Config, build_plan
@@ -12,7 +11,7 @@ from rampup.plan.noise_scale import NoiseScale
 from rampup.run.checkpoint import find_checkpoint
 from rampup.run.loop import GRADIENT_NOISE
 
-TIMES = ("step_seconds", "tokens_per_second", "tflops_per_device", "compile_seconds")
+pytestmark = pytest.mark.usefixtures("optimized")
 
 
 def config(folder, **changes):
@@ -23,8 +22,7 @@ def config(folder, **changes):
 
 def metrics(folder):
     """Return every line of metrics.jsonl, without the times."""
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in TIMES} for line in lines]
+    return metrics_of(folder / "run")
 
 
 def test_gradient_noise_is_in_metrics_and_checkpoints_and_resumes_bit_for_bit(tmp_path):

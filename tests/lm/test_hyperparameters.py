@@ -1,17 +1,16 @@
 """A run of the language model whose batch follows a budget and Seesaw, and whose hyperparameters follow the batch."""
 
 import json
-import signal
 
 import numpy as np
 import pytest
+from helpers.runs import stop_after
 from helpers.tiny import TINY_MODEL
 
 import rampup
 from rampup import Config, build_plan
 from rampup.errors import ResumeMismatchError
 from rampup.lm.train import Run, phase_hyperparameters, saved_checkpoint, train
-from rampup.run.events import StepDone
 
 FOLLOWS = {
     "batch_size_schedule": "0:8 10%:16 30%:32",
@@ -38,16 +37,6 @@ def metrics(folder):
     return [
         [line[name] for name in ("step", "consumed_samples", "global_batch_size", "learning_rate", "loss")] for line in lines
     ]
-
-
-def stop_after(step):
-    """Return a listener that sends this process SIGTERM when a step's metrics are written."""
-
-    def on_event(event):
-        if isinstance(event, StepDone) and event.step == step:
-            signal.raise_signal(signal.SIGTERM)
-
-    return on_event
 
 
 def test_a_run_follows_its_batch_and_resumes_bit_for_bit(tmp_path):
@@ -85,7 +74,7 @@ def test_rules_of_the_reference_batch_change_nothing(tmp_path):
 
 def test_a_checkpoint_of_an_older_version_is_resumed(tmp_path):
     """A record without the new keys is that of a run without them: it resumes, but not with a rule that it did not have."""
-    off = dict.fromkeys(("seesaw_factor", "seesaw_max_batch_size", "train_samples"))
+    off = {"learning_rate_schedule_steps": 6} | dict.fromkeys(("seesaw_factor", "seesaw_max_batch_size", "train_samples"))
     off |= {name: "none" for name in FOLLOWS if name.endswith("_batch_scaling")} | {"batch_size_schedule": "0:8 24:16"}
     train(config(tmp_path, **off, steps=4))
     settings = config(tmp_path, **off, steps=6)

@@ -5,7 +5,6 @@ of the program: runs that differ only in `steps` share one compilation.
 """
 
 import json
-import signal
 import sys
 
 import jax
@@ -13,16 +12,15 @@ import numpy as np
 import pytest
 from helpers import toy
 from helpers.config_walk import trace_train
+from helpers.runs import metrics_of, stop_after
 from helpers.tiny import TINY
 
 from rampup import Config, build_plan, load_config
 from rampup.errors import ConfigError, DataError, MissingDependencyError, ResumeMismatchError
 from rampup.lm.data import rows_of_step
 from rampup.lm.train import Run, TrainSetup, train
-from rampup.run.events import StepDone
 from rampup.run.mesh import make_mesh
 
-TIMES = ("step_seconds", "tokens_per_second", "tflops_per_device", "compile_seconds")
 EVALUATED = {"eval_interval": 6, "eval_steps": 2}
 FSDP_TENSOR = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
 # Batches that divide over the eight replicas of one mesh and over the replicas of two, four or eight stages.
@@ -37,8 +35,7 @@ def config(folder, **changes):
 
 def metrics(folder):
     """Return every line of metrics.jsonl, without the times."""
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in TIMES} for line in lines]
+    return metrics_of(folder / "run")
 
 
 def losses(folder):
@@ -49,16 +46,6 @@ def losses(folder):
 def evaluations(folder):
     """Return every line of eval.jsonl."""
     return [json.loads(line) for line in (folder / "run" / "eval.jsonl").read_text().splitlines()]
-
-
-def stop_after(step):
-    """Return a listener that sends this process SIGTERM when a step's metrics are written."""
-
-    def on_event(event):
-        if isinstance(event, StepDone) and event.step == step:
-            signal.raise_signal(signal.SIGTERM)
-
-    return on_event
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +78,7 @@ def test_train_gives_the_same_losses_in_other_shapes(tmp_path, long_run, growth)
     assert {line["microbatch_size"] for line in lines} <= {1, 2, 3}
 
 
-@pytest.mark.parametrize("engine", ["fused", "multi_steps"])
+@pytest.mark.parametrize("engine", ["fused", pytest.param("multi_steps", marks=pytest.mark.slow)])
 def test_train_resumes_bit_for_bit(tmp_path, engine):
     """Both engines, with fsdp- and tensor-sharded state, resume bit for bit after a stop before and after a phase change."""
     keys = {"gradient_accumulation": engine, "checkpoint_period": 3, "dropout_rate": 0.1, **FSDP_TENSOR, **DOUBLE}
@@ -128,8 +115,14 @@ def deep_run(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "axes",
-    [STAGES, {"ici_pipeline_parallelism": 2, "ici_tensor_parallelism": 2, "pipeline_keep": "dots"}],
-    ids=["stages", "stages_tensor"],
+    [
+        pytest.param(STAGES, id="stages"),
+        pytest.param(
+            {"ici_pipeline_parallelism": 2, "ici_tensor_parallelism": 2, "pipeline_keep": "dots"},
+            id="stages_tensor",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_train_agrees_through_pipeline_stages(tmp_path, deep_run, axes):
     """Through stages, repeats and dropout, losses and evaluations are those of the model on replicas alone, to 1e-5."""
@@ -142,6 +135,7 @@ def test_train_agrees_through_pipeline_stages(tmp_path, deep_run, axes):
     assert summary.num_compilations == 1
 
 
+@pytest.mark.slow
 def test_train_resumes_at_another_depth(tmp_path, deep_run):
     """Four stages, then two with fsdp, then none: the order of the layers in checkpoints does not depend on the stages."""
     depths = [
@@ -255,7 +249,13 @@ def test_train_refuses_a_missing_writer_before_any_work(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("axes", "sizes"), [({}, {}), ({"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}, {"base_num_decoder_layers": 4})]
+    ("axes", "sizes"),
+    [
+        ({}, {}),
+        pytest.param(
+            {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}, {"base_num_decoder_layers": 4}, marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_sharded_optimizer_state_trains_the_same(tmp_path, axes, sizes):
     """`shard_optimizer_over_data` changes no loss, with and without a pipeline, and a run resumes with it bit for bit."""

@@ -52,7 +52,7 @@ def test_logits_depend_on_positions():
     assert not np.allclose(forward[0, -1], swapped[0, -1], atol=1e-5)
 
 
-@pytest.mark.parametrize("remat_policy", ["minimal", "full"])
+@pytest.mark.parametrize("remat_policy", ["minimal", pytest.param("full", marks=pytest.mark.slow)])
 def test_remat_policy_changes_no_gradient(remat_policy):
     """Loss and gradients are the same whatever the backward pass computes again."""
     params = init(SMALL)
@@ -136,7 +136,7 @@ def test_shardings_refuse_sizes_that_do_not_divide(change, axes, key):
     assert caught.value.key == key
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_flops_per_sample_are_those_of_the_compiled_gradient(tied):
     """The formula agrees with the compiler's own count, for one layer, whose loop body is counted once."""
     model = LanguageModel(num_layers=1, width=64, mlp_dim=256, num_heads=4, num_kv_heads=2, vocab_size=128, tied=tied)
@@ -149,10 +149,10 @@ def test_flops_per_sample_are_those_of_the_compiled_gradient(tied):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"scan_layers": False},
-        {"num_vocab_tiling": 4},
+        pytest.param({"scan_layers": False}, marks=pytest.mark.slow),
+        pytest.param({"num_vocab_tiling": 4}, marks=pytest.mark.slow),
         {"num_vocab_tiling": 8, "tied": True},
-        {"attention": "flash"},
+        pytest.param({"attention": "flash"}, marks=pytest.mark.slow),
         {"remat_policy": "minimal_with_context", "scan_layers": False, "num_vocab_tiling": 2},
     ],
 )

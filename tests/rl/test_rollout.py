@@ -307,10 +307,10 @@ def test_a_failed_reward_during_an_update_loses_nothing():
 SAMPLES = {size: Size(count=size, unit="samples", scope="replica") for size in (1, 2, 3, 4)}
 TOKENS = {size: Size(count=size, unit="tokens", scope="replica") for size in (7, 11, 20)}
 CASES = [
-    ("one", {"microbatch": SAMPLES[1], "modes": AGGREGATIONS}),
+    pytest.param("one", {"microbatch": SAMPLES[1], "modes": AGGREGATIONS}, marks=pytest.mark.slow),
     ("data", {"microbatch": TOKENS[11], "modes": AGGREGATIONS, "mini": 4}),
     ("fsdp", {"microbatch": SAMPLES[3], "pad": True, "prompts": 5, "mini": 4, "modes": AGGREGATIONS[2:]}),
-    ("tensor", {"microbatch": SAMPLES[2], "modes": AGGREGATIONS[1:2]}),
+    pytest.param("tensor", {"microbatch": SAMPLES[2], "modes": AGGREGATIONS[1:2]}, marks=pytest.mark.slow),
 ]
 ALL_CASES = [
     (mesh, sizes)

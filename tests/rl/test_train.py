@@ -1,23 +1,20 @@
 """Tests of rampup.rl.train: runs of `rampup train` of a rollout's configuration, at their smallest."""
 
-import json
+from dataclasses import replace
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
 import pytest
+from helpers.runs import assert_same_run, metrics_of
 
 from rampup.cli.report import gather_report
 from rampup.errors import DataError, RampupError, ResumeMismatchError
 from rampup.rl import train as rl
-from rampup.rl.config import RolloutConfig
+from rampup.rl.config import RolloutConfig, is_rollout_file, load_rollout_config
 from rampup.run.events import StepDone
 from rampup.run.run_folder import read_lines
 from rampup.show.report import report_html
 from rampup.show.series import RunMetrics
 
-TIMES = ("step_seconds", "tokens_per_second", "compile_seconds", "generation_seconds")
-TIMES += ("generation_wait_seconds", "generation_tokens_per_second", "training_tokens_per_second")
 TINY = {
     "batch_size": 4,
     "num_generations": 2,
@@ -56,28 +53,6 @@ def config_of(folder, name="run", **settings):
     return RolloutConfig(**TINY | {"base_output_directory": str(folder), "run_name": name} | settings)
 
 
-def metrics_of(folder):
-    """Return what metrics.jsonl says of every step, without the times."""
-    return [{k: v for k, v in line.items() if k not in TIMES} for line in read_lines(folder / "metrics.jsonl")]
-
-
-def state_of(folder, step):
-    """Return every leaf of a checkpoint's state by name."""
-    with ocp.PyTreeCheckpointer() as reader:
-        tree = reader.restore(folder / "checkpoints" / str(step) / "state")
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
-
-
-def assert_same(folder, other, step):
-    """Assert that two runs are the same, bit for bit: parameters, samples, metrics and evaluations."""
-    assert metrics_of(folder) == metrics_of(other)
-    assert list(read_lines(folder / "eval.jsonl")) == list(read_lines(other / "eval.jsonl"))
-    one, two = state_of(folder, step), state_of(other, step)
-    assert one.keys() == two.keys()
-    for name, leaf in one.items():
-        assert leaf.tobytes() == two[name].tobytes(), name
-
-
 class StoppedError(Exception):
     """Ends a run from inside."""
 
@@ -93,7 +68,14 @@ def train_until(config, step):
         rl.train(config, stop)
 
 
-@pytest.mark.parametrize(("critic", "shuffle"), [(False, True), (True, True), (False, False)], ids=["grpo", "ppo", "overlap"])
+@pytest.mark.parametrize(
+    ("critic", "shuffle"),
+    [
+        pytest.param(False, True, id="grpo", marks=pytest.mark.slow),
+        pytest.param(True, True, id="ppo"),
+        pytest.param(False, False, id="overlap"),
+    ],
+)
 def test_a_resumed_run_is_the_uninterrupted_one(critic, shuffle, tmp_path):
     """Ended after several updates, in the middle of a rollout or of its generation, and between critic and policy."""
     settings = {"enable_critic": critic, "critic_num_iterations": 1, "shuffle_mini_batches": shuffle}
@@ -105,7 +87,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(critic, shuffle, tmp_path):
         train_until(config_of(tmp_path, "cut", **settings), stop)
     resumed = rl.train(config_of(tmp_path, "cut", **settings))
     assert 0 < resumed.resumed_from < steps
-    assert_same(tmp_path / "cut", tmp_path / "whole", steps)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole", steps)
     lines = metrics_of(tmp_path / "whole")
     order = ["critic"] * 2 + ["policy"] * 4 if critic else ["policy"] * 4
     assert [line["model"] for line in lines] == order * 3
@@ -143,11 +125,14 @@ GROWTH = {"batch_size_schedule": "0:2 1:4", "num_generations_schedule": "0:2 2:4
 @pytest.mark.parametrize(
     "settings",
     [
-        GROWTH,
-        {"microbatch_size": -1, "train_micro_batch_size": -1, "token_budget": 1536},
-        {"num_iterations": 3, "enable_critic": True},
+        pytest.param(GROWTH, id="growth"),
+        pytest.param(
+            {"microbatch_size": -1, "train_micro_batch_size": -1, "token_budget": 1536},
+            id="token_budget",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"num_iterations": 3, "enable_critic": True}, id="epochs", marks=pytest.mark.slow),
     ],
-    ids=["growth", "token_budget", "epochs"],
 )
 def test_one_program_per_role(settings, tmp_path):
     """Growing batches, dynamic token budgets and more epochs run through the same programs."""
@@ -163,8 +148,8 @@ def test_one_program_per_role(settings, tmp_path):
     ("found", "text"),
     [
         (float("nan"), "returned nan for sample 3"),
-        (None, "returned None for sample 3"),
-        (ValueError("no"), "raised ValueError: no"),
+        pytest.param(None, "returned None for sample 3", marks=pytest.mark.slow),
+        pytest.param(ValueError("no"), "raised ValueError: no", marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -187,7 +172,7 @@ def test_a_bad_reward_loses_nothing(found, text, tmp_path, monkeypatch):
             rl.train(config)
     assert rl.train(config).resumed_from == 4
     rl.train(config_of(tmp_path, "whole", eval_interval=-1, checkpoint_period=100))
-    assert_same(tmp_path / "run", tmp_path / "whole", 12)
+    assert_same_run(tmp_path / "run", tmp_path / "whole", 12)
 
 
 @pytest.mark.parametrize(
@@ -218,14 +203,8 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     for change in ({"mini_batch_size": 4}, {"max_operand": 8}, {"init_weights_seed": 1}):
         with pytest.raises(ResumeMismatchError):
             rl.train(config_of(tmp_path, eval_interval=-1, **change))
-    assert rl.train(config_of(tmp_path, eval_interval=-1)).steps == 3
-
-
-def test_config_of_a_run_can_be_loaded(tmp_path):
-    """The run's folder has its configuration, with which `rampup train RUN_DIR` resumes it."""
-    from rampup.rl.config import is_rollout_file, load_rollout_config
-
-    rl.train(config_of(tmp_path, num_batches=1, eval_interval=-1))
+    # The folder has the configuration with which `rampup train RUN_DIR` resumes it.
     assert is_rollout_file(tmp_path / "run" / "config.yml")
-    assert load_rollout_config(tmp_path / "run" / "config.yml").max_operand == 9
-    assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])["rollout"] == 0
+    kept = load_rollout_config(tmp_path / "run" / "config.yml")
+    assert (kept.max_operand, metrics_of(tmp_path / "run")[0]["rollout"]) == (9, 0)
+    assert rl.train(replace(kept, num_batches=3)).steps == 3

@@ -31,7 +31,9 @@ def buffer(mesh, K, R, dtype):
     return jax.device_put(cut, batch_sharding(mesh, leading=1)), host
 
 
-@pytest.mark.parametrize("name", toy.MESHES)
+@pytest.mark.parametrize(
+    "name", [name if name in ("one", "data_fsdp_tensor") else pytest.param(name, marks=pytest.mark.slow) for name in toy.MESHES]
+)
 def test_accumulate_equals_the_full_batch_gradient(name, float64):
     """In float64, with unequal weights, for any number of microbatches, from one trace and one executable, to 1e-10."""
     mesh = toy.mesh_of(name)

@@ -178,8 +178,15 @@ def run_with_late_rows(number, port, microbatch, num_steps, path):
     path.write_text(json.dumps(sizes))
 
 
-@pytest.mark.parametrize("num_steps", [pytest.param(40, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.faults)])
-@pytest.mark.parametrize("microbatch", ["auto", "per_phase"])
+@pytest.mark.parametrize(
+    ("microbatch", "num_steps"),
+    [
+        ("auto", 40),
+        pytest.param("per_phase", 40, marks=pytest.mark.slow),
+        pytest.param("auto", 2000, marks=pytest.mark.faults),
+        pytest.param("per_phase", 2000, marks=pytest.mark.faults),
+    ],
+)
 def test_processes_use_the_same_shapes_however_late_their_rows(tmp_path, microbatch, num_steps):
     """With readers that are late by up to 200 ms and a loop that runs ahead, every step has one shape in both processes."""
     port, files = free_port(), [tmp_path / f"sizes{n}" for n in range(2)]
@@ -284,7 +291,6 @@ def test_processes_decide_alike_about_the_batch(tmp_path):
     np.testing.assert_allclose(losses(many), losses(one), rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_check_consistent_refuses_processes_with_other_settings(tmp_path):
     """Every process names the key that differs, and nothing is written."""
     folder = tmp_path / "out"

@@ -22,12 +22,14 @@ from rampup.run.mesh import make_mesh
 from rampup.run.pipeline import PipelinedLoss
 from rampup.run.step import TrainState, create_state, prepare_state, train_step
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 BLOCKS, ROWS, WIDTH = 32, 2, 8
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
 ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def float64():
     """Compute in float64."""
     jax.config.update("jax_enable_x64", True)

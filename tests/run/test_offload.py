@@ -16,6 +16,8 @@ from rampup.run.data.batches import step_batches
 from rampup.run.mesh import make_mesh
 from rampup.run.step import EvalStep, create_state, train_step
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 GIVEN = {"bytes_limit": 1000, "peak_bytes_in_use": 70}
 
 

@@ -277,8 +277,15 @@ class LoRAModel(nnx.Module):
         return self.out(self.dropout(hidden))
 
 
-@pytest.mark.parametrize("mesh_name", ["one", "data"])
-@pytest.mark.parametrize("wrt", [nnx.LoRAParam, nnx.Param])
+@pytest.mark.parametrize(
+    ("wrt", "mesh_name"),
+    [
+        (nnx.LoRAParam, "data"),
+        (nnx.Param, "one"),
+        pytest.param(nnx.LoRAParam, "one", marks=pytest.mark.slow),
+        pytest.param(nnx.Param, "data", marks=pytest.mark.slow),
+    ],
+)
 def test_split_model_trains_what_wrt_selects(mesh_name, wrt):
     """Only `wrt` is trained and accumulated; statistics, dropout and sown values work (B2, B5, C2)."""
 

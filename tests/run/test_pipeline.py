@@ -4,6 +4,7 @@ Every executable here is small and serves many cases: the number of microbatches
 """
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -27,9 +28,9 @@ LAYERS, WIDTH, ROWS, MOST, WORDS = 48, 8, 4, 16, 11
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def float64():
-    """Run in float64, and forget executables that no other test shares."""
+    """Run in float64, and forget executables that no other module shares."""
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", False)
@@ -78,6 +79,7 @@ def nnx_layers():
     return layers, apply
 
 
+@functools.cache
 def problem(kind=linen_layers):
     """Return parameters with a tied embedding, sixteen microbatches, their keys, and a function for the loss in parts.
 
@@ -120,8 +122,10 @@ def problem(kind=linen_layers):
     return params, batch, keys, parts
 
 
-def reference(params, batch, keys, parts):
+@functools.cache
+def reference(kind=linen_layers):
     """Return loss, weight and gradients of the first m microbatches for every m, from the model without a pipeline."""
+    params, batch, keys, parts = problem(kind)
     loss = parts()
 
     def of_one(params, batch, keys):
@@ -155,35 +159,41 @@ def largest_error(found, wanted):
 
 GRID = [(p, v, {}) for p in (1, 2, 4, 8) for v in (1, 2, 3)]
 BESIDE = [(2, v, {"data": 2, "tensor": 2}) for v in (1, 2, 3)]
+DEFAULT = [(1, 2, {}), (4, 1, {}), (8, 3, {}), BESIDE[1]]  # every number of stages and of repeats, and other axes
 OPTIONS = {"skipping": {}, "computing": {"skip_idle": False}, "keeping": {"remat_policy": DOTS}}
 
 
-@pytest.mark.parametrize(("p", "v", "beside"), GRID + BESIDE)
+@pytest.mark.parametrize(
+    ("p", "v", "beside"), [case if case in DEFAULT else pytest.param(*case, marks=pytest.mark.slow) for case in GRID + BESIDE]
+)
 def test_pipeline_sums_equal_the_model(p, v, beside):
     """One trace serves 1 to 16 microbatches, and loss, weight and gradients equal those of the model to 1e-9 for each."""
-    params, batch, keys, parts = problem()
-    check_all(params, batch, keys, parts, MeshAxes(pipeline=p, **beside), parts(num_repeats=v), range(1, MOST + 1))
+    check_all(linen_layers, MeshAxes(pipeline=p, **beside), problem()[3](num_repeats=v), range(1, MOST + 1))
 
 
-@pytest.mark.parametrize("name", ["computing", "keeping"])
-@pytest.mark.parametrize("v", [1, 2])
+@pytest.mark.parametrize(
+    ("v", "name"),
+    [
+        (1, "computing"),
+        (2, "keeping"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "keeping"), (2, "computing"))),
+    ],
+)
 def test_pipeline_sums_with_other_options_equal_the_model(name, v):
     """Neither computing idle ticks instead of skipping them nor a remat policy changes the results."""
-    params, batch, keys, parts = problem()
-    loss = parts(num_repeats=v, **OPTIONS[name])
-    check_all(params, batch, keys, parts, MeshAxes(pipeline=4), loss, (1, 3, 4, 7, 16))
+    check_all(linen_layers, MeshAxes(pipeline=4), problem()[3](num_repeats=v, **OPTIONS[name]), (1, 3, 4, 7, 16))
 
 
 def test_pipeline_sums_run_nnx_layers():
     """Layers of NNX run in the pipeline like those of Linen."""
-    params, batch, keys, parts = problem(nnx_layers)
-    check_all(params, batch, keys, parts, MeshAxes(pipeline=4), parts(num_repeats=2), (2, 5, 16))
+    check_all(nnx_layers, MeshAxes(pipeline=4), problem(nnx_layers)[3](num_repeats=2), (2, 5, 16))
 
 
-def check_all(params, batch, keys, parts, axes, loss, numbers):
+def check_all(kind, axes, loss, numbers):
     """Compare the pipeline with the model for several numbers of microbatches, counting traces."""
+    params, batch, keys, _ = problem(kind)
     mesh, shardings, placed, natural = on_mesh(params, axes, loss.num_repeats)
-    (losses, weights), grads = reference(params, batch, keys, parts)
+    (losses, weights), grads = reference(kind)
     traces = []
 
     @jax.jit
@@ -204,7 +214,7 @@ def test_pipeline_sums_run_several_passes():
     """Three passes of four microbatches equal twelve microbatches, and the forward alone gives the same loss."""
     params, batch, keys, parts = problem()
     mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4))
-    (losses, _), grads = reference(params, batch, keys, parts)
+    (losses, _), grads = reference()
     options = {"mesh": mesh, "num_passes": 3}
     with_grads = options | {"param_shardings": shardings}
     sums = jax.jit(lambda params: pipeline_sums(parts(), params, batch, 4, keys, **with_grads))(placed)
@@ -214,12 +224,12 @@ def test_pipeline_sums_run_several_passes():
     np.testing.assert_allclose(alone.loss, losses[11], rtol=1e-12)
 
 
-@pytest.mark.parametrize("v", [1, 2])
+@pytest.mark.parametrize("v", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gpipe_sums_equal_the_model(v):
     """Differentiating through the forward ticks gives the same loss and gradients."""
     params, batch, keys, parts = problem()
     mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4), v)
-    (losses, _), grads = reference(params, batch, keys, parts)
+    (losses, _), grads = reference()
     loss = parts(num_repeats=v)
     sums = jax.jit(lambda params: gpipe_sums(loss, params, batch, keys, mesh=mesh, param_shardings=shardings))(placed)
     np.testing.assert_allclose(sums.loss, losses[-1], rtol=1e-12)
@@ -230,7 +240,7 @@ def test_as_loss_is_differentiable():
     """`as_loss` is a function of the parameters that JAX differentiates, also inside other arithmetic."""
     params, batch, keys, parts = problem()
     mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4, data=2))
-    (losses, weights), grads = reference(params, batch, keys, parts)
+    (losses, weights), grads = reference()
     mean = as_loss(parts(), mesh, shardings)
     value, found = jax.jit(jax.value_and_grad(lambda params: 3 * mean(params, batch, keys)))(placed)
     np.testing.assert_allclose(value, 3 * losses[-1] / weights[-1], rtol=1e-12)
@@ -294,7 +304,7 @@ def test_memory_does_not_grow_with_the_microbatches():
     assert gpipe[64] > 4 * ours[64][0]
 
 
-@pytest.mark.parametrize("v", [1, 2])
+@pytest.mark.parametrize("v", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_tick_has_two_permutes_and_a_step_one_reduction(v):
     """The loop has one permute of activations and one of gradients (per leaf), and no all-reduce. One follows the loop."""
     parts = problem()[3]
@@ -310,7 +320,10 @@ def test_a_tick_has_two_permutes_and_a_step_one_reduction(v):
         assert f"/{name}/" in text
 
 
-@pytest.mark.parametrize(("p", "v", "m"), [(4, 1, 16), (4, 2, 16), (2, 3, 12)])
+@pytest.mark.parametrize(
+    ("p", "v", "m"),
+    [pytest.param(4, 1, 16, marks=pytest.mark.slow), (4, 2, 16), pytest.param(2, 3, 12, marks=pytest.mark.slow)],
+)
 def test_a_pass_has_the_documented_number_of_ticks(p, v, m):
     """The bound of the compiled loop is v*m + p - 1 forward ticks, and v*p - 1 more for the last backward."""
     executable, _ = compiled(problem()[3](num_repeats=v), m, MeshAxes(pipeline=p))

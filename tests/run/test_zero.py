@@ -39,7 +39,9 @@ def train(mesh_name, *, sharded, tx=None, loss=loss_fn, steps=12, **options):
     return np.array(losses), state, step
 
 
-@pytest.mark.parametrize("mesh_name", ["data", "data_tensor", "data_fsdp_tensor", "fsdp"])
+@pytest.mark.parametrize(
+    "mesh_name", ["data", "data_fsdp_tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in ("data_tensor", "fsdp"))]
+)
 def test_losses_equal_those_of_plain_data_parallelism(mesh_name):
     """Losses, norms and parameters agree to 1e-6 over a ramp; one program."""
     expected, plain, _ = train(mesh_name, sharded=False)
@@ -67,7 +69,9 @@ def test_state_of_ones_own_is_prepared_for_it():
         step(rampup.prepare_state(own, mesh), next(step.batches(rows())))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [name if name in ("adafactor", "muon") else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
+)
 def test_optimizers_that_need_whole_arrays_stay_correct(name):
     """Norms, factored moments and orthogonalization are those of whole arrays."""
     expected, _, _ = train("data", sharded=False, tx=OPTIMIZERS[name])
@@ -93,7 +97,9 @@ def count(text, name):
     return len(re.findall(rf"= \S+ {name}(-start)?\(", text))
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 8, 32])
+@pytest.mark.parametrize(
+    "num_microbatches", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 32]
+)
 def test_program_has_one_reduce_scatter_and_one_all_gather(num_microbatches):
     """Gradients are reduced once and parameters gathered once per step, however many microbatches it has."""
     mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]

@@ -3,30 +3,23 @@
 import math
 
 import jax
-from helpers.tiny import TINY_MODEL
+from helpers.tiny import TUNED
 
 from rampup import Config
 from rampup.tune import memory_options
 from rampup.tune.memory_options import find_memory_options
 from rampup.tune.programs import Programs
 
-SMALL_RAMP = {"base_num_decoder_layers": 1, "batch_size_schedule": "0:2 4:4", "dataset_type": "synthetic", "steps": 6}
-
-
-def config(**changes):
-    """Return the tiny configuration with a ramp of two phases for one device."""
-    return Config(**(TINY_MODEL | SMALL_RAMP | changes))
-
 
 def test_memory_option_has_the_bytes_of_its_own_program(monkeypatch):
     """The bytes of `remat_policy=full` are those of a configuration that sets it."""
     monkeypatch.setattr(memory_options, "SHORT_TIMING_SECONDS", 0)
-    programs, lines = Programs(config(), jax.devices()[:1]), []
+    programs, lines = Programs(Config(**TUNED), jax.devices()[:1]), []
     size = programs.size(4)
     options = find_memory_options(programs, size, math.inf, lines.append)
     by_name = {option.name: option for option in options}
     remat = by_name["remat_policy=full"]
-    other = Programs(config(remat_policy="full"), jax.devices()[:1])
+    other = Programs(Config(**TUNED | {"remat_policy": "full"}), jax.devices()[:1])
     assert remat.bytes == other.bytes(other.size(4)) < programs.bytes(size)
     assert remat.slowdown > 0
     assert remat.compiled

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 import jax
 import pytest
-from helpers.tiny import TINY_MODEL
+from helpers.tiny import TUNED
 
 from rampup import Config, build_plan
 from rampup.lm.train import TrainSetup
@@ -13,17 +13,10 @@ from rampup.plan.timetable import num_ticks
 from rampup.run.mesh import make_mesh
 from rampup.tune.programs import Programs, Size, fit_line, fit_tick_overhead, take_turns
 
-SMALL_RAMP = {"base_num_decoder_layers": 1, "batch_size_schedule": "0:2 4:4", "dataset_type": "synthetic", "steps": 6}
-
-
-def config(**changes):
-    """Return the tiny configuration with a ramp of two phases for one device."""
-    return Config(**(TINY_MODEL | SMALL_RAMP | changes))
-
 
 def test_programs_bytes_grow_with_the_microbatch():
     """Memory grows about linearly with the microbatch."""
-    programs = Programs(config(), jax.devices()[:1])
+    programs = Programs(Config(**TUNED), jax.devices()[:1])
     taken = {b: programs.bytes(Size(microbatch_size=b, num_microbatches=2)) for b in (1, 2, 4)}
     assert taken[1] < taken[2] < taken[4]
     assert (taken[4] - taken[2]) / (taken[2] - taken[1]) == pytest.approx(2, rel=0.5)
@@ -32,10 +25,11 @@ def test_programs_bytes_grow_with_the_microbatch():
 @pytest.mark.parametrize(
     "axes", [{}, {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}, {"ici_pipeline_parallelism": 2}]
 )
-@pytest.mark.parametrize("opt_type", ["adamw", "sgd"])
+@pytest.mark.parametrize("opt_type", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_state_shapes_match_the_initial_state(axes, opt_type):
     """Shapes, types and shardings equal those of the arrays that training starts from."""
-    settings = config(**axes, opt_type=opt_type, batch_size_schedule="0:16", base_num_query_heads=2, base_num_decoder_layers=2)
+    changes = {"opt_type": opt_type, "batch_size_schedule": "0:16", "base_num_decoder_layers": 2}
+    settings = Config(**TUNED | axes | changes)
     plan = build_plan(settings, 8)
     setup = TrainSetup.from_config(settings, plan, make_mesh(plan.axes))
     state, shapes = setup.initial_state(), setup.state_shapes()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from helpers.tiny import TINY_MODEL
+from helpers.tiny import TUNED
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +31,6 @@ from rampup.tune.search import (
 )
 
 ASCENDING = st.lists(st.integers(1, 10**6), unique=True, max_size=60).map(sorted)
-SMALL_RAMP = {"base_num_decoder_layers": 1, "batch_size_schedule": "0:2 4:4", "dataset_type": "synthetic", "steps": 6}
 RAMP = {"enable_rampup_batch_size": True, "per_device_batch_size_start": 4, "per_device_batch_size_increment": 4}
 CONFIGS = {
     "ramp": RAMP,
@@ -132,15 +131,10 @@ def test_notes_say_when_the_choice_is_within_the_noise(programs, spread, certain
     assert not notes if certain else "vary by up to 30%, and 1 of the alternatives" in notes[0]
 
 
-def config(**changes):
-    """Return the tiny configuration with a ramp of two phases for one device."""
-    return Config(**(TINY_MODEL | SMALL_RAMP | changes))
-
-
 @pytest.fixture(scope="module")
 def programs():
     """The programs of the tiny configuration on one device."""
-    return Programs(config(), jax.devices()[:1])
+    return Programs(Config(**TUNED), jax.devices()[:1])
 
 
 def gib_for(usable):
@@ -163,7 +157,7 @@ def test_find_largest_is_exact_on_both_sides(programs):
 def test_tune_recommends_settings_that_fit_and_were_timed(programs):
     """The settings give a plan whose microbatches fit, and every phase has its memory and throughput."""
     needs = programs.bytes(programs.size(2))
-    found = tune(config(), memory_gib=gib_for(needs), num_devices=1)
+    found = tune(Config(**TUNED), memory_gib=gib_for(needs), num_devices=1)
     facts = json.loads(json.dumps(found.to_dict()))
     assert found.problem is None
     assert (facts["largest_microbatch"], facts["next_larger"]) == (2, 4)
@@ -171,7 +165,7 @@ def test_tune_recommends_settings_that_fit_and_were_timed(programs):
     fits = {row["microbatch_size"]: row["fits"] for row in facts["candidates"]}
     assert (fits[2], fits[4]) == (True, False)
     assert facts["next_larger_run"].startswith("not run")
-    plan = build_plan(config(**facts["settings"]), 1)
+    plan = build_plan(Config(**TUNED | facts["settings"]), 1)
     assert [row["microbatch_size"] for row in facts["phases"]] == [split.microbatch_size for split in plan.splits]
     assert all(row["bytes"] <= facts["usable_bytes"] and row["tokens_per_second"] > 0 for row in facts["phases"])
     assert facts["run_seconds"] > 0
@@ -182,7 +176,7 @@ def test_tune_ranks_memory_options_if_nothing_fits(programs, monkeypatch):
     """Options that are enough come first, then those that save most."""
     monkeypatch.setattr(memory_options, "SHORT_TIMING_SECONDS", 0)
     needs = programs.bytes(programs.size(1))
-    found = tune(config(), memory_gib=gib_for(needs - 1), num_devices=1)
+    found = tune(Config(**TUNED), memory_gib=gib_for(needs - 1), num_devices=1)
     assert found.largest is None
     assert found.chosen is None
     assert f"microbatch_size=1 needs {needs:,} bytes" in str(found.problem)
@@ -207,13 +201,13 @@ def test_memory_limit_rejects_invalid_sizes(memory_gib):
 def test_tune_rejects_what_cannot_be_tuned():
     """A CPU has no memory limit of its own; devices must exist; only the fused engine is tuned."""
     with pytest.raises(ConfigError, match=r"no memory limit of its own.*--memory-gib 16"):
-        tune(config(), num_devices=1)
+        tune(Config(**TUNED), num_devices=1)
     with pytest.raises(ConfigError, match="between 1 and the 8"):
-        tune(config(), memory_gib=1, num_devices=9)
+        tune(Config(**TUNED), memory_gib=1, num_devices=9)
     with pytest.raises(ConfigError, match="multi_steps is not tuned"):
-        tune(config(gradient_accumulation="multi_steps"), memory_gib=1, num_devices=1)
+        tune(Config(**TUNED | {"gradient_accumulation": "multi_steps"}), memory_gib=1, num_devices=1)
     with pytest.raises(BatchDivisibilityError):
-        tune(config(), memory_gib=1, num_devices=8)
+        tune(Config(**TUNED), memory_gib=1, num_devices=8)
 
 
 def test_memory_limit_leaves_a_margin():
