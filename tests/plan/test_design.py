@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from helpers.risk import Regression
 
-from rampup.errors import ConfigError, DataError
-from rampup.plan.design import DesignModel, NoiseCurve, StepTimes, check_sizes, format_schedule, loss_penalty, loss_slope
+from rampup.errors import DataError
+from rampup.plan.design import DesignModel, NoiseCurve, StepTimes, format_schedule, loss_penalty, loss_slope
 from rampup.plan.ramp import BatchRamp
 
 SIZES = (4, 8, 16, 32, 64, 128, 256, 512)
@@ -194,10 +194,8 @@ def test_loss_penalty_is_the_slope_for_small_differences():
 
 
 def test_schedules_are_legal_text():
-    """A schedule parses back into the same ramp, in samples and in tokens; a choice of one size is refused."""
+    """A schedule parses back into the same ramp, in samples and in tokens."""
     schedule = ((0, 8), (1000, 16), (1500, 32))
     assert BatchRamp.from_schedule(format_schedule(schedule)) == BatchRamp.piecewise(schedule)
     text = format_schedule(schedule, tokens_per_sample=128)
     assert BatchRamp.from_schedule(text, sequence_length=128) == BatchRamp.piecewise(schedule)
-    with pytest.raises(ConfigError, match="nothing to choose from"):
-        check_sizes([8])
