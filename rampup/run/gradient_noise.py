@@ -70,34 +70,30 @@ class NoiseMeter:
         """The shape of a sum of squares: one partial sum per shard."""
         return tuple(self.axes.values())
 
-    def squares(self, grads: Any, moments: Any = None, shardings: Any = None, *, varying: jax.Array | None = None) -> jax.Array:
+    def squares(self, grads: Any, moments: Any = None, shardings: Any = None) -> jax.Array:
         """Return the sum of squares of a gradient in every geometry, (geometries, *shards).
 
         Args:
             grads: the gradient.
             moments: those of `grads`.
             shardings: shardings of `grads`, if they are a part of all.
-            varying: inside a loop over microbatches a number that each has its own of, such as its loss.
         """
         shardings = self.shardings if shardings is None else shardings
         squares = jax.tree.map(lambda x: jnp.real(x * jnp.conj(x)) if jnp.iscomplexobj(x) else jnp.square(x), grads)
         found = [self._add_up(squares, shardings)]
         if moments is not None:
-            # The compiler would move 1 / sqrt(v) out of the loop over microbatches, into a buffer as large as the parameters.
-            # The barrier makes eps depend on the microbatch. It must not depend on a gradient: all of them would have to be
-            # complete first and be read twice, instead of once where they are added to their sums.
-            eps = jnp.float32(_EPS**2)
-            if varying is not None:
-                eps = jax.lax.optimization_barrier((eps, varying))[0]
+            # The barrier makes eps depend on this gradient. The compiler would otherwise move 1 / sqrt(v) out of the loop over
+            # the microbatches, into a buffer as large as the parameters.
+            eps = jax.lax.optimization_barrier((jnp.float32(_EPS**2), found[0]))[0]
             scaled = jax.tree.map(
                 lambda x, v: x * jnp.where(v > 0, jax.lax.rsqrt(v.astype(x.dtype) + eps.astype(x.dtype)), 0), squares, moments
             )
             found.append(self._add_up(scaled, shardings))
         return jnp.stack(found)
 
-    def block(self, grads: Any, loss: jax.Array, weight: jax.Array) -> NoiseSums:
-        """Return the sums over one block, of which there are the gradient sum, the loss and the weight."""
-        squares = self.squares(grads, self.moments, varying=loss)
+    def block(self, grads: Any, weight: jax.Array) -> NoiseSums:
+        """Return the sums over one block, of which there are the gradient sum and the weight."""
+        squares = self.squares(grads, self.moments)
         return NoiseSums(*divide_by_weights(squares[..., None], weight[None]))
 
     def metrics(self, noise: NoiseSums, grads: Any, weight: jax.Array) -> dict[str, Any]:
