@@ -179,7 +179,10 @@ class RolloutStep:
         # The generator's calls and the forward passes have rows for every device.
         shards = BatchAxes.of(mesh).num_shards(mesh)
         self._rows = -(-schedule.sequences_per_call // shards) * shards
-        self._compilers, self._compiling = {"generate": Compiler(), "logprobs": Compiler()}, Lock()
+        self._compilers = {"generate": Compiler(), "logprobs": Compiler()}
+        # Held while a program is compiled and enqueued. If two threads enqueued programs in different orders on two devices,
+        # their collectives would wait for each other.
+        self._dispatching = Lock()
         self._facts: dict[str, Any] = {}
         self._collected: int | None = None
         self._training = _Clock()
@@ -295,11 +298,13 @@ class RolloutStep:
             step = self._steps[position.model]
             if position.model == "policy":
                 inner = TrainState(step=state.policy_step, params=state.params, opt_state=state.opt_state)
-                inner, metrics = step(inner, batch)
+                with self._dispatching:
+                    inner, metrics = step(inner, batch)
                 changes = {"params": inner.params, "opt_state": inner.opt_state, "policy_step": inner.step}
             else:
                 inner = TrainState(step=state.critic_step, params=state.critic_params, opt_state=state.critic_opt_state)
-                inner, metrics = step(inner, batch)
+                with self._dispatching:
+                    inner, metrics = step(inner, batch)
                 changes = {"critic_params": inner.params, "critic_opt_state": inner.opt_state, "critic_step": inner.step}
             if position.is_last:
                 # The next rollout needs the new parameters anyway.
@@ -414,8 +419,8 @@ class RolloutStep:
             rows = np.where(rows < len(prompts), rows, start).astype(np.int32)
             inputs = jax.device_put((tokens_SP[rows], length_S[rows], first + rows), batch_sharding(self._mesh))
             args = params, *inputs, key, *sampling.values
-            program = self._program("generate", "policy", self._generate_fn, *args)
-            parts.append((program(*args), min(self._rows, len(prompts) - start)))
+            found = self._run("generate", "policy", self._generate_fn, *args)
+            parts.append((found, min(self._rows, len(prompts) - start)))
         fetched = [jax.tree.map(lambda x, n=n: np.asarray(x)[:n], part) for part, n in parts]
         return jax.tree.map(lambda *xs: np.concatenate(xs), *fetched)  # type: ignore[no-any-return]
 
@@ -432,8 +437,7 @@ class RolloutStep:
             inputs = (samples.tokens[rows], samples.prompt_length[rows])
             args = params, *jax.device_put(inputs, batch_sharding(self._mesh))
             fn = self._log_probabilities_fn if model == "policy" else self._values_fn
-            program = self._program("logprobs", model, fn, *args)
-            parts.append((program(*args), min(self._rows, S - start)))
+            parts.append((self._run("logprobs", model, fn, *args), min(self._rows, S - start)))
         found_SR = np.concatenate([np.asarray(part)[:n] for part, n in parts])
         counts_SR = np.arange(found_SR.shape[1]) < samples.response_length[:, None]
         return np.where(counts_SR, found_SR, np.float32(0))
@@ -453,13 +457,15 @@ class RolloutStep:
         found_BR = jnp.take_along_axis(found_BT, jnp.minimum(places_BR, found_BT.shape[1] - 1), axis=1)
         return jax.lax.with_sharding_constraint(found_BR.astype(jnp.float32), batch_sharding(self._mesh))
 
-    def _program(self, role: str, model: str, fn: Callable[..., Any], *args: Any) -> Any:
+    def _run(self, role: str, model: str, fn: Callable[..., Any], *args: Any) -> Any:
+        """Run the program of a role, which is compiled for its first call."""
+
         def lower() -> Any:
             with auto_context(self._mesh):
                 return jax.jit(fn).lower(*args)
 
-        with self._compiling:  # an evaluation may need the program that the generating thread compiles
-            return self._compilers[role].get(model, lower)
+        with self._dispatching:
+            return self._compilers[role].get(model, lower)(*args)
 
     def _decoded(self, samples: Samples) -> tuple[list[Any], list[Any]]:
         """Return prompts and responses as the reward function gets them, without the end token."""
