@@ -16,8 +16,6 @@ from rampup.run.data.batches import step_batches
 from rampup.run.events import StepDone, StepSkipped
 from rampup.run.step import create_state, train_step, tree_where
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 ENGINES = ("fused", "multi_steps")
 BAD = {"nan": np.nan, "infinite": np.inf, "overflow": np.float32(3e38)}
 
