@@ -428,3 +428,11 @@ def test_70b_example_of_the_guide():
     assert any("ulysses_sequence_parallel_size=8 has no effect with megatron" in note for note in found.notes)
     fsdp = verl({"trainer.nnodes": 32, SP: 8, TRAIN: 512, MINI: 128, RESPONSES: 8, MICRO: 1, LOG: 2})
     assert (fsdp.derived["data_parallel_size"], fsdp.derived["accumulation_steps"]) == (32, 32)
+
+
+@pytest.mark.parametrize(("key", "critic"), [("actor_rollout_ref.teacher.server_ip", False), ("distillation.enabled", True)])
+def test_distillation_from_a_served_teacher_has_no_critic(key, critic):
+    """verl-recipe `gkd/megatron/ray_trainer.py` sets `use_critic = False`, although the estimator is gae by default."""
+    found = verl({key: "127.0.0.1", "algorithm.adv_estimator": None, C_MICRO: 4})
+    assert any("there is a critic" in note for note in found.notes) is critic
+    assert verl({key: "127.0.0.1", "algorithm.adv_estimator": None, C_MICRO: 4, C_MINI: 3}).ok is not critic

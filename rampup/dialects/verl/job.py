@@ -48,7 +48,9 @@ class VerlJob(RolloutJob):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.has_critic = bool(self._or("critic.enable", self["algorithm.adv_estimator"] == "gae"))
+        # The recipe that distills from a served teacher (`gkd`) has no critic, whatever the estimator.
+        served = any(name.startswith(("actor_rollout_ref.teacher.", "teacher.")) for name in settings.others)
+        self.has_critic = not served and bool(self._or("critic.enable", self["algorithm.adv_estimator"] == "gae"))
         self.has_ref: bool = self["algorithm.use_kl_in_reward"] or self[f"{ACTOR}.use_kl_loss"]
         self.models = ("actor", *(["critic"] if self.has_critic else []), *(["ref"] if self.has_ref else []))
         # Until April 2026 (legacy) sizes per replica were rounded down and remainders allowed. The newer trainer (v1) pads.
