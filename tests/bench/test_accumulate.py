@@ -31,6 +31,7 @@ def test_baselines_reduce_once_per_microbatch(quick):
     assert rows[MICROBATCHING]["in_loops"] > 0
 
 
+@pytest.mark.bench
 def test_rampup_accesses_no_more_bytes_for_one_microbatch():
     """On one device it accesses the bytes of the hand-written step: no extra pass over the gradients."""
     mesh, gradient = make_mesh(devices=jax.devices()[:1]), 4 * QUICK.model.num_parameters

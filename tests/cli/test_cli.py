@@ -492,6 +492,7 @@ def test_tune_recommends_what_fits(capsys):
     assert (code, plan["phases"][0]["microbatch_size"]) == (0, found["phases"][0]["microbatch_size"])
 
 
+@pytest.mark.slow
 def test_tune_reports_memory_options_if_nothing_fits(capsys):
     """It is refused like any other mistake, and the same object contains the memory options."""
     code, found = run_json(capsys, "tune", BASE, *TUNED, "--memory-gib", "1e-6", "--devices", "1")

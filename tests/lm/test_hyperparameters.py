@@ -13,6 +13,7 @@ from rampup.errors import ResumeMismatchError
 from rampup.lm.train import Run, phase_hyperparameters, saved_checkpoint, train
 
 FOLLOWS = {
+    "base_num_decoder_layers": 1,
     "batch_size_schedule": "0:8 10%:16 30%:32",
     "train_samples": 400,
     "seesaw_factor": 2,

@@ -83,7 +83,7 @@ def test_tiled_loss_works_on_the_other_meshes(axes):
     assert_same(run_step(model, axes, loss=loss)[0], reference())
 
 
-@pytest.mark.parametrize("axes", [MeshAxes(data=8), MeshAxes(data=4, tensor=2)])
+@pytest.mark.parametrize("axes", [MeshAxes(data=8), pytest.param(MeshAxes(data=4, tensor=2), marks=pytest.mark.slow)])
 def test_gradients_reduced_in_bfloat16_are_close(axes):
     """The exchange in bfloat16 rounds the gradients, to 1e-2, and not the loss."""
     loss = lambda model, mesh: AccumulatedLoss(model.loss, reduction_dtype=jnp.bfloat16)  # noqa: E731
@@ -97,8 +97,8 @@ def test_gradients_reduced_in_bfloat16_are_close(axes):
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
-        (MeshAxes(data=8), {"shard_optimizer_over_data": True}),
-        (MeshAxes(fsdp=4, data=2), {}),
+        pytest.param(MeshAxes(data=8), {"shard_optimizer_over_data": True}, marks=pytest.mark.slow),
+        pytest.param(MeshAxes(fsdp=4, data=2), {}, marks=pytest.mark.slow),
         (MeshAxes(data=2, fsdp=2, pipeline=2), {"shard_optimizer_over_data": True}),
     ],
 )

@@ -248,14 +248,9 @@ def test_train_refuses_a_missing_writer_before_any_work(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("axes", "sizes"),
-    [
-        ({}, {}),
-        pytest.param(
-            {"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}, {"base_num_decoder_layers": 4}, marks=pytest.mark.slow
-        ),
-    ],
+    ("axes", "sizes"), [({}, {}), ({"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}, {"base_num_decoder_layers": 4})]
 )
 def test_sharded_optimizer_state_trains_the_same(tmp_path, axes, sizes):
     """`shard_optimizer_over_data` changes no loss, with and without a pipeline, and a run resumes with it bit for bit."""

@@ -73,7 +73,7 @@ def train_until(config, step):
     [
         pytest.param(False, True, id="grpo", marks=pytest.mark.slow),
         pytest.param(True, True, id="ppo"),
-        pytest.param(False, False, id="overlap"),
+        pytest.param(False, False, id="overlap", marks=pytest.mark.slow),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(critic, shuffle, tmp_path):
