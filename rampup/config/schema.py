@@ -376,7 +376,8 @@ def _nearest_divisors(value: int, total: int) -> list[int]:
 KEYS = Config.keys()
 # A checkpoint belongs to a run only if these agree: they define the meaning of its arrays and the order of the data.
 IDENTITY_KEYS = tuple(name for name, spec in KEYS.items() if spec.identity)
-IDENTITY_DEFAULTS = {name: value for name, value in Config().to_dict().items() if name in IDENTITY_KEYS}
+DEFAULTS = Config().to_dict()
+IDENTITY_DEFAULTS = {name: DEFAULTS[name] for name in IDENTITY_KEYS}
 RAMP_KEYS = tuple(name for name, spec in KEYS.items() if spec.ramp)
 PER_PROCESS_KEYS = tuple(name for name, spec in KEYS.items() if spec.per_process)
 PER_ACCUMULATION_KEYS = tuple(name for name, spec in KEYS.items() if spec.per_accumulation)

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters, plan_to_resume, ramp_record
 from rampup.config.files import run_yaml
-from rampup.config.schema import IDENTITY_DEFAULTS, PER_PROCESS_KEYS, Config
+from rampup.config.schema import DEFAULTS, IDENTITY_DEFAULTS, PER_PROCESS_KEYS, Config
 from rampup.errors import ConfigError, DataError
 from rampup.lm.data import sample_order, sources
 from rampup.lm.transformer import LanguageModel
@@ -506,7 +506,7 @@ def _evaluation(config: Config, setup: TrainSetup, rows: RowSource, loading: Loa
     assert plan.eval_global_batch_size is not None
     available = len(rows) // plan.eval_global_batch_size
     num_batches = available if config.eval_steps == -1 else config.eval_steps
-    if num_batches == Config().eval_steps:
+    if num_batches == DEFAULTS["eval_steps"]:
         # The default suits small files too. A number that was chosen is an error if there are not as many batches.
         num_batches = min(num_batches, max(available, 1))
     if num_batches < 1 or num_batches > available:
