@@ -13,7 +13,7 @@ from typing import Any
 from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_scalar
-from rampup.dialects.script import show_unknown, unknown_names
+from rampup.dialects.script import needs_arguments, show_unknown, unknown_names
 from rampup.errors import ConfigError, RampupError, raise_together
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:|oc\.env:)?\s*(\.*[A-Za-z_][\w.]*)\s*(?:[,:]\s*([^{}]*))?\}")
@@ -197,6 +197,7 @@ def _unknown_error(name: str, value: str, unknown: Sequence[str]) -> ConfigError
     """Return the error about a value that a script leaves open, with the `key=value` that would settle it."""
     variables = [word for word in unknown if word.isidentifier()]
     settle = f"{variables[0]}=..., or {name}=..." if variables else f"{name}=..."
+    settle += ", or the script's arguments: `rampup check ... -- bash FILE ARGUMENTS`" if needs_arguments(value) else ""
     shown = " and ".join(word if word.startswith("$") else f"${word}" for word in unknown)
     return ConfigError(f"{name}={show_unknown(value)[:100]}: the script does not say what {shown} is; add {settle}", key=name)
 

@@ -104,6 +104,11 @@ def read_commands(
     return reader.commands
 
 
+def needs_arguments(text: str) -> bool:
+    """Return whether a part of a text is an argument that the script was not given."""
+    return _ARGUMENT in text
+
+
 def unknown_names(text: str) -> list[str]:
     """Return the names of the unknown parts of a text, such as `NNODES` or `$(nproc)`."""
     return list(dict.fromkeys(_MARKER.findall(text)))
