@@ -103,7 +103,7 @@ def test_check_command_runs_a_script_with_arguments(tmp_path):
     path = tmp_path / "run.sh"
     path.write_text('B=$1\nif [ "$2" = big ]; then B=$((B * 2)); fi\nBATCH=$B\n' + COMMANDS["skyrl"][0])
     assert check_command(["bash", str(path), "32", "big"], "skyrl").derived["samples_per_step"] == 320
-    with pytest.raises(ConfigError, match="add B=.* or the script's arguments: .* -- bash FILE ARGUMENTS"):
+    with pytest.raises(ConfigError, match=r"add B=.* or the script's arguments: .* -- bash FILE ARGUMENTS"):
         check_file(path, "skyrl")
 
 
