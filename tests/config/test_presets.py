@@ -92,6 +92,7 @@ def test_llama3_ramp_has_the_published_tokens():
 
 
 def test_mimo_shrinks_its_batch_in_the_last_phase():
-    """The last phase of MiMo is smaller than the one before."""
-    sizes = preset("mimo_7b")[1].ramp.sizes
-    assert sizes[-2:] == (2560, 640)
+    """The last phase of MiMo is smaller than the one before, and the headline names the largest batch too."""
+    _, plan = preset("mimo_7b")
+    assert plan.ramp.sizes[-2:] == (2560, 640)
+    assert "from 512 to 640 samples (at most 2,560)" in plan.summary[1]
