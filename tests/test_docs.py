@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import rampup
 import rampup.errors
 from rampup.cli import COMMANDS
 from rampup.config.schema import KEYS
-from rampup.rl.config import ROLLOUT_KEYS
+from rampup.rl.config import ROLLOUT_KEYS, build_rollout_schedule, load_rollout_config
 
 DOCS = ROOT / "docs"
 WITH_BLOCKS = [page for page in PAGES if blocks(page)]
@@ -60,6 +61,14 @@ def documented_names():
         module = re.search(r"\.\. currentmodule:: (\S+)", block)[1]
         names |= {f"{module}.{name}" for name in re.findall(r"^   ([A-Za-z_]\w*)$", block, re.MULTILINE)}
     return names
+
+
+def test_settings_of_the_guide_on_rollouts_are_legal():
+    """Each setting in the guide's table plans the shipped configuration."""
+    rows = re.findall(r"^\| `([^`]+=[^`]+)` \|", (DOCS / "guides" / "reinforcement_learning.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 6
+    for row in rows:
+        build_rollout_schedule(load_rollout_config(ROOT / "configs" / "rl.yml", shlex.split(row)), 1)
 
 
 def test_every_public_name_is_documented():
