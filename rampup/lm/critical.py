@@ -25,7 +25,7 @@ from rampup.config.load import load_config
 from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError, DataError, ResumeMismatchError
 from rampup.lm.data import sample_order, sources
-from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, model_loss, optimizer
+from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, model_loss, optimizer, ramp_before
 from rampup.plan.critical import BranchResult, BranchWindow, Evaluation, find_critical, is_losing, schedule_from, smoothed_loss
 from rampup.plan.learning_rate import learning_rate_scale
 from rampup.plan.noise_scale import NoiseEstimate, measured_noise
@@ -37,7 +37,7 @@ from rampup.run.compile import enable_compilation_cache
 from rampup.run.data.batches import BatchLoader, SampleOrder
 from rampup.run.data.files import fingerprints
 from rampup.run.data.sources import files_of
-from rampup.run.loop import RAMP_ROWS, stop_requests
+from rampup.run.loop import stop_requests
 from rampup.run.mesh import make_mesh
 from rampup.run.optimizer import LearningRate
 from rampup.run.run_folder import (
@@ -263,8 +263,8 @@ class _Branches:
     @classmethod
     def build(cls, config: Config, record: Mapping[str, Any], multiples: Sequence[object], tokens: int | None) -> _Branches:
         step = record["step"]
-        # The ramp as it was at the checkpoint: a batch that follows the noise has grown since the start of the run.
-        ramp = record[RAMP_RECORD] | {"step": step, "ramp": record.get(RAMP_ROWS, record[RAMP_RECORD]["ramp"])}
+        ramp = ramp_before(record)
+        assert ramp is not None  # `_find_run` has refused a checkpoint without
         run_plan = plan_to_resume(config, jax.device_count(), ramp)
         position = run_plan.position(step)
         samples = None if tokens is None else -(-tokens // config.max_target_length)

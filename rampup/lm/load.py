@@ -19,7 +19,7 @@ from rampup.config.load import load_config
 from rampup.config.schema import Config
 from rampup.errors import ConfigError, ResumeMismatchError
 from rampup.lm.decode import decode, prefill
-from rampup.lm.train import RAMP_RECORD, language_model, learning_rate, optimizer
+from rampup.lm.train import language_model, learning_rate, optimizer, ramp_before
 from rampup.lm.transformer import LanguageModel
 from rampup.run.accumulate import multi_steps
 from rampup.run.checkpoint import checkpoint_steps, damage, find_checkpoint
@@ -128,12 +128,13 @@ def load(path: str | Path) -> LoadedRun:
     folder /= str(step)
     with ocp.CheckpointManager(folder.parent, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
         record = manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
-        if RAMP_RECORD not in record or not (run / CONFIG_FILE).is_file():
+        ramp = ramp_before(record)
+        if ramp is None or not (run / CONFIG_FILE).is_file():
             tree = _restore(manager, step, _on_one_device(manager.item_metadata(step).state))
             return LoadedRun(folder=folder, step=step, params=tree.get("params"), state=tree, config=None, model=None)
         config = load_config(run / CONFIG_FILE)
         model = language_model(config)
-        shapes = jax.eval_shape(functools.partial(_init_state, config, model, record, step))
+        shapes = jax.eval_shape(functools.partial(_init_state, config, model, ramp))
         tree = _restore(
             manager, step, _on_one_device({"step": shapes.step, "params": shapes.params, "opt_state": shapes.opt_state})
         )
@@ -141,9 +142,8 @@ def load(path: str | Path) -> LoadedRun:
     return LoadedRun(folder=folder, step=step, params=state.params, state=state, config=config, model=model)
 
 
-def _init_state(config: Config, model: LanguageModel, record: Mapping[str, Any], step: int) -> TrainState:
-    ramp = record[RAMP_RECORD]
-    plan = plan_to_resume(config, ramp["num_devices"], {**ramp, "step": step})
+def _init_state(config: Config, model: LanguageModel, ramp: Mapping[str, Any]) -> TrainState:
+    plan = plan_to_resume(config, ramp["num_devices"], ramp)
     tx = optimizer(config, learning_rate(config, plan))
     if config.gradient_accumulation == "multi_steps":
         tx = multi_steps(tx, plan)

@@ -87,7 +87,7 @@ def train(config: Config, on_event: OnEvent = ignore_event) -> Summary:
     owned = own_run(folder, only_existing=True) if config.run_name else contextlib.nullcontext()
     with watchdog(config.jax_distributed_heartbeat_timeout_seconds), owned:
         saved, num_devices = saved_checkpoint(config), jax.device_count()
-        ramp = _ramp_of(saved)
+        ramp = saved and ramp_before(saved.record)
         plan = build_plan(config, num_devices) if ramp is None else plan_to_resume(config, num_devices, ramp)
         return Run.from_config(config, plan, saved).train(on_event)
 
@@ -99,12 +99,12 @@ def saved_checkpoint(config: Config) -> SavedCheckpoint | None:
     return find_checkpoint(as_path(config.base_output_directory) / config.run_name / CHECKPOINT_FOLDER)
 
 
-def _ramp_of(saved: SavedCheckpoint | None) -> dict[str, Any] | None:
-    """Return the step of a checkpoint and the ramp as it was then, which may have grown; None if it does not have that."""
-    if saved is None or RAMP_RECORD not in saved.record:
+def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the step of a checkpoint and the ramp as it was then, which may have grown; None if its record has no ramp."""
+    if RAMP_RECORD not in record:
         return None
-    record: dict[str, Any] = saved.record[RAMP_RECORD]
-    return {**record, "ramp": saved.record.get(RAMP_ROWS, record["ramp"]), "step": saved.step}
+    ramp: dict[str, Any] = record[RAMP_RECORD]
+    return {**ramp, "ramp": record.get(RAMP_ROWS, ramp["ramp"]), "step": record["step"]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +344,7 @@ class Run:
             evaluation=self.evaluation,
             on_event=on_event,
         )
-        known = _ramp_of(self.saved)
+        known = self.saved and ramp_before(self.saved.record)
         # A key that an older version does not have had its default.
         saved = self.saved and replace(self.saved, record={**IDENTITY_DEFAULTS, **self.saved.record})
         state, start = loop.restore(state, saved, ramp_before=known and BatchRamp.from_rows(known["ramp"]))

@@ -295,17 +295,13 @@ class RolloutStep:
         """Run an optimizer step on samples that are there."""
         with self._training:
             batch, facts = self._batch_of(state.experience, position)
-            step = self._steps[position.model]
-            if position.model == "policy":
-                inner = TrainState(step=state.policy_step, params=state.params, opt_state=state.opt_state)
-                with self._dispatching:
-                    inner, metrics = step(inner, batch)
-                changes = {"params": inner.params, "opt_state": inner.opt_state, "policy_step": inner.step}
-            else:
-                inner = TrainState(step=state.critic_step, params=state.critic_params, opt_state=state.critic_opt_state)
-                with self._dispatching:
-                    inner, metrics = step(inner, batch)
-                changes = {"critic_params": inner.params, "critic_opt_state": inner.opt_state, "critic_step": inner.step}
+            names = ("policy_step", "params", "opt_state")
+            if position.model == "critic":
+                names = ("critic_step", "critic_params", "critic_opt_state")
+            inner = TrainState(*(getattr(state, name) for name in names))
+            with self._dispatching:
+                inner, metrics = self._steps[position.model](inner, batch)
+            changes = dict(zip(names, (inner.step, inner.params, inner.opt_state), strict=True))
             if position.is_last:
                 # The next rollout needs the new parameters anyway.
                 jax.block_until_ready(inner.params)
@@ -331,14 +327,12 @@ class RolloutStep:
             self._stop_generating()
             self._training.reset(is_complete=not resumed)
             self._generation = {"seconds": 0.0, "wait_seconds": 0.0, "tokens": 0}
-        have = total if state.generated is None else int(state.generated)
-        weights = state.generator
         if position.is_first:
-            have, weights = (
-                0,
-                self._copied(state) if needed < total else {"policy": state.params, "critic": state.critic_params},
-            )
-        experience = self._empty_experience() if position.is_first else state.experience
+            have, experience = 0, self._empty_experience()
+            weights = self._copied(state) if needed < total else {"policy": state.params, "critic": state.critic_params}
+        else:
+            have, experience = total if state.generated is None else int(state.generated), state.experience
+            weights = state.generator
         began, waits = time.perf_counter(), self.overlaps and have < needed
         try:
             while have < needed:
