@@ -78,6 +78,7 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.run.step import prepare_state as prepare_state
     from rampup.run.step import train_step as train_step
     from rampup.show.progress import TrainProgress as TrainProgress
+    from rampup.tune.design import design_ramp as design_ramp
 
 __version__ = "0.1.0"
 
@@ -125,6 +126,7 @@ _HOMES = {
     "rampup.run.step": ("EvalStep", "TrainState", "TrainStep", "create_state", "prepare_state", "train_step"),
     "rampup.run.compile": ("topology_devices",),
     "rampup.show.progress": ("TrainProgress",),
+    "rampup.tune.design": ("design_ramp",),
 }
 _RENAMED = {"define_ramp": "ramp_from_config"}
 _HOME = {name: module for module, names in _HOMES.items() for name in names}

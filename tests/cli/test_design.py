@@ -72,6 +72,8 @@ def test_design_json(run, capsys):
     fastest = min(found["candidates"], key=lambda candidate: candidate["hours_to_same_loss"])
     assert found["fastest"] == fastest["name"]
     assert fastest["hours_to_same_loss"] < 0.5 * smallest["hours"]
+    config = rampup.load_config(run / "config.yml")
+    assert rampup.design_ramp(config, [run], num_devices=1, train_tokens=20_000_000) == found
 
 
 def test_design_uses_the_measurements(run, capsys):
