@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
-from rampup.dialects.reading import read_leaves
+from rampup.dialects.reading import Reading, read_leaves
 from rampup.dialects.script import Command, open_options, read_commands, show_unknown, unknown_names
 from rampup.errors import ConfigError
 
@@ -55,27 +55,6 @@ class Launch:
         return {name: located.value for name, located in leaves.items() if self.known(name)}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What a source sets.
-
-    Attributes:
-        leaves: the value of each dotted key.
-        overrides: the `key=value` settings that are no variables of the script.
-        command: the command that was read, in a script or on the command line.
-        repeated: keys that the file sets twice, with the line of the second; the second counts.
-        notes: which command was read.
-        launched: whether the command starts the system.
-    """
-
-    leaves: dict[str, Located]
-    overrides: list[str]
-    command: Command | None = None
-    repeated: dict[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    launched: bool = False
-
-
 def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, strict: bool = True) -> Reading:
     """Read a YAML file, a shell script or the words of a command.
 
@@ -90,12 +69,13 @@ def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, str
     """
     if isinstance(source, tuple):
         commands, place = _from_words(source, launch)
-        return _choose(commands, list(overrides), launch, place, strict)
+        return _choose(commands, overrides, launch, place, strict)
     text = read_text(source)
     if not is_script(source, text):
         repeated: dict[str, int] = {}
         mapping = parse_mapping(text, str(source), repeated=repeated)
-        return Reading(leaves=read_leaves(mapping, repeated), overrides=list(overrides), repeated=repeated)
+        leaves = read_leaves(mapping, repeated)
+        return Reading(path=str(source), leaves=leaves, overrides=overrides, repeated=repeated)
     given: dict[str, str] = {}
     rest = []
     for setting in overrides:
@@ -165,7 +145,7 @@ def _from_words(words: tuple[str, ...], launch: Launch) -> tuple[list[Command], 
     return commands, COMMAND_LINE
 
 
-def _choose(commands: Sequence[Command], overrides: list[str], launch: Launch, path: str, strict: bool) -> Reading:
+def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launch, path: str, strict: bool) -> Reading:
     """Return what the command sets that starts the system and sets most of its keys; the first of equals."""
     found, other = [], ""
     for command in commands:
@@ -178,7 +158,7 @@ def _choose(commands: Sequence[Command], overrides: list[str], launch: Launch, p
         if any(score):
             found.append((score, command, leaves))
     if not found and not strict:
-        return Reading(leaves={}, overrides=overrides)
+        return Reading(path=path, leaves={}, overrides=overrides)
     if not found and other:
         raise ConfigError(f"this starts {other}, which the rules of {launch.system} do not cover", path=path)
     if not found:
@@ -210,7 +190,7 @@ def _choose(commands: Sequence[Command], overrides: list[str], launch: Launch, p
     ))  # fmt: skip
     if unknown:
         notes.append(f"the script does not say what {', '.join(unknown)} adds to the command; it is left out.")
-    return Reading(leaves=leaves, overrides=overrides, command=command, notes=tuple(notes), launched=score[0])
+    return Reading(path=path, leaves=leaves, overrides=overrides, command=command, notes=tuple(notes), recognized=score[0])
 
 
 def _whole_unknown(word: str) -> str:

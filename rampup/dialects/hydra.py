@@ -40,14 +40,15 @@ def read_hydra(
         bases: the sizes and defaults that each shipped base file sets, by its name without `.yaml`.
         version: the version of `bases`, for notes.
         groups: first parts of the system's other keys.
-        programs: the base file that a program starts from if its command names none, by a part of the program's name.
+        programs: the base file that a program starts from if its command names none, by a part of the program's name; that
+            of all others under the empty name, which needs no note.
 
     Raises:
         ConfigError: see `type_settings`; or the source names a base file that is neither beside it nor in `bases`.
     """
     reading = read_source(source, overrides, launch)
     files = _Bases(bases, entries)
-    leaves, path = dict(reading.leaves), _name_of(source)
+    leaves, path = dict(reading.leaves), reading.path
     if reading.command is not None:
         name = option(reading.command, "--config-name", "-cn")
         if name is not None and not isinstance(source, tuple):
@@ -57,31 +58,22 @@ def read_hydra(
             files.add(name, [Path(source).parent, *(up / folder for up in Path(source).absolute().parents)], path)
         elif name is not None:
             files.add(name, [Path(), Path(option(reading.command, "--config-path", "-cp") or "config")], path)
-        elif own := [base for part, base in programs.items() if any(part in word for word in reading.command.words)]:
+        elif own := [base for part, base in programs.items() if part and any(part in word for word in reading.command.words)]:
             files.add(own[0], [], path)
+        elif "" in programs:
+            files.shipped |= bases[programs[""]]
     elif "defaults" in leaves and not isinstance(source, tuple):
         files.follow(leaves.pop("defaults"), Path(source).parent)
-    settings = type_settings(
-        {**files.beside, **leaves},
-        reading.overrides,
-        entries,
-        system=launch.system,
-        path=path,
-        defaults=files.shipped,
-        groups=groups,
-        repeated=reading.repeated,
-        recognized=reading.launched or bool(files.named),
+    reading = dataclasses.replace(
+        reading, leaves={**files.beside, **leaves}, recognized=reading.recognized or bool(files.named)
     )
-    notes = [*reading.notes, *settings.notes]
+    settings = type_settings(reading, entries, system=launch.system, defaults=files.shipped, groups=groups)
+    notes = [*settings.notes]
     if files.named:
         notes.append(f"{', '.join(files.named)}: the sizes of {launch.system}{version and f' of {version}'}.")
     if files.missing and reading.command is None:
         notes.append(f"defaults: {', '.join(files.missing)} not found beside this file; what it sets is not read.")
     return dataclasses.replace(settings, notes=tuple(notes))
-
-
-def _name_of(source: Source) -> str:
-    return "command line" if isinstance(source, tuple) else str(source)
 
 
 class _Bases:

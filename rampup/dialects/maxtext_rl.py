@@ -11,14 +11,12 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rampup.config.yaml import Located
 from rampup.dialects.commands import Launch, Source
 from rampup.dialects.maxtext import AXIS_GROUPS, read_chain
-from rampup.dialects.reading import Entry, Settings, entry, rename
+from rampup.dialects.reading import Entry, Settings, entry
 from rampup.dialects.rollout import RolloutJob, TrainedModel, flow
 from rampup.dialects.rules import Dialect, Rule, at_least, multiple
 from rampup.dialects.verdict import Advice, Run, Term, Words, counted, times
-from rampup.errors import ConfigError
 from rampup.plan.numbers import divisors
 
 BATCH, GENERATIONS, ITERATIONS = "batch_size", "rl.num_generations", "rl.num_iterations"
@@ -93,19 +91,7 @@ LAUNCH = Launch(
 
 def read(source: Source, overrides: Sequence[str]) -> Settings:
     """Read an rl.yml, a script or a command. Keys may be flat or in their `rl`, `dataset` and `cluster` sections."""
-    chain = read_chain(source, overrides, LAUNCH)
-    located: dict[str, Located] = {}
-    for name, value in chain.leaves.items():
-        canonical = ALIASES.get(name, name)
-        if canonical in located and located[canonical].value != value.value:
-            raise ConfigError(
-                f"{canonical} is given twice, as {located[canonical].value!r} and as {value.value!r} ({name}); leave one out",
-                key=canonical,
-                path=value.path,
-                line=value.line,
-            )
-        located[canonical] = value
-    settings = chain.settings(located, [rename(setting, ALIASES) for setting in chain.overrides], KEYS, LAUNCH)
+    settings = read_chain(source, overrides, entries=KEYS, launch=LAUNCH, aliases=ALIASES)
     if settings[OLD] is None:
         return settings
     # The older key stands for the two that it was split into, unless they are set.

@@ -13,7 +13,7 @@ from typing import Any
 from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_scalar
-from rampup.dialects.script import needs_arguments, show_unknown, unknown_names
+from rampup.dialects.script import Command, needs_arguments, show_unknown, unknown_names
 from rampup.errors import ConfigError, RampupError, raise_together
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:|oc\.env:)?\s*(\.*[A-Za-z_][\w.]*)\s*(?:[,:]\s*([^{}]*))?\}")
@@ -53,6 +53,51 @@ def entry(default: Any, doc: str, *, kind: Kind = "int", unit: str = "", optiona
     nullable = limits.pop("nullable", default is None)
     key = Key(kind=kind, doc=doc, section="", nullable=nullable, **limits)
     return Entry(key=key, default=default, unit=unit, optional=optional)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a source sets.
+
+    Attributes:
+        path: the name of the source, for errors.
+        leaves: the value of each dotted key. A text may contain markers of what a script does not say.
+        overrides: the `key=value` settings that are no variables of the script; they win over `leaves`.
+        command: the command that was read, in a script or on the command line.
+        repeated: keys that the file sets twice, with the line of the second; the second counts.
+        notes: which command was read.
+        recognized: whether it is known to be of the system: its command starts it, or it names one of its base files.
+    """
+
+    path: str
+    leaves: Mapping[str, Located]
+    overrides: Sequence[str] = ()
+    command: Command | None = None
+    repeated: Mapping[str, int] = MappingProxyType({})
+    notes: tuple[str, ...] = ()
+    recognized: bool = False
+
+    def rename(self, aliases: Mapping[str, str]) -> Reading:
+        """Return the same with the canonical names of keys.
+
+        Raises:
+            ConfigError: two names of a key have different values.
+        """
+        leaves: dict[str, Located] = {}
+        for name, value in self.leaves.items():
+            canonical = aliases.get(name, name)
+            before = leaves.get(canonical, value).value
+            if before != value.value:
+                raise ConfigError(
+                    f"{canonical} is given twice, as {before!r} and as {value.value!r} ({name}); leave one out",
+                    key=canonical,
+                    path=value.path,
+                    line=value.line,
+                )
+            leaves[canonical] = value
+        settings = [setting.partition("=") for setting in self.overrides]
+        overrides = [f"{aliases.get(name, name)}{equals}{text}" for name, equals, text in settings]
+        return dataclasses.replace(self, leaves=leaves, overrides=overrides)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,37 +159,31 @@ def read_leaves(mapping: Mapping[str, Located], repeated: dict[str, int]) -> dic
 
 
 def type_settings(
-    located: Mapping[str, Located],
-    overrides: Sequence[str],
+    reading: Reading,
     entries: Mapping[str, Entry],
     *,
     system: str,
-    path: str,
     defaults: Mapping[str, Any] = MappingProxyType({}),
     groups: Iterable[str] = (),
-    repeated: Mapping[str, int] = MappingProxyType({}),
-    recognized: bool = False,
 ) -> Settings:
     """Return the typed values of dotted keys. `${other.key}` and `${oc.select:other.key,default}` are resolved.
 
     Args:
-        located: the keys of a file or a command. A text may contain markers of what a script does not say.
-        overrides: `key=value` settings, which win over them.
-        entries: the keys that matter, by dotted name. Others are accepted, unless they look like a misspelling of one.
-        system, path: the names of the system and of the source, for errors.
+        reading: a file or a command.
+        entries: the keys that matter, by dotted name. Others are accepted, unless they look like a misspelling of one. One
+            that the file repeats is an error.
+        system: the name of the system, for errors.
         defaults: values of a base file, which replace the system's defaults.
         groups: first parts of the system's keys that are not in `entries`.
-        repeated: keys that the file repeats, with the line. For a key of `entries` that is an error.
-        recognized: whether the source is known to be of this system.
 
     Raises:
         ConfigError: mistyped, misspelt, without a single key of this system, or a key whose value depends on a variable that
             the script does not set; all problems at once.
     """
-    chosen = _read_overrides(overrides, entries, groups)
-    if not (
-        recognized or any(name in entries for name in (*located, *(chosen.keys() - FACTS))) or _find_mappings(located, entries)
-    ):
+    located, path = reading.leaves, reading.path
+    chosen = _read_overrides(reading.overrides, entries, groups)
+    known_names = entries.keys() & {*located, *(chosen.keys() - FACTS)}
+    if not (reading.recognized or known_names or _find_mappings(located, entries)):
         misspelt = list(_find_misspelt(located, entries))
         raise_together(misspelt)
         if part := find_part(located, entries):
@@ -156,7 +195,7 @@ def type_settings(
             )
         examples = ", ".join(list(entries)[:3])
         raise ConfigError(f"not a file of {system}: it sets none of its batch keys, such as {examples}", key="from", path=path)
-    twice = {name: line for name, line in repeated.items() if name in entries and name not in chosen}
+    twice = {name: line for name, line in reading.repeated.items() if name in entries and name not in chosen}
     problems: list[RampupError] = [
         ConfigError(f"{name} is given twice; choose one with {name}=...", key=name, path=path, line=line)
         for name, line in twice.items()
@@ -168,7 +207,7 @@ def type_settings(
     values = {name: entry.default for name, entry in entries.items()}
     base = {name: Located(value=value, path=f"a base file of {system}") for name, value in defaults.items()}
     located = base | located
-    notes = []
+    notes = [*reading.notes]
     for name, entry in [*base.items(), *known.items()]:
         if name not in entries:
             continue
@@ -187,7 +226,7 @@ def type_settings(
     raise_together(problems)
     notes += [
         f"{name} is given twice, again in line {line}; the last one counts."
-        for name, line in repeated.items()
+        for name, line in reading.repeated.items()
         if name not in entries
     ]
     return Settings(values=values, given=frozenset(known), others=frozenset(located) - frozenset(entries), notes=tuple(notes))
@@ -200,17 +239,6 @@ def _unknown_error(name: str, value: str, unknown: Sequence[str]) -> ConfigError
     settle += ", or the script's arguments: `rampup check ... -- bash FILE ARGUMENTS`" if needs_arguments(value) else ""
     shown = " and ".join(word if word.startswith("$") else f"${word}" for word in unknown)
     return ConfigError(f"{name}={show_unknown(value)[:100]}: the script does not say what {shown} is; add {settle}", key=name)
-
-
-def rename(setting: str, aliases: Mapping[str, str]) -> str:
-    """Return a `key=value` setting with the key's canonical name.
-
-    Example:
-        >>> rename("num_target_devices=8", {"num_target_devices": "num_devices"})
-        'num_devices=8'
-    """
-    name, equals, text = setting.partition("=")
-    return f"{aliases.get(name, name)}{equals}{text}"
 
 
 def _read_overrides(overrides: Sequence[str], entries: Mapping[str, Entry], groups: Iterable[str]) -> dict[str, Located]:

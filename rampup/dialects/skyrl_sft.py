@@ -43,7 +43,7 @@ def is_fine_tuning(source: Source) -> bool:
     """Return whether a source is for the fine-tuning trainer, whose sizes are at the top level."""
     reading = read_source(source, (), LAUNCH, strict=False)
     names = reading.leaves
-    return (reading.launched or MICRO in names) and not any(
+    return (reading.recognized or MICRO in names) and not any(
         name.partition(".")[0] in ("trainer", "generator") for name in names
     )
 

@@ -4,7 +4,7 @@ import pytest
 from helpers.dialect_files import verdict
 
 from rampup.config.yaml import parse_mapping, read_text
-from rampup.dialects.reading import entry, flatten, read_leaves, type_settings
+from rampup.dialects.reading import Reading, entry, flatten, read_leaves, type_settings
 from rampup.errors import ConfigError
 
 ENTRIES = {
@@ -21,7 +21,8 @@ def read(tmp_path, text, *overrides):
     file.write_text(text)
     repeated = {}
     leaves = read_leaves(parse_mapping(read_text(file), str(file), repeated=repeated), repeated)
-    return type_settings(leaves, overrides, ENTRIES, system="Some System", path=str(file), repeated=repeated)
+    reading = Reading(path=str(file), leaves=leaves, overrides=overrides, repeated=repeated)
+    return type_settings(reading, ENTRIES, system="Some System")
 
 
 def test_type_settings_treats_nested_and_dotted_keys_alike(tmp_path):

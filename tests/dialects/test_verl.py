@@ -294,11 +294,53 @@ def test_model_engine_chooses_the_backend(engine, replicas):
     assert critic.ok == (engine == "dp" and 64 % 6 == 0)
 
 
-def test_explicit_strategy_wins_over_model_engine_with_a_note():
-    """actor.strategy=megatron is Megatron, whatever model_engine is; a contradiction is noted."""
-    found = verl(MEGATRON, {"model_engine": "dp"})
-    assert found.derived["data_parallel_size"] == 4
-    assert any("contradicts model_engine=dp" in note for note in found.notes)
+@pytest.mark.parametrize(
+    ("change", "rules_", "validator"),
+    [
+        ({"model_engine": "dp", STRATEGY: "megatron"}, ["actor_strategy_fits_engine"], "rejects"),
+        ({"model_engine": "dp", STRATEGY: "megatron", **BUDGET}, ["actor_strategy_fits_engine"], "accepts"),
+        ({"model_engine": "dp", STRATEGY: "veomni"}, ["actor_strategy_fits_engine"], "accepts"),
+        ({"model_engine": "dp", TP: 2}, ["keys_fit_engine"], "rejects"),
+        ({"model_engine": "megatron", SP: 2}, ["keys_fit_engine"], "rejects"),
+        ({"model_engine": "dp", **CRITIC, "critic.strategy": "megatron"}, ["critic_strategy_fits_engine"], "accepts"),
+        ({"model_engine": "dp", "critic.strategy": "megatron"}, [], "accepts"),
+        ({"model_engine": "dp", STRATEGY: "fsdp2"}, [], "accepts"),
+    ],
+)
+def test_strategy_and_sizes_are_those_of_the_engine(change, rules_, validator):
+    """The base files give each model the configuration class of one backend (trainer/config/ppo_trainer.yaml).
+
+    Composed by Hydra and given to veRL's own validate_config (utils/config.py) at 1dda039: strategy=megatron stops at `Key
+    'megatron' is not in struct`, sizes of another backend at the composition, and the rest at the engine
+    (workers/engine_workers.py: the FSDP class with another backend's strategy).
+    """
+    found = verl(change)
+    assert (rules(found), found.validator) == (rules_, validator)
+    check_nearest("verl", nested({key: value for key, value in (BASE | change).items() if value is not None}), [], found)
+
+
+def test_strategy_does_not_change_the_engine():
+    """With model_engine=megatron the engine is Megatron, whatever the strategy: only the check reads that (utils/config.py)."""
+    found = verl({"model_engine": "megatron", STRATEGY: "fsdp", TP: 2})
+    assert (found.ok, found.derived["data_parallel_size"]) == (True, 4)
+    assert any("strategy=fsdp is read by the check alone" in note for note in found.notes)
+    assert (
+        verl({"model_engine": "megatron", STRATEGY: "fsdp", TP: 8, MICRO: 8, TRAIN: 17, MINI: 2, LOG: 1}).validator == "rejects"
+    )
+
+
+def test_commands_start_from_the_base_file_of_fsdp():
+    """A command without --config-name has model_engine=dp; a complete file has the engine of its strategy."""
+    command = ["python3", "-m", "verl.trainer.main_ppo", *(f"{key}={value}" for key, value in (BASE | MEGATRON).items())]
+    assert rules(check_command(command, "verl")) == ["actor_strategy_fits_engine", "keys_fit_engine"]
+    for engine in (
+        "model_engine=megatron",
+        "--config-name=ppo_megatron_trainer",
+        "actor@actor_rollout_ref.actor=megatron_actor",
+    ):
+        found = check_command([*command, engine], "verl")
+        assert (rules(found), found.derived["data_parallel_size"]) == ([], 4)
+    assert verl(MEGATRON).derived["data_parallel_size"] == 4
 
 
 def test_torchtitan_sizes_fill_the_devices():
@@ -428,6 +470,45 @@ def test_70b_example_of_the_guide():
     assert any("ulysses_sequence_parallel_size=8 has no effect with megatron" in note for note in found.notes)
     fsdp = verl({"trainer.nnodes": 32, SP: 8, TRAIN: 512, MINI: 128, RESPONSES: 8, MICRO: 1, LOG: 2})
     assert (fsdp.derived["data_parallel_size"], fsdp.derived["accumulation_steps"]) == (32, 32)
+
+
+# verl-recipe gkd/megatron/test_qwen.sh, whose base file is config/on_policy_distill_trainer.yaml.
+DISTILL = (
+    "python3 -m main_gkd --config-name on_policy_distill_trainer data.train_batch_size=64 +teacher.server_port=15555 "
+    "+actor_rollout_ref.actor.ppo_mini_batch_size=64 +actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 "
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1 trainer.n_gpus_per_node=4 rollout.n_gpus_per_node=4"
+)
+
+
+def test_distillation_from_a_served_teacher_has_sizes_of_its_own():
+    """One update per step with all its samples (gkd/megatron/ray_trainer.py), in passes of actor.micro_batch_size.
+
+    Its workers (megatron_workers.py, update_policy) read neither ppo_ nor log_prob_ sizes, and nothing calls validate_config.
+    """
+    found = check_command(DISTILL.split(), "verl")
+    assert (found.validator, found.run, found.violations) == ("accepts", "runs", ())
+    sizes = ("data_parallel_size", "samples_per_step", "optimizer_steps", "mini_batch_samples", "accumulation_steps")
+    assert [found.derived[name] for name in sizes] == [4, 64, 1, 64, 8]
+    budget = check_command([*DISTILL.split(), f"{A}use_dynamic_bsz=True", f"{A}max_token_len=6000", f"{CP}=2"], "verl")
+    assert budget.plan.policy.token_budget == 12_000
+    assert "accumulation_steps" not in budget.derived
+
+
+@pytest.mark.parametrize(
+    ("setting", "broken"),
+    [
+        (f"{A}micro_batch_size=20", []),
+        (f"{A}micro_batch_size=17", []),
+        (f"{A}micro_batch_size=5", ["distill_micro_divides_share"]),  # passes of 5, 5, 5 and 1 samples, parts of 4
+        ("data.train_batch_size=66", ["prompts_divide_over_engines", "samples_divide_over_actor_replicas"]),
+        ("rollout.n_gpus_per_node=3", ["prompts_divide_over_engines"]),
+    ],
+)
+def test_distillation_splits_samples_evenly(setting, broken):
+    """PyTorch splits off passes of micro_batch_size, numpy's array_split the teacher's tokens into equal parts."""
+    command = [word for word in DISTILL.split() if word.partition("=")[0] != setting.partition("=")[0]]
+    found = check_command([*command, setting], "verl")
+    assert (rules(found), found.validator) == (broken, "accepts")
 
 
 @pytest.mark.parametrize(("key", "critic"), [("actor_rollout_ref.teacher.server_ip", False), ("distillation.enabled", True)])

@@ -6,13 +6,14 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rampup.config.load import BASE
 from rampup.config.yaml import Located
-from rampup.dialects.commands import Launch, Reading, Source, read_source
-from rampup.dialects.reading import Entry, Settings, entry, rename, type_settings
+from rampup.dialects.commands import Launch, Source, read_source
+from rampup.dialects.reading import Entry, Reading, Settings, entry, type_settings
 from rampup.dialects.script import show_unknown, unknown_names
 from rampup.errors import ConfigError
 
@@ -86,7 +87,7 @@ KEYS: dict[str, Entry] = {
 DEVICES_PER_NUMBER = {"v4": Fraction(1, 2), "v5p": Fraction(1, 2), "v5e": Fraction(1), "v6e": Fraction(1), "tpu7x": Fraction(1)}
 ALIASES = {"num_target_devices": "num_devices"}
 # Text keys that are empty in many files, which means their default.
-_MAY_BE_EMPTY = ("quantization", "model_name", "decoder_block", TOPOLOGY)
+MAY_BE_EMPTY = ("quantization", "model_name", "decoder_block", TOPOLOGY)
 
 
 def topology_devices(name: str) -> int | None:
@@ -151,66 +152,38 @@ LAUNCH = Launch(
 )
 
 
-def read(source: Source, overrides: Sequence[str]) -> Settings:
+def read_chain(
+    source: Source, overrides: Sequence[str], *, entries: Mapping[str, Entry], launch: Launch, aliases: Mapping[str, str]
+) -> Settings:
     """Read a base.yml, a script or a command, and the files that `base_config` or the command names.
 
-    Raises:
-        ConfigError: unreadable, mistyped, misspelt, or without a single key of MaxText; all problems at once.
-    """
-    chain = read_chain(source, overrides, LAUNCH)
-    located = {ALIASES.get(name, name): value for name, value in chain.leaves.items()}
-    located = {name: value for name, value in located.items() if not (name in _MAY_BE_EMPTY and value.value in ("", None))}
-    return chain.settings(located, [rename(setting, ALIASES) for setting in chain.overrides], KEYS, LAUNCH)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chain:
-    """The keys of a source and, below them, of the files that it starts from.
-
-    Attributes:
-        leaves: the keys of the source and of the files beside it.
-        shipped: what the file of MaxText sets from which the last of them starts.
-        base: its name; empty if there is none.
-        reading: the source itself.
-        overrides: `key=value` settings.
-        path: the source's name.
-    """
-
-    leaves: dict[str, Located]
-    shipped: Mapping[str, Any]
-    base: str
-    reading: Reading
-    overrides: list[str]
-    path: str
-
-    def settings(
-        self, located: Mapping[str, Located], overrides: Sequence[str], entries: Mapping[str, Entry], launch: Launch
-    ) -> Settings:
-        """Return the typed values of the keys, of which some may have been renamed."""
-        settings = type_settings(
-            located,
-            overrides,
-            entries,
-            system=launch.system,
-            path=self.path,
-            defaults={name: value for name, value in self.shipped.items() if name in entries},
-            repeated=self.reading.repeated,
-            recognized=self.reading.launched or bool(self.base),
-        )
-        notes = [*self.reading.notes, *settings.notes]
-        if self.base not in ("", "base.yml"):
-            notes.append(f"what the source does not set is from MaxText's own {self.base} of {VERSION}.")
-        return dataclasses.replace(settings, notes=tuple(notes))
-
-
-def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Chain:
-    """Return the keys of a source and of the files that it starts from: beside it, or among those that MaxText ships.
+    Args:
+        source, overrides, launch: as in `read_source`.
+        entries: the keys that matter.
+        aliases: the names in `entries` of keys that have others.
 
     Raises:
-        ConfigError: a file that cannot be read, is in neither place, or starts from itself.
+        ConfigError: see `type_settings`; or a file that `base_config` names is neither beside this one nor one that MaxText
+            ships, or starts from itself.
     """
+    reading, base = _follow(source, overrides, launch)
+    reading = reading.rename(aliases)
+    leaves = {name: value for name, value in reading.leaves.items() if not (name in MAY_BE_EMPTY and value.value in ("", None))}
+    reading = dataclasses.replace(reading, leaves=leaves, recognized=reading.recognized or bool(base))
+    shipped = {name: value for name, value in BASES.get(base, {}).items() if name in entries}
+    settings = type_settings(reading, entries, system=launch.system, defaults=shipped)
+    if base in ("", "base.yml"):
+        return settings
+    note = f"what the source does not set is from MaxText's own {base} of {VERSION}."
+    return dataclasses.replace(settings, notes=(*settings.notes, note))
+
+
+read = partial(read_chain, entries=KEYS, launch=LAUNCH, aliases=ALIASES)
+
+
+def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[Reading, str]:
+    """Return the keys of a source and of the files beside it from which it starts, and the name of the shipped one below."""
     reading = read_source(source, overrides, launch)
-    path = "command line" if isinstance(source, tuple) else str(source)
     given = [setting for setting in reading.overrides if setting.partition("=")[0] == BASE]
     rest = [setting for setting in reading.overrides if setting not in given]
     leaves, name = dict(reading.leaves), given[-1].partition("=")[2] if given else ""
@@ -218,31 +191,32 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Chai
     seen = [] if isinstance(source, tuple) else [_resolve(Path(source))]
     if reading.command is not None and not name:
         name = next((word for word in reading.command.words if word.endswith((".yml", ".yaml")) and "=" not in word), "")
-        place = Located(value=name, path=path, line=reading.command.line or None)
+        place = Located(value=name, path=reading.path, line=reading.command.line or None)
     else:
-        place = leaves.get(BASE, Located(value="", path=path))
+        place = leaves.get(BASE, Located(value="", path=reading.path))
         name = name or (place.value if isinstance(place.value, str) else "")
+    shipped = ""
     while name.strip():
         file = folder / name
         if unknown_names(name) or not _is_file(file):
-            shipped = _find_shipped(name)
-            if shipped is None:
-                raise ConfigError(
-                    f"{BASE}={show_unknown(name)} is neither beside this file nor one that MaxText ships; put it there, or add "
-                    f"{BASE}=base.yml for MaxText's defaults",
-                    key=BASE,
-                    path=place.path,
-                    line=place.line,
-                )
-            return Chain(leaves=leaves, shipped=BASES[shipped], base=shipped, reading=reading, overrides=rest, path=path)
+            shipped = _find_shipped(name) or ""
+            if shipped:
+                break
+            raise ConfigError(
+                f"{BASE}={show_unknown(name)} is neither beside this file nor one that MaxText ships; put it there, or add "
+                f"{BASE}=base.yml for MaxText's defaults",
+                key=BASE,
+                path=place.path,
+                line=place.line,
+            )
         if _resolve(file) in seen:
             raise ConfigError(f"{BASE} is a circular reference at {file.name}", key=BASE, path=str(file))
         seen.append(_resolve(file))
         below = read_source(file, (), launch)
         place = below.leaves.get(BASE, Located(value="", path=str(file)))
         name, folder = place.value if isinstance(place.value, str) else "", file.parent
-        leaves = below.leaves | leaves
-    return Chain(leaves=leaves, shipped={}, base="", reading=reading, overrides=rest, path=path)
+        leaves = {**below.leaves, **leaves}
+    return dataclasses.replace(reading, leaves=leaves, overrides=rest), shipped
 
 
 def _find_shipped(name: str) -> str | None:

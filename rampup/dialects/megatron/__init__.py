@@ -87,7 +87,6 @@ def read(source: Source, overrides: Sequence[str]) -> Settings:
         ConfigError: unreadable, mistyped, misspelt, given twice, or without a single argument that matters.
     """
     reading = read_source(source, overrides, LAUNCH)
-    path = "command line" if isinstance(source, tuple) else str(source)
     renamed = [_rename_override(setting) for setting in reading.overrides]
     overridden = {setting.partition("=")[0] for setting in renamed}
     # Groups such as MODEL_ARGS_2 beside MODEL_ARGS are further runs, as those in a script.
@@ -96,7 +95,7 @@ def read(source: Source, overrides: Sequence[str]) -> Settings:
     located = reading.leaves
     if reading.command is None:
         first = {name: value for name, value in located.items() if name.rpartition(".")[0] not in later}
-        located = _from_yaml(first, path, overridden)
+        located = _from_yaml(first, reading.path, overridden)
     # What a script does not say about the devices is one question: the size of the job.
     if any(isinstance(located[name].value, str) and unknown_names(located[name].value) for name in _DEVICES if name in located):
         located = {name: value for name, value in located.items() if name not in _DEVICES}
@@ -104,11 +103,9 @@ def read(source: Source, overrides: Sequence[str]) -> Settings:
     # A ramp depends on the samples and tokens of the run, and the number of chunks on that of layers.
     depends = not {RAMP, SCHEDULE, PER_CHUNK}.isdisjoint({*located, *overridden})
     entries = {name: dataclasses.replace(entry, optional=False) for name, entry in KEYS.items()} if depends else KEYS
-    settings = type_settings(
-        located, renamed, entries, system="Megatron", path=path, repeated=repeated, recognized=reading.launched
-    )
     notes = [*reading.notes, *([f"{', '.join(later)}: the keys of another run, which are not read."] if later else [])]
-    return dataclasses.replace(settings, notes=(*notes, *settings.notes))
+    reading = dataclasses.replace(reading, leaves=located, overrides=renamed, repeated=repeated, notes=tuple(notes))
+    return type_settings(reading, entries, system="Megatron")
 
 
 def canonical(name: str) -> str:

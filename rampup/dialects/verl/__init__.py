@@ -6,7 +6,7 @@ import re
 from functools import partial
 
 from rampup.dialects.commands import Launch
-from rampup.dialects.hydra import Bases, read_hydra
+from rampup.dialects.hydra import PARENT, Bases, read_hydra
 from rampup.dialects.reading import Entry, entry
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -32,13 +32,16 @@ MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", 
 TORCHTITAN_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 TORCHTITAN_REPLICAS = ("data_parallel_shard_size", "data_parallel_replicate_size")
 STRATEGIES = ("fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan")
-# The groups of veRL's base files: the backend of all models, unless a model's own strategy is given.
+# The groups of veRL's base files, which decide the backend of all models.
 ENGINES = {"dp": "fsdp", "megatron": "megatron", "veomni": "veomni", "torchtitan": "torchtitan"}
+ENGINE_GROUPS = {"fsdp": "fsdp_config", "megatron": "megatron", "veomni": "veomni", "torchtitan": "torchtitan"}
 GEN, FILTER, REFILL = "data.gen_batch_size", "algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"
 # Fully asynchronous training, a trainer of its own (experimental/fully_async_policy).
 ASYNC = "async_training."
 ASYNC_BATCHES, ASYNC_SYNC = f"{ASYNC}require_batches", f"{ASYNC}trigger_parameter_sync_step"
 ROLLOUT_DEVICES, ROLLOUT_NODES = "rollout.n_gpus_per_node", "rollout.nnodes"
+# The recipe gkd, which distills from a served teacher with a trainer and sizes of its own.
+DISTILL_MICRO, DISTILL_BUDGET = f"{ACTOR}.micro_batch_size", f"{ACTOR}.max_token_len"
 # Memory, not batches.
 CHECKPOINTING, FSDP_SIZE = "actor_rollout_ref.model.enable_gradient_checkpointing", f"{ACTOR}.fsdp_config.fsdp_size"
 UTILIZATION = f"{ROLLOUT}.gpu_memory_utilization"
@@ -79,8 +82,10 @@ KEYS: dict[str, Entry] = {
     "data.max_prompt_length": entry(512, "longest prompt", unit="tokens"),
     "data.max_response_length": entry(512, "longest response", unit="tokens"),
     RESPONSES: entry(1, "responses per prompt", unit="samples"),
-    "model_engine": entry("dp", "backend of all models", kind="text", choices=tuple(ENGINES)),
+    "model_engine": entry(None, "backend of all models; null = by strategy", kind="text", choices=tuple(ENGINES)),
     f"{ACTOR}.strategy": entry(None, "backend of the actor; null = as model_engine", kind="text", choices=STRATEGIES),
+    DISTILL_MICRO: entry(None, "gkd: samples of a training pass; there 2 by default", unit="samples"),
+    DISTILL_BUDGET: entry(None, "gkd: token budget of a training pass; there 1024 by default", unit="tokens"),
     f"{ACTOR}.ppo_mini_batch_size": entry(256, "prompts of an actor update", unit="prompts"),
     f"{ACTOR}.ppo_micro_batch_size": entry(None, "deprecated: samples of a pass, whole job", unit="samples"),
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": entry(None, "samples of a training pass", unit="samples"),
@@ -141,52 +146,54 @@ KEYS: dict[str, Entry] = {
 }  # fmt: skip
 # The sizes that veRL's base files set, where they differ from its defaults, as of August 2026 and (legacy) January 2026.
 VERSION = "August 2026"
-_ASYNC = {"data.gen_batch_size": 1, "rollout.n": 4, "rollout.nnodes": 1, "rollout.n_gpus_per_node": 8} | {
-    f"async_training.{name}": value
-    for name, value in {"staleness_threshold": 0.1, "trigger_parameter_sync_step": 4, "require_batches": 1}.items()
-}
+_DP, _MEGATRON = {"model_engine": "dp"}, {"model_engine": "megatron"}
+_ASYNC = {GEN: 1, "rollout.n": 4, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8, f"{ASYNC}staleness_threshold": 0.1}
+_ASYNC |= {ASYNC_SYNC: 4, ASYNC_BATCHES: 1}
 # Trainers that build on the older one.
 _OLDER = {"trainer.use_v1": False}
-_ONE_STEP_OFF = {**_OLDER, "rollout.nnodes": 1, "rollout.n_gpus_per_node": 8}
-_DAPO = {**_OLDER, "data.gen_batch_size": "${data.train_batch_size}"}
+_ONE_STEP_OFF = {**_OLDER, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8}
+_DAPO = {**_OLDER, GEN: f"${{{TRAIN}}}"}
+_BOTH: Bases = {
+    "fully_async_ppo": _ASYNC,
+    "one_step_off_ppo": _ONE_STEP_OFF,
+    "transfer_queue_ppo": {},
+    "dapo": _DAPO,
+    "dapo_qat": _DAPO,
+}
 
 
 def _lengths(tokens: int) -> dict[str, int]:
-    return {"data.train_batch_size": 256, "data.max_prompt_length": tokens, "data.max_response_length": tokens}
+    return {TRAIN: 256, "data.max_prompt_length": tokens, "data.max_response_length": tokens}
 
 
 BASES: Bases = {
-    "ppo_trainer": {},
-    "ppo_megatron_trainer": {"model_engine": "megatron"},
+    "ppo_trainer": _DP,
+    "ppo_megatron_trainer": _MEGATRON,
     **{
-        f"{name}{kind}": {"defaults": f"ppo{kind}", **sizes}
+        f"{name}{kind}": {PARENT: f"ppo{kind}", **sizes}
         for kind in ("_trainer", "_megatron_trainer")
-        for name, sizes in {
-            "fully_async_ppo": _ASYNC,
-            "one_step_off_ppo": _ONE_STEP_OFF,
-            "transfer_queue_ppo": {},
-            "dapo": _DAPO,
-            "dapo_qat": _DAPO,
-        }.items()
+        for name, sizes in _BOTH.items()
     },
-    **{f"{name}_trainer": _DAPO for name in ("entropy", "flowrl")},
-    "dapo_transfer_queue_trainer": {"defaults": "ppo_megatron_trainer", **_DAPO},
-    **{f"{name}_trainer": _OLDER for name in ("gvpo", "rep_exp", "spin", "spo", "sppo")},
-    **{f"{name}_trainer": {} for name in ("dynamo", "rob_ppo", "specRL")},
-    "prime_trainer": {
-        **_OLDER,
-        "actor_rollout_ref.rollout.n": 4, "algorithm.adv_estimator": "rloo", "trainer.balance_batch": False,
+    **{f"{name}_trainer": {**_DP, **_DAPO} for name in ("entropy", "flowrl")},
+    "dapo_transfer_queue_trainer": {PARENT: "ppo_megatron_trainer", **_DAPO},
+    **{f"{name}_trainer": {**_DP, **_OLDER} for name in ("gvpo", "rep_exp", "spin", "spo", "sppo")},
+    **{f"{name}_trainer": _DP for name in ("dynamo", "rob_ppo", "specRL")},
+    "prime_trainer": {**_DP, **_OLDER, RESPONSES: 4, "algorithm.adv_estimator": "rloo", "trainer.balance_batch": False},
+    "atropos_trainer": {**_DP, **_OLDER, "algorithm.adv_estimator": "grpo"},
+    "on_policy_distill_trainer": {
+        **_MEGATRON, DISTILL_MICRO: 2, DISTILL_BUDGET: 1024, ROLLOUT_SIZES[0]: 1, CHECKPOINTING: False,
+        "actor_rollout_ref.model.use_remove_padding": False,
+        "trainer.n_gpus_per_node": 4, ROLLOUT_DEVICES: 4, ROLLOUT_NODES: 1,
     },
-    "atropos_trainer": {**_OLDER, "algorithm.adv_estimator": "grpo"},
     **{
-        f"{name}_multiturn_grpo{suffix}": _lengths(tokens)
+        f"{name}_multiturn_grpo{suffix}": {**_DP, **_lengths(tokens)}
         for name, suffix, tokens in (
             ("gsm8k", "", 1024), ("gsm8k", "_server", 1024), ("gsm8k", "_w_interaction", 1024), ("retool", "", 1024),
             ("search", "", 1024), ("search", "_one_step_off", 1024), ("geo3k", "", 2048),
         )
     },
     **{
-        f"{name}_multiturn_megatron_grpo": {"defaults": "ppo_megatron_trainer", **_lengths(tokens)}
+        f"{name}_multiturn_megatron_grpo": {PARENT: "ppo_megatron_trainer", **_lengths(tokens)}
         for name, tokens in (("gsm8k", 1024), ("geo3k", 2048))
     },
 }  # fmt: skip
@@ -194,12 +201,14 @@ BASES: Bases = {
 PROGRAMS = {
     "fully_async_main": "fully_async_ppo_trainer",
     "one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
+    "main_gkd": "on_policy_distill_trainer",
     **{f"main_{name.removesuffix('_trainer')}": name for name in BASES if name.endswith("_trainer") and "ppo" not in name},
+    "": "ppo_trainer",
 }
 LAUNCH = Launch(
     system="veRL",
     program=re.compile(
-        r"\bverl[\w.]*\.\w*main\w*|\bmain_(?:ppo|dapo|\w+po|prime|spin|\w*split)\w*\b|actor_rollout_ref\.\w+\.\w+="
+        r"\bverl[\w.]*\.\w*main\w*|\bmain_(?:ppo|dapo|gkd|\w+po|prime|spin|\w*split)\w*\b|actor_rollout_ref\.\w+\.\w+="
     ),
     others=re.compile(r"sft_trainer\w*|main_(?:generation|eval)\w*|model_merger"),
     example="python3 -m verl.trainer.main_ppo key=value",

@@ -23,12 +23,18 @@ def meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
     prompts = f"{MINI} * require_batches = {job.policy.mini_batch:,} * {job.num_mini_batches(job.policy):,}"
     if not job.fully_async:
         prompts = TRAIN if job.prompts == job[TRAIN] else keys.GEN
-    yield from batch_meanings(job, prompts, RESPONSES, MINI, keys.EPOCHS)
+    if job.distills:
+        yield from batch_meanings(job, prompts, "one response per prompt", "one mini batch", "one pass over it")
+    else:
+        yield from batch_meanings(job, prompts, RESPONSES, MINI, keys.EPOCHS)
     yield (
         f"{counted(job.devices, 'device')} / {job.model_sizes['actor']:,} that share a sample ({job.strategies['actor']})",
         f"{counted(actor.replicas, 'replica')}; each has {counted(actor.share, 'sample')} of a mini batch",
     )
-    if job.dynamic:
+    if job.distills:
+        tokens = f"about {job.token_budget:,} tokens" if job.dynamic else "samples"
+        yield keys.DISTILL_BUDGET if job.dynamic else keys.DISTILL_MICRO, f"{tokens} per replica: {job.passes_text} per step"
+    elif job.dynamic:
         yield BUDGET, f"about {job.token_budget:,} tokens per replica and pass: {job.passes_text}"
     else:
         yield MICRO, f"samples per replica (not per device): {job.passes_text} per optimizer step"
@@ -74,16 +80,23 @@ def flow(job: VerlJob) -> Iterator[str]:
     if padded > part:
         size = f"{counted(padded, 'sample')}, of which {padded - part:,} are artificial"
         prepare.append(f"pad to a multiple of {job.required_multiple:,}: {size}")
-    order = "balanced by total length" if job["trainer.balance_batch"] or job.v1 else "in the order of generation"
+    order = (
+        "balanced by total length"
+        if (job["trainer.balance_batch"] or job.v1) and not job.distills
+        else "in the order of generation"
+    )
     replicas = counted(job.policy.replicas, "replica")
+    if job.distills:
+        prepare.append("ask the teacher for its most likely tokens at every position")
     prepare.append(f"dispatch: each of {replicas} gets {counted(job.step_share(), 'sample')}, {order}")
     models = "log-probabilities of the actor" + (" and the reference" if job.has_ref else "")
-    prepare.append(models + ("; values of the critic" if job.critic else ""))
     share = job.policy.share
+    if not job.distills:
+        prepare += [models + ("; values of the critic" if job.critic else ""), "advantages, on the controller"]
     return step_flow(
         job,
         generated=" over the engines",
-        prepare=[*prepare, "advantages, on the controller"],
+        prepare=prepare,
         layout=[f"mini batch j on a replica is its own samples j * {share:,} to (j + 1) * {share:,} - 1"],
         last="advance the learning rate, once; send the actor's weights to the engines, once",
     )
@@ -91,6 +104,8 @@ def flow(job: VerlJob) -> Iterator[str]:
 
 def advice(job: VerlJob) -> Iterator[Advice]:
     """Yield the rules of the guides, each with what is true of this file."""
+    if job.distills:
+        return
     yield from [
         Advice("train_batch_size equal to ppo_mini_batch_size with one epoch keeps training on-policy", EXPLAINED,
             job.updates(job.policy) == 1, f"{counted(job.updates(job.policy), 'update')} per rollout"),
@@ -154,6 +169,13 @@ def _memory_advice(job: VerlJob) -> Iterator[Advice]:
 
 def notes(job: VerlJob) -> Iterator[str]:
     """Yield what is legal but surprising."""
+    if job.distills:
+        yield (
+            "distillation from a served teacher (gkd), which does not call veRL's check: one response to each prompt and one "
+            f"update per step, whatever {RESPONSES}, {MINI} and {MICRO} are."
+        )
+        yield from _data_notes(job)
+        return
     yield f"{TRAIN}, {MINI} and the critic's count prompts; sizes per gpu count samples of one data-parallel replica."
     if job.fully_async:
         yield (
@@ -216,16 +238,15 @@ def _key_notes(job: VerlJob) -> Iterator[str]:
             f"the file does not size the inference engines, and {size} is {job[size]:,} by default, "
             f"which does not divide {counted(job.rollout_devices, 'device')}."
         )
-    strategy, own = job.strategies["actor"], keys.ENGINES[job["model_engine"]]
-    if "model_engine" in job.settings.given and strategy.startswith("fsdp") != own.startswith("fsdp"):
-        engine = job["model_engine"]
-        yield f"{ACTOR}.strategy={strategy} contradicts model_engine={engine}; the numbers are those of {strategy}."
+    strategy, given = job.strategies["actor"], job[f"{ACTOR}.strategy"]
+    if given is not None and not strategy.startswith("fsdp") and given != strategy and not job.legacy:
+        yield f"{ACTOR}.strategy={given} is read by the check alone; the engine is {strategy}, by model_engine."
     sequence = max(job[keys.OLD_SEQUENCE["actor"]], job[keys.SEQUENCE["actor"]])
     if sequence > 1 and not strategy.startswith("fsdp"):
-        size = {"megatron": f"{ACTOR}.megatron.context_parallel_size", "veomni": f"{ACTOR}.veomni.ulysses_parallel_size"}
+        own = "ulysses_parallel_size" if strategy == "veomni" else "context_parallel_size"
         yield (
             f"ulysses_sequence_parallel_size={sequence:,} has no effect with {strategy}; devices share a sequence by "
-            f"{size.get(strategy, f'{ACTOR}.torchtitan.context_parallel_size')}."
+            f"{ACTOR}.{strategy}.{own}."
         )
 
 

@@ -18,7 +18,7 @@ from rampup.rl.plan import RolloutPlan
 PREFIXES = {"actor": ACTOR, "critic": "critic", "ref": keys.REF}
 CRITIC_BUDGET = 32_768
 COUNTS = (
-    *(TRAIN, keys.GEN, RESPONSES, MINI, keys.BUDGET, keys.EPOCHS, keys.ASYNC_BATCHES, keys.ASYNC_SYNC),
+    *(TRAIN, keys.GEN, RESPONSES, MINI, keys.BUDGET, keys.EPOCHS, keys.ASYNC_BATCHES, keys.ASYNC_SYNC, keys.DISTILL_BUDGET),
     *(keys.OLD_SEQUENCE["actor"], keys.SEQUENCE["actor"], f"{ACTOR}.veomni.ulysses_parallel_size"),
     *(f"{role}.megatron.{name}" for role in (ACTOR, keys.REF) for name in keys.MEGATRON_SIZES),
     *(f"{ACTOR}.torchtitan.{name}" for name in (*keys.TORCHTITAN_SIZES, *keys.TORCHTITAN_REPLICAS)),
@@ -26,7 +26,7 @@ COUNTS = (
     *(*keys.ROLLOUT_SIZES, keys.WORKERS, "trainer.n_gpus_per_node", "trainer.nnodes"),
     *(f"trainer.v1.{mode}.parameter_sync_step" for mode in keys.MODES),
 )
-STATIC_COUNTS = (OLD_MICRO, MICRO, keys.OLD_LOG_PROB, LOG_PROB, keys.OLD_REF_LOG_PROB, keys.REF_LOG_PROB)
+STATIC_COUNTS = (OLD_MICRO, MICRO, keys.DISTILL_MICRO, keys.OLD_LOG_PROB, LOG_PROB, keys.OLD_REF_LOG_PROB, keys.REF_LOG_PROB)
 CRITIC_COUNTS = (
     *(keys.CRITIC_MINI, keys.OLD_CRITIC_MICRO, keys.CRITIC_MICRO, "critic.ppo_epochs"),
     *(keys.OLD_SEQUENCE["critic"], keys.SEQUENCE["critic"], "critic.veomni.ulysses_parallel_size"),
@@ -48,20 +48,23 @@ class VerlJob(RolloutJob):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        # The recipe that distills from a served teacher (`gkd`) has no critic, whatever the estimator.
+        # The recipe gkd distills from a served teacher, with a trainer of its own: no check, critic or log-probabilities, one
+        # response per prompt, and one update with all samples of a step (gkd/megatron/ray_trainer.py, megatron_workers.py).
         served = any(name.startswith(("actor_rollout_ref.teacher.", "teacher.")) for name in settings.others)
-        self.has_critic = not served and bool(self._or("critic.enable", self["algorithm.adv_estimator"] == "gae"))
-        self.has_ref: bool = self["algorithm.use_kl_in_reward"] or self[f"{ACTOR}.use_kl_loss"]
+        self.distills: bool = served or self[keys.DISTILL_BUDGET] is not None
+        self.has_critic = not self.distills and bool(self._or("critic.enable", self["algorithm.adv_estimator"] == "gae"))
+        self.has_ref: bool = not self.distills and (self["algorithm.use_kl_in_reward"] or self[f"{ACTOR}.use_kl_loss"])
         self.models = ("actor", *(["critic"] if self.has_critic else []), *(["ref"] if self.has_ref else []))
         # Until April 2026 (legacy) sizes per replica were rounded down and remainders allowed. The newer trainer (v1) pads.
-        self.legacy: bool = self["verl_version"] == "legacy"
+        self.legacy: bool = self["verl_version"] == "legacy" and not self.distills
         # A file of the fully asynchronous trainer, which builds on the older one and does not call veRL's check.
         # Other trainers borrow some of its keys, such as partial_rollout.
         given = {key for key in (keys.ASYNC_BATCHES, keys.ASYNC_SYNC) if self[key] is not None}
         if self[TRAIN] == 0:
             given |= {key for key in settings.others if key.startswith(keys.ASYNC)}
         self.fully_async = bool(given)
-        self.v1: bool = self["trainer.use_v1"] and not self.legacy and not self.fully_async
+        self.unchecked = self.fully_async or self.distills  # trainers that do not call veRL's check
+        self.v1: bool = self["trainer.use_v1"] and not self.legacy and not self.unchecked
         self.mode: str = self["trainer.v1.trainer_mode"] if self.v1 else "sync"
         # Parts in which a step's samples are trained on before the weights are sent.
         self.sync_step: int = self[f"trainer.v1.{self.mode}.parameter_sync_step"] if self.v1 else 1
@@ -80,8 +83,11 @@ class VerlJob(RolloutJob):
         self.rollout_devices = self.devices  # those of the inference engines
         if self.fully_async or self[keys.ROLLOUT_NODES] is not None or self[keys.ROLLOUT_DEVICES] is not None:
             self.rollout_devices = self._or(keys.ROLLOUT_NODES, 1) * self._or(keys.ROLLOUT_DEVICES, 8)
-        self.strategies = dict.fromkeys(PREFIXES, self._or(f"{ACTOR}.strategy", keys.ENGINES[self["model_engine"]]))
-        self.strategies["critic"] = self._or("critic.strategy", self.strategies["actor"])
+        # The backend of the base files; None if the source has none, or chooses those of a model by `actor@...=`.
+        grouped = any("@" in name for name in settings.others)
+        self.engine: str | None = None if grouped else keys.ENGINES.get(self["model_engine"])
+        self.strategies = dict.fromkeys(PREFIXES, self._strategy(self[f"{ACTOR}.strategy"], "fsdp"))
+        self.strategies["critic"] = self._strategy(self["critic.strategy"], self.strategies["actor"])
         self.model_sizes = {model: self._model_size(model) for model in PREFIXES}
         self.replicas = {model: self._replicas(model) for model in PREFIXES}
         # Keys that must be positive. Fully asynchronous training has no batch of prompts.
@@ -95,7 +101,7 @@ class VerlJob(RolloutJob):
         if not self.usable:
             return
 
-        self.samples_per_prompt: int = self[RESPONSES]
+        self.samples_per_prompt: int = 1 if self.distills else self[RESPONSES]
         # The older trainer's data loader returns gen_batch_size prompts if that is set. DAPO's generates until train_batch_size
         # prompts are left, and the asynchronous one waits for some mini batches.
         self.prompts: int = self[TRAIN] if self.v1 or self[keys.FILTER] else self._or(keys.GEN, self[TRAIN])
@@ -107,19 +113,21 @@ class VerlJob(RolloutJob):
         self.micro: int | None = None if self.dynamic else self[MICRO]
         if not self.dynamic and self[MICRO] is None and self[OLD_MICRO] is not None and self.legacy:
             self.micro = self[OLD_MICRO] // self.replicas["actor"]
+        if self.distills and not self.dynamic:
+            self.micro = self._or(keys.DISTILL_MICRO, 2)
         # The check wants the samples of a step to be a multiple of this; None if it cannot compute it.
         self.minimal_batch: int | None = self.devices
-        if self.strategies["actor"] == "megatron":
+        if self.checked_as_megatron:
             self.minimal_batch = None if self[MICRO] is None else self.replicas["actor"] * self[MICRO]
         # Tokens of a pass and replica: the budget of all devices that share a sequence.
         shares = self[f"{ACTOR}.megatron.context_parallel_size"]
-        self.token_budget: int = self[keys.BUDGET] * (
+        self.token_budget: int = (self._or(keys.DISTILL_BUDGET, 1024) if self.distills else self[keys.BUDGET]) * (
             shares if self.strategies["actor"] == "megatron" else self.model_sizes["actor"]
         )
 
         self.trained = {name: self._trained(name) for name in self.models if name != "ref"}
         if self.micro:
-            self.passes = self.policy.share // self.micro
+            self.passes = -(-self.policy.share // self.micro) if self.distills else self.policy.share // self.micro
 
         # The newer trainer pads each part of a step to what all mini batches and replicas need (trainer_base.py).
         self.required_multiple = math.lcm(self.policy.replicas, *(model.mini_samples for model in self.trained.values()))
@@ -134,6 +142,38 @@ class VerlJob(RolloutJob):
 
     def _or(self, key: str, other: Any) -> Any:
         return other if self[key] is None else self[key]
+
+    def _strategy(self, given: str | None, default: str) -> str:
+        """Return the backend of a model: that of the base files, of which only FSDP's read the strategy."""
+        return given or self.engine or default if self.engine in (None, "fsdp") else self.engine
+
+    @property
+    def checked_as_megatron(self) -> bool:
+        """Whether veRL's check, which reads the strategy alone, expects Megatron's sizes."""
+        return self.strategies["actor"] == "megatron" and self[f"{ACTOR}.strategy"] in (None, "megatron")
+
+    def foreign_strategy(self, key: str) -> str | None:
+        """Return a model's strategy if its configuration class, that of `model_engine`, is made for another backend."""
+        given: str | None = self[key]
+        if given is None or self.engine is None or given[:4] == self.engine[:4]:
+            return None
+        return given if self.engine == "fsdp" or self.legacy else None
+
+    def foreign_keys(self) -> list[str]:
+        """Return the keys of backends that are not those of the base files, of models that take part."""
+        if self.engine is None:
+            return []
+        groups = {
+            f"{PREFIXES[model]}.{'fsdp' if strategy == 'fsdp' and model == 'critic' else group}.": strategy
+            for model in self.models
+            for strategy, group in keys.ENGINE_GROUPS.items()
+        }
+        return sorted(
+            name
+            for name in self.settings.given | self.settings.others
+            for group, strategy in groups.items()
+            if name.startswith(group) and strategy != self.engine
+        )
 
     def _model_size(self, model: str) -> int:
         """Return how many devices share one sample."""
@@ -168,6 +208,8 @@ class VerlJob(RolloutJob):
     def _trained(self, name: str) -> TrainedModel:
         mini, epochs, micro = self[MINI], self[keys.EPOCHS], self.micro
         tokens = self.token_budget if self.dynamic else None
+        if self.distills:
+            mini, epochs = self.prompts, 1
         if name == "critic":
             # Its engine fills its passes by tokens in any case.
             mini, epochs = self.effective(keys.CRITIC_MINI), self._or("critic.ppo_epochs", epochs)

@@ -67,14 +67,14 @@ def _by_megatron(job: VerlJob, model: str) -> bool:
 
 def _device_rules(model: str) -> Rules:
     """Return the rules that a model has a replica, and that Megatron starts on full ones."""
-    has_a_replica = at_least(f"verl.{model}_has_a_replica", (DEVICES, keys.SEQUENCE[model]),
+    has_a_replica: Rule[VerlJob] = at_least(f"verl.{model}_has_a_replica", (DEVICES, keys.SEQUENCE[model]),
         lambda job: Term(f"{model}: the {job.devices:,} devices", job.devices),
         ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
         when=lambda job: (
             model in job.models and (job.strategies[model] != "megatron" or job.devices % max(job.model_sizes[model], 1) == 0)),
         note=": there is no replica")  # fmt: skip
     # The check itself tests it for the actor of a static batch.
-    starts = multiple(f"verl.megatron_starts_{model}", (DEVICES,), _DEVICES, _model_size(model),
+    starts: Rule[VerlJob] = multiple(f"verl.megatron_starts_{model}", (DEVICES,), _DEVICES, _model_size(model),
         when=lambda job: _by_megatron(job, model) and (model != "actor" or job.dynamic))  # fmt: skip
     return found_by_run([has_a_replica, starts])
 
@@ -138,7 +138,7 @@ def _deprecated_micro(name: str, key: str, when: Condition) -> Rules:
     sequence = keys.OLD_SEQUENCE[name]
 
     def fsdp(job: VerlJob) -> bool:
-        return job.strategies[name] in ("fsdp", "fsdp2")
+        return job.strategies[name].startswith("fsdp")
 
     def given(job: VerlJob) -> bool:
         return when(job) and job[key] is not None
@@ -168,27 +168,54 @@ def _mini_at_most_train(rule: str, name: str, when: Condition) -> Rule[VerlJob]:
     return at_least(f"verl.{rule}", (MINIS[name], TRAIN), TRAIN, _mini(name), when=when, note="; both count prompts")
 
 
-_CHECK: Rules = apply_if(lambda job: not job.fully_async, [
+_NO_SIZES = "whose configuration has none of its sizes"
+
+
+def _engine_of(strategy: str | None) -> list[str]:
+    """Return the `model_engine` whose configuration is made for a strategy."""
+    return [engine for engine, backend in keys.ENGINES.items() if strategy is not None and strategy.startswith(backend)]
+
+
+def _strategy_fits(name: str, key: str, why: str, *, checked: bool) -> Rule[VerlJob]:
+    """Return the rule that a strategy is one of the engine's; the check finds only Megatron's, and with a static batch."""
+
+    def applies(job: VerlJob) -> bool:
+        reads_megatron = name == "actor" and job.foreign_strategy(key) == "megatron" and _static(job) and not job.unchecked
+        return (name == "actor" or job.has_critic) and checked == reads_megatron
+
+    return Rule(name=f"verl.{name}_strategy_fits_engine", keys=("model_engine", key), when=applies,
+        holds=lambda job: job.foreign_strategy(key) is None,
+        message=lambda job: f"{key}={job[key]} is not a backend of model_engine={_engine_of(job.engine)[0]}, {why}",
+        candidates=lambda job: _engine_of(job[key]), found_by="validator" if checked else "run")  # fmt: skip
+
+
+_CHECK: Rules = apply_if(lambda job: not job.unchecked, [
     multiple("verl.megatron_divides_devices", (DEVICES, f"{keys.ACTOR}.megatron.tensor_model_parallel_size"), _DEVICES,
-        _model_size("actor"), when=lambda job: _static(job) and _by_megatron(job, "actor")),
+        _model_size("actor"), when=lambda job: _static(job) and job.checked_as_megatron),
     multiple("verl.samples_fill_minimal_batch", (TRAIN, RESPONSES),
         lambda job: product({TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}, "samples"), _minimal_batch,
         when=_static),
     _mini_at_most_train("mini_at_most_train", "actor", _static),
     *_deprecated_micro("actor", OLD_MICRO, _static),
     Rule(name="verl.sequence_parallel_needs_packing", keys=(PACKING, keys.OLD_SEQUENCE["actor"]),
-        when=lambda job: job.strategies["actor"] in ("fsdp", "fsdp2") and job[keys.OLD_SEQUENCE["actor"]] > 1,
+        when=lambda job: job.strategies["actor"].startswith("fsdp") and job[keys.OLD_SEQUENCE["actor"]] > 1,
         holds=lambda job: job[PACKING],
         message=lambda job: f"{keys.OLD_SEQUENCE['actor']}={job[keys.OLD_SEQUENCE['actor']]:,} needs {PACKING}=true",
         candidates=lambda job: [True]),
     *_deprecated_micro("critic", keys.OLD_CRITIC_MICRO, _critic_static),
     _mini_at_most_train("critic_mini_at_most_train", "critic", _critic_static),
 ])  # fmt: skip
-# The classes of veRL's settings check these, so they hold for every trainer.
-_CHECK += [
+# The classes of veRL's settings check these, so they hold for every trainer that uses them.
+_CHECK += apply_if(lambda job: not job.distills, [
+    _strategy_fits("actor", f"{keys.ACTOR}.strategy", _NO_SIZES, checked=True),
+    Rule(name="verl.keys_fit_engine", keys=("model_engine",), holds=lambda job: not job.foreign_keys(),
+        message=lambda job: (
+            f"{' and '.join(job.foreign_keys()[:2])} must not be set with model_engine={_engine_of(job.engine)[0]}, whose "
+            "configuration has no such keys"),
+        candidates=lambda job: list(keys.ENGINES)),
     *_one_of_two("actor_micro", OLD_MICRO, MICRO, lambda job: job.policy.share),
     Rule(name="verl.megatron_micro_per_gpu_needed", keys=(MICRO, OLD_MICRO),
-        when=lambda job: not job.dynamic and job.strategies["actor"] == "megatron" and job[OLD_MICRO] is not None,
+        when=lambda job: not job.dynamic and job.checked_as_megatron and job[OLD_MICRO] is not None,
         holds=lambda job: job[MICRO] is not None,
         message=lambda job: f"{MICRO} must be set with Megatron, instead of {OLD_MICRO}={job[OLD_MICRO]:,}",
         division=lambda job: (job.policy.share, 1)),
@@ -197,7 +224,7 @@ _CHECK += [
         when=lambda job: _static(job) and job.has_ref),
     *_one_of_two("critic_micro", keys.OLD_CRITIC_MICRO, keys.CRITIC_MICRO, lambda job: job.trained["critic"].mini_batch,
         _critic_static),
-]  # fmt: skip
+])  # fmt: skip
 
 
 # What only the run finds.
@@ -206,7 +233,8 @@ _CHECK += [
 def _per_gpu_needed(name: str, old: str, new: str, when: Condition) -> Rule[VerlJob]:
     """Return the rule against a deprecated key that passes the check, after which nothing reads it."""
     return Rule(name=f"verl.{name}_micro_per_gpu_needed", keys=(new, old),
-        when=lambda job: not job.legacy and job[old] is not None and when(job), holds=lambda job: job[new] is not None,
+        when=lambda job: not job.legacy and not job.distills and job[old] is not None and when(job),
+        holds=lambda job: job[new] is not None,
         message=lambda job: (
             f"{new} must be set: {old}={job[old]:,} passes the check, but nothing reads it and the workers stop silently"),
         division=lambda job: (job.policy.share, 1))  # fmt: skip
@@ -219,7 +247,7 @@ def _mini_divides(name: str) -> Rules:
         return product({MINIS[name]: job.trained[name].mini_batch, RESPONSES: job.samples_per_prompt}, "samples")
 
     def applies(job: VerlJob) -> bool:
-        return not job.legacy and name in job.models
+        return not job.legacy and not job.distills and name in job.models
 
     return [
         multiple(f"verl.{name}_mini_divides_over_replicas", (MINIS[name], RESPONSES), samples, _replicas(name), when=applies),
@@ -235,7 +263,8 @@ def _log_prob(name: str, key: str, model: str, dynamic: Condition) -> Rule[VerlJ
     """Return the rule that log-probability passes have equal sizes; the code until April 2026 allowed a remainder."""
     return multiple(f"verl.{name}_micro_divides_share", (key, TRAIN),
         ("each replica's {:,} samples of a step", lambda job: job.step_share(model)), key,
-        when=lambda job: not job.legacy and model in job.models and not dynamic(job) and job[key] is not None,
+        when=lambda job: (
+            not (job.legacy or job.distills) and model in job.models and not dynamic(job) and job[key] is not None),
         note=" when log-probabilities are computed")  # fmt: skip
 
 
@@ -269,8 +298,10 @@ def _legacy(name: str, key: str, micro: Callable[[VerlJob], int | None]) -> Rule
 
 
 _RUN: Rules = [
+    *[_strategy_fits(name, f"{prefix}.strategy", _NO_SIZES + ": the engine stops", checked=False)
+      for name, prefix in (("actor", keys.ACTOR), ("critic", "critic"))],
     Rule(name="verl.dynamic_everywhere", keys=(f"{keys.ROLLOUT}.log_prob_use_dynamic_bsz", keys.DYNAMIC),
-        when=lambda job: not job.legacy, holds=lambda job: job.dynamic == job.rollout_dynamic,
+        when=lambda job: not job.legacy and not job.distills, holds=lambda job: job.dynamic == job.rollout_dynamic,
         message=lambda job: (
             f"{keys.ROLLOUT}.log_prob_use_dynamic_bsz={str(job.rollout_dynamic).lower()} must equal "
             f"{keys.DYNAMIC}={str(job.dynamic).lower()}; the workers stop without a message"),
@@ -281,13 +312,24 @@ _RUN: Rules = [
     *_mini_divides("actor"),
     *_mini_divides("critic"),
     multiple("verl.micro_divides_mini", (MICRO, MINI), _mini_share("actor"), MICRO,
-        when=lambda job: not job.legacy and job.micro is not None),
+        when=lambda job: not job.legacy and not job.distills and job.micro is not None),
+    # torch's split leaves a short last pass; numpy's array_split of the teacher's tokens makes equal ones.
+    Rule(name="verl.distill_micro_divides_share", keys=(keys.DISTILL_MICRO, TRAIN),
+        when=lambda job: job.distills and job.micro is not None and job.samples % job.replicas["actor"] == 0,
+        holds=lambda job: job.policy.share <= (job.micro or 1) or -job.policy.share % (job.micro or 1) <= 1,
+        message=lambda job: (
+            f"each replica's {job.policy.share:,} samples must be a multiple of {keys.DISTILL_MICRO}={job.micro:,}, or one "
+            "less: the teacher's tokens are split into equal passes"),
+        division=lambda job: (job.policy.share, job.micro or 1)),
+    multiple("verl.prompts_divide_over_engines", (TRAIN, keys.ROLLOUT_DEVICES), ("{:,} prompts", lambda job: job.prompts),
+        ("the {:,} engines", lambda job: job.rollout_devices // job.rollout_size), when=lambda job: job.distills,
+        note=": only equal chunks are dispatched"),
     _log_prob("rollout", LOG_PROB, "actor", lambda job: job.rollout_dynamic),
     _log_prob("ref", keys.REF_LOG_PROB, "ref", lambda job: job.ref_dynamic),
     *map(_equal_chunks, ("actor", "critic", "ref")),
     multiple("verl.samples_divide_over_workers", (TRAIN, keys.WORKERS),
         ("with trainer.use_v1=false the {:,} samples of a step", lambda job: job.samples), keys.WORKERS,
-        when=lambda job: not job.v1 and not job.legacy and not job.fully_async),
+        when=lambda job: not job.v1 and not job.legacy and not job.unchecked),
     multiple("verl.parts_divide_train", (TRAIN,), TRAIN, ("parameter_sync_step={:,}", lambda job: job.sync_step)),
     equal("verl.part_is_one_mini_batch", (TRAIN, MINI), TRAIN,
         lambda job: product({"parameter_sync_step": job.sync_step, MINI: job.policy.mini_batch}),
