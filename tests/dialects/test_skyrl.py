@@ -289,7 +289,12 @@ def test_notes_report_surprises(change, said):
     assert any(said in note for note in skyrl(change).notes)
 
 
-SFT = {"batch_size": 32, "micro_train_batch_size_per_gpu": 4, "placement.num_gpus_per_node": 8}
+# The peer of all tests on fine-tuning: SkyRL `train/config/sft_config.py` (SFTConfig, validate_sft_cfg) and
+# `train/sft_trainer.py` (_validate_batch_parallelism).
+TENSOR, PIPELINE, CONTEXT = (f"megatron_config.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
+SFT = {"batch_size": 32, "micro_train_batch_size_per_gpu": 4, "placement.num_gpus_per_node": 8, "strategy": "fsdp"}
+MEGATRON = {"strategy": "megatron", PIPELINE: 1}
+PACKED = {**MEGATRON, "use_sequence_packing": True, "max_length": 512}
 
 
 @pytest.mark.parametrize(
@@ -298,16 +303,20 @@ SFT = {"batch_size": 32, "micro_train_batch_size_per_gpu": 4, "placement.num_gpu
         ("sft_batch_divides_over_replicas", {"batch_size": 64}, {"batch_size": 33}),
         ("sft_micro_divides_share", {"micro_train_batch_size_per_gpu": 2}, {"micro_train_batch_size_per_gpu": 3}),
         ("sft_micro_divides_share", {}, {"micro_train_batch_size_per_gpu": 8}),
+        ("sft_packed_batch_reaches_every_replica", {**PACKED, "batch_size": 8}, {**PACKED, "batch_size": 7}),
+        ("sft_megatron_divides_devices", {**MEGATRON, TENSOR: 8}, {**MEGATRON, TENSOR: 3}),
+        ("sft_megatron_divides_devices", {**MEGATRON, CONTEXT: 8}, {**MEGATRON, CONTEXT: 16}),
+        ("sft_megatron_sequence_parallel", {"sequence_parallel_size": 2}, {**MEGATRON, "sequence_parallel_size": 2}),
+        ("sft_context_needs_packing", {**MEGATRON, CONTEXT: 2}, {**MEGATRON, CONTEXT: 2, "remove_microbatch_padding": False}),
+        ("sft_packing_needs_megatron", PACKED, {**PACKED, "strategy": "fsdp"}),
+        ("sft_packing_needs_length", PACKED, {**PACKED, "max_length": None}),
         (
-            "sft_packed_batch_reaches_every_replica",
-            {"use_sequence_packing": True, "batch_size": 8},
-            {"use_sequence_packing": True, "batch_size": 7},
+            "sft_bin_holds_a_sequence",
+            {**PACKED, "max_tokens_per_microbatch": 512},
+            {**PACKED, "max_tokens_per_microbatch": 511},
         ),
-        (
-            "sft_has_a_replica",
-            {"strategy": "megatron", "megatron_config.tensor_model_parallel_size": 8},
-            {"strategy": "megatron", "megatron_config.tensor_model_parallel_size": 9},
-        ),
+        ("sft_steps_or_epochs", {"num_steps": 10}, {"num_steps": 10, "num_epochs": 1}),
+        ("positive.num_steps", {"num_steps": 1}, {"num_steps": 0}),
         ("positive.batch_size", {}, {"batch_size": 0}),
     ],
 )
@@ -320,12 +329,31 @@ def test_fine_tuning_rules_break_just_beyond_their_boundary(rule, holds, breaks)
     check_nearest("skyrl", nested(SFT | breaks), [], invalid)
 
 
-def test_fine_tuning_check_ignores_shared_sequences():
-    """Its check counts replicas without context parallelism, which a note reports."""
-    change = {"strategy": "megatron", "megatron_config.context_parallel_size": 2}
-    found = verdict("skyrl", nested(SFT | change))
-    assert found.derived == {"data_parallel_size": 8, "mini_batch_samples": 32, "accumulation_steps": 1}
-    assert any("without megatron_config.context_parallel_size=2" in note for note in found.notes)
+@pytest.mark.parametrize(
+    ("change", "replicas", "passes"),
+    [
+        ({}, 8, 1),
+        ({"strategy": None}, 2, 4),  # Megatron with tensor and pipeline size 2
+        ({"strategy": None, CONTEXT: 1}, 8, 1),  # one given size replaces both
+        ({"placement.num_gpus_per_node": None}, 4, 2),
+        ({**MEGATRON, CONTEXT: 2}, 4, 2),
+        ({"sequence_parallel_size": 2}, 4, 2),
+    ],
+)
+def test_fine_tuning_has_the_sizes_of_its_configuration_classes(change, replicas, passes):
+    """Defaults are those of SFTConfig; replicas are those of the run, which the check of shared sequences miscounts."""
+    config = {key: value for key, value in (SFT | change).items() if value is not None}
+    found = verdict("skyrl", nested(config))
+    assert found.ok, rules(found)
+    assert found.derived == {"data_parallel_size": replicas, "mini_batch_samples": 32, "accumulation_steps": passes}
+    shares = (CONTEXT in change and change[CONTEXT] > 1) or "sequence_parallel_size" in change
+    assert any("so the run has 4 replicas; its check counts 8" in note for note in found.notes) == shares
+
+
+def test_fine_tuning_with_too_few_devices_for_a_sequence_has_no_replica():
+    """The check does not look at sequence parallelism with FSDP; the run has no replica."""
+    found = verdict("skyrl", nested(SFT | {"sequence_parallel_size": 16}))
+    assert (found.validator, rules(found)) == ("accepts", ["sft_has_a_replica"])
 
 
 def test_policy_and_reference_on_the_same_devices_need_equally_many():
