@@ -119,9 +119,9 @@ def _check(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
 
     dialect = load_dialect(system)
     dialect = dialect.variant(source) or dialect
-    settings = dialect.reader(source, overrides)
+    settings = dialect.read(source, overrides)
     job = dialect.job(settings)
-    violations = find_violations(dialect.rules, job, dialect.job, dialect.keys)
+    violations = find_violations(dialect, job)
     if not job.usable:
         return Verdict(system=system, violations=violations, notes=settings.notes, version=job.version)
     conversion, phases, words = job.conversion(), job.phases(), dialect.words
@@ -137,7 +137,7 @@ def _check(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
         notes=(*settings.notes, *words.notes(job)),
         version=job.version,
         summary=job.summary(),
-        changes=tuple(itertools.starmap(Meaning, doubled_sizes(job, dialect.job, dialect.keys, dialect.rules))),
+        changes=tuple(itertools.starmap(Meaning, doubled_sizes(dialect, job))),
         derived=job.derived(),
         phases=None if phases is None else tuple(phases),
         meanings=tuple(

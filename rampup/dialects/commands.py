@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rampup.config.load import COMMAND_LINE
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
-from rampup.dialects.reading import Reading, read_leaves
+from rampup.dialects.reading import Entry, Reading, read_leaves
 from rampup.dialects.script import Command, open_options, read_commands, show_unknown, unknown_names
 from rampup.errors import ConfigError
 
@@ -25,25 +26,44 @@ _OPTIONS = re.compile(r"(?i)arg|opt|flag|extra|param|config|cmd")
 _SHOWN = 60
 
 
+# The sizes and defaults that each shipped base file sets, by its name.
+Bases = Mapping[str, Mapping[str, Any]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """How a system is started.
+    """How a system is started, and the keys and base files that it takes.
 
     Attributes:
         system: its name in messages.
         program: matches a command that starts it.
         example: such a command, for errors.
-        known: whether a key as written is one that the rules read.
+        entries: the keys that the rules read.
+        canonical: from a key as written to its name in `entries`.
+        groups: first parts of its keys that are not in `entries`.
         others: matches its programs that the rules do not cover.
         read: the keys that the words of a command set; None = Hydra's `key=value`.
+        bases: the base files that it ships.
+        version: the version of `bases`, for notes.
+        programs: the base file that a program starts from if its command names none, by a part of the program's name; that
+            of all others under the empty name, which needs no note.
     """
 
     system: str
     program: re.Pattern[str]
     example: str
-    known: Callable[[str], bool]
+    entries: Mapping[str, Entry]
+    canonical: Callable[[str], str] = str
+    groups: Sequence[str] = ()
     others: re.Pattern[str] = re.compile(r"(?!)")
     read: Callable[[Command, str], dict[str, Located]] | None = None
+    bases: Bases = MappingProxyType({})
+    version: str = ""
+    programs: Mapping[str, str] = MappingProxyType({})
+
+    def known(self, name: str) -> bool:
+        """Return whether a key as written is one that the rules read."""
+        return self.canonical(name) in self.entries
 
     def leaves(self, command: Command, path: str) -> dict[str, Located]:
         """Return the keys that the words of a command set. A value may contain markers of what is unknown."""

@@ -368,9 +368,9 @@ def _verify(rollout: _Rollout, exported: Exported) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "exported.yml"
         path.write_text(exported.to_yaml(rollout.system), encoding="utf-8")
-        settings = dialect.reader(path, [f"{key}={value}" for key, value in exported.facts.items()])
+        settings = dialect.read(path, [f"{key}={value}" for key, value in exported.facts.items()])
     job = dialect.job(settings)
-    for broken in find_violations(dialect.rules, job, dialect.job, dialect.keys):
+    for broken in find_violations(dialect, job):
         raise rollout.refuse(broken.keys[0] if broken.keys else "export", broken.message)
     derived = job.derived()
     for name, value in _numbers(rollout.plan).items():

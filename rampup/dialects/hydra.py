@@ -9,45 +9,23 @@ from typing import Any
 
 from rampup.config.yaml import Located, parse_mapping, read_text
 from rampup.dialects.commands import Launch, Source, option, read_source
-from rampup.dialects.reading import Entry, Settings, read_leaves, type_settings
+from rampup.dialects.reading import Settings, read_leaves, type_settings
 from rampup.dialects.script import show_unknown, unknown_names
 from rampup.errors import ConfigError
 
-Bases = Mapping[str, Mapping[str, Any]]
-NO_BASES: Bases = {}
-NO_PROGRAMS: Mapping[str, str] = {}
 # In a table of base files: the name of the file that another one starts from.
 PARENT = "defaults"
 _MAX_FILES = 20
 
 
-def read_hydra(
-    source: Source,
-    overrides: Sequence[str],
-    launch: Launch,
-    entries: Mapping[str, Entry],
-    *,
-    bases: Bases = NO_BASES,
-    version: str = "",
-    groups: Sequence[str] = (),
-    programs: Mapping[str, str] = NO_PROGRAMS,
-) -> Settings:
-    """Read a YAML file, a script or a command, above the base files that it names.
-
-    Args:
-        source, overrides, launch: as in `read_source`.
-        entries: the keys that matter.
-        bases: the sizes and defaults that each shipped base file sets, by its name without `.yaml`.
-        version: the version of `bases`, for notes.
-        groups: first parts of the system's other keys.
-        programs: the base file that a program starts from if its command names none, by a part of the program's name; that
-            of all others under the empty name, which needs no note.
+def read_hydra(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
+    """Read a YAML file, a script or a command, above the base files that it names; the arguments are those of `read_source`.
 
     Raises:
-        ConfigError: see `type_settings`; or the source names a base file that is neither beside it nor in `bases`.
+        ConfigError: see `type_settings`; or the source names a base file that is neither beside it nor in `launch.bases`.
     """
     reading = read_source(source, overrides, launch)
-    files = _Bases(bases, entries)
+    files = _Bases(launch)
     leaves, path = dict(reading.leaves), reading.path
     if reading.command is not None:
         name = option(reading.command, "--config-name", "-cn")
@@ -58,19 +36,19 @@ def read_hydra(
             files.add(name, [Path(source).parent, *(up / folder for up in Path(source).absolute().parents)], path)
         elif name is not None:
             files.add(name, [Path(), Path(option(reading.command, "--config-path", "-cp") or "config")], path)
-        elif own := [base for part, base in programs.items() if part and any(part in word for word in reading.command.words)]:
-            files.add(own[0], [], path)
-        elif "" in programs:
-            files.shipped |= bases[programs[""]]
+        elif part := next((part for part in launch.programs if any(part in word for word in reading.command.words)), ""):
+            files.add(launch.programs[part], [], path)
+        else:
+            files.shipped |= launch.bases.get(launch.programs.get("", ""), {})
     elif "defaults" in leaves and not isinstance(source, tuple):
         files.follow(leaves.pop("defaults"), Path(source).parent)
     reading = dataclasses.replace(
         reading, leaves={**files.beside, **leaves}, recognized=reading.recognized or bool(files.named)
     )
-    settings = type_settings(reading, entries, system=launch.system, defaults=files.shipped, groups=groups)
+    settings = type_settings(reading, launch.entries, system=launch.system, defaults=files.shipped, groups=launch.groups)
     notes = [*settings.notes]
     if files.named:
-        notes.append(f"{', '.join(files.named)}: the sizes of {launch.system}{version and f' of {version}'}.")
+        notes.append(f"{', '.join(files.named)}: the sizes of {launch.system}{launch.version and f' of {launch.version}'}.")
     if files.missing and reading.command is None:
         notes.append(f"defaults: {', '.join(files.missing)} not found beside this file; what it sets is not read.")
     return dataclasses.replace(settings, notes=tuple(notes))
@@ -79,8 +57,8 @@ def read_hydra(
 class _Bases:
     """The base files of a source: those beside it, which count as given, and those that the system ships."""
 
-    def __init__(self, bases: Bases, entries: Mapping[str, Entry]) -> None:
-        self.bases, self.entries = bases, entries
+    def __init__(self, launch: Launch) -> None:
+        self.bases, self.entries = launch.bases, launch.entries
         self.beside: dict[str, Located] = {}
         self.shipped: dict[str, Any] = {}
         self.named: list[str] = []  # the shipped ones

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rampup.dialects.commands import Launch, Source
-from rampup.dialects.maxtext import AXIS_GROUPS, read_chain
+from rampup.dialects.maxtext import AXIS_GROUPS, BASES, read_chain
 from rampup.dialects.reading import Entry, Settings, entry
 from rampup.dialects.rollout import RolloutJob, TrainedModel, flow
 from rampup.dialects.rules import Dialect, Rule, at_least, multiple
@@ -85,13 +85,16 @@ LAUNCH = Launch(
     system="MaxText RL",
     program=re.compile(r"(?i)\btrain_rl\b|\bgrpo_trainer\b|rl\.num_generations=|maxtext[\w./]*\.rl\.\w+"),
     example="python3 -m maxtext.trainers.post_train.rl.train_rl rl.yml key=value",
-    known=lambda name: ALIASES.get(name, name) in KEYS,
+    entries=KEYS,
+    canonical=lambda name: ALIASES.get(name, name),
+    bases=BASES,
+    version="August 2026",
 )
 
 
-def read(source: Source, overrides: Sequence[str]) -> Settings:
+def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     """Read an rl.yml, a script or a command. Keys may be flat or in their `rl`, `dataset` and `cluster` sections."""
-    settings = read_chain(source, overrides, entries=KEYS, launch=LAUNCH, aliases=ALIASES)
+    settings = read_chain(source, overrides, launch)
     if settings[OLD] is None:
         return settings
     # The older key stands for the two that it was split into, unless they are set.
@@ -384,12 +387,4 @@ RULES: list[Rule[MaxTextRlJob]] = [
             "generate; each needs at least 1"),
         candidates=lambda job: (0.5, 1.0), found_by="run"),
 ]  # fmt: skip
-DIALECT = Dialect(
-    system="MaxText RL",
-    keys=KEYS,
-    job=MaxTextRlJob,
-    rules=RULES,
-    words=Words(meanings, explain_step, notes, advice),
-    reader=read,
-    launch=LAUNCH,
-)
+DIALECT = Dialect(job=MaxTextRlJob, rules=RULES, words=Words(meanings, explain_step, notes, advice), reader=read, launch=LAUNCH)

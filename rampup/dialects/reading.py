@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -77,7 +77,7 @@ class Reading:
     notes: tuple[str, ...] = ()
     recognized: bool = False
 
-    def rename(self, aliases: Mapping[str, str]) -> Reading:
+    def rename(self, canonical: Callable[[str], str]) -> Reading:
         """Return the same with the canonical names of keys.
 
         Raises:
@@ -85,18 +85,18 @@ class Reading:
         """
         leaves: dict[str, Located] = {}
         for name, value in self.leaves.items():
-            canonical = aliases.get(name, name)
-            before = leaves.get(canonical, value).value
+            known = canonical(name)
+            before = leaves.get(known, value).value
             if before != value.value:
                 raise ConfigError(
-                    f"{canonical} is given twice, as {before!r} and as {value.value!r} ({name}); leave one out",
-                    key=canonical,
+                    f"{known} is given twice, as {before!r} and as {value.value!r} ({name}); leave one out",
+                    key=known,
                     path=value.path,
                     line=value.line,
                 )
-            leaves[canonical] = value
+            leaves[known] = value
         settings = [setting.partition("=") for setting in self.overrides]
-        overrides = [f"{aliases.get(name, name)}{equals}{text}" for name, equals, text in settings]
+        overrides = [f"{canonical(name)}{equals}{text}" for name, equals, text in settings]
         return dataclasses.replace(self, leaves=leaves, overrides=overrides)
 
 

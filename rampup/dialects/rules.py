@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from rampup.dialects.commands import Launch, Source
+from rampup.dialects.hydra import read_hydra
 from rampup.dialects.reading import Entry, Settings
 from rampup.dialects.verdict import Conversion, FoundBy, Run, Term, Violation, Words
 from rampup.errors import RampupError
@@ -117,26 +118,31 @@ class Dialect:
     """Everything that a check needs of one system.
 
     Attributes:
-        system: its name in messages.
-        keys: the keys that matter, with their defaults.
         job: from settings to the numbers that follow.
         rules: the rules that a job must satisfy.
         words: the functions that explain a job.
+        launch: its name, its keys, and how it is started.
         reader: reads a source and `key=value` settings.
-        launch: how it is started.
         shared: keys that other systems' files have as well, so that they do not tell whose file it is.
         variant: the dialect to use instead for a file, if the system has several kinds of files.
     """
 
-    system: str
-    keys: Mapping[str, Entry]
     job: Callable[[Settings], Job]
     rules: Sequence[Rule[Any]]
     words: Words
-    reader: Callable[[Source, Sequence[str]], Settings]
     launch: Launch
+    reader: Callable[[Source, Sequence[str], Launch], Settings] = read_hydra
     shared: Collection[str] = ()
     variant: Callable[[Source], Dialect | None] = lambda _: None
+
+    @property
+    def keys(self) -> Mapping[str, Entry]:
+        """The keys that matter, with their defaults."""
+        return self.launch.entries
+
+    def read(self, source: Source, overrides: Sequence[str]) -> Settings:
+        """Return the values of a source with `key=value` settings."""
+        return self.reader(source, overrides, self.launch)
 
 
 def _compare(
@@ -227,31 +233,23 @@ def broken_rules(rules: Iterable[Rule[J]], job: J) -> list[Rule[J]]:
     return [rule for rule in rules if rule.is_broken(job)]
 
 
-def find_violations(
-    rules: Sequence[Rule[J]], job: J, build: Callable[[Settings], J], keys: Mapping[str, Entry]
-) -> tuple[Violation, ...]:
+def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
     """Return every rule that a job breaks, each with legal values of its first key that has any.
 
     Legal values are found by trial: a value is offered only if the file with it satisfies the rule and breaks no other.
-
-    Args:
-        rules: the system's table.
-        job: the file.
-        build: makes a job of settings; called again for every value that is tried.
-        keys: the system's keys, for their kinds.
     """
-    broken = broken_rules(rules, job)
-    divisions = [rule.division(job) for rule in rules if rule.division is not None and rule.when(job)] if broken else []
+    broken = broken_rules(dialect.rules, job)
+    divisions = [rule.division(job) for rule in dialect.rules if rule.division is not None and rule.when(job)] if broken else []
 
-    def violation(rule: Rule[J]) -> Violation:
+    def violation(rule: Rule[Any]) -> Violation:
         own = () if rule.candidates is None else rule.candidates(job)
-        nearest = _nearest_values(rule, rule.keys[0], own, rules, broken, job, build)
+        nearest = _nearest_values(dialect, job, rule, rule.keys[0], own)
         first = rule.keys[0]
         for key in rule.keys if not nearest else ():
-            if keys[key].key.kind == "int":
+            if dialect.keys[key].key.kind == "int":
                 own_division = () if rule.division is None else (rule.division(job),)
                 tried = whole_numbers(job.effective(key), own_division, divisions)
-                nearest = _nearest_values(rule, key, tried, rules, broken, job, build)
+                nearest = _nearest_values(dialect, job, rule, key, tried)
             if nearest:
                 first = key
                 break
@@ -262,18 +260,16 @@ def find_violations(
     return tuple(map(violation, broken))
 
 
-def doubled_sizes(
-    job: J, build: Callable[[Settings], J], keys: Mapping[str, Entry], rules: Sequence[Rule[J]]
-) -> Iterator[tuple[str, str]]:
+def doubled_sizes(dialect: Dialect, job: Job) -> Iterator[tuple[str, str]]:
     """Yield each given count that has a unit, doubled, with the derived numbers that change, or the rules that break."""
     before = {name: value for name, value in job.derived().items() if isinstance(value, int | float)}
-    for key, entry in keys.items():
+    for key, entry in dialect.keys.items():
         value = job[key]
         if key not in job.settings.given or not entry.unit or not isinstance(value, int) or not 1 <= value < MAX_COUNT // 2:
             continue
         try:
-            changed = build(job.settings.with_value(key, 2 * value))
-            broken = {rule.name for rule in rules if rule.is_broken(changed) and not rule.is_broken(job)}
+            changed = dialect.job(job.settings.with_value(key, 2 * value))
+            broken = {rule.name for rule in dialect.rules if rule.is_broken(changed) and not rule.is_broken(job)}
             after = changed.derived() if changed.usable else {}
         except RampupError:
             continue
@@ -292,19 +288,11 @@ def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _nearest_values(
-    rule: Rule[J],
-    key: str,
-    candidates: Iterable[Any],
-    rules: Sequence[Rule[J]],
-    broken: Sequence[Rule[J]],
-    job: J,
-    build: Callable[[Settings], J],
-) -> tuple[Any, ...]:
+def _nearest_values(dialect: Dialect, job: Job, rule: Rule[Any], key: str, candidates: Iterable[Any]) -> tuple[Any, ...]:
     """Return up to one legal value of a key below the given one and one above."""
     before = job[key]
     is_number = isinstance(before, int | Fraction) and not isinstance(before, bool)
-    tolerated = {other.name for other in broken} - {rule.name}
+    tolerated = {other.name for other in broken_rules(dialect.rules, job)} - {rule.name}
     # The nearest values below and above that fix the whole file, and those that leave only other broken rules broken.
     fixing: dict[bool, Any] = {}
     helping: dict[bool, Any] = {}
@@ -313,10 +301,10 @@ def _nearest_values(
         if value == before or is_below in fixing or (isinstance(value, int) and value > MAX_COUNT):
             continue
         try:
-            changed = build(job.settings.with_value(key, value))
+            changed = dialect.job(job.settings.with_value(key, value))
             if rule.is_broken(changed):
                 continue
-            still_broken = {other.name for other in rules if other.is_broken(changed)}
+            still_broken = {other.name for other in broken_rules(dialect.rules, changed)}
         except RampupError:
             continue
         if not still_broken:

@@ -10,13 +10,13 @@ The environment counts as empty, so `${X:-8}` is 8. A branch that ends in `exit`
 
 from __future__ import annotations
 
-import ast
 import bisect
 import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -28,6 +28,8 @@ MAX_STEPS, MAX_TEXT, MAX_REPEATS, MAX_NESTING = 20_000, 200_000, 64, 20
 # A marker is one of the first four, a name and the last. A variable that was never set is empty in tests and for `:-`; a
 # positional parameter only for `-z`, `-n` and `:-`. Options are words of which some set keys that matter.
 _UNSET, _ARGUMENT, _UNKNOWN, _OPTIONS, _END = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
+# Where words are split, and a part in quotes, which makes a word even if it is empty.
+_BREAK, _EMPTY = "\ue005", "\ue006"
 _MARKER = re.compile(f"[{_UNSET}-{_OPTIONS}]([^{_END}]*){_END}")
 _OPERATOR = re.compile(r";;&|;;|;&|&&|\|\||\|&|<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[;&|()<>\n]")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
@@ -127,7 +129,7 @@ class _Parser:
     """A recursive-descent parser of bash's grammar."""
 
     def __init__(self, text: str, line: int | None = None) -> None:
-        self.text, self.at, self.line = re.sub(f"[{_UNSET}-{_END}\0]", "?", text) if line is None else text, 0, line
+        self.text, self.at, self.line = re.sub(f"[{_UNSET}-{_EMPTY}\0]", "?", text) if line is None else text, 0, line
         self.newlines = [match.start() for match in re.finditer("\n", self.text)]
         self.documents: list[tuple[str, bool, list[str]]] = []  # end word, whether tabs are stripped, where the body goes
         self.depth = 0
@@ -311,28 +313,28 @@ class _Parser:
                 if len(node.words) != 1:
                     raise ValueError(f"line {line}: unexpected '('")
                 return self.function(node.words[0], line)
-            elif _OPERATOR.fullmatch(token):
-                self.redirect_one(node)
-            elif token.isdigit() and self.text[self.at + len(token) : self.at + len(token) + 1] in ("<", ">"):
-                self.next()
-            else:
+            elif not self.redirect_one(node):
                 node.words.append(self.next())
                 is_test = node.words == ["[["]
         return node
 
-    def redirect_one(self, node: _Node) -> None:
-        kind = self.next()
+    def redirect_one(self, node: _Node) -> bool:
+        """Drop a redirection, but keep the body of a here-document; return whether there was one."""
+        match = re.compile(r"\d*(<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[<>](?!\())").match(self.text, self.at)
+        if self.peek() == "" or match is None:
+            return False
+        self.at = match.end()
         target = self.next()
-        if kind in ("<<", "<<-"):
+        if match[1] in ("<<", "<<-"):
             body: list[str] = [] if _unquote(target) == target else ["quoted"]
-            self.documents.append((_unquote(target), kind == "<<-", body))
+            self.documents.append((_unquote(target), match[1] == "<<-", body))
             node.parts.append(body)
+        return True
 
     def redirect(self, node: _Node) -> _Node:
-        while (token := self.peek()) and (_OPERATOR.fullmatch(token) or token.isdigit()) and token[0] in "<>&0123456789":
-            if token in ("&", "&&"):
-                break
-            self.next() if token.isdigit() else self.redirect_one(_Node("command", node.line, [], []))
+        """Drop the redirections of a compound command, with its here-documents."""
+        while self.redirect_one(_Node("command", node.line, [], [])):
+            pass
         return node
 
 
@@ -741,25 +743,14 @@ class _Reader:
 
     def words(self, raw: str, *, unset: str | None = None, split: bool = True) -> list[str]:
         """Return the words that a raw word becomes: none, one or several."""
-        done: list[str] = []
-        current: str | None = None
+        text = ""
         for piece, quoted in self.pieces(raw, unset):
             parts = piece if isinstance(piece, list) else [piece]
-            if not quoted and split:
-                text = " ".join(parts)
-                parts = text.split()
-                if current is not None and text[:1].isspace():
-                    done.append(current)
-                    current = None
-            for number, part in enumerate(parts):
-                if number and current is not None:
-                    done.append(current)
-                    current = None
-                current = (current or "") + part
-            if not quoted and split and parts and text[-1:].isspace() and current is not None:
-                done.append(current)
-                current = None
-        return done if current is None else [*done, current]
+            if quoted or not split:
+                text += _BREAK.join(_EMPTY + part for part in parts)
+            else:
+                text += re.sub(r"\s+", _BREAK, " ".join(parts))
+        return [word.replace(_EMPTY, "") for word in text.split(_BREAK) if word]
 
     def text(self, raw: str, *, unset: str | None = None) -> str:
         """Return a raw word as one text, without splitting it."""
@@ -924,7 +915,7 @@ class _Reader:
             return found[0]
         try:
             return str(_calculate(text))
-        except (SyntaxError, ValueError, ArithmeticError, TypeError, KeyError, MemoryError):
+        except (ValueError, ArithmeticError, IndexError, RecursionError):
             return _mark(f"$(({raw.strip()}))")
 
 
@@ -932,15 +923,18 @@ _BUILTINS = {
     *("exit", "return", "break", "continue", "set", "shift", "unset", "read", "mapfile", "readarray", "getopts", "let", "eval"),
     *("exec", "source", ".", ":", "true", "false"),
 }
-_OPERATORS: dict[type, Callable[[int, int], int]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: lambda a, b: a ** min(b, 63),
-    ast.Div: lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
-    ast.Mod: lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
-    ast.LShift: lambda a, b: a << min(b, 63), ast.RShift: operator.rshift,
-    ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
-    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-    ast.Eq: operator.eq, ast.NotEq: operator.ne,
+# C's binary operators, from the loosest to the tightest.
+_LEVELS = ("?", "||", "&&", "|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* / %", "**")
+_PRECEDENCE = {sign: level for level, signs in enumerate(_LEVELS) for sign in signs.split()}
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "**": lambda a, b: a ** min(b, 63),
+    "/": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
+    "%": lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
+    "<<": lambda a, b: a << min(b, 63), ">>": operator.rshift, "&": operator.and_, "|": operator.or_, "^": operator.xor,
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
+_UNARY: dict[str, Callable[[int], int]] = {"-": operator.neg, "+": operator.pos, "!": operator.not_, "~": operator.invert}
+_TOKEN = re.compile(r"0[xX][0-9a-fA-F]+|\d+|\*\*|<<|>>|[<>=!]=|&&|\|\||[-+*/%<>&|^!~?:()]|\S")
 
 
 def _calculate(text: str) -> int:
@@ -950,35 +944,42 @@ def _calculate(text: str) -> int:
         >>> _calculate("(7 / 2) * 3 + (4 > 3 ? 10 : 20)")
         19
     """
-    # Conditions in parentheses first, then one that is the whole expression.
-    text = re.sub(r"\(([^()?]*)\?([^()]*):([^()]*)\)", r"((\2) if (\1) else (\3))", text.strip())
-    text = re.sub(r"^([^?]*)\?([^:]*):(.*)$", r"(\2) if (\1) else (\3)", text)
-    if re.search(r"(?<!&)&(?!&)|(?<!\|)\|(?!\|)|\^", text) and re.search(r"[=!]=|(?<!<)<(?!<)|(?<!>)>(?!>)", text):
-        raise ValueError("Python's precedence of & and comparisons is not C's")
-    text = re.sub(r"!(?!=)", " not ", text.replace("&&", " and ").replace("||", " or "))
+    tokens = [*_TOKEN.findall(text), ""]
 
-    def value(node: ast.expr) -> int:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            return int(node.value)
-        if isinstance(node, ast.BinOp):
-            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
-        if isinstance(node, ast.Compare):  # in C, a < b < c compares the result of the first with c
-            if len({isinstance(sign, ast.Eq | ast.NotEq) for sign in node.ops}) > 1:
-                raise ValueError("Python's precedence of == and < is not C's")
-            result = value(node.left)
-            for sign, other in zip(node.ops, node.comparators, strict=True):
-                result = int(_OPERATORS[type(sign)](result, value(other)))
-            return result
-        if isinstance(node, ast.UnaryOp):
-            operand = value(node.operand)
-            return {ast.USub: -operand, ast.UAdd: operand, ast.Not: int(not operand), ast.Invert: ~operand}[type(node.op)]
-        if isinstance(node, ast.BoolOp):
-            return int((all if isinstance(node.op, ast.And) else any)(value(part) for part in node.values))
-        if isinstance(node, ast.IfExp):
-            return value(node.body) if value(node.test) else value(node.orelse)
-        raise ValueError(text)
+    def expect(token: str) -> None:
+        if tokens.pop(0) != token:
+            raise ValueError(text)
 
-    return value(ast.parse(text, mode="eval").body) if text else 0
+    def expression(level: int = 0) -> Callable[[], int]:
+        token = tokens.pop(0)
+        if token in _UNARY:
+            operand = expression(len(_LEVELS))
+            left = partial(lambda sign: int(_UNARY[sign](operand())), token)
+        elif token == "(":
+            left = expression()
+            expect(")")
+        else:
+            left = partial(int, token, 8 if re.fullmatch(r"0\d+", token) else 0)
+        while (own := _PRECEDENCE.get(tokens[0], -1)) >= level:
+            sign = tokens.pop(0)
+            right = expression(own + (sign not in ("?", "**")))
+            if sign == "?":
+                expect(":")
+                left = partial(lambda test, first, second: (first if test() else second)(), left, right, expression())
+            else:
+                left = partial(apply, sign, left, right)
+        return left
+
+    def apply(sign: str, left: Callable[[], int], right: Callable[[], int]) -> int:
+        if sign in ("||", "&&"):
+            return int(bool(right())) if bool(left()) == (sign == "&&") else int(sign == "||")
+        return int(_ARITHMETIC[sign](left(), right()))
+
+    if tokens == [""]:
+        return 0
+    value = expression()
+    expect("")
+    return value()
 
 
 _NUMBER_TESTS = {

@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from functools import partial
 
 from rampup.dialects import skyrl_sft as sft
 from rampup.dialects.commands import Launch
-from rampup.dialects.hydra import Bases, read_hydra
 from rampup.dialects.reading import Entry, Settings, entry
 from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings, dropped_prompts, flow
 from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, found_by_run, if_usable, multiple, positive
@@ -86,13 +84,12 @@ LAUNCH = Launch(
     ),
     others=re.compile(r"main_(?:generate|gen)\b|tinker|entrypoints\.serve"),
     example="python -m skyrl.train.entrypoints.main_base key=value",
-    known=KEYS.__contains__,
+    entries=KEYS,
+    groups=("data", "environment", "hydra", "terminal_bench_config", "harbor_trial_config"),
+    # Until March 2026 SkyRL had a YAML file; its sizes are those of the dataclasses.
+    bases={name: {} for name in ("ppo_base_config", "skyrl_gym_config/default")},
+    version="August 2026",
 )
-# Until March 2026 SkyRL had a YAML file; its sizes are those of the dataclasses.
-BASES: Bases = {name: {} for name in ("ppo_base_config", "skyrl_gym_config/default")}
-
-
-GROUPS = ("data", "environment", "hydra", "terminal_bench_config", "harbor_trial_config")
 COUNTS = (TRAIN, MINI, MICRO, FORWARD, RESPONSES)
 MODEL_COUNTS = {
     model: (*device_keys(model)[::-1], f"trainer.{model}.sequence_parallel_size") for model in ("policy", "critic", "ref")
@@ -419,11 +416,8 @@ RULES: list[Rule[SkyRLJob]] = [
     ),
 ]
 DIALECT = Dialect(
-    system="SkyRL",
-    keys=KEYS,
     job=SkyRLJob,
     rules=RULES,
-    reader=partial(read_hydra, launch=LAUNCH, entries=KEYS, bases=BASES, version="August 2026", groups=GROUPS),
     launch=LAUNCH,
     words=Words(meanings, explain_step, notes, advice),
     variant=lambda path: sft.DIALECT if sft.is_fine_tuning(path) else None,

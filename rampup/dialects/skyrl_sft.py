@@ -8,11 +8,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 from rampup.dialects.commands import Launch, Source, read_source
-from rampup.dialects.hydra import read_hydra
 from rampup.dialects.reading import Entry, Settings, entry
 from rampup.dialects.rules import Dialect, Job, Rule, Side, apply_if, at_least, equal, found_by_run, multiple, positive
 from rampup.dialects.verdict import Term, Words, counted, times
@@ -45,7 +43,8 @@ LAUNCH = Launch(
     system="SkyRL",
     program=re.compile(r"\bmain_sft\w*"),
     example="python -m skyrl.train.main_sft key=value",
-    known=KEYS.__contains__,
+    entries=KEYS,
+    groups=("placement", "megatron_config", "model", "optimizer_config"),
 )
 
 
@@ -162,14 +161,4 @@ def notes(job: SftJob) -> Iterator[str]:
         )
 
 
-DIALECT = Dialect(
-    system="SkyRL's supervised fine-tuning",
-    keys=KEYS,
-    job=SftJob,
-    rules=RULES,
-    words=Words(meanings, flow, notes),
-    reader=partial(
-        read_hydra, launch=LAUNCH, entries=KEYS, groups=("placement", "megatron_config", "model", "optimizer_config")
-    ),
-    launch=LAUNCH,
-)
+DIALECT = Dialect(job=SftJob, rules=RULES, words=Words(meanings, flow, notes), launch=LAUNCH)

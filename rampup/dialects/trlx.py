@@ -8,12 +8,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from rampup.config.yaml import Located
 from rampup.dialects.commands import Launch, option
-from rampup.dialects.hydra import read_hydra
 from rampup.dialects.reading import Entry, Settings, entry, flatten
 from rampup.dialects.rollout import RolloutJob, TrainedModel
 from rampup.dialects.rules import Dialect, Rule, Side, at_least, found_by_run, if_usable, multiple, positive
@@ -74,7 +72,8 @@ LAUNCH = Launch(
     system="trlX",
     program=re.compile(r"accelerate launch|trlx|\b(?:ppo|ilql|sft|rft|nemo)_\w+\.py"),
     example="accelerate launch --num_processes 8 ppo_sentiments.py '{\"train.batch_size\": 32}'",
-    known=KEYS.__contains__,
+    entries=KEYS,
+    groups=("model", "optimizer", "scheduler", "tokenizer"),
     read=read_words,
 )
 
@@ -424,12 +423,5 @@ _RULES: list[Rule[TrlxJob]] = [
 ]  # fmt: skip
 RULES = [*_COUNTS, *if_usable(_RULES)]
 DIALECT = Dialect(
-    system="trlX",
-    keys=KEYS,
-    job=TrlxJob,
-    rules=RULES,
-    reader=partial(read_hydra, launch=LAUNCH, entries=KEYS, groups=("model", "optimizer", "scheduler", "tokenizer")),
-    launch=LAUNCH,
-    shared=frozenset(NEMO_KEYS.values()),
-    words=Words(meanings, flow, notes, advice),
+    job=TrlxJob, rules=RULES, launch=LAUNCH, shared=frozenset(NEMO_KEYS.values()), words=Words(meanings, flow, notes, advice)
 )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rampup.config.load import BASE
 from rampup.config.yaml import Located
-from rampup.dialects.commands import Launch, Source, read_source
+from rampup.dialects.commands import Bases, Launch, Source, read_source
 from rampup.dialects.reading import Entry, Reading, Settings, entry, type_settings
 from rampup.dialects.script import show_unknown, unknown_names
 from rampup.errors import ConfigError
@@ -105,7 +104,6 @@ def topology_devices(name: str) -> int | None:
 
 
 # The sizes that MaxText's own configuration files set, where they differ from base.yml.
-VERSION = "August 2026"
 _SIZES = ("per_device_batch_size", "steps", "max_target_length", "base_num_decoder_layers", "model_name")
 
 
@@ -113,7 +111,7 @@ def _sizes(*values: Any, **others: Any) -> dict[str, Any]:
     return {name: value for name, value in zip(_SIZES, values, strict=False) if value is not None} | others
 
 
-BASES: Mapping[str, Mapping[str, Any]] = {
+BASES: Bases = {
     **{name: {} for name in ("base.yml", "inference/inference.yml", "inference/inference_jetstream.yml", "inference/vllm.yml")},
     **{f"post_train/{name}.yml": {} for name in ("sft", "rl_mt_jt", "lora_module_path")},
     **{f"post_train/sft-vision-{name}.yml": {} for name in ("chartqa", "coco-captions", "slidevqa")},
@@ -148,37 +146,32 @@ LAUNCH = Launch(
     program=re.compile(r"(?i)\bmaxtext[\w./]*[./](?:\w*train\w*|sft\w*|dpo\w*|distill\w*)\b|\bper_device_batch_size="),
     others=re.compile(r"train_(?:tokenizer|rl|grpo)\b|train_compile_xaot"),
     example="python3 -m maxtext.trainers.pre_train.train base.yml key=value",
-    known=lambda name: ALIASES.get(name, name) in KEYS,
+    entries=KEYS,
+    canonical=lambda name: ALIASES.get(name, name),
+    bases=BASES,
+    version="August 2026",
 )
 
 
-def read_chain(
-    source: Source, overrides: Sequence[str], *, entries: Mapping[str, Entry], launch: Launch, aliases: Mapping[str, str]
-) -> Settings:
+def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     """Read a base.yml, a script or a command, and the files that `base_config` or the command names.
 
-    Args:
-        source, overrides, launch: as in `read_source`.
-        entries: the keys that matter.
-        aliases: the names in `entries` of keys that have others.
+    The arguments are those of `read_source`.
 
     Raises:
         ConfigError: see `type_settings`; or a file that `base_config` names is neither beside this one nor one that MaxText
             ships, or starts from itself.
     """
     reading, base = _follow(source, overrides, launch)
-    reading = reading.rename(aliases)
+    reading = reading.rename(launch.canonical)
     leaves = {name: value for name, value in reading.leaves.items() if not (name in MAY_BE_EMPTY and value.value in ("", None))}
     reading = dataclasses.replace(reading, leaves=leaves, recognized=reading.recognized or bool(base))
-    shipped = {name: value for name, value in BASES.get(base, {}).items() if name in entries}
-    settings = type_settings(reading, entries, system=launch.system, defaults=shipped)
+    shipped = {name: value for name, value in launch.bases.get(base, {}).items() if name in launch.entries}
+    settings = type_settings(reading, launch.entries, system=launch.system, defaults=shipped)
     if base in ("", "base.yml"):
         return settings
-    note = f"what the source does not set is from MaxText's own {base} of {VERSION}."
+    note = f"what the source does not set is from MaxText's own {base} of {launch.version}."
     return dataclasses.replace(settings, notes=(*settings.notes, note))
-
-
-read = partial(read_chain, entries=KEYS, launch=LAUNCH, aliases=ALIASES)
 
 
 def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[Reading, str]:

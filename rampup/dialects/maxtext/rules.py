@@ -399,11 +399,5 @@ FOUND_BY_RUN = found_by_run(
 )  # fmt: skip
 RULES = [*CHECKED, *PIPELINE, *FOUND_BY_RUN]
 DIALECT = Dialect(
-    system="MaxText",
-    keys=keys.KEYS,
-    job=MaxTextJob,
-    rules=RULES,
-    words=Words(meanings, flow, notes, advice),
-    reader=keys.read,
-    launch=keys.LAUNCH,
+    job=MaxTextJob, rules=RULES, words=Words(meanings, flow, notes, advice), reader=keys.read_chain, launch=keys.LAUNCH
 )

@@ -76,17 +76,13 @@ ALIASES = {
 _NEGATIVES = {"no_overlap_p2p_communication": "overlap_p2p_comm", "no_overlap_p2p_comm": "overlap_p2p_comm"}
 
 
-def read(source: Source, overrides: Sequence[str]) -> Settings:
-    """Read Megatron's arguments.
-
-    Args:
-        source: YAML (flat, or nested as NeMo's; names with underscores or dashes), a shell script, or the words of a command.
-        overrides: `key=value` settings.
+def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
+    """Read Megatron's arguments: YAML (flat, or nested as NeMo's; names with underscores or dashes), a script or a command.
 
     Raises:
         ConfigError: unreadable, mistyped, misspelt, given twice, or without a single argument that matters.
     """
-    reading = read_source(source, overrides, LAUNCH)
+    reading = read_source(source, overrides, launch)
     renamed = [_rename_override(setting) for setting in reading.overrides]
     overridden = {setting.partition("=")[0] for setting in renamed}
     # Groups such as MODEL_ARGS_2 beside MODEL_ARGS are further runs, as those in a script.
@@ -214,7 +210,8 @@ LAUNCH = Launch(
         r"(?i)\b(?:tools|tasks)/\S*\.py|\w*(?:evaluat|generat|convert|preprocess|inference|predict|export)\w*\.py"
     ),
     example="torchrun pretrain_gpt.py --micro-batch-size 1",
-    known=lambda name: canonical(name) in KEYS,
+    entries=KEYS,
+    canonical=canonical,
     read=read_options,
 )
 # Names that files of other systems have as well.

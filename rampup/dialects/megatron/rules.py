@@ -456,8 +456,6 @@ PIPELINE: Rules = [
 ]  # fmt: skip
 RULES = [*ARGUMENTS, *LINEAR, *STEPS, *PIPELINE]
 DIALECT = Dialect(
-    system="Megatron",
-    keys=keys.KEYS,
     job=MegatronJob,
     rules=RULES,
     words=Words(meanings, flow, notes, advice),

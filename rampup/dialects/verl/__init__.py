@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from functools import partial
 
-from rampup.dialects.commands import Launch
-from rampup.dialects.hydra import PARENT, Bases, read_hydra
+from rampup.dialects.commands import Bases, Launch
+from rampup.dialects.hydra import PARENT
 from rampup.dialects.reading import Entry, entry
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -145,7 +144,6 @@ KEYS: dict[str, Entry] = {
     "num_prompts": entry(None, "prompts of the data set; given as num_prompts=N", unit="prompts"),
 }  # fmt: skip
 # The sizes that veRL's base files set, where they differ from its defaults, as of August 2026 and (legacy) January 2026.
-VERSION = "August 2026"
 _DP, _MEGATRON = {"model_engine": "dp"}, {"model_engine": "megatron"}
 _ASYNC = {GEN: 1, "rollout.n": 4, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8, f"{ASYNC}staleness_threshold": 0.1}
 _ASYNC |= {ASYNC_SYNC: 4, ASYNC_BATCHES: 1}
@@ -212,11 +210,12 @@ LAUNCH = Launch(
     ),
     others=re.compile(r"sft_trainer\w*|main_(?:generation|eval)\w*|model_merger"),
     example="python3 -m verl.trainer.main_ppo key=value",
-    known=KEYS.__contains__,
+    entries=KEYS,
+    groups=(
+        *("reward_model", "reward", "custom_reward_function", "ray_kwargs", "ray_init", "global_profiler", "transfer_queue"),
+        *("async_training", "rollout", "distillation", "hydra", "env", "model", "optim", "engine"),
+    ),
+    bases=BASES,
+    version="August 2026",
+    programs=PROGRAMS,
 )
-# First parts of keys that the rules do not read.
-GROUPS = (
-    *("reward_model", "reward", "custom_reward_function", "ray_kwargs", "ray_init", "global_profiler", "transfer_queue"),
-    *("async_training", "rollout", "distillation", "hydra", "env", "model", "optim", "engine"),
-)
-read = partial(read_hydra, launch=LAUNCH, entries=KEYS, bases=BASES, version=VERSION, groups=GROUPS, programs=PROGRAMS)

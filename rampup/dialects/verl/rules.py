@@ -356,4 +356,4 @@ _RUN: Rules = [
     *_legacy("critic", keys.CRITIC_MICRO, lambda job: None if job.critic_dynamic else job.critic_micro),
 ]  # fmt: skip
 RULES: list[Rule[Any]] = [*_FIRST, *if_usable([*_CHECK, *found_by_run(_RUN)])]
-DIALECT = Dialect(system="veRL", keys=keys.KEYS, job=VerlJob, rules=RULES, words=WORDS, reader=keys.read, launch=keys.LAUNCH)
+DIALECT = Dialect(job=VerlJob, rules=RULES, words=WORDS, launch=keys.LAUNCH)
