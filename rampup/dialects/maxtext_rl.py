@@ -226,8 +226,7 @@ class MaxTextRlJob(RolloutJob):
 GUIDE = "MaxText, docs/reference/core_concepts/batch_size.md"
 
 
-def meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
-    """Yield each setting of the file with its meaning, every size in prompts or samples."""
+def _meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
     generations = job.samples_per_prompt
 
     def prompts(number: int) -> str:
@@ -249,8 +248,7 @@ def meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def explain_step(job: MaxTextRlJob) -> Iterator[str]:
-    """Yield the stages of a training step."""
+def _flow(job: MaxTextRlJob) -> Iterator[str]:
     calls = f"{counted(job.batch // job.rollout_micro, 'call')} of {counted(job.rollout_micro, 'prompt')}"
     ready = counted(math.lcm(job.rollout_micro, job.train_micro), "prompt")
     return flow(
@@ -264,8 +262,7 @@ def explain_step(job: MaxTextRlJob) -> Iterator[str]:
     )
 
 
-def advice(job: MaxTextRlJob) -> Iterator[Advice]:
-    """Yield what the documentation says of the sizes, and whether it is true."""
+def _advice(job: MaxTextRlJob) -> Iterator[Advice]:
     yield Advice(
         "micro batch sizes count pairs of a prompt and a response",
         GUIDE,
@@ -275,8 +272,7 @@ def advice(job: MaxTextRlJob) -> Iterator[Advice]:
     )
 
 
-def notes(job: MaxTextRlJob) -> Iterator[str]:
-    """Yield what is legal but surprising."""
+def _notes(job: MaxTextRlJob) -> Iterator[str]:
     if job["num_prompts"] is None:
         yield f"the data set is assumed to have at least {job.wanted_prompts:,} prompts; give num_prompts=N if it has fewer"
     elif job.epoch_prompts < job.wanted_prompts:
@@ -387,4 +383,4 @@ RULES: list[Rule[MaxTextRlJob]] = [
             "generate; each needs at least 1"),
         candidates=lambda job: (0.5, 1.0), found_by="run"),
 ]  # fmt: skip
-DIALECT = Dialect(job=MaxTextRlJob, rules=RULES, words=Words(meanings, explain_step, notes, advice), reader=read, launch=LAUNCH)
+DIALECT = Dialect(job=MaxTextRlJob, rules=RULES, words=Words(_meanings, _flow, _notes, _advice), reader=read, launch=LAUNCH)

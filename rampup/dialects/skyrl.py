@@ -177,8 +177,7 @@ class SkyRLJob(RolloutJob):
 GUIDE, DOCUMENTATION = "a community guide to SkyRL", "SkyRL's documentation of its keys"
 
 
-def meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
-    """Yield each setting of the file with its meaning."""
+def _meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
     policy, padding = job.policy, job.policy.padding
     yield from batch_meanings(job, TRAIN, RESPONSES, MINI, "trainer.update_epochs_per_batch")
     yield (
@@ -192,8 +191,7 @@ def meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
     yield "trainer.eval_batch_size", f"{counted(evaluated, 'sample')} per evaluation batch; the last batch may be smaller"
 
 
-def explain_step(job: SkyRLJob) -> Iterator[str]:
-    """Yield the stages of a training step."""
+def _flow(job: SkyRLJob) -> Iterator[str]:
     share, samples = job.policy.padded_share, job.policy.mini_samples
     models = " and ".join(f"the {model}" for model in job.models).replace("the ref", "the reference")
     forward = f"forward passes of {models}: about {counted(-(-job.samples // job.policy.replicas), 'sample')} per replica"
@@ -210,8 +208,7 @@ def explain_step(job: SkyRLJob) -> Iterator[str]:
     )
 
 
-def advice(job: SkyRLJob) -> Iterator[Advice]:
-    """Yield the rules of the guides, each with what is true of this file."""
+def _advice(job: SkyRLJob) -> Iterator[Advice]:
     policy, mini, updates = job.policy, job.policy.mini_batch, job.num_mini_batches(job.policy)
     yield from [
         Advice("optimizer steps = train_batch_size * n_samples_per_prompt / policy_mini_batch_size", GUIDE, None,
@@ -243,8 +240,7 @@ def advice(job: SkyRLJob) -> Iterator[Advice]:
         )
 
 
-def notes(job: SkyRLJob) -> Iterator[str]:
-    """Yield what is legal but surprising."""
+def _notes(job: SkyRLJob) -> Iterator[str]:
     yield f"{TRAIN}, {MINI} and the critic's count prompts; micro sizes count samples of one data-parallel replica."
     for model in job.models:
         if job.devices[model] % job.model_sizes[model]:
@@ -419,6 +415,6 @@ DIALECT = Dialect(
     job=SkyRLJob,
     rules=RULES,
     launch=LAUNCH,
-    words=Words(meanings, explain_step, notes, advice),
+    words=Words(_meanings, _flow, _notes, _advice),
     variant=lambda path: sft.DIALECT if sft.is_fine_tuning(path) else None,
 )

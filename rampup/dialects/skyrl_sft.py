@@ -140,20 +140,17 @@ RULES: list[Rule[SftJob]] = [
 ]  # fmt: skip
 
 
-def meanings(job: SftJob) -> Iterator[tuple[str, str]]:
-    """Yield each setting of the file with its meaning."""
+def _meanings(job: SftJob) -> Iterator[tuple[str, str]]:
     yield BATCH, f"{counted(job.batch, 'sample')} per optimizer step, whole job"
     yield MICRO, f"samples per replica: {job.passes} per optimizer step"
 
 
-def flow(job: SftJob) -> Iterator[str]:
-    """Yield the stages of an optimizer step."""
+def _flow(job: SftJob) -> Iterator[str]:
     yield f"load {counted(job.batch, 'sample')}, {job.share:,} for each of {counted(job.replicas, 'replica')}"
     yield f"{job.passes} on every replica, then one optimizer step"
 
 
-def notes(job: SftJob) -> Iterator[str]:
-    """Yield what is legal but surprising."""
+def _notes(job: SftJob) -> Iterator[str]:
     if job.replicas != job.checked_replicas:
         yield (
             f"devices share a sequence, so the run has {counted(job.replicas, 'replica')}; its check counts "
@@ -161,4 +158,4 @@ def notes(job: SftJob) -> Iterator[str]:
         )
 
 
-DIALECT = Dialect(job=SftJob, rules=RULES, words=Words(meanings, flow, notes), launch=LAUNCH)
+DIALECT = Dialect(job=SftJob, rules=RULES, words=Words(_meanings, _flow, _notes), launch=LAUNCH)

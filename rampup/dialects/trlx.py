@@ -228,8 +228,7 @@ class TrlxJob(RolloutJob):
 GUIDE = "a community guide to trlX"
 
 
-def meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
-    """Yield each setting of the file with its meaning."""
+def _meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
     yield (
         f"{counted(job.replicas, 'data-parallel replica')} (NeMo)" if job.nemo else counted(job.replicas, "process"),
         "each collects samples of its own and trains on them; gradients are averaged over them",
@@ -263,8 +262,7 @@ def meanings(job: TrlxJob) -> Iterator[tuple[str, str]]:
     yield ("", f"an evaluation uses {counted(job.global_batch, 'prompt')}, unless there are fewer or separate ones")
 
 
-def flow(job: TrlxJob) -> Iterator[str]:
-    """Yield the stages of a round of collecting and training."""
+def _flow(job: TrlxJob) -> Iterator[str]:
     step = (
         f"each optimizer step: {counted(job.passes, 'pass')} of {counted(job.micro, 'sample')} on every process, gradients "
         f"summed, then one step over {counted(job.global_batch, 'sample')}"
@@ -291,8 +289,7 @@ def flow(job: TrlxJob) -> Iterator[str]:
     yield "the trained model generates the next round: there are no weights to send"
 
 
-def advice(job: TrlxJob) -> Iterator[Advice]:
-    """Yield the rules of the guides, each with what is true of this file."""
+def _advice(job: TrlxJob) -> Iterator[Advice]:
     yield Advice(
         "minibatch_size saves memory and does not change training",
         GUIDE,
@@ -310,8 +307,7 @@ def advice(job: TrlxJob) -> Iterator[Advice]:
     ]  # fmt: skip
 
 
-def notes(job: TrlxJob) -> Iterator[str]:
-    """Yield what is legal but surprising."""
+def _notes(job: TrlxJob) -> Iterator[str]:
     yield f"{TRAIN}, {MICRO}, {ROLLOUTS} and {CHUNK} are per process; this run has {counted(job.replicas, 'process')}."
     if job.passes > 1 and not job.nemo:
         yield (
@@ -423,5 +419,9 @@ _RULES: list[Rule[TrlxJob]] = [
 ]  # fmt: skip
 RULES = [*_COUNTS, *if_usable(_RULES)]
 DIALECT = Dialect(
-    job=TrlxJob, rules=RULES, launch=LAUNCH, shared=frozenset(NEMO_KEYS.values()), words=Words(meanings, flow, notes, advice)
+    job=TrlxJob,
+    rules=RULES,
+    words=Words(_meanings, _flow, _notes, _advice),
+    launch=LAUNCH,
+    shared=frozenset(NEMO_KEYS.values()),
 )

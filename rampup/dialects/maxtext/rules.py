@@ -29,8 +29,7 @@ def product_text(job: MaxTextJob, key: str) -> str:
     return f"num_devices * {key} = {job.num_devices} * {show(job[key])} = {show(job.num_devices * job[key])}"
 
 
-def meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
-    """Yield each setting of the file with its meaning."""
+def _meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
     sizes = job.sizes
     yield (
         END,
@@ -55,8 +54,7 @@ def meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
         )
 
 
-def flow(job: MaxTextJob) -> Iterator[str]:
-    """Yield the stages of one optimizer step after the ramp."""
+def _flow(job: MaxTextJob) -> Iterator[str]:
     sizes = job.sizes
     rows, shards = counted(sizes.to_load, "row"), counted(job.loading_shards, "device")
     yield f"load {rows} of {job['max_target_length']:,} tokens, sharded over {shards}"
@@ -72,8 +70,7 @@ def flow(job: MaxTextJob) -> Iterator[str]:
     yield "one optimizer step"
 
 
-def advice(job: MaxTextJob) -> Iterator[Advice]:
-    """Yield the advice of MaxText's documentation, and whether this file follows it."""
+def _advice(job: MaxTextJob) -> Iterator[Advice]:
     if job.is_piped:
         yield Advice(
             "more pipeline microbatches, a smaller bubble",
@@ -91,8 +88,7 @@ def advice(job: MaxTextJob) -> Iterator[Advice]:
         )
 
 
-def notes(job: MaxTextJob) -> Iterator[str]:
-    """Yield what is legal but surprising."""
+def _notes(job: MaxTextJob) -> Iterator[str]:
     yield from _size_notes(job)
     yield from _gradient_notes(job)
     if job.manager is not None and job.manager.ends:
@@ -399,5 +395,5 @@ FOUND_BY_RUN = found_by_run(
 )  # fmt: skip
 RULES = [*CHECKED, *PIPELINE, *FOUND_BY_RUN]
 DIALECT = Dialect(
-    job=MaxTextJob, rules=RULES, words=Words(meanings, flow, notes, advice), reader=keys.read_chain, launch=keys.LAUNCH
+    job=MaxTextJob, rules=RULES, words=Words(_meanings, _flow, _notes, _advice), reader=keys.read_chain, launch=keys.LAUNCH
 )

@@ -19,8 +19,7 @@ from rampup.plan.ramp import BatchRamp
 MAX_LISTED = 12
 
 
-def meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
-    """Yield each argument with its meaning."""
+def _meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
     if job.micro:
         yield (MICRO, f"{counted(job.micro, 'sample')} per replica and forward pass")
     yield (
@@ -41,8 +40,7 @@ def meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
         yield (VIRTUAL, f"{job.chunks:,} layer chunks on each of {job.stages:,} stages, {job.group:,} microbatches in a row")
 
 
-def flow(job: MegatronJob) -> Iterator[str]:
-    """Yield the stages of one optimizer step after any ramp."""
+def _flow(job: MegatronJob) -> Iterator[str]:
     if job.ramp is None or not job.splits:
         return
     final = job.ramp.sizes[-1]
@@ -57,8 +55,7 @@ def flow(job: MegatronJob) -> Iterator[str]:
     yield "one optimizer step"
 
 
-def advice(job: MegatronJob) -> Iterator[Advice]:
-    """Yield the advice of Megatron's documentation, and whether this file follows it."""
+def _advice(job: MegatronJob) -> Iterator[Advice]:
     if job.stages > 1 and job.num_microbatches is not None:
         least = min(job.num_microbatches)
         yield Advice(
@@ -69,8 +66,7 @@ def advice(job: MegatronJob) -> Iterator[Advice]:
         )
 
 
-def notes(job: MegatronJob) -> Iterator[str]:
-    """Yield what is legal but surprising."""
+def _notes(job: MegatronJob) -> Iterator[str]:
     if job.has_schedule:
         yield from _schedule_notes(job)
     elif job.linear is not None and job.ramp is not None:
@@ -458,7 +454,7 @@ RULES = [*ARGUMENTS, *LINEAR, *STEPS, *PIPELINE]
 DIALECT = Dialect(
     job=MegatronJob,
     rules=RULES,
-    words=Words(meanings, flow, notes, advice),
+    words=Words(_meanings, _flow, _notes, _advice),
     reader=keys.read,
     launch=keys.LAUNCH,
     shared=keys.SHARED,

@@ -17,8 +17,7 @@ MAX_UTILIZATION = 0.7
 LONG = 8_192  # tokens of a sequence from which activations, not the state, fill a device
 
 
-def meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
-    """Yield each setting of the file with its meaning."""
+def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
     actor, share = job.policy, job.step_share()
     prompts = f"{MINI} * require_batches = {job.policy.mini_batch:,} * {job.num_mini_batches(job.policy):,}"
     if not job.fully_async:
@@ -71,8 +70,7 @@ def _memory_meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
             yield key, "kept in host memory while it is not used: frees memory for generation, costs transfers in each step"
 
 
-def flow(job: VerlJob) -> Iterator[str]:
-    """Yield the stages of a training step."""
+def _flow(job: VerlJob) -> Iterator[str]:
     prepare, part, padded = [], job.part_samples, job.padded_part_samples
     if job.sync_step > 1:
         times = f"run the following stages {job.sync_step:,} times, with {counted(part, 'sample')} each"
@@ -102,8 +100,7 @@ def flow(job: VerlJob) -> Iterator[str]:
     )
 
 
-def advice(job: VerlJob) -> Iterator[Advice]:
-    """Yield the rules of the guides, each with what is true of this file."""
+def _advice(job: VerlJob) -> Iterator[Advice]:
     if job.distills:
         return
     yield from [
@@ -167,8 +164,7 @@ def _memory_advice(job: VerlJob) -> Iterator[Advice]:
         )
 
 
-def notes(job: VerlJob) -> Iterator[str]:
-    """Yield what is legal but surprising."""
+def _notes(job: VerlJob) -> Iterator[str]:
     if job.distills:
         yield (
             "distillation from a served teacher (gkd), which does not call veRL's check: one response to each prompt and one "
@@ -266,4 +262,4 @@ def _data_notes(job: VerlJob) -> Iterator[str]:
         yield f"with the older trainer a step has {keys.GEN}={job.prompts:,} prompts, not {TRAIN}={job[TRAIN]:,}."
 
 
-WORDS = Words(meanings, flow, notes, advice)
+WORDS = Words(_meanings, _flow, _notes, _advice)

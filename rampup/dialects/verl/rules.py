@@ -233,8 +233,7 @@ _CHECK += apply_if(lambda job: not job.distills, [
 def _per_gpu_needed(name: str, old: str, new: str, when: Condition) -> Rule[VerlJob]:
     """Return the rule against a deprecated key that passes the check, after which nothing reads it."""
     return Rule(name=f"verl.{name}_micro_per_gpu_needed", keys=(new, old),
-        when=lambda job: not job.legacy and not job.distills and job[old] is not None and when(job),
-        holds=lambda job: job[new] is not None,
+        when=lambda job: job[old] is not None and when(job), holds=lambda job: job[new] is not None,
         message=lambda job: (
             f"{new} must be set: {old}={job[old]:,} passes the check, but nothing reads it and the workers stop silently"),
         division=lambda job: (job.policy.share, 1))  # fmt: skip
@@ -246,25 +245,21 @@ def _mini_divides(name: str) -> Rules:
     def samples(job: VerlJob) -> Term:
         return product({MINIS[name]: job.trained[name].mini_batch, RESPONSES: job.samples_per_prompt}, "samples")
 
-    def applies(job: VerlJob) -> bool:
-        return not job.legacy and not job.distills and name in job.models
-
-    return [
-        multiple(f"verl.{name}_mini_divides_over_replicas", (MINIS[name], RESPONSES), samples, _replicas(name), when=applies),
+    return apply_if(lambda job: name in job.models, [
+        multiple(f"verl.{name}_mini_divides_over_replicas", (MINIS[name], RESPONSES), samples, _replicas(name)),
         multiple(f"verl.{name}_mini_divides_share", (TRAIN, MINIS[name]),
             ("with trainer.use_v1=false each replica's {:,} samples", lambda job: job.samples // job.replicas[name]),
             ("its mini batch of {:,}", lambda job: job.trained[name].share),
-            when=lambda job: applies(job) and not job.v1 and samples(job).number % job.replicas[name] == 0,
+            when=lambda job: not job.v1 and samples(job).number % job.replicas[name] == 0,
             note="; the newer trainer would pad them"),
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
 def _log_prob(name: str, key: str, model: str, dynamic: Condition) -> Rule[VerlJob]:
     """Return the rule that log-probability passes have equal sizes; the code until April 2026 allowed a remainder."""
     return multiple(f"verl.{name}_micro_divides_share", (key, TRAIN),
         ("each replica's {:,} samples of a step", lambda job: job.step_share(model)), key,
-        when=lambda job: (
-            not (job.legacy or job.distills) and model in job.models and not dynamic(job) and job[key] is not None),
+        when=lambda job: model in job.models and not dynamic(job) and job[key] is not None,
         note=" when log-probabilities are computed")  # fmt: skip
 
 
@@ -278,30 +273,25 @@ def _equal_chunks(model: str) -> Rule[VerlJob]:
 def _legacy(name: str, key: str, micro: Callable[[VerlJob], int | None]) -> Rules:
     """Return what the workers until April 2026 asserted of sizes per replica, each rounded down."""
 
-    def applies(job: VerlJob) -> bool:
-        return job.legacy and name in job.models
-
     def near(job: VerlJob) -> list[int]:
         # The deprecated key counts the samples of all replicas.
         found = _nearest_divisors(job.trained[name].share, micro(job) or 1)
         return [*found, *(factor * job.replicas[name] for factor in found)]
 
-    micro_divides: Rule[VerlJob] = Rule(name=f"verl.legacy_{name}_micro_divides_mini", keys=(key, MINIS[name]),
-        when=lambda job: applies(job) and micro(job) is not None and job.trained[name].share > 0,
-        holds=lambda job: (micro(job) or 0) > 0 and job.trained[name].share % (micro(job) or 1) == 0,
-        message=lambda job: f"{_mini_share(name)(job).text} must be a multiple of the micro batch of {micro(job) or 0:,}",
-        candidates=near)  # fmt: skip
-    reaches = at_least(f"verl.legacy_{name}_mini_reaches_every_replica", (MINIS[name], RESPONSES),
-        ("{:,} samples of a mini batch", lambda job: job.trained[name].mini_samples), _replicas(name),
-        when=applies)  # fmt: skip
-    return [reaches, micro_divides]
+    return apply_if(lambda job: name in job.models, [
+        at_least(f"verl.legacy_{name}_mini_reaches_every_replica", (MINIS[name], RESPONSES),
+            ("{:,} samples of a mini batch", lambda job: job.trained[name].mini_samples), _replicas(name)),
+        Rule(name=f"verl.legacy_{name}_micro_divides_mini", keys=(key, MINIS[name]),
+            when=lambda job: micro(job) is not None and job.trained[name].share > 0,
+            holds=lambda job: (micro(job) or 0) > 0 and job.trained[name].share % (micro(job) or 1) == 0,
+            message=lambda job: f"{_mini_share(name)(job).text} must be a multiple of the micro batch of {micro(job) or 0:,}",
+            candidates=near),
+    ])  # fmt: skip
 
 
-_RUN: Rules = [
-    *[_strategy_fits(name, f"{prefix}.strategy", _NO_SIZES + ": the engine stops", checked=False)
-      for name, prefix in (("actor", keys.ACTOR), ("critic", "critic"))],
+_TODAY: Rules = [
     Rule(name="verl.dynamic_everywhere", keys=(f"{keys.ROLLOUT}.log_prob_use_dynamic_bsz", keys.DYNAMIC),
-        when=lambda job: not job.legacy and not job.distills, holds=lambda job: job.dynamic == job.rollout_dynamic,
+        holds=lambda job: job.dynamic == job.rollout_dynamic,
         message=lambda job: (
             f"{keys.ROLLOUT}.log_prob_use_dynamic_bsz={str(job.rollout_dynamic).lower()} must equal "
             f"{keys.DYNAMIC}={str(job.dynamic).lower()}; the workers stop without a message"),
@@ -311,21 +301,37 @@ _RUN: Rules = [
     _per_gpu_needed("ref", keys.OLD_REF_LOG_PROB, keys.REF_LOG_PROB, lambda job: job.has_ref and not job.ref_dynamic),
     *_mini_divides("actor"),
     *_mini_divides("critic"),
-    multiple("verl.micro_divides_mini", (MICRO, MINI), _mini_share("actor"), MICRO,
-        when=lambda job: not job.legacy and not job.distills and job.micro is not None),
+    multiple("verl.micro_divides_mini", (MICRO, MINI), _mini_share("actor"), MICRO, when=lambda job: job.micro is not None),
+    _log_prob("rollout", LOG_PROB, "actor", lambda job: job.rollout_dynamic),
+    _log_prob("ref", keys.REF_LOG_PROB, "ref", lambda job: job.ref_dynamic),
+]  # fmt: skip
+_DISTILLATION: Rules = [
     # torch's split leaves a short last pass; numpy's array_split of the teacher's tokens makes equal ones.
     Rule(name="verl.distill_micro_divides_share", keys=(keys.DISTILL_MICRO, TRAIN),
-        when=lambda job: job.distills and job.micro is not None and job.samples % job.replicas["actor"] == 0,
+        when=lambda job: job.micro is not None and job.samples % job.replicas["actor"] == 0,
         holds=lambda job: job.policy.share <= (job.micro or 1) or -job.policy.share % (job.micro or 1) <= 1,
         message=lambda job: (
             f"each replica's {job.policy.share:,} samples must be a multiple of {keys.DISTILL_MICRO}={job.micro:,}, or one "
             "less: the teacher's tokens are split into equal passes"),
         division=lambda job: (job.policy.share, job.micro or 1)),
     multiple("verl.prompts_divide_over_engines", (TRAIN, keys.ROLLOUT_DEVICES), ("{:,} prompts", lambda job: job.prompts),
-        ("the {:,} engines", lambda job: job.rollout_devices // job.rollout_size), when=lambda job: job.distills,
-        note=": only equal chunks are dispatched"),
-    _log_prob("rollout", LOG_PROB, "actor", lambda job: job.rollout_dynamic),
-    _log_prob("ref", keys.REF_LOG_PROB, "ref", lambda job: job.ref_dynamic),
+        ("the {:,} engines", lambda job: job.rollout_devices // job.rollout_size), note=": only equal chunks are dispatched"),
+]  # fmt: skip
+_ASYNC: Rules = [
+    equal("verl.async_train_batch_is_zero", (TRAIN,), TRAIN, 0, candidates=lambda job: [0],
+        note=" in fully asynchronous training, which has no batch of prompts"),
+    equal("verl.async_gen_batch_is_one", (keys.GEN,), keys.GEN, 1, when=lambda job: job[keys.GEN] is not None,
+        note=" in fully asynchronous training"),
+]  # fmt: skip
+_LEGACY: Rules = [
+    *_legacy("actor", MICRO, lambda job: job.micro),
+    *_legacy("critic", keys.CRITIC_MICRO, lambda job: None if job.critic_dynamic else job.critic_micro),
+]
+_RUN: Rules = [
+    *[_strategy_fits(name, f"{prefix}.strategy", _NO_SIZES + ": the engine stops", checked=False)
+      for name, prefix in (("actor", keys.ACTOR), ("critic", "critic"))],
+    *apply_if(lambda job: not job.legacy and not job.distills, _TODAY),
+    *apply_if(lambda job: job.distills, _DISTILLATION),
     *map(_equal_chunks, ("actor", "critic", "ref")),
     multiple("verl.samples_divide_over_workers", (TRAIN, keys.WORKERS),
         ("with trainer.use_v1=false the {:,} samples of a step", lambda job: job.samples), keys.WORKERS,
@@ -345,15 +351,11 @@ _RUN: Rules = [
     equal("verl.torchtitan_fills_devices", (f"{keys.ACTOR}.torchtitan.{keys.TORCHTITAN_REPLICAS[0]}", DEVICES),
         lambda job: product({"replicas": job.replicas["actor"], "devices of a replica": job.model_sizes["actor"]}), _DEVICES,
         when=lambda job: job.strategies["actor"] == "torchtitan"),
-    equal("verl.async_train_batch_is_zero", (TRAIN,), TRAIN, 0, when=lambda job: job.fully_async,
-        candidates=lambda job: [0], note=" in fully asynchronous training, which has no batch of prompts"),
-    equal("verl.async_gen_batch_is_one", (keys.GEN,), keys.GEN, 1,
-        when=lambda job: job.fully_async and job[keys.GEN] is not None, note=" in fully asynchronous training"),
+    *apply_if(lambda job: job.fully_async, _ASYNC),
     at_least("verl.data_set_fills_a_step", ("num_prompts", TRAIN),
         ("a data set of {:,} prompts", lambda job: job["num_prompts"]), ("a step's {:,}", lambda job: job.prompts),
         when=lambda job: job["num_prompts"] is not None),
-    *_legacy("actor", MICRO, lambda job: job.micro),
-    *_legacy("critic", keys.CRITIC_MICRO, lambda job: None if job.critic_dynamic else job.critic_micro),
+    *apply_if(lambda job: job.legacy, _LEGACY),
 ]  # fmt: skip
 RULES: list[Rule[Any]] = [*_FIRST, *if_usable([*_CHECK, *found_by_run(_RUN)])]
 DIALECT = Dialect(job=VerlJob, rules=RULES, words=WORDS, launch=keys.LAUNCH)
