@@ -263,13 +263,9 @@ def _flow(job: MaxTextRlJob) -> Iterator[str]:
 
 
 def _advice(job: MaxTextRlJob) -> Iterator[Advice]:
-    yield Advice(
-        "micro batch sizes count pairs of a prompt and a response",
-        GUIDE,
-        None,
+    yield Advice("micro batch sizes count pairs of a prompt and a response", GUIDE, None,
         f"they count prompts: {TRAIN} = {counted(job.train_micro, 'prompt')} are "
-        f"{counted(job.train_micro * job.samples_per_prompt, 'sequence')} in a backward pass",
-    )
+        f"{counted(job.train_micro * job.samples_per_prompt, 'sequence')} in a backward pass")  # fmt: skip
 
 
 def _notes(job: MaxTextRlJob) -> Iterator[str]:

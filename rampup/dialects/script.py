@@ -662,7 +662,7 @@ class _Reader:
             if any(map(str.isspace, word)) and (before in ("-c", "-lc") or self.nested.search(word))
         ]
         for body in node.parts:
-            text = body[-1] if len(body) > 1 else self.document(body[-1]) if body else ""
+            text = body[-1] if len(body) > 1 else self.text(body[-1].replace('\\"', '\\\\"'), quoted=True) if body else ""
             texts += [(text, [])] if self.nested.search(text) else []
         for text, parameters in texts:
             if self.depth < MAX_NESTING:
@@ -752,52 +752,35 @@ class _Reader:
                 text += re.sub(r"\s+", _BREAK, " ".join(parts))
         return [word.replace(_EMPTY, "") for word in text.split(_BREAK) if word]
 
-    def text(self, raw: str, *, unset: str | None = None) -> str:
-        """Return a raw word as one text, without splitting it."""
-        return "".join(" ".join(part) if isinstance(part, list) else part for part, _ in self.pieces(raw, unset))
+    def text(self, raw: str, *, unset: str | None = None, quoted: bool = False) -> str:
+        """Return a raw word, or the inside of double quotes, as one text, without splitting it."""
+        pieces = self.pieces(raw, unset, quoted=quoted)
+        return "".join(" ".join(part) if isinstance(part, list) else part for part, _ in pieces)
 
-    def pieces(self, raw: str, unset: str | None) -> Iterator[tuple[Any, bool]]:
-        """Yield the expanded parts of a raw word, and whether each is protected from splitting."""
+    def pieces(self, raw: str, unset: str | None, *, quoted: bool = False) -> Iterator[tuple[Any, bool]]:
+        """Yield the expanded parts of a raw word, or of the inside of double quotes, and whether each is protected."""
         at = 0
         while at < len(raw):
-            end = _skip(raw, at)
-            letter, part = raw[at], raw[at:end]
-            if letter == "\\":
-                yield ("" if part[1:2] in ("\n", "") else part[1:]), True
-            elif letter == "'":
-                yield part[1:-1], True
-            elif letter == '"':
-                inner = list(self.inside(part[1:-1], unset))
-                if len(inner) != 1 or not isinstance(inner[0], list):
-                    yield "", True
-                for value in inner:
-                    yield value, True
-            elif letter in "$`":
-                value, end = self.expand(raw, at, unset)
-                yield value, part.startswith("$'")
-            else:
-                end = next((n for n in range(at, len(raw)) if raw[n] in "\\'\"$`"), len(raw))
-                yield raw[at:end], True
-            at = end
-
-    def inside(self, text: str, unset: str | None = None) -> Iterator[Any]:
-        """Yield the expanded parts of the inside of double quotes."""
-        at = 0
-        while at < len(text):
-            if text[at] == "\\" and text[at + 1 : at + 2] in ("$", "`", '"', "\\", "\n"):
-                yield "" if text[at + 1] == "\n" else text[at + 1]
+            letter, start = raw[at], at
+            if letter in "$`":
+                value, at = self.expand(raw, at, unset)
+                joined = quoted and isinstance(value, list) and raw[start:at].endswith(("*", "[*]}"))
+                yield " ".join(value) if joined else value, quoted or raw.startswith("$'", start)
+            elif letter == "\\" and (not quoted or raw[at + 1 : at + 2] in ("$", "`", '"', "\\", "\n")):
                 at += 2
-            elif text[at] in "$`":
-                start = at
-                value, at = self.expand(text, at, unset)
-                yield " ".join(value) if isinstance(value, list) and text[start:at].endswith(("*", "[*]}")) else value
+                yield raw[start + 1 : at].strip("\n"), True
+            elif letter in "'\"" and not quoted:
+                at = _skip(raw, at)
+                inner: list[tuple[Any, bool]] = [(raw[start + 1 : at - 1], True)]
+                if letter == '"':
+                    inner = list(self.pieces(inner[0][0], unset, quoted=True))
+                if len(inner) != 1 or not isinstance(inner[0][0], list):
+                    yield "", True
+                yield from inner
             else:
-                end = next((n for n in range(at + 1, len(text)) if text[n] in "\\$`"), len(text))
-                yield text[at:end]
-                at = end
-
-    def document(self, text: str) -> str:
-        return "".join(" ".join(part) if isinstance(part, list) else part for part in self.inside(text.replace('\\"', '\\\\"')))
+                ends = "\\$`" if quoted else "\\'\"$`"
+                at = next((n for n in range(at + 1, len(raw)) if raw[n] in ends), len(raw))
+                yield raw[start:at], True
 
     def expand(self, raw: str, at: int, unset: str | None) -> tuple[Any, int]:
         """Return the value of the expansion at a place, and the place after it."""
@@ -904,7 +887,7 @@ class _Reader:
             before = self.arithmetic(name)
             self.assign(name, "", self.arithmetic(f"{name} {sign} 1"))
             return before
-        text = "".join(" ".join(part) if isinstance(part, list) else part for part in self.inside(raw.replace('"', "")))
+        text = self.text(raw.replace('"', ""), quoted=True)
         for _ in range(MAX_NESTING):
             if _has_unknown(text) or not re.search(r"[A-Za-z_]\w*", text):
                 break

@@ -234,10 +234,8 @@ def _advice(job: SkyRLJob) -> Iterator[Advice]:
     if job.critic is not None:
         yield Advice(
             "critic_mini_batch_size is smaller than policy_mini_batch_size, so that the critic is updated more often",
-            DOCUMENTATION,
-            job.critic.mini_batch < mini,
-            f"{job.critic.mini_batch:,} compared with {mini:,} prompts",
-        )
+            DOCUMENTATION, job.critic.mini_batch < mini,
+            f"{job.critic.mini_batch:,} compared with {mini:,} prompts")  # fmt: skip
 
 
 def _notes(job: SkyRLJob) -> Iterator[str]:

@@ -290,13 +290,9 @@ def _flow(job: TrlxJob) -> Iterator[str]:
 
 
 def _advice(job: TrlxJob) -> Iterator[Advice]:
-    yield Advice(
-        "minibatch_size saves memory and does not change training",
-        GUIDE,
-        None,
+    yield Advice("minibatch_size saves memory and does not change training", GUIDE, None,
         "the number of samples is the same, but gradients of the passes are summed, not averaged: they are "
-        f"{job.passes:,} times as large here",
-    )
+        f"{job.passes:,} times as large here")  # fmt: skip
     if not job.ppo:
         return
     yield from [

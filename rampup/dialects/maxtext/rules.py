@@ -72,20 +72,13 @@ def _flow(job: MaxTextJob) -> Iterator[str]:
 
 def _advice(job: MaxTextJob) -> Iterator[Advice]:
     if job.is_piped:
-        yield Advice(
-            "more pipeline microbatches, a smaller bubble",
-            BASE_YML,
+        yield Advice("more pipeline microbatches, a smaller bubble", BASE_YML,
             job[MICROBATCHES] != AUTO and job.microbatches > job.stages,
             f"{job.microbatches} microbatches for {job.stages} stages; the automatic value is the minimum, with the largest "
-            "bubble",
-        )
+            "bubble")  # fmt: skip
     if job["eval_interval"] > 0:
-        yield Advice(
-            "set eval_steps, so that evaluation does not run out of data",
-            BASE_YML,
-            bool(job["eval_steps"] > 0),
-            f"eval_steps={job['eval_steps']}",
-        )
+        yield Advice("set eval_steps, so that evaluation does not run out of data", BASE_YML, bool(job["eval_steps"] > 0),
+            f"eval_steps={job['eval_steps']}")  # fmt: skip
 
 
 def _notes(job: MaxTextJob) -> Iterator[str]:

@@ -58,12 +58,9 @@ def _flow(job: MegatronJob) -> Iterator[str]:
 def _advice(job: MegatronJob) -> Iterator[Advice]:
     if job.stages > 1 and job.num_microbatches is not None:
         least = min(job.num_microbatches)
-        yield Advice(
-            "many more microbatches than pipeline stages keep the bubble small",
-            "Narayanan et al. 2021, section 2.2",
-            least >= 4 * job.stages,
-            f"the smallest phase has {counted(least, 'microbatch')} for {job.stages:,} stages",
-        )
+        yield Advice("many more microbatches than pipeline stages keep the bubble small",
+            "Narayanan et al. 2021, section 2.2", least >= 4 * job.stages,
+            f"the smallest phase has {counted(least, 'microbatch')} for {job.stages:,} stages")  # fmt: skip
 
 
 def _notes(job: MegatronJob) -> Iterator[str]:

@@ -117,12 +117,9 @@ def _advice(job: VerlJob) -> Iterator[Advice]:
                 "until August 2026 the budget gave only the number of parts, which are balanced by work and may exceed it"),
         ]  # fmt: skip
     elif job.micro and job[LOG_PROB]:
-        yield Advice(
-            "forward-only micro batches are larger than those of training; start with twice the size",
-            TUNING,
+        yield Advice("forward-only micro batches are larger than those of training; start with twice the size", TUNING,
             job[LOG_PROB] >= 2 * job.micro,
-            f"{job[LOG_PROB]:,} compared with {job.micro:,}",
-        )
+            f"{job[LOG_PROB]:,} compared with {job.micro:,}")  # fmt: skip
     yield from _memory_advice(job)
 
 
@@ -130,30 +127,18 @@ def _memory_advice(job: VerlJob) -> Iterator[Advice]:
     """Yield what to change when memory runs out, only where this file leaves it undone."""
     actor, strategy = job.policy, job.strategies["actor"]
     if not job[keys.CHECKPOINTING]:
-        yield Advice(
-            "gradient checkpointing is the first answer to a lack of memory, before any batch size",
-            TUNING,
-            False,
-            f"{keys.CHECKPOINTING} is off, so all activations of a pass are kept",
-        )
+        yield Advice("gradient checkpointing is the first answer to a lack of memory, before any batch size", TUNING, False,
+            f"{keys.CHECKPOINTING} is off, so all activations of a pass are kept")  # fmt: skip
     sequence = keys.SEQUENCE["actor"] if strategy.startswith("fsdp") else f"{ACTOR}.{strategy}.context_parallel_size"
     if job.longest > LONG and job.model_sizes["actor"] == 1 and actor.replicas % 2 == 0 and strategy != "veomni":
-        yield Advice(
-            "for long sequences raise sequence parallelism before shrinking the micro batch",
-            GUIDE,
-            False,
+        yield Advice("for long sequences raise sequence parallelism before shrinking the micro batch", GUIDE, False,
             f"a device holds whole sequences of {job.longest:,} tokens; {sequence}=2 halves that, and the data-parallel size "
             f"falls from {actor.replicas:,} to {actor.replicas // 2:,}, so a replica gets {2 * actor.share:,} samples of a "
-            f"mini batch instead of {actor.share:,}",
-        )
+            f"mini batch instead of {actor.share:,}")  # fmt: skip
     if job.micro is not None and job.micro > 1:
-        yield Advice(
-            "start at a micro batch of 1 and grow it while memory is left",
-            GUIDE,
-            False,
+        yield Advice("start at a micro batch of 1 and grow it while memory is left", GUIDE, False,
             f"it is {job.micro:,}; with 1 a pass needs about 1/{job.micro:,} of the activations, in {actor.share:,} passes "
-            f"instead of {job.passes or 0:,}",
-        )
+            f"instead of {job.passes or 0:,}")  # fmt: skip
     shared = job.rollout_devices == job.devices and not job.fully_async and job.mode != "separate_async"
     if shared and job[keys.UTILIZATION] > MAX_UTILIZATION and not any(job[key] for key in keys.OFFLOADS):
         yield Advice(
