@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from rampup.config.load import COMMAND_LINE
@@ -57,9 +56,9 @@ class Launch:
     groups: Sequence[str] = ()
     others: re.Pattern[str] = re.compile(r"(?!)")
     read: Callable[[Command, str], dict[str, Located]] | None = None
-    bases: Bases = MappingProxyType({})
+    bases: Bases = field(default_factory=dict)
     version: str = ""
-    programs: Mapping[str, str] = MappingProxyType({})
+    programs: Mapping[str, str] = field(default_factory=dict)
 
     def known(self, name: str) -> bool:
         """Return whether a key as written is one that the rules read."""

@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -73,7 +73,7 @@ class Reading:
     leaves: Mapping[str, Located]
     overrides: Sequence[str] = ()
     command: Command | None = None
-    repeated: Mapping[str, int] = MappingProxyType({})
+    repeated: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     recognized: bool = False
 
