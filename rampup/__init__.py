@@ -71,11 +71,11 @@ if TYPE_CHECKING:  # for editors and type checkers; a test compares this list wi
     from rampup.run.optimizer import LearningRate as LearningRate
     from rampup.run.optimizer import make_optimizer as make_optimizer
     from rampup.run.pipeline import PipelinedLoss as PipelinedLoss
+    from rampup.run.state import TrainState as TrainState
+    from rampup.run.state import create_state as create_state
+    from rampup.run.state import prepare_state as prepare_state
     from rampup.run.step import EvalStep as EvalStep
-    from rampup.run.step import TrainState as TrainState
     from rampup.run.step import TrainStep as TrainStep
-    from rampup.run.step import create_state as create_state
-    from rampup.run.step import prepare_state as prepare_state
     from rampup.run.step import train_step as train_step
     from rampup.show.progress import TrainProgress as TrainProgress
     from rampup.tune.design import design_ramp as design_ramp
@@ -123,7 +123,8 @@ _HOMES = {
     "rampup.run.nnx": ("merge_model", "split_model"),
     "rampup.run.optimizer": ("AdamSchedule", "LearningRate", "make_optimizer"),
     "rampup.run.pipeline": ("PipelinedLoss",),
-    "rampup.run.step": ("EvalStep", "TrainState", "TrainStep", "create_state", "prepare_state", "train_step"),
+    "rampup.run.state": ("TrainState", "create_state", "prepare_state"),
+    "rampup.run.step": ("EvalStep", "TrainStep", "train_step"),
     "rampup.run.compile": ("topology_devices",),
     "rampup.show.progress": ("TrainProgress",),
     "rampup.tune.design": ("design_ramp",),

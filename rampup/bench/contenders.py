@@ -26,7 +26,8 @@ from rampup.plan.split import BatchSplitter, RampupMicrobatch
 from rampup.run.accumulate import multi_steps
 from rampup.run.data.batches import Batch, step_batches
 from rampup.run.mesh import batch_sharding, replicated
-from rampup.run.step import TrainState, prepare_state, train_step
+from rampup.run.state import TrainState, prepare_state
+from rampup.run.step import train_step
 
 FIXED, PER_PHASE, AUTO = "rampup, fixed", "rampup, per_phase", "rampup, auto"
 JIT, MULTI_STEPS, MICROBATCHING = "jit per batch size", "optax.MultiSteps", "optax.microbatching"

@@ -30,7 +30,8 @@ from rampup.run.loop import Loop
 from rampup.run.mesh import make_mesh
 from rampup.run.metrics import MetricOptions
 from rampup.run.optimizer import LearningRate
-from rampup.run.step import create_state, train_step
+from rampup.run.state import create_state
+from rampup.run.step import train_step
 from rampup.show.progress import TrainProgress
 
 FAR_STEP = 10**9

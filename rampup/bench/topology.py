@@ -38,7 +38,8 @@ from rampup.plan.topology import NOT_RUN_ON, Topology
 from rampup.run.accumulate import multi_steps
 from rampup.run.compile import compiler_version, topology_devices, use_cpu_as_host
 from rampup.run.mesh import batch_sharding, make_mesh, replicated
-from rampup.run.step import TrainState, train_step
+from rampup.run.state import TrainState
+from rampup.run.step import train_step
 from rampup.tune.topology import Compiled, Target, compile_on
 
 SCAN = "scan over microbatches"

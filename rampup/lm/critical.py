@@ -50,7 +50,8 @@ from rampup.run.run_folder import (
     read_lines,
 )
 from rampup.run.run_lock import own_run
-from rampup.run.step import EvalStep, TrainState
+from rampup.run.state import TrainState
+from rampup.run.step import EvalStep
 
 DEFAULT_MULTIPLES = (1, 2, 4, 8)
 # Nats by which a larger batch may be worse, as in the paper.

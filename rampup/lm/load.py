@@ -24,7 +24,7 @@ from rampup.lm.transformer import LanguageModel
 from rampup.run.accumulate import multi_steps
 from rampup.run.checkpoint import checkpoint_steps, damage, find_checkpoint
 from rampup.run.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE
-from rampup.run.step import TrainState
+from rampup.run.state import TrainState
 
 MAX_TOKENS = 1_000_000
 

@@ -50,7 +50,8 @@ from rampup.run.optimizer import AdamSchedule, LearningRate, optimizer_from_conf
 from rampup.run.pipeline import permute_layers
 from rampup.run.run_folder import CHECKPOINT_FOLDER, as_path, run_folder, write_config
 from rampup.run.run_lock import own_run
-from rampup.run.step import EvalStep, TrainState, TrainStep, create_state, train_step
+from rampup.run.state import TrainState, create_state
+from rampup.run.step import EvalStep, TrainStep, train_step
 from rampup.run.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
 from rampup.run.zero import scattered_shardings
 

@@ -55,7 +55,8 @@ from rampup.rl.sizes import Experience
 from rampup.run.compile import Compiler
 from rampup.run.data.batches import Batch, layout_of, put_chunks
 from rampup.run.mesh import BatchAxes, auto_context, batch_sharding
-from rampup.run.step import TrainState, TrainStep, create_state, train_step
+from rampup.run.state import TrainState, create_state
+from rampup.run.step import TrainStep, train_step
 
 Prompts = Callable[[int], Sequence[Sequence[int]]]
 

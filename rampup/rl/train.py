@@ -42,7 +42,8 @@ from rampup.run.metrics import MetricOptions
 from rampup.run.optimizer import LearningRate, make_optimizer, optimizer_from_config
 from rampup.run.run_folder import CHECKPOINT_FOLDER, EVAL_FILE, METRICS_FILE, read_lines, run_folder, write_config
 from rampup.run.run_lock import own_run
-from rampup.run.step import create_state, train_step
+from rampup.run.state import create_state
+from rampup.run.step import train_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

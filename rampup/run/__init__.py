@@ -20,7 +20,8 @@ _HOMES = {
     "nnx": ("merge_model", "split_model"),
     "optimizer": ("LearningRate", "make_optimizer"),
     "pipeline": ("PipelinedLoss", "as_loss", "pipeline_sums"),
-    "step": ("TrainState", "TrainStep", "create_state", "prepare_state", "train_step"),
+    "state": ("TrainState", "create_state", "prepare_state"),
+    "step": ("TrainStep", "train_step"),
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME)

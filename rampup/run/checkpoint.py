@@ -30,7 +30,7 @@ from rampup.errors import ResumeMismatchError, StorageError
 from rampup.run.distributed import broadcast_from_process0, is_primary
 from rampup.run.events import CheckpointDamaged, OnEvent, ignore_event
 from rampup.run.run_folder import DAMAGED_FOLDER, absolute_path, is_bucket
-from rampup.run.step import replace_fields
+from rampup.run.state import replace_fields
 
 RECORD_VERSION = 1
 CHECKSUMS_FILE = "checksums.json"

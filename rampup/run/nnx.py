@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from rampup.errors import ConfigError
 from rampup.run.accumulate import LossFn, unpack_results
-from rampup.run.step import TrainState, create_state
+from rampup.run.state import TrainState, create_state
 
 
 def split_model(

@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from rampup.errors import ConfigError, RampDefinitionError
+from rampup.errors import ConfigError
 from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.plan.learning_rate import decay_progress
 from rampup.plan.plan import RampPlan
-
-MAX_STEPS = 2**31 - 1
+from rampup.run.state import MAX_STEPS, check_step_number
 
 
 # `jax.jit` needs a weak reference to a function.
@@ -53,12 +52,7 @@ class LearningRate:
     decay_style: Literal["linear", "cosine"] = "linear"
 
     def __post_init__(self) -> None:
-        if self.plan.total_steps > MAX_STEPS:
-            raise RampDefinitionError(
-                f"steps={self.plan.total_steps:,} does not fit into the int32 step counter of a device",
-                key="steps",
-                nearest=(MAX_STEPS,),
-            )
+        check_step_number(self.plan.total_steps)
 
     @classmethod
     def from_config(cls, config: Any, plan: RampPlan, *, peak: float, **others: Any) -> Self:

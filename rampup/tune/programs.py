@@ -29,7 +29,7 @@ from rampup.run.data.batches import AHEAD_ON_DEVICE, step_batches
 from rampup.run.data.sources import SyntheticRows
 from rampup.run.mesh import make_mesh
 from rampup.run.offload import ProgramMemory, is_out_of_memory, program_memory, room_to_run
-from rampup.run.step import TrainState
+from rampup.run.state import TrainState
 from rampup.tune.topology import Compiled, Target, compile_on, refused_bytes
 
 Report = Callable[[str], None]

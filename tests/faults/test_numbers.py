@@ -14,7 +14,9 @@ from helpers.runs import metrics_of
 from rampup.errors import NonFiniteError
 from rampup.run.data.batches import step_batches
 from rampup.run.events import StepDone, StepSkipped
-from rampup.run.step import create_state, train_step, tree_where
+from rampup.run.state import create_state
+from rampup.run.step import train_step
+from rampup.run.update import select_step
 
 ENGINES = ("fused", "multi_steps")
 BAD = {"nan": np.nan, "infinite": np.inf, "overflow": np.float32(3e38)}
@@ -198,7 +200,7 @@ def test_schedules_inside_injected_hyperparameters_move_on():
     params = {"w": np.ones(2, np.float32)}
     old = tx.init(params)
     _, new = tx.update({"w": np.ones(2, np.float32)}, old, params)
-    kept = tree_where(np.bool_(False), new, old)
+    kept = select_step(np.bool_(False), new, old)
     assert int(kept.count) == 1
     toy_run.assert_equal(optax.tree_utils.tree_get(kept, "mu"), optax.tree_utils.tree_get(old, "mu"))
 

@@ -12,7 +12,8 @@ from rampup.run.checkpoint import CheckpointOptions
 from rampup.run.data.batches import step_batches
 from rampup.run.loop import Loop
 from rampup.run.metrics import MetricOptions
-from rampup.run.step import create_state, train_step
+from rampup.run.state import create_state
+from rampup.run.step import train_step
 
 STEPS = 12
 CHUNK_SIZE = {"fused": None, "multi_steps": 1}

@@ -12,7 +12,8 @@ from rampup.errors import ResumeMismatchError, StorageError
 from rampup.run import checkpoint
 from rampup.run.checkpoint import CHECKSUMS_FILE, Checkpoints, damage, find_checkpoint, write_checksums
 from rampup.run.data.batches import step_batches
-from rampup.run.step import create_state, train_step
+from rampup.run.state import create_state
+from rampup.run.step import train_step
 
 
 def assert_equal(a, b):

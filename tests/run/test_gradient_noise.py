@@ -20,7 +20,8 @@ from rampup.plan.noise_scale import noise_trace
 from rampup.run.accumulate import AccumulatedLoss
 from rampup.run.mesh import make_mesh
 from rampup.run.pipeline import PipelinedLoss
-from rampup.run.step import TrainState, create_state, prepare_state, train_step
+from rampup.run.state import TrainState, create_state, prepare_state
+from rampup.run.step import train_step
 
 pytestmark = pytest.mark.usefixtures("optimized")
 

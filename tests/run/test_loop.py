@@ -31,7 +31,8 @@ from rampup.run.events import (
 from rampup.run.loop import EvalOptions, Loop, stop_requests
 from rampup.run.metrics import MetricOptions
 from rampup.run.run_lock import LOCK_FILE
-from rampup.run.step import create_state, train_step
+from rampup.run.state import create_state
+from rampup.run.step import train_step
 
 STEPS = 12
 

@@ -14,7 +14,8 @@ from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 from rampup.run import offload
 from rampup.run.data.batches import step_batches
 from rampup.run.mesh import make_mesh
-from rampup.run.step import EvalStep, create_state, train_step
+from rampup.run.state import create_state
+from rampup.run.step import EvalStep, train_step
 
 pytestmark = pytest.mark.usefixtures("optimized")
 

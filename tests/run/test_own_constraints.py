@@ -129,7 +129,7 @@ def test_splash_attention_in_the_loss_lowers_for_tpu():
     tx = optax.sgd(0.1)
     state = rampup.create_state({"qkv": jnp.zeros((8, 3 * H, D))}, tx, mesh)
     step = rampup.train_step(loss, tx, plan, mesh)
-    accumulate = step._loss.sums_and_grads
+    accumulate = step._update.loss.sums_and_grads
     batch = jax.ShapeDtypeStruct((2, 4, T, 8), np.float32, sharding=rampup.run.mesh.batch_sharding(mesh, leading=1))
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (2, 4)))
 

@@ -12,7 +12,8 @@ from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constan
 from rampup.plan.seesaw import Seesaw, discretize
 from rampup.run.data.batches import step_batches
 from rampup.run.optimizer import AdamSchedule, LearningRate, make_optimizer, scheduled_adamw
-from rampup.run.step import create_state, train_step
+from rampup.run.state import create_state
+from rampup.run.step import train_step
 
 BASE = AdamConstants(b1=0.8, b2=0.97, eps=1e-6, weight_decay=0.2)
 SCALING = AdamScaling(b1="half_life", b2="half_life", eps="sde", weight_decay="timescale")

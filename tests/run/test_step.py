@@ -1,5 +1,6 @@
 """Tests of rampup.run.step."""
 
+import dataclasses
 import re
 import threading
 import time
@@ -9,13 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState as LinenTrainState
 from helpers import toy
 
-from rampup.errors import ConfigError
+import rampup.run.step
+from rampup.errors import ConfigError, DataError
 from rampup.run.data.batches import layout_of, step_batches
-from rampup.run.mesh import make_mesh
-from rampup.run.step import EvalStep, all_finite, create_state, prepare_state, train_step, tree_where, zeros_if_not
+from rampup.run.mesh import make_mesh, replicated
+from rampup.run.state import create_state, prepare_state
+from rampup.run.step import EvalStep, train_step
+from rampup.run.update import all_finite, select_step, zeros_if_not
 
 
 def losses(mesh, plan, engine="fused", tx=None, number_of_rows=400, **options):
@@ -257,15 +262,15 @@ def test_zeros_if_not_removes_nan():
     np.testing.assert_array_equal(zeros_if_not(jnp.array(True), jnp.array([2.0, 1.0])), [2, 1])
 
 
-def test_tree_where_keeps_schedule_counts():
+def test_select_step_keeps_schedule_counts():
     """The old state is selected, except for the counts of schedules."""
     tx = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda count: 1.0))
     old = tx.init(jnp.ones(2))
     _, new = tx.update(jnp.ones(2), old)
-    kept = tree_where(jnp.array(False), new, old)
+    kept = select_step(jnp.array(False), new, old)
     assert (int(kept[0].count), int(kept[1].count)) == (0, 1)
     np.testing.assert_array_equal(kept[0].mu, old[0].mu)
-    np.testing.assert_array_equal(tree_where(jnp.array(True), new, old)[0].mu, new[0].mu)
+    np.testing.assert_array_equal(select_step(jnp.array(True), new, old)[0].mu, new[0].mu)
 
 
 def sizes_used(step, plan, mesh, *, steps=None, between=lambda number: None):
@@ -338,3 +343,141 @@ def test_dropout_does_not_depend_on_the_split_with_hardware_generators(impl):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[0][1], found[1][1])
     finally:
         jax.config.update("jax_default_prng_impl", before)
+
+
+def fresh(mesh, tx=None, *, loss=toy.loss_fn, schedule="0:16", mutable=None, **options):
+    """Return a step of a one-phase ramp and a state for it."""
+    step = train_step(loss, tx or optax.sgd(0.1), toy.plan_for(mesh, schedule, steps=6), mesh, **options)
+    return step, create_state(toy.new_params(mesh), step.tx, mesh, mutable=mutable)
+
+
+def batch_of_arrays(step, number=None, **changes):
+    """Return a batch of 16 rows made from arrays, some of them replaced."""
+    arrays = {name: np.stack([row[name] for row in toy.rows(16)]) for name in toy.rows(1)[0]}
+    return step.batch(arrays | changes, step=number)
+
+
+def test_batch_of_arrays_goes_on_with_a_restored_state():
+    """A new step object does not know where a run was; the state does, and the error says how to give it."""
+    step, state = fresh(toy.mesh_of("one"))
+    restored = prepare_state(state.replace(step=jnp.int32(3)), toy.mesh_of("one"))
+    with pytest.raises(DataError, match=r"step.batch\(arrays, step=state.step\)"):
+        step(restored, batch_of_arrays(step))
+    state, _ = step(restored, batch_of_arrays(step, restored.step))
+    assert int(step(state, batch_of_arrays(step))[0].step) == 5
+
+
+@pytest.mark.parametrize("engine", ["fused", "multi_steps"])
+@pytest.mark.parametrize("make", [lambda tx: tx, lambda tx: tx.gradient_transformation()])
+def test_multi_steps_of_ones_own_is_refused(engine, make):
+    """An `optax.MultiSteps` as the optimizer would update the parameters in every k-th step of the plan only."""
+    with pytest.raises(ConfigError, match="several optimizer steps of the plan"):
+        fresh(toy.mesh_of("one"), make(optax.MultiSteps(optax.sgd(0.1), 2)), engine=engine)
+
+
+def test_state_of_the_other_engine_is_refused():
+    """The optimizer's state is made with the `tx` of the step, which differs between the engines."""
+    (fused, plain), (multi, wrapped) = (fresh(toy.mesh_of("one"), engine=engine) for engine in ("fused", "multi_steps"))
+    for step, state in ((fused, wrapped), (multi, plain)):
+        with pytest.raises(ConfigError, match=r"create_state\(params, step.tx, mesh\)"):
+            step(state, batch_of_arrays(step))
+
+
+@pytest.mark.parametrize(("name", "words"), [("mini_step", "microbatch 1 of step 0"), ("gradient_step", "of step 1")])
+def test_multi_steps_begins_with_whole_steps(name, words):
+    """A state inside an accumulation, or whose optimizer counts other steps, would leave the plan."""
+    step, state = fresh(toy.mesh_of("one"), engine="multi_steps")
+    state = state.replace(opt_state=state.opt_state._replace(**{name: jnp.int32(1)}))
+    with pytest.raises(ConfigError, match=words):
+        step(prepare_state(state, toy.mesh_of("one")), batch_of_arrays(step))
+
+
+def test_state_with_two_carried_fields_is_refused():
+    """A loss function carries one value; the other field would be ignored."""
+    mesh = toy.mesh_of("one")
+    step, _ = fresh(mesh)
+    state = LinenTrainState.create(apply_fn=None, params=toy.new_params(mesh), tx=step.tx)
+    fields = [("step", int), ("params", dict), ("opt_state", tuple), ("mutable", dict), ("batch_stats", dict)]
+    kind = jax.tree_util.register_dataclass(dataclasses.make_dataclass("Both", fields, frozen=True))
+    state = kind(state.step, state.params, state.opt_state, {"a": np.float32(0)}, {"b": np.float32(0)})
+    with pytest.raises(ConfigError, match="both mutable and batch_stats"):
+        prepare_state(state, mesh)
+
+
+@pytest.mark.parametrize("engine", ["fused", "multi_steps"])
+def test_state_or_rows_of_another_kind_are_named(engine):
+    """A step compiles for one kind of state and rows. JAX names the arrays that differ, the error says what to do."""
+    mesh = toy.mesh_of("data_fsdp_tensor")
+    step, state = fresh(mesh, engine=engine)
+    state, _ = step(state, batch_of_arrays(step))
+    whole = jax.tree.map(lambda p: jax.device_put(p, replicated(mesh)), state.params)
+    for params in (whole, jax.tree.map(lambda p: p.astype(jnp.bfloat16), state.params), {**state.params, "more": jnp.ones(2)}):
+        with pytest.raises(ConfigError, match="make another step for them"):
+            step(state.replace(params=params), batch_of_arrays(step))
+    with pytest.raises(ConfigError, match=r"(?s)make another step for them.*'x'"):
+        step(state, batch_of_arrays(step, x=np.ones((16, toy.WIDTH), np.int32)))
+
+
+def test_donated_state_is_named():
+    """A state that an earlier step has consumed is an error that says so."""
+    step, state = fresh(toy.mesh_of("one"))
+    batch = batch_of_arrays(step)
+    step(state, batch)
+    with pytest.raises(ConfigError, match="donated to an earlier step"):
+        step(state, batch)
+
+
+@pytest.mark.parametrize("engine", ["fused", "multi_steps"])
+def test_weight_of_zero_keeps_parameters_and_not_what_is_carried(engine):
+    """With `skip_nonfinite`, decay does not act without a weight, and that is no skipped step."""
+
+    def loss(params, batch, keys, carried):
+        return *toy.loss_fn(params, batch, keys), {"count": carried["count"] + 1}
+
+    options = {"mutable": {"count": np.float32(0)}, "engine": engine, "skip_nonfinite": True}
+    step, state = fresh(toy.mesh_of("one"), optax.adamw(0.1, weight_decay=0.5), loss=loss, **options)
+    before = jax.device_get((state.params, optax.tree.get(state.opt_state, "mu")))
+    state, metrics = step(state, batch_of_arrays(step, weight=np.zeros(16, np.float32)))
+    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get((state.params, optax.tree.get(state.opt_state, "mu"))))
+    assert (float(state.mutable["count"]), int(state.step), bool(metrics["skipped"])) == (1, 1, False)
+
+
+@pytest.mark.parametrize("field", ["dynamic_scale", "frozen"])
+def test_loss_of_ones_own_without_what_the_state_needs_is_named(field):
+    """A loss that only sums itself has no function to bind frozen arrays to, or to scale. Each error has a fix of its own."""
+
+    class Own:
+        check = sums_and_grads = eval_sums = lambda self, *args, **options: None
+
+    mesh = toy.mesh_of("one")
+    step, _ = fresh(mesh, loss=Own())
+    fields = [("step", int), ("params", dict), ("opt_state", tuple), (field, dict)]
+    kind = jax.tree_util.register_dataclass(dataclasses.make_dataclass("State", fields, frozen=True))
+    state = kind(0, toy.new_params(mesh), step.tx.init(toy.new_params(mesh)), DynamicScale())
+    with pytest.raises(ConfigError, match="scale the loss" if field == "dynamic_scale" else "keep such arrays"):
+        step(prepare_state(state, mesh), batch_of_arrays(step))
+
+
+def test_disable_jit_works_on_a_mesh_with_explicit_axes():
+    """Without compilation a step runs on the automatic view of the mesh too."""
+    kinds = (jax.sharding.AxisType.Explicit,) * 4
+    mesh = jax.make_mesh((1, 1, 1, 1), ("data", "fsdp", "tensor", "stage"), axis_types=kinds, devices=jax.devices()[:1])
+    plan, one = toy.plan_for(mesh, "0:2", steps=1), toy.mesh_of("one")
+    step = train_step(toy.loss_fn, optax.sgd(0.1), plan, mesh)
+    state = create_state(toy.new_params(one), step.tx, mesh)
+    with jax.set_mesh(mesh), jax.disable_jit():
+        assert np.isfinite(step(state, next(step.batches(toy.rows())))[1]["loss"])
+
+
+def test_evaluation_takes_batches():
+    """Rows that are no Batch are an error of ours."""
+    _, state = fresh(toy.mesh_of("one"))
+    with pytest.raises(DataError, match="takes a Batch"):
+        EvalStep(toy.loss_fn, toy.mesh_of("one"))(state, toy.rows(4))
+
+
+def test_names_that_moved_out_of_the_step():
+    """What a state is and what a program computes are modules of their own; the old paths warn."""
+    for name in ("TrainState", "create_state", "prepare_state", "replace_fields", "all_finite", "tree_where", "zeros_if_not"):
+        with pytest.warns(DeprecationWarning, match=f"rampup.run.step.{name} is now rampup.run"):
+            assert getattr(rampup.run.step, name).__module__ in ("rampup.run.state", "rampup.run.update")

@@ -1,0 +1,204 @@
+"""The training state: what a step changes, and how it gets onto a mesh in arrays that a step may donate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+from jax.sharding import Mesh
+
+from rampup.errors import ConfigError, RampDefinitionError
+from rampup.plan.plan import RampPlan
+from rampup.run.accumulate import SummableLoss
+from rampup.run.mesh import BatchAxes, auto_context, shardings_like
+from rampup.run.zero import scattered_shardings
+
+# The fields for what a loss function carries from microbatch to microbatch. A state uses one of them; Flax's examples call
+# theirs `batch_stats`.
+CARRIED_FIELDS = ("mutable", "batch_stats")
+MAX_STEPS = 2**31 - 1
+
+
+class TrainState(struct.PyTreeNode):
+    """The values that training changes. Flax's own `TrainState` works as well, and so does any dataclass with these fields.
+
+    A state with a method `apply_gradients` is updated by it, as in Flax, so a subclass can update fields of its own there, such
+    as a moving average; all other fields keep their values. If a state has a field `tx`, it must be the `tx` of the
+    `TrainStep`. A field `batch_stats` is carried like `mutable`, and a Flax `DynamicScale` in `dynamic_scale` scales the loss.
+
+    Attributes:
+        step: optimizer steps done, int32.
+        params: the parameters. Integer arrays among them are not trained.
+        opt_state: the optimizer's state.
+        mutable: state that the loss function carries from microbatch to microbatch, such as batch statistics, or None.
+        frozen: arrays that the loss function reads as its keyword argument `frozen` and that training leaves as they are, such
+            as the base model of a LoRA fine-tune, or None. They take no memory for gradients.
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+    mutable: Any = None
+    frozen: Any = None
+
+
+def create_state(
+    params: Any,
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    mesh: Mesh,
+    *,
+    mutable: Any = None,
+    frozen: Any = None,
+    shard_optimizer_over_data: bool = False,
+    batch_axes: BatchAxes | None = None,
+) -> TrainState:
+    """Return the training state at step 0, with every leaf placed on the mesh. The caller's arrays are copied.
+
+    Args:
+        params: the parameters. Those on the mesh keep their sharding, others are replicated.
+        tx: the optimizer; for the engine `multi_steps`, the attribute `tx` of the `TrainStep`. Its state takes the sharding of
+            the parameters that it mirrors.
+        mesh: the devices.
+        mutable, frozen: see `TrainState`.
+        shard_optimizer_over_data, batch_axes: see `train_step`.
+    """
+    check_arguments("create_state(params, tx, mesh)", tx=tx, mesh=mesh)
+    given = params, mutable, frozen
+    params, mutable, frozen = jax.device_put(given, shardings_like(given, mesh), may_alias=False)
+    with auto_context(mesh):
+        opt_state = _init_scattered(tx, params, mesh, batch_axes) if shard_optimizer_over_data else tx.init(params)
+    state = TrainState(step=jnp.int32(0), params=params, opt_state=opt_state, mutable=mutable, frozen=frozen)
+    return _without_aliases(jax.device_put(state, shardings_like(state, mesh)), given)  # type: ignore[no-any-return]
+
+
+def _init_scattered(tx: Any, params: Any, mesh: Mesh, batch_axes: BatchAxes | None) -> Any:
+    """Return the optimizer's state, scattered over the replicas. No device ever has the whole state."""
+    axes = BatchAxes.of(mesh, batch_axes)
+    opt_state = tx.init(jax.device_put(params, scattered_shardings(params, mesh, axes)))
+    # New arrays such as counters are on one device. They come onto the mesh before they can be scattered.
+    opt_state = jax.device_put(opt_state, shardings_like(opt_state, mesh))
+    return jax.device_put(opt_state, scattered_shardings(opt_state, mesh, axes))
+
+
+def prepare_state(
+    state: Any, mesh: Mesh, *, shard_optimizer_over_data: bool = False, batch_axes: BatchAxes | None = None
+) -> Any:
+    """Return a copy of a training state as a step takes it: every leaf is an array on the mesh, and `step` is int32.
+
+    In a stock Flax `TrainState`, `step` is a Python integer and the other leaves are on one device.
+
+    Args:
+        state: has `step`, `params` and `opt_state`, as `flax.training.train_state.TrainState` has; see `TrainState`.
+        mesh: the devices. Leaves on the mesh keep their sharding, others are replicated.
+        shard_optimizer_over_data, batch_axes: see `train_step`. `opt_state` is sharded over the replicas too.
+    """
+    check_arguments("prepare_state(state, mesh)", mesh=mesh)
+    check_state(state)
+    check_step_number(int(state.step))
+    given = replace_fields(state, step=jnp.asarray(state.step, jnp.int32))
+    state = _without_aliases(jax.device_put(given, shardings_like(given, mesh), may_alias=False), given)
+    if shard_optimizer_over_data:
+        scattered = scattered_shardings(state.opt_state, mesh, BatchAxes.of(mesh, batch_axes))
+        state = replace_fields(state, opt_state=jax.device_put(state.opt_state, scattered))
+    return state
+
+
+def replace_fields(state: Any, **changes: Any) -> Any:
+    """Return a copy of a state with some fields changed: of a dataclass, a named tuple, or a class with a method `replace`."""
+    if dataclasses.is_dataclass(state):
+        return dataclasses.replace(state, **changes)  # type: ignore[type-var]
+    return (state.replace if hasattr(state, "replace") else state._replace)(**changes)
+
+
+def carried(state: Any) -> Any:
+    """Return the value that the loss function carries from microbatch to microbatch, or None."""
+    return next((value for name in CARRIED_FIELDS if (value := getattr(state, name, None)) is not None), None)
+
+
+def replace_carried(state: Any, value: Any, **changes: Any) -> Any:
+    """Return a state with a new value in the field that the loss function carries, if it has one, and with other changes."""
+    name = next((name for name in CARRIED_FIELDS if getattr(state, name, None) is not None), None)
+    return replace_fields(state, **changes, **({name: value} if name else {}))
+
+
+def shardings_of(state: Any) -> Any:
+    """Return the shardings of a state's leaves.
+
+    Raises:
+        ConfigError: a leaf is no JAX array.
+    """
+
+    def of(path: Any, leaf: Any) -> Any:
+        if not hasattr(leaf, "sharding"):
+            name = jax.tree_util.keystr(path)
+            raise ConfigError(f"state{name} is a {type(leaf).__name__}; place the state with rampup.prepare_state(state, mesh)")
+        return leaf.sharding
+
+    return jax.tree.map_with_path(of, state)
+
+
+def check_state(state: Any) -> None:
+    """Refuse something that is not a training state."""
+    missing = [name for name in ("step", "params", "opt_state") if not hasattr(state, name)]
+    # JAX takes an object of a class that is not registered as a pytree for a leaf.
+    if missing or jax.tree_util.all_leaves([state]):
+        problem = f"it has no {', '.join(missing)}" if missing else "register it with jax.tree_util.register_dataclass"
+        example = "a state is a pytree with `step`, `params` and `opt_state`, such as flax.training.train_state.TrainState"
+        raise ConfigError(f"a {type(state).__name__} cannot be trained: {problem}; {example}")
+    if all(getattr(state, name, None) is not None for name in CARRIED_FIELDS):
+        problem = f"the state has both {' and '.join(CARRIED_FIELDS)}, but a loss function carries one value"
+        raise ConfigError(f"{problem}; put both into one field", key="state")
+
+
+def check_step_number(steps: int) -> None:
+    """Refuse a number of steps that a device cannot count."""
+    if steps > MAX_STEPS:
+        problem = f"steps={steps:,} does not fit into the int32 step counter of a device"
+        raise RampDefinitionError(problem, key="steps", nearest=(MAX_STEPS,))
+
+
+def check_arguments(call: str, **arguments: Any) -> None:
+    """Refuse arguments of the wrong type, such as two in the wrong order."""
+    tests: dict[str, Callable[[Any], bool]] = {
+        "loss_fn": lambda x: callable(x) or isinstance(x, SummableLoss),
+        "tx": lambda x: hasattr(x, "init") and hasattr(x, "update"),
+        "plan": lambda x: isinstance(x, RampPlan),
+        "mesh": lambda x: isinstance(x, Mesh),
+    }
+    wrong = {name: type(value).__name__ for name, value in arguments.items() if not tests[name](value)}
+    if wrong:
+        hint = "; give the optimizer's `tx`, not an nnx.Optimizer" if hasattr(arguments.get("tx"), "opt_state") else ""
+        found = ", ".join(f"{name} is a {kind}" for name, kind in wrong.items())
+        raise ConfigError(f"{call}: {found}{hint or '; check the order of the arguments'}", key=next(iter(wrong)))
+
+
+def _without_aliases(state: Any, given: Any) -> Any:
+    """Return a state in which every leaf has buffers of its own, as donation requires; leaves that share one are copied.
+
+    A leaf may share its buffers with the caller's arrays `given`, as JAX keeps the shards that are already where they belong,
+    or with another leaf, as the state of an optimizer may contain the parameters.
+    """
+
+    def buffers(leaf: jax.Array) -> set[int]:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        return {shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards if shard.data.size}
+
+    arrays = [leaf for leaf in jax.tree.leaves(given) if isinstance(leaf, jax.Array) and leaf.is_fully_addressable]
+    used = set[int]().union(*map(buffers, arrays))
+
+    def copy_if_shared(leaf: jax.Array) -> jax.Array:
+        # Several processes must decide alike, and none sees the buffers of the others: they always copy.
+        if not leaf.is_fully_addressable:
+            return jnp.copy(leaf)
+        if not used.isdisjoint(buffers(leaf)):
+            leaf = jax.device_put(jnp.copy(leaf), leaf.sharding)
+        used.update(buffers(leaf))
+        return leaf
+
+    return jax.tree.map(copy_if_shared, state)
