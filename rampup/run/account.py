@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from rampup.plan.topology import Topology
-from rampup.run.hlo import Array, Computation, Instruction, Program, Visit, times
+from rampup.run.hlo import ASYNC_CALLS, Array, Computation, Instruction, Program, Visit, times
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute",
          "collective-broadcast")  # fmt: skip
@@ -25,7 +25,8 @@ KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all
 MeshShape = tuple[tuple[str, int], ...]
 # Instructions that run nothing: other names of a value, or the second half of an asynchronous operation.
 _FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call",
-         "partition-id", "replica-id", "opt-barrier", "optimization-barrier", "add-dependency", "domain"}  # fmt: skip
+         "partition-id", "replica-id", "opt-barrier", "optimization-barrier", "add-dependency", "domain",
+         *ASYNC_CALLS}  # fmt: skip
 _WORK = {"fusion", "convolution", "dot", "custom-call", "while", "call", "conditional", "reduce", "sort", "scatter", "gather"}
 _MATMUL_CALL = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|dot)', re.IGNORECASE)
 _PAIR = re.compile(r"\{(\d+),\s*(\d+)\}")
@@ -46,6 +47,7 @@ class Collective:
         in_branch: whether it is in a branch, which may not be taken. It is counted as if it were.
         axes: the mesh axes along which the devices differ, or None if they are not known.
         group_size: devices that exchange with each other; 0 if it is not known.
+        group: the numbers of those that exchange with the first device.
         is_async: whether it starts and ends in separate places.
         overlapped: whether the device computes in between.
         between_slices: whether it goes over the data-center network.
@@ -66,6 +68,7 @@ class Collective:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     op_name: str = ""
     between_slices: bool = False
+    group: tuple[int, ...] = ()
 
     @property
     def in_loop(self) -> bool:
@@ -125,7 +128,8 @@ class Account:
         rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         for c in self.collectives:
             count = times(c.runs, c.open_loops, loop_trips)
-            key = (c.kind, c.axes, c.group_size, c.in_loop, c.overlapped, c.in_branch, c.between_slices)
+            # Collectives over the two sides of a torus differ in the group alone.
+            key = (c.kind, c.axes, c.group, c.group_size, c.in_loop, c.overlapped, c.in_branch, c.between_slices)
             row = rows.setdefault(
                 key,
                 {"kind": c.kind, "axes": None if c.axes is None else list(c.axes), "group_size": c.group_size, "count": 0,
@@ -172,6 +176,7 @@ class Account:
                     **c,
                     "axes": None if c["axes"] is None else tuple(c["axes"]),
                     "loops": tuple(c["loops"]),
+                    "group": tuple(c["group"]),
                     "shapes": tuple((dtype, tuple(dims)) for dtype, dims in c["shapes"]),
                 }
             )
@@ -265,9 +270,10 @@ def _collective(program: Program, visit: Visit, kind: str, mesh: MeshShape | Non
     is_async = between_slices or instruction.opcode.endswith("-start")
     result, place, where = instruction, instruction, computation
     if not is_async and computation.name in program.async_starts:
-        # `async-start` calls a computation with the collective alone.
+        # It calls a computation with the collective alone. The operands may come later, with an update.
         is_async, (where, place) = True, program.async_starts[computation.name]
-    done = _done(place, where) if is_async else None
+        place = _second_part(place, where, "-update") or place
+    done = _second_part(place, where, "-done") if is_async else None
     if is_async and done is not None and place is instruction:
         result = done
     arrays = instruction.arrays[:1] if between_slices else result.arrays
@@ -275,7 +281,7 @@ def _collective(program: Program, visit: Visit, kind: str, mesh: MeshShape | Non
         kind = "reduce-scatter"  # how a TPU program writes one that it runs in its own way
     elif kind == "reduce-scatter":
         arrays = tuple(a for name in instruction.operands for a in computation.instructions[name].arrays)
-    axes, group_size = mesh_axes_of(instruction, mesh, program.num_partitions)
+    axes, group, group_size = mesh_axes_of(instruction, mesh, program.num_partitions)
     return Collective(
         kind=kind,
         num_bytes=sum(array.num_bytes for array in arrays),
@@ -290,12 +296,13 @@ def _collective(program: Program, visit: Visit, kind: str, mesh: MeshShape | Non
         shapes=tuple((array.dtype, array.dims) for array in arrays),
         op_name=instruction.op_name,
         between_slices=between_slices,
+        group=group,
     )
 
 
-def _done(start: Instruction, computation: Computation) -> Instruction | None:
-    """Return the second half of an asynchronous operation."""
-    users = (i for i in computation.instructions.values() if start.name in i.operands and i.opcode.endswith("-done"))
+def _second_part(start: Instruction, computation: Computation, suffix: str) -> Instruction | None:
+    """Return the part of an asynchronous operation that follows another part."""
+    users = (i for i in computation.instructions.values() if start.name in i.operands and i.opcode.endswith(suffix))
     return next(users, None)
 
 
@@ -306,8 +313,10 @@ def _works_between(start: Instruction, done: Instruction, computation: Computati
     return any(computation.instructions[name].opcode in _WORK for name in between)
 
 
-def mesh_axes_of(instruction: Instruction, mesh: MeshShape | None, num_devices: int = 1) -> tuple[tuple[str, ...] | None, int]:
-    """Return the axes along which the devices of a collective differ, and how many exchange with each other.
+def mesh_axes_of(
+    instruction: Instruction, mesh: MeshShape | None, num_devices: int = 1
+) -> tuple[tuple[str, ...] | None, tuple[int, ...], int]:
+    """Return the axes along which the devices of a collective differ, a group that exchanges with each other, and its size.
 
     Args:
         instruction: the collective.
@@ -318,14 +327,14 @@ def mesh_axes_of(instruction: Instruction, mesh: MeshShape | None, num_devices: 
     if instruction.opcode.startswith("collective-permute"):
         start = text.find("source_target_pairs=")
         pairs = [(int(a), int(b)) for a, b in _PAIR.findall(text[start : text.find("}}", start) + 2])] if start >= 0 else []
-        return _axes_of_groups([np.array(pair) for pair in pairs], mesh), 2 if pairs else 0
+        return _axes_of_groups([np.array(pair) for pair in pairs], mesh), (), 2 if pairs else 0
     groups, named, own = _groups(text, num_devices)
-    size = len(groups[0]) if groups else 0
+    group = tuple(sorted(groups[0].tolist())) if groups else ()
     # Axes that the compiler has made up are called axis_0, axis_1, ...
     known = own if mesh is None else tuple(axis for axis in own or () if axis in mesh)
     if named and set(named) <= {name for name, _ in known or () if not name.startswith("axis_")}:
-        return tuple(name for name in named if dict(own or ())[name] > 1), size
-    return _axes_of_groups(groups, mesh), size
+        return tuple(name for name in named if dict(own or ())[name] > 1), group, len(group)
+    return _axes_of_groups(groups, mesh), group, len(group)
 
 
 def _axes_of_groups(groups: Sequence[np.ndarray], mesh: MeshShape | None) -> tuple[str, ...] | None:

@@ -167,7 +167,7 @@ class Program:
                     current = {}
                     self.computations[match.group(2)] = Computation(match.group(2), current)
                     self.entry = match.group(2) if match.group(1) else self.entry
-            elif line.rstrip() == "}":
+            elif line.rstrip() == "}" or line.startswith('}, execution_thread="'):
                 current = last = None
             elif (instruction := _parse_line(line)) is not None:
                 current[instruction.name] = last = instruction
@@ -183,7 +183,7 @@ class Program:
             for instruction in computation.instructions.values():
                 if instruction.opcode == "while":
                     self._loops.update(dict.fromkeys(loop_parts(instruction), (computation, instruction)))
-                elif instruction.opcode == "async-start":
+                elif instruction.opcode in ASYNC_CALLS:
                     self.async_starts.update(dict.fromkeys(instruction.called, (computation, instruction)))
                 elif instruction.opcode in _CALLS:
                     self._sites.update((v.where.name, v.sites[-1]) for v in self.results(Value(computation, instruction)))
@@ -302,6 +302,8 @@ class Program:
 
 
 _CALLS = {"fusion", "call", "conditional"}
+# Starts of operations that run asynchronously, as computations of their own.
+ASYNC_CALLS = {"async-start", "call-start"}
 # Operations whose computation works on single numbers.
 REDUCERS = {
     "reduce", "reduce-window", "scatter", "sort", "map", "select-and-scatter", "all-reduce", "all-reduce-start",

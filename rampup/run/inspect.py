@@ -215,11 +215,11 @@ def _mesh_of(args: tuple[Any, ...]) -> Mesh | None:
 def _replica_axes(args: tuple[Any, ...]) -> frozenset[str] | None:
     """Return the axes that shard a batch and no parameter: gradients are reduced over them. None if that cannot be seen.
 
-    The training state is the first argument, the batch the others.
+    The training state is the first argument, the batch the others. ZeRO-1 shards the rest of the state over the replicas too.
     """
     axes: list[set[str]] = [set(), set()]
     for number, arg in enumerate(args):
-        for leaf in jax.tree.leaves(arg):
+        for leaf in jax.tree.leaves(arg if number else getattr(arg, "params", arg)):
             spec = getattr(getattr(leaf, "sharding", None), "spec", ())
             for entry in spec:
                 names = entry if isinstance(entry, tuple) else (entry,)
@@ -433,7 +433,7 @@ def _arrays_of(where: Computation, name: str) -> tuple[Array, ...]:
 
 def _findings(found: Inspection) -> Iterator[str]:
     once = [c for c in found.gradient_reductions if c not in found.repeated_reductions]
-    total = sum(c.num_bytes for c in found.gradient_reductions)
+    total = _bytes([c for c in found.gradient_reductions if not _continues(c, found.gradient_reductions)])
     if found.uses_multi_steps:
         yield (
             "the state is that of optax.MultiSteps: each call is one microbatch and runs the optimizer"
@@ -480,6 +480,15 @@ def _findings(found: Inspection) -> Iterator[str]:
 
 def _bytes(collectives: Sequence[Collective]) -> int:
     return sum(c.num_bytes for c in collectives)
+
+
+def _continues(c: Collective, others: Sequence[Collective]) -> bool:
+    """Return whether a reduce-scatter gets its part from another one over the same axes: that of another side of a torus."""
+    return any(
+        (o.kind, o.axes, o.num_bytes) == (c.kind, c.axes, c.num_bytes * o.group_size) and o.group != c.group
+        for o in others
+        if c.kind == "reduce-scatter"
+    )
 
 
 def _describe_axes(collectives: Sequence[Collective]) -> str:

@@ -6,16 +6,21 @@ moments over whole arrays cost a collective. Then one all-gather gives all repli
 
 The parts of all arrays that are not sharded over other axes travel in one buffer, so there is one collective and not one per
 array. Arrays that fsdp or tensor shard too have a collective of their own.
+
+On TPU slices on which the compiler would run one reduce-scatter as an all-reduce, there is one for each side of the torus. The
+first one exchanges whole gradients and the next ones only the part that is left, so the bytes are those of one.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain, spec_without
@@ -103,7 +108,7 @@ def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) ->
     for members in routes.buffers:
         # The first dimension of the buffer is the replica to which a part goes.
         parts = [split(leaves[k], dim) for k, dim in members.items()]
-        sums = jax.lax.psum_scatter(_pack(parts, leading=1), axes.replica)
+        sums = _scatter(_pack(parts, leading=1), mesh, axes)
         for k, x in zip(members, _unpack(sums, [part.shape[1:] for part in parts]), strict=True):
             leaves[k] = x
     return jax.tree.unflatten(structure, leaves)
@@ -146,6 +151,61 @@ def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) 
 def constrain_all(tree: Any, shardings: Any) -> Any:
     """Constrain the shardings of a tree's leaves."""
     return jax.tree.map(constrain, tree, shardings)
+
+
+class TorusSides(NamedTuple):
+    """How to scatter over all chips of a TPU slice along one side of its torus after the other.
+
+    Attributes:
+        groups: for each side, the replicas that exchange with each other, in their order along the side.
+        order: the replicas in the order in which they get their parts.
+    """
+
+    groups: tuple[tuple[tuple[int, ...], ...], ...]
+    order: tuple[int, ...]
+
+
+@functools.cache
+def torus_sides(mesh: Mesh, axes: BatchAxes) -> TorusSides | None:
+    """Return the sides of the torus if each takes a reduce-scatter of its own; None if one runs as such over all replicas.
+
+    The compiler (libtpu 0.0.50) runs one as an all-reduce if the replicas are all chips of a slice in three dimensions, or of a
+    square larger than 2x2.
+    """
+    names = [str(name) for name in mesh.axis_names]
+    first = [names.index(name) for name in axes.replica]
+    places = [torus_place(device) for device in np.moveaxis(mesh.devices, first, range(len(first))).flat]
+    if len(places) != axes.num_replicas(mesh) or None in places:
+        return None
+    # (replica, dimension), with the coordinates in use numbered from 0.
+    ranks = np.stack([np.unique(x, return_inverse=True)[1] for x in np.array(places).T], axis=-1)
+    ranks = ranks[:, ranks.max(axis=0) > 0]
+    # The side that changes least from one replica to the next comes first: the parts are mostly in order then.
+    ranks = ranks[:, np.argsort(-np.argmax(ranks != ranks[0], axis=0), kind="stable")]
+    sizes = tuple((ranks.max(axis=0, initial=0) + 1).tolist())
+    is_whole = len(set(places)) == math.prod(sizes) == len(places)
+    if not is_whole or len(sizes) < 2 or (len(sizes) == 2 and (sizes[0] != sizes[1] or sizes[0] == 2)):
+        return None
+    grid = np.lexsort(ranks.T[::-1]).reshape(sizes)
+    groups = tuple(tuple(map(tuple, np.moveaxis(grid, k, -1).reshape(-1, size).tolist())) for k, size in enumerate(sizes))
+    return TorusSides(groups, tuple(grid.reshape(-1).tolist()))
+
+
+def torus_place(device: Any) -> tuple[int, ...] | None:
+    """Return the coordinates of a TPU's chip in its slice; None for other devices."""
+    return tuple(device.coords) if device.platform == "tpu" else None
+
+
+def _scatter(parts: jax.Array, mesh: Mesh, axes: BatchAxes) -> jax.Array:
+    """Return the replica's own part of the sum over the replicas of a buffer (replicas, N, 128)."""
+    sides = torus_sides(mesh, axes)
+    if sides is None:
+        return jax.lax.psum_scatter(parts, axes.replica)
+    if sides.order != tuple(range(len(sides.order))):
+        parts = jnp.stack([parts[k] for k in sides.order])
+    for groups in sides.groups:
+        parts = jax.lax.psum_scatter(parts, axes.replica, axis_index_groups=groups, tiled=True)
+    return parts[0]
 
 
 class _Routes(NamedTuple):

@@ -85,6 +85,35 @@ ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[32] {
     assert Account.from_json(account.to_json()) == account
 
 
+def test_collectives_of_a_sparse_core_start_with_their_operands():
+    """A TPU's SparseCore runs a reduce-scatter as a call of its own, which the operands of an update start."""
+    text = """HloModule m, is_scheduled=true
+%called (p: f32[16]) -> f32[8] {
+  %p = f32[16]{0} parameter(0)
+  ROOT %r = f32[8]{0} reduce-scatter(%p), replica_groups={{0,2},{1,3}}, dimensions={0}, to_apply=%add
+}, execution_thread="sparsecore"
+
+ENTRY %main (x: f32[16], y: f32[8,8]) -> f32[8] {
+  %x = f32[16]{0} parameter(0)
+  %y = f32[8,8]{1,0} parameter(1)
+  %s = ((), (), s32[]) call-start(), async_execution_thread="sparsecore", to_apply=%called
+  %d = f32[8,8]{1,0} dot(%y, %y), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %u = ((f32[16]{0}), f32[8]{0}) call-update(%s, %x)
+  ROOT %e = f32[8]{0} call-done(%u)
+}
+"""
+    account = account_of(Program(text), (("data", 4),))
+    (found,) = account.collectives
+    assert (found.kind, found.num_bytes, found.axes, found.group) == ("reduce-scatter", 64, ("data",), (0, 2))
+    assert (found.is_async, found.overlapped) == (True, False)
+    update = next(line for line in text.splitlines() if " call-update(" in line)
+    early = text.replace(update + "\n", "").replace("  %d = f32", update + "\n  %d = f32")
+    assert account_of(Program(early)).collectives[0].overlapped
+    # The dot, and what the reduce-scatter reads and writes.
+    assert account.total_memory_bytes((1,)) == 3 * 8 * 8 * 4 + 64 + 32
+    assert Account.from_json(account.to_json()) == account
+
+
 def test_exchanges_between_slices_are_collectives():
     """A TPU program sends arrays to other slices through its host. That is no transfer to the host, and not in the roofline."""
     text = """HloModule m, is_scheduled=true

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import rampup
 from rampup.errors import ConfigError
+from rampup.run import zero
 from rampup.run.checkpoint import Checkpoints, find_checkpoint
 from rampup.run.mesh import BatchAxes
 from rampup.run.offload import bytes_per_device
@@ -67,6 +68,85 @@ def test_state_of_ones_own_is_prepared_for_it():
     assert bytes_per_device(state.opt_state) < bytes_per_device(own.opt_state) / 7
     with pytest.raises(ConfigError, match="prepare_state"):
         step(rampup.prepare_state(own, mesh), next(step.batches(rows())))
+
+
+# Chips (x, y, z) of eight devices.
+CUBE = [(x, y, z) for z in range(2) for x in range(2) for y in range(2)]
+RING = [(0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0), (3, 1, 0), (2, 1, 0), (1, 1, 0), (0, 1, 0)]
+
+
+@pytest.fixture
+def on_torus(monkeypatch):
+    """Return a function that places the simulated devices on a torus of TPU chips."""
+
+    def place(chips):
+        monkeypatch.setattr(zero, "torus_place", dict(zip(jax.devices(), chips, strict=True)).get)
+        zero.torus_sides.cache_clear()
+
+    yield place
+    zero.torus_sides.cache_clear()
+
+
+def test_sides_of_a_torus(on_torus):
+    """Groups run along each side; the compiler keeps one reduce-scatter over two unequal sides and over a part of a slice."""
+    on_torus(CUBE)
+    sides = zero.torus_sides(mesh_of("data"), BatchAxes())
+    assert sides.order == tuple(range(8))
+    assert [groups[0] for groups in sides.groups] == [(0, 4), (0, 2), (0, 1)]
+    assert zero.torus_sides(mesh_of("data_tensor"), BatchAxes()) is None
+    for chips in (RING, [(0, k, 0) for k in range(8)], [(x, x, z) for x in range(4) for z in range(2)], CUBE[:4] * 2):
+        on_torus(chips)
+        assert zero.torus_sides(mesh_of("data"), BatchAxes()) is None
+    on_torus([None] * 8)
+    assert zero.torus_sides(mesh_of("data"), BatchAxes()) is None
+
+
+# The groups along each side, and the order of the parts.
+FACTORS = {
+    "2x4": (([(k, k + 4) for k in range(4)], [(0, 1, 2, 3), (4, 5, 6, 7)]), range(8)),
+    "4x2": (([(0, 2, 4, 6), (1, 3, 5, 7)], [(k, k + 1) for k in (0, 2, 4, 6)]), range(8)),
+    "ring": (([(k, 7 - k) for k in range(4)], [(0, 1, 2, 3), (7, 6, 5, 4)]), (0, 1, 2, 3, 7, 6, 5, 4)),
+    "cube": (([(k, k + 4) for k in range(4)], [(0, 2), (1, 3), (4, 6), (5, 7)], [(k, k + 1) for k in (0, 2, 4, 6)]), range(8)),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(k, marks=[] if k in ("4x2", "ring") else pytest.mark.slow) for k in FACTORS])
+def test_each_side_of_a_torus_takes_a_reduce_scatter(name, monkeypatch, tmp_path):
+    """Losses, parameters and each device's part of the moments are those of one reduce-scatter, also after a restart."""
+    groups, order = FACTORS[name]
+    expected, one, _ = train("data", sharded=True)
+    monkeypatch.setattr(zero, "torus_sides", lambda *_: zero.TorusSides(groups, tuple(order)))
+    found, state, step = train("data", sharded=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+    def check(state):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, one.params)
+        for a, b in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(one.opt_state), strict=True):
+            assert [part.index for part in a.addressable_shards] == [part.index for part in b.addressable_shards]
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert bytes_per_device(state.opt_state) == bytes_per_device(one.opt_state)
+
+    check(state)
+    inspected = rampup.inspect(step, state, next(step.batches(rows())))
+    scattered = [c for c in inspected.account.collectives if c.kind == "reduce-scatter"]
+    assert [(c.group_size, c.group) for c in scattered] == [(len(g[0]), tuple(sorted(g[0]))) for g in groups]
+    assert not inspected.repeated_reductions
+    # In all a device sends as much as in one reduce-scatter, and every side has a row of its own.
+    assert sum(c.sent_bytes() for c in scattered) == scattered[0].num_bytes * 7 / 8
+    assert sum(row["kind"] == "reduce-scatter" for row in inspected.to_dict()["collectives"]) == len(groups)
+    assert f"gradients ({scattered[0].num_bytes:,} bytes) are reduced over data once" in inspected.findings[0]
+    # A run that was saved with the sides resumes without them.
+    _, state, _ = train("data", sharded=True, steps=4)
+    mesh = mesh_of("data")
+    with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
+        checkpoints.save(4, state, {})
+        monkeypatch.undo()
+        step = rampup.train_step(loss_fn, OPTIMIZERS["adamw"], plan_for(mesh), mesh, shard_optimizer_over_data=True)
+        state = rampup.create_state(new_params(mesh), OPTIMIZERS["adamw"], mesh, shard_optimizer_over_data=True)
+        state = checkpoints.restore(find_checkpoint(tmp_path), state)
+    for batch in step.batches(rows(), state.step):
+        state, _ = step(state, batch)
+    check(state)
 
 
 @pytest.mark.parametrize(

@@ -52,18 +52,39 @@ def test_the_ramp_reduces_once_on_16_chips():
     assert answer.account.num_open_loops == 1
 
 
-@pytest.mark.parametrize(("name", "reduction"), [("v5e:2x4", "reduce-scatter"), ("v5e:4x4", "all-reduce")])
-def test_zero_scatters_and_gathers_once(name, reduction):
-    """ZeRO-1: one reduce-scatter of the gradients and one all-gather of the parameters, outside the loop.
+SMALL = ("base_num_decoder_layers=1", "base_emb_dim=64", "base_mlp_dim=128")
 
-    Over both sides of a 4x4 slice, this compiler runs a reduce-scatter as an all-reduce.
+
+@pytest.mark.parametrize(
+    ("name", "sides", "settings"),
+    [
+        ("v5e:2x4", (8,), ()),
+        ("v5e:4x4", (4, 4), ()),
+        pytest.param("v5e:4x8", (32,), SMALL, marks=pytest.mark.slow),
+        pytest.param("v5e:8x8", (8, 8), SMALL, marks=pytest.mark.slow),
+        pytest.param("v6e:4x4", (4, 4), SMALL, marks=pytest.mark.slow),
+        pytest.param("v5p:2x2x1", (4,), SMALL, marks=pytest.mark.slow),
+        pytest.param("v5p:2x2x2", (2, 2, 2), SMALL, marks=pytest.mark.slow),
+    ],
+)
+def test_zero_scatters_and_gathers_once(name, sides, settings):
+    """ZeRO-1: one reduce-scatter of the gradients, or one for each side of the torus, and one all-gather, outside the loop.
+
+    Over all sides of a 4x4 slice, this compiler would run one reduce-scatter as an all-reduce of twice the bytes.
     """
-    programs, answer = compile_base(name, "shard_optimizer_over_data=true")
-    found = gradients(answer.account)
-    assert [(c.kind, c.axes) for c in found] == [(reduction, ("data",)), ("all-gather", ("data",))]
+    programs, answer = compile_base(name, "shard_optimizer_over_data=true", *settings)
+    *scattered, gathered = gradients(answer.account)
+    assert [(c.kind, c.axes, c.group_size) for c in scattered] == [("reduce-scatter", ("data",), size) for size in sides]
+    assert (gathered.kind, gathered.axes, gathered.group_size) == ("all-gather", ("data",), math.prod(sides))
     assert not any(c.in_loop for c in answer.account.collectives)
-    assert all(c.num_bytes >= bytes_per_device(programs.state_shapes.params) for c in found)
-    whole = compile_base(name)[1].memory
+    params = bytes_per_device(programs.state_shapes.params)
+    first, d = scattered[0].num_bytes, math.prod(sides)
+    assert params <= first <= gathered.num_bytes < params + d * 2**17
+    assert sum(c.sent_bytes() for c in scattered) == pytest.approx(first * (d - 1) / d)
+    # One row for each of them, also if the sides are equal.
+    rows = [row for row in answer.account.collective_rows((1,)) if row["kind"] == "reduce-scatter"]
+    assert [(row["count"], row["bytes"]) for row in rows] == [(1, c.num_bytes) for c in scattered]
+    whole = compile_base(name, *settings)[1].memory
     assert answer.memory.arguments < 0.6 * whole.arguments
 
 
