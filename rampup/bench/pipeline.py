@@ -25,7 +25,7 @@ from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, pipeline_candidates, s
 from rampup.plan.timetable import num_ticks
 from rampup.run.accumulate import Sums, accumulator
 from rampup.run.mesh import STAGE, make_mesh
-from rampup.run.pipeline import PipelinedLoss, Stage, permute_layers, pipeline_sums, run_on_stages
+from rampup.run.pipeline import PipelinedLoss, Stage, check_shapes, permute_layers, pipeline_sums, run_on_stages
 from rampup.tune.programs import fit_line
 
 MIN_DEVICES = 4
@@ -273,9 +273,10 @@ def rampup_program(
 
 
 def gpipe_sums(
-    loss: PipelinedLoss, params: Mapping[str, Any], batch_KR: Any, keys_KR: jax.Array, *, mesh: Mesh, param_shardings: Any
+    loss: PipelinedLoss, params: dict[str, Any], batch_KR: Any, keys_KR: jax.Array, *, mesh: Mesh, param_shardings: Any
 ) -> Sums:
     """Sum loss and gradients of K microbatches by differentiating through the forward ticks, as GPipe and MaxText do."""
+    check_shapes(loss, params, batch_KR, keys_KR, mesh)
 
     def stage_sums(layers: Any, shared: Any, rows: Any, *_: None) -> Sums:
         def forward(layers: Any, shared: Any) -> tuple[jax.Array, Sums]:

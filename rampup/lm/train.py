@@ -1,7 +1,7 @@
 """The byte-level language model that `rampup train` trains.
 
-Data flow: `load_config` -> `build_plan` -> `Run.from_config(config, plan)` -> `run.train()`. The function `train` does the last
-three, and resumes.
+Data flow: `load_config` -> `build_plan` -> `Run.from_config(config, plan)` -> `run.train()`. The function `train` takes the
+configuration, finds the checkpoint to resume from, and does the rest.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from rampup.run.step import EvalStep, TrainStep, train_step
 from rampup.run.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
 from rampup.run.zero import scattered_shardings
 
-# The part of a checkpoint's record from which the ramp is rebuilt on resume.
+# The key of a checkpoint's record for what its ramp is built from; that of an `auto` ramp as it has grown is RAMP_ROWS.
 RAMP_RECORD = "ramp_record"
 
 
@@ -79,33 +79,36 @@ def train(config: Config, on_event: OnEvent = ignore_event) -> Summary:
         num_processes=None if config.num_processes == -1 else config.num_processes,
         process_id=None if config.process_id == -1 else config.process_id,
         initialization_timeout=config.jax_distributed_initialization_timeout,
-        # Later than the watchdog, whose message says more than JAX's.
+        # At least twice as late as the watchdog, whose message says more than JAX's.
         heartbeat_timeout=2 * config.jax_distributed_heartbeat_timeout_seconds + 20,
     )
     enable_compilation_cache(config.jax_cache_dir)
-    folder = as_path(config.base_output_directory) / config.run_name
-    # Owned before the checkpoint is read: a process that is still training would write newer ones.
-    owned = own_run(folder, only_existing=True) if config.run_name else contextlib.nullcontext()
+    # Own the run before its checkpoint is read: a process that is still training would write newer ones. `Run.train` owns it
+    # too, also if it has a name only then.
+    owned = own_run(_named_folder(config), only_existing=True) if config.run_name else contextlib.nullcontext()
     with watchdog(config.jax_distributed_heartbeat_timeout_seconds), owned:
-        saved, num_devices = saved_checkpoint(config), jax.device_count()
-        ramp = saved and ramp_before(saved.record)
+        saved = saved_checkpoint(config)
+        ramp = None if saved is None else ramp_before(saved.record)
+        num_devices = jax.device_count()
         plan = build_plan(config, num_devices) if ramp is None else plan_to_resume(config, num_devices, ramp)
         return Run.from_config(config, plan, saved).train(on_event)
 
 
 def saved_checkpoint(config: Config) -> SavedCheckpoint | None:
     """Return the newest checkpoint of the configured run; None for a run without a name, whose folder is new."""
-    if not config.run_name:
-        return None
-    return find_checkpoint(as_path(config.base_output_directory) / config.run_name / CHECKPOINT_FOLDER)
+    return find_checkpoint(_named_folder(config) / CHECKPOINT_FOLDER) if config.run_name else None
+
+
+def _named_folder(config: Config) -> Path:
+    return as_path(config.base_output_directory) / config.run_name
 
 
 def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the step of a checkpoint and the ramp as it was then, which may have grown; None if its record has no ramp."""
+    """Return the ramp in a checkpoint's record, as it had grown until then, with `step` and the keys that built it, or None."""
     if RAMP_RECORD not in record:
         return None
-    ramp: dict[str, Any] = record[RAMP_RECORD]
-    return {**ramp, "ramp": record.get(RAMP_ROWS, ramp["ramp"]), "step": record["step"]}
+    found: dict[str, Any] = record[RAMP_RECORD]
+    return {**found, "ramp": record.get(RAMP_ROWS, found["ramp"]), "step": record["step"]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +116,9 @@ class TrainSetup:
     """The model, its optimizer and its training step on a mesh: a run without its data and its folder.
 
     Attributes:
-        config: the configuration.
-        plan: the plan.
-        mesh: the devices.
-        model: the model.
-        param_shardings: shardings of its parameters.
+        param_shardings: shardings of the model's parameters.
         layer_order: the order in which the pipeline stages store the layers; checkpoints have them in their natural order.
-        tx: the optimizer.
+        tx: the optimizer. A training state is that of `step.tx`, which may wrap it.
         learning_rate: the schedule.
         step: the training step.
     """
@@ -137,73 +136,68 @@ class TrainSetup:
 
     @classmethod
     def from_config(cls, config: Config, plan: RampPlan, mesh: Mesh) -> Self:
-        """Build everything once.
+        """Build model, optimizer and training step.
 
         Raises:
-            ConfigError: the mesh's axes do not divide the model, or the devices cannot use host memory as configured.
+            ConfigError: the mesh does not divide the model, or the devices cannot use host memory as configured.
         """
-        model = language_model(config).on(mesh)
-        param_shardings = model.shardings(mesh)
         _check_host_memory(config, mesh)
+        model, splitter = language_model(config).on(mesh), plan.splitter
         rate, loss = learning_rate(config, plan), model_loss(config, model, plan, mesh)
         tx = optimizer(config, rate)
-        step = _train_step(config, loss, tx, plan, mesh)
-        splitter = plan.splitter
-        layer_order = np.array(stage_layer_order(config.base_num_decoder_layers, splitter.num_stages, splitter.num_repeats))
         return cls(
             config=config,
             plan=plan,
             mesh=mesh,
             model=model,
-            param_shardings=param_shardings,
-            layer_order=layer_order,
+            param_shardings=model.shardings(mesh),
+            layer_order=np.array(stage_layer_order(config.base_num_decoder_layers, splitter.num_stages, splitter.num_repeats)),
             loss=loss,
             tx=tx,
             learning_rate=rate,
-            step=step,
+            step=_train_step(config, loss, tx, plan, mesh),
         )
 
     def with_batches(self, plan: RampPlan) -> Self:
-        """Return this setup with the batches of another plan; model, optimizer and learning rate stay as they are."""
+        """Return this setup with the batches of another plan, of as many stages and repeats; everything else stays."""
         return replace(self, plan=plan, step=_train_step(self.config, self.loss, self.tx, plan, self.mesh))
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0."""
         init = jax.jit(lambda key: permute_layers(self.model.init(key), self.layer_order), out_shardings=self.param_shardings)
-        params = init(random_key(self.config.init_weights_seed))
-        shard = self.config.shard_optimizer_over_data
-        state = create_state(params, self.step.tx, self.mesh, shard_optimizer_over_data=shard)
-        return jax.device_put(state, self._offloaded(state))
+        params, shards = init(random_key(self.config.init_weights_seed)), self.config.shard_optimizer_over_data
+        state = create_state(params, self.step.tx, self.mesh, shard_optimizer_over_data=shards)
+        return jax.device_put(state, self._state_shardings(state))
 
     def state_shapes(self) -> TrainState:
-        """Return the shapes, types and shardings of `initial_state`, without any array."""
+        """Return the shapes, types and shardings of `initial_state`, without allocating it."""
         whole = replicated(self.mesh)
 
-        def of(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        def shape_of(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        params = jax.tree.map(of, jax.eval_shape(self.model.init, jax.random.key(0)), self.param_shardings)
+        params = jax.tree.map(shape_of, jax.eval_shape(self.model.init, jax.random.key(0)), self.param_shardings)
         # Leaves that mirror a parameter, such as Adam's moments, have its sharding. The others are replicated.
         opt_state = optax.tree.map_params(
             self.step.tx,
-            lambda leaf, param: of(leaf, param.sharding),
+            lambda leaf, param: shape_of(leaf, param.sharding),
             jax.eval_shape(self.step.tx.init, params),
             params,
-            transform_non_params=lambda leaf: of(leaf, whole),
+            transform_non_params=lambda leaf: shape_of(leaf, whole),
         )
         if self.config.shard_optimizer_over_data:
             scattered = scattered_shardings(opt_state, self.mesh, BatchAxes.of(self.mesh))
-            opt_state = jax.tree.map(of, opt_state, scattered)
-        state = TrainState(step=of(np.int32(0), whole), params=params, opt_state=opt_state)
-        return jax.tree.map(of, state, self._offloaded(state))
+            opt_state = jax.tree.map(shape_of, opt_state, scattered)
+        state = TrainState(step=shape_of(np.int32(0), whole), params=params, opt_state=opt_state)
+        return jax.tree.map(shape_of, state, self._state_shardings(state))
 
     def reorder_layers(self, state: TrainState) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-        """Return two functions that put a state's layers into their natural order, for checkpoints, and back.
+        """Return two functions of states like `state`: one puts the layers into their natural order, the other one back.
 
-        So a run can resume with a different number of pipeline stages. Every array keeps its sharding and its memory.
+        Checkpoints have the natural order, so that a run can resume with another number of pipeline stages. Every array keeps
+        its sharding, and stays in host or device memory.
         """
-        order = self.layer_order
-        if (order == np.arange(len(order))).all():
+        if (self.layer_order == np.arange(len(self.layer_order))).all():
             return lambda state: state, lambda state: state
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
 
@@ -213,9 +207,9 @@ class TrainSetup:
             )
             return permute
 
-        return permutation(np.argsort(order)), permutation(order)
+        return permutation(np.argsort(self.layer_order)), permutation(self.layer_order)
 
-    def _offloaded(self, state: TrainState) -> TrainState:
+    def _state_shardings(self, state: TrainState) -> Any:
         """Return a state's shardings, with the parts that the configuration keeps in host memory there."""
         shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
         if self.config.parameter_memory_host_offload:
@@ -227,7 +221,7 @@ class TrainSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A run of the language model, built once from its configuration, from the mesh to the data.
+    """A run of the language model: everything from the mesh to the data, ready to train.
 
     Attributes:
         setup: model, optimizer and training step.
@@ -235,7 +229,7 @@ class Run:
         loader: the batches.
         data: fingerprints of the files with training data.
         evaluation: when to evaluate, and how; None = never.
-        writers: makes the metric writers, given the run's folder and the first step.
+        writers: see `metric_writers`.
     """
 
     setup: TrainSetup
@@ -257,21 +251,22 @@ class Run:
         Raises:
             RampupError: the configuration cannot be run here, or the processes have different configurations or data.
         """
+        # Before a process opens data for others, which wait for it.
+        check_consistent({name: value for name, value in config.to_dict().items() if name not in PER_PROCESS_KEYS})
         _check_expansion_factor(config)
         setup = TrainSetup.from_config(config, plan, make_mesh(plan.axes))
         loading = Loading(factor=max(int(config.expansion_factor_real_data), 1) if jax.process_count() > 1 else 1)
         train_rows, eval_rows = shared_sources(loading, lambda: sources(config))
+        data = _check_data(train_rows, loading)
+        # The samples that the run can take: with `batch_size_schedule: auto`, as if the batch were the largest from the start.
+        num_samples = max([plan.consumed_samples, *(size * plan.total_steps for size in plan.reserved_sizes)])
         loader = BatchLoader(
             source=train_rows,
             plan=plan,
             mesh=setup.mesh,
-            # With `auto`, as if the batch were the largest from the start.
-            order=sample_order(
-                config,
-                len(train_rows),
-                max([plan.consumed_samples, *(size * plan.total_steps for size in plan.reserved_sizes)]),
-            ),
+            order=sample_order(config, len(train_rows), num_samples),
             split_for=setup.step.split_for,
+            # `multi_steps` calls its program once per microbatch.
             chunk_size=1 if config.gradient_accumulation == "multi_steps" else None,
             num_threads=config.grain_num_threads,
             read_ahead=config.grain_prefetch_buffer_size,
@@ -281,9 +276,9 @@ class Run:
             setup=setup,
             saved=saved,
             loader=loader,
-            writers=metric_writers(config),
+            data=data,
             evaluation=None if config.eval_interval == -1 else _evaluation(config, setup, eval_rows, loading),
-            data=_check_processes(config, train_rows, loading),
+            writers=metric_writers(config),
         )
 
     def train(self, on_event: OnEvent = ignore_event) -> Summary:
@@ -302,7 +297,7 @@ class Run:
         with own_run(folder):
             if self.saved is None and find_checkpoint(folder / CHECKPOINT_FOLDER) is not None:
                 raise ConfigError(
-                    f"{folder} already has a checkpoint: start `rampup train` again, or pass it as `saved`, to resume",
+                    f"{folder} already has a checkpoint: start `rampup train` again, or give it to Run.from_config, to resume",
                     key="run_name",
                 )
             return self._train(folder, on_event)
@@ -314,11 +309,12 @@ class Run:
         to_saved, from_saved = setup.reorder_layers(state)
         noise = _noise_averages(config, plan)
         auto = _auto_schedule(config, plan, noise)
+        follows = auto is not None and auto.mode == "follow"
         loop = Loop(
             plan=plan,
             step=setup.step,
             batches=self.loader.batches,
-            batches_of=lambda plan: replace(self.loader, plan=plan).batches,
+            batches_of=lambda other: replace(self.loader, plan=other).batches,
             folder=folder,
             metrics=MetricOptions(
                 learning_rate=setup.learning_rate.at,
@@ -326,9 +322,8 @@ class Run:
                 flops_per_sample=setup.model.flops_per_sample(config.max_target_length),
                 writers=functools.partial(self.writers, folder),
                 skip_nonfinite=config.skip_nonfinite,
-                describe_rows=lambda step: self._describe_rows(
-                    step, plan.ramp if auto is None or auto.mode != "follow" else auto.ramp
-                ),
+                # A ramp that follows the run grows while it runs.
+                describe_rows=lambda step: self._describe_rows(step, (auto if follows else plan).ramp),
                 noise=noise,
                 auto=auto,
             ),
@@ -345,14 +340,18 @@ class Run:
             evaluation=self.evaluation,
             on_event=on_event,
         )
-        known = self.saved and ramp_before(self.saved.record)
-        # A key that an older version does not have had its default.
-        saved = self.saved and replace(self.saved, record={**IDENTITY_DEFAULTS, **self.saved.record})
-        state, start = loop.restore(state, saved, ramp_before=known and BatchRamp.from_rows(known["ramp"]))
+        saved, ramp = self.saved, None
+        if saved is not None:
+            known = ramp_before(saved.record)
+            ramp = None if known is None else BatchRamp.from_rows(known["ramp"])
+            # A version of rampup that did not have a key behaved as its default does.
+            saved = replace(saved, record={**IDENTITY_DEFAULTS, **saved.record})
+        state, start = loop.restore(state, saved, ramp_before=ramp)
         if is_primary():
             # Only now: a run that is refused must leave the configuration of the run in this folder alone.
             write_config(folder, run_yaml(config, num_devices=plan.num_devices, run_name=folder.name))
-        return loop.train(state, start)[1]
+        _, summary = loop.train(state, start)
+        return summary
 
     def _describe_rows(self, step: int, ramp: BatchRamp) -> list[str]:
         """Return where each row of a step comes from."""
@@ -370,7 +369,7 @@ def _train_step(config: Config, loss: LossFn | SummableLoss, tx: Any, plan: Ramp
         seed=config.init_weights_seed,
         skip_nonfinite=config.skip_nonfinite > 0,
         shard_optimizer_over_data=config.shard_optimizer_over_data,
-        wait_for_compilation=config.wait_for_compilation or None,
+        wait_for_compilation=config.wait_for_compilation or None,  # None: yes if there are several processes
         measure_gradient_noise=config.measure_gradient_noise,
     )
 
@@ -384,7 +383,7 @@ def _noise_averages(config: Config, plan: RampPlan) -> NoiseAverages | None:
 
 
 def _auto_schedule(config: Config, plan: RampPlan, noise: NoiseAverages | None) -> AutoSchedule | None:
-    """Return the decisions of `batch_size_schedule: auto`, before the first one."""
+    """Return what decides the sizes of `batch_size_schedule: auto`, which needs the noise to be measured."""
     if config.batch_size_schedule != AUTO_SCHEDULE or noise is None:
         return None
     return AutoSchedule(
@@ -413,7 +412,7 @@ def language_model(config: Config) -> LanguageModel:
 def learning_rate(config: Config, plan: RampPlan) -> LearningRate:
     """Return the learning-rate schedule that the configuration describes."""
     if config.batch_size_schedule == AUTO_SCHEDULE:
-        # The rate follows the steps, by the same arithmetic before and after the batch has grown.
+        # The rate depends on the step alone: it must be the same whenever the batch grows.
         plan = replace(plan, ramp=BatchRamp.constant(plan.reserved_sizes[0]))
     return LearningRate.from_config(
         config,
@@ -432,23 +431,17 @@ def optimizer(config: Config, rate: LearningRate, run_plan: RampPlan | None = No
         rate: the learning rate.
         run_plan: the plan whose length the constants depend on; None = that of the rate.
     """
-    scaling = adam_scaling(config, run_plan or rate.plan)
-    constants = adam_constants(rate.plan, adam_base(config), scaling) if scaling.is_active else ()
-    return optimizer_from_config(
-        config,
-        rate,
-        mu_dtype=config.mu_dtype,
-        nu_dtype=config.nu_dtype,
-        adam=AdamSchedule(plan=rate.plan, constants=constants) if constants else None,
-    )
+    scaling, adam = adam_scaling(config, run_plan or rate.plan), None
+    if scaling.is_active:
+        adam = AdamSchedule(plan=rate.plan, constants=adam_constants(rate.plan, adam_base(config), scaling))
+    return optimizer_from_config(config, rate, mu_dtype=config.mu_dtype, nu_dtype=config.nu_dtype, adam=adam)
 
 
 def phase_hyperparameters(config: Config, plan: RampPlan) -> list[dict[str, float]]:
     """Return the hyperparameters of every phase by key, as `rampup plan --hyperparameters --json` prints them.
 
-    `learning_rate` is that of the first step, `peak_learning_rate` that of the batch without warm-up and decay (with Seesaw,
-    with its cuts), and `adam_b2_half_life_tokens` the tokens after which a gradient has half of its weight in AdamW's second
-    moment.
+    All are of the first step of the phase. `peak_learning_rate` leaves warm-up and decay out, but not Seesaw's cuts.
+    `adam_b2_half_life_tokens` are the tokens after which a gradient has half of its weight in AdamW's second moment.
     """
     rate, constants = learning_rate(config, plan), hyperparameters(config, plan)
     rows = []
@@ -486,45 +479,51 @@ def metric_writers(config: Config) -> Callable[[Path, int], list[MetricWriter]]:
 
 
 def model_loss(config: Config, model: LanguageModel, plan: RampPlan, mesh: Mesh) -> Any:
-    """Return the loss function, in parts if there are pipeline stages."""
-    names = {"reduction_dtype": config.gradient_reduction_dtype, "accumulator_dtype": config.gradient_accumulator_dtype}
+    """Return the loss: a `PipelinedLoss` if there are stages, else one that sums over the microbatches on every replica."""
+    types = {"reduction_dtype": jnp.dtype(config.gradient_reduction_dtype)}
+    if config.gradient_accumulator_dtype != "float32":
+        # float32 is the default, and the only type that the engine `multi_steps` takes.
+        types["accumulator_dtype"] = jnp.dtype(config.gradient_accumulator_dtype)
     if plan.splitter.num_stages > 1:
         loss: Any = model.pipelined(plan.splitter.num_repeats, keep=config.pipeline_keep)
-    elif config.shard_optimizer_over_data and mesh.shape[DATA] > 1:
-        # The optimizer's parts may be parts of the same dimension that fsdp shards: left to the compiler.
-        loss = AccumulatedLoss(model.loss)
-    elif config.measure_gradient_noise:
-        # The gradient of a microbatch must be in one place, as the compiler leaves it.
+    elif config.measure_gradient_noise or (config.shard_optimizer_over_data and mesh.shape[DATA] > 1):
+        # The loss must leave whole gradients on each replica. The noise is measured on those of a microbatch, and parts of them
+        # over the replicas may cut the dimension that fsdp shards. So the compiler gathers the parameters, not the loss.
         loss = AccumulatedLoss(model.loss)
     else:
         loss = model.sharded_loss(mesh)
-    return replace(loss, **{name: jnp.dtype(dtype) for name, dtype in names.items() if dtype != "float32"})
+    return replace(loss, **types)
+
+
+def _num_eval_batches(config: Config, num_rows: int, batch_size: int) -> int:
+    """Return the batches of an evaluation on held-out rows."""
+    available = num_rows // batch_size
+    wanted = available if config.eval_steps == -1 else config.eval_steps
+    if wanted == DEFAULTS["eval_steps"]:
+        # The default suits small files too, also if it is written in a file. Any other number is an error if there are fewer.
+        wanted = min(wanted, max(available, 1))
+    if 1 <= wanted <= available:
+        return wanted
+    needs = f"eval_steps={wanted} batches" if wanted > 1 else "a batch"
+    fix = f"eval_steps={available}, " if available else ""
+    raise DataError(
+        f"evaluation needs {needs} of {batch_size} rows, but {num_rows:,} rows are held out, {available} batches; set {fix}a "
+        "smaller eval_per_device_batch_size, a larger eval_holdout_fraction, or eval_interval=-1",
+        key="eval_steps" if available else "eval_per_device_batch_size",
+        nearest=(available,) if available else (),
+    )
 
 
 def _evaluation(config: Config, setup: TrainSetup, rows: RowSource, loading: Loading) -> EvalOptions:
     """Return the evaluation: the weighted mean loss over the same held-out rows every time."""
     plan = setup.plan
-    assert plan.eval_global_batch_size is not None
-    available = len(rows) // plan.eval_global_batch_size
-    num_batches = available if config.eval_steps == -1 else config.eval_steps
-    if num_batches == DEFAULTS["eval_steps"]:
-        # The default suits small files too. A number that was chosen is an error if there are not as many batches.
-        num_batches = min(num_batches, max(available, 1))
-    if num_batches < 1 or num_batches > available:
-        raise DataError(
-            f"evaluation needs {f'eval_steps={num_batches} batches' if num_batches > 1 else 'a batch'} of "
-            f"{plan.eval_global_batch_size} rows, but {len(rows):,} rows are held out, {available} batches; set "
-            f"{f'eval_steps={available}, ' if available else ''}a smaller eval_per_device_batch_size, a larger "
-            "eval_holdout_fraction, or eval_interval=-1",
-            key="eval_steps" if available else "eval_per_device_batch_size",
-            nearest=(available,) if available else (),
-        )
+    assert plan.eval_global_batch_size is not None  # None only with eval_interval=-1
     eval_plan = RampPlan(
         ramp=BatchRamp.constant(plan.eval_global_batch_size),
         splitter=plan.splitter.for_eval(),
         num_devices=plan.num_devices,
         axes=plan.axes,
-        total_steps=num_batches,
+        total_steps=_num_eval_batches(config, len(rows), plan.eval_global_batch_size),
     )
     order = SampleOrder(len(rows), seed=None)
     loader = BatchLoader(source=rows, plan=eval_plan, mesh=setup.mesh, order=order, loading=loading)
@@ -539,15 +538,17 @@ def _evaluation(config: Config, setup: TrainSetup, rows: RowSource, loading: Loa
     return EvalOptions(evaluate=evaluate, eval_interval=config.eval_interval)
 
 
-def _check_processes(config: Config, rows: RowSource, loading: Loading) -> dict[str, str]:
-    """Check that all processes have the same configuration and data, and return the fingerprints of the training files."""
-    facts = {name: value for name, value in config.to_dict().items() if name not in PER_PROCESS_KEYS} | {"num_rows": len(rows)}
-    content = fingerprints(files_of(rows)) if loading.reads else {}
-    check_consistent(facts | ({"data": content} if loading.reads else {}))
-    return dict(json.loads(broadcast_from_process0("data", json.dumps(content))))
+def _check_data(rows: RowSource, loading: Loading) -> dict[str, str]:
+    """Check that all processes have the same training data, and return the fingerprints of its files."""
+    # A process that does not read knows no fingerprints. Process 0 reads.
+    facts = {"num_rows": len(rows)} | ({"data": fingerprints(files_of(rows))} if loading.reads else {})
+    check_consistent(facts)
+    found: dict[str, str] = json.loads(broadcast_from_process0("data", json.dumps(facts.get("data"))))
+    return found
 
 
 def _check_host_memory(config: Config, mesh: Mesh) -> None:
+    """Refuse to keep a part of the state in host memory where the devices cannot use it."""
     offload = ("parameter_memory_host_offload", "optimizer_memory_host_offload")
     enabled = [name for name in offload if getattr(config, name)]
     problem = host_memory_problem(mesh) if enabled else None
@@ -558,7 +559,7 @@ def _check_host_memory(config: Config, mesh: Mesh) -> None:
 
 
 def _check_expansion_factor(config: Config) -> None:
-    """Refuse values of `expansion_factor_real_data` that can be planned but not trained with."""
+    """Refuse values of `expansion_factor_real_data` with which a run can be planned but not trained."""
     factor = config.expansion_factor_real_data
     if factor > 1 and factor.denominator != 1:
         raise ConfigError(

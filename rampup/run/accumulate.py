@@ -1,6 +1,9 @@
 """Gradient accumulation: the sum over the microbatches of a step, and `optax.MultiSteps` with a k that follows the ramp.
 
-Shape suffixes: K microbatches in the buffer, R rows of one microbatch over all replicas.
+A replica is a group of devices that together have the parameters once: those with the same place on the data axis.
+
+Shape suffixes: K microbatches in the buffer, R rows of one microbatch: all of them outside of `jax.shard_map`, and those of one
+replica or device inside.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError
 from rampup.moved import moved_names
@@ -24,9 +27,9 @@ from rampup.run.gradient_noise import NoiseMeter, NoiseSums
 from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain, own_constraints
 from rampup.run.zero import is_scattered, manual_specs, reduce_gradients
 
-# loss_fn(params, batch, keys[, mutable]) -> (loss_sum, weight_sum, aux[, mutable])
+# loss_fn(params, batch, keys[, mutable]) -> (loss_sum, weight_sum, aux[, mutable]); see `rampup.run.step.train_step`.
 LossFn = Callable[..., tuple[Any, ...]]
-# The numbers of microbatches in one pass and of passes, traced: a step runs their product.
+# (microbatches in a pipeline's pass, passes), traced. A step runs their product; without stages, only the product matters.
 Counts = tuple[jax.Array, jax.Array]
 
 
@@ -34,13 +37,12 @@ class Sums(NamedTuple):
     """Sums over all rows of an optimizer step.
 
     Attributes:
-        grads: gradient of `loss`, float32 (float64 for float64 parameters), shaped and sharded like the parameters. None if no
-            gradient was requested.
+        grads: gradient of `loss`, not of the mean, at least in float32, shaped and sharded like the parameters; or None.
         loss: sum of the losses.
         weight: sum of the weights, for instance the number of tokens; loss / weight is the mean loss.
         aux: sums of the other results of the loss function.
         mutable: the state that the loss function carries from microbatch to microbatch, or None.
-        noise: sums of squares over the microbatches, if the gradient noise is measured.
+        noise: sums of squares over the blocks (a microbatch on a replica), if the gradient noise is measured.
     """
 
     grads: Any
@@ -59,13 +61,14 @@ class Sums(NamedTuple):
 
 @runtime_checkable
 class SummableLoss(Protocol):
-    """A loss that sums itself over the microbatches of a step. The training step needs nothing else of it.
+    """A loss with a method that adds it up over the microbatches of a step, which is all that a training step calls.
 
-    `AccumulatedLoss` makes one of a loss function; `rampup.run.pipeline.PipelinedLoss` spreads its layers over stages.
+    `AccumulatedLoss` makes one of a loss function; `rampup.run.pipeline.PipelinedLoss` spreads its layers over stages. With
+    `batch_axes`, a loss is a dataclass with a field of this name.
     """
 
     def check(self, mesh: Mesh, engine: str) -> None:
-        """Raise an error if this loss cannot run on a mesh, or with a gradient-accumulation engine."""
+        """Raise an error if this loss cannot run on a mesh, or with the engine `fused` or `multi_steps`."""
 
     def sums_and_grads(
         self,
@@ -79,9 +82,9 @@ class SummableLoss(Protocol):
         mutable: Any = None,
         noise: NoiseMeter | None = None,
     ) -> tuple[Sums, Any]:
-        """Return the sums over the microbatches, and the gradient of the mean loss in the types of the sums.
+        """Return the sums over the microbatches, with None as `grads`, and the gradient of the mean loss at least in float32.
 
-        A loss without the argument `noise` works too, except with `measure_gradient_noise`.
+        Only a step with `measure_gradient_noise` passes `noise`.
         """
 
     def eval_sums(
@@ -97,10 +100,10 @@ class AccumulatedLoss:
     Attributes:
         loss_fn: see `rampup.run.step.train_step`.
         batch_axes: the mesh axes of the rows; None = data and fsdp.
-        param_shardings: shardings of the parameters, if `loss_fn` takes each as one device has it along the axes of the rows,
-            and gathers what it needs with collectives of its own. It then also sees only the rows of one device. None: it takes
-            whole parameters and the rows of one replica, and the compiler partitions it over the axes that are not replicas.
-        reduction_dtype: type in which replicas exchange gradients; None = the type of the sums.
+        param_shardings: None: `loss_fn` takes whole parameters and the rows of one replica, and the compiler partitions it over
+            fsdp and tensor. Otherwise it takes the rows of one device, and the part of each parameter that one device has along
+            the axes of the rows. These are the shardings of the parameters. It gathers what it needs with its own collectives.
+        reduction_dtype: type in which replicas exchange gradients; None = the type of the sums, so that of the accumulators.
         accumulator_dtype: type in which gradients are summed over the microbatches; None = at least float32.
     """
 
@@ -111,7 +114,7 @@ class AccumulatedLoss:
     accumulator_dtype: Any = None
 
     def check(self, mesh: Mesh, engine: str) -> None:
-        """Refuse pipeline stages, and accumulators of a type that the engine does not have; see `SummableLoss`."""
+        """Refuse pipeline stages, and a type of accumulators with `multi_steps`; see `SummableLoss`."""
         check_accumulators(self.accumulator_dtype, engine)
         stages = dict(mesh.shape).get(STAGE, 1)
         if stages > 1:
@@ -134,32 +137,33 @@ class AccumulatedLoss:
         noise: NoiseMeter | None = None,
     ) -> tuple[Sums, Any]:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
-        is_whole, has_one = self.param_shardings is None, keys_KR.shape[0] == 1
-        if noise is not None and not is_whole:
+        takes_whole = self.param_shardings is None
+        if noise is not None and not takes_whole:
             raise ConfigError(
                 "measure_gradient_noise=true needs a loss function that takes whole parameters: with parts that it gathers "
                 "itself, the gradient of a microbatch is never in one place",
                 key="measure_gradient_noise",
                 nearest=(False,),
             )
-        if has_one and noise is None and is_whole and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1:
-            # Nothing to add up: differentiate the mean. Dividing the gradient of a sum, as below, is one more pass over memory
-            # as large as the parameters.
+        # A plan whose buffer has room for one microbatch runs one in every step.
+        number = 1 if keys_KR.shape[0] == 1 else counts[0] * counts[1]
+        has_one_replica = BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1
+        if keys_KR.shape[0] == 1 and has_one_replica and takes_whole and noise is None:
+            # Nothing to add up: differentiate the mean. To divide the gradient of a sum, as below, takes one more pass over
+            # memory as large as the parameters.
             microbatch_sums = own_constraints()(_microbatch_sums(self.loss_fn, param_shardings, differentiate_mean=True))
             sums = microbatch_sums(params, *_take((batch_KR, keys_KR), 0), mutable)
-            return sums, sums.grads
-        # A plan whose buffer has room for one microbatch runs one in every step.
-        number = 1 if has_one else counts[0] * counts[1]
+            return sums._replace(grads=None), sums.grads
         options: Any = {"mesh": mesh, "param_shardings": param_shardings, "mutable": mutable, "noise": noise}
-        sums = self.sum_microbatches(params, batch_KR, number, keys_KR, **options)
-        return sums, sums.mean_grads()
+        sums = self.sum_microbatches(params, batch_KR, keys_KR, number, **options)
+        return sums._replace(grads=None), sums.mean_grads()
 
     def sum_microbatches(
         self,
         params: Any,
         batch_KR: Any,
-        number: jax.Array | int,
         keys_KR: jax.Array | None,
+        number: jax.Array | int,
         *,
         mesh: Mesh,
         param_shardings: Any = None,
@@ -167,55 +171,68 @@ class AccumulatedLoss:
         noise: NoiseMeter | None = None,
     ) -> Sums:
         """Return the sums over the first `number` microbatches of the buffer, at most K; see `accumulate`."""
-        axes, takes_shards = BatchAxes.of(mesh, self.batch_axes), self.param_shardings is not None
-        if takes_shards and is_scattered(param_shardings, axes):
-            raise ConfigError(
-                "shard_optimizer_over_data=true needs a loss function that takes whole parameters",
-                key="shard_optimizer_over_data",
-            )
-        is_one = jax.tree.leaves(batch_KR)[0].shape[0] == 1 and not isinstance(number, jax.core.Tracer) and int(number) == 1
+        axes, shardings = BatchAxes.of(mesh, self.batch_axes), param_shardings
+        if self.param_shardings is not None:
+            if is_scattered((self.param_shardings, param_shardings), axes):
+                raise ConfigError(
+                    "shard_optimizer_over_data=true needs a loss function that takes whole parameters",
+                    key="shard_optimizer_over_data",
+                )
+            # The function takes parameters as it was made for, however the given ones are sharded. Those not trained are None.
+            own = self.param_shardings
+            shardings = jax.tree.map(lambda p, s: None if p is None else s, params, own, is_leaf=lambda p: p is None)
+        has_one = jax.tree.leaves(batch_KR)[0].shape[0] == 1 and not isinstance(number, jax.core.Tracer) and int(number) == 1
         # jit caches the trace: the loss function is traced once for the shapes of the sums and for the body of the loop.
         microbatch_sums = jax.jit(
-            _microbatch_sums(self.loss_fn, param_shardings, noise=noise, dtype=self.accumulator_dtype), inline=True
+            _microbatch_sums(self.loss_fn, shardings, noise=noise, dtype=self.accumulator_dtype), inline=True
         )
 
-        def replica_sums(params: Any, batch_KR: Any, number: Any, keys_KR: Any, mutable: Any, moments: Any) -> Sums:
+        def replica_sums(params: Any, batch_KR: Any, keys_KR: Any, number: Any, mutable: Any, moments: Any) -> Sums:
             # First over this replica's rows, then over the replicas.
-            if is_one:
+            if has_one:
                 sums = microbatch_sums(params, *_take((batch_KR, keys_KR), 0), mutable, moments)
+                return self._reduce(sums, mutable, shardings, mesh)
+
+            def add(i: jax.Array, total: Sums) -> Sums:
+                new = microbatch_sums(params, *_take((batch_KR, keys_KR), i), total.mutable, moments)
+                added = jax.tree.map(jnp.add, total._replace(mutable=None), new._replace(mutable=None))
+                return added._replace(grads=_constrain(added.grads, shardings), mutable=new.mutable)
+
+            # Without the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
+            zeros = _zeros(microbatch_sums, params, *_take((batch_KR, keys_KR), 0), mutable, moments)
+            zeros = zeros._replace(grads=_constrain(zeros.grads, shardings), mutable=mutable)
+            # A while loop in the program: its bound is an argument, so one executable serves every number of microbatches.
+            return self._reduce(jax.lax.fori_loop(0, number, add, zeros), mutable, shardings, mesh)
+
+        run = _per_replica(replica_sums, mesh, axes, grad_shardings=shardings, param_shardings=self.param_shardings)
+        # The noise's moments are an argument of their own: a function inside `jax.shard_map` cannot use arrays from outside.
+        return run(params, batch_KR, keys_KR, jnp.asarray(number, jnp.int32), mutable, noise and noise.moments)
+
+    def _reduce(self, sums: Sums, start: Any, shardings: Any, mesh: Mesh) -> Sums:
+        """Return the sums over all replicas; `start` is `mutable` before the step."""
+        axes, names = BatchAxes.of(mesh, self.batch_axes), self._summed_axes(mesh)
+        if not names:
+            return sums._replace(grads=jax.tree.map(accumulator, sums.grads))
+        with jax.named_scope("reduce"):
+            # The one collective over the data axis: after the loop, once per optimizer step.
+            grads, rest = cast_for_exchange(sums.grads, self.reduction_dtype, mesh), sums._replace(grads=None, mutable=None)
+            if self.param_shardings is not None:
+                grads, reduced = _reduce_shards(grads, rest, shardings, mesh, axes)
+            elif is_scattered(shardings, axes):
+                grads, reduced = reduce_gradients(grads, shardings, mesh, axes), reduce_sums(rest, names)
             else:
+                reduced = reduce_sums(rest._replace(grads=grads), names)
+                grads = reduced.grads
+            # Not back into a narrow type of the accumulators: the sum over the replicas has more digits.
+            grads = jax.tree.map(lambda g, own: g.astype(accumulator_type(own.dtype)), grads, sums.grads)
+            mutable = jax.tree.map(lambda x, before: _merge_replicas(x, before, names), sums.mutable, start)
+            return reduced._replace(grads=_constrain(grads, shardings), mutable=mutable)
 
-                def add(i: jax.Array, total: Sums) -> Sums:
-                    new = microbatch_sums(params, *_take((batch_KR, keys_KR), i), total.mutable, moments)
-                    added = jax.tree.map(jnp.add, total._replace(mutable=None), new._replace(mutable=None))
-                    return added._replace(grads=_constrain(added.grads, param_shardings), mutable=new.mutable)
-
-                # A while loop in the program: its bound is an argument, so it runs as often as the step has microbatches.
-                # Without the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
-                shapes = jax.eval_shape(microbatch_sums, params, *_take((batch_KR, keys_KR), 0), mutable, moments)
-                zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None))
-                zeros = zeros._replace(grads=_constrain(zeros.grads, param_shardings), mutable=mutable)
-                sums = jax.lax.fori_loop(0, number, add, zeros)
-            names = axes.rows if takes_shards else axes.replica
-            if math.prod(mesh.shape[name] for name in names) == 1:
-                return sums._replace(grads=jax.tree.map(accumulator, sums.grads))
-            with jax.named_scope("reduce"):
-                # The one collective over the data axis: after the loop, once per optimizer step.
-                grads, rest = rounded(sums.grads, self.reduction_dtype, mesh), sums._replace(grads=None, mutable=None)
-                if is_scattered(param_shardings, axes):
-                    grads, reduced = reduce_gradients(grads, param_shardings, mesh, axes), reduce_sums(rest, names)
-                elif takes_shards:
-                    grads, reduced = _reduce_shards(grads, rest, param_shardings, mesh, axes)
-                else:
-                    reduced = reduce_sums(rest._replace(grads=grads), names)
-                    grads = reduced.grads
-                mutable = jax.tree.map(lambda x, start: _mean_over_replicas(x, start, names), sums.mutable, mutable)
-                grads = jax.tree.map(lambda g, total: accumulator(g.astype(total.dtype)), grads, sums.grads)
-                return reduced._replace(grads=_constrain(grads, param_shardings), mutable=mutable)
-
-        specs = {"grad_shardings": param_shardings, "param_shardings": param_shardings if takes_shards else None}
-        run = _per_replica(replica_sums, mesh, axes, **specs)
-        return run(params, batch_KR, jnp.asarray(number, jnp.int32), keys_KR, mutable, noise and noise.moments)
+    def _summed_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """Return the mesh axes over which the sums of the loss function still have to be added up."""
+        axes = BatchAxes.of(mesh, self.batch_axes)
+        names = axes.replica if self.param_shardings is None else axes.rows
+        return names if math.prod(mesh.shape[name] for name in names) > 1 else ()
 
     def eval_sums(
         self, params: Any, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
@@ -226,22 +243,21 @@ class AccumulatedLoss:
             loss, weight, aux, _ = call_loss(self.loss_fn, params, batch_R, keys_R, mutable)
             return Sums(None, *jax.tree.map(accumulator, (loss, weight, aux)), None)
 
-        def replica_sums(params: Any, batch_KR: Any, num: Any, keys_KR: Any, mutable: Any, _: None) -> Sums:
+        def replica_sums(params: Any, batch_KR: Any, keys_KR: Any, number: Any, mutable: Any, _: None) -> Sums:
             def add(i: jax.Array, total: Sums) -> Sums:
                 return jax.tree.map(jnp.add, total, microbatch_sums(params, *_take((batch_KR, keys_KR), i), mutable))
 
-            shapes = jax.eval_shape(microbatch_sums, params, *_take((batch_KR, keys_KR), 0), mutable)
-            sums = jax.lax.fori_loop(0, num, add, jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
-            names = axes.rows if self.param_shardings is not None else axes.replica
-            return jax.lax.psum(sums, names) if math.prod(mesh.shape[name] for name in names) > 1 else sums
+            zeros = _zeros(microbatch_sums, params, *_take((batch_KR, keys_KR), 0), mutable)
+            sums, names = jax.lax.fori_loop(0, number, add, zeros), self._summed_axes(mesh)
+            return reduce_sums(sums, names) if names else sums
 
         axes = BatchAxes.of(mesh, self.batch_axes)
         run = _per_replica(replica_sums, mesh, axes, param_shardings=self.param_shardings)
-        return run(params, batch_KR, num_microbatches, keys_KR, mutable, None)
+        return run(params, batch_KR, keys_KR, num_microbatches, mutable, None)
 
 
 def summable(loss: LossFn | SummableLoss, batch_axes: BatchAxes | None = None) -> SummableLoss:
-    """Return a loss that can sum itself over these axes: a loss function is wrapped in `AccumulatedLoss`."""
+    """Return a loss of one of these kinds as a `SummableLoss`, with these batch axes if they are given."""
     if not isinstance(loss, SummableLoss):
         return AccumulatedLoss(loss, batch_axes)
     return loss if batch_axes is None else replace(loss, batch_axes=batch_axes)  # type: ignore[type-var]
@@ -257,9 +273,9 @@ def random_key(seed: int) -> jax.Array:
 
 
 def per_row_keys(seed: jax.Array, step: jax.Array, rows_KR: jax.Array) -> jax.Array:
-    """Return one random key per row, from the seed, the optimizer step and the row's index in the global batch.
+    """Return one random key per row, from a key `seed`, the optimizer step and the rows' indices (K, R) in the global batch.
 
-    The key does not depend on how the batch is split, so dropout is the same on any number of devices.
+    A row's key does not depend on how the batch is split, so dropout is the same on any number of devices.
     """
     base = jax.random.fold_in(seed, step)
     return jax.vmap(jax.vmap(lambda row: jax.random.fold_in(base, row)))(rows_KR)
@@ -280,24 +296,25 @@ def accumulate(
     """Sum loss and gradients over microbatches, with one gradient reduction over the data axis at the end.
 
     For a jitted training step of your own. `num_microbatches` is a traced loop bound: one executable serves any number up to K.
-    `step_batches` with `chunk_size=max(plan.max_microbatches.values())` yields batches whose only chunk is such a buffer.
+    With `chunk_size=max(plan.max_microbatches.values())`, `step_batches` yields batches whose `chunks[0]` is such a buffer.
 
     Args:
-        loss_fn: sums over the rows it is given; see `LossFn`. With several replicas it sees the rows of one. An
-            `AccumulatedLoss` of it also chooses the types in which gradients are summed and exchanged.
+        loss_fn: the loss function (see `train_step`), which sees the rows of one replica. An `AccumulatedLoss` of it also
+            chooses the types in which gradients are summed and exchanged.
         params: the parameters, not sharded over the data axis.
         batch_KR: arrays (K, R, ...), rows sharded over the data and fsdp axes.
-        num_microbatches: how many of the K to use. If a traced number is not one from 0 to K, loss and weight are NaN.
+        num_microbatches: how many of the K to use. If a traced number is not from 0 to K, loss, weight and mean are NaN.
         keys_KR: a random key per row, as `per_row_keys` makes them. None: the loss function gets None.
         mesh: the mesh.
-        param_shardings: shardings of `params`, which the accumulators take. None leaves them to the compiler. Those that name
-            the axes of the replicas scatter the result: see `rampup.run.zero`.
-        mutable: state for `loss_fn` to carry, such as batch statistics. Replicas do not see each other's during a step; its
-            floating-point leaves are averaged over them at the end.
+        param_shardings: shardings of `params`, which the accumulators take. None leaves them to the compiler. If they name the
+            axes of the replicas, each replica gets its own part of the summed gradients; see `rampup.run.zero`.
+        mutable: state for `loss_fn` to carry, such as batch statistics. Replicas do not see each other's during a step. At the
+            end, floating-point leaves become their mean over the replicas, and integers and booleans their maximum. Random keys
+            must be the same on all replicas.
         batch_axes: the mesh axes of the rows; None = data and fsdp.
 
     Returns:
-        The sums over the global batch. `mean_grads` of them is the gradient for the optimizer.
+        The sums over the global batch. Their method `mean_grads` returns the gradient for the optimizer.
 
     Raises:
         ConfigError: `num_microbatches` is not a number from 0 to K.
@@ -306,11 +323,11 @@ def accumulate(
     K = jax.tree.leaves(batch_KR)[0].shape[0]
     check_count(num_microbatches, K)
     options: Any = {"mesh": mesh, "param_shardings": param_shardings, "mutable": mutable}
-    return nan_beyond(num_microbatches, K, loss.sum_microbatches(params, batch_KR, num_microbatches, keys_KR, **options))
+    return nan_beyond(num_microbatches, K, loss.sum_microbatches(params, batch_KR, keys_KR, num_microbatches, **options))
 
 
 def check_count(number: Any, K: int) -> None:
-    """Refuse a number of microbatches that a buffer of K does not have. Of a traced one, see `nan_beyond`."""
+    """Refuse a number of microbatches that a buffer of K does not have. `nan_beyond` is for a traced one."""
     if isinstance(number, jax.core.Tracer):
         return
     if not np.issubdtype(np.asarray(number).dtype, np.integer) or not 0 <= number <= K:
@@ -322,15 +339,18 @@ def check_count(number: Any, K: int) -> None:
 
 
 def nan_beyond(number: Any, K: int, sums: Sums) -> Sums:
-    """Return sums, with NaN as loss and weight if a traced number is not from 0 to K: an index beyond a buffer is clamped."""
+    """Return sums, with NaN as loss and weight if a traced number is not from 0 to K.
+
+    Without it, the last microbatch of the buffer would be added several times: JAX clamps an index beyond an array.
+    """
     if not isinstance(number, jax.core.Tracer):
         return sums
-    exists = (number >= 0) & (number <= K)
-    return sums._replace(loss=jnp.where(exists, sums.loss, jnp.nan), weight=jnp.where(exists, sums.weight, jnp.nan))
+    is_valid = (number >= 0) & (number <= K)
+    return sums._replace(loss=jnp.where(is_valid, sums.loss, jnp.nan), weight=jnp.where(is_valid, sums.weight, jnp.nan))
 
 
 def check_accumulators(dtype: Any, engine: str) -> None:
-    """Refuse the type of the accumulators if an engine has its own."""
+    """Refuse a type of the accumulators with the engine `multi_steps`, which has its own."""
     if dtype is not None and engine == "multi_steps":
         raise ConfigError(
             f"gradient_accumulator_dtype={jnp.dtype(dtype).name} needs gradient_accumulation=fused; optax.MultiSteps keeps the "
@@ -341,7 +361,7 @@ def check_accumulators(dtype: Any, engine: str) -> None:
 
 
 def reduce_sums(sums: Sums, names: tuple[str, ...]) -> Sums:
-    """Add up sums over mesh axes, in a function that is manual over them. The noise costs no collective in addition."""
+    """Add up sums over mesh axes, in a function that is manual over them. The noise adds no collective."""
     if sums.noise is None:
         return jax.lax.psum(sums, names)  # type: ignore[no-any-return]
     # Loss, weight and number of blocks travel as one array, so there are no more reductions than without the noise.
@@ -368,22 +388,25 @@ def safe_reciprocal(weight: jax.Array) -> jax.Array:
 
 
 def accumulator(x: Any, dtype: Any = None) -> jax.Array:
-    """Return a value in the type in which it is summed; see `accumulator_type`."""
+    """Cast a value to the type in which it is summed; see `accumulator_type`."""
     x = jnp.asarray(x)
     return x.astype(accumulator_type(x.dtype, dtype))
 
 
 def accumulator_type(dtype: Any, wanted: Any = None) -> Any:
-    """Return the type in which values of a type are summed: at least float32, or for real values another wanted one."""
+    """Return the type in which values of a type are summed: at least float32, or `wanted` for real floating-point values.
+
+    Integers are summed in float32 too, which counts exactly to 2**24.
+    """
     is_real = jnp.issubdtype(dtype, jnp.floating)
     return wanted if wanted is not None and is_real else jnp.promote_types(dtype, jnp.float32)
 
 
-def rounded(grads: Any, dtype: Any, mesh: Mesh) -> Any:
-    """Return gradients as the replicas of a mesh exchange them: in a type, or for None in their own."""
+def cast_for_exchange(grads: Any, dtype: Any, mesh: Mesh) -> Any:
+    """Return gradients in the type in which the replicas of a mesh exchange them; None = their own."""
     if dtype is not None:
         grads = jax.tree.map(lambda g: g.astype(dtype), grads)
-    # XLA for CPUs adds 16-bit numbers in float32 in any case, and aborts if an axis of the mesh is automatic.
+    # Rounded, but in float32 on CPUs: XLA adds 16-bit numbers in float32 there, and aborts if an axis of the mesh is automatic.
     return jax.tree.map(accumulator, grads) if mesh.devices.flat[0].platform == "cpu" else grads
 
 
@@ -480,53 +503,54 @@ def call_loss(loss_fn: LossFn, params: Any, batch_R: Any, keys_R: Any, mutable: 
         (loss_sum, weight_sum, aux, mutable), the last one None if the loss function carries nothing.
 
     Raises:
-        ConfigError: it does not keep the contract of `LossFn`.
+        ConfigError: the loss function breaks the contract of `LossFn`.
     """
-    args = (params, batch_R, keys_R) if mutable is None else (params, batch_R, keys_R, mutable)
+    args, carries = (params, batch_R, keys_R), mutable is not None
+    args += (mutable,) if carries else ()
     try:
         inspect.signature(loss_fn).bind(*args)
     except ValueError:
         pass  # A callable without a signature, such as a built-in one.
     except TypeError as error:
-        raise _contract_error(f"cannot be called with {len(args)} arguments: {error}", len(args)) from error
-    loss, weight, aux, *carried = unpack_results(loss_fn(*args), len(args))
+        raise _contract_error(f"cannot be called with {len(args)} arguments: {error}", carries) from error
+    loss, weight, aux, *carried = unpack_results(loss_fn(*args), carries)
     for name, value, kinds in (("loss_sum", loss, (jnp.floating,)), ("weight_sum", weight, (jnp.floating, jnp.integer))):
         shape, dtype = np.shape(value), jnp.result_type(value)
         if shape or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
             kind = "floating-point" if len(kinds) == 1 else "real"
-            raise _contract_error(f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind} scalar", len(args))
-    if mutable is not None and (difference := _difference(mutable, carried[0])):
-        raise _contract_error(f"changed the structure or a type of `mutable`: {difference}", len(args))
-    return loss, weight, aux, carried[0] if carried else None
+            raise _contract_error(f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind} scalar", carries)
+    if carries and (difference := _difference(mutable, carried[0])):
+        raise _contract_error(f"changed the structure or a type of `mutable`: {difference}", carries)
+    return loss, weight, aux, carried[0] if carries else None
 
 
-def unpack_results(results: Any, number: int = 3) -> tuple[Any, ...]:
-    """Return the results of a loss function if there are as many as there must be.
+def unpack_results(results: Any, carries: bool = False) -> tuple[Any, ...]:
+    """Return the three results of a loss function, or four if it carries `mutable`.
 
     Raises:
-        ConfigError: there are not.
+        ConfigError: it returned something else.
     """
     if not isinstance(results, (tuple, list)):
-        raise _contract_error(f"returned {'a scalar' if np.shape(results) == () else 'one array'} and not a tuple", number)
-    if len(results) != number:
-        raise _contract_error(f"returned {len(results)} results and not {number}", number)
+        is_array = np.isscalar(results) or hasattr(results, "shape")
+        kind = ("one array" if np.shape(results) else "a scalar") if is_array else f"a {type(results).__name__}"
+        raise _contract_error(f"returned {kind} and not a tuple", carries)
+    if len(results) != 3 + carries:
+        raise _contract_error(f"returned {len(results)} results and not {3 + carries}", carries)
     return tuple(results)
 
 
-def _contract_error(problem: str, number: int) -> ConfigError:
-    takes, returns = "(params, batch, keys)", "(loss_sum, weight_sum, aux)"
-    if number == 4:
-        takes, returns = "(params, batch, keys, mutable)", "(loss_sum, weight_sum, aux, mutable), as the state has `mutable`"
+def _contract_error(problem: str, carries: bool) -> ConfigError:
+    more, why = (", mutable", ", because the state has `mutable`") if carries else ("", "")
     return ConfigError(
-        f"the loss function {problem}. It takes {takes} and returns {returns}: sums over the rows of `batch`. loss_sum is a "
-        "floating-point scalar, weight_sum a scalar that counts what the loss is averaged over, such as tokens, and aux a "
-        "pytree of further sums, such as {}",
+        f"the loss function {problem}. It takes (params, batch, keys{more}) and returns (loss_sum, weight_sum, aux{more}){why}"
+        ": sums over the rows of `batch`. loss_sum is a floating-point scalar, weight_sum a scalar that counts what the loss "
+        "is averaged over, such as tokens, and aux a pytree of further sums, such as {}",
         key="loss_fn",
     )
 
 
 def _difference(before: Any, after: Any) -> str | None:
-    """Return how the shapes or types of two trees differ, or None."""
+    """Return how the structure, the shapes or the types of two trees differ, or None."""
     old, new = (
         {jax.tree_util.keystr(path): (np.shape(x), jnp.result_type(x).name) for path, x in jax.tree.leaves_with_path(tree)}
         for tree in (before, after)
@@ -534,18 +558,20 @@ def _difference(before: Any, after: Any) -> str | None:
     for name in old | new:
         if old.get(name) != new.get(name):
             return f"{name or 'the array'} was {old.get(name, 'absent')} and is {new.get(name, 'absent')}"
-    return None
+    was, now = jax.tree.structure(before), jax.tree.structure(after)
+    return None if was == now else f"it was {was} and is {now}"
 
 
 def _per_replica(
     replica_sums: Callable[..., Sums], mesh: Mesh, axes: BatchAxes, *, grad_shardings: Any = None, param_shardings: Any = None
 ) -> Callable[..., Sums]:
-    """Return a function of (params, batch_KR, num, keys_KR, mutable, moments) that runs on every replica's own rows.
+    """Return a function of (params, batch_KR, keys_KR, number, mutable, moments) that runs on every replica's own rows.
 
-    With `param_shardings` it runs on every device's own rows, and on its own part of the parameters.
+    With `param_shardings` it runs on every device's own rows, and on its own part of the parameters. All results except for
+    gradients with `grad_shardings` that split them must be equal on all replicas.
     """
-    replica_sums = own_constraints()(replica_sums)
-    if axes.num_replicas(mesh) == 1 and param_shardings is None:
+    replica_sums, takes_shards = own_constraints()(replica_sums), param_shardings is not None
+    if axes.num_replicas(mesh) == 1 and not takes_shards:
         return replica_sums
     # The data axis is manual, so that each replica adds up its own rows and the function decides when to reduce. If the
     # compiler partitioned the data axis, it would reduce the gradient inside the loop, once per microbatch. The other axes stay
@@ -553,40 +579,50 @@ def _per_replica(
     #
     # With check_vma=True, JAX would track which values vary over the data axis. The gradient with respect to the parameters,
     # which do not vary, would then be reduced where it is computed: inside the loop again.
-    whole, rows = PartitionSpec(), PartitionSpec(None, axes.replica if param_shardings is None else axes.rows)
-    manual = axes.manual(mesh) | (set() if param_shardings is None else set(axes.rows))
-    params = whole if param_shardings is None else manual_specs(param_shardings, mesh, manual)
-    sharded_grads = param_shardings is not None or is_scattered(grad_shardings, axes)
-    grads = manual_specs(grad_shardings, mesh, manual) if sharded_grads and grad_shardings is not None else whole
+    manual = axes.manual(mesh) | (set(axes.rows) if takes_shards else set())
+    whole, rows = PartitionSpec(), PartitionSpec(None, axes.rows if takes_shards else axes.replica)
+    param_specs = manual_specs(param_shardings, mesh, manual) if takes_shards else whole
+    is_split = takes_shards or is_scattered(grad_shardings, axes)
+    grad_specs = manual_specs(grad_shardings, mesh, manual) if is_split else whole
     return jax.shard_map(
         replica_sums,
         mesh=auto_view(mesh),
         axis_names=manual,
-        in_specs=(params, rows, whole, rows, whole, whole),
-        out_specs=Sums(grads, whole, whole, whole, whole, whole),
+        in_specs=(param_specs, rows, rows, whole, whole, whole),
+        out_specs=Sums(grad_specs, whole, whole, whole, whole, whole),
         check_vma=False,
     )
 
 
 def _reduce_shards(grads: Any, sums: Sums, shardings: Any, mesh: Mesh, axes: BatchAxes) -> tuple[Any, Sums]:
-    """Sum gradients and numbers over the devices of the rows, in a function that is manual over them.
+    """Add up gradients and the other sums over all devices that have rows.
 
-    A gradient that is sharded along one of these axes is already the sum over it: that is what the loss function's own
-    reduce-scatters leave.
+    A gradient that is sharded along one of the axes is already the sum over it: the loss function's own reduce-scatters, which
+    are the derivatives of its gathers, leave that.
     """
     leaves, structure = jax.tree.flatten(grads)
     rows = tuple(name for name in axes.rows if mesh.shape[name] > 1)
+    # Axes left to sum over -> the indices of the leaves. One psum for each.
     groups: dict[tuple[str, ...], list[int]] = {rows: []}
-    for k, sharding in enumerate(jax.tree.leaves(shardings)):
+    for index, sharding in enumerate(jax.tree.leaves(shardings)):
         used = {name for entry in sharding.spec if entry for name in ((entry,) if isinstance(entry, str) else entry)}
-        groups.setdefault(tuple(name for name in rows if name not in used), []).append(k)
+        groups.setdefault(tuple(name for name in rows if name not in used), []).append(index)
     for names, members in groups.items():
-        numbers = sums if names == rows else None
-        totals, numbers = jax.lax.psum(([leaves[k] for k in members], numbers), names) if names else ([], None)
-        for k, total in zip(members if names else (), totals, strict=True):
-            leaves[k] = total
-        sums = sums if numbers is None else numbers
+        totals = [leaves[index] for index in members]
+        if names == rows:
+            # The other sums travel with the gradients that are summed over all axes.
+            totals, sums = jax.lax.psum((totals, sums), rows)
+        elif names:
+            totals = jax.lax.psum(totals, names)
+        for index, total in zip(members, totals, strict=True):
+            leaves[index] = total
     return jax.tree.unflatten(structure, leaves), sums
+
+
+def _zeros(sums_of: Callable[..., Sums], *args: Any) -> Sums:
+    """Return zeros of the shapes and types of `sums_of(*args)`, and None as `mutable`, which is not a sum."""
+    shapes = jax.eval_shape(sums_of, *args)._replace(mutable=None)
+    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # type: ignore[no-any-return]
 
 
 def _take(tree_KR: Any, i: Any) -> Any:
@@ -595,23 +631,24 @@ def _take(tree_KR: Any, i: Any) -> Any:
 
 
 def _constrain(tree: Any, shardings: Any) -> Any:
-    """Keep accumulators sharded like the parameters, so that fsdp saves their memory too."""
-
-    def constrain_leaf(x: Any, sharding: NamedSharding) -> Any:
-        return x if sharding.is_fully_replicated else constrain(x, sharding)
-
+    """Constrain accumulators to the shardings of the parameters, so that fsdp saves their memory too."""
     if shardings is None:
         return tree
-    return jax.tree.map(constrain_leaf, tree, shardings)
+    return jax.tree.map(lambda x, sharding: x if sharding.is_fully_replicated else constrain(x, sharding), tree, shardings)
 
 
-def _mean_over_replicas(x: Any, start: Any, replica: tuple[str, ...]) -> Any:
-    """Return the mean of what the replicas made of `start`, an equal value on all of them."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+def _merge_replicas(x: Any, start: Any, names: tuple[str, ...]) -> Any:
+    """Return what the replicas made of a carried value `start` as one value, equal on all of them."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        # The mean of the changes: those of a constant are exactly 0, while the mean of three equal numbers can be another
+        # number. An infinite start, such as that of a running maximum, would make the change NaN.
+        start = jnp.where(jnp.isfinite(start), start, 0)
+        return start + jax.lax.pmean(x - start, names)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
-    # Of the changes, which are 0 in a constant. The mean of three equal numbers can be another number.
-    start = jnp.where(jnp.isfinite(start), start, 0)
-    return start + jax.lax.pmean(x - start, replica)
+    # A counter or a flag. If the replicas kept different values, each would go on with its own, and a resumed run with another.
+    return jax.lax.pmax(x.astype(jnp.int32) if x.dtype == bool else x, names).astype(x.dtype)
 
 
+# Old names, with a DeprecationWarning.
 __getattr__ = moved_names(__name__, {"row_keys": "rampup.run.accumulate.per_row_keys"})

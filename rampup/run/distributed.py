@@ -26,7 +26,7 @@ _LAUNCHERS = ("SLURM_JOB_ID", "OMPI_MCA_orte_hnp_uri", "TPU_WORKER_HOSTNAMES", "
 _FOLDER = "rampup"
 _ALIVE, _DONE, _FAILED = f"{_FOLDER}/alive", "done", "failed "
 _EXIT_FAILED = 1
-_agreement_numbers = itertools.count()
+_agreement_numbers, _check_numbers = itertools.count(), itertools.count()
 
 
 def join(
@@ -111,7 +111,7 @@ def broadcast_from_process0(name: str, value: str, *, timeout: int = 300) -> str
 
 
 def check_consistent(facts: Mapping[str, Any], *, timeout: int = 300) -> None:
-    """Check that all processes are about to run the same thing.
+    """Check that all processes are about to run the same thing. All of them call this equally often.
 
     Args:
         facts: key -> value, of the configuration and the data. The value for files is a mapping from name to fingerprint. A
@@ -125,11 +125,12 @@ def check_consistent(facts: Mapping[str, Any], *, timeout: int = 300) -> None:
     count = jax.process_count()
     if count == 1:
         return
-    kv_store().key_value_set(f"{_FOLDER}/facts/{jax.process_index()}", json.dumps(facts, default=str), allow_overwrite=True)
+    folder = f"{_FOLDER}/facts{next(_check_numbers)}"
+    kv_store().key_value_set(f"{folder}/{jax.process_index()}", json.dumps(facts, default=str))
     if is_primary():
-        found = [json.loads(kv_store().blocking_key_value_get(f"{_FOLDER}/facts/{n}", 1000 * timeout)) for n in range(count)]
-        kv_store().key_value_set(f"{_FOLDER}/verdict", json.dumps(_differences(found)), allow_overwrite=True)
-    problems = json.loads(kv_store().blocking_key_value_get(f"{_FOLDER}/verdict", 1000 * timeout))
+        found = [json.loads(kv_store().blocking_key_value_get(f"{folder}/{n}", 1000 * timeout)) for n in range(count)]
+        kv_store().key_value_set(f"{folder}/verdict", json.dumps(_differences(found)))
+    problems = json.loads(kv_store().blocking_key_value_get(f"{folder}/verdict", 1000 * timeout))
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems.values())
         raise ConfigError(f"the processes are not started alike:\n{lines}", key=next(iter(problems)))

@@ -1,10 +1,12 @@
 """Pipelined training over the mesh axis `stage`: lock-step 1F1B, in one executable for any number of microbatches.
 
-With p stages, each stage has some consecutive layers. In one tick, every stage runs at most one forward and then at most one
-backward. At the end of the tick, activations move to the next stage and gradients to the previous one. `pipeline_sums` runs
-this in one `shard_map`, and the ticks are a loop whose length follows from the number of microbatches, which may be traced.
+Each of p stages has consecutive layers, or v chunks of consecutive layers. In one tick, every stage runs at most one forward
+and then at most one backward. At the end of the tick, activations move to the next stage and gradients to the previous one.
+`pipeline_sums` runs this in one `shard_map`, and the ticks are a loop whose length follows from the number m of microbatches in
+a pass, which may be traced. If a plan fixes m, a step may need several passes; each fills and drains the pipeline.
 
-Shape suffixes: K microbatches in the buffer, R rows of one microbatch.
+Shape suffixes: K microbatches in the buffer, R rows of one microbatch, n parts of a sum of squares, D replicas.
+Letters: p stages, stage s, v repeats, repeat r, m microbatches of a pass, microbatch k, tick t, unit u.
 """
 
 # The schedule of m = 4 microbatches in p = 3 stages; Fk and Bk are the forward and the backward of microbatch k:
@@ -19,9 +21,10 @@ Shape suffixes: K microbatches in the buffer, R rows of one microbatch.
 # Backward. The last stage starts the backward of k in the tick of its forward, k + p - 1. The gradient moves back by one stage
 # per tick and is on stage s at tick k + (p - 1) + (p - 1 - s):
 #     at tick t, stage s runs the backward of microbatch t - 2(p - 1) + s.
-# Length. The last backward is that of m - 1 on stage 0 at tick m - 1 + 2(p - 1): there are m + 2(p - 1) ticks. All stages wait
-# for each other at the end of a tick. m + p - 1 ticks have a forward somewhere and m + p - 1 have a backward, so a pass takes
-# (m + p - 1)(tF + tB).
+# Length. The last backward is that of m - 1 on stage 0 at tick m - 1 + 2(p - 1): there are m + 2(p - 1) ticks. m + p - 1 of
+# them have a forward on some stage and m + p - 1 have a backward. The exchange at its end makes a tick as long as its longest
+# stage, so a pass takes (m + p - 1)(tF + tB), if tF and tB are the times of a stage's forward and backward, with what it
+# computes again.
 #
 # Memory. A backward needs the input of its forward, 2(p - 1 - s) ticks earlier on stage s. Stage 0 waits longest: when it runs
 # the backward of k, it has already run the forwards up to k + 2(p - 1), and the inputs of k to k + 2(p - 1) are alive. So a
@@ -30,8 +33,8 @@ Shape suffixes: K microbatches in the buffer, R rows of one microbatch.
 #
 # With v repeats (interleaved schedule), the layers are split into v * p chunks, and chunk r * p + s is the r-th one of stage s.
 # A microbatch passes through all stages v times: p ticks after it entered stage 0 it arrives there again. In between, stage 0
-# runs p - 1 others. So microbatches go in groups of p, and a group passes through all repeats before the next one
-# starts. A unit is one microbatch in one repeat. Units are numbered in the order in which stage 0 runs them:
+# runs p - 1 others. So microbatches go in groups of p, and stage 0 runs all repeats of a group before the next one. A unit is
+# one microbatch in one repeat. Units are numbered in the order in which stage 0 runs them:
 #
 #     unit u = group * (v * p) + turn * p + (microbatch within the group)
 #
@@ -47,9 +50,13 @@ Shape suffixes: K microbatches in the buffer, R rows of one microbatch.
 # Backward: the first one, unit 0 in the order of the backwards, is microbatch 0 in repeat v - 1. Its forward is unit
 # (v - 1) * p and runs on stage p - 1 at tick (v - 1) * p + (p - 1) = v * p - 1. The backward follows in that tick. Hence
 #     at tick t, stage s runs the backward of unit t - (v * p - 1) - (p - 1 - s).
+# Unit u is on stage 0 at tick u + (v * p - 1) + (p - 1), and one tick later stage p - 1 runs unit u + p: the same microbatch in
+# its next turn, as in the forward.
 # The input of backward unit u in repeat r was stored by forward unit u + (r - turn) * p. Between the two are
 # 2(v - r) * p - 2 - 2s ticks, at most 2 * v * p - 2 (r = 0, s = 0). By the argument above, 2 * v * p - 1 slots suffice.
-# If m is not a multiple of p, the last group is not full, and the units without a microbatch are idle.
+# Length. A tick runs a chunk, 1/v of a stage. If p divides m, v * m + p - 1 ticks have a forward and as many a backward, so a
+# pass takes (m + (p - 1) / v)(tF + tB): the idle time is 1/v of that without repeats. If p does not divide m, the last group is
+# not full, and its units without a microbatch are idle.
 
 from __future__ import annotations
 
@@ -74,11 +81,10 @@ from rampup.run.accumulate import (
     Sums,
     accumulator,
     accumulator_type,
-    cast_like,
+    cast_for_exchange,
     check_accumulators,
     check_count,
     nan_beyond,
-    rounded,
     safe_reciprocal,
 )
 from rampup.run.gradient_noise import NoiseMeter, NoiseSums, divide_by_weights
@@ -86,7 +92,7 @@ from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain, own_constrai
 from rampup.run.zero import is_scattered, manual_specs, reduce_gradients
 
 LAYERS = "layers"
-Params = Mapping[str, Any]
+Params = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,20 +104,20 @@ class PipelinedLoss:
     brings them into it.
 
     Attributes:
-        first: `first(params, batch, keys) -> x`, before the layers; `params` without `layers`; `keys` has one random key
-            per row. x is any pytree of floating-point arrays. Other values, such as positions, belong into the batch.
-        stage: `stage(layers, x, batch, keys, first_layer) -> x`, some consecutive layers; x keeps its shapes and types. `batch`
-            has what belongs to the microbatch, such as positions or masks; `first_layer` is the index of the first of the
-            layers.
-        last: `last(params, x, batch, keys) -> (loss_sum, weight_sum, aux)`, after the layers.
-        num_repeats: layer chunks v per stage.
-        remat_policy: a policy of `jax.checkpoint` for the values of a chunk's forward that are kept for its backward in
-            addition to its input, such as `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`. None keeps no others and
-            computes the chunk again. Each stage keeps these values for up to 2*v*p - 1 chunks.
-        skip_idle: whether a stage without a microbatch skips its tick (`lax.cond`), and only the first and the last stage run
-            the first and the last part. False computes on placeholders and drops the results: a pass takes as long, with more
-            work. True can deadlock if the compiler puts a collective over fsdp or tensor inside the branch. None: True if all
-            other axes have size 1.
+        first: `first(params, batch, keys) -> x`, before the layers; `params` without `layers`; `batch` has the rows of one
+            microbatch on one replica, and `keys` one random key per row. x is any pytree of floating-point arrays. Other
+            values, such as positions, belong in the batch.
+        stage: `stage(layers, x, batch, keys, first_layer) -> x`, some consecutive layers; x keeps its shapes and types.
+            `first_layer` is the index in the model of the first of `layers`.
+        last: `last(params, x, batch, keys) -> (loss_sum, weight_sum, aux)`, after the layers: sums over the rows.
+        num_repeats: chunks of layers per stage, v.
+        remat_policy: None: keep of a chunk's forward only its input, and compute the chunk again in its backward. A policy of
+            `jax.checkpoint`, such as `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`: keep what it says as well.
+            Each stage keeps these values for up to 2*v*p - 1 chunks.
+        skip_idle: True: a stage without a microbatch skips its tick (`lax.cond`), and only the first and the last stage run the
+            first and the last part. This can deadlock if the compiler puts a collective over another axis, such as fsdp or
+            tensor, inside the branch. False: every stage computes everything in every tick, on placeholders if it has nothing
+            to do, and drops those results. None: True if all axes but `stage` and those of the replicas have size 1.
         batch_axes: the mesh axes of the rows; None = data and fsdp.
         reduction_dtype, accumulator_dtype: see `rampup.run.accumulate.AccumulatedLoss`.
         keep: the old name of `remat_policy`.
@@ -138,7 +144,7 @@ class PipelinedLoss:
         check_accumulators(self.accumulator_dtype, engine)
         if engine == "multi_steps":
             raise ConfigError(
-                "gradient_accumulation=multi_steps does not support a pipeline; fused also runs the optimizer once per step",
+                "gradient_accumulation=multi_steps does not support a pipeline; use fused",
                 key="gradient_accumulation",
                 nearest=("fused",),
             )
@@ -156,23 +162,16 @@ class PipelinedLoss:
         noise: NoiseMeter | None = None,
     ) -> tuple[Sums, Any]:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
-        if mutable is not None:
-            raise ConfigError("the state has `mutable`, which a PipelinedLoss cannot update; put it into the parameters")
-        sums = _pass_sums(self, params, (batch_KR, keys_KR), counts, mesh, param_shardings, noise)
-        return sums, sums.mean_grads()
+        _refuse_mutable(mutable)
+        sums = _sum_passes(self, params, (batch_KR, keys_KR), counts, mesh, param_shardings, noise)
+        return sums._replace(grads=None), sums.mean_grads()
 
     def eval_sums(
-        self,
-        params: Params,
-        batch_KR: Any,
-        keys_KR: jax.Array,
-        num_microbatches: jax.Array,
-        *,
-        mesh: Mesh,
-        mutable: Any = None,  # noqa: ARG002 - see `sums_and_grads`
+        self, params: Params, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
     ) -> Sums:
         """Return the sums without gradients; see `SummableLoss`."""
-        return _pass_sums(self, params, (batch_KR, keys_KR), (num_microbatches, 1), mesh)
+        _refuse_mutable(mutable)
+        return _sum_passes(self, params, (batch_KR, keys_KR), (num_microbatches, 1), mesh)
 
 
 def pipeline_sums(
@@ -192,24 +191,24 @@ def pipeline_sums(
         loss: the loss in parts.
         params: the parameters, `layers` sharded over the stage axis.
         batch_KR: arrays (K, R, ...), rows sharded over the data and fsdp axes.
-        num_microbatches: microbatches m of one pass; passes * m of the K are used. If that is a traced number of more than K,
-            loss and weight are NaN.
+        num_microbatches: microbatches m of one pass. The first passes * m of the K are used. If that is a traced number of more
+            than K, loss and weight are NaN.
         keys_KR: a random key per row.
         mesh: the mesh, whose `stage` axis is the pipeline.
         param_shardings: shardings of `params`, which the gradients take. None = forward only, without gradients.
         num_passes: passes one after the other.
 
     Raises:
-        ConfigError: the buffer does not have as many microbatches.
+        ConfigError: the buffer has fewer microbatches.
         PipelineShapeError: no `stage` axis, layers that do not divide, or a stage that changes the activation's shape.
     """
     K, number = keys_KR.shape[0], num_microbatches * num_passes
     check_count(number, K)
-    sums = _pass_sums(loss, params, (batch_KR, keys_KR), (num_microbatches, num_passes), mesh, param_shardings)
+    sums = _sum_passes(loss, params, (batch_KR, keys_KR), (num_microbatches, num_passes), mesh, param_shardings)
     return nan_beyond(number, K, sums)
 
 
-def _pass_sums(
+def _sum_passes(
     loss: PipelinedLoss,
     params: Params,
     rows: tuple[Any, jax.Array],
@@ -219,25 +218,26 @@ def _pass_sums(
     noise: NoiseMeter | None = None,
 ) -> Sums:
     """Return the sums over all passes, with the squares of the gradients if `noise` measures them; see `pipeline_sums`."""
+    check_shapes(loss, params, *rows, mesh)
     if noise is not None:
         _check_noise(loss, params, *rows)
 
     def stage_sums(layers: Any, shared: Any, rows: Any, m: Any, passes: Any, moments: Any) -> Sums:
         stage = Stage(loss, layers, shared, rows, mesh, with_grads=param_shardings is not None)
         stage.noise, stage.moments = noise, moments
-        sums = jax.lax.fori_loop(0, passes, lambda number, sums: stage.run_pass(number * m, m, sums), stage.zeros())
+        sums = jax.lax.fori_loop(0, passes, lambda index, sums: stage.run_pass(index * m, m, sums), stage.zeros())
         return stage.stack_grads(sums)
 
-    arguments = (*(jnp.asarray(count, jnp.int32) for count in counts), noise and noise.moments)
-    return run_on_stages(stage_sums, loss, params, rows, mesh, param_shardings, arguments)
+    m, passes = (jnp.asarray(count, jnp.int32) for count in counts)
+    return run_on_stages(stage_sums, loss, params, rows, mesh, param_shardings, (m, passes), noise and noise.moments)
 
 
 def as_loss(loss: PipelinedLoss, mesh: Mesh, param_shardings: Any) -> Callable[[Params, Any, jax.Array], jax.Array]:
     """Return the weighted mean loss as a function for `jax.grad` and `jax.value_and_grad`.
 
     The pipeline computes value and gradients together; a custom rule passes the gradients to JAX. The function is
-    differentiable in its parameters only. Arrays that are trained, such as soft prompts, belong into the parameters: in the
-    batch they are refused.
+    differentiable in its parameters only. Arrays that are trained, such as soft prompts, belong in the parameters: in the batch
+    they are refused.
 
     Args:
         loss: the loss in parts.
@@ -260,12 +260,12 @@ def as_loss(loss: PipelinedLoss, mesh: Mesh, param_shardings: Any) -> Callable[[
                 "and jax.lax.stop_gradient around the others"
             )
         params, batch_KR, keys_KR = jax.tree.map(lambda leaf: leaf.value, (params, batch_KR, keys_KR))
-        options = {"mesh": mesh, "param_shardings": param_shardings}
-        sums = pipeline_sums(loss, params, batch_KR, keys_KR.shape[0], keys_KR, **options)
-        return sums.loss * safe_reciprocal(sums.weight), cast_like(sums.mean_grads(), dict(params))
+        m = keys_KR.shape[0]
+        sums = pipeline_sums(loss, params, batch_KR, m, keys_KR, mesh=mesh, param_shardings=param_shardings)
+        return sums.loss * safe_reciprocal(sums.weight), sums.mean_grads(params)
 
     def backward(grads: Any, cotangent: Any) -> tuple[Any, None, None]:
-        # Without a gradient of the loss, JAX calls this with a symbolic zero.
+        # If nothing that is differentiated depends on the loss, JAX calls this with a symbolic zero.
         factor = cotangent if isinstance(cotangent, jax.Array) else jnp.zeros(cotangent.shape, cotangent.dtype)
         return jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads), None, None
 
@@ -298,24 +298,23 @@ def run_on_stages(
     rows: tuple[Any, jax.Array],
     mesh: Mesh,
     param_shardings: Any,
-    arguments: tuple[Any, Any, Any] = (None, None, None),
+    counts: tuple[Any, Any] = (None, None),
+    moments: Any = None,
 ) -> Sums:
     """Run a function on every stage and replica, and add up the results.
 
     The stage axis is manual because each stage runs a different microbatch and passes activations on itself. The data axis is
-    manual so that each replica adds up the gradients of its own rows; the compiler would reduce them in every tick. fsdp and
-    tensor stay automatic. check_vma=False for the reason given in `rampup.run.accumulate._per_replica`.
-
-    Nothing is donated here: the backward reads layers and rows that the forward has read before. The sums and the ring buffer
-    are carried by the loop, which updates them in place.
+    manual so that each replica adds up the gradients of its own rows; the compiler would reduce them in every tick, and so
+    would JAX with check_vma=True. fsdp and tensor stay automatic.
 
     Args:
-        stage_sums: of (layers, shared, rows, *arguments), the sums of a stage over the rows of a replica.
+        stage_sums: `stage_sums(layers, shared, rows, *counts, moments)` returns the sums of a stage over a replica's rows. Its
+            `layers` are those of the stage, and `shared` are all other parameters.
         loss, params, mesh, param_shardings: see `pipeline_sums`.
         rows: the microbatches (K, R, ...) and a random key per row (K, R).
-        arguments: further arguments of `stage_sums`: two numbers, and a tree like `params`, which it gets as (layers, shared).
+        counts: microbatches of a pass, and passes.
+        moments: a tree like `params`, which `stage_sums` gets as (layers, shared), or None.
     """
-    _check_shapes(loss, params, *rows, mesh)
     axes = BatchAxes.of(mesh, loss.batch_axes)
     replicas = axes.replica if axes.num_replicas(mesh) > 1 else ()
     manual = {*axes.manual(mesh), STAGE}
@@ -326,40 +325,39 @@ def run_on_stages(
         sums = stage_sums(*arguments)
         with jax.named_scope("reduce"):
             # Only the last stage has added to loss, weight and aux; the sum over stages is a broadcast.
-            totals = _reduce_blocks(sums._replace(grads=None), replicas, axes.num_replicas(mesh))
+            totals = _reduce_all_but_gradients(sums._replace(grads=None), replicas, axes.num_replicas(mesh))
             if param_shardings is None:
                 return totals
             # Each stage has the gradients of its own layers, and a part of those of the shared parameters.
-            layers, shared = rounded(sums.grads, loss.reduction_dtype, mesh)
+            layers, shared = cast_for_exchange(sums.grads, loss.reduction_dtype, mesh)
             if scatters:
                 grads = reduce_gradients((layers, jax.lax.psum(shared, STAGE)), shardings, mesh, axes)
             else:
                 grads = (jax.lax.psum(layers, replicas) if replicas else layers, jax.lax.psum(shared, (*replicas, STAGE)))
-            grads = jax.tree.map(lambda g, total: accumulator(g.astype(total.dtype)), grads, sums.grads)
+            grads = jax.tree.map(lambda g, own: g.astype(accumulator_type(own.dtype)), grads, sums.grads)
             return totals._replace(grads=jax.tree.map(_constrain, grads, shardings))
 
     by_replica = PartitionSpec(None, replicas) if replicas else PartitionSpec()
     by_stage, whole = PartitionSpec(STAGE), PartitionSpec()
     grad_specs = manual_specs(shardings, mesh, manual) if scatters else (by_stage, whole)
-    *counts, tree = arguments
-    parts, part_specs = (None, whole) if tree is None else ((tree[LAYERS], _without_layers(tree)), (by_stage, whole))
+    parts = None if moments is None else (moments[LAYERS], _without_layers(moments))
     sums: Sums = jax.shard_map(
         own_constraints()(reduced_sums),
         mesh=auto_view(mesh),
         axis_names=manual,
-        in_specs=(by_stage, whole, by_replica, whole, whole, part_specs),
-        out_specs=Sums(None if shardings is None else grad_specs, whole, whole, whole, None, whole),
+        in_specs=(by_stage, whole, by_replica, whole, whole, whole if parts is None else (by_stage, whole)),
+        out_specs=Sums(None if shardings is None else grad_specs, whole, whole, whole, mutable=None, noise=whole),
         check_vma=False,
     )(params[LAYERS], _without_layers(params), rows, *counts, parts)
     return sums if param_shardings is None else sums._replace(grads={LAYERS: sums.grads[0], **sums.grads[1]})
 
 
-def _reduce_blocks(sums: Sums, replicas: tuple[str, ...], num_replicas: int) -> Sums:
+def _reduce_all_but_gradients(sums: Sums, replicas: tuple[str, ...], num_replicas: int) -> Sums:
     """Add up everything but the gradients over replicas and stages, in one round of collectives.
 
-    The sums of squares of a microbatch are spread over the stages, and its weight is known on the last one. So neither the
-    quotient nor its sum over the replicas can be formed before the reduction: every replica puts its microbatches into rows of
-    its own, all rows are reduced with the loss, and every device divides.
+    The noise is a sum over microbatches of |gradient|^2 / weight. The squares of a microbatch are spread over the stages, and
+    its weight is known on the last one, so the quotient cannot be formed before the reduction: every replica puts its
+    microbatches into rows of its own, all rows are reduced with the loss, and every device divides.
     """
     if sums.noise is None:
         return jax.lax.psum(sums, (*replicas, STAGE))  # type: ignore[no-any-return]
@@ -379,7 +377,7 @@ def _reduce_blocks(sums: Sums, replicas: tuple[str, ...], num_replicas: int) -> 
 
 
 class Stage:
-    """The program of one stage, in the trace of a function that is manual over the stage axis. See the schedule at the top.
+    """What one stage computes, traced inside of `jax.shard_map` over the stage axis. See the schedule at the top of the file.
 
     Args:
         loss: the loss in parts.
@@ -398,7 +396,8 @@ class Stage:
         # (v, layers of a chunk, ...): chunk r of this stage is chunk r * p + s of the model.
         self.chunks = jax.tree.map(self._as_chunks, layers)
         self.chunk_size = jax.tree.leaves(self.chunks)[0].shape[1]
-        self.ring_size = 2 * self.v * self.p - 1
+        # Ticks from the first forward of a pass to its first backward, and slots for the inputs of forwards.
+        self.lag, self.ring_size = self.v * self.p - 1, 2 * self.v * self.p - 1
         replica = BatchAxes.of(mesh, loss.batch_axes).replica
         other_axes = math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in (STAGE, *replica))
         self.skips_idle = other_axes == 1 if loss.skip_idle is None else loss.skip_idle
@@ -426,23 +425,24 @@ class Stage:
             noise = NoiseSums(jnp.zeros((geometries, *self.noise.shards, K), dtype), jnp.zeros((K,), zeros[1].dtype))
         return Sums(grads, *zeros, None, noise)
 
-    def run_pass(self, first: Any, m: Any, sums: Sums) -> Sums:
-        """Run microbatches first to first + m - 1 through the pipeline and add them to the sums."""
+    def run_pass(self, start: Any, m: Any, sums: Sums) -> Sums:
+        """Run microbatches start to start + m - 1 of the buffer through the pipeline and add them to the sums."""
         num_groups = (m + self.p - 1) // self.p
-        last_unit = ((num_groups - 1) * self.v + self.v - 1) * self.p + (m - 1) % self.p
+        # The last microbatch in its last turn, on stage 0. The last stage runs it p - 1 ticks later.
+        last_unit = (num_groups * self.v - 1) * self.p + (m - 1) % self.p
         forward_ticks = last_unit + self.p
-        lag = self.v * self.p - 1 if self.with_grads else 0
 
-        # Placeholders are ones, so that ticks without a microbatch compute with ordinary numbers. Their results are dropped,
-        # but a NaN in them would stop a run with jax_debug_nans.
+        # Placeholders, of the gradient too, are ones, so that ticks without a microbatch compute with ordinary numbers. Their
+        # results are dropped, but a NaN in them would stop a run with jax_debug_nans.
         x = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), jax.eval_shape(self._first, 0))
         ring = None
         if self.with_grads:
             kept = jax.eval_shape(lambda: self._forward_chunk(self._chunk(0), x, 0, 0)[1])
             stash = x, jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), kept)
             ring = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.ring_size, *x.shape)), stash)
-        tick = functools.partial(self._tick, first, m, forward_ticks)
-        return jax.lax.fori_loop(0, forward_ticks + lag, tick, (sums, ring, x, x))[0]
+        tick = functools.partial(self._tick, functools.partial(self._unit, start, m), forward_ticks)
+        num_ticks = forward_ticks + (self.lag if self.with_grads else 0)
+        return jax.lax.fori_loop(0, num_ticks, tick, (sums, ring, x, x))[0]
 
     def stack_grads(self, sums: Sums) -> Sums:
         """Return the sums with the gradients of all chunks stacked along one axis, as the layers are."""
@@ -451,65 +451,67 @@ class Stage:
         chunks, shared = sums.grads
         return sums._replace(grads=(jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), chunks), shared))
 
-    def _tick(self, first: Any, m: Any, forward_ticks: Any, t: jax.Array, carry: Any) -> Any:
-        """Run tick t; the carry is the sums, the ring buffer, and the activation and the gradient that arrived."""
+    def _tick(self, unit_of: Callable[..., Any], forward_ticks: Any, t: jax.Array, carry: Any) -> Any:
+        """Run tick t; the carry is the sums, the ring buffer, and the activation and the gradient that arrived.
+
+        `unit_of` is `_unit` for the microbatches of this pass.
+        """
         sums, ring, x, gradient = carry
         if not self.with_grads:
-            y, sums = self._evaluation_tick(first, m, t, x, sums)
+            y, sums = self._evaluation_tick(unit_of, t, x, sums)
             return sums, ring, self._send(y, 1), gradient
-        y, ring = self._if_any_stage(t < forward_ticks, lambda: self._forward_tick(first, m, t, x, ring), otherwise=(x, ring))
+        y, ring = self._if_any_stage(t < forward_ticks, lambda: self._forward_tick(unit_of, t, x, ring), otherwise=(x, ring))
         sums, gradient = self._if_any_stage(
-            t >= self.v * self.p - 1,
-            lambda: self._backward_tick(first, m, t, y, ring, gradient, sums),
-            otherwise=(sums, gradient),
+            t >= self.lag, lambda: self._backward_tick(unit_of, t, y, ring, gradient, sums), otherwise=(sums, gradient)
         )
         # The only communication of a tick: two permutes around the ring of stages, by all of them.
         return sums, ring, self._send(y, 1), self._send(gradient, -1)
 
     @jax.named_scope("evaluation_tick")
-    def _evaluation_tick(self, first: Any, m: Any, t: jax.Array, arrived: Any, sums: Sums) -> tuple[Any, Sums]:
+    def _evaluation_tick(self, unit_of: Callable[..., Any], t: jax.Array, arrived: Any, sums: Sums) -> tuple[Any, Sums]:
         """Run a forward without a backward; return the activation to send, and the sums."""
-        is_real, k, r = self._unit(t - self.s, m)
-        x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(first + k), arrived)
-        y = self._if(is_real, lambda: self._stage(self._chunk(r), x, first + k, r), x)
+        is_real, k, r = unit_of(t - self.s)
+        x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), arrived)
+        y = self._if(is_real, lambda: self._stage(self._chunk(r), x, k, r), x)
         is_last = is_real & (self.s == self.p - 1) & (r == self.v - 1)
-        return y, self._if(is_last, lambda: _add_loss(sums, self._last(y, first + k), first + k), sums)
+        return y, self._if(is_last, lambda: _add_loss(sums, self._last(y, k), k), sums)
 
     @jax.named_scope("forward_tick")
-    def _forward_tick(self, first: Any, m: Any, t: jax.Array, arrived: Any, ring: Any) -> tuple[Any, Any]:
+    def _forward_tick(self, unit_of: Callable[..., Any], t: jax.Array, arrived: Any, ring: Any) -> tuple[Any, Any]:
         """Run the forward of unit t - s; return the activation to send, and the ring with what the backward will need."""
         unit = t - self.s
-        is_real, k, r = self._unit(unit, m)
-        x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(first + k), arrived)
+        is_real, k, r = unit_of(unit)
+        x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), arrived)
         is_last = (self.s == self.p - 1) & (r == self.v - 1)
         # Without a remat policy, the backward computes the chunk again. For the last chunk it does so in this very tick, so its
-        # forward is left to it.
-        runs = is_real if self.loss.remat_policy else is_real & ~is_last
-        # Slot 0 gives the placeholder of an idle tick its shapes. It is never read.
-        y, kept = self._if(runs, lambda: self._forward_chunk(self._chunk(r), x, first + k, r), (x, _take(ring[1], 0)))
+        # forward is left to it, and y is the chunk's input.
+        runs = is_real & ~is_last if self.loss.remat_policy is None else is_real
+        # If it does not run, x and slot 0 take the place of the results, for their shapes.
+        y, kept = self._if(runs, lambda: self._forward_chunk(self._chunk(r), x, k, r), (x, _take(ring[1], 0)))
         slot = unit % self.ring_size
         return y, jax.tree.map(lambda ring, x: ring.at[slot].set(jnp.where(is_real, x, ring[slot])), ring, (x, kept))
 
     @jax.named_scope("backward_tick")
-    def _backward_tick(self, first: Any, m: Any, t: jax.Array, y: Any, ring: Any, arrived: Any, sums: Sums) -> tuple[Sums, Any]:
+    def _backward_tick(
+        self, unit_of: Callable[..., Any], t: jax.Array, y: Any, ring: Any, arrived: Any, sums: Sums
+    ) -> tuple[Sums, Any]:
         """Run the backward of unit t - (v*p - 1) - (p - 1 - s); return the sums with its gradients, and the gradient to send.
 
-        y is the activation of this tick's forward, which on the last stage in the last repeat is that of the same unit.
+        y is the activation of this tick's forward, which on the last stage in the last repeat is that of the same unit. It is
+        used there only, and only with a remat policy.
         """
-        unit = t - (self.v * self.p - 1) - (self.p - 1 - self.s)
-        is_real, k, turn = self._unit(unit, m)
+        unit = t - self.lag - (self.p - 1 - self.s)
+        is_real, k, turn = unit_of(unit)
         r = self.v - 1 - turn
         stash = _take(ring, (unit + (r - turn) * self.p) % self.ring_size)
-        return self._if(  # type: ignore[no-any-return]
-            is_real, lambda: self._backward_chunk(sums, stash, y, arrived, first + k, r), (sums, arrived)
-        )
+        return self._if(is_real, lambda: self._backward_chunk(sums, stash, y, arrived, k, r), (sums, arrived))  # type: ignore[no-any-return]
 
-    def _unit(self, unit: jax.Array, m: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return whether a unit has a microbatch, and its microbatch and turn, or zeros that are safe as indices."""
+    def _unit(self, start: Any, m: Any, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return whether a unit has a microbatch, its index in the buffer and its turn: valid indices in any case."""
         group, rest = unit // (self.v * self.p), unit % (self.v * self.p)
         k, turn = group * self.p + rest % self.p, rest // self.p
         is_real = (unit >= 0) & (k < m)
-        return is_real, jnp.where(is_real, k, 0), jnp.where(is_real, turn, 0)
+        return is_real, start + jnp.where(is_real, k, 0), jnp.where(is_real, turn, 0)
 
     def _forward_chunk(self, chunk: Any, x: Any, k: Any, r: Any) -> tuple[Any, list[Any]]:
         """Return a chunk's output, and the values that its backward needs in addition to its input.
@@ -517,8 +519,9 @@ class Stage:
         A pullback of `jax.vjp` is a pytree whose leaves are the values that it needs, so they can be put into the ring buffer
         and the pullback rebuilt from them. Some leaves are inputs of the chunk: layers, rows and x. Those are known in the
         backward, so only the others are returned. `_pullback_inputs` has for every leaf its index among the inputs, or None.
-        Traced values are inputs if they are the same object. Both attributes are written when the forward is traced, which
-        `run_pass` does before it traces the backward; every later trace of the forward has the same structure.
+        A leaf is an input if it is the same object. Both attributes are written when the forward is traced, which `run_pass`
+        does before it traces the backward. Later traces have the same structure: otherwise `kept` would not fit into the ring
+        buffer.
         """
         if self.loss.remat_policy is None:
             return self._stage(chunk, x, k, r), []
@@ -609,13 +612,13 @@ class Stage:
         return jax.lax.ppermute(x, STAGE, [(s, (s + step) % self.p) for s in range(self.p)])
 
     def _if(self, condition: jax.Array, compute: Callable[[], Any], otherwise: Any) -> Any:
-        """Return what this stage computes if the condition holds on this stage; see `PipelinedLoss.skip_idle`."""
+        """Return what this stage computes if the condition holds here, else `otherwise`; see `PipelinedLoss.skip_idle`."""
         if self.skips_idle:
             return jax.lax.cond(condition, compute, lambda: otherwise)
         return jax.tree.map(lambda a, b: jnp.where(condition, a, b), compute(), otherwise)
 
     def _if_any_stage(self, condition: jax.Array, compute: Callable[[], Any], otherwise: Any) -> Any:
-        """Return what is computed in the ticks in which any stage has work.
+        """Return what the stages compute in ticks in which any of them has work, else `otherwise`.
 
         The condition depends on t alone, so all stages take the same branch, and collectives inside it are safe. Stages that
         skip idle work do not need it.
@@ -659,7 +662,7 @@ def _check_noise(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: ja
         raise PipelineShapeError(
             f"measure_gradient_noise=true: the first and the last part of the pipeline share {', '.join(both)}; the square of "
             "a gradient whose two parts are on different stages would need one of them to be sent in every tick; use separate "
-            "parameters (logits_via_embedding=false), or no pipeline",
+            "parameters (`rampup train`: logits_via_embedding=false), or no pipeline",
             key="measure_gradient_noise",
             nearest=(False,),
         )
@@ -669,7 +672,12 @@ def _without_layers(params: Params) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name != LAYERS}
 
 
-def _check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Array, mesh: Mesh) -> None:
+def _refuse_mutable(mutable: Any) -> None:
+    if mutable is not None:
+        raise ConfigError("the state has `mutable`, which a PipelinedLoss cannot use; put it into the parameters")
+
+
+def check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Array, mesh: Mesh) -> None:
     """Refuse sizes that do not divide, and a stage that changes its input's shape, before anything is compiled."""
     if STAGE not in mesh.axis_names:
         axes = ", ".join(mesh.axis_names)
@@ -677,14 +685,15 @@ def _check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: j
     p, v = mesh.shape[STAGE], loss.num_repeats
     if v < 1:
         raise PipelineShapeError(f"num_pipeline_repeats={v} must be at least 1", key="num_pipeline_repeats", nearest=(1,))
-    sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params.get(LAYERS))} if isinstance(params, dict) else set()
+    # Not another mapping: gradients are a dict, and must have the same structure.
+    sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params.get(LAYERS))} if type(params) is dict else set()
     if len(sizes) != 1 or () in sizes:
         names = f" of {', '.join(map(str, params))}" if isinstance(params, Mapping) else ""
         raise PipelineShapeError(
             f"the parameters of a PipelinedLoss are a dict with arrays under {LAYERS!r} whose first axis is the layers; here "
             f"is a {type(params).__name__}{names}" + (f", with layers of the sizes {sorted(sizes)}" if sizes else "")
         )
-    ((num_layers,),) = sizes
+    num_layers = sizes.pop()[0]
     if num_layers % (p * v):
         nearest = nearest_multiples(num_layers, p * v)
         raise PipelineShapeError(
@@ -693,10 +702,11 @@ def _check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: j
             key="base_num_decoder_layers",
             nearest=nearest,
         )
-    num_rows, replicas = keys_KR.shape[1], BatchAxes.of(mesh, loss.batch_axes).num_replicas(mesh)
+    num_rows, axes = keys_KR.shape[1], BatchAxes.of(mesh, loss.batch_axes)
+    replicas = axes.num_replicas(mesh)
     if num_rows % replicas:
         raise PipelineShapeError(
-            f"a microbatch of {num_rows} rows must be a multiple of the data axis = {replicas}",
+            f"a microbatch of {num_rows} rows must be a multiple of the {' * '.join(axes.replica)} axis = {replicas}",
             key="microbatch_size",
             nearest=nearest_multiples(num_rows, replicas),
         )
@@ -718,6 +728,7 @@ def _check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: j
         )
 
 
+# Old names, with a DeprecationWarning.
 __getattr__ = moved_names(
     __name__, {"reordered": "rampup.run.pipeline.permute_layers", "gpipe_sums": "rampup.bench.pipeline.gpipe_sums"}
 )

@@ -4,6 +4,7 @@ Runs that several tests compare with are trained once per module. The schedule h
 of the program: runs that differ only in `steps` share one compilation.
 """
 
+import itertools
 import json
 import sys
 
@@ -271,3 +272,11 @@ def test_state_shapes_of_a_sharded_optimizer_are_those_of_the_state():
     setup = TrainSetup.from_config(Config(**keys), plan, make_mesh(plan.axes))
     expected = jax.tree.map(lambda leaf: (leaf.shape, leaf.sharding), setup.initial_state())
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.sharding), setup.state_shapes()) == expected
+
+
+def test_replicas_exchange_the_type_that_is_configured(tmp_path):
+    """With accumulators in bfloat16 too, `gradient_reduction_dtype: float32` is float32 and not the accumulators' type."""
+    for types in itertools.product(("float32", "bfloat16"), repeat=2):
+        settings = config(tmp_path, gradient_reduction_dtype=types[0], gradient_accumulator_dtype=types[1])
+        setup = TrainSetup.from_config(settings, build_plan(settings, 8), make_mesh())
+        assert (setup.loss.reduction_dtype, setup.loss.accumulator_dtype or "float32") == types

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import FrozenDict
 from helpers import toy
+from jax.sharding import NamedSharding, PartitionSpec
 
 from rampup.errors import ConfigError, RampDefinitionError
-from rampup.plan import BatchRamp, BatchSplitter, RampPlan
-from rampup.run.accumulate import AccumulatedLoss, accumulate, multi_steps, per_row_keys
+from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
+from rampup.run.accumulate import AccumulatedLoss, accumulate, call_loss, multi_steps, per_row_keys
 from rampup.run.mesh import batch_sharding, make_mesh, shardings_like
 
 
@@ -125,6 +127,57 @@ def test_accumulators_in_bfloat16_round_the_gradient_and_not_the_loss(name):
     assert errors[0] < errors[1] < K * 2**-8
 
 
+def linear_loss(params, batch, keys):
+    """The gradient of `w` is the sum of x."""
+    return jnp.sum(params["w"] * batch["x"]), batch["x"].size, {}
+
+
+def test_replicas_exchange_gradients_without_rounding_their_sum_again():
+    """The sum of 256 and 1, which are bfloat16, has nine digits: the result is 257 and not 256."""
+    mesh = make_mesh(devices=jax.devices()[:2])
+    batch = jax.device_put({"x": np.array([[256.0, 1]], np.float32)}, batch_sharding(mesh, leading=1))
+    for types in ({"accumulator_dtype": jnp.bfloat16}, {"accumulator_dtype": jnp.bfloat16, "reduction_dtype": jnp.float32}):
+        sums = accumulate(AccumulatedLoss(linear_loss, **types), {"w": jnp.ones(())}, batch, 1, mesh=mesh)
+        assert sums.grads["w"].dtype == jnp.float32
+        assert float(sums.grads["w"]) == 257
+
+
+@pytest.mark.parametrize("axes", [MeshAxes(data=8), MeshAxes(data=4, fsdp=2), MeshAxes(fsdp=8)])
+def test_a_loss_that_takes_shards_is_reduced_with_its_own_shardings(axes):
+    """Without the argument `param_shardings`, or with others, those of the loss decide what is left to reduce."""
+    mesh = make_mesh(axes)
+    batch = jax.device_put({"x": np.arange(16, dtype=np.float32).reshape(2, 8)}, batch_sharding(mesh, leading=1))
+    own = {"w": NamedSharding(mesh, PartitionSpec("fsdp")), "b": NamedSharding(mesh, PartitionSpec())}
+
+    def loss_fn(params, batch, keys):
+        w = jax.lax.all_gather(params["w"], "fsdp", axis=0, tiled=True)
+        return jnp.sum((w.sum() + params["b"]) * batch["x"]), batch["x"].size, {}
+
+    params = {"w": jnp.ones((8,)), "b": jnp.ones(())}
+    for given in (None, own, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), own)):
+        sums = accumulate(AccumulatedLoss(loss_fn, param_shardings=own), params, batch, 2, mesh=mesh, param_shardings=given)
+        for name, size in (("w", 8), ("b", 1)):
+            shards = [np.ravel(shard.data) for shard in sums.grads[name].addressable_shards]
+            assert len(shards) == 8
+            assert all((shard == 120).all() and shard.size in (size, size // axes.fsdp) for shard in shards)
+
+
+@pytest.mark.parametrize("name", ["one", "data"])
+@pytest.mark.parametrize("K", [1, 2])
+def test_a_loss_returns_one_gradient_to_a_step(name, K):
+    """`sums_and_grads` returns the gradient of the mean; the sums beside it have none that could be divided again."""
+    mesh = toy.mesh_of(name)
+    params, (batch, _) = toy.new_params(mesh), buffer(mesh, K, 16, np.float32)
+    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(K * 16).reshape(K, 16))
+    options = {"mesh": mesh, "param_shardings": shardings_like(params, mesh)}
+    counts = (jnp.int32(K), jnp.int32(1))
+    sums, mean = jax.jit(lambda: AccumulatedLoss(toy.loss_fn).sums_and_grads(params, batch, keys, counts, **options))()
+    expected = accumulate(toy.loss_fn, params, batch, K, keys, **options)
+    assert sums.grads is None
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), mean, expected.mean_grads())
+    assert (float(sums.loss), float(sums.weight)) == (float(expected.loss), float(expected.weight))
+
+
 def all_reduces_by_loop(hlo):
     """Return the shapes that all-reduces reduce, inside loop bodies and outside."""
     bodies = set(re.findall(r"body=%?([\w.\-]+)", hlo))
@@ -195,6 +248,43 @@ def test_constants_that_a_loss_carries_do_not_drift_on_several_replicas():
     found = accumulate(loss_fn, {"w": jnp.ones(())}, batch, 2, mesh=mesh, mutable=start).mutable
     assert (np.asarray(found["constant"]) == np.asarray(start["constant"])).all()
     assert found["maximum"].tolist() == [1, -np.inf]
+
+
+def test_carried_values_that_are_not_numbers_to_average_are_equal_on_all_replicas():
+    """Complex numbers are averaged, counters and flags become their maximum, and keys stay."""
+    mesh = make_mesh(devices=jax.devices()[:2])
+    batch = jax.device_put({"x": np.array([[7.0, 1]], np.float32)}, batch_sharding(mesh, leading=1))
+    start = {"z": jnp.complex64(1j), "count": jnp.uint8(2), "large": jnp.bool(False), "key": jax.random.key(3)}
+
+    def loss_fn(params, batch, keys, mutable):
+        x = batch["x"].sum()
+        new = {"z": mutable["z"] + x, "count": mutable["count"] + x.astype(jnp.uint8), "large": x > 5, "key": mutable["key"]}
+        return *linear_loss(params, batch, keys), new
+
+    found = accumulate(loss_fn, {"w": jnp.ones(())}, batch, 1, mesh=mesh, mutable=start).mutable
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, start)
+    for name, value in {"z": 4 + 1j, "count": 9, "large": True}.items():
+        assert [shard.data.item() for shard in found[name].addressable_shards] == [value] * 2
+    assert jax.random.key_data(found["key"]).tolist() == jax.random.key_data(start["key"]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("results", "words"),
+    [
+        (None, "returned a NoneType and not a tuple"),
+        ({"loss": 1.0}, "returned a dict and not a tuple"),
+        (2.0, "returned a scalar and not a tuple"),
+        (np.ones(2), "returned one array and not a tuple"),
+        ((1.0, 1.0), "returned 2 results and not 4"),
+        ((1.0, 1.0, {}, FrozenDict(n=0.0)), r"changed the structure .*it was PyTreeDef.*'n'.* and is PyTreeDef"),
+        ((1.0, 1.0, {}, {"n": 0}), r"changed .*\['n'\] was \(\(\), 'float32'\) and is \(\(\), 'int32'\)"),
+    ],
+)
+def test_results_that_break_the_contract_are_errors_in_words(results, words):
+    """The message says what the loss function returned, and what it must return with `mutable`."""
+    with pytest.raises(ConfigError, match=words) as caught:
+        call_loss(lambda *args: results, {}, {}, None, {"n": jnp.float32(0)})
+    assert "(loss_sum, weight_sum, aux, mutable), because the state has `mutable`" in str(caught.value)
 
 
 def test_multi_steps_follows_the_plan():

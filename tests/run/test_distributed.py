@@ -292,11 +292,13 @@ def test_processes_decide_alike_about_the_batch(tmp_path):
 
 
 def test_check_consistent_refuses_processes_with_other_settings(tmp_path):
-    """Every process names the key that differs, and nothing is written."""
+    """Every process names the keys that differ, also of one by which a process waits for others, and nothing is written."""
     folder = tmp_path / "out"
-    for code, output in finish(start(folder, number=2, devices=2, each=[[], ["adam_b1=0.8"]]), folder):
+    own = ["adam_b1=0.8", "expansion_factor_real_data=2"]
+    for code, output in finish(start(folder, number=2, devices=2, each=[[], own]), folder):
         assert code == 2
         assert "adam_b1: 0.9 in process 0, 0.8 in process 1" in output
+        assert "expansion_factor_real_data: " in output
     assert not folder.exists()
 
 

@@ -3,6 +3,7 @@
 Every executable here is small and serves many cases: the number of microbatches is an argument.
 """
 
+import collections
 import dataclasses
 import functools
 import re
@@ -22,6 +23,7 @@ from rampup.errors import PipelineShapeError
 from rampup.plan import MeshAxes
 from rampup.plan.pipeline import stage_layer_order
 from rampup.run import PipelinedLoss, as_loss, make_mesh, pipeline_sums
+from rampup.run.gradient_noise import NoiseMeter
 from rampup.run.pipeline import permute_layers
 
 LAYERS, WIDTH, ROWS, MOST, WORDS = 48, 8, 4, 16, 11
@@ -367,6 +369,8 @@ def test_pipeline_sums_refuse_wrong_shapes_before_compiling(spoil, key, words, m
     ("spoil", "words"),
     [
         ("frozen", "a dict with arrays under .layers. .* here is a FrozenDict of "),
+        ("ordered", "a dict with arrays under .layers. .* here is a OrderedDict of "),
+        ("list", "a dict with arrays under .layers. .* here is a list"),
         ("missing", "here is a dict of embedding"),
         ("scalar", r"with layers of the sizes \[\(\), \(48,\)\]"),
         ("integer", "must be floating-point, .* and not int32; put such values into the batch"),
@@ -382,9 +386,27 @@ def test_pytrees_that_cannot_be_pipelined_are_refused(spoil, words):
         loss = dataclasses.replace(loss, first=first, stage=lambda layers, x, *_: x)
     layers = {"scalar": {**placed["layers"], "scale": jnp.ones(())}}.get(spoil, placed["layers"])
     changed = {"embedding": placed["embedding"]} | ({} if spoil == "missing" else {"layers": layers})
-    changed = FrozenDict(changed) if spoil == "frozen" else changed
+    kinds = {"frozen": FrozenDict, "ordered": collections.OrderedDict, "list": lambda params: [*params.values()]}
+    changed = kinds.get(spoil, dict)(changed)
     with pytest.raises(PipelineShapeError, match=words):
         pipeline_sums(loss, changed, batch, 4, keys, mesh=mesh, param_shardings=shardings)
+    # Measuring the noise looks at the parameters too, after this check.
+    options = {"mesh": mesh, "param_shardings": shardings, "noise": NoiseMeter.of(shardings, mesh)}
+    with pytest.raises(PipelineShapeError, match=words):
+        loss.sums_and_grads(changed, batch, keys, (jnp.int32(4), jnp.int32(1)), **options)
+
+
+def test_a_pipelined_loss_has_no_carried_state_and_one_gradient():
+    """Training and evaluation refuse `mutable`, and a step gets the gradient of the mean beside sums without one."""
+    params, batch, keys, parts = problem()
+    mesh, shardings, placed, _ = on_mesh(params, MeshAxes(pipeline=2))
+    loss, counts = parts(), (jnp.int32(2), jnp.int32(1))
+    for sum_up in (loss.eval_sums, functools.partial(loss.sums_and_grads, param_shardings=shardings)):
+        with pytest.raises(rampup.ConfigError, match="`mutable`, which a PipelinedLoss cannot use"):
+            sum_up(placed, batch, keys, counts, mesh=mesh, mutable={"n": jnp.zeros(())})
+    sums, mean = jax.eval_shape(lambda: loss.sums_and_grads(placed, batch, keys, counts, mesh=mesh, param_shardings=shardings))
+    assert sums.grads is None
+    assert jax.tree.structure(mean) == jax.tree.structure(placed)
 
 
 def test_pipeline_sums_take_no_more_microbatches_than_there_are():
