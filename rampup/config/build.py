@@ -91,15 +91,14 @@ def build_plan(
         num_repeats = _num_repeats(config, axes.pipeline if axes else 1)
     with _collected(problems, config):
         splitter = _splitter(config, axes or MeshAxes(), num_repeats)
-    if ramp is None:
-        with _collected(problems, config):
-            ramp = _ramp(config, num_devices, splitter if axes else None)
+    with _collected(problems, config):
+        if config.batch_size_schedule == AUTO_SCHEDULE and reserved_sizes is None and splitter:
+            reserved_sizes = _auto_sizes(config, num_devices, splitter)
+        if ramp is None:
+            ramp = _ramp(config, num_devices, splitter if axes else None, reserved_sizes)
             if config.seesaw_factor is not None and splitter is not None:
                 seesaw = _seesaw(config, ramp, splitter)
                 ramp = seesaw.ramp
-    if reserved_sizes is None and config.batch_size_schedule == AUTO_SCHEDULE and splitter is not None and ramp is not None:
-        with _collected(problems, config):
-            reserved_sizes = _auto_sizes(config, num_devices, splitter)
     raise_together(problems)
     assert axes is not None
     assert splitter is not None
@@ -324,10 +323,10 @@ def _splitter(config: Config, axes: MeshAxes, num_repeats: int) -> BatchSplitter
     )
 
 
-def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None) -> BatchRamp:
-    if config.batch_size_schedule == AUTO_SCHEDULE and splitter is not None:
-        sizes = _auto_sizes(config, num_devices, splitter)
-        _check_sizes(config, splitter, [(size, "batch_size_schedule: auto") for size in sizes])
+def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None, sizes: Sequence[int] | None) -> BatchRamp:
+    if sizes:
+        if splitter is not None:
+            _check_sizes(config, splitter, [(size, "batch_size_schedule: auto") for size in sizes])
         return BatchRamp.constant(sizes[0])
     unfixed = splitter and replace(splitter, microbatch_size=AUTO)
     keys = {name: getattr(config, name) for name in _RAMP_ARGUMENTS}
