@@ -490,7 +490,7 @@ def _microbatch_sums(
             (_, (loss, weight, aux, carried)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
             grads, loss, weight, aux = jax.tree.map(accumulator, (grads, loss, weight, aux))
             grads = _constrain(grads, param_shardings)
-            block = noise and replace(noise, moments=moments).block(grads, weight)
+            block = noise and replace(noise, moments=moments).block(grads, loss, weight)
             return Sums(jax.tree.map(lambda g: accumulator(g, dtype), grads), loss, weight, aux, carried, block)
 
     return microbatch_sums

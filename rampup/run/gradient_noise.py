@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.plan.noise_scale import noise_trace
@@ -70,30 +71,33 @@ class NoiseMeter:
         """The shape of a sum of squares: one partial sum per shard."""
         return tuple(self.axes.values())
 
-    def squares(self, grads: Any, moments: Any = None, shardings: Any = None) -> jax.Array:
+    def squares(self, grads: Any, moments: Any = None, shardings: Any = None, *, varying: jax.Array | None = None) -> jax.Array:
         """Return the sum of squares of a gradient in every geometry, (geometries, *shards).
 
         Args:
             grads: the gradient.
             moments: those of `grads`.
             shardings: shardings of `grads`, if they are a part of all.
+            varying: in a loop over microbatches, a number that each has its own of.
         """
         shardings = self.shardings if shardings is None else shardings
         squares = jax.tree.map(lambda x: jnp.real(x * jnp.conj(x)) if jnp.iscomplexobj(x) else jnp.square(x), grads)
         found = [self._add_up(squares, shardings)]
         if moments is not None:
-            # The barrier makes eps depend on this gradient. The compiler would otherwise move 1 / sqrt(v) out of the loop over
-            # the microbatches, into a buffer as large as the parameters.
-            eps = jax.lax.optimization_barrier((jnp.float32(_EPS**2), found[0]))[0]
-            scaled = jax.tree.map(
-                lambda x, v: x * jnp.where(v > 0, jax.lax.rsqrt(v.astype(x.dtype) + eps.astype(x.dtype)), 0), squares, moments
-            )
+            if varying is not None:
+                # The compiler would move what depends on the moments alone out of the loop, into buffers as large as the
+                # parameters. So they depend on the microbatch, though not on its gradient: all of it would have to be complete
+                # and be read again, instead of once, where it is added to its sum.
+                moments = jax.lax.optimization_barrier((moments, varying))[0]
+                moments = jax.tree.map(self._keep_layout, moments)
+            # A quotient, because the compiler for CPUs computes the factor 1 / sqrt(v) long before the gradient is there.
+            scaled = jax.tree.map(lambda x, v: jnp.where(v > 0, x / jnp.sqrt(v.astype(x.dtype) + _EPS**2), 0), squares, moments)
             found.append(self._add_up(scaled, shardings))
         return jnp.stack(found)
 
-    def block(self, grads: Any, weight: jax.Array) -> NoiseSums:
-        """Return the sums over one block, of which there are the gradient sum and the weight."""
-        squares = self.squares(grads, self.moments)
+    def block(self, grads: Any, loss: jax.Array, weight: jax.Array) -> NoiseSums:
+        """Return the sums over one block, of which there are the gradient sum, the loss and the weight."""
+        squares = self.squares(grads, self.moments, varying=loss)
         return NoiseSums(*divide_by_weights(squares[..., None], weight[None]))
 
     def metrics(self, noise: NoiseSums, grads: Any, weight: jax.Array) -> dict[str, Any]:
@@ -136,6 +140,19 @@ class NoiseMeter:
             return sum(map(jnp.sum, jax.tree.leaves(squares)))  # type: ignore[return-value]
         parts = jax.tree.leaves(jax.tree.map(self._partial_sums, squares, shardings))
         return constrain(sum(parts), NamedSharding(auto_view(self.mesh), PartitionSpec(*self.axes)))
+
+    def _keep_layout(self, v: jax.Array) -> jax.Array:
+        """Keep second moments on a TPU as they are outside of the loop, where they would otherwise be copied for all of it.
+
+        The gradient of a microbatch often has its dimensions in another order, in which the compiler wants the moments too. So
+        it transposes one array at a time, inside the loop. Not of shards: JAX 0.7 would gather them.
+        """
+        if self.axes or v.ndim < 2 or self.mesh.devices.flat[0].platform != "tpu":
+            return v
+        rows, columns = v.shape[-2:]
+        # The last dimension is the inner one in memory if that takes no padding to tiles of 8 x 128.
+        is_row_major = columns % 128 == 0 and (rows % 8 == 0 or 8 % rows == 0)
+        return with_layout_constraint(v, Layout(tuple(range(v.ndim)))) if is_row_major else v
 
     def _total(self, parts: jax.Array) -> jax.Array:
         """Return the sums over the shards of partial sums (n, *shards)."""

@@ -565,7 +565,8 @@ class Stage:
         shardings = _without_layers(self.noise.shardings) if r is None else self.noise.shardings[LAYERS]
         if moments is not None:
             moments = moments[1] if r is None else _take(jax.tree.map(self._as_chunks, moments[0]), r)
-        return sums._replace(squares=sums.squares.at[..., k].add(self.noise.squares(gradient, moments, shardings)))
+        squares = self.noise.squares(gradient, moments, shardings, varying=k)
+        return sums._replace(squares=sums.squares.at[..., k].add(squares))
 
     def _as_chunks(self, x: jax.Array) -> jax.Array:
         return x.reshape(self.v, -1, *x.shape[1:])

@@ -18,6 +18,7 @@ from rampup.errors import ConfigError, PipelineShapeError
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
 from rampup.plan.noise_scale import noise_trace
 from rampup.run.accumulate import AccumulatedLoss
+from rampup.run.compile import compile_program
 from rampup.run.mesh import make_mesh
 from rampup.run.pipeline import PipelinedLoss
 from rampup.run.state import TrainState, create_state, prepare_state
@@ -249,6 +250,23 @@ def test_gradient_noise_with_scaled_loss_integers_and_carried_state():
         assert "adam_trace" not in metrics["gradient_noise"]
 
     run(step, state, rows, plan, check)
+
+
+def test_gradient_noise_needs_no_more_memory():
+    """Not even a mask of Adam's second moments is kept over the microbatches of a step."""
+    mesh, plan, _ = one_device(size=16 * 64, rows=64)
+
+    def loss(params, batch, keys):
+        x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch["x"], params)[0]
+        return jnp.sum(x**2), jnp.float64(len(x)), {}
+
+    def temporary(measures):
+        step = train_step(loss, ADAM, plan, mesh, measure_gradient_noise=measures)
+        state = create_state(jnp.ones((8, 64, 64)), step.tx, mesh)
+        lowered = step.lower(state, {"x": np.zeros(64)}, plan.splits[0])
+        return compile_program(lowered).memory_analysis().temp_size_in_bytes
+
+    assert temporary(True) <= 1.01 * temporary(False)
 
 
 def test_gradient_noise_is_measured_before_clipping():
