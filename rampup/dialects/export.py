@@ -122,6 +122,13 @@ class _Rollout:
         """Return a number of samples as prompts."""
         return self.whole(samples, self.plan.samples_per_prompt, key, f"{what} in prompts")
 
+    def mini(self, updates: Updates) -> int:
+        """Return the prompts of a mini batch."""
+        key, what = ("critic_mini_batch_size", "the critic's mini batch")
+        if updates is self.plan.policy_updates:
+            key, what = ("mini_batch_size", "the mini batch")
+        return self.prompts(updates.mini_batch_samples, key, what)
+
     def micro(self, updates: Updates) -> int:
         """Return the samples of a pass and replica."""
         self.require(updates.microbatch_size is not None, "token_budget", "it has no token budget; set microbatch_size")
@@ -139,10 +146,10 @@ class _Rollout:
         """Whether devices share a layer, or the layers: what Megatron's backend is for."""
         return self.axes.tensor * self.axes.pipeline > 1
 
-    @property
-    def model_sizes(self) -> tuple[int, int, int]:
-        """Tensor, pipeline and context parallel size."""
-        return self.axes.tensor, self.axes.pipeline, self.axes.context
+    def megatron_sizes(self, group: str) -> dict[str, int]:
+        """Return the sizes of Megatron under their keys, which veRL and SkyRL share."""
+        sizes = {"tensor_model": self.axes.tensor, "pipeline_model": self.axes.pipeline, "context": self.axes.context}
+        return {f"{group}.{name}_parallel_size": size for name, size in sizes.items()}
 
 
 def _export_maxtext_rl(rollout: _Rollout) -> Exported:
@@ -177,7 +184,7 @@ def _tunix_sizes(rollout: _Rollout) -> dict[str, int]:
     rollout.require(plan.critic is None, "enable_critic", "its GRPO learner has no critic; set enable_critic=false")
     rollout.require(not plan.policy_updates.padded_samples, "pad_microbatches", "it does not pad mini batches")
     rollout.micro(plan.policy_updates)
-    mini = rollout.prompts(plan.policy_updates.mini_batch_samples, "mini_batch_size", "the mini batch")
+    mini = rollout.mini(plan.policy_updates)
     train = rollout.whole(mini, plan.policy_updates.accumulation_steps or 1, "microbatch_size", "the microbatch in prompts")
     generation = rollout.prompts(plan.sequences_per_call, "rollout_micro_batch_size", "a call of the generator")
     for name, size in (("train_micro_batch_size", train), ("rollout_micro_batch_size", generation)):
@@ -216,14 +223,13 @@ def _export_verl(rollout: _Rollout) -> Exported:
     per_node, nodes = rollout.node
     _require_replicas(rollout)
     values: dict[str, Any] = {
+        **({"model_engine": "megatron"} if rollout.megatron else {}),
         "data.train_batch_size": plan.prompts_per_step,
         "data.max_prompt_length": config.max_prompt_length,
         "data.max_response_length": config.max_response_length,
         "actor_rollout_ref.rollout.n": plan.samples_per_prompt,
         "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
-        f"{actor}.ppo_mini_batch_size": rollout.prompts(
-            plan.policy_updates.mini_batch_samples, "mini_batch_size", "the mini batch"
-        ),
+        f"{actor}.ppo_mini_batch_size": rollout.mini(plan.policy_updates),
         f"{actor}.ppo_epochs": plan.policy.num_epochs,
         f"{actor}.use_kl_loss": config.enable_reference_policy,
         f"{actor}.loss_agg_mode": config.loss_agg_mode,
@@ -242,9 +248,7 @@ def _export_verl(rollout: _Rollout) -> Exported:
         values |= _verl_parallel(rollout, "actor_rollout_ref.ref", "actor_rollout_ref.ref.fsdp_config")
     if plan.critic_updates is not None:
         values["critic.enable"] = True
-        values["critic.ppo_mini_batch_size"] = rollout.prompts(
-            plan.critic_updates.mini_batch_samples, "critic_mini_batch_size", "the critic's mini batch"
-        )
+        values["critic.ppo_mini_batch_size"] = rollout.mini(plan.critic_updates)
         values["critic.ppo_epochs"] = plan.critic_updates.num_epochs
         values |= _verl_passes(rollout, "critic", plan.critic_updates)
         values |= _verl_parallel(rollout, "critic", "critic.fsdp")
@@ -265,9 +269,7 @@ def _verl_passes(rollout: _Rollout, role: str, updates: Updates) -> dict[str, An
 def _verl_parallel(rollout: _Rollout, role: str, fsdp: str) -> dict[str, Any]:
     if not rollout.megatron:
         return {f"{fsdp}.ulysses_sequence_parallel_size": rollout.axes.context} if rollout.axes.context > 1 else {}
-    names = ("tensor_model", "pipeline_model", "context")
-    sizes = {f"{role}.megatron.{name}_parallel_size": size for name, size in zip(names, rollout.model_sizes, strict=True)}
-    return sizes | ({} if role.endswith(".ref") else {f"{role}.strategy": "megatron"})
+    return rollout.megatron_sizes(f"{role}.megatron")
 
 
 def _export_skyrl(rollout: _Rollout) -> Exported:
@@ -277,7 +279,7 @@ def _export_skyrl(rollout: _Rollout) -> Exported:
     policy, critic = plan.policy_updates, plan.critic_updates
     values: dict[str, Any] = {
         "trainer.train_batch_size": plan.prompts_per_step,
-        "trainer.policy_mini_batch_size": rollout.prompts(policy.mini_batch_samples, "mini_batch_size", "the mini batch"),
+        "trainer.policy_mini_batch_size": rollout.mini(policy),
         "trainer.update_epochs_per_batch": plan.policy.num_epochs,
         "trainer.epochs": config.num_epoch,
         "trainer.algorithm.use_kl_loss": config.enable_reference_policy,
@@ -303,9 +305,7 @@ def _export_skyrl(rollout: _Rollout) -> Exported:
             rollout.require(own == other, name, f"critic and policy share one key for it, but have {own} and {other}")
         values["trainer.critic.model.path"] = "critic"
         values["trainer.algorithm.advantage_estimator"] = "gae"
-        values["trainer.critic_mini_batch_size"] = rollout.prompts(
-            critic.mini_batch_samples, "critic_mini_batch_size", "the critic's mini batch"
-        )
+        values["trainer.critic_mini_batch_size"] = rollout.mini(critic)
         models.append("critic")
         notes = ("Put the path of the critic into trainer.critic.model.path.",)
     if rollout.megatron:
@@ -315,9 +315,7 @@ def _export_skyrl(rollout: _Rollout) -> Exported:
         values[f"trainer.placement.{model}_num_gpus_per_node"] = per_node
         values[f"trainer.placement.{model}_num_nodes"] = nodes
         if rollout.megatron:
-            names = ("tensor_model", "pipeline_model", "context")
-            for name, size in zip(names, rollout.model_sizes, strict=True):
-                values[f"trainer.{model}.megatron_config.{name}_parallel_size"] = size
+            values |= rollout.megatron_sizes(f"trainer.{model}.megatron_config")
         elif rollout.axes.context > 1:
             values[f"trainer.{model}.sequence_parallel_size"] = rollout.axes.context
     values["generator.inference_engine.num_engines"] = rollout.num_devices

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from rampup.cli import main
-from rampup.dialects import check_file
+from rampup.dialects import check_command, check_file
 from rampup.dialects.export import EXPORTS, export_rollout
 from rampup.errors import ConfigError, RampupError
 from rampup.rl.config import RolloutConfig, build_rollout_plan
@@ -98,6 +98,16 @@ def test_random_plans_make_the_round_trip(tmp_path, num_plans):
                 for found, expected in numbers(plan, system, tmp_path / "exported.yml", exported):
                     assert found == expected, (system, config)
     assert all(done[system] > num_plans / 50 for system in EXPORTS), done
+
+
+def test_exported_keys_of_verl_also_work_as_a_command():
+    """Sizes of Megatron need `model_engine=megatron`: a command starts from FSDP's base files (config/ppo_trainer.yaml)."""
+    config = RolloutConfig(batch_size=16, mini_batch_size=8, microbatch_size=2, ici_tensor_parallelism=2, enable_critic=True)
+    plan = build_rollout_plan(config, 8)
+    settings = [f"{key}={value}" for key, value in export_rollout(config, plan, 8, "verl").values.items()]
+    found = check_command(["python3", "-m", "verl.trainer.main_ppo", *settings], "verl")
+    assert found.ok, found.violations
+    assert found.derived["data_parallel_size"] == plan.policy_updates.data_parallel_size == 4
 
 
 def test_tunix_accepts_what_is_exported_for_it():
