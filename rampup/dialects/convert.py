@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from fractions import Fraction
+from functools import cached_property
+from typing import Any
 
+from rampup.config.build import build_plan
 from rampup.config.files import yaml_value
-from rampup.config.schema import KEYS
-from rampup.dialects.reading import Settings
-from rampup.dialects.verdict import Verdict
-from rampup.errors import ConfigError
+from rampup.config.schema import KEYS, Config
+from rampup.dialects.rules import Job
+from rampup.dialects.verdict import Conversion, Verdict
+from rampup.errors import ConfigError, RampupError
 from rampup.plan.numbers import to_yaml_number
+from rampup.plan.plan import RampPlan
 
 _NAMES = {"maxtext": "MaxText", "megatron": "Megatron"}
 _MAX_NAME = 100
@@ -63,15 +67,42 @@ def to_rampup(verdict: Verdict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def left_out(settings: Settings, expressed: Collection[str], reasons: Mapping[str, str]) -> dict[str, str]:
-    """Return the keys of a file that a conversion does not express, each with the reason.
+class PretrainingJob(Job):
+    """The numbers of a file whose run rampup's configuration may express."""
 
-    Args:
-        settings: the file.
-        expressed: the keys that are converted.
-        reasons: keys with a reason of their own.
-    """
-    result = dict(reasons)
-    for key in sorted((settings.given - set(expressed) - set(reasons)) | settings.others):
-        result[key] = "not converted; rampup has a key of this name" if key in KEYS else "no counterpart"
-    return result
+    def rampup_values(self) -> dict[str, Any]:
+        """Return the run in rampup's keys.
+
+        Raises:
+            RampupError: they cannot express it.
+        """
+        raise NotImplementedError
+
+    def expressed(self) -> Collection[str]:
+        """Return the keys of the file that `rampup_values` expresses."""
+        raise NotImplementedError
+
+    def reasons(self) -> Mapping[str, str]:
+        """Return the keys of the file that it leaves out for a reason of their own."""
+        return {}
+
+    @cached_property
+    def planned(self) -> RampPlan | RampupError:
+        """Rampup's plan of the same run, or why there is none."""
+        try:
+            return build_plan(Config(**self.rampup_values()))
+        except RampupError as error:
+            return error
+
+    def plan(self) -> RampPlan | None:
+        """Return rampup's plan of the same run, or None if it cannot express it."""
+        return self.planned if isinstance(self.planned, RampPlan) else None
+
+    def conversion(self) -> Conversion:
+        """Return the same run in rampup's keys, or why they cannot express it."""
+        if isinstance(self.planned, RampupError):
+            return Conversion(refusal=str(self.planned))
+        left_out = dict(self.reasons())
+        for key in sorted((self.settings.given - {*self.expressed(), *left_out}) | self.settings.others):
+            left_out[key] = "not converted; rampup has a key of this name" if key in KEYS else "no counterpart"
+        return Conversion(values=self.rampup_values(), left_out=left_out)

@@ -12,14 +12,11 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
-from rampup.config.build import build_plan
-from rampup.config.schema import Config
 from rampup.dialects import maxtext as keys
-from rampup.dialects.convert import left_out
+from rampup.dialects.convert import PretrainingJob
 from rampup.dialects.maxtext import ACCUMULATION, DELAY, END, EVAL, EXPANSION, INCREMENT, REPEATS, SAMPLES, STAGE_LAYERS, START
 from rampup.dialects.reading import Settings
-from rampup.dialects.rules import Job
-from rampup.dialects.verdict import Conversion, Run, counted, times
+from rampup.dialects.verdict import Run, counted, times
 from rampup.errors import ConfigError, RampupError
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, plain_number, to_yaml_number
@@ -130,7 +127,7 @@ class Manager:
         return all(size % divisor == 0 for size in sizes)
 
 
-class MaxTextJob(Job):
+class MaxTextJob(PretrainingJob):
     """The numbers of a base.yml.
 
     Raises:
@@ -316,34 +313,25 @@ class MaxTextJob(Job):
             }
         return derived
 
-    @cached_property
-    def planned(self) -> RampPlan | RampupError:
-        """Rampup's plan of the same run, or why there is none."""
-        try:
-            return build_plan(Config(**self._rampup_values()))
-        except RampupError as error:
-            return error
-
-    def plan(self) -> RampPlan | None:
-        """Return rampup's plan of the same run, or None if rampup refuses it."""
-        return self.planned if isinstance(self.planned, RampPlan) else None
-
     def phases(self) -> Sequence[Mapping[str, Any]] | None:
         """Return the phases of the ramp, which count accumulation in every batch."""
         return self.planned.phase_rows() if isinstance(self.planned, RampPlan) and self.ramps else None
 
-    def conversion(self) -> Conversion:
-        """Return the same run in rampup's keys, or why it cannot be expressed."""
-        if isinstance(self.planned, RampupError):
-            return Conversion(refusal=str(self.planned))
-        values = self._rampup_values()
+    def expressed(self) -> set[str]:
+        """Return the keys that rampup's keys express."""
         axes = [name for names in keys.AXIS_GROUPS.values() for name in names]
-        expressed = {*values, *(f"{group}_{axis}_parallelism" for group in ("ici", "dcn") for axis in axes)}
-        expressed |= {"learning_rate_schedule_steps", keys.LAYERS, keys.TOPOLOGY, keys.TOPOLOGY_SLICES}
-        unused = [] if self.ramps else sorted(self.settings.given & {START, INCREMENT, SAMPLES})
-        return Conversion(values=values, left_out=left_out(self.settings, expressed, dict.fromkeys(unused, "the ramp is off")))
+        return {
+            *self.rampup_values(), *(f"{group}_{axis}_parallelism" for group in ("ici", "dcn") for axis in axes),
+            "learning_rate_schedule_steps", keys.LAYERS, keys.TOPOLOGY, keys.TOPOLOGY_SLICES,
+        }  # fmt: skip
 
-    def _rampup_values(self) -> dict[str, Any]:
+    def reasons(self) -> dict[str, str]:
+        """Return the keys that have no effect."""
+        unused = [] if self.ramps else sorted(self.settings.given & {START, INCREMENT, SAMPLES})
+        return dict.fromkeys(unused, "the ramp is off")
+
+    def rampup_values(self) -> dict[str, Any]:
+        """Return the run in rampup's keys."""
         values: dict[str, Any] = {
             "num_devices": self.num_devices,
             "num_slices": self.num_slices,

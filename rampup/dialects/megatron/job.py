@@ -12,19 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from functools import cached_property
 from typing import Any
 
-from rampup.config.build import build_plan
-from rampup.config.schema import Config
 from rampup.dialects import megatron as keys
-from rampup.dialects.convert import left_out
+from rampup.dialects.convert import PretrainingJob
 from rampup.dialects.megatron import DECREASE, EVAL_GLOBAL, GLOBAL, GROUP, MICRO, MODEL_AXES, PER_CHUNK, RAMP, SCHEDULE, VIRTUAL
 from rampup.dialects.megatron.layers import LayerSplit
 from rampup.dialects.reading import Settings
-from rampup.dialects.rules import Job
 from rampup.dialects.verdict import Conversion, counted, times
-from rampup.errors import ConfigError, RampupError
+from rampup.errors import ConfigError
 from rampup.plan.numbers import MAX_COUNT, SUFFIXES
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import MAX_PHASES, BatchRamp, check_num_phases
@@ -171,7 +167,7 @@ def _parse_number(text: str) -> tuple[int, int] | None:
     return int(exact * factor), int(float(exact) * factor)
 
 
-class MegatronJob(Job):
+class MegatronJob(PretrainingJob):
     """The numbers of Megatron's arguments.
 
     Raises:
@@ -359,41 +355,17 @@ class MegatronJob(Job):
             for phase in self.ramp.phases
         ]
 
-    @cached_property
-    def planned(self) -> RampPlan | str:
-        """Rampup's plan of the same run, or why there is none."""
+    def rampup_values(self) -> dict[str, Any]:
+        """Return the run in rampup's keys."""
         if self.ramp is None or not self.splits:
-            return "not every batch of the file can be split"
+            raise ConfigError("not every batch of the file can be split")
         counts = sorted({size // self.unit for size in self.sizes})
         uneven = [count for count in counts if count % self.stages]
         if self.stages > 1 and len(counts) > 1 and uneven:
-            return (
+            raise ConfigError(
                 "rampup's pipeline takes a growing number of microbatches in multiples of its "
                 f"{self.stages} stages, but the file has phases of {uneven[0]}"
             )
-        try:
-            return build_plan(Config(**self._rampup_values()))
-        except RampupError as error:
-            return str(error)
-
-    def plan(self) -> RampPlan | None:
-        """Return rampup's plan of the same run, or None if it cannot express it."""
-        return None if isinstance(self.planned, str) else self.planned
-
-    def conversion(self) -> Conversion:
-        """Return the same run in rampup's keys, or why they cannot express it."""
-        if isinstance(self.planned, str):
-            return Conversion(refusal=self.planned)
-        reasons = {GROUP: "no counterpart: rampup sends all microbatches round together"}
-        if not self.has_linear and not self.has_schedule:
-            reasons[RAMP] = "ignored by Megatron-LM since April 2026"
-        reasons = {key: reason for key, reason in reasons.items() if key in self.settings.given}
-        if len(set(self.layers.layer_counts or ())) > 1 or (self.stages > 1 and self.layers.by_deepspeed):
-            return Conversion(refusal="rampup's pipeline has the same number of layers in every stage")
-        return Conversion(values=self._rampup_values(), left_out=left_out(self.settings, _EXPRESSED, reasons))
-
-    def _rampup_values(self) -> dict[str, Any]:
-        assert self.ramp is not None
         values: dict[str, Any] = {
             "num_devices": self.num_devices,
             "ici_tensor_parallelism": self[keys.TENSOR],
@@ -425,17 +397,34 @@ class MegatronJob(Job):
         if self[EVAL_GLOBAL] is not None:
             values["eval_per_device_batch_size"] = Fraction(self[EVAL_GLOBAL], self.num_devices)
         if self.stages > 1:
-            counts = {size // self.unit for size in self.sizes}
             chunks = self.stages * self.chunks
             layers = chunks if self.layers.num_layers is None else self.layers.num_layers
             values |= {
-                "num_pipeline_microbatches": min(counts) if len(counts) == 1 else -1,
+                "num_pipeline_microbatches": counts[0] if len(counts) == 1 else -1,
                 "pipeline_strict_multiple": False,
                 "num_pipeline_repeats": self.chunks,
                 "base_num_decoder_layers": layers,
                 "num_layers_per_pipeline_stage": max(layers // chunks, 1),
             }
         return values
+
+    def expressed(self) -> set[str]:
+        """Return the arguments that rampup's keys express."""
+        return _EXPRESSED
+
+    def reasons(self) -> dict[str, str]:
+        """Return the arguments that have no counterpart or no effect."""
+        reasons = {GROUP: "no counterpart: rampup sends all microbatches round together"}
+        if not self.has_linear and not self.has_schedule:
+            reasons[RAMP] = "ignored by Megatron-LM since April 2026"
+        return {key: reason for key, reason in reasons.items() if key in self.settings.given}
+
+    def conversion(self) -> Conversion:
+        """Return the same run in rampup's keys, or why they cannot express it."""
+        uneven = len(set(self.layers.layer_counts or ())) > 1 or (self.stages > 1 and self.layers.by_deepspeed)
+        if uneven and self.plan() is not None:
+            return Conversion(refusal="rampup's pipeline has the same number of layers in every stage")
+        return super().conversion()
 
     def _total_steps(self, ramp: BatchRamp) -> int:
         """Return the optimizer steps of the run; if the file does not say, those of the ramp and one more."""
