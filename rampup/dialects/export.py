@@ -332,7 +332,7 @@ def _export_trlx(rollout: _Rollout) -> Exported:
     _require_replicas(rollout)
     policy = plan.policy_updates
     collected = rollout.whole(plan.samples_per_step, d, "batch_size", "samples per process")
-    values = {
+    values: dict[str, Any] = {
         "train.trainer": "AcceleratePPOTrainer",
         "train.batch_size": rollout.whole(policy.mini_batch_samples, d, "mini_batch_size", "the mini batch per process"),
         "train.minibatch_size": rollout.micro(policy),

@@ -177,8 +177,8 @@ class MaxTextRlJob(RolloutJob):
         if self.trainer_devices is None:
             return None
         if self.multislice:
-            return max(self.trainer_devices // (self[SLICES[0]] * max(self[TENSOR], 1)), 1)
-        others = math.prod(self[axis] for axis in AXES if axis != FSDP and self[axis] != AUTO)
+            return max(self.trainer_devices // int(self[SLICES[0]] * max(self[TENSOR], 1)), 1)
+        others: int = math.prod(self[axis] for axis in AXES if axis != FSDP and self[axis] != AUTO)
         return max(self.trainer_devices // others, 1)
 
     @property
@@ -321,7 +321,7 @@ def _micro_divides(key: str, micro: Callable[[MaxTextRlJob], int], unit: str) ->
 
 def _fits_devices(job: MaxTextRlJob) -> bool:
     assert job.sampler_devices is not None
-    given = math.prod(size for size in job.rollout_axes if size != AUTO)
+    given: int = math.prod(size for size in job.rollout_axes if size != AUTO)
     return job.sampler_devices % given == 0 if AUTO in job.rollout_axes else job.sampler_devices == given
 
 

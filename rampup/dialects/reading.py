@@ -259,7 +259,7 @@ def _read_overrides(overrides: Sequence[str], entries: Mapping[str, Entry], grou
         if (
             (is_flat and close)
             or not (is_flat or (dot and first in groups))
-            or list(_find_misspelt({name: result[name]}, entries))
+            or any(True for _ in _find_misspelt({name: result[name]}, entries))
         ):
             close = close or difflib.get_close_matches(name, entries, n=1, cutoff=0.0)
             raise ConfigError(

@@ -136,10 +136,10 @@ class _Parser:
 
     def script(self) -> list[Any]:
         """Return all nodes of the text; a stray end of a compound is skipped."""
-        nodes = self.list()
+        nodes = self.rows()
         while self.peek():
             self.next()
-            nodes += self.list()
+            nodes += self.rows()
         return nodes
 
     def peek(self) -> str:
@@ -183,7 +183,7 @@ class _Parser:
     def here(self) -> int:
         return self.line or bisect.bisect_left(self.newlines, self.at) + 1
 
-    def list(self) -> list[Any]:
+    def rows(self) -> list[Any]:
         """Return (connector, negated, commands of a pipe) rows until an end word."""
         rows, connector = [], ""
         self.depth += 1
@@ -215,28 +215,29 @@ class _Parser:
         token, line = self.peek(), self.here()
         if self.text.startswith("((", self.at):
             end = _close(self.text, self.at + 1)
-            body, self.at = self.text[self.at + 2 : end], end + 2
-            return self.redirect(_Node("arithmetic", line, [body], []))
+            expression, self.at = self.text[self.at + 2 : end], end + 2
+            return self.redirect(_Node("arithmetic", line, [expression], []))
         if token == "(" or token == "{":
             self.next()
-            body = self.list()
+            body = self.rows()
             self.expect(")" if token == "(" else "}")
             return self.redirect(_Node("subshell" if token == "(" else "group", line, [], [body]))
         if token == "if":
-            parts, word = [], "elif"
+            self.next()
+            parts: list[Any] = []
+            word = "elif"
             while word == "elif":
-                self.next() if not parts else None
-                condition = self.list()
+                condition = self.rows()
                 self.expect("then")
-                parts.append((condition, self.list()))
+                parts.append((condition, self.rows()))
                 word = self.expect("fi", "elif", "else")
             if word == "else":
-                parts.append((None, self.list()))
+                parts.append((None, self.rows()))
                 self.expect("fi")
             return self.redirect(_Node("if", line, [], parts))
         if token in ("while", "until"):
             self.next()
-            condition = self.list()
+            condition = self.rows()
             return self.redirect(_Node(token, line, [], [condition, self.body()]))
         if token in ("for", "select"):
             return self.redirect(self.for_loop(line))
@@ -254,7 +255,7 @@ class _Parser:
     def body(self) -> list[Any]:
         self.skip(";", "\n")
         end = "}" if self.expect("do", "{") == "{" else "done"
-        body = self.list()
+        body = self.rows()
         self.expect(end)
         return body
 
@@ -276,7 +277,7 @@ class _Parser:
 
     def case(self, line: int) -> _Node:
         self.next()
-        subject, rows = self.next(), []
+        subject, rows = self.next(), list[Any]()
         self.expect("in")
         while True:
             self.skip("\n")
@@ -289,7 +290,7 @@ class _Parser:
                     raise ValueError(f"line {line}: the case does not end")
                 if token not in ("|", "("):
                     patterns.append(token)
-            rows.append((patterns, self.list()))
+            rows.append((patterns, self.rows()))
             if self.peek() in (";;", ";&", ";;&"):
                 self.next()
 
@@ -561,7 +562,7 @@ class _Reader:
         except _Stop as stop:
             if stop.args[0] in ("exit", "return"):
                 raise
-            return stop.args[0] == "continue"
+            return bool(stop.args[0] == "continue")
         return True
 
     def command(self, node: _Node) -> bool | None:
@@ -935,6 +936,7 @@ def _calculate(text: str) -> int:
 
     def expression(level: int = 0) -> Callable[[], int]:
         token = tokens.pop(0)
+        left: Callable[[], int]
         if token in _UNARY:
             operand = expression(len(_LEVELS))
             left = partial(lambda sign: int(_UNARY[sign](operand())), token)
@@ -965,7 +967,7 @@ def _calculate(text: str) -> int:
     return value()
 
 
-_NUMBER_TESTS = {
+_NUMBER_TESTS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
 }  # fmt: skip
 
@@ -1015,8 +1017,8 @@ class _Test:
             if sign == "=~":
                 return self.known(None, word)
             if sign in _NUMBER_TESTS:
-                numbers = [int(text) if re.fullmatch(r"\s*-?\d+\s*", text) else None for text in (word, other)]
-                return self.known(None if None in numbers else bool(_NUMBER_TESTS[sign](*numbers)), word + other)
+                whole = all(re.fullmatch(r"\s*-?\d+\s*", text) for text in (word, other))
+                return self.known(_NUMBER_TESTS[sign](int(word), int(other)) if whole else None, word + other)
             if sign in ("<", ">"):
                 return self.known((word < other) == (sign == "<"), word + other)
             return self.known(fnmatchcase(word, other) == (sign != "!="), word + other)

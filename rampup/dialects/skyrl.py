@@ -91,12 +91,11 @@ LAUNCH = Launch(
     version="August 2026",
 )
 COUNTS = (TRAIN, MINI, MICRO, FORWARD, RESPONSES)
-MODEL_COUNTS = {
+MODEL_COUNTS: dict[str, tuple[str, ...]] = {
     model: (*device_keys(model)[::-1], f"trainer.{model}.sequence_parallel_size") for model in ("policy", "critic", "ref")
 }
-MODEL_COUNTS["policy"] += megatron_keys("policy")
-MODEL_COUNTS["ref"] += megatron_keys("ref")
-MODEL_COUNTS["critic"] = ("trainer.critic_mini_batch_size", *MODEL_COUNTS["critic"])
+MODEL_COUNTS |= {model: (*MODEL_COUNTS[model], *megatron_keys(model)) for model in ("policy", "ref")}
+MODEL_COUNTS["critic"] = (CRITIC_MINI, *MODEL_COUNTS["critic"])
 
 
 class SkyRLJob(RolloutJob):

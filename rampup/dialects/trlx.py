@@ -147,7 +147,7 @@ class TrlxJob(RolloutJob):
             )
         }
         # Accelerate's last mini batch is short, NeMo drops it. NeMo plans with what is wanted, not with what is collected.
-        self.mini_batches = self.collected // self.batch if self.nemo else -(-self.collected // self.batch)
+        self.mini_batches: int = self.collected // self.batch if self.nemo else -(-self.collected // self.batch)
         self.last_batch = self.batch if self.nemo else self.collected - (self.mini_batches - 1) * self.batch
         self.train_samples: int = self.replicas * wanted * self[INNER]
         per_round = self.train_samples // (self.batch * self.replicas) if self.nemo else self.mini_batches * self[INNER]

@@ -194,7 +194,7 @@ class MaxTextJob(PretrainingJob):
                 raise ConfigError(
                     f"{keys.TOPOLOGY}={self[keys.TOPOLOGY]!r:.60} is not known here; add num_devices=N", key="num_devices"
                 )
-            return devices * max(self[keys.TOPOLOGY_SLICES], 1)
+            return devices * int(max(self[keys.TOPOLOGY_SLICES], 1))
         ici, dcn = (self.combined_axes[group].values() for group in ("ici", "dcn"))
         if AUTO in ici or min(ici) < 1:
             raise ConfigError(

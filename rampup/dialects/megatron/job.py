@@ -215,7 +215,8 @@ class MegatronJob(PretrainingJob):
         self.has_ramp = self.has_schedule or self.has_linear
         self.triple = _parse_triple(self[RAMP]) if self.has_linear else None
         # Start, increment and samples of a linear ramp; 0 without one.
-        self.start, self.increment, self.ramp_samples = self.triple if len(self.triple or ()) == 3 else (0, 0, 0)
+        triple = self.triple or ()
+        self.start, self.increment, self.ramp_samples = triple if len(triple) == 3 else (0, 0, 0)
         self.linear = self._linear()
         parsed = [parse_entry(text, self["seq_length"]) for text in self.written_entries[:MAX_PHASES]]
         self.unreadable = [text for text, entry in zip(self.written_entries, parsed, strict=False) if entry is None]
