@@ -30,10 +30,11 @@ ROLLOUT_SIZES = tuple(f"{ROLLOUT}.{name}_parallel_size" for name in ("tensor_mod
 MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 TORCHTITAN_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 TORCHTITAN_REPLICAS = ("data_parallel_shard_size", "data_parallel_replicate_size")
+# The sizes that multiply to the devices that share a sample, by backend; with FSDP it is a sequence's.
+MODEL_SIZES = {"megatron": MEGATRON_SIZES, "torchtitan": TORCHTITAN_SIZES, "veomni": ("ulysses_parallel_size",)}
 STRATEGIES = ("fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan")
 # The groups of veRL's base files, which decide the backend of all models.
 ENGINES = {"dp": "fsdp", "megatron": "megatron", "veomni": "veomni", "torchtitan": "torchtitan"}
-ENGINE_GROUPS = {"fsdp": "fsdp_config", "megatron": "megatron", "veomni": "veomni", "torchtitan": "torchtitan"}
 GEN, FILTER, REFILL = "data.gen_batch_size", "algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"
 # Fully asynchronous training, a trainer of its own (experimental/fully_async_policy).
 ASYNC = "async_training."

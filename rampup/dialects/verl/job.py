@@ -6,6 +6,7 @@ Sources: veRL `trainer/ppo`, `workers/engine_workers.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from rampup.dialects import verl as keys
@@ -163,31 +164,20 @@ class VerlJob(RolloutJob):
         """Return the keys of backends that are not those of the base files, of models that take part."""
         if self.engine is None:
             return []
-        groups = {
-            f"{PREFIXES[model]}.{'fsdp' if strategy == 'fsdp' and model == 'critic' else group}.": strategy
-            for model in self.models
-            for strategy, group in keys.ENGINE_GROUPS.items()
-        }
-        return sorted(
-            name
-            for name in self.settings.given | self.settings.others
-            for group, strategy in groups.items()
-            if name.startswith(group) and strategy != self.engine
-        )
+        sections = [name for name in keys.MODEL_SIZES if name != self.engine]
+        sections += [] if self.engine == "fsdp" else ["fsdp_config", "fsdp"]
+        foreign = tuple(f"{PREFIXES[model]}.{section}." for model in self.models for section in sections)
+        return sorted(name for name in self.settings.given | self.settings.others if name.startswith(foreign))
+
+    def _product(self, model: str, names: Iterable[str]) -> int:
+        """Return the product of sizes of a model's backend; an unset one is the actor's."""
+        strategy = self.strategies[model]
+        return math.prod(self._or(f"{PREFIXES[model]}.{strategy}.{name}", self[f"{ACTOR}.{strategy}.{name}"]) for name in names)
 
     def _model_size(self, model: str) -> int:
         """Return how many devices share one sample."""
-        prefix, strategy = PREFIXES[model], self.strategies[model]
-        if strategy == "torchtitan":
-            return math.prod(
-                self._or(f"{prefix}.torchtitan.{name}", self[f"{ACTOR}.torchtitan.{name}"]) for name in keys.TORCHTITAN_SIZES
-            )
-        if strategy == "megatron":
-            sizes = [self._or(f"{prefix}.megatron.{name}", self[f"{ACTOR}.megatron.{name}"]) for name in keys.MEGATRON_SIZES]
-            return math.prod(sizes)
-        if strategy == "veomni":
-            key = "veomni.ulysses_parallel_size"
-            return int(self._or(f"{prefix}.{key}", self[f"{ACTOR}.{key}"]))
+        if self.strategies[model] in keys.MODEL_SIZES:
+            return self._product(model, keys.MODEL_SIZES[self.strategies[model]])
         old = self[keys.OLD_SEQUENCE["actor"]]
         if model == "critic":
             # Until April 2026 its workers read the old key; since then only the check does.
@@ -199,10 +189,7 @@ class VerlJob(RolloutJob):
     def _replicas(self, model: str) -> int:
         """Return the data-parallel size; a number of devices that does not divide is rounded down."""
         if self.strategies[model] == "torchtitan":
-            prefix = PREFIXES[model]
-            return math.prod(
-                self._or(f"{prefix}.torchtitan.{name}", self[f"{ACTOR}.torchtitan.{name}"]) for name in keys.TORCHTITAN_REPLICAS
-            )
+            return self._product(model, keys.TORCHTITAN_REPLICAS)
         return int(self.devices // max(self.model_sizes[model], 1))
 
     def _trained(self, name: str) -> TrainedModel:
