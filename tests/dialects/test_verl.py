@@ -300,6 +300,8 @@ def test_model_engine_chooses_the_backend(engine, replicas):
         ({"model_engine": "dp", STRATEGY: "megatron"}, ["actor_strategy_fits_engine"], "rejects"),
         ({"model_engine": "dp", STRATEGY: "megatron", **BUDGET}, ["actor_strategy_fits_engine"], "accepts"),
         ({"model_engine": "dp", STRATEGY: "veomni"}, ["actor_strategy_fits_engine"], "accepts"),
+        ({"model_engine": "veomni", STRATEGY: "megatron"}, ["actor_strategy_fits_engine"], "rejects"),
+        ({"model_engine": "megatron", STRATEGY: "veomni"}, ["actor_strategy_fits_engine"], "accepts"),
         ({"model_engine": "dp", TP: 2}, ["keys_fit_engine"], "rejects"),
         ({"model_engine": "megatron", SP: 2}, ["keys_fit_engine"], "rejects"),
         ({"model_engine": "dp", **CRITIC, "critic.strategy": "megatron"}, ["critic_strategy_fits_engine"], "accepts"),

@@ -220,7 +220,7 @@ def _key_notes(job: VerlJob) -> Iterator[str]:
             f"which does not divide {counted(job.rollout_devices, 'device')}."
         )
     strategy, given = job.strategies["actor"], job[f"{ACTOR}.strategy"]
-    if given is not None and not strategy.startswith("fsdp") and given != strategy and not job.legacy:
+    if given not in (None, strategy) and job.foreign_strategy(f"{ACTOR}.strategy") is None:
         yield f"{ACTOR}.strategy={given} is read by the check alone; the engine is {strategy}, by model_engine."
     sequence = max(job[keys.OLD_SEQUENCE["actor"]], job[keys.SEQUENCE["actor"]])
     if sequence > 1 and not strategy.startswith("fsdp"):

@@ -156,9 +156,11 @@ class VerlJob(RolloutJob):
     def foreign_strategy(self, key: str) -> str | None:
         """Return a model's strategy if its configuration class, that of `model_engine`, is made for another backend."""
         given: str | None = self[key]
-        if given is None or self.engine is None or given[:4] == self.engine[:4]:
+        if given is None or self.engine is None or given.startswith(self.engine):
             return None
-        return given if self.engine == "fsdp" or self.legacy else None
+        # FSDP's engine is chosen by the strategy; of the actor's, these two are looked up by name (engine_workers.py).
+        looked_up = given in ("megatron", "veomni") and key.startswith(ACTOR)
+        return given if self.engine == "fsdp" or looked_up or self.legacy else None
 
     def foreign_keys(self) -> list[str]:
         """Return the keys of backends that are not those of the base files, of models that take part."""
