@@ -370,10 +370,6 @@ _BATCH: Side[TrlxJob] = (f"{TRAIN}={{:,}}", lambda job: job.batch)
 _MICRO: Side[TrlxJob] = (f"{MICRO}={{:,}}", lambda job: job.micro)
 
 
-def _nemo(job: TrlxJob) -> bool:
-    return job.nemo
-
-
 _COUNTS: list[Rule[TrlxJob]] = [
     *positive("trlx", [TRAIN], "the trainer divides by it"),
     *found_by_run(
@@ -389,15 +385,15 @@ _COUNTS: list[Rule[TrlxJob]] = [
     Rule(name="trlx.micro_not_negative", keys=(MICRO,), holds=lambda job: job.micro_given >= 0,
         message=lambda job: f"{MICRO}={job.micro_given:,} must not be negative: no pass would be made",
         candidates=lambda job: [0], found_by="run"),
-    *found_by_run(positive("trlx", [MICRO], "with NeMo 0 is not the same as unset", when=_nemo)),
+    *found_by_run(positive("trlx", [MICRO], "with NeMo 0 is not the same as unset", when=lambda job: job.nemo)),
     at_least("trlx.nemo_has_a_replica", tuple(NEMO_KEYS[name] for name in ("devices", "num_nodes", "tensor", "pipeline")),
         lambda job: product({"num_nodes": job.nodes, "devices": job.devices_per_node}),
-        ("tensor * pipeline parallel size = {:,}", lambda job: job.model_size), when=_nemo,
+        ("tensor * pipeline parallel size = {:,}", lambda job: job.model_size), when=lambda job: job.nemo,
         note=": trlX divides by the number of replicas, rounded down"),
 ]  # fmt: skip
 _RULES: list[Rule[TrlxJob]] = [
     multiple("trlx.micro_divides_batch", (MICRO, TRAIN), _BATCH, _MICRO, when=lambda job: not job.nemo),
-    multiple("trlx.nemo_micro_divides_batch", (MICRO, TRAIN), _BATCH, _MICRO, when=_nemo,
+    multiple("trlx.nemo_micro_divides_batch", (MICRO, TRAIN), _BATCH, _MICRO, when=lambda job: job.nemo,
         note=": Megatron splits the global batch into micro batches on every replica", found_by="run"),
     Rule(name="trlx.total_steps_reached", keys=("train.total_steps",),
         holds=lambda job: (

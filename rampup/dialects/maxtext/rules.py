@@ -220,11 +220,6 @@ def _increments_near(job: MaxTextJob) -> Iterable[Any]:
     return sorted((span / n for n in range(1, 257) if span > 0), key=lambda n: abs(n - value))
 
 
-def _tokens_per_device(job: MaxTextJob) -> str:
-    length = job["max_target_length"]
-    return f"{END} * max_target_length = {show(job[END])} * {length} = {show(job[END] * length)}"
-
-
 CHECKED: Rules = [
     at_least("maxtext.accumulation_positive", (ACCUMULATION,), ACCUMULATION, 1),
     at_least("maxtext.topology_slices", (keys.TOPOLOGY_SLICES,), keys.TOPOLOGY_SLICES, 1,
@@ -245,7 +240,9 @@ CHECKED: Rules = [
         candidates=_increments_near),
     Rule(name="maxtext.vocab_tiling", keys=(VOCAB_TILING, END, "max_target_length"), when=lambda job: job[END] > 0,
         holds=lambda job: (float(job[END]) * job["max_target_length"]) % job[VOCAB_TILING] == 0,
-        message=lambda job: f"{_tokens_per_device(job)} must be a multiple of {VOCAB_TILING}={job[VOCAB_TILING]}",
+        message=lambda job: (
+            f"{END} * max_target_length = {show(job[END])} * {job['max_target_length']} = "
+            f"{show(job[END] * job['max_target_length'])} must be a multiple of {VOCAB_TILING}={job[VOCAB_TILING]}"),
         division=lambda job: (int(job[END] * job["max_target_length"]), job[VOCAB_TILING])),
     Rule(name="maxtext.fp8_accumulation", keys=(ACCUMULATION, "quantization"), when=lambda job: job["quantization"] in FP8,
         holds=lambda job: job[ACCUMULATION] <= 1,

@@ -163,10 +163,6 @@ def _unit(job: MegatronJob) -> Term:
 _FINAL: Side[MegatronJob] = (f"{GLOBAL}={{:,}}", lambda job: job.final)
 
 
-def _is_constant(job: MegatronJob) -> bool:
-    return not job.has_ramp
-
-
 ARGUMENTS: Rules = [
     Rule(name="megatron.micro_batch_positive", keys=(MICRO,), holds=lambda job: job.micro >= 1,
         message=lambda job: f"{MICRO} must be set" if job[MICRO] is None else f"{MICRO}={job[MICRO]} must be at least 1"),
@@ -179,9 +175,9 @@ ARGUMENTS: Rules = [
             job.model_parallel),
         when=lambda job: job.world is not None),
     multiple("megatron.batch_divisible", (GLOBAL, MICRO), _FINAL, _unit,
-        when=lambda job: _is_constant(job) and not job[DECREASE]),
+        when=lambda job: not job.has_ramp and not job[DECREASE]),
     at_least("megatron.decreased_to_nothing", (GLOBAL, MICRO), _FINAL, _unit,
-        when=lambda job: _is_constant(job) and job[DECREASE] and job.unit >= 1 and job.final >= 1,
+        when=lambda job: not job.has_ramp and job[DECREASE] and job.unit >= 1 and job.final >= 1,
         note=_ROUNDS_TO_0),
     multiple("megatron.eval_batch_divisible", (keys.EVAL_GLOBAL, keys.EVAL_MICRO), keys.EVAL_GLOBAL,
         lambda job: Term(
@@ -259,10 +255,6 @@ LINEAR: Rules = [
 # The schedule in steps: THRESHOLD:SIZE entries.
 
 
-def _has_schedule(job: MegatronJob) -> bool:
-    return job.has_schedule
-
-
 def _shrinking(job: MegatronJob) -> list[tuple[Threshold, Threshold]]:
     return [(a, b) for a, b in itertools.pairwise(job.thresholds) if b.size < a.size]
 
@@ -284,13 +276,13 @@ def _with_rounded_sizes(job: MegatronJob) -> Iterator[str]:
 
 
 STEPS: Rules = [
-    Rule(name="megatron.schedule_excludes_global_batch", keys=(GLOBAL, SCHEDULE), when=_has_schedule,
+    Rule(name="megatron.schedule_excludes_global_batch", keys=(GLOBAL, SCHEDULE), when=lambda job: job.has_schedule,
         holds=lambda job: job[GLOBAL] is None,
         message=lambda job: f"{GLOBAL}={job[GLOBAL]} must not be given with {SCHEDULE}, whose last size it would contradict"),
-    Rule(name="megatron.schedule_excludes_decrease", keys=(DECREASE, SCHEDULE), when=_has_schedule,
+    Rule(name="megatron.schedule_excludes_decrease", keys=(DECREASE, SCHEDULE), when=lambda job: job.has_schedule,
         holds=lambda job: not job[DECREASE], message=lambda _: f"{DECREASE} must not be given with {SCHEDULE}",
         candidates=lambda _: (False,)),
-    Rule(name="megatron.schedule_entries", keys=(SCHEDULE,), when=_has_schedule,
+    Rule(name="megatron.schedule_entries", keys=(SCHEDULE,), when=lambda job: job.has_schedule,
         holds=lambda job: bool(job.thresholds) and not job.unreadable,
         message=lambda job: (
             f"{SCHEDULE}: {', '.join(repr(text[:40]) for text in job.unreadable[:5]) or 'nothing'} is not THRESHOLD:SIZE; "
