@@ -89,3 +89,20 @@ def test_fsdp_exchanges_weights_and_rows_of_the_embedding():
     # The output matrix, in the forward and in the backward pass, is as large as the embedding.
     assert gathered.count(4096 * 512) <= 2
     assert "tpu_custom_call" in compiled.as_text()
+
+
+def test_gradient_noise_needs_no_more_memory_products_or_collectives():
+    """Squares are added up where a gradient is added to its sum, and Adam's second moments are not copied for the loop."""
+    keys = ("base_emb_dim=1024", "base_mlp_dim=4096", "base_num_decoder_layers=4", "base_num_query_heads=8")
+    keys += ("base_num_kv_heads=8", "vocab_size=4096", "max_target_length=256", "per_device_batch_size=64", "microbatch_size=4")
+    found = []
+    for measures in ("false", "true"):
+        compiled, setup = compile_step(small(*keys, f"measure_gradient_noise={measures}"), "v5e:2x2")
+        account = account_of(Program(compiled.as_text()))
+        kinds = sorted((c.kind, c.in_loop) for c in account.collectives)
+        memory = program_memory(compiled)
+        found.append((kinds, account.total_flops(setup.step.loop_trips(setup.plan.splits[0])), memory.temporary, memory.total))
+    (*off, temporary, total), (*on, more, all_more) = found
+    assert on == off
+    assert more <= 1.01 * temporary
+    assert all_more <= 1.01 * total
