@@ -88,9 +88,7 @@ def _init_scattered(tx: Any, params: Any, mesh: Mesh, batch_axes: BatchAxes | No
 def prepare_state(
     state: Any, mesh: Mesh, *, shard_optimizer_over_data: bool = False, batch_axes: BatchAxes | None = None
 ) -> Any:
-    """Return a copy of a training state as a step takes it: every leaf is an array on the mesh, and `step` is int32.
-
-    In a stock Flax `TrainState`, `step` is a Python integer and the other leaves are on one device.
+    """Return a copy of a training state, such as a stock Flax `TrainState`, with all leaves on the mesh and `step` as int32.
 
     Args:
         state: has `step`, `params` and `opt_state`, as `flax.training.train_state.TrainState` has; see `TrainState`.
@@ -127,11 +125,7 @@ def replace_carried(state: Any, value: Any, **changes: Any) -> Any:
 
 
 def shardings_of(state: Any) -> Any:
-    """Return the shardings of a state's leaves.
-
-    Raises:
-        ConfigError: a leaf is no JAX array.
-    """
+    """Return the shardings of a state's leaves. Leaves that are no JAX arrays are refused."""
 
     def of(path: Any, leaf: Any) -> Any:
         if not hasattr(leaf, "sharding"):

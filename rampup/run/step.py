@@ -2,10 +2,10 @@
 
 The story of one step, top to bottom:
 
-1. `TrainStep.__call__` checks that state and batch belong together. A batch comes in chunks of microbatches; with the engine
-   `fused`, it is padded with chunks of zeros to the fixed number that its program takes.
-2. The program is compiled once for each microbatch shape of the plan. The *number* of microbatches is an argument of it, so a
-   growing batch needs no compilation. Programs for the next phases are compiled in the background.
+1. `TrainStep.__call__` checks that state and batch belong together, and pads the chunks of the batch to the number that its
+   program takes.
+2. A program is compiled once for each microbatch shape of the plan, if possible in the background before its phase begins. The
+   *number* of microbatches is an argument, so a growing batch needs no compilation.
 3. What the program computes is in `rampup.run.update`. The call returns while the devices still work.
 """
 
@@ -82,18 +82,15 @@ def train_step(
         shard_optimizer_over_data: each replica keeps and updates its own part of the optimizer's state (ZeRO-1), with one
             reduce-scatter of the gradients and one all-gather of the parameters per step; see `rampup.run.zero`. Give it to
             `create_state` too.
-        wait_for_compilation: start every phase in its planned microbatch shape, and wait for its program if necessary. Without
-            it, a phase runs in the shape of an earlier one until its program is compiled. When that is depends on time, so two
-            runs of a plan with several shapes add up numbers in another order, and are not equal bit for bit. None: True if
-            there are several processes.
+        wait_for_compilation: start every phase in its planned microbatch shape, and wait for its program if necessary. False:
+            run in the shape of an earlier phase until it is compiled. When that is depends on time, so two runs of a plan with
+            several shapes are not equal bit for bit. None: True if there are several processes.
         measure_gradient_noise: also return the estimates S (`trace`) and G2 (`squared_norm`) of every step, from which
             `rampup.NoiseScale` estimates the gradient noise scale. Needs the engine `fused` and at least two blocks in every
             step, where a block is one microbatch on one replica.
 
     Example:
-        >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> from rampup.run.mesh import make_mesh
-        >>> from rampup.run.state import create_state
+        >>> from rampup import BatchRamp, BatchSplitter, create_state, make_mesh
         >>> mesh = make_mesh(devices=jax.devices()[:1])
         >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:2 4:4"), splitter=BatchSplitter(data_parallel_size=1),
         ...     num_devices=1, total_steps=20)
@@ -130,17 +127,16 @@ def _check_engine(engine: str, tx: Any, **options: bool) -> None:
         problem = f"gradient_accumulation={engine!r} (engine) must be one of {', '.join(ENGINES)}"
         raise ConfigError(problem, key="gradient_accumulation", nearest=ENGINES)
     if isinstance(getattr(tx.init, "__self__", None), optax.MultiSteps):
+        problem = "tx is an optax.MultiSteps, which would average the gradients of several optimizer steps of the plan"
         raise ConfigError(
-            "tx is an optax.MultiSteps, which would add up the gradients of several optimizer steps of the plan; give the "
-            "optimizer itself, and engine='multi_steps' to run it in a MultiSteps that follows the plan",
-            key="tx",
+            f"{problem}; give the optimizer in it, and engine='multi_steps' to wrap that as the plan says", key="tx"
         )
     reasons = {
         "shard_optimizer_over_data": "multi_steps runs the optimizer at every microbatch",
         "measure_gradient_noise": "with multi_steps, all microbatches count equally whatever they weigh",
     }
-    for key in options if engine == "multi_steps" else ():
-        if options[key]:
+    for key, is_on in options.items():
+        if is_on and engine == "multi_steps":
             raise ConfigError(f"{key}=true needs gradient_accumulation=fused; {reasons[key]}", key=key, nearest=(False,))
 
 
@@ -164,9 +160,8 @@ def _check_loss(loss: SummableLoss, plan: RampPlan, num_replicas: int, *, measur
 class TrainStep:
     """A compiled training step that follows a plan, made by `train_step`.
 
-    It compiles for the structure, types, shapes and shardings of the first state and rows; those of all steps are the same.
-    Each microbatch shape of the plan has a program. With the engine `fused`, the programs of later phases are compiled in the
-    background while earlier phases run.
+    State and rows have the same structure, types, shapes and shardings in all steps. With the engine `fused`, the programs of
+    later phases are compiled in the background while earlier phases run.
 
     Attributes:
         tx: the optimizer as it runs; with the engine `multi_steps` wrapped in `optax.MultiSteps`.
@@ -186,7 +181,7 @@ class TrainStep:
         self._compiler = Compiler()
         # The `step` of the state that the last call returned, and its number: known here without waiting for the devices.
         self._returned: tuple[Any, int] = None, 0
-        # The first step of every microbatch size, from when it was decided on: it may be ahead of the run.
+        # The first step of every microbatch size, noted when it is decided, which may be before that step.
         self._shape_changes: dict[int, int] = {}
         # The index of the phase in which the programs of the next phases were requested.
         self._requested_in: int | None = None
@@ -219,10 +214,9 @@ class TrainStep:
                 made with `chunk_size=1`.
 
         Returns:
-            The new state and the step's metrics, on the devices: `loss` (the weighted mean), `weight`, `aux` (sums), with the
-            engine `fused` `grad_norm`, and with `skip_nonfinite` or a `dynamic_scale` in the state `skipped`, whether a number
-            was not finite. With `measure_gradient_noise`, `gradient_noise`: see
-            `rampup.run.gradient_noise.NoiseMeter.metrics`.
+            The new state and the step's metrics, on the devices: `loss` (the weighted mean), `weight`, `aux` (sums); with the
+            engine `fused` `grad_norm`; with `skip_nonfinite` or a `dynamic_scale` in the state `skipped`; with
+            `measure_gradient_noise` `gradient_noise`, see `rampup.run.gradient_noise.NoiseMeter.metrics`.
 
         Raises:
             ConfigError: the state does not fit the step.
@@ -248,8 +242,6 @@ class TrainStep:
 
     def batches(self, source: Any, start: Any = 0, stop: int | None = None, **options: Any) -> Iterator[Batch]:
         """Yield the batch of every optimizer step from rows with random access, in the chunks and shapes of this step.
-
-        `step_batches` with the plan, the mesh, `split_for` and `chunk_size` of this step.
 
         Args:
             source: see `step_batches`.
@@ -292,84 +284,6 @@ class TrainStep:
             lengths = ", ".join(str(shape[0]) if shape else "no" for shape in sorted(found)) or "no"
             raise DataError(f"step {step} takes arrays of {needed} rows, but the given ones have {lengths} rows")
         return next(self.stream([rows], step, step + 1, batched=True))
-
-    @property
-    def _batch_options(self) -> dict[str, Any]:
-        """The options of `step_batches` and `stream_batches` for this step."""
-        return {"batch_axes": self._batch_axes, "chunk_size": self._chunk_size, "split_for": self.split_for}
-
-    def _check(self, state: Any, batch: Batch) -> None:
-        """Check that state, batch, plan and optimizer belong together."""
-        if not isinstance(batch, Batch):
-            raise DataError(
-                f"a step takes a Batch and not a {type(batch).__name__}; get batches from step.batches(source), or make one of "
-                "arrays with step.batch(arrays)"
-            )
-        known, done = self._returned
-        # A state with the `step` that the last call returned needs no check. Before the first call, `known` is None.
-        if known is None or getattr(state, "step", None) is not known:
-            done = self._check_new_state(state)
-        if batch.position.step != done:
-            raise DataError(
-                f"the state is at step {done}, but the batch is that of step {batch.position.step}; start the batches with the "
-                "state: step.batches(source, start=state.step), or step.batch(arrays, step=state.step)"
-            )
-        if batch.layout not in self._layouts:
-            if not self._is_fused and batch.layout.chunk_size != 1:
-                size = f"{batch.layout.chunk_size}; give chunk_size=1 to step_batches"
-                problem = f"gradient_accumulation=multi_steps runs one microbatch at a time, but the batch has chunks of {size}"
-                raise ConfigError(problem, key="gradient_accumulation", nearest=("fused",))
-            raise DataError(
-                f"the batch has the layout {batch.layout}, but the plan of this step has {', '.join(map(str, self._layouts))}; "
-                "make the batch with the same plan, and with chunk_size only for engine='multi_steps'"
-            )
-
-    def _check_new_state(self, state: Any) -> int:
-        """Check a state that did not come from this step, and return its step number. That waits for the devices, once."""
-        check_state(state)
-        if isinstance(state.step, jax.core.Tracer):
-            raise ConfigError("a TrainStep is compiled already; in a jitted function of your own, use rampup.accumulate")
-        if isinstance(state.step, jax.Array) and state.step.is_deleted():
-            problem = "the state was donated to an earlier step; use the one that it returned, or train_step(..., donate=False)"
-            raise ConfigError(problem, key="state")
-        if getattr(state, "tx", self.tx) != self.tx:
-            fix = "give the same optimizer to both, with engine='multi_steps' the `tx` of the step"
-            raise ConfigError(f"the state has another tx than the step; {fix}", key="tx")
-        if isinstance(state.opt_state, optax.MultiStepsState) is self._is_fused:
-            found = f"a {type(state.opt_state).__name__} as `opt_state`, which is not that of the engine"
-            raise ConfigError(
-                f"the state has {found}; make it with the `tx` of the step: create_state(params, step.tx, mesh)", key="tx"
-            )
-        self._check_shardings(state)
-        if not self._is_fused:
-            _check_multi_steps(state)
-        return int(state.step)
-
-    def _check_shardings(self, state: Any) -> None:
-        """Check that every replica has whole parameters, and its part of the optimizer's state if the step expects that."""
-        axes = BatchAxes.of(self._mesh, self._batch_axes)
-        # An axis of one device shards nothing, even if a sharding names it.
-        axes = dataclasses.replace(axes, replica=tuple(name for name in axes.replica if self._mesh.shape[name] > 1))
-        key, expects_parts = "shard_optimizer_over_data", self._update.scatter_axes is not None
-        if is_scattered(shardings_of(state.params), axes):
-            problem = f"the parameters are sharded over {' and '.join(axes.replica)}, but every replica needs them whole"
-            fix = f"shard them over another axis such as fsdp, or only the optimizer's state, with {key}=True"
-            raise ConfigError(f"{problem}; {fix}", key=key)
-        found, parts = shardings_of(state.opt_state), scattered_shardings(state.opt_state, self._mesh, axes)
-        if jax.tree.leaves(found) != jax.tree.leaves(parts) if expects_parts else is_scattered(found, axes):
-            problem = f"the step has {key}={expects_parts}, but the optimizer's state is sharded in another way"
-            raise ConfigError(f"{problem}; give the same value to train_step and to create_state or prepare_state", key=key)
-
-    def _program(self, batch: Batch, update: Callable[..., Any], state: Any, *args: Any) -> Callable[..., Any]:
-        """Return the program for a batch, compiled if it is not yet."""
-        if jax.config.jax_disable_jit:
-            return functools.partial(self._run_eagerly, update)
-        lower = functools.partial(self._lower_program, update, state, *args)
-        return functools.partial(_call, self._compiler.get(batch.layout, lower))
-
-    def _run_eagerly(self, update: Callable[..., Any], state: Any, *args: Any) -> Any:
-        with auto_context(self._mesh):
-            return update(shardings_of(state), state, *args)
 
     @property
     def shape_changes(self) -> dict[int, int]:
@@ -435,16 +349,83 @@ class TrainStep:
         return self._lower_program(self._update.fused, state, chunks, _counts(split))
 
     def loop_trips(self, split: BatchSplit) -> tuple[int, ...]:
-        """Return the iterations of those loops of the `fused` program whose bound is an argument.
-
-        They are the microbatches, or with pipeline stages the passes and the ticks of a pass. An account of the program's
-        operations needs them.
-        """
+        """Return the iterations of the `fused` program's loops: microbatches, or passes and the ticks of a pipeline pass."""
         splitter = self._plan.splitter
         if splitter.num_stages == 1:
             return (split.num_microbatches,)
         ticks = num_ticks(splitter.num_stages, split.num_pipeline_microbatches, splitter.num_repeats)
         return split.accumulation_steps, ticks
+
+    @property
+    def _batch_options(self) -> dict[str, Any]:
+        """The options of `step_batches` and `stream_batches` for this step."""
+        return {"batch_axes": self._batch_axes, "chunk_size": self._chunk_size, "split_for": self.split_for}
+
+    def _check(self, state: Any, batch: Batch) -> None:
+        """Check that state, batch, plan and optimizer belong together."""
+        if not isinstance(batch, Batch):
+            fix = "get batches from step.batches(source), or make one of arrays with step.batch(arrays)"
+            raise DataError(f"a step takes a Batch and not a {type(batch).__name__}; {fix}")
+        known, done = self._returned
+        # A state with the `step` that the last call returned needs no check. Before the first call, `known` is None.
+        if known is None or getattr(state, "step", None) is not known:
+            done = self._check_new_state(state)
+        if batch.position.step != done:
+            fix = "start with the state: step.batches(source, start=state.step), or step.batch(arrays, step=state.step)"
+            raise DataError(f"the state is at step {done}, but the batch is that of step {batch.position.step}; {fix}")
+        if batch.layout not in self._layouts:
+            if not self._is_fused and batch.layout.chunk_size != 1:
+                problem = f"multi_steps runs one microbatch at a time, but the batch has chunks of {batch.layout.chunk_size}"
+                raise ConfigError(
+                    f"{problem}; give chunk_size=1 to step_batches", key="gradient_accumulation", nearest=("fused",)
+                )
+            planned, fix = ", ".join(map(str, self._layouts)), "make it with the same plan, and without chunk_size"
+            raise DataError(f"the batch has the layout {batch.layout}, but the plan of this step has {planned}; {fix}")
+
+    def _check_new_state(self, state: Any) -> int:
+        """Check a state that did not come from this step, and return its step number. That waits for the devices, once."""
+        check_state(state)
+        if isinstance(state.step, jax.core.Tracer):
+            raise ConfigError("a TrainStep is compiled already; in a jitted function of your own, use rampup.accumulate")
+        if isinstance(state.step, jax.Array) and state.step.is_deleted():
+            problem = "the state was donated to an earlier step; use the one that it returned, or train_step(..., donate=False)"
+            raise ConfigError(problem, key="state")
+        if getattr(state, "tx", self.tx) != self.tx:
+            fix = "give the same optimizer to both, with engine='multi_steps' the `tx` of the step"
+            raise ConfigError(f"the state has another tx than the step; {fix}", key="tx")
+        if isinstance(state.opt_state, optax.MultiStepsState) is self._is_fused:
+            problem = f"`opt_state` is a {type(state.opt_state).__name__}, which is not what the engine of the step needs"
+            raise ConfigError(f"{problem}; make it with the `tx` of the step: create_state(params, step.tx, mesh)", key="tx")
+        self._check_shardings(state)
+        if not self._is_fused:
+            _check_multi_steps(state)
+        return int(state.step)
+
+    def _check_shardings(self, state: Any) -> None:
+        """Check that every replica has whole parameters, and its part of the optimizer's state if the step expects that."""
+        axes = BatchAxes.of(self._mesh, self._batch_axes)
+        # An axis of one device shards nothing, even if a sharding names it.
+        axes = dataclasses.replace(axes, replica=tuple(name for name in axes.replica if self._mesh.shape[name] > 1))
+        key, expects_parts = "shard_optimizer_over_data", self._update.scatter_axes is not None
+        if is_scattered(shardings_of(state.params), axes):
+            problem = f"the parameters are sharded over {' and '.join(axes.replica)}, but every replica needs them whole"
+            fix = f"shard them over another axis such as fsdp, or only the optimizer's state, with {key}=True"
+            raise ConfigError(f"{problem}; {fix}", key=key)
+        found, parts = shardings_of(state.opt_state), scattered_shardings(state.opt_state, self._mesh, axes)
+        if jax.tree.leaves(found) != jax.tree.leaves(parts) if expects_parts else is_scattered(found, axes):
+            problem = f"the step has {key}={expects_parts}, but the optimizer's state is sharded in another way"
+            raise ConfigError(f"{problem}; give the same value to train_step and to create_state or prepare_state", key=key)
+
+    def _program(self, batch: Batch, update: Callable[..., Any], state: Any, *args: Any) -> Callable[..., Any]:
+        """Return the program for a batch, compiled if it is not yet."""
+        if jax.config.jax_disable_jit:
+            return functools.partial(self._run_eagerly, update)
+        lower = functools.partial(self._lower_program, update, state, *args)
+        return functools.partial(_call, self._compiler.get(batch.layout, lower))
+
+    def _run_eagerly(self, update: Callable[..., Any], state: Any, *args: Any) -> Any:
+        with auto_context(self._mesh):
+            return update(shardings_of(state), state, *args)
 
     def _lower_program(self, update: Callable[..., Any], state: Any, *args: Any) -> Any:
         """Lower a program that maps a state and further arguments to the next state and the metrics."""
@@ -481,7 +462,7 @@ class TrainStep:
         padding = self._padding.get(batch.layout)
         if padding is None:
             # Made on the host: `jnp.zeros` would be one more compilation, at a phase change and with the run waiting.
-            padding = self._padding[batch.layout] = jax.tree.map(_zeros_from_host, batch.chunks[0])
+            padding = self._padding[batch.layout] = jax.tree.map(_zeros_like, batch.chunks[0])
         return batch.chunks + (padding,) * (batch.layout.num_chunks - len(batch.chunks))
 
 
@@ -503,12 +484,7 @@ class EvalStep:
         self._loss, self._mesh, self._compiler = summable(loss_fn, batch_axes), auto_view(mesh), Compiler()
 
     def __call__(self, state: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Return (sum of losses, sum of weights) of a batch, on the devices.
-
-        Args:
-            state: a training state.
-            batch: a batch. Each number of chunks has a program; batches of one size share it.
-        """
+        """Return (sum of losses, sum of weights) of a batch, on the devices. Batches of one size share a program."""
         if not isinstance(batch, Batch):
             raise DataError(f"an EvalStep takes a Batch, such as `step_batches` yields, and not a {type(batch).__name__}")
         args = state, batch.chunks, np.int32(batch.num_microbatches)
@@ -534,8 +510,7 @@ def _counts(split: BatchSplit) -> tuple[np.int32, np.int32]:
     return np.int32(split.num_pipeline_microbatches), np.int32(split.accumulation_steps)
 
 
-def _zeros_from_host(x: jax.Array) -> jax.Array:
-    """Return zeros like an array, without a program that would make them."""
+def _zeros_like(x: jax.Array) -> jax.Array:
     return jax.make_array_from_callback(x.shape, x.sharding, lambda _: np.zeros(x.sharding.shard_shape(x.shape), x.dtype))
 
 

@@ -1,8 +1,7 @@
-"""The mathematics of a training step: what its compiled program computes, from a state and rows to the next state and metrics.
+"""The mathematics of a training step: what a compiled program computes from a state and rows.
 
-`Update.fused` is a whole optimizer step: it sums over all microbatches and runs the optimizer once. `Update.multi_steps` is one
-microbatch of a step with `optax.MultiSteps`. How a loss sums itself is its own business (`rampup.run.accumulate.SummableLoss`):
-one microbatch after the other, or through the stages of a pipeline.
+How a loss sums itself over the microbatches is its own business (`rampup.run.accumulate.SummableLoss`): one after the other, or
+through the stages of a pipeline.
 
 Shape suffixes: K microbatches of the input, R rows of one microbatch over all replicas.
 """
@@ -30,15 +29,11 @@ from rampup.run.state import carried, replace_carried, replace_fields
 from rampup.run.zero import constrain_all, gather_parameters, scattered_shardings
 
 Metrics = dict[str, Any]
-# One microbatch in a pass, and one pass: what a program of the engine `multi_steps` runs.
-ONE_MICROBATCH = np.int32(1), np.int32(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Update:
-    """What the programs of a training step compute.
-
-    A trace does not know how the arrays of a state are sharded, so the methods take the shardings as their first argument.
+    """What the programs of a training step compute. A trace does not know how a state is sharded, so it is an argument.
 
     Attributes:
         loss, mesh, batch_axes, skip_nonfinite: see `rampup.run.step.train_step`.
@@ -114,7 +109,8 @@ class Update:
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(chunk, first_row))
         param_shardings = device_shardings(shardings.params)
         with jax.named_scope("accumulate"):
-            sums, grads, _ = self._sums_and_grads(state, chunk, keys_KR, ONE_MICROBATCH, param_shardings)
+            # One pass of one microbatch.
+            sums, grads, _ = self._sums_and_grads(state, chunk, keys_KR, (np.int32(1), np.int32(1)), param_shardings)
         # The loss of the metrics is the weighted mean over the microbatches so far. Only the gradients are averaged with equal
         # weights, by MultiSteps.
         weight = so_far["weight"] + sums.weight
@@ -189,7 +185,9 @@ class Update:
         else:
             with jax.named_scope("gradient_noise"):
                 measured = meter.metrics(sums.noise, grads, sums.weight)
-        return sums, _fill(grads, jax.tree.map(jnp.zeros_like, params)) if _has_integers(params) else grads, measured
+        if _has_integers(params):
+            grads = _fill(grads, jax.tree.map(jnp.zeros_like, params))
+        return sums, grads, measured
 
     def _run_optimizer(self, state: Any, grads: Any, loss: jax.Array) -> Any:
         """Return the state after the optimizer, run by the state's own `apply_gradients` if it has one."""
@@ -217,8 +215,7 @@ class Update:
         try:
             return self.tx.update(*args, value=loss)
         except TypeError as error:
-            # `optax.contrib.sam` accepts other extra arguments only. Signatures do not tell: `optax.chain` passes on whatever
-            # it gets.
+            # `optax.contrib.sam` accepts others only. No signature tells: `optax.chain` passes on whatever it gets.
             if "unexpected keyword argument 'value'" not in str(error):
                 raise
             return self.tx.update(*args)
@@ -227,7 +224,7 @@ class Update:
 def eval_sums(
     loss: SummableLoss, mesh: Mesh, shardings: Any, state: Any, chunks: tuple[Any, ...], num_microbatches: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the sums of losses and weights over the first microbatches of chunks, for a state with these shardings."""
+    """Return the sums of losses and weights over the first microbatches of a batch; a program of `EvalStep`."""
     state = fetch_offloaded(state, shardings)
     batch_KR = _join(chunks)
     # A loss function takes keys. Evaluation is the same every time, whatever the step.
@@ -254,15 +251,10 @@ def zeros_if_not(condition: jax.Array, tree: Any) -> Any:
 
 
 def select_step(keep: jax.Array, new: Any, old: Any) -> Any:
-    """Return what a step computed, or what was there before if the step is skipped.
+    """Return a state after a step, or a part of it, if the step is kept (a traced bool), else the one before.
 
     The schedules of a skipped step move on, so that it does not shift the learning rate: the states of
-    `optax.scale_by_schedule` and the counts of `optax.inject_hyperparams` always are those of the new tree. Other counts, such
-    as Adam's of its updates, stay.
-
-    Args:
-        keep: a traced bool.
-        new, old: a training state or a part of one, after and before the step.
+    `optax.scale_by_schedule` and the counts of `optax.inject_hyperparams`. Other counts stay, such as Adam's of its updates.
     """
 
     def select(new: Any, old: Any) -> Any:
@@ -317,7 +309,7 @@ def _fill(tree: Any, values: Any) -> Any:
 
 
 def _bind_frozen(loss: SummableLoss, state: Any) -> SummableLoss:
-    """Return the loss with the frozen arrays of a state as an argument, if it has any."""
+    """Return the loss with the frozen arrays of a state, if it has any, as an argument."""
     frozen = getattr(state, "frozen", None)
     return loss if frozen is None else _wrap(loss, "loss_fn", lambda fn: functools.partial(fn, frozen=frozen), "`frozen`")
 
@@ -325,16 +317,14 @@ def _bind_frozen(loss: SummableLoss, state: Any) -> SummableLoss:
 def _scale_loss(loss: SummableLoss, scale: jax.Array) -> SummableLoss:
     """Return the loss times a scale, which keeps small gradients of float16 from vanishing."""
 
-    def scaled(fn: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> tuple[Any, ...]:
-            value, *rest = fn(*args)
-            # At least in float32, where the scale does not overflow.
-            return accumulator(value) * scale, *rest
-
-        return call
+    def scaled(fn: Callable[..., Any], *args: Any) -> tuple[Any, ...]:
+        value, *rest = fn(*args)
+        # At least in float32, where the scale does not overflow.
+        return accumulator(value) * scale, *rest
 
     # In a pipeline, its last stage computes the loss.
-    return _wrap(loss, "last" if hasattr(loss, "last") else "loss_fn", scaled, "`dynamic_scale`")
+    part = "last" if hasattr(loss, "last") else "loss_fn"
+    return _wrap(loss, part, lambda fn: functools.partial(scaled, fn), "`dynamic_scale`")
 
 
 def _unscale(sums: Sums, grads: Any, scale: jax.Array) -> tuple[Sums, Any]:

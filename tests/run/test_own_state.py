@@ -271,5 +271,5 @@ def test_frozen_integer_and_carried_values_with_pipeline_stages_are_refused():
     with pytest.raises(rampup.ConfigError, match="integer parameters, which a PipelinedLoss"):
         step(rampup.create_state(params, step.tx, mesh), next(step.batches(data)))
     carried = rampup.create_state(MODEL.init(jax.random.key(0)), step.tx, mesh, mutable={"count": jnp.zeros(())})
-    with pytest.raises(rampup.ConfigError, match="`mutable`, which a PipelinedLoss cannot update"):
+    with pytest.raises(rampup.ConfigError, match="`mutable`, which a PipelinedLoss cannot"):
         step(carried, next(step.batches(data)))
