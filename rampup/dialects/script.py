@@ -32,6 +32,7 @@ _UNSET, _ARGUMENT, _UNKNOWN, _OPTIONS, _END = "\ue000", "\ue001", "\ue002", "\ue
 _BREAK, _EMPTY = "\ue005", "\ue006"
 _MARKER = re.compile(f"[{_UNSET}-{_OPTIONS}]([^{_END}]*){_END}")
 _OPERATOR = re.compile(r";;&|;;|;&|&&|\|\||\|&|<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[;&|()<>\n]")
+_REDIRECTION = re.compile(r"\d*(<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[<>](?!\())")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]]*\])?(.*)", re.DOTALL)
 _CONTINUED = re.compile(r"(?:[ \t\r]|\\\r?\n)+|#[^\n]*")
@@ -321,8 +322,7 @@ class _Parser:
 
     def redirect_one(self, node: _Node) -> bool:
         """Drop a redirection, but keep the body of a here-document; return whether there was one."""
-        match = re.compile(r"\d*(<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[<>](?!\())").match(self.text, self.at)
-        if self.peek() == "" or match is None:
+        if not self.peek() or (match := _REDIRECTION.match(self.text, self.at)) is None:
             return False
         self.at = match.end()
         target = self.next()
