@@ -25,27 +25,13 @@ from rampup.plan.learning_rate import decay_progress
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.noise_scale import noise_problems
 from rampup.plan.numbers import AUTO, exact_fraction, nearest_in
-from rampup.plan.per_device import global_batch_size, ramp_from_config
+from rampup.plan.per_device import RampKeys, global_batch_size, ramp_from_config
 from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, legal_repeats, pipeline_repeats, predicted_time
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp, parse_schedule
 from rampup.plan.seesaw import Seesaw, discretize
 from rampup.plan.split import BatchSplitter
 from rampup.plan.topology import Topology
-
-# The keys that `ramp_from_config` takes.
-_RAMP_ARGUMENTS = (
-    "per_device_batch_size",
-    "gradient_accumulation_steps",
-    "enable_rampup_batch_size",
-    "per_device_batch_size_start",
-    "per_device_batch_size_increment",
-    "global_rampup_samples",
-    "rampup_carry_overshoot",
-    "batch_size_schedule",
-    "batch_size_schedule_unit",
-    "max_target_length",
-)
 
 
 def build_plan(
@@ -329,10 +315,10 @@ def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None, size
             _check_sizes(config, splitter, [(size, "batch_size_schedule: auto") for size in sizes])
         return BatchRamp.constant(sizes[0])
     unfixed = splitter and replace(splitter, microbatch_size=AUTO)
-    keys = {name: getattr(config, name) for name in _RAMP_ARGUMENTS}
+    keys = RampKeys.of(config)
     if config.batch_size_schedule == AUTO_SCHEDULE:
-        keys |= {"batch_size_schedule": None}
-    ramp = ramp_from_config(num_devices=num_devices, splitter=unfixed, budget=budget_samples(config), **keys)
+        keys = replace(keys, batch_size_schedule=None)
+    ramp = ramp_from_config(keys, num_devices=num_devices, splitter=unfixed, budget=budget_samples(config))
     if splitter is not None:
         phases = [(phase.global_batch_size, str(phase)) for phase in ramp.phases]
         _check_sizes(config, splitter, phases, ramp if config.batch_size_schedule is not None else None)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any, Self
 
 from rampup.errors import ConfigError, RampDefinitionError, ResumeMismatchError
 from rampup.notebook_repr import NotebookRepr
-from rampup.plan.per_device import ramp_from_config
+from rampup.plan.per_device import RampKeys, ramp_from_config
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp, Phase
 
@@ -159,13 +160,6 @@ class RampupBatchManager(NotebookRepr):
         )
 
 
-_OPTIONAL = (
-    "gradient_accumulation_steps",
-    "rampup_carry_overshoot",
-    "batch_size_schedule",
-    "batch_size_schedule_unit",
-    "max_target_length",
-)
 _LINEAR = ("per_device_batch_size_start", "per_device_batch_size_increment", "global_rampup_samples")
 
 
@@ -176,8 +170,8 @@ def _ramp_of(config: Any) -> BatchRamp:
     missing = [name for name in required if not hasattr(config, name)]
     if missing:
         raise ConfigError(f"the config has no attribute {', '.join(missing)}", key=missing[0])
-    values = {name: getattr(config, name) for name in (*required[1:], *_OPTIONAL) if hasattr(config, name)}
-    return ramp_from_config(num_devices=int(config.num_target_devices), enable_rampup_batch_size=linear, **values)
+    keys = replace(RampKeys.of(config), enable_rampup_batch_size=linear)
+    return ramp_from_config(keys, num_devices=int(config.num_target_devices))
 
 
 def _check_step(step_num: int) -> int:

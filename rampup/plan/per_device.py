@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from typing import Any, Self
 
 from rampup.errors import BatchDivisibilityError, RampDefinitionError, RampupError, choice_error, raise_together
 from rampup.moved import moved_names
@@ -15,26 +17,11 @@ START, INCREMENT, END = "per_device_batch_size_start", "per_device_batch_size_in
 SCHEDULE_UNITS = ("samples", "tokens")
 
 
-def ramp_from_config(
-    *,
-    num_devices: int,
-    per_device_batch_size: object,
-    gradient_accumulation_steps: int = 1,
-    enable_rampup_batch_size: bool = False,
-    per_device_batch_size_start: object = None,
-    per_device_batch_size_increment: object = None,
-    global_rampup_samples: object = None,
-    rampup_carry_overshoot: bool = False,
-    batch_size_schedule: str | None = None,
-    batch_size_schedule_unit: str = "samples",
-    max_target_length: int | None = None,
-    budget: int | Fraction | None = None,
-    splitter: BatchSplitter | None = None,
-) -> BatchRamp:
-    """Return the ramp that the configuration's keys describe.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RampKeys:
+    """The configuration's keys that describe its ramp.
 
-    Args:
-        num_devices: devices of the run. A global batch is devices * size per device * gradient_accumulation_steps.
+    Attributes:
         per_device_batch_size: samples per device and accumulation step after the ramp. May be fractional.
         gradient_accumulation_steps: G, a factor of every batch.
         enable_rampup_batch_size: whether the batch grows linearly. Without it and without a schedule, B is constant.
@@ -45,8 +32,41 @@ def ramp_from_config(
         batch_size_schedule: see `BatchRamp.from_schedule`. Its sizes are B itself, so they include G.
         batch_size_schedule_unit: the unit of its thresholds, `samples` or `tokens`.
         max_target_length: tokens per sample, for thresholds in tokens.
+    """
+
+    per_device_batch_size: object
+    gradient_accumulation_steps: int = 1
+    enable_rampup_batch_size: bool = False
+    per_device_batch_size_start: object = None
+    per_device_batch_size_increment: object = None
+    global_rampup_samples: object = None
+    rampup_carry_overshoot: bool = False
+    batch_size_schedule: str | None = None
+    batch_size_schedule_unit: str = "samples"
+    max_target_length: int | None = None
+
+    @classmethod
+    def of(cls, config: object) -> Self:
+        """Return the keys that an object has as attributes; the others have their defaults."""
+        return cls(**{key.name: getattr(config, key.name) for key in fields(cls) if hasattr(config, key.name)})
+
+
+def ramp_from_config(
+    keys: RampKeys | None = None,
+    *,
+    num_devices: int,
+    budget: int | Fraction | None = None,
+    splitter: BatchSplitter | None = None,
+    **values: Any,
+) -> BatchRamp:
+    """Return the ramp that the configuration's keys describe.
+
+    Args:
+        keys: the keys.
+        num_devices: devices of the run. A global batch is devices * size per device * gradient_accumulation_steps.
         budget: samples of the whole run, for thresholds that are shares of it.
         splitter: if given, sizes must be legal for it, and so are the nearest sizes in errors.
+        values: attributes of `RampKeys`, instead of `keys` or in the place of some of them.
 
     Raises:
         RampDefinitionError, BatchDivisibilityError: If the keys are invalid. One error has all problems and the nearest legal
@@ -58,34 +78,31 @@ def ramp_from_config(
         >>> ramp.sizes
         (4, 8, 12, 16)
     """
-    if batch_size_schedule is not None:
-        if enable_rampup_batch_size:
+    keys = RampKeys(**values) if keys is None else replace(keys, **values)
+    if keys.batch_size_schedule is not None:
+        if keys.enable_rampup_batch_size:
             problem = RampDefinitionError(
                 "batch_size_schedule and enable_rampup_batch_size: true are two ramps; set one of them to null or false",
                 key="batch_size_schedule",
             )
             problem.alternatives = {"enable_rampup_batch_size": (False,)}
             raise problem
-        if batch_size_schedule_unit not in SCHEDULE_UNITS:
-            raise choice_error("batch_size_schedule_unit", batch_size_schedule_unit, SCHEDULE_UNITS)
-        tokens = batch_size_schedule_unit == "tokens"
-        return BatchRamp.from_schedule(
-            batch_size_schedule, sequence_length=max_target_length if tokens else None, budget=budget
-        )
-    values = {END: per_device_batch_size}
-    if enable_rampup_batch_size:
-        values = {START: per_device_batch_size_start, INCREMENT: per_device_batch_size_increment} | values
-    sizes = _Sizes(values, num_devices * gradient_accumulation_steps, splitter)
-    if not enable_rampup_batch_size:
+        if keys.batch_size_schedule_unit not in SCHEDULE_UNITS:
+            raise choice_error("batch_size_schedule_unit", keys.batch_size_schedule_unit, SCHEDULE_UNITS)
+        length = keys.max_target_length if keys.batch_size_schedule_unit == "tokens" else None
+        return BatchRamp.from_schedule(keys.batch_size_schedule, sequence_length=length, budget=budget)
+    names = (START, INCREMENT, END) if keys.enable_rampup_batch_size else (END,)
+    sizes = _Sizes({name: getattr(keys, name) for name in names}, num_devices * keys.gradient_accumulation_steps, splitter)
+    if not keys.enable_rampup_batch_size:
         return BatchRamp.constant(sizes.samples(END))
-    samples = _parse_rampup_samples(global_rampup_samples)
+    samples = _parse_rampup_samples(keys.global_rampup_samples)
     sizes.check_growth()
     return BatchRamp.linear(
         start=sizes.samples(START),
         increment=sizes.samples(INCREMENT),
         end=sizes.samples(END),
         samples=samples,
-        carry_overshoot=rampup_carry_overshoot,
+        carry_overshoot=keys.rampup_carry_overshoot,
     )
 
 

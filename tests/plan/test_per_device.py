@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rampup import Config
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
-from rampup.plan.per_device import global_batch_size, ramp_from_config
+from rampup.plan.per_device import RampKeys, global_batch_size, ramp_from_config
 from rampup.plan.split import BatchSplitter
 
 MAXTEXT = json.loads((Path(__file__).parent.parent / "data" / "ramp_maxtext.json").read_text())
@@ -141,3 +142,14 @@ def test_global_batch_size_is_exact():
     assert global_batch_size("1/3", num_devices=3, gradient_accumulation_steps=2, key="k") == 2
     with pytest.raises(BatchDivisibilityError, match="nearest k: 1/3, 2/3"):
         global_batch_size(0.5, num_devices=3, gradient_accumulation_steps=1, key="k")
+
+
+def test_keys_are_one_object_or_arguments():
+    """`RampKeys` of a configuration, the same keys as arguments, and arguments in the place of some keys agree."""
+    config = Config(**{key: value for key, value in LINEAR.items() if key != "num_devices"})
+    keys = RampKeys.of(config)
+    assert keys.max_target_length == config.max_target_length
+    assert ramp_from_config(keys, num_devices=4) == ramp_from_config(**LINEAR)
+    assert ramp_from_config(keys, num_devices=4, per_device_batch_size=16).sizes[-1] == 64
+    with pytest.raises(TypeError, match="per_device_batch_sise"):
+        ramp_from_config(num_devices=4, per_device_batch_sise=2)
