@@ -25,13 +25,12 @@ from rampup.config.load import load_config
 from rampup.config.schema import KEYS, Config
 from rampup.errors import ConfigError, DataError, ResumeMismatchError
 from rampup.lm.data import sample_order, sources
-from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, model_loss, optimizer, ramp_before
+from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, optimizer, ramp_before
 from rampup.plan.critical import BranchResult, BranchWindow, Evaluation, find_critical, is_losing, schedule_from, smoothed_loss
 from rampup.plan.learning_rate import learning_rate_scale
 from rampup.plan.noise_scale import NoiseEstimate, measured_noise
 from rampup.plan.numbers import nearest_in, plain_number
 from rampup.plan.plan import RampPlan
-from rampup.plan.ramp import BatchRamp
 from rampup.run.checkpoint import CHECKSUMS_FILE, Checkpoints, checkpoint_steps, damage, find_checkpoint, read_state
 from rampup.run.compile import enable_compilation_cache
 from rampup.run.data.batches import BatchLoader, SampleOrder
@@ -300,13 +299,7 @@ class _Branches:
                 key="tokens",
             ) from None
         group = window.sizes[0]
-        eval_plan = RampPlan(
-            ramp=BatchRamp.constant(group),
-            splitter=plan.splitter.for_eval(),
-            num_devices=plan.num_devices,
-            axes=plan.axes,
-            total_steps=(window.samples + window.interval) // group,
-        )
+        eval_step, eval_plan = setup.evaluation(group, (window.samples + window.interval) // group)
         loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=_SampleWindow(order, first, window.samples))
         return cls(
             run_plan=run_plan,
@@ -315,7 +308,7 @@ class _Branches:
             learning_rates=rates,
             setup=setup,
             loader=loader,
-            eval_step=EvalStep(model_loss(config, replace(setup.model, dropout_rate=0.0), plan, mesh), mesh),
+            eval_step=eval_step,
             eval_loader=replace(loader, plan=eval_plan, order=_SampleWindow(order, first, None)),
             identity={
                 "step": step,

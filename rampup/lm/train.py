@@ -119,8 +119,6 @@ class TrainSetup:
         param_shardings: shardings of the model's parameters.
         layer_order: the order in which the pipeline stages store the layers; checkpoints have them in their natural order.
         tx: the optimizer. A training state is that of `step.tx`, which may wrap it.
-        learning_rate: the schedule.
-        step: the training step.
     """
 
     config: Config
@@ -161,6 +159,13 @@ class TrainSetup:
     def with_batches(self, plan: RampPlan) -> Self:
         """Return this setup with the batches of another plan, of as many stages and repeats; everything else stays."""
         return replace(self, plan=plan, step=_train_step(self.config, self.loss, self.tx, plan, self.mesh))
+
+    def evaluation(self, size: int, num_batches: int) -> tuple[EvalStep, RampPlan]:
+        """Return the evaluation step, which is without dropout, and the plan of its batches of `size` rows."""
+        plan, model = self.plan, replace(self.model, dropout_rate=0.0)
+        options = {"splitter": plan.splitter.for_eval(), "num_devices": plan.num_devices, "axes": plan.axes}
+        eval_plan = RampPlan(ramp=BatchRamp.constant(size), total_steps=num_batches, **options)
+        return EvalStep(model_loss(self.config, model, plan, self.mesh), self.mesh), eval_plan
 
     def initial_state(self) -> TrainState:
         """Return the state of step 0."""
@@ -224,9 +229,7 @@ class Run:
     """A run of the language model: everything from the mesh to the data, ready to train.
 
     Attributes:
-        setup: model, optimizer and training step.
         saved: the checkpoint from which it resumes, or None.
-        loader: the batches.
         data: fingerprints of the files with training data.
         evaluation: when to evaluate, and how; None = never.
         writers: see `metric_writers`.
@@ -516,18 +519,11 @@ def _num_eval_batches(config: Config, num_rows: int, batch_size: int) -> int:
 
 def _evaluation(config: Config, setup: TrainSetup, rows: RowSource, loading: Loading) -> EvalOptions:
     """Return the evaluation: the weighted mean loss over the same held-out rows every time."""
-    plan = setup.plan
-    assert plan.eval_global_batch_size is not None  # None only with eval_interval=-1
-    eval_plan = RampPlan(
-        ramp=BatchRamp.constant(plan.eval_global_batch_size),
-        splitter=plan.splitter.for_eval(),
-        num_devices=plan.num_devices,
-        axes=plan.axes,
-        total_steps=_num_eval_batches(config, len(rows), plan.eval_global_batch_size),
-    )
+    size = setup.plan.eval_global_batch_size
+    assert size is not None  # None only with eval_interval=-1
+    step, plan = setup.evaluation(size, _num_eval_batches(config, len(rows), size))
     order = SampleOrder(len(rows), seed=None)
-    loader = BatchLoader(source=rows, plan=eval_plan, mesh=setup.mesh, order=order, loading=loading)
-    step = EvalStep(model_loss(config, replace(setup.model, dropout_rate=0.0), plan, setup.mesh), setup.mesh)
+    loader = BatchLoader(source=rows, plan=plan, mesh=setup.mesh, order=order, loading=loading)
 
     def evaluate(state: Any) -> dict[str, float]:
         sums = [step(state, batch) for batch in loader.batches()]

@@ -115,7 +115,13 @@ class AccumulatedLoss:
 
     def check(self, mesh: Mesh, engine: str) -> None:
         """Refuse pipeline stages, and a type of accumulators with `multi_steps`; see `SummableLoss`."""
-        check_accumulators(self.accumulator_dtype, engine)
+        if self.accumulator_dtype is not None and engine == "multi_steps":
+            raise ConfigError(
+                f"gradient_accumulator_dtype={jnp.dtype(self.accumulator_dtype).name} needs gradient_accumulation=fused; "
+                "optax.MultiSteps keeps the sums of multi_steps",
+                key="gradient_accumulator_dtype",
+                nearest=("float32",),
+            )
         stages = dict(mesh.shape).get(STAGE, 1)
         if stages > 1:
             raise PipelineShapeError(
@@ -152,7 +158,7 @@ class AccumulatedLoss:
             # Nothing to add up: differentiate the mean. To divide the gradient of a sum, as below, takes one more pass over
             # memory as large as the parameters.
             microbatch_sums = own_constraints()(_microbatch_sums(self.loss_fn, param_shardings, differentiate_mean=True))
-            sums = microbatch_sums(params, *_take((batch_KR, keys_KR), 0), mutable)
+            sums = microbatch_sums(params, *take((batch_KR, keys_KR), 0), mutable)
             return sums._replace(grads=None), sums.grads
         options: Any = {"mesh": mesh, "param_shardings": param_shardings, "mutable": mutable, "noise": noise}
         sums = self.sum_microbatches(params, batch_KR, keys_KR, number, **options)
@@ -190,17 +196,17 @@ class AccumulatedLoss:
         def replica_sums(params: Any, batch_KR: Any, keys_KR: Any, number: Any, mutable: Any, moments: Any) -> Sums:
             # First over this replica's rows, then over the replicas.
             if has_one:
-                sums = microbatch_sums(params, *_take((batch_KR, keys_KR), 0), mutable, moments)
+                sums = microbatch_sums(params, *take((batch_KR, keys_KR), 0), mutable, moments)
                 return self._reduce(sums, mutable, shardings, mesh)
 
             def add(i: jax.Array, total: Sums) -> Sums:
-                new = microbatch_sums(params, *_take((batch_KR, keys_KR), i), total.mutable, moments)
+                new = microbatch_sums(params, *take((batch_KR, keys_KR), i), total.mutable, moments)
                 added = jax.tree.map(jnp.add, total._replace(mutable=None), new._replace(mutable=None))
-                return added._replace(grads=_constrain(added.grads, shardings), mutable=new.mutable)
+                return added._replace(grads=constrain_leaves(added.grads, shardings), mutable=new.mutable)
 
             # Without the constraints, the compiler may replicate the carried gradients over fsdp and tensor.
-            zeros = _zeros(microbatch_sums, params, *_take((batch_KR, keys_KR), 0), mutable, moments)
-            zeros = zeros._replace(grads=_constrain(zeros.grads, shardings), mutable=mutable)
+            zeros = _zeros(microbatch_sums, params, *take((batch_KR, keys_KR), 0), mutable, moments)
+            zeros = zeros._replace(grads=constrain_leaves(zeros.grads, shardings), mutable=mutable)
             # A while loop in the program: its bound is an argument, so one executable serves every number of microbatches.
             return self._reduce(jax.lax.fori_loop(0, number, add, zeros), mutable, shardings, mesh)
 
@@ -226,7 +232,7 @@ class AccumulatedLoss:
             # Not back into a narrow type of the accumulators: the sum over the replicas has more digits.
             grads = jax.tree.map(lambda g, own: g.astype(accumulator_type(own.dtype)), grads, sums.grads)
             mutable = jax.tree.map(lambda x, before: _merge_replicas(x, before, names), sums.mutable, start)
-            return reduced._replace(grads=_constrain(grads, shardings), mutable=mutable)
+            return reduced._replace(grads=constrain_leaves(grads, shardings), mutable=mutable)
 
     def _summed_axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Return the mesh axes over which the sums of the loss function still have to be added up."""
@@ -245,9 +251,9 @@ class AccumulatedLoss:
 
         def replica_sums(params: Any, batch_KR: Any, keys_KR: Any, number: Any, mutable: Any, _: None) -> Sums:
             def add(i: jax.Array, total: Sums) -> Sums:
-                return jax.tree.map(jnp.add, total, microbatch_sums(params, *_take((batch_KR, keys_KR), i), mutable))
+                return jax.tree.map(jnp.add, total, microbatch_sums(params, *take((batch_KR, keys_KR), i), mutable))
 
-            zeros = _zeros(microbatch_sums, params, *_take((batch_KR, keys_KR), 0), mutable)
+            zeros = _zeros(microbatch_sums, params, *take((batch_KR, keys_KR), 0), mutable)
             sums, names = jax.lax.fori_loop(0, number, add, zeros), self._summed_axes(mesh)
             return reduce_sums(sums, names) if names else sums
 
@@ -349,17 +355,6 @@ def nan_beyond(number: Any, K: int, sums: Sums) -> Sums:
     return sums._replace(loss=jnp.where(is_valid, sums.loss, jnp.nan), weight=jnp.where(is_valid, sums.weight, jnp.nan))
 
 
-def check_accumulators(dtype: Any, engine: str) -> None:
-    """Refuse a type of the accumulators with the engine `multi_steps`, which has its own."""
-    if dtype is not None and engine == "multi_steps":
-        raise ConfigError(
-            f"gradient_accumulator_dtype={jnp.dtype(dtype).name} needs gradient_accumulation=fused; optax.MultiSteps keeps the "
-            "sums of multi_steps",
-            key="gradient_accumulator_dtype",
-            nearest=("float32",),
-        )
-
-
 def reduce_sums(sums: Sums, names: tuple[str, ...]) -> Sums:
     """Add up sums over mesh axes, in a function that is manual over them. The noise adds no collective."""
     if sums.noise is None:
@@ -416,7 +411,7 @@ def cast_like(tree: Any, like: Any) -> Any:
 
 
 def multi_steps(tx: optax.GradientTransformation, plan: RampPlan, **options: Any) -> optax.MultiSteps:
-    """Return `optax.MultiSteps` around an optimizer, with k = the plan's number of microbatches at every optimizer step.
+    """Return `optax.MultiSteps(tx, k, **options)` with k = the plan's number of microbatches at every optimizer step.
 
     For a training step of your own that calls the optimizer once per microbatch. It differs from the engine `fused`:
 
@@ -424,11 +419,6 @@ def multi_steps(tx: optax.GradientTransformation, plan: RampPlan, **options: Any
     - microbatches count equally, however many tokens they have;
     - a checkpoint in the middle of an accumulation cannot be resumed with another k, so write checkpoints between optimizer
       steps.
-
-    Args:
-        tx: the optimizer to run once per optimizer step.
-        plan: the plan whose microbatches are fed.
-        options: further arguments of `optax.MultiSteps`.
 
     Raises:
         RampDefinitionError: the ramp takes 2**31 optimizer steps or more, which MultiSteps cannot count.
@@ -489,7 +479,7 @@ def _microbatch_sums(
         with jax.named_scope("microbatch"):
             (_, (loss, weight, aux, carried)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
             grads, loss, weight, aux = jax.tree.map(accumulator, (grads, loss, weight, aux))
-            grads = _constrain(grads, param_shardings)
+            grads = constrain_leaves(grads, param_shardings)
             block = noise and replace(noise, moments=moments).block(grads, loss, weight)
             return Sums(jax.tree.map(lambda g: accumulator(g, dtype), grads), loss, weight, aux, carried, block)
 
@@ -497,14 +487,7 @@ def _microbatch_sums(
 
 
 def call_loss(loss_fn: LossFn, params: Any, batch_R: Any, keys_R: Any, mutable: Any) -> tuple[Any, Any, Any, Any]:
-    """Call a loss function inside a trace, and check what it takes and returns.
-
-    Returns:
-        (loss_sum, weight_sum, aux, mutable), the last one None if the loss function carries nothing.
-
-    Raises:
-        ConfigError: the loss function breaks the contract of `LossFn`.
-    """
+    """Call a loss function; return (loss_sum, weight_sum, aux, mutable or None), or refuse one that breaks its contract."""
     args, carries = (params, batch_R, keys_R), mutable is not None
     args += (mutable,) if carries else ()
     try:
@@ -525,11 +508,7 @@ def call_loss(loss_fn: LossFn, params: Any, batch_R: Any, keys_R: Any, mutable: 
 
 
 def unpack_results(results: Any, carries: bool = False) -> tuple[Any, ...]:
-    """Return the three results of a loss function, or four if it carries `mutable`.
-
-    Raises:
-        ConfigError: it returned something else.
-    """
+    """Return the three results of a loss function, or four if it carries `mutable`, or refuse what is not that."""
     if not isinstance(results, (tuple, list)):
         is_array = np.isscalar(results) or hasattr(results, "shape")
         kind = ("one array" if np.shape(results) else "a scalar") if is_array else f"a {type(results).__name__}"
@@ -625,12 +604,12 @@ def _zeros(sums_of: Callable[..., Sums], *args: Any) -> Sums:
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)  # type: ignore[no-any-return]
 
 
-def _take(tree_KR: Any, i: Any) -> Any:
-    """Return microbatch i of arrays (K, R, ...)."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree_KR)
+def take(tree: Any, i: Any) -> Any:
+    """Return entry i of every array along its first axis, such as microbatch i of arrays (K, R, ...)."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
 
 
-def _constrain(tree: Any, shardings: Any) -> Any:
+def constrain_leaves(tree: Any, shardings: Any) -> Any:
     """Constrain accumulators to the shardings of the parameters, so that fsdp saves their memory too."""
     if shardings is None:
         return tree
@@ -650,5 +629,4 @@ def _merge_replicas(x: Any, start: Any, names: tuple[str, ...]) -> Any:
     return jax.lax.pmax(x.astype(jnp.int32) if x.dtype == bool else x, names).astype(x.dtype)
 
 
-# Old names, with a DeprecationWarning.
 __getattr__ = moved_names(__name__, {"row_keys": "rampup.run.accumulate.per_row_keys"})

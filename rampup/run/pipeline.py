@@ -82,13 +82,14 @@ from rampup.run.accumulate import (
     accumulator,
     accumulator_type,
     cast_for_exchange,
-    check_accumulators,
     check_count,
+    constrain_leaves,
     nan_beyond,
     safe_reciprocal,
+    take,
 )
 from rampup.run.gradient_noise import NoiseMeter, NoiseSums, divide_by_weights
-from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain, own_constraints
+from rampup.run.mesh import STAGE, BatchAxes, auto_view, own_constraints
 from rampup.run.zero import is_scattered, manual_specs, reduce_gradients
 
 LAYERS = "layers"
@@ -141,7 +142,6 @@ class PipelinedLoss:
 
     def check(self, mesh: Mesh, engine: str) -> None:  # noqa: ARG002 - `pipeline_sums` checks the mesh
         """Refuse the engine `multi_steps`; see `SummableLoss`."""
-        check_accumulators(self.accumulator_dtype, engine)
         if engine == "multi_steps":
             raise ConfigError(
                 "gradient_accumulation=multi_steps does not support a pipeline; use fused",
@@ -162,16 +162,14 @@ class PipelinedLoss:
         noise: NoiseMeter | None = None,
     ) -> tuple[Sums, Any]:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
-        _refuse_mutable(mutable)
-        sums = _sum_passes(self, params, (batch_KR, keys_KR), counts, mesh, param_shardings, noise)
+        sums = _sum_passes(self, params, (batch_KR, keys_KR), counts, mesh, param_shardings, noise, mutable)
         return sums._replace(grads=None), sums.mean_grads()
 
     def eval_sums(
         self, params: Params, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
     ) -> Sums:
         """Return the sums without gradients; see `SummableLoss`."""
-        _refuse_mutable(mutable)
-        return _sum_passes(self, params, (batch_KR, keys_KR), (num_microbatches, 1), mesh)
+        return _sum_passes(self, params, (batch_KR, keys_KR), (num_microbatches, 1), mesh, mutable=mutable)
 
 
 def pipeline_sums(
@@ -216,8 +214,11 @@ def _sum_passes(
     mesh: Mesh,
     param_shardings: Any = None,
     noise: NoiseMeter | None = None,
+    mutable: Any = None,
 ) -> Sums:
     """Return the sums over all passes, with the squares of the gradients if `noise` measures them; see `pipeline_sums`."""
+    if mutable is not None:
+        raise ConfigError("the state has `mutable`, which a PipelinedLoss cannot use; put it into the parameters")
     check_shapes(loss, params, *rows, mesh)
     if noise is not None:
         _check_noise(loss, params, *rows)
@@ -240,9 +241,7 @@ def as_loss(loss: PipelinedLoss, mesh: Mesh, param_shardings: Any) -> Callable[[
     they are refused.
 
     Args:
-        loss: the loss in parts.
-        mesh: the mesh, whose `stage` axis is the pipeline.
-        param_shardings: shardings of the parameters.
+        loss, mesh, param_shardings: see `pipeline_sums`.
 
     Returns:
         `mean_loss(params, batch_KR, keys_KR)` over all K microbatches.
@@ -335,7 +334,7 @@ def run_on_stages(
             else:
                 grads = (jax.lax.psum(layers, replicas) if replicas else layers, jax.lax.psum(shared, (*replicas, STAGE)))
             grads = jax.tree.map(lambda g, own: g.astype(accumulator_type(own.dtype)), grads, sums.grads)
-            return totals._replace(grads=jax.tree.map(_constrain, grads, shardings))
+            return totals._replace(grads=constrain_leaves(grads, shardings))
 
     by_replica = PartitionSpec(None, replicas) if replicas else PartitionSpec()
     by_stage, whole = PartitionSpec(STAGE), PartitionSpec()
@@ -380,11 +379,10 @@ class Stage:
     """What one stage computes, traced inside of `jax.shard_map` over the stage axis. See the schedule at the top of the file.
 
     Args:
-        loss: the loss in parts.
+        loss, mesh: see `pipeline_sums`.
         layers: this stage's layers, stacked, in the order of `stage_layer_order`.
         shared: the other parameters.
         rows: the microbatches and a random key per row.
-        mesh: the mesh.
         with_grads: False for the forward alone.
     """
 
@@ -437,7 +435,7 @@ class Stage:
         x = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), jax.eval_shape(self._first, 0))
         ring = None
         if self.with_grads:
-            kept = jax.eval_shape(lambda: self._forward_chunk(self._chunk(0), x, 0, 0)[1])
+            kept = jax.eval_shape(lambda: self._forward_chunk(take(self.chunks, 0), x, 0, 0)[1])
             stash = x, jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), kept)
             ring = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.ring_size, *x.shape)), stash)
         tick = functools.partial(self._tick, functools.partial(self._unit, start, m), forward_ticks)
@@ -472,7 +470,7 @@ class Stage:
         """Run a forward without a backward; return the activation to send, and the sums."""
         is_real, k, r = unit_of(t - self.s)
         x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), arrived)
-        y = self._if(is_real, lambda: self._stage(self._chunk(r), x, k, r), x)
+        y = self._if(is_real, lambda: self._stage(take(self.chunks, r), x, k, r), x)
         is_last = is_real & (self.s == self.p - 1) & (r == self.v - 1)
         return y, self._if(is_last, lambda: _add_loss(sums, self._last(y, k), k), sums)
 
@@ -487,7 +485,7 @@ class Stage:
         # forward is left to it, and y is the chunk's input.
         runs = is_real & ~is_last if self.loss.remat_policy is None else is_real
         # If it does not run, x and slot 0 take the place of the results, for their shapes.
-        y, kept = self._if(runs, lambda: self._forward_chunk(self._chunk(r), x, k, r), (x, _take(ring[1], 0)))
+        y, kept = self._if(runs, lambda: self._forward_chunk(take(self.chunks, r), x, k, r), (x, take(ring[1], 0)))
         slot = unit % self.ring_size
         return y, jax.tree.map(lambda ring, x: ring.at[slot].set(jnp.where(is_real, x, ring[slot])), ring, (x, kept))
 
@@ -503,7 +501,7 @@ class Stage:
         unit = t - self.lag - (self.p - 1 - self.s)
         is_real, k, turn = unit_of(unit)
         r = self.v - 1 - turn
-        stash = _take(ring, (unit + (r - turn) * self.p) % self.ring_size)
+        stash = take(ring, (unit + (r - turn) * self.p) % self.ring_size)
         return self._if(is_real, lambda: self._backward_chunk(sums, stash, y, arrived, k, r), (sums, arrived))  # type: ignore[no-any-return]
 
     def _unit(self, start: Any, m: Any, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -540,7 +538,7 @@ class Stage:
     def _backward_chunk(self, sums: Sums, stash: Any, y: Any, arrived: Any, k: jax.Array, r: jax.Array) -> tuple[Sums, Any]:
         """Add the gradients of one unit to the sums; return the gradient of its input."""
         x, kept = stash
-        inputs = (self._chunk(r), x, self._microbatch(k), self._first_layer(r))
+        inputs = (take(self.chunks, r), x, self._microbatch(k), self._first_layer(r))
         if self.loss.remat_policy is None:
             y, pullback = self._vjp_chunk(*inputs)
         else:
@@ -564,7 +562,7 @@ class Stage:
         gradient, moments = jax.tree.map(accumulator, gradient), self.moments
         shardings = _without_layers(self.noise.shardings) if r is None else self.noise.shardings[LAYERS]
         if moments is not None:
-            moments = moments[1] if r is None else _take(jax.tree.map(self._as_chunks, moments[0]), r)
+            moments = moments[1] if r is None else take(jax.tree.map(self._as_chunks, moments[0]), r)
         squares = self.noise.squares(gradient, moments, shardings, varying=k)
         return sums._replace(squares=sums.squares.at[..., k].add(squares))
 
@@ -598,15 +596,11 @@ class Stage:
     def _last(self, y: Any, k: Any) -> tuple[Any, Any, Any]:
         return self.loss.last(self.shared, y, *self._microbatch(k))
 
-    def _chunk(self, r: Any) -> Any:
-        return _take(self.chunks, r)
-
     def _first_layer(self, r: Any) -> Any:
         return (r * self.p + self.s) * self.chunk_size
 
     def _microbatch(self, k: Any) -> tuple[Any, Any]:
-        batch_R, keys_R = _take((self.batch_KR, self.keys_KR), k)
-        return batch_R, keys_R
+        return take((self.batch_KR, self.keys_KR), k)  # type: ignore[no-any-return]
 
     def _send(self, x: Any, step: int) -> Any:
         """Send a value `step` stages further around the ring; return the value that arrives."""
@@ -627,10 +621,6 @@ class Stage:
         return compute() if self.skips_idle else jax.lax.cond(condition, compute, lambda: otherwise)
 
 
-def _take(tree: Any, index: Any) -> Any:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False), tree)
-
-
 def _add_loss(sums: Sums, results: tuple[Any, Any, Any], k: Any) -> Sums:
     """Add the results of microbatch k."""
     loss, weight, aux = jax.tree.map(accumulator, results)
@@ -641,11 +631,6 @@ def _add_loss(sums: Sums, results: tuple[Any, Any, Any], k: Any) -> Sums:
 
 def _add_gradient(total: Any, gradient: Any) -> Any:
     return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, gradient)
-
-
-def _constrain(x: jax.Array, sharding: Any) -> jax.Array:
-    """Keep a gradient sharded like its parameter over the automatic axes."""
-    return x if sharding.is_fully_replicated else constrain(x, sharding)
 
 
 def _check_noise(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Array) -> None:
@@ -671,11 +656,6 @@ def _check_noise(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: ja
 
 def _without_layers(params: Params) -> dict[str, Any]:
     return {name: value for name, value in params.items() if name != LAYERS}
-
-
-def _refuse_mutable(mutable: Any) -> None:
-    if mutable is not None:
-        raise ConfigError("the state has `mutable`, which a PipelinedLoss cannot use; put it into the parameters")
 
 
 def check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Array, mesh: Mesh) -> None:
@@ -729,7 +709,6 @@ def check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: ja
         )
 
 
-# Old names, with a DeprecationWarning.
 __getattr__ = moved_names(
     __name__, {"reordered": "rampup.run.pipeline.permute_layers", "gpipe_sums": "rampup.bench.pipeline.gpipe_sums"}
 )
