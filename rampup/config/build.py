@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from fractions import Fraction
 from typing import Any
 
@@ -315,7 +315,7 @@ def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None, size
             _check_sizes(config, splitter, [(size, "batch_size_schedule: auto") for size in sizes])
         return BatchRamp.constant(sizes[0])
     unfixed = splitter and replace(splitter, microbatch_size=AUTO)
-    keys = RampKeys.of(config)
+    keys = RampKeys(**{key.name: getattr(config, key.name) for key in fields(RampKeys)})
     if config.batch_size_schedule == AUTO_SCHEDULE:
         keys = replace(keys, batch_size_schedule=None)
     ramp = ramp_from_config(keys, num_devices=num_devices, splitter=unfixed, budget=budget_samples(config))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields
 from fractions import Fraction
 from typing import Any, Self
 
@@ -170,7 +170,8 @@ def _ramp_of(config: Any) -> BatchRamp:
     missing = [name for name in required if not hasattr(config, name)]
     if missing:
         raise ConfigError(f"the config has no attribute {', '.join(missing)}", key=missing[0])
-    keys = replace(RampKeys.of(config), enable_rampup_batch_size=linear)
+    values = {key.name: getattr(config, key.name) for key in fields(RampKeys) if hasattr(config, key.name)}
+    keys = RampKeys(**values | {"enable_rampup_batch_size": linear})
     return ramp_from_config(keys, num_devices=int(config.num_target_devices))
 
 

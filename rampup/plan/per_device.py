@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Self
+from typing import Any
 
 from rampup.errors import BatchDivisibilityError, RampDefinitionError, RampupError, choice_error, raise_together
 from rampup.moved import moved_names
@@ -44,11 +44,6 @@ class RampKeys:
     batch_size_schedule: str | None = None
     batch_size_schedule_unit: str = "samples"
     max_target_length: int | None = None
-
-    @classmethod
-    def of(cls, config: object) -> Self:
-        """Return the keys that an object has as attributes; the others have their defaults."""
-        return cls(**{key.name: getattr(config, key.name) for key in fields(cls) if hasattr(config, key.name)})
 
 
 def ramp_from_config(

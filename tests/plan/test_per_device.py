@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rampup import Config
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
 from rampup.plan.per_device import RampKeys, global_batch_size, ramp_from_config
 from rampup.plan.split import BatchSplitter
@@ -145,10 +144,8 @@ def test_global_batch_size_is_exact():
 
 
 def test_keys_are_one_object_or_arguments():
-    """`RampKeys` of a configuration, the same keys as arguments, and arguments in the place of some keys agree."""
-    config = Config(**{key: value for key, value in LINEAR.items() if key != "num_devices"})
-    keys = RampKeys.of(config)
-    assert keys.max_target_length == config.max_target_length
+    """`RampKeys`, the same keys as arguments, and arguments in the place of some keys agree."""
+    keys = RampKeys(**{key: value for key, value in LINEAR.items() if key != "num_devices"})
     assert ramp_from_config(keys, num_devices=4) == ramp_from_config(**LINEAR)
     assert ramp_from_config(keys, num_devices=4, per_device_batch_size=16).sizes[-1] == 64
     with pytest.raises(TypeError, match="per_device_batch_sise"):
