@@ -1,5 +1,6 @@
 """The notebooks match their sources, install without changing JAX, and run."""
 
+import ast
 import importlib.metadata
 import importlib.util
 import re
@@ -135,3 +136,51 @@ def test_notebook_runs(name, monkeypatch):
     printed = "".join(output.text for output in outputs if output.get("name") == "stdout")
     assert [text for text in PRINTS[name] if text not in printed] == []
     assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3
+
+
+@pytest.mark.tpu_compile
+def test_quickstart_compiles_for_the_chip_of_colab():
+    """Its steps compile for v5e:1x1: a program for each batch size, one for microbatches, and one of each `train_step`."""
+    pytest.importorskip("libtpu")
+    import jax
+    import numpy as np
+
+    import rampup
+    from rampup.run.compile import compile_for, topology_devices
+    from rampup.run.mesh import make_mesh, replicated
+
+    _, *cells = [cell.source for cell in nbformat.read(FOLDER / "quickstart.ipynb", 4).cells if cell.cell_type == "code"]
+    found = {"__name__": "quickstart"}
+    for cell in cells:
+        # What it defines, but no training.
+        trains = "curves" in found
+        for node in ast.parse(re.sub(r"(?m)^%.*", "", cell)).body:
+            if not trains or isinstance(node, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)):
+                exec(compile(ast.Module([node], []), "quickstart", "exec"), found)
+    plan = rampup.RampPlan(
+        ramp=rampup.BatchRamp.linear(start=8, increment=8, end=32, samples=found["RAMP_SAMPLES_PER_DEVICE"]),
+        splitter=rampup.BatchSplitter(data_parallel_size=1),
+        num_devices=1,
+        total_steps=found["STEPS"],
+    )
+    mesh, tx = make_mesh(devices=topology_devices("v5e:1x1")), found["optax"].adam(0.005)
+
+    def place(tree):
+        sharding = replicated(mesh)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.numpy.result_type(x), sharding=sharding), tree)
+
+    def state(tx):
+        return found["TrainState"].create(apply_fn=found["net"].apply, params=found["params"], tx=tx)
+
+    found["tx"], lowered = tx, []
+    for optimizer, sizes in ((tx, (8, 16, 24, 32)), (rampup.multi_steps(tx, plan), (8,))):
+        for size in sizes:
+            batch = {"x": np.zeros((size, 2), np.float32), "y": np.zeros(size, np.int32)}
+            lowered.append(found["make_step"]().lower(place(state(optimizer)), place(batch)))
+    nnx_state, nnx_loss = rampup.split_model(found["NnxNet"](found["nnx"].Rngs(0)), found["loss_fn"], tx, rampup.make_mesh())
+    for start, loss in ((state(tx), found["linen_loss_fn"]), (nnx_state, nnx_loss)):
+        step = rampup.train_step(loss, tx, plan, mesh)
+        lowered.append(step.lower(place(start), found["rows"][0], plan.splits[-1]))
+    assert plan.num_compiled_shapes == 1
+    for program in lowered:
+        assert compile_for(program, kind="v5e").memory_analysis().argument_size_in_bytes > 0

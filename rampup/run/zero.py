@@ -153,42 +153,28 @@ def constrain_all(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(constrain, tree, shardings)
 
 
-class TorusSides(NamedTuple):
-    """How to scatter over all chips of a TPU slice along one side of its torus after the other.
-
-    Attributes:
-        groups: for each side, the replicas that exchange with each other, in their order along the side.
-        order: the replicas in the order in which they get their parts.
-    """
-
-    groups: tuple[tuple[tuple[int, ...], ...], ...]
-    order: tuple[int, ...]
-
-
 @functools.cache
-def torus_sides(mesh: Mesh, axes: BatchAxes) -> TorusSides | None:
-    """Return the sides of the torus if each takes a reduce-scatter of its own; None if one runs as such over all replicas.
+def torus_of(mesh: Mesh, axes: BatchAxes) -> np.ndarray | None:
+    """Return the replicas by their place in a TPU torus if each of its sides takes a reduce-scatter of its own, else None.
 
-    The compiler (libtpu 0.0.50) runs one as an all-reduce if the replicas are all chips of a slice in three dimensions, or of a
-    square larger than 2x2.
+    The compiler (libtpu 0.0.50) runs one over all replicas as an all-reduce if they are all chips of a slice in three
+    dimensions, or of a square larger than 2x2.
     """
     names = [str(name) for name in mesh.axis_names]
     first = [names.index(name) for name in axes.replica]
     places = [torus_place(device) for device in np.moveaxis(mesh.devices, first, range(len(first))).flat]
     if len(places) != axes.num_replicas(mesh) or None in places:
         return None
-    # (replica, dimension), with the coordinates in use numbered from 0.
-    ranks = np.stack([np.unique(x, return_inverse=True)[1] for x in np.array(places).T], axis=-1)
-    ranks = ranks[:, ranks.max(axis=0) > 0]
+    sides = [np.unique(x, return_inverse=True)[1] for x in np.array(places).T if len({*x}) > 1]
     # The side that changes least from one replica to the next comes first: the parts are mostly in order then.
-    ranks = ranks[:, np.argsort(-np.argmax(ranks != ranks[0], axis=0), kind="stable")]
-    sizes = tuple((ranks.max(axis=0, initial=0) + 1).tolist())
-    is_whole = len(set(places)) == math.prod(sizes) == len(places)
+    sides.sort(key=lambda side: -np.argmax(side != side[0]))
+    sizes = [int(side.max()) + 1 for side in sides]
+    is_whole = len({*places}) == math.prod(sizes) == len(places)
     if not is_whole or len(sizes) < 2 or (len(sizes) == 2 and (sizes[0] != sizes[1] or sizes[0] == 2)):
         return None
-    grid = np.lexsort(ranks.T[::-1]).reshape(sizes)
-    groups = tuple(tuple(map(tuple, np.moveaxis(grid, k, -1).reshape(-1, size).tolist())) for k, size in enumerate(sizes))
-    return TorusSides(groups, tuple(grid.reshape(-1).tolist()))
+    torus = np.empty(sizes, int)
+    torus[tuple(sides)] = np.arange(len(places))
+    return torus
 
 
 def torus_place(device: Any) -> tuple[int, ...] | None:
@@ -198,12 +184,14 @@ def torus_place(device: Any) -> tuple[int, ...] | None:
 
 def _scatter(parts: jax.Array, mesh: Mesh, axes: BatchAxes) -> jax.Array:
     """Return the replica's own part of the sum over the replicas of a buffer (replicas, N, 128)."""
-    sides = torus_sides(mesh, axes)
-    if sides is None:
+    torus = torus_of(mesh, axes)
+    if torus is None:
         return jax.lax.psum_scatter(parts, axes.replica)
-    if sides.order != tuple(range(len(sides.order))):
-        parts = jnp.stack([parts[k] for k in sides.order])
-    for groups in sides.groups:
+    order = torus.reshape(-1).tolist()
+    if order != sorted(order):
+        parts = jnp.stack([parts[k] for k in order])
+    for k, size in enumerate(torus.shape):
+        groups = np.moveaxis(torus, k, -1).reshape(-1, size).tolist()
         parts = jax.lax.psum_scatter(parts, axes.replica, axis_index_groups=groups, tiled=True)
     return parts[0]
 
