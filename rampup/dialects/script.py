@@ -911,10 +911,10 @@ _BUILTINS = {
 _LEVELS = ("?", "||", "&&", "|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* / %", "**")
 _PRECEDENCE = {sign: level for level, signs in enumerate(_LEVELS) for sign in signs.split()}
 _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
-    "+": operator.add, "-": operator.sub, "*": operator.mul, "**": lambda a, b: a ** min(b, 63),
+    "+": operator.add, "-": operator.sub, "*": operator.mul, "**": operator.pow,
     "/": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
     "%": lambda a, b: abs(a) % abs(b) * (-1 if a < 0 else 1),
-    "<<": lambda a, b: a << min(b, 63), ">>": operator.rshift, "&": operator.and_, "|": operator.or_, "^": operator.xor,
+    "<<": operator.lshift, ">>": operator.rshift, "&": operator.and_, "|": operator.or_, "^": operator.xor,
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "==": operator.eq, "!=": operator.ne,
 }  # fmt: skip
 _UNARY: dict[str, Callable[[int], int]] = {"-": operator.neg, "+": operator.pos, "!": operator.not_, "~": operator.invert}
@@ -958,7 +958,13 @@ def _calculate(text: str) -> int:
     def apply(sign: str, left: Callable[[], int], right: Callable[[], int]) -> int:
         if sign in ("||", "&&"):
             return int(bool(right())) if bool(left()) == (sign == "&&") else int(sign == "||")
-        return int(_ARITHMETIC[sign](left(), right()))
+        first, second = left(), right()
+        if sign in ("<<", ">>", "**") and not 0 <= second < 64:
+            raise ValueError(text)  # undefined in C, or an error
+        result = int(_ARITHMETIC[sign](first, second))
+        if abs(result) >= 2**63:
+            raise ValueError(text)
+        return result
 
     if tokens == [""]:
         return 0
