@@ -62,7 +62,6 @@ SMALL = ("base_num_decoder_layers=1", "base_emb_dim=64", "base_mlp_dim=128")
         ("v5e:4x4", (4, 4), ()),
         pytest.param("v5e:4x8", (32,), SMALL, marks=pytest.mark.slow),
         pytest.param("v6e:4x4", (4, 4), SMALL, marks=pytest.mark.slow),
-        pytest.param("v5p:2x2x1", (4,), SMALL, marks=pytest.mark.slow),
         pytest.param("v5p:2x2x2", (2, 2, 2), SMALL, marks=pytest.mark.slow),
     ],
 )
