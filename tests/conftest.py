@@ -1,5 +1,6 @@
 """All tests run on eight simulated CPU devices and share one compilation cache, also between worker processes."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -19,6 +20,7 @@ import hypothesis
 import jax
 import pytest
 
+gc.disable()  # until all tests are collected
 # A shell that runs the tests in the background makes them ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_platforms", "cpu")
@@ -47,6 +49,13 @@ FIRST = ("lm", "rl", "run", "cli", "faults", "tune")
 def pytest_configure(config):
     """Keep pytest-xdist from starting with the files that have most tests."""
     config.option.loadscopereorder = False
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of every garbage collection, and collect less often: tracing makes many small objects."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +102,9 @@ def _parse(text: str, path: str, repeats: bool) -> tuple[dict[str, Located], dic
         line = None if mark is None else mark.line + 1
         problem = str(error.problem or error.context)
         hint = "; indent with spaces, not tabs" if "\\t" in problem else ""
+        if odd := next((sign for sign in text if sign != " " and unicodedata.category(sign) == "Zs"), None):
+            place = text[: text.index(odd)].count("\n") + 1
+            hint += f"; line {place} has a {unicodedata.name(odd).lower()} instead of a space"
         raise ConfigError(f"not valid YAML: {problem}{hint}", path=path, line=line) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", path=path) from None

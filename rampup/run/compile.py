@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import importlib.metadata
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,9 @@ class Compiler:
         self.waited_seconds = 0.0
         self._programs: dict[Hashable, Any] = {}
         self._pending: dict[Hashable, Future[Any]] = {}
-        self._thread: ThreadPoolExecutor | None = None
+        self._requests: collections.deque[tuple[Future[Any], Callable[[], Any]]] = collections.deque()
+        self._lock = threading.Lock()
+        self._is_running = False
 
     def get(self, key: Hashable, lower: Lower) -> Any:
         """Return a program. Compile it now unless it is compiled or pending.
@@ -74,8 +77,10 @@ class Compiler:
         program = self._programs.get(key)
         if program is None:
             start, ready = time.perf_counter(), self.is_ready(key)
-            pending = self._pending.pop(key, None)
-            program = self._programs[key] = pending.result() if pending else self._compile(lower())
+            if pending := self._pending.pop(key, None):
+                with contextlib.suppress(CancelledError):
+                    program = pending.result()
+            program = self._programs[key] = self._compile(lower()) if program is None else program
             self.waited_seconds += 0 if ready else time.perf_counter() - start
         return program
 
@@ -83,9 +88,6 @@ class Compiler:
         """Lower and compile a program in the background, after those requested earlier. Errors are raised by `get`."""
         if self.is_known(key):
             return
-        if self._thread is None:
-            # One thread: compilations share the cores with training, and a second one would only slow both down.
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="rampup-compile", initializer=_lower_thread_priority)
         # The x64 mode, the matmul precision and the mesh of the caller are thread-local and change what is traced.
         contexts = _capture_contexts()
 
@@ -93,7 +95,13 @@ class Compiler:
             with contexts():
                 return self._compile(lower())
 
-        self._pending[key] = self._thread.submit(work)
+        self._pending[key] = Future()
+        with self._lock:
+            self._requests.append((self._pending[key], work))
+            # One thread: compilations share the cores with training, and a second one would only slow both down.
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._work, name="rampup-compile").start()
 
     def is_ready(self, key: Hashable) -> bool:
         """Return whether `get` would return without waiting."""
@@ -105,11 +113,26 @@ class Compiler:
 
     def close(self) -> None:
         """Cancel the programs whose compilation has not started. They are compiled when `get` is called."""
-        if self._thread is not None:
-            # Not waited for: XLA cannot be interrupted, and a compilation that has started may take minutes.
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            self._thread = None
-            self._pending = {key: pending for key, pending in self._pending.items() if not pending.cancelled()}
+        # One that has started is not waited for: XLA cannot be interrupted, and it may take minutes.
+        self._pending = {key: pending for key, pending in self._pending.items() if not pending.cancel()}
+
+    def _work(self) -> None:
+        """Compile what is requested, one program after the other, until nothing is left."""
+        _lower_thread_priority()
+        while True:
+            with self._lock:
+                if not self._requests:
+                    self._is_running = False
+                    return
+                future, work = self._requests.popleft()
+            # Python waits for this thread at the end of a program, which need not wait for what nobody will run.
+            if not threading.main_thread().is_alive():
+                future.cancel()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:  # noqa: BLE001 - raised by `get`
+                    future.set_exception(error)
 
     def _compile(self, lowered: Any) -> Any:
         program = compile_program(lowered)

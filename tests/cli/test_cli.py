@@ -16,7 +16,7 @@ from rampup.config.schema import KEYS
 
 ROOT = Path(__file__).parent.parent.parent
 BASE = str(ROOT / "configs" / "base.yml")
-TRAINED = command_line(TINY | {"global_rampup_samples": 20, "steps": 40, "checkpoint_period": 4, "base_num_decoder_layers": 1})
+TRAINED = command_line(TINY | {"global_rampup_samples": 20, "steps": 40, "checkpoint_period": 8})
 
 
 def run_json(capsys, *arguments):
@@ -476,7 +476,7 @@ def test_plot_and_report_refuse_bad_arguments(capsys, tmp_path, monkeypatch, arg
 
 
 TUNED = {"dataset_type": "synthetic", "enable_rampup_batch_size": False, "per_device_batch_size": 2, "steps": 3}
-TUNED = command_line(TINY_MODEL | {"base_num_decoder_layers": 1} | TUNED)
+TUNED = command_line(TINY_MODEL | TUNED)
 
 
 @pytest.mark.slow

@@ -180,7 +180,7 @@ def values(entries):
 @pytest.mark.parametrize(
     ("system", "entries"), [("skyrl", SKYRL), ("verl", VERL), ("trlx", TRLX)], ids=["skyrl", "verl", "trlx"]
 )
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_check_file_returns_a_verdict_or_a_rampup_error(system, entries, data):
     """Only a RampupError is raised; a verdict is JSON, names keys and legal values, and is explained."""

@@ -20,13 +20,7 @@ from rampup.run.data.files import fingerprints, open_sources
 from rampup.run.data.sources import files_of
 from rampup.run.loop import Loop
 
-SETTINGS = TINY_MODEL | {
-    "steps": 6,
-    "per_device_batch_size": 2,
-    "checkpoint_period": 2,
-    "base_num_decoder_layers": 1,
-    "dataset_type": "tokens",
-}
+SETTINGS = TINY_MODEL | {"steps": 6, "per_device_batch_size": 2, "checkpoint_period": 2, "dataset_type": "tokens"}
 SIZES = {"holdout_fraction": 0.1, "sequence_length": 16, "vocab_size": 256, "eval_files": None}
 
 

@@ -136,13 +136,13 @@ def unfinished(folder):
 
 def test_killed_in_a_checkpoint_write(tmp_path):
     """Killed while a checkpoint is being written, the run is the uninterrupted one, bit for bit."""
-    campaign = Campaign(tmp_path, steps=32, pause=0.02, seed=1)
+    campaign = Campaign(tmp_path, steps=20, pause=0.02, seed=1)
     campaign.finish("whole")
     assert len({line["phase"] for line in metrics_of(tmp_path / "whole")}) >= 4
     assert campaign.strike("cut", "SIGKILL in a checkpoint write")
     assert campaign.total == 1
     campaign.finish("cut")
-    assert_same_run(tmp_path / "cut", tmp_path / "whole", 32)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole", 20)
     assert not unfinished(tmp_path / "cut")
 
 

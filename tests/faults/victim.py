@@ -14,7 +14,6 @@ SETTINGS = TINY_MODEL | {
     "per_device_batch_size_start": 1,
     "per_device_batch_size_increment": 1,
     "per_device_batch_size": 8,
-    "base_num_decoder_layers": 1,
     "dropout_rate": 0.1,
     "dataset_type": "synthetic",
     "checkpoint_period": 4,

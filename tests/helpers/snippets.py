@@ -3,17 +3,21 @@
 - The ``python`` blocks of a page run in one namespace.
 - A ``console`` block has lines `$ COMMAND`, each followed by what the command prints. `rampup` commands run; others, such as
   `pip install`, do not. If the page shows no output, any output will do.
-- `rampup train ... --fake-devices N` is only planned for N devices. The tests of `lm/` train on every mesh, and a mesh
-  takes seconds to compile.
+- `rampup train` and `rampup tune` run on one device. `rampup train ... --fake-devices N` is only planned for N devices: the
+  tests of `lm/` train on every mesh, and a mesh takes seconds to compile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
+
+import jax
 
 from helpers.tiny import TINY, TINY_MODEL, command_line
 from rampup.cli import main
@@ -22,16 +26,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 # Commands that compute get settings that make them small; the page shows what a reader would type.
 SMALL = {
-    "train": command_line({**TINY, "base_num_decoder_layers": 1, "steps": 6, "dataset_type": "synthetic"}),
+    # Two rows or more on one device, so that a page may measure the gradient noise.
+    "train": command_line({**TINY, "per_device_batch_size_start": 2, "steps": 6, "dataset_type": "synthetic"}),
     "tune": command_line(
-        {
-            **TINY_MODEL,
-            "base_num_decoder_layers": 1,
-            "enable_rampup_batch_size": False,
-            "per_device_batch_size": 2,
-            "steps": 3,
-            "dataset_type": "synthetic",
-        }
+        {**TINY_MODEL, "enable_rampup_batch_size": False, "per_device_batch_size": 2, "steps": 3, "dataset_type": "synthetic"}
     ),
 }
 SIMULATED = re.compile(r"rampup train (.*) --fake-devices (\d+)")
@@ -54,6 +52,14 @@ def console_commands(block: str) -> list[tuple[str, str]]:
     return [(command, output) for command, _, output in parts if command.startswith("rampup ")]
 
 
+@contextlib.contextmanager
+def one_device() -> Iterator[None]:
+    """Run on the first of the simulated devices, for which programs compile faster than for eight."""
+    devices = jax.devices()[:1]
+    with mock.patch.object(jax, "device_count", return_value=1), mock.patch.object(jax, "devices", return_value=devices):
+        yield
+
+
 def run_page(page: Path, read_output: Callable[[], str]) -> None:
     """Run the Python and console blocks of a page from top to bottom, and compare what the commands print.
 
@@ -72,7 +78,8 @@ def run_page(page: Path, read_output: Callable[[], str]) -> None:
             given = {word.partition("=")[0] for word in words}
             small = [setting for setting in SMALL.get(name, ()) if setting.partition("=")[0] not in given]
             read_output()
-            code = main([name, *words, *small])
+            with one_device() if name in SMALL else contextlib.nullcontext():
+                code = main([name, *words, *small])
             printed = "\n".join(line.rstrip() for line in read_output().splitlines())
             assert code == 0, f"{command}: exit code {code}"
             assert not expected or printed.strip("\n") == expected.strip("\n"), command

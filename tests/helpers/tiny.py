@@ -5,7 +5,7 @@ from __future__ import annotations
 TINY_MODEL = {
     "max_target_length": 16,
     "base_emb_dim": 16,
-    "base_num_decoder_layers": 2,
+    "base_num_decoder_layers": 1,
     "base_num_query_heads": 2,
     "base_mlp_dim": 32,
     "learning_rate": 0.01,
@@ -21,7 +21,7 @@ TINY = TINY_MODEL | {
     "steps": 12,
 }
 # The model with a ramp of two phases for one device: what `tune` tries.
-TUNED = TINY_MODEL | {"base_num_decoder_layers": 1, "batch_size_schedule": "0:2 4:4", "dataset_type": "synthetic", "steps": 6}
+TUNED = TINY_MODEL | {"batch_size_schedule": "0:2 4:4", "dataset_type": "synthetic", "steps": 6}
 
 
 def command_line(settings):

@@ -15,7 +15,6 @@ from rampup.run.loop import RAMP_ROWS
 pytestmark = pytest.mark.usefixtures("optimized")
 
 AUTO = TINY_MODEL | {
-    "base_num_decoder_layers": 1,
     "batch_size_schedule": "auto",
     "per_device_batch_size_start": 1,
     "per_device_batch_size": 4,

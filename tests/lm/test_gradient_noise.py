@@ -16,7 +16,13 @@ pytestmark = pytest.mark.usefixtures("optimized")
 
 def config(folder, **changes):
     """Return a tiny configuration that measures the noise."""
-    own = {"checkpoint_period": 5, "learning_rate_schedule_steps": 12, "measure_gradient_noise": True}
+    # With one layer, the compiler joins other operations in a program that measures.
+    own = {
+        "base_num_decoder_layers": 2,
+        "checkpoint_period": 5,
+        "learning_rate_schedule_steps": 12,
+        "measure_gradient_noise": True,
+    }
     return Config(base_output_directory=str(folder), run_name="run", **(TINY | own | changes))
 
 

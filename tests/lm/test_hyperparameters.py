@@ -13,7 +13,6 @@ from rampup.errors import ResumeMismatchError
 from rampup.lm.train import Run, phase_hyperparameters, saved_checkpoint, train
 
 FOLLOWS = {
-    "base_num_decoder_layers": 1,
     "batch_size_schedule": "0:8 10%:16 30%:32",
     "train_samples": 400,
     "seesaw_factor": 2,
@@ -23,7 +22,7 @@ FOLLOWS = {
     "adam_b2_batch_scaling": "half_life",
     "adam_eps_batch_scaling": "sde",
     "adam_weight_decay_batch_scaling": "timescale",
-    "checkpoint_period": 3,
+    "checkpoint_period": 100,
 }
 
 

@@ -37,7 +37,7 @@ def test_load_returns_config_model_params_and_state(run):
     assert loaded.step == int(loaded.state.step) == 6
     assert loaded.config.base_emb_dim == 16
     assert loaded.params is loaded.state.params
-    logits = loaded.model.logits(loaded.params, jnp.asarray([list(b"def main")]))
+    logits = jax.jit(loaded.model.logits)(loaded.params, jnp.asarray([list(b"def main")]))
     assert logits.shape == (1, 8, 256)
     assert np.isfinite(np.asarray(logits)).all()
 
@@ -55,7 +55,7 @@ def test_load_continues_training(run):
     from rampup.lm.train import learning_rate, optimizer
 
     tx = optimizer(loaded.config, learning_rate(loaded.config, rampup.build_plan(loaded.config, jax.device_count())))
-    updates, _ = tx.update(jax.tree.map(jnp.ones_like, loaded.params), loaded.state.opt_state, loaded.params)
+    updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.ones_like, loaded.params), loaded.state.opt_state, loaded.params)
     assert jax.tree.structure(updates) == jax.tree.structure(loaded.params)
 
 
@@ -89,12 +89,12 @@ def test_generate_samples_text(run):
     """The same seed gives the same text; temperature 0 the most probable bytes, computed one by one."""
     loaded = rampup.load(run)
     assert loaded.generate("def", 8, seed=1) == loaded.generate("def", 8, seed=1)
-    tokens = list(b"def f(")
+    tokens, logits = list(b"def f("), jax.jit(loaded.model.logits)
     for _ in range(24):
         window = tokens[-16:]
         # What follows a token does not change its logits, so that one shape is enough.
         padded = jnp.asarray([window + [0] * (16 - len(window))])
-        tokens.append(int(loaded.model.logits(loaded.params, padded)[0, len(window) - 1].argmax()))
+        tokens.append(int(logits(loaded.params, padded)[0, len(window) - 1].argmax()))
     assert loaded.generate("def f(", 24, temperature=0) == bytes(tokens[6:]).decode(errors="replace")
     assert loaded.generate("def f(", 24, top_k=1) == loaded.generate("def f(", 24, temperature=0)
 

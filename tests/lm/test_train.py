@@ -69,7 +69,7 @@ def test_train_learns_through_its_ramp(long_run):
     assert {line["eval_tokens"] for line in evals} == {2 * 24 * 16}
 
 
-@pytest.mark.parametrize("growth", ["per_phase", "auto"])
+@pytest.mark.parametrize("growth", ["per_phase", pytest.param("auto", marks=pytest.mark.slow)])
 def test_train_gives_the_same_losses_in_other_shapes(tmp_path, long_run, growth):
     """However the ramp is split, losses agree to 1e-5, and no step but the first waits for a compilation."""
     train(config(tmp_path, steps=40, rampup_microbatch=growth))

@@ -1,5 +1,7 @@
 """Tests of rampup.rl.generation, rampup.rl.policy and rampup.lm.decode."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,6 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from helpers import toy
-from scipy import stats
 
 from rampup.errors import ConfigError, DataError
 from rampup.lm.decode import packed_hidden
@@ -16,14 +17,20 @@ from rampup.rl.generation import Sampling, generate, make_generate, pad_prompts
 from rampup.rl.policy import as_policy, split_policy, token_log_probabilities
 
 MODEL = LanguageModel(num_layers=2, width=16, mlp_dim=32, num_heads=4, num_kv_heads=2, vocab_size=16)
-# Larger than at the start of training, so that the probabilities are less even.
-PARAMS = jax.tree.map(lambda x: 1.5 * x, MODEL.init(jax.random.key(0)))
+
+
+@functools.cache
+def params_of_model():
+    """Return parameters that are larger than at the start of training, so that the probabilities are less even."""
+    return jax.tree.map(lambda x: 1.5 * x, jax.jit(MODEL.init)(jax.random.key(0)))
+
+
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [1, 2], [3, 3, 3, 3], [4], [7, 8], [15, 14, 13]]
 
 
 def from_whole_rows(found):
     """Return the log-probabilities of the responses by a forward pass over the whole rows."""
-    log_p = np.asarray(token_log_probabilities(MODEL.logits(PARAMS, found.tokens[:, :-1]), found.tokens[:, 1:]))
+    log_p = np.asarray(token_log_probabilities(MODEL.logits(params_of_model(), found.tokens[:, :-1]), found.tokens[:, 1:]))
     expected = np.zeros_like(found.log_probabilities)
     for row, (start, length) in enumerate(zip(found.prompt_length, found.response_length, strict=True)):
         expected[row, :length] = log_p[row, start - 1 : start - 1 + length]
@@ -35,17 +42,17 @@ def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
     """Prompts of different lengths, responses that end early: equal to 1e-5, and the tokens do not depend on the devices."""
     options = {"max_response_length": 9, "end_token": 2, "seed": 3}
     found = generate(
-        MODEL, jax.device_put(PARAMS, MODEL.shardings(toy.mesh_of(mesh))), PROMPTS, mesh=toy.mesh_of(mesh), **options
+        MODEL, jax.device_put(params_of_model(), MODEL.shardings(toy.mesh_of(mesh))), PROMPTS, mesh=toy.mesh_of(mesh), **options
     )
     np.testing.assert_allclose(found.log_probabilities, from_whole_rows(found), atol=1e-5)
     assert len(set(found.response_length.tolist())) > 1
     if mesh != "one":
-        np.testing.assert_array_equal(found.tokens, generate(MODEL, PARAMS, PROMPTS, **options).tokens)
+        np.testing.assert_array_equal(found.tokens, generate(MODEL, params_of_model(), PROMPTS, **options).tokens)
 
 
 def test_responses_follow_the_prompt_and_end_with_the_end_token():
     """A row is prompt, response, padding. The end token is the last one of a response and counts."""
-    found = generate(MODEL, PARAMS, PROMPTS, max_response_length=9, end_token=2, seed=3)
+    found = generate(MODEL, params_of_model(), PROMPTS, max_response_length=9, end_token=2, seed=3)
     for prompt, tokens, start, length in zip(PROMPTS, found.tokens, found.prompt_length, found.response_length, strict=True):
         response = tokens[start : start + length].tolist()
         assert tokens[:start].tolist() == prompt
@@ -56,7 +63,7 @@ def test_responses_follow_the_prompt_and_end_with_the_end_token():
 
 def test_a_model_without_a_cache_samples_the_same():
     """A function of tokens runs whole rows for every token, with the same numbers."""
-    cached, whole = (generate(m, PARAMS, PROMPTS, max_response_length=6, seed=1) for m in (MODEL, MODEL.logits))
+    cached, whole = (generate(m, params_of_model(), PROMPTS, max_response_length=6, seed=1) for m in (MODEL, MODEL.logits))
     np.testing.assert_array_equal(cached.tokens, whole.tokens)
     np.testing.assert_allclose(cached.log_probabilities, whole.log_probabilities, atol=1e-5)
 
@@ -110,6 +117,8 @@ def test_samples_have_the_probabilities_of_the_softmax(sampling, probabilities):
     )
     counts = np.bincount(found.tokens[:, 1:].ravel(), minlength=4)
     likely = np.array(probabilities) > 0
+    from scipy import stats  # takes a second
+
     assert counts[~likely].sum() == 0
     if likely.sum() > 1:
         expected = np.array(probabilities)[likely] * counts.sum()
@@ -121,7 +130,7 @@ def test_one_program_serves_every_way_of_sampling():
     program = jax.jit(make_generate(as_policy(MODEL), 4, 2))
     tokens, lengths = pad_prompts(PROMPTS, 5)
     for sampling in (Sampling(), Sampling(temperature=0), Sampling(top_k=3, top_p=0.5)):
-        program(PARAMS, tokens, lengths, np.arange(8, dtype=np.int32), jax.random.key(0), *sampling.values)
+        program(params_of_model(), tokens, lengths, np.arange(8, dtype=np.int32), jax.random.key(0), *sampling.values)
     assert program._cache_size() == 1
 
 
@@ -130,8 +139,8 @@ def test_packed_rows_are_computed_like_single_ones():
     sequences = [[5, 6, 7, 1], [8, 2], [9, 10, 11]]
     tokens = np.array([[*sequences[0], *sequences[1], *sequences[2], 4, 4]])
     positions, segments = np.array([[0, 1, 2, 3, 0, 1, 0, 1, 2, 0, 0]]), np.array([[1, 1, 1, 1, 2, 2, 3, 3, 3, 0, 0]])
-    packed = MODEL.head(PARAMS, packed_hidden(MODEL, PARAMS, tokens, positions, segments))[0]
-    single = np.concatenate([MODEL.logits(PARAMS, np.array([sequence]))[0] for sequence in sequences])
+    packed = MODEL.head(params_of_model(), packed_hidden(MODEL, params_of_model(), tokens, positions, segments))[0]
+    single = np.concatenate([MODEL.logits(params_of_model(), np.array([sequence]))[0] for sequence in sequences])
     np.testing.assert_allclose(packed[:9], single, atol=2e-5)
 
 
@@ -146,7 +155,7 @@ def test_packed_rows_are_computed_like_single_ones():
 def test_generate_rejects_bad_input(prompts, options, key):
     """Empty prompts and lengths that are none."""
     with pytest.raises((ConfigError, DataError)) as caught:
-        generate(MODEL, PARAMS, prompts, **{"max_response_length": 3} | options)
+        generate(MODEL, params_of_model(), prompts, **{"max_response_length": 3} | options)
     assert caught.value.key == key
 
 

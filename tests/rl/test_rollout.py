@@ -23,6 +23,7 @@ from rampup.run.mesh import make_mesh
 
 MESHES = {"one": MeshAxes(), "data": MeshAxes(data=2), "fsdp": MeshAxes(fsdp=2), "tensor": MeshAxes(tensor=2)}
 MODEL = LanguageModel(num_layers=1, width=8, mlp_dim=8, num_heads=2, num_kv_heads=2, vocab_size=12)
+init = jax.jit(MODEL.init)
 P, R, EPSILON, BETA, RATE = 3, 4, 0.2, 0.1, 0.01
 
 
@@ -122,7 +123,7 @@ def assert_gradients_are_those_by_hand(mesh, *, modes=AGGREGATIONS, prompts=4, m
     """Compare the gradients of all mini batches of a rollout, which SGD shows, in float64 to 1e-9."""
     with float64():
         devices, plan = mesh_of(mesh), plan_of(mesh, prompts=prompts, mini=mini, pad=pad, microbatch=microbatch)
-        params = jax.tree.map(lambda x: x.astype(jnp.float64), MODEL.init(jax.random.key(0)))
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), init(jax.random.key(0)))
         arrays = stored(plan.samples_per_step)
         placed = jax.device_put(params, MODEL.shardings(devices))
         step = step_of(devices, plan, params=params, arrays=arrays, **options)
@@ -172,7 +173,7 @@ def test_gradient_of_the_critic_is_that_by_hand(mesh, sizes):
     """In float64 to 1e-9, padded and packed, with values on both sides of both limits; the policy's parameters stay."""
     with float64():
         devices, plan = mesh_of(mesh), plan_of(mesh, mini=4, critic=True, **sizes)
-        params = jax.tree.map(lambda x: x.astype(jnp.float64), MODEL.init(jax.random.key(0)))
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), init(jax.random.key(0)))
         arrays = stored(plan.samples_per_step, critic=True)
         step = step_of(devices, plan, params=params, arrays=arrays, critic=True, value_epsilon=EPSILON)
         critic = {name: params[name] for name in ("embedding", "layers", "final_norm")}
@@ -183,7 +184,7 @@ def test_gradient_of_the_critic_is_that_by_hand(mesh, sizes):
         rows, numbers = np.nonzero(counts)
         places = rows, prompt[rows] - 1 + numbers
         args = arrays["tokens"], places, arrays["values"][counts], arrays["returns"][counts]
-        loss, grads = jax.value_and_grad(value_loss_by_hand)(critic, *args)
+        loss, grads = jax.jit(jax.value_and_grad(value_loss_by_hand))(critic, *args)
         moved = jax.tree.map(lambda a, b: (a - b) / RATE, critic, jax.device_get(state.critic_params))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9), moved, grads)
         assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-9)
@@ -204,7 +205,7 @@ def ppo_run(rollouts, **options):
         options=RolloutOptions(max_prompt_length=P, max_response_length=R, **options),
         critic=(critic_of(MODEL, mesh), tx["critic"]),
     )
-    params = MODEL.init(jax.random.key(0))
+    params = init(jax.random.key(0))
     state, lines = step.create_state(params, critic_params=critic_params(MODEL, params, mesh)), []
     prompts = [[number % 12, number % 5, 1] for number in range(8)]
     for number in range(step.schedule.total_steps):
@@ -248,7 +249,7 @@ def test_generation_overlaps_with_updates_and_changes_nothing(critic):
     plan = replace(plan_of(prompts=4, mini=1, epochs=2, critic=critic, steps=2), generation=Size(count=1, unit="prompts"))
     if critic:
         plan = replace(plan, critic=replace(plan.critic, mini_batch=Size(count=2, unit="prompts")))
-    params, prompts = MODEL.init(jax.random.key(0)), [[1], [2, 3], [4], [5, 6, 7]]
+    params, prompts = init(jax.random.key(0)), [[1], [2, 3], [4], [5, 6, 7]]
     # The first update needs one call, that of a critic with twice the mini batch two.
     reward = Clock(free=2 if critic else 1)
     for overlapped in (True, False):
@@ -288,7 +289,7 @@ def test_a_failed_reward_during_an_update_loses_nothing():
 
     options = RolloutOptions(max_prompt_length=P, max_response_length=R, shuffle_seed=None)
     step = rollout_step(MODEL, optax.sgd(RATE), plan, mesh, reward=reward, options=options)
-    state, done, prompts = step.create_state(MODEL.init(jax.random.key(0))), [], [[1], [2, 3], [4], [5, 6, 7]]
+    state, done, prompts = step.create_state(init(jax.random.key(0))), [], [[1], [2, 3], [4], [5, 6, 7]]
     for number in [0, 1, 2, 2, 3]:
         try:
             state, _ = step.update(state, step.schedule.at(number), lambda _: prompts)
@@ -299,7 +300,7 @@ def test_a_failed_reward_during_an_update_loses_nothing():
             assert int(state.generated) == 4
             broken[0] = False
     assert done == [0, 1, 2, 3]
-    whole = step.create_state(MODEL.init(jax.random.key(0)))
+    whole = step.create_state(init(jax.random.key(0)))
     whole, _ = step(whole, prompts)
     jax.tree.map(np.testing.assert_array_equal, *(jax.device_get((x.params, x.experience)) for x in (state, whole)))
 

@@ -55,10 +55,12 @@ def test_accumulate_equals_the_full_batch_gradient(name, float64):
         sums = run(params, batch, np.int32(number), keys)
         count = number * R
         whole = {name: x[:count] for name, x in host.items()}
-        (loss, (weight, aux)), grads = jax.value_and_grad(
-            lambda p, whole=whole, count=count: (lambda out: (out[0], out[1:]))(toy.loss_fn(p, whole, keys.ravel()[:count])),
-            has_aux=True,
-        )(params)
+
+        def value(p, whole=whole, count=count):
+            loss, *others = toy.loss_fn(p, whole, keys.ravel()[:count])
+            return loss, others
+
+        (loss, (weight, aux)), grads = jax.jit(jax.value_and_grad(value, has_aux=True))(params)
         np.testing.assert_allclose(sums.loss, loss, rtol=1e-12)
         assert (float(sums.weight), int(sums.aux["rows"])) == (float(weight), aux["rows"])
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10, rtol=1e-10), sums.grads, grads)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import processes
 
 from rampup.plan.topology import tpu_options
 from rampup.run.compile import Compiler, compile_for_tpu, compile_program
@@ -94,6 +95,29 @@ def test_close_cancels_pending_programs():
     assert not compiler.is_known("never")
     assert compiler.get("never", lower)(np.float32(0)) == 1
     assert threads == ["MainThread"]
+
+
+def leave(folder):
+    """Request three programs, the first of which takes until the main thread has ended, and return without `close`."""
+    compiler = Compiler()
+
+    def lower(number):
+        (folder / str(number)).touch()
+        threading.main_thread().join(5)
+        return jax.jit(jnp.sin).lower(np.float32(1))
+
+    for number in range(3):
+        compiler.compile_async(number, lambda number=number: lower(number))
+    while not (folder / "0").exists():
+        pass
+
+
+def test_a_program_that_ends_without_close_waits_for_one_compilation_at_most(tmp_path):
+    """At the end of a program, the compilation that has started finishes; the others, which nobody will run, are left (B5)."""
+    process = processes.start(leave, tmp_path, log=tmp_path / "log")
+    process.join(300)
+    assert process.exitcode == 0, (tmp_path / "log").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "log"}
 
 
 def test_compile_program_sets_the_level_only_on_cpu(monkeypatch):

@@ -20,7 +20,7 @@ from rampup.lm.train import train
 from rampup.run.distributed import _differences, _problem, join
 
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
-SETTINGS = TINY | {"checkpoint_period": 4, "run_name": "run", "learning_rate_schedule_steps": 12}
+SETTINGS = TINY | {"base_num_decoder_layers": 2, "checkpoint_period": 4, "run_name": "run", "learning_rate_schedule_steps": 12}
 
 
 def free_port():

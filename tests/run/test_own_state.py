@@ -216,6 +216,7 @@ def test_a_maximum_that_starts_at_infinity_skips_no_step(engine):
 
 
 MODEL = LanguageModel(num_layers=2, width=16, mlp_dim=16, num_heads=2, num_kv_heads=1, vocab_size=32)
+init = jax.jit(MODEL.init)
 
 
 def run_pipeline(num_stages, **fields):
@@ -225,7 +226,7 @@ def run_pipeline(num_stages, **fields):
     splitter = BatchSplitter(data_parallel_size=2, num_stages=num_stages, microbatch_size=2)
     plan = RampPlan(ramp=BatchRamp.from_schedule("0:8 16:16"), splitter=splitter, num_devices=mesh.size, total_steps=5)
     model, tx = MODEL.on(mesh), optax.sgd(0.3)
-    params = jax.device_put(MODEL.init(jax.random.key(0)), model.shardings(mesh))
+    params = jax.device_put(init(jax.random.key(0)), model.shardings(mesh))
     state = ScaledState(step=0, params=params, opt_state=tx.init(params), **fields)
     step = rampup.train_step(model.pipelined(1) if num_stages > 1 else model.loss, tx, plan, mesh)
     rng, losses = np.random.default_rng(0), []
@@ -265,11 +266,11 @@ def test_frozen_integer_and_carried_values_with_pipeline_stages_are_refused():
     mesh = make_mesh(MeshAxes(pipeline=2), jax.devices()[:2])
     splitter = BatchSplitter(data_parallel_size=1, num_stages=2)
     plan = RampPlan(ramp=BatchRamp.constant(8), splitter=splitter, num_devices=2, total_steps=5)
-    params = MODEL.init(jax.random.key(0)) | {"count": jnp.zeros(2, jnp.int32)}
+    params = init(jax.random.key(0)) | {"count": jnp.zeros(2, jnp.int32)}
     step = rampup.train_step(MODEL.on(mesh).pipelined(1), optax.sgd(0.1), plan, mesh)
     data = [{"tokens": np.zeros(9, np.uint8), "length": np.int32(8)}] * 8
     with pytest.raises(rampup.ConfigError, match="integer parameters, which a PipelinedLoss"):
         step(rampup.create_state(params, step.tx, mesh), next(step.batches(data)))
-    carried = rampup.create_state(MODEL.init(jax.random.key(0)), step.tx, mesh, mutable={"count": jnp.zeros(())})
+    carried = rampup.create_state(init(jax.random.key(0)), step.tx, mesh, mutable={"count": jnp.zeros(())})
     with pytest.raises(rampup.ConfigError, match="`mutable`, which a PipelinedLoss cannot"):
         step(carried, next(step.batches(data)))

@@ -296,13 +296,12 @@ def test_memory_does_not_grow_with_the_microbatches():
     parts = problem()[3]
     axes = MeshAxes(pipeline=4)
     ours, gpipe = {}, {}
-    for number in (4, 16, 64):
+    for number in (4, 64):
         executable, inputs = compiled(parts(), number, axes)
         ours[number] = executable.memory_analysis().temp_size_in_bytes, inputs
         gpipe[number] = compiled(parts(), number, axes, gpipe_sums)[0].memory_analysis().temp_size_in_bytes
-    for number in (16, 64):
-        assert ours[number][0] - ours[4][0] <= ours[number][1] - ours[4][1]
-    assert gpipe[64] > 3 * gpipe[16] > 2 * gpipe[4]
+    assert ours[64][0] - ours[4][0] <= ours[64][1] - ours[4][1]
+    assert gpipe[64] > 6 * gpipe[4]
     assert gpipe[64] > 4 * ours[64][0]
 
 

@@ -44,6 +44,20 @@ def reference():
     plan, tx = toy.plan_for(mesh), optax.adamw(1e-2)
     params = toy.new_params(mesh)
     state = tx.init(params)
+
+    @jax.jit
+    def update(params, state, whole, number):
+        base = jax.random.fold_in(jax.random.key(3), number)
+        keys = jax.vmap(lambda row: jax.random.fold_in(base, row))(jnp.arange(len(whole["x"])))
+
+        def mean(params):
+            loss, weight, _ = toy.loss_fn(params, whole, keys)
+            return loss / weight
+
+        loss, grads = jax.value_and_grad(mean)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
     found = []
     for number, batch in enumerate(step_batches(toy.rows(), plan, mesh, seed=5)):
         size = batch.position.split.global_batch_size
@@ -52,16 +66,7 @@ def reference():
             for name in batch.chunks[0]
         }
         whole = {name: x[:size] for name, x in whole.items()}
-        base = jax.random.fold_in(jax.random.key(3), number)
-        keys = jax.vmap(lambda row, base=base: jax.random.fold_in(base, row))(jnp.arange(size))
-
-        def mean(p, whole=whole, keys=keys):
-            loss, weight, _ = toy.loss_fn(p, whole, keys)
-            return loss / weight
-
-        loss, grads = jax.value_and_grad(mean)(params)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state, loss = update(params, state, whole, number)
         found.append(float(loss))
     return found, jax.device_get(params)
 

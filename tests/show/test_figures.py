@@ -106,12 +106,12 @@ def test_draw_batch_marks_the_end_of_a_short_run():
 
 
 def test_draw_batch_subsamples_many_phases():
-    """Ten thousand phases become a picture of about a thousand."""
-    plan = build_plan(Config(batch_size_schedule=" ".join(f"{9000 * n}:{n + 1}" for n in range(10_000)), steps=10**6), 1)
+    """Three thousand phases become a picture of about a thousand."""
+    plan = build_plan(Config(batch_size_schedule=" ".join(f"{9000 * n}:{n + 1}" for n in range(3000)), steps=10**6), 1)
     figure = draw_batch(plan)
     data = next(patch.get_data() for patch in figure.axes[0].patches if hasattr(patch, "get_data"))
     assert 1000 <= len(data.values) <= 1300
-    assert (data.values[0], data.values[-1]) == (1, 10_000)
+    assert (data.values[0], data.values[-1]) == (1, 3000)
 
 
 @pytest.mark.parametrize("width", [5, 10])
@@ -143,6 +143,16 @@ def test_draw_runs_compares_runs_over_samples(width):
     assert len(speed.lines) == 2
     assert math.isnan(lines[0].get_ydata()[3])
     assert [max(line.get_xdata()) for line in lines] == [240, 480]
+
+
+def test_draw_runs_smooths_long_runs():
+    """Of a run with more steps than points, means of neighbours are drawn, and the axis says of how many steps."""
+    figure = draw_runs([run(steps=3000)])
+    loss, _, speed = figure.axes
+    assert "samples consumed (means of 3 steps)" in texts(figure)[0]
+    xs, ys = loss.lines[0].get_data()
+    assert (len(xs), xs[1], ys[1]) == (1000, 48, pytest.approx((4.6 + 4.5) / 2))  # the loss of step 3 is not finite
+    assert len(speed.lines[0].get_xdata()) == 1000
 
 
 def test_draw_runs_refuses_none_and_too_many():

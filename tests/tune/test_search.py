@@ -143,15 +143,19 @@ def gib_for(usable):
     return f"{limit}/{GIB}"
 
 
-def test_find_largest_is_exact_on_both_sides(programs):
-    """A size fits with exactly the bytes that it needs; with one byte less, the size below is found."""
+def test_find_largest_is_exact_on_both_sides(programs, monkeypatch):
+    """Bytes grow about linearly. A size fits with exactly those that it needs; with one less, the size below is found."""
     needs = {b: programs.bytes(programs.size(b)) for b in (1, 2, 4)}
+    assert (needs[4] - needs[2]) / (needs[2] - needs[1]) == pytest.approx(2, rel=0.5)
     at = find_largest(programs, needs[2])
     assert (at.largest, at.next_larger) == (2, 4)
     below = find_largest(programs, needs[2] - 1)
     assert (below.largest, below.next_larger) == (1, 2)
     assert find_largest(programs, needs[1] - 1).largest is None
     assert find_largest(programs, math.inf).largest == tuning.SEARCH_FACTOR * 4
+    monkeypatch.setattr(memory_options, "SHORT_TIMING_SECONDS", 0)
+    smaller = memory_options._smaller_microbatch(programs, programs.size(2), math.inf)
+    assert (smaller.settings, smaller.bytes) == ({"microbatch_size": 1}, needs[1])
 
 
 def test_tune_recommends_settings_that_fit_and_were_timed(programs):
