@@ -406,6 +406,8 @@ class TrainStep:
         axes = BatchAxes.of(self._mesh, self._batch_axes)
         # An axis of one device shards nothing, even if a sharding names it.
         axes = dataclasses.replace(axes, replica=tuple(name for name in axes.replica if self._mesh.shape[name] > 1))
+        if not axes.replica:
+            return
         key, expects_parts = "shard_optimizer_over_data", self._update.scatter_axes is not None
         if is_scattered(shardings_of(state.params), axes):
             problem = f"the parameters are sharded over {' and '.join(axes.replica)}, but every replica needs them whole"

@@ -486,3 +486,10 @@ def test_names_that_moved_out_of_the_step():
     for name in ("TrainState", "create_state", "prepare_state", "replace_fields", "all_finite", "tree_where", "zeros_if_not"):
         with pytest.warns(DeprecationWarning, match=f"rampup.run.step.{name} is now rampup.run"):
             assert getattr(rampup.run.step, name).__module__ in ("rampup.run.state", "rampup.run.update")
+
+
+def test_optimizer_state_made_by_hand_on_one_device():
+    """On a mesh of one device, a state from `tx.init` needs no placing: nothing is sharded there."""
+    step, state = fresh(toy.mesh_of("one"), optax.adam(0.1))
+    state, _ = step(state.replace(opt_state=optax.adam(0.1).init(state.params)), batch_of_arrays(step))
+    assert int(state.step) == 1
