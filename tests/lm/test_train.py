@@ -79,6 +79,12 @@ def test_train_gives_the_same_losses_in_other_shapes(tmp_path, long_run, growth)
     assert {line["microbatch_size"] for line in lines} <= {1, 2, 3}
 
 
+def test_train_with_a_sharded_optimizer_gives_the_same_losses(tmp_path, long_run):
+    """`shard_optimizer_over_data` changes no loss of the run by more than 1e-6."""
+    train(config(tmp_path, shard_optimizer_over_data=True))
+    np.testing.assert_allclose(losses(tmp_path), losses(long_run[0])[:12], rtol=1e-6)
+
+
 @pytest.mark.parametrize("engine", ["fused", pytest.param("multi_steps", marks=pytest.mark.slow)])
 def test_train_resumes_bit_for_bit(tmp_path, engine):
     """Both engines, with fsdp- and tensor-sharded state, resume bit for bit after a stop before and after a phase change."""

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import jax
 import pytest
-from helpers.tiny import TUNED
+from helpers.tiny import TUNED, command_line
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rampup import Config, build_plan
+from rampup.cli import main
 from rampup.errors import BatchDivisibilityError, ConfigError
 from rampup.tune import memory_options
 from rampup.tune import search as tuning
@@ -158,12 +159,13 @@ def test_find_largest_is_exact_on_both_sides(programs, monkeypatch):
     assert (smaller.settings, smaller.bytes) == ({"microbatch_size": 1}, needs[1])
 
 
-def test_tune_recommends_settings_that_fit_and_were_timed(programs):
-    """The settings give a plan whose microbatches fit, and every phase has its memory and throughput."""
+def test_tune_recommends_settings_that_fit_and_were_timed(programs, capsys):
+    """`rampup tune --json`: settings of a plan whose microbatches fit; every phase has its memory and throughput."""
     needs = programs.bytes(programs.size(2))
-    found = tune(Config(**TUNED), memory_gib=gib_for(needs), num_devices=1)
-    facts = json.loads(json.dumps(found.to_dict()))
-    assert found.problem is None
+    settings = command_line(TUNED | {"enable_rampup_batch_size": False})
+    assert main(["tune", "base.yml", *settings, "--memory-gib", gib_for(needs), "--devices", "1", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert "error" not in facts
     assert (facts["largest_microbatch"], facts["next_larger"]) == (2, 4)
     assert needs <= facts["usable_bytes"] <= needs + 1
     fits = {row["microbatch_size"]: row["fits"] for row in facts["candidates"]}
