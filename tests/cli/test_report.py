@@ -28,7 +28,14 @@ def gathered(*words, devices=4, **options):
     return gather_report(words, environ={}, count_devices=lambda config: devices, **options)
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[] if path.stem in ("base", "rl", "deepseek_v3") else pytest.mark.slow)
+        for path in sorted(CONFIGS.glob("*.yml"))
+    ],
+    ids=lambda path: path.stem,
+)
 def test_gather_report_of_every_preset(path):
     """Every configuration that comes with rampup becomes a page of less than a megabyte."""
     devices = {"base": 4, "rl": 8}.get(path.stem)

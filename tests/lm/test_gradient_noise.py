@@ -31,6 +31,7 @@ def metrics(folder):
     return metrics_of(folder / "run")
 
 
+@pytest.mark.slow
 def test_gradient_noise_is_in_metrics_and_checkpoints_and_resumes_bit_for_bit(tmp_path):
     """Every line has S, G2 and averages; a stopped and resumed run has the same lines, one without it the same losses."""
     keys = {"gradient_noise_half_life_samples": 100}

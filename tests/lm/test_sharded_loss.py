@@ -72,9 +72,8 @@ def test_sharded_loss_is_that_of_one_device(axes, changes):
     assert_same(run_step(dataclasses.replace(SMALL, **changes), axes, evaluates=True), reference())
 
 
-@pytest.mark.parametrize(
-    "axes", [pytest.param(MeshAxes(data=4, tensor=2), marks=pytest.mark.slow), MeshAxes(data=2, fsdp=2, pipeline=2)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [MeshAxes(data=4, tensor=2), MeshAxes(data=2, fsdp=2, pipeline=2)])
 def test_tiled_loss_works_on_the_other_meshes(axes):
     """The loss in tiles of the vocabulary is exact with the compiler's own partitioning and in a pipeline."""
     model = dataclasses.replace(SMALL, num_vocab_tiling=4)

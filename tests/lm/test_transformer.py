@@ -53,7 +53,8 @@ def test_logits_depend_on_positions():
     assert not np.allclose(forward[0, -1], swapped[0, -1], atol=1e-5)
 
 
-@pytest.mark.parametrize("remat_policy", ["minimal", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat_policy", ["minimal", "full"])
 def test_remat_policy_changes_no_gradient(remat_policy):
     """Loss and gradients are the same whatever the backward pass computes again."""
     params = init(DEEP)
@@ -101,6 +102,7 @@ def test_bfloat16_loss_is_close_to_float32():
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.slow
 def test_sharded_gradients_are_those_of_one_device():
     """Accumulated over a data, fsdp and tensor mesh, loss and gradients are those of one device, in float64 to 1e-10."""
     jax.config.update("jax_enable_x64", True)
@@ -152,7 +154,7 @@ def test_flops_per_sample_are_those_of_the_compiled_gradient(tied):
     [
         pytest.param({"scan_layers": False}, marks=pytest.mark.slow),
         pytest.param({"num_vocab_tiling": 4}, marks=pytest.mark.slow),
-        {"num_vocab_tiling": 8, "tied": True},
+        pytest.param({"num_vocab_tiling": 8, "tied": True}, marks=pytest.mark.slow),
         pytest.param({"attention": "flash"}, marks=pytest.mark.slow),
         {"remat_policy": "minimal_with_context", "scan_layers": False, "num_vocab_tiling": 2},
     ],

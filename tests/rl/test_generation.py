@@ -37,7 +37,7 @@ def from_whole_rows(found):
     return expected
 
 
-@pytest.mark.parametrize("mesh", ["one", "data_fsdp_tensor"])
+@pytest.mark.parametrize("mesh", [pytest.param("one", marks=pytest.mark.slow), "data_fsdp_tensor"])
 def test_log_probabilities_with_the_cache_are_those_of_a_full_pass(mesh):
     """Prompts of different lengths, responses that end early: equal to 1e-5, and the tokens do not depend on the devices."""
     options = {"max_response_length": 9, "end_token": 2, "seed": 3}

@@ -71,8 +71,8 @@ def train_until(config, step):
 @pytest.mark.parametrize(
     ("critic", "shuffle"),
     [
-        pytest.param(False, True, id="grpo", marks=pytest.mark.slow),
-        pytest.param(True, True, id="ppo"),
+        pytest.param(False, True, id="grpo"),
+        pytest.param(True, True, id="ppo", marks=pytest.mark.slow),
         pytest.param(False, False, id="overlap", marks=pytest.mark.slow),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(critic, shuffle, tmp_path):
     steps = 3 * (6 if critic else 4)
     assert (whole.steps, whole.samples, whole.interrupted) == (3, 24, False)
     assert whole.num_compilations == {"generate": 1, "logprobs": 2 if critic else 1, "update": 2 if critic else 1}
-    for stop in (2, 9) if critic else (3, 6) if shuffle else (1, 5):
+    for stop in (2, 10) if critic else (3, 6) if shuffle else (1, 5):
         train_until(config_of(tmp_path, "cut", **settings), stop)
     resumed = rl.train(config_of(tmp_path, "cut", **settings))
     assert 0 < resumed.resumed_from < steps

@@ -144,7 +144,9 @@ def test_replicas_exchange_gradients_without_rounding_their_sum_again():
         assert float(sums.grads["w"]) == 257
 
 
-@pytest.mark.parametrize("axes", [MeshAxes(data=8), MeshAxes(data=4, fsdp=2), MeshAxes(fsdp=8)])
+@pytest.mark.parametrize(
+    "axes", [MeshAxes(data=8), MeshAxes(data=4, fsdp=2), pytest.param(MeshAxes(fsdp=8), marks=pytest.mark.slow)]
+)
 def test_a_loss_that_takes_shards_is_reduced_with_its_own_shardings(axes):
     """Without the argument `param_shardings`, or with others, those of the loss decide what is left to reduce."""
     mesh = make_mesh(axes)

@@ -281,7 +281,7 @@ class LoRAModel(nnx.Module):
     ("wrt", "mesh_name"),
     [
         (nnx.LoRAParam, "data"),
-        (nnx.Param, "one"),
+        pytest.param(nnx.Param, "one", marks=pytest.mark.slow),
         pytest.param(nnx.LoRAParam, "one", marks=pytest.mark.slow),
         pytest.param(nnx.Param, "data", marks=pytest.mark.slow),
     ],

@@ -249,6 +249,7 @@ class ScaledState:
     frozen: Any = None
 
 
+@pytest.mark.slow
 def test_dynamic_scale_works_with_pipeline_stages():
     """Losses, skipped steps, the scale and the parameters are those without a pipeline, to 1e-6 (A5)."""
     scale = DynamicScale(scale=jnp.float32(2.0**122), growth_interval=2, backoff_factor=2**-8)  # The first steps overflow.

@@ -3,6 +3,7 @@
 import math
 
 import jax
+import pytest
 from helpers.tiny import TUNED
 
 from rampup import Config
@@ -11,6 +12,7 @@ from rampup.tune.memory_options import find_memory_options
 from rampup.tune.programs import Programs
 
 
+@pytest.mark.slow
 def test_memory_option_has_the_bytes_of_its_own_program(monkeypatch):
     """The bytes of `remat_policy=full` are those of a configuration that sets it."""
     monkeypatch.setattr(memory_options, "SHORT_TIMING_SECONDS", 0)
