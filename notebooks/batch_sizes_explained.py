@@ -17,7 +17,7 @@
 # Four systems for reinforcement learning use the same terms for different things. A *batch size* may count prompts or
 # responses, for the whole job or for each process. This notebook writes one run in the terms of each system, shows
 # what the files mean, and checks a file of yours. Then it packs sequences of different lengths, and finds sizes for a
-# given memory. It runs on a TPU, a GPU or a CPU. On a CPU it takes about half a minute.
+# given memory. On a CPU it takes about half a minute; it has not been run on a TPU or a GPU yet.
 
 # %% tags=["install"]
 # @title Install

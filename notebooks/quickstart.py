@@ -23,7 +23,7 @@
 # 2. **Your step, fixed microbatches.** Your jitted step does not change and compiles once.
 # 3. **`train_step`.** One call is one optimizer step, and every row has the same weight.
 #
-# It runs on a TPU, a GPU or a CPU. On a CPU it takes about a minute.
+# On a CPU it takes about a minute; it has not been run on a TPU or a GPU yet.
 
 # %% tags=["install"]
 # @title Install

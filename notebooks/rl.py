@@ -18,7 +18,7 @@
 # any Python function. The second is a small language model that learns to add numbers. In both, generation,
 # log-probabilities and updates are one compiled program each.
 #
-# It runs on a TPU, a GPU or a CPU. On a CPU it takes about two minutes.
+# On a CPU it takes about two minutes; it has not been run on a TPU or a GPU yet.
 
 # %% tags=["install"]
 # @title Install

@@ -125,7 +125,7 @@ class NoiseScale:
         if not 0 < self.half_life_samples < math.inf:
             raise ConfigError(
                 f"the half-life of the noise scale is {self.half_life_samples} samples; it must be a positive number",
-                key="gradient_noise_half_life",
+                key="gradient_noise_half_life_samples",
             )
 
     @classmethod
