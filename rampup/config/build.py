@@ -310,7 +310,7 @@ def _splitter(config: Config, axes: MeshAxes, num_repeats: int) -> BatchSplitter
 
 
 def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None, sizes: Sequence[int] | None) -> BatchRamp:
-    if sizes:
+    if sizes and config.batch_size_schedule == AUTO_SCHEDULE:
         if splitter is not None:
             _check_sizes(config, splitter, [(size, "batch_size_schedule: auto") for size in sizes])
         return BatchRamp.constant(sizes[0])

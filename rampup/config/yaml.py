@@ -102,9 +102,10 @@ def _parse(text: str, path: str, repeats: bool) -> tuple[dict[str, Located], dic
         line = None if mark is None else mark.line + 1
         problem = str(error.problem or error.context)
         hint = "; indent with spaces, not tabs" if "\\t" in problem else ""
-        if odd := next((sign for sign in text if sign != " " and unicodedata.category(sign) == "Zs"), None):
-            place = text[: text.index(odd)].count("\n") + 1
-            hint += f"; line {place} has a {unicodedata.name(odd).lower()} instead of a space"
+        # In the line where the problem was found, or in the one before, which it may begin in. Comments can have any character.
+        for number, words in list(enumerate(text.splitlines(), start=1))[max((line or 0) - 2, 0) : line or 0]:
+            if odd := next((x for x in words.partition("#")[0] if x != " " and unicodedata.category(x) == "Zs"), None):
+                hint += f"; line {number} has U+{ord(odd):04X} ({unicodedata.name(odd).lower()}) instead of a space"
         raise ConfigError(f"not valid YAML: {problem}{hint}", path=path, line=line) from None
     except yaml.YAMLError as error:
         raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}", path=path) from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
@@ -73,6 +73,8 @@ def ramp_from_config(
         >>> ramp.sizes
         (4, 8, 12, 16)
     """
+    if unknown := values.keys() - {key.name for key in fields(RampKeys)}:
+        raise TypeError(f"ramp_from_config() got unexpected keys: {', '.join(sorted(unknown))}")
     keys = RampKeys(**values) if keys is None else replace(keys, **values)
     if keys.batch_size_schedule is not None:
         if keys.enable_rampup_batch_size:

@@ -34,7 +34,7 @@ BEYOND_MEASURED, LEAST_STEPS = 4, 32
 
 def design_ramp(
     config: Config,
-    measured: Sequence[str | Path],
+    measured: str | Path | Sequence[str | Path],
     *,
     num_devices: int,
     train_tokens: int | None = None,
@@ -66,8 +66,11 @@ def design_ramp(
     """
     tokens = config.train_tokens if train_tokens is None else train_tokens
     if not tokens:
-        raise ConfigError("a design needs the length of the run: give --train-tokens, such as 300B", key="train-tokens")
-    measurements = Measurements.read([Path(path) for path in measured], config)
+        raise ConfigError(
+            "a design needs the length of the run: give train_tokens (--train-tokens), such as 300B", key="train-tokens"
+        )
+    paths = [measured] if isinstance(measured, (str, Path)) else measured
+    measurements = Measurements.read([Path(path) for path in paths], config)
     length = config.max_target_length
     samples = -(-tokens // length)
     plan = build_plan(config, num_devices)
@@ -258,13 +261,16 @@ def _noise_points(lines: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[i
 def _legal_sizes(plan: RampPlan, measured: Measurements, samples: int, max_batch: int | None) -> list[int]:
     """Return the batches to choose from: the plan's first one, and its doublings that can be split."""
     smallest = plan.ramp.sizes[0]
-    most = max_batch or BEYOND_MEASURED * max(measured.seconds, default=smallest)
-    most = min(most, max(samples // LEAST_STEPS, smallest))
+    wanted = max_batch or BEYOND_MEASURED * max(measured.seconds, default=smallest)
+    most = min(wanted, max(samples // LEAST_STEPS, smallest))
     doublings = (smallest << power for power in range(max(most // smallest, 1).bit_length()))
     sizes = [size for size in doublings if size <= most and plan.splitter.allows(size)]
     if len(sizes) < 2:
-        rule = f"there is nothing to choose from: the only legal batch is {', '.join(map(str, sizes))}; raise --max-batch"
-        raise ConfigError(rule, key="max-batch")
+        problem = f"there is nothing to choose from: no multiple of the first batch of {smallest:,} up to {most:,} is legal"
+        if most < min(wanted, 2 * smallest):
+            fix = f"{samples:,} samples are few for {LEAST_STEPS} steps of a larger batch; raise train_tokens (--train-tokens)"
+            raise ConfigError(f"{problem}; {fix}", key="train-tokens")
+        raise ConfigError(f"{problem}; raise max_batch (--max-batch)", key="max-batch")
     return sizes
 
 

@@ -73,7 +73,7 @@ def test_design_json(run, capsys):
     assert found["fastest"] == fastest["name"]
     assert fastest["hours_to_same_loss"] < 0.5 * smallest["hours"]
     config = rampup.load_config(run / "config.yml")
-    assert rampup.design_ramp(config, [run], num_devices=1, train_tokens=20_000_000) == found
+    assert rampup.design_ramp(config, run, num_devices=1, train_tokens=20_000_000) == found
 
 
 def test_design_uses_the_measurements(run, capsys):
@@ -131,7 +131,8 @@ def test_design_of_a_file_draws_and_prints(run, tmp_path, capsys):
         (["--measured", "RUN"], "--train-tokens"),
         (["--measured", "RUN", "--train-tokens", "0"], "--train-tokens"),
         (["--measured", "RUN", "--train-tokens", "1.5"], "whole number"),
-        (["--measured", "RUN", "--train-tokens", "20M", "--max-batch", "4"], "nothing to choose from"),
+        (["--measured", "RUN", "--train-tokens", "20M", "--max-batch", "4"], "up to 4 is legal; raise max_batch"),
+        (["--measured", "RUN", "--train-tokens", "2K"], "raise train_tokens"),
         (["--measured", "RUN", "--train-tokens", "20M", "max_target_length=256"], "max_target_length"),
         (["--measured", "PLAIN", "--train-tokens", "20M"], "measure_gradient_noise=true"),
         (["--measured", "RUN", "--train-tokens", "20M", "-o", "x.txt"], "must end in"),

@@ -69,7 +69,7 @@ def test_parse_mapping_records_lines():
         ("a: {b: 1, b: 2}", 1, "b is given twice"),
         ("a: [1\nb: 2", 2, "not valid YAML"),
         ("a: 1\n\tb: 2", 2, "indent with spaces, not tabs"),
-        ("a:\u00a01\nb: 2", 2, "not allowed here; line 1 has a no-break space instead of a space"),
+        ("a:\u00a01\nb: 2", 2, "not allowed here; line 1 has U+00A0 (no-break space) instead of a space"),
         ("a: !!python/object/apply:os.system ['ls']", 1, "python/object/apply"),
         ("a: !!python/name:os.system", 1, "python/name"),
         ("a: !!binary aGk=", 1, "binary"),
