@@ -35,6 +35,9 @@ _OPERATOR = re.compile(r";;&|;;|;&|&&|\|\||\|&|<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\|
 _REDIRECTION = re.compile(r"\d*(<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[<>](?!\())")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"([!#]?)([A-Za-z_]\w*|\d+|[@*#?$!-])(\[[^\]]*\])?(.*)", re.DOTALL)
+# Signs of an assignment such as `<<=`, and a name that an arithmetic expression changes.
+_SIGNS = r"<<|>>|[-+*/%&^|]"
+_CHANGED = re.compile(rf"([A-Za-z_]\w*)(?:\[[^\]]*\])?\s*(?:(?:{_SIGNS})?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)")
 _CONTINUED = re.compile(r"(?:[ \t\r]|\\\r?\n)+|#[^\n]*")
 _ENDS = ("then", "elif", "else", "fi", "do", "done", "esac", "}", ")", ";;", ";&", ";;&")
 _PRINTING = ("echo", "printf", "export", "tee", "log", "logger", "sed", "grep", "awk")
@@ -300,7 +303,7 @@ class _Parser:
         return _Node("function", line, [name], [self.command()])
 
     def simple(self, line: int) -> _Node:
-        """Return a simple command; redirections are dropped, here-documents and here-strings kept."""
+        """Return a simple command; redirections are dropped, here-documents kept."""
         node = _Node("command", line, [], [])
         is_test = False
         while (token := self.peek()) and (
@@ -619,7 +622,7 @@ class _Reader:
             return False if name == "getopts" else None
         elif name == "let":
             for word in rest:
-                self.arithmetic(word)
+                self.evaluate(word)
         elif name in ("eval", "exec") and rest:
             return self.script(" ".join(rest), node.line) if name == "eval" else self.record(rest, node)
         elif name in ("source", ".") and rest and self.depth < MAX_NESTING and not _has_unknown(rest[0]):
@@ -879,16 +882,29 @@ class _Reader:
 
     def arithmetic(self, raw: str) -> str:
         """Return the value of an arithmetic expression, which may assign; unknown if any part of it is."""
-        if match := re.fullmatch(r"\s*(\w+)\s*([-+*/%]?)=(?!=)(.*)", raw, re.DOTALL):
-            value = self.arithmetic(f"{match[1]} {match[2]} ({match[3]})" if match[2] else match[3])
+        return self.evaluate(self.text(raw.replace('"', ""), quoted=True))
+
+    def evaluate(self, text: str) -> str:
+        """Return the value of an arithmetic expression whose expansions with `$` are done."""
+        *before, raw = _split_commas(text)
+        for part in before:
+            self.evaluate(part)
+        if match := re.fullmatch(rf"\s*([A-Za-z_]\w*)\s*({_SIGNS})?=(?!=)(.*)", raw, re.DOTALL):
+            value = self.evaluate(f"{match[1]} {match[2]} ({match[3]})" if match[2] else match[3])
             self.assign(match[1], "", value)
             return value
         if match := re.fullmatch(r"\s*(?:(\+\+|--)\s*(\w+)|(\w+)\s*(\+\+|--))\s*", raw):
             name, sign = match[2] or match[3], (match[1] or match[4])[0]
-            before = self.arithmetic(name)
-            self.assign(name, "", self.arithmetic(f"{name} {sign} 1"))
-            return before
-        text = self.text(raw.replace('"', ""), quoted=True)
+            value = self.evaluate(name)
+            self.assign(name, "", self.evaluate(f"{name} {sign} 1"))
+            return value
+        if changed := [name for names in _CHANGED.findall(_MARKER.sub("?", raw)) for name in names if name]:
+            # Assignments within an expression: in which order, and whether at all, is not followed.
+            for name in changed:
+                for item in (name, *(item for item in self.env if item.startswith(f"{name}["))):
+                    self.env[item] = _mark(name)
+            return _mark(f"$(({raw.strip()}))")
+        text = raw
         for _ in range(MAX_NESTING):
             if _has_unknown(text) or not re.search(r"[A-Za-z_]\w*", text):
                 break
@@ -971,6 +987,19 @@ def _calculate(text: str) -> int:
     value = expression()
     expect("")
     return value()
+
+
+def _split_commas(text: str) -> list[str]:
+    """Return the parts of an arithmetic expression between its commas, except those in brackets."""
+    parts, depth = [""], 0
+    for match in re.finditer(rf"{_MARKER.pattern}|.", text, re.DOTALL):
+        piece = match[0]
+        depth += (piece in "([{") - (piece in ")]}")
+        if piece == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += piece
+    return parts
 
 
 _NUMBER_TESTS: dict[str, Callable[[int, int], bool]] = {

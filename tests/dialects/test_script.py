@@ -43,6 +43,7 @@ SCRIPTS = {
     "indirect": "A=B\nB=7\nrun ${!A}",
     "arithmetic": "A=7\nB=2\nrun $((A / B)) $((-A / B)) $((A % B)) $((A ** B)) $((A*(B+1))) $(( (A>B) ? 10 : 20 )) $[A+B] $((A>3&&B>3))",
     "arithmetic commands": "((N = 3 * 4)); ((N++)); ((N += 2)); let M=N*2\nrun $N $M",
+    "arithmetic assignments": 'N=2\n(( N <<= 1 ))\n((M = 1, N |= 8)); let "M += 4, N ^= 1" K=N\nrun $N $M $K $((N &= 12, N)) $((A = B = 5)) $A $B\nfor ((i=0, j=9; i<2; i++, j--)); do run $i $j; done\nif ((N >= 12 && N <= 12 && N != 3 && N == 12)); then run $N; fi',
     "conditions": 'N=2\nif [ $N -gt 1 ] && [[ "$N" == 2* ]]; then A=1; elif true; then A=2; else A=3; fi\nrun $A',
     "else": 'if [ -n "$NOT_SET" ]; then A=1; else A=2; fi\n[[ -z $NOT_SET ]] && B=1 || B=2\n[ ! 3 -lt 2 ] && C=1\nrun $A $B $C',
     "strings compared": 'A="x y"\nif [[ $A != "x y" || ( $A < z && 1 -eq 1 ) ]]; then run 1; else run 2; fi',
@@ -133,6 +134,13 @@ def test_arithmetic_equals_bash(values, signs):
         ("case $1 in a) L=1;; *) L=2;; esac\nrun $L", ("run", "$L")),
         ("case $(uname) in a) L=1;; *) L=1;; esac\nrun $L", ("run", "1")),
         ("for f in *.txt; do run $f; done", ("run", "$f")),
+        ("N=2 M=3\n(( M > 4 && (N = 5) ))\nrun $N $M", ("run", "$N", "3")),
+        (
+            "N=2 M=3\nrun $(( M++ * 2 )) $M $(( 1 ? N <<= 2 : (M -= 1) )) $N",
+            ("run", "$((M++_*_2))", "$M", "$((1_?_N_<<=_2_:_(M_-=_1)))", "$N"),
+        ),
+        ("A=(1 2)\n((A[0] *= 2))\nrun ${A[1]}", ("run", "$A")),
+        ("M=1 N=2\n(( M = $(f a, n=3 | g >= 2), N += 1 ))\nrun $M $N", ("run", "$M", "3")),
         ("while read -r line; do N=$line; done\nrun ${N:-3}", ("run", "$N")),
     ],
 )
