@@ -7,6 +7,7 @@ from helpers.dialect_files import cases, check_nearest, rules, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rampup.dialects import check_file
 from rampup.dialects.maxtext import KEYS
 from rampup.dialects.maxtext.job import MaxTextJob
 from rampup.dialects.reading import Settings
@@ -256,13 +257,23 @@ def test_read_follows_base_config(tmp_path):
     """A file takes the keys that it does not set from its base_config; a circular reference is an error."""
     (tmp_path / "base.yml").write_text("per_device_batch_size: 3\nsteps: 7\nbase_config: ''\n")
     (tmp_path / "mine.yml").write_text("base_config: base.yml\nsteps: 9\n")
-    from rampup.dialects import check_file
-
     result = check_file(tmp_path / "mine.yml", "maxtext", ["num_devices=2"])
     assert result.derived["global_batch_size_to_train_on"] == 6
     (tmp_path / "base.yml").write_text("base_config: mine.yml\n")
     with pytest.raises(ConfigError, match="circular"):
         check_file(tmp_path / "mine.yml", "maxtext", ["num_devices=2"])
+
+
+def test_upper_file_wins_whatever_the_name_of_a_key(tmp_path):
+    """Names of a key mean the same in each file of a chain; two of them in one file must agree."""
+    (tmp_path / "base.yml").write_text("per_device_batch_size: 3\nnum_target_devices: 8\n")
+    (tmp_path / "mine.yml").write_text("base_config: base.yml\nnum_devices: 16\n")
+    assert check_file(tmp_path / "mine.yml", "maxtext").derived["global_batch_size_to_train_on"] == 48
+    assert check_file(tmp_path / "mine.yml", "maxtext", ["num_target_devices=4"]).derived["global_batch_size_to_train_on"] == 12
+    (tmp_path / "base.yml").write_text("num_target_devices: 8\nnum_devices: 16\n")
+    with pytest.raises(ConfigError, match="num_devices is given twice") as caught:
+        check_file(tmp_path / "mine.yml", "maxtext")
+    assert caught.value.path == str(tmp_path / "base.yml")
 
 
 def test_read_names_misspelt_and_mistyped_keys():

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import yaml
 from helpers.dialect_files import agrees, cases, check_nearest, rules, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rampup.dialects import check_file
 from rampup.dialects.maxtext_rl import KEYS
 from rampup.errors import ConfigError, RampupError
 
@@ -123,13 +125,16 @@ def test_older_key_stands_for_both():
     ]
 
 
-def test_read_accepts_nested_and_flat_keys():
+def test_read_accepts_nested_and_flat_keys(tmp_path):
     """The sections that MaxText mirrors may be used; a contradiction is an error."""
     nested = {"dataset": {"batch_size": 8, "num_batches": 2}, "rl": VALID["rl"], "ici_fsdp_parallelism": 1}
     assert found(nested).to_dict() == found().to_dict()
     assert found({**nested, "batch_size": 8}).to_dict() == found().to_dict()
     with pytest.raises(ConfigError, match="given twice"):
         found({**nested, "batch_size": 4})
+    (tmp_path / "base.yml").write_text(yaml.safe_dump(VALID | {"rl": {}, "num_generations": 4}))
+    (tmp_path / "mine.yml").write_text("base_config: base.yml\nrl:\n  num_generations: 2\n")
+    assert check_file(tmp_path / "mine.yml", "maxtext_rl").derived["samples_per_step"] == 16
     assert found(VALID, "num_generations=2").derived["samples_per_step"] == 16
 
 

@@ -163,7 +163,6 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
             ships, or starts from itself.
     """
     reading, base = _follow(source, overrides, launch)
-    reading = reading.rename(launch.canonical)
     leaves = {name: value for name, value in reading.leaves.items() if not (name in MAY_BE_EMPTY and value.value in ("", None))}
     reading = dataclasses.replace(reading, leaves=leaves, recognized=reading.recognized or bool(base))
     shipped = {name: value for name, value in launch.bases.get(base, {}).items() if name in launch.entries}
@@ -176,7 +175,7 @@ def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
 
 def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[Reading, str]:
     """Return the keys of a source and of the files beside it from which it starts, and the name of the shipped one below."""
-    reading = read_source(source, overrides, launch)
+    reading = read_source(source, overrides, launch).rename(launch.canonical)
     given = [setting for setting in reading.overrides if setting.partition("=")[0] == BASE]
     rest = [setting for setting in reading.overrides if setting not in given]
     leaves, name = dict(reading.leaves), given[-1].partition("=")[2] if given else ""
@@ -192,7 +191,7 @@ def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[R
     while name.strip():
         file = folder / name
         if unknown_names(name) or not _is_file(file):
-            shipped = _find_shipped(name) or ""
+            shipped = _find_shipped(name, launch.bases) or ""
             if shipped:
                 break
             raise ConfigError(
@@ -205,20 +204,20 @@ def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[R
         if _resolve(file) in seen:
             raise ConfigError(f"{BASE} is a circular reference at {file.name}", key=BASE, path=str(file))
         seen.append(_resolve(file))
-        below = read_source(file, (), launch)
+        below = read_source(file, (), launch).rename(launch.canonical)
         place = below.leaves.get(BASE, Located(value="", path=str(file)))
         name, folder = place.value if isinstance(place.value, str) else "", file.parent
         leaves = {**below.leaves, **leaves}
     return dataclasses.replace(reading, leaves=leaves, overrides=rest), shipped
 
 
-def _find_shipped(name: str) -> str | None:
+def _find_shipped(name: str, bases: Bases) -> str | None:
     """Return the file of MaxText's configs that a path ends with."""
     parts = PurePosixPath(show_unknown(name)).parts
     for first in range(len(parts)):
-        if "/".join(parts[first:]) in BASES:
+        if "/".join(parts[first:]) in bases:
             return "/".join(parts[first:])
-    return next((shipped for shipped in BASES if shipped.endswith(f"/{parts[-1]}")), None) if parts else None
+    return next((shipped for shipped in bases if shipped.endswith(f"/{parts[-1]}")), None) if parts else None
 
 
 def _is_file(file: Path) -> bool:
