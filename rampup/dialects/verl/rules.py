@@ -65,6 +65,10 @@ def _by_megatron(job: VerlJob, model: str) -> bool:
     return model in job.models and job.strategies[model] == "megatron"
 
 
+def _checks_megatron(job: VerlJob) -> bool:
+    return _static(job) and job.checked_as_megatron and not job.unchecked
+
+
 def _device_rules(model: str) -> Rules:
     """Return the rules that a model has a replica, and that Megatron starts on full ones."""
     has_a_replica: Rule[VerlJob] = at_least(f"verl.{model}_has_a_replica", (DEVICES, keys.SEQUENCE[model]),
@@ -73,9 +77,9 @@ def _device_rules(model: str) -> Rules:
         when=lambda job: (
             model in job.models and (job.strategies[model] != "megatron" or job.devices % max(job.model_sizes[model], 1) == 0)),
         note=": there is no replica")  # fmt: skip
-    # The check itself tests it for the actor of a static batch.
+    # The check tests it only for the actor of a static batch whose strategy it reads as Megatron.
     starts: Rule[VerlJob] = multiple(f"verl.megatron_starts_{model}", (DEVICES,), _DEVICES, _model_size(model),
-        when=lambda job: _by_megatron(job, model) and (model != "actor" or job.dynamic))  # fmt: skip
+        when=lambda job: _by_megatron(job, model) and (model != "actor" or not _checks_megatron(job)))  # fmt: skip
     return found_by_run([has_a_replica, starts])
 
 
@@ -191,7 +195,7 @@ def _strategy_fits(name: str, key: str, why: str, *, checked: bool) -> Rule[Verl
 
 _CHECK: Rules = apply_if(lambda job: not job.unchecked, [
     multiple("verl.megatron_divides_devices", (DEVICES, f"{keys.ACTOR}.megatron.tensor_model_parallel_size"), _DEVICES,
-        _model_size("actor"), when=lambda job: _static(job) and job.checked_as_megatron),
+        _model_size("actor"), when=_checks_megatron),
     multiple("verl.samples_fill_minimal_batch", (TRAIN, RESPONSES),
         lambda job: product({TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}, "samples"), _minimal_batch,
         when=_static),
