@@ -24,7 +24,7 @@ def read_hydra(source: Source, overrides: Sequence[str], launch: Launch) -> Sett
     Raises:
         ConfigError: see `type_settings`; or the source names a base file that is neither beside it nor in `launch.bases`.
     """
-    reading = read_source(source, overrides, launch)
+    reading = read_source(source, overrides, launch).rename(launch.canonical)
     files = _Bases(launch)
     leaves, path = dict(reading.leaves), reading.path
     if reading.command is not None:
@@ -58,7 +58,7 @@ class _Bases:
     """The base files of a source: those beside it, which count as given, and those that the system ships."""
 
     def __init__(self, launch: Launch) -> None:
-        self.bases, self.entries = launch.bases, launch.entries
+        self.bases, self.entries, self.canonical = launch.bases, launch.entries, launch.canonical
         self.beside: dict[str, Located] = {}
         self.shipped: dict[str, Any] = {}
         self.named: list[str] = []  # the shipped ones
@@ -99,7 +99,7 @@ class _Bases:
                 if PARENT in leaves:
                     self.follow(leaves.pop(PARENT), file.parent)
                 prefix = f"{package.replace('/', '.')}." if package and package != "_global_" else ""
-                self.beside |= {prefix + key: value for key, value in leaves.items()}
+                self.beside |= {self.canonical(prefix + key): value for key, value in leaves.items()}
                 return
         if name in self.bases:
             own = dict(self.bases[name])

@@ -95,7 +95,8 @@ class Rule(Generic[J]):
         message: the rule, the arithmetic and the numbers of a job that breaks it.
         when: whether it applies to a job at all.
         found_by: whether that system's own check finds it, or only the run.
-        candidates: values of the first key to try, nearest first. None = whole numbers from `whole_numbers`.
+        candidates: values of the first key to try, nearest first. Without it, or if none is legal, whole numbers are tried;
+            if it returns None, no value is proposed.
         division: the two numbers that it compares, such as dividend and divisor; candidates are made from them.
     """
 
@@ -105,7 +106,7 @@ class Rule(Generic[J]):
     message: Callable[[J], str]
     when: Callable[[J], bool] = lambda _: True
     found_by: FoundBy = "validator"
-    candidates: Callable[[J], Iterable[Any]] | None = None
+    candidates: Callable[[J], Iterable[Any] | None] | None = None
     division: Callable[[J], tuple[int, int]] | None = None
 
     def is_broken(self, job: J) -> bool:
@@ -239,17 +240,18 @@ def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
     Legal values are found by trial: a value is offered only if the file with it satisfies the rule and breaks no other.
     """
     broken = broken_rules(dialect.rules, job)
+    names = {rule.name for rule in broken}
     divisions = [rule.division(job) for rule in dialect.rules if rule.division is not None and rule.when(job)] if broken else []
 
     def violation(rule: Rule[Any]) -> Violation:
         own = () if rule.candidates is None else rule.candidates(job)
-        nearest = _nearest_values(dialect, job, rule, rule.keys[0], own)
-        first = rule.keys[0]
-        for key in rule.keys if not nearest else ():
+        tolerated, first = names - {rule.name}, rule.keys[0]
+        nearest = _nearest_values(dialect, job, rule, first, own or (), tolerated)
+        for key in rule.keys if own is not None and not nearest else ():
             if dialect.keys[key].key.kind == "int":
                 own_division = () if rule.division is None else (rule.division(job),)
                 tried = whole_numbers(job.effective(key), own_division, divisions)
-                nearest = _nearest_values(dialect, job, rule, key, tried)
+                nearest = _nearest_values(dialect, job, rule, key, tried, tolerated)
             if nearest:
                 first = key
                 break
@@ -288,11 +290,12 @@ def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _nearest_values(dialect: Dialect, job: Job, rule: Rule[Any], key: str, candidates: Iterable[Any]) -> tuple[Any, ...]:
-    """Return up to one legal value of a key below the given one and one above."""
+def _nearest_values(
+    dialect: Dialect, job: Job, rule: Rule[Any], key: str, candidates: Iterable[Any], tolerated: Collection[str]
+) -> tuple[Any, ...]:
+    """Return up to one legal value of a key below the given one and one above; `tolerated` rules may stay broken."""
     before = job[key]
     is_number = isinstance(before, int | Fraction) and not isinstance(before, bool)
-    tolerated = {other.name for other in broken_rules(dialect.rules, job)} - {rule.name}
     # The nearest values below and above that fix the whole file, and those that leave only other broken rules broken.
     fixing: dict[bool, Any] = {}
     helping: dict[bool, Any] = {}
@@ -311,7 +314,7 @@ def _nearest_values(dialect: Dialect, job: Job, rule: Rule[Any], key: str, candi
             fixing[is_below] = value
             if False in fixing and (True in fixing or not is_number):
                 break
-        elif still_broken <= tolerated:
+        elif still_broken.issubset(tolerated):
             helping.setdefault(is_below, value)
     found = fixing or helping
     nearest = [found[is_below] for is_below in (True, False) if is_below in found]

@@ -15,7 +15,7 @@ from rampup.dialects.commands import Launch
 from rampup.dialects.reading import Entry, Settings, entry
 from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings, dropped_prompts, flow
 from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, found_by_run, if_usable, multiple, positive
-from rampup.dialects.verdict import Advice, Run, Term, Words, counted, product
+from rampup.dialects.verdict import Advice, Run, Term, Words, counted, product, rounded_down
 from rampup.rl.plan import RolloutPlan
 
 TRAIN, MINI = "trainer.train_batch_size", "trainer.policy_mini_batch_size"
@@ -241,10 +241,8 @@ def _notes(job: SkyRLJob) -> Iterator[str]:
     yield f"{TRAIN}, {MINI} and the critic's count prompts; micro sizes count samples of one data-parallel replica."
     for model in job.models:
         if job.devices[model] % job.model_sizes[model]:
-            yield (
-                f"the {model}'s {job.devices[model]:,} devices are not a multiple of the {job.model_sizes[model]:,} that share "
-                f"a sample: SkyRL counts {job.replicas[model]:,} replicas, rounded down, without a warning."
-            )
+            devices = f"the {model}'s {job.devices[model]:,} devices"
+            yield f"{rounded_down(devices, job.model_sizes[model], 'SkyRL', job.replicas[model])}, without a warning."
     for trained in job.trained.values():
         if trained.padding:
             yield (

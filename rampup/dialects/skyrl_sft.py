@@ -13,7 +13,7 @@ from typing import Any
 from rampup.dialects.commands import Launch, Source, read_source
 from rampup.dialects.reading import Entry, Settings, entry
 from rampup.dialects.rules import Dialect, Job, Rule, Side, apply_if, at_least, equal, found_by_run, multiple, positive
-from rampup.dialects.verdict import Term, Words, counted, times
+from rampup.dialects.verdict import Term, Words, counted, rounded_down, times
 
 BATCH, MICRO, DEVICES = "batch_size", "micro_train_batch_size_per_gpu", "placement.num_gpus_per_node"
 SPLITS = tuple(f"megatron_config.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
@@ -34,7 +34,7 @@ KEYS: dict[str, Entry] = {
     LENGTH: entry(None, "longest sequence", unit="tokens"),
     BIN: entry(None, "tokens of a packed pass; null = as max_length", unit="tokens"),
     STEPS: entry(None, "optimizer steps", unit="steps"),
-    EPOCHS: entry(1, "times that the data set is read"),
+    EPOCHS: entry(1, "times that the data set is read", nullable=True),
 }
 COUNTS = (BATCH, MICRO, "placement.num_nodes", DEVICES, *SPLITS, STEPS, EPOCHS)
 
@@ -44,6 +44,7 @@ LAUNCH = Launch(
     program=re.compile(r"\bmain_sft\w*"),
     example="python -m skyrl.train.main_sft key=value",
     entries=KEYS,
+    canonical=lambda name: UNPADDED if name == "use_sample_packing" else name,  # the old name
     groups=("placement", "megatron_config", "model", "optimizer_config"),
 )
 
@@ -107,6 +108,10 @@ def _share(job: SftJob) -> Term:
     return Term(f"{BATCH} / replicas = {job.batch:,} / {job.checked_replicas:,} = {share:,} samples", share)
 
 
+def _shown(job: SftJob, key: str) -> str:
+    return f"{key}={'null' if job[key] is None else job[key]}"
+
+
 _RULES: list[Rule[SftJob]] = [
     multiple("skyrl.sft_batch_divides_over_replicas", (BATCH, DEVICES), BATCH, _REPLICAS, when=lambda job: not job.packed),
     multiple("skyrl.sft_micro_divides_share", (MICRO, BATCH), _share, MICRO,
@@ -130,12 +135,14 @@ RULES: list[Rule[SftJob]] = [
         candidates=lambda job: ["megatron"]),
     Rule(name="skyrl.sft_packing_needs_length", keys=(LENGTH, BIN), when=lambda job: job.packed,
         holds=lambda job: job[LENGTH] is not None, message=lambda job: f"{PACKING}=true needs {LENGTH}, the tokens of a pass",
-        candidates=lambda job: [job[BIN] or 4096]),
+        candidates=lambda job: [job[BIN]] if job[BIN] else None),
     at_least("skyrl.sft_bin_holds_a_sequence", (BIN, LENGTH), BIN, LENGTH,
         when=lambda job: job.packed and None not in (job[LENGTH], job[BIN])),
     Rule(name="skyrl.sft_steps_or_epochs", keys=(STEPS, EPOCHS), holds=lambda job: not {STEPS, EPOCHS} <= job.settings.given,
-        message=lambda job: f"{STEPS}={job[STEPS]} and {EPOCHS}={job[EPOCHS]} must not both be set",
-        candidates=lambda job: ()),
+        message=lambda job: f"{_shown(job, STEPS)} and {_shown(job, EPOCHS)} must not both be given, not even as null",
+        candidates=lambda job: None),
+    Rule(name="skyrl.sft_has_an_end", keys=(EPOCHS, STEPS), holds=lambda job: (job[STEPS], job[EPOCHS]) != (None, None),
+        message=lambda job: f"{EPOCHS}=null needs {STEPS}", candidates=lambda job: [1]),
     *apply_if(lambda job: job.checkable, _RULES),
 ]  # fmt: skip
 
@@ -151,6 +158,9 @@ def _flow(job: SftJob) -> Iterator[str]:
 
 
 def _notes(job: SftJob) -> Iterator[str]:
+    if job.devices % job.model_size:
+        devices = counted(job.devices, "device")
+        yield f"{rounded_down(devices, job.model_size, 'SkyRL', job.replicas)}, without a warning."
     if job.replicas != job.checked_replicas:
         yield (
             f"devices share a sequence, so the run has {counted(job.replicas, 'replica')}; its check counts "

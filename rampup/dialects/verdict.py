@@ -213,3 +213,16 @@ def counted(number: int, noun: str) -> str:
     if noun.endswith("py"):
         return f"{number:,} {noun[:-1]}ies"
     return f"{number:,} {noun}" + ("es" if noun.endswith(("ch", "s")) else "s")
+
+
+def rounded_down(devices: str, size: int, system: str, replicas: int) -> str:
+    """Return the note, without its end, on devices that are not a multiple of the `size` that share a sample.
+
+    Example:
+        >>> rounded_down("8 devices", 3, "SkyRL", 2)
+        '8 devices are not a multiple of the 3 that share a sample: SkyRL counts 2 replicas, rounded down'
+    """
+    return (
+        f"{devices} are not a multiple of the {size:,} that share a sample: {system} counts {counted(replicas, 'replica')}, "
+        "rounded down"
+    )

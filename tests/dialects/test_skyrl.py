@@ -316,6 +316,9 @@ PACKED = {**MEGATRON, "use_sequence_packing": True, "max_length": 512}
             {**PACKED, "max_tokens_per_microbatch": 511},
         ),
         ("sft_steps_or_epochs", {"num_steps": 10}, {"num_steps": 10, "num_epochs": 1}),
+        ("sft_steps_or_epochs", {"num_steps": 10}, {"num_steps": 10, "num_epochs": None}),
+        ("sft_has_an_end", {"num_epochs": 2}, {"num_epochs": None}),
+        ("sft_context_needs_packing", {**MEGATRON, CONTEXT: 2}, {**MEGATRON, CONTEXT: 2, "use_sample_packing": False}),
         ("positive.num_steps", {"num_steps": 1}, {"num_steps": 0}),
         ("positive.batch_size", {}, {"batch_size": 0}),
     ],
@@ -354,6 +357,24 @@ def test_fine_tuning_with_too_few_devices_for_a_sequence_has_no_replica():
     """The check does not look at sequence parallelism with FSDP; the run has no replica."""
     found = verdict("skyrl", nested(SFT | {"sequence_parallel_size": 16}))
     assert (found.validator, rules(found)) == ("accepts", ["sft_has_a_replica"])
+
+
+def test_fine_tuning_counts_replicas_rounded_down():
+    """Devices that do not fill a replica have a note, as in the other trainer."""
+    found = verdict("skyrl", nested(SFT | {"sequence_parallel_size": 3}))
+    assert (found.run, found.derived["data_parallel_size"]) == ("runs", 2)
+    assert any("8 devices are not a multiple of the 3 that share a sample: SkyRL counts 2" in note for note in found.notes)
+    assert not any("rounded down" in note for note in verdict("skyrl", nested(SFT)).notes)
+
+
+def test_fine_tuning_proposes_no_invented_length():
+    """A shorter max_length cuts sequences off, so only that of the bins is proposed; an unset key is null in a message."""
+    (length,) = verdict("skyrl", nested(SFT | PACKED | {"max_length": None})).violations
+    assert (length.nearest, "nearest" in length.message) == ((), False)
+    (length,) = verdict("skyrl", nested(SFT | PACKED | {"max_length": None, "max_tokens_per_microbatch": 512})).violations
+    assert length.nearest == (512,)
+    (both,) = verdict("skyrl", nested(SFT | {"num_steps": None, "num_epochs": 2})).violations
+    assert "num_steps=null and num_epochs=2" in both.message
 
 
 def test_policy_and_reference_on_the_same_devices_need_equally_many():

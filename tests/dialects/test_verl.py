@@ -232,7 +232,8 @@ def test_older_trainer_uses_gen_batch_size():
         ({OLD_SP: 2}, f"{OLD_SP} is deprecated; use {SP}"),
         ({"data.train_prompt_bsz": 64}, f"the key is {TRAIN}"),
         ({"data.val_batch_size": 8}, "validation is dispatched as a whole"),
-        ({SP: 3}, "rounded down"),
+        ({SP: 3}, "8 devices are not a multiple of the 3 that share a sample: veRL counts 2 replicas, rounded"),
+        ({SP: 5}, "veRL counts 1 replica, rounded down."),
         ({GPUS: 1}, "does not divide 1 device"),
         ({GEN: 4, MODE: "colocate_async"}, "sets data.gen_batch_size to 1"),
         ({}, "once per training step"),
@@ -412,6 +413,22 @@ def test_fully_asynchronous_training_has_no_batch_of_prompts():
     assert verl(partial).derived["samples_per_step"] == 64 * 4
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {**ASYNC, STRATEGY: "megatron"},
+        {"model_engine": "megatron", STRATEGY: "fsdp", TRAIN: 48},
+        {"actor_rollout_ref.teacher.server_ip": "127.0.0.1", STRATEGY: "megatron"},
+    ],
+)
+def test_megatron_starts_on_full_replicas_where_no_check_tests_it(change):
+    """Trainers without a check, and the check with another strategy, leave it to Megatron's own start."""
+    found = verl(change, {TP: 3, GPUS: 4})
+    assert ("megatron_starts_actor" in rules(found), found.validator, found.run) == (True, "accepts", "fails")
+    assert "megatron_starts_actor" not in rules(verl(change, {TP: 2, GPUS: 4}))
+    assert rules(verl(MEGATRON, {TP: 3, GPUS: 4})) == ["megatron_divides_devices"]
+
+
 def test_engines_of_fully_asynchronous_training_have_their_own_devices():
     """Its engines divide rollout.nnodes * rollout.n_gpus_per_node (fully_async_main.py), not the trainer's devices."""
     own = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 6, f"{R}tensor_model_parallel_size": 3}
@@ -491,6 +508,7 @@ def test_distillation_from_a_served_teacher_has_sizes_of_its_own():
     assert (found.validator, found.run, found.violations) == ("accepts", "runs", ())
     sizes = ("data_parallel_size", "samples_per_step", "optimizer_steps", "mini_batch_samples", "accumulation_steps")
     assert [found.derived[name] for name in sizes] == [4, 64, 1, 64, 8]
+    assert check_command([*DISTILL.split(), "verl_version=legacy"], "verl").version.startswith("veRL of August 2026")
     budget = check_command([*DISTILL.split(), f"{A}use_dynamic_bsz=True", f"{A}max_token_len=6000", f"{CP}=2"], "verl")
     assert budget.plan.policy.token_budget == 12_000
     assert "accumulation_steps" not in budget.derived

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rampup.dialects import verl as keys
 from rampup.dialects.rollout import batch_meanings, dropped_prompts
 from rampup.dialects.rollout import flow as step_flow
-from rampup.dialects.verdict import Advice, Words, counted
+from rampup.dialects.verdict import Advice, Words, counted, rounded_down
 from rampup.dialects.verl import ACTOR, BUDGET, LOG_PROB, MICRO, MINI, RESPONSES, TRAIN
 from rampup.dialects.verl.job import CRITIC_BUDGET, VerlJob
 
@@ -166,10 +166,8 @@ def _notes(job: VerlJob) -> Iterator[str]:
         )
     for model in job.models:
         if job.devices % job.model_sizes[model]:
-            yield (
-                f"{job.devices:,} devices are not a multiple of the {job.model_sizes[model]:,} that share a sample of the "
-                f"{model}: veRL counts {job.replicas[model]:,} replicas, rounded down."
-            )
+            devices = f"the {model}'s {job.devices:,} devices"
+            yield f"{rounded_down(devices, job.model_sizes[model], 'veRL', job.replicas[model])}."
     if job.padded_samples:
         padded = counted(job.padded_samples, "short artificial sample")
         yield (

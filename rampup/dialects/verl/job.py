@@ -43,7 +43,7 @@ class VerlJob(RolloutJob):
     @property
     def version(self) -> str:  # type: ignore[override]
         """The version of veRL."""
-        if self["verl_version"] == "legacy":
+        if self.legacy:
             return "veRL until April 2026 (b178a3c); without verl_version=legacy, veRL of August 2026"
         return "veRL of August 2026 (1dda039); verl_version=legacy is for veRL until April 2026"
 
