@@ -95,13 +95,14 @@ class Compiler:
             with contexts():
                 return self._compile(lower())
 
-        self._pending[key] = Future()
         with self._lock:
-            self._requests.append((self._pending[key], work))
-            # One thread: compilations share the cores with training, and a second one would only slow both down.
+            # One thread: compilations share the cores with training, and a second one would only slow both down. It waits for
+            # the lock. If it cannot be started, nothing is pending.
             if not self._is_running:
-                self._is_running = True
                 threading.Thread(target=self._work, name="rampup-compile").start()
+                self._is_running = True
+            self._pending[key] = Future()
+            self._requests.append((self._pending[key], work))
 
     def is_ready(self, key: Hashable) -> bool:
         """Return whether `get` would return without waiting."""
@@ -192,7 +193,10 @@ def enable_compilation_cache(folder: str | None) -> None:
 def _lower_thread_priority() -> None:
     """Give way to training and its data loading, which need the same cores."""
     if sys.platform == "linux":  # where a niceness belongs to a thread; elsewhere it would slow the whole process down
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):  # a sandbox may forbid it, and no compilation may fail for that
+            niceness = max(BACKGROUND_NICENESS, os.getpriority(os.PRIO_PROCESS, thread))  # raising it takes a privilege
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
 
 
 def _capture_contexts() -> Callable[[], contextlib.AbstractContextManager[None]]:

@@ -1,5 +1,7 @@
 """Tests of rampup.run.compile."""
 
+import os
+import sys
 import threading
 
 import jax
@@ -76,6 +78,54 @@ def test_get_raises_errors_of_the_background():
     compiler.compile_async("bad", lower)
     with pytest.raises(TypeError):
         compiler.get("bad", lower)
+
+
+@pytest.mark.parametrize("name", ["getpriority", "setpriority"])
+def test_a_process_that_may_not_set_priorities_compiles(monkeypatch, name):
+    """Where the operating system forbids a niceness, the background thread compiles with the one that it has."""
+
+    def forbidden(*args):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, name, forbidden)
+    compiler = Compiler()
+    lower, threads = lowering(jnp.sinh, np.float32(1))
+    compiler.compile_async("sinh", lower)
+    compiler._pending["sinh"].result(60)
+    assert compiler.get("sinh", lower)(np.float32(0)) == 0
+    assert threads == ["rampup-compile"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a niceness belongs to a thread on Linux only")
+def test_the_background_thread_of_a_nice_process_stays_as_nice(monkeypatch):
+    """A niceness above that of the background thread is kept: only a privileged process may lower it."""
+    given = []
+    monkeypatch.setattr(os, "getpriority", lambda *_: 15)
+    monkeypatch.setattr(os, "setpriority", lambda which, who, niceness: given.append(niceness))
+    compiler = Compiler()
+    lower, _ = lowering(jnp.cosh, np.float32(1))
+    compiler.compile_async("cosh", lower)
+    compiler._pending["cosh"].result(60)
+    assert given == [15]
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing_pending(monkeypatch):
+    """The caller gets the error of the operating system; later, `get` compiles in its own thread and does not wait."""
+
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    compiler = Compiler()
+    lower, threads = lowering(jnp.tanh, np.float32(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            compiler.compile_async("tanh", lower)
+    assert not compiler.is_known("tanh")
+    assert compiler.get("tanh", lower)(np.float32(0)) == 0
+    compiler.compile_async("again", lower)
+    compiler._pending["again"].result(60)
+    assert threads == ["MainThread", "rampup-compile"]
 
 
 def test_close_cancels_pending_programs():
