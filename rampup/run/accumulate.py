@@ -161,15 +161,15 @@ class AccumulatedLoss:
             sums = microbatch_sums(params, *take((batch_KR, keys_KR), 0), mutable)
             return sums._replace(grads=None), sums.grads
         options: Any = {"mesh": mesh, "param_shardings": param_shardings, "mutable": mutable, "noise": noise}
-        sums = self.sum_microbatches(params, batch_KR, keys_KR, number, **options)
+        sums = self.sum_microbatches(params, batch_KR, number, keys_KR, **options)
         return sums._replace(grads=None), sums.mean_grads()
 
     def sum_microbatches(
         self,
         params: Any,
         batch_KR: Any,
-        keys_KR: jax.Array | None,
         number: jax.Array | int,
+        keys_KR: jax.Array | None,
         *,
         mesh: Mesh,
         param_shardings: Any = None,
@@ -179,11 +179,14 @@ class AccumulatedLoss:
         """Return the sums over the first `number` microbatches of the buffer, at most K; see `accumulate`."""
         axes, shardings = BatchAxes.of(mesh, self.batch_axes), param_shardings
         if self.param_shardings is not None:
-            if is_scattered((self.param_shardings, param_shardings), axes):
+            if is_scattered(param_shardings, axes):
                 raise ConfigError(
                     "shard_optimizer_over_data=true needs a loss function that takes whole parameters",
                     key="shard_optimizer_over_data",
                 )
+            if is_scattered(self.param_shardings, axes):
+                problem = f"`param_shardings` of the loss shard parameters over the replicas ({', '.join(axes.replica)})"
+                raise ConfigError(f"{problem}, which need them whole; shard them over fsdp", key="param_shardings")
             # The function takes parameters as it was made for, however the given ones are sharded. Those not trained are None.
             own = self.param_shardings
             shardings = jax.tree.map(lambda p, s: None if p is None else s, params, own, is_leaf=lambda p: p is None)
@@ -246,7 +249,7 @@ class AccumulatedLoss:
         """Return the sums without gradients. `mutable` is read, not carried; see `SummableLoss`."""
 
         def microbatch_sums(params: Any, batch_R: Any, keys_R: jax.Array, mutable: Any) -> Sums:
-            loss, weight, aux, _ = call_loss(self.loss_fn, params, batch_R, keys_R, mutable)
+            loss, weight, aux, _ = call_loss(self.loss_fn, params, batch_R, keys_R, mutable, goes_on=False)
             return Sums(None, *jax.tree.map(accumulator, (loss, weight, aux)), None)
 
         def replica_sums(params: Any, batch_KR: Any, keys_KR: Any, number: Any, mutable: Any, _: None) -> Sums:
@@ -329,7 +332,7 @@ def accumulate(
     K = jax.tree.leaves(batch_KR)[0].shape[0]
     check_count(num_microbatches, K)
     options: Any = {"mesh": mesh, "param_shardings": param_shardings, "mutable": mutable}
-    return nan_beyond(num_microbatches, K, loss.sum_microbatches(params, batch_KR, keys_KR, num_microbatches, **options))
+    return nan_beyond(num_microbatches, K, loss.sum_microbatches(params, batch_KR, num_microbatches, keys_KR, **options))
 
 
 def check_count(number: Any, K: int) -> None:
@@ -400,7 +403,8 @@ def accumulator_type(dtype: Any, wanted: Any = None) -> Any:
 def cast_for_exchange(grads: Any, dtype: Any, mesh: Mesh) -> Any:
     """Return gradients in the type in which the replicas of a mesh exchange them; None = their own."""
     if dtype is not None:
-        grads = jax.tree.map(lambda g: g.astype(dtype), grads)
+        # Complex numbers would lose their imaginary part.
+        grads = jax.tree.map(lambda g: g.astype(dtype) if jnp.issubdtype(g.dtype, jnp.floating) else g, grads)
     # Rounded, but in float32 on CPUs: XLA adds 16-bit numbers in float32 there, and aborts if an axis of the mesh is automatic.
     return jax.tree.map(accumulator, grads) if mesh.devices.flat[0].platform == "cpu" else grads
 
@@ -480,14 +484,19 @@ def _microbatch_sums(
             (_, (loss, weight, aux, carried)), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
             grads, loss, weight, aux = jax.tree.map(accumulator, (grads, loss, weight, aux))
             grads = constrain_leaves(grads, param_shardings)
-            block = noise and replace(noise, moments=moments).block(grads, loss, weight)
+            block = noise and replace(noise, moments=moments).block(grads, weight, varying=loss)
             return Sums(jax.tree.map(lambda g: accumulator(g, dtype), grads), loss, weight, aux, carried, block)
 
     return microbatch_sums
 
 
-def call_loss(loss_fn: LossFn, params: Any, batch_R: Any, keys_R: Any, mutable: Any) -> tuple[Any, Any, Any, Any]:
-    """Call a loss function; return (loss_sum, weight_sum, aux, mutable or None), or refuse one that breaks its contract."""
+def call_loss(
+    loss_fn: LossFn, params: Any, batch_R: Any, keys_R: Any, mutable: Any, *, goes_on: bool = True
+) -> tuple[Any, Any, Any, Any]:
+    """Call a loss function; return (loss_sum, weight_sum, aux, mutable or None), or refuse one that breaks its contract.
+
+    Only a new `mutable` with which training goes on must have the structure and the types of the old one.
+    """
     args, carries = (params, batch_R, keys_R), mutable is not None
     args += (mutable,) if carries else ()
     try:
@@ -502,7 +511,7 @@ def call_loss(loss_fn: LossFn, params: Any, batch_R: Any, keys_R: Any, mutable: 
         if shape or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
             kind = "floating-point" if len(kinds) == 1 else "real"
             raise _contract_error(f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind} scalar", carries)
-    if carries and (difference := _difference(mutable, carried[0])):
+    if carries and goes_on and (difference := _difference(mutable, carried[0])):
         raise _contract_error(f"changed the structure or a type of `mutable`: {difference}", carries)
     return loss, weight, aux, carried[0] if carries else None
 
@@ -621,12 +630,14 @@ def _merge_replicas(x: Any, start: Any, names: tuple[str, ...]) -> Any:
     if jnp.issubdtype(x.dtype, jnp.inexact):
         # The mean of the changes: those of a constant are exactly 0, while the mean of three equal numbers can be another
         # number. An infinite start, such as that of a running maximum, would make the change NaN.
-        start = jnp.where(jnp.isfinite(start), start, 0)
-        return start + jax.lax.pmean(x - start, names)
+        # In float32: on CPUs, XLA aborts if the replicas exchange bfloat16 and another axis of the mesh is automatic.
+        start = accumulator(jnp.where(jnp.isfinite(start), start, 0))
+        return (start + jax.lax.pmean(x - start, names)).astype(x.dtype)
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     # A counter or a flag. If the replicas kept different values, each would go on with its own, and a resumed run with another.
     return jax.lax.pmax(x.astype(jnp.int32) if x.dtype == bool else x, names).astype(x.dtype)
 
 
-__getattr__ = moved_names(__name__, {"row_keys": "rampup.run.accumulate.per_row_keys"})
+_moved = {"row_keys": "rampup.run.accumulate.per_row_keys", "rounded": "rampup.run.accumulate.cast_for_exchange"}
+__getattr__ = moved_names(__name__, _moved)

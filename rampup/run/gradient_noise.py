@@ -60,9 +60,9 @@ class NoiseMeter:
     @classmethod
     def of(cls, shardings: Any, mesh: Mesh, batch_axes: BatchAxes | None = None, moments: Any = None) -> NoiseMeter:
         """Return the meter of gradients with these shardings; of none, the compiler adds up each sum of squares by itself."""
-        used = [_names(entry) for leaf in jax.tree.leaves(shardings) for entry in leaf.spec]
+        used = _axes_of(shardings)
         outside = {*BatchAxes.of(mesh, batch_axes).replica, STAGE}
-        axes = {str(name): mesh.shape[name] for name in mesh.axis_names if any(name in names for names in used)}
+        axes = {str(name): mesh.shape[name] for name in mesh.axis_names if name in used}
         axes = {name: size for name, size in axes.items() if size > 1 and name not in outside}
         return cls(shardings=shardings, axes=axes, mesh=mesh, moments=moments)
 
@@ -95,9 +95,9 @@ class NoiseMeter:
             found.append(self._add_up(scaled, shardings))
         return jnp.stack(found)
 
-    def block(self, grads: Any, loss: jax.Array, weight: jax.Array) -> NoiseSums:
-        """Return the sums over one block, of which there are the gradient sum, the loss and the weight."""
-        squares = self.squares(grads, self.moments, varying=loss)
+    def block(self, grads: Any, weight: jax.Array, *, varying: jax.Array | None = None) -> NoiseSums:
+        """Return the sums over one block, of which there are the gradient sum and the weight; see `squares` for `varying`."""
+        squares = self.squares(grads, self.moments, varying=varying)
         return NoiseSums(*divide_by_weights(squares[..., None], weight[None]))
 
     def metrics(self, noise: NoiseSums, grads: Any, weight: jax.Array) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class NoiseMeter:
             `adam_squared_norm`. NaN with fewer than two blocks.
         """
         moments = self.moments
-        used = {name for leaf in jax.tree.leaves(self.shardings) for entry in leaf.spec for name in _names(entry)}
+        used = _axes_of(self.shardings)
         sizes = {str(name): size for name, size in self.mesh.shape.items() if size > 1 and name in used}
         # Sums over the same shards at the same time are one collective, together with those of a clipping of the gradient. If
         # the replicas have parts of the gradient (ZeRO-1), the compiler adds up the squares as it does for the clipping.
@@ -206,6 +206,11 @@ def second_moments(opt_state: Any, params: Any) -> Any:
     found = [state.nu for state in states if hasattr(state, "nu")]
     # A part of the parameters, as with `optax.masked`, has another structure.
     return found[0] if len(found) == 1 and jax.tree.structure(found[0]) == jax.tree.structure(params) else None
+
+
+def _axes_of(shardings: Any) -> set[str]:
+    """Return the mesh axes that shardings name. That of an array on one device, outside of a mesh, names none."""
+    return {name for leaf in jax.tree.leaves(shardings) for entry in getattr(leaf, "spec", ()) for name in _names(entry)}
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
-from rampup.run.accumulate import AccumulatedLoss, accumulate, call_loss, multi_steps, per_row_keys
+from rampup.run.accumulate import AccumulatedLoss, accumulate, call_loss, cast_for_exchange, multi_steps, per_row_keys
 from rampup.run.mesh import batch_sharding, make_mesh, shardings_like
 
 
@@ -182,6 +182,38 @@ def test_a_loss_returns_one_gradient_to_a_step(name, K):
     assert (float(sums.loss), float(sums.weight)) == (float(expected.loss), float(expected.weight))
 
 
+def test_a_loss_whose_own_shardings_name_the_replicas_is_told_so():
+    """Parameters sharded over the replicas by the loss are no matter of `shard_optimizer_over_data`."""
+    mesh = toy.mesh_of("data")
+    loss = AccumulatedLoss(linear_loss, param_shardings={"w": NamedSharding(mesh, PartitionSpec("data"))})
+    batch = {"x": jnp.ones((1, 8))}
+    with pytest.raises(ConfigError, match=r"`param_shardings` of the loss shard parameters over the replicas \(data\)"):
+        accumulate(loss, {"w": jnp.ones((8,))}, batch, 1, mesh=mesh)
+    given = {"w": NamedSharding(mesh, PartitionSpec("data"))}
+    with pytest.raises(ConfigError, match="shard_optimizer_over_data=true needs"):
+        accumulate(loss, {"w": jnp.ones((8,))}, batch, 1, mesh=mesh, param_shardings=given)
+
+
+def test_exchanged_gradients_keep_their_imaginary_part():
+    """A type for the exchange rounds real gradients, and leaves complex ones as they are."""
+    grads = {"z": jnp.complex64(1 + 2j), "x": jnp.float32(1 + 2**-12)}
+    found = cast_for_exchange(grads, jnp.bfloat16, toy.mesh_of("one"))
+    assert (found["z"].item(), found["x"].item()) == (1 + 2j, 1)
+
+
+def test_evaluation_drops_what_a_loss_carries():
+    """A loss that returns `mutable` as another kind of dict evaluates: nothing goes on with what it returned."""
+    mesh, params = toy.mesh_of("one"), {"w": jnp.ones(())}
+
+    def loss_fn(params, batch, keys, mutable):
+        return *linear_loss(params, batch, keys), {"n": mutable["n"] + 1}
+
+    batch, options = {"x": jnp.ones((1, 2))}, {"mesh": mesh, "mutable": FrozenDict(n=jnp.float32(0))}
+    assert AccumulatedLoss(loss_fn).eval_sums(params, batch, None, jnp.int32(1), **options).weight > 0
+    with pytest.raises(ConfigError, match="changed the structure"):
+        accumulate(loss_fn, params, batch, 1, **options)
+
+
 def all_reduces_by_loop(hlo):
     """Return the shapes that all-reduces reduce, inside loop bodies and outside."""
     bodies = set(re.findall(r"body=%?([\w.\-]+)", hlo))
@@ -255,20 +287,21 @@ def test_constants_that_a_loss_carries_do_not_drift_on_several_replicas():
 
 
 def test_carried_values_that_are_not_numbers_to_average_are_equal_on_all_replicas():
-    """Complex numbers are averaged, counters and flags become their maximum, and keys stay."""
-    mesh = make_mesh(devices=jax.devices()[:2])
+    """Complex and 16-bit numbers are averaged, counters and flags become their maximum, and keys stay."""
+    mesh = make_mesh(MeshAxes(data=2, tensor=2), jax.devices()[:4])
     batch = jax.device_put({"x": np.array([[7.0, 1]], np.float32)}, batch_sharding(mesh, leading=1))
     start = {"z": jnp.complex64(1j), "count": jnp.uint8(2), "large": jnp.bool(False), "key": jax.random.key(3)}
+    start |= {"short": jnp.bfloat16(2), "number": jnp.int16(2)}
 
     def loss_fn(params, batch, keys, mutable):
         x = batch["x"].sum()
-        new = {"z": mutable["z"] + x, "count": mutable["count"] + x.astype(jnp.uint8), "large": x > 5, "key": mutable["key"]}
-        return *linear_loss(params, batch, keys), new
+        new = {name: mutable[name] + x.astype(mutable[name].dtype) for name in ("z", "count", "short", "number")}
+        return *linear_loss(params, batch, keys), {**new, "large": x > 5, "key": mutable["key"]}
 
     found = accumulate(loss_fn, {"w": jnp.ones(())}, batch, 1, mesh=mesh, mutable=start).mutable
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, start)
-    for name, value in {"z": 4 + 1j, "count": 9, "large": True}.items():
-        assert [shard.data.item() for shard in found[name].addressable_shards] == [value] * 2
+    for name, value in {"z": 4 + 1j, "count": 9, "large": True, "short": 6, "number": 9}.items():
+        assert [shard.data.item() for shard in found[name].addressable_shards] == [value] * 4
     assert jax.random.key_data(found["key"]).tolist() == jax.random.key_data(start["key"]).tolist()
 
 

@@ -19,6 +19,7 @@ from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
 from rampup.plan.noise_scale import noise_trace
 from rampup.run.accumulate import AccumulatedLoss
 from rampup.run.compile import compile_program
+from rampup.run.gradient_noise import NoiseMeter
 from rampup.run.mesh import make_mesh
 from rampup.run.pipeline import PipelinedLoss
 from rampup.run.state import TrainState, create_state, prepare_state
@@ -248,6 +249,24 @@ def test_gradient_noise_with_scaled_loss_integers_and_carried_state():
         assert "adam_trace" not in metrics["gradient_noise"]
 
     run(step, state, rows, plan, check)
+
+
+def test_gradient_noise_of_a_state_made_by_hand_on_one_device():
+    """Arrays on one device that are not placed on its mesh are whole there, and their noise is measured."""
+    mesh, plan, rows = one_device(steps=1, size=2 * ROWS)
+    step = train_step(loss_fn, ADAM, plan, mesh, measure_gradient_noise=True)
+    params = jax.device_put(toy.new_params(mesh, np.float64), jax.devices()[0])
+    state = TrainState(step=jnp.int32(0), params=params, opt_state=ADAM.init(params))
+    noise = step(state, next(step.batches(rows)))[1]["gradient_noise"]
+    assert noise["blocks"] == 2
+    assert np.isfinite([noise["trace"], noise["squared_norm"]]).all()
+
+
+def test_a_loss_of_ones_own_measures_blocks_by_gradient_and_weight():
+    """`NoiseMeter.block(grads, weight)` is the sum of squares over the weight."""
+    meter = NoiseMeter.of(None, make_mesh(devices=jax.devices()[:1]))
+    squares, blocks = meter.block({"w": jnp.array([3.0, 4.0])}, jnp.float32(4))
+    assert (squares.tolist(), blocks.item()) == ([6.25], 1)
 
 
 def test_gradient_noise_needs_no_more_memory():
