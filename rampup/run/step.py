@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from rampup.errors import ConfigError, DataError, raise_together
 from rampup.moved import moved_names
@@ -75,8 +75,8 @@ def train_step(
         skip_nonfinite: skip a step whose loss or gradient is not finite: parameters, optimizer state and `mutable` stay as they
             were, while the step number, the rows and the learning-rate schedule move on. With `multi_steps`, `mutable` keeps
             the changes that the finite microbatches of such a step made. A step of weight 0 has loss 0 and gradient 0, and the
-            optimizer runs: moments and weights decay. With `skip_nonfinite` it runs in no such step either, but `mutable` moves
-            on and the metric `skipped` is False.
+            optimizer runs: moments and weights decay. With `skip_nonfinite`, the optimizer does not run in such a step, but
+            `mutable` moves on and the metric `skipped` is False.
         donate: reuse the memory of the state that is given to a step. False keeps it, and needs the memory of a second one.
         batch_axes: the axes of `mesh` that take the rows; None = data and fsdp.
         shard_optimizer_over_data: each replica keeps and updates its own part of the optimizer's state (ZeRO-1), with one
@@ -128,9 +128,8 @@ def _check_engine(engine: str, tx: Any, **options: bool) -> None:
         raise ConfigError(problem, key="gradient_accumulation", nearest=ENGINES)
     if isinstance(getattr(tx.init, "__self__", None), optax.MultiSteps):
         problem = "tx is an optax.MultiSteps, which would average the gradients of several optimizer steps of the plan"
-        raise ConfigError(
-            f"{problem}; give the optimizer in it, and engine='multi_steps' to wrap that as the plan says", key="tx"
-        )
+        fix = "give the optimizer inside it; the step accumulates by itself (engine='multi_steps' to use optax.MultiSteps)"
+        raise ConfigError(f"{problem}; {fix}", key="tx")
     reasons = {
         "shard_optimizer_over_data": "multi_steps runs the optimizer at every microbatch",
         "measure_gradient_noise": "with multi_steps, all microbatches count equally whatever they weigh",
@@ -289,7 +288,8 @@ class TrainStep:
     def shape_changes(self) -> dict[int, int]:
         """The first step of every microbatch size that `split_for` has decided on: {microbatch_size: step}.
 
-        Empty if there is nothing to decide: with `wait_for_compilation`, and for a plan with one microbatch shape.
+        Empty if there is nothing to decide: with `wait_for_compilation`, with the engine `multi_steps`, and for a plan with one
+        microbatch shape.
         """
         return dict(self._shape_changes)
 
@@ -402,7 +402,11 @@ class TrainStep:
         return int(state.step)
 
     def _check_shardings(self, state: Any) -> None:
-        """Check that every replica has whole parameters, and its part of the optimizer's state if the step expects that."""
+        """Check that the state is on the mesh, with whole parameters, and split optimizer state if the step expects that."""
+        for path, sharding in jax.tree.leaves_with_path(shardings_of(state)):
+            if self._mesh.size > 1 and isinstance(sharding, SingleDeviceSharding):
+                problem = f"state{jax.tree_util.keystr(path)} is on one device, and not on the mesh"
+                raise ConfigError(f"{problem}; place the state with rampup.prepare_state(state, mesh)", key="state")
         axes = BatchAxes.of(self._mesh, self._batch_axes)
         # An axis of one device shards nothing, even if a sharding names it.
         axes = dataclasses.replace(axes, replica=tuple(name for name in axes.replica if self._mesh.shape[name] > 1))
@@ -476,7 +480,8 @@ def _check_multi_steps(state: Any) -> None:
     done, place = int(state.step), (int(state.opt_state.gradient_step), int(state.opt_state.mini_step))
     if place != (done, 0):
         problem = f"the state is at step {done}, but its optimizer at microbatch {place[1]} of step {place[0]}"
-        raise ConfigError(f"{problem}; go on with the state of a whole step", key="state")
+        fix = "go on with the state of a whole step" if place[1] else "`step` and `opt_state.gradient_step` must be equal"
+        raise ConfigError(f"{problem}; {fix}", key="state")
 
 
 class EvalStep:
@@ -516,6 +521,7 @@ def _zeros_like(x: jax.Array) -> jax.Array:
     return jax.make_array_from_callback(x.shape, x.sharding, lambda _: np.zeros(x.sharding.shard_shape(x.shape), x.dtype))
 
 
-_STATE, _UPDATE = ("TrainState", "create_state", "prepare_state", "replace_fields"), ("all_finite", "zeros_if_not")
+_STATE = ("TrainState", "create_state", "prepare_state", "replace_fields", "CARRIED_FIELDS", "MAX_STEPS")
+_UPDATE = ("all_finite", "zeros_if_not")
 _moved = {name: f"rampup.run.state.{name}" for name in _STATE} | {name: f"rampup.run.update.{name}" for name in _UPDATE}
 __getattr__ = moved_names(__name__, _moved | {"tree_where": "rampup.run.update.select_step"})

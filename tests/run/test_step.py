@@ -376,7 +376,7 @@ def test_batch_of_arrays_goes_on_with_a_restored_state():
 @pytest.mark.parametrize("make", [lambda tx: tx, lambda tx: tx.gradient_transformation()])
 def test_multi_steps_of_ones_own_is_refused(engine, make):
     """An `optax.MultiSteps` as the optimizer would update the parameters in every k-th step of the plan only."""
-    with pytest.raises(ConfigError, match="several optimizer steps of the plan"):
+    with pytest.raises(ConfigError, match=r"several optimizer steps of the plan; give the optimizer inside it"):
         fresh(toy.mesh_of("one"), make(optax.MultiSteps(optax.sgd(0.1), 2)), engine=engine)
 
 
@@ -388,7 +388,7 @@ def test_state_of_the_other_engine_is_refused():
             step(state, batch_of_arrays(step))
 
 
-@pytest.mark.parametrize(("name", "words"), [("mini_step", "microbatch 1 of step 0"), ("gradient_step", "of step 1")])
+@pytest.mark.parametrize(("name", "words"), [("mini_step", "microbatch 1 of step 0"), ("gradient_step", "must be equal")])
 def test_multi_steps_begins_with_whole_steps(name, words):
     """A state inside an accumulation, or whose optimizer counts other steps, would leave the plan."""
     step, state = fresh(toy.mesh_of("one"), engine="multi_steps")
@@ -486,6 +486,28 @@ def test_names_that_moved_out_of_the_step():
     for name in ("TrainState", "create_state", "prepare_state", "replace_fields", "all_finite", "tree_where", "zeros_if_not"):
         with pytest.warns(DeprecationWarning, match=f"rampup.run.step.{name} is now rampup.run"):
             assert getattr(rampup.run.step, name).__module__ in ("rampup.run.state", "rampup.run.update")
+
+
+def test_constants_and_functions_that_moved():
+    """The constants of a state and the cast of gradients are still found under their old names, with a warning."""
+    for module, old, new in (
+        (rampup.run.step, "MAX_STEPS", rampup.run.state.MAX_STEPS),
+        (rampup.run.step, "CARRIED_FIELDS", rampup.run.state.CARRIED_FIELDS),
+        (rampup.run.accumulate, "rounded", rampup.run.accumulate.cast_for_exchange),
+    ):
+        with pytest.warns(DeprecationWarning, match=f"{old} is now rampup.run"):
+            assert getattr(module, old) is new
+
+
+@pytest.mark.parametrize(("mesh_name", "field"), [("data", "opt_state"), ("fsdp", "step")])
+def test_state_made_by_hand_on_several_devices_is_refused(mesh_name, field):
+    """With several devices, an array on one device is an error that names it and says how to place it."""
+    tx = optax.adam(0.1)
+    step, state = fresh(toy.mesh_of(mesh_name), tx)
+    by_hand = {"opt_state": tx.init(toy.new_params(toy.mesh_of("one"))), "step": jax.device_put(0, jax.devices()[0])}
+    words = {"opt_state": r"state\.opt_state\[0\]\.count is on one device", "step": r"state\.step is on one device"}
+    with pytest.raises(ConfigError, match=rf"{words[field]}, .*; place the state with rampup.prepare_state\(state, mesh\)"):
+        step(state.replace(**{field: by_hand[field]}), batch_of_arrays(step))
 
 
 def test_optimizer_state_made_by_hand_on_one_device():
