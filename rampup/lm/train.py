@@ -83,8 +83,8 @@ def train(config: Config, on_event: OnEvent = ignore_event) -> Summary:
         heartbeat_timeout=2 * config.jax_distributed_heartbeat_timeout_seconds + 20,
     )
     enable_compilation_cache(config.jax_cache_dir)
-    # Own the run before its checkpoint is read: a process that is still training would write newer ones. `Run.train` owns it
-    # too, also if it has a name only then.
+    # Own the run before its checkpoint is read: a process that is still training would write newer ones. `Run.train` also
+    # takes ownership, including of a run that gets its name only there.
     owned = own_run(_named_folder(config), only_existing=True) if config.run_name else contextlib.nullcontext()
     with watchdog(config.jax_distributed_heartbeat_timeout_seconds), owned:
         saved = saved_checkpoint(config)

@@ -61,7 +61,7 @@ def ramp_from_config(
         num_devices: devices of the run. A global batch is devices * size per device * gradient_accumulation_steps.
         budget: samples of the whole run, for thresholds that are shares of it.
         splitter: if given, sizes must be legal for it, and so are the nearest sizes in errors.
-        values: attributes of `RampKeys`, instead of `keys` or in the place of some of them.
+        values: attributes of `RampKeys`, instead of `keys` or in place of some of them.
 
     Raises:
         RampDefinitionError, BatchDivisibilityError: If the keys are invalid. One error has all problems and the nearest legal
