@@ -298,7 +298,7 @@ def test_carried_values_that_are_not_numbers_to_average_are_equal_on_all_replica
         new = {name: mutable[name] + x.astype(mutable[name].dtype) for name in ("z", "count", "short", "number")}
         return *linear_loss(params, batch, keys), {**new, "large": x > 5, "key": mutable["key"]}
 
-    found = accumulate(loss_fn, {"w": jnp.ones(())}, batch, 1, mesh=mesh, mutable=start).mutable
+    found = jax.jit(lambda: accumulate(loss_fn, {"w": jnp.ones(())}, batch, 1, mesh=mesh, mutable=start).mutable)()
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, start)
     for name, value in {"z": 4 + 1j, "count": 9, "large": True, "short": 6, "number": 9}.items():
         assert [shard.data.item() for shard in found[name].addressable_shards] == [value] * 4
