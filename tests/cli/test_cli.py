@@ -414,8 +414,8 @@ def test_train_restart_compiles_nothing(tmp_path):
         arguments += ["learning_rate_schedule_steps=6"]
         subprocess.run(arguments, check=True, capture_output=True, env=environment)
         found.append({path.name for path in cache.iterdir() if path.name.endswith("-cache")})
-    assert any("fused_update" in name for name in found[0])
-    assert not [name for name in found[1] - found[0] if "fused_update" in name]
+    assert any("jit_fused" in name for name in found[0])
+    assert not [name for name in found[1] - found[0] if "jit_fused" in name]
 
 
 @pytest.mark.parametrize("kind", ["batch", "rate", "timetable"])
