@@ -92,11 +92,12 @@ def test_gradients_reduced_in_bfloat16_are_close(axes):
     assert {leaf.dtype for leaf in jax.tree.leaves(found[2])} == {np.dtype("float32")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
-        pytest.param(MeshAxes(data=8), {"shard_optimizer_over_data": True}, marks=pytest.mark.slow),
-        pytest.param(MeshAxes(fsdp=4, data=2), {}, marks=pytest.mark.slow),
+        (MeshAxes(data=8), {"shard_optimizer_over_data": True}),
+        (MeshAxes(fsdp=4, data=2), {}),
         (MeshAxes(data=2, fsdp=2, pipeline=2), {"shard_optimizer_over_data": True}),
     ],
 )

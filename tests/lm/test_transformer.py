@@ -193,6 +193,7 @@ def test_remat_policies_save_what_they_name(policy, expected, capsys):
     assert sorted(shapes) == sorted(expected)
 
 
+@pytest.mark.slow
 def test_bfloat16_parameters_have_bfloat16_gradients():
     """With parameters in bfloat16 every leaf is, the loss is close to that of float32, and gradients have the same type."""
     model = dataclasses.replace(SMALL, dtype="bfloat16", param_dtype="bfloat16")

@@ -61,6 +61,7 @@ def test_responses_follow_the_prompt_and_end_with_the_end_token():
         assert not tokens[start + length :].any()
 
 
+@pytest.mark.slow
 def test_a_model_without_a_cache_samples_the_same():
     """A function of tokens runs whole rows for every token, with the same numbers."""
     cached, whole = (generate(m, params_of_model(), PROMPTS, max_response_length=6, seed=1) for m in (MODEL, MODEL.logits))

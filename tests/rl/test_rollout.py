@@ -162,12 +162,9 @@ def value_loss_by_hand(params, tokens, places, old, returns):
     return jnp.mean(0.5 * jnp.maximum((value - returns) ** 2, (near - returns) ** 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "sizes"),
-    [
-        ("data", {"microbatch": None}),
-        pytest.param("one", {"microbatch": Size(count=11, unit="tokens", scope="replica")}, marks=pytest.mark.slow),
-    ],
+    ("mesh", "sizes"), [("data", {"microbatch": None}), ("one", {"microbatch": Size(count=11, unit="tokens", scope="replica")})]
 )
 def test_gradient_of_the_critic_is_that_by_hand(mesh, sizes):
     """In float64 to 1e-9, padded and packed, with values on both sides of both limits; the policy's parameters stay."""
