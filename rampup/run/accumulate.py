@@ -24,7 +24,7 @@ from rampup.errors import ConfigError, PipelineShapeError, RampDefinitionError
 from rampup.moved import moved_names
 from rampup.plan.plan import RampPlan
 from rampup.run.gradient_noise import NoiseMeter, NoiseSums
-from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain, own_constraints
+from rampup.run.mesh import STAGE, BatchAxes, auto_view, axis_names, constrain, own_constraints
 from rampup.run.zero import is_scattered, manual_specs, reduce_gradients
 
 # loss_fn(params, batch, keys[, mutable]) -> (loss_sum, weight_sum, aux[, mutable]); see `rampup.run.step.train_step`.
@@ -593,7 +593,7 @@ def _reduce_shards(grads: Any, sums: Sums, shardings: Any, mesh: Mesh, axes: Bat
     # Axes left to sum over -> the indices of the leaves. One psum for each.
     groups: dict[tuple[str, ...], list[int]] = {rows: []}
     for index, sharding in enumerate(jax.tree.leaves(shardings)):
-        used = {name for entry in sharding.spec if entry for name in ((entry,) if isinstance(entry, str) else entry)}
+        used = {name for entry in sharding.spec for name in axis_names(entry)}
         groups.setdefault(tuple(name for name in rows if name not in used), []).append(index)
     for names, members in groups.items():
         totals = [leaves[index] for index in members]

@@ -22,7 +22,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.plan.noise_scale import noise_trace
-from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain
+from rampup.run.mesh import STAGE, BatchAxes, auto_view, axis_names, constrain
 
 # Adam's eps. Parameters whose second moment is 0 have had no gradient yet and no geometry; they are left out.
 _EPS = 1e-8
@@ -169,7 +169,7 @@ class NoiseMeter:
         names: list[str] = []
         rest: list[int] = []
         for size, entry in zip(x.shape, (*sharding.spec, *[None] * (x.ndim - len(sharding.spec))), strict=True):
-            own = [name for name in _names(entry) if name in self.axes]
+            own = [name for name in axis_names(entry) if name in self.axes]
             names += own
             shape += [self.axes[name] for name in own]
             rest.append(len(shape))
@@ -210,8 +210,4 @@ def second_moments(opt_state: Any, params: Any) -> Any:
 
 def _axes_of(shardings: Any) -> set[str]:
     """Return the mesh axes that shardings name. That of an array on one device, outside of a mesh, names none."""
-    return {name for leaf in jax.tree.leaves(shardings) for entry in getattr(leaf, "spec", ()) for name in _names(entry)}
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+    return {name for leaf in jax.tree.leaves(shardings) for entry in getattr(leaf, "spec", ()) for name in axis_names(entry)}

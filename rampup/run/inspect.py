@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from rampup.errors import ConfigError, DataError
 from rampup.run.account import Account, Collective, MeshShape, account_of
 from rampup.run.hlo import REDUCERS, Array, Computation, Instruction, Program, Value, Visit, times
+from rampup.run.mesh import axis_names
 from rampup.run.offload import ProgramMemory, program_memory
 from rampup.run.step import TrainStep
 
@@ -222,8 +223,7 @@ def _replica_axes(args: tuple[Any, ...]) -> frozenset[str] | None:
         for leaf in jax.tree.leaves(arg if number else getattr(arg, "params", arg)):
             spec = getattr(getattr(leaf, "sharding", None), "spec", ())
             for entry in spec:
-                names = entry if isinstance(entry, tuple) else (entry,)
-                axes[number > 0] |= {name for name in names if isinstance(name, str)}
+                axes[number > 0].update(axis_names(entry))
     return frozenset(axes[1] - axes[0]) or None
 
 

@@ -239,8 +239,7 @@ def _on_mesh(sharding: Any, mesh: Mesh, ndim: int) -> NamedSharding | None:
         groups[name] = names
 
     def axes_of(entry: Any) -> Any:
-        entries = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        return tuple(itertools.chain.from_iterable(groups[name] for name in entries)) or None
+        return tuple(itertools.chain.from_iterable(groups[name] for name in axis_names(entry))) or None
 
     if any(entry is PartitionSpec.UNCONSTRAINED for entry in sharding.spec):
         return None
@@ -305,6 +304,16 @@ def without_manual_axes(sharding: Any) -> Any:
     return spec if isinstance(sharding, PartitionSpec) else NamedSharding(sharding.mesh, spec)
 
 
+def axis_names(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes in one entry of a PartitionSpec.
+
+    Example:
+        >>> axis_names("data"), axis_names(("data", "fsdp")), axis_names(None)
+        (('data',), ('data', 'fsdp'), ())
+    """
+    return entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+
+
 def spec_without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
     """Return a PartitionSpec without some axes.
 
@@ -316,7 +325,7 @@ def spec_without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
     def keep(entry: Any) -> Any:
         if not isinstance(entry, (str, tuple)):
             return entry
-        kept = tuple(name for name in ((entry,) if isinstance(entry, str) else entry) if name not in names)
+        kept = tuple(name for name in axis_names(entry) if name not in names)
         return kept[0] if len(kept) == 1 else kept or None
 
     return PartitionSpec(*map(keep, spec))

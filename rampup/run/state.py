@@ -115,13 +115,19 @@ def replace_fields(state: Any, **changes: Any) -> Any:
 
 def carried(state: Any) -> Any:
     """Return the value that the loss function carries from microbatch to microbatch, or None."""
-    return next((value for name in CARRIED_FIELDS if (value := getattr(state, name, None)) is not None), None)
+    name = _carried_field(state)
+    return name and getattr(state, name)
 
 
 def replace_carried(state: Any, value: Any, **changes: Any) -> Any:
     """Return a state with a new value in the field that the loss function carries, if it has one, and with other changes."""
-    name = next((name for name in CARRIED_FIELDS if getattr(state, name, None) is not None), None)
+    name = _carried_field(state)
     return replace_fields(state, **changes, **({name: value} if name else {}))
+
+
+def _carried_field(state: Any) -> str | None:
+    """Return the field that the loss function carries, or None."""
+    return next((name for name in CARRIED_FIELDS if getattr(state, name, None) is not None), None)
 
 
 def shardings_of(state: Any) -> Any:

@@ -403,7 +403,8 @@ class TrainStep:
 
     def _check_shardings(self, state: Any) -> None:
         """Check that the state is on the mesh, with whole parameters, and split optimizer state if the step expects that."""
-        for path, sharding in jax.tree.leaves_with_path(shardings_of(state)):
+        shardings = shardings_of(state)
+        for path, sharding in jax.tree.leaves_with_path(shardings):
             if self._mesh.size > 1 and isinstance(sharding, SingleDeviceSharding):
                 problem = f"state{jax.tree_util.keystr(path)} is on one device, and not on the mesh"
                 raise ConfigError(f"{problem}; place the state with rampup.prepare_state(state, mesh)", key="state")
@@ -413,11 +414,11 @@ class TrainStep:
         if not axes.replica:
             return
         key, expects_parts = "shard_optimizer_over_data", self._update.scatter_axes is not None
-        if is_scattered(shardings_of(state.params), axes):
+        if is_scattered(shardings.params, axes):
             problem = f"the parameters are sharded over {' and '.join(axes.replica)}, but every replica needs them whole"
             fix = f"shard them over another axis such as fsdp, or only the optimizer's state, with {key}=True"
             raise ConfigError(f"{problem}; {fix}", key=key)
-        found, parts = shardings_of(state.opt_state), scattered_shardings(state.opt_state, self._mesh, axes)
+        found, parts = shardings.opt_state, scattered_shardings(state.opt_state, self._mesh, axes)
         if jax.tree.leaves(found) != jax.tree.leaves(parts) if expects_parts else is_scattered(found, axes):
             problem = f"the step has {key}={expects_parts}, but the optimizer's state is sharded in another way"
             raise ConfigError(f"{problem}; give the same value to train_step and to create_state or prepare_state", key=key)

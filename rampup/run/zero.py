@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.run.mesh import STAGE, BatchAxes, auto_view, constrain, spec_without
+from rampup.run.mesh import STAGE, BatchAxes, auto_view, axis_names, constrain, spec_without
 
 # A buffer is made of whole tiles of a TPU's memory. Otherwise the compiler turns an all-gather, and on small slices a
 # reduce-scatter, into an all-reduce of all parts, which sends up to twice as much.
@@ -71,9 +71,7 @@ def scattered_dimension(spec: PartitionSpec, replica: tuple[str, ...]) -> int | 
         >>> scattered_dimension(PartitionSpec(None, ("data", "fsdp")), ("data",))
         1
     """
-    return next(
-        (k for k, entry in enumerate(spec) if set(replica) & {*((entry,) if isinstance(entry, str) else entry or ())}), None
-    )
+    return next((k for k, entry in enumerate(spec) if not set(replica).isdisjoint(axis_names(entry))), None)
 
 
 def is_scattered(shardings: Any, axes: BatchAxes) -> bool:
@@ -245,4 +243,4 @@ def _unpack(buffer: jax.Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[ja
 
 def _names(entry: Any, mesh: Mesh) -> tuple[str, ...]:
     """Return the axes of several devices in one entry of a PartitionSpec."""
-    return tuple(name for name in ((entry,) if isinstance(entry, str) else entry or ()) if mesh.shape[name] > 1)
+    return tuple(name for name in axis_names(entry) if mesh.shape[name] > 1)
