@@ -41,7 +41,7 @@ FROM_CLONE = """    # The nearest parent folder that contains rampup.
     folders = [Path.cwd(), *Path.cwd().parents]
     clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
     if clone is None:
-        raise RuntimeError("rampup is not installed, and this notebook is not in its repository")
+        raise RuntimeError("rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again")
     source = f"{{clone}}[{extras}]\""""
 FROM_URL = '    source = "rampup[{extras}] @ git+{url}"'
 

@@ -114,7 +114,7 @@ def test_install_from_the_clone(monkeypatch, tmp_path):
     (command,) = install(monkeypatch, None, {})
     assert command.endswith(f'"{ROOT.resolve()}[notebook,plot]"')
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(RuntimeError, match="rampup is not installed"):
+    with pytest.raises(RuntimeError, match="rampup is not installed; copy its repository"):
         install(monkeypatch, None, {})
 
 
