@@ -186,6 +186,8 @@ class TrainStep:
         self._requested_in: int | None = None
         # The chunk of zeros of each layout, on the devices.
         self._padding: dict[BufferLayout, Any] = {}
+        # The numbers of microbatches and passes of each split, on the devices.
+        self._counts_of: dict[BatchSplit, tuple[jax.Array, ...]] = {}
         self._zero_metrics: Metrics | None = None
 
     @property
@@ -223,7 +225,7 @@ class TrainStep:
         """
         self._check(state, batch)
         if self._is_fused:
-            args = self._padded(batch), _counts(batch.position.split)
+            args = self._padded(batch), self._counts(batch.position.split)
             program = self._program(batch, self._update.fused, state, *args)
             # Requested before the call, so that the compilation runs beside it even where a call does not return at once.
             self._compile_next_phases(batch, state)
@@ -346,7 +348,8 @@ class TrainStep:
             return jax.ShapeDtypeStruct(shape, np.result_type(x), sharding=sharding)
 
         chunks = (jax.tree.map(chunk, row),) * layout.num_chunks
-        return self._lower_program(self._update.fused, state, chunks, _counts(split))
+        count = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(self._mesh))
+        return self._lower_program(self._update.fused, state, chunks, (count, count))
 
     def loop_trips(self, split: BatchSplit) -> tuple[int, ...]:
         """Return the iterations of the `fused` program's loops: microbatches, or passes and the ticks of a pipeline pass."""
@@ -472,6 +475,14 @@ class TrainStep:
             padding = self._padding[batch.layout] = jax.tree.map(_zeros_like, batch.chunks[0])
         return batch.chunks + (padding,) * (batch.layout.num_chunks - len(batch.chunks))
 
+    def _counts(self, split: BatchSplit) -> tuple[jax.Array, ...]:
+        """Return the microbatches of a pass, and the passes, on the devices: numbers would be copied to each in every step."""
+        counts = self._counts_of.get(split)
+        if counts is None:
+            numbers = split.num_pipeline_microbatches, split.accumulation_steps
+            counts = self._counts_of[split] = tuple(_replicate(number, self._mesh) for number in numbers)
+        return counts
+
 
 def _check_multi_steps(state: Any) -> None:
     """Refuse a state that cannot begin an optimizer step with `optax.MultiSteps`."""
@@ -513,13 +524,12 @@ def _call(program: Callable[..., Any], state: Any, *args: Any) -> Any:
         raise ConfigError(f"{problem}; convert them, or make another step for them: {error}", key="state") from error
 
 
-def _counts(split: BatchSplit) -> tuple[np.int32, np.int32]:
-    """Return the microbatches of a pass, and the passes. A program is compiled for these types."""
-    return np.int32(split.num_pipeline_microbatches), np.int32(split.accumulation_steps)
-
-
 def _zeros_like(x: jax.Array) -> jax.Array:
     return jax.make_array_from_callback(x.shape, x.sharding, lambda _: np.zeros(x.sharding.shard_shape(x.shape), x.dtype))
+
+
+def _replicate(number: int, mesh: Mesh) -> jax.Array:
+    return jax.make_array_from_callback((), replicated(mesh), lambda _: np.int32(number))
 
 
 _STATE = ("TrainState", "create_state", "prepare_state", "replace_fields", "CARRIED_FIELDS", "MAX_STEPS")

@@ -100,6 +100,22 @@ def test_step_pads_chunks(reference):
 
 
 @pytest.mark.parametrize("name", ["one", "data_fsdp_tensor"])
+def test_step_copies_nothing_to_the_devices(name):
+    """The steps of a phase after its first take everything from the devices: state, batch and the numbers of microbatches."""
+    mesh = toy.mesh_of(name)
+    plan = toy.plan_for(mesh)
+    step = train_step(toy.loss_fn, optax.sgd(0.1), plan, mesh)
+    state = create_state(toy.new_params(mesh), step.tx, mesh)
+    phases = set()
+    for batch in step.batches(toy.rows()):
+        is_new = batch.position.phase.index not in phases
+        with jax.transfer_guard_host_to_device("allow" if is_new else "disallow_explicit"):
+            state, _ = step(state, batch)
+        phases.add(batch.position.phase.index)
+    assert len(phases) == 3
+
+
+@pytest.mark.parametrize("name", ["one", "data_fsdp_tensor"])
 def test_multi_steps_compiles_once_and_averages_microbatches(name, reference):
     """MultiSteps compiles once too. With unequal weights, its average of averages is near the token mean, but not equal."""
     mesh = toy.mesh_of(name)
