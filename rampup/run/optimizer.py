@@ -85,10 +85,10 @@ class LearningRate:
         """Return the learning rate of optimizer step `step`, computed on the host."""
         segment = self.plan.segment_at(step)
         progress = segment.progress + (step - segment.start_step) * segment.progress_per_step
-        return float(self._rate(step, progress, segment.level, np)) * segment.scale
+        return float(self._rate(step, progress, segment.level)) * segment.scale
 
-    def _rate(self, step: Any, progress: Any, level: Any, xp: Any) -> Any:
-        """Return the rate before batch scaling, in numpy or jax.numpy.
+    def _rate(self, step: Any, progress: Any, level: Any, xp: Any = None) -> Any:
+        """Return the rate before batch scaling, of a number or, with `xp=jax.numpy`, of an array.
 
         Progress goes from 0 to 1 over the schedule. With Seesaw, the rate after warm-up is `level` times the peak.
         """
@@ -104,8 +104,9 @@ class LearningRate:
             )
         else:
             after = peak * level
-        rate = xp.where(progress < warmup, peak * progress / max(warmup, 1e-9), after)
-        return rate if self.kind == "constant" else xp.where(step < min(self.plan.schedule_steps, MAX_STEPS), rate, 0.0)
+        where = xp.where if xp else (lambda condition, yes, no: yes if condition else no)
+        rate = where(progress < warmup, peak * progress / max(warmup, 1e-9), after)
+        return rate if self.kind == "constant" else where(step < min(self.plan.schedule_steps, MAX_STEPS), rate, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -245,18 +245,11 @@ class TrainProgress:
         if self._recent:  # The first step is left out, with its compilation.
             self._compile_seconds += metrics.get("compile_seconds", 0.0)
         self._recent.append((time.monotonic() - self._compile_seconds, metrics["consumed_samples"]))
-        line = (
-            f"step {metrics['step']:,}, phase {metrics['phase']}, batch {metrics['global_batch_size']:,}, "
-            f"loss {_format_loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} tokens/s"
-        ) + (f", reward {metrics['reward']:.3f}" if "reward" in metrics else "")
-        if "noise_scale_samples" in metrics:
-            ends = (metrics["noise_scale_samples"], metrics["noise_scale_samples_low"], metrics["noise_scale_samples_high"])
-            estimate = NoiseEstimate(**dict(zip(("value", "low", "high"), ends, strict=True)))
-            line += f", noise scale {estimate} samples" if estimate.low is not None else ""
-        left = self._time_left()
-        self._bar.update(metrics["consumed_samples"], left, line)
-        if not self._bar.visible and metrics["step"] % self._log_period == 0:
-            self._console.print(f"{line}, {metrics['consumed_samples']:,} samples, {left} left")
+        if self._bar.visible:
+            self._bar.update(metrics["consumed_samples"], self._time_left(), _describe_step(metrics))
+        elif metrics["step"] % self._log_period == 0:
+            line = f"{_describe_step(metrics)}, {metrics['consumed_samples']:,} samples, {self._time_left()} left"
+            self._console.print(line)
 
     def _time_left(self) -> str:
         """Return the time for the remaining samples at the recent rate; "?" until two steps are done.
@@ -267,6 +260,18 @@ class TrainProgress:
         if self._plan is None or s1 == s0:
             return "?"
         return _format_duration((self._plan.consumed_samples - s1) * (t1 - t0) / (s1 - s0))
+
+
+def _describe_step(metrics: Mapping[str, Any]) -> str:
+    line = (
+        f"step {metrics['step']:,}, phase {metrics['phase']}, batch {metrics['global_batch_size']:,}, "
+        f"loss {_format_loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} tokens/s"
+    ) + (f", reward {metrics['reward']:.3f}" if "reward" in metrics else "")
+    if "noise_scale_samples" in metrics:
+        ends = (metrics["noise_scale_samples"], metrics["noise_scale_samples_low"], metrics["noise_scale_samples_high"])
+        estimate = NoiseEstimate(**dict(zip(("value", "low", "high"), ends, strict=True)))
+        line += f", noise scale {estimate} samples" if estimate.low is not None else ""
+    return line
 
 
 def _format_loss(value: float | None) -> str:
