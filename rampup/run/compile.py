@@ -28,7 +28,7 @@ BACKGROUND_NICENESS = 10
 CPU_OPTIONS = {"xla_backend_optimization_level": 2}
 
 # For slices that are not here.
-INSTALL = "pip install 'rampup[tpu-compile]' installs it"
+INSTALL = "pip install 'rampup[tpu-compile]' installs the version that JAX needs"
 # What libtpu needs to be loaded on a machine without a TPU: no metadata server is asked, no worker is searched for, nothing is
 # logged, and its lock file does not end a second process that compiles too.
 _ENVIRONMENT = {
@@ -43,6 +43,8 @@ _ENVIRONMENT = {
 }
 # Caps the memory that a program may use.
 _HBM_OPTION = "xla_tpu_max_hbm_size_mib"
+# The version that JAX 0.7.2 asks for. Older ones end the process with a segmentation fault after a compilation.
+_OLDEST_LIBTPU = (0, 0, 23)
 _libtpu_lock = threading.Lock()
 
 
@@ -228,11 +230,16 @@ def compiler_version() -> str:
     """Return the version of the TPU compiler.
 
     Raises:
-        MissingDependencyError: it is not installed.
+        MissingDependencyError: it is not installed, or too old.
     """
     for package in ("libtpu", "libtpu-nightly"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return f"{package} {importlib.metadata.version(package)}"
+            version = importlib.metadata.version(package)
+            if package == "libtpu" and tuple(map(int, re.findall(r"\d+", version)))[:3] < _OLDEST_LIBTPU:
+                needed = ".".join(map(str, _OLDEST_LIBTPU))
+                problem = f"libtpu {version} cannot compile for a TPU that is not here, but {needed} and newer can"
+                raise MissingDependencyError(f"{problem}; {INSTALL}")
+            return f"{package} {version}"
     raise MissingDependencyError(f"compiling for a TPU that is not here takes its compiler, the package libtpu; {INSTALL}")
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from helpers import processes
 
+from rampup.errors import MissingDependencyError
 from rampup.plan.topology import tpu_options
-from rampup.run.compile import Compiler, compile_for_tpu, compile_program
+from rampup.run.compile import Compiler, compile_for_tpu, compile_program, compiler_version, topology_devices
 
 
 def lowering(function, *args):
@@ -208,3 +209,14 @@ def test_compile_for_tpu_leaves_out_options_that_the_compiler_does_not_know(monk
         compile_for_tpu(Lowered(), "v5e", {"mine": "1"})
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_assign_all_reduce_scatter_layout=false --other=1")
     assert compile_for_tpu(Lowered(), "TPU v5 lite", {"xla_tpu_max_hbm_size_mib": "1"}) == {"xla_tpu_max_hbm_size_mib": "1"}
+
+
+@pytest.mark.parametrize(("version", "is_old"), [("0.0.21.1", True), ("0.0.9", True), ("0.0.23", False), ("0.1", False)])
+def test_old_libtpu_is_refused(monkeypatch, version, is_old):
+    """Versions before that of JAX 0.7.2, such as Colab's, end the process in a compilation, and are refused before it."""
+    monkeypatch.setattr("importlib.metadata.version", lambda package: version)
+    if not is_old:
+        assert compiler_version() == f"libtpu {version}"
+        return
+    with pytest.raises(MissingDependencyError, match=rf"libtpu {version} cannot.*0\.0\.23.*'rampup\[tpu-compile\]'"):
+        topology_devices("v5e:2x2")
