@@ -23,7 +23,7 @@ _SPACE = re.compile(r"S\((\d+)\)")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
-_NAMES = re.compile(r"%([\w.\-]+)")
+_NAMES = re.compile(r"%([\w.\-]+(?:#\d+)*)")
 _CALLED = re.compile(r"\b(?:calls|to_apply|\w+_computations?)=\{?((?:%?[\w.\-]+(?:, )?)+)")
 _BODY, _CONDITION = re.compile(r"\bbody=%?([\w.\-]+)"), re.compile(r"\bcondition=%?([\w.\-]+)")
 _KNOWN_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
@@ -170,11 +170,15 @@ class Program:
             elif line.rstrip() == "}" or line.startswith('}, execution_thread="'):
                 current = last = None
             elif (instruction := _parse_line(line)) is not None:
+                for name in instruction.operands:
+                    _add_element(current, name)
                 current[instruction.name] = last = instruction
             elif last is not None:  # the description of a kernel has lines of its own
                 last = current[last.name] = replace(last, attributes=f"{last.attributes}\n{line}")
         if not self.entry:
             raise DataError("this is not the text of a compiled program: no line starts with ENTRY; see `compiled.as_text()`")
+        if current is not None or not self.computations[self.entry].instructions:
+            raise DataError("the text of the program is cut short: a computation has no end; write it again")
         # Where a computation is a loop's body or condition, where else it is called, and where it runs asynchronously.
         self._loops: dict[str, tuple[Computation, Instruction]] = {}
         self._sites: dict[str, tuple[Computation, tuple[str, ...]]] = {}
@@ -279,13 +283,14 @@ class Program:
         if direction.group(1) in ("GT", "GE"):
             counter, limit = self.origin(limit), test.operand(0)
         initial, bound = self.initial(counter), self._constant(limit)
-        if initial is None or bound is None:
-            return None
-        first, next_ = self._constant(initial) or 0, self.origin(Value(body, body.root, counter.element))
+        first = None if initial is None else self._constant(initial)
+        next_ = self.origin(Value(body, body.root, counter.element))
         steps = [self._constant(next_.operand(n)) for n in (0, 1)] if next_.made.opcode == "add" else []
-        step = max((n for n in steps if n), default=1)
+        step = next((n for n in steps if n is not None), 0)
+        if first is None or bound is None or step < 1:
+            return None
         last = bound + (direction.group(1) in ("LE", "GE"))
-        return max(-((first - last) // max(step, 1)), 0)
+        return max(-((first - last) // step), 0)
 
     def _constant(self, value: Value) -> int | None:
         """Return the integer that a value is, also if loops around pass it in unchanged; None if it is not constant."""
@@ -361,11 +366,22 @@ def _parse_line(line: str) -> Instruction | None:
     )
 
 
+def _add_element(instructions: dict[str, Instruction], name: str) -> None:
+    """Add the `get-tuple-element` that a dump of newer versions of XLA writes as `%tuple#0`, where it is used."""
+    whole, sign, index = name.rpartition("#")
+    if sign and name not in instructions:
+        _add_element(instructions, whole)
+        arrays = instructions.get(whole, _UNKNOWN).arrays[int(index) :][:1]
+        instructions[name] = replace(
+            _UNKNOWN, name=name, opcode="get-tuple-element", arrays=arrays, operands=(whole,), attributes=f"index={index}"
+        )
+
+
 def _bare_names(opcode: str, inner: str) -> tuple[str, ...]:
     """Return operands that are written without a percent sign."""
     if opcode in ("constant", "parameter", "iota") or not inner:
         return ()
-    return tuple(re.findall(r"([A-Za-z_][\w.\-]*)\s*(?:,|$)", re.sub(r"/\*.*?\*/|\{[^}]*\}|\[[^\]]*\]", "", inner)))
+    return tuple(re.findall(r"([A-Za-z_][\w.\-]*(?:#\d+)*)\s*(?:,|$)", re.sub(r"/\*.*?\*/|\{[^}]*\}|\[[^\]]*\]", "", inner)))
 
 
 def _closing(line: str, start: int) -> int:

@@ -31,6 +31,7 @@ _SMALL_BYTES = 64 * 1024
 _LISTED = 4
 _CALLBACK = re.compile(r'custom_call_target="([^"]*(?:callback|MoveToHost|MoveToDevice|host)[^"]*)"')
 _HOST_SPACE = 5
+_EMPTY = 'custom_call_target="AllocateBuffer"'
 # Operations whose result may be one of these operands plus something: all of it, or a part.
 _ADDS_TO = {"add": (0, 1), "select": (1, 2), "dynamic-slice": (0,), "slice": (0,), "dynamic-update-slice": (0, 1)}
 
@@ -62,6 +63,7 @@ class Inspection:
         account: collectives, FLOPs and memory traffic.
         gradient_reductions: the collectives that reduce gradients over the replicas.
         repeated_reductions: those of them that run in every iteration of a loop that accumulates.
+        repeated_bytes: what they reduce in one iteration of that loop.
         accumulators: arrays that loops add to.
         optimizer_updates: how often a run replaces the training state, or None if it returns none.
         uses_multi_steps: whether the state is that of `optax.MultiSteps`, so that a run is one microbatch.
@@ -78,6 +80,7 @@ class Inspection:
     account: Account
     gradient_reductions: tuple[Collective, ...]
     repeated_reductions: tuple[Collective, ...]
+    repeated_bytes: int
     accumulators: tuple[Accumulator, ...]
     optimizer_updates: int | None
     uses_multi_steps: bool
@@ -169,6 +172,11 @@ def inspect(
         raise ConfigError(f"loop_trips={loop_trips!r} must be whole numbers of at least 1", key="loop_trips", nearest=(1,))
     shape = tuple((str(n), size) for n, size in mesh.shape.items()) if isinstance(mesh, Mesh) else mesh
     program = Program(text)
+    if not program.is_scheduled:
+        raise DataError("this program is not compiled yet and has no collectives; give the dump's *after_optimizations.txt")
+    if shape and 1 < program.num_partitions != (number := math.prod(size for _, size in shape)):
+        axes = ",".join(f"{name}={size}" for name, size in shape)
+        raise ConfigError(f"mesh={axes} has {number} devices, but the program has {program.num_partitions}", key="mesh")
     names = [p.op_name or p.name for _, p in sorted(program.computations[program.entry].parameters.items())]
     multi_steps = _has_multi_steps(args) or any(name.endswith(".mini_step") for name in names)
     return _inspect(program, shape, trips, _replica_axes(args), multi_steps=multi_steps, compiled=compiled)
@@ -248,10 +256,19 @@ def _inspect(
     entry = program.computations[program.entry]
     outputs, arguments = _outputs(entry), entry.parameters
     donated = {number: arguments[number] for number in program.aliases.values() if number in arguments}
-    gradients = [a.dims for a in accumulators] + [p.arrays[0].dims for p in donated.values() if p.arrays]
+    results = {array for _, array in outputs}
+    state = [p for number, p in arguments.items() if number in donated or results.intersection(p.arrays)]
+    gradients = [a.dims for a in accumulators] + [p.arrays[0].dims for p in state if p.arrays]
     reductions = tuple(c for c in account.collectives if _reduces_gradients(c, replica_axes, gradients))
     accumulating = {a.loop for a in accumulators if math.prod(a.dims) > 1}
     repeated = tuple(c for c in reductions if accumulating & set(c.loops))
+    # Executions of a loop's body. Inside it, a loop over layers reduces the gradients of one layer at a time.
+    bodies = {
+        i.name: v.runs * (program.trips(i.name, v.computation.name) or 1)
+        for v in visits
+        if (i := v.instruction).name in accumulating
+    }
+    each = [c.num_bytes * c.runs // (bodies[next(name for name in c.loops if name in bodies)] or 1) for c in repeated]
     f32 = {dtype: n for dtype, n in account.total_flops(trips).items() if dtype.startswith("f32")}
     found = Inspection(
         num_devices=program.num_partitions,
@@ -259,6 +276,7 @@ def _inspect(
         account=account,
         gradient_reductions=reductions,
         repeated_reductions=repeated,
+        repeated_bytes=sum(each),
         accumulators=accumulators,
         optimizer_updates=_state_updates(program, outputs, arguments, trips),
         uses_multi_steps=multi_steps,
@@ -322,6 +340,8 @@ def _is_zero(program: Program, value: Value) -> bool:
     """Return whether an array is made of zeros, or is the element of an outer loop's state that starts as zeros."""
     while True:
         value = program.origin(value)
+        if _EMPTY in value.made.attributes:
+            return True  # how a TPU program writes zeros that the first iteration selects
         if value.made.opcode == "constant":
             return set(re.sub(r"[^\d.e]", "", value.made.inner)) <= set("0.") and bool(value.made.inner)
         initial = value.operand(0) if value.made.opcode in ("broadcast", "pad", "slice") else program.initial(value)
@@ -433,27 +453,28 @@ def _arrays_of(where: Computation, name: str) -> tuple[Array, ...]:
 
 def _findings(found: Inspection) -> Iterator[str]:
     once = [c for c in found.gradient_reductions if c not in found.repeated_reductions]
-    total = _bytes([c for c in found.gradient_reductions if not _continues(c, found.gradient_reductions)])
+    total = _bytes([c for c in found.gradient_reductions if not _continues(c, found.gradient_reductions)], found.loop_trips)
     if found.uses_multi_steps:
         yield (
             "the state is that of optax.MultiSteps: each call is one microbatch and runs the optimizer"
             + (f", and reduces {total:,} bytes of gradients in every microbatch" if found.gradient_reductions else "")
         )
     elif found.repeated_reductions:
-        bytes_ = sum(c.num_bytes for c in found.repeated_reductions)
+        bytes_, other = found.repeated_bytes, _bytes(once, found.loop_trips)
         where = _describe_axes(found.repeated_reductions)
         arrays = sum(len(c.shapes) for c in found.repeated_reductions)
         yield f"{arrays} gradients ({bytes_:,} bytes) are reduced{where} in every microbatch, inside the loop that adds them up"
-        if any(not c.has_numbers_only for c in once) and _bytes(once) > bytes_ / 100:
+        if any(not c.has_numbers_only for c in once) and other > bytes_ / 100:
             names = ", ".join(_describe(c) for c in found.repeated_reductions[:_LISTED])
             yield (
-                f"other gradients ({_bytes(once):,} bytes) are reduced once after the loop, so these may have lost their "
+                f"other gradients ({other:,} bytes) are reduced once after the loop, so these may have lost their "
                 f"reduction tag or local accumulation: {names}"
             )
     elif found.gradient_reductions and any(math.prod(a.dims) > 1 for a in found.accumulators):
         yield f"gradients ({total:,} bytes) are reduced{_describe_axes(once)} once, after the loop that adds them up"
     elif found.gradient_reductions:
-        yield f"gradients ({total:,} bytes) are reduced{_describe_axes(once)} once in a run; no loop accumulates"
+        how = "in every iteration of the loop with the optimizer" if (found.optimizer_updates or 0) > 1 else "once"
+        yield f"gradients ({total:,} bytes in a run) are reduced{_describe_axes(once)} {how}; no loop accumulates"
     narrow = sorted({a.dtype for a in found.accumulators if a.dtype in ("bf16", "f16")})
     if narrow:
         yield f"gradients are summed in {' and '.join(narrow)}, which loses small ones after some hundred microbatches"
@@ -478,8 +499,8 @@ def _findings(found: Inspection) -> Iterator[str]:
         yield "a loop's bound is an argument of the program: counts are those of one iteration; give loop_trips"
 
 
-def _bytes(collectives: Sequence[Collective]) -> int:
-    return sum(c.num_bytes for c in collectives)
+def _bytes(collectives: Sequence[Collective], trips: tuple[int, ...]) -> int:
+    return sum(c.num_bytes * times(c.runs, c.open_loops, trips) for c in collectives)
 
 
 def _continues(c: Collective, others: Sequence[Collective]) -> bool:

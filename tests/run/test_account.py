@@ -61,7 +61,10 @@ ENTRY %main (x: f32[8]) -> (s32[], f32[8]) {{
 """
     (found,) = account_of(Program(text)).collectives
     assert (found.runs, found.open_loops, found.loops) == (trips - 2, 0, ("w",))
-    assert Program(text.replace(f"constant({bound})", 'custom-call(), custom_call_target="x"')).trips("w", "main") is None
+    for name, number in (("n", bound), ("start", 2), ("one", 1)):
+        unknown = text.replace(f"%{name} = s32[] constant({number})", f'%{name} = s32[] custom-call(), custom_call_target="x"')
+        assert Program(unknown).trips("w", "main") is None
+    assert Program(text.replace("add(%i, %one)", "multiply(%i, %one)")).trips("w", "main") is None
 
 
 def test_overlap_is_read_from_the_schedule():

@@ -1,5 +1,6 @@
 """Tests of rampup.run.inspect: what it says of steps that are known to be good or bad."""
 
+import re
 from functools import partial
 
 import jax
@@ -78,6 +79,32 @@ def test_inspect_says_that_a_gspmd_scan_reduces_in_every_microbatch(mesh):
     assert facts["accumulators"] == {"f32": {"arrays": 2, "bytes": NUM_BYTES}}
     assert f"({NUM_BYTES:,} bytes) are reduced over data in every microbatch" in found.findings[0]
     assert not any("lost" in finding for finding in found.findings)
+
+
+def abbreviate(text):
+    """Return a program as newer versions of XLA dump it: an element of a tuple is `%tuple#0`, where it is used."""
+    pattern = re.compile(r"^ +%([\w.\-]+) = .*? get-tuple-element\(.*%([\w.\-#]+)\), index=(\d+).*\n", re.MULTILINE)
+    while match := pattern.search(text):
+        name, source, index = match.groups()
+        text = re.sub(rf"%{re.escape(name)}(?![\w.\-])", f"%{source}#{index}", text[: match.start()] + text[match.end() :])
+    return text
+
+
+def test_inspect_reads_a_dump_that_abbreviates_the_elements_of_tuples(mesh):
+    """A dump says the same as `compiled.as_text()`, in which an element of a tuple is an instruction."""
+    text = jax.jit(scan_step, donate_argnums=0).lower(place(mesh, PARAMS), batch_of(mesh)).compile().as_text()
+    short = abbreviate(text)
+    assert "#0" in short
+    assert "get-tuple-element" not in short
+    assert rampup.inspect(short).to_dict() == rampup.inspect(text).to_dict()
+    assert not rampup.inspect(short).reduces_once
+
+
+def test_inspect_finds_the_reductions_of_a_text_whose_state_is_not_donated(mesh):
+    """Without shardings and donation, gradients have the shapes of arguments that are also results."""
+    step = lambda params, x: jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params, x))  # noqa: E731
+    text = jax.jit(step).lower(place(mesh, PARAMS), place(mesh, jnp.ones((ROWS, WIDTH)), "data")).compile().as_text()
+    assert f"gradients ({NUM_BYTES:,} bytes in a run) are reduced once" in rampup.inspect(text).findings[0]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -215,6 +242,17 @@ def test_inspect_finds_updates_in_a_loop_and_missing_donation(mesh):
     assert rampup.inspect(jax.jit(step, donate_argnums=0), *args).not_donated == ()
 
 
+def test_inspect_says_that_gradients_are_reduced_for_every_update_of_a_loop(mesh):
+    """A loop over whole optimizer steps reduces in each of them, which is not once in a run."""
+
+    def step(params, batch):
+        return jax.lax.scan(lambda p, x: (jax.tree.map(lambda p, g: p - g, p, jax.grad(loss)(p, x)), None), params, batch)[0]
+
+    found = rampup.inspect(step, place(mesh, PARAMS), batch_of(mesh))
+    assert found.optimizer_updates == found.to_dict()["gradient_reductions"] / len(found.gradient_reductions) == MICROBATCHES
+    assert "in every iteration of the loop with the optimizer" in found.findings[0]
+
+
 def test_inspect_finds_exchanges_with_the_host():
     """A callback in a loop is an exchange with the host in a loop."""
 
@@ -236,6 +274,15 @@ def test_inspect_refuses_what_is_no_step(tmp_path, mesh):
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00\x81")
     with pytest.raises(DataError, match="no line starts with ENTRY"):
         rampup.inspect(tmp_path / "a.txt")
+    text = jax.jit(scan_step).lower(place(mesh, PARAMS), batch_of(mesh)).compile().as_text()
+    head = text[: text.index("\n", text.index("ENTRY")) + 1]
+    for short in (text[: text.rindex("ROOT")], head, head + "}\n"):
+        with pytest.raises(DataError, match="cut short"):
+            rampup.inspect(short)
+    with pytest.raises(DataError, match="not compiled yet"):
+        rampup.inspect(text.replace("is_scheduled=true, ", ""))
+    with pytest.raises(ConfigError, match="mesh=data=3 has 3 devices, but the program has 4"):
+        rampup.inspect(text, mesh=(("data", 3),))
     with pytest.raises(DataError, match="not text"):
         rampup.inspect(str(tmp_path / "b.txt"))
     with pytest.raises(DataError, match="no file"):

@@ -204,6 +204,28 @@ def test_axes_are_found_where_the_program_does_not_name_them():
     assert axes["collective-permute"] == ("inner",)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inspect_sees_reductions_of_every_microbatch_in_a_tpu_program(dtype):
+    """A scan over microbatches and layers: its sums start as empty buffers, into which the first iteration selects zeros."""
+    mesh = Mesh(np.array(topology_devices("v5e:2x2")), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(weights, x):
+        return jnp.sum(jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, weights)[0] ** 2)
+
+    def step(weights, batch):
+        add = lambda total, x: (total + jax.grad(loss)(weights, x).astype(total.dtype), None)  # noqa: E731
+        return weights - jax.lax.scan(add, jnp.zeros(weights.shape, dtype), batch)[0].astype(weights.dtype)
+
+    place = lambda shape, *spec: jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+    found = rampup.inspect(jax.jit(step, donate_argnums=0), place((3, 256, 256)), place((8, 64, 256), None, "data"))
+    narrow = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+    assert {(a.dtype, a.dims) for a in found.accumulators} == {(narrow, (3, 256, 256))}
+    assert not found.reduces_once
+    size = 3 * 256 * 256 * jnp.dtype(dtype).itemsize
+    assert found.to_dict()["gradient_bytes_in_loops"] == 8 * size
+    assert f"({size:,} bytes) are reduced over data in every microbatch" in found.findings[0]
+
+
 def test_tune_finds_the_largest_microbatch_and_remembers_it(tmp_path):
     """The size that fits is the compiler's; a second run compiles nothing; every time is labelled as an estimate."""
     settings = {"jax_cache_dir": str(tmp_path), "base_num_decoder_layers": 1, "base_emb_dim": 64, "base_mlp_dim": 128}
