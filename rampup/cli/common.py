@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,9 +107,10 @@ def describe_topology(topology: Topology) -> str:
     """Return some lines about the devices of a plan."""
     options = [f"  {name}={value}" for name, value in tpu_options(topology.chip.name).items()]
     compiled = ["`rampup train` compiles for it with these options, unless LIBTPU_INIT_ARGS sets them:", *options]
+    product = topology.product_name if topology.num_slices == 1 else f"{topology.num_slices}*{topology.product_name}"
     planned = (
-        f"planned for {topology.name} ({topology.product_name}): {topology.num_devices:,} devices with "
-        f"{topology.hbm_bytes / GIB:.4g} GiB each; `rampup tune --topology {topology.name}` compiles for it"
+        f"planned for {topology.name} ({product}): {topology.num_devices:,} devices with "
+        f"{topology.hbm_bytes / GIB:.4g} GiB each; `rampup tune --topology {shlex.quote(topology.name)}` compiles for it"
     )
     return "\n".join([planned, *(compiled if options else [])])
 

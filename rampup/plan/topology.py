@@ -100,7 +100,7 @@ _FLAT = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 12
 _FLAT_LARGE = {512: (16, 32), 1024: (32, 32)}  # of v3
 _SMALL_CUBES = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
 _CUBE, _RING = 4, 16
-_NAME = re.compile(r"(?:(\d+)\s*[*x]\s*)?([a-z]+[0-9a-z]*)([:-])([0-9x]+)", re.IGNORECASE)
+_NAME = re.compile(r"(?:([0-9]{1,9})\s*[*x]\s*)?([a-z]+[0-9a-z]*)([:-])([0-9x]{1,99})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +131,10 @@ class Topology:
         Raises:
             ConfigError: no such generation, shape or size.
         """
-        match = _NAME.fullmatch(text.strip()) if isinstance(text, str) else None
+        match = _NAME.fullmatch(text.strip().lower()) if isinstance(text, str) else None
         if match is None:
             raise _error(f"topology={str(text)[:60]!r} must be a name such as v5e:4x4, v5litepod-16 or 2*v5p:4x4x4")
         slices, prefix, separator, size = match.groups()
-        prefix = prefix.lower()
         chip = CHIPS.get(prefix) or next((c for c in CHIPS.values() if prefix in (c.product, *c.aliases)), None)
         if chip is None:
             raise _error(f"topology={text}: {prefix!r} is not a TPU generation; choose from {', '.join(CHIPS)}", *CHIPS)
@@ -244,7 +243,7 @@ def _shape_of_product(chip: Chip, size: str, text: str) -> tuple[int, ...]:
     number = int(size) if size.isdecimal() else 0
     shape = _shape_of_chips(chip, number // unit) if number >= 1 and number % unit == 0 else None
     if shape is None:
-        what = f"{number} {'TensorCores' if unit == 2 else 'chips'} are not a size of its slices"
+        what = f"has {number} {'TensorCores' if unit == 2 else 'chips'}, which is not a size of its slices"
         raise _nearest_error(chip, text, number // unit, what)
     return shape
 
@@ -283,7 +282,7 @@ def _nearest_error(chip: Chip, text: str, chips: int, rule: str) -> ConfigError:
     above = min((n for n in known if n >= chips), default=None)
     shapes = [_shape_of_chips(chip, n) for n in (below, above) if n is not None]
     names = dict.fromkeys(Topology(chip=chip, shape=shape).name for shape in shapes if shape)
-    return _error(f"topology={text}: {rule}; nearest: {', '.join(names)}", *names)
+    return _error(f"topology={text} {rule}; nearest: {', '.join(names)}", *names)
 
 
 def _error(message: str, *nearest: str) -> ConfigError:

@@ -151,7 +151,7 @@ def _format_rate(tokens_per_second: float | None) -> str:
 
 def print_topologies(rows: Sequence[Facts], console: Console) -> None:
     """Print the TPU slices that can be planned and compiled for, with the figures of a device and their sources."""
-    titles = ["topology", "product", "devices", "HBM", "bfloat16", "HBM speed", "links"]
+    titles = ["topology", "product", "devices", "HBM", "bfloat16\nTFLOP/s", "HBM\nGB/s", "links\nGB/s"]
     table = make_table(console, titles, left=2)
     for row in rows:
         table.add_row(
@@ -159,9 +159,9 @@ def print_topologies(rows: Sequence[Facts], console: Console) -> None:
             row["product_name"],
             format_value(row["num_devices"]),
             format_bytes(row["hbm_bytes"]),
-            f"{row['peak_flops'] / 1e12:,.4g} TFLOP/s",
-            f"{row['hbm_bandwidth'] / 1e9:,.4g} GB/s",
-            f"{row['ici_bandwidth'] / 1e9:,.4g} GB/s",
+            f"{row['peak_flops'] / 1e12:,.4g}",
+            f"{row['hbm_bandwidth'] / 1e9:,.4g}",
+            f"{row['ici_bandwidth'] / 1e9:,.4g}",
         )
     console.print(table)
     console.print(

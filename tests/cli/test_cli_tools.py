@@ -231,6 +231,12 @@ def test_explain_every_key(capsys, monkeypatch, name):
     assert all(other in text for other in explained["interacts"])
 
 
+def test_explain_topology_prints_whole_names(capsys, monkeypatch):
+    """The names of slices can be copied and searched for, also where a line has 80 columns."""
+    text = run_text(capsys, monkeypatch, "explain", "topology")
+    assert {"v5litepod-256", "tpu7x:8x8x16", "tpu7x-2048"} <= set(text.split())
+
+
 def test_explain_prints_defaults(capsys, monkeypatch):
     """Default, what base.yml sets, and MaxText's name and default, or that it has none."""
     text = run_text(capsys, monkeypatch, "explain", "enable_rampup_batch_size")

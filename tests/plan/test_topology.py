@@ -47,7 +47,7 @@ def test_all_known_topologies_read_back():
 
 def test_slices_multiply_the_devices():
     """A number in front of either name is a number of slices."""
-    for text in ("2*v5e:4x4", "2 * v5litepod-16", "2x v5e-16"):
+    for text in ("2*v5e:4x4", "2 * v5litepod-16", "2x v5e-16", "2*V5E:4X4"):
         topology = Topology.parse(text)
         assert (topology.name, topology.num_devices, topology.num_slices) == ("2*v5e:4x4", 32, 2)
 
@@ -69,6 +69,7 @@ def test_slices_multiply_the_devices():
         ("", ()),
         ("v5e:", ()),
         ("v5e:xx", ("v5e:8x8",)),
+        (f"v5e:{'9' * 5000}x1", ()),
         (None, ()),
     ],
 )
