@@ -11,7 +11,7 @@ from rampup.config.load import COMMAND_LINE
 from rampup.config.schema import Config
 from rampup.errors import ConfigError
 from rampup.plan.numbers import parse_count
-from rampup.run.run_folder import CONFIG_FILE
+from rampup.run.run_folder import CONFIG_FILE, as_path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace, console: object) -> Result:
 
 def _read_inputs(args: argparse.Namespace) -> tuple[Config, list[Path]]:
     """Return the configuration, and the folders and files with measurements."""
-    source, measured = Path(args.config), [Path(path) for path in args.measured]
+    source, measured = as_path(args.config), [as_path(path) for path in args.measured]
     if not source.is_dir():
         if not measured:
             raise ConfigError(

@@ -14,7 +14,7 @@ from rampup.config.schema import Config
 from rampup.errors import ConfigError
 from rampup.plan.learning_rate import CLOCKS, Clock
 from rampup.plan.plan import RampPlan
-from rampup.run.run_folder import CONFIG_FILE
+from rampup.run.run_folder import CONFIG_FILE, as_path
 from rampup.show.series import RunMetrics
 
 
@@ -110,9 +110,10 @@ def parse_inputs(words: Sequence[str]) -> CliInputs:
         >>> parse_inputs(["configs/base.yml", "steps=3"]).overrides
         ('steps=3',)
     """
-    runs = tuple(Path(word) for word in words if Path(word).is_dir())
-    rest = [word for word in words if not Path(word).is_dir()]
-    overrides = tuple(word for word in rest if "=" in word and not Path(word).exists())
+    paths = {word: as_path(word) for word in words}
+    runs = tuple(paths[word] for word in words if paths[word].is_dir())
+    rest = [word for word in words if not paths[word].is_dir()]
+    overrides = tuple(word for word in rest if "=" in word and not paths[word].exists())
     configs = [word for word in rest if word not in overrides]
     if len(configs) > 1:
         raise ConfigError(f"one configuration at a time: {', '.join(configs[:5])}", path=COMMAND_LINE)

@@ -23,7 +23,7 @@ from rampup.config.load import COMMAND_LINE
 from rampup.config.schema import Config
 from rampup.errors import ConfigError
 from rampup.rl.config import RolloutConfig, is_rollout_file, load_rollout_config
-from rampup.run.run_folder import CONFIG_FILE
+from rampup.run.run_folder import CONFIG_FILE, as_path
 from rampup.show.console import print_facts
 from rampup.show.progress import TrainProgress
 
@@ -87,9 +87,9 @@ def _train(
 
 def _read_config(args: argparse.Namespace) -> Config | RolloutConfig:
     """Return the configuration: a file with its settings, or that of a run's folder, which the run then resumes in."""
-    folder = Path(args.config)
+    folder = as_path(args.config)
     if not folder.is_dir():
-        return _load(args.config, args.overrides)
+        return _load(folder, args.overrides)
     if not (folder / CONFIG_FILE).is_file():
         raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}", path=COMMAND_LINE)
     place = folder if folder.name not in ("", "..") else folder.resolve()

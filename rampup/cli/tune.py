@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         num_devices=args.devices,
         topology=args.topology,
         memory_options=args.memory_options,
-        report=lambda line: progress.print(line, style="dim"),
+        report=lambda line: progress.print(line, style="dim", soft_wrap=True),
     )
     facts = found.to_dict()
     if args.output is not None:

@@ -224,13 +224,14 @@ def with_slices(config: Config, topology: Topology | None) -> Config:
     """Return the configuration for a topology, if there is one: with its number of slices, unless it sets another one.
 
     Raises:
-        ConfigError: `num_slices` is set to another number.
+        ConfigError: `num_slices` or `num_devices` is set to another number.
     """
     if topology is None:
         return config
-    if config.num_slices not in (AUTO, topology.num_slices):
-        rule = f"num_slices={config.num_slices}, but topology={topology.name} has {topology.num_slices}"
-        raise ConfigError(rule, key="num_slices", nearest=(topology.num_slices, AUTO))
+    for key in ("num_slices", "num_devices"):
+        if (number := getattr(config, key)) not in (AUTO, has := getattr(topology, key)):
+            rule = f"{key}={number}, but topology={topology.name} has {has}"
+            raise ConfigError(rule, key=key, nearest=(has, AUTO))
     return config if topology.num_slices == 1 else replace(config, num_slices=topology.num_slices)
 
 

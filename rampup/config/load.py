@@ -129,7 +129,7 @@ def find_config(path: str | Path, *, folder: Path | None = None) -> Path:
     Raises:
         ConfigError: there is no such file.
     """
-    name = Path(path)
+    name = Path(path) if isinstance(path, str) else path  # one in a bucket stays what it is
     candidates = [name if folder is None else folder / name]
     if not name.is_absolute():
         candidates += [own / file for own in _own_folders() for file in (name, Path(f"{name}.yml"))]

@@ -154,7 +154,8 @@ def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
         ConfigError: the file cannot be read, is larger than `max_bytes` or is not UTF-8.
     """
     try:
-        with open(path, "rb") as file:
+        # A file in a bucket has an `open` of its own.
+        with open(path, "rb") if isinstance(path, str) else path.open("rb") as file:
             content = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

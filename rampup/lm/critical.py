@@ -46,6 +46,8 @@ from rampup.run.run_folder import (
     CRITICAL_SUFFIX,
     METRICS_FILE,
     StepLog,
+    absolute_path,
+    is_bucket,
     read_lines,
 )
 from rampup.run.run_lock import own_run
@@ -153,17 +155,16 @@ def find_critical_batch_size(
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax warns that nothing will be written.
     if not (math.isfinite(tolerance) and tolerance > 0):
         raise ConfigError(f"tolerance={tolerance} must be above 0", key="tolerance", nearest=(DEFAULT_TOLERANCE,))
-    folder = Path(run).absolute()
+    folder = absolute_path(run, follow=False)
     config, record = _find_run(folder, step)
     step = record["step"]
     branches = _Branches.build(config, record, multiples, tokens)
     enable_compilation_cache(config.jax_cache_dir)
-    identity = branches.identity | {
-        "checkpoint": hashlib.sha256((folder / CHECKPOINT_FOLDER / str(step) / CHECKSUMS_FILE).read_bytes()).hexdigest(),
-        "tolerance": tolerance,
-    }
+    # In a bucket, which has no file of checksums: the times at which the checkpoint was written.
+    file = folder / CHECKPOINT_FOLDER / str(step) / ("_CHECKPOINT_METADATA" if is_bucket(folder) else CHECKSUMS_FILE)
+    identity = branches.identity | {"checkpoint": hashlib.sha256(file.read_bytes()).hexdigest(), "tolerance": tolerance}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
-    parent = folder.with_name(f"{folder.name}{CRITICAL_SUFFIX}") if work_folder is None else Path(work_folder).absolute()
+    parent = absolute_path(work_folder or folder.with_name(f"{folder.name}{CRITICAL_SUFFIX}"), follow=False)
     if parent == folder or folder in parent.parents:
         raise ConfigError(f"{parent} is inside the run's folder, which stays as it is; name another one", key="work")
     work = parent / f"step-{step}-{digest}"

@@ -23,7 +23,7 @@ from rampup.lm.train import language_model, learning_rate, optimizer, ramp_befor
 from rampup.lm.transformer import LanguageModel
 from rampup.run.accumulate import multi_steps
 from rampup.run.checkpoint import checkpoint_steps, damage, find_checkpoint
-from rampup.run.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE
+from rampup.run.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, absolute_path
 from rampup.run.state import TrainState
 
 MAX_TOKENS = 1_000_000
@@ -106,7 +106,7 @@ def load(path: str | Path) -> LoadedRun:
         ResumeMismatchError: the checkpoint is damaged.
     """
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax warns that nothing will be written.
-    path = Path(path).absolute()
+    path = absolute_path(path, follow=False)
     run = path
     if path.parent.name == CHECKPOINT_FOLDER and path.name.isdecimal():
         run = path.parent.parent

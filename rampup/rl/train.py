@@ -40,7 +40,7 @@ from rampup.run.loop import EvalOptions, Loop
 from rampup.run.mesh import make_mesh
 from rampup.run.metrics import MetricOptions
 from rampup.run.optimizer import LearningRate, make_optimizer, optimizer_from_config
-from rampup.run.run_folder import CHECKPOINT_FOLDER, EVAL_FILE, METRICS_FILE, read_lines, run_folder, write_config
+from rampup.run.run_folder import CHECKPOINT_FOLDER, EVAL_FILE, METRICS_FILE, as_path, read_lines, run_folder, write_config
 from rampup.run.run_lock import own_run
 from rampup.run.state import create_state
 from rampup.run.step import train_step
@@ -96,7 +96,7 @@ def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSum
     """
     enable_compilation_cache(config.jax_cache_dir)
     run = RolloutRun.from_config(config)
-    folder = Path(config.base_output_directory) / config.run_name
+    folder = as_path(config.base_output_directory) / config.run_name
     owned = own_run(folder, only_existing=True) if config.run_name else contextlib.nullcontext()
     with owned:
         return run.train(on_event)

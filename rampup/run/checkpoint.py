@@ -134,7 +134,7 @@ def read_state(folder: Path, step: int, state: Any) -> Any:
     """
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _as_tree(state))
     options = ocp.CheckpointManagerOptions(read_only=True)
-    with ocp.CheckpointManager(folder.resolve(), options=options) as manager:
+    with ocp.CheckpointManager(absolute_path(folder), options=options) as manager:
         try:
             tree = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
         except (ValueError, KeyError, TypeError) as error:

@@ -11,9 +11,10 @@ import contextlib
 import datetime
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from rampup.errors import ConfigError, MissingDependencyError, StorageError
@@ -195,6 +196,8 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path)
     if not is_bucket(text):
         return Path(path)
+    if isinstance(path, PurePath):
+        return path  # type: ignore[return-value]
     scheme = text.partition("://")[0]
     if scheme not in _PACKAGES:
         raise ConfigError(
@@ -217,9 +220,15 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 
 def is_bucket(path: str | os.PathLike[str]) -> bool:
     """Return whether a path is the URL of a bucket or an object in it."""
-    return "://" in os.fspath(path)
+    return re.match(r"\w+://", os.fspath(path)) is not None
 
 
-def absolute_path(path: Path) -> Path:
-    """Return an absolute path; that of a bucket is. `epath` would put the working directory in front of it."""
-    return path if is_bucket(path) else path.resolve()
+def absolute_path(path: str | os.PathLike[str], *, follow: bool = True) -> Path:
+    """Return an absolute path; that of a bucket is. `epath` would put the working directory in front of it.
+
+    Args:
+        path: the path; see `as_path`.
+        follow: resolve symbolic links.
+    """
+    found = as_path(path)
+    return found if is_bucket(found) else found.resolve() if follow else found.absolute()

@@ -14,7 +14,7 @@ from rampup.errors import ConfigError, DataError
 from rampup.plan.noise_scale import NoiseEstimate
 from rampup.plan.plan import RampPlan
 from rampup.plan.timetable import bubble_fraction
-from rampup.run.run_folder import EVAL_FILE, METRICS_FILE, read_lines
+from rampup.run.run_folder import EVAL_FILE, METRICS_FILE, as_path, read_lines
 
 MAX_POINTS = 1_200
 _Item = TypeVar("_Item")
@@ -210,7 +210,7 @@ def measured_throughput(folder: str | Path) -> dict[int, Fraction]:
     Raises:
         ConfigError: there is no such folder or file, or no step in it has a throughput.
     """
-    file, key = Path(folder) / METRICS_FILE, "measured"
+    file, key = as_path(folder) / METRICS_FILE, "measured"
     if not file.is_file():
         raise ConfigError("cannot read the run's metrics: no such file", key=key, path=str(file))
     steady, compiled = defaultdict(list), defaultdict(list)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from rampup.plan.design import (
 )
 from rampup.plan.noise_scale import measured_noise
 from rampup.plan.plan import RampPlan
-from rampup.run.run_folder import CONFIG_FILE, CRITICAL_RESULT, CRITICAL_SUFFIX, METRICS_FILE, read_lines
+from rampup.run.run_folder import CONFIG_FILE, CRITICAL_RESULT, CRITICAL_SUFFIX, METRICS_FILE, as_path, read_lines
 
 # Candidates go up to this many times the largest batch that was timed, and have at least this many optimizer steps.
 BEYOND_MEASURED, LEAST_STEPS = 4, 32
@@ -69,8 +70,8 @@ def design_ramp(
         raise ConfigError(
             "a design needs the length of the run: give train_tokens (--train-tokens), such as 300B", key="train-tokens"
         )
-    paths = [measured] if isinstance(measured, (str, Path)) else measured
-    measurements = Measurements.read([Path(path) for path in paths], config)
+    paths = [measured] if isinstance(measured, (str, os.PathLike)) else measured
+    measurements = Measurements.read([as_path(path) for path in paths], config)
     length = config.max_target_length
     samples = -(-tokens // length)
     plan = build_plan(config, num_devices)
@@ -227,10 +228,15 @@ def _run_seconds(folder: Path, config: Config, notes: list[str]) -> dict[int, fl
     return {size: float(size * own.max_target_length / rate) for size, rate in measured_throughput(folder).items()}
 
 
+def _modified(file: Path) -> float:
+    found = file.stat()
+    return found.st_mtime if hasattr(found, "st_mtime") else found.mtime  # in a bucket
+
+
 def _critical_points(folder: Path) -> tuple[str, list[tuple[int, int, float, float, float]]] | None:
     """Return what `rampup critical` has found at the checkpoints of a run; the largest window of each counts."""
     parent, by_step = folder.with_name(f"{folder.resolve().name}{CRITICAL_SUFFIX}"), dict[int, Any]()
-    for file in sorted(parent.glob(f"step-*/{CRITICAL_RESULT}"), key=lambda file: file.stat().st_mtime):
+    for file in sorted(parent.glob(f"step-*/{CRITICAL_RESULT}"), key=_modified):
         found = json.loads(file.read_text(encoding="utf-8"))
         by_step[found["step"]] = found
     points = []

@@ -25,6 +25,7 @@ from rampup.plan.split import BatchSplit
 from rampup.plan.topology import NOT_RUN_ON, Topology
 from rampup.run.compile import compiler_version, enable_compilation_cache, topology_devices
 from rampup.run.offload import device_limit, is_out_of_memory, peak_bytes
+from rampup.run.run_folder import is_bucket
 from rampup.tune.memory_options import MemoryOption, find_memory_options
 from rampup.tune.programs import Programs, Report, Size, Timing, fit_line, fit_tick_overhead, take_turns, unconstrained
 from rampup.tune.topology import Target
@@ -226,9 +227,10 @@ def tune(
         programs = Programs(config, devices, report)
     else:
         target = _target(config, topology, memory_gib, num_devices)
+        config = with_slices(config, target.topology)
         devices, margin = topology_devices(target.topology), Fraction(0)  # the compiler itself keeps what it needs
         limit, named = target.limit, target.hbm_bytes is not None
-        programs = Programs(with_slices(config, target.topology), devices, report, target=target)
+        programs = Programs(config, devices, report, target=target)
     usable = usable_bytes(limit, margin)
 
     boundary = find_largest(programs, usable)
@@ -332,7 +334,9 @@ def _target(config: Config, topology: Topology | str, memory_gib: str | float | 
         rule = f"a device of {topology.name} has {topology.hbm_bytes / GIB:.4g} GiB; --memory-gib can only name less"
         raise ConfigError(rule, key="memory-gib", nearest=(topology.hbm_bytes / GIB,))
     folder = config.jax_cache_dir
-    return Target(topology=topology, hbm_bytes=hbm_bytes, cache=folder and Path(folder).expanduser() / "topology")
+    # Results are small files that several processes may write at once, so a bucket has none.
+    cache = None if folder is None or is_bucket(folder) else Path(folder).expanduser() / "topology"
+    return Target(topology=topology, hbm_bytes=hbm_bytes, cache=cache)
 
 
 def _refusal(programs: Programs, boundary: Boundary) -> str:

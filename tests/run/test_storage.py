@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 from helpers import fake_bucket
 
+import rampup
 from rampup import load_config
-from rampup.errors import ConfigError, MissingDependencyError
+from rampup.cli import main
+from rampup.cli.plot import parse_inputs
+from rampup.errors import ConfigError, DataError, MissingDependencyError
 from rampup.lm.train import saved_checkpoint, train
 from rampup.run import run_lock
 from rampup.run.run_folder import StepLog, absolute_path, as_path, is_bucket, read_lines, run_folder, write_config
 from rampup.run.run_lock import LOCK_FILE, own_run
 from rampup.run.writers import TensorBoardWriter
+from rampup.show.series import measured_throughput
 
 TINY = [
     *("checkpoint_period=2", "base_emb_dim=16", "base_num_decoder_layers=1", "base_num_query_heads=2", "base_mlp_dim=16"),
@@ -118,6 +122,23 @@ def test_one_process_owns_a_run_in_a_bucket(folder, bucket):
     assert not lock.exists()
 
 
+def test_a_run_in_a_bucket_is_read_by_its_url(folder):
+    """What reads the folder of a run takes a URL: configuration, metrics, throughput, measurements, checkpoints."""
+    write_config(folder, "steps: 3\n")
+    line = {"consumed_samples": 2, "loss": 1.0, "global_batch_size": 2, "phase": 0, "tokens_per_second": 8.0}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step, **line}) + "\n" for step in range(3)))
+    inputs = parse_inputs([f"{folder}/"])
+    assert inputs.read_config({}).steps == 3
+    assert [run.name for run in inputs.read_runs()] == ["demo"]
+    assert measured_throughput(str(folder)) == {2: 8}
+    setting = f"base_output_directory={folder.parent}"
+    assert parse_inputs(["base.yml", setting]).overrides == (setting,)
+    with pytest.raises(DataError, match=f"no noise scale .* in {folder}"):
+        rampup.design_ramp(load_config(folder / "config.yml"), str(folder), num_devices=2, train_tokens=1000)
+    with pytest.raises(ConfigError, match=f"no checkpoint in {folder}"):
+        rampup.load(str(folder))
+
+
 @pytest.mark.slow
 def test_a_run_in_a_bucket_resumes_exactly(folder, bucket, tmp_path):
     """Stopped after 3 of 5 steps and resumed, a run in a bucket has the losses of a local run; a checkpoint that Orbax did not
@@ -134,10 +155,14 @@ def test_a_run_in_a_bucket_resumes_exactly(folder, bucket, tmp_path):
     for name in [name for name in bucket if name.startswith("/bucket/runs/demo/checkpoints/3/commit_success")]:
         del bucket[name]
     assert saved_checkpoint(config).step == 2
-    _, summary = run("gs://bucket/runs", 5)
-    assert summary.resumed_from == 2
+    assert main(["train", str(folder), "steps=5"]) == 0
+    assert len(list(read_lines(folder / "metrics.jsonl"))) == 5
     run(tmp_path, 5)
     found, expected = ([line["loss"] for line in read_lines(base / "metrics.jsonl")] for base in (folder, tmp_path / "demo"))
     np.testing.assert_array_equal(found, expected)
     assert "/bucket/runs/demo/config.yml" in bucket
     assert not [name for name in bucket if name.endswith(LOCK_FILE)]
+    assert rampup.load(str(folder)).step == 5
+    measured = rampup.find_critical_batch_size(str(folder), multiples=(1, 2), tokens=1024)
+    assert str(measured.folder).startswith("gs://bucket/runs/demo.critical/step-5-")
+    assert "/bucket/runs/demo.critical" + str(measured.folder).rpartition(".critical")[2] + "/result.json" in bucket

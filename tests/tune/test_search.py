@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -204,6 +205,12 @@ def test_memory_limit_rejects_invalid_sizes(memory_gib):
     assert caught.value.key == "memory-gib"
 
 
+def test_answers_for_chips_that_are_not_here_are_kept_in_a_local_folder():
+    """A `jax_cache_dir` in a bucket is for the programs of a run, and makes no folder called `gs:` here."""
+    assert tuning._target(Config(jax_cache_dir="gs://bucket/cache"), "v5e:1x1", None, None).cache is None
+    assert tuning._target(Config(jax_cache_dir="/a"), "v5e:1x1", None, None).cache == Path("/a/topology")
+
+
 def test_tune_rejects_what_cannot_be_tuned():
     """A CPU has no memory limit of its own; devices must exist; only the fused engine is tuned."""
     with pytest.raises(ConfigError, match=r"no memory limit of its own.*--memory-gib 16"):
@@ -214,6 +221,8 @@ def test_tune_rejects_what_cannot_be_tuned():
         tune(Config(**TUNED | {"gradient_accumulation": "multi_steps"}), memory_gib=1, num_devices=1)
     with pytest.raises(BatchDivisibilityError):
         tune(Config(**TUNED), memory_gib=1, num_devices=8)
+    with pytest.raises(ConfigError, match="num_devices=8, but topology=v5e:2x2 has 4"):
+        tune(Config(**TUNED | {"num_devices": 8}), topology="v5e:2x2")
 
 
 def test_memory_limit_leaves_a_margin():
