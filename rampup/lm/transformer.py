@@ -26,6 +26,7 @@ from rampup.plan.numbers import divisors, nearest_in, nearest_multiples
 from rampup.run.accumulate import AccumulatedLoss
 from rampup.run.mesh import FSDP, STAGE, TENSOR, constrain, manual_size, replicated
 from rampup.run.pipeline import PipelinedLoss
+from rampup.run.torus import gather
 
 # Weights as they are used, gathered from all devices of the fsdp axis. They are gathered again in the backward pass.
 GATHERED = "gathered_weights"
@@ -305,7 +306,8 @@ class LanguageModel:
         weights = weights.astype(self.dtype)
         if manual_size(FSDP) == 1:
             return weights
-        return checkpoint_name(jax.lax.all_gather(weights, FSDP, axis=axis, tiled=True), GATHERED)
+        mesh = None if self.activations is None else self.activations.mesh
+        return checkpoint_name(gather(weights, mesh, (FSDP,), axis), GATHERED)
 
     def logits(self, params: Mapping[str, Any], tokens_BT: jax.Array, keys_B: jax.Array | None = None) -> jax.Array:
         """Return the logits (B, T, V) of every next token."""

@@ -7,23 +7,21 @@ moments over whole arrays cost a collective. Then one all-gather gives all repli
 The parts of all arrays that are not sharded over other axes travel in one buffer, so there is one collective and not one per
 array. Arrays that fsdp or tensor shard too have a collective of their own.
 
-On TPU slices on which the compiler would run one reduce-scatter as an all-reduce, there is one for each side of the torus. The
-first one exchanges whole gradients and the next ones only the part that is left, so the bytes are those of one.
+On some TPU slices there is one reduce-scatter for each side of the torus; see `rampup.run.torus`.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from rampup.run.mesh import STAGE, BatchAxes, auto_view, axis_names, constrain, spec_without
+from rampup.run.torus import scatter_sum
 
 # A buffer is made of whole tiles of a TPU's memory. Otherwise the compiler turns an all-gather, and on small slices a
 # reduce-scatter, into an all-reduce of all parts, which sends up to twice as much.
@@ -98,7 +96,7 @@ def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) ->
     for k, total in zip(routes.whole, jax.lax.psum([leaves[k] for k in routes.whole], axes.replica), strict=True):
         leaves[k] = total
     for k, dim in routes.alone.items():
-        leaves[k] = jax.lax.psum_scatter(leaves[k], axes.replica, scatter_dimension=dim, tiled=True)
+        leaves[k] = scatter_sum(leaves[k], mesh, axes.replica, dim)
 
     def split(x: jax.Array, dim: int) -> jax.Array:
         return jnp.moveaxis(x.reshape(*x.shape[:dim], d, x.shape[dim] // d, *x.shape[dim + 1 :]), dim, 0)
@@ -106,7 +104,7 @@ def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) ->
     for members in routes.buffers:
         # The first dimension of the buffer is the replica to which a part goes.
         parts = [split(leaves[k], dim) for k, dim in members.items()]
-        sums = _scatter(_pack(parts, leading=1), mesh, axes)
+        sums = scatter_sum(_pack(parts, leading=1), mesh, axes.replica, 0)[0]
         for k, x in zip(members, _unpack(sums, [part.shape[1:] for part in parts]), strict=True):
             leaves[k] = x
     return jax.tree.unflatten(structure, leaves)
@@ -149,49 +147,6 @@ def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) 
 def constrain_all(tree: Any, shardings: Any) -> Any:
     """Constrain the shardings of a tree's leaves."""
     return jax.tree.map(constrain, tree, shardings)
-
-
-@functools.cache
-def torus_of(mesh: Mesh, axes: BatchAxes) -> np.ndarray | None:
-    """Return the replicas by their place in a TPU torus if each of its sides takes a reduce-scatter of its own, else None.
-
-    The compiler (libtpu 0.0.50) runs one over all replicas as an all-reduce if they are all chips of a slice in three
-    dimensions, or of a square larger than 2x2.
-    """
-    names = [str(name) for name in mesh.axis_names]
-    first = [names.index(name) for name in axes.replica]
-    places = [torus_place(device) for device in np.moveaxis(mesh.devices, first, range(len(first))).flat]
-    if len(places) != axes.num_replicas(mesh) or None in places:
-        return None
-    sides = [np.unique(x, return_inverse=True)[1] for x in np.array(places).T if len({*x}) > 1]
-    # The side that changes least from one replica to the next comes first: the parts are mostly in order then.
-    sides.sort(key=lambda side: -np.argmax(side != side[0]))
-    sizes = [int(side.max()) + 1 for side in sides]
-    is_whole = len({*places}) == math.prod(sizes) == len(places)
-    if not is_whole or len(sizes) < 2 or (len(sizes) == 2 and (sizes[0] != sizes[1] or sizes[0] == 2)):
-        return None
-    torus = np.empty(sizes, int)
-    torus[tuple(sides)] = np.arange(len(places))
-    return torus
-
-
-def torus_place(device: Any) -> tuple[int, ...] | None:
-    """Return the coordinates of a TPU's chip in its slice; None for other devices."""
-    return tuple(device.coords) if device.platform == "tpu" else None
-
-
-def _scatter(parts: jax.Array, mesh: Mesh, axes: BatchAxes) -> jax.Array:
-    """Return the replica's own part of the sum over the replicas of a buffer (replicas, N, 128)."""
-    torus = torus_of(mesh, axes)
-    if torus is None:
-        return jax.lax.psum_scatter(parts, axes.replica)
-    order = torus.reshape(-1).tolist()
-    if order != sorted(order):
-        parts = jnp.stack([parts[k] for k in order])
-    for k, size in enumerate(torus.shape):
-        groups = np.moveaxis(torus, k, -1).reshape(-1, size).tolist()
-        parts = jax.lax.psum_scatter(parts, axes.replica, axis_index_groups=groups, tiled=True)
-    return parts[0]
 
 
 class _Routes(NamedTuple):

@@ -20,6 +20,13 @@ MESHES = {
     "fsdp": MeshAxes(fsdp=8),
     "data_fsdp_tensor": MeshAxes(data=2, fsdp=2, tensor=2),
 }
+# Eight devices of an axis by their place in a torus.
+TORI = {
+    "2x4": np.arange(8).reshape(2, 4),
+    "4x2": np.arange(8).reshape(4, 2),
+    "ring": np.array([[0, 1, 2, 3], [7, 6, 5, 4]]),
+    "cube": np.arange(8).reshape(2, 2, 2),
+}
 
 
 def mesh_of(name):

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.toy import TORI
 
 from rampup.errors import ConfigError
 from rampup.lm.transformer import LanguageModel
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
-from rampup.run import create_state, make_mesh, train_step
+from rampup.run import create_state, make_mesh, torus, train_step
 from rampup.run.accumulate import AccumulatedLoss
 from rampup.run.step import EvalStep
 
@@ -70,6 +71,18 @@ def assert_same(found, expected, tolerance=2e-5):
 def test_sharded_loss_is_that_of_one_device(axes, changes):
     """With weights gathered by the loss itself, loss, gradients and evaluation are those of one device, to 2e-5."""
     assert_same(run_step(dataclasses.replace(SMALL, **changes), axes, evaluates=True), reference())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("ring", {"remat_policy": "full"}), pytest.param("cube", {"num_vocab_tiling": 4}, marks=pytest.mark.slow)],
+)
+def test_sharded_loss_over_the_sides_of_a_torus(name, changes, monkeypatch):
+    """Gradients that are reduce-scattered side by side are those of one reduce-scatter, to 2e-5."""
+    model = dataclasses.replace(SMALL, **changes)
+    expected = run_step(model, MeshAxes(fsdp=8))
+    monkeypatch.setattr(torus, "torus_of", lambda *_: TORI[name])
+    assert_same(run_step(model, MeshAxes(fsdp=8)), expected)
 
 
 @pytest.mark.slow

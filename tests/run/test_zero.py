@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import optax
 import pytest
-from helpers.toy import loss_fn, mesh_of, new_params, plan_for, rows
+from helpers.toy import TORI, loss_fn, mesh_of, new_params, plan_for, rows
 from jax.sharding import NamedSharding, PartitionSpec
 
 import rampup
 from rampup.errors import ConfigError
-from rampup.run import zero
+from rampup.run import torus
 from rampup.run.checkpoint import Checkpoints, find_checkpoint
 from rampup.run.mesh import BatchAxes
 from rampup.run.offload import bytes_per_device
@@ -70,52 +70,12 @@ def test_state_of_ones_own_is_prepared_for_it():
         step(rampup.prepare_state(own, mesh), next(step.batches(rows())))
 
 
-# Chips (x, y, z) of eight devices.
-CUBE = [(x, y, z) for z in range(2) for x in range(2) for y in range(2)]
-RING = [(0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0), (3, 1, 0), (2, 1, 0), (1, 1, 0), (0, 1, 0)]
-
-
-@pytest.fixture
-def on_torus(monkeypatch):
-    """Return a function that places the simulated devices on a torus of TPU chips."""
-
-    def place(chips):
-        monkeypatch.setattr(zero, "torus_place", dict(zip(jax.devices(), chips, strict=True)).get)
-        zero.torus_of.cache_clear()
-
-    yield place
-    zero.torus_of.cache_clear()
-
-
-def test_sides_of_a_torus(on_torus):
-    """A cube has three sides. One reduce-scatter is kept over two unequal sides, a line, and a part of a slice."""
-    on_torus(CUBE)
-    np.testing.assert_array_equal(zero.torus_of(mesh_of("data"), BatchAxes()), np.arange(8).reshape(2, 2, 2))
-    assert zero.torus_of(mesh_of("data_tensor"), BatchAxes()) is None
-    on_torus([(y, x, z) for x, y, z in RING[:4] + RING[:4]])
-    assert zero.torus_of(mesh_of("data"), BatchAxes()) is None
-    for chips in (RING, [(0, k, 0) for k in range(8)], [(x, x, z) for x in range(4) for z in range(2)], [None] * 8):
-        on_torus(chips)
-        assert zero.torus_of(mesh_of("data"), BatchAxes()) is None
-    on_torus([(1, 0, 3), (1, 0, 5), (0, 0, 5), (0, 0, 3), (0, 4, 3), (0, 4, 5), (1, 4, 5), (1, 4, 3)])
-    np.testing.assert_array_equal(zero.torus_of(mesh_of("data"), BatchAxes()), [[[3, 2], [0, 1]], [[4, 5], [7, 6]]])
-
-
-# Replicas by their place in the torus.
-TORI = {
-    "2x4": np.arange(8).reshape(2, 4),
-    "4x2": np.arange(8).reshape(4, 2),
-    "ring": np.array([[0, 1, 2, 3], [7, 6, 5, 4]]),
-    "cube": np.arange(8).reshape(2, 2, 2),
-}
-
-
 @pytest.mark.parametrize("name", [pytest.param(k, marks=[] if k in ("4x2", "ring") else pytest.mark.slow) for k in TORI])
 def test_each_side_of_a_torus_takes_a_reduce_scatter(name, monkeypatch, tmp_path):
     """Losses, parameters and each device's part of the moments are those of one reduce-scatter, also after a restart."""
-    torus = TORI[name]
+    sides = TORI[name]
     expected, one, _ = train("data", sharded=True)
-    monkeypatch.setattr(zero, "torus_of", lambda *_: torus)
+    monkeypatch.setattr(torus, "torus_of", lambda *_: sides)
     found, state, step = train("data", sharded=True)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
@@ -129,13 +89,13 @@ def test_each_side_of_a_torus_takes_a_reduce_scatter(name, monkeypatch, tmp_path
     check(state)
     inspected = rampup.inspect(step, state, next(step.batches(rows())))
     scattered = [c for c in inspected.account.collectives if c.kind == "reduce-scatter"]
-    lines = [sorted(np.moveaxis(torus, k, 0).reshape(size, -1)[:, 0].tolist()) for k, size in enumerate(torus.shape)]
+    lines = [sorted(np.moveaxis(sides, k, 0).reshape(size, -1)[:, 0].tolist()) for k, size in enumerate(sides.shape)]
     assert [c.group for c in scattered] == [*map(tuple, lines)]
-    assert [c.group_size for c in scattered] == [*torus.shape]
+    assert [c.group_size for c in scattered] == [*sides.shape]
     assert not inspected.repeated_reductions
     # In all a device sends as much as in one reduce-scatter, and every side has a row of its own.
     assert sum(c.sent_bytes() for c in scattered) == scattered[0].num_bytes * 7 / 8
-    assert sum(row["kind"] == "reduce-scatter" for row in inspected.to_dict()["collectives"]) == torus.ndim
+    assert sum(row["kind"] == "reduce-scatter" for row in inspected.to_dict()["collectives"]) == sides.ndim
     assert f"gradients ({scattered[0].num_bytes:,} bytes) are reduced over data once" in inspected.findings[0]
     # A run that was saved with the sides resumes without them.
     _, state, _ = train("data", sharded=True, steps=4)
