@@ -28,7 +28,7 @@ from rampup.run.offload import device_limit, is_out_of_memory, peak_bytes
 from rampup.run.run_folder import is_bucket
 from rampup.tune.memory_options import MemoryOption, find_memory_options
 from rampup.tune.programs import Programs, Report, Size, Timing, fit_line, fit_tick_overhead, take_turns, unconstrained
-from rampup.tune.topology import Target
+from rampup.tune.topology import Target, refused_bytes
 
 # Left free of a device's memory, for fragmentation and for what the backend's libraries allocate themselves.
 MARGIN = Fraction(5, 100)
@@ -147,13 +147,15 @@ class Tuning:
             rule = "no settings split every phase into such microbatches and leave the ramp unchanged"
             return ConfigError(f"microbatches of up to {self.largest} samples fit, but {rule}", key="microbatch_size")
         smallest = self.trials[0]
-        needs = "more than the compiler could place" if math.isinf(smallest.bytes) else f"{int(smallest.bytes):,} bytes"
+        # For slices that are not here, the refusal says how much it needs.
+        placed = refused_bytes(self.next_larger_run) if math.isinf(smallest.bytes) else smallest.bytes
+        needs = "more than the compiler could place" if math.isinf(placed) else f"{int(placed):,} bytes"
         enough = [option.name for option in self.memory_options if option.fits]
         fix = f"; enough would be: {', '.join(enough)}" if enough else "; no single memory option is enough"
-        usable = f"{self.usable_bytes:,} usable bytes ({self.limit_bytes:,} less {float(self.margin):.0%})"
+        less = f" ({self.limit_bytes:,} less {float(self.margin):.0%})" if self.margin else ""
         return ConfigError(
             f"no microbatch fits: a step with microbatch_size={smallest.size.microbatch_size} needs {needs} of each device's "
-            f"{usable}{fix}",
+            f"{self.usable_bytes:,} usable bytes{less}{fix}",
             key="microbatch_size",
         )
 

@@ -27,7 +27,7 @@ from rampup.run.hlo import Program
 from rampup.run.offload import ProgramMemory, is_out_of_memory, program_memory
 
 # Part of a cached result's key: raise it if the account of a program changes.
-_FORMAT = 3
+_FORMAT = 4
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _MAX_REFUSAL = 300
 

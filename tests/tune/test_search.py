@@ -205,6 +205,25 @@ def test_memory_limit_rejects_invalid_sizes(memory_gib):
     assert caught.value.key == "memory-gib"
 
 
+def test_a_refusal_for_chips_that_are_not_here_names_its_bytes():
+    """The compiler says how much the smallest step needs, and no share of the memory is left free."""
+    trial = tuning.Trial(size=Size(microbatch_size=1, num_microbatches=8), bytes=math.inf, fits=False)
+    found = tuning.Tuning(
+        device="TPU v5 lite",
+        num_devices=4,
+        limit_bytes=2**34,
+        named=False,
+        largest=None,
+        next_larger=1,
+        trials=(trial,),
+        margin=Fraction(0),
+        slices={},
+        next_larger_run="not run: memory required for HLO temporaries (86.5G) exceeds available HBM (15.75G)",
+    )
+    needed = int(86.5 * 2**30)
+    assert f"microbatch_size=1 needs {needed:,} bytes of each device's {2**34:,} usable bytes; no single" in str(found.problem)
+
+
 def test_answers_for_chips_that_are_not_here_are_kept_in_a_local_folder():
     """A `jax_cache_dir` in a bucket is for the programs of a run, and makes no folder called `gs:` here."""
     assert tuning._target(Config(jax_cache_dir="gs://bucket/cache"), "v5e:1x1", None, None).cache is None
