@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -27,6 +27,8 @@ from rampup.run.gradient_noise import NoiseMeter, NoiseSums
 from rampup.run.mesh import STAGE, BatchAxes, auto_view, axis_names, constrain, own_constraints
 from rampup.run.zero import is_scattered, manual_specs, reduce_gradients
 
+# What Flax calls the part of the parameters of its float8 layers whose gradients are new values.
+OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 # loss_fn(params, batch, keys[, mutable]) -> (loss_sum, weight_sum, aux[, mutable]); see `rampup.run.step.train_step`.
 LossFn = Callable[..., tuple[Any, ...]]
 # (microbatches in a pipeline's pass, passes), traced. A step runs their product; without stages, only the product matters.
@@ -474,6 +476,11 @@ def _microbatch_sums(
     """
 
     def microbatch_sums(params: Any, batch_R: Any, keys_R: jax.Array, mutable: Any, moments: Any = None) -> Sums:
+        if isinstance(params, Mapping) and OVERWRITE_WITH_GRADIENT in params:
+            problem = f"params[{OVERWRITE_WITH_GRADIENT!r}], of Flax's float8 layers, takes its gradients as new values"
+            fix = "use rampup.microbatches and rampup.multi_steps with a step of your own, or train in bfloat16"
+            raise ConfigError(f"{problem}, and a step sums them over microbatches; {fix}", key="params")
+
         def loss_of(params: Any) -> tuple[jax.Array, tuple[Any, ...]]:
             loss, weight, *rest = call_loss(loss_fn, params, batch_R, keys_R, mutable)
             # The weight counts tokens; it is a constant of the gradient even if it was computed from the parameters.

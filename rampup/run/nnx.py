@@ -28,7 +28,8 @@ def split_model(
             microbatch in `TrainState.mutable`. Sown intermediates are not: take them in the loss function, with `nnx.pop`.
         loss_fn: `loss_fn(model, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over rows. `keys` is one random key per
             row, an array and not an `nnx.Rngs`. The model's own random streams (`nnx.Dropout`) are seeded in every microbatch
-            with the key of its first row. For masks that do not depend on how the batch is split, use `keys`.
+            with the key of its first row. For masks that do not depend on how the batch is split, use `keys`. The mode of the
+            model (`model.train()`, `model.eval()`) is that of this call, so split it again for an `EvalStep`.
         tx: the optimizer; with the engine `multi_steps`, the `tx` of the step.
         mesh: the devices.
         wrt: the variables to train, as in `nnx.Optimizer`, such as `nnx.LoRAParam`. The other `nnx.Param` are in

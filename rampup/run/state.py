@@ -69,11 +69,11 @@ def create_state(
     """
     check_arguments("create_state(params, tx, mesh)", tx=tx, mesh=mesh)
     given = params, mutable, frozen
-    params, mutable, frozen = jax.device_put(given, shardings_like(given, mesh), may_alias=False)
+    params, mutable, frozen = _put(given, shardings_like(given, mesh), may_alias=False)
     with auto_context(mesh):
         opt_state = _init_scattered(tx, params, mesh, batch_axes) if shard_optimizer_over_data else tx.init(params)
     state = TrainState(step=jnp.int32(0), params=params, opt_state=opt_state, mutable=mutable, frozen=frozen)
-    return _without_aliases(jax.device_put(state, shardings_like(state, mesh)), given)  # type: ignore[no-any-return]
+    return _without_aliases(_put(state, shardings_like(state, mesh)), given)  # type: ignore[no-any-return]
 
 
 def _init_scattered(tx: Any, params: Any, mesh: Mesh, batch_axes: BatchAxes | None) -> Any:
@@ -81,8 +81,8 @@ def _init_scattered(tx: Any, params: Any, mesh: Mesh, batch_axes: BatchAxes | No
     axes = BatchAxes.of(mesh, batch_axes)
     opt_state = tx.init(jax.device_put(params, scattered_shardings(params, mesh, axes)))
     # New arrays such as counters are on one device. They come onto the mesh before they can be scattered.
-    opt_state = jax.device_put(opt_state, shardings_like(opt_state, mesh))
-    return jax.device_put(opt_state, scattered_shardings(opt_state, mesh, axes))
+    opt_state = _put(opt_state, shardings_like(opt_state, mesh))
+    return _put(opt_state, scattered_shardings(opt_state, mesh, axes))
 
 
 def prepare_state(
@@ -99,10 +99,10 @@ def prepare_state(
     check_state(state)
     check_step_number(int(state.step))
     given = replace_fields(state, step=jnp.asarray(state.step, jnp.int32))
-    state = _without_aliases(jax.device_put(given, shardings_like(given, mesh), may_alias=False), given)
+    state = _without_aliases(_put(given, shardings_like(given, mesh), may_alias=False), given)
     if shard_optimizer_over_data:
         scattered = scattered_shardings(state.opt_state, mesh, BatchAxes.of(mesh, batch_axes))
-        state = replace_fields(state, opt_state=jax.device_put(state.opt_state, scattered))
+        state = replace_fields(state, opt_state=_put(state.opt_state, scattered))
     return state
 
 
@@ -177,6 +177,21 @@ def check_arguments(call: str, **arguments: Any) -> None:
         raise ConfigError(f"{call}: {found}{hint or '; check the order of the arguments'}", key=next(iter(wrong)))
 
 
+def _put(tree: Any, shardings: Any, **options: Any) -> Any:
+    """Return `jax.device_put(tree, shardings)`, which refuses random keys on the devices of several processes."""
+
+    def is_key(leaf: Any) -> bool:
+        return isinstance(leaf, jax.Array) and bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+    # The numbers of a key have one more dimension, at the end, so its sharding is theirs.
+    put = jax.device_put(jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree), shardings, **options)
+
+    def wrap(leaf: Any, own: Any) -> Any:
+        return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(own)) if is_key(own) else leaf
+
+    return jax.tree.map(wrap, put, tree)
+
+
 def _without_aliases(state: Any, given: Any) -> Any:
     """Return a state in which every leaf has buffers of its own, as donation requires; leaves that share one are copied.
 
@@ -196,7 +211,8 @@ def _without_aliases(state: Any, given: Any) -> Any:
         # Several processes must decide alike, and none sees the buffers of the others: they always copy.
         if not leaf.is_fully_addressable:
             return jnp.copy(leaf)
-        if not used.isdisjoint(buffers(leaf)):
+        # An empty array has no buffer to compare.
+        if not leaf.size or not used.isdisjoint(buffers(leaf)):
             leaf = jax.device_put(jnp.copy(leaf), leaf.sharding)
         used.update(buffers(leaf))
         return leaf

@@ -376,6 +376,11 @@ class TrainStep:
         if batch.position.step != done:
             fix = "start with the state: step.batches(source, start=state.step), or step.batch(arrays, step=state.step)"
             raise DataError(f"the state is at step {done}, but the batch is that of step {batch.position.step}; {fix}")
+        phase = batch.position.phase
+        # A plan with reserved sizes grows during the run: its batches may be of a longer one.
+        if not self._plan.reserved_sizes and phase not in self._plan.ramp.phases[phase.index : phase.index + 1]:
+            problem = f"the batch is of another plan: {phase}, with {phase.global_batch_size} samples per step"
+            raise DataError(f"{problem}, is not in the plan of this step; make both with the same plan")
         if batch.layout not in self._layouts:
             if not self._is_fused and batch.layout.chunk_size != 1:
                 problem = f"multi_steps runs one microbatch at a time, but the batch has chunks of {batch.layout.chunk_size}"

@@ -200,6 +200,64 @@ def test_processes_use_the_same_shapes_however_late_their_rows(tmp_path, microba
     assert set(sizes[0]) == ({1, 2, 4} if microbatch == "per_phase" else {1, 4})
 
 
+def train_own_state(number, port, path):
+    """Train a state with a moving average, batch statistics and a random key on a mesh with one axis; write what comes out."""
+    import jax
+    import optax
+    from flax.training import train_state
+    from helpers import toy
+
+    import rampup
+
+    if port:
+        join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
+    devices = [next(d for d in jax.devices() if d.process_index == n) for n in range(2)] if port else jax.devices()[:2]
+    mesh = jax.sharding.Mesh(np.array(devices), ("data",))
+
+    class State(train_state.TrainState):
+        ema: dict
+        batch_stats: jax.Array
+        key: jax.Array
+
+        def apply_gradients(self, *, grads, **changes):
+            new = super().apply_gradients(grads=grads, **changes)
+            return new.replace(ema=optax.incremental_update(new.params, self.ema, 0.5), key=jax.random.split(self.key)[0])
+
+    def loss_fn(params, batch, keys, mean):
+        return *toy.loss_fn(params, batch, keys), 0.9 * mean + 0.1 * batch["x"].mean(0)
+
+    tx = optax.adam(0.1)
+    plan = rampup.RampPlan(
+        ramp=rampup.BatchRamp.from_schedule("0:4 8:8"),
+        splitter=rampup.BatchSplitter(data_parallel_size=2),
+        num_devices=2,
+        total_steps=4,
+    )
+    params = {"in": np.full((8, 4), 0.1, np.float32), "out": np.full((4, 8), 0.2, np.float32)}
+    own = {"ema": params, "batch_stats": jax.numpy.zeros(8), "key": jax.random.key(1)}
+    state = rampup.prepare_state(State.create(apply_fn=None, params=params, tx=tx, **own), mesh)
+    step = rampup.train_step(loss_fn, tx, plan, mesh)
+    for batch in step.batches(toy.rows(40)):
+        state, _ = step(state, batch)
+    found = state.params, state.ema, state.batch_stats, jax.random.key_data(state.key)
+    path.write_text(json.dumps([np.asarray(leaf.addressable_data(0)).tolist() for leaf in jax.tree.leaves(found)]))
+
+
+def test_processes_train_a_state_of_ones_own(tmp_path):
+    """On a mesh whose only axis is data, two processes train every field of a Flax state as one does, a random key too."""
+    port, files = free_port(), [tmp_path / name for name in ("0", "1", "alone")]
+    logs = [tmp_path / f"{n}.log" for n in range(2)]
+    started = [processes.start(train_own_state, n, port, files[n], log=logs[n]) for n in range(2)]
+    train_own_state(0, None, files[2])
+    for process, log in zip(started, logs, strict=True):
+        process.join(300)
+        assert process.exitcode == 0, log.read_text()
+    found = [json.loads(file.read_text()) for file in files]
+    assert found[0] == found[1]
+    for x, expected in zip(found[0], found[2], strict=True):
+        np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-6)
+
+
 def measure_noise(process, number, port, path):
     """Write S and G2 of two steps on meshes of four devices, in float64."""
     import jax

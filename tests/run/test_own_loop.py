@@ -367,3 +367,55 @@ def test_grad_norm_of_complex_parameters_is_real():
     _, metrics = step(state, next(step.batches(rows())))
     assert metrics["grad_norm"].dtype == jnp.float32
     assert float(metrics["grad_norm"]) == pytest.approx(10)
+
+
+def test_generator_that_fills_one_buffer_again_and_again():
+    """A source that yields the same arrays, filled with the next rows, trains as one that yields new ones."""
+    mesh = mesh_of("one")
+    plan = plan_for(mesh, steps=6)
+
+    def refilled(items):
+        buffer = jax.tree.map(np.array, items[0])
+        for item in items:
+            jax.tree.map(lambda x, new: np.copyto(x, new), buffer, item)
+            yield buffer
+
+    data = rows()
+    expected = trained(mesh, plan, lambda step: step.batches(data))
+    check_equal(trained(mesh, plan, lambda step: step.stream(refilled(data))), expected)
+    batches = [stacked(data[n : n + 8]) for n in range(0, len(data) // 8 * 8, 8)]
+    check_equal(trained(mesh, plan, lambda step: step.stream(refilled(batches), batched=True)), expected)
+
+
+@pytest.mark.parametrize(
+    ("items", "batched", "words"),
+    [
+        ([{"x": np.zeros((9, 4)), "y": np.zeros(7)}, {"x": np.zeros((7, 4)), "y": np.zeros(9)}], True, "arrays of 7, 9 rows"),
+        ([{"x": np.zeros((9, 4)), "y": np.float32(1)}], True, "arrays of no, 9 rows"),
+        ([{}], False, "arrays of no rows"),
+        ([{"x": {"text": "words"}, "y": 1.0}] * 99, False, r"batch\['x'\]\['text'\] cannot be put on a device"),
+        ([dataclasses.make_dataclass("Row", ["x"])(1.0)] * 99, False, "batch cannot be put on a device; give rows that are"),
+    ],
+)
+def test_streamed_rows_that_do_not_fit_are_named(items, batched, words):
+    """Arrays of different numbers of rows would be matched wrongly, and JAX does not say which part of a row is no number."""
+    mesh = mesh_of("one")
+    step = rampup.train_step(dense_loss, optax.sgd(0.1), plan_for(mesh, "0:16", steps=1), mesh)
+    with pytest.raises(DataError, match=words):
+        next(step.stream(iter(items), batched=batched))
+
+
+def test_batch_of_another_plan_is_refused():
+    """A batch with the layout of the step's plan, but the size that another plan has at this step."""
+    mesh = mesh_of("one")
+    tx, plan, other = optax.sgd(0.1), plan_for(mesh, "0:16 48:32", steps=4), plan_for(mesh, "0:16 16:32", steps=4)
+    step, state = rampup.train_step(dense_loss, tx, plan, mesh), rampup.create_state(new_params(mesh), tx, mesh)
+    first, second = rampup.step_batches(rows(), other, mesh, stop=2)
+    with pytest.raises(DataError, match="of another plan: phase 0, from sample 0, with 16 samples"):
+        step(state, first)
+    with pytest.raises(DataError, match="of another plan: phase 1, from sample 16, with 32 samples"):
+        step(state.replace(step=state.step + 1), second)
+    # The same plan, made again, is the same.
+    again = plan_for(mesh, "0:16 48:32", steps=4)
+    state, _ = step(state, next(rampup.step_batches(rows(), again, mesh)))
+    assert int(state.step) == 1

@@ -275,3 +275,24 @@ def test_frozen_integer_and_carried_values_with_pipeline_stages_are_refused():
     carried = rampup.create_state(init(jax.random.key(0)), step.tx, mesh, mutable={"count": jnp.zeros(())})
     with pytest.raises(rampup.ConfigError, match="`mutable`, which a PipelinedLoss cannot"):
         step(carried, next(step.batches(data)))
+
+
+def test_parameters_whose_gradients_are_new_values_are_refused():
+    """The scales of Flax's float8 layers cannot be summed over microbatches, so they would be wrong without an error."""
+    mesh = mesh_of("one")
+    plan, tx = plan_for(mesh, "0:16"), optax.sgd(0.1)
+    params = {"params": new_params(mesh), "_overwrite_with_gradient": {"scale": jnp.ones(1)}}
+    state = rampup.create_state(params, tx, mesh)
+    step = rampup.train_step(lambda p, *args: loss_fn(p["params"], *args), tx, plan, mesh)
+    with pytest.raises(rampup.ConfigError, match=r"takes its gradients as new values.*rampup\.multi_steps"):
+        run(state, step, plan, mesh)
+
+
+def test_empty_arrays_of_the_caller_survive():
+    """Arrays without elements are copied too, so that a step does not donate the caller's."""
+    mesh = mesh_of("data")
+    plan, tx = plan_for(mesh, "0:16"), optax.sgd(0.1)
+    params = new_params(mesh) | {"empty": jnp.zeros((0, 3))}
+    step = rampup.train_step(loss_fn, tx, plan, mesh)
+    run(rampup.create_state(params, tx, mesh), step, plan, mesh)
+    assert not params["empty"].is_deleted()

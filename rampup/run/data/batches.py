@@ -24,7 +24,7 @@ from rampup.plan.plan import PlanPosition, RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.run.data.loading import Loading
 from rampup.run.data.sources import RowSource, as_source, read_rows
-from rampup.run.mesh import BatchAxes, batch_sharding, check_plan_fits, process_rows
+from rampup.run.mesh import BatchAxes, axis_names, batch_sharding, check_plan_fits, process_rows
 
 # Steps whose rows are on the devices before they are used.
 AHEAD_ON_DEVICE = 2
@@ -410,8 +410,13 @@ def stream_batches(
                 return
             if item is None:
                 raise DataError(f"the source yielded None instead of a row, at step {number}")
-            pending.append(jax.tree.map(lambda x: np.asarray(x)[None if not batched else ...], item))
-            count += len(jax.tree.leaves(pending[-1])[0])
+            # Copied: a source may yield the same array again, filled with the next rows.
+            pending.append(jax.tree.map(lambda x: np.array(x)[... if batched else None], item))
+            sizes = {leaf.shape[:1] for leaf in jax.tree.leaves(pending[-1])}
+            if len(sizes) != 1 or () in sizes:
+                found = ", ".join(str(size[0]) if size else "no" for size in sorted(sizes)) or "no"
+                raise DataError(f"step {number}: the source yielded arrays of {found} rows, which must be one number for all")
+            count += sizes.pop()[0]
         try:
             ready = jax.tree.map(lambda *parts: np.concatenate(parts), *pending)
         except ValueError as error:
@@ -482,8 +487,22 @@ def put_chunks(batch_nR: Any, layout: BufferLayout, mesh: Mesh, loading: Loading
 
     Returns:
         The filled chunks: global arrays (K, R, ...).
+
+    Raises:
+        DataError: rows that contain something else than numbers.
     """
-    loading = loading or Loading()
+    try:
+        return _put_chunks(batch_nR, layout, mesh, loading or Loading())
+    except TypeError as error:
+        # Found only now: to look at every array of every step would take time.
+        paths = [path for path, x in jax.tree.leaves_with_path(batch_nR) if x.dtype.kind in "OSUMm"]
+        names = ", ".join(f"batch{jax.tree_util.keystr(path)}" for path in paths)
+        fix = "give rows that are pytrees, such as dicts, of numbers, and encode texts"
+        raise DataError(f"{names or 'a batch'} cannot be put on a device; {fix}: {error}") from error
+
+
+def _put_chunks(batch_nR: Any, layout: BufferLayout, mesh: Mesh, loading: Loading) -> tuple[Any, ...]:
+    """Put chunks on the devices; see `put_chunks`."""
     sharding = batch_sharding(mesh, leading=1, axes=loading.batch_axes)
     num_microbatches, num_rows = jax.tree.leaves(batch_nR)[0].shape[:2]
 
@@ -514,7 +533,7 @@ def _global_array(part_KR: np.ndarray, num_rows: int, sharding: NamedSharding) -
     if part_KR.shape[1] == num_rows:
         return jax.device_put(part_KR, sharding)
     # Rows of other processes are missing here; a device of this process asks for a range of its own ones.
-    local = process_rows(sharding.mesh, num_rows, BatchAxes(replica=(), rows=sharding.spec[1]))
+    local = process_rows(sharding.mesh, num_rows, BatchAxes(replica=(), rows=axis_names(sharding.spec[1])))
 
     def shard(index: tuple[slice, ...]) -> np.ndarray:
         start = index[1].start or 0
