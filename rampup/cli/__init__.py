@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import json
 import os
 import sys
@@ -76,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         enable_huge_pages()
     as_json = "--json" in (arguments[: arguments.index("--")] if "--" in arguments else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error: an output that is ASCII must not end a run
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()  # a closed pipe must be noticed here, and not when the interpreter exits

@@ -43,7 +43,9 @@ def add_config_arguments(
 ) -> None:
     """Add a configuration file and its settings."""
     parser.add_argument("config", metavar=metavar, help=words)
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that take precedence over the file")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="settings that take precedence over the file"
+    )
 
 
 def add_devices_argument(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,9 @@ from rampup.run.run_folder import CONFIG_FILE, as_path
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `rampup design`."""
     parser.add_argument("config", metavar="CONFIG.yml|RUN_DIR", help="a configuration file, or the folder of a measured run")
-    parser.add_argument("overrides", metavar="key=value", nargs="*", help="settings that take precedence over the file")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="settings that take precedence over the file"
+    )
     parser.add_argument("--train-tokens", metavar="TOKENS", help="tokens of the run to design, such as 300B")
     parser.add_argument(
         "--measured",

@@ -61,6 +61,9 @@ def build_plan(
         >>> plan.ramp.sizes
         (16, 32, 48, 64)
     """
+    if not isinstance(config, Config):
+        text = f"build_plan takes a Config, not a {type(config).__name__}; read a file with rampup.load_config(PATH)"
+        raise ConfigError(text)
     num_devices = config.num_devices if num_devices is None else num_devices
     if num_devices < 1:
         text = f"num_devices={num_devices} must be at least 1; pass the number to `build_plan` or set the key"

@@ -139,7 +139,10 @@ def find_config(path: str | Path, *, folder: Path | None = None) -> Path:
     own_names = sorted(file.stem for own in _own_folders() for file in own.glob("*.yml"))
     close = difflib.get_close_matches(name.stem, own_names, n=1)
     hint = f"; did you mean {close[0]}.yml?" if close else ""
-    kind = "is a folder, not a file" if candidates[0].is_dir() else "no such file"
+    kind = "is not a regular file" if candidates[0].exists() else "no such file"
+    if candidates[0].is_dir():
+        run = candidates[0] / "config.yml"
+        kind = "is a folder, not a file" + (f"; the configuration of this run is {run}" if run.is_file() else "")
     raise ConfigError(f"{kind}{hint}", path=str(candidates[0]), key=BASE if folder else None, nearest=close)
 
 

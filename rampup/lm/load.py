@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 
 from rampup.config.build import plan_to_resume
 from rampup.config.load import load_config
-from rampup.config.schema import Config
+from rampup.config.schema import IDENTITY_DEFAULTS, Config
 from rampup.errors import ConfigError, ResumeMismatchError
 from rampup.lm.decode import decode, prefill
 from rampup.lm.train import language_model, learning_rate, optimizer, ramp_before
@@ -78,7 +78,8 @@ class LoadedRun:
         for holds, name, value, legal in limits:
             if not holds:
                 raise ConfigError(f"{name}={value} must be {legal}", key=name)
-        start = list(prompt.encode()) or [ord("\n")]
+        # The command line passes bytes that are not UTF-8 as surrogates.
+        start = list(prompt.encode(errors="surrogateescape")) or [ord("\n")]
         tokens = np.zeros(len(start) + num_tokens, np.int32)
         tokens[: len(start)] = start
         found = _sample(
@@ -103,7 +104,7 @@ def load(path: str | Path) -> LoadedRun:
 
     Raises:
         ConfigError: there is no checkpoint.
-        ResumeMismatchError: the checkpoint is damaged.
+        ResumeMismatchError: the checkpoint is damaged, or the configuration in the folder is of another model.
     """
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax warns that nothing will be written.
     path = absolute_path(path, follow=False)
@@ -133,6 +134,11 @@ def load(path: str | Path) -> LoadedRun:
             tree = _restore(manager, step, _on_one_device(manager.item_metadata(step).state))
             return LoadedRun(folder=folder, step=step, params=tree.get("params"), state=tree, config=None, model=None)
         config = load_config(run / CONFIG_FILE)
+        known = {**IDENTITY_DEFAULTS, **record}
+        changed = {key: (known[key], value) for key, value in config.identity().items() if known[key] != value}
+        if changed:
+            table = "; ".join(f"{key}: {old!r} in the checkpoint, {new!r} there" for key, (old, new) in changed.items())
+            raise ResumeMismatchError(f"{run / CONFIG_FILE} is not of the checkpoint {folder}: {table}", key=min(changed))
         model = language_model(config)
         shapes = jax.eval_shape(functools.partial(_init_state, config, model, ramp))
         tree = _restore(

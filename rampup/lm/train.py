@@ -74,6 +74,8 @@ def train(config: Config, on_event: OnEvent = ignore_event) -> Summary:
     Raises:
         RampupError: before any work, if the configuration cannot be run here.
     """
+    if not isinstance(config, Config):
+        raise ConfigError(f"train takes a Config, not a {type(config).__name__}; read a file with rampup.load_config(PATH)")
     join(
         coordinator_address=config.coordinator_address,
         num_processes=None if config.num_processes == -1 else config.num_processes,

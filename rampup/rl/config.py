@@ -19,7 +19,7 @@ from rampup.config.files import ConfigFile
 from rampup.config.key import Settings, key
 from rampup.config.load import load_settings, names_in
 from rampup.config.schema import KEYS as RAMP_KEYS
-from rampup.config.schema import head_problems
+from rampup.config.schema import head_problems, keys_for_alias
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, MAX_SAMPLES, to_yaml_number
@@ -240,7 +240,9 @@ def is_rollout_file(path: str | Path) -> bool:
     Raises:
         ConfigError: If the file cannot be read.
     """
-    rollout, names = {name.partition(".")[0] for name in ROLLOUT_KEYS} | set(ROLLOUT_KEYS), names_in(path)
+    rollout = {name.partition(".")[0] for name in ROLLOUT_KEYS} | set(ROLLOUT_KEYS)
+    # A name that other systems use, such as batch_size, tells nothing.
+    names = {name for name in names_in(path) if not keys_for_alias(name)}
     return len(names & (rollout - set(RAMP_KEYS))) > len(names & (set(RAMP_KEYS) - rollout))
 
 

@@ -16,6 +16,7 @@ import logging
 import re
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -294,6 +295,7 @@ class Checkpoints:
             action()
         except Exception as error:  # noqa: BLE001 - what a full disk raises depends on the library and its version
             step, self._writing = self._writing, None
+            warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)  # Orbax drops the rest.
             # A manager whose write has failed raises that error again in every later call, so a new one takes its place.
             with contextlib.suppress(Exception):
                 self._manager.close()
@@ -350,16 +352,21 @@ def _as_tree(state: Any) -> dict[str, Any]:
 def _silence_late_callbacks() -> None:
     """Keep tensorstore's threads from printing a traceback for every file of a failed read or write.
 
-    Orbax reports the failure itself and closes its event loop. The callbacks of the other files then find it closed.
+    Orbax reports the failure itself and closes its event loop. The callbacks of the other files then find it closed. Where that
+    surfaces depends on the thread.
     """
-    shown = sys.excepthook
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-        if not late and not (isinstance(error, ImportError) and "sys.meta_path is None" in str(error)):
-            shown(kind, error, trace)
+    def quiet(shown: Callable[..., Any], error_of: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(*raised: Any) -> None:
+            error = error_of(*raised)
+            late = isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+            if not late and not (isinstance(error, ImportError) and "sys.meta_path is None" in str(error)):
+                shown(*raised)
 
-    sys.excepthook = hook
+        return hook
+
+    sys.excepthook = quiet(sys.excepthook, lambda kind, error, trace: error)
+    sys.unraisablehook = quiet(sys.unraisablehook, lambda unraisable: unraisable.exc_value)
 
 
 def write_checksums(folder: Path) -> None:

@@ -386,8 +386,8 @@ class Loop:
         return Summary(
             steps=done,
             consumed_samples=self.plan.ramp.samples_before(done),
-            first_loss=lines[0]["loss"] if lines else None,
-            final_loss=lines[-1]["loss"] if lines else None,
+            first_loss=lines[0].get("loss") if lines else None,
+            final_loss=lines[-1].get("loss") if lines else None,
             num_compilations=self.step.num_compilations,
             ramp_steps=self.plan.ramp.ramp_steps,
             tokens_per_second=metrics.tokens_per_second,
@@ -425,7 +425,8 @@ def stop_requests(on_request: Callable[[], None] = lambda: None) -> Iterator[Cal
         nonlocal requested
         requested = True
         signal.signal(number, before[number])
-        threading.Thread(target=on_request, daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # The system has no thread left; the run stops all the same.
+            threading.Thread(target=on_request, daemon=True).start()
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import json
 import os
 import re
@@ -43,7 +44,7 @@ class StepLog:
         writes: False in a process that leaves the file to another one.
 
     Raises:
-        StorageError: the file cannot be created.
+        StorageError: the file cannot be read or created.
     """
 
     def __init__(self, path: Path, *, keep_below: int, writes: bool = True) -> None:
@@ -54,7 +55,10 @@ class StepLog:
         self._uploaded = -UPLOAD_SECONDS
         if not writes:
             return
-        kept = [line for line in read_lines(path) if line["step"] < keep_below]
+        try:
+            kept = [line for line in read_lines(path) if line["step"] < keep_below]
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
         if is_bucket(path):
             self._content = "".join(json.dumps(line) + "\n" for line in kept).encode()
             self.sync()
@@ -84,7 +88,7 @@ class StepLog:
         """Wait until every line is on disk.
 
         Raises:
-            StorageError: the disk is full; the lines stay in memory.
+            StorageError: the disk is full, and the lines stay in memory; or the file is gone.
         """
         if self._file is not None or self._content is not None:
             try:
@@ -95,6 +99,8 @@ class StepLog:
                 self._write_out()
                 # A checkpoint may follow: after a power cut it must not be newer than the lines of its steps.
                 os.fsync(self._file)
+                if not os.fstat(self._file).st_nlink:
+                    raise FileNotFoundError(errno.ENOENT, "it was deleted or replaced during the run")
             except OSError as error:
                 raise StorageError(f"{self.path} cannot be written: {error.strerror or error}") from error
 

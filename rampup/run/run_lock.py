@@ -79,10 +79,10 @@ class _Lock:
         # Written under a name of its own and then linked: a link is atomic, also on NFS, and no lock is seen half written.
         own = self._path.with_name(f"{LOCK_FILE}.{self._token}")
         try:
-            own.write_text(json.dumps({**_identity(), "token": self._token, "since": time.strftime("%Y-%m-%d %H:%M:%S")}))
-        except OSError as error:
-            return f"cannot write in {self._path.parent}: {error.strerror or error}"
-        try:
+            try:
+                own.write_text(json.dumps({**_identity(), "token": self._token, "since": time.strftime("%Y-%m-%d %H:%M:%S")}))
+            except OSError as error:
+                return f"cannot write in {self._path.parent}: {error.strerror or error}"
             while not _link(own, self._path):
                 owner = _read(self._path)
                 if owner is None:
@@ -91,8 +91,13 @@ class _Lock:
                     return _refusal(self._path, owner)
                 self._remove(owner)
         finally:
-            own.unlink(missing_ok=True)
-        threading.Thread(target=self._beat, name="rampup-run-lock", daemon=True).start()
+            with contextlib.suppress(OSError):
+                own.unlink()
+        try:
+            threading.Thread(target=self._beat, name="rampup-run-lock", daemon=True).start()
+        except RuntimeError as error:
+            self.release()
+            return f"cannot keep {self._path}: {error}; the limit of threads is reached (ulimit -u)"
         return ""
 
     def release(self) -> None:
@@ -112,9 +117,9 @@ class _Lock:
         mine = _identity()
         if owner.get("machine") == mine["machine"]:
             return _started(owner.get("pid")) != owner.get("started")
-        # The clocks of two hosts may differ, so both times are the file system's.
-        seen = None
-        while True:
+        # The clocks of two hosts may differ, so both times are the file system's. It may have been set back since.
+        seen, end = None, time.monotonic() + STALE_SECONDS
+        while time.monotonic() < end:
             try:
                 touched = self._path.stat().st_mtime
                 os.utime(own)
@@ -127,6 +132,7 @@ class _Lock:
                 return False
             seen = touched
             time.sleep(HEARTBEAT_SECONDS / 5)
+        return True
 
     def _remove(self, owner: dict[str, Any]) -> None:
         """Delete the file of a dead owner, and not that of a process that was faster."""

@@ -203,7 +203,7 @@ class TrainProgress:
                 self._bar.stop()
                 if event.interrupted:
                     steps = format_count(event.steps, "step")
-                    unsaved = "nothing is saved, because checkpoints are off"
+                    unsaved = "no checkpoint has its last state" if event.steps else "there is nothing to save"
                     self._console.print(f"stopped after {steps}; {self._resume(event.folder) if event.is_saved else unsaved}")
             case events.StopRequested():
                 self._console.print("stopping after this step; Ctrl-C again stops at once and saves nothing")

@@ -1,5 +1,7 @@
 """Tests of rampup.config.load."""
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,6 +140,12 @@ def test_missing_files_are_refused(tmp_path):
         load_config(tmp_path)
     with pytest.raises(ConfigError, match=r"did you mean bloom_176b\.yml"):
         load_config("bloom_176.yml")
+    os.mkfifo(tmp_path / "pipe")  # such as <(COMMAND) of a shell
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        load_config(tmp_path / "pipe")
+    (tmp_path / "config.yml").write_text("steps: 1\n")
+    with pytest.raises(ConfigError, match=r"is a folder, not a file; the configuration of this run is .*config\.yml"):
+        load_config(tmp_path)
 
 
 @given(st.dictionaries(st.sampled_from(sorted(KEYS)), st.text(max_size=12), max_size=4))

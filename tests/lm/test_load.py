@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,6 +86,16 @@ def test_load_refuses_a_damaged_checkpoint(run, tmp_path):
     assert rampup.load(copy).step == 3
 
 
+def test_load_refuses_an_edited_configuration(run, tmp_path):
+    """The error names the key with both values, and is not the checkpoint library's own."""
+    copy = shutil.copytree(run, tmp_path / "copy")
+    text = (copy / "config.yml").read_text()
+    (copy / "config.yml").write_text(text.replace("base_emb_dim: 16", "base_emb_dim: 32"))
+    with pytest.raises(ResumeMismatchError, match="base_emb_dim: 16 in the checkpoint, 32 there") as caught:
+        rampup.load(copy)
+    assert caught.value.key == "base_emb_dim"
+
+
 def test_generate_samples_text(run):
     """The same seed gives the same text; temperature 0 the most probable bytes, computed one by one."""
     loaded = rampup.load(run)
@@ -113,6 +124,22 @@ def test_generate_command(run, capsys):
     assert (found["prompt"], found["step"], found["seed"]) == ("def f", 6, 0)
     assert main(["generate", str(run), "--prompt", "def f", "--tokens", "5", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == f"def f{found['text']}\n"
+
+
+def test_generate_takes_any_bytes_and_prints_on_any_output(run):
+    """A prompt that is not UTF-8, on an output that is ASCII."""
+    prompt = b"\xff\xe9"
+    command = [sys.executable, "-m", "rampup", "generate", str(run), "--tokens", "3", "--prompt", prompt]
+    ended = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith(rb"\udcff\udce9")
+
+
+def test_train_takes_a_configuration_only():
+    """The path of a file is an error that says how to read it."""
+    for call in (rampup.train, rampup.build_plan):
+        with pytest.raises(ConfigError, match=r"takes a Config, not a str; read a file with rampup.load_config"):
+            call("configs/base.yml")
 
 
 def test_train_prints_nothing(tmp_path, capfd):

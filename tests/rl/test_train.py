@@ -202,6 +202,14 @@ def test_what_cannot_be_trained_is_refused_before_any_work(settings, key, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+def test_a_name_of_other_systems_makes_no_rollout(tmp_path):
+    """`batch_size` is a key of rollouts, but also what people call the batch of a language model."""
+    (tmp_path / "my.yml").write_text("batch_size: 8\n")
+    assert not is_rollout_file(tmp_path / "my.yml")
+    (tmp_path / "my.yml").write_text("batch_size: 8\nmini_batch_size: 4\n")
+    assert is_rollout_file(tmp_path / "my.yml")
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     """Other sizes of the rollouts or another model: an error that names what changed, and the run stays as it is."""
     rl.train(config_of(tmp_path, num_batches=1, eval_interval=-1))

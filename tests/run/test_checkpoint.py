@@ -1,6 +1,7 @@
 """Tests of rampup.run.checkpoint."""
 
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -123,3 +124,17 @@ def test_a_failed_save_is_one_sentence(tmp_path, monkeypatch, capsys):
     )
     sys.excepthook(RuntimeError, RuntimeError("Event loop is closed"), None)
     assert capsys.readouterr().err == ""
+
+
+def test_late_callbacks_print_nothing_and_other_errors_do(tmp_path, monkeypatch):
+    """An error of the library's threads may surface in either hook of the interpreter."""
+    shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda *raised: shown.append(raised[1]))
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: shown.append(raised.exc_value))
+    checkpoint._silence_late_callbacks.cache_clear()
+    Checkpoints(tmp_path)
+    late, other = RuntimeError("Event loop is closed"), RuntimeError("another")
+    for error in (late, other):
+        sys.excepthook(type(error), error, None)
+        sys.unraisablehook(SimpleNamespace(exc_value=error))
+    assert shown == [other, other]

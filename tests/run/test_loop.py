@@ -322,7 +322,31 @@ def test_a_run_without_checkpoints_says_that_nothing_is_saved(parts, tmp_path):
 
     loop = own_loop(parts, tmp_path, on_event=on_event, checkpoints=CheckpointOptions())
     loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
-    assert "nothing is saved, because checkpoints are off" in console.file.getvalue()
+    assert "steps; no checkpoint has its last state" in console.file.getvalue()
+
+
+def test_a_run_that_stops_before_its_first_step_has_nothing_to_save(parts, tmp_path):
+    """Ctrl-C during the setup: checkpoints are on, and the reason is that there is nothing yet."""
+    mesh, _, step = parts
+    console = Console(file=io.StringIO(), width=120)
+    progress = rampup.TrainProgress(console)
+
+    def on_event(event):
+        progress(event)
+        if isinstance(event, RunStarted):
+            signal.raise_signal(signal.SIGTERM)
+
+    own_loop(parts, tmp_path, on_event=on_event).run(create_state(toy.new_params(mesh), step.tx, mesh))
+    assert "stopped after 0 steps; there is nothing to save" in console.file.getvalue()
+
+
+def test_metrics_that_other_programs_wrote_do_not_end_a_run(parts, tmp_path):
+    """The first line may lack a loss; the summary of a run that has trained is printed all the same."""
+    run(parts, tmp_path, stop_after=8)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join(['{"step": 0}', *lines[1:], ""]))
+    summary, _ = run(parts, tmp_path)
+    assert (summary.steps, summary.first_loss) == (STEPS, None)
 
 
 def test_resume_with_another_model_names_the_leaves_that_differ(parts, tmp_path):

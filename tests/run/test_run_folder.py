@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rampup.errors import ConfigError
+from rampup.errors import ConfigError, StorageError
 from rampup.run.run_folder import StepLog, read_lines, run_folder
 
 
@@ -26,6 +26,25 @@ def test_step_log_flushes_each_line(tmp_path):
     log.write({"step": 0})
     assert [line["step"] for line in read_lines(log.path)] == [0]
     log.close()
+
+
+def test_step_log_notices_that_its_file_is_gone(tmp_path):
+    """Lines in a file that was deleted, or that an editor replaced, are lost; a run must not end as if it had them."""
+    log = StepLog(tmp_path / "metrics.jsonl", keep_below=0)
+    log.write({"step": 0})
+    log.sync()
+    (tmp_path / "other").write_text("")
+    (tmp_path / "other").replace(log.path)
+    with pytest.raises(StorageError, match="deleted or replaced"):
+        log.sync()
+    log.close()
+
+
+def test_step_log_refuses_what_is_no_file(tmp_path):
+    """The error names the path."""
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be read"):
+        StepLog(tmp_path / "metrics.jsonl", keep_below=0)
 
 
 def test_run_folder_of_a_name_is_found_again(tmp_path):

@@ -1,5 +1,6 @@
 """Tests of rampup.run.run_lock: one run, one owner."""
 
+import errno
 import json
 import os
 import signal
@@ -91,6 +92,23 @@ def test_a_lock_of_another_host_needs_signs_of_life(tmp_path, monkeypatch):
         pass
 
 
+def test_a_lock_from_the_future_does_not_hold_for_ever(tmp_path, monkeypatch):
+    """The clock was wrong when another host touched it: nobody touches it now, so it is taken over as soon as any other."""
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr(run_lock, "STALE_SECONDS", 0.5)
+    lock(tmp_path, host="elsewhere", machine="elsewhere")
+    future = time.time() + 100_000
+    os.utime(tmp_path / LOCK_FILE, (future, future))
+    taken = threading.Event()
+
+    def take():
+        with own_run(tmp_path):
+            taken.set()
+
+    threading.Thread(target=take, daemon=True).start()
+    assert taken.wait(60)
+
+
 @pytest.mark.parametrize("content", ["", "[1]", "{", '{"machine": null, "pid": "x"}'])
 def test_a_lock_that_cannot_be_read_is_judged_by_its_age(tmp_path, content):
     """A file system that lost its content is no reason to give up for ever."""
@@ -117,6 +135,28 @@ def test_of_many_processes_one_takes_over(tmp_path):
         for process in processes:
             process.kill()
             process.wait()
+
+
+def test_nothing_stays_of_a_lock_that_could_not_be_taken(tmp_path, monkeypatch):
+    """A disk that is full, or a system without another thread: the error says so, and the next process finds no lock."""
+
+    def fail(*_, **__):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(ConfigError, match="can't start new thread; the limit of threads"), own_run(tmp_path):
+            pass
+    with monkeypatch.context() as patch:
+        patch.setattr(run_lock.Path, "write_text", _write_a_part)
+        with pytest.raises(ConfigError, match="No space left"), own_run(tmp_path):
+            pass
+    assert os.listdir(tmp_path) == []
+
+
+def _write_a_part(path, text):
+    path.write_bytes(text[:1].encode())
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_no_hard_links(tmp_path, monkeypatch):
