@@ -135,7 +135,7 @@ def load(path: str | Path) -> LoadedRun:
             return LoadedRun(folder=folder, step=step, params=tree.get("params"), state=tree, config=None, model=None)
         config = load_config(run / CONFIG_FILE)
         known = {**IDENTITY_DEFAULTS, **record}
-        changed = {key: (known[key], value) for key, value in config.identity().items() if known[key] != value}
+        changed = {key: (known[key], value) for key, value in config.identity().items() if known.get(key, value) != value}
         if changed:
             table = "; ".join(f"{key}: {old!r} in the checkpoint, {new!r} there" for key, (old, new) in changed.items())
             raise ResumeMismatchError(f"{run / CONFIG_FILE} is not of the checkpoint {folder}: {table}", key=min(changed))
