@@ -16,6 +16,7 @@ import logging
 import re
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -217,7 +218,15 @@ class Checkpoints:
         content = {"version": RECORD_VERSION, "step": step, **record}
         self._writing = step
         arguments = ocp.args.Composite(state=ocp.args.StandardSave(_as_tree(state)), record=ocp.args.JsonSave(content))
-        self._attempt(lambda: self._manager.save(step, args=arguments, force=True))
+
+        def write() -> None:
+            if is_primary() and not is_bucket(self.folder):
+                # If a folder cannot be made, Orbax's threads would wait ten minutes for it, and the process for them.
+                self.folder.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryDirectory(dir=self.folder).cleanup()
+            self._manager.save(step, args=arguments, force=True)
+
+        self._attempt(write)
         if not self._asynchronous:
             self.wait()
 

@@ -1,6 +1,10 @@
 """Tests of rampup.run.checkpoint."""
 
+import errno
+import os
 import sys
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -124,6 +128,30 @@ def test_a_failed_save_is_one_sentence(tmp_path, monkeypatch, capsys):
     )
     sys.excepthook(RuntimeError, RuntimeError("Event loop is closed"), None)
     assert capsys.readouterr().err == ""
+
+
+def test_nothing_waits_after_a_checkpoint_that_could_not_be_begun(tmp_path, monkeypatch):
+    """Where no folder can be made, no thread is left that keeps the process from ending."""
+    checkpoints, mesh, mkdir = Checkpoints(tmp_path / "checkpoints"), toy.mesh_of("one"), os.mkdir
+    before = set(threading.enumerate())
+
+    def refuse(path, *args, **options):
+        if Path(path).parent == tmp_path / "checkpoints":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        mkdir(path, *args, **options)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    state = create_state(toy.new_params(mesh), optax.sgd(0.1), mesh)
+    with pytest.raises(StorageError, match=r"checkpoint of step 3 could not be written: .*Permission denied"):
+        checkpoints.save(3, state, {})
+    left = [thread for thread in set(threading.enumerate()) - before if not thread.daemon]
+    for thread in left:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in left)
+    monkeypatch.undo()
+    checkpoints.save(4, state, {})
+    checkpoints.wait()
+    assert checkpoints.latest == 4
 
 
 def test_late_callbacks_print_nothing_and_other_errors_do(tmp_path, monkeypatch):
