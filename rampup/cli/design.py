@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import rampup
-from rampup.cli.common import Result, check_output, count_devices, environment
+from rampup.cli.common import Result, add_config_arguments, check_output, count_devices, environment
 from rampup.config.load import COMMAND_LINE
 from rampup.config.schema import Config
 from rampup.errors import ConfigError
@@ -16,10 +16,7 @@ from rampup.run.run_folder import CONFIG_FILE, as_path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `rampup design`."""
-    parser.add_argument("config", metavar="CONFIG.yml|RUN_DIR", help="a configuration file, or the folder of a measured run")
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", default=[], help="settings that take precedence over the file"
-    )
+    add_config_arguments(parser, "CONFIG.yml|RUN_DIR", "a configuration file, or the folder of a measured run")
     parser.add_argument("--train-tokens", metavar="TOKENS", help="tokens of the run to design, such as 300B")
     parser.add_argument(
         "--measured",
