@@ -30,12 +30,21 @@ extensions = [
 templates_path = ["_templates"]
 exclude_patterns = ["_build", "_ext", "_templates"]
 
+
+def remove_generated(*_):
+    """Delete what a build writes below docs/: the copied notebooks and the pages of the API."""
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        (DOCS / "tutorials" / notebook.name).unlink(missing_ok=True)
+    for folder in ("reference/api", "jupyter_execute"):
+        shutil.rmtree(DOCS / folder, ignore_errors=True)
+
+
+# Also before a build, because one that was interrupted leaves them.
+remove_generated()
+
 # The tutorials are the notebooks of the repository. Sphinx reads sources below docs/ only, so they are copied here.
 for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
     shutil.copyfile(notebook, DOCS / "tutorials" / notebook.name)
-
-# Pages of names that no longer exist.
-shutil.rmtree(DOCS / "reference" / "api", ignore_errors=True)
 
 # The tests run the notebooks. RAMPUP_DOCS_NOTEBOOKS=force also runs them here, so that the pages show their output.
 nb_execution_mode = os.environ.get("RAMPUP_DOCS_NOTEBOOKS", "off")
@@ -82,3 +91,8 @@ html_theme_options = {
 }
 html_show_sourcelink = False
 html_copy_source = False
+
+
+def setup(app):
+    """Leave the checkout as it was."""
+    app.connect("build-finished", remove_generated)

@@ -32,7 +32,7 @@ if "rampup" not in packages:
     clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
     if clone is None:
         raise RuntimeError("rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again")
-    source = f"{clone}[notebook,plot]"
+    source = f"{clone}[plot]"
     # Keep the versions of JAX and of the accelerator's driver library that this machine has.
     kept = [f"{name}=={version}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
     constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
@@ -55,9 +55,8 @@ from IPython.display import HTML, display
 
 import rampup
 from rampup.cli import main
-from rampup.packing import balance, imbalance, make_ladder, pack
-from rampup.rl.sizes import Size
-from rampup.rl.updates import Training
+from rampup.rl.packing import make_ladder, pack
+from rampup.rl.sizes import Size, Training
 from rampup.show.figures import draw_batch, draw_memory
 
 found = jax.devices()
@@ -171,7 +170,7 @@ show_table(
 )
 
 # %% [markdown]
-# A verdict shows what each line of a file means, how a step flows, and which advice of the system's guide holds.
+# A verdict shows what each line of a file means.
 
 # %%
 verdicts["trlx"]
@@ -273,7 +272,7 @@ except rampup.RampupError as error:
 #
 # Responses differ in length. If each is padded to the longest, most of the work is padding. `pack` fills microbatches
 # up to a token budget. They have a few shapes, each of which is compiled once, and every replica gets the same
-# number. `balance` divides the sequences so that all replicas have the same amount of work.
+# number.
 
 # %%
 # @title Lengths, budget and replicas
@@ -285,10 +284,6 @@ lengths = np.clip(np.random.default_rng(0).lognormal(6.3, 0.8, SEQUENCES), 32, T
 packed = pack(lengths, TOKEN_BUDGET, make_ladder(TOKEN_BUDGET, 4), num_replicas=REPLICAS)
 padded = 1 - lengths.sum() / (lengths.max() * len(lengths))
 print(f"padded to the longest: {padded:.0%} padding; packed: {packed.padding_fraction:.1%}, shapes {packed.shapes}")
-in_order = [range(start, SEQUENCES, REPLICAS) for start in range(REPLICAS)]
-parts = balance(lengths, REPLICAS)
-print(f"excess of the busiest replica over the mean: in order {imbalance(lengths, in_order):.1%}, ", end="")
-print(f"balanced {imbalance(lengths, parts):.1%}")
 
 # %%
 # @title The microbatches and their sequences

@@ -18,7 +18,7 @@ from nbformat.v4 import new_markdown_cell, new_notebook
 FOLDER = Path(__file__).resolve().parent
 NAMES = ("quickstart", "pipeline", "batch_sizes_explained", "rl")
 BADGE, INSTALL = "badge", "install"
-EXTRAS = "notebook,plot"
+EXTRAS = "plot"
 METADATA = {
     "jupytext": {"formats": "ipynb,py:percent"},
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

@@ -33,7 +33,7 @@ if "rampup" not in packages:
     clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
     if clone is None:
         raise RuntimeError("rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again")
-    source = f"{clone}[notebook,plot]"
+    source = f"{clone}[plot]"
     # Keep the versions of JAX and of the accelerator's driver library that this machine has.
     kept = [f"{name}=={version}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
     constraints = Path(tempfile.mkdtemp()) / "constraints.txt"

@@ -38,7 +38,7 @@ if "rampup" not in packages:
     clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
     if clone is None:
         raise RuntimeError("rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again")
-    source = f"{clone}[notebook,plot]"
+    source = f"{clone}[plot]"
     # Keep the versions of JAX and of the accelerator's driver library that this machine has.
     kept = [f"{name}=={version}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
     constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
@@ -311,7 +311,7 @@ import signal
 import tempfile
 from pathlib import Path
 
-from rampup.run.events import StepDone
+from rampup.loop.events import StepDone
 
 folder = Path(tempfile.mkdtemp())
 STOP_AFTER_STEP = 40  # @param {type:"integer"}

@@ -33,7 +33,7 @@ if "rampup" not in packages:
     clone = next((folder for folder in folders if (folder / "rampup" / "plan").is_dir()), None)
     if clone is None:
         raise RuntimeError("rampup is not installed; copy its repository here, %cd to its notebooks, and run this cell again")
-    source = f"{clone}[notebook,plot]"
+    source = f"{clone}[plot]"
     # Keep the versions of JAX and of the accelerator's driver library that this machine has.
     kept = [f"{name}=={version}" for name, version in packages.items() if name.startswith("jax") or name == "libtpu"]
     constraints = Path(tempfile.mkdtemp()) / "constraints.txt"
@@ -54,7 +54,7 @@ from matplotlib import pyplot as plt
 
 from rampup.rl import RolloutConfig, RolloutOptions, RolloutPlan, Size, Training, rollout_step, split_policy
 from rampup.rl.train import train
-from rampup.run import make_mesh
+from rampup import make_mesh
 
 print(f"found {jax.device_count()} device(s): {jax.devices()[0].device_kind}; JAX {jax.__version__}")
 mesh = make_mesh(devices=jax.devices()[:1])

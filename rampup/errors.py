@@ -20,7 +20,7 @@ class RampupError(Exception):
         key: the configuration key to change, or None.
         nearest: legal values near the rejected one, smallest first.
         alternatives: legal values of other keys, each of which would also solve the problem.
-        problems: the individual errors, if this one combines several (see `raise_together`). Otherwise empty.
+        problems: the individual errors, if `raise_together` combined several or closed the message. Otherwise empty.
     """
 
     def __init__(self, message: str, *, key: str | None = None, nearest: Sequence[object] = ()) -> None:
@@ -35,7 +35,7 @@ class RampupError(Exception):
 
 
 class ConfigError(RampupError, ValueError):
-    """An invalid configuration: an unknown key, a bad value, or a file that cannot be read.
+    """An invalid configuration: an unknown key, a bad value, or a file that cannot be read. Its subclasses say what is invalid.
 
     Attributes:
         path: the file that the value came from, or another source such as the command line.
@@ -57,11 +57,11 @@ class ConfigError(RampupError, ValueError):
         self.line = line
 
 
-class RampDefinitionError(RampupError, ValueError):
+class RampDefinitionError(ConfigError):
     """An invalid ramp definition (thresholds, increments, or their order)."""
 
 
-class BatchDivisibilityError(RampupError, ValueError):
+class BatchDivisibilityError(ConfigError):
     """A batch size that cannot be split as configured.
 
     Attributes:
@@ -84,7 +84,7 @@ class BatchDivisibilityError(RampupError, ValueError):
         super().__init__(message, key=key, nearest=nearest)
 
 
-class PipelineShapeError(RampupError, ValueError):
+class PipelineShapeError(ConfigError):
     """An inconsistent combination of pipeline stages, repeats, layers and microbatches."""
 
 
@@ -117,12 +117,14 @@ class MissingDependencyError(RampupError, ImportError):
 
 
 def choice_error(name: str, value: object, choices: Sequence[str]) -> ConfigError:
-    """Return the error about a value that is none of the legal ones."""
+    """Return the error about an illegal value."""
     return ConfigError(f"{name}={repr(value)[:60]} must be one of {', '.join(choices)}", key=name, nearest=tuple(choices))
 
 
-def raise_together(problems: Sequence[RampupError]) -> None:
+def raise_together(problems: Sequence[RampupError], closing: str = "") -> None:
     """Raise all problems as one error of the first problem's type. Do nothing if there are none.
+
+    `closing` ends the message: what could not be checked because of these problems.
 
     Example:
         >>> raise_together([])
@@ -135,13 +137,16 @@ def raise_together(problems: Sequence[RampupError]) -> None:
     flat = [part for problem in problems for part in problem.problems or (problem,)]
     if not flat:
         return
-    if len(flat) == 1:
+    if len(flat) == 1 and not closing:
         raise flat[0]
     combined = copy.copy(flat[0])
     lines = [f"  {number}. {problem}" for number, problem in enumerate(flat[:MAX_LISTED], start=1)]
     if len(flat) > MAX_LISTED:
         lines.append(f"  and {len(flat) - MAX_LISTED:,} more")
-    combined.args = ("\n".join([f"{len(flat)} problems:", *lines]),)
+    if len(flat) == 1:
+        combined.args = (f"{flat[0]}; {closing}",)
+    else:
+        combined.args = ("\n".join([f"{len(flat)} problems:", *lines, *([closing] if closing else [])]),)
     combined.problems = tuple(flat)
     raise combined
 
@@ -150,3 +155,9 @@ def _rebuild(cls: type[RampupError], args: tuple[Any, ...], state: dict[str, Any
     error = cls.__new__(cls, *args)
     error.__dict__.update(state)
     return error
+
+
+def a_type(value: object) -> str:
+    """Return the name of a value's type with its article, such as "an Optimizer"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeio' else 'a'} {name}"

@@ -9,7 +9,7 @@ import tempfile
 if "PYTEST_XDIST_WORKER" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="rampup-test-cache-")
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 # Commands that tests start need not re-execute themselves to set it.
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
@@ -43,7 +43,7 @@ def optimized():
 ON_REQUEST = {"bench", "faults", "notebooks", "slow", "tpu_compile"}
 
 # Long files come first: with `--dist loadfile`, a long one at the end leaves the other workers without work.
-FIRST = ("lm", "rl", "run", "cli", "faults", "tune")
+FIRST = ("lm", "rl", "engine", "cli", "faults", "loop", "tune")
 
 
 def pytest_configure(config):

@@ -5,20 +5,15 @@ import pickle
 import pytest
 
 from rampup import errors
-from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError, raise_together
+from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError, a_type, raise_together
 
 
 def test_errors_derive_from_builtins():
-    """Each error is also the built-in exception that a caller would expect."""
-    for name in (
-        "ConfigError",
-        "RampDefinitionError",
-        "BatchDivisibilityError",
-        "PipelineShapeError",
-        "ResumeMismatchError",
-        "DataError",
-    ):
-        assert issubclass(getattr(errors, name), (RampupError, ValueError))
+    """Each error is also the built-in exception that a caller would expect, and a bad ramp, split or pipeline a ConfigError."""
+    for name in ("ConfigError", "ResumeMismatchError", "DataError"):
+        assert {RampupError, ValueError} <= set(getattr(errors, name).__mro__)
+    for name in ("RampDefinitionError", "BatchDivisibilityError", "PipelineShapeError"):
+        assert issubclass(getattr(errors, name), ConfigError)
     assert issubclass(errors.MissingDependencyError, ImportError)
 
 
@@ -51,3 +46,8 @@ def test_errors_can_be_pickled():
     error = BatchDivisibilityError("no", value=10, divisor=4, key="k")
     copy = pickle.loads(pickle.dumps(error))
     assert (copy.nearest_below, copy.nearest_above, copy.key, str(copy)) == (8, 12, "k", "no")
+
+
+def test_types_have_their_article():
+    """Messages say "an int" and "a str"."""
+    assert (a_type(1), a_type("x")) == ("an int", "a str")

@@ -2,8 +2,8 @@
 
 import ast
 import graphlib
-import importlib
-import re
+import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,16 +14,19 @@ import rampup
 
 PACKAGE = Path(__file__).parent.parent / "rampup"
 FLOORS = [
-    {"errors", "moved", "notebook_repr"},
-    {"plan", "packing"},
+    {"errors"},
+    {"plan"},
+    {"batch_size"},
     {"config"},
-    {"run"},
-    {"lm", "rl", "tune", "dialects", "show"},
-    {"bench"},
+    {"engine"},
+    {"data"},
+    {"loop"},
+    {"lm", "rl", "inspection", "tune", "dialects", "show"},
+    {"integrations"},
     {"cli"},
     {"__main__"},
 ]
-PURE = ("errors.py", "packing.py", "plan", "config")
+PURE = ("errors.py", "plan", "batch_size", "config")
 RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.stem != "__init__")
 
@@ -39,11 +42,8 @@ def imported(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_point_down(path):
-    """Errors < plan, packing < config < run < lm, rl, tune, dialects, show < bench < cli; never up."""
+    """Errors < plan < batch_size < config < engine < data < loop < lm, rl, tune, ..., show < integrations < cli; never up."""
     own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if own == "notebook_repr":  # the documented exception: it imports `show` when a notebook asks for the HTML
-        assert set(imported(path)) == {"rampup.show.notebook"}
-        return
     for name in imported(path):
         if name.startswith("rampup."):
             other = name.split(".")[1]
@@ -72,28 +72,96 @@ def module_name(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [path for path in MODULES if path.relative_to(PACKAGE).parts[0] in ("plan", "config", "errors.py", "packing.py")],
-    ids=str,
-)
+@pytest.mark.parametrize("path", [path for path in MODULES if path.relative_to(PACKAGE).parts[0] in PURE], ids=str)
 def test_the_pure_floors_are_pure(path):
-    """The plan and the configuration import no jax, no clock and no logging; numpy at most in packing."""
-    allowed = {"numpy"} if path.name == "packing.py" else set()
-    forbidden = {"jax", "flax", "optax", "grain", "orbax", "numpy", "time", "datetime", "logging", "random"} - allowed
+    """The plan and the configuration import no jax, no clock and no logging."""
+    forbidden = {"jax", "flax", "optax", "grain", "orbax", "numpy", "time", "datetime", "logging", "random"}
     assert not forbidden & {name.split(".")[0] for name in imported(path)}
 
 
 def test_import_rampup_imports_no_jax():
-    """`import rampup`, a plan and a check of a file import no jax; `rampup.train_step` does."""
+    """`import rampup`, a plan and a check of a file import no jax; `rampup.train_step` does, and a step that reads rows."""
     code = """
 import sys, rampup
 rampup.build_plan(rampup.Config(), 1), rampup.check_file, rampup.RolloutPlan, rampup.Timetable
 assert "jax" not in sys.modules and "numpy" not in sys.modules
-rampup.train_step
-assert "jax" in sys.modules
+import rampup.engine.step as engine
+assert "jax" in sys.modules and not engine.READERS
+assert rampup.train_step is engine.train_step and set(engine.READERS) == {"batches", "stream"}
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("module", "others"),
+    [
+        ("plan", ("jax", *(f"rampup.{name}" for name in rampup._MODULES if name != "plan"))),
+        ("engine.step", tuple(f"rampup.{name}" for name in ("loop", "data", "show", "cli", "dialects", "rl", "lm", "tune"))),
+    ],
+)
+def test_a_room_does_not_load_those_above_it(module, others):
+    """`import rampup.plan` loads neither jax nor another room, and the compiled step neither data nor a run."""
+    code = f"import sys, rampup.{module}; print([name for name in sys.modules if name.startswith({others!r})])"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+
+
+GUEST = """
+import importlib.util, logging, os, pathlib, signal, sys, threading, warnings
+import flax.nnx, grain, jax, numpy as np, optax, orbax.checkpoint
+
+def globals_of_the_process():
+    loggers = {"": logging.root} | {name: one for name, one in logging.root.manager.loggerDict.items() if hasattr(one, "level")}
+    return {
+        "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook, list(sys.meta_path)),
+        "warnings": list(warnings.filters),
+        "loggers": {name: one.level for name, one in loggers.items() if one.level},
+        "environment": dict(os.environ),
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "constraint": jax.lax.with_sharding_constraint,
+    }
+
+def check(what):
+    after = globals_of_the_process()
+    assert after == before, (what, [name for name in before if after[name] != before[name]])
+
+signal.signal(signal.SIGTERM, lambda number, frame: None)
+before = globals_of_the_process()
+import rampup
+[getattr(rampup, name) for name in rampup.__all__]
+check("import")
+
+ramp = rampup.BatchRamp.from_schedule("0:2 8:4")
+plan = rampup.RampPlan(ramp=ramp, splitter=rampup.BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=6)
+mesh, tx = rampup.make_mesh(), optax.sgd(0.1)
+
+def loss_fn(params, batch, rngs):
+    x = jax.lax.with_sharding_constraint(batch["x"], jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data")))
+    return ((x @ params - 1) ** 2).sum(), x.shape[0], {}
+
+rows = [{"x": np.ones(3, np.float32)} for _ in range(32)]
+batches = lambda start: rampup.step_batches(rows, plan, mesh, start=start, seed=0)
+step, state = rampup.train_step(loss_fn, tx, plan, mesh), rampup.create_state(jax.numpy.zeros(3), tx, mesh)
+for number, batch in zip(range(3), batches(0)):
+    state, _ = step(state, batch)
+check("train_step")
+
+state, folder = rampup.create_state(jax.numpy.zeros(3), tx, mesh), pathlib.Path(sys.argv[1])
+options = rampup.CheckpointOptions(checkpoint_period=3, identity={})
+rampup.Loop(plan=plan, step=step, batches=batches, folder=folder, checkpoints=options).run(state)
+check("Loop")
+assert rampup.load(folder).step == 6
+check("load")
+if importlib.util.find_spec("libtpu"):
+    rampup.topology_devices("v5e:1x1")
+    check("topology_devices")
+"""
+
+
+def test_the_process_of_the_caller_stays_as_it_is(tmp_path):
+    """No import, step, run or load changes hooks, warnings, loggers, the environment, signal handlers or JAX."""
+    environ = os.environ | {"JAX_PLATFORMS": "cpu"}
+    result = subprocess.run([sys.executable, "-c", GUEST, tmp_path / "run"], env=environ, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_public_names_are_listed_alike():
@@ -106,9 +174,22 @@ def test_public_names_are_listed_alike():
     assert all(getattr(rampup, name).__doc__ for name in rampup.__all__)
 
 
-def test_moved_modules_import_with_a_warning():
-    """Every old module name gives the module of today, and the warning names it."""
-    for old, new in rampup.moved.MOVED_MODULES.items():
-        sys.modules.pop(old, None)
-        with pytest.warns(DeprecationWarning, match=f"{re.escape(old)} is now {re.escape(new)}"):
-            assert importlib.import_module(old) is importlib.import_module(new)
+# Keywords that are the user's own: the fields of a state, and the keys of a configuration.
+OWN_KEYWORDS = {"TrainState.replace"}
+
+
+def test_public_signatures_name_their_keywords():
+    """No public function or method takes `**options`, which neither an editor nor `help` can show."""
+    found = set()
+    for name in rampup.__all__:
+        thing = getattr(rampup, name)
+        public = {name: thing} if callable(thing) else {}
+        if inspect.isclass(thing):
+            methods = {method: getattr(thing, method) for method in dir(thing) if not method.startswith("_")}
+            public |= {f"{name}.{method}": value for method, value in methods.items() if callable(value)}
+        for place, value in public.items():
+            if isinstance(value, type(BaseException.add_note)):  # written in C, some without a signature
+                continue
+            kinds = {parameter.kind for parameter in inspect.signature(value).parameters.values()}
+            found |= {place} if inspect.Parameter.VAR_KEYWORD in kinds else set()
+    assert found == OWN_KEYWORDS

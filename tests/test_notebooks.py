@@ -62,7 +62,7 @@ def test_badge_and_install_follow_the_address():
     with_url, notebook = make.make_notebook(py, "pipeline", URL)
     first, _, install, *_ = nbformat.reads(notebook, 4).cells
     assert "(https://colab.research.google.com/github/owner/rampup/blob/main/notebooks/pipeline.ipynb)" in first.source
-    assert f'"rampup[notebook,plot] @ git+{URL}"' in install.source
+    assert f'"rampup[plot] @ git+{URL}"' in install.source
     assert make.make_notebook(with_url, "pipeline", URL) == (with_url, notebook)
     assert make.make_notebook(with_url, "pipeline", make.repository((ROOT / "pyproject.toml").read_text())) == (py, ipynb)
 
@@ -103,7 +103,7 @@ def test_install_keeps_the_machines_jax(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     packages = {"jax": "0.7.2", "jaxlib": "0.7.2", "jax-cuda12-plugin": "0.7.2", "libtpu": "0.0.21.1", "numpy": "2.0"}
     (command,) = install(monkeypatch, URL, packages)
-    constraints = re.fullmatch(r'install -q -c (\S+) "rampup\[notebook,plot\] @ git\+' + URL + '"', command)[1]
+    constraints = re.fullmatch(r'install -q -c (\S+) "rampup\[plot\] @ git\+' + URL + '"', command)[1]
     kept = ["jax==0.7.2", "jaxlib==0.7.2", "jax-cuda12-plugin==0.7.2", "libtpu==0.0.21.1"]
     assert Path(constraints).read_text().splitlines() == kept
 
@@ -112,7 +112,7 @@ def test_install_from_the_clone(monkeypatch, tmp_path):
     """Without an address, the cell installs the clone that contains the notebook; outside of a clone it is an error."""
     monkeypatch.chdir(FOLDER)
     (command,) = install(monkeypatch, None, {})
-    assert command.endswith(f'"{ROOT.resolve()}[notebook,plot]"')
+    assert command.endswith(f'"{ROOT.resolve()}[plot]"')
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RuntimeError, match="rampup is not installed; copy its repository"):
         install(monkeypatch, None, {})
@@ -146,8 +146,8 @@ def test_quickstart_compiles_for_the_chip_of_colab():
     import numpy as np
 
     import rampup
-    from rampup.run.compile import compile_for, topology_devices
-    from rampup.run.mesh import make_mesh, replicated
+    from rampup.engine.mesh import make_mesh, replicated
+    from rampup.tune.topology import compile_for, topology_devices
 
     _, *cells = [cell.source for cell in nbformat.read(FOLDER / "quickstart.ipynb", 4).cells if cell.cell_type == "code"]
     found = {"__name__": "quickstart"}

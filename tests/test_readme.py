@@ -10,8 +10,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_readme_is_short():
-    """The README has at most 200 lines and 1,800 words."""
-    assert len(README.splitlines()) <= 200
+    """The README has at most 170 lines and 1,800 words."""
+    assert len(README.splitlines()) <= 170
     assert len(README.split()) <= 1_800
 
 

@@ -18,35 +18,56 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 NOT_PRESETS = ("base", "rl")
 
 
+# The keys that the tutorials and most runs set, in the order in which one meets them.
+COMMON = (
+    "run_name",
+    "steps",
+    "batch_size_schedule",
+    "enable_rampup_batch_size",
+    "per_device_batch_size_start",
+    "per_device_batch_size_increment",
+    "per_device_batch_size",
+    "global_rampup_samples",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "batch_scaling",
+    "ici_data_parallelism",
+    "ici_fsdp_parallelism",
+    "num_pipeline_microbatches",
+    "dataset_type",
+    "eval_interval",
+    "checkpoint_period",
+    "measure_gradient_noise",
+)
+
+
 def configuration_keys() -> str:
-    """Return every key of base.yml."""
-    return _keys(BASE_FILE)
+    """Return every key of base.yml: first the common ones, then the others, folded by section."""
+    common = [line for name in COMMON for line in _key(BASE_FILE, name)]
+    return "\n".join(["## Keys that most runs set", "", *common, "## All other keys", "", *_keys(BASE_FILE, COMMON)])
 
 
 def rollout_keys() -> str:
-    """Return every key of rl.yml."""
-    return _keys(ROLLOUT_FILE)
+    """Return every key of rl.yml, folded by section."""
+    return "\n".join(_keys(ROLLOUT_FILE, ()))
 
 
-def _keys(file: ConfigFile) -> str:
-    """Return the keys of a file as a list of definitions, in the sections of the file."""
+def _keys(file: ConfigFile, without: tuple[str, ...]) -> list[str]:
+    """Return the keys of a file as a list of definitions, in its sections, each of which unfolds."""
     lines: list[str] = []
-    values, defaults, section = file.values, file.defaults, None
-    for name, key in file.keys.items():
-        if key.section != section:
-            section = key.section
-            lines += ["", f"## {section}", ""]
-        default = f"`{yaml_value(defaults[name])}`"
-        if values[name] != defaults[name]:
-            default += f"; `{yaml_value(values[name])}` in `{file.name}`"
-        lines += [
-            f"`{name}`",
-            f": {_escape(describe(key))}",
-            "",
-            f"  *Values:* {_escape(key.expected)}. *Default:* {default}.",
-            "",
-        ]
-    return "\n".join(lines)
+    for section in dict.fromkeys(key.section for key in file.keys.values()):
+        names = [name for name, key in file.keys.items() if key.section == section and name not in without]
+        lines += ["<details>", f"<summary><b>{section}</b>: {len(names)} keys</summary>", ""] if names else []
+        lines += [line for name in names for line in _key(file, name)]
+        lines += ["</details>", ""] if names else []
+    return lines
+
+
+def _key(file: ConfigFile, name: str) -> list[str]:
+    """Return a key as a definition."""
+    key, value, default = file.keys[name], file.values[name], file.defaults[name]
+    shown = f"`{yaml_value(default)}`" + (f"; `{yaml_value(value)}` in `{file.name}`" if value != default else "")
+    return [f"`{name}`", f": {_escape(describe(key))}", "", f"  *Values:* {_escape(key.expected)}. *Default:* {shown}.", ""]
 
 
 def presets() -> str:

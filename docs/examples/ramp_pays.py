@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 
 import rampup
-from rampup.lm.data import sample_order, sources
-from rampup.plan.noise_scale import noise_trace
-from rampup.run.run_folder import METRICS_FILE, read_lines
+from rampup.batch_size.noise_scale import noise_trace
+from rampup.lm.train import sample_order, sources
+from rampup.loop.run_folder import METRICS_FILE, read_lines
 
 FINAL_FRACTION = 0.05
 
@@ -64,7 +64,7 @@ def make_config(args: argparse.Namespace, policy: str, seed: int) -> rampup.Conf
         steps=steps,
         max_target_length=args.length,
         learning_rate=args.learning_rate * math.sqrt(ramp.sizes[-1] / args.small),  # that of the last phase
-        learning_rate_batch_scaling="sqrt",
+        batch_scaling="sqrt",
         learning_rate_clock="samples",
         learning_rate_final_fraction=FINAL_FRACTION,
         warmup_steps_fraction=0.05,
@@ -83,7 +83,7 @@ def noise_scale(checkpoint: Path, rows: int, blocks: int = 64) -> float:
     The estimator is that of `measure_gradient_noise`, with all blocks in one step.
     """
     run = rampup.load(checkpoint)
-    source, _ = sources(run.config)
+    source, _ = sources(run.config.data, run.config.model)
     first = rampup.BatchRamp.from_schedule(run.config.batch_size_schedule).samples_before(run.step)
     order = sample_order(run.config, len(source), first + rows * blocks)
 

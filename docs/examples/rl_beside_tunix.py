@@ -19,10 +19,10 @@ from tunix.rl import rl_cluster
 from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
+from rampup import make_mesh
 from rampup.lm.transformer import LanguageModel
 from rampup.rl import Arithmetic, RolloutOptions, RolloutPlan, Size, Training, rollout_step
 from rampup.rl.tasks import END_TOKEN, decode, encode
-from rampup.run import make_mesh
 
 PROMPTS, RESPONSES, MINI, MICRO, LENGTHS = 32, 8, 16, 8, (6, 4)
 WARM_UP = 2
@@ -75,7 +75,7 @@ def rampup_steps(steps):
         began = time.perf_counter()
         state, facts = step(state, prompts)
         jax.block_until_ready(state.params)
-        yield time.perf_counter() - began, facts["generation_seconds"]
+        yield time.perf_counter() - began, facts["generation_seconds"] + facts["scoring_seconds"]
     print("rampup's programs:", step.compilations)
 
 

@@ -10,15 +10,25 @@ import argparse
 import importlib
 import io
 import json
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from rich.console import Console
 
 import rampup
-from rampup.cli.common import EXIT_CLOSED, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, Result
+from rampup.cli.common import (
+    EXIT_CLOSED,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_REFUSED,
+    Result,
+    enable_huge_pages,
+    skip_absent_tpu,
+)
 from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError, NonFiniteError, RampupError, StorageError
 
@@ -30,20 +40,25 @@ COMMANDS = {
     "timetable": "show a pipeline schedule and its bubble",
     "plot": "draw a plan, its learning rate or pipeline, or the metrics of runs",
     "report": "write a self-contained HTML report of a plan or a run",
-    "bench": "run benchmarks against common alternatives",
     "check": "explain and check another system's configuration",
     "suggest": "show batch sizes by scaling laws, or starting sizes for reinforcement learning",
     "fix": "find the nearest legal configuration, as a patch",
     "explain": "explain a configuration key and its legal values",
-    "completion": "print a shell completion script",
     "design": "design a ramp from the measurements of a run",
     "critical": "find the critical batch size of a run by training branches of it",
     "tune": "find the largest microbatch that fits in memory and the fastest settings",
     "inspect": "show what a compiled program sends between devices, sums, updates and keeps in memory",
     "rows": "show exactly which rows an optimizer step reads",
 }
+# The commands in the order of `rampup --help`.
+GROUPS = {
+    "run": ("train", "generate"),
+    "look": ("plan", "timetable", "plot", "report", "rows", "inspect", "explain"),
+    "choose sizes": ("tune", "suggest", "design", "critical", "fix"),
+    "other systems": ("check",),
+}
 # The commands that compute.
-ON_DEVICES = ("train", "generate", "critical", "tune", "bench")
+ON_DEVICES = ("train", "generate", "critical", "tune")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,13 +87,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         0
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        skip_absent_tpu()
     if argv is None and arguments and arguments[0] in ON_DEVICES:
-        from rampup.cli.huge_pages import enable_huge_pages
-
         enable_huge_pages()
     as_json = "--json" in (arguments[: arguments.index("--")] if "--" in arguments else arguments)
     if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error: an output that is ASCII must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
+    # Orbax logs the failures that it also raises, which are printed here in a sentence, and drops what it had begun.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()  # a closed pipe must be noticed here, and not when the interpreter exits
@@ -125,13 +143,16 @@ def _dispatch(arguments: list[str]) -> int:
         rest, command = rest[: rest.index("--")], rest[rest.index("--") + 1 :]
     args = make_parser(name).parse_intermixed_args(rest)
     args.command = command
-    console = _Console(stderr=args.json, highlight=False, markup=False, soft_wrap=not sys.stdout.isatty())
+    from rampup.show.console import is_for_a_log
+
+    options = {"soft_wrap": not sys.stdout.isatty(), "force_terminal": False if is_for_a_log() else None}
+    console = _Console(stderr=args.json, highlight=False, markup=False, **options)
     result: Result = importlib.import_module(f"rampup.cli.{name}").run(args, console)
     if result.problem is not None:
         _print_error(result.problem, as_json=False)
-    if args.json:
+    if args.json and result.facts is not None:
         print(json.dumps({**({} if result.problem is None else _error_object(result.problem)), **result.facts}))
-    else:
+    elif not args.json:
         result.show(console)
     return result.exit_code
 
@@ -151,6 +172,8 @@ def _print_error(error: Exception, *, as_json: bool) -> None:
 
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
+    groups = (
+        "\n".join([f"{title}:", *(f"  {name:<{width}}  {COMMANDS[name]}" for name in names)]) for title, names in GROUPS.items()
+    )
     end = "rampup COMMAND --help describes a command; rampup --version prints the version."
-    return f"usage: rampup COMMAND CONFIG.yml [key=value ...] [options]\n\n{commands}\n\n{end}"
+    return "\n\n".join(["usage: rampup COMMAND CONFIG.yml [key=value ...] [options]", *groups, end])

@@ -9,6 +9,9 @@ from rampup.cli.common import EXIT_REFUSED, Result
 from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError
 
+# System -> the setting that is the number of devices of its run.
+DEVICES = {"maxtext": "num_devices", "maxtext_rl": "num_devices", "megatron": "world_size"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `rampup check`."""
@@ -27,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from", dest="system", required=True, metavar="SYSTEM", help="maxtext, maxtext_rl, megatron, skyrl, verl or trlx"
     )
-    parser.add_argument("--verbose", action="store_true", help="also print what each size changes, and the advice of guides")
+    parser.add_argument("--devices", type=int, metavar="N", help="check for N devices (maxtext, maxtext_rl and megatron)")
+    parser.add_argument("--verbose", action="store_true", help="also print what each size changes")
     parser.add_argument("--all", action="store_true", help="print all phases of a ramp")
     parser.add_argument("--to", choices=("rampup",), help="also convert what can be expressed")
     parser.add_argument("-o", "--output", metavar="FILE", help="the converted file")
@@ -40,13 +44,19 @@ def run(args: argparse.Namespace, console: object) -> Result:
 
     if (args.to is None) != (args.output is None):
         raise ConfigError("--to and -o FILE belong together", key="to", path=COMMAND_LINE)
+    overrides = list(args.overrides)
+    if args.devices is not None:
+        if args.system not in DEVICES:
+            rule = f"--devices is for {', '.join(DEVICES)}; for {args.system}, set its own keys of devices as key=value"
+            raise ConfigError(rule, key="devices", path=COMMAND_LINE)
+        overrides.append(f"{DEVICES[args.system]}={args.devices}")
     if args.command:
-        settings = [setting for setting in (args.file, *args.overrides) if setting is not None]
+        settings = [setting for setting in (args.file, *overrides) if setting is not None]
         verdict = check_command(args.command, args.system, settings)
     elif args.file is None:
         raise ConfigError("give a file, or a command after `--`", path=COMMAND_LINE)
     else:
-        verdict = check_file(args.file, args.system, args.overrides)
+        verdict = check_file(args.file, args.system, overrides)
     if verdict.ok and args.output is not None:
         write_conversion(verdict, args.output, source=args.file or "")
         print(f"wrote {args.output}", file=sys.stderr)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import importlib.util
 import os
+import platform
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +26,15 @@ if TYPE_CHECKING:
     from rampup.config.schema import Config
     from rampup.rl.config import RolloutConfig
 
-# RAMPUP_HUGE_PAGES=0 leaves the pages as they are; see `rampup.cli.huge_pages`.
+# RAMPUP_HUGE_PAGES=0 leaves the pages as they are; see `enable_huge_pages`.
 SWITCH = "RAMPUP_HUGE_PAGES"
+VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
+FIRST_GLIBC = (2, 35)
+KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+# The device files of TPU chips: accel0 up to v4, vfio/0 since v5e.
+DEVICES, TPU_FILES = Path("/dev"), ("accel[0-9]*", "vfio/[0-9]*")
+# The devices of this machine, and how a TPU names its vendor.
+PCI_DEVICES, GOOGLE = Path("/sys/bus/pci/devices"), "0x1ae0"
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_CLOSED = 1, 2, 130, 141
 
 
@@ -31,7 +42,8 @@ EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_CLOSED = 1, 2, 130, 141
 class Result:
     """What a command returns."""
 
-    facts: Mapping[str, Any]  # printed with `--json`, as one object
+    # Printed with `--json`, as one object; None = nothing, in a process that leaves it to process 0.
+    facts: Mapping[str, Any] | None
     # Prints the result for people. By default nothing, for a command that has printed everything.
     show: Callable[[Console], None] = lambda console: None
     exit_code: int = 0
@@ -100,6 +112,58 @@ def count_devices(args: argparse.Namespace, config: Config | RolloutConfig) -> i
     return jax.device_count()
 
 
+def skip_absent_tpu() -> None:
+    """Keep JAX of this process from searching for a TPU, with many warnings, where libtpu is installed only to compile.
+
+    That is a machine without a device of Google's and without a plugin for other accelerators. JAX must not be imported yet.
+    """
+    if "jax" in sys.modules or "JAX_PLATFORMS" in os.environ or importlib.util.find_spec("libtpu") is None:
+        return
+    if not accelerator_plugins() and not any(path.read_text().strip() == GOOGLE for path in PCI_DEVICES.glob("*/vendor")):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def enable_huge_pages() -> None:
+    """Re-execute this process with huge pages if the kernel offers them and the user has not set the tunable.
+
+    Only if JAX has no other device than the CPU. `RAMPUP_HUGE_PAGES=0` in the environment turns this off.
+
+    XLA allocates a step's temporary buffers from the C library on every step and frees them after it. With pages of 4 KiB, the
+    kernel handles one page fault per page, every time. From version 2.35 on, glibc can ask for huge pages instead (its manual,
+    "Memory Allocation Tunables": `glibc.malloc.hugetlb`), but it reads the tunable only when a process starts.
+    """
+    before = os.environ.get(VARIABLE, "")
+    if os.environ.get(SWITCH) == "0" or TUNABLE in before or not sys.executable or not on_offer() or has_accelerators():
+        return
+    os.environ[VARIABLE] = ":".join(filter(None, (before, f"{TUNABLE}=1")))
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def on_offer() -> bool:
+    """Return whether transparent huge pages are in `madvise` mode and the C library can ask for them."""
+    library, version = platform.libc_ver()
+    try:
+        recent = tuple(map(int, version.split("."))) >= FIRST_GLIBC
+        return library == "glibc" and recent and "[madvise]" in KERNEL.read_text()
+    except (OSError, ValueError):
+        return False
+
+
+def has_accelerators() -> bool:
+    """Return whether JAX has another device than the CPU: a plugin is installed, or the machine has TPU chips.
+
+    libtpu without a chip does not count: it also compiles for absent chips.
+    """
+    if os.environ.get("JAX_PLATFORMS") == "cpu":
+        return False
+    return accelerator_plugins() or any(any(DEVICES.glob(name)) for name in TPU_FILES)
+
+
+def accelerator_plugins() -> bool:
+    """Return whether JAX has a plugin for another accelerator, such as a GPU."""
+    return importlib.util.find_spec("jax_plugins") is not None or bool(importlib.metadata.entry_points(group="jax_plugins"))
+
+
 def named_topology(args: argparse.Namespace) -> Topology | None:
     """Return the slices of `--topology`, or None."""
     return None if args.topology is None else Topology.parse(args.topology)
@@ -126,13 +190,6 @@ def use_fake_devices(number: int | None) -> None:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    split_cpu(number)
-
-
-def split_cpu(number: int) -> None:
-    """Let JAX see the CPU as several devices; other backends are not affected."""
-    import jax
-
     jax.config.update("jax_num_cpu_devices", number)
 
 

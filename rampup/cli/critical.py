@@ -12,7 +12,7 @@ from rampup.errors import ConfigError
 from rampup.plan.numbers import exact_fraction, parse_count
 
 if TYPE_CHECKING:
-    from rampup.lm.critical import CriticalBatch
+    from rampup.lm.branches import CriticalBatch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN_DIR", help="the folder of a run; it is only read, also while the run is training")
     parser.add_argument("--step", type=int, metavar="N", help="branch from the checkpoint of step N instead of the newest")
     parser.add_argument(
-        "--multiples", default="1,2,4,8", metavar="K,K,...", help="factors of the run's batch, 1,2,4,8 by default"
+        "--multiples",
+        metavar="K,K,...",
+        help="factors of the run's batch; by default 1/4,1/2,1,2,4,8, without fractions that give no legal batch",
     )
     parser.add_argument(
         "--tokens", metavar="WINDOW", help="tokens that each branch trains on; by default 20 steps of the largest batch"
@@ -36,13 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> Result:
     """Train the branches, or what is missing of them."""
-    multiples = [exact_fraction(part, what="multiples", key="multiples") for part in args.multiples.split(",")]
+    multiples = None
+    if args.multiples is not None:
+        multiples = [exact_fraction(part, what="multiples", key="multiples") for part in args.multiples.split(",")]
     tolerance = exact_fraction(args.tolerance, what="tolerance", key="tolerance")
     tokens = None if args.tokens is None else parse_count(args.tokens, what="tokens", key="tokens")
     if args.step is not None and args.step < 1:
         raise ConfigError(f"step={args.step} must be at least 1: there is no checkpoint of step 0", key="step", nearest=(1,))
     use_fake_devices(args.fake_devices)
-    from rampup.lm.critical import find_critical_batch_size
+    from rampup.lm.branches import find_critical_batch_size
 
     progress = Console(stderr=True, highlight=False, markup=False)
     found = find_critical_batch_size(
@@ -78,11 +82,18 @@ def _print_result(found: CriticalBatch, console: Console) -> None:
     ]
     titles = ("branch", "batch", "learning rate", "smoothed loss", "worse by", "+-", "")
     console.print(make_table(console, titles, rows, left=1))
-    relation = "at least " if found.at_least else ""
+    relation = {"exact": "", "at_least": "at least ", "at_most": "at most "}[found.bound]
     console.print(
         f"critical batch size at step {found.step:,}: {relation}{found.critical_batch_size:,} samples, the largest whose loss "
         f"is within {found.tolerance:g} of every smaller one after {found.tokens:,} tokens"
     )
+    if found.bound == "at_least":
+        largest = found.branches[-1].multiple
+        print_notes([f"no larger batch was tried: --multiples {largest / 2},{largest},{2 * largest},{4 * largest}"], console)
+    if found.bound == "at_most":
+        tried = ",".join(map(str, (*found.smaller, *(branch.multiple for branch in found.branches[:2]))))
+        reason = "there is none below 1" if found.critical_batch_size == 1 else "half of it is not legal on these devices"
+        print_notes([f"no smaller batch was tried: {f'--multiples {tried}' if found.smaller else reason}"], console)
     console.print(f'from here on: enable_rampup_batch_size=false batch_size_schedule="{found.batch_size_schedule}"')
     if found.noise_scale_samples is None:
         print_notes(["the run measured no gradient noise scale to compare with: measure_gradient_noise=true"], console)

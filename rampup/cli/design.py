@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 import rampup
+from rampup.batch_size.design_model import FRUGAL_WASTE
+from rampup.batch_size.noise_scale import NoiseEstimate
 from rampup.cli.common import Result, add_config_arguments, check_output, count_devices, environment
 from rampup.config.load import COMMAND_LINE
 from rampup.config.schema import Config
 from rampup.errors import ConfigError
-from rampup.plan.numbers import parse_count
-from rampup.run.run_folder import CONFIG_FILE, as_path
+from rampup.loop.run_folder import CONFIG_FILE, METRICS_FILE, as_path, read_lines_backwards
+from rampup.plan.numbers import AUTO, parse_count
+from rampup.show.console import make_table, print_notes
+from rampup.show.figures import DEFAULT_WIDTH, FORMATS, LINES, import_matplotlib, line_style, new_figure, prepare, save
+from rampup.show.format import format_si, format_value
+
+MARKERS = "osD^vPX"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,17 +39,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-batch", metavar="SAMPLES", help="largest global batch to consider")
     parser.add_argument("--devices", type=int, metavar="N", help="plan for N devices instead of those of this machine")
+    parser.add_argument(
+        "--cost-per-prompt",
+        type=float,
+        metavar="RESPONSES",
+        help="of a run of reinforcement learning: the cost of a prompt in units of that of one response; default 0",
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="draw the candidates into a .png, .svg or .pdf file")
 
 
 def run(args: argparse.Namespace, console: object) -> Result:
     """Design schedules, and predict their steps, hours and loss."""
-    from rampup.show.designs import draw_design, print_design
+    from rampup.rl.config import is_rollout_file
 
+    source = as_path(args.config)
+    if source.is_dir() and (source / CONFIG_FILE).is_file() and is_rollout_file(source / CONFIG_FILE):
+        return _rollout_sizes(args, source)
+    if args.cost_per_prompt is not None:
+        problem = "--cost-per-prompt is for the folder of a run of reinforcement learning; leave it out"
+        raise ConfigError(problem, path=COMMAND_LINE, key="cost-per-prompt")
     config, folders = _read_inputs(args)
     if args.output is not None:
-        from rampup.show.figures import FORMATS, import_matplotlib
-
         check_output(args.output, FORMATS)
         import_matplotlib("figure")  # it must not turn out to be missing after the work
     tokens = None if args.train_tokens is None else parse_count(args.train_tokens, what="train-tokens")
@@ -47,6 +69,53 @@ def run(args: argparse.Namespace, console: object) -> Result:
     if args.output is not None:
         draw_design(facts, args.output)
     return Result(facts=facts, show=lambda console: print_design(facts, console))
+
+
+def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
+    """Return how many prompts and responses the noise of a run of reinforcement learning makes worth it."""
+    from rampup.rl.config import load_rollout_config
+    from rampup.rl.noise import advice_from_line
+
+    names = ("train_tokens", "measured", "max_batch", "devices", "output")
+    if others := [name for name in names if getattr(args, name)]:
+        problem = (
+            f"--{others[0].replace('_', '-')} is for ramps of pre-training; leave it out for a run of reinforcement learning"
+        )
+        raise ConfigError(problem, path=COMMAND_LINE, key=others[0])
+    cost = args.cost_per_prompt or 0.0
+    if not 0 <= cost < math.inf:
+        raise ConfigError(f"--cost-per-prompt={cost} must be 0 or more", path=COMMAND_LINE, key="cost-per-prompt", nearest=(0,))
+    config = load_rollout_config(folder / CONFIG_FILE, args.overrides, environ=environment())
+    # Without the settings of this command: the noise scale in the lines is that of the responses that the run had.
+    measured = load_rollout_config(folder / CONFIG_FILE).num_generations
+    if config.num_generations != measured:
+        raise ConfigError(
+            f"rl.num_generations={config.num_generations} is not that of the run, whose noise scale is for {measured} "
+            "responses; leave it out: the command lists other numbers of responses",
+            path=COMMAND_LINE,
+            key="rl.num_generations",
+            nearest=(measured,),
+        )
+    lines = (line for line in read_lines_backwards(folder / METRICS_FILE) if line.get("noise_between_prompts") is not None)
+    sizes = {"responses": config.num_generations, "reuse": config.num_iterations, "cost_per_prompt": cost}
+    facts = advice_from_line(next(lines, {}), **sizes)
+    facts["mini_batch_prompts"] = config.batch_size if config.mini_batch_size == AUTO else config.mini_batch_size
+
+    def show(console: Any) -> None:
+        scale = NoiseEstimate(**facts["noise_scale_prompts"])
+        console.print(f"noise scale: {scale} prompts, with {config.num_generations} responses each")
+        console.print(
+            f"a mini batch has {facts['mini_batch_prompts']} prompts; above the noise scale, more prompts pay less and less"
+        )
+        for name, what in (("between", "between prompts"), ("within", "within a prompt's responses")):
+            console.print(f"variance {what}: {NoiseEstimate(**facts[f'noise_{name}_prompts'])}")
+        for row in facts["choices"]:
+            prompts = "" if row["prompts"] is None else f"{row['prompts']:,.3g} prompts, "
+            console.print(
+                f"{row['num_generations']:3} responses: {prompts}{row['relative_cost']:.2f} of the cost for the same noise"
+            )
+
+    return Result(facts=facts, show=show)
 
 
 def _read_inputs(args: argparse.Namespace) -> tuple[Config, list[Path]]:
@@ -64,3 +133,69 @@ def _read_inputs(args: argparse.Namespace) -> tuple[Config, list[Path]]:
     if not (source / CONFIG_FILE).is_file():
         raise ConfigError(f"{source} is not the folder of a run: it has no {CONFIG_FILE}", path=COMMAND_LINE)
     return rampup.load_config(source / CONFIG_FILE, args.overrides, environ=environment()), [source, *measured]
+
+
+def print_design(facts: Mapping[str, Any], console: Console) -> None:
+    """Print the candidates with their steps, hours and loss, their schedules, and the assumptions."""
+    tokens, growth = format_si(facts["train_tokens"]), facts["noise_growth"]
+    scales = []
+    for name in ("noise_scale_start", "noise_scale_end"):
+        low, high = format_value(facts[f"{name}_low"]), facts[f"{name}_high"]
+        interval = f"at least {low}" if high is None else f"{low} to {format_value(high)}"
+        scales.append(f"{format_value(facts[name])} ({interval})")
+    start, end = scales
+    console.print(
+        f"{tokens} tokens, {facts['train_samples']:,} samples; noise scale in samples: {start} at the start, {end} at the end "
+        f"({facts['noise_source']}, growing with the power {growth:.2f})"
+    )
+    rows = []
+    for candidate in facts["candidates"]:
+        name = candidate["name"] + (" *" if candidate["name"] == facts["fastest"] else "")
+        penalty = "-"
+        if candidate["loss_penalty"] is not None:
+            penalty, low, high = (f"{candidate[f'loss_penalty{end}']:.4f}" for end in ("", "_low", "_high"))
+            penalty += "" if low == penalty == high else f" ({low} to {high})"
+        hours = (format_value(candidate["hours"]), penalty, format_value(candidate["hours_to_same_loss"]))
+        rows.append((name, f"{candidate['steps']:,}", *hours))
+    titles = ("schedule", "steps", "hours", "loss penalty", "hours to\nsame loss")
+    console.print(make_table(console, titles, rows, left=1))
+    console.print("*: the fastest to the loss that the smallest batch has at the end")
+    if any("frugal" in candidate["name"] for candidate in facts["candidates"]):
+        console.print(
+            f"frugal: the fastest that wastes at most {FRUGAL_WASTE:.0%} of the samples (the smallest batch wastes none)"
+        )
+    for candidate in facts["candidates"]:
+        console.print(f'{candidate["name"]}: batch_size_schedule="{candidate["batch_size_schedule"]}"')
+    console.print("This is a model, not a measurement. It assumes:")
+    for sentence in facts["assumptions"]:
+        console.print(f"- {sentence}")
+    print_notes(facts["notes"], console)
+
+
+def draw_design(facts: Mapping[str, Any], path: str) -> None:
+    """Draw the batch of every candidate over the tokens, and its hours by its loss penalty."""
+    figure = new_figure(DEFAULT_WIDTH, 4.2)
+    over_tokens, by_loss = figure.subplots(1, 2, width_ratios=(3, 2))
+    for number, candidate in enumerate(facts["candidates"]):
+        style, sizes = line_style(number), candidate["sizes"]
+        style |= {"linewidth": 3.0, "alpha": 0.5} if number >= len(LINES) else {}
+        edges = [*candidate["start_tokens"], facts["train_tokens"]]
+        over_tokens.step(edges, [*sizes, sizes[-1]], where="post", label=candidate["name"], **style)
+        if candidate["loss_penalty"] is not None:
+            low, high = (abs(candidate["loss_penalty"] - candidate[f"loss_penalty_{end}"]) for end in ("low", "high"))
+            by_loss.errorbar(
+                candidate["hours"],
+                candidate["loss_penalty"],
+                yerr=[[low], [high]],
+                fmt=MARKERS[number],
+                capsize=3,
+                color=style["color"],
+            )
+    prepare(over_tokens, x="tokens", y="global batch, samples", from_zero=False)
+    over_tokens.set_yscale("log", base=2)
+    used = sorted({size for candidate in facts["candidates"] for size in candidate["sizes"]})
+    over_tokens.set_yticks(used, [f"{size:,}" for size in used])
+    over_tokens.minorticks_off()
+    prepare(by_loss, x="hours", y="expected loss penalty", from_zero=False)
+    figure.legend(*over_tokens.get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
+    save(figure, path)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
 
 from rampup.cli.common import Result
 from rampup.config.files import BASE_FILE, explain
 from rampup.rl.config import ROLLOUT_FILE
-from rampup.show.console import print_explanation
+from rampup.show.console import make_table, print_explanation
+from rampup.show.format import format_bytes, format_value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,9 +24,31 @@ def run(args: argparse.Namespace, console: object) -> Result:
     """Explain a key, or list the topologies."""
     if args.key == "topology":
         from rampup.plan.topology import known_topologies
-        from rampup.show.tuning import print_topologies
 
         rows = [topology.to_dict() for topology in known_topologies()]
         return Result(facts={"topologies": rows}, show=lambda console: print_topologies(rows, console))
     explanation = explain(args.key, (BASE_FILE, ROLLOUT_FILE))
-    return Result(facts=dataclasses.asdict(explanation), show=lambda console: print_explanation(explanation, console))
+    return Result(facts=explanation, show=lambda console: print_explanation(explanation, console))
+
+
+def print_topologies(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print the TPU slices that can be planned and compiled for, with the figures of a device and their sources."""
+    titles = ["topology", "product", "devices", "HBM", "bfloat16\nTFLOP/s", "HBM\nGB/s", "links\nGB/s"]
+    table = make_table(console, titles, left=2)
+    for row in rows:
+        table.add_row(
+            row["name"],
+            row["product_name"],
+            format_value(row["num_devices"]),
+            format_bytes(row["hbm_bytes"]),
+            f"{row['peak_flops'] / 1e12:,.4g}",
+            f"{row['hbm_bandwidth'] / 1e9:,.4g}",
+            f"{row['ici_bandwidth'] / 1e9:,.4g}",
+        )
+    console.print(table)
+    console.print(
+        "HBM is what the compiler (libtpu 0.0.50) lets a program use; the other figures are published, for one device:"
+    )
+    for source in dict.fromkeys(row["source"] for row in rows):
+        console.print(f"  {source}")
+    console.print("several slices: 2*v5e:4x4; larger v4, v5p and tpu7x slices have sides that are multiples of 4")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 from pathlib import Path
@@ -23,7 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: object) -> Result:
     """Find a fix, and write it if requested."""
-    if _is_rollout(args.config):
+    rollout = False
+    with contextlib.suppress(ConfigError):  # a file that cannot be read yet, because its base is misspelled, is no rollout's
+        rollout = is_rollout_file(args.config)
+    if rollout:
         raise ConfigError(
             "fix is for a pre-training configuration; `rampup plan` shows what is wrong with a rollout", path=args.config
         )
@@ -47,11 +51,3 @@ def run(args: argparse.Namespace, console: object) -> Result:
         "written": write,
     }
     return Result(facts=facts, show=lambda console: print_fix(found, console))
-
-
-def _is_rollout(path: str) -> bool:
-    """Return whether a file is a rollout's. One that cannot be read yet, because its base is misspelled, is not."""
-    try:
-        return is_rollout_file(path)
-    except ConfigError:
-        return False

@@ -21,7 +21,7 @@ from rampup.cli.common import (
     is_rollout_file,
     named_topology,
 )
-from rampup.config.build import with_slices
+from rampup.config.build import list_devices, possible_devices, with_slices
 from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.show.console import MAX_PHASES, print_hyperparameters, print_plan
@@ -37,11 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_topology_argument(parser, "plan for")
     parser.add_argument("--all", action="store_true", help=f"print every phase, also if there are more than {MAX_PHASES}")
     parser.add_argument("--hyperparameters", action="store_true", help="show the hyperparameters of every phase")
+    parser.add_argument(
+        "--other-devices", action="store_true", help="show the numbers of devices on which all batches of this plan run"
+    )
     parser.add_argument("--diff", metavar="OTHER.yml", help="compare with another plan; key=value applies to the first only")
     parser.add_argument("--budget", metavar="TOKENS", help="show what a number of tokens means, for example 300B")
     parser.add_argument("--tokens-per-second", metavar="X", help="with --budget: a throughput, for the time")
     parser.add_argument("--measured", metavar="RUN_DIR", help="with --budget: the throughput of a run's metrics.jsonl")
-    parser.add_argument("--export", metavar="SYSTEM", help="a rollout in the keys of tunix, maxtext_rl, verl, skyrl or trlx")
+    parser.add_argument(
+        "--export",
+        metavar="SYSTEM",
+        help="the sizes in the keys of another system: maxtext, megatron, levanter or "
+        "olmo_core; of a rollout: maxtext_rl, verl, skyrl or trlx",
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="with --export: write the file instead of printing it")
 
 
@@ -59,7 +67,11 @@ def run(args: argparse.Namespace, console: object) -> Result:
         return _compare(args, config, plan, max_phases)
     if args.budget is not None:
         return _apply_budget(args, config, plan)
-    rows = None
+    if args.export is not None:
+        from rampup.dialects.export_plan import export_plan
+
+        return _export(export_plan(config, plan, args.export), args)
+    rows = devices = None
     facts = plan.to_dict() | ({} if topology is None else {"topology": topology.to_dict()})
     if args.hyperparameters:
         from rampup.lm.train import phase_hyperparameters
@@ -67,26 +79,28 @@ def run(args: argparse.Namespace, console: object) -> Result:
         rows = phase_hyperparameters(config, plan)
         facts["phases"] = [{**phase, **row} for phase, row in zip(plan.phase_rows(), rows, strict=True)]
 
+    if args.other_devices:
+        devices = facts["possible_devices"] = possible_devices(config, plan)
+
     def show(console: Console) -> None:
         print_plan(plan, console, max_phases=max_phases)
         if rows is not None:
             print_hyperparameters(plan, rows, console, max_phases=max_phases)
         if topology is not None:
             console.print(describe_topology(topology))
+        if devices is not None:
+            console.print(f"Numbers of devices that can run these batches: {list_devices(devices)}")
 
     return Result(facts=facts, show=show)
 
 
 def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
     """Refuse options that exclude each other."""
-    given = [name for name in ("diff", "budget", "hyperparameters") if getattr(args, name)]
-    if len(given) > 1:
+    names = ("diff", "budget", "hyperparameters", "other_devices", *(() if rollout else ("export",)))
+    given = [name.replace("_", "-") for name in names if getattr(args, name)]
+    if len(given) > 1 and set(given) != {"hyperparameters", "other-devices"}:
         text = " and ".join(f"--{name}" for name in given)
         raise ConfigError(f"{text} exclude each other; leave one out", key=given[0], path=COMMAND_LINE)
-    if args.export is not None and not rollout:
-        raise ConfigError(
-            "--export is for a rollout such as configs/rl.yml, not for a pre-training plan", key="export", path=COMMAND_LINE
-        )
     if args.output is not None and args.export is None:
         raise ConfigError("-o is the file of --export; add --export SYSTEM", key="output", path=COMMAND_LINE)
     if rollout and given:
@@ -118,7 +132,7 @@ def _plan_rollout(args: argparse.Namespace) -> Result:
 
 
 def _export(exported: Exported, args: argparse.Namespace) -> Result:
-    """Print a rollout in another system's keys, or write it into a file."""
+    """Print the sizes in another system's keys, or write them into a file."""
     text = exported.to_yaml(args.export)
     if args.output is not None:
         try:
@@ -148,12 +162,14 @@ def _compare(args: argparse.Namespace, config: rampup.Config, plan: rampup.RampP
 
 def _apply_budget(args: argparse.Namespace, config: rampup.Config, plan: rampup.RampPlan) -> Result:
     """Show what a budget of tokens means for a plan."""
-    from rampup.plan.budget import SECONDS_PER_HOUR, TokenBudget
     from rampup.plan.numbers import parse_count
+    from rampup.plan.plan import token_budget
     from rampup.show.console import print_budget
 
+    if plan.auto_schedule == "follow":
+        text = "--budget needs batches that are known before the run; batch_size_schedule=auto decides them during it"
+        raise ConfigError(text, key="budget", path=COMMAND_LINE)
     tokens = parse_count(args.budget, what="budget", key="budget")
-    budget = TokenBudget(ramp=plan.ramp, tokens=tokens, tokens_per_sample=config.max_target_length)
     throughput = None
     if args.measured is not None:
         from rampup.show.series import measured_throughput
@@ -161,14 +177,11 @@ def _apply_budget(args: argparse.Namespace, config: rampup.Config, plan: rampup.
         throughput = measured_throughput(args.measured)
     if args.tokens_per_second is not None:
         throughput = dict.fromkeys(plan.ramp.sizes, _parse_rate(args.tokens_per_second))
-    facts = budget.to_dict()
-    if throughput is not None:
-        seconds = budget.seconds(throughput)
-        facts["hours"] = float(seconds / SECONDS_PER_HOUR)
-        facts["tokens_per_second"] = float(budget.consumed_tokens / seconds)
+    length = config.max_target_length
+    budget = token_budget(plan.ramp, tokens=tokens, tokens_per_sample=length, tokens_per_second=throughput)
     return Result(
-        facts={**plan.to_dict(), "budget": facts},
-        show=lambda console: print_budget(budget, console, configured_steps=plan.total_steps, throughput=throughput),
+        facts={**plan.to_dict(), "budget": budget},
+        show=lambda console: print_budget(budget, plan, console, measured=throughput or {}),
     )
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import rampup
 from rampup.cli.common import Result, add_devices_argument, count_devices, environment, is_rollout_file
 from rampup.config.load import COMMAND_LINE, load_config
-from rampup.config.schema import Config
+from rampup.config.schema import Config, OptimizerKeys
 from rampup.errors import ConfigError
+from rampup.loop.run_folder import CONFIG_FILE, as_path
 from rampup.plan.learning_rate import CLOCKS, Clock
 from rampup.plan.plan import RampPlan
-from rampup.run.run_folder import CONFIG_FILE, as_path
 from rampup.show.series import RunMetrics
 
 
@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `rampup plot`."""
     add_inputs_argument(parser)
     add_devices_argument(parser)
-    parser.add_argument("-o", "--output", required=True, metavar="FILE", help="a .png, .svg or .pdf file")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="a .png, .svg or .pdf file; by default NAME.png of the run or configuration"
+    )
     parser.add_argument(
         "--kind",
         choices=("batch", "rate", "timetable", "runs"),
@@ -37,22 +39,21 @@ def run(args: argparse.Namespace, console: object) -> Result:
     from rampup.show import figures
 
     inputs = parse_inputs(args.sources)
+    output = args.output or f"{inputs.name}.png"
     kind = args.kind or ("runs" if inputs.runs else "batch")
     size = {} if args.width is None else {"width": args.width}
     if kind == "runs":
-        figures.draw_runs(inputs.read_runs(), args.output, **size)
+        figures.draw_runs(inputs.read_runs(), output, **size)
     else:
         config = inputs.read_config(environment())
         plan = rampup.build_plan(config, count_devices(args, config))
         if kind == "rate":
-            figures.draw_rate(plan, learning_rates(config, plan), args.output, **size)
+            figures.draw_rate(plan, learning_rates(config, plan), output, **size)
         elif kind == "timetable":
-            figures.draw_timetable(plan.timetable(), args.output, **size)
+            figures.draw_timetable(plan.timetable(), output, **size)
         else:
-            figures.draw_batch(plan, args.output, **size)
-    return Result(
-        facts={"kind": kind, "output": args.output}, show=lambda console: console.print(f"wrote {args.output}", soft_wrap=True)
-    )
+            figures.draw_batch(plan, output, **size)
+    return Result(facts={"kind": kind, "output": output}, show=lambda console: console.print(f"wrote {output}", soft_wrap=True))
 
 
 def add_inputs_argument(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +70,13 @@ class CliInputs:
     runs: tuple[Path, ...]  # folders of runs
     config: str | None  # a configuration; None if only runs are named
     overrides: tuple[str, ...]  # `key=value` settings of the configuration
+
+    @property
+    def name(self) -> str:
+        """The name of the configuration or of the run; `runs` if there are several."""
+        if self.config is not None:
+            return Path(self.config).stem
+        return self.runs[0].resolve().name if len(self.runs) == 1 else "runs"
 
     def read_config(self, environ: Mapping[str, str]) -> Config:
         """Return the configuration, or the one that the run was last started with."""
@@ -127,7 +135,7 @@ def parse_inputs(words: Sequence[str]) -> CliInputs:
     return CliInputs(runs=runs, config=configs[0] if configs else None, overrides=overrides)
 
 
-def learning_rates(config: Config, plan: RampPlan) -> dict[Clock, Callable[[int], float]]:
+def learning_rates(config: OptimizerKeys, plan: RampPlan) -> dict[Clock, Callable[[int], float]]:
     """Return the configured learning rate with its schedule on each clock, the plan's own clock first.
 
     Example:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,15 @@ from rampup.cli.common import (
     environment,
     named_topology,
 )
-from rampup.cli.plot import CliInputs, add_inputs_argument, learning_rates, parse_inputs
+from rampup.cli.plot import add_inputs_argument, learning_rates, parse_inputs
 from rampup.config.build import with_slices
 from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError
+from rampup.loop.run_folder import CONFIG_FILE
 from rampup.plan.plan import RampPlan
 from rampup.plan.topology import Topology
 from rampup.rl import config as rl
-from rampup.run.run_folder import CONFIG_FILE
-from rampup.show.report import Report, key_values, write_report
+from rampup.show.report import Report, write_report
 
 CountDevices = Callable[[Any], int]
 
@@ -77,47 +78,27 @@ def gather_report(
     """
     inputs = parse_inputs(words)
     if system is not None:
-        return _report_on_other_system(inputs, system)
+        from rampup.dialects import check_file
+
+        if inputs.config is None:
+            raise ConfigError("--from needs another system's file, not the folder of a run", key="from", path=COMMAND_LINE)
+        verdict = check_file(inputs.config, system, inputs.overrides)
+        notes = verdict.plan.advice if isinstance(verdict.plan, RampPlan) else ()
+        return Report(title=Path(inputs.config).name, plan=verdict.plan, notes=notes, verdict=verdict)
     file = Path(inputs.config) if inputs.config is not None else inputs.runs[0] / CONFIG_FILE
+    title = file.stem if inputs.config is not None else inputs.runs[0].resolve().name
     if file.is_file() and rl.is_rollout_file(file):
-        return _report_on_rollout(inputs, file, environ if inputs.config is not None else {}, count_devices)
+        settings = rl.load_rollout_config(file, inputs.overrides, environ=environ if inputs.config is not None else {})
+        rollout = rl.build_rollout_plan(settings, count_devices(settings))
+        run = inputs.read_runs()[0] if inputs.runs else None
+        return Report(title=title, plan=rollout, notes=rl.rollout_notes(settings, rollout), config=settings, run=run)
     config = with_slices(inputs.read_config(environ), topology)
     plan = rampup.build_plan(config, count_devices(config))
-    return Report(
-        title=Path(inputs.config).stem if inputs.config else inputs.runs[0].resolve().name,
-        plan=plan,
-        notes=[*plan.advice, *([] if topology is None else [describe_topology(topology)])],
-        keys=key_values(config),
-        rates=learning_rates(config, plan),
-        run=inputs.read_runs()[0] if inputs.runs else None,
-        version=rampup.__version__,
-    )
-
-
-def _report_on_rollout(inputs: CliInputs, file: Path, environ: Mapping[str, str], count_devices: CountDevices) -> Report:
-    config = rl.load_rollout_config(file, inputs.overrides, environ=environ)
-    plan = rl.build_rollout_plan(config, count_devices(config))
-    return Report(
-        title=inputs.runs[0].resolve().name if inputs.runs else file.stem,
-        plan=plan,
-        notes=rl.rollout_notes(config, plan),
-        keys=key_values(config),
-        run=inputs.read_runs()[0] if inputs.runs else None,
-        version=rampup.__version__,
-    )
-
-
-def _report_on_other_system(inputs: CliInputs, system: str) -> Report:
-    from rampup.dialects import check_file
-
-    if inputs.config is None:
-        raise ConfigError("--from needs another system's file, not the folder of a run", key="from", path=COMMAND_LINE)
-    verdict = check_file(inputs.config, system, inputs.overrides)
-    plan = verdict.plan
-    return Report(
-        title=Path(inputs.config).name,
-        plan=plan,
-        notes=plan.advice if isinstance(plan, RampPlan) else (),
-        verdict=verdict,
-        version=rampup.__version__,
-    )
+    rates, run = learning_rates(config, plan), inputs.read_runs()[0] if inputs.runs else None
+    if run is not None:
+        # What the steps had: a run that was resumed with another length had another schedule before.
+        clock, planned = plan.learning_rate_clock, rates[plan.learning_rate_clock]
+        had = {step: rate for step, rate in zip(run.steps, run.learning_rates, strict=True) if math.isfinite(rate)}
+        rates[clock] = lambda step: had[step] if step in had else planned(step)
+    notes = [*plan.advice, *([] if topology is None else [describe_topology(topology)])]
+    return Report(title=title, plan=plan, notes=notes, config=config, rates=rates, run=run)

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> Result:
     """List the rows of a step."""
-    from rampup.lm.data import rows_of_step
+    from rampup.lm.train import rows_of_step
 
     config = rampup.load_config(args.config, args.overrides, environ=environment())
     plan = rampup.build_plan(config, count_devices(args, config))

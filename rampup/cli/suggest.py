@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 
+from rampup.batch_size.scaling_laws import suggest_batch
 from rampup.cli.common import Result
 from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError
-from rampup.plan.scaling_laws import suggest_batch
 from rampup.rl.starting_sizes import suggest
 from rampup.show.console import print_batch_range, print_suggestion
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `rampup suggest`."""
-    parser.add_argument("--params", required=True, metavar="N", help="parameters of the model, such as 6B")
+    parser.add_argument("--params", metavar="N", help="parameters of the model, such as 6B; needed with --system")
     parser.add_argument("--train-tokens", metavar="D", help="tokens of a pre-training run, such as 300B")
     parser.add_argument("--system", metavar="NAME", help="for reinforcement learning: trlx, skyrl, verl or maxtext_rl")
     parser.add_argument("--memory-gib", metavar="GIB", help="with --system: memory of one device, for the rule of thumb")
@@ -32,6 +32,8 @@ def run(args: argparse.Namespace, console: object) -> Result:
         if args.memory_gib is not None:
             raise ConfigError("--memory-gib needs --system", key="memory-gib", path=COMMAND_LINE)
         found = suggest_batch(args.train_tokens, args.params)
-        return Result(facts=found.to_dict(), show=lambda console: print_batch_range(found, console))
+        return Result(facts=found, show=lambda console: print_batch_range(found, console))
+    if args.params is None:
+        raise ConfigError("--system needs --params", key="params", path=COMMAND_LINE)
     suggestion = suggest(args.params, system=args.system, memory_gib=args.memory_gib)
     return Result(facts=suggestion.to_dict(), show=lambda console: print_suggestion(suggestion, console))

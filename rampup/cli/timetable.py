@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rich.console import Console
-
-from rampup.cli.common import Result, add_topology_argument, named_topology
-from rampup.errors import BatchDivisibilityError
+from rampup.cli.common import Result
 from rampup.plan.numbers import exact_fraction
 from rampup.plan.timetable import Timetable
 from rampup.show.console import print_timetable
@@ -21,12 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--schedule", metavar="NAME", help="gpipe, 1f1b (default), interleaved (default with repeats), circular or zb-h1"
     )
-    parser.add_argument(
-        "--group-size", type=int, metavar="N", help="interleaved in contiguous groups of N, as Megatron-LM does"
-    )
     parser.add_argument("--forward-cost", default="1", metavar="T", help="of a whole stage (default 1)")
     parser.add_argument("--backward-cost", default="2", metavar="T", help="of a whole stage (default 2)")
-    add_topology_argument(parser, "spread the stages over")
     parser.add_argument("-o", "--output", metavar="FILE", help="draw it into a .png, .svg or .pdf file")
 
 
@@ -37,26 +30,11 @@ def run(args: argparse.Namespace, console: object) -> Result:
         num_stages=args.stages,
         num_microbatches=args.microbatches,
         num_repeats=args.repeats,
-        group_size=args.group_size,
         forward_cost=exact_fraction(args.forward_cost, what="forward-cost", key="forward-cost"),
         backward_cost=exact_fraction(args.backward_cost, what="backward-cost", key="backward-cost"),
     )
-    topology = named_topology(args)
-    if topology is not None and topology.num_devices % args.stages:
-        below = max(p for p in range(1, args.stages) if topology.num_devices % p == 0)
-        rule = f"the {topology.num_devices} devices of topology={topology.name} must be a multiple of stages={args.stages}"
-        raise BatchDivisibilityError(rule, value=topology.num_devices, divisor=args.stages, key="stages", nearest=(below,))
     if args.output:
         from rampup.show.figures import draw_timetable
 
         draw_timetable(table, args.output)
-    if topology is None:
-        return Result(facts=table.to_dict(), show=lambda console: print_timetable(table, console))
-    each = topology.num_devices // args.stages
-    facts = {**table.to_dict(), "topology": topology.to_dict(), "devices_per_stage": each}
-
-    def show(console: Console) -> None:
-        print_timetable(table, console)
-        console.print(f"each stage has {each:,} of the {topology.num_devices:,} devices of {topology.name}")
-
-    return Result(facts=facts, show=show)
+    return Result(facts=table.to_dict(), show=lambda console: print_timetable(table, console))

@@ -22,8 +22,8 @@ from rampup.cli.common import (
 from rampup.config.load import COMMAND_LINE
 from rampup.config.schema import Config
 from rampup.errors import ConfigError
+from rampup.loop.run_folder import CONFIG_FILE, absolute_path, as_path
 from rampup.rl.config import RolloutConfig, is_rollout_file, load_rollout_config
-from rampup.run.run_folder import CONFIG_FILE, as_path
 from rampup.show.console import print_facts
 from rampup.show.progress import TrainProgress
 
@@ -41,7 +41,17 @@ JSON_KEYS = (
     "final_eval_loss",
 )
 ROLLOUT_JSON_KEYS = (
-    *("steps", "samples", "accuracy_before", "accuracy_after", "reward_first", "reward_last", "num_compilations", "checkpoint"),
+    *(
+        "steps",
+        "samples",
+        "accuracy_before",
+        "accuracy_after",
+        "reward_first",
+        "reward_last",
+        "num_compilations",
+        "seconds_by_part",
+    ),
+    "checkpoint",
 )
 # Only with `batch_size_schedule: auto`.
 AUTO_KEYS = ("batch_size_schedule",)
@@ -76,12 +86,17 @@ def _train(
         summary = train(config, on_event=progress)
     finally:
         progress.close()
+    exit_code = EXIT_INTERRUPTED if summary.interrupted else 0
+    from rampup.engine.processes import is_primary  # with JAX, which a configuration that is refused need not load
+
+    if not is_primary():
+        return Result(facts=None, exit_code=exit_code)
     facts = dataclasses.asdict(summary)
     return Result(
         facts={name: facts[name] for name in json_keys}
         | {name: facts[name] for name in AUTO_KEYS if facts.get(name) is not None},
         show=lambda console: print_facts({name: fact for name, fact in facts.items() if fact is not None}, console),
-        exit_code=EXIT_INTERRUPTED if summary.interrupted else 0,
+        exit_code=exit_code,
     )
 
 
@@ -97,8 +112,10 @@ def _read_config(args: argparse.Namespace) -> Config | RolloutConfig:
         if (key := setting.partition("=")[0]) in ("run_name", "base_output_directory"):
             raise ConfigError(f"{setting}: the run in {folder} keeps its folder; leave {key} out", key=key)
     config = _load(folder / CONFIG_FILE, args.overrides)
-    # The folder may have been moved since.
-    return dataclasses.replace(config, run_name=place.name, base_output_directory=str(place.parent))
+    # The folder may have been moved since, and config.yml must not name it relative to where this command is.
+    if absolute_path(config.base_output_directory) != absolute_path(place.parent):
+        config = dataclasses.replace(config, base_output_directory=str(absolute_path(place.parent)))
+    return dataclasses.replace(config, run_name=place.name)
 
 
 def _load(path: str | Path, overrides: Sequence[str]) -> Config | RolloutConfig:

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import atexit
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 import rampup
 from rampup.cli.common import (
+    EXIT_INTERRUPTED,
     EXIT_REFUSED,
     Result,
     add_config_arguments,
@@ -18,6 +25,10 @@ from rampup.cli.common import (
     use_fake_devices,
 )
 from rampup.errors import ConfigError
+from rampup.show.console import TITLES, make_table, print_notes, split_columns
+from rampup.show.format import format_bytes, format_value
+
+Facts = Mapping[str, Any]  # of the JSON output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,29 +42,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_topology_argument(parser, "compile for")
     parser.add_argument("-o", "--output", metavar="FILE", help="draw memory by microbatch size into a .png, .svg or .pdf file")
     parser.add_argument("--memory-options", action="store_true", help="also measure other ways to save memory, and their cost")
-    parser.add_argument("--levers", dest="memory_options", action="store_true", help=argparse.SUPPRESS)  # the old name
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
     """Search for the sizes that fit and are fastest."""
     from rampup.show.figures import FORMATS, draw_memory, import_matplotlib
-    from rampup.show.tuning import print_tuning
 
     config = rampup.load_config(args.config, args.overrides, environ=environment())
     check_output(args.output, FORMATS)
     if args.output is not None:
         import_matplotlib("figure")  # it must not turn out to be missing after the work
     if args.topology is not None:
-        from rampup.run.compile import use_cpu_as_host
+        from rampup.tune.topology import use_cpu_as_host
 
         if args.fake_devices is not None:
-            raise ConfigError("--topology has devices of its own; leave --fake-devices out", key="fake-devices")
+            raise ConfigError("--topology brings its own devices; leave --fake-devices out", key="fake-devices")
         use_cpu_as_host()
     use_fake_devices(args.fake_devices)
-    from rampup.tune.search import tune
+    from rampup.tune.search import problem_of, tune
 
+    atexit.register(_leave_compiler)
     progress = Console(stderr=True, highlight=False, markup=False)
-    found = tune(
+    facts = tune(
         config,
         memory_gib=args.memory_gib,
         num_devices=args.devices,
@@ -61,13 +71,134 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         memory_options=args.memory_options,
         report=lambda line: progress.print(line, style="dim", soft_wrap=True),
     )
-    facts = found.to_dict()
+    problem = problem_of(facts)
     if args.output is not None:
         sizes = [(row["microbatch_size"], row["bytes"]) for row in facts["candidates"]]
         draw_memory(sizes, args.output, limit_bytes=facts["usable_bytes"])
     return Result(
         facts=facts,
         show=lambda console: print_tuning(facts, console),
-        exit_code=0 if found.problem is None else EXIT_REFUSED,
-        problem=found.problem,
+        exit_code=EXIT_INTERRUPTED if facts.get("interrupted") else 0 if problem is None else EXIT_REFUSED,
+        problem=problem,
     )
+
+
+def _leave_compiler() -> None:
+    """End the process if Ctrl-C left a compilation behind: nothing can stop it, and the interpreter must not end under it."""
+    from rampup.tune.topology import COMPILER_THREAD
+
+    if any(thread.name == COMPILER_THREAD for thread in threading.enumerate()):
+        os._exit(EXIT_INTERRUPTED)
+
+
+def print_tuning(found: Facts, console: Console) -> None:
+    """Print the largest microbatch that fits, the recommended settings with their phases, and what else would save memory."""
+    device = f"{found['num_devices']:,} x {found['device']}, {found['memory_gib']:.4g} GiB each"
+    if is_estimate := "topology" in found:
+        console.print(f"{found['topology']}, {found['compiled_for']}\n{device}, compiled with {found['compiler']}")
+    else:
+        source = "as given" if found["memory_is_named"] else "as reported by the device"
+        used = f"{format_bytes(found['usable_bytes'])} are used: {found['margin']:.0%} are left free"
+        console.print(f"{device} ({source}), of which {used}")
+    largest, following, peak = found["largest_microbatch"], found["next_larger"], found["measured_peak_bytes"]
+    if found.get("interrupted"):
+        best = "none that fits" if largest is None else f"the largest that fits is {largest:,} samples"
+        console.print(f"stopped before the end of the search; of the microbatches so far, {best}")
+    elif largest is None:
+        console.print("no microbatch fits")
+    elif following is None:
+        console.print(f"the largest microbatch tried, {largest:,} samples, fits")
+    else:
+        measured = f"; the devices had {format_bytes(peak)} in use at most while steps ran" if peak is not None else ""
+        smaller = f"the largest microbatch that fits is {largest:,} samples"
+        console.print(f"{smaller}; {following:,} does not ({found['next_larger_run']}){measured}")
+    table = make_table(console, ["micro-\nbatch", "micro-\nbatches", "memory", "step", "spread", "tokens/s", ""])
+    if is_estimate:
+        table = make_table(console, ["micro-\nbatch", "micro-\nbatches", "memory", "step\nat least", "tokens/s\nat most", ""])
+    for row in found["candidates"]:
+        seconds = row["roofline_seconds" if is_estimate else "step_seconds"]
+        time = ["" if seconds is None else f"{seconds * 1000:,.4g} ms"]
+        time += [] if is_estimate else ["" if row["spread"] is None else f"{row['spread']:.0%}"]
+        sizes = (format_value(row["microbatch_size"]), format_value(row["num_microbatches"]))
+        table.add_row(*sizes, _format_memory(row), *time, _format_rate(row), "fits" if row["fits"] else "does not fit")
+    console.print(table)
+    if found["settings"] is not None:
+        _print_settings(found, console)
+    if (memory := found.get("memory")) is not None:  # of programs that were compiled for absent slices
+        names = [name for name in ("arguments", "temporary", "code", "host") if memory[name]]
+        parts = ", ".join(f"{name} {format_bytes(memory[name])}" for name in names)
+        console.print(f"memory of a device: {format_bytes(memory['total'])} of {format_bytes(found['hbm_bytes'])} ({parts})")
+        console.print(f"executables: {found['executables']}, compiled in {format_value(found['compile_seconds'])} s")
+        console.print("collectives of an optimizer step in the last phase, for each device:")
+        console.print(_collectives_table(found["collectives_per_step"], console))
+        kinds = {
+            "compute": "computing",
+            "memory": "memory",
+            "exposed": "collectives that the chip waits for",
+            "overlapped": "and that overlap",
+        }
+        parts = ", ".join(f"{words} {format_value(found['roofline'][f'{kind}_seconds'])}" for kind, words in kinds.items())
+        console.print(f"roofline estimate of that step: {format_value(found['roofline_seconds'])} s ({parts})")
+    if levers := found["levers"]:
+        console.print("what saves memory, with nothing else changed (~: estimated, the others are compiled):")
+        table = make_table(console, ["", "memory", "saves", "step time", "fits"], left=1)
+        for row in levers:
+            saved, slowdown, about = row["saved_bytes"], row["slowdown"], "" if row["compiled"] else "~"
+            total = "" if row["bytes"] is None else about + _format_memory(row)
+            times = "" if slowdown is None else f"x {slowdown:.2f}"
+            savings = "" if saved is None else about + format_bytes(saved)
+            table.add_row(row["name"], total, savings, times, "yes" if row["fits"] else "no")
+        console.print(table)
+        print_notes((f"{option['name']}: {option['remark']}" for option in levers if option["remark"]), console)
+    print_notes(found["notes"], console)
+
+
+def _print_settings(found: Facts, console: Console) -> None:
+    """Print the recommended settings, their phases and the alternatives."""
+
+    def words(settings: Facts) -> str:
+        return " ".join(f"{key}={value}" for key, value in settings.items()) or "the configuration as it is"
+
+    best, estimate = found["run_seconds"], found.get("roofline_run_seconds")
+    time = "" if best is None else f"; the run's steps take {format_value(best)} s"
+    if estimate is not None:
+        best, time = estimate, f"; the run's steps take at least {format_value(estimate)} s (roofline estimate)"
+    console.print(f"recommended{' so far' * bool(found.get('interrupted'))}: {words(found['settings'])}{time}")
+    rows = found["phases"]
+    columns = ["global_batch_size", "per_device_batch_size"]
+    columns += split_columns(any(row["num_pipeline_microbatches"] > 1 for row in rows))
+    rate = "tokens/s\nat most" if any("roofline_seconds" in row for row in rows) else "tokens/s"
+    table = make_table(console, ["phase", *(TITLES[name] for name in columns), "memory", rate])
+    for number, row in enumerate(rows):
+        table.add_row(str(number), *(format_value(row[name]) for name in columns), _format_memory(row), _format_rate(row))
+    console.print(table)
+    for other in found["alternatives"]:
+        seconds, number = other.get("run_seconds", other.get("roofline_run_seconds")), other["executables"]
+        ratio = f", x {seconds / best:.2f}" if seconds and best else ""
+        time = "not timed" if seconds is None else f"{format_value(seconds)} s{ratio}"
+        programs = f"; {number} compiled programs" if number > 1 else ""
+        console.print(f"alternative: {words(other['settings'])}: {time}{programs}")
+    if found["pipeline_tick_overhead"] is not None:
+        console.print(f"measured for the pipeline's cost model: pipeline_tick_overhead={found['pipeline_tick_overhead']:.4g}")
+
+
+def _collectives_table(rows: Sequence[Facts], console: Console) -> Table:
+    """Return a table of collectives: `Account.collective_rows`."""
+    table = make_table(console, ["collective", "axes", "devices", "count", "bytes", "where", "overlapped"], left=2)
+    for row in rows:
+        axes = "unknown" if row["axes"] is None else " ".join(row["axes"]) or "none"
+        axes = "between slices" if row["between_slices"] else axes
+        where = ("in a loop" if row["in_loop"] else "outside loops") + (", in a branch" if row["in_branch"] else "")
+        count, total = format_value(row["count"]), format_bytes(row["bytes"])
+        overlapped = "yes" if row["overlapped"] else "no"
+        table.add_row(row["kind"], axes, format_value(row["group_size"] or "unknown"), count, total, where, overlapped)
+    return table
+
+
+def _format_memory(row: Facts) -> str:
+    return "too much" if row["bytes"] is None else format_bytes(row["bytes"])
+
+
+def _format_rate(row: Facts) -> str:
+    rate = row.get("roofline_tokens_per_second") or row["tokens_per_second"]
+    return "not timed" if rate is None else f"{rate:,.0f}"

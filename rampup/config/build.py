@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
+from rampup.batch_size.noise_scale import noise_problems
 from rampup.config.key import Settings
-from rampup.config.schema import KEYS, RAMP_KEYS, Config
+from rampup.config.schema import KEYS, RAMP_KEYS, Config, OptimizerKeys, PipelineKeys, RampKeys, RunKeys
 from rampup.errors import (
     BatchDivisibilityError,
     ConfigError,
     PipelineShapeError,
+    RampDefinitionError,
     RampupError,
     ResumeMismatchError,
+    a_type,
     raise_together,
 )
-from rampup.plan.auto_schedule import AUTO_SCHEDULE, auto_sizes
-from rampup.plan.hyperparameters import AdamConstants, AdamScaling, adam_constants
-from rampup.plan.learning_rate import decay_progress
+from rampup.plan.learning_rate import Seesaw, decay_progress, discretize
 from rampup.plan.mesh_axes import AXES, MeshAxes
-from rampup.plan.noise_scale import noise_problems
-from rampup.plan.numbers import AUTO, exact_fraction, nearest_in
-from rampup.plan.per_device import RampKeys, global_batch_size, ramp_from_config
-from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, legal_repeats, pipeline_repeats, predicted_time
+from rampup.plan.numbers import AUTO, divisors, exact_fraction, nearest_in
+from rampup.plan.per_device import AUTO_SCHEDULE, auto_sizes, global_batch_size, ramp_from_config
+from rampup.plan.pipeline import DEFAULT_OVERHEAD_TOKENS, pipeline_repeats, predicted_time
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp, parse_schedule
-from rampup.plan.seesaw import Seesaw, discretize
 from rampup.plan.split import BatchSplitter
 from rampup.plan.topology import Topology
+
+MAX_DEVICES_LISTED = 16
 
 
 def build_plan(
@@ -62,13 +64,17 @@ def build_plan(
         (16, 32, 48, 64)
     """
     if not isinstance(config, Config):
-        text = f"build_plan takes a Config, not a {type(config).__name__}; read a file with rampup.load_config(PATH)"
+        text = f"build_plan takes a Config, not {a_type(config)}; read a file with rampup.load_config(PATH)"
         raise ConfigError(text)
     num_devices = config.num_devices if num_devices is None else num_devices
     if num_devices < 1:
         text = f"num_devices={num_devices} must be at least 1; pass the number to `build_plan` or set the key"
         raise ConfigError(text, key="num_devices", nearest=(1,))
     problems: list[RampupError] = []
+    keys, length = config.ramp, config.max_target_length
+    budget, is_auto = budget_samples(config, length), config.batch_size_schedule == AUTO_SCHEDULE
+    # The assumed overhead of a pipeline tick, in samples, if it was not measured.
+    overhead, measured = Fraction(DEFAULT_OVERHEAD_TOKENS, length), config.pipeline_tick_overhead
 
     # The mesh, the pipeline and the ramp break different rules, so each is checked even if another one is refused. A mesh
     # that is refused has no known number of replicas: the ramp is then checked without its splitter.
@@ -77,44 +83,61 @@ def build_plan(
     with _collected(problems, config):
         axes = mesh_axes(config, num_devices)
     with _collected(problems, config):
-        num_repeats = _num_repeats(config, axes.pipeline if axes else 1)
+        if measured is not None:
+            overhead = exact_fraction(measured, what="pipeline_tick_overhead", key="pipeline_tick_overhead")
     with _collected(problems, config):
-        splitter = _splitter(config, axes or MeshAxes(), num_repeats)
+        num_repeats = _num_repeats(config.pipeline, config.base_num_decoder_layers, axes.pipeline if axes else 1)
     with _collected(problems, config):
-        if config.batch_size_schedule == AUTO_SCHEDULE and reserved_sizes is None and splitter:
-            reserved_sizes = _auto_sizes(config, num_devices, splitter)
+        splitter = _splitter(keys, config.pipeline, axes or MeshAxes(), num_repeats, overhead)
+    with _collected(problems, config):
+        if is_auto and reserved_sizes is None and splitter:
+            reserved_sizes = _auto_sizes(keys, num_devices, splitter)
         if ramp is None:
-            ramp = _ramp(config, num_devices, splitter if axes else None, reserved_sizes)
+            ramp = _ramp(keys, num_devices, splitter if axes else None, reserved_sizes, length=length, budget=budget)
             if config.seesaw_factor is not None and splitter is not None:
-                seesaw = _seesaw(config, ramp, splitter)
+                total = math.ceil(budget or ramp.samples_before(config.total_steps or 0))
+                seesaw = _seesaw(keys, config.optimizer, ramp, total_samples=total, multiple=splitter.unit)
                 ramp = seesaw.ramp
-    raise_together(problems)
+    needs_eval = config.eval_interval != AUTO
+    if eval_size is None and problems and axes and splitter and config.eval_per_device_batch_size > 0:
+        with _collected(problems, config):
+            _eval_size(keys, num_devices, None, splitter, needed=needs_eval)
+    closing = "" if axes else "the batch sizes are checked again once the mesh is legal"
+    if axes and splitter and ramp is None and any(isinstance(problem, BatchDivisibilityError) for problem in problems):
+        closing = _devices_of_schedule(config, num_devices, length, budget)
+    raise_together(problems, closing)
     assert axes is not None
     assert splitter is not None
     assert ramp is not None
 
     if splitter.num_stages > 1 and config.num_layers_per_pipeline_stage == config.num_pipeline_repeats == AUTO:
-        splitter = _with_best_repeats(config, splitter, ramp)
+        splitter = _with_best_repeats(splitter, ramp, config.base_num_decoder_layers, overhead)
     if eval_size is None:
         with _collected(problems, config):
-            eval_size = _eval_size(config, num_devices, seesaw.base if seesaw else ramp, splitter)
-    total_steps, schedule_steps = _lengths(config, ramp, seesaw)
+            eval_size = _eval_size(keys, num_devices, seesaw.base if seesaw else ramp, splitter, needed=needs_eval)
+
+    def steps_of(steps: int) -> int:
+        """Return the steps of the run for steps of the planned ramp: with Seesaw, those that consume the same samples."""
+        return steps if seesaw is None else ramp.step_of_sample(seesaw.base.samples_before(steps) - 1) + 1
+
+    steps, schedule = config.total_steps, config.learning_rate_schedule_steps
     with _collected(problems, config):
         plan = RampPlan(
             ramp=ramp,
             splitter=splitter,
             num_devices=num_devices,
             axes=axes,
-            total_steps=total_steps,
+            total_steps=ramp.step_of_sample(math.ceil(budget or 1) - 1) + 1 if steps is None else steps_of(steps),
             eval_global_batch_size=eval_size,
-            learning_rate_batch_scaling=config.learning_rate_batch_scaling,  # type: ignore[arg-type]
-            learning_rate_clock=config.learning_rate_clock,  # type: ignore[arg-type]
-            learning_rate_schedule_steps=schedule_steps,
+            learning_rate_batch_scaling=config.batch_rule[0],
+            learning_rate_clock=config.learning_rate_clock,
+            learning_rate_schedule_steps=None if schedule == AUTO else steps_of(schedule),
             expansion_factor_real_data=config.expansion_factor_real_data,
-            assumed_tick_overhead=_tick_overhead(config),
+            assumed_tick_overhead=overhead,
             reference_batch_size=config.batch_scaling_reference,
             seesaw=seesaw,
             reserved_sizes=tuple(reserved_sizes or ()),
+            auto_schedule=config.auto_schedule if is_auto else None,
         )
         hyperparameters(config, plan)
     raise_together(problems)
@@ -142,84 +165,62 @@ def hyperparameters(config: Config, plan: RampPlan) -> tuple[AdamConstants, ...]
         ConfigError: a rule gives a value that is no decay rate.
 
     Example:
-        >>> config = Config(batch_size_schedule="0:8 80:16", adam_b2=0.81, adam_b2_batch_scaling="half_life")
+        >>> config = Config(batch_size_schedule="0:8 80:16", adam_b2=0.81, batch_scaling="half_life")
         >>> [constants.b2 for constants in hyperparameters(config, build_plan(config, 1))]
         [0.9, 0.81]
     """
     return adam_constants(plan, adam_base(config), adam_scaling(config, plan))
 
 
-def adam_base(config: Config) -> AdamConstants:
+def adam_base(config: OptimizerKeys) -> AdamConstants:
     """Return AdamW's constants for the reference batch."""
     return AdamConstants(b1=config.adam_b1, b2=config.adam_b2, eps=config.adam_eps, weight_decay=config.adam_weight_decay)
 
 
 def adam_scaling(config: Config, plan: RampPlan) -> AdamScaling:
     """Return how AdamW's constants depend on the batch."""
-    reference = config.adam_weight_decay_reference_tokens
-    samples = budget_samples(config) or plan.consumed_samples
-    return AdamScaling(
-        b1=config.adam_b1_batch_scaling,  # type: ignore[arg-type]
-        b2=config.adam_b2_batch_scaling,  # type: ignore[arg-type]
-        b1_floor=config.adam_b1_floor,
-        b1_ceiling=config.adam_b1_ceiling,
+    reference, scaling = config.adam_weight_decay_reference_tokens, config.batch_rule[1]
+    samples = budget_samples(config, config.max_target_length) or plan.consumed_samples
+    return replace(
+        scaling,
         b2_floor=config.adam_b2_floor,
-        b2_ceiling=config.adam_b2_ceiling,
-        eps=config.adam_eps_batch_scaling,  # type: ignore[arg-type]
-        weight_decay=config.adam_weight_decay_batch_scaling,  # type: ignore[arg-type]
+        # A larger adam_b2 of the reference batch stays as it is.
+        b2_ceiling=None if scaling.b2_ceiling is None else max(scaling.b2_ceiling, config.adam_b2),
         token_ratio=1.0 if reference is None else float(samples * config.max_target_length / reference),
     )
 
 
-def budget_samples(config: Config) -> Fraction | None:
+def budget_samples(config: RunKeys, sequence_length: int) -> Fraction | None:
     """Return the samples of `train_samples` or `train_tokens`, exactly; None if `steps` counts."""
     if config.train_tokens is not None:
-        return Fraction(config.train_tokens, config.max_target_length)
+        return Fraction(config.train_tokens, sequence_length)
     return None if config.train_samples is None else Fraction(config.train_samples)
 
 
-def _lengths(config: Config, ramp: BatchRamp, seesaw: Seesaw | None) -> tuple[int, int | None]:
-    """Return the steps of the run, and those of the learning-rate schedule if it has a length of its own.
-
-    With Seesaw, `steps` are those of the planned ramp, and the run consumes the same samples.
-    """
-
-    def steps_for(samples: Fraction | int) -> int:
-        return ramp.step_of_sample(math.ceil(samples) - 1) + 1
-
-    def length(steps: int) -> int:
-        return steps if seesaw is None else steps_for(seesaw.base.samples_before(steps))
-
-    schedule, steps = config.learning_rate_schedule_steps, config.total_steps
-    total = length(steps) if steps is not None else steps_for(budget_samples(config) or 1)
-    return total, None if schedule == AUTO else length(schedule)
-
-
-def _seesaw(config: Config, base: BatchRamp, splitter: BatchSplitter) -> Seesaw:
+def _seesaw(keys: RampKeys, optimizer: OptimizerKeys, base: BatchRamp, *, total_samples: int, multiple: int) -> Seesaw:
     """Return the transform of the planned ramp and learning rate."""
-    assert config.seesaw_factor is not None
-    total = math.ceil(budget_samples(config) or base.samples_before(config.total_steps or 0))
-    schedule = config.learning_rate_schedule_steps
+    assert keys.seesaw_factor is not None
+    schedule = optimizer.learning_rate_schedule_steps
 
     def rate(progress: float) -> float:
         done = decay_progress(
             progress,
-            kind=config.lr_schedule_type,
-            warmup_fraction=config.warmup_steps_fraction,
-            decay_fraction=config.wsd_decay_steps_fraction,
-            decay_style=config.wsd_decay_style,
+            kind=optimizer.lr_schedule_type,
+            warmup_fraction=optimizer.warmup_steps_fraction,
+            decay_fraction=optimizer.wsd_decay_steps_fraction,
+            decay_style=optimizer.wsd_decay_style,
         )
-        return float(1 - (1 - config.learning_rate_final_fraction) * done)
+        return float(1 - (1 - optimizer.learning_rate_final_fraction) * done)
 
-    length = total if schedule == AUTO else base.samples_before(schedule)
-    cuts = discretize(rate, factor=config.seesaw_factor, total_samples=length)
+    length = total_samples if schedule == AUTO else base.samples_before(schedule)
     return Seesaw(
         base=base,
-        cuts=cuts,
-        max_batch_size=config.seesaw_max_batch_size,
-        multiple=splitter.unit,
-        total_samples=total,
-        exponent=1.0 if config.opt_type == "sgd" else 0.5,
+        cuts=discretize(rate, factor=keys.seesaw_factor, total_samples=length),
+        max_batch_size=keys.seesaw_max_batch_size,
+        multiple=multiple,
+        total_samples=total_samples,
+        schedule_samples=length,
+        exponent=1.0 if optimizer.opt_type == "sgd" else 0.5,
     )
 
 
@@ -238,15 +239,19 @@ def with_slices(config: Config, topology: Topology | None) -> Config:
     return config if topology.num_slices == 1 else replace(config, num_slices=topology.num_slices)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _collected(problems: list[RampupError], config: Config) -> Iterator[None]:
     """Append the errors of a block to a list, each with the place its key was set and with only the values a file can have."""
     try:
         yield
     except RampupError as error:
         for problem in error.problems or (error,):
-            if problem.key and (place := config.where(problem.key)) != "default":
-                problem.args = (f"{problem} [{problem.key}: {place}]",)
+            keys = [problem.key or ""]
+            if keys == ["num_devices"] and config.num_devices == AUTO:
+                # The number of devices is that of the caller or of the machine; what was written are the axes.
+                keys = [name for name in KEYS if name.endswith("_parallelism") and name in str(problem)]
+            if places := [f"{key}: {place}" for key in keys if (place := config.where(key)) != "default"]:
+                problem.args = (f"{problem} [{', '.join(places)}]",)
             # The values offered for a schedule are sizes, not schedules.
             if problem.key in KEYS and problem.key != "batch_size_schedule":
                 problem.nearest = tuple(filter(KEYS[problem.key].allows, problem.nearest))
@@ -264,15 +269,14 @@ def mesh_axes(config: Settings, num_devices: int) -> MeshAxes:
     return MeshAxes.resolve(num_devices, num_slices=getattr(config, "num_slices", AUTO), **groups)
 
 
-def _num_repeats(config: Config, num_stages: int) -> int:
-    layers, repeats = config.base_num_decoder_layers, config.num_pipeline_repeats
-    per_stage = config.num_layers_per_pipeline_stage
+def _num_repeats(keys: PipelineKeys, num_layers: int, num_stages: int) -> int:
+    repeats, per_stage = keys.num_pipeline_repeats, keys.num_layers_per_pipeline_stage
     if per_stage == AUTO:
-        per_stage = max(layers // (num_stages * max(repeats, 1)), 1)
-    return pipeline_repeats(num_layers=layers, num_stages=num_stages, num_layers_per_stage=per_stage, num_repeats=repeats)
+        per_stage = max(num_layers // (num_stages * max(repeats, 1)), 1)
+    return pipeline_repeats(num_layers=num_layers, num_stages=num_stages, num_layers_per_stage=per_stage, num_repeats=repeats)
 
 
-def _with_best_repeats(config: Config, splitter: BatchSplitter, ramp: BatchRamp) -> BatchSplitter:
+def _with_best_repeats(splitter: BatchSplitter, ramp: BatchRamp, num_layers: int, overhead: Fraction) -> BatchSplitter:
     """Return the splitter with the number of repeats whose predicted step time in the last phase is lowest."""
 
     def time(num_repeats: int) -> Fraction:
@@ -282,86 +286,96 @@ def _with_best_repeats(config: Config, splitter: BatchSplitter, ramp: BatchRamp)
             last.microbatch_size,
             num_stages=splitter.num_stages,
             num_repeats=num_repeats,
-            overhead=_tick_overhead(config),
+            overhead=overhead,
         )
 
-    repeats = legal_repeats(num_layers=config.base_num_decoder_layers, num_stages=splitter.num_stages)
+    repeats = divisors(pipeline_repeats(num_layers=num_layers, num_stages=splitter.num_stages))
     return replace(splitter, num_repeats=min(repeats, key=time))
 
 
-def _tick_overhead(config: Config) -> Fraction:
-    """Return the overhead of a pipeline tick in samples: the configured one, or the assumed one if it was not measured."""
-    if config.pipeline_tick_overhead is None:
-        return Fraction(DEFAULT_OVERHEAD_TOKENS, config.max_target_length)
-    return exact_fraction(config.pipeline_tick_overhead, what="pipeline_tick_overhead", key="pipeline_tick_overhead")
-
-
-def _splitter(config: Config, axes: MeshAxes, num_repeats: int) -> BatchSplitter:
-    measured = config.pipeline_tick_overhead is not None
+def _splitter(keys: RampKeys, pipeline: PipelineKeys, axes: MeshAxes, num_repeats: int, overhead: Fraction) -> BatchSplitter:
+    minimizes = pipeline.pipeline_tick_overhead is not None or keys.rampup_microbatch == "per_phase"
     return BatchSplitter(
         data_parallel_size=axes.data_parallel_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        gradient_accumulation_steps=keys.gradient_accumulation_steps,
         num_stages=axes.pipeline,
         num_repeats=num_repeats,
-        num_pipeline_microbatches=config.num_pipeline_microbatches,
-        rampup_microbatch=config.rampup_microbatch,  # type: ignore[arg-type]
-        microbatch_size=config.microbatch_size,
-        strict_multiple=config.pipeline_strict_multiple,
-        delay_activation_forwarding=config.pipeline_delay_activation_forwarding,
-        tick_overhead=_tick_overhead(config) if measured or config.rampup_microbatch == "per_phase" else None,
-        min_microbatches=2 if config.measure_gradient_noise and axes.data == 1 else 1,
+        num_pipeline_microbatches=pipeline.num_pipeline_microbatches,
+        rampup_microbatch=keys.rampup_microbatch,
+        microbatch_size=keys.microbatch_size,
+        strict_multiple=pipeline.pipeline_strict_multiple,
+        delay_activation_forwarding=pipeline.pipeline_delay_activation_forwarding,
+        tick_overhead=overhead if minimizes else None,
+        min_microbatches=2 if keys.measure_gradient_noise and axes.data == 1 else 1,
     )
 
 
-def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None, sizes: Sequence[int] | None) -> BatchRamp:
-    if sizes and config.batch_size_schedule == AUTO_SCHEDULE:
+def _ramp(
+    keys: RampKeys,
+    num_devices: int,
+    splitter: BatchSplitter | None,
+    sizes: Sequence[int] | None,
+    *,
+    length: int,
+    budget: Fraction | None,
+) -> BatchRamp:
+    """Return the ramp, of sequences of `length` tokens; `sizes` are those of `batch_size_schedule: auto`."""
+    schedule = None if keys.batch_size_schedule == AUTO_SCHEDULE else keys.batch_size_schedule
+    if sizes and keys.batch_size_schedule == AUTO_SCHEDULE:
         if splitter is not None:
-            _check_sizes(config, splitter, [(size, "batch_size_schedule: auto") for size in sizes])
+            _check_sizes(splitter, [(size, "batch_size_schedule: auto") for size in sizes])
         return BatchRamp.constant(sizes[0])
-    unfixed = splitter and replace(splitter, microbatch_size=AUTO)
-    keys = RampKeys(**{key.name: getattr(config, key.name) for key in fields(RampKeys)})
-    if config.batch_size_schedule == AUTO_SCHEDULE:
-        keys = replace(keys, batch_size_schedule=None)
-    ramp = ramp_from_config(keys, num_devices=num_devices, splitter=unfixed, budget=budget_samples(config))
-    if splitter is not None:
-        phases = [(phase.global_batch_size, str(phase)) for phase in ramp.phases]
-        _check_sizes(config, splitter, phases, ramp if config.batch_size_schedule is not None else None)
+    try:
+        ramp = ramp_from_config(
+            num_devices=num_devices,
+            per_device_batch_size=keys.per_device_batch_size,
+            gradient_accumulation_steps=keys.gradient_accumulation_steps,
+            enable_rampup_batch_size=keys.enable_rampup_batch_size,
+            per_device_batch_size_start=keys.per_device_batch_size_start,
+            per_device_batch_size_increment=keys.per_device_batch_size_increment,
+            global_rampup_samples=keys.global_rampup_samples,
+            rampup_carry_overshoot=keys.rampup_carry_overshoot,
+            batch_size_schedule=schedule,
+            batch_size_schedule_unit=keys.batch_size_schedule_unit,
+            max_target_length=length,
+            budget=budget,
+            splitter=splitter and replace(splitter, microbatch_size=AUTO),
+        )
+    except RampDefinitionError as error:
+        # A schedule in the wrong order still has sizes to check.
+        if splitter is None or keys.batch_size_schedule is None or keys.enable_rampup_batch_size:
+            raise
+        raise_together([error, *_schedule_problems(keys, splitter, None, length, budget)])
+    if splitter is not None and keys.batch_size_schedule is not None:
+        raise_together(_schedule_problems(keys, splitter, ramp, length, budget))
+    elif splitter is not None:
+        _check_sizes(splitter, [(phase.global_batch_size, str(phase)) for phase in ramp.phases])
     return ramp
 
 
-def _auto_sizes(config: Config, num_devices: int, splitter: BatchSplitter) -> tuple[int, ...]:
+def _auto_sizes(keys: RampKeys, num_devices: int, splitter: BatchSplitter) -> tuple[int, ...]:
     """Return the sizes of `batch_size_schedule: auto`."""
+    options = {"num_devices": num_devices, "gradient_accumulation_steps": keys.gradient_accumulation_steps}
     unfixed = replace(splitter, microbatch_size=AUTO)
-
-    def size_of(key: str) -> int:
-        number = getattr(config, key)
-        passes = config.gradient_accumulation_steps
-        return global_batch_size(number, num_devices=num_devices, gradient_accumulation_steps=passes, key=key, splitter=unfixed)
-
-    return auto_sizes(size_of("per_device_batch_size_start"), size_of("per_device_batch_size"))
+    start = global_batch_size(keys.per_device_batch_size_start, key="per_device_batch_size_start", splitter=unfixed, **options)
+    return auto_sizes(
+        start, global_batch_size(keys.per_device_batch_size, key="per_device_batch_size", splitter=unfixed, **options)
+    )
 
 
-def _check_sizes(
-    config: Config, splitter: BatchSplitter, sizes: Sequence[tuple[int, str]], schedule: BatchRamp | None = None
-) -> None:
-    """Check global batch sizes, each with its place. An error names the key that a user would change: that of `schedule`."""
-    key = None if schedule is None else "batch_size_schedule"
-
-    def find(pairs: Sequence[tuple[int, str]]) -> list[RampupError]:
-        return [p for size, where in pairs if (p := splitter.problem(size, where, key=key))]
-
-    if not (problems := find(sizes)):
+def _check_sizes(splitter: BatchSplitter, sizes: Sequence[tuple[int, str]]) -> None:
+    """Check global batch sizes, each with its place. An error names the key that a user would change."""
+    problems = [p for size, where in sizes if (p := splitter.problem(size, where))]
+    if not problems:
         return
-    if schedule is not None:
-        raise_together(problems + find(_jumped_over(config, schedule)))
-    numbers, unfixed = [size for size, _ in sizes], replace(splitter, microbatch_size=AUTO)
-    if config.microbatch_size != AUTO and all(map(unfixed.allows, numbers)):
+    numbers, fixed, unfixed = [size for size, _ in sizes], splitter.microbatch_size, replace(splitter, microbatch_size=AUTO)
+    if fixed != AUTO and all(map(unfixed.allows, numbers)):
         legal = unfixed.legal_microbatches(numbers)
-        nearest = nearest_in(config.microbatch_size, legal)
+        nearest = nearest_in(fixed, legal)
         raise BatchDivisibilityError(
-            f"microbatch_size={config.microbatch_size} must divide global_batch_size / data_parallel_size in every phase; "
+            f"microbatch_size={fixed} must divide global_batch_size / data_parallel_size in every phase; "
             f"nearest: {', '.join(map(str, nearest))} ({problems[0]})",
-            value=config.microbatch_size,
+            value=fixed,
             divisor=max(legal),
             key="microbatch_size",
             nearest=nearest,
@@ -369,34 +383,71 @@ def _check_sizes(
     raise_together(problems)
 
 
-def _jumped_over(config: Config, ramp: BatchRamp) -> list[tuple[int, str]]:
-    """Return the scheduled sizes that no step reaches. Once the other sizes are fixed, a step may reach them."""
-    assert config.batch_size_schedule is not None
-    length = config.max_target_length if config.batch_size_schedule_unit == "tokens" else None
-    entries = parse_schedule(config.batch_size_schedule, sequence_length=length, budget=budget_samples(config))
-    used = set(ramp.sizes)
-    return [(size, f"from sample {threshold:,}, jumped over") for threshold, size in entries if size not in used]
+def _devices_of_schedule(config: Config, num_devices: int, length: int, budget: Fraction | None) -> str:
+    """Return on which other numbers of devices the batches of a schedule run, as text; the other ramps follow the devices."""
+    if config.batch_size_schedule in (None, AUTO_SCHEDULE) or config.seesaw_factor is not None:
+        return ""
+    with contextlib.suppress(RampupError):
+        ramp = _ramp(config.ramp, num_devices, None, None, length=length, budget=budget)
+        numbers = _numbers_that_can(config, ramp, num_devices, lambda number: build_plan(config, number, ramp=ramp))
+        return f"numbers of devices that can run these batches: {list_devices(numbers)}" if numbers else ""
+    return ""
 
 
-def _eval_size(config: Config, num_devices: int, ramp: BatchRamp, splitter: BatchSplitter) -> int | None:
-    """Return the samples of an evaluation batch; None if evaluation is off and the default size cannot be split."""
-    key, size = "eval_per_device_batch_size", config.eval_per_device_batch_size
+def _schedule_problems(
+    keys: RampKeys, splitter: BatchSplitter, ramp: BatchRamp | None, length: int, budget: Fraction | None
+) -> list[RampupError]:
+    """Return an error for each size of the schedule that cannot be split; `ramp` is None if the schedule itself is refused."""
+    assert keys.batch_size_schedule is not None
     try:
-        if size == 0 and config.batch_size_schedule is not None:
+        tokens = length if keys.batch_size_schedule_unit == "tokens" else None
+        entries = parse_schedule(keys.batch_size_schedule, sequence_length=tokens, budget=budget)
+    except RampDefinitionError:
+        return []
+    if ramp is None:
+        sizes = [(size, f"from sample {threshold:,}") for threshold, size in entries if size > 0]
+    elif all(map(splitter.allows, ramp.sizes)):
+        return []
+    else:
+        # No step reaches a size that is jumped over. Once the other sizes are fixed, a step may.
+        used = set(ramp.sizes)
+        sizes = [(phase.global_batch_size, str(phase)) for phase in ramp.phases]
+        sizes += [(size, f"from sample {threshold:,}, jumped over") for threshold, size in entries if size not in used]
+    problems = [p for size, where in sizes if (p := splitter.problem(size, where, key="batch_size_schedule"))]
+    if not problems or splitter.microbatch_size == AUTO:
+        return problems
+    # A smaller microbatch changes the batches least.
+    unfixed = replace(splitter, microbatch_size=AUTO)
+    near = [nearest[0] if 2 * size <= sum(nearest) else nearest[-1] for size, _ in sizes if (nearest := unfixed.nearest(size))]
+    smaller = [n for n in unfixed.legal_microbatches(near) if n < splitter.microbatch_size][-1:]
+    if smaller and not all(map(splitter.allows, near)):
+        for problem in problems:
+            problem.args = (f"{problem}; or microbatch_size={smaller[0]}",)
+            problem.alternatives = {"microbatch_size": tuple(smaller)}
+    return problems
+
+
+def _eval_size(
+    keys: RampKeys, num_devices: int, ramp: BatchRamp | None, splitter: BatchSplitter, *, needed: bool
+) -> int | None:
+    """Return the samples of an evaluation batch; None if it is not needed and the default size cannot be split."""
+    key, size = "eval_per_device_batch_size", keys.eval_per_device_batch_size
+    try:
+        if size == 0 and keys.batch_size_schedule is not None and ramp is not None:
             # A schedule gives global batches, so the default comes from its last one instead of per_device_batch_size.
-            whole = ramp.sizes[-1] // config.gradient_accumulation_steps
+            whole = ramp.sizes[-1] // keys.gradient_accumulation_steps
             if problem := splitter.for_eval().problem(whole, "evaluation, the last phase without accumulation", key=key):
                 raise problem
             return whole
         return global_batch_size(
-            size or config.per_device_batch_size,
+            size or keys.per_device_batch_size,
             num_devices=num_devices,
             gradient_accumulation_steps=1,
             key=key,
             splitter=splitter.for_eval(),
         )
     except BatchDivisibilityError:
-        if size == 0 and config.eval_interval == AUTO:
+        if size == 0 and not needed:
             return None
         raise
 
@@ -444,9 +495,8 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
             the ramp is another one (the error shows both).
     """
     before, now = BatchRamp.from_rows(record["ramp"]), ramp_keys(config)
-    # A key that an older version does not have was off.
-    old = {name: value for name, value in record["ramp_keys"].items() if value is not None}
-    if {name: value for name, value in now.items() if value is not None} == old:
+    old: dict[str, str | None] = record["ramp_keys"]
+    if now == old:
         return _same_batches(config, num_devices, before, record)
     plan = build_plan(config, num_devices)
     if plan.ramp.fingerprint == before.fingerprint:
@@ -496,22 +546,45 @@ def _same_batches(config: Config, num_devices: int, ramp: BatchRamp, record: Map
     try:
         return plan_for(num_devices)
     except (BatchDivisibilityError, PipelineShapeError) as error:
-        nearest = _nearest_devices(plan_for, num_devices)
+        numbers = _numbers_that_can(config, ramp, record["num_devices"], plan_for)
         text = f"the run was on {record['num_devices']} devices, and its batches cannot be split for num_devices={num_devices}"
-        text += f"; nearest that can: {', '.join(map(str, nearest)) or 'none'}. {error}"
-        raise ResumeMismatchError(text, key="num_devices", nearest=nearest) from None
+        text += f"; numbers of devices that can run all of them: {list_devices(numbers)}. {error}"
+        raise ResumeMismatchError(text, key="num_devices", nearest=nearest_in(num_devices, numbers)) from None
 
 
-def _nearest_devices(plan_for: Any, num_devices: int) -> list[int]:
-    """Return the nearest smaller and larger number of devices for which there is a plan."""
+def possible_devices(config: Config, plan: RampPlan) -> list[int]:
+    """Return the numbers of devices on which a run can continue with the batches of a plan: each can split every one of them.
 
-    def works(number: int) -> bool:
-        try:
+    If the configuration leaves an axis open that does not shard the batch, larger ones are left out.
+
+    Example:
+        >>> config = Config(batch_size_schedule="0:8 80:24", eval_interval=-1)
+        >>> possible_devices(config, build_plan(config, 4))
+        [1, 2, 4, 8]
+    """
+    record = ramp_record(config, plan)
+    return _numbers_that_can(config, plan.ramp, plan.num_devices, lambda n: _same_batches(config, n, plan.ramp, record))
+
+
+def list_devices(numbers: Sequence[int]) -> str:
+    """Return numbers of devices as text, of many only the first and the last."""
+    shown = [f"{number:,}" for number in numbers]
+    if len(shown) > MAX_DEVICES_LISTED:
+        shown = [*shown[: MAX_DEVICES_LISTED - 2], "...", shown[-1]]
+    return ", ".join(shown) or "none"
+
+
+def _numbers_that_can(config: Config, ramp: BatchRamp, num_devices: int, plan_for: Callable[[int], RampPlan]) -> list[int]:
+    """Return the numbers of devices for which there is a plan of a ramp, in ascending order."""
+    sizes = {f"{group}_{axis}_parallelism": axis for group in ("ici", "dcn") for axis in AXES}
+    known = math.prod(getattr(config, key) for key in sizes if getattr(config, key) != AUTO)
+    # What the axes of -1 share shards the batch, and so divides every one. Only another axis could have any size.
+    factors = divisors(math.gcd(*ramp.sizes))
+    if any(getattr(config, key) == AUTO and axis not in ("data", "fsdp") for key, axis in sizes.items()):
+        factors = list(range(1, 4 * num_devices // known + 1))
+    found = []
+    for number in [known * factor for factor in factors]:
+        with contextlib.suppress(RampupError):
             plan_for(number)
-        except RampupError:
-            return False
-        return True
-
-    below = next((n for n in range(num_devices - 1, max(num_devices - 1025, 0), -1) if works(n)), None)
-    above = next((n for n in range(num_devices + 1, min(2 * num_devices + 64, num_devices + 1024)) if works(n)), None)
-    return [n for n in (below, above) if n is not None]
+            found.append(number)
+    return found

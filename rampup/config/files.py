@@ -10,29 +10,24 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from rampup.config.key import FOLDER_NAME, SUFFIXED_COUNT, Key, Kind, Settings
+from rampup.config.key import FOLDER_NAME, Key, Settings
 from rampup.config.load import BASE
 from rampup.config.schema import Config, keys_for_alias
 from rampup.errors import ConfigError
-from rampup.plan.numbers import MAX_COUNT
 
 MODELINE = "# yaml-language-server: $schema={}"
 LINE_LENGTH = 118
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
-MAX_FLOAT = 1e300
-# In Python, `$` alone also matches before a line's end.
-_END = r"$(?!\n)"
-# YAML 1.2, which editors read, takes 1_000 for text.
-_GROUPED = "^(?=(_?[0-9]){{2,{most}}}{end})[1-9][0-9]*(_[0-9]+)+{end}"
-_NOT_ZERO = "(?=[^/]*[1-9])"
-_DIGITS = "[0-9]{1,18}"
-_CONTROL = r"\u0000-\u001f\u007f-\u009f\u2028\u2029"
+# A number as text, which YAML 1.2 does not take for one: 1_000, 2K or, of a size, 1/3. In Python, `$` alone also matches before
+# a line's end.
+_NUMERAL = r"^(?=.*[1-9])[0-9][0-9_]*(\.[0-9_]+)?{end}$(?!\n)"
+_ENDS = {"int": "[KMBTkmbt]?", "float": "", "size": "(/[0-9_.]*[1-9][0-9_.]*)?"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +81,7 @@ BASE_FILE = ConfigFile(
 # The configuration of `rampup train`: every key, its documentation and its value.
 # Names and meanings are those of MaxText. If its default differs, the comment ends with it.
 # Set a key on the command line (steps=100), in the environment (RAMPUP_STEPS=100), or in a file of your own that starts
-# with `base_config: base.yml`.
+# with `base_config: base.yml`. Whole numbers may end in K, M, B or T, powers of 1,000: 2K is 2000.
 """,
     settings=Config,
 )
@@ -167,8 +162,8 @@ def yaml_value(value: Any) -> str:
 def schema_of(keys: Mapping[str, Key], defaults: Mapping[str, Any], *, title: str) -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a configuration, with which an editor checks and completes it.
 
-    The schema accepts a value exactly if its key does. Rules between keys are left to `rampup plan`. Dotted keys may also be
-    nested.
+    The schema accepts legal values as people write them, and refuses other types and numbers outside the limits. The rest is
+    left to `rampup plan`. Dotted keys may also be nested.
 
     Args:
         keys: the keys by name.
@@ -197,16 +192,14 @@ def schema_of(keys: Mapping[str, Key], defaults: Mapping[str, Any], *, title: st
 
 
 def _property(key: Key, default: Any) -> dict[str, Any]:
-    shapes = [_SHAPES[key.kind](key) if not key.choices else {"enum": list(key.choices)}]
-    if key.kind in ("int", "float", "size") and key.below is None:
-        # A number with fewer digits than the limit is below it.
-        digits = len(str(int(MAX_COUNT if key.maximum is None else key.maximum))) - 1
-        shapes += [{"type": "string", "pattern": _GROUPED.format(most=digits, end=_END)}] * (digits > 3)
-    if key.kind == "size" and key.maximum is None:
-        number = rf"{_DIGITS}(\.[0-9]{{1,17}})?"
-        fraction = f"^{_NOT_ZERO if key.above is not None else ''}{number}(/{_NOT_ZERO}{_DIGITS})?{_END}"
-        shapes.append({"type": "string", "pattern": fraction})
-    shapes += [{"type": "string", "pattern": f"^{SUFFIXED_COUNT.pattern}{_END}"}] * key.suffixed
+    types = {"bool": "boolean", "int": "integer", "float": "number", "size": "number", "text": "string", "name": "string"}
+    limits = {"minimum": key.minimum, "maximum": key.maximum, "exclusiveMinimum": key.above, "exclusiveMaximum": key.below}
+    words = [True, False] if "off" in key.choices else []  # YAML's on and off
+    shape = {"type": types[key.kind], **{name: limit for name, limit in limits.items() if limit is not None}}
+    shape |= {"text": {"pattern": r"\S"}, "name": {"pattern": f"^({FOLDER_NAME.pattern})?$(?!\\n)"}}.get(key.kind, {})
+    shapes: list[dict[str, Any]] = [{"enum": [*key.choices, *words]} if key.choices else shape]
+    if key.kind in _ENDS:
+        shapes.append({"type": "string", "pattern": _NUMERAL.format(end=_ENDS[key.kind])})
     shapes += [{"const": value} for value in key.also]
     if key.nullable or "none" in key.choices:
         shapes.append({"type": "null"})
@@ -214,66 +207,11 @@ def _property(key: Key, default: Any) -> dict[str, Any]:
     return {"description": describe(key), "default": default, **shape}
 
 
-def _limits(key: Key, bound: float) -> dict[str, Any]:
-    """Return the limits of a number, or +-bound if the key has none."""
-    lowest = {"minimum": -bound if key.minimum is None else key.minimum}
-    highest = {"maximum": bound if key.maximum is None else key.maximum}
-    return (lowest if key.above is None else {"exclusiveMinimum": key.above}) | (
-        highest if key.below is None else {"exclusiveMaximum": key.below}
-    )
-
-
-_SHAPES: dict[Kind, Callable[[Key], dict[str, Any]]] = {
-    "bool": lambda key: {"type": "boolean"},
-    "int": lambda key: {"type": "integer", **_limits(key, MAX_COUNT)},
-    "float": lambda key: {"type": "number", **_limits(key, MAX_FLOAT)},
-    "size": lambda key: {"type": "number", **_limits(key, MAX_COUNT)},
-    "text": lambda key: {
-        "type": "string",
-        "maxLength": 1_000_000,
-        "pattern": rf"^[^{_CONTROL}]*[^\s{_CONTROL}][^{_CONTROL}]*{_END}",
-    },
-    "name": lambda key: {"type": "string", "pattern": f"^({FOLDER_NAME.pattern})?{_END}"},
-}
-
-
 MAX_CLOSE = 6
-# Numbers of `rampup plan` that follow from the keys: meaning and unit.
-DERIVED = {
-    "global_batch_to_load": (
-        "Rows that the hosts load per step after the ramp: the global batch, times expansion_factor_real_data if that is "
-        "positive. MaxText's global_batch_size_to_load.", "samples",
-    ),
-    "num_increments": ("Changes of the batch in the ramp.", None),
-    "samples_per_increment": (
-        "Samples requested for each phase of a linear ramp: global_rampup_samples / num_increments.", "samples",
-    ),
-    "ramp_steps": ("Optimizer steps before the last phase.", "steps"),
-    "ramp_samples": ("Samples before the last phase.", "samples"),
-    "total_steps": ("Optimizer steps of the run.", "steps"),
-    "num_compiled_shapes": ("Microbatch shapes that the run compiles, as rampup_microbatch decides.", None),
-}  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """The explanation of one key."""
-
-    key: str  # its name
-    file: str  # the configuration file that has it
-    section: str  # the heading above it in that file
-    meaning: str  # its documentation
-    legal: str  # its legal values, in words
-    unit: str | None  # the unit of its values, if they have one
-    default: Any  # its value if no file sets it
-    value_in_file: Any  # its value in the file
-    maxtext_name: str | None  # MaxText's name for it; None if MaxText has no such key
-    maxtext_default: str | None  # MaxText's default, as written there
-    interacts: tuple[str, ...]  # the keys that its documentation names, and those whose documentation names it
-
-
-def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> Explanation:
-    """Return the explanation of a key of the first file that has it.
+def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> dict[str, Any]:
+    """Return the explanation of a key of the first file that has it, as `rampup explain --json` prints it.
 
     Args:
         name: the key.
@@ -284,11 +222,9 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> Explanatio
 
     Example:
         >>> explained = explain("global_rampup_samples")
-        >>> explained.unit, explained.default, explained.maxtext_default
+        >>> explained["unit"], explained["default"], explained["maxtext_default"]
         ('samples', 1600, '500')
     """
-    if name in DERIVED and not any(name in file.keys for file in files):
-        return _explain_derived(name, files[0])
     file = next((file for file in files if name in file.keys), None)
     if file is None:
         known = dict.fromkeys(key for each in files for key in each.keys)
@@ -296,37 +232,20 @@ def explain(name: str, files: Sequence[ConfigFile] = (BASE_FILE,)) -> Explanatio
         hint = f"; close: {', '.join(nearest)}" if nearest else "; configs/base.yml lists all keys"
         raise ConfigError(f"unknown key {name[:100]!r}{hint}", key=name, nearest=nearest)
     key, default = file.keys[name], file.defaults[name]
-    return Explanation(
-        key=name,
-        file=file.name,
-        section=key.section,
-        meaning=key.doc,
-        legal=key.expected,
-        unit=key.unit,
-        default=default,
-        value_in_file=file.values[name],
-        maxtext_name=None if key.own else name,
-        maxtext_default=key.maxtext or (None if key.own else yaml_value(default)),
-        interacts=_interacting(name, file.keys),
-    )
-
-
-def _explain_derived(name: str, file: ConfigFile) -> Explanation:
-    """Return the explanation of a number that follows from the keys."""
-    meaning, unit = DERIVED[name]
-    return Explanation(
-        key=name,
-        file="rampup plan",
-        section="what follows",
-        meaning=meaning,
-        legal="follows from the keys; it cannot be set",
-        unit=unit,
-        default=None,
-        value_in_file=None,
-        maxtext_name=None,
-        maxtext_default=None,
-        interacts=tuple(key for key in file.keys if "_" in key and re.search(rf"\b{re.escape(key)}\b", meaning)),
-    )
+    return {
+        "key": name,
+        "file": file.name,
+        "section": key.section,
+        "meaning": key.doc,
+        "legal": key.expected,
+        "unit": key.unit,
+        "default": default,
+        "value_in_file": file.values[name],
+        "maxtext_name": None if key.own else name,
+        "maxtext_default": key.maxtext or (None if key.own else yaml_value(default)),
+        # The other keys that the documentation names, and those whose documentation names it.
+        "interacts": [o for o in file.keys if o != name and (_names(key, o) or _names(file.keys[o], name))],
+    }
 
 
 def _close_keys(name: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -337,11 +256,6 @@ def _close_keys(name: str, known: Sequence[str]) -> tuple[str, ...]:
     within = [key for key in known if (len(name) > 2 and name in key) or any(part in re.split(r"[_.]", key) for part in alike)]
     aliases = [key for key in keys_for_alias(name) if key in known]
     return tuple(dict.fromkeys([*aliases, *close, *within]))[:MAX_CLOSE]
-
-
-def _interacting(name: str, keys: Mapping[str, Key]) -> tuple[str, ...]:
-    """Return the other keys that a key's documentation names, and those whose documentation names it."""
-    return tuple(other for other in keys if other != name and (_names(keys[name], other) or _names(keys[other], name)))
 
 
 def _names(key: Key, name: str) -> bool:

@@ -13,11 +13,12 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from rampup.config.files import yaml_value
-from rampup.config.load import BASE, ENVIRONMENT_PREFIX, find_config, load_config, locate_values
+from rampup.config.load import BASE, COMMAND_LINE, ENVIRONMENT_PREFIX, find_config, load_config, locate_values
 from rampup.config.schema import KEYS, Config, keys_for_alias
 from rampup.config.yaml import Located, parse_mapping, positions, read_text
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
@@ -28,7 +29,11 @@ MAX_ROUNDS = 20
 MIN_SIMILARITY = 0.6
 # The final batch is kept if another key of the ramp can absorb the change within a factor of two.
 MAX_ALTERNATIVE_DISTANCE = 0.5
+# A size of a schedule moves by at most this share of the larger of the two; further away, it is not the ramp that was meant.
+MAX_SIZE_CHANGE = 0.25
+SCHEDULED_SIZES = re.compile(r"(?<=:)[^\s,]+")
 SCHEDULE, DEVICES, PARALLELISM = "batch_size_schedule", "num_devices", "_parallelism"
+FIRST_SIZE, FINAL_SIZE = "per_device_batch_size_start", "per_device_batch_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,22 +99,34 @@ def find_fix(
     tried: set[tuple[str, str]] = set()
     for _ in range(MAX_ROUNDS):
         before = draft
-        # A key changes at most once a round, except that several sizes of a schedule may be refused.
+        # What was written, with the right names.
+        meant = start.with_edits({name: key for name, key in edits.items() if name not in KEYS}) or start
+        # A key changes at most once a round.
         done: set[str | None] = set()
         for problem in problems:
-            for key, value in _suggestions(problem, draft) if problem.key not in done else ():
-                edited = draft.with_edit(key, value) if key not in done and (key, value) not in tried else None
-                if edited is not None:
+            for key, value in _suggestions(problem, problems, before) if problem.key not in done else ():
+                fresh = key not in done and (key, value) not in tried
+                edited = start.with_edits(edits | {key: value}) if fresh else None
+                if edited is not None and (key not in KEYS or _keeps_ramp(meant.located(), edited.located())):
                     draft = edited
                     edits[key] = value
                     tried.add((key, value))
-                    done |= {key, problem.key} - {SCHEDULE}
+                    done |= {key, problem.key}
                     break
         if draft is before:
             break
         problems = draft.problems(check)
     if problems:
-        raise _nothing_found(draft, problems)
+        changed = " and ".join(f"{c.key}={c.after}" for c in draft.changes.values() if c.renamed is None)
+        with_changes = f" with {changed}" if changed else ""
+        sizes = any(problem.key == SCHEDULE and isinstance(problem, BatchDivisibilityError) for problem in problems)
+        rule = f" that keeps the ramp (it grows where it grew, and a size moves by at most {MAX_SIZE_CHANGE:.0%})" * sizes
+        left = f"{problems[0]}, and {len(problems) - 1:,} more" if len(problems) > 1 else problems[0]
+        raise ConfigError(
+            f"no legal configuration was found near this one{rule}; what is left{with_changes}: {left}",
+            key=problems[0].key,
+            nearest=problems[0].nearest,
+        )
     # A change may have been made for a problem that another change solves too.
     for key in list(edits)[::-1] if len(edits) > 1 else ():
         fewer = {name: value for name, value in edits.items() if name != key}
@@ -157,9 +174,9 @@ class _Draft:
         return ()
 
     def located(self) -> dict[str, Located]:
-        """Return the value of each key that is set, and where; nothing while a name is unknown."""
+        """Return the value of each key that is set, and where; nothing while the file cannot be read."""
         try:
-            return locate_values(self.file, self.overrides, self.environ, KEYS, text=self.text)
+            return locate_values(self.file, self.overrides, self.environ, KEYS, text=self.text)[0]
         except ConfigError:
             return {}
 
@@ -170,78 +187,58 @@ class _Draft:
         return 0
 
     def with_edits(self, edits: Mapping[str, str]) -> _Draft | None:
-        """Return the draft after several edits, names first; None if one of them cannot be made."""
+        """Return the draft after edits, names first; None if one of them cannot be made.
+
+        A key gets a value as written in YAML, an unknown name the name of a key. An edit cannot be made if the text of the
+        value is an alias or has one, or if the right name is already there.
+        """
         draft: _Draft | None = self
         for name in sorted(edits, key=lambda name: name in KEYS):
-            draft = draft and draft.with_edit(name, edits[name])
+            draft = draft and draft._with_edit(name, edits[name])
         return draft
 
-    def with_edit(self, name: str, after: str) -> _Draft | None:
-        """Return the draft after one edit: a key gets a value as written in YAML, an unknown name the name of a key.
-
-        None if the edit cannot be made: the text of the value is an alias or has one, or the right name is already there.
-        """
-        if name == BASE:
-            return self._with_value_in_file(BASE, after)
-        if name not in KEYS:
-            return self._with_name(name, after)
-        entry = self.located().get(name)
+    def _with_edit(self, name: str, after: str) -> _Draft | None:
+        entry = self.located().get(name) if name in KEYS else None
         source = self.source_rank(entry)
-        if source == 1:
-            return self._with_value_in_file(name, after)
-        if entry is None or source == 2:
-            return self._with_line(name, after)
-        value = after.strip('"')
-        overrides = tuple(f"{name}={value}" if setting.startswith(f"{name}=") else setting for setting in self.overrides)
-        variable = ENVIRONMENT_PREFIX + name.upper()
-        environ = {**self.environ, variable: value} if variable in self.environ else self.environ
-        change = Change(key=name, before=str(entry.value), after=value, where=entry.path)
-        return replace(self, overrides=overrides, environ=environ)._with_change(name, change)
-
-    def _with_name(self, name: str, key: str) -> _Draft | None:
-        overrides = tuple(re.sub(f"^{re.escape(name)}=", f"{key}=", setting) for setting in self.overrides)
-        if overrides != self.overrides:
-            change = Change(key=key, before=name, after=key, where="command line", renamed=name)
-            return replace(self, overrides=overrides)._with_change(name, change)
+        if name in KEYS and source == 2:
+            newline = "\r\n" if "\r\n" in self.text else "\n"
+            text = self.text if self.text.endswith("\n") else self.text + newline
+            change = Change(key=name, before=None, after=after, where=f"{self.file}, a new line")
+            return replace(self, text=f"{text}{name}: {after}{newline}", changes={**self.changes, name: change})
+        if entry is not None and source == 0:
+            value = after.strip('"')
+            overrides = tuple(f"{name}={value}" if setting.startswith(f"{name}=") else setting for setting in self.overrides)
+            variable = ENVIRONMENT_PREFIX + name.upper()
+            environ = {**self.environ, variable: value} if variable in self.environ else self.environ
+            change = Change(key=name, before=str(entry.value), after=value, where=entry.path)
+            return replace(self, overrides=overrides, environ=environ, changes={**self.changes, name: change})
+        is_name = name not in KEYS and name != BASE
+        overrides = tuple(re.sub(f"^{re.escape(name)}=", f"{after}=", setting) for setting in self.overrides)
+        if is_name and overrides != self.overrides:
+            change = Change(key=after, before=name, after=after, where=COMMAND_LINE, renamed=name)
+            return replace(self, overrides=overrides, changes={**self.changes, name: change})
         places = positions(self.text)
-        if name not in places or key in places:
+        if name not in places or (is_name and after in places):
             return None
-        place = places[name][0]
-        change = Change(key=key, before=name, after=key, where=self._line_of(place), renamed=name)
-        return replace(self, text=_splice(self.text, place, key))._with_change(name, change)
-
-    def _with_value_in_file(self, key: str, after: str) -> _Draft | None:
-        places = positions(self.text)
-        if key not in places:
-            return None
-        place = places[key][1]
-        before = self.text[place]
-        # A value without text follows the colon directly; a block value includes its line's end.
-        gap = "" if before or self.text[place.start - 1].isspace() else " "
-        end = "\n" if before.endswith("\n") else ""
-        change = Change(key=key, before=before.strip(), after=after, where=self._line_of(place))
-        return replace(self, text=_splice(self.text, place, f"{gap}{after}{end}"))._with_change(key, change)
-
-    def _with_line(self, key: str, after: str) -> _Draft:
-        newline = "\r\n" if "\r\n" in self.text else "\n"
-        text = self.text if self.text.endswith("\n") else self.text + newline
-        change = Change(key=key, before=None, after=after, where=f"{self.file}, a new line")
-        return replace(self, text=f"{text}{key}: {after}{newline}")._with_change(key, change)
-
-    def _with_change(self, name: str, change: Change) -> _Draft:
-        """Return the draft with a change noted. A second change of a key keeps what was there first."""
-        first = self.changes.get(name)
-        if first is not None:
-            change = replace(change, before=first.before, where=first.where)
-        return replace(self, changes={**self.changes, name: change})
-
-    def _line_of(self, place: slice) -> str:
+        place, text = places[name][0 if is_name else 1], after
         line = self.text.count("\n", 0, place.start) + 1
-        return f"{self.file}:{line}"
+        where = f"{self.file}:{line}"
+        change = Change(key=after, before=name, after=after, where=where, renamed=name)
+        if not is_name:
+            before = self.text[place]
+            # A value without text follows the colon directly; a block value includes its line's end.
+            gap = "" if before or self.text[place.start - 1].isspace() else " "
+            text = f"{gap}{after}" + ("\n" if before.endswith("\n") else "")
+            change = Change(key=name, before=before.strip(), after=after, where=where)
+        text = self.text[: place.start] + text + self.text[place.stop :]
+        return replace(self, text=text, changes={**self.changes, name: change})
 
 
-def _suggestions(problem: RampupError, draft: _Draft) -> Iterator[tuple[str, str]]:
-    """Yield edits that may solve a problem, the nearest first: a key with a value, or an unknown name with a key."""
+def _suggestions(problem: RampupError, problems: Sequence[RampupError], draft: _Draft) -> Iterator[tuple[str, str]]:
+    """Yield edits that may solve a problem, the nearest first: a key with a value, or an unknown name with a key.
+
+    `problems` are all of this round: the refused sizes of a schedule change together.
+    """
     name = problem.key
     if name is None:
         return
@@ -257,8 +254,11 @@ def _suggestions(problem: RampupError, draft: _Draft) -> Iterator[tuple[str, str
     located = draft.located()
     before = _value(located, name)
     if name == SCHEDULE and isinstance(problem, BatchDivisibilityError) and isinstance(before, str):
-        sizes = sorted(problem.nearest, key=lambda size: _distance(problem.value, size))
-        yield from ((SCHEDULE, yaml_value(_with_size(before, problem.value, size))) for size in sizes)
+        # A smaller microbatch keeps the sizes.
+        yield from (("microbatch_size", yaml_value(size)) for size in problem.alternatives.get("microbatch_size", ()))
+        refused = {p.value: p.nearest for p in problems if p.key == SCHEDULE and isinstance(p, BatchDivisibilityError)}
+        if (schedule := _with_near_sizes(before, refused)) is not None:
+            yield SCHEDULE, yaml_value(schedule)
         return
     ranked = [
         (rank, _distance(_value(located, key), value), key, value)
@@ -308,17 +308,55 @@ def _axis_sizes(problem: RampupError, located: Mapping[str, Located]) -> Iterato
             yield from ((name, near) for near in nearest_in(size, legal))
 
 
-def _with_size(schedule: str, refused: int, size: object) -> str:
-    """Return a schedule with another size in place of a refused one, wherever it occurs."""
+def _with_near_sizes(schedule: str, refused: Mapping[int, Sequence[object]]) -> str | None:
+    """Return a schedule with near sizes in place of refused ones, moved as little as possible.
 
-    def is_refused(text: str) -> bool:
-        try:
-            return parse_count(text, what="size") == refused
-        except RampDefinitionError:
-            return False
+    It grows, stays and falls where it did; None if no such sizes are near.
 
-    parts = re.split(r"(?<=:)([^\s,]+)", schedule)
-    return "".join(str(size) if is_refused(part) else part for part in parts)
+    Example:
+        >>> _with_near_sizes("0:60 1K:66 2K:96", {60: (48, 64), 66: (64, 80)})
+        '0:48 1K:64 2K:96'
+    """
+    written = SCHEDULED_SIZES.findall(schedule)
+    try:
+        sizes = [parse_count(text, what="size") for text in written]
+    except RampDefinitionError:
+        return None
+    # For each choice of the last size so far: how far all moved, and the choices.
+    ways: dict[int, tuple[float, tuple[int, ...]]] = {}
+    for index, size in enumerate(sizes):
+        longer = {}
+        for near in (int(str(near)) for near in refused.get(size, (size,))):
+            rise = size - sizes[index - 1]
+            same_shape = [way for last, way in ways.items() if (near > last, near < last) == (rise > 0, rise < 0)]
+            if (moved := _distance(size, near)) <= MAX_SIZE_CHANGE and (same_shape or index == 0):
+                total, chosen = min(same_shape) if index else (0.0, ())
+                longer[near] = (total + moved, (*chosen, near))
+        ways = longer
+    if not ways:
+        return None
+    _, chosen = min(ways.values())
+    new = iter(text if size == near else str(near) for text, size, near in zip(written, sizes, chosen, strict=True))
+    return SCHEDULED_SIZES.sub(lambda _: next(new), schedule)
+
+
+def _keeps_ramp(before: Mapping[str, Located], after: Mapping[str, Located]) -> bool:
+    """Return whether the sizes per device are near those that were written, and still grow if they did."""
+    old, new = _per_device_sizes(before), _per_device_sizes(after)
+    grew = len(old) == 2 and old[0] < old[1]
+    if grew and not (len(new) == 2 and new[0] < new[1]):
+        return False
+    return len(old) != len(new) or max(map(_distance, old, new), default=0.0) <= MAX_ALTERNATIVE_DISTANCE
+
+
+def _per_device_sizes(located: Mapping[str, Located]) -> list[Fraction]:
+    """Return the legal sizes per device: the first and the last of a linear ramp, or that of a constant batch."""
+    if _value(located, SCHEDULE) is not None:
+        return []
+    ramp = _value(located, "enable_rampup_batch_size") if "enable_rampup_batch_size" in located else FINAL_SIZE not in located
+    values = [_value(located, key) for key in ((FIRST_SIZE, FINAL_SIZE) if ramp is True else (FINAL_SIZE,))]
+    legal = all(map(KEYS[FINAL_SIZE].allows, values))
+    return [exact_fraction(value, what="size") for value in values] if legal else []
 
 
 def _value(located: Mapping[str, Located], key: str) -> Any:
@@ -336,17 +374,3 @@ def _distance(before: object, after: object) -> float:
 
 def _similarity(before: object, after: object) -> float:
     return difflib.SequenceMatcher(None, str(before), str(after)).ratio()
-
-
-def _splice(text: str, place: slice, replacement: str) -> str:
-    return text[: place.start] + replacement + text[place.stop :]
-
-
-def _nothing_found(draft: _Draft, problems: Sequence[RampupError]) -> RampupError:
-    done = " and ".join(f"{change.key}={change.after}" for change in draft.changes.values() if change.renamed is None)
-    left = problems[0] if len(problems) == 1 else f"{problems[0]}, and {len(problems) - 1:,} more"
-    return ConfigError(
-        f"no legal configuration was found near this one; what is left{f' with {done}' if done else ''}: {left}",
-        key=problems[0].key,
-        nearest=problems[0].nearest,
-    )

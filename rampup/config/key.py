@@ -47,7 +47,6 @@ class Key:
     below: float | None = None
     also: tuple[int, ...] = ()  # legal values outside the limits, such as -1 for automatic
     nullable: bool = False  # whether null is legal
-    suffixed: bool = False  # whether text such as 300B is legal
     instead_of: tuple[str, ...] = ()  # keys that set the same fact; the one that is set nearer to the command line counts
     maxtext: str | None = None  # MaxText's default, as written there, if it differs from the default here
     own: bool = False  # whether MaxText has no such key; `maxtext` then gives MaxText's behavior
@@ -71,9 +70,9 @@ class Key:
             known = {
                 name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in limits.items() if limit is not None
             }
-            words = ", ".join(
-                [EXPECTED[self.kind] + ", such as 300B" * self.suffixed, *(f"{name} {limit}" for name, limit in known.items())]
-            ) + "".join(f", or {value}" for value in self.also)
+            words = ", ".join([EXPECTED[self.kind], *(f"{name} {limit}" for name, limit in known.items())]) + "".join(
+                f", or {value}" for value in self.also
+            )
         return words + (", or null" if self.nullable else "")
 
     def read(self, name: str, value: object) -> Any:
@@ -88,11 +87,13 @@ class Key:
         """
         if value is None and "none" in self.choices:
             return "none"
+        if isinstance(value, bool) and "off" in self.choices:
+            return "on" if value else "off"  # as YAML reads these words without quotes
         if value is None:
             if self.nullable:
                 return None
             raise self._error(name, "null")
-        converted = _READERS[self.kind](_without_suffix(value) if self.suffixed else value)
+        converted = _READERS[self.kind](_without_suffix(value) if self.kind == "int" else value)
         if converted is None:
             hint = ""
             if self._is_text and isinstance(value, bool | int | float):
@@ -148,9 +149,9 @@ class Key:
 
 
 def key(default: Any, doc: str, *, section: str, kind: Kind | None = None, **properties: Any) -> Any:
-    """Return a dataclass field with a default and a `Key`; the kind is that of the default unless given."""
+    """Return a dataclass field with a default and a `Key`, whose kind is that of the default unless given."""
     kinds: dict[type, Kind] = {bool: "bool", int: "int", float: "float", str: "text", Fraction: "size"}
-    spec = Key(kind=kind or kinds[type(default)], doc=doc, section=section, **properties)
+    spec = Key(kind=kind or kinds[type(default)], doc=" ".join(doc.split()), section=section, **properties)
     return field(default=default, metadata={"key": spec})
 
 
@@ -170,7 +171,12 @@ class Settings:
     _given: frozenset[str] = field(init=False, repr=False, compare=False)
 
     def __new__(cls, **values: Any) -> Self:
-        """Remember which attributes are set."""
+        """Remember which attributes are set, and refuse an unknown name."""
+        if unknown := [name for name in values if name not in {f.name for f in fields(cls)}]:
+            from rampup.config.schema import closest_keys
+
+            hint = closest_keys(unknown[0], {attribute_of(name): key for name, key in cls.keys().items()})[1]
+            raise TypeError(f"{cls.__name__}() got an unexpected keyword argument {unknown[0]!r}; {hint}")
         self = super(Settings, cls).__new__(cls)
         object.__setattr__(self, "_given", frozenset(values))
         return self

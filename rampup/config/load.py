@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from rampup.config.key import Key, Settings
 from rampup.config.presets import PRESETS
-from rampup.config.schema import Config, keys_for_alias
+from rampup.config.schema import Config, closest_keys
 from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_mapping
-from rampup.errors import ConfigError, raise_together
+from rampup.errors import ConfigError, RampupError, raise_together
+from rampup.plan.per_device import AUTO_IMPLIES, AUTO_SCHEDULE
 
 BASE = "base_config"
 ENVIRONMENT_PREFIX = "RAMPUP_"
@@ -64,18 +66,22 @@ def load_settings(
         ConfigError: see `load_config`.
     """
     file = find_config(path)
-    located = locate_values(file, overrides, environ or {}, schema.keys(), text=text)
+    located, problems = locate_values(file, overrides, environ or {}, schema.keys(), text=text)
     values = {name: entry.value for name, entry in located.items()}
+    refused: RampupError | None = None
     try:
-        return schema.from_values(values, {name: str(entry) for name, entry in located.items()})
+        config = schema.from_values(values, {name: str(entry) for name, entry in located.items()})
+        if not problems:
+            return config
     except ConfigError as error:
         refused = error
-    bad = [
-        ConfigError(str(problem), key=name, nearest=problem.nearest, path=located[name].path, line=located[name].line)
-        for problem in refused.problems or (refused,)
-        if (name := problem.key) in located and not schema.keys()[name].allows(located[name].value)
-    ]
-    raise_together(bad)
+        problems += [
+            ConfigError(str(problem), key=name, nearest=problem.nearest, path=located[name].path, line=located[name].line)
+            for problem in refused.problems or (refused,)
+            if (name := problem.key) in located and not schema.keys()[name].allows(located[name].value)
+        ]
+    raise_together(problems, f"the plan is checked once {'this is' if len(problems) == 1 else 'these are'} solved")
+    assert refused is not None
     # Keys that contradict each other may come from different lines: the error names the file.
     contradiction = ConfigError(str(refused), key=refused.key, nearest=refused.nearest, path=str(file))
     contradiction.problems = refused.problems
@@ -84,9 +90,13 @@ def load_settings(
 
 def locate_values(
     file: Path, overrides: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, Key], *, text: str | None = None
-) -> dict[str, Located]:
-    """Return the unchecked value of each key that is set, with its place. See `load_config` for arguments and errors."""
+) -> tuple[dict[str, Located], list[RampupError]]:
+    """Return the unchecked value of each key that is set, with its place, and the errors about names that are no keys.
+
+    See `load_config` for arguments and errors.
+    """
     located: dict[str, Located] = {}
+    problems: list[RampupError] = []
     for entries in _files(file, text=text):
         own = _unnested(entries, keys)
         unknown = {name: entry for name, entry in own.items() if name not in keys}
@@ -97,21 +107,24 @@ def locate_values(
                 key=next(iter(unknown)),
                 path=str(file),
             )
-        raise_together([_unknown(name, entry, keys) for name, entry in list(unknown.items())[:MAX_UNKNOWN]])
-        located = _override(own, located, keys)
-    return _override(located, _settings(overrides, environ, keys), keys)
+        problems += [_unknown(name, entry, keys) for name, entry in list(unknown.items())[:MAX_UNKNOWN]]
+        located = _override({name: entry for name, entry in own.items() if name in keys}, located, keys)
+    return _override(located, _settings(overrides, environ, keys, problems), keys), problems
 
 
 def _override(far: Mapping[str, Located], near: Mapping[str, Located], keys: Mapping[str, Key]) -> dict[str, Located]:
     """Return the entries of two places, of which those nearer to the command line win.
 
     They also win over far entries that set the same fact by another key, such as `steps` by `train_tokens`, and a near preset
-    wins over the far values of its keys.
+    wins over the far values of its keys. So does a near `batch_size_schedule: auto`, with the values that it needs.
     """
     replaced = {other for name, entry in near.items() if entry.value not in (None, -1) for other in keys[name].instead_of}
     if "preset" in near and (preset := PRESETS.get(str(near["preset"].value))):
         replaced |= {*preset.keys}
-    return {name: entry for name, entry in far.items() if name not in replaced} | dict(near)
+    kept, schedule = {name: entry for name, entry in far.items() if name not in replaced}, near.get("batch_size_schedule")
+    if schedule is not None and schedule.value == AUTO_SCHEDULE:
+        kept |= {name: replace(schedule, value=value) for name, value in AUTO_IMPLIES.items() if name in kept}
+    return kept | dict(near)
 
 
 def names_in(path: str | Path) -> frozenset[str]:
@@ -185,8 +198,10 @@ def _unnested(entries: Mapping[str, Located], keys: Mapping[str, Key]) -> dict[s
     return result
 
 
-def _settings(overrides: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, Key]) -> dict[str, Located]:
-    """Return the values from `key=value` settings and from environment variables."""
+def _settings(
+    overrides: Sequence[str], environ: Mapping[str, str], keys: Mapping[str, Key], problems: list[RampupError]
+) -> dict[str, Located]:
+    """Return the values from `key=value` settings and from environment variables; append an error for each unknown name."""
     texts: list[tuple[str, Located]] = []
     for setting in overrides:
         name, equals, text = setting.partition("=")
@@ -202,25 +217,20 @@ def _settings(overrides: Sequence[str], environ: Mapping[str, str], keys: Mappin
     result: dict[str, Located] = {}
     for name, entry in texts:
         if name not in keys:
-            raise _unknown(name, entry, keys)
+            problems.append(_unknown(name, entry, keys))
+            continue
         # A key of text takes the text as it is; otherwise YAML gives it a type.
         value = parse_scalar(entry.value, entry.path)
         is_text = entry.value == "" or (keys[name].kind in ("text", "name") and not (value is None and keys[name].nullable))
         entry = Located(value=entry.value if is_text else value, path=entry.path)
         before = result.setdefault(name, entry)
         if before is not entry and before.value != entry.value:
-            raise ConfigError(
-                f"{name} is given twice: {before.value!r} ({before.path}) and {entry.value!r} ({entry.path}); leave one out",
-                key=name,
-            )
+            twice = f"{name} is given twice: {before.value!r} ({before.path}) and {entry.value!r} ({entry.path}); leave one out"
+            problems.append(ConfigError(twice, key=name))
     return result
 
 
 def _unknown(name: str, entry: Located, keys: Mapping[str, Key]) -> ConfigError:
-    """Return the error about an unknown key, with its name here if another system has it, or else the closest spelling."""
-    nearest: Sequence[str] = keys_for_alias(name, keys)
-    hint = f"its name here is {' or '.join(nearest)}"
-    if not nearest:
-        nearest = difflib.get_close_matches(name.lower(), [*keys, BASE], n=1, cutoff=0.0)
-        hint = f"the closest is {nearest[0]}"
+    """Return the error about an unknown key."""
+    nearest, hint = closest_keys(name, keys)
     return ConfigError(f"unknown key {name[:100]!r}; {hint}", key=name, nearest=nearest, path=entry.path, line=entry.line)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from rampup.errors import ConfigError
@@ -60,16 +59,10 @@ class Preset:
     values: Callable[[Run], Mapping[str, Any]]
 
 
-def _schedule(preset: str, run: Run, thresholds: list[tuple[Fraction | int, int]]) -> dict[str, Any]:
+def _schedule(preset: str, run: Run, thresholds: list[tuple[int, int]]) -> dict[str, Any]:
     """Return a schedule from pairs of tokens consumed and tokens per batch."""
-    pairs = [f"{math.floor(start)}:{run.samples(preset, batch)}" for start, batch in thresholds]
+    pairs = [f"{start}:{run.samples(preset, batch)}" for start, batch in thresholds]
     return {"enable_rampup_batch_size": False, "batch_size_schedule": " ".join(pairs), "batch_size_schedule_unit": "tokens"}
-
-
-def _linear(preset: str, run: Run, *, first: int, last: int, step: int, tokens: int) -> dict[str, Any]:
-    """Return a ramp that grows by equal steps of the batch over equal shares of `tokens`."""
-    count = (last - first) // step
-    return _schedule(preset, run, [(Fraction(tokens * k, count), first + k * step) for k in range(count + 1)])
 
 
 def _nanochat(run: Run) -> dict[str, Any]:
@@ -82,8 +75,7 @@ def _nanochat(run: Run) -> dict[str, Any]:
     wanted = NANOCHAT_REFERENCE_BATCH * (run.tokens / NANOCHAT_REFERENCE_TOKENS) ** 0.383
     return _schedule("nanochat", run, [(0, 2 ** round(math.log2(wanted)))]) | {
         "batch_scaling_reference": run.samples("nanochat", NANOCHAT_REFERENCE_BATCH),
-        "learning_rate_batch_scaling": "sqrt",
-        "adam_weight_decay_batch_scaling": "timescale",
+        "batch_scaling": "timescale",
         "adam_weight_decay_reference_tokens": NANOCHAT_REFERENCE_TOKENS,
     }
 
@@ -96,25 +88,18 @@ PRESETS: dict[str, Preset] = {
         "the learning rate times sqrt(batch / 2**19); and the weight decay times sqrt(batch / 2**19) * 1.32B / D, which keeps "
         "the timescale of AdamW. learning_rate and adam_weight_decay are those of a run of 1.32B tokens with a batch of 2**19.",
         source="karpathy/nanochat, scripts/base_train.py; Bergsma et al. 2025, arXiv 2505.13738",
-        keys=(
-            *_RAMP,
-            "batch_scaling_reference",
-            "learning_rate_batch_scaling",
-            "adam_weight_decay_batch_scaling",
-            "adam_weight_decay_reference_tokens",
-        ),
+        keys=(*_RAMP, "batch_scaling", "batch_scaling_reference", "adam_weight_decay_reference_tokens"),
         values=_nanochat,
     ),
     "marin": Preset(
         summary="adam_b2 is 0.999**(batch / 32), between 0.95 and 0.9999, for a batch in sequences of 4,096 tokens: the same "
         "half-life in tokens for every batch, and no lower than is stable.",
         source="marin-community/marin, issue 4567 and pull request 2447; Marek et al. 2025, arXiv 2507.07101",
-        keys=("adam_b2", "adam_b2_batch_scaling", "adam_b2_floor", "adam_b2_ceiling", "batch_scaling_reference"),
+        keys=("adam_b2", "batch_scaling", "adam_b2_floor", "batch_scaling_reference"),
         values=lambda run: {
             "adam_b2": 0.999,
-            "adam_b2_batch_scaling": "half_life",
+            "batch_scaling": "half_life",
             "adam_b2_floor": 0.95,
-            "adam_b2_ceiling": 0.9999,
             "batch_scaling_reference": run.samples("marin", 32 * 4096),
         },
     ),
@@ -123,31 +108,10 @@ PRESETS: dict[str, Preset] = {
         "503B, where measured critical batch sizes allow them. learning_rate is that of the first batch and grows by sqrt(2) "
         "with each doubling.",
         source="Merrill et al. 2025, arXiv 2505.23971",
-        keys=(*_RAMP, "learning_rate_batch_scaling", "batch_scaling_reference"),
+        keys=(*_RAMP, "batch_scaling", "batch_scaling_reference"),
         values=lambda run: (
             _schedule("olmo", run, [(0, 1024 * 4096), (168 * 10**9, 2048 * 4096), (503 * 10**9, 4096 * 4096)])
-            | {"learning_rate_batch_scaling": "sqrt", "batch_scaling_reference": run.samples("olmo", 1024 * 4096)}
+            | {"batch_scaling": "sqrt", "batch_scaling_reference": run.samples("olmo", 1024 * 4096)}
         ),
-    ),
-    "deepseek_v2": Preset(
-        summary="The batch ramp of DeepSeek-V2: from 2,304 to 9,216 sequences of 4,096 tokens over the first 225B tokens. The "
-        "report does not give the steps; here they are 2,304.",
-        source="DeepSeek-AI 2024, arXiv 2405.04434, section 3.1.2",
-        keys=_RAMP,
-        values=lambda run: _linear(
-            "deepseek_v2", run, first=2304 * 4096, last=9216 * 4096, step=2304 * 4096, tokens=225 * 10**9
-        ),
-    ),
-    "glm_4_5": Preset(
-        summary="The batch ramp of GLM-4.5: from 16M to 64M tokens over the first 500B tokens. The report does not give the "
-        "steps; here they are 4M, and M is 2**20.",
-        source="GLM-4.5 Team 2025, arXiv 2508.06471, section 2.4",
-        keys=_RAMP,
-        values=lambda run: _linear("glm_4_5", run, first=2**24, last=2**26, step=2**22, tokens=500 * 10**9),
     ),
 }
-
-
-def preset_documentation() -> str:
-    """Return the presets with their sources, as the documentation of the key."""
-    return " ".join(f"{name}: {preset.summary} Source: {preset.source}." for name, preset in PRESETS.items())

@@ -5,17 +5,21 @@ Names and meanings are MaxText's if MaxText has the key. The defaults are the va
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeVar, cast
 
+from rampup.batch_size.hyperparameters import BATCH_RULES, AdamScaling
 from rampup.config.key import Key, Settings, key
-from rampup.config.presets import PRESETS, Run, preset_documentation
+from rampup.config.presets import PRESETS, Run
 from rampup.errors import ConfigError, RampupError
-from rampup.plan.auto_schedule import AUTO_SCHEDULE
+from rampup.plan.learning_rate import BATCH_SCALING, CLOCKS, BatchScaling, Clock
 from rampup.plan.numbers import divisors, nearest_in
+from rampup.plan.per_device import AUTO_IMPLIES, AUTO_SCHEDULE, MODES, SCHEDULE_UNITS, AutoMode
+from rampup.plan.split import RAMPUP_MICROBATCH, RampupMicrobatch
 
 # The switch of the linear ramp, and the keys that only it uses.
 _LINEAR = "enable_rampup_batch_size"
@@ -30,6 +34,9 @@ _LINEAR_KEYS = (
 _BUDGET = ("steps", "train_samples", "train_tokens")
 _PRESET_RAMP = (_LINEAR, "batch_size_schedule", "batch_size_schedule_unit")
 
+G = TypeVar("G")
+
+# A key: its default, its properties, and its documentation, of which line breaks are no part.
 _run = partial(key, section="Run")
 _batch = partial(key, section="Batch")
 _ramp = partial(key, section="Ramp")
@@ -41,9 +48,406 @@ _model = partial(key, section="Model")
 _data = partial(key, section="Data")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config(Settings):
+@dataclass(frozen=True, kw_only=True)
+class RunKeys(Settings):
+    """The keys of the length, folder, checkpoints and evaluations of a run."""
+
+    # fmt: off
+    run_name: str = _run("", kind="name", doc="""
+        Folder of the run inside base_output_directory. A run with a name resumes from its last checkpoint; an empty name makes
+        a new folder.""")
+    base_output_directory: str = _run("runs", "Folder in which the folders of runs are made.", maxtext='""')
+    steps: int = _run(400, minimum=1, also=(-1,), unit="steps", maxtext="150_001", instead_of=("train_samples", "train_tokens"),
+        doc="""
+        Optimizer steps of the run. -1: as many as train_samples or train_tokens take, or learning_rate_schedule_steps; one of
+        them must then be set. If learning_rate_schedule_steps is set too, the run has this many steps.""")
+    train_samples: int | None = _run(None, kind="int", minimum=1, nullable=True, unit="samples", own=True, ramp=True,
+        instead_of=("steps", "train_tokens"), doc="""
+        Samples of the run, instead of steps. The run ends with the first batch that reaches them. null: steps counts.""")
+    train_tokens: int | None = _run(None, kind="int", minimum=1, nullable=True, unit="tokens", own=True, ramp=True,
+        instead_of=("steps", "train_samples"), doc="""
+        Tokens of the run, such as 300B, instead of steps: divided by max_target_length and rounded up, they are train_samples.
+        null: steps counts.""")
+    preset: str = _run("none", choices=("none", *PRESETS), own=True, doc="""
+        Published rule that gives defaults to other keys, described in docs/reference/presets.md. A key that is set in the same
+        place, or nearer to the command line, wins. none: no rule. nanochat: batch, learning rate and weight decay from the
+        tokens of the run. marin: adam_b2 from the batch. olmo: the batch ramp of OLMo 1B.""")
+    enable_tensorboard: bool = _run(False, maxtext="true", doc="""
+        Also write every metric to the run's folder for TensorBoard. Needs rampup[tensorboard].""")
+    wandb_project: str | None = _run(None, kind="text", nullable=True, own=True, doc="""
+        Also log every metric to this project of Weights & Biases. Needs rampup[wandb]. null: do not log.""")
+    log_period: int = _run(20, minimum=1, unit="steps", maxtext="100", per_process=True, doc="""
+        Steps between printed lines if there is no progress bar.""")
+    enable_checkpointing: bool = _run(True, doc="""
+        Write checkpoints every checkpoint_period steps and at the end of the run. Without checkpoints a run cannot resume.""")
+    checkpoint_period: int = _run(100, minimum=1, unit="steps", maxtext="10_000", doc="""
+        Steps between checkpoints, if enable_checkpointing is set.""")
+    async_checkpointing: bool = _run(True, "Write checkpoints in the background while training continues.")
+    on_checkpoint_error: Literal["stop", "continue"] = _run("stop", choices=("stop", "continue"), own=True, doc="""
+        What to do if a checkpoint cannot be written, for example because the disk is full. stop: end the run. continue: log a
+        warning, keep the existing checkpoints and retry at the next one. Multi-process runs always stop.""")
+    max_num_checkpoints_to_keep: int | None = _run(3, kind="int", minimum=1, nullable=True, maxtext="None", doc="""
+        Number of checkpoints to keep; older ones are deleted. null: keep all.""")
+    jax_cache_dir: str | None = _run("~/.cache/rampup", nullable=True, maxtext="~/jax_cache", per_process=True, doc="""
+        Folder of the compilation cache, so that a restart compiles nothing again. The environment variable
+        JAX_COMPILATION_CACHE_DIR wins over this key. null: no cache.""")
+    on_plan_change: str = _run("refuse", choices=("refuse", "continue_by_samples"), own=True, doc="""
+        What to do if a resumed run has another ramp than its checkpoint. refuse: raise an error with both ramps.
+        continue_by_samples: continue with the new batch sizes, looked up by the samples consumed so far.""")
+    eval_interval: int = _run(100, minimum=1, also=(-1,), unit="steps", maxtext="-1", doc="""
+        Steps between evaluations. -1: never evaluate.""")
+    eval_steps: int = _run(8, minimum=1, also=(-1,), maxtext="-1", doc="""
+        Batches per evaluation. -1: all held-out rows that fill a batch. The default takes fewer if fewer are held out.""")
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class RampKeys(Settings):
+    """The keys of the global batch of every step, and its microbatches."""
+
+    # fmt: off
+    per_device_batch_size: Fraction = _batch(Fraction(16), above=0, unit="samples", maxtext="12.0", ramp=True,
+        per_accumulation=True, doc="""
+        Samples per device and accumulation step, after the ramp if there is one. The global batch is num_devices *
+        per_device_batch_size * gradient_accumulation_steps. May be a fraction if tensor or pipeline parallelism shares a sample
+        between devices. Not used with batch_size_schedule.""")
+    eval_per_device_batch_size: Fraction = _batch(Fraction(0), minimum=0, unit="samples", doc="""
+        Samples per device in an evaluation batch. 0: per_device_batch_size, or with batch_size_schedule the last scheduled
+        batch without gradient_accumulation_steps.""")
+    gradient_accumulation_steps: int = _batch(1, minimum=1, ramp=True, doc="""
+        Factor of every global batch, and without a pipeline the minimum number of accumulation steps: the global batch is
+        num_devices * per_device_batch_size * gradient_accumulation_steps. Must divide the batches of a batch_size_schedule.""")
+    gradient_accumulation: str = _batch("fused", choices=("fused", "multi_steps"), own=True, identity=True, doc="""
+        How gradients are accumulated. fused: one program per optimizer step, with one gradient reduction and token-weighted
+        means. multi_steps: optax.MultiSteps, with one program per accumulation step.""")
+    rampup_microbatch: RampupMicrobatch = _batch("fixed", choices=RAMPUP_MICROBATCH, own=True, doc="""
+        What grows with the batch. fixed: the number of accumulation steps, so that the run compiles one shape. per_phase: the
+        microbatch, with one compiled shape per phase. auto: as fixed during the ramp, then the largest microbatch in the last
+        phase, with two compiled shapes.""")
+    microbatch_size: int = _batch(-1, minimum=1, also=(-1,), unit="samples", own=True, doc="""
+        Samples per data-parallel replica and forward pass. Must divide global batch / (data and fsdp parallelism) in every
+        phase. -1: the largest size that rampup_microbatch and gradient_accumulation_steps allow.""")
+    wait_for_compilation: bool = _batch(False, own=True, doc="""
+        If a phase has another microbatch shape, wait for its program instead of running in the shape of an earlier phase until
+        it is compiled. The run is then bit for bit the same whenever it is repeated. Runs with several processes always
+        wait.""")
+    measure_gradient_noise: bool = _batch(False, own=True, doc="""
+        Measure the gradient noise scale in every step: how large a batch is before a larger one stops paying. It is compared
+        between the microbatches of a step and the replicas, of which there must be two; an automatic microbatch_size is made
+        small enough. Adds noise_scale_samples and others to the metrics. Needs gradient_accumulation=fused.""")
+    gradient_noise_half_life_samples: int = _batch(-1, minimum=1, also=(-1,), unit="samples", own=True, doc="""
+        Samples after which a step counts half in the average of measure_gradient_noise. -1: a twentieth of the samples of the
+        run, but at least 30 of its largest batches.""")
+    expansion_factor_real_data: Fraction = _batch(Fraction(-1), above=0, also=(-1,), doc="""
+        If above 1, one of this many hosts loads data, for itself and the others. Between 0 and 1, MaxText's setting to resume
+        on fewer chips, only for plans: the loaders of the former hosts take turns, and a step gets the rows of this share of
+        them. `rampup plan` prints the rows of a step, the global batch times this factor, as global_batch_to_load. -1: every
+        host loads its own data.""")
+
+    enable_rampup_batch_size: bool = _ramp(True, maxtext="false", ramp=True, doc="""
+        Grow the batch linearly: from per_device_batch_size_start by per_device_batch_size_increment to per_device_batch_size,
+        over global_rampup_samples samples. Excludes batch_size_schedule. Must be set if a key of the linear ramp is. Otherwise,
+        false if per_device_batch_size or batch_size_schedule is set.""")
+    per_device_batch_size_start: Fraction = _ramp(Fraction(4), above=0, unit="samples", ramp=True, per_accumulation=True,
+        doc="""
+        Samples per device in the first phase of the linear ramp (enable_rampup_batch_size).""")
+    per_device_batch_size_increment: Fraction = _ramp(Fraction(4), above=0, unit="samples", maxtext="2.0", ramp=True,
+        per_accumulation=True, doc="""
+        Growth per phase of the linear ramp, in samples per device. Must divide per_device_batch_size -
+        per_device_batch_size_start.""")
+    global_rampup_samples: int = _ramp(1600, minimum=1, unit="samples", maxtext="500", ramp=True, doc="""
+        Samples over which the linear ramp grows the batch, divided equally between its increments. Each phase takes whole
+        steps, so the ramp can consume slightly more.""")
+    rampup_carry_overshoot: bool = _ramp(False, own=True, ramp=True, doc="""
+        How samples beyond a threshold of the linear ramp count. false: every phase counts from zero, as in MaxText. true:
+        thresholds count from the start of the run, as in Megatron-LM, so the ramp ends within one batch of
+        global_rampup_samples.""")
+    batch_size_schedule: str | None = _ramp(None, kind="text", nullable=True, own=True, ramp=True, doc="""
+        Any other ramp, as THRESHOLD:GLOBAL_BATCH_SIZE pairs from 0 on: "0:768 250B:1536 500B:3072". A threshold can be a share
+        of train_samples or train_tokens: "0:256 3%:512 10%:1024". Sizes may decrease, and include gradient_accumulation_steps.
+        Wins over per_device_batch_size; excludes enable_rampup_batch_size. auto: the batch grows from
+        per_device_batch_size_start to per_device_batch_size, with the gradient noise scale that the run measures
+        (auto_schedule). It sets enable_rampup_batch_size=false, measure_gradient_noise=true and learning_rate_clock=steps, also
+        against a file that it is set on top of; another value in the same place is an error. null: no schedule.""")
+    auto_schedule: AutoMode = _ramp("follow", choices=MODES, own=True, doc="""
+        What batch_size_schedule=auto does. follow: grow the batch of the run. advise: keep the first batch, and only write the
+        size that it would use into the metrics, and the schedule at the end.""")
+    batch_size_schedule_unit: str = _ramp("samples", choices=SCHEDULE_UNITS, own=True, ramp=True, doc="""
+        What the thresholds of batch_size_schedule count: samples, or tokens, which are divided by max_target_length.""")
+
+    seesaw_factor: float | None = _ramp(None, kind="float", above=1, nullable=True, own=True, ramp=True, doc="""
+        Seesaw: where the learning-rate schedule falls by this factor a, the learning rate falls by sqrt(a) and the batch grows
+        by a, so that the run needs fewer steps for the same samples; with opt_type sgd, the batch takes the whole cut. The
+        decay becomes a staircase. If steps is set, the run has the samples that these steps would have without Seesaw. Needs
+        learning_rate_clock=samples. null: off.""")
+    seesaw_max_batch_size: int | None = _ramp(None, kind="int", minimum=1, nullable=True, unit="samples", own=True, ramp=True,
+        doc="""
+        Largest global batch that seesaw_factor may reach; beyond it, the learning rate falls by the whole factor. Batches that
+        grow are rounded down to sizes that can be split. null: no limit.""")
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceKeys(Settings):
+    """The keys of the devices, processes and mesh axes."""
+
+    # fmt: off
+    num_devices: int = _devices(-1, own=True, doc="""
+        Devices to plan for. -1: the devices of this machine. Training always uses the devices that JAX finds.""")
+    num_slices: int = _devices(-1, unit="slices", doc="""
+        Slices that the dcn axes connect. -1: as many as the ici and dcn axes imply.""")
+    distributed: str = _devices("auto", choices=("auto", "on", "off"), minimum=None, also=(), unit=None, own=True, doc="""
+        Whether this process joins others. auto: if a launcher or the next three keys say that it is one of several. on: always;
+        one that was started alone is refused. off: never.""")
+    coordinator_address: str | None = _devices(None, kind="text", nullable=True, minimum=None, also=(), unit=None, own=True,
+        doc="""
+        Address (host:port) of process 0, for multi-process runs. null: taken from the launcher's environment.""")
+    num_processes: int = _devices(-1, unit=None, own=True, doc="""
+        Number of processes of the run. -1: taken from the launcher's environment.""")
+    process_id: int = _devices(-1, minimum=0, unit=None, own=True, per_process=True, doc="""
+        Index of this process, from 0. -1: taken from the launcher's environment.""")
+    jax_distributed_initialization_timeout: int = _devices(300, also=(), unit="seconds", doc="""
+        Seconds that the processes wait for each other at the start.""")
+    jax_distributed_heartbeat_timeout_seconds: int = _devices(60, also=(), unit="seconds", maxtext="100", doc="""
+        Seconds without a heartbeat after which the remaining processes exit.""")
+    ici_data_parallelism: int = _devices(-1, maxtext="1", doc="""
+        Devices per slice along the data axis, which replicates the model; gradients are reduced over it once per optimizer
+        step. -1: the remaining devices of the slice. At most one ici axis may be -1, and the ici axes multiply to the devices
+        of a slice.""")
+    ici_fsdp_parallelism: int = _devices(1, maxtext="-1", doc="""
+        Devices per slice along the fsdp axis, which shards parameters and batch. Saves memory, but communicates in every
+        accumulation step. -1: the remaining devices.""")
+    ici_tensor_parallelism: int = _devices(1, doc="""
+        Devices per slice along the tensor axis, which shards the matrices of each layer. -1: the remaining devices.""")
+    ici_context_parallelism: int = _devices(1, doc="""
+        Devices per slice along the context axis, which shards sequences. Plans only: training does not support it.""")
+    ici_expert_parallelism: int = _devices(1, doc="""
+        Devices per slice along the expert axis, which shards experts. Plans only: training does not support it.""")
+    ici_pipeline_parallelism: int = _devices(1, unit="stages", doc="""
+        Pipeline stages per slice. The number of stages is ici_pipeline_parallelism * dcn_pipeline_parallelism.""")
+    dcn_data_parallelism: int = _devices(-1, unit="slices", doc="""
+        Slices along the data axis, which replicates the model. -1: the remaining slices. At most one dcn axis may be -1, and
+        the dcn axes multiply to num_slices.""")
+    dcn_fsdp_parallelism: int = _devices(1, "Slices along the fsdp axis, which shards parameters and batch.", unit="slices")
+    dcn_tensor_parallelism: int = _devices(1, unit="slices", doc="""
+        Slices along the tensor axis, which shards the matrices of each layer.""")
+    dcn_context_parallelism: int = _devices(1, unit="slices", doc="""
+        Slices along the context axis, which shards sequences. Plans only: training does not support it.""")
+    dcn_expert_parallelism: int = _devices(1, unit="slices", doc="""
+        Slices along the expert axis, which shards experts. Plans only: training does not support it.""")
+    dcn_pipeline_parallelism: int = _devices(1, unit="slices", doc="""
+        Factor of the pipeline stages across slices. The number of stages is ici_pipeline_parallelism *
+        dcn_pipeline_parallelism.""")
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineKeys(Settings):
+    """The keys of the pipeline's microbatches, repeats and layers."""
+
+    # fmt: off
+    num_pipeline_microbatches: int = _pipeline(-1, doc="""
+        Microbatches per pipeline pass: a multiple of the stages (see pipeline_strict_multiple). -1: the fewest, with the
+        largest microbatch; or those with the lowest predicted step time, if pipeline_tick_overhead is set or rampup_microbatch
+        is per_phase.""")
+    num_layers_per_pipeline_stage: int = _pipeline(1, unit="layers", doc="""
+        Layers per pipeline stage and repeat: base_num_decoder_layers = stages * num_pipeline_repeats *
+        num_layers_per_pipeline_stage. -1: given by num_pipeline_repeats; if that is -1 too, the repeats with the lowest
+        predicted step time.""")
+    num_pipeline_repeats: int = _pipeline(-1, doc="""
+        Times that each microbatch passes through all stages (interleaved schedule). -1: given by num_layers_per_pipeline_stage
+        and base_num_decoder_layers.""")
+    pipeline_delay_activation_forwarding: bool = _pipeline(False, doc="""
+        MaxText's delayed activation forwarding: num_pipeline_microbatches must be at least twice the stages.""")
+    pipeline_tick_overhead: float | None = _pipeline(None, kind="float", minimum=0, nullable=True, unit="samples", own=True,
+        doc="""
+        Measured overhead of one pipeline tick, in samples per replica; an automatic num_pipeline_microbatches then minimizes
+        the predicted step time. null: not measured.""")
+    pipeline_keep: str = _pipeline("nothing", choices=("nothing", "dots"), own=True, doc="""
+        Activations that a stage keeps for the backward pass in addition to its input. nothing: it recomputes all of them. dots:
+        the results of matrix products.""")
+    pipeline_strict_multiple: bool = _pipeline(True, own=True, doc="""
+        Require num_pipeline_microbatches to be a multiple of the stages, as MaxText does.""")
+    # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerKeys(Settings):
+    """The keys of the learning rate, the optimizer and its constants."""
+
+    # fmt: off
+    learning_rate: float = _rate(3e-3, minimum=0, maxtext="3.e-5", doc="""
+        Peak learning rate, for the batch of the last phase or of batch_scaling_reference. See batch_scaling for other
+        batches.""")
+    lr_schedule_type: str = _rate("cosine", choices=("cosine", "wsd", "constant"), doc="""
+        Schedule after the warm-up. cosine: cosine decay. wsd: constant, then decay in the last wsd_decay_steps_fraction.
+        constant: no decay.""")
+    learning_rate_schedule_steps: int = _rate(-1, minimum=1, also=(-1,), unit="steps", doc="""
+        Length of the learning-rate schedule; after it the learning rate is 0. -1: steps, which must then be set.""")
+    warmup_steps_fraction: float = _rate(0.1, minimum=0, maximum=1, doc="""
+        Fraction of the schedule during which the learning rate rises linearly from 0 to learning_rate.""")
+    learning_rate_final_fraction: float = _rate(0.1, minimum=0, maximum=1, doc="""
+        Learning rate at the end of the schedule, as a fraction of learning_rate.""")
+    wsd_decay_steps_fraction: float = _rate(0.1, minimum=0, maximum=1, doc="""
+        Fraction of the schedule during which the wsd schedule (lr_schedule_type) decays. warmup_steps_fraction +
+        wsd_decay_steps_fraction must not exceed 1.""")
+    wsd_decay_style: Literal["linear", "cosine"] = _rate("linear", choices=("linear", "cosine"), doc="""
+        Decay of the wsd schedule (lr_schedule_type): linear or cosine.""")
+    learning_rate_clock: Clock = _rate("samples", choices=CLOCKS, maxtext="steps", own=True, doc="""
+        Progress measure of the learning-rate schedule. samples: warm-up and decay keep their place in the data if the batch
+        size changes. steps: they keep their steps.""")
+    batch_scaling: str = _rate("none", choices=tuple(BATCH_RULES), own=True, identity=True, doc="""
+        Published rule by which the learning rate and AdamW's constants follow a batch k times that of batch_scaling_reference;
+        what a rule does not name stays. none: everything. linear: learning_rate * k, for SGD (Goyal et al. 2017). sqrt:
+        learning_rate * sqrt(k), for Adam. sde: also 1 - k * (1 - b) for adam_b1 and adam_b2, and adam_eps / sqrt(k) (Malladi et
+        al. 2022). half_life: adam_b2**k, at most 0.9999, an average over the same number of tokens (Marek et al. 2025).
+        timescale: learning_rate * sqrt(k), and adam_weight_decay * k, divided by the factor that the rule or seesaw_factor puts
+        on the learning rate, so that batch / (learning rate * weight decay * tokens) stays constant (Bergsma et al. 2025).""")
+    learning_rate_batch_scaling: Literal["auto"] | BatchScaling = _rate("auto", choices=("auto", *BATCH_SCALING), own=True,
+        doc="""
+        Factor on the learning rate for a batch k times that of batch_scaling_reference: none, sqrt(k) or linear, which is k.
+        auto: that of batch_scaling.""")
+    batch_scaling_reference: int | None = _rate(None, kind="int", minimum=1, nullable=True, unit="samples", own=True,
+        identity=True, doc="""
+        Global batch for which learning_rate and AdamW's constants are given; batch_scaling is relative to it. null: the batch
+        of the last phase, before seesaw_factor.""")
+
+    opt_type: str = _optimizer("adamw", choices=("adamw", "sgd"), identity=True, doc="""
+        Optimizer: adamw or sgd. Only adamw uses adam_b1, adam_b2, adam_eps and adam_weight_decay.""")
+    skip_nonfinite: int = _optimizer(3, minimum=0, unit="steps", own=True, doc="""
+        Number of consecutive steps with a non-finite loss or gradient after which the run stops. Each such step leaves the
+        state unchanged. 0: no check.""")
+    adam_b1: float = _optimizer(0.9, "Decay rate of AdamW's first moment.", minimum=0, below=1)
+    adam_b2: float = _optimizer(0.95, "Decay rate of AdamW's second moment.", minimum=0, below=1)
+    adam_eps: float = _optimizer(1e-8, "Term added to AdamW's denominator for numerical stability.", above=0)
+    adam_weight_decay: float = _optimizer(0.1, "Decoupled weight decay of AdamW.", minimum=0)
+    adam_b2_floor: float | None = _optimizer(None, kind="float", minimum=0, below=1, nullable=True, own=True, identity=True,
+        doc="""
+        Smallest value that batch_scaling may give adam_b2. Too low a value for large batches makes losses spike. null: no
+        limit.""")
+    adam_weight_decay_reference_tokens: int | None = _optimizer(None, kind="int", minimum=1, nullable=True, unit="tokens",
+        own=True, identity=True, doc="""
+        Tokens of the run for which adam_weight_decay was chosen; with batch_scaling=timescale, the weight decay is multiplied
+        by them and divided by the tokens of this run. null: those of this run.""")
+    gradient_clipping_threshold: float = _optimizer(1.0, "Maximum global norm of the gradient. 0: no clipping.", minimum=0)
+
+    mu_dtype: str | None = _optimizer(None, kind="text", choices=("float32", "bfloat16"), nullable=True, maxtext='""', doc="""
+        Type in which AdamW stores its first moment: float32 or bfloat16. null: weight_dtype.""")
+    nu_dtype: str | None = _optimizer(None, kind="text", choices=("float32", "bfloat16"), nullable=True, own=True, doc="""
+        Type in which AdamW stores its second moment: float32 or bfloat16. null: weight_dtype.""")
+    gradient_reduction_dtype: str = _optimizer("float32", choices=("float32", "bfloat16"), own=True, doc="""
+        Type in which replicas exchange the gradients of a step over the data axis: float32, or bfloat16 for half the bytes.
+        Sums over microbatches have gradient_accumulator_dtype, and fsdp exchanges gradients in dtype.""")
+    gradient_accumulator_dtype: str = _optimizer("float32", choices=("float32", "bfloat16"), own=True, doc="""
+        Type in which gradients are summed over the microbatches of a step: float32, or bfloat16 for half the memory, with an
+        error of the gradient that grows with their number. bfloat16 needs gradient_accumulation fused.""")
+    # fmt: on
+
+    @property
+    def batch_rule(self) -> tuple[BatchScaling, AdamScaling]:
+        """What the rule of `batch_scaling` does to the learning rate and to AdamW's constants."""
+        rate, adam = BATCH_RULES[self.batch_scaling]
+        return (rate if self.learning_rate_batch_scaling == "auto" else self.learning_rate_batch_scaling), adam
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelKeys(Settings):
+    """The keys of the model and its memory."""
+
+    # fmt: off
+    base_emb_dim: int = _model(128, minimum=1, maxtext="2048", identity=True, doc="""
+        Embedding width of the model. Must be a multiple of 2 * base_num_query_heads.""")
+    base_num_decoder_layers: int = _model(4, "Number of decoder layers.", minimum=1, unit="layers", maxtext="16", identity=True)
+    base_mlp_dim: int = _model(512, "Width of the feed-forward layers.", minimum=1, maxtext="7168", identity=True)
+    base_num_query_heads: int = _model(4, "Number of attention heads.", minimum=1, maxtext="16", identity=True)
+    base_num_kv_heads: int = _model(-1, minimum=1, also=(-1,), maxtext="16", identity=True, doc="""
+        Number of key and value heads; must divide base_num_query_heads. -1: base_num_query_heads.""")
+    vocab_size: int = _model(256, minimum=2, unit="tokens", maxtext="32_000", identity=True, doc="""
+        Number of different tokens. At least 256 for dataset_type text, whose tokens are bytes.""")
+    max_target_length: int = _model(128, "Tokens per sample.", minimum=1, unit="tokens", maxtext="2048", identity=True)
+    logits_via_embedding: bool = _model(False, "Use the embedding matrix as the output layer too.", identity=True)
+    dropout_rate: float = _model(0.0, "Fraction of activations dropped in training.", minimum=0, below=1)
+    dtype: str = _model("float32", choices=("float32", "bfloat16"), maxtext="bfloat16", doc="""
+        Type of activations: float32 or bfloat16. Gradients are summed in float32.""")
+    weight_dtype: str = _model("float32", choices=("float32", "bfloat16"), doc="""
+        Type of the weights: float32 or bfloat16. An update of less than about 1/256 of a bfloat16 weight is lost.""")
+    attention: str = _model("autoselected", choices=("autoselected", "dot_product", "flash"), doc="""
+        Attention kernel. dot_product: plain matrix products, with memory that grows with the square of max_target_length.
+        flash: JAX's splash attention on TPU, with linear memory, if max_target_length is a multiple of 128, and dot_product
+        elsewhere. autoselected: flash where it works.""")
+    scan_layers: bool = _model(True, doc="""
+        Run the layers in a loop, so that the time to compile does not grow with base_num_decoder_layers. false: repeat them in
+        the program.""")
+    num_vocab_tiling: int = _model(1, minimum=1, doc="""
+        Tiles of the vocabulary in the loss: only one of them has its logits in memory at a time. More tiles take one more
+        matrix product. Must divide vocab_size.""")
+    remat_policy: str = _model("none",
+        choices=("none", "minimal_with_context", "minimal", "save_dot_except_mlpwi", "save_dot_except_mlp", "save_qkv_proj",
+        "save_out_proj", "full"),
+        maxtext="full", doc="""
+        Activations that the backward pass recomputes to save memory, from the least to the most. none: nothing.
+        minimal_with_context: everything except matrix products and the output of attention. minimal: everything except matrix
+        products. save_dot_except_mlpwi, save_dot_except_mlp, save_qkv_proj, save_out_proj: everything except these matrix
+        products. full: everything.""")
+    parameter_memory_host_offload: bool = _model(False, doc="""
+        Keep the parameters in host memory between steps and copy them to the devices in each step. `rampup tune` measures the
+        memory saved.""")
+    optimizer_memory_host_offload: bool = _model(False, doc="""
+        Keep the optimizer state in host memory between steps and copy it to the devices in each step. `rampup tune` measures
+        the memory saved.""")
+    shard_optimizer_over_data: bool = _model(False, doc="""
+        Shard the optimizer state over the data axis (ZeRO-1): each replica keeps and updates its own part, with one
+        reduce-scatter of the gradients and one all-gather of the parameters per step. Needs gradient_accumulation=fused.""")
+    init_weights_seed: int = _model(0, minimum=0, maximum=2**31 - 1, identity=True, doc="""
+        Seed of the initial weights and of dropout.""")
+    # fmt: on
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.base_num_query_heads if self.base_num_kv_heads == -1 else self.base_num_kv_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataKeys(Settings):
+    """The keys of the rows to train and evaluate on."""
+
+    # fmt: off
+    dataset_type: str = _data("text", choices=("text", "tokens", "arrayrecord", "synthetic"), maxtext="synthetic",
+        identity=True, doc="""
+        Kind of training data. text: the bytes of text files. tokens: .npy or .bin arrays. arrayrecord: one row per record.
+        synthetic: generated rows. tokens and arrayrecord need grain_train_files.""")
+    grain_train_files: str | None = _data(None, kind="text", nullable=True, maxtext="''", doc="""
+        Training files, as a glob pattern relative to the working directory. null: with dataset_type text, the source of the
+        Python standard library.""")
+    grain_eval_files: str | None = _data(None, kind="text", nullable=True, maxtext="''", doc="""
+        Evaluation files, as a glob pattern. null: hold out eval_holdout_fraction of the training rows.""")
+    eval_holdout_fraction: float = _data(0.05, above=0, below=1, own=True, doc="""
+        Fraction of the training rows held out for evaluation, if grain_eval_files is null.""")
+    token_dtype: str = _data("uint16", choices=("uint8", "uint16", "int32", "uint32"), own=True, doc="""
+        Type of the tokens in .bin and ArrayRecord files, little-endian.""")
+    num_epoch: int = _data(-1, minimum=1, also=(-1,), maxtext="1", doc="""
+        Passes over the training rows; a run that needs more rows is refused. -1: as many as the run needs.""")
+    enable_data_shuffling: bool = _data(True, "Shuffle the training rows, in a new order in every epoch.", identity=True)
+    data_shuffle_seed: int = _data(0, minimum=0, maximum=2**31 - 1, identity=True, doc="""
+        Seed of the order of training rows, if enable_data_shuffling is set.""")
+    grain_num_threads: int = _data(2, "Threads that read rows ahead of training.", minimum=1, maximum=1024, maxtext="16")
+    grain_prefetch_buffer_size: int = _data(4, minimum=1, maximum=100_000, unit="batches", maxtext="500", doc="""
+        Batches read ahead of training.""")
+    # fmt: on
+
+
+def _view(group: type[G]) -> G:
+    """Return a property that is the configuration itself, which a type checker takes for one of its groups."""
+    return cast(G, property(lambda config: config))
+
+
+# The fields of the last base come first.
+@dataclass(frozen=True, kw_only=True)
+class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampKeys, RunKeys):
     """A complete, checked configuration; every attribute is a key of the YAML file.
+
+    A function takes the group of keys that it needs. `config.ramp` and its like are the configuration itself, as one group.
 
     Raises:
         ConfigError: the bad values or, if there are none, the keys that contradict each other. All of them at once.
@@ -53,143 +457,8 @@ class Config(Settings):
         10
     """
 
-    # One line per key, as a table.
-    # fmt: off
-    run_name: str = _run("", "Folder of the run inside base_output_directory. A run with a name resumes from its last checkpoint; an empty name makes a new folder.", kind="name")
-    base_output_directory: str = _run("runs", "Folder in which the folders of runs are made.", maxtext='""')
-    steps: int = _run(500, "Optimizer steps of the run. -1: as many as train_samples or train_tokens take, or learning_rate_schedule_steps; one of them must then be set. If learning_rate_schedule_steps is set too, the run has this many steps.", minimum=1, also=(-1,), unit="steps", maxtext="150_001", instead_of=("train_samples", "train_tokens"))
-    train_samples: int | None = _run(None, "Samples of the run, instead of steps. The run ends with the first batch that reaches them. null: steps counts.", kind="int", suffixed=True, minimum=1, nullable=True, unit="samples", own=True, ramp=True, instead_of=("steps", "train_tokens"))
-    train_tokens: int | None = _run(None, "Tokens of the run, such as 300B, instead of steps: divided by max_target_length and rounded up, they are train_samples. null: steps counts.", kind="int", suffixed=True, minimum=1, nullable=True, unit="tokens", own=True, ramp=True, instead_of=("steps", "train_samples"))
-    preset: str = _run("none", "Published rule for the batch and the hyperparameters. It gives defaults to the keys that it names; a key that is set in the same place, or nearer to the command line, wins. none: no rule. " + preset_documentation(), choices=("none", *PRESETS), own=True)
-    enable_tensorboard: bool = _run(False, "Also write every metric to the run's folder for TensorBoard. Needs rampup[tensorboard].", maxtext="true")
-    wandb_project: str | None = _run(None, "Also log every metric to this project of Weights & Biases. Needs rampup[wandb]. null: do not log.", kind="text", nullable=True, own=True)
-    log_period: int = _run(20, "Steps between printed lines if there is no progress bar.", minimum=1, unit="steps", maxtext="100", per_process=True)
-    enable_checkpointing: bool = _run(True, "Write checkpoints every checkpoint_period steps and at the end of the run. Without checkpoints a run cannot resume.")
-    checkpoint_period: int = _run(100, "Steps between checkpoints, if enable_checkpointing is set.", minimum=1, unit="steps", maxtext="10_000")
-    async_checkpointing: bool = _run(True, "Write checkpoints in the background while training continues.")
-    on_checkpoint_error: str = _run("stop", "What to do if a checkpoint cannot be written, for example because the disk is full. stop: end the run. continue: log a warning, keep the existing checkpoints and retry at the next one. Multi-process runs always stop.", choices=("stop", "continue"), own=True)
-    max_num_checkpoints_to_keep: int | None = _run(3, "Number of checkpoints to keep; older ones are deleted. null: keep all.", kind="int", minimum=1, nullable=True, maxtext="None")
-    jax_cache_dir: str | None = _run("~/.cache/rampup", "Folder of the compilation cache, so that a restart compiles nothing again. The environment variable JAX_COMPILATION_CACHE_DIR wins over this key. null: no cache.", nullable=True, maxtext="~/jax_cache", per_process=True)
-    on_plan_change: str = _run("refuse", "What to do if a resumed run has another ramp than its checkpoint. refuse: raise an error with both ramps. continue_by_samples: continue with the new batch sizes, looked up by the samples consumed so far.", choices=("refuse", "continue_by_samples"), own=True)
-    eval_interval: int = _run(100, "Steps between evaluations. -1: never evaluate.", minimum=1, also=(-1,), unit="steps", maxtext="-1")
-    eval_steps: int = _run(8, "Batches per evaluation. -1: all held-out rows that fill a batch. The default takes fewer if fewer are held out.", minimum=1, also=(-1,), maxtext="-1")
-
-    per_device_batch_size: Fraction = _batch(Fraction(16), "Samples per device and accumulation step, after the ramp if there is one. The global batch is num_devices * per_device_batch_size * gradient_accumulation_steps. May be a fraction if tensor or pipeline parallelism shares a sample between devices. Not used with batch_size_schedule.", above=0, unit="samples", maxtext="12.0", ramp=True, per_accumulation=True)
-    eval_per_device_batch_size: Fraction = _batch(Fraction(0), "Samples per device in an evaluation batch. 0: per_device_batch_size, or with batch_size_schedule the last scheduled batch without gradient_accumulation_steps.", minimum=0, unit="samples")
-    gradient_accumulation_steps: int = _batch(1, "Factor of every global batch, and without a pipeline the minimum number of accumulation steps: the global batch is num_devices * per_device_batch_size * gradient_accumulation_steps. Must divide the batches of a batch_size_schedule.", minimum=1, ramp=True)
-    gradient_accumulation: str = _batch("fused", "How gradients are accumulated. fused: one program per optimizer step, with one gradient reduction and token-weighted means. multi_steps: optax.MultiSteps, with one program per accumulation step.", choices=("fused", "multi_steps"), own=True, identity=True)
-    rampup_microbatch: str = _batch("fixed", "What grows with the batch. fixed: the number of accumulation steps, so that the run compiles one shape. per_phase: the microbatch, with one compiled shape per phase. auto: as fixed during the ramp, then the largest microbatch in the last phase, with two compiled shapes.", choices=("fixed", "per_phase", "auto"), own=True)
-    microbatch_size: int = _batch(-1, "Samples per data-parallel replica and forward pass. Must divide global batch / (data and fsdp parallelism) in every phase. -1: the largest size that rampup_microbatch and gradient_accumulation_steps allow.", minimum=1, also=(-1,), unit="samples", own=True)
-    wait_for_compilation: bool = _batch(False, "If a phase has another microbatch shape, wait for its program instead of running in the shape of an earlier phase until it is compiled. The run is then bit for bit the same whenever it is repeated. Runs with several processes always wait.", own=True)
-    measure_gradient_noise: bool = _batch(False, "Measure the gradient noise scale in every step: how large a batch is before a larger one stops paying. It is compared between the microbatches of a step and the replicas, of which there must be two; an automatic microbatch_size is made small enough. Adds noise_scale_samples and others to the metrics. Needs gradient_accumulation=fused.", own=True)
-    gradient_noise_half_life_samples: int = _batch(-1, "Samples after which a step counts half in the average of measure_gradient_noise. -1: a twentieth of the samples of the run, but at least 30 of its largest batches.", minimum=1, also=(-1,), unit="samples", own=True)
-    expansion_factor_real_data: Fraction = _batch(Fraction(-1), "If above 1, one of this many hosts loads data, for itself and the others. Between 0 and 1, MaxText's setting to resume on fewer chips, only for plans: the loaders of the former hosts take turns, and a step gets the rows of this share of them. `rampup plan` prints the rows of a step, the global batch times this factor, as global_batch_to_load. -1: every host loads its own data.", above=0, also=(-1,))
-
-    enable_rampup_batch_size: bool = _ramp(True, "Grow the batch linearly: from per_device_batch_size_start by per_device_batch_size_increment to per_device_batch_size, over global_rampup_samples samples. Excludes batch_size_schedule. Must be set if a key of the linear ramp is. Otherwise, false if per_device_batch_size or batch_size_schedule is set.", maxtext="false", ramp=True)
-    per_device_batch_size_start: Fraction = _ramp(Fraction(4), "Samples per device in the first phase of the linear ramp (enable_rampup_batch_size).", above=0, unit="samples", ramp=True, per_accumulation=True)
-    per_device_batch_size_increment: Fraction = _ramp(Fraction(4), "Growth per phase of the linear ramp, in samples per device. Must divide per_device_batch_size - per_device_batch_size_start.", above=0, unit="samples", maxtext="2.0", ramp=True, per_accumulation=True)
-    global_rampup_samples: int = _ramp(1600, "Samples over which the linear ramp grows the batch, divided equally between its increments. Each phase takes whole steps, so the ramp can consume slightly more.", minimum=1, unit="samples", maxtext="500", ramp=True)
-    rampup_carry_overshoot: bool = _ramp(False, "How samples beyond a threshold of the linear ramp count. false: every phase counts from zero, as in MaxText. true: thresholds count from the start of the run, as in Megatron-LM, so the ramp ends within one batch of global_rampup_samples.", own=True, ramp=True)
-    batch_size_schedule: str | None = _ramp(None, 'Any other ramp, as THRESHOLD:GLOBAL_BATCH_SIZE pairs from 0 on: "0:768 250B:1536 500B:3072". A threshold can be a share of train_samples or train_tokens: "0:256 3%:512 10%:1024". Sizes may decrease, and include gradient_accumulation_steps. Wins over per_device_batch_size; excludes enable_rampup_batch_size. auto: the batch grows from per_device_batch_size_start to per_device_batch_size, with the gradient noise scale that the run measures (auto_schedule). null: no schedule.', kind="text", nullable=True, own=True, ramp=True)
-    auto_schedule: str = _ramp("follow", "What batch_size_schedule=auto does. follow: grow the batch of the run. advise: keep the first batch, and only write the size that it would use into the metrics, and the schedule at the end.", choices=("advise", "follow"), own=True)
-    batch_size_schedule_unit: str = _ramp("samples", "What the thresholds of batch_size_schedule count: samples, or tokens, which are divided by max_target_length.", choices=("samples", "tokens"), own=True, ramp=True)
-
-    seesaw_factor: float | None = _ramp(None, "Seesaw: where the learning-rate schedule falls by this factor a, the learning rate falls by sqrt(a) and the batch grows by a, so that the run needs fewer steps for the same samples; with opt_type sgd, the batch takes the whole cut. The decay becomes a staircase. If steps is set, the run has the samples that these steps would have without Seesaw. Needs learning_rate_clock=samples. null: off.", kind="float", above=1, nullable=True, own=True, ramp=True)
-    seesaw_max_batch_size: int | None = _ramp(None, "Largest global batch that seesaw_factor may reach; beyond it, the learning rate falls by the whole factor. Batches that grow are rounded down to sizes that can be split. null: no limit.", kind="int", minimum=1, nullable=True, unit="samples", own=True, ramp=True)
-
-    num_devices: int = _devices(-1, "Devices to plan for. -1: the devices of this machine. Training always uses the devices that JAX finds.", own=True)
-    num_slices: int = _devices(-1, "Slices that the dcn axes connect. -1: as many as the ici and dcn axes imply.", unit="slices")
-    coordinator_address: str | None = _devices(None, "Address (host:port) of process 0, for multi-process runs. null: taken from the launcher's environment.", kind="text", nullable=True, minimum=None, also=(), unit=None, own=True)
-    num_processes: int = _devices(-1, "Number of processes of the run. -1: taken from the launcher's environment.", unit=None, own=True)
-    process_id: int = _devices(-1, "Index of this process, from 0. -1: taken from the launcher's environment.", minimum=0, unit=None, own=True, per_process=True)
-    jax_distributed_initialization_timeout: int = _devices(300, "Seconds that the processes wait for each other at the start.", also=(), unit="seconds")
-    jax_distributed_heartbeat_timeout_seconds: int = _devices(60, "Seconds without a heartbeat after which the remaining processes exit.", also=(), unit="seconds", maxtext="100")
-    ici_data_parallelism: int = _devices(-1, "Devices per slice along the data axis, which replicates the model; gradients are reduced over it once per optimizer step. -1: the remaining devices of the slice. At most one ici axis may be -1, and the ici axes multiply to the devices of a slice.", maxtext="1")
-    ici_fsdp_parallelism: int = _devices(1, "Devices per slice along the fsdp axis, which shards parameters and batch. Saves memory, but communicates in every accumulation step. -1: the remaining devices.", maxtext="-1")
-    ici_tensor_parallelism: int = _devices(1, "Devices per slice along the tensor axis, which shards the matrices of each layer. -1: the remaining devices.")
-    ici_context_parallelism: int = _devices(1, "Devices per slice along the context axis, which shards sequences. Plans only: training does not support it.")
-    ici_expert_parallelism: int = _devices(1, "Devices per slice along the expert axis, which shards experts. Plans only: training does not support it.")
-    ici_pipeline_parallelism: int = _devices(1, "Pipeline stages per slice. The number of stages is ici_pipeline_parallelism * dcn_pipeline_parallelism.", unit="stages")
-    dcn_data_parallelism: int = _devices(-1, "Slices along the data axis, which replicates the model. -1: the remaining slices. At most one dcn axis may be -1, and the dcn axes multiply to num_slices.", unit="slices")
-    dcn_fsdp_parallelism: int = _devices(1, "Slices along the fsdp axis, which shards parameters and batch.", unit="slices")
-    dcn_tensor_parallelism: int = _devices(1, "Slices along the tensor axis, which shards the matrices of each layer.", unit="slices")
-    dcn_context_parallelism: int = _devices(1, "Slices along the context axis, which shards sequences. Plans only: training does not support it.", unit="slices")
-    dcn_expert_parallelism: int = _devices(1, "Slices along the expert axis, which shards experts. Plans only: training does not support it.", unit="slices")
-    dcn_pipeline_parallelism: int = _devices(1, "Factor of the pipeline stages across slices. The number of stages is ici_pipeline_parallelism * dcn_pipeline_parallelism.", unit="slices")
-
-    num_pipeline_microbatches: int = _pipeline(-1, "Microbatches per pipeline pass: a multiple of the stages (see pipeline_strict_multiple). -1: the fewest, with the largest microbatch; or those with the lowest predicted step time, if pipeline_tick_overhead is set or rampup_microbatch is per_phase.")
-    num_layers_per_pipeline_stage: int = _pipeline(1, "Layers per pipeline stage and repeat: base_num_decoder_layers = stages * num_pipeline_repeats * num_layers_per_pipeline_stage. -1: given by num_pipeline_repeats; if that is -1 too, the repeats with the lowest predicted step time.", unit="layers")
-    num_pipeline_repeats: int = _pipeline(-1, "Times that each microbatch passes through all stages (interleaved schedule). -1: given by num_layers_per_pipeline_stage and base_num_decoder_layers.")
-    pipeline_delay_activation_forwarding: bool = _pipeline(False, "MaxText's delayed activation forwarding: num_pipeline_microbatches must be at least twice the stages.")
-    pipeline_tick_overhead: float | None = _pipeline(None, "Measured overhead of one pipeline tick, in samples per replica; an automatic num_pipeline_microbatches then minimizes the predicted step time. null: not measured.", kind="float", minimum=0, nullable=True, unit="samples", own=True)
-    pipeline_keep: str = _pipeline("nothing", "Activations that a stage keeps for the backward pass in addition to its input. nothing: it recomputes all of them. dots: the results of matrix products.", choices=("nothing", "dots"), own=True)
-    pipeline_strict_multiple: bool = _pipeline(True, "Require num_pipeline_microbatches to be a multiple of the stages, as MaxText does.", own=True)
-
-    learning_rate: float = _rate(3e-3, "Peak learning rate, for the batch of the last phase or of batch_scaling_reference. See learning_rate_batch_scaling for other batches.", minimum=0, maxtext="3.e-5")
-    lr_schedule_type: str = _rate("cosine", "Schedule after the warm-up. cosine: cosine decay. wsd: constant, then decay in the last wsd_decay_steps_fraction. constant: no decay.", choices=("cosine", "wsd", "constant"))
-    learning_rate_schedule_steps: int = _rate(-1, "Length of the learning-rate schedule; after it the learning rate is 0. -1: steps, which must then be set.", minimum=1, also=(-1,), unit="steps")
-    warmup_steps_fraction: float = _rate(0.1, "Fraction of the schedule during which the learning rate rises linearly from 0 to learning_rate.", minimum=0, maximum=1)
-    learning_rate_final_fraction: float = _rate(0.1, "Learning rate at the end of the schedule, as a fraction of learning_rate.", minimum=0, maximum=1)
-    wsd_decay_steps_fraction: float = _rate(0.1, "Fraction of the schedule during which the wsd schedule (lr_schedule_type) decays. warmup_steps_fraction + wsd_decay_steps_fraction must not exceed 1.", minimum=0, maximum=1)
-    wsd_decay_style: str = _rate("linear", "Decay of the wsd schedule (lr_schedule_type): linear or cosine.", choices=("linear", "cosine"))
-    learning_rate_clock: str = _rate("samples", "Progress measure of the learning-rate schedule. samples: warm-up and decay keep their place in the data if the batch size changes. steps: they keep their steps.", choices=("steps", "samples"), maxtext="steps", own=True)
-    learning_rate_batch_scaling: str = _rate("none", "Scaling of the learning rate with batch / final batch during the ramp, or with batch / batch_scaling_reference: none, sqrt (for Adam) or linear (for SGD).", choices=("none", "sqrt", "linear"), own=True)
-    batch_scaling_reference: int | None = _rate(None, "Global batch for which learning_rate and AdamW's constants are given; learning_rate_batch_scaling and the adam scalings are relative to it. null: the batch of the last phase, before seesaw_factor.", kind="int", minimum=1, nullable=True, unit="samples", own=True, identity=True)
-
-    opt_type: str = _optimizer("adamw", "Optimizer: adamw or sgd. Only adamw uses adam_b1, adam_b2, adam_eps and adam_weight_decay.", choices=("adamw", "sgd"), identity=True)
-    skip_nonfinite: int = _optimizer(3, "Number of consecutive steps with a non-finite loss or gradient after which the run stops. Each such step leaves the state unchanged. 0: no check.", minimum=0, unit="steps", own=True)
-    adam_b1: float = _optimizer(0.9, "Decay rate of AdamW's first moment.", minimum=0, below=1)
-    adam_b2: float = _optimizer(0.95, "Decay rate of AdamW's second moment.", minimum=0, below=1)
-    adam_eps: float = _optimizer(1e-8, "Term added to AdamW's denominator for numerical stability.", above=0)
-    adam_weight_decay: float = _optimizer(0.1, "Decoupled weight decay of AdamW.", minimum=0)
-    adam_b1_batch_scaling: str = _optimizer("none", "Value of adam_b1 for a batch k times that of batch_scaling_reference. none: adam_b1. half_life: adam_b1**k, an average over the same number of tokens. sde: 1 - k * (1 - adam_b1).", choices=("none", "half_life", "sde"), own=True, identity=True)
-    adam_b1_floor: float | None = _optimizer(None, "Smallest value that adam_b1_batch_scaling may give. null: no limit.", kind="float", minimum=0, below=1, nullable=True, own=True, identity=True)
-    adam_b1_ceiling: float | None = _optimizer(None, "Largest value that adam_b1_batch_scaling may give. null: no limit.", kind="float", minimum=0, below=1, nullable=True, own=True, identity=True)
-    adam_b2_batch_scaling: str = _optimizer("none", "Value of adam_b2 for a batch k times that of batch_scaling_reference. none: adam_b2. half_life: adam_b2**k, an average over the same number of tokens. sde: 1 - k * (1 - adam_b2), for learning_rate_batch_scaling=sqrt.", choices=("none", "half_life", "sde"), own=True, identity=True)
-    adam_b2_floor: float | None = _optimizer(None, "Smallest value that adam_b2_batch_scaling may give. Too low a value for large batches makes losses spike. null: no limit.", kind="float", minimum=0, below=1, nullable=True, own=True, identity=True)
-    adam_b2_ceiling: float | None = _optimizer(None, "Largest value that adam_b2_batch_scaling may give. null: no limit.", kind="float", minimum=0, below=1, nullable=True, own=True, identity=True)
-    adam_eps_batch_scaling: str = _optimizer("none", "Value of adam_eps for a batch k times that of batch_scaling_reference. none: adam_eps. sde: adam_eps / sqrt(k).", choices=("none", "sde"), own=True, identity=True)
-    adam_weight_decay_batch_scaling: str = _optimizer("none", "Value of adam_weight_decay for a batch k times that of batch_scaling_reference. none: adam_weight_decay. timescale: times k, divided by the factor that learning_rate_batch_scaling or seesaw_factor puts on the learning rate, so that batch / (learning rate * weight decay * tokens) stays constant.", choices=("none", "timescale"), own=True, identity=True)
-    adam_weight_decay_reference_tokens: int | None = _optimizer(None, "Tokens of the run for which adam_weight_decay was chosen; with adam_weight_decay_batch_scaling=timescale, the weight decay is multiplied by them and divided by the tokens of this run. null: those of this run.", kind="int", suffixed=True, minimum=1, nullable=True, unit="tokens", own=True, identity=True)
-    gradient_clipping_threshold: float = _optimizer(1.0, "Maximum global norm of the gradient. 0: no clipping.", minimum=0)
-
-    mu_dtype: str | None = _optimizer(None, "Type in which AdamW stores its first moment: float32 or bfloat16. null: weight_dtype.", kind="text", choices=("float32", "bfloat16"), nullable=True, maxtext='""')
-    nu_dtype: str | None = _optimizer(None, "Type in which AdamW stores its second moment: float32 or bfloat16. null: weight_dtype.", kind="text", choices=("float32", "bfloat16"), nullable=True, own=True)
-    gradient_reduction_dtype: str = _optimizer("float32", "Type in which replicas exchange the gradients of a step over the data axis: float32, or bfloat16 for half the bytes. Sums over microbatches have gradient_accumulator_dtype, and fsdp exchanges gradients in dtype.", choices=("float32", "bfloat16"), own=True)
-    gradient_accumulator_dtype: str = _optimizer("float32", "Type in which gradients are summed over the microbatches of a step: float32, or bfloat16 for half the memory, with an error of the gradient that grows with their number. bfloat16 needs gradient_accumulation fused.", choices=("float32", "bfloat16"), own=True)
-
-    base_emb_dim: int = _model(128, "Embedding width of the model. Must be a multiple of 2 * base_num_query_heads.", minimum=1, maxtext="2048", identity=True)
-    base_num_decoder_layers: int = _model(4, "Number of decoder layers.", minimum=1, unit="layers", maxtext="16", identity=True)
-    base_mlp_dim: int = _model(512, "Width of the feed-forward layers.", minimum=1, maxtext="7168", identity=True)
-    base_num_query_heads: int = _model(4, "Number of attention heads.", minimum=1, maxtext="16", identity=True)
-    base_num_kv_heads: int = _model(-1, "Number of key and value heads; must divide base_num_query_heads. -1: base_num_query_heads.", minimum=1, also=(-1,), maxtext="16", identity=True)
-    vocab_size: int = _model(256, "Number of different tokens. At least 256 for dataset_type text, whose tokens are bytes.", minimum=2, unit="tokens", maxtext="32_000", identity=True)
-    max_target_length: int = _model(128, "Tokens per sample.", minimum=1, unit="tokens", maxtext="2048", identity=True)
-    logits_via_embedding: bool = _model(False, "Use the embedding matrix as the output layer too.", identity=True)
-    dropout_rate: float = _model(0.0, "Fraction of activations dropped in training.", minimum=0, below=1)
-    dtype: str = _model("float32", "Type of activations: float32 or bfloat16. Gradients are summed in float32.", choices=("float32", "bfloat16"), maxtext="bfloat16")
-    weight_dtype: str = _model("float32", "Type of the weights: float32 or bfloat16. An update of less than about 1/256 of a bfloat16 weight is lost.", choices=("float32", "bfloat16"))
-    attention: str = _model("autoselected", "Attention kernel. dot_product: plain matrix products, with memory that grows with the square of max_target_length. flash: JAX's splash attention on TPU, with linear memory, if max_target_length is a multiple of 128, and dot_product elsewhere. autoselected: flash where it works.", choices=("autoselected", "dot_product", "flash"))
-    scan_layers: bool = _model(True, "Run the layers in a loop, so that the time to compile does not grow with base_num_decoder_layers. false: repeat them in the program.")
-    num_vocab_tiling: int = _model(1, "Tiles of the vocabulary in the loss: only one of them has its logits in memory at a time. More tiles take one more matrix product. Must divide vocab_size.", minimum=1)
-    remat_policy: str = _model("none", "Activations that the backward pass recomputes to save memory, from the least to the most. none: nothing. minimal_with_context: everything except matrix products and the output of attention. minimal: everything except matrix products. save_dot_except_mlpwi, save_dot_except_mlp, save_qkv_proj, save_out_proj: everything except these matrix products. full: everything.", choices=("none", "minimal_with_context", "minimal", "save_dot_except_mlpwi", "save_dot_except_mlp", "save_qkv_proj", "save_out_proj", "full"), maxtext="full")
-    parameter_memory_host_offload: bool = _model(False, "Keep the parameters in host memory between steps and copy them to the devices in each step. `rampup tune` measures the memory saved.")
-    optimizer_memory_host_offload: bool = _model(False, "Keep the optimizer state in host memory between steps and copy it to the devices in each step. `rampup tune` measures the memory saved.")
-    shard_optimizer_over_data: bool = _model(False, "Shard the optimizer state over the data axis (ZeRO-1): each replica keeps and updates its own part, with one reduce-scatter of the gradients and one all-gather of the parameters per step. Needs gradient_accumulation=fused.")
-    init_weights_seed: int = _model(0, "Seed of the initial weights and of dropout.", minimum=0, maximum=2**31 - 1, identity=True)
-
-    dataset_type: str = _data("text", "Kind of training data. text: the bytes of text files. tokens: .npy or .bin arrays. arrayrecord: one row per record. synthetic: generated rows. tokens and arrayrecord need grain_train_files.", choices=("text", "tokens", "arrayrecord", "synthetic"), maxtext="synthetic", identity=True)
-    grain_train_files: str | None = _data(None, "Training files, as a glob pattern relative to the working directory. null: with dataset_type text, the source of the Python standard library.", kind="text", nullable=True, maxtext="''")
-    grain_eval_files: str | None = _data(None, "Evaluation files, as a glob pattern. null: hold out eval_holdout_fraction of the training rows.", kind="text", nullable=True, maxtext="''")
-    eval_holdout_fraction: float = _data(0.05, "Fraction of the training rows held out for evaluation, if grain_eval_files is null.", above=0, below=1, own=True)
-    token_dtype: str = _data("uint16", "Type of the tokens in .bin and ArrayRecord files, little-endian.", choices=("uint8", "uint16", "int32", "uint32"), own=True)
-    num_epoch: int = _data(-1, "Passes over the training rows; a run that needs more rows is refused. -1: as many as the run needs.", minimum=1, also=(-1,), maxtext="1")
-    enable_data_shuffling: bool = _data(True, "Shuffle the training rows, in a new order in every epoch.", identity=True)
-    data_shuffle_seed: int = _data(0, "Seed of the order of training rows, if enable_data_shuffling is set.", minimum=0, maximum=2**31 - 1, identity=True)
-    grain_num_threads: int = _data(2, "Threads that read rows ahead of training.", minimum=1, maximum=1024, maxtext="16")
-    grain_prefetch_buffer_size: int = _data(4, "Batches read ahead of training.", minimum=1, maximum=100_000, unit="batches", maxtext="500")
-
-    # fmt: on
+    run, ramp, devices, pipeline = _view(RunKeys), _view(RampKeys), _view(DeviceKeys), _view(PipelineKeys)
+    optimizer, model, data = _view(OptimizerKeys), _view(ModelKeys), _view(DataKeys)
 
     def differences(self, other: Config) -> dict[str, dict[str, Any]]:
         """Return the keys in which two configurations differ, each with the value of this one, `a`, and of the other, `b`.
@@ -208,19 +477,12 @@ class Config(Settings):
             return None
         return self.learning_rate_schedule_steps if self.steps == -1 else self.steps
 
-    @property
-    def num_kv_heads(self) -> int:
-        """Heads of keys and values."""
-        return self.base_num_query_heads if self.base_num_kv_heads == -1 else self.base_num_kv_heads
-
     def _dependent_defaults(self) -> dict[str, Any]:
         # The default ramp ends at the default batch: a batch or a schedule of one's own has no ramp unless it asks for one.
         own_batch = self._given & {"per_device_batch_size", "batch_size_schedule"}
         found: dict[str, Any] = {_LINEAR: False} if own_batch and _LINEAR not in self._given else {}
         if self.batch_size_schedule == AUTO_SCHEDULE:
-            # Samples are not known ahead, so the learning rate follows the steps.
-            found |= {"measure_gradient_noise": True} if "measure_gradient_noise" not in self._given else {}
-            found |= {"learning_rate_clock": "steps"} if "learning_rate_clock" not in self._given else {}
+            found |= {name: value for name, value in AUTO_IMPLIES.items() if name not in self._given}
         if "steps" not in self._given and (self.train_samples, self.train_tokens) != (None, None):
             found["steps"] = -1
         return found | self._preset_values()
@@ -257,7 +519,8 @@ class Config(Settings):
         if self.batch_size_schedule is not None:
             message = f"{found} and batch_size_schedule are two ramps; remove one, or set {_LINEAR}: false to keep the schedule"
             return [ConfigError(message, key=ignored[0])]
-        message = f"{found} describes a linear ramp, but {_LINEAR} is not set: set it to true for the ramp, to false for a constant batch"
+        rule = f"{_LINEAR} is not set: set it to true for the ramp, to false for a constant batch"
+        message = f"{found} describes a linear ramp, but {rule}"
         return [ConfigError(message, key=_LINEAR, nearest=(True,))]
 
     def _contradictions(self) -> list[RampupError]:
@@ -298,15 +561,13 @@ class Config(Settings):
     def _auto_rules(self) -> Iterator[ConfigError]:
         # What must be known before step 0 cannot depend on batches that are decided later.
         needed: dict[str, object] = {
-            "measure_gradient_noise": True,
+            **AUTO_IMPLIES,
             "rampup_microbatch": "fixed",
-            "learning_rate_clock": "steps",
-            "learning_rate_batch_scaling": "none",
+            "batch_scaling": "none",
+            "learning_rate_batch_scaling": "none" if self.learning_rate_batch_scaling == "none" else "auto",
             "seesaw_factor": None,
             "train_samples": None,
             "train_tokens": None,
-            _LINEAR: False,
-            **{name: "none" for name in KEYS if name.startswith("adam_") and name.endswith("_batch_scaling")},
         }
         for name, value in needed.items() if self.batch_size_schedule == AUTO_SCHEDULE else ():
             if getattr(self, name) != value:
@@ -334,25 +595,19 @@ class Config(Settings):
             rule = f"seesaw_factor={self.seesaw_factor} replaces falls of the learning rate, but lr_schedule_type={kind} with "
             yield ConfigError(rule + f"learning_rate_final_fraction={last} has none", key="seesaw_factor")
         if self.learning_rate_clock != "samples":
-            rule = "seesaw_factor needs learning_rate_clock=samples: the batch, and so the number of steps, depends on the schedule"
-            yield ConfigError(rule, key="learning_rate_clock", nearest=("samples",))
+            rule = "seesaw_factor needs learning_rate_clock=samples"
+            reason = "the batch, and so the number of steps, depends on the schedule"
+            yield ConfigError(f"{rule}: {reason}", key="learning_rate_clock", nearest=("samples",))
 
     def _adam_rules(self) -> Iterator[ConfigError]:
         """Yield an error for each key that scales AdamW's constants without effect."""
-        for name in ("adam_b1", "adam_b2", "adam_eps", "adam_weight_decay"):
-            key = f"{name}_batch_scaling"
-            if getattr(self, key) != "none" and self.opt_type != "adamw":
-                rule = f"{key}={getattr(self, key)} scales a constant of AdamW, but opt_type={self.opt_type}"
-                yield ConfigError(rule, key=key, nearest=("none",))
-        limits = [(f"adam_{b}_{side}", f"adam_{b}_batch_scaling") for b in ("b1", "b2") for side in ("floor", "ceiling")]
-        for name, key in [*limits, ("adam_weight_decay_reference_tokens", "adam_weight_decay_batch_scaling")]:
-            if (value := getattr(self, name)) is not None and getattr(self, key) == "none":
-                yield ConfigError(f"{name}={value} has no effect with {key}=none", key=name)
-        for b in ("b1", "b2"):
-            low, high = (getattr(self, f"adam_{b}_{side}") for side in ("floor", "ceiling"))
-            if low is not None and high is not None and low > high:
-                rule = f"adam_{b}_floor={low} must not exceed adam_{b}_ceiling={high}"
-                yield ConfigError(rule, key=f"adam_{b}_floor", nearest=(high,))
+        rule, adam = self.batch_scaling, self.batch_rule[1]
+        if adam.is_active and self.opt_type != "adamw":
+            text = f"batch_scaling={rule} scales constants of AdamW, but opt_type={self.opt_type}"
+            yield ConfigError(text, key="batch_scaling", nearest=("none", "linear"))
+        for name, scaled in (("adam_b2_floor", adam.b2), ("adam_weight_decay_reference_tokens", adam.weight_decay)):
+            if (value := getattr(self, name)) is not None and scaled == "none":
+                yield ConfigError(f"{name}={value} has no effect with batch_scaling={rule}", key=name)
 
 
 def head_problems(config: Any) -> list[RampupError]:
@@ -377,13 +632,15 @@ KEYS = Config.keys()
 # A checkpoint belongs to a run only if these agree: they define the meaning of its arrays and the order of the data.
 IDENTITY_KEYS = tuple(name for name, spec in KEYS.items() if spec.identity)
 DEFAULTS = Config().to_dict()
-IDENTITY_DEFAULTS = {name: DEFAULTS[name] for name in IDENTITY_KEYS}
 RAMP_KEYS = tuple(name for name, spec in KEYS.items() if spec.ramp)
 PER_PROCESS_KEYS = tuple(name for name, spec in KEYS.items() if spec.per_process)
 PER_ACCUMULATION_KEYS = tuple(name for name, spec in KEYS.items() if spec.per_accumulation)
 
+# A name whose likeness to a key, from 0 to 1 as of difflib, is lower is no misspelling: tokenizer_path is not token_dtype.
+MIN_LIKENESS = 0.75
 # Names under which other systems have a key. An error about an unknown key suggests the name here; none of them is accepted.
 ALIASES: dict[str, str] = {
+    "num_batches": "steps max_steps num_steps total_steps train_steps",
     "run_name": "name experiment experiment_name exp_name",
     "base_output_directory": "output_dir out_dir save_dir log_dir logdir checkpoint_dir work_dir workdir output_directory save",
     "steps": "max_steps num_steps train_steps num_train_steps total_steps train_iters max_iters iterations",
@@ -418,14 +675,16 @@ ALIASES: dict[str, str] = {
     "adam_b2": "beta2 beta_2 adam_beta2",
     "adam_eps": "eps epsilon adam_epsilon",
     "adam_weight_decay": "weight_decay wd decay",
-    "gradient_clipping_threshold": "grad_clip clip_grad max_grad_norm clip_norm grad_norm_clip gradient_clipping gradient_clip_val",
+    "gradient_clipping_threshold": "grad_clip clip_grad max_grad_norm clip_norm grad_norm_clip gradient_clipping "
+    "gradient_clip_val",
     "base_emb_dim": "hidden_size hidden_dim d_model dim emb_dim embed_dim n_embd model_dim width",
     "base_num_decoder_layers": "num_layers n_layers n_layer layers depth num_hidden_layers",
     "base_mlp_dim": "mlp_dim d_ff ffn_dim ffn_hidden_size intermediate_size",
     "base_num_query_heads": "num_heads n_heads n_head heads num_attention_heads",
     "base_num_kv_heads": "num_kv_heads n_kv_heads num_key_value_heads num_query_groups",
     "vocab_size": "vocab vocabulary_size n_vocab padded_vocab_size",
-    "max_target_length": "seq_len seq_length seqlen sequence_length max_seq_len max_seq_length max_length context_length block_size",
+    "max_target_length": "seq_len seq_length seqlen sequence_length max_seq_len max_seq_length max_length context_length "
+    "block_size",
     "logits_via_embedding": "tie_embeddings tie_word_embeddings tied_embeddings",
     "dropout_rate": "dropout hidden_dropout",
     "weight_dtype": "param_dtype params_dtype parameter_dtype",
@@ -446,6 +705,23 @@ ALIASES: dict[str, str] = {
     "grain_num_threads": "num_workers num_threads dataloader_num_workers workers",
     "grain_prefetch_buffer_size": "prefetch prefetch_factor prefetch_size",
 }
+
+
+def closest_keys(name: str, keys: Mapping[str, Key] = KEYS) -> tuple[tuple[str, ...], str]:
+    """Return the keys that an unknown name may stand for, with a hint for its error: those of other systems, or a spelling.
+
+    Example:
+        >>> closest_keys("stepz"), closest_keys("lr"), closest_keys("tokenizer_path")[0]
+        ((('steps',), 'the closest is steps'), (('learning_rate',), 'its name here is learning_rate'), ())
+    """
+    if nearest := keys_for_alias(name, keys):
+        return nearest, f"its name here is {' or '.join(nearest)}"
+    if close := difflib.get_close_matches(name.lower(), [*keys, "base_config"], n=1, cutoff=MIN_LIKENESS):
+        return tuple(close), f"the closest is {close[0]}"
+    return (), (
+        "no key is like it; if it is a key of MaxText that rampup does not have, delete it "
+        "(`rampup check --from maxtext FILE` reads such a file)"
+    )
 
 
 def keys_for_alias(name: str, keys: Mapping[str, Key] = KEYS) -> tuple[str, ...]:

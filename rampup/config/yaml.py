@@ -53,17 +53,13 @@ for _name, (_pattern, _first) in _SCALARS.items():
     _Loader.add_implicit_resolver(_PREFIX + _name, re.compile(rf"(?:{_pattern})\Z"), _first)
 
 
-def read_mapping(path: str | Path, *, max_bytes: int = MAX_BYTES) -> dict[str, Located]:
+def read_mapping(path: str | Path) -> dict[str, Located]:
     """Read a YAML file that is one mapping from names to values.
-
-    Args:
-        path: the file.
-        max_bytes: a larger file is refused.
 
     Raises:
         ConfigError: the file cannot be read, is not UTF-8, YAML or a mapping, repeats a name, or has a value with a tag.
     """
-    return parse_mapping(read_text(path, max_bytes=max_bytes), str(path))
+    return parse_mapping(read_text(path), str(path))
 
 
 def parse_mapping(text: str, path: str, *, repeated: dict[str, int] | None = None) -> dict[str, Located]:
@@ -147,21 +143,21 @@ def parse_scalar(text: str, path: str) -> Any:
     return _scalar(node, path, line=None)
 
 
-def read_text(path: str | Path, *, max_bytes: int = MAX_BYTES) -> str:
+def read_text(path: str | Path) -> str:
     """Return a text file's content.
 
     Raises:
-        ConfigError: the file cannot be read, is larger than `max_bytes` or is not UTF-8.
+        ConfigError: the file cannot be read, is larger than `MAX_BYTES` or is not UTF-8.
     """
     try:
-        # A file in a bucket has an `open` of its own.
+        # `open` of a path in a bucket is that of its file system.
         with open(path, "rb") if isinstance(path, str) else path.open("rb") as file:
-            content = file.read(max_bytes + 1)
+            content = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"cannot read the file: {reason}", path=str(path)) from None
-    if len(content) > max_bytes:
-        raise ConfigError(f"the file is larger than {max_bytes:,} bytes, so it is not a configuration", path=str(path))
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"the file is larger than {MAX_BYTES:,} bytes, so it is not a configuration", path=str(path))
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

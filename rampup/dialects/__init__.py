@@ -1,7 +1,6 @@
 """Configurations of other systems: what a file really does, before it is run.
 
-A system is one file, or a folder: its keys in `__init__.py`, its numbers in `job.py`, its rules and words in `rules.py`.
-(veRL's words are in `explain.py`.) A check imports only the requested system.
+A system is one file: its keys, its numbers, its words and its rules. A check imports only the requested system.
 """
 
 from __future__ import annotations
@@ -12,16 +11,12 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from rampup.dialects.commands import Source, read_source
-from rampup.dialects.reading import MIN_MATCHES, find_part
-from rampup.dialects.rules import Dialect
+from rampup.dialects.reading import MIN_MATCHES, Source, read_source
+from rampup.dialects.rules import Dialect, doubled_sizes, find_violations
 from rampup.dialects.verdict import Meaning, Verdict
 from rampup.errors import ConfigError, RampupError
 
-# The systems, each with the module of its dialect.
-_MODULES = {"maxtext": "maxtext.rules", "maxtext_rl": "maxtext_rl", "megatron": "megatron.rules"}
-_MODULES |= {"skyrl": "skyrl", "verl": "verl.rules", "trlx": "trlx"}
-SYSTEMS = tuple(_MODULES)
+SYSTEMS = ("maxtext", "maxtext_rl", "megatron", "skyrl", "verl", "trlx")  # each is a module
 
 
 def check_file(path: str | Path, system: str, overrides: Sequence[str] = ()) -> Verdict:
@@ -62,7 +57,7 @@ def check_command(words: Sequence[str], system: str, overrides: Sequence[str] = 
 
 def load_dialect(system: str) -> Dialect:
     """Return the dialect of one of `SYSTEMS`; only its modules are imported."""
-    dialect: Dialect = importlib.import_module(f"{__name__}.{_MODULES[system]}").DIALECT
+    dialect: Dialect = importlib.import_module(f"{__name__}.{system}").DIALECT
     return dialect
 
 
@@ -82,14 +77,13 @@ def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) 
     text = to_rampup(verdict)
     target = Path(path)
     try:
-        if target.exists() and target.samefile(source):
-            raise ConfigError("the output file must not be the source file", key="output", path=str(path))
-        target.write_text(text, encoding="utf-8")
+        if not (is_source := target.exists() and target.samefile(source)):
+            target.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot write the file: {reason}", key="output", path=str(path)) from None
+    if is_source:
+        raise ConfigError("the output file must not be the source file", key="output", path=str(path))
 
 
 def _check_source(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
@@ -101,30 +95,24 @@ def _check_source(source: Source, system: str, overrides: Sequence[str]) -> Verd
         other = _looks_like(source, system) if error.key == "from" else None
         if other is None:
             raise
-        name, part, keys = other
-        path = None if isinstance(source, tuple) else str(source)
-        kind, use = ("a part of a file", f"check the file that includes it with --from {name}") if part else (
-            "a file", f"use --from {name}")  # fmt: skip
+        name, keys = other
         raise ConfigError(
-            f"this looks like {kind} of {name}, not of {system}: it sets {', '.join(keys[:3])}; {use}",
+            f"this looks like a file of {name}, not of {system}: it sets {', '.join(keys[:3])}; use --from {name}",
             key="from",
             nearest=(name,),
-            path=path,
+            path=None if isinstance(source, tuple) else str(source),
         ) from error
 
 
 def _check(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
     """Read the keys, compute the job, apply the rules, and collect numbers and words in a verdict."""
-    from rampup.dialects.rules import doubled_sizes, find_violations
-
     dialect = load_dialect(system)
-    dialect = dialect.variant(source) or dialect
     settings = dialect.read(source, overrides)
     job = dialect.job(settings)
     violations = find_violations(dialect, job)
     if not job.usable:
         return Verdict(system=system, violations=violations, notes=settings.notes, version=job.version)
-    conversion, phases, words = job.conversion(), job.phases(), dialect.words
+    conversion, phases = job.conversion(), job.phases()
     plan = None
     # A run that rampup can express has a plan even if its own system rejects the file.
     if conversion is not None or not violations:
@@ -134,35 +122,28 @@ def _check(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
         system=system,
         violations=violations,
         outcome=job.outcome,
-        notes=(*settings.notes, *words.notes(job)),
+        notes=(*settings.notes, *dialect.notes(job)),
         version=job.version,
         summary=job.summary(),
         changes=tuple(itertools.starmap(Meaning, doubled_sizes(dialect, job))),
         derived=job.derived(),
         phases=None if phases is None else tuple(phases),
         meanings=tuple(
-            Meaning(settings.describe(says) if says in settings.values else says, means) for says, means in words.meanings(job)
+            Meaning(settings.describe(says) if says in settings.values else says, means)
+            for says, means in dialect.meanings(job)
         ),
-        flow=tuple(words.flow(job)),
-        advice=tuple(words.advice(job)),
         plan=plan,
         conversion=conversion,
     )
 
 
-def _looks_like(source: Source, system: str) -> tuple[str, bool, list[str]] | None:
-    """Return the system of which a source sets most keys, whether they are those of one group, and them; None if unclear."""
-    best: tuple[str, bool, list[str]] = ("", True, [])
+def _looks_like(source: Source, system: str) -> tuple[str, list[str]] | None:
+    """Return the system of which a source sets most keys, and these keys; None if that is unclear, or the requested one."""
+    found: dict[str, list[str]] = {}
     for name in SYSTEMS:
         dialect = load_dialect(name)
-        try:
+        with contextlib.suppress(ConfigError):
             leaves = read_source(source, (), dialect.launch, strict=False).leaves
-        except ConfigError:
-            continue
-        keys = [key for key in leaves if key in dialect.keys and key not in dialect.shared]
-        part = not keys
-        if part and (found := find_part(leaves, dialect.keys)):
-            keys = found[1]
-        if (not part, len(keys)) > (not best[1], len(best[2])):
-            best = (name, part, keys)
-    return best if best[0] != system and len(best[2]) >= MIN_MATCHES else None
+            found[name] = [key for key in leaves if key in dialect.keys]
+    best = max(found, key=lambda name: len(found[name]), default=system)
+    return (best, found[best]) if best != system and len(found[best]) >= MIN_MATCHES else None

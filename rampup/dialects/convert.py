@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from fractions import Fraction
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from rampup.config.build import build_plan
@@ -23,27 +24,12 @@ _MAX_NAME = 100
 def to_rampup(verdict: Verdict) -> str:
     """Return rampup's configuration of the run that a verdict is about.
 
-    Args:
-        verdict: of a MaxText or Megatron file.
-
     Returns:
         YAML text, from which `rampup.load_config` and `build_plan` make the verdict's plan. Keys that it does not set have
         rampup's defaults. A comment names each key of the file that has no counterpart.
 
     Raises:
         ConfigError: rampup's configuration has no counterpart of the system, or its plan refuses the run.
-
-    Example:
-        >>> from rampup.dialects.verdict import Conversion
-        >>> conversion = Conversion(values={"steps": 10}, left_out={"a": "no counterpart"})
-        >>> print(to_rampup(Verdict(system="maxtext", conversion=conversion)))
-        # Converted from a MaxText file: its batches, its ramp and its pipeline.
-        <BLANKLINE>
-        steps: 10
-        <BLANKLINE>
-        # Left out:
-        # a: no counterpart
-        <BLANKLINE>
     """
     conversion = verdict.conversion
     if conversion is None:
@@ -70,6 +56,9 @@ def to_rampup(verdict: Verdict) -> str:
 class PretrainingJob(Job):
     """The numbers of a file whose run rampup's configuration may express."""
 
+    expressed: Collection[str] = ()  # the keys that `rampup_values` expresses, beside those of the same name
+    reasons: Mapping[str, str] = MappingProxyType({})  # why keys are left out, if not for want of a counterpart
+
     def rampup_values(self) -> dict[str, Any]:
         """Return the run in rampup's keys.
 
@@ -77,14 +66,6 @@ class PretrainingJob(Job):
             RampupError: they cannot express it.
         """
         raise NotImplementedError
-
-    def expressed(self) -> Collection[str]:
-        """Return the keys of the file that `rampup_values` expresses."""
-        raise NotImplementedError
-
-    def reasons(self) -> Mapping[str, str]:
-        """Return the keys of the file that it leaves out for a reason of their own."""
-        return {}
 
     @cached_property
     def planned(self) -> RampPlan | RampupError:
@@ -102,7 +83,7 @@ class PretrainingJob(Job):
         """Return the same run in rampup's keys, or why they cannot express it."""
         if isinstance(self.planned, RampupError):
             return Conversion(refusal=str(self.planned))
-        left_out = dict(self.reasons())
-        for key in sorted((self.settings.given - {*self.expressed(), *left_out}) | self.settings.others):
+        values, left_out = self.rampup_values(), {key: why for key, why in self.reasons.items() if key in self.settings.given}
+        for key in sorted((self.settings.given - {*values, *self.expressed, *left_out}) | self.settings.others):
             left_out[key] = "not converted; rampup has a key of this name" if key in KEYS else "no counterpart"
-        return Conversion(values=self.rampup_values(), left_out=left_out)
+        return Conversion(values=values, left_out=left_out)

@@ -11,26 +11,26 @@ from typing import Any
 import yaml
 
 from rampup.config.build import mesh_axes
-from rampup.dialects import load_dialect
+from rampup.dialects import SYSTEMS, load_dialect
 from rampup.dialects.rules import find_violations
 from rampup.errors import ConfigError, choice_error
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.numbers import AUTO
 from rampup.rl.config import RolloutConfig
 from rampup.rl.plan import RolloutPlan
-from rampup.rl.updates import Updates
+from rampup.rl.sizes import Updates
 
 MAX_DEVICES_PER_NODE = 8
-# The systems' names of the values of rl.loss_agg_mode that they know. veRL's are the same.
+# The systems' names of the values of rl.loss_agg_mode that they know.
 _MAXTEXT_LOSSES = {"token-mean": "token-mean", "seq-mean-token-mean": "sequence-mean-token-mean"}
-_TUNIX_LOSSES = _MAXTEXT_LOSSES | {"seq-mean-token-sum": "seq-mean-token-sum"}
 _SKYRL_LOSSES = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean"}
+_VERL_LOSSES = {mode: mode for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")}
 _TRLX_LOSSES = {"token-mean": "token-mean"}  # it has no key for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """A rollout in another system's keys.
+    """A rollout or a run in another system's keys.
 
     Attributes:
         values: dotted keys and their values.
@@ -52,8 +52,8 @@ class Exported:
                 place = place.setdefault(group, {})
             place[name] = value
         check = " ".join(["rampup check FILE --from", system, *(f"{key}={value}" for key, value in self.facts.items())])
-        head = [f"The sizes of a rollout for {_NAMES[system]}, as rampup planned it."]
-        head += [f"Check: {check}"] if system != "tunix" else []
+        head = [f"The sizes of a {'rollout' if system in EXPORTS else 'run'} for {NAMES[system]}, as rampup planned it."]
+        head += [f"Check: {check}"] if system in SYSTEMS else []
         comments = "".join(f"# {line}\n" for line in [*head, *self.notes])
         return comments + yaml.safe_dump(tree, sort_keys=False, default_flow_style=False)
 
@@ -69,22 +69,16 @@ def export_rollout(config: RolloutConfig, plan: RolloutPlan, num_devices: int, s
 
     Raises:
         ConfigError: the system cannot run this plan; the message names the key and the reason.
-
-    Example:
-        >>> from rampup.rl.config import build_rollout_plan
-        >>> config = RolloutConfig(batch_size=64, mini_batch_size=16, microbatch_size=4)
-        >>> found = export_rollout(config, build_rollout_plan(config, 8), 8, "verl")
-        >>> found.values["data.train_batch_size"], found.values["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"]
-        (64, 4)
     """
     if system not in EXPORTS:
         raise choice_error("export", system, list(EXPORTS))
     rollout = _Rollout(config=config, plan=plan, axes=mesh_axes(config, num_devices), num_devices=num_devices, system=system)
     for name in ("batch_size_schedule", "num_generations_schedule"):
         rollout.require(getattr(config, name) is None, f"rl.{name}", "its batch cannot grow; set it to null")
+    for name, fixed in (("zero_spread_groups", "keep"), ("token_batch_size", AUTO), ("partial_step", "train")):
+        rollout.require(getattr(config, name) == fixed, name, f"only steps of the planned size are exported; set it to {fixed}")
     exported = EXPORTS[system](rollout)
-    if system != "tunix":
-        _verify(rollout, exported)
+    _verify(rollout, exported)
     return exported
 
 
@@ -100,12 +94,20 @@ class _Rollout:
 
     def refuse(self, key: str, reason: str) -> ConfigError:
         """Return the error that the system cannot run the plan."""
-        return ConfigError(f"{_NAMES[self.system]} cannot run this plan: {reason}", key=key)
+        return ConfigError(f"{NAMES[self.system]} cannot run this plan: {reason}", key=key)
 
     def require(self, condition: bool, key: str, reason: str) -> None:
         """Raise an error unless a condition of the system holds."""
         if not condition:
             raise self.refuse(key, f"{key}: {reason}")
+
+    def require_replicas(self) -> None:
+        """Refuse axes that the system has no key for."""
+        self.require(
+            self.num_devices == self.axes.tensor * self.axes.pipeline * self.axes.context * self.plan.policy.data_parallel_size,
+            "ici_expert_parallelism",
+            "the devices that share a sample must be those of the tensor, pipeline and context axes",
+        )
 
     def whole(self, number: int, divisor: int, key: str, what: str) -> int:
         """Return a quotient that must be a whole number."""
@@ -154,8 +156,14 @@ class _Rollout:
 
 def _export_maxtext_rl(rollout: _Rollout) -> Exported:
     plan, config = rollout.plan, rollout.config
-    values = _tunix_sizes(rollout)
-    mini, train, generation = values["mini_batch_size"], values["train_micro_batch_size"], values["rollout_micro_batch_size"]
+    rollout.require(plan.critic is None, "enable_critic", "its GRPO learner has no critic; set enable_critic=false")
+    rollout.require(not plan.policy_updates.padded_samples, "pad_microbatches", "it does not pad mini batches")
+    rollout.micro(plan.policy_updates)
+    mini = rollout.mini(plan.policy_updates)
+    train = rollout.whole(mini, plan.policy_updates.accumulation_steps or 1, "microbatch_size", "the microbatch in prompts")
+    generation = rollout.prompts(plan.sequences_per_call, "rollout_micro_batch_size", "a call of the generator")
+    for name, size in (("train_micro_batch_size", train), ("rollout_micro_batch_size", generation)):
+        rollout.whole(plan.prompts_per_step, size, name, f"batch_size / {name}")
     rollout.require(mini == plan.prompts_per_step, "mini_batch_size", "it updates once per pass over the samples of a step")
     keys: dict[str, Any] = {
         "batch_size": plan.prompts_per_step,
@@ -178,50 +186,23 @@ def _export_maxtext_rl(rollout: _Rollout) -> Exported:
     return Exported(values=keys, facts=facts)
 
 
-def _tunix_sizes(rollout: _Rollout) -> dict[str, int]:
-    """Return Tunix's sizes, all of which count prompts."""
-    plan = rollout.plan
-    rollout.require(plan.critic is None, "enable_critic", "its GRPO learner has no critic; set enable_critic=false")
-    rollout.require(not plan.policy_updates.padded_samples, "pad_microbatches", "it does not pad mini batches")
-    rollout.micro(plan.policy_updates)
-    mini = rollout.mini(plan.policy_updates)
-    train = rollout.whole(mini, plan.policy_updates.accumulation_steps or 1, "microbatch_size", "the microbatch in prompts")
-    generation = rollout.prompts(plan.sequences_per_call, "rollout_micro_batch_size", "a call of the generator")
-    for name, size in (("train_micro_batch_size", train), ("rollout_micro_batch_size", generation)):
-        rollout.whole(plan.prompts_per_step, size, name, f"batch_size / {name}")
-    return {"mini_batch_size": mini, "train_micro_batch_size": train, "rollout_micro_batch_size": generation}
-
-
-def _export_tunix(rollout: _Rollout) -> Exported:
-    """Return arguments of Tunix's `RLTrainingConfig`, and those of its GRPO learner and data under names of their own."""
-    plan, sizes = rollout.plan, _tunix_sizes(rollout)
-    training = {
-        **sizes,
-        "compute_logps_micro_batch_size": sizes["train_micro_batch_size"],
-        "max_steps": plan.total_optimizer_steps,
-        "eval_every_n_steps": plan.policy_updates.optimizer_steps,
-    }
-    values = {
-        **{f"training_config.{key}": value for key, value in training.items()},
-        "grpo_config.num_generations": plan.samples_per_prompt,
-        "grpo_config.num_iterations": plan.policy.num_epochs,
-        "grpo_config.loss_agg_mode": rollout.aggregation(_TUNIX_LOSSES),
-        "rollout_config.max_prompt_length": rollout.config.max_prompt_length,
-        "rollout_config.max_tokens_to_generate": rollout.config.max_response_length,
-        "batch_size": plan.prompts_per_step,
-        **{f"mesh.{axis}": size for axis in AXES if (size := getattr(rollout.axes, axis)) > 1},
-    }
-    notes = (
-        "RLTrainingConfig(**training_config, actor_optimizer=...) and GRPOConfig(**grpo_config); batch_size is that of the",
-        "data loader. Set top_p in RolloutConfig: without it Tunix samples greedily, and all responses of a group are equal.",
-    )
-    return Exported(values=values, notes=notes)
-
-
 def _export_verl(rollout: _Rollout) -> Exported:
     plan, config, actor = rollout.plan, rollout.config, "actor_rollout_ref.actor"
     per_node, nodes = rollout.node
-    _require_replicas(rollout)
+    rollout.require_replicas()
+
+    def passes(role: str, updates: Updates) -> dict[str, Any]:
+        if updates.token_budget is None:
+            return {f"{role}.use_dynamic_bsz": False, f"{role}.ppo_micro_batch_size_per_gpu": rollout.micro(updates)}
+        # veRL counts the budget per device, of those that share a sequence.
+        budget = rollout.whole(updates.token_budget, rollout.axes.context, "token_budget", "tokens per device")
+        return {f"{role}.use_dynamic_bsz": True, f"{role}.ppo_max_token_len_per_gpu": budget}
+
+    def parallel(role: str, fsdp: str) -> dict[str, Any]:
+        if rollout.megatron:
+            return rollout.megatron_sizes(f"{role}.megatron")
+        return {f"{fsdp}.ulysses_sequence_parallel_size": rollout.axes.context} if rollout.axes.context > 1 else {}
+
     values: dict[str, Any] = {
         **({"model_engine": "megatron"} if rollout.megatron else {}),
         "data.train_batch_size": plan.prompts_per_step,
@@ -232,9 +213,9 @@ def _export_verl(rollout: _Rollout) -> Exported:
         f"{actor}.ppo_mini_batch_size": rollout.mini(plan.policy_updates),
         f"{actor}.ppo_epochs": plan.policy.num_epochs,
         f"{actor}.use_kl_loss": config.enable_reference_policy,
-        f"{actor}.loss_agg_mode": config.loss_agg_mode,
-        **_verl_passes(rollout, actor, plan.policy_updates),
-        **_verl_parallel(rollout, actor, f"{actor}.fsdp_config"),
+        f"{actor}.loss_agg_mode": rollout.aggregation(_VERL_LOSSES),
+        **passes(actor, plan.policy_updates),
+        **parallel(actor, f"{actor}.fsdp_config"),
         "algorithm.adv_estimator": "grpo" if plan.critic is None else "gae",
         "trainer.n_gpus_per_node": per_node,
         "trainer.nnodes": nodes,
@@ -245,37 +226,23 @@ def _export_verl(rollout: _Rollout) -> Exported:
         if plan.policy_updates.microbatch_size is not None:
             values[f"{prefix}_micro_batch_size_per_gpu"] = plan.policy_updates.microbatch_size
     if config.enable_reference_policy:
-        values |= _verl_parallel(rollout, "actor_rollout_ref.ref", "actor_rollout_ref.ref.fsdp_config")
+        values |= parallel("actor_rollout_ref.ref", "actor_rollout_ref.ref.fsdp_config")
     if plan.critic_updates is not None:
         values["critic.enable"] = True
         values["critic.ppo_mini_batch_size"] = rollout.mini(plan.critic_updates)
         values["critic.ppo_epochs"] = plan.critic_updates.num_epochs
-        values |= _verl_passes(rollout, "critic", plan.critic_updates)
-        values |= _verl_parallel(rollout, "critic", "critic.fsdp")
+        values |= passes("critic", plan.critic_updates)
+        values |= parallel("critic", "critic.fsdp")
     # An agent loop's workers share the prompts of a step evenly.
     samples = plan.samples_per_step
     values["actor_rollout_ref.rollout.agent.num_workers"] = max(n for n in range(1, 9) if samples % n == 0)
     return Exported(values=values)
 
 
-def _verl_passes(rollout: _Rollout, role: str, updates: Updates) -> dict[str, Any]:
-    if updates.token_budget is None:
-        return {f"{role}.use_dynamic_bsz": False, f"{role}.ppo_micro_batch_size_per_gpu": rollout.micro(updates)}
-    # veRL counts the budget per device, of those that share a sequence.
-    budget = rollout.whole(updates.token_budget, rollout.axes.context, "token_budget", "tokens per device")
-    return {f"{role}.use_dynamic_bsz": True, f"{role}.ppo_max_token_len_per_gpu": budget}
-
-
-def _verl_parallel(rollout: _Rollout, role: str, fsdp: str) -> dict[str, Any]:
-    if not rollout.megatron:
-        return {f"{fsdp}.ulysses_sequence_parallel_size": rollout.axes.context} if rollout.axes.context > 1 else {}
-    return rollout.megatron_sizes(f"{role}.megatron")
-
-
 def _export_skyrl(rollout: _Rollout) -> Exported:
     plan, config = rollout.plan, rollout.config
     per_node, nodes = rollout.node
-    _require_replicas(rollout)
+    rollout.require_replicas()
     policy, critic = plan.policy_updates, plan.critic_updates
     values: dict[str, Any] = {
         "trainer.train_batch_size": plan.prompts_per_step,
@@ -329,7 +296,7 @@ def _export_trlx(rollout: _Rollout) -> Exported:
     rollout.require(plan.critic is None, "enable_critic", "its value head is part of the policy; set enable_critic=false")
     rollout.require(not rollout.megatron, "ici_tensor_parallelism", "under Accelerate, every process has the whole model")
     rollout.aggregation(_TRLX_LOSSES)
-    _require_replicas(rollout)
+    rollout.require_replicas()
     policy = plan.policy_updates
     collected = rollout.whole(plan.samples_per_step, d, "batch_size", "samples per process")
     values: dict[str, Any] = {
@@ -350,16 +317,6 @@ def _export_trlx(rollout: _Rollout) -> Exported:
     return Exported(values=values, facts={"num_processes": d}, notes=notes)
 
 
-def _require_replicas(rollout: _Rollout) -> None:
-    """Refuse axes that the system has no key for."""
-    shared = rollout.axes.tensor * rollout.axes.pipeline * rollout.axes.context
-    rollout.require(
-        rollout.num_devices == shared * rollout.plan.policy.data_parallel_size,
-        "ici_expert_parallelism",
-        "the devices that share a sample must be those of the tensor, pipeline and context axes",
-    )
-
-
 def _verify(rollout: _Rollout, exported: Exported) -> None:
     """Check the exported file by the rules of its system, and compare the numbers with the plan's."""
     dialect = load_dialect(rollout.system)
@@ -370,15 +327,8 @@ def _verify(rollout: _Rollout, exported: Exported) -> None:
     job = dialect.job(settings)
     for broken in find_violations(dialect, job):
         raise rollout.refuse(broken.keys[0] if broken.keys else "export", broken.message)
-    derived = job.derived()
-    for name, value in _numbers(rollout.plan).items():
-        found = derived.get(name, value)
-        rollout.require(found == value, "export", f"{name} would be {found:,} instead of {value:,}")
-
-
-def _numbers(plan: RolloutPlan) -> dict[str, Any]:
-    """Return the numbers that the exported file must have, by the names that all systems share."""
-    policy, critic = plan.policy_updates, plan.critic_updates
+    # The numbers that the exported file must have, by the names that all systems share.
+    plan, policy, critic = rollout.plan, rollout.plan.policy_updates, rollout.plan.critic_updates
     numbers: dict[str, Any] = {
         "data_parallel_size": policy.data_parallel_size,
         "samples_per_step": plan.samples_per_step,
@@ -392,14 +342,17 @@ def _numbers(plan: RolloutPlan) -> dict[str, Any]:
         numbers["critic_mini_batches"] = critic.num_mini_batches
         numbers["critic_optimizer_steps"] = critic.optimizer_steps
         numbers["critic_mini_batch_samples"] = critic.mini_batch_samples
-    return numbers
+    derived = job.derived()
+    for name, value in numbers.items():
+        found = derived.get(name, value)
+        rollout.require(found == value, "export", f"{name} would be {found:,} instead of {value:,}")
 
 
 EXPORTS: Mapping[str, Callable[[_Rollout], Exported]] = {
-    "tunix": _export_tunix,
     "maxtext_rl": _export_maxtext_rl,
     "verl": _export_verl,
     "skyrl": _export_skyrl,
     "trlx": _export_trlx,
 }
-_NAMES = {"tunix": "Tunix", "maxtext_rl": "MaxText RL", "verl": "veRL", "skyrl": "SkyRL", "trlx": "trlX"}
+NAMES = {"maxtext_rl": "MaxText RL", "verl": "veRL", "skyrl": "SkyRL", "trlx": "trlX"}
+NAMES |= {"maxtext": "MaxText", "megatron": "Megatron-LM", "levanter": "Levanter", "olmo_core": "OLMo-core"}

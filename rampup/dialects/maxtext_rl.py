@@ -5,18 +5,16 @@ All sizes, also micro batches, count prompts of the job.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from rampup.dialects.commands import Launch, Source
 from rampup.dialects.maxtext import AXIS_GROUPS, BASES, read_chain
-from rampup.dialects.reading import Entry, Settings, entry
-from rampup.dialects.rollout import RolloutJob, TrainedModel, flow
+from rampup.dialects.reading import Entry, Launch, Settings, entry
+from rampup.dialects.rollout import RolloutJob
 from rampup.dialects.rules import Dialect, Rule, at_least, multiple
-from rampup.dialects.verdict import Advice, Run, Term, Words, counted, times
+from rampup.dialects.verdict import Run, counted, times
 from rampup.plan.numbers import divisors
 
 BATCH, GENERATIONS, ITERATIONS = "batch_size", "rl.num_generations", "rl.num_iterations"
@@ -37,7 +35,7 @@ KEYS: dict[str, Entry] = {
     BATCH: entry(1, "prompts per training step and optimizer step", unit="prompts"),
     TRAIN: entry(AUTO, "prompts per backward pass; -1 = batch_size", unit="prompts"),
     ROLLOUT: entry(AUTO, "prompts per generate call; -1 = the train micro batch", unit="prompts"),
-    OLD: entry(None, "older name of both", unit="prompts"),
+    OLD: entry(None, "older name of both, until they were split", unit="prompts"),
     GENERATIONS: entry(2, "responses per prompt", unit="samples"),
     ITERATIONS: entry(1, "optimizer steps per batch"),
     LOSS: entry("sequence-mean-token-mean", "how the loss of a batch is averaged", kind="text", choices=tuple(LOSSES)),
@@ -48,7 +46,6 @@ KEYS: dict[str, Entry] = {
     "num_test_batches": entry(5, "evaluation batches"),
     "eval_batch_size": entry(AUTO, "prompts per evaluation batch; -1 = batch_size", unit="prompts"),
     "test_batch_start_index": entry(0, "first evaluation prompt", unit="prompts"),
-    "eval_interval": entry(10, "optimizer steps between evaluations", unit="steps"),
     "trainer_devices_fraction": entry(0.5, "share of the devices that train", kind="float"),
     "sampler_devices_fraction": entry(0.5, "share of the devices that generate", kind="float"),
     "chips_per_vm": entry(4, "devices of a host", minimum=1, unit="devices"),
@@ -58,29 +55,17 @@ KEYS: dict[str, Entry] = {
     "rollout_data_parallelism": entry(AUTO, "replicas of the generator; -1 = the rest"),
     "rollout_tensor_parallelism": entry(1, "devices that share the generator's matrices; -1 = the rest"),
     "rollout_expert_parallelism": entry(1, "devices that share its experts; -1 = the rest"),
-    "max_prefill_predict_length": entry(256, "longest prompt", minimum=1, unit="tokens"),
-    "max_target_length": entry(1024, "longest prompt and response", minimum=1, unit="tokens"),
     **{axis: entry(AUTO if axis == FSDP else 1, "devices along this axis", minimum=1, also=(AUTO,)) for axis in AXES},
     "num_devices": entry(None, "devices of the run; given as num_devices=N", minimum=1, unit="devices"),
     "num_prompts": entry(None, "prompts of the data set after its filter; given as num_prompts=N", minimum=0, unit="prompts"),
 }  # fmt: skip
-_DATASET = (
-    *("batch_size", "num_batches", "num_test_batches", "eval_batch_size", "test_batch_start_index", "train_fraction"),
-    *(TRAIN, ROLLOUT, OLD),
-)
-_CLUSTER = (*ROLLOUT_AXES, *SLICES, "trainer_devices_fraction", "sampler_devices_fraction", "chips_per_vm", "use_pathways")
 ALIASES = {
-    **{f"dataset.{name}": name for name in _DATASET},
-    **{f"cluster.{name}": name for name in _CLUSTER},
+    **{f"{section}.{name}": name for section in ("dataset", "cluster") for name in KEYS},
     **{name.removeprefix("rl."): name for name in KEYS if name.startswith("rl.")},
     "dataset_prompts": "num_prompts",
     "num_epochs": "num_epoch",  # until November 2025
 }
-
-
 FRACTIONS = ("trainer_devices_fraction", "sampler_devices_fraction")
-
-
 LAUNCH = Launch(
     system="MaxText RL",
     program=re.compile(r"(?i)\btrain_rl\b|\bgrpo_trainer\b|rl\.num_generations=|maxtext[\w./]*\.rl\.\w+"),
@@ -90,21 +75,6 @@ LAUNCH = Launch(
     bases=BASES,
     version="August 2026",
 )
-
-
-def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
-    """Read an rl.yml, a script or a command. Keys may be flat or in their `rl`, `dataset` and `cluster` sections."""
-    settings = read_chain(source, overrides, launch)
-    if settings[OLD] is None:
-        return settings
-    # The older key stands for the two that it was split into, unless they are set.
-    taken = {key: settings[OLD] for key in (TRAIN, ROLLOUT) if key not in settings.given}
-    values = {**settings.values, **taken}
-    note = (
-        f"{OLD}={settings[OLD]} is the older name of {TRAIN} and {ROLLOUT}; it is read as {TRAIN}={values[TRAIN]}, "
-        f"{ROLLOUT}={values[ROLLOUT]}; newer versions do not know it"
-    )
-    return dataclasses.replace(settings, values=values, given=settings.given | set(taken), notes=(*settings.notes, note))
 
 
 class MaxTextRlJob(RolloutJob):
@@ -143,31 +113,18 @@ class MaxTextRlJob(RolloutJob):
         self.trainer_devices: int | None = None
         self.sampler_devices: int | None = None
         if self["num_devices"] is not None and (self.multislice or (self.slices_agree and self.fractions_valid)):
-            self.trainer_devices, self.sampler_devices = self._split_devices(self["num_devices"])
+            devices = self["num_devices"]
+            self.trainer_devices = self.sampler_devices = devices
+            if self.multislice:
+                self.trainer_devices, self.sampler_devices = (devices * n // sum(slices) for n in slices)
+            elif devices // self["chips_per_vm"] >= 2 and self["use_pathways"]:
+                # A single slice is divided only between at least two hosts, under Pathways.
+                self.trainer_devices, self.sampler_devices = (int(devices * self[key]) for key in FRACTIONS)
         self.usable = not any(rule.is_broken(self) for rule in RULES if rule.found_by == "validator")
         if not self.usable:
             return
-        samples = self.batch * self.samples_per_prompt
-        policy = TrainedModel(
-            name="policy", mini_batch=self.batch, mini_samples=samples, replicas=1, micro=None, epochs=self.iterations
-        )
-        self.trained, self.passes = {"policy": policy}, self.batch // self.train_micro
-
-    def _split_devices(self, devices: int) -> tuple[int, int]:
-        if self.multislice:
-            total = sum(self[key] for key in SLICES)
-            trainer, sampler = (devices * self[key] // total for key in SLICES)
-            return trainer, sampler
-        # A single slice is divided only between at least two hosts, under Pathways.
-        if devices // self["chips_per_vm"] >= 2 and self["use_pathways"]:
-            trainer, sampler = (int(devices * self[key]) for key in FRACTIONS)
-            return trainer, sampler
-        return devices, devices
-
-    @property
-    def devices_per_slice(self) -> int:
-        """Training devices of a slice."""
-        return (self.trainer_devices or 0) // int(self[SLICES[0]])
+        self.train("policy", self.batch, 1, micro=None, epochs=self.iterations)
+        self.passes = self.batch // self.train_micro
 
     @property
     def fsdp(self) -> int | None:
@@ -223,9 +180,6 @@ class MaxTextRlJob(RolloutJob):
         return derived
 
 
-GUIDE = "MaxText, docs/reference/core_concepts/batch_size.md"
-
-
 def _meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
     generations = job.samples_per_prompt
 
@@ -246,26 +200,6 @@ def _meanings(job: MaxTextRlJob) -> Iterator[tuple[str, str]]:
         ("eval_batch_size", f"{counted(job.eval_prompts, 'prompt')} per evaluation"),
         ("", f"{counted(job.total_steps, 'optimizer step')} and {counted(job.full_batches, 'weight sync')} in the whole run"),
     ]  # fmt: skip
-
-
-def _flow(job: MaxTextRlJob) -> Iterator[str]:
-    calls = f"{counted(job.batch // job.rollout_micro, 'call')} of {counted(job.rollout_micro, 'prompt')}"
-    ready = counted(math.lcm(job.rollout_micro, job.train_micro), "prompt")
-    return flow(
-        job,
-        generated=f", in {calls}",
-        prepare=(
-            f"score and compute log-probabilities as soon as {ready} are generated, {job.train_micro:,} at a time",
-            f"advantages within each prompt's {counted(job.samples_per_prompt, 'sample')}",
-        ),
-        last="send the weights to the generator",
-    )
-
-
-def _advice(job: MaxTextRlJob) -> Iterator[Advice]:
-    yield Advice("micro batch sizes count pairs of a prompt and a response", GUIDE, None,
-        f"they count prompts: {TRAIN} = {counted(job.train_micro, 'prompt')} are "
-        f"{counted(job.train_micro * job.samples_per_prompt, 'sequence')} in a backward pass")  # fmt: skip
 
 
 def _notes(job: MaxTextRlJob) -> Iterator[str]:
@@ -319,19 +253,14 @@ def _micro_divides(key: str, micro: Callable[[MaxTextRlJob], int], unit: str) ->
         note=f" (prompts per {unit}; both count prompts)")  # fmt: skip
 
 
-def _fits_devices(job: MaxTextRlJob) -> bool:
-    assert job.sampler_devices is not None
-    given: int = math.prod(size for size in job.rollout_axes if size != AUTO)
-    return job.sampler_devices % given == 0 if AUTO in job.rollout_axes else job.sampler_devices == given
-
-
-def _fits_message(job: MaxTextRlJob) -> str:
-    given = {axis: job[axis] for axis in ROLLOUT_AXES if job[axis] != AUTO}
-    relation = "must divide" if AUTO in job.rollout_axes else "must equal"
-    return (
-        f"{' * '.join(given)} = {' * '.join(map(str, given.values()))} = {math.prod(given.values())} {relation} the "
-        f"{job.sampler_devices} devices that generate"
-    )
+def _generator_rule(job: MaxTextRlJob) -> tuple[bool, str]:
+    """Return whether the given axes fit the devices that generate, which they must equal unless one axis is free, and so."""
+    given: dict[str, int] = {axis: job[axis] for axis in ROLLOUT_AXES if job[axis] != AUTO}
+    size, devices, is_free = math.prod(given.values()), job.sampler_devices or 0, AUTO in job.rollout_axes
+    product = f"{' * '.join(given)} = {' * '.join(map(str, given.values()))} = {size}"
+    relation = "must divide" if is_free else "must equal"
+    fits = devices % size == 0 if is_free else devices == size
+    return fits, f"{product} {relation} the {devices} devices that generate"
 
 
 RULES: list[Rule[MaxTextRlJob]] = [
@@ -340,6 +269,8 @@ RULES: list[Rule[MaxTextRlJob]] = [
     _at_least("num_epoch", 1),
     _at_least(ITERATIONS, 1),
     _at_least(GENERATIONS, 2),
+    Rule(name="maxtext_rl.older_name", keys=(OLD,), holds=lambda job: job[OLD] is None, candidates=lambda job: [None],
+        message=lambda job: f"{OLD}={job[OLD]} is the older name of {TRAIN} and {ROLLOUT}, which MaxText no longer knows"),
     *map(_share, ("train_fraction", *FRACTIONS)),
     _micro_positive(TRAIN),
     _micro_positive(ROLLOUT),
@@ -357,13 +288,14 @@ RULES: list[Rule[MaxTextRlJob]] = [
             f"{', '.join(f'{axis}={job[axis]}' for axis in ROLLOUT_AXES)}: each must be -1 or above 0, and at most one -1"),
         candidates=lambda job: (1, AUTO)),
     Rule(name="maxtext_rl.rollout_devices", keys=ROLLOUT_AXES,
-        when=lambda job: job.axes_valid and job.sampler_devices is not None and job.fractions_valid, holds=_fits_devices,
-        message=_fits_message, division=lambda job: (job.sampler_devices or 0, 1)),
+        when=lambda job: job.axes_valid and job.sampler_devices is not None and job.fractions_valid,
+        holds=lambda job: _generator_rule(job)[0], message=lambda job: _generator_rule(job)[1],
+        division=lambda job: (job.sampler_devices or 0, 1)),
     Rule(name="maxtext_rl.slices", keys=SLICES, holds=lambda job: job.slices_agree,
         message=lambda job: f"{SLICES[0]}={job[SLICES[0]]} and {SLICES[1]}={job[SLICES[1]]} must both be -1 or both be above 0",
         candidates=lambda job: (AUTO, 1)),
     multiple("maxtext_rl.tensor_in_slice", (TENSOR, SLICES[0]),
-        lambda job: Term(f"the {job.devices_per_slice} training devices of a slice", job.devices_per_slice), TENSOR,
+        ("the {} training devices of a slice", lambda job: (job.trainer_devices or 0) // job[SLICES[0]]), TENSOR,
         when=lambda job: job["num_devices"] is not None and job.multislice and job[TENSOR] > 1),
     Rule(name="maxtext_rl.loss_is_known", keys=(LOSS,), when=lambda job: not job["rl.use_agentic_rollout"],
         holds=lambda job: job[LOSS] != "sequence-mean",
@@ -379,4 +311,4 @@ RULES: list[Rule[MaxTextRlJob]] = [
             "generate; each needs at least 1"),
         candidates=lambda job: (0.5, 1.0), found_by="run"),
 ]  # fmt: skip
-DIALECT = Dialect(job=MaxTextRlJob, rules=RULES, words=Words(_meanings, _flow, _notes, _advice), reader=read, launch=LAUNCH)
+DIALECT = Dialect(job=MaxTextRlJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read_chain, launch=LAUNCH)

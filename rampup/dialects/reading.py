@@ -1,25 +1,29 @@
-"""Reads another system's file as dotted keys: typed, with defaults, and with an error for a key that looks misspelt."""
+"""What a source sets: a file, or the words of a system's command in a script or on the command line, above its base files.
+
+Keys are dotted and typed, with the system's defaults, and with an error for a key that looks misspelt.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from rampup.config.key import Key, Kind
 from rampup.config.load import COMMAND_LINE
-from rampup.config.yaml import Located, parse_scalar
-from rampup.dialects.script import Command, needs_arguments, show_unknown, unknown_names
+from rampup.config.yaml import Located, parse_mapping, parse_scalar, read_text
+from rampup.dialects.script import SCRIPTS, Command, needs_arguments, open_options, read_commands, show_unknown, unknown_names
 from rampup.errors import ConfigError, RampupError, raise_together
 
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:|oc\.env:)?\s*(\.*[A-Za-z_][\w.]*)\s*(?:[,:]\s*([^{}]*))?\}")
 _MAX_HOPS = 20
-# Keys that tell whose file it is, or a part of whose.
-MIN_MATCHES = 2
+MIN_MATCHES = 2  # keys that tell whose file it is
 # What users state of a run beside its file; it does not tell whose file it is.
 FACTS = frozenset({"num_prompts", "num_processes", "num_devices", "world_size", "data_parallel_size"})
 # A name at least this similar to a longer one is a misspelling of it.
@@ -28,28 +32,16 @@ _SIMILAR, _MIN_LENGTH = 0.93, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A key of another system that its batch arithmetic depends on.
-
-    Attributes:
-        key: kind, limits and documentation of its values.
-        default: that system's default.
-        unit: the unit of a count: prompts, samples, tokens, devices, ...
-        optional: True if the numbers of a step are known without it, so that a script may leave it open.
-    """
+    """A key of another system that its batch arithmetic depends on."""
 
     key: Key
-    default: Any
-    unit: str = ""
-    optional: bool = False
+    default: Any  # that system's default
+    unit: str = ""  # the unit of a count: prompts, samples, tokens, devices, ...
+    optional: bool = False  # True if the numbers of a step are known without it, so that a script may leave it open
 
 
 def entry(default: Any, doc: str, *, kind: Kind = "int", unit: str = "", optional: bool = False, **limits: Any) -> Entry:
-    """Return an `Entry`; `limits` are those of `Key`.
-
-    Example:
-        >>> entry(1, "passes over a rollout", minimum=1).key.expected
-        'a whole number, at least 1'
-    """
+    """Return an `Entry`; `limits` are those of `Key`."""
     nullable = limits.pop("nullable", default is None)
     key = Key(kind=kind, doc=doc, section="", nullable=nullable, **limits)
     return Entry(key=key, default=default, unit=unit, optional=optional)
@@ -57,25 +49,15 @@ def entry(default: Any, doc: str, *, kind: Kind = "int", unit: str = "", optiona
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a source sets.
+    """What a source sets."""
 
-    Attributes:
-        path: the name of the source, for errors.
-        leaves: the value of each dotted key. A text may contain markers of what a script does not say.
-        overrides: the `key=value` settings that are no variables of the script; they win over `leaves`.
-        command: the command that was read, in a script or on the command line.
-        repeated: keys that the file sets twice, with the line of the second; the second counts.
-        notes: which command was read.
-        recognized: whether it is known to be of the system: its command starts it, or it names one of its base files.
-    """
-
-    path: str
-    leaves: Mapping[str, Located]
-    overrides: Sequence[str] = ()
-    command: Command | None = None
-    repeated: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    recognized: bool = False
+    path: str  # the name of the source, for errors
+    leaves: Mapping[str, Located]  # the value of each dotted key; a text may contain markers of what a script does not say
+    overrides: Sequence[str] = ()  # `key=value` settings that are no variables of the script; they win over `leaves`
+    command: Command | None = None  # the command that was read, in a script or on the command line
+    repeated: Mapping[str, int] = field(default_factory=dict)  # keys that are set twice, with the line of the second
+    notes: tuple[str, ...] = ()  # which command was read
+    recognized: bool = False  # whether its command starts the system, or it names one of its base files
 
     def rename(self, canonical: Callable[[str], str]) -> Reading:
         """Return the same with the canonical names of keys.
@@ -102,19 +84,12 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The values of a file, by dotted key.
+    """The values of a file, by dotted key."""
 
-    Attributes:
-        values: the value of each known key, or its default.
-        given: the known keys that the file or the command line sets.
-        others: the names of all other keys in the file.
-        notes: remarks of the reader, such as an old name of a key.
-    """
-
-    values: Mapping[str, Any]
-    given: frozenset[str] = frozenset()
-    others: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
+    values: Mapping[str, Any]  # the value of each known key, or its default
+    given: frozenset[str] = frozenset()  # the known keys that the file or the command line sets
+    others: frozenset[str] = frozenset()  # the names of all other keys in the file
+    notes: tuple[str, ...] = ()  # remarks of the reader
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -133,12 +108,7 @@ class Settings:
 
 
 def flatten(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield `dotted.key, value` for every leaf of nested mappings.
-
-    Example:
-        >>> dict(flatten({"trainer": {"epochs": 1, "placement": {"nodes": 2}}}))
-        {'trainer.epochs': 1, 'trainer.placement.nodes': 2}
-    """
+    """Yield `dotted.key, value` for every leaf of nested mappings."""
     for name, value in mapping.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{name}.")
@@ -186,13 +156,6 @@ def type_settings(
     if not (reading.recognized or known_names or _find_mappings(located, entries)):
         misspelt = list(_find_misspelt(located, entries))
         raise_together(misspelt)
-        if part := find_part(located, entries):
-            raise ConfigError(
-                f"this is a part of a file of {system}, its group {part[0]}: it sets {', '.join(part[1][:3])}; check the "
-                "file or the command that includes it",
-                key="from",
-                path=path,
-            )
         examples = ", ".join(list(entries)[:3])
         raise ConfigError(f"not a file of {system}: it sets none of its batch keys, such as {examples}", key="from", path=path)
     twice = {name: line for name, line in reading.repeated.items() if name in entries and name not in chosen}
@@ -214,7 +177,14 @@ def type_settings(
         try:
             value = _resolve_reference(entry.value, name, located, values)
             if isinstance(value, str) and (unknown := unknown_names(value)):
-                error = _unknown_error(name, value, unknown)
+                # The error has the `key=value` that would settle it.
+                variables = [word for word in unknown if word.isidentifier()]
+                settle = f"{variables[0]}=..., or {name}=..." if variables else f"{name}=..."
+                if needs_arguments(value):
+                    settle += ", or the script's arguments: `rampup check ... -- bash FILE ARGUMENTS`"
+                shown = " and ".join(word if word.startswith("$") else f"${word}" for word in unknown)
+                said = f"{name}={show_unknown(value)[:100]}: the script does not say what {shown} is; add {settle}"
+                error = ConfigError(said, key=name)
                 if not entries[name].optional:
                     raise error
                 notes.append(f"{error}. The numbers of a step are the same without it.")
@@ -230,15 +200,6 @@ def type_settings(
         if name not in entries
     ]
     return Settings(values=values, given=frozenset(known), others=frozenset(located) - frozenset(entries), notes=tuple(notes))
-
-
-def _unknown_error(name: str, value: str, unknown: Sequence[str]) -> ConfigError:
-    """Return the error about a value that a script leaves open, with the `key=value` that would settle it."""
-    variables = [word for word in unknown if word.isidentifier()]
-    settle = f"{variables[0]}=..., or {name}=..." if variables else f"{name}=..."
-    settle += ", or the script's arguments: `rampup check ... -- bash FILE ARGUMENTS`" if needs_arguments(value) else ""
-    shown = " and ".join(word if word.startswith("$") else f"${word}" for word in unknown)
-    return ConfigError(f"{name}={show_unknown(value)[:100]}: the script does not say what {shown} is; add {settle}", key=name)
 
 
 def _read_overrides(overrides: Sequence[str], entries: Mapping[str, Entry], groups: Iterable[str]) -> dict[str, Located]:
@@ -278,20 +239,6 @@ def _find_mappings(located: Mapping[str, Located], entries: Mapping[str, Entry])
         ConfigError(f"{name} is a mapping; it must be {entries[name].key.expected}", key=name, path=entry.path, line=entry.line)
         for name, entry in found.items()
     ]
-
-
-def find_part(located: Iterable[str], entries: Mapping[str, Entry]) -> tuple[str, list[str]] | None:
-    """Return the group of keys of which a file is a part, as in Hydra's folders, with its keys; None if it is none.
-
-    Example:
-        >>> find_part(["n", "name", "seed"], {"rollout.n": entry(1, "responses"), "rollout.name": entry("", "engine")})
-        ('rollout', ['n', 'name'])
-    """
-    names = list(located)
-    groups = dict.fromkeys(key.rpartition(".")[0] for key in entries if "." in key)
-    found = [(group, [name for name in names if f"{group}.{name}" in entries]) for group in groups]
-    best = max(found, key=lambda row: len(row[1]), default=("", []))
-    return best if len(best[1]) >= MIN_MATCHES else None
 
 
 def _find_misspelt(located: Mapping[str, Located], entries: Mapping[str, Entry]) -> Iterator[ConfigError]:
@@ -340,3 +287,279 @@ def _resolve_reference(
     if default is not None:
         return parse_scalar(default.strip(), name)
     raise ConfigError(f"{name}={value} refers to {target}, which the file does not set", key=name)
+
+
+# A file, or the words of a command.
+Source = str | Path | tuple[str, ...]
+_SETTING = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/-]*)(?:=(.*))?", re.DOTALL)
+_YAML_KEY = re.compile(r"^\s*(?:-+)?[A-Za-z_][\w.\-]*\s*:(?:\s|$)", re.MULTILINE)
+_COMMAND_WORD = re.compile(r"(?:^|\s)(?:--[A-Za-z]|[A-Za-z_][\w.]*=\S)")
+_OPTIONS = re.compile(r"(?i)arg|opt|flag|extra|param|config|cmd")
+_SHOWN = 60
+# In a table of base files: the name of the file that another one starts from.
+PARENT = "defaults"
+_MAX_FILES = 20
+# The sizes and defaults that each shipped base file sets, by its name.
+Bases = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """How a system is started, and the keys and base files that it takes."""
+
+    system: str  # its name in messages
+    program: re.Pattern[str]  # matches a command that starts it
+    example: str  # such a command, for errors
+    entries: Mapping[str, Entry]  # the keys that the rules read
+    canonical: Callable[[str], str] = str  # from a key as written to its name in `entries`
+    groups: Sequence[str] = ()  # first parts of its keys that are not in `entries`
+    others: re.Pattern[str] = re.compile(r"(?!)")  # matches its programs that the rules do not cover
+    read: Callable[[Command], dict[str, Located]] | None = None  # keys of a command's words; None = Hydra's `key=value`
+    bases: Bases = field(default_factory=dict)  # the base files that it ships
+    version: str = ""  # that of `bases`, for notes
+    # The base file that a program starts from if its command names none, by a part of the program's name; that of all others
+    # under the empty name, which needs no note.
+    programs: Mapping[str, str] = field(default_factory=dict)
+
+    def known(self, name: str) -> bool:
+        """Return whether a key as written is one that the rules read."""
+        return self.canonical(name) in self.entries
+
+    def leaves(self, command: Command) -> dict[str, Located]:
+        """Return the keys that the words of a command set. A value may contain markers of what is unknown."""
+        return (self.read or read_words)(command)
+
+    def relevant(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return the values of the known keys that some words set."""
+        leaves = self.leaves(Command(tuple(words), 0))
+        return {name: located.value for name, located in leaves.items() if self.known(name)}
+
+
+def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, strict: bool = True) -> Reading:
+    """Read a YAML file, a shell script with those that it starts, or the words of a command.
+
+    Args:
+        source: the file, or the words.
+        overrides: `key=value` settings. A name that only the scripts have is one of their variables, and wins there.
+        launch: how the system is started.
+        strict: whether a script without such a command is an error, or sets nothing.
+
+    Raises:
+        ConfigError: the file cannot be read, or no command in it starts the system.
+    """
+    is_file = not isinstance(source, tuple)
+    path, text = (COMMAND_LINE, shlex.join(source)) if isinstance(source, tuple) else (str(source), read_text(source))
+    is_script = text.startswith("#!") or path.endswith(SCRIPTS)
+    is_yaml = text.lstrip().startswith("{") or _YAML_KEY.search(text) or not _COMMAND_WORD.search(text)
+    if is_file and is_yaml and not is_script:
+        repeated: dict[str, int] = {}
+        leaves = read_leaves(parse_mapping(text, path, repeated=repeated), repeated)
+        return Reading(path=path, leaves=leaves, overrides=overrides, repeated=repeated)
+    settings = [setting.partition("=") for setting in overrides]
+    given = {name: value for name, equals, value in settings if equals and name.isidentifier() and not launch.known(name)}
+    line = None if is_file else 0
+    commands = read_commands(text, path, given, launch.program, relevant=launch.relevant, line=line)
+    scripts = {row.script for row in commands if given and row.script and not row.unread}
+    texts = [text * is_file, *map(read_text, scripts)]
+    variables = {name for name in given if any(re.search(rf"\b{name}\b", text) for text in texts)}
+    return _choose(commands, [item for item in overrides if item.partition("=")[0] not in variables], launch, path, strict)
+
+
+def read_words(command: Command) -> dict[str, Located]:
+    """Return what Hydra's words set: `key=value`, `+key=value`, `++key=value` and `~key`."""
+    located = {}
+    for word in command.words:
+        match = _SETTING.fullmatch(word)
+        if match is None or (match[3] is None and match[1] != "~"):
+            continue
+        value = None if match[1] == "~" else match[3].strip()
+        if value and value[0] == value[-1] and value[0] in "\"'" and len(value) > 1:
+            value = value[1:-1]
+        elif value is not None:
+            value = parse_scalar(value, command.path) if not unknown_names(value) else value
+        located[match[2]] = command.locate(value, word)
+    return located
+
+
+def option(command: Command | None, *names: str) -> str | None:
+    """Return the value of an option of a command: `--name value` or `--name=value`; None without it."""
+    words = () if command is None else command.words
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        name, equals, value = word.partition("=")
+        if name in names:
+            return value if equals else following
+    return None
+
+
+def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launch, path: str, strict: bool) -> Reading:
+    """Return what the command sets that starts the system and sets most of its keys; the first of equals."""
+    found, other, unread = [], "", list[Command]()
+    for command in commands:
+        text = " ".join(command.words)
+        # A script may be given the program that it starts, as in `/opt/launch.sh torchrun pretrain_gpt.py`.
+        after = text.partition(command.script)[2].split() if command.script else []
+        programs = [word for word in after if "=" not in word and word[0] != "-" and launch.program.search(word)]
+        if command.script and not (command.unread and programs):
+            unread += [command] if command.unread else []
+            continue
+        if match := launch.others.search(text):
+            other = other or show_unknown(match[0])
+            continue
+        leaves = launch.leaves(command)
+        score = (launch.program.search(text) is not None, sum(map(launch.known, leaves)))
+        if any(score):
+            found.append((score, command, leaves))
+    if not found and not strict:
+        return Reading(path=path, leaves={}, overrides=overrides)
+    # A script that is not read is the run if it is given keys, or if nothing else is. One with an open name may set its sizes.
+    launched = any(row[0][0] for row in found)
+    first = max(unread, key=lambda row: (_is_open(row), len(launch.relevant(row.words))), default=None)
+    if first and ((_is_open(first) if found else not other) or (launch.relevant(first.words) and not launched)):
+        raise ConfigError(
+            f"this starts or sources a script that is not read: {first.unread}",
+            key="from",
+            path=first.path,
+            line=first.line or None,
+        )
+    if not found and other:
+        raise ConfigError(f"this starts {other}, which the rules of {launch.system} do not cover", path=path)
+    if not found:
+        raise ConfigError(
+            f"this script does not start {launch.system} itself: no command in it is like `{launch.example}`. If another one "
+            "starts the run, check that",
+            key="from",
+            path=path,
+        )
+    score, command, leaves = max(found, key=lambda row: row[0])
+    if name := next((name for word in command.words if (name := open_options(word))), ""):
+        raise ConfigError(
+            f"the script does not say what ${name} is, and sizes in this command depend on it; add {name}=...",
+            key=name,
+            path=command.path,
+            line=command.line or None,
+        )
+    notes = []
+    if command.line:
+        shown = show_unknown(" ".join(command.words))
+        here = f"line {command.line}" + (f" of {command.path}" if command.path != path else "")
+        similar = [row[1] for row in found if row[0][0] == score[0] and row[0][1] and row[1][1:3] != command[1:3]]
+        rows = sorted({(other.path != command.path and other.path, other.line) for other in similar})
+        others = [f"{line} of {file}" if file else str(line) for file, line in rows]
+        also = f"; similar commands in {'lines' if len(others) > 1 else 'line'} {', '.join(others)}" if others else ""
+        notes.append(f"read from {here}: {shown[:_SHOWN]}{'...' if len(shown) > _SHOWN else ''}{also}")
+    notes += dict.fromkeys(f"{row.unread}; what it sets or starts is not read." for row in unread)
+    # A word after an option is its value, unless its name is that of options.
+    words = zip(command.words[1:], command.words, strict=False)
+    unknown: dict[str, None] = {}
+    for word, before in words:
+        names, name = unknown_names(word), show_unknown(word)
+        is_whole = len(names) == 1 and name.lstrip("$") == names[0].lstrip("$")
+        if is_whole and (_OPTIONS.search(name) or not before.startswith("-") or "=" in before):
+            unknown[name] = None
+    if unknown:
+        notes.append(f"the script does not say what {', '.join(unknown)} adds to the command; it is left out.")
+    return Reading(
+        path=command.path, leaves=leaves, overrides=overrides, command=command, notes=tuple(notes), recognized=score[0]
+    )
+
+
+def _is_open(command: Command) -> bool:
+    """Return whether a command sources a file whose name depends on what the script does not say."""
+    return command.words[0] in ("source", ".") and bool(unknown_names(Path(command.words[1]).name))
+
+
+def read_hydra(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
+    """Read a YAML file, a script or a command, above the base files that it names; the arguments are those of `read_source`.
+
+    Raises:
+        ConfigError: see `type_settings`; or the source names a base file that is neither beside it nor in `launch.bases`.
+    """
+    reading = read_source(source, overrides, launch).rename(launch.canonical)
+    files = _Bases(launch)
+    leaves, path = dict(reading.leaves), reading.path
+    if reading.command is not None:
+        name = option(reading.command, "--config-name", "-cn")
+        if name is not None:
+            folder = option(reading.command, "--config-path", "-cp") or "config"
+            if unknown_names(folder):  # such as a folder of the environment; the path within it counts
+                folder = show_unknown(folder).rpartition("$")[2].partition("/")[2]
+            files.add(name, [Path(path).parent, *(up / folder for up in Path(path).absolute().parents)], path)
+        elif part := next((part for part in launch.programs if any(part in word for word in reading.command.words)), ""):
+            files.add(launch.programs[part], [], path)
+        else:
+            files.shipped |= launch.bases.get(launch.programs.get("", ""), {})
+    elif "defaults" in leaves and not isinstance(source, tuple):
+        files.follow(leaves.pop("defaults"), Path(source).parent)
+    reading = dataclasses.replace(
+        reading, leaves={**files.beside, **leaves}, recognized=reading.recognized or bool(files.named)
+    )
+    settings = type_settings(reading, launch.entries, system=launch.system, defaults=files.shipped, groups=launch.groups)
+    notes = [*settings.notes]
+    if files.named:
+        notes.append(f"{', '.join(files.named)}: the sizes of {launch.system}{launch.version and f' of {launch.version}'}.")
+    if files.missing and reading.command is None:
+        notes.append(f"defaults: {', '.join(files.missing)} not found beside this file; what it sets is not read.")
+    return dataclasses.replace(settings, notes=tuple(notes))
+
+
+class _Bases:
+    """The base files of a source: those beside it, which count as given, and those that the system ships."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.bases, self.entries, self.canonical = launch.bases, launch.entries, launch.canonical
+        self.beside: dict[str, Located] = {}
+        self.shipped: dict[str, Any] = {}
+        self.named: list[str] = []  # the shipped ones
+        self.missing: list[str] = []
+        self.left = _MAX_FILES
+
+    def follow(self, defaults: Located, folder: Path) -> None:
+        """Read what a `defaults` list names, in order."""
+        for item in defaults.value if isinstance(defaults.value, list) else []:
+            if isinstance(item, Mapping):
+                for group, choice in item.items():
+                    name = group.removeprefix("override ").removeprefix("optional ")
+                    if name in self.entries and choice is not None:
+                        self.shipped[name] = choice
+                    elif isinstance(choice, str):
+                        place, _, package = name.partition("@")
+                        self.add(f"{place}/{choice}", [folder], defaults.path, package=package or place, required=False)
+            elif isinstance(item, str) and item != "_self_":
+                self.add(item, [folder], defaults.path, required=False)
+
+    def add(self, name: str, folders: Sequence[Path], path: str, *, package: str = "", required: bool = True) -> None:
+        """Read a base file in one of the folders, or else take the shipped one.
+
+        Raises:
+            ConfigError: there is neither.
+        """
+        name = name.strip("'\"").removesuffix(".yaml").removesuffix(".yml")
+        if unknown := unknown_names(name):
+            raise ConfigError(f"the script does not say what ${unknown[0]} is, its base file; add {unknown[0]}=...", path=path)
+        self.left -= 1
+        if self.left < 0:
+            raise ConfigError(f"more than {_MAX_FILES} base files; do they name each other?", key=PARENT, path=path)
+        for folder in folders:
+            file = folder / f"{name}.yaml"
+            if file.is_file() and str(file) != path:
+                repeated: dict[str, int] = {}
+                leaves = read_leaves(parse_mapping(read_text(file), str(file), repeated=repeated), repeated)
+                if PARENT in leaves:
+                    self.follow(leaves.pop(PARENT), file.parent)
+                prefix = f"{package.replace('/', '.')}." if package and package != "_global_" else ""
+                self.beside |= {self.canonical(prefix + key): value for key, value in leaves.items()}
+                return
+        if name in self.bases:
+            own = dict(self.bases[name])
+            if (parent := own.pop(PARENT, None)) is not None:
+                self.add(parent, [], path)
+            self.named.append(name)
+            self.shipped |= own
+        elif not required:
+            self.missing.append(name)
+        else:
+            raise ConfigError(
+                f"the base file {name}.yaml is neither beside this file nor one that is known; put it into this folder",
+                key=PARENT,
+                path=path,
+            )

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rampup.dialects.reading import Settings
 from rampup.dialects.rules import Job
 from rampup.dialects.verdict import Run, counted, times
 from rampup.rl.plan import RolloutPlan
-from rampup.rl.sizes import Size, Unit
-from rampup.rl.updates import Training
+from rampup.rl.sizes import Size, Training, Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """The sizes with which a step's samples train one model.
+    """The sizes with which a step's samples train one model."""
 
-    Attributes:
-        name: `policy`, `actor` or `critic`.
-        mini_batch: size of an optimizer step, whole job, in the unit of the system.
-        mini_samples: the same in samples.
-        replicas: data-parallel size.
-        micro: samples of a pass and replica; None if unknown.
-        tokens: token budget of a pass and replica, which replaces `micro`; None without one.
-        epochs: passes over a step's samples.
-    """
-
-    name: str
-    mini_batch: int
-    mini_samples: int
+    name: str  # policy, actor or critic
+    mini_batch: int  # size of an optimizer step, whole job, in the unit of the system
+    mini_samples: int  # the same in samples
     replicas: int
-    micro: int | None
-    tokens: int | None = None
-    epochs: int
+    micro: int | None  # samples of a pass and replica; None if unknown
+    tokens: int | None = None  # token budget of a pass and replica, which replaces `micro`
+    epochs: int  # passes over a step's samples
 
     @property
     def share(self) -> int:
@@ -50,39 +40,19 @@ class TrainedModel:
         """Empty samples that fill a mini batch up to a multiple of the replicas."""
         return -self.mini_samples % self.replicas
 
-    def training(self, unit: Unit) -> Training:
-        """Return the same in the words of a `RolloutPlan`."""
-        microbatch = None
-        if self.tokens is not None:
-            microbatch = Size(count=self.tokens, unit="tokens", scope="replica")
-        elif self.micro is not None:
-            microbatch = Size(count=self.micro, unit="samples", scope="replica")
-        return Training(
-            mini_batch=Size(count=self.mini_batch, unit=unit),
-            microbatch=microbatch,
-            data_parallel_size=self.replicas,
-            num_epochs=self.epochs,
-        )
-
 
 class RolloutJob(Job):
-    """The numbers of a file whose training step generates samples and trains on them.
+    """The numbers of a file whose training step generates samples and trains on them."""
 
-    Attributes:
-        prompts: prompts of a training step.
-        samples_per_prompt: responses to each.
-        trained: the models that are trained, the policy first, then the critic if there is one.
-        passes: passes of a policy update and replica; None with a token budget, or if no key sets their size.
-        padded_samples: artificial samples of a training step.
-        data_epochs: the key of the passes over the data set.
-    """
-
-    prompts: int
+    prompts: int  # those of a training step
     samples_per_prompt: int
-    trained: Mapping[str, TrainedModel]
-    passes: int | None = None
-    padded_samples: int = 0
-    data_epochs: str = ""
+    passes: int | None = None  # those of a policy update and replica; None with a token budget, or if no key sets their size
+    padded_samples: int = 0  # artificial samples of a training step
+    data_epochs: str = ""  # the key of the passes over the data set
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.trained: dict[str, TrainedModel] = {}  # the policy first, then the critic if there is one
 
     @property
     def samples(self) -> int:
@@ -98,6 +68,20 @@ class RolloutJob(Job):
     def critic(self) -> TrainedModel | None:
         """The critic, or None without one."""
         return self.trained.get("critic")
+
+    def train(
+        self, name: str, mini_batch: int, replicas: int, *, micro: int | None, epochs: int, tokens: int | None = None
+    ) -> None:
+        """Add a model that is trained; `mini_batch` counts prompts, and the other arguments are those of `TrainedModel`."""
+        self.trained[name] = TrainedModel(
+            name=name,
+            mini_batch=mini_batch,
+            mini_samples=mini_batch * self.samples_per_prompt,
+            replicas=replicas,
+            micro=micro,
+            tokens=tokens,
+            epochs=epochs,
+        )
 
     def num_mini_batches(self, model: TrainedModel) -> int:
         """Return the updates of a pass over a step's samples."""
@@ -149,12 +133,24 @@ class RolloutJob(Job):
 
     def rollout_plan(self, unit: Unit = "prompts", *, pad: bool = False) -> RolloutPlan:
         """Return rampup's plan of one training step."""
-        policy, *critics = [model.training(unit) for model in self.trained.values()]
+        trainings = []
+        for model in self.trained.values():
+            size = None if model.micro is None else Size(count=model.micro, unit="samples", scope="replica")
+            if model.tokens is not None:
+                size = Size(count=model.tokens, unit="tokens", scope="replica")
+            trainings.append(
+                Training(
+                    mini_batch=Size(count=model.mini_batch, unit=unit),
+                    microbatch=size,
+                    data_parallel_size=model.replicas,
+                    num_epochs=model.epochs,
+                )
+            )
         return RolloutPlan(
             rollout_batch=Size(count=self.prompts, unit=unit),
             samples_per_prompt=self.samples_per_prompt,
-            policy=policy,
-            critic=critics[0] if critics else None,
+            policy=trainings[0],
+            critic=trainings[1] if len(trainings) > 1 else None,
             pad=pad,
         )
 
@@ -185,30 +181,3 @@ def dropped_prompts(job: RolloutJob) -> Iterator[str]:
     """Yield a note on prompts that fill no training step, if there are any."""
     if job["num_prompts"] is not None and (lost := job["num_prompts"] % job.prompts):
         yield f"the last {counted(lost, 'prompt')} of {job['num_prompts']:,} are dropped in each pass over the data set."
-
-
-def flow(
-    job: RolloutJob, *, generated: str = "", prepare: Iterable[str] = (), layout: Iterable[str] = (), last: str
-) -> Iterator[str]:
-    """Yield the stages of a training step.
-
-    Args:
-        job: the file.
-        generated: how samples are generated or ordered.
-        prepare: the stages between generation and training.
-        layout: which samples a mini batch and a replica have.
-        last: the stage after training.
-    """
-    yield f"load {counted(job.prompts, 'prompt')}; an incomplete last batch of the data set is dropped"
-    yield f"generate {counted(job.samples_per_prompt, 'response')} for each: {counted(job.samples, 'sample')}{generated}"
-    yield from prepare
-    if job.critic is not None:
-        size = counted(job.critic.mini_samples, "sample")
-        yield f"train the critic first: {counted(job.updates(job.critic), 'update')} of {size}"
-    yield from layout
-    number, times = job.num_mini_batches(job.policy), f", {job.policy.epochs:,} times" if job.policy.epochs > 1 else ""
-    yield (
-        f"train the {job.policy.name}: {counted(number, 'mini batch')}, {'each ' if number > 1 else ''}{job.passes_text} on "
-        f"every replica and one optimizer step{times} = {counted(job.updates(job.policy), 'optimizer step')}"
-    )
-    yield last

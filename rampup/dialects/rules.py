@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from rampup.dialects.commands import Launch, Source
-from rampup.dialects.hydra import read_hydra
-from rampup.dialects.reading import Entry, Settings
-from rampup.dialects.verdict import Conversion, FoundBy, Run, Term, Violation, Words
+from rampup.dialects.reading import Entry, Launch, Settings, Source, read_hydra
+from rampup.dialects.verdict import Conversion, FoundBy, Run, Term, Violation
 from rampup.errors import RampupError
 from rampup.plan.numbers import MAX_COUNT, divisors, to_yaml_number
 
@@ -78,8 +78,6 @@ class Job:
 
 
 J = TypeVar("J", bound=Job)
-
-
 # A side of a comparison: a key, a constant, a text such as "the {:,} devices" with its number, or a function that returns both.
 Side: TypeAlias = str | int | tuple[str, Callable[[J], int]] | Callable[[J], Term]
 
@@ -121,20 +119,17 @@ class Dialect:
     Attributes:
         job: from settings to the numbers that follow.
         rules: the rules that a job must satisfy.
-        words: the functions that explain a job.
         launch: its name, its keys, and how it is started.
+        meanings, notes: functions of a job: pairs of a key, or other text, and what it means; what is legal but surprising.
         reader: reads a source and `key=value` settings.
-        shared: keys that other systems' files have as well, so that they do not tell whose file it is.
-        variant: the dialect to use instead for a file, if the system has several kinds of files.
     """
 
     job: Callable[[Settings], Job]
     rules: Sequence[Rule[Any]]
-    words: Words
     launch: Launch
+    meanings: Callable[[Any], Iterable[tuple[str, str]]]
+    notes: Callable[[Any], Iterable[str]]
     reader: Callable[[Source, Sequence[str], Launch], Settings] = read_hydra
-    shared: Collection[str] = ()
-    variant: Callable[[Source], Dialect | None] = lambda _: None
 
     @property
     def keys(self) -> Mapping[str, Entry]:
@@ -147,10 +142,17 @@ class Dialect:
 
 
 def _compare(
-    name: str, keys: Sequence[str], left: Side[J], words: str, right: Side[J], test: Callable[[int, int], bool], **options: Any
+    words: str,
+    test: Callable[[int, int], bool],
+    name: str,
+    keys: Sequence[str],
+    left: Side[J],
+    right: Side[J],
+    *,
+    note: str | Callable[[J], str] = "",
+    **options: Any,
 ) -> Rule[J]:
-    """Return the rule that a test of two numbers holds. `options` are those of `Rule`, and `note`, the end of the message."""
-    note = options.pop("note", "")
+    """Return the rule that a test of two numbers holds; `options` are those of `Rule`, and `note` is the end of the message."""
 
     def term(side: Side[J], job: J) -> Term:
         if isinstance(side, str):
@@ -174,25 +176,10 @@ def _compare(
     )
 
 
-def multiple(name: str, keys: Sequence[str], left: Side[J], right: Side[J], **options: Any) -> Rule[J]:
-    """Return the rule that `left` is a multiple of `right`; a `right` below 1 is another rule's business.
-
-    Args:
-        name, keys: as in `Rule`.
-        left, right: the two sides, each a `Side`.
-        options: `when`, `found_by` and `candidates` as in `Rule`; `note` is the end of the message, or a function for it.
-    """
-    return _compare(name, keys, left, "must be a multiple of", right, lambda a, b: b < 1 or a % b == 0, **options)
-
-
-def at_least(name: str, keys: Sequence[str], left: Side[J], right: Side[J], **options: Any) -> Rule[J]:
-    """Return the rule that `left` is at least `right`; the arguments are those of `multiple`."""
-    return _compare(name, keys, left, "must be at least", right, lambda a, b: a >= b, **options)
-
-
-def equal(name: str, keys: Sequence[str], left: Side[J], right: Side[J], **options: Any) -> Rule[J]:
-    """Return the rule that `left` equals `right`; the arguments are those of `multiple`."""
-    return _compare(name, keys, left, "must equal", right, lambda a, b: a == b, **options)
+# Rules about two sides. A divisor below 1 is another rule's business.
+multiple = partial(_compare, "must be a multiple of", lambda a, b: b < 1 or a % b == 0)
+at_least = partial(_compare, "must be at least", operator.ge)
+equal = partial(_compare, "must equal", operator.eq)
 
 
 def positive(system: str, keys: Iterable[str], why: str, **options: Any) -> list[Rule[Any]]:
@@ -210,6 +197,9 @@ def positive(system: str, keys: Iterable[str], why: str, **options: Any) -> list
     return [rule(key) for key in keys]
 
 
+usable = operator.attrgetter("usable")  # whether the numbers of a job can be computed
+
+
 def apply_if(condition: Callable[[J], bool], rules: Iterable[Rule[J]]) -> list[Rule[J]]:
     """Return rules that apply only to a job that satisfies a condition."""
 
@@ -217,11 +207,6 @@ def apply_if(condition: Callable[[J], bool], rules: Iterable[Rule[J]]) -> list[R
         return dataclasses.replace(rule, when=lambda job: condition(job) and rule.when(job))
 
     return [guard(rule) for rule in rules]
-
-
-def if_usable(rules: Iterable[Rule[J]]) -> list[Rule[J]]:
-    """Return rules that apply only to a job whose numbers can be computed."""
-    return apply_if(lambda job: job.usable, rules)
 
 
 def found_by_run(rules: Iterable[Rule[J]]) -> list[Rule[J]]:
@@ -256,7 +241,10 @@ def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
                 first = key
                 break
         ordered = (first, *(key for key in rule.keys if key != first))
-        message = _with_nearest(rule.message(job), first, nearest)
+        message, words = rule.message(job), {True: "true", False: "false", None: "null"}
+        if nearest:
+            shown = (words[value] if value is None or isinstance(value, bool) else str(value) for value in nearest)
+            message += f"; nearest {first}: {', '.join(shown)}"
         return Violation(rule=rule.name, keys=ordered, message=message, nearest=nearest, found_by=rule.found_by)
 
     return tuple(map(violation, broken))
@@ -264,6 +252,10 @@ def find_violations(dialect: Dialect, job: Job) -> tuple[Violation, ...]:
 
 def doubled_sizes(dialect: Dialect, job: Job) -> Iterator[tuple[str, str]]:
     """Yield each given count that has a unit, doubled, with the derived numbers that change, or the rules that break."""
+
+    def show(value: float) -> str:
+        return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
     before = {name: value for name, value in job.derived().items() if isinstance(value, int | float)}
     for key, entry in dialect.keys.items():
         value = job[key]
@@ -276,7 +268,7 @@ def doubled_sizes(dialect: Dialect, job: Job) -> Iterator[tuple[str, str]]:
         except RampupError:
             continue
         texts = [
-            f"{name} {_number(old)} -> {_number(after[name])}"
+            f"{name} {show(old)} -> {show(after[name])}"
             for name, old in before.items()
             if after.get(name, old) != old and isinstance(after[name], int | float)
         ]
@@ -284,10 +276,6 @@ def doubled_sizes(dialect: Dialect, job: Job) -> Iterator[tuple[str, str]]:
             texts = [f"breaks {', '.join(sorted(broken))}"]
         if texts:
             yield f"{key} = {value:,} -> {2 * value:,}", "; ".join(texts)
-
-
-def _number(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _nearest_values(
@@ -321,14 +309,6 @@ def _nearest_values(
     return tuple(to_yaml_number(value) if isinstance(value, Fraction) else value for value in nearest)
 
 
-def _with_nearest(message: str, key: str, nearest: Sequence[Any]) -> str:
-    if not nearest:
-        return message
-    words = {True: "true", False: "false", None: "null"}
-    shown = ", ".join(words[value] if value is None or isinstance(value, bool) else str(value) for value in nearest)
-    return f"{message}; nearest {key}: {shown}"
-
-
 _divisors = functools.cache(divisors)
 
 
@@ -337,15 +317,9 @@ def whole_numbers(
 ) -> list[int]:
     """Return positive whole numbers that divisibility rules are likely to accept, nearest to `value` first.
 
-    Args:
-        value: the given number; None if it is unset, which gives the smallest first.
-        divisions: dividend and divisor of the broken rule, if it has them. `value` may be a factor or a summand of the
-            dividend, or a factor of the divisor.
-        others: those of the other rules, of which fewer multiples are returned.
-
-    Example:
-        >>> whole_numbers(1000, [(1000, 512)])[:3], 512 in whole_numbers(1000, [(1000, 512)])
-        ([1000, 999, 1001], True)
+    `divisions` are dividend and divisor of the broken rule, if it has them: `value` may be a factor or a summand of the
+    dividend, or a factor of the divisor. Of the `others`, fewer multiples are returned. If `value` is None, the smallest are
+    first.
     """
     size = max(value or 1, 1)
     found = {*range(max(size - _WINDOW, 1), size + _WINDOW + 1), *(2**power for power in range(13))}
@@ -376,12 +350,7 @@ def _multiples(value: int, step: int, number: int, *, shift: int = 0) -> range:
 
 
 def around(value: Fraction | int, step: Fraction | int = 1, *, origin: Fraction | int = 0) -> list[Fraction]:
-    """Return multiples of `step` (plus `origin`) on both sides of `value`, nearest first.
-
-    Example:
-        >>> [int(n) for n in around(10, 4)[:4]]
-        [8, 12, 4, 16]
-    """
+    """Return multiples of `step` (plus `origin`) on both sides of `value`, nearest first."""
     exact, width = Fraction(value) - origin, Fraction(step)
     if width <= 0:
         return []

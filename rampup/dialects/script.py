@@ -6,13 +6,33 @@ command, the environment, positional parameters) is *unknown*: a marker with a n
 made of it. If a condition is unknown, every branch is read, and a variable that differs between them is unknown.
 
 The environment counts as empty, so `${X:-8}` is 8. A branch that ends in `exit` is a check that has passed.
+
+The values of a variable form a small lattice. Below are known texts and lists; above them stand the markers, and nothing is
+known of a text beyond the names of the markers in it, which say what a user must give:
+
+- `_UNSET`, a variable that nothing sets: empty for tests and `:-`, as in bash, but a gap in the words of a command.
+- `_ARGUMENT`, a positional parameter that was not given: empty for `-z`, `-n` and `:-` only.
+- `_UNKNOWN`, what only a run can know.
+- `_OPTIONS`, unknown as well, but some of its possible values set keys that matter: an error in the command that is chosen.
+
+Expansions, tests and arithmetic only go up: a result is unknown if a part on which it depends is; only an assignment of a known
+value goes down again. Where branches join (`_Reader.join`), a variable keeps its first value if all branches agree, or if its
+words set the same keys to the same values in all of them (`relevant`). Otherwise it goes up to a marker with the name of a
+variable of the condition, because to give that one settles all that differ. A branch that ends in `exit` does not take part.
+The state before the branches does, if it is possible that none of them is taken.
+
+A script that another one starts or sources is read as well. Where the run begins is not known: `PWD` is `.` until a `cd`, and a
+relative path is that of the nearest file, from the folder of the script upwards.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
+import copy
 import itertools
 import operator
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -21,12 +41,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from rampup.config.yaml import read_text
+from rampup.config.yaml import Located, read_text
 from rampup.errors import ConfigError
 
-MAX_STEPS, MAX_TEXT, MAX_REPEATS, MAX_NESTING = 20_000, 200_000, 64, 20
-# A marker is one of the first four, a name and the last. A variable that was never set is empty in tests and for `:-`; a
-# positional parameter only for `-z`, `-n` and `:-`. Options are words of which some set keys that matter.
+MAX_STEPS, MAX_TEXT, MAX_REPEATS, MAX_NESTING, MAX_SCRIPTS = 20_000, 200_000, 64, 20, 200
+# A marker is one of the first four, a name and the last.
 _UNSET, _ARGUMENT, _UNKNOWN, _OPTIONS, _END = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
 # Where words are split, and a part in quotes, which makes a word even if it is empty.
 _BREAK, _EMPTY = "\ue005", "\ue006"
@@ -48,13 +67,39 @@ _SLURM_NAMES = {
     "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
     "gpus-per-node": ("SLURM_GPUS_PER_NODE",),
 }
+# The suffixes of scripts, the commands that take one, those before a command, and files of a machine, not of a run.
+SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
+_SHELLS = ("bash", "sh", "zsh", "dash", "sbatch")
+_WRAPPERS = ("srun", "env", "nohup", "time", "timeout", "nice", "sudo", "setsid", "stdbuf", "mpirun", "mpiexec", "xargs")
+_OF_MACHINE = ("activate", "conda.sh", ".bashrc", ".profile", ".bash_profile", "profile")
+_STARTS = re.compile(r"(?:^|[\s;&|/])(?:bash|sh|sbatch|source|\.)\s[^\n;&|]*\.(?:sh|bash|slurm|sbatch)\b|^\S+\.sh\s")
+_PATHS = re.compile(r"\s*(?:dirname|basename|realpath|readlink|pwd|cd)\b")
 
 
 class Command(NamedTuple):
-    """A command of a script: its words after all expansions, and the line where it begins."""
+    """A command of a script.
+
+    Attributes:
+        words: its words after all expansions.
+        line: the line where it begins; 0 on the command line.
+        path: the file in which it stands.
+        script: the script that it starts or sources; empty if none.
+        unread: why that script is not read; empty if it is.
+        places: file and line of the arguments with which its own script was started.
+    """
 
     words: tuple[str, ...]
     line: int
+    path: str = ""
+    script: str = ""
+    unread: str = ""
+    places: Mapping[str, tuple[str, int]] = MappingProxyType({})
+
+    def locate(self, value: Any, *words: str) -> Located:
+        """Return a value that some words of the command set, and where they stand."""
+        found = [self.places[word] for word in words if word in self.places]
+        path, line = found[0] if found and len(found) == len(words) else (self.path, self.line)
+        return Located(value=value, path=path, line=line or None)
 
 
 class _Node(NamedTuple):
@@ -77,37 +122,47 @@ def read_commands(
     nested: re.Pattern[str],
     *,
     relevant: Callable[[Sequence[str]], object] = tuple,
-    arguments: Sequence[str] = (),
+    line: int | None = None,
 ) -> list[Command]:
     r"""Return the commands that a script would run, in order.
 
     Args:
         text: the script.
-        path: its file, for errors; a file in the same folder that it sources is read as well.
+        path: its file, or another name of its source in the folder where it would run.
         given: values of variables, which win over the script's own assignments.
         nested: a quoted word or a here-document that matches is read as a script of its own, as in `bash -c "..."`.
         relevant: what matters of some words; branches that agree in it do not differ.
-        arguments: its positional parameters.
+        line: the line of all commands, if the text has no lines of its own.
 
     Raises:
         ConfigError: it is not a shell script: a quote or a compound command does not end.
 
     Example:
-        >>> read_commands("N=2\nrun --n $((N * 4)) ${M:-8}", "x.sh", {}, re.compile("!"))
-        [Command(words=('run', '--n', '8', '8'), line=2)]
+        >>> [command] = read_commands("N=2\nrun --n $((N * 4)) ${M:-8}", "x.sh", {}, re.compile("!"))
+        >>> command.words, command.line
+        (('run', '--n', '8', '8'), 2)
     """
-    reader = _Reader(Path(path), given, nested, relevant, list(arguments))
-    for long, short, number in _SLURM.findall(text):
-        reader.env |= dict.fromkeys(_SLURM_NAMES[long or short], number)
+    reader = _Reader(Path(path), given, nested, relevant)
+    reader.env |= _read_slurm(text)
     reader.exported |= reader.env.keys()
     try:
-        reader.run(_Parser(text).script())
+        reader.run(_Parser(_clean(text), line).script())
     except _Stop:
         pass
     except (IndexError, ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ConfigError(f"cannot read the shell script: {reason}", path=str(path)) from None
     return reader.commands
+
+
+def _read_slurm(text: str) -> dict[str, str]:
+    """Return Slurm's variables that the header of a batch script sets."""
+    found = _SLURM.findall(text)
+    return {name: number for long, short, number in found for name in _SLURM_NAMES[long or short]}
+
+
+def _clean(text: str) -> str:
+    return re.sub(f"[{_UNSET}-{_EMPTY}\0]", "?", text)
 
 
 def needs_arguments(text: str) -> bool:
@@ -133,7 +188,7 @@ class _Parser:
     """A recursive-descent parser of bash's grammar."""
 
     def __init__(self, text: str, line: int | None = None) -> None:
-        self.text, self.at, self.line = re.sub(f"[{_UNSET}-{_EMPTY}\0]", "?", text) if line is None else text, 0, line
+        self.text, self.at, self.line = text, 0, line
         self.newlines = [match.start() for match in re.finditer("\n", self.text)]
         self.documents: list[tuple[str, bool, list[str]]] = []  # end word, whether tabs are stripped, where the body goes
         self.depth = 0
@@ -185,7 +240,7 @@ class _Parser:
             self.next()
 
     def here(self) -> int:
-        return self.line or bisect.bisect_left(self.newlines, self.at) + 1
+        return bisect.bisect_left(self.newlines, self.at) + 1 if self.line is None else self.line
 
     def rows(self) -> list[Any]:
         """Return (connector, negated, commands of a pipe) rows until an end word."""
@@ -244,9 +299,38 @@ class _Parser:
             condition = self.rows()
             return self.redirect(_Node(token, line, [], [condition, self.body()]))
         if token in ("for", "select"):
-            return self.redirect(self.for_loop(line))
+            self.next()
+            self.peek()
+            if self.text.startswith("((", self.at):
+                end = _close(self.text, self.at + 1)
+                head, self.at = self.text[self.at + 2 : end], end + 2
+                return self.redirect(_Node("count", line, head.split(";"), [self.body()]))
+            words = [self.next(), '"$@"']
+            self.skip("\n")
+            if self.peek() == "in":
+                self.next()
+                del words[1:]
+                while self.peek() not in ("", ";", "\n"):
+                    words.append(self.next())
+            return self.redirect(_Node("for", line, words, [self.body()]))
         if token == "case":
-            return self.redirect(self.case(line))
+            self.next()
+            subject, rows = self.next(), list[Any]()
+            self.expect("in")
+            while True:
+                self.skip("\n")
+                if self.peek() in ("", "esac"):
+                    self.expect("esac")
+                    return self.redirect(_Node("case", line, [subject], rows))
+                patterns = []
+                while (token := self.next()) != ")":
+                    if not token:
+                        raise ValueError(f"line {line}: the case does not end")
+                    if token not in ("|", "("):
+                        patterns.append(token)
+                rows.append((patterns, self.rows()))
+                if self.peek() in (";;", ";&", ";;&"):
+                    self.next()
         if token == "function":
             self.next()
             name = self.next()
@@ -262,41 +346,6 @@ class _Parser:
         body = self.rows()
         self.expect(end)
         return body
-
-    def for_loop(self, line: int) -> _Node:
-        self.next()
-        self.peek()
-        if self.text.startswith("((", self.at):
-            end = _close(self.text, self.at + 1)
-            head, self.at = self.text[self.at + 2 : end], end + 2
-            return _Node("count", line, head.split(";"), [self.body()])
-        name, words = self.next(), ['"$@"']
-        self.skip("\n")
-        if self.peek() == "in":
-            self.next()
-            words = []
-            while self.peek() not in ("", ";", "\n"):
-                words.append(self.next())
-        return _Node("for", line, [name, *words], [self.body()])
-
-    def case(self, line: int) -> _Node:
-        self.next()
-        subject, rows = self.next(), list[Any]()
-        self.expect("in")
-        while True:
-            self.skip("\n")
-            if self.peek() in ("", "esac"):
-                self.expect("esac")
-                return _Node("case", line, [subject], rows)
-            patterns = []
-            while (token := self.next()) != ")":
-                if not token:
-                    raise ValueError(f"line {line}: the case does not end")
-                if token not in ("|", "("):
-                    patterns.append(token)
-            rows.append((patterns, self.rows()))
-            if self.peek() in (";;", ";&", ";;&"):
-                self.next()
 
     def function(self, name: str, line: int) -> _Node:
         self.skip("\n")
@@ -330,8 +379,9 @@ class _Parser:
         self.at = match.end()
         target = self.next()
         if match[1] in ("<<", "<<-"):
-            body: list[str] = [] if _unquote(target) == target else ["quoted"]
-            self.documents.append((_unquote(target), match[1] == "<<-", body))
+            end = re.sub(r"[\"'\\]", "", target)
+            body = [] if end == target else ["quoted"]
+            self.documents.append((end, match[1] == "<<-", body))
             node.parts.append(body)
         return True
 
@@ -340,10 +390,6 @@ class _Parser:
         while self.redirect_one(_Node("command", node.line, [], [])):
             pass
         return node
-
-
-def _unquote(word: str) -> str:
-    return re.sub(r"[\"'\\]", "", word)
 
 
 def _word_end(text: str, at: int) -> int:
@@ -418,21 +464,18 @@ class _Reader:
     """Evaluates nodes. `env` maps a variable to its text, or a list for an array; `NAME[key]` is an item of a mapping."""
 
     def __init__(
-        self,
-        path: Path,
-        given: Mapping[str, str],
-        nested: re.Pattern[str],
-        relevant: Callable[[Sequence[str]], object],
-        arguments: list[str],
+        self, path: Path, given: Mapping[str, str], nested: re.Pattern[str], relevant: Callable[[Sequence[str]], object]
     ) -> None:
         self.path, self.given, self.nested, self.relevant = path, given, nested, relevant
-        self.env: dict[str, Any] = {}
-        self.exported: set[str] = set()  # the variables that a shell in quotes sees
+        self.env: dict[str, Any] = {"PWD": "."}
+        self.exported = {"PWD"}  # the variables and functions that another shell sees
         self.exports_all = False
-        self.arguments = arguments
+        self.arguments = [str(path.absolute())]  # from $0 on
+        self.places: Mapping[str, tuple[str, int]] = MappingProxyType({})  # those of the arguments
+        self.running: list[tuple[Any, ...]] = [(str(path.absolute()),)]  # the scripts that have started each other
         self.functions: dict[str, _Node] = {}
         self.commands: list[Command] = []
-        self.steps = self.depth = 0
+        self.steps, self.scripts, self.depth = itertools.count(1), itertools.count(1), 0  # both of all shells
         self.cause = ""  # a variable on which the last unknown condition depends
 
     def run(self, rows: Sequence[Any]) -> bool | None:
@@ -441,13 +484,13 @@ class _Reader:
         for connector, negated, pipe in rows:
             if (connector == "&&" and status is False) or (connector == "||" and status is True):
                 continue
-            if connector and status is None and not _is_test(pipe):
+            is_test = len(pipe) == 1 and pipe[0].kind == "command" and pipe[0].words[:1] in (["["], ["[["], ["test"])
+            if connector and status is None and not is_test:
                 self.join([self.attempt([("", negated, pipe)])], self.cause, exhaustive=False)
                 continue
             before = status
             for node in pipe:
-                self.steps += 1
-                if self.steps > MAX_STEPS:
+                if next(self.steps) > MAX_STEPS:
                     raise ValueError(f"line {node.line}: it has more than {MAX_STEPS:,} steps")
                 status = self.node(node)
             status = not status if negated and status is not None else status
@@ -471,23 +514,16 @@ class _Reader:
         ends = [env for env in branches if env is not None]
         if not exhaustive or not ends:
             ends.append(self.env)
-        first, *others = ends
-        if others:
-            self.env = {
-                name: self.common(name, [env.get(name) for env in ends], cause) for name in {n: 0 for env in ends for n in env}
-            }
-        else:
-            self.env = first
-
-    def common(self, name: str, values: list[Any], cause: str) -> Any:
-        """Return the value of a variable that has several: the first, if they do not differ in anything that matters."""
-        if all(value == values[0] for value in values):
-            return values[0]
-        words = [value if isinstance(value, list) else (value or "").split() for value in values]
-        matters = [self.relevant(part) for part in words]
-        if any(matters) and all(value == matters[0] for value in matters):
-            return values[0]
-        return _mark(cause or name, _OPTIONS if any(matters) else _UNKNOWN)
+        joined: dict[str, Any] = {}
+        for name in {n: 0 for env in ends for n in env}:
+            values = [env.get(name) for env in ends]
+            words = [value if isinstance(value, list) else (value or "").split() for value in values]
+            matters = [self.relevant(part) for part in words] if values.count(values[0]) < len(values) else []
+            if (any(matters) and matters.count(matters[0]) == len(matters)) or not matters:
+                joined[name] = values[0]  # they do not differ in anything that matters
+            else:
+                joined[name] = _mark(cause or name, _OPTIONS if any(matters) else _UNKNOWN)
+        self.env = joined
 
     def node(self, node: _Node) -> bool | None:
         status: bool | None = True
@@ -517,32 +553,35 @@ class _Reader:
                 ends.append(self.env)
             self.join(ends, cause, exhaustive=True)
         elif node.kind == "case":
-            self.case(node)
+            subject, ends, cause = self.text(node.words[0], unset=""), [], ""
+            for patterns, body in node.parts:
+                texts = [self.text(pattern, unset="") for pattern in patterns]
+                unknown = _has_unknown(subject) or any(map(_has_unknown, texts))
+                cause = cause or _first_name(subject, *texts)
+                if unknown or any(fnmatchcase(subject, text) for text in texts):
+                    end = self.attempt(body)
+                    ends.append(end)
+                    if (not unknown or "*" in texts) and end is not None:
+                        break
+            else:
+                ends.append(self.env)
+            self.join(ends, cause, exhaustive=True)
         else:
             self.loop(node)
         return status
-
-    def case(self, node: _Node) -> None:
-        subject, ends, cause = self.text(node.words[0], unset=""), [], ""
-        for patterns, body in node.parts:
-            texts = [self.text(pattern, unset="") for pattern in patterns]
-            unknown = _has_unknown(subject) or any(map(_has_unknown, texts))
-            cause = cause or _first_name(subject, *texts)
-            if unknown or any(fnmatchcase(subject, text) for text in texts):
-                end = self.attempt(body)
-                ends.append(end)
-                if (not unknown or "*" in texts) and end is not None:
-                    break
-        else:
-            ends.append(self.env)
-        self.join(ends, cause, exhaustive=True)
 
     def loop(self, node: _Node) -> None:
         """Evaluate the body for each item if they are known; otherwise once, as a branch that may not be taken."""
         body = node.parts[-1]
         if node.kind in ("for", "select"):
             name = node.words[0]
-            for item in [word for raw in node.words[1:] for word in _braces(raw) for word in self.words(word)][:MAX_REPEATS]:
+            raw_words = list[str]()
+            for raw in node.words[1:]:  # of which {1..4} and {a,b} are several
+                span, listed = re.fullmatch(r"\{(\d+)\.\.(\d+)\}", raw), re.fullmatch(r"\{([^{}$,]+(?:,[^{}$,]+)+)\}", raw)
+                first, last = (int(span[1]), int(span[2])) if span else (0, 0)
+                numbers = map(str, range(first, min(last, first + MAX_REPEATS) + 1))
+                raw_words += numbers if span else listed[1].split(",") if listed else [raw]
+            for item in [word for raw in raw_words for word in self.words(raw)][:MAX_REPEATS]:
                 unknown = _has_unknown(item) or "*" in item
                 self.assign(name, "", _mark(name) if unknown else item)
                 if not self.repeat(body):
@@ -599,19 +638,25 @@ class _Reader:
             return True
         if words[0] in self.functions:
             return self.call(words[0], words[1:])
+        values = {name: self.text(value) for name, _, _, value in own}
         if words[0] in _BUILTINS:
-            return self.builtin(words, node)
-        return self.record(words, node, {name: self.text(value) for name, _, _, value in own})
+            return self.builtin(words, node, values)
+        return self.record(words, node, values)
 
-    def builtin(self, words: list[str], node: _Node) -> bool | None:
+    def builtin(self, words: list[str], node: _Node, own: dict[str, str]) -> bool | None:
         name, rest = words[0], words[1:]
         if name in ("exit", "return", "break", "continue"):
             raise _Stop(name)
         if name == "set":
             self.exports_all |= any(re.fullmatch(r"-\w*a\w*|allexport", word) for word in rest)
-            self.arguments = rest[rest.index("--") + 1 :] if "--" in rest else self.arguments
+            if "--" in rest:
+                self.arguments[1:] = rest[rest.index("--") + 1 :]
         elif name == "shift":
-            self.arguments = self.arguments[int(rest[0]) if rest and rest[0].isdigit() else 1 :]
+            del self.arguments[1 : 1 + (int(rest[0]) if rest and rest[0].isdigit() else 1)]
+        elif name == "cd":
+            folder = next((word for word in rest if not word.startswith("-")), _mark("PWD"))
+            path = os.path.normpath(os.path.join(self.get("PWD") or ".", folder))
+            self.env["PWD"] = _mark("PWD") if _has_unknown(path) else path
         elif name == "unset":
             for word in rest:
                 self.env.pop(word, None)
@@ -623,15 +668,16 @@ class _Reader:
         elif name == "let":
             for word in rest:
                 self.evaluate(word)
-        elif name in ("eval", "exec") and rest:
-            return self.script(" ".join(rest), node.line) if name == "eval" else self.record(rest, node)
-        elif name in ("source", ".") and rest and self.depth < MAX_NESTING and not _has_unknown(rest[0]):
-            file = self.path.parent / Path(rest[0]).name
-            if file.is_file() and file.suffix in ("", ".sh", ".bash", ".env") and file.name not in ("activate", ".bashrc"):
-                return self.script(read_text(file), node.line)
-        return None if name == "source" else name != "false"
+        elif name == "eval":
+            return self.script(" ".join(rest), node.line)
+        elif name == "exec" and rest:
+            self.record(rest, node, own)
+            raise _Stop("exit")
+        elif name in ("source", ".") and rest and Path(rest[0]).name not in _OF_MACHINE:
+            return self.follow(words, 1, node.line, {})
+        return name != "false"
 
-    def script(self, text: str, line: int) -> bool | None:
+    def script(self, text: str, line: int | None) -> bool | None:
         """Evaluate a text in the same shell."""
         self.depth += 1
         try:
@@ -643,7 +689,7 @@ class _Reader:
         """Evaluate a function of the script."""
         if self.depth >= MAX_NESTING:
             return None
-        before, self.arguments = self.arguments, arguments
+        before, self.arguments = self.arguments, [self.arguments[0], *arguments]
         self.depth += 1
         try:
             return self.node(self.functions[name])
@@ -655,34 +701,102 @@ class _Reader:
             self.depth -= 1
             self.arguments = before
 
-    def record(self, words: list[str], node: _Node, own: Mapping[str, str] = MappingProxyType({})) -> bool | None:
-        """Keep a command, and those in its quoted words and here-documents, which see exported variables and its `own`."""
+    def record(self, words: list[str], node: _Node, own: dict[str, str]) -> bool | None:
+        """Keep a command, and those in its script, its quoted words and here-documents."""
         if words[0] in _PRINTING:
             words = words[:1]
-        self.commands.append(Command(tuple(words), node.line))
+        if (place := _find_script(words)) is not None:
+            return self.follow(words, place, node.line, own)
+        self.commands.append(Command(tuple(words), node.line, str(self.path), places=self.places))
+        searches = (self.nested.search, _STARTS.search)
         texts = [
-            (word, words[place + 3 :])
+            (word.removeprefix("--wrap="), words[place + 2 :])
             for place, (before, word) in enumerate(itertools.pairwise(words))
-            if any(map(str.isspace, word)) and (before in ("-c", "-lc") or self.nested.search(word))
+            if any(map(str.isspace, word)) and (before in ("-c", "-lc") or any(search(word) for search in searches))
         ]
         for body in node.parts:
             text = body[-1] if len(body) > 1 else self.text(body[-1].replace('\\"', '\\\\"'), quoted=True) if body else ""
-            texts += [(text, [])] if self.nested.search(text) else []
+            texts += [(text, [])] if any(search(text) for search in searches) else []
         for text, parameters in texts:
-            if self.depth < MAX_NESTING:
-                number = len(self.commands)
-                before, arguments = self.env, self.arguments
-                self.env = {name: value for name, value in before.items() if name in self.exported} | dict(own)
-                self.arguments = parameters
-                try:
-                    self.script(text, node.line)
-                except (ValueError, IndexError):
-                    del self.commands[number:]
-                except _Stop:
-                    pass
-                finally:
-                    self.env, self.arguments = before, arguments
+            number = len(self.commands)
+            try:
+                self.shell(text, node.line, own, arguments=parameters or [_mark("$0")])
+            except (ValueError, IndexError):
+                del self.commands[number:]
         return None if words[0] in ("grep", "command", "which", "nvidia-smi") else True
+
+    def shell(self, text: str, line: int | None, own: dict[str, str], **changes: Any) -> None:
+        """Evaluate a text in another shell, which sees what is exported and the variables of its `own`."""
+        shell = copy.copy(self)
+        shell.env = {name: value for name, value in self.env.items() if name in self.exported} | own
+        shell.exported = self.exported | own.keys()
+        shell.functions = {name: body for name, body in self.functions.items() if name in self.exported}
+        shell.exports_all = False
+        vars(shell).update(changes)
+        with contextlib.suppress(_Stop):
+            shell.script(text, line)
+
+    def follow(self, words: list[str], place: int, line: int, own: dict[str, str]) -> bool | None:
+        """Evaluate the script that the word at a place starts or sources, or keep the reason why it is not read."""
+        number, arguments, sourced = len(self.commands), words[place + 1 :], words[0] in ("source", ".")
+        command = Command(tuple(words), line, str(self.path), script=words[place], places=self.places)
+        self.commands.append(command)
+        try:
+            file, folder = self.find(words[place])
+            text = _clean(read_text(file))
+            if not sourced:
+                before = [part for word in words[:place] for part in word.removeprefix("--export=").split(",")]
+                own = {**own, "PWD": folder, **dict(part.split("=", 1) for part in before if _ASSIGNMENT.fullmatch(part))}
+                if "sbatch" in before or "srun" in before:
+                    options = (f"\n#SBATCH {a}\n#SBATCH {a} {b}" for a, b in itertools.pairwise(words[: place + 1]))
+                    own |= _read_slurm("".join([text if "sbatch" in before else "", *options]))
+            state = (file, arguments, {name: self.env[name] for name in self.env if sourced or name in self.exported} | own)
+            if state in self.running:
+                raise ConfigError(f"{words[place]} starts itself")
+            if self.depth + 1 >= MAX_NESTING or next(self.scripts) > MAX_SCRIPTS:
+                raise ConfigError(f"scripts start each other too often, {MAX_NESTING} deep or {MAX_SCRIPTS} in all")
+            path = Path(file.removeprefix(f"{Path.cwd()}/"))
+            self.commands[number] = command._replace(script=str(path))
+            changes = {"path": path, "running": [*self.running, state]}
+            if arguments or not sourced:
+                places = {word: self.places.get(word, (str(self.path), line)) for word in arguments}
+                changes |= {"places": places, "arguments": [self.arguments[0] if sourced else file, *arguments]}
+            if not sourced:
+                self.shell(text, None, own, **changes)
+                return True
+            kept = {name: getattr(self, name) for name in changes}
+            vars(self).update(changes)
+            try:
+                self.script(text, None)
+            except _Stop as stop:
+                if stop.args[0] != "return":
+                    raise
+            finally:
+                vars(self).update(kept)
+        except (ValueError, IndexError) as error:
+            reason = str(error) if isinstance(error, ConfigError) else f"{path}: cannot read the shell script: {error}"
+            self.commands[number:] = [command._replace(unread=reason)]
+            return None if sourced else True
+        return True
+
+    def find(self, word: str) -> tuple[str, str]:
+        """Return the file of a script, and the folder in which it starts."""
+        if word.startswith("<("):
+            raise ConfigError(f"what {show_unknown(word)} prints is not known")
+        if names := unknown_names(word):
+            settle = f"; add {names[0]}=..." if names[0].isidentifier() else ""
+            raise ConfigError(f"the script does not say what ${names[0].lstrip('$')} is, in {show_unknown(word)}{settle}")
+        pwd, found = self.get("PWD") or ".", list[tuple[str, str]]()
+        # A folder that is not here may be one of another machine.
+        for folder in dict.fromkeys(("." if _has_unknown(pwd) else pwd, ".")):
+            for up in map(str, self.path.absolute().parents):
+                start = os.path.normpath(os.path.join(up, folder))
+                file = os.path.normpath(os.path.join(start, word))
+                found += [(file, start)] if os.path.isfile(file) else []
+        if not found:
+            raise ConfigError(f"{word} is neither beside this script nor in a folder above it; put it there")
+        running = {row[0] for row in self.running}
+        return min(found, key=lambda row: row[0] in running)
 
     # Variables and expansions.
 
@@ -691,14 +805,12 @@ class _Reader:
         if name in self.given:
             return self.given[name]
         if name in ("@", "*"):
-            return self.arguments
+            return self.arguments[1:]
         if name.isdigit():
-            return (
-                self.arguments[int(name) - 1] if 0 < int(name) <= len(self.arguments) else _mark("$0") if name == "0" else None
-            )
+            return self.arguments[int(name)] if int(name) < len(self.arguments) else None
         if name in "#?$!-":
-            return str(len(self.arguments)) if name == "#" else "0" if name == "?" else _mark(f"${name}")
-        value = self.env.get(name)
+            return str(len(self.arguments) - 1) if name == "#" else "0" if name == "?" else _mark(f"${name}")
+        value = [str(self.path.absolute())] if name == "BASH_SOURCE" else self.env.get(name)
         if key is None:
             return value[0] if isinstance(value, list) and value else "" if value == [] else value
         index = self.text(key[1:-1])
@@ -716,7 +828,11 @@ class _Reader:
         """Assign the raw text after the `=`."""
         before = self.env.get(name)
         if raw.startswith("(") and raw.endswith(")") and not key:
-            items = [word for part in _split_words(raw[1:-1]) for word in (self.words(part) if "=" not in part[:1] else [part])]
+            parser, parts = _Parser(raw[1:-1], 1), list[str]()  # comments and line ends between items are dropped
+            while token := parser.peek():
+                parser.next()
+                parts += [] if _OPERATOR.fullmatch(token) else [token]
+            items = [word for part in parts for word in (self.words(part) if "=" not in part[:1] else [part])]
             keyed = [match for part in items if (match := re.fullmatch(r"\[([^\]]+)\]=(.*)", part, re.DOTALL))]
             for match in keyed:
                 self.env[f"{name}[{match[1]}]"] = match[2]
@@ -797,13 +913,36 @@ class _Reader:
         if part.startswith("$'"):
             return part[2:-1].replace("\\n", "\n").replace("\\t", "\t").replace("\\'", "'"), end
         if part[0] == "`" or part.startswith("$("):
-            return _mark("$" + part[part.startswith("$") :] if part[0] == "`" else part), end
+            path = self.print_path(part.removeprefix("$")[1:-1])
+            return _mark("$" + part if part[0] == "`" else part) if path is None else path, end
         if part.startswith("${"):
             return self.parameter(part[2:-1], unset), end
         match = re.compile(r"\$([A-Za-z_]\w*|[\d@*#?$!-])").match(raw, at)
         if match is None:
             return "$", at + 1
         return self.or_marker(match[1], self.get(match[1]), unset), match.end()
+
+    def print_path(self, text: str) -> str | None:
+        """Return the path that `dirname`, `basename`, `realpath`, `readlink -f`, `pwd` or `cd ... && pwd` prints, if known."""
+        rows = _Parser(text, 0).script() if _PATHS.match(text) else []
+        folder, result = self.get("PWD") or ".", None
+        for _, _, pipe in rows:
+            name, *rest = [word for raw in pipe[0].words for word in self.words(raw)] or [""]
+            operands = [word for word in rest if not word.startswith("-")]
+            path = os.path.normpath(os.path.join(folder, *operands[:1]))
+            if len(pipe) > 1 or _has_unknown(path) or not (operands or name == "pwd"):
+                return None
+            if name == "cd":
+                folder = path
+            elif name in ("pwd", "realpath", "readlink"):
+                result = path
+            elif name == "dirname":
+                result = os.path.dirname(operands[0]) or "."
+            elif name == "basename":
+                result = os.path.basename(operands[0]).removesuffix("".join(operands[1:]))
+            else:
+                return None
+        return result
 
     def or_marker(self, name: str, value: Any, unset: str | None) -> Any:
         """Return a value; a missing one, or one made of a missing one, is `unset` if that is given."""
@@ -921,7 +1060,7 @@ class _Reader:
 
 _BUILTINS = {
     *("exit", "return", "break", "continue", "set", "shift", "unset", "read", "mapfile", "readarray", "getopts", "let", "eval"),
-    *("exec", "source", ".", ":", "true", "false"),
+    *("exec", "source", ".", ":", "true", "false", "cd"),
 }
 # C's binary operators, from the loosest to the tightest.
 _LEVELS = ("?", "||", "&&", "|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* / %", "**")
@@ -1067,27 +1206,25 @@ class _Test:
         return value
 
 
-def _is_test(pipe: Sequence[_Node]) -> bool:
-    return len(pipe) == 1 and pipe[0].kind == "command" and pipe[0].words[:1] in (["["], ["[["], ["test"])
-
-
 def _is_operator(word: str) -> bool:
     return word in ("=", "==", "!=", "=~", "<", ">") or word in _NUMBER_TESTS
 
 
-def _split_words(text: str) -> list[str]:
-    """Return the raw words of an array; comments and line ends between them are dropped."""
-    parser, words = _Parser(text, 1), []
-    while token := parser.peek():
-        parser.next()
-        if not _OPERATOR.fullmatch(token):
-            words.append(token)
-    return words
-
-
-def _braces(raw: str) -> list[str]:
-    """Return the words of `{1..4}` or `{a,b}`; any other word as it is."""
-    if match := re.fullmatch(r"\{(\d+)\.\.(\d+)\}", raw):
-        return [str(n) for n in range(int(match[1]), min(int(match[2]), int(match[1]) + MAX_REPEATS) + 1)]
-    match = re.fullmatch(r"\{([^{}$,]+(?:,[^{}$,]+)+)\}", raw)
-    return match[1].split(",") if match else [raw]
+def _find_script(words: Sequence[str]) -> int | None:
+    """Return the place of the script that a command starts: `bash x.sh`, `./x.sh`, or `srun -n 8 bash -x x.sh`."""
+    names = [word.rpartition("/")[2] for word in words]
+    wrapped = True  # whether all words so far belong to a wrapper
+    for place, word in enumerate(words):
+        if wrapped and word.endswith(SCRIPTS) and "=" not in word and word[0] != "-":
+            return place
+        value = "=" in word or word[:1] in "-0123456789" or words[place - 1].startswith("-")
+        wrapped &= names[place] in _WRAPPERS or (value and place > 0)
+        for at in range(place + 1, len(words) if names[place] in _SHELLS else 0):
+            if names[place] != "sbatch" and re.fullmatch(r"-\w*[cs]\w*", words[at]):
+                return None
+            is_option = words[at][:1] in ("-", "+") or re.fullmatch(r"[-+]\w*[oO]|--rcfile|--init-file", words[at - 1])
+            if words[at].endswith(SCRIPTS) and not is_option:
+                return at
+            if not is_option and names[place] != "sbatch":
+                return at if place == 0 else None
+    return None

@@ -10,12 +10,10 @@ import math
 import re
 from collections.abc import Iterator
 
-from rampup.dialects import skyrl_sft as sft
-from rampup.dialects.commands import Launch
-from rampup.dialects.reading import Entry, Settings, entry
-from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings, dropped_prompts, flow
-from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, found_by_run, if_usable, multiple, positive
-from rampup.dialects.verdict import Advice, Run, Term, Words, counted, product, rounded_down
+from rampup.dialects.reading import Entry, Launch, Settings, entry
+from rampup.dialects.rollout import RolloutJob, batch_meanings, dropped_prompts
+from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, found_by_run, multiple, positive, usable
+from rampup.dialects.verdict import Run, Term, counted, product, rounded_down
 from rampup.rl.plan import RolloutPlan
 
 TRAIN, MINI = "trainer.train_batch_size", "trainer.policy_mini_batch_size"
@@ -23,7 +21,6 @@ CRITIC_MINI = "trainer.critic_mini_batch_size"
 MICRO, FORWARD = "trainer.micro_train_batch_size_per_gpu", "trainer.micro_forward_batch_size_per_gpu"
 RESPONSES, WORKERS = "generator.n_samples_per_prompt", "trainer.fully_async.num_parallel_generation_workers"
 COLOCATE, COLOCATE_REF = "trainer.placement.colocate_all", "trainer.placement.colocate_policy_ref"
-CHECKPOINTING = "trainer.gradient_checkpointing"
 MODEL_SIZES = ("tensor_model", "pipeline_model", "context")
 _ENGINE_SIZES = ("num_engines", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 ENGINE_KEYS = tuple(f"generator.inference_engine.{name}" for name in _ENGINE_SIZES)
@@ -52,14 +49,11 @@ KEYS: dict[str, Entry] = {
     "trainer.eval_batch_size": entry(1024, "prompts of an evaluation batch", unit="prompts"),
     "trainer.strategy": entry("fsdp", "backend of training", kind="text", choices=("fsdp", "fsdp2", "megatron")),
     "trainer.critic.model.path": entry(None, "the critic; null = none", kind="text"),
-    "trainer.use_sample_packing": entry(None, "old name of remove_microbatch_padding", kind="bool"),
-    "trainer.algorithm.advantage_estimator": entry("grpo", "how advantages are estimated", kind="text"),
     "trainer.algorithm.use_kl_loss": entry(True, "a reference model in the loss", kind="bool"),
     "trainer.algorithm.use_kl_in_reward": entry(False, "a reference model in the reward", kind="bool"),
     "trainer.algorithm.loss_reduction": entry("token_mean", "how losses are averaged", kind="text"),
     COLOCATE: entry(True, "all models and engines share the devices", kind="bool"),
     COLOCATE_REF: entry(True, "otherwise: policy and reference share their devices", kind="bool"),
-    CHECKPOINTING: entry(True, "compute activations again in the backward pass", kind="bool"),
     **{
         key: entry(1, f"{what} of the {model} model", unit=unit)
         for model in ("policy", "critic", "ref")
@@ -79,10 +73,8 @@ KEYS: dict[str, Entry] = {
 }  # fmt: skip
 LAUNCH = Launch(
     system="SkyRL",
-    program=re.compile(
-        r"\bskyrl[\w.]*\.main\w*|\bmain_(?:base|sft|dapo|fully_async|async)\w*|trainer\.policy_mini_batch_size="
-    ),
-    others=re.compile(r"main_(?:generate|gen)\b|tinker|entrypoints\.serve"),
+    program=re.compile(r"\bskyrl[\w.]*\.main\w*|\bmain_(?:base|dapo|fully_async|async)\w*|trainer\.policy_mini_batch_size="),
+    others=re.compile(r"[\w.]*main_(?:sft\w*|generate|gen)\b|tinker|entrypoints\.serve"),
     example="python -m skyrl.train.entrypoints.main_base key=value",
     entries=KEYS,
     groups=("data", "environment", "hydra", "terminal_bench_config", "harbor_trial_config"),
@@ -91,6 +83,7 @@ LAUNCH = Launch(
     version="August 2026",
 )
 COUNTS = (TRAIN, MINI, MICRO, FORWARD, RESPONSES)
+TRAINED = ("trainer.update_epochs_per_batch", "trainer.epochs", "trainer.eval_batch_size", "num_prompts")
 MODEL_COUNTS: dict[str, tuple[str, ...]] = {
     model: (*device_keys(model)[::-1], f"trainer.{model}.sequence_parallel_size") for model in ("policy", "critic", "ref")
 }
@@ -125,11 +118,10 @@ class SkyRLJob(RolloutJob):
         }
         self.replicas = {model: self.devices[model] // max(self.model_sizes[model], 1) for model in MODEL_COUNTS}
         # Models that take part and whose devices Megatron's sizes do not divide.
-        self.uneven = [
-            model
-            for model in self.models
-            if self.megatron and model != "critic" and self.devices[model] % max(self.model_sizes[model], 1)
-        ]
+        self.uneven: list[str] = []
+        if self.megatron:
+            parts = [model for model in self.models if model != "critic"]
+            self.uneven = [model for model in parts if self.devices[model] % max(self.model_sizes[model], 1)]
         counts = [*COUNTS, *(key for model in self.models for key in MODEL_COUNTS[model])]
         self.usable = (
             all(self[key] >= 1 for key in counts) and all(self.replicas[model] for model in self.models) and not self.uneven
@@ -137,7 +129,10 @@ class SkyRLJob(RolloutJob):
         if not self.usable:
             return
 
-        self.trained = {name: self._model(name) for name in self.models if name != "ref"}
+        tokens = self["trainer.max_tokens_per_microbatch"] if self.by_tokens else None
+        for name in ("policy", "critic") if self.has_critic else ("policy",):
+            size = self[f"trainer.{name}_mini_batch_size"]
+            self.train(name, size, self.replicas[name], micro=self[MICRO], tokens=tokens, epochs=self.epochs)
         # Passes per update and replica, of which the last may be smaller. With a token budget lengths decide.
         self.sample_passes = -(-self.policy.padded_share // self[MICRO])
         self.passes = None if self.by_tokens else self.sample_passes
@@ -151,18 +146,6 @@ class SkyRLJob(RolloutJob):
             pairs = zip(ENGINE_KEYS, OLD_ENGINE_KEYS, strict=True)
             self.engine_devices = math.prod(self[new] if self[old] is None else self[old] for new, old in pairs)
 
-    def _model(self, name: str) -> TrainedModel:
-        mini = self[f"trainer.{name}_mini_batch_size"]
-        return TrainedModel(
-            name=name,
-            mini_batch=mini,
-            mini_samples=mini * self.samples_per_prompt,
-            replicas=self.replicas[name],
-            micro=self[MICRO],
-            tokens=self["trainer.max_tokens_per_microbatch"] if self.by_tokens else None,
-            epochs=self.epochs,
-        )
-
     @property
     def outcome(self) -> Run:
         """Mini batches are padded to the replicas; the last, incomplete step of the data set is dropped."""
@@ -171,9 +154,6 @@ class SkyRLJob(RolloutJob):
     def plan(self) -> RolloutPlan:
         """Return the plan of one training step."""
         return self.rollout_plan(pad=self.outcome == "pads")
-
-
-GUIDE, DOCUMENTATION = "a community guide to SkyRL", "SkyRL's documentation of its keys"
 
 
 def _meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
@@ -190,55 +170,9 @@ def _meanings(job: SkyRLJob) -> Iterator[tuple[str, str]]:
     yield "trainer.eval_batch_size", f"{counted(evaluated, 'sample')} per evaluation batch; the last batch may be smaller"
 
 
-def _flow(job: SkyRLJob) -> Iterator[str]:
-    share, samples = job.policy.padded_share, job.policy.mini_samples
-    models = " and ".join(f"the {model}" for model in job.models).replace("the ref", "the reference")
-    forward = f"forward passes of {models}: about {counted(-(-job.samples // job.policy.replicas), 'sample')} per replica"
-    padded = f", padded with {counted(job.policy.padding, 'empty sample')}" if job.policy.padding else ""
-    return flow(
-        job,
-        generated=", the responses of a prompt next to each other",
-        prepare=(f"{forward}, {job[FORWARD]:,} at a time", "advantages over each prompt's responses"),
-        layout=(
-            f"mini batch j is samples j * {samples:,} to (j + 1) * {samples:,} - 1{padded}; replica r takes {share:,} of them "
-            f"in order, from r * {share:,} on",
-        ),
-        last="send the policy's weights to the engines, once",
-    )
-
-
-def _advice(job: SkyRLJob) -> Iterator[Advice]:
-    policy, mini, updates = job.policy, job.policy.mini_batch, job.num_mini_batches(job.policy)
-    yield from [
-        Advice("optimizer steps = train_batch_size * n_samples_per_prompt / policy_mini_batch_size", GUIDE, None,
-            f"policy_mini_batch_size counts prompts, not samples: {updates:,} and not {job.samples // mini:,}"),
-        Advice("policy_mini_batch_size is a multiple of micro_train_batch_size_per_gpu * devices; that gives the passes", GUIDE,
-            None, f"the samples of a mini batch are divided, not its prompts: {job.sample_passes:,} passes and not "
-            f"{mini / (job[MICRO] * policy.replicas):,.6g}"),
-        Advice("for an out-of-memory error, lower policy_mini_batch_size", GUIDE, None,
-            "it changes the number of passes, not their size; "
-            + ("" if job[CHECKPOINTING] else f"first set {CHECKPOINTING}=true, then ")
-            + f"lower {MICRO}, now {job[MICRO]:,}"),
-        Advice("policy_mini_batch_size equal to train_batch_size keeps training on-policy", GUIDE, updates * job.epochs == 1,
-            f"{counted(updates * job.epochs, 'update')} per rollout"),
-    ]  # fmt: skip
-    if not job[CHECKPOINTING]:
-        yield Advice("gradient checkpointing is the first answer to an out-of-memory error", GUIDE, False,
-            f"{CHECKPOINTING} is off, so all activations of a pass are kept")  # fmt: skip
-    if updates * job.epochs > 1 and job.samples_per_prompt > 1:
-        yield Advice("if training is slow, generate fewer responses per prompt, or make the mini batch larger", GUIDE, False,
-            f"{RESPONSES}={job.samples_per_prompt:,} and {counted(updates * job.epochs, 'update')} per rollout: half the "
-            f"responses halve generation and the {counted(job.sample_passes, 'pass')} of an update; a mini batch of "
-            f"{job.prompts:,} makes {counted(job.epochs, 'update')}")  # fmt: skip
-    if job.critic is not None:
-        yield Advice(
-            "critic_mini_batch_size is smaller than policy_mini_batch_size, so that the critic is updated more often",
-            DOCUMENTATION, job.critic.mini_batch < mini,
-            f"{job.critic.mini_batch:,} compared with {mini:,} prompts")  # fmt: skip
-
-
 def _notes(job: SkyRLJob) -> Iterator[str]:
     yield f"{TRAIN}, {MINI} and the critic's count prompts; micro sizes count samples of one data-parallel replica."
+    yield "a mini batch is consecutive samples, those of a prompt next to each other; replicas take consecutive parts of it."
     for model in job.models:
         if job.devices[model] % job.model_sizes[model]:
             devices = f"the {model}'s {job.devices[model]:,} devices"
@@ -268,8 +202,6 @@ def _notes(job: SkyRLJob) -> Iterator[str]:
         )
     if job["trainer.strategy"] == "fsdp2":
         yield "trainer.strategy=fsdp2 is an old name of fsdp."
-    if job["trainer.use_sample_packing"] is not None:
-        yield "trainer.use_sample_packing is now called trainer.remove_microbatch_padding."
     yield "the learning-rate schedule advances with every optimizer step."
 
 
@@ -279,11 +211,6 @@ def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
 
     devices: Side[SkyRLJob] = (f"the {model}'s {{:,}} devices", lambda job: job.devices[model])
 
-    def megatron_size(job: SkyRLJob) -> Term:
-        sizes = " * ".join(f"{job[key]:,}" for key in megatron_keys(model))
-        size = job.model_sizes[model]
-        return Term(f"tensor * pipeline * context parallel size = {sizes} = {size:,}", size)
-
     has_a_replica = at_least(f"skyrl.{model}_has_a_replica", (sequence, per_node), devices,
         ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
         when=lambda job: model in job.models and model not in job.uneven, note=": there is no replica",
@@ -291,7 +218,11 @@ def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
     if model == "critic":
         return [has_a_replica]
     return [
-        multiple(f"skyrl.megatron_divides_{model}_devices", (per_node, *megatron_keys(model)), devices, megatron_size,
+        multiple(f"skyrl.megatron_divides_{model}_devices", (per_node, *megatron_keys(model)), devices,
+            lambda job: Term(
+                f"tensor * pipeline * context parallel size = {' * '.join(f'{job[key]:,}' for key in megatron_keys(model))} = "
+                f"{job.model_sizes[model]:,}",
+                job.model_sizes[model]),
             when=lambda job: job.megatron and model in job.models),
         has_a_replica,
     ]  # fmt: skip
@@ -389,27 +320,21 @@ _STEP: list[Rule[SkyRLJob]] = [
     *[equal(f"skyrl.megatron_{model}_sequence_parallel", (MODEL_COUNTS[model][2],), MODEL_COUNTS[model][2], 1,
         when=lambda job: job.megatron, note=" with trainer.strategy=megatron") for model in ("policy", "ref")],
 ]  # fmt: skip
-_TRAINED = ["trainer.update_epochs_per_batch", "trainer.epochs", "trainer.eval_batch_size", "num_prompts"]
 RULES: list[Rule[SkyRLJob]] = [
     *positive("skyrl", [*COUNTS, *MODEL_COUNTS["policy"]], "SkyRL's check divides by it or compares it with 0"),
     *positive("skyrl", MODEL_COUNTS["critic"], "the critic needs it", when=lambda job: job.has_critic),
     *found_by_run(positive("skyrl", MODEL_COUNTS["ref"], "the reference model needs it", when=lambda job: job.has_ref)),
-    *found_by_run(positive("skyrl", _TRAINED, "nothing would be trained or evaluated")),
+    *found_by_run(positive("skyrl", TRAINED, "nothing would be trained or evaluated")),
     *[rule for model in MODEL_COUNTS for rule in _device_rules(model)],
-    *if_usable(
+    *apply_if(
+        usable,
         [
             *_mini_batch_rules("policy"),
             *_mini_batch_rules("critic"),
             *_STEP,
             *map(_colocated, ("critic", "ref")),
             *map(_shares_devices, device_keys("policy")),
-        ]
+        ],
     ),
 ]
-DIALECT = Dialect(
-    job=SkyRLJob,
-    rules=RULES,
-    launch=LAUNCH,
-    words=Words(_meanings, _flow, _notes, _advice),
-    variant=lambda path: sft.DIALECT if sft.is_fine_tuning(path) else None,
-)
+DIALECT = Dialect(job=SkyRLJob, rules=RULES, launch=LAUNCH, meanings=_meanings, notes=_notes)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
-
-from rampup.notebook_repr import NotebookRepr
 
 Validator = Literal["accepts", "rejects"]
 Run = Literal["runs", "pads", "drops", "fails"]
@@ -47,23 +44,6 @@ class Meaning:
     means: str
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """A rule that a guide gives, and whether it is true of this file.
-
-    Attributes:
-        rule: the advice.
-        source: the guide that gives it.
-        holds: whether this file follows it; None if the guide's rule is itself wrong.
-        because: the arithmetic of this file, or why the rule is wrong.
-    """
-
-    rule: str
-    source: str
-    holds: bool | None
-    because: str
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
     """The part of a file that rampup's configuration can express.
@@ -80,7 +60,7 @@ class Conversion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict(NotebookRepr):
+class Verdict:
     """What a file really does, in one vocabulary.
 
     Attributes:
@@ -93,7 +73,7 @@ class Verdict(NotebookRepr):
         changes: each given size, and the derived numbers that change if it is doubled.
         derived: the numbers that follow, such as `samples_per_step` and `optimizer_steps`.
         phases: every phase of a ramp, as in `rampup plan --json`; None without a ramp.
-        meanings, flow, advice: the explanation for people.
+        meanings: the explanation for people.
         plan: rampup's `RampPlan` or `RolloutPlan` of the same run, if one can be built.
         conversion: the same run in rampup's keys; None for systems that have no counterpart.
     """
@@ -108,8 +88,6 @@ class Verdict(NotebookRepr):
     derived: Mapping[str, Any] = field(default_factory=dict)
     phases: tuple[Mapping[str, Any], ...] | None = None
     meanings: tuple[Meaning, ...] = ()
-    flow: tuple[str, ...] = ()
-    advice: tuple[Advice, ...] = ()
     plan: Any = None
     conversion: Conversion | None = None
 
@@ -127,12 +105,6 @@ class Verdict(NotebookRepr):
     def ok(self) -> bool:
         """True if the file breaks no rule."""
         return not self.violations
-
-    @property
-    def good(self) -> bool:
-        """Deprecated name of `ok`."""
-        warnings.warn("Verdict.good is now Verdict.ok", DeprecationWarning, stacklevel=2)
-        return self.ok
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as `rampup check --json` prints it."""
@@ -152,26 +124,6 @@ class Verdict(NotebookRepr):
         return result
 
 
-def _no_words(_: Any) -> Iterable[Any]:
-    return ()
-
-
-class Words(NamedTuple):
-    """Functions of a job that return the parts of its explanation.
-
-    Attributes:
-        meanings: pairs of a key, or other text, and what it means.
-        flow: the stages of a step.
-        notes: what is legal but surprising.
-        advice: the rules of guides, each with what is true of the file.
-    """
-
-    meanings: Callable[[Any], Iterable[tuple[str, str]]]
-    flow: Callable[[Any], Iterable[str]]
-    notes: Callable[[Any], Iterable[str]] = _no_words
-    advice: Callable[[Any], Iterable[Advice]] = _no_words
-
-
 class Term(NamedTuple):
     """One side of a comparison: a number, and the text that names it in a message."""
 
@@ -180,34 +132,19 @@ class Term(NamedTuple):
 
 
 def product(factors: Mapping[str, int], noun: str = "") -> Term:
-    """Return a product with its arithmetic.
-
-    Example:
-        >>> product({"prompts": 4, "responses": 8}, "samples").text
-        'prompts * responses = 4 * 8 = 32 samples'
-    """
+    """Return a product with its arithmetic: `prompts * responses = 4 * 8 = 32 samples`."""
     number = math.prod(factors.values())
     values = " * ".join(f"{factor:,}" for factor in factors.values())
     return Term(f"{' * '.join(factors)} = {values} = {number:,}{noun and ' '}{noun}", number)
 
 
 def times(*factors: object) -> str:
-    """Return factors with signs of multiplication between them.
-
-    Example:
-        >>> times("4 replicas", 5, "2 passes").count(chr(215))
-        2
-    """
+    """Return factors with signs of multiplication between them."""
     return " \u00d7 ".join(f"{factor:,}" if isinstance(factor, int) else str(factor) for factor in factors)
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun.
-
-    Example:
-        >>> counted(1, "prompt"), counted(1024, "mini batch"), counted(0, "pass"), counted(2, "copy")
-        ('1 prompt', '1,024 mini batches', '0 passes', '2 copies')
-    """
+    """Return a number with its noun: `1 prompt`, `1,024 mini batches`, `0 passes`, `2 copies`."""
     if number == 1:
         return f"1 {noun}"
     if noun.endswith("py"):
@@ -216,12 +153,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def rounded_down(devices: str, size: int, system: str, replicas: int) -> str:
-    """Return the note, without its end, on devices that are not a multiple of the `size` that share a sample.
-
-    Example:
-        >>> rounded_down("8 devices", 3, "SkyRL", 2)
-        '8 devices are not a multiple of the 3 that share a sample: SkyRL counts 2 replicas, rounded down'
-    """
+    """Return the note, without its end, on devices that are not a multiple of the `size` that share a sample."""
     return (
         f"{devices} are not a multiple of the {size:,} that share a sample: {system} counts {counted(replicas, 'replica')}, "
         "rounded down"

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from rampup.run.mesh import FSDP, TENSOR, auto_view
+from rampup.engine.mesh import FSDP, TENSOR, auto_view
 
 KINDS = ("autoselected", "dot_product", "flash")
 # The kernel works on whole tiles of positions, of the largest of these sizes that divides the sequence.
@@ -26,13 +26,10 @@ TILES = (512, 256, 128)
 
 
 def attend(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, *, kind: str, mesh: Mesh | None) -> jax.Array:
-    """Return the causal attention of each query, (B, T, H, D).
+    """Return the causal attention of each query, (B, T, H, D). G divides H.
 
-    Args:
-        q_BTHD, k_BTGD, v_BTGD: queries, keys and values. G divides H.
-        kind: `dot_product`; or `flash` and `autoselected`, which use the kernel if the mesh is of TPUs and the sequence is of
-            whole tiles, and are `dot_product` otherwise.
-        mesh: the devices that the program is compiled for, or None if they are not known.
+    The kinds `flash` and `autoselected` use the kernel if the mesh is of TPUs and the sequence is of whole tiles, and are
+    `dot_product` otherwise. `mesh` has the devices that the program is compiled for, or is None if they are not known.
     """
     on_tpu = mesh is not None and mesh.devices.flat[0].platform == "tpu"
     if kind == "dot_product" or not on_tpu or q_BTHD.shape[1] % TILES[-1]:
@@ -71,11 +68,9 @@ def masked_attention(q_BTHD: jax.Array, k_BSGD: jax.Array, v_BSGD: jax.Array, ma
 
 
 def splash_attention(q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Return the same as `causal_attention`, by `jax.experimental.pallas.ops.tpu.splash_attention`.
+    """Return the same as `causal_attention` of the arrays of one device, by JAX's splash attention. T is a multiple of 128.
 
-    Args:
-        q_BTHD, k_BTGD, v_BTGD: as one device has them. T is a multiple of 128.
-        interpret: run the kernel on any backend, slowly, for tests.
+    With `interpret`, the kernel runs on any backend, slowly, for tests.
     """
     D = q_BTHD.shape[-1]
     kernel = _kernel(q_BTHD.shape[2], q_BTHD.shape[1], interpret)

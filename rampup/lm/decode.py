@@ -29,14 +29,9 @@ class Cache(NamedTuple):
 def prefill(
     model: LanguageModel, params: Mapping[str, Any], tokens_BP: jax.Array, length_B: jax.Array, num_slots: int
 ) -> tuple[jax.Array, Cache]:
-    """Read prompts, and return the logits (B, V) of the token after each one and the cache.
+    """Read prompts, padded after their end, and return the logits (B, V) of the token after each one and the cache.
 
-    Args:
-        model: the model.
-        params: its parameters.
-        tokens_BP: the prompts, padded after their end.
-        length_B: tokens of each prompt, at least 1.
-        num_slots: S, tokens of the longest prompt plus those to generate.
+    Prompts have at least one token. `num_slots`, S, is the tokens of the longest prompt plus those to generate.
     """
     B, P = tokens_BP.shape
     positions_BP = jnp.broadcast_to(jnp.arange(P), (B, P))
@@ -57,14 +52,9 @@ def prefill(
 def decode(
     model: LanguageModel, params: Mapping[str, Any], cache: Cache, token_B: jax.Array, position_B: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """Read one token per row, and return the logits (B, V) of the next one and the cache with it.
+    """Read one token per row, at its position, and return the logits (B, V) of the next one and the cache with it.
 
-    Args:
-        model: the model.
-        params: its parameters.
-        cache: from `prefill` or the last call. Tokens before `position_B` are in it.
-        token_B: the token of each row.
-        position_B: its position in the row.
+    The cache is that of `prefill` or of the last call, and has the tokens before `position_B`.
     """
     num_slots = cache.keys.shape[2]
     slots_BS = jnp.arange(num_slots) == position_B[:, None]
@@ -90,12 +80,7 @@ def packed_hidden(
 ) -> jax.Array:
     """Return the output of the last layer (B, T, E) for rows that contain several sequences.
 
-    Args:
-        model: the model.
-        params: its parameters.
-        tokens_BT: the tokens.
-        positions_BT: the position of each token in its own sequence.
-        segments_BT: the number of the sequence of each token. Tokens attend to earlier ones of the same number.
+    A token has a position in its own sequence, and attends to earlier ones of the same number in `segments_BT`.
     """
     T = tokens_BT.shape[1]
     same = (segments_BT[:, :, None] == segments_BT[:, None, :]) & np.tril(np.ones((T, T), bool))

@@ -1,9 +1,8 @@
-"""The trained model of a run: `rampup.load`, and text sampled from it."""
+"""The trained language model of a run, and text sampled from it. `rampup.load` is in `rampup.rl.load`."""
 
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +14,16 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from rampup.config.build import plan_to_resume
+from rampup.config.key import Settings
 from rampup.config.load import load_config
-from rampup.config.schema import IDENTITY_DEFAULTS, Config
+from rampup.engine.accumulate import multi_steps
+from rampup.engine.state import TrainState, describe_tree
 from rampup.errors import ConfigError, ResumeMismatchError
 from rampup.lm.decode import decode, prefill
 from rampup.lm.train import language_model, learning_rate, optimizer, ramp_before
 from rampup.lm.transformer import LanguageModel
-from rampup.run.accumulate import multi_steps
-from rampup.run.checkpoint import checkpoint_steps, damage, find_checkpoint
-from rampup.run.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, absolute_path
-from rampup.run.state import TrainState
+from rampup.loop.checkpoint import checkpoint_steps, damage, find_checkpoint
+from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, absolute_path
 
 MAX_TOKENS = 1_000_000
 
@@ -37,26 +36,36 @@ class LoadedRun:
         folder: the checkpoint's folder.
         step: optimizer steps done.
         params: the trained parameters.
-        state: the training state, whose optimizer state has the types of Optax. For a run of your own loop, a pytree of dicts.
-        config: the run's configuration; None for a run of your own loop.
+        state: the training state, whose optimizer state has the types of Optax. For a run of reinforcement learning or of your
+            own loop, a pytree of dicts.
+        config: the run's configuration, a `Config` or a `RolloutConfig`; None for a run of your own loop.
         model: the run's model; None for a run of your own loop.
+        context: tokens that the model reads at most; None without a model.
+        end_token: the token that ends a response; None if a text has no end.
     """
 
     folder: Path
     step: int
     params: Any
     state: Any
-    config: Config | None
-    model: LanguageModel | None
+    config: Any = None
+    model: LanguageModel | None = None
+    context: int | None = None
+    end_token: int | None = None
+
+    def __repr__(self) -> str:
+        kinds = {name: type(getattr(self, name)).__name__ for name in ("state", "config", "model")}
+        parts = f"folder={str(self.folder)!r}, step={self.step}, params={describe_tree(self.params)}"
+        return f"LoadedRun({parts}, {', '.join(f'{name}={kind}' for name, kind in kinds.items())})"
 
     def generate(
         self, prompt: str, num_tokens: int = 200, *, temperature: float = 0.8, top_k: int | None = None, seed: int = 0
     ) -> str:
-        """Return text that continues a prompt. A model of bytes only.
+        """Return text that continues a prompt, or the response of a policy to it. The model's tokens must be bytes.
 
         Args:
             prompt: the text to continue.
-            num_tokens: bytes to sample.
+            num_tokens: bytes to sample at most; a response may end before.
             temperature: divides the logits; 0 takes the most probable byte.
             top_k: sample from this many most probable bytes; None = from all.
             seed: of the random numbers.
@@ -64,10 +73,22 @@ class LoadedRun:
         Raises:
             ConfigError: the run has no language model of bytes, or an argument is out of range.
         """
-        config = self.config
-        if self.model is None or config is None or config.dataset_type in ("tokens", "arrayrecord") or config.vocab_size < 256:
+        if self.model is None or self.context is None:
             raise ConfigError(
-                "only a run of `rampup train` with dataset_type=text has tokens that are bytes", key="dataset_type"
+                f"{self.folder} is of a training loop of your own, so that rampup does not know its model and cannot sample "
+                "from it; call your model with `params`",
+                key="run_name",
+            )
+        kind = getattr(self.config, "dataset_type", None)
+        if kind in ("tokens", "arrayrecord"):
+            problem = f"the run has dataset_type={kind}: a tokenizer that rampup does not know made its tokens"
+            fix = "turn text into tokens yourself and call `model` of rampup.load, or train with dataset_type=text"
+            raise ConfigError(f"{problem}, so it cannot read or write text; {fix}", key="dataset_type", nearest=("text",))
+        if self.model.vocab_size < 256:
+            raise ConfigError(
+                f"the run has vocab_size={self.model.vocab_size}, but text has 256 different bytes, each of which is a token",
+                key="vocab_size",
+                nearest=(256,),
             )
         limits = (
             (1 <= num_tokens <= MAX_TOKENS, "tokens", num_tokens, f"from 1 to {MAX_TOKENS:,}"),
@@ -82,31 +103,17 @@ class LoadedRun:
         start = list(prompt.encode(errors="surrogateescape")) or [ord("\n")]
         tokens = np.zeros(len(start) + num_tokens, np.int32)
         tokens[: len(start)] = start
-        found = _sample(
-            self.model,
-            min(config.max_target_length, len(tokens)),
-            top_k or self.model.vocab_size,
-            self.params,
-            tokens,
-            len(start),
-            temperature,
-            jax.random.key(seed),
-        )
+        context, top_k, key = min(self.context, len(tokens)), top_k or self.model.vocab_size, jax.random.key(seed)
+        found = _sample(self.model, context, top_k, self.params, tokens, len(start), temperature, key)
+        continued = np.asarray(found)[len(start) :].tolist()
+        if self.end_token in continued:
+            continued = continued[: continued.index(self.end_token)]
         # A model with more than 256 tokens never saw the others; they have no byte.
-        return bytes(int(token) for token in np.asarray(found)[len(start) :] if token < 256).decode(errors="replace")
+        return bytes(token for token in continued if token < 256).decode(errors="replace")
 
 
-def load(path: str | Path) -> LoadedRun:
-    """Return the model, the parameters and the training state of a run, on the first device.
-
-    Args:
-        path: the folder of a run, for its newest intact checkpoint; or a checkpoint, such as `runs/demo/checkpoints/100`.
-
-    Raises:
-        ConfigError: there is no checkpoint.
-        ResumeMismatchError: the checkpoint is damaged, or the configuration in the folder is of another model.
-    """
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax warns that nothing will be written.
+def named_checkpoint(path: str | Path) -> tuple[Path, Path]:
+    """Return the folders of the run and of the checkpoint that a path names; see `rampup.load`."""
     path = absolute_path(path, follow=False)
     run = path
     if path.parent.name == CHECKPOINT_FOLDER and path.name.isdecimal():
@@ -119,51 +126,63 @@ def load(path: str | Path) -> LoadedRun:
             f"there is no checkpoint in {path}; name the folder of a run or one of its checkpoints", key="run_name"
         )
     if path.parent == folder:
-        step = int(path.name)
         if problem := damage(path):
             raise ResumeMismatchError(f"the checkpoint {path} is damaged: {problem}")
-    else:
-        saved = find_checkpoint(folder)
-        assert saved is not None
-        step = saved.step
-    folder /= str(step)
-    with ocp.CheckpointManager(folder.parent, options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-        record = manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
+        return run, path
+    saved = find_checkpoint(folder)
+    assert saved is not None
+    return run, folder / str(saved.step)
+
+
+def load_run(run: Path, folder: Path) -> LoadedRun:
+    """Return what a checkpoint of a run of the language model, or of a loop of one's own, contains."""
+    with open_checkpoint(folder) as manager:
+        record = read_record(manager, folder)
         ramp = ramp_before(record)
         if ramp is None or not (run / CONFIG_FILE).is_file():
-            tree = _restore(manager, step, _on_one_device(manager.item_metadata(step).state))
-            return LoadedRun(folder=folder, step=step, params=tree.get("params"), state=tree, config=None, model=None)
+            tree = restore_tree(manager, folder)
+            return LoadedRun(folder=folder, step=int(folder.name), params=tree.get("params"), state=tree)
         config = load_config(run / CONFIG_FILE)
-        known = {**IDENTITY_DEFAULTS, **record}
-        changed = {key: (known[key], value) for key, value in config.identity().items() if known.get(key, value) != value}
-        if changed:
-            table = "; ".join(f"{key}: {old!r} in the checkpoint, {new!r} there" for key, (old, new) in changed.items())
-            raise ResumeMismatchError(f"{run / CONFIG_FILE} is not of the checkpoint {folder}: {table}", key=min(changed))
+        check_identity(config, record, run, folder)
         model = language_model(config)
-        shapes = jax.eval_shape(functools.partial(_init_state, config, model, ramp))
-        tree = _restore(
-            manager, step, _on_one_device({"step": shapes.step, "params": shapes.params, "opt_state": shapes.opt_state})
-        )
-    state = shapes.replace(**tree)
-    return LoadedRun(folder=folder, step=step, params=state.params, state=state, config=config, model=model)
+        plan = plan_to_resume(config, ramp["num_devices"], ramp)
+        tx = optimizer(config, learning_rate(config, plan))
+        if config.gradient_accumulation == "multi_steps":
+            tx = multi_steps(tx, plan)
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        shapes = TrainState(step=jax.ShapeDtypeStruct((), jnp.int32), params=params, opt_state=jax.eval_shape(tx.init, params))
+        tree = restore_tree(manager, folder, {"step": shapes.step, "params": shapes.params, "opt_state": shapes.opt_state})
+    state, context = shapes.replace(**tree), config.max_target_length
+    return LoadedRun(
+        folder=folder, step=int(folder.name), params=state.params, state=state, config=config, model=model, context=context
+    )
 
 
-def _init_state(config: Config, model: LanguageModel, ramp: Mapping[str, Any]) -> TrainState:
-    plan = plan_to_resume(config, ramp["num_devices"], ramp)
-    tx = optimizer(config, learning_rate(config, plan))
-    if config.gradient_accumulation == "multi_steps":
-        tx = multi_steps(tx, plan)
-    params = model.init(jax.random.key(0))
-    return TrainState(step=jnp.int32(0), params=params, opt_state=tx.init(params))
+def open_checkpoint(folder: Path) -> ocp.Checkpointer:
+    """Return a context manager that reads a checkpoint. It only reads, so it needs no `ocp.CheckpointManager`."""
+    return ocp.Checkpointer(ocp.CompositeCheckpointHandler())
 
 
-def _on_one_device(tree: Any) -> Any:
+def read_record(manager: ocp.CheckpointManager, folder: Path) -> Mapping[str, Any]:
+    """Return the record of a checkpoint: what its state belongs to."""
+    found = manager.restore(folder, args=ocp.args.Composite(record=ocp.args.JsonRestore()))
+    return found.record  # type: ignore[no-any-return]
+
+
+def restore_tree(manager: ocp.CheckpointManager, folder: Path, shapes: Any = None) -> Any:
+    """Return the state of a checkpoint on the first device, as a tree like `shapes`, by default one of dicts."""
     sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)
+    shapes = manager.metadata(folder).item_metadata.state if shapes is None else shapes
+    on_device = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+    return manager.restore(folder, args=ocp.args.Composite(state=ocp.args.StandardRestore(on_device))).state
 
 
-def _restore(manager: ocp.CheckpointManager, step: int, shapes: Any) -> Any:
-    return manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes))).state
+def check_identity(config: Settings, record: Mapping[str, Any], run: Path, folder: Path) -> None:
+    """Refuse a run's configuration if it is not that of the checkpoint with this record."""
+    changed = {key: (record.get(key), value) for key, value in config.identity().items() if record.get(key) != value}
+    if changed:
+        table = "; ".join(f"{key}: {old!r} in the checkpoint, {new!r} there" for key, (old, new) in changed.items())
+        raise ResumeMismatchError(f"{run / CONFIG_FILE} is not of the checkpoint {folder}: {table}", key=min(changed))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -21,52 +21,54 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from rampup.batch_size.auto import AutoSchedule
+from rampup.batch_size.hyperparameters import adam_constants
+from rampup.batch_size.noise_scale import default_half_life
 from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters, plan_to_resume, ramp_record
 from rampup.config.files import run_yaml
-from rampup.config.schema import DEFAULTS, IDENTITY_DEFAULTS, PER_PROCESS_KEYS, Config
-from rampup.errors import ConfigError, DataError
-from rampup.lm.data import sample_order, sources
+from rampup.config.schema import DEFAULTS, PER_PROCESS_KEYS, Config, DataKeys, ModelKeys, OptimizerKeys, RunKeys
+from rampup.data.batches import BatchLoader, SampleOrder
+from rampup.data.files import fingerprints, open_sources
+from rampup.data.loading import Loading, shared_sources
+from rampup.data.sources import RowSource, files_of
+from rampup.engine.accumulate import AccumulatedLoss, LossFn, SummableLoss, random_key
+from rampup.engine.compile import enable_compilation_cache
+from rampup.engine.mesh import DATA, BatchAxes, make_mesh, replicated
+from rampup.engine.offload import fetch_offloaded, host_memory_problem, host_shardings
+from rampup.engine.optimizer import AdamSchedule, LearningRate, optimizer_from_config
+from rampup.engine.pipeline import permute_layers
+from rampup.engine.processes import broadcast_from_process0, check_joined, is_primary, wait_for_all
+from rampup.engine.state import TrainState, create_state
+from rampup.engine.step import EvalStep, TrainStep, train_step
+from rampup.engine.zero import scattered_shardings
+from rampup.errors import ConfigError, DataError, a_type
 from rampup.lm.transformer import LanguageModel
-from rampup.plan.auto_schedule import AUTO_SCHEDULE, AutoSchedule
-from rampup.plan.hyperparameters import adam_constants
-from rampup.plan.noise_scale import default_half_life
+from rampup.loop.checkpoint import CheckpointOptions, SavedCheckpoint, find_checkpoint
+from rampup.loop.components import AutoBatch, NoiseAverages
+from rampup.loop.distributed import check_consistent, join, watchdog
+from rampup.loop.events import OnEvent, RunPlanned, ignore_event
+from rampup.loop.lock import own_run
+from rampup.loop.loop import RAMP_ROWS, EvalOptions, Loop, Summary
+from rampup.loop.metrics import MetricOptions
+from rampup.loop.run_folder import CHECKPOINT_FOLDER, as_path, run_folder, write_config
+from rampup.loop.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
 from rampup.plan.pipeline import stage_layer_order
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.run.accumulate import AccumulatedLoss, LossFn, SummableLoss, random_key
-from rampup.run.checkpoint import CheckpointOptions, SavedCheckpoint, find_checkpoint
-from rampup.run.compile import enable_compilation_cache
-from rampup.run.data.batches import BatchLoader, SampleOrder
-from rampup.run.data.files import fingerprints
-from rampup.run.data.loading import Loading, shared_sources
-from rampup.run.data.sources import RowSource, files_of
-from rampup.run.distributed import broadcast_from_process0, check_consistent, is_primary, join, watchdog
-from rampup.run.events import OnEvent, RunPlanned, ignore_event
-from rampup.run.loop import RAMP_ROWS, EvalOptions, Loop, Summary
-from rampup.run.mesh import DATA, BatchAxes, make_mesh, replicated
-from rampup.run.metrics import MetricOptions, NoiseAverages
-from rampup.run.offload import fetch_offloaded, host_memory_problem, host_shardings
-from rampup.run.optimizer import AdamSchedule, LearningRate, optimizer_from_config
-from rampup.run.pipeline import permute_layers
-from rampup.run.run_folder import CHECKPOINT_FOLDER, as_path, run_folder, write_config
-from rampup.run.run_lock import own_run
-from rampup.run.state import TrainState, create_state
-from rampup.run.step import EvalStep, TrainStep, train_step
-from rampup.run.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
-from rampup.run.zero import scattered_shardings
 
 # The key of a checkpoint's record for what its ramp is built from; that of an `auto` ramp as it has grown is RAMP_ROWS.
 RAMP_RECORD = "ramp_record"
 
 
-def train(config: Config, on_event: OnEvent = ignore_event) -> Summary:
+def train(config: Config, on_event: OnEvent = ignore_event, *, should_stop: Callable[[], bool] = lambda: False) -> Summary:
     """Train the language model as configured, in the run's folder, from its newest checkpoint if there is one.
 
-    Several processes that are started alike train one model together; see `rampup.run.distributed.join`.
+    Several processes that are started alike train one model together; see `rampup.loop.distributed.join`.
 
     Args:
         config: the configuration.
-        on_event: called with every event of the run; see `rampup.run.events`.
+        on_event: called with every event of the run; see `rampup.loop.events`.
+        should_stop: called once before every step, in every process; True in one of them stops the run as SIGTERM does.
 
     Returns:
         The result of the run.
@@ -75,15 +77,17 @@ def train(config: Config, on_event: OnEvent = ignore_event) -> Summary:
         RampupError: before any work, if the configuration cannot be run here.
     """
     if not isinstance(config, Config):
-        raise ConfigError(f"train takes a Config, not a {type(config).__name__}; read a file with rampup.load_config(PATH)")
+        raise ConfigError(f"train takes a Config, not {a_type(config)}; read a file with rampup.load_config(PATH)")
     join(
         coordinator_address=config.coordinator_address,
         num_processes=None if config.num_processes == -1 else config.num_processes,
         process_id=None if config.process_id == -1 else config.process_id,
+        distributed=config.distributed,
         initialization_timeout=config.jax_distributed_initialization_timeout,
         # At least twice as late as the watchdog, whose message says more than JAX's.
         heartbeat_timeout=2 * config.jax_distributed_heartbeat_timeout_seconds + 20,
     )
+    check_joined()
     enable_compilation_cache(config.jax_cache_dir)
     # Own the run before its checkpoint is read: a process that is still training would write newer ones. `Run.train` also
     # takes ownership, including of a run that gets its name only there.
@@ -93,15 +97,15 @@ def train(config: Config, on_event: OnEvent = ignore_event) -> Summary:
         ramp = None if saved is None else ramp_before(saved.record)
         num_devices = jax.device_count()
         plan = build_plan(config, num_devices) if ramp is None else plan_to_resume(config, num_devices, ramp)
-        return Run.from_config(config, plan, saved).train(on_event)
+        return Run.from_config(config, plan, saved).train(on_event, should_stop=should_stop)
 
 
-def saved_checkpoint(config: Config) -> SavedCheckpoint | None:
+def saved_checkpoint(config: RunKeys) -> SavedCheckpoint | None:
     """Return the newest checkpoint of the configured run; None for a run without a name, whose folder is new."""
     return find_checkpoint(_named_folder(config) / CHECKPOINT_FOLDER) if config.run_name else None
 
 
-def _named_folder(config: Config) -> Path:
+def _named_folder(config: RunKeys) -> Path:
     return as_path(config.base_output_directory) / config.run_name
 
 
@@ -117,10 +121,8 @@ def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:
 class TrainSetup:
     """The model, its optimizer and its training step on a mesh: a run without its data and its folder.
 
-    Attributes:
-        param_shardings: shardings of the model's parameters.
-        layer_order: the order in which the pipeline stages store the layers; checkpoints have them in their natural order.
-        tx: the optimizer. A training state is that of `step.tx`, which may wrap it.
+    Pipeline stages store the layers in `layer_order`; checkpoints have them in their natural order. A training state is that of
+    `step.tx`, which may wrap `tx`.
     """
 
     config: Config
@@ -136,12 +138,13 @@ class TrainSetup:
 
     @classmethod
     def from_config(cls, config: Config, plan: RampPlan, mesh: Mesh) -> Self:
-        """Build model, optimizer and training step.
-
-        Raises:
-            ConfigError: the mesh does not divide the model, or the devices cannot use host memory as configured.
-        """
-        _check_host_memory(config, mesh)
+        """Build model, optimizer and training step, or refuse a mesh or host memory that the configuration cannot use."""
+        offload = ("parameter_memory_host_offload", "optimizer_memory_host_offload")
+        enabled = [name for name in offload if getattr(config, name)]
+        if enabled and (problem := host_memory_problem(mesh)):
+            raise ConfigError(
+                f"{enabled[0]}=true keeps a part of the state in host memory, but {problem}", key=enabled[0], nearest=(False,)
+            )
         model, splitter = language_model(config).on(mesh), plan.splitter
         rate, loss = learning_rate(config, plan), model_loss(config, model, plan, mesh)
         tx = optimizer(config, rate)
@@ -172,6 +175,7 @@ class TrainSetup:
     def initial_state(self) -> TrainState:
         """Return the state of step 0."""
         init = jax.jit(lambda key: permute_layers(self.model.init(key), self.layer_order), out_shardings=self.param_shardings)
+        wait_for_all(self.mesh)
         params, shards = init(random_key(self.config.init_weights_seed)), self.config.shard_optimizer_over_data
         state = create_state(params, self.step.tx, self.mesh, shard_optimizer_over_data=shards)
         return jax.device_put(state, self._state_shardings(state))
@@ -258,11 +262,21 @@ class Run:
         """
         # Before a process opens data for others, which wait for it.
         check_consistent({name: value for name, value in config.to_dict().items() if name not in PER_PROCESS_KEYS})
-        _check_expansion_factor(config)
+        factor = config.expansion_factor_real_data
+        if factor > 1 and factor.denominator != 1:
+            problem = f"expansion_factor_real_data={float(factor)} must be a whole number of processes, or -1"
+            raise ConfigError(problem, key="expansion_factor_real_data", nearest=(-1, int(factor), int(factor) + 1))
+        if 0 < factor < 1:
+            problem = f"expansion_factor_real_data={float(factor)} below 1 is MaxText's way to resume on fewer hosts"
+            fix = "here a position does not depend on hosts: set it to -1"
+            raise ConfigError(f"{problem}; {fix}", key="expansion_factor_real_data", nearest=(-1,))
         setup = TrainSetup.from_config(config, plan, make_mesh(plan.axes))
-        loading = Loading(factor=max(int(config.expansion_factor_real_data), 1) if jax.process_count() > 1 else 1)
-        train_rows, eval_rows = shared_sources(loading, lambda: sources(config))
-        data = _check_data(train_rows, loading)
+        loading = Loading(factor=max(int(factor), 1) if jax.process_count() > 1 else 1)
+        train_rows, eval_rows = shared_sources(loading, lambda: sources(config.data, config.model))
+        # A process that does not read knows no fingerprints. Process 0 reads.
+        facts = {"num_rows": len(train_rows)} | ({"data": fingerprints(files_of(train_rows))} if loading.reads else {})
+        check_consistent(facts)
+        data = json.loads(broadcast_from_process0("data", json.dumps(facts.get("data"))))
         # The samples that the run can take: with `batch_size_schedule: auto`, as if the batch were the largest from the start.
         num_samples = max([plan.consumed_samples, *(size * plan.total_steps for size in plan.reserved_sizes)])
         loader = BatchLoader(
@@ -286,82 +300,83 @@ class Run:
             writers=metric_writers(config),
         )
 
-    def train(self, on_event: OnEvent = ignore_event) -> Summary:
+    def train(self, on_event: OnEvent = ignore_event, *, should_stop: Callable[[], bool] = lambda: False) -> Summary:
         """Train in the run's folder, to the plan's end or to Ctrl-C or SIGTERM.
 
         Args:
             on_event: called with every event of the run, in process 0 only.
+            should_stop: see `train`.
 
         Raises:
             RampupError: see `Loop`.
         """
-        config = self.setup.config
+        setup, config, plan, saved = self.setup, self.setup.config, self.setup.plan, self.saved
         on_event = on_event if is_primary() else ignore_event
         name = str(run_folder(config.base_output_directory, config.run_name)) if is_primary() else ""
         folder = as_path(broadcast_from_process0("folder", name))
         with own_run(folder):
-            if self.saved is None and find_checkpoint(folder / CHECKPOINT_FOLDER) is not None:
+            if saved is None and find_checkpoint(folder / CHECKPOINT_FOLDER) is not None:
                 raise ConfigError(
                     f"{folder} already has a checkpoint: start `rampup train` again, or give it to Run.from_config, to resume",
                     key="run_name",
                 )
-            return self._train(folder, on_event)
+            on_event(RunPlanned(plan=plan, folder=folder, devices=jax.devices(), num_parameters=setup.model.num_parameters))
+            state = setup.initial_state()
+            to_saved, from_saved = setup.reorder_layers(state)
+            noise = auto = None
+            if config.measure_gradient_noise:
+                half_life = config.gradient_noise_half_life_samples
+                noise = NoiseAverages(default_half_life(plan) if half_life == -1 else half_life)
+                if plan.auto_schedule is not None:
+                    half_life, rows = noise.half_life_samples, plan.ramp.to_rows()
+                    sizes, mode = plan.reserved_sizes, plan.auto_schedule
+                    auto = AutoSchedule(sizes=sizes, mode=mode, half_life_samples=half_life, rows=rows)
 
-    def _train(self, folder: Path, on_event: OnEvent) -> Summary:
-        setup, config, plan = self.setup, self.setup.config, self.setup.plan
-        on_event(RunPlanned(plan=plan, folder=folder, devices=jax.devices(), num_parameters=setup.model.num_parameters))
-        state = setup.initial_state()
-        to_saved, from_saved = setup.reorder_layers(state)
-        noise = _noise_averages(config, plan)
-        auto = _auto_schedule(config, plan, noise)
-        follows = auto is not None and auto.mode == "follow"
-        loop = Loop(
-            plan=plan,
-            step=setup.step,
-            batches=self.loader.batches,
-            batches_of=lambda other: replace(self.loader, plan=other).batches,
-            folder=folder,
-            metrics=MetricOptions(
-                learning_rate=setup.learning_rate.at,
-                tokens_per_sample=config.max_target_length,
-                flops_per_sample=setup.model.flops_per_sample(config.max_target_length),
-                writers=functools.partial(self.writers, folder),
-                skip_nonfinite=config.skip_nonfinite,
+            def describe_rows(step: int) -> list[str]:
                 # A ramp that follows the run grows while it runs.
-                describe_rows=lambda step: self._describe_rows(step, (auto if follows else plan).ramp),
-                noise=noise,
-                auto=auto,
-            ),
-            checkpoints=CheckpointOptions(
-                checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,
-                max_to_keep=config.max_num_checkpoints_to_keep,
-                async_checkpointing=config.async_checkpointing,
-                on_checkpoint_error=config.on_checkpoint_error,  # type: ignore[arg-type]
-                identity={"num_rows": len(self.loader.source), "data": self.data, **config.identity()},
-                extra_metadata={RAMP_RECORD: ramp_record(config, plan)},
-                to_saved=to_saved,
-                from_saved=from_saved,
-            ),
-            evaluation=self.evaluation,
-            on_event=on_event,
-        )
-        saved, ramp = self.saved, None
-        if saved is not None:
-            known = ramp_before(saved.record)
-            ramp = None if known is None else BatchRamp.from_rows(known["ramp"])
-            # A version of rampup that did not have a key behaved as its default does.
-            saved = replace(saved, record={**IDENTITY_DEFAULTS, **saved.record})
-        state, start = loop.restore(state, saved, ramp_before=ramp)
-        if is_primary():
-            # Only now: a run that is refused must leave the configuration of the run in this folder alone.
-            write_config(folder, run_yaml(config, num_devices=plan.num_devices, run_name=folder.name))
-        _, summary = loop.train(state, start)
-        return summary
+                ramp = auto.ramp if auto is not None and auto.mode == "follow" else plan.ramp
+                rows = self.loader.order.rows(range(ramp.samples_before(step), ramp.samples_before(step + 1))).tolist()
+                return [self.loader.source.describe(row) for row in rows]
 
-    def _describe_rows(self, step: int, ramp: BatchRamp) -> list[str]:
-        """Return where each row of a step comes from."""
-        rows = self.loader.order.rows(range(ramp.samples_before(step), ramp.samples_before(step + 1))).tolist()
-        return [self.loader.source.describe(row) for row in rows]
+            loop = Loop(
+                plan=plan,
+                step=setup.step,
+                batches=self.loader.batches,
+                batches_of=lambda other: replace(self.loader, plan=other).batches,
+                folder=folder,
+                metrics=MetricOptions(
+                    learning_rate=setup.learning_rate.at,
+                    tokens_per_sample=config.max_target_length,
+                    flops_per_sample=setup.model.flops_per_sample(config.max_target_length),
+                    writers=functools.partial(self.writers, folder),
+                    skip_nonfinite=config.skip_nonfinite,
+                    describe_rows=describe_rows,
+                ),
+                components=() if noise is None else (noise, *([] if auto is None else [AutoBatch(auto, noise, on_event)])),
+                checkpoints=CheckpointOptions(
+                    checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,
+                    max_to_keep=config.max_num_checkpoints_to_keep,
+                    async_checkpointing=config.async_checkpointing,
+                    on_checkpoint_error=config.on_checkpoint_error,  # type: ignore[arg-type]
+                    identity={"num_rows": len(self.loader.source), "data": self.data, **config.identity()},
+                    extra_metadata={RAMP_RECORD: ramp_record(config, plan)},
+                    to_saved=to_saved,
+                    from_saved=from_saved,
+                ),
+                evaluation=self.evaluation,
+                on_event=on_event,
+                should_stop=should_stop,
+            )
+            ramp = None
+            if saved is not None:
+                known = ramp_before(saved.record)
+                ramp = None if known is None else BatchRamp.from_rows(known["ramp"])
+            state, start = loop.restore(state, saved, ramp_before=ramp)
+            if is_primary():
+                # Only now: a run that is refused must leave the configuration of the run in this folder alone.
+                write_config(folder, run_yaml(config, num_devices=plan.num_devices, run_name=folder.name))
+            _, summary = loop.train(state, start)
+            return summary if auto is None else replace(summary, batch_size_schedule=auto.schedule)
 
 
 def _train_step(config: Config, loss: LossFn | SummableLoss, tx: Any, plan: RampPlan, mesh: Mesh) -> TrainStep:
@@ -379,27 +394,7 @@ def _train_step(config: Config, loss: LossFn | SummableLoss, tx: Any, plan: Ramp
     )
 
 
-def _noise_averages(config: Config, plan: RampPlan) -> NoiseAverages | None:
-    """Return the averages of the gradient noise, if it is measured."""
-    if not config.measure_gradient_noise:
-        return None
-    half_life = config.gradient_noise_half_life_samples
-    return NoiseAverages(default_half_life(plan) if half_life == -1 else half_life)
-
-
-def _auto_schedule(config: Config, plan: RampPlan, noise: NoiseAverages | None) -> AutoSchedule | None:
-    """Return what decides the sizes of `batch_size_schedule: auto`, which needs the noise to be measured."""
-    if config.batch_size_schedule != AUTO_SCHEDULE or noise is None:
-        return None
-    return AutoSchedule(
-        sizes=plan.reserved_sizes,
-        mode=config.auto_schedule,  # type: ignore[arg-type]
-        half_life_samples=noise.half_life_samples,
-        rows=plan.ramp.to_rows(),
-    )
-
-
-def language_model(config: Config) -> LanguageModel:
+def language_model(config: ModelKeys) -> LanguageModel:
     """Return the model that the configuration describes."""
     return LanguageModel.from_config(
         config,
@@ -414,9 +409,9 @@ def language_model(config: Config) -> LanguageModel:
     )
 
 
-def learning_rate(config: Config, plan: RampPlan) -> LearningRate:
+def learning_rate(config: OptimizerKeys, plan: RampPlan) -> LearningRate:
     """Return the learning-rate schedule that the configuration describes."""
-    if config.batch_size_schedule == AUTO_SCHEDULE:
+    if plan.auto_schedule is not None:
         # The rate depends on the step alone: it must be the same whenever the batch grows.
         plan = replace(plan, ramp=BatchRamp.constant(plan.reserved_sizes[0]))
     return LearningRate.from_config(
@@ -424,17 +419,14 @@ def learning_rate(config: Config, plan: RampPlan) -> LearningRate:
         plan,
         peak=config.learning_rate,
         decay_fraction=config.wsd_decay_steps_fraction,
-        decay_style=config.wsd_decay_style,  # type: ignore[arg-type]
+        decay_style=config.wsd_decay_style,
     )
 
 
 def optimizer(config: Config, rate: LearningRate, run_plan: RampPlan | None = None) -> optax.GradientTransformation:
     """Return the optimizer that the configuration describes; its constants follow the batches of the rate's plan.
 
-    Args:
-        config: the configuration.
-        rate: the learning rate.
-        run_plan: the plan whose length the constants depend on; None = that of the rate.
+    Their length is that of `run_plan`, by default the rate's.
     """
     scaling, adam = adam_scaling(config, run_plan or rate.plan), None
     if scaling.is_active:
@@ -466,12 +458,8 @@ def phase_hyperparameters(config: Config, plan: RampPlan) -> list[dict[str, floa
     return rows
 
 
-def metric_writers(config: Config) -> Callable[[Path, int], list[MetricWriter]]:
-    """Return a function from a run's folder and first step to the configured writers.
-
-    Raises:
-        MissingDependencyError: a package that they need is not installed.
-    """
+def metric_writers(config: RunKeys) -> Callable[[Path, int], list[MetricWriter]]:
+    """Return a function from a run's folder and first step to the configured writers, whose packages must be installed."""
     makers: list[Callable[[Path, int], MetricWriter]] = []
     if config.enable_tensorboard:
         required("tensorboardX")
@@ -500,30 +488,58 @@ def model_loss(config: Config, model: LanguageModel, plan: RampPlan, mesh: Mesh)
     return replace(loss, **types)
 
 
-def _num_eval_batches(config: Config, num_rows: int, batch_size: int) -> int:
-    """Return the batches of an evaluation on held-out rows."""
-    available = num_rows // batch_size
+def sources(data: DataKeys, model: ModelKeys) -> tuple[RowSource, RowSource]:
+    """Return the rows to train on and those to evaluate on."""
+    return open_sources(
+        data.dataset_type,
+        train_files=data.grain_train_files,
+        eval_files=data.grain_eval_files,
+        holdout_fraction=data.eval_holdout_fraction,
+        sequence_length=model.max_target_length,
+        vocab_size=model.vocab_size,
+        token_dtype=data.token_dtype,
+    )
+
+
+def sample_order(config: DataKeys, num_rows: int, consumed_samples: int) -> SampleOrder:
+    """Return the order of the training rows, or refuse more samples than `num_epoch` passes contain."""
+    seed = config.data_shuffle_seed if config.enable_data_shuffling else None
+    order = SampleOrder(num_rows, seed=seed, num_epochs=None if config.num_epoch == -1 else config.num_epoch)
+    order.check(consumed_samples)
+    return order
+
+
+def rows_of_step(config: Config, plan: RampPlan, step: int) -> list[dict[str, Any]]:
+    """Return the samples that a step reads: number of the sample, row, and where the row comes from."""
+    if not 0 <= step < plan.total_steps:
+        raise ConfigError(
+            f"step={step} must be from 0 to {plan.total_steps - 1}", key="step", nearest=(0, plan.total_steps - 1)
+        )
+    rows, _ = sources(config.data, config.model)
+    order = sample_order(config, len(rows), plan.ramp.samples_before(step + 1))
+    samples = zip(plan.rows(step), order.rows(plan.rows(step)).tolist(), strict=True)
+    return [{"sample": sample, "row": row, "source": rows.describe(row)} for sample, row in samples]
+
+
+def _evaluation(config: RunKeys, setup: TrainSetup, rows: RowSource, loading: Loading) -> EvalOptions:
+    """Return the evaluation: the weighted mean loss over the same held-out rows every time."""
+    size = setup.plan.eval_global_batch_size
+    assert size is not None  # None only with eval_interval=-1
+    available = len(rows) // size
     wanted = available if config.eval_steps == -1 else config.eval_steps
     if wanted == DEFAULTS["eval_steps"]:
         # The default suits small files too, also if it is written in a file. Any other number is an error if there are fewer.
         wanted = min(wanted, max(available, 1))
-    if 1 <= wanted <= available:
-        return wanted
-    needs = f"eval_steps={wanted} batches" if wanted > 1 else "a batch"
-    fix = f"eval_steps={available}, " if available else ""
-    raise DataError(
-        f"evaluation needs {needs} of {batch_size} rows, but {num_rows:,} rows are held out, {available} batches; set {fix}a "
-        "smaller eval_per_device_batch_size, a larger eval_holdout_fraction, or eval_interval=-1",
-        key="eval_steps" if available else "eval_per_device_batch_size",
-        nearest=(available,) if available else (),
-    )
-
-
-def _evaluation(config: Config, setup: TrainSetup, rows: RowSource, loading: Loading) -> EvalOptions:
-    """Return the evaluation: the weighted mean loss over the same held-out rows every time."""
-    size = setup.plan.eval_global_batch_size
-    assert size is not None  # None only with eval_interval=-1
-    step, plan = setup.evaluation(size, _num_eval_batches(config, len(rows), size))
+    if not 1 <= wanted <= available:
+        needs = f"eval_steps={wanted} batches" if wanted > 1 else "a batch"
+        fix = f"eval_steps={available}, " if available else ""
+        raise DataError(
+            f"evaluation needs {needs} of {size} rows, but {len(rows):,} rows are held out, {available} batches; set {fix}a "
+            "smaller eval_per_device_batch_size, a larger eval_holdout_fraction, or eval_interval=-1",
+            key="eval_steps" if available else "eval_per_device_batch_size",
+            nearest=(available,) if available else (),
+        )
+    step, plan = setup.evaluation(size, wanted)
     order = SampleOrder(len(rows), seed=None)
     loader = BatchLoader(source=rows, plan=plan, mesh=setup.mesh, order=order, loading=loading)
 
@@ -534,41 +550,3 @@ def _evaluation(config: Config, setup: TrainSetup, rows: RowSource, loading: Loa
         return {"eval_loss": float(loss / weight), "eval_tokens": int(weight)}
 
     return EvalOptions(evaluate=evaluate, eval_interval=config.eval_interval)
-
-
-def _check_data(rows: RowSource, loading: Loading) -> dict[str, str]:
-    """Check that all processes have the same training data, and return the fingerprints of its files."""
-    # A process that does not read knows no fingerprints. Process 0 reads.
-    facts = {"num_rows": len(rows)} | ({"data": fingerprints(files_of(rows))} if loading.reads else {})
-    check_consistent(facts)
-    found: dict[str, str] = json.loads(broadcast_from_process0("data", json.dumps(facts.get("data"))))
-    return found
-
-
-def _check_host_memory(config: Config, mesh: Mesh) -> None:
-    """Refuse to keep a part of the state in host memory where the devices cannot use it."""
-    offload = ("parameter_memory_host_offload", "optimizer_memory_host_offload")
-    enabled = [name for name in offload if getattr(config, name)]
-    problem = host_memory_problem(mesh) if enabled else None
-    if problem:
-        raise ConfigError(
-            f"{enabled[0]}=true keeps a part of the state in host memory, but {problem}", key=enabled[0], nearest=(False,)
-        )
-
-
-def _check_expansion_factor(config: Config) -> None:
-    """Refuse values of `expansion_factor_real_data` with which a run can be planned but not trained."""
-    factor = config.expansion_factor_real_data
-    if factor > 1 and factor.denominator != 1:
-        raise ConfigError(
-            f"expansion_factor_real_data={float(factor)} must be a whole number of processes, or -1",
-            key="expansion_factor_real_data",
-            nearest=(-1, int(factor), int(factor) + 1),
-        )
-    if 0 < factor < 1:
-        raise ConfigError(
-            f"expansion_factor_real_data={float(factor)} below 1 is MaxText's way to resume on fewer hosts; here a position "
-            "does not depend on hosts: set it to -1",
-            key="expansion_factor_real_data",
-            nearest=(-1,),
-        )

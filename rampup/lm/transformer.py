@@ -2,7 +2,8 @@
 
 Pre-norm blocks of grouped-query attention with rotary positions and a gated feed-forward layer.
 Shape suffixes: B rows, T positions, E width, H query heads, G key/value heads, N query heads per key/value head, D head width,
-S positions attended to, F feed-forward width, V vocabulary, L layers.
+S positions attended to, F feed-forward width, V vocabulary, L layers; N tiles of the vocabulary, C columns of one tile, P parts
+of the vocabulary on several devices.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from rampup.engine.accumulate import AccumulatedLoss
+from rampup.engine.mesh import FSDP, STAGE, TENSOR, constrain, manual_size, replicated
+from rampup.engine.pipeline import PipelinedLoss
+from rampup.engine.zero import gather
 from rampup.errors import ConfigError
 from rampup.lm.attention import attend
-from rampup.lm.losses import cross_entropy, tiled_cross_entropy
 from rampup.plan.numbers import divisors, nearest_in, nearest_multiples
-from rampup.run.accumulate import AccumulatedLoss
-from rampup.run.mesh import FSDP, STAGE, TENSOR, constrain, manual_size, replicated
-from rampup.run.pipeline import PipelinedLoss
-from rampup.run.torus import gather
 
 # Weights as they are used, gathered from all devices of the fsdp axis. They are gathered again in the backward pass.
 GATHERED = "gathered_weights"
@@ -62,13 +62,8 @@ _LAYER_SPECS = {
 class Block(nn.Module):
     """One layer: attention and feed-forward, each with its norm and residual connection.
 
-    Attributes:
-        num_heads, num_kv_heads, mlp_dim: sizes H, G and F.
-        dropout_rate: fraction of the output of attention and of the feed-forward layer that training drops.
-        dtype: dtype of the activations.
-        param_dtype: dtype of the parameters.
-        attention: see `rampup.lm.attention.attend`.
-        mesh: the devices that the layer runs on, or None if they are not known.
+    H, G and F are `num_heads`, `num_kv_heads` and `mlp_dim`. `dropout_rate` is the fraction of the output of each part that
+    training drops. `dtype` is the type of the activations. For `attention` and `mesh` see `rampup.lm.attention.attend`.
     """
 
     num_heads: int
@@ -132,7 +127,7 @@ class LanguageModel:
         remat_policy: one of `REMAT_POLICIES`.
         scan_layers: run the layers in a loop, so that the time to compile does not grow with their number. False repeats them.
         attention: see `rampup.lm.attention.attend`.
-        num_vocab_tiling: tiles of the vocabulary of which the loss has one at a time.
+        num_vocab_tiling: number of vocabulary tiles; the loss holds the logits of one tile at a time.
         activations: sharding of the activations (B, T, E) of one replica, or None to leave it to the compiler.
 
     Example:
@@ -191,14 +186,11 @@ class LanguageModel:
         return sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(self.init, jax.random.key(0))))
 
     def flops_per_sample(self, length: int) -> int:
-        """Return the floating-point operations of a training step on one sample.
+        """Return the floating-point operations of a training step on one sample of `length` tokens.
 
         For each token, 6 for each parameter of a matrix product and 12 · layers · width · length for its attention
         (Chowdhery et al., "PaLM", 2022, appendix B). Activations that `remat_policy` recomputes are not counted, and causal
         attention counts as much as full attention.
-
-        Args:
-            length: tokens of the sample.
         """
         # An embedding look-up is no matrix product, and norms are too small to count.
         looked_up = 0 if self.tied else self.vocab_size * self.width
@@ -331,12 +323,9 @@ class LanguageModel:
         return AccumulatedLoss(self.loss, param_shardings=self.shardings(mesh) if mesh.shape[FSDP] > 1 else None)
 
     def pipelined(self, num_repeats: int, *, keep: str = "nothing") -> PipelinedLoss:
-        """Return the loss as the parts that pipeline stages run.
+        """Return the loss as the parts that pipeline stages run, each with `num_repeats` chunks of layers.
 
-        Args:
-            num_repeats: layer chunks per stage.
-            keep: what a stage keeps of a microbatch for its backward pass besides its input: `nothing`, or `dots` (the results
-                of matrix products).
+        For its backward pass, a stage keeps of a microbatch besides its input `nothing`, or `dots`: results of matrix products.
         """
 
         def first(params: Mapping[str, Any], batch: Mapping[str, jax.Array], keys_B: jax.Array) -> jax.Array:
@@ -359,11 +348,7 @@ class LanguageModel:
         return replace(self, activations=NamedSharding(mesh, PartitionSpec(FSDP)))
 
     def shardings(self, mesh: Mesh) -> dict[str, Any]:
-        """Return the shardings of the parameters over the stage, fsdp and tensor axes.
-
-        Raises:
-            ConfigError: these axes do not divide a size.
-        """
+        """Return the shardings of the parameters over stage, fsdp and tensor, or refuse axes that do not divide a size."""
         self._check_divisible(mesh)
         layers = jax.eval_shape(self.init, jax.random.key(0))["layers"]
 
@@ -392,11 +377,8 @@ class LanguageModel:
         for key, size, axes in rules:
             ways = math.prod(mesh.shape[axis] for axis in axes)
             if size % ways:
-                raise ConfigError(
-                    f"{key}={size} must be a multiple of the devices on the axes {' and '.join(axes)}, {ways}",
-                    key=key,
-                    nearest=nearest_multiples(size, ways),
-                )
+                problem = f"{key}={size} must be a multiple of the devices on the axes {' and '.join(axes)}, {ways}"
+                raise ConfigError(problem, key=key, nearest=nearest_multiples(size, ways))
         parts = 1 if self.tied else mesh.shape[TENSOR]
         if self.vocab_size % (parts * self.num_vocab_tiling):
             raise ConfigError(
@@ -429,3 +411,54 @@ def _turn(x_BTHD: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     half = x_BTHD.shape[-1] // 2
     a, b = x_BTHD[..., :half], x_BTHD[..., half:]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def cross_entropy(logits_BTV: jax.Array, targets_BT: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return (sum of -log p(target), number of targets that count). The first `length` targets of a row count."""
+    # A sum over the vocabulary instead of a gather, which stays local if the vocabulary is sharded over the tensor axis.
+    is_target_BTV = targets_BT[..., None] == jnp.arange(logits_BTV.shape[-1])
+    log_p_BT = jnp.sum(jnp.where(is_target_BTV, logits_BTV, 0), -1) - jax.nn.logsumexp(logits_BTV, -1)
+    return _sum_over_targets(log_p_BT, length_B)
+
+
+def tiled_cross_entropy(
+    x_BTE: jax.Array,
+    kernel_EV: jax.Array,
+    targets_BT: jax.Array,
+    length_B: jax.Array,
+    *,
+    num_tiles: int,
+    prepare: Callable[[jax.Array], jax.Array],
+    num_parts: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """Return `cross_entropy` of the logits x @ kernel, holding the logits of one tile of the vocabulary at a time.
+
+    The backward pass computes each tile again, one more matrix product. The tiles are of the vocabulary and not of the
+    positions, so that each tile of the kernel is gathered, and its gradient reduced, only once. x is the normalized output of
+    the last layer, and `prepare` converts a part (E, ...) of the stored kernel for the product, such as to another type. If the
+    vocabulary is sharded over `num_parts` devices, a tile takes as many columns from each: `num_tiles * num_parts` divides V.
+    """
+    V = kernel_EV.shape[1]
+    # The gradient of x is the sum over all tiles; in this type it is summed.
+    x_BTE, dtype = x_BTE.astype(jnp.promote_types(x_BTE.dtype, jnp.float32)), x_BTE.dtype
+
+    def tiles(columns: jax.Array) -> jax.Array:
+        return jnp.moveaxis(columns.reshape(*columns.shape[:-1], num_parts, num_tiles, -1), -2, 0)
+
+    @jax.checkpoint
+    def of_tile(x_BTE: jax.Array, tile: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        kernel_EPC, tokens_PC = tile
+        logits_BTPC = jnp.einsum("bte,epc->btpc", x_BTE.astype(dtype), prepare(kernel_EPC)).astype(x_BTE.dtype)
+        is_target_BTPC = targets_BT[..., None, None] == tokens_PC
+        return jnp.sum(jnp.where(is_target_BTPC, logits_BTPC, 0), (-2, -1)), jax.nn.logsumexp(logits_BTPC, (-2, -1))
+
+    def scan_tile(carry: Any, tile: Any) -> Any:
+        return carry, of_tile(x_BTE, tile)
+
+    target_NBT, norm_NBT = jax.lax.scan(scan_tile, None, (tiles(kernel_EV), tiles(jnp.arange(V))))[1]
+    return _sum_over_targets(jnp.sum(target_NBT, 0) - jax.nn.logsumexp(norm_NBT, 0), length_B)
+
+
+def _sum_over_targets(log_p_BT: jax.Array, length_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    counts_BT = jnp.arange(log_p_BT.shape[1]) < length_B[:, None]
+    return -jnp.sum(jnp.where(counts_BT, log_p_BT, 0)), jnp.sum(counts_BT).astype(log_p_BT.dtype)

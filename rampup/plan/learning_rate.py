@@ -1,19 +1,31 @@
-"""The learning rate during a ramp: its scale in each phase, and the clock of its schedule."""
+"""The learning rate during a ramp: its scale in each phase, and the clock of its schedule.
+
+Seesaw: cuts of the learning rate that become growth of the batch (Meterez et al. 2025, arXiv 2510.14717).
+
+A schedule that cuts the learning rate by a at a batch B behaves like one that cuts it by sqrt(a) and makes the batch a times
+larger, as long as the noise of the gradient dominates; the second takes fewer steps. For SGD, the batch takes the whole cut
+(Smith et al. 2017, arXiv 1711.00489). In general, the rate is `level * growth**exponent`: `level` is the rate of the planned
+schedule relative to its peak and `growth` the batch relative to the planned one. So a batch that is capped or rounded leaves
+the rest of the cut to the rate.
+"""
 
 from __future__ import annotations
 
+import bisect
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
 
-from rampup.errors import choice_error
-from rampup.plan.ramp import BatchRamp
-from rampup.plan.seesaw import Seesaw
+from rampup.errors import RampDefinitionError, choice_error
+from rampup.plan.ramp import BatchRamp, check_num_phases
 
 BatchScaling = Literal["none", "sqrt", "linear"]
 BATCH_SCALING: tuple[BatchScaling, ...] = ("none", "sqrt", "linear")
 Clock = Literal["steps", "samples"]
 CLOCKS: tuple[Clock, ...] = ("steps", "samples")
+# Cuts of the rate in one schedule. With a factor near 1 there would be as many as there are samples.
+MAX_CUTS = 10_000
 
 
 def learning_rate_scale(global_batch_size: int, reference_size: int, scaling: BatchScaling) -> float:
@@ -106,6 +118,9 @@ def clock_segments(
     if clock not in CLOCKS:
         raise choice_error("learning_rate_clock", clock, CLOCKS)
     total = schedule_steps if clock == "steps" else ramp.samples_before(schedule_steps)
+    if clock == "samples" and seesaw is not None and seesaw.schedule_samples is not None:
+        # The steps of the grown batches may take more samples than are planned.
+        total = seesaw.schedule_samples
     reference = reference_size or (seesaw.base if seesaw else ramp).sizes[-1]
 
     def segment(start: Any, size: int, scale: float, level: float | None = None) -> ClockSegment:
@@ -132,3 +147,175 @@ def clock_segments(
         segment(phase, phase.global_batch_size, learning_rate_scale(phase.global_batch_size, reference, scaling))
         for phase in ramp.phases
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """One cut of the planned learning rate."""
+
+    sample: int  # the first step at or past this sample has the new rate
+    level: float  # the planned rate from there on, relative to its peak
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateStep:
+    """Steps of one batch size and one learning rate."""
+
+    start_step: int
+    start_sample: int
+    global_batch_size: int
+    base_batch_size: int  # the batch of the planned schedule at this sample
+    level: float  # the rate of the planned schedule relative to its peak
+    scale: float  # the factor on `level` that the growth of the batch gives
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seesaw:
+    """A ramp and a stepwise learning rate in which the batch grows with every cut of the rate.
+
+    Attributes:
+        base: the planned ramp.
+        cuts: the cuts of the planned learning rate, in order.
+        ramp: the ramp that results (derived, unless a checkpoint has it).
+        max_batch_size: the largest batch that grows; None = no limit. From there on, a cut is one of the rate alone.
+        multiple: batches that grow are rounded down to a multiple of this number of samples.
+        total_samples: samples of the run. A batch does not grow beyond the samples that are left.
+        schedule_samples: planned samples of the learning-rate schedule, from which the cuts come and over which the warm-up is
+            measured. None: those of its steps in `ramp`, which may be more by a part of the last batch.
+        exponent: 1/2 for Adam, 1 for SGD.
+
+    Raises:
+        RampDefinitionError: the cuts are not in order, or the limits contradict the planned ramp.
+
+    Example:
+        >>> cuts = stepwise_cuts(factor=2, at=[4096, 8192, 12288])
+        >>> seesaw = Seesaw(base=BatchRamp.constant(8), cuts=cuts, max_batch_size=32)
+        >>> [(step.start_step, step.global_batch_size, round(step.level * step.scale, 4)) for step in seesaw.steps]
+        [(0, 8, 1.0), (512, 16, 0.7071), (768, 32, 0.5), (896, 32, 0.25)]
+    """
+
+    base: BatchRamp
+    cuts: tuple[Cut, ...]
+    ramp: BatchRamp = None  # type: ignore[assignment]  # never None after __post_init__
+    max_batch_size: int | None = None
+    multiple: int = 1
+    total_samples: int | None = None
+    schedule_samples: int | None = None
+    exponent: float = 0.5
+    steps: tuple[RateStep, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        samples, levels = [cut.sample for cut in self.cuts], [1.0, *(cut.level for cut in self.cuts)]
+        if samples != sorted(set(samples)) or (samples and samples[0] < 1):
+            raise RampDefinitionError(f"the cuts of a schedule must be at increasing samples from 1 on: {samples[:10]}")
+        if levels != sorted(levels, reverse=True) or levels[-1] < 0:
+            raise RampDefinitionError(f"the cuts of a schedule must lower the rate: {levels[:10]}")
+        largest = max(self.base.sizes)
+        if self.max_batch_size is not None and self.max_batch_size < largest:
+            raise RampDefinitionError(
+                f"seesaw_max_batch_size={self.max_batch_size} must be at least the largest planned batch, {largest}",
+                key="seesaw_max_batch_size",
+                nearest=(largest,),
+            )
+        check_num_phases(len(self.base.phases) + len(self.cuts), key="seesaw_factor")
+        if self.ramp is None:
+            object.__setattr__(self, "ramp", self._grown())
+        object.__setattr__(self, "steps", tuple(self._rate_steps()))
+
+    def _grown(self) -> BatchRamp:
+        """Return the planned ramp with a larger batch after every cut."""
+        pairs: list[tuple[int, int]] = []
+        for start in sorted({phase.start_sample for phase in self.base.phases} | {cut.sample for cut in self.cuts}):
+            base = self._base_size(start)
+            # A relative error of 1e-9 must not round 2 * 8 down to 15.
+            wanted = base / max(self._level(start), 1e-18) * (1 + 1e-9)
+            wanted = wanted if self.max_batch_size is None else min(wanted, self.max_batch_size)
+            size = max(int(wanted) // self.multiple * self.multiple, base)
+            if self.total_samples is not None and size > self.total_samples - start:
+                size = min(size, max(base, pairs[-1][1] if pairs else base))
+            pairs.append((start, size))
+        return BatchRamp.piecewise(pairs)
+
+    def _base_size(self, sample: int) -> int:
+        return self.base.phase_of_sample(sample).global_batch_size
+
+    def _level(self, sample: int) -> float:
+        index = bisect.bisect_right(self.cuts, sample, key=lambda cut: cut.sample)
+        return self.cuts[index - 1].level if index else 1.0
+
+    def _rate_steps(self) -> Iterable[RateStep]:
+        phases = {phase.start_step for phase in self.ramp.phases}
+        # A cut takes effect with the first step that starts at or past its sample.
+        for step in sorted(phases | {self.ramp.step_of_sample(cut.sample - 1) + 1 for cut in self.cuts}):
+            sample, size = self.ramp.samples_before(step), self.ramp.global_batch_size_at(step)
+            base = self._base_size(sample)
+            yield RateStep(
+                start_step=step,
+                start_sample=sample,
+                global_batch_size=size,
+                base_batch_size=base,
+                level=self._level(sample),
+                scale=float((size / base) ** self.exponent),
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint needs in addition to the ramp."""
+        cuts = [[cut.sample, cut.level] for cut in self.cuts]
+        rows = self.base.to_rows()
+        return {"base": rows, "cuts": cuts, "schedule_samples": self.schedule_samples, "exponent": self.exponent}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any], ramp: BatchRamp) -> Self:
+        """Return the transform of a checkpoint, with its ramp."""
+        cuts = tuple(Cut(sample=int(sample), level=float(level)) for sample, level in record["cuts"])
+        base, samples = BatchRamp.from_rows(record["base"]), record.get("schedule_samples")
+        return cls(base=base, cuts=cuts, ramp=ramp, schedule_samples=samples, exponent=record["exponent"])
+
+
+def stepwise_cuts(*, factor: float, at: Sequence[int]) -> tuple[Cut, ...]:
+    """Return the cuts of a schedule that divides the rate by `factor` at each of the given samples.
+
+    Example:
+        >>> stepwise_cuts(factor=2, at=[100])
+        (Cut(sample=100, level=0.5),)
+    """
+    return tuple(Cut(sample=sample, level=float(factor) ** -(k + 1)) for k, sample in enumerate(at))
+
+
+def discretize(rate: Callable[[float], float], *, factor: float, total_samples: int) -> tuple[Cut, ...]:
+    """Return the cuts by `factor` that follow a decay: cut k is where the rate has fallen to `factor**-k`.
+
+    Args:
+        rate: from the fraction of the samples (0 to 1) to the rate relative to its peak. It must not increase.
+        factor: above 1.
+        total_samples: samples of the whole schedule.
+
+    Example:
+        >>> import math
+        >>> [cut.sample for cut in discretize(lambda t: math.cos(math.pi / 2 * t), factor=2, total_samples=1200)]
+        [800, 1007, 1105, 1153, 1177, 1189, 1195, 1198, 1199]
+    """
+    if not 1 < factor < float("inf"):
+        raise RampDefinitionError(f"seesaw_factor={factor} must be above 1", key="seesaw_factor", nearest=(2,))
+    cuts: list[Cut] = []
+    k, end = 1, rate(1.0)
+    while (level := float(factor) ** -k) >= end:
+        low, high = (cuts[-1].sample if cuts else 0), total_samples
+        # A rate that is mathematically at the level may be above it in floating point.
+        reached = level * (1 + 1e-12)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if rate(middle / total_samples) <= reached else (middle + 1, high)
+        if low >= total_samples:
+            break
+        if cuts and cuts[-1].sample == low:
+            cuts.pop()
+        cuts.append(Cut(sample=low, level=level))
+        if len(cuts) > MAX_CUTS:
+            raise RampDefinitionError(
+                f"seesaw_factor={factor} gives more than {MAX_CUTS:,} cuts of the learning rate; use a larger factor",
+                key="seesaw_factor",
+                nearest=(2,),
+            )
+        k += 1
+    return tuple(cuts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, raise_together
@@ -88,53 +88,41 @@ class MeshAxes:
         ici = dict.fromkeys(AXES, 1) | dict(ici)
         dcn = dict.fromkeys(AXES, 1) | dict(dcn or {})
         raise_together([*_check_group("ici", ici), *_check_group("dcn", dcn)])
-        request = _AxisRequest(num_devices=num_devices, num_slices=num_slices, ici=ici, dcn=dcn)
         try:
-            return cls(**request.infer())
+            return cls(**_infer(num_devices, num_slices, ici, dcn))
         except BatchDivisibilityError as error:
-            candidates = [*error.nearest]
-            if error.key == "num_devices":
+            candidates, key = [*error.nearest], error.key
+            if key == "num_devices":
                 slices = _known_product(dcn) if num_slices == AUTO else num_slices
                 candidates += nearest_multiples(num_devices, _known_product(ici) * slices)
-            error.nearest = tuple(value for value in candidates if request.allows(error.key, value))
+
+            def is_legal(value: Any) -> bool:
+                """Return whether all sizes would fit with another value of the key."""
+                groups = {"ici": ici, "dcn": dcn}
+                changed = [{a: value if _key(g, a) == key else size for a, size in groups[g].items()} for g in groups]
+                try:
+                    _infer(value if key == "num_devices" else num_devices, num_slices, *changed)
+                except BatchDivisibilityError:
+                    return False
+                return True
+
+            error.nearest = tuple(filter(is_legal, candidates))
             raise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AxisRequest:
-    """Requested axis sizes. At most one per group may be -1 (inferred)."""
-
-    num_devices: int
-    num_slices: int
-    ici: Mapping[str, int]
-    dcn: Mapping[str, int]
-
-    def infer(self) -> dict[str, Any]:
-        """Return the size of every axis over all slices, and the slices along each axis."""
-        num_slices = self.num_slices
-        if num_slices == AUTO:
-            if AUTO in self.ici.values() or AUTO not in self.dcn.values():
-                num_slices = _known_product(self.dcn)
-            else:
-                num_slices = _divide(self.num_devices, _known_product(self.ici), "num_devices", _product("ici", self.ici))
-        devices_per_slice = _divide(self.num_devices, num_slices, "num_devices", "the number of slices")
-        what = f"devices per slice (num_devices={self.num_devices} / {num_slices} slices)"
-        within = _infer_group(self.ici, devices_per_slice, "ici", what)
-        between = _infer_group(self.dcn, num_slices, "dcn", "the number of slices")
-        sizes: dict[str, Any] = {axis: within[axis] * between[axis] for axis in AXES}
-        return sizes | {"slices": tuple(between[axis] for axis in AXES)}
-
-    def allows(self, key: str | None, value: object) -> bool:
-        """Return whether all sizes would fit with another value of one key."""
-        changed: dict[str, Any] = {key: value} if key in ("num_devices", "num_slices") else {}
-        for group in ("ici", "dcn"):
-            sizes = getattr(self, group)
-            changed[group] = {axis: value if _key(group, axis) == key else size for axis, size in sizes.items()}
-        try:
-            replace(self, **changed).infer()
-        except BatchDivisibilityError:
-            return False
-        return True
+def _infer(num_devices: int, num_slices: int, ici: Mapping[str, int], dcn: Mapping[str, int]) -> dict[str, Any]:
+    """Return the size of every axis over all slices, and the slices along each axis."""
+    if num_slices == AUTO:
+        if AUTO in ici.values() or AUTO not in dcn.values():
+            num_slices = _known_product(dcn)
+        else:
+            num_slices = _divide(num_devices, _known_product(ici), "num_devices", _product("ici", ici))
+    devices_per_slice = _divide(num_devices, num_slices, "num_devices", "the number of slices")
+    what = f"devices per slice (num_devices={num_devices} / {num_slices} slices)"
+    within = _infer_group(ici, devices_per_slice, "ici", what)
+    between = _infer_group(dcn, num_slices, "dcn", "the number of slices")
+    sizes: dict[str, Any] = {axis: within[axis] * between[axis] for axis in AXES}
+    return sizes | {"slices": tuple(between[axis] for axis in AXES)}
 
 
 def _known_product(sizes: Mapping[str, int]) -> int:
@@ -160,24 +148,18 @@ def _infer_group(sizes: Mapping[str, int], total: int, group: str, what: str) ->
         rest = _divide(total, known, what, _product(group, sizes))
         return {axis: rest if size == AUTO else size for axis, size in sizes.items()}
     if known != total:
-        key, nearest = _find_single_fix(group, sizes, total)
+        # The key of a single change that fixes the group, with its value; otherwise the first key that is set.
+        first = next((axis for axis in sizes if sizes[axis] != 1), "data")
+        order = sorted(sizes, key=lambda axis: sizes[axis] == 1)
+        fixed = next((axis for axis in order if total * sizes[axis] % known == 0), None)
         raise BatchDivisibilityError(
             f"{_product(group, sizes)} = {known} must be {what} = {total}; set one {group}_*_parallelism to -1 (the rest)",
             value=known,
             divisor=total,
-            key=key,
-            nearest=nearest,
+            key=_key(group, fixed or first),
+            nearest=() if fixed is None else (total * sizes[fixed] // known,),
         )
     return dict(sizes)
-
-
-def _find_single_fix(group: str, sizes: Mapping[str, int], total: int) -> tuple[str, tuple[int, ...]]:
-    """Return the key of a single change that would fix the group, and its value; otherwise the first key that is set."""
-    known = math.prod(sizes.values())
-    for axis in sorted(sizes, key=lambda axis: sizes[axis] == 1):
-        if total * sizes[axis] % known == 0:
-            return _key(group, axis), (total * sizes[axis] // known,)
-    return next((_key(group, axis) for axis, size in sizes.items() if size != 1), _key(group, "data")), ()
 
 
 def _divide(total: int, part: int, what: str, parts: str) -> int:

@@ -1,27 +1,57 @@
-"""MaxText's ramp keys, which are sizes per device, as a `BatchRamp`."""
+"""MaxText's ramp keys, which are sizes per device, as a `BatchRamp`, and its manager of batch sizes."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Self
 
-from rampup.errors import BatchDivisibilityError, RampDefinitionError, RampupError, choice_error, raise_together
-from rampup.moved import moved_names
+from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError, choice_error, raise_together
 from rampup.plan.numbers import divisors, exact_fraction, nearest_in, nearest_multiples, to_yaml_number
-from rampup.plan.ramp import BatchRamp, check_num_phases
+from rampup.plan.ramp import BatchRamp, Phase, check_num_phases
 from rampup.plan.split import BatchSplitter
 
+if TYPE_CHECKING:
+    from rampup.plan.plan import RampPlan
+
 START, INCREMENT, END = "per_device_batch_size_start", "per_device_batch_size_increment", "per_device_batch_size"
+SAMPLES = "global_rampup_samples"
 SCHEDULE_UNITS = ("samples", "tokens")
+# The attributes of a configuration that `RampupBatchManager` reads.
+_ATTRIBUTES = (
+    *(START, INCREMENT, END, SAMPLES, "gradient_accumulation_steps", "rampup_carry_overshoot"),
+    *("batch_size_schedule", "batch_size_schedule_unit", "max_target_length"),
+)
+
+# `batch_size_schedule: auto` in a configuration: what it implies, and the sizes. `rampup.batch_size.auto` decides.
+AutoMode = Literal["advise", "follow"]
+MODES: tuple[AutoMode, ...] = ("advise", "follow")
+# The value of `batch_size_schedule` that follows the measurement.
+AUTO_SCHEDULE = "auto"
+# The keys that it needs, each with the only value that works: nothing before the run may depend on batches decided later.
+AUTO_IMPLIES = {"enable_rampup_batch_size": False, "measure_gradient_noise": True, "learning_rate_clock": "steps"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RampKeys:
-    """The configuration's keys that describe its ramp.
+def ramp_from_config(
+    *,
+    num_devices: int,
+    per_device_batch_size: object,
+    gradient_accumulation_steps: int = 1,
+    enable_rampup_batch_size: bool = False,
+    per_device_batch_size_start: object = None,
+    per_device_batch_size_increment: object = None,
+    global_rampup_samples: object = None,
+    rampup_carry_overshoot: bool = False,
+    batch_size_schedule: str | None = None,
+    batch_size_schedule_unit: str = "samples",
+    max_target_length: int | None = None,
+    budget: int | Fraction | None = None,
+    splitter: BatchSplitter | None = None,
+) -> BatchRamp:
+    """Return the ramp that the configuration's keys describe.
 
-    Attributes:
+    Args:
+        num_devices: devices of the run. A global batch is devices * size per device * gradient_accumulation_steps.
         per_device_batch_size: samples per device and accumulation step after the ramp. May be fractional.
         gradient_accumulation_steps: G, a factor of every batch.
         enable_rampup_batch_size: whether the batch grows linearly. Without it and without a schedule, B is constant.
@@ -32,36 +62,8 @@ class RampKeys:
         batch_size_schedule: see `BatchRamp.from_schedule`. Its sizes are B itself, so they include G.
         batch_size_schedule_unit: the unit of its thresholds, `samples` or `tokens`.
         max_target_length: tokens per sample, for thresholds in tokens.
-    """
-
-    per_device_batch_size: object
-    gradient_accumulation_steps: int = 1
-    enable_rampup_batch_size: bool = False
-    per_device_batch_size_start: object = None
-    per_device_batch_size_increment: object = None
-    global_rampup_samples: object = None
-    rampup_carry_overshoot: bool = False
-    batch_size_schedule: str | None = None
-    batch_size_schedule_unit: str = "samples"
-    max_target_length: int | None = None
-
-
-def ramp_from_config(
-    keys: RampKeys | None = None,
-    *,
-    num_devices: int,
-    budget: int | Fraction | None = None,
-    splitter: BatchSplitter | None = None,
-    **values: Any,
-) -> BatchRamp:
-    """Return the ramp that the configuration's keys describe.
-
-    Args:
-        keys: the keys.
-        num_devices: devices of the run. A global batch is devices * size per device * gradient_accumulation_steps.
         budget: samples of the whole run, for thresholds that are shares of it.
         splitter: if given, sizes must be legal for it, and so are the nearest sizes in errors.
-        values: attributes of `RampKeys`, instead of `keys` or in place of some of them.
 
     Raises:
         RampDefinitionError, BatchDivisibilityError: If the keys are invalid. One error has all problems and the nearest legal
@@ -73,33 +75,39 @@ def ramp_from_config(
         >>> ramp.sizes
         (4, 8, 12, 16)
     """
-    if unknown := values.keys() - {key.name for key in fields(RampKeys)}:
-        raise TypeError(f"ramp_from_config() got unexpected keys: {', '.join(sorted(unknown))}")
-    keys = RampKeys(**values) if keys is None else replace(keys, **values)
-    if keys.batch_size_schedule is not None:
-        if keys.enable_rampup_batch_size:
+    if batch_size_schedule is not None:
+        if enable_rampup_batch_size:
             problem = RampDefinitionError(
                 "batch_size_schedule and enable_rampup_batch_size: true are two ramps; set one of them to null or false",
                 key="batch_size_schedule",
             )
             problem.alternatives = {"enable_rampup_batch_size": (False,)}
             raise problem
-        if keys.batch_size_schedule_unit not in SCHEDULE_UNITS:
-            raise choice_error("batch_size_schedule_unit", keys.batch_size_schedule_unit, SCHEDULE_UNITS)
-        length = keys.max_target_length if keys.batch_size_schedule_unit == "tokens" else None
-        return BatchRamp.from_schedule(keys.batch_size_schedule, sequence_length=length, budget=budget)
-    names = (START, INCREMENT, END) if keys.enable_rampup_batch_size else (END,)
-    sizes = _Sizes({name: getattr(keys, name) for name in names}, num_devices * keys.gradient_accumulation_steps, splitter)
-    if not keys.enable_rampup_batch_size:
+        if batch_size_schedule_unit not in SCHEDULE_UNITS:
+            raise choice_error("batch_size_schedule_unit", batch_size_schedule_unit, SCHEDULE_UNITS)
+        length = max_target_length if batch_size_schedule_unit == "tokens" else None
+        return BatchRamp.from_schedule(batch_size_schedule, sequence_length=length, budget=budget)
+    values = {END: per_device_batch_size}
+    if enable_rampup_batch_size:
+        values = {START: per_device_batch_size_start, INCREMENT: per_device_batch_size_increment, **values}
+    sizes = _Sizes(values, num_devices * gradient_accumulation_steps, splitter)
+    if not enable_rampup_batch_size:
         return BatchRamp.constant(sizes.samples(END))
-    samples = _parse_rampup_samples(keys.global_rampup_samples)
+    samples = exact_fraction("null" if global_rampup_samples is None else global_rampup_samples, what=SAMPLES, key=SAMPLES)
+    if samples < 1 or samples.denominator != 1:
+        raise RampDefinitionError(
+            f"{SAMPLES}={_format(samples)} must be a whole number of at least 1; "
+            "for no ramp set enable_rampup_batch_size: false",
+            key=SAMPLES,
+            nearest=sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)}),
+        )
     sizes.check_growth()
     return BatchRamp.linear(
         start=sizes.samples(START),
         increment=sizes.samples(INCREMENT),
         end=sizes.samples(END),
-        samples=samples,
-        carry_overshoot=keys.rampup_carry_overshoot,
+        samples=int(samples),
+        carry_overshoot=rampup_carry_overshoot,
     )
 
 
@@ -113,18 +121,6 @@ def global_batch_size(
         4
     """
     return _Sizes({key: per_device}, num_devices * gradient_accumulation_steps, splitter).samples(key)
-
-
-def _parse_rampup_samples(value: object) -> int:
-    key = "global_rampup_samples"
-    samples = exact_fraction("null" if value is None else value, what=key, key=key)
-    if samples < 1 or samples.denominator != 1:
-        raise RampDefinitionError(
-            f"{key}={_format(samples)} must be a whole number of at least 1; for no ramp set enable_rampup_batch_size: false",
-            key=key,
-            nearest=sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)}),
-        )
-    return int(samples)
 
 
 class _Sizes:
@@ -212,4 +208,164 @@ def _format(values: Fraction | list[Fraction], separator: str = ", ") -> str:
     return separator.join(str(to_yaml_number(value)) for value in ([values] if isinstance(values, Fraction) else values))
 
 
-__getattr__ = moved_names(__name__, {"define_ramp": "rampup.plan.per_device.ramp_from_config"})
+def auto_sizes(start: int, largest: int) -> tuple[int, ...]:
+    """Return the sizes that the batch can have: `start` doubled as long as it fits, and `largest`.
+
+    Raises:
+        RampDefinitionError: `largest` is less than `start`.
+        BatchDivisibilityError: `largest` is not a multiple of `start`.
+
+    Example:
+        >>> auto_sizes(4, 24)
+        (4, 8, 16, 24)
+    """
+    if start < 1 or largest < start:
+        raise RampDefinitionError(
+            f"batch_size_schedule=auto grows the batch from {start} samples (per_device_batch_size_start) to {largest} "
+            "(per_device_batch_size), which must not be less",
+            key="per_device_batch_size",
+            nearest=(start,),
+        )
+    if largest % start:
+        nearest = (largest - largest % start, largest - largest % start + start)
+        raise BatchDivisibilityError(
+            f"batch_size_schedule=auto: the largest batch of {largest} samples (per_device_batch_size) must be a multiple of "
+            f"the first of {start} (per_device_batch_size_start), so that one program runs all of them; nearest: "
+            f"{nearest[0]}, {nearest[1]}",
+            value=largest,
+            divisor=start,
+            key="per_device_batch_size",
+        )
+    doubled = [start]
+    while doubled[-1] * 2 <= largest:
+        doubled.append(doubled[-1] * 2)
+    return tuple(dict.fromkeys([*doubled, largest]))
+
+
+class RampupBatchManager:
+    """Counts optimizer steps and returns the size of the next batch. A drop-in replacement for MaxText's manager.
+
+    It fixes three defects of MaxText's (`utils/rampup_batch.py`): batches include `gradient_accumulation_steps`, batch sizes
+    that are not whole numbers are errors, and resuming is a look-up instead of a replay. MaxText labels a checkpoint s after
+    s + 1 batches, so a caller that restores label s passes `step_num=s + 1`.
+
+    Args:
+        config: any object with MaxText's attributes per_device_batch_size_start, per_device_batch_size_increment,
+            per_device_batch_size, global_rampup_samples and num_target_devices. Optional attributes are
+            gradient_accumulation_steps, rampup_carry_overshoot, enable_rampup_batch_size, batch_size_schedule,
+            batch_size_schedule_unit and max_target_length.
+        step_num: batches already consumed. -1 and 0 mean none.
+
+    Attributes:
+        ramp: the ramp, for look-ups by step or sample without stepping.
+        step: batches consumed so far.
+
+    Raises:
+        ConfigError: If an attribute is missing.
+        RampDefinitionError: If the attributes do not define a valid ramp.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> config = SimpleNamespace(per_device_batch_size_start=4.0, per_device_batch_size_increment=2.0,
+        ...     per_device_batch_size=12.0, global_rampup_samples=500, num_target_devices=4)
+        >>> manager = RampupBatchManager(config, step_num=7)
+        >>> manager.global_batch_size_current, manager.update(), manager.global_batch_size_current
+        (16, True, 24)
+    """
+
+    def __init__(self, config: Any, step_num: int = 0) -> None:
+        scheduled = getattr(config, "batch_size_schedule", None) is not None
+        linear = getattr(config, "enable_rampup_batch_size", not scheduled)
+        required = ("num_target_devices", END, *((START, INCREMENT, SAMPLES) if linear else ()))
+        if missing := [name for name in required if not hasattr(config, name)]:
+            raise ConfigError(f"the config has no attribute {', '.join(missing)}", key=missing[0])
+        values = {name: getattr(config, name) for name in _ATTRIBUTES if hasattr(config, name)}
+        self.ramp = ramp_from_config(
+            num_devices=int(config.num_target_devices), **values | {"enable_rampup_batch_size": linear}
+        )
+        self.step = _check_step(step_num)
+
+    @classmethod
+    def from_plan(cls, plan: RampPlan, step_num: int = 0) -> Self:
+        """Return a manager of a plan's ramp after `step_num` batches."""
+        manager = cls.__new__(cls)
+        manager.ramp = plan.ramp
+        manager.step = _check_step(step_num)
+        return manager
+
+    def update(self) -> bool:
+        """Count one batch as consumed, and return whether the ramp is still active."""
+        self.step += 1
+        return self.rampup_active
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next batch."""
+        return self.ramp.phase_at(self.step)
+
+    @property
+    def rampup_active(self) -> bool:
+        """Whether the next batch is before the last phase."""
+        return self.step < self.ramp.ramp_steps
+
+    @property
+    def global_batch_size_current(self) -> int:
+        """Samples in the next batch."""
+        return self.ramp.global_batch_size_at(self.step)
+
+    @property
+    def global_batch_size_start(self) -> int:
+        """Samples in the first batch."""
+        return self.ramp.sizes[0]
+
+    @property
+    def global_batch_size_end(self) -> int:
+        """Samples in every batch after the ramp."""
+        return self.ramp.sizes[-1]
+
+    @property
+    def increment(self) -> int:
+        """Growth per phase of a linear ramp in samples. 0 for a constant batch, an error if phases grow unequally."""
+        if self.ramp.num_increments == 0:
+            return 0
+        if self.ramp.samples_per_increment is None:
+            raise RampDefinitionError("a batch_size_schedule has no single increment; see ramp.phases")
+        return (self.global_batch_size_end - self.global_batch_size_start) // self.ramp.num_increments
+
+    @property
+    def samples_per_increment(self) -> Fraction | None:
+        """Requested samples per change of a linear ramp, exactly."""
+        return self.ramp.samples_per_increment
+
+    @property
+    def global_rampup_samples(self) -> Fraction | int:
+        """Requested length of a linear ramp in samples. For a schedule, its actual length."""
+        each = self.ramp.samples_per_increment
+        return self.ramp.ramp_samples if each is None else each * self.ramp.num_increments
+
+    @property
+    def total_rampup_steps(self) -> int:
+        """Optimizer steps before the last phase."""
+        return self.ramp.ramp_steps
+
+    @property
+    def total_used_samples(self) -> int:
+        """Samples consumed so far."""
+        return self.ramp.samples_before(self.step)
+
+    @property
+    def num_accum_samples(self) -> int:
+        """Samples consumed since the current phase began."""
+        return self.total_used_samples - self.phase.start_sample
+
+    def __repr__(self) -> str:
+        return (
+            f"RampupBatchManager(step={self.step}, global_batch_size_current={self.global_batch_size_current}, "
+            f"total_used_samples={self.total_used_samples}, rampup_active={self.rampup_active})"
+        )
+
+
+def _check_step(step_num: int) -> int:
+    if step_num < -1:
+        raise RampDefinitionError(f"step_num={step_num} must be -1 (none), 0 or more", key="step_num", nearest=(-1, 0))
+    return max(step_num, 0)

@@ -65,19 +65,6 @@ def pipeline_repeats(*, num_layers: int, num_stages: int, num_layers_per_stage: 
     return num_layers // (num_stages * num_layers_per_stage)
 
 
-def legal_repeats(*, num_layers: int, num_stages: int) -> list[int]:
-    """Return every number of repeats that the layers allow, in ascending order.
-
-    Raises:
-        PipelineShapeError: If the layers cannot be divided evenly among the stages.
-
-    Example:
-        >>> legal_repeats(num_layers=24, num_stages=4)
-        [1, 2, 3, 6]
-    """
-    return divisors(pipeline_repeats(num_layers=num_layers, num_stages=num_stages))
-
-
 def stage_layer_order(num_layers: int, num_stages: int, num_repeats: int = 1) -> list[int]:
     """Return the layers in stage order: first those of stage 0, whose chunks are 0, p, 2p, ..., then those of stage 1, ...
 

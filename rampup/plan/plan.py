@@ -1,4 +1,4 @@
-"""RampPlan: the ramp, the split of every batch, and everything that follows from them, phase by phase."""
+"""RampPlan: the ramp, the split of every batch, and everything that follows from them, phase by phase; and a token budget."""
 
 from __future__ import annotations
 
@@ -6,24 +6,25 @@ import bisect
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
+from typing import Any, TypedDict
 
-from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError, raise_together
-from rampup.notebook_repr import NotebookRepr
-from rampup.plan.learning_rate import BatchScaling, Clock, ClockSegment, clock_segments
+from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampDefinitionError, raise_together
+from rampup.plan.learning_rate import BatchScaling, Clock, ClockSegment, Seesaw, clock_segments
 from rampup.plan.mesh_axes import MeshAxes
-from rampup.plan.numbers import plain_number
+from rampup.plan.numbers import MAX_COUNT, plain_number
+from rampup.plan.per_device import AutoMode
 from rampup.plan.pipeline import PipelineCandidate
 from rampup.plan.ramp import BatchRamp, Phase
-from rampup.plan.seesaw import Seesaw
 from rampup.plan.split import BatchSplit, BatchSplitter
 from rampup.plan.timetable import Timetable, bubble_fraction
 
+SECONDS_PER_HOUR = 3600
 # How many phases back a run looks for a compiled shape that it can use instead of one that is still compiling.
 FALLBACK_PHASES = 8
 # `str(plan)` leaves out the middle of longer tables.
 MAX_PRINTED_PHASES = 40
-
-_TITLES = {
+# Titles of what `RampPlan.phase_rows` has of a phase.
+PHASE_TITLES = {
     "start_step": "from step",
     "start_sample": "from sample",
     "num_steps": "steps",
@@ -35,6 +36,15 @@ _TITLES = {
     "bubble_fraction": "bubble",
     "learning_rate_scale": "rate scale",
 }
+
+
+class AutoFacts(TypedDict):
+    """What is known of `batch_size_schedule: auto` before the run."""
+
+    sizes: tuple[int, ...]  # global batch sizes that it may still use, or advise
+    # bounds of the samples that the run consumes
+    min_samples: int
+    max_samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +65,7 @@ class PlanPosition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RampPlan(NotebookRepr):
+class RampPlan:
     """Everything about a run's batches that is known before step 0.
 
     Attributes:
@@ -75,6 +85,7 @@ class RampPlan(NotebookRepr):
         seesaw: the transform that made the ramp; None if there is none.
         reserved_sizes: global batch sizes that the run may use besides those of the ramp, as with `batch_size_schedule: auto`.
             They are checked and split with the others, and the buffers have room for them.
+        auto_schedule: what `batch_size_schedule: auto` does with the reserved sizes; None without it.
         splits: the split of every phase's batch (derived).
         eval_split: the split of the evaluation batch (derived).
         clock: the clock of the learning-rate schedule, phase by phase (derived).
@@ -111,6 +122,7 @@ class RampPlan(NotebookRepr):
     reference_batch_size: int | None = None
     seesaw: Seesaw | None = None
     reserved_sizes: tuple[int, ...] = ()
+    auto_schedule: AutoMode | None = None
     splits: tuple[BatchSplit, ...] = field(init=False, repr=False, compare=False)
     eval_split: BatchSplit | None = field(init=False, repr=False, compare=False)
     clock: tuple[ClockSegment, ...] = field(init=False, repr=False, compare=False)
@@ -123,8 +135,26 @@ class RampPlan(NotebookRepr):
         checks += [self.splitter.problem(size, "batch_size_schedule: auto", key=auto_key) for size in self.reserved_sizes]
         if eval_size is not None:
             checks.append(eval_splitter.problem(eval_size, "evaluation", key="eval_per_device_batch_size"))
-        checks.append(self._loading_problem())
-        checks.append(self._axes_problem())
+        factor, size = self.expansion_factor_real_data, self.ramp.sizes[-1]
+        if factor > 0 and (size * factor).denominator > 1:
+            product = f"global_batch_size * expansion_factor_real_data = {size} * {factor} = {float(size * factor):g}"
+            checks.append(
+                BatchDivisibilityError(
+                    f"{product} must be a whole number of samples; -1 loads the batch itself",
+                    value=size * factor.numerator,
+                    divisor=factor.denominator,
+                    key="expansion_factor_real_data",
+                    nearest=(-1,),
+                )
+            )
+        if self.axes is not None:
+            pairs = {
+                "num_devices": (self.axes.num_devices, self.num_devices),
+                "data_parallel_size": (self.axes.data_parallel_size, self.splitter.data_parallel_size),
+                "num_stages": (self.axes.pipeline, self.splitter.num_stages),
+            }
+            wrong = [f"{name}={size}, but the plan has {other}" for name, (size, other) in pairs.items() if size != other]
+            checks += [ConfigError(f"the mesh axes have {'; '.join(wrong)}", key="axes")] if wrong else []
         raise_together([problem for problem in checks if problem])
         if self.axes is None:
             replicas, stages = self.splitter.data_parallel_size, self.splitter.num_stages
@@ -242,16 +272,38 @@ class RampPlan(NotebookRepr):
         devices, shapes, sizes = self.num_devices, self.num_compiled_shapes, self.ramp.sizes
         run = (
             f"{devices:,} device{'s' * (devices > 1)}, data parallel {self.splitter.data_parallel_size:,}, "
-            f"{self.total_steps:,} steps, {self.consumed_samples:,} samples"
+            f"{self.total_steps:,} steps"
         )
+        run += "" if self.auto_schedule == "follow" else f", {self.consumed_samples:,} samples"
         ramp = f"the batch stays at {sizes[-1]:,} samples"
-        if len(sizes) > 1:
+        if self.auto is not None:
+            possible = [f"{size:,}" for size in self.auto["sizes"]]
+            listed = " or ".join([", ".join(possible[:-1]), possible[-1]][len(possible) == 1 :])
+            if self.auto_schedule == "follow":
+                bounds = f"{self.auto['min_samples']:,} to {self.auto['max_samples']:,} samples"
+                ramp = f"auto: {listed} samples, by the measured noise scale; {bounds}"
+            else:
+                ramp += f"; auto only advises: {listed} samples, by the measured noise scale"
+        elif len(sizes) > 1:
             peak = f" (at most {max(sizes):,})" if max(sizes) > max(sizes[0], sizes[-1]) else ""
             ramp = (
                 f"the batch goes from {sizes[0]:,} to {sizes[-1]:,} samples{peak} in {len(sizes)} phases, "
                 f"the last from step {self.ramp.ramp_steps:,}, sample {self.ramp.ramp_samples:,}"
             )
         return run, f"{ramp}; {shapes} compiled shape{'s' * (shapes > 1)}"
+
+    @property
+    def auto(self) -> AutoFacts | None:
+        """What is known of `batch_size_schedule=auto` before the run, as in `rampup plan --json`; None without it."""
+        if self.auto_schedule is None:
+            return None
+        now, began = self.ramp.sizes[-1], min(self.ramp.ramp_steps, self.total_steps)
+        least = most = self.consumed_samples
+        sizes = self.reserved_sizes
+        if self.auto_schedule == "follow":  # The batch never shrinks.
+            sizes = (now, *(size for size in sizes if size > now))
+            most = self.ramp.samples_before(began) + (self.total_steps - began) * sizes[-1]
+        return {"sizes": sizes, "min_samples": least, "max_samples": most}
 
     def timetable(self, phase: int = -1) -> Timetable:
         """Return the timetable of one pipeline pass of a phase, by default the last: 1F1B, or interleaved with repeats.
@@ -283,48 +335,19 @@ class RampPlan(NotebookRepr):
                 f"{final.num_microbatches} microbatches; rampup_microbatch=auto would run {passes} of {largest} there, at the "
                 "cost of a second compilation"
             )
-        notes += self._pipeline_advice(final.microbatch_size)
+        candidates = self.pipeline_candidates
+        used = next((candidate for candidate in candidates if candidate.microbatch_size == final.microbatch_size), None)
+        if used is not None and candidates[0].predicted_time <= Fraction(19, 20) * used.predicted_time:
+            best, gain = candidates[0], float(1 - candidates[0].predicted_time / used.predicted_time)
+            notes.append(
+                f"microbatch_size={best.microbatch_size} is predicted to be {gain:.0%} faster in the last phase, if a pipeline "
+                f"tick has a fixed cost of {float(self.assumed_tick_overhead):g} samples; set pipeline_tick_overhead to choose "
+                "it"
+            )
         unreached = [phase.index for phase in self.ramp.phases if phase.start_step >= self.total_steps]
         if unreached:
             notes.append(f"steps={self.total_steps:,} ends before phase {unreached[0]} and those after it")
         return tuple(notes)
-
-    def _pipeline_advice(self, microbatch_size: int) -> list[str]:
-        candidates = self.pipeline_candidates
-        used = next((candidate for candidate in candidates if candidate.microbatch_size == microbatch_size), None)
-        if used is None or candidates[0].predicted_time > Fraction(19, 20) * used.predicted_time:
-            return []
-        best, gain = candidates[0], float(1 - candidates[0].predicted_time / used.predicted_time)
-        return [
-            f"microbatch_size={best.microbatch_size} is predicted to be {gain:.0%} faster in the last phase, if a pipeline "
-            f"tick has a fixed cost of {float(self.assumed_tick_overhead):g} samples; set pipeline_tick_overhead to choose it"
-        ]
-
-    def _loading_problem(self) -> RampupError | None:
-        factor, size = self.expansion_factor_real_data, self.ramp.sizes[-1]
-        if factor <= 0 or (size * factor).denominator == 1:
-            return None
-        return BatchDivisibilityError(
-            f"global_batch_size * expansion_factor_real_data = {size} * {factor} = {float(size * factor):g} must be a whole "
-            "number of samples; -1 loads the batch itself",
-            value=size * factor.numerator,
-            divisor=factor.denominator,
-            key="expansion_factor_real_data",
-            nearest=(-1,),
-        )
-
-    def _axes_problem(self) -> RampupError | None:
-        """Return an error if the axes contradict the splitter or the number of devices."""
-        axes, splitter = self.axes, self.splitter
-        if axes is None:
-            return None
-        pairs = {
-            "num_devices": (axes.num_devices, self.num_devices),
-            "data_parallel_size": (axes.data_parallel_size, splitter.data_parallel_size),
-            "num_stages": (axes.pipeline, splitter.num_stages),
-        }
-        wrong = [f"{name}={size}, but the plan has {other}" for name, (size, other) in pairs.items() if size != other]
-        return ConfigError(f"the mesh axes have {'; '.join(wrong)}", key="axes") if wrong else None
 
     def _sizes_of(self, split: BatchSplit, gradient_accumulation_steps: int) -> dict[str, int | float]:
         """Return the sizes of one batch by their names in the JSON output."""
@@ -361,21 +384,30 @@ class RampPlan(NotebookRepr):
         """Return one dictionary per phase for printing, with short titles and without columns that have no information."""
         left_out = set() if self.splitter.num_stages > 1 else {"num_pipeline_microbatches", "bubble_fraction"}
         left_out |= set() if self.scales_learning_rate else {"learning_rate_scale"}
-        titles = {name: title for name, title in _TITLES.items() if name not in left_out}
+        titles = {name: title for name, title in PHASE_TITLES.items() if name not in left_out}
         rows: list[dict[str, int | float | str | None]] = [
             {"phase": phase.index, **{title: row[name] for name, title in titles.items()}}
             for phase, row in zip(self.ramp.phases, self.phase_rows(), strict=True)
         ]
-        rows[-1]["steps"] = "rest"
+        rows[-1]["steps"] = self.rest
         return rows
 
+    @property
+    def rest(self) -> str:
+        """The number of steps of the last phase in words: `auto` if the measured noise scale may end it."""
+        can_grow = any(size > self.ramp.sizes[-1] for size in self.reserved_sizes)
+        return "auto" if self.auto_schedule == "follow" and can_grow else "rest"
+
     def __str__(self) -> str:
+        def text(value: int | float | str | None) -> str:
+            return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value)
+
         rows = self.phase_table()
         hidden = range(MAX_PRINTED_PHASES // 2, len(rows) - MAX_PRINTED_PHASES // 2)
         cells = [list(rows[0])]
         for number, row in enumerate(rows):
             if number not in hidden:
-                cells.append([_format_cell(cell) for cell in row.values()])
+                cells.append([*map(text, row.values())])
             elif number == hidden.start:
                 cells.append(["..."] * len(row))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -397,9 +429,62 @@ class RampPlan(NotebookRepr):
             "phases": self.phase_rows(),
             "eval": None if self.eval_split is None else self._sizes_of(self.eval_split, 1),
             "global_batch_to_load": self.global_batch_to_load,
+            **({} if self.auto is None else {"auto": self.auto}),
             **({"pipeline_choices": [candidate.to_dict() for candidate in candidates]} if candidates else {}),
         }
 
 
-def _format_cell(value: int | float | str | None) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value)
+def token_budget(
+    ramp: BatchRamp, *, tokens: int, tokens_per_sample: int, tokens_per_second: Mapping[int, Fraction] | None = None
+) -> dict[str, Any]:
+    """Return what a number of tokens means for a ramp, as `rampup plan --budget --json` prints it.
+
+    `fewer_steps_than_first` is the number of optimizer steps that the ramp saves compared with its first batch size, and
+    `more_steps_than_final` the number of additional steps compared with its last one. A decreasing batch size makes them
+    negative.
+
+    Args:
+        ramp: maps samples to the global batch size.
+        tokens: the budget.
+        tokens_per_sample: tokens in one sample.
+        tokens_per_second: throughput by global batch size, for the time. A missing size uses the nearest one, by ratio.
+
+    Example:
+        >>> ramp, rates = BatchRamp.from_schedule("0:8 80:16"), {8: Fraction(100), 16: Fraction(200)}
+        >>> budget = token_budget(ramp, tokens=2400, tokens_per_sample=10, tokens_per_second=rates)
+        >>> [budget[name] for name in ("num_samples", "steps", "steps_at_first", "steps_at_final", "tokens_per_second")]
+        [240, 20, 30, 15, 150.0]
+    """
+    for key, value in (("budget", tokens), ("max_target_length", tokens_per_sample)):
+        if not 1 <= value <= MAX_COUNT:
+            rule = f"{key}={value} must be between 1 and 10**18 tokens"
+            raise RampDefinitionError(rule, key=key, nearest=(1 if value < 1 else MAX_COUNT,))
+    first, final, samples = ramp.sizes[0], ramp.sizes[-1], -(-tokens // tokens_per_sample)
+    steps, at_first, at_final = ramp.step_of_sample(samples - 1) + 1, -(-samples // first), -(-samples // final)
+    by_size: dict[int, int] = {}
+    for phase in ramp.phases:
+        end = steps if phase.num_steps is None else min(phase.start_step + phase.num_steps, steps)
+        if end > phase.start_step:
+            by_size[phase.global_batch_size] = by_size.get(phase.global_batch_size, 0) + end - phase.start_step
+    facts: dict[str, Any] = {
+        "tokens": tokens,
+        "tokens_per_sample": tokens_per_sample,
+        "num_samples": samples,
+        "steps": steps,
+        "consumed_tokens": ramp.samples_before(steps) * tokens_per_sample,  # with the excess of the last batch
+        "first_global_batch_size": first,
+        "steps_at_first": at_first,
+        "fewer_steps_than_first": at_first - steps,
+        "final_global_batch_size": final,
+        "steps_at_final": at_final,
+        "more_steps_than_final": steps - at_final,
+        "steps_by_global_batch_size": {str(size): number for size, number in by_size.items()},
+    }
+    if tokens_per_second:
+        seconds = Fraction(0)
+        for size, number in by_size.items():
+            nearest = min(tokens_per_second, key=lambda known: Fraction(max(known, size), min(known, size)))
+            seconds += Fraction(number * size * tokens_per_sample) / tokens_per_second[nearest]
+        facts["hours"] = float(seconds / SECONDS_PER_HOUR)
+        facts["tokens_per_second"] = float(facts["consumed_tokens"] / seconds)
+    return facts

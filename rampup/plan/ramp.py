@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Self
 
-from rampup.errors import RampDefinitionError
-from rampup.notebook_repr import NotebookRepr
+from rampup.errors import RampDefinitionError, RampupError, raise_together
 from rampup.plan.numbers import exact_fraction, parse_count
 
 MAX_PHASES = 200_000
@@ -22,7 +21,7 @@ MAX_COMPARED = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Phase(NotebookRepr):
+class Phase:
     """One interval of constant global batch size.
 
     Attributes:
@@ -43,8 +42,16 @@ class Phase(NotebookRepr):
         return f"phase {self.index}, from sample {self.start_sample:,}"
 
 
+# Samples are the primary clock. A threshold is a number of samples, steps follow from it, and a step is never cut: a phase ends
+# with the first step that reaches its threshold. Phase k + 1 starts at start_step + num_steps and at start_sample + num_steps *
+# global_batch_size of phase k, so `samples_before` and `step_of_sample` are exact inverses at the first sample of every step.
+#
+# Resuming and `batch_size_schedule: auto` rest on one guarantee: what lies before a step depends on the rows up to it alone. A
+# ramp whose rows are another's with more appended, and `spliced_at(step, other)`, have the same batches before the first new
+# row, and so the same steps, samples and rows of data. Only what comes later may change, and the last phase has no end: a run
+# is made longer by the plan's number of steps and never by the ramp.
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRamp(NotebookRepr):
+class BatchRamp:
     """An immutable table of phases with closed-form look-ups by step and by sample.
 
     Build one with `constant`, `linear`, `piecewise` or `from_schedule`.
@@ -128,8 +135,10 @@ class BatchRamp(NotebookRepr):
                 nearest=nearest,
             )
         check_num_phases(num_increments + 1)
-        make_segments = _carried_segments if carry_overshoot else _restarted_segments
-        segments = make_segments(start, increment, num_increments, samples)
+        if carry_overshoot:
+            segments = _carried_segments(start, increment, num_increments, samples)
+        else:
+            segments = restarted_segments(range(start, end, increment), samples, num_increments)
         return cls._from_segments(
             [*segments, (None, end)], num_increments=num_increments, samples_per_increment=Fraction(samples, num_increments)
         )
@@ -151,7 +160,22 @@ class BatchRamp(NotebookRepr):
             [(0, 64), (16, 32)]
         """
         pairs = list(thresholds)
-        _check_thresholds(pairs)
+        if not pairs:
+            raise RampDefinitionError("a schedule needs at least one THRESHOLD:SIZE pair")
+        check_num_phases(len(pairs))
+        if pairs[0][0] != 0:
+            raise RampDefinitionError(f"the first threshold must be 0, it is {pairs[0][0]:,}", nearest=(0,))
+        problems: list[RampupError] = [
+            RampDefinitionError(f"thresholds must increase, but {after:,} samples comes after {before:,} samples")
+            for (before, _), (after, _) in itertools.pairwise(pairs)
+            if after <= before
+        ]
+        problems += [
+            RampDefinitionError(f"global batch size {size} from sample {threshold:,} must be at least 1", nearest=(1,))
+            for threshold, size in pairs
+            if size < 1
+        ]
+        raise_together(problems)
         consumed = 0
         segments: list[tuple[int | None, int]] = []
         for (_, size), (threshold, _) in itertools.pairwise(pairs):
@@ -192,7 +216,10 @@ class BatchRamp(NotebookRepr):
         try:
             return cls.piecewise(parse_schedule(text, sequence_length=sequence_length, budget=budget))
         except RampDefinitionError as error:
-            raise RampDefinitionError(f"{key}={text[:200]!r}: {error}", key=key, nearest=error.nearest) from None
+            schedule = f"{key}={text[:200]!r}"
+            problems = error.problems or (error,)
+            raise_together([RampDefinitionError(f"{schedule}: {p}", key=key, nearest=p.nearest) for p in problems])
+            raise
 
     @classmethod
     def from_rows(cls, rows: Iterable[Sequence[int]]) -> Self:
@@ -252,7 +279,12 @@ class BatchRamp(NotebookRepr):
                 assert before is not None
                 num_steps = None if num_steps is None else before + num_steps
             merged.append((num_steps, size))
-        return cls(phases=tuple(_phases(merged)), num_increments=num_increments, samples_per_increment=samples_per_increment)
+        phases, step, sample = [], 0, 0
+        for index, (number, size) in enumerate(merged):
+            phases.append(Phase(index=index, start_step=step, start_sample=sample, num_steps=number, global_batch_size=size))
+            step += number or 0
+            sample += (number or 0) * size
+        return cls(phases=tuple(phases), num_increments=num_increments, samples_per_increment=samples_per_increment)
 
     @property
     def ramp_steps(self) -> int:
@@ -287,6 +319,10 @@ class BatchRamp(NotebookRepr):
             )
             rows.append(f"  {before:<40} {now}" + ("" if before == now else "  <- differs"))
         return "\n".join([*rows, *(["  ..."] if longest > MAX_COMPARED else [])])
+
+    def differences(self, rows: Sequence[Sequence[int]]) -> str:
+        """Return `compare` for the `to_rows` of a checkpoint's ramp."""
+        return BatchRamp.from_rows(rows).compare(self)
 
     def phase_at(self, step: int) -> Phase:
         """Return the phase of optimizer step `step`, counted from 0."""
@@ -332,45 +368,34 @@ def parse_schedule(
     if not entries:
         raise RampDefinitionError('the schedule is empty; write for instance "0:768 250B:1536", or null for none')
     check_num_phases(len(entries))
-    pairs = []
+    pairs, problems = [], list[RampupError]()
     for entry in entries:
-        threshold, colon, size = entry.partition(":")
-        if not colon:
-            raise RampDefinitionError(
-                f"entry {entry!r} is not THRESHOLD:SIZE; commas and spaces separate entries (write 1_000 or 1K, not 1,000)"
-            )
-        if threshold.endswith("%"):
-            samples = _share_of(threshold, budget)
-        else:
-            samples = parse_count(threshold, what="threshold") // (sequence_length or 1)
-        pairs.append((samples, parse_count(size, what="global batch size")))
+        try:
+            pairs.append(_parse_entry(entry, sequence_length, budget))
+        except RampDefinitionError as error:
+            problems.append(error)
+    raise_together(problems)
     return pairs
 
 
-def _share_of(threshold: str, budget: int | Fraction | None) -> int:
-    """Return the whole samples in a percentage of the budget."""
-    share = exact_fraction(threshold.removesuffix("%"), what="threshold")
-    if not 0 <= share <= 100:
-        raise RampDefinitionError(f"threshold={threshold!r} must be between 0% and 100% of the budget")
-    if budget is None:
+def _parse_entry(entry: str, sequence_length: int | None, budget: int | Fraction | None) -> tuple[int, int]:
+    threshold, colon, size = entry.partition(":")
+    if not colon:
         raise RampDefinitionError(
-            f"threshold={threshold!r} is a share of the budget, but there is none; set train_tokens or train_samples"
+            f"entry {entry!r} is not THRESHOLD:SIZE; commas and spaces separate entries (write 1_000 or 1K, not 1,000)"
         )
-    return math.floor(share * budget / 100)
-
-
-def _check_thresholds(pairs: list[tuple[int, int]]) -> None:
-    if not pairs:
-        raise RampDefinitionError("a schedule needs at least one THRESHOLD:SIZE pair")
-    check_num_phases(len(pairs))
-    if pairs[0][0] != 0:
-        raise RampDefinitionError(f"the first threshold must be 0, it is {pairs[0][0]:,}", nearest=(0,))
-    for (before, _), (after, _) in itertools.pairwise(pairs):
-        if after <= before:
-            raise RampDefinitionError(f"thresholds must increase, but {after:,} samples comes after {before:,} samples")
-    for threshold, size in pairs:
-        if size < 1:
-            raise RampDefinitionError(f"global batch size {size} from sample {threshold:,} must be at least 1", nearest=(1,))
+    if threshold.endswith("%"):
+        share = exact_fraction(threshold.removesuffix("%"), what="threshold")
+        if not 0 <= share <= 100:
+            raise RampDefinitionError(f"threshold={threshold!r} must be between 0% and 100% of the budget")
+        if budget is None:
+            raise RampDefinitionError(
+                f"threshold={threshold!r} is a share of the budget, but there is none; set train_tokens or train_samples"
+            )
+        samples = math.floor(share * budget / 100)
+    else:
+        samples = parse_count(threshold, what="threshold") // (sequence_length or 1)
+    return samples, parse_count(size, what="global batch size")
 
 
 def check_num_phases(number: int, *, key: str | None = None) -> None:
@@ -381,11 +406,10 @@ def check_num_phases(number: int, *, key: str | None = None) -> None:
         )
 
 
-def _restarted_segments(start: int, increment: int, num_increments: int, samples: int) -> Iterator[tuple[int, int]]:
-    """Yield (steps, size) with every phase counted from zero: steps = ceil(samples / num_increments / size)."""
-    for k in range(num_increments):
-        size = start + k * increment
-        yield -(-samples // (num_increments * size)), size
+def restarted_segments(sizes: Iterable[int], samples: int, num_increments: int) -> Iterator[tuple[int, int]]:
+    """Yield (steps, size) with every phase counted from zero: steps = ceil(samples / num_increments / size), at least 1."""
+    for size in sizes:
+        yield max(-(-samples // (num_increments * size)), 1), size
 
 
 def _carried_segments(start: int, increment: int, num_increments: int, samples: int) -> Iterator[tuple[int, int]]:
@@ -400,14 +424,6 @@ def _carried_segments(start: int, increment: int, num_increments: int, samples: 
         yield num_steps, size
         consumed += num_steps * size
         k = consumed * num_increments // samples
-
-
-def _phases(segments: Iterable[tuple[int | None, int]]) -> Iterator[Phase]:
-    step = sample = 0
-    for index, (num_steps, size) in enumerate(segments):
-        yield Phase(index=index, start_step=step, start_sample=sample, num_steps=num_steps, global_batch_size=size)
-        step += num_steps or 0
-        sample += (num_steps or 0) * size
 
 
 def _check_not_negative(value: int, what: str) -> int:

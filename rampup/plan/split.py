@@ -119,7 +119,13 @@ class BatchSplitter:
     def smallest(self) -> int:
         """The smallest legal global batch size, in samples."""
         per_pass = self.data_parallel_size * self.gradient_accumulation_steps * self._pass_unit
-        return per_pass * max(self.microbatch_size, 1) if self._fixes_microbatch else per_pass
+        return per_pass * max(self.microbatch_size, 1) if self.microbatch_size != AUTO else per_pass
+
+    # Whether B can be split is decided by division alone. d and G are given, and m and b may be; an automatic m counts as the
+    # smallest that the pipeline allows (`_pass_unit`). Each product in `_conditions` must divide B, so `unit`, their least
+    # common multiple, must. A batch of at least `smallest` has G passes or more. What remains of B is a whole number for the
+    # factors that are free. So the legal sizes are one arithmetic progression, and "nearest" are its members next to B, with
+    # the least |legal - B| below and above. The microbatch that such a size leads to does not count.
 
     def nearest(self, global_batch_size: int) -> tuple[int, ...]:
         """Return the nearest legal global batch sizes below and above.
@@ -172,10 +178,10 @@ class BatchSplitter:
             best = [self.candidates([size]) for size in sizes]
             chosen = [found[0].microbatch_size if found else b for found, b in zip(best, largest, strict=True)]
             return tuple(self._make_split(size, b, merge_passes=False) for size, b in zip(sizes, chosen, strict=True))
-        if self._fixes_microbatch:
+        if self.microbatch_size != AUTO:
             fixed = self.microbatch_size
         else:
-            fixed = found[0].microbatch_size if (found := self.candidates(sizes)) else math.gcd(*largest)
+            fixed = found[0].microbatch_size if (found := self.candidates(sizes)) else self.legal_microbatches(sizes)[-1]
         chosen = [fixed] * len(sizes)
         if self.rampup_microbatch == "auto":
             chosen[-1] = largest[-1]
@@ -198,19 +204,19 @@ class BatchSplitter:
 
         Empty if there is no choice: without a pipeline, with a given m or b, or without `tick_overhead`.
         """
-        chooses = self.num_stages > 1 and self.num_pipeline_microbatches == AUTO and not self._fixes_microbatch
+        chooses = self.num_stages > 1 and self.num_pipeline_microbatches == AUTO and self.microbatch_size == AUTO
         if not chooses or self.tick_overhead is None:
             return ()
-        shared = math.gcd(*(self.largest_microbatch(size) for size in sizes))
         passes = self.gradient_accumulation_steps if self.rampup_microbatch == "per_phase" else 1
         samples = sizes[-1] // (self.data_parallel_size * passes)
+        shared = math.gcd(*sizes) // (self.data_parallel_size * passes * self._pass_unit)
         return pipeline_candidates(
             samples,
             num_stages=self.num_stages,
             overhead=self.tick_overhead,
             repeats=(self.num_repeats,),
             multiple=samples // shared,
-            minimum=self._pass_unit,
+            minimum=-(-samples // min(map(self.largest_microbatch, sizes))),
         )
 
     def largest_microbatch(self, global_batch_size: int) -> int:
@@ -220,6 +226,9 @@ class BatchSplitter:
             >>> BatchSplitter(data_parallel_size=4, gradient_accumulation_steps=2).largest_microbatch(96)
             12
         """
+        # B = d * m * a * b with m a multiple of `_pass_unit`, so every legal b divides `samples`, and one that serves several
+        # batches divides their greatest common divisor; G passes only bound it from above, for each batch. A search over the
+        # divisors therefore leaves none out.
         samples = global_batch_size // (self.data_parallel_size * self._pass_unit)
         largest = samples // self.gradient_accumulation_steps
         if self._pass_unit * self.gradient_accumulation_steps >= self.min_microbatches:
@@ -236,9 +245,8 @@ class BatchSplitter:
             >>> BatchSplitter(data_parallel_size=4).legal_microbatches([16, 32, 48])
             (1, 2, 4)
         """
-        common = math.gcd(*(size // (self.data_parallel_size * self._pass_unit) for size in sizes))
-        largest = min(self.largest_microbatch(size) for size in sizes)
-        return tuple(n for n in divisors(common) if n <= largest)
+        common = math.gcd(*sizes) // (self.data_parallel_size * self._pass_unit)
+        return tuple(n for n in divisors(common) if n <= min(map(self.largest_microbatch, sizes)))
 
     def _make_split(self, size: int, microbatch_size: int, *, merge_passes: bool) -> BatchSplit:
         """Split one batch. With `merge_passes`, an automatic m puts all microbatches into one pipeline pass.
@@ -256,10 +264,6 @@ class BatchSplitter:
             num_pipeline_microbatches=per_pass,
             microbatch_size=microbatch_size,
         )
-
-    @property
-    def _fixes_microbatch(self) -> bool:
-        return self.microbatch_size != AUTO
 
     @property
     def _pass_unit(self) -> int:
@@ -282,7 +286,7 @@ class BatchSplitter:
         """The products, by name, that every global batch must be a multiple of."""
         replicas = {"data_parallel_size": self.data_parallel_size}
         conditions = [replicas | {"gradient_accumulation_steps": self.gradient_accumulation_steps} | self._pass_factors]
-        if self._fixes_microbatch:
+        if self.microbatch_size != AUTO:
             conditions.append(replicas | {"microbatch_size": self.microbatch_size} | self._pass_factors)
         return conditions
 
@@ -302,7 +306,7 @@ class BatchSplitter:
         if self.rampup_microbatch not in RAMPUP_MICROBATCH:
             rule = f"must be one of {', '.join(RAMPUP_MICROBATCH)}"
             wrong.append(("rampup_microbatch", repr(self.rampup_microbatch), rule, RAMPUP_MICROBATCH))
-        if self._fixes_microbatch and self.rampup_microbatch == "per_phase":
+        if self.microbatch_size != AUTO and self.rampup_microbatch == "per_phase":
             rule = "fixes the microbatch size, but rampup_microbatch=per_phase lets it grow"
             wrong.append((key, size, f"{rule}; set microbatch_size=-1 or rampup_microbatch=fixed", (AUTO,)))
         return [ConfigError(f"{key}={value} {rule}", key=key, nearest=nearest) for key, value, rule, nearest in wrong]

@@ -21,7 +21,6 @@ from fractions import Fraction
 from typing import Literal
 
 from rampup.errors import PipelineShapeError
-from rampup.notebook_repr import NotebookRepr
 from rampup.plan.numbers import plain_number
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "circular", "zb-h1"]
@@ -45,14 +44,9 @@ class Operation:
     start: Fraction
     end: Fraction
 
-    @property
-    def label(self) -> str:
-        """Kind, microbatch and, for the second and later repeats, the repeat: `F3` or `B2.1`."""
-        return f"{self.kind}{self.microbatch}" + (f".{self.repeat}" if self.repeat else "")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timetable(NotebookRepr):
+class Timetable:
     """All operations of one pipeline pass.
 
     Attributes:
@@ -80,10 +74,8 @@ class Timetable(NotebookRepr):
         num_stages: int,
         num_microbatches: int,
         num_repeats: int = 1,
-        group_size: int | None = None,
         forward_cost: Fraction | float = 1,
         backward_cost: Fraction | float = 2,
-        weight_cost: Fraction | float | None = None,
     ) -> Timetable:
         """Simulate a schedule: every operation starts as early as its order and its inputs allow.
 
@@ -94,28 +86,31 @@ class Timetable(NotebookRepr):
             num_stages: p.
             num_microbatches: m.
             num_repeats: v, the number of layer chunks per stage, for `interleaved` and `circular`.
-            group_size: for `interleaved`, contiguous groups of this size, of which the last may be smaller (Megatron-LM).
-                None splits the microbatches into balanced groups of at least p.
             forward_cost: cost of the forward pass of one microbatch through a whole stage.
-            backward_cost: cost of its backward pass. With zero bubble, the gradients of input and weights together.
-            weight_cost: with zero bubble, the share of `backward_cost` that the gradient of the weights takes. None = half.
+            backward_cost: cost of its backward pass. With zero bubble, half of it is for the gradient of the weights.
 
         Raises:
             PipelineShapeError: If the schedule is not defined for these numbers. The error has numbers for which it is.
         """
-        check_shape(schedule, num_stages, num_microbatches, num_repeats, group_size)
-        costs = _operation_costs(forward_cost, backward_cost, weight_cost, num_repeats)
-        groups = group_sizes(num_microbatches, num_stages, group_size)
-        order_of_stage = {"gpipe": _gpipe_order, "circular": _gpipe_order, "zb-h1": _zero_bubble_order}.get(
-            schedule, _one_f_one_b_order
-        )
-        orders = [order_of_stage(s, num_stages, num_microbatches, num_repeats, groups) for s in range(num_stages)]
+        check_shape(schedule, num_stages, num_microbatches, num_repeats)
+        costs: dict[Kind, Fraction] = {}
+        for name, cost in (("forward-cost", forward_cost), ("backward-cost", backward_cost)):
+            exact = cost if isinstance(cost, Fraction) else Fraction(str(cost))
+            if exact <= 0:
+                raise PipelineShapeError(f"{name}={float(exact):g} must be greater than 0", key=name, nearest=(1,))
+            if name == "forward-cost":
+                costs["F"] = exact / num_repeats
+            else:
+                costs |= {"B": exact / num_repeats, "I": exact / 2, "W": exact / 2}  # I and W have no repeats
+        orders = {"gpipe": _gpipe_order, "circular": _gpipe_order, "zb-h1": _zero_bubble_order}
+        order_of_stage = orders.get(schedule, _one_f_one_b_order)
+        stages = [order_of_stage(s, num_stages, num_microbatches, num_repeats) for s in range(num_stages)]
         return cls(
             schedule=schedule,
             num_stages=num_stages,
             num_microbatches=num_microbatches,
             num_repeats=num_repeats,
-            operations=tuple(_simulate(orders, costs, num_repeats)),
+            operations=tuple(_simulate(stages, costs, num_repeats)),
         )
 
     @property
@@ -224,24 +219,19 @@ def num_ticks(num_stages: int, num_microbatches: int, num_repeats: int = 1) -> i
     return max(num_microbatches, num_stages) * (num_repeats - 1) + num_microbatches + num_stages - 1
 
 
-def group_sizes(num_microbatches: int, num_stages: int, group_size: int | None) -> list[int]:
-    """Return the sizes of the groups of microbatches that pass through all repeats together.
-
-    Groups of a given size are contiguous, and the last may be smaller (Megatron-LM). None = balanced groups of at least p.
+def group_sizes(num_microbatches: int, num_stages: int) -> list[int]:
+    """Return the sizes of the groups of microbatches that pass through all repeats together: balanced, of at least p.
 
     Example:
-        >>> group_sizes(10, 4, None), group_sizes(10, 4, 4)
-        ([5, 5], [4, 4, 2])
+        >>> group_sizes(10, 4)
+        [5, 5]
     """
-    if group_size is None:
-        number = max(num_microbatches // num_stages, 1)
-        size, larger = divmod(num_microbatches, number)
-        return [size + 1] * larger + [size] * (number - larger)
-    full, rest = divmod(num_microbatches, group_size)
-    return [group_size] * full + [rest] * (rest > 0)
+    number = max(num_microbatches // num_stages, 1)
+    size, larger = divmod(num_microbatches, number)
+    return [size + 1] * larger + [size] * (number - larger)
 
 
-def check_shape(schedule: str, num_stages: int, num_microbatches: int, num_repeats: int, group_size: int | None) -> None:
+def check_shape(schedule: str, num_stages: int, num_microbatches: int, num_repeats: int) -> None:
     """Raise a PipelineShapeError with the nearest legal numbers unless a schedule is defined for these."""
     if schedule not in SCHEDULES:
         raise PipelineShapeError(
@@ -257,13 +247,6 @@ def check_shape(schedule: str, num_stages: int, num_microbatches: int, num_repea
     if schedule == "zb-h1" and num_microbatches < num_stages:
         text = f"microbatches={num_microbatches} must be at least stages={num_stages} for zb-h1"
         raise PipelineShapeError(text, key="microbatches", nearest=(num_stages,))
-    if group_size is not None and (schedule != "interleaved" or not num_stages <= group_size <= num_microbatches):
-        raise PipelineShapeError(
-            f"group-size={group_size} needs the schedule interleaved and must be between stages={num_stages} and "
-            f"microbatches={num_microbatches}",
-            key="group-size",
-            nearest=(num_stages, num_microbatches) if num_stages <= num_microbatches else (),
-        )
     operations = 3 * num_stages * num_microbatches * num_repeats
     if operations > MAX_OPERATIONS:
         largest = MAX_OPERATIONS // (3 * num_stages * num_repeats)
@@ -271,20 +254,20 @@ def check_shape(schedule: str, num_stages: int, num_microbatches: int, num_repea
         raise PipelineShapeError(text, key="microbatches", nearest=(largest,) if largest else ())
 
 
-# The orders of the schedules, for stage s of p stages, m microbatches, v repeats and groups from `group_sizes`.
+# The orders of the schedules, for stage s of p stages, m microbatches and v repeats.
 
 
-def _gpipe_order(s: int, p: int, m: int, v: int, groups: list[int]) -> Order:
+def _gpipe_order(s: int, p: int, m: int, v: int) -> Order:
     """All forward passes, then all backward passes in reverse. With repeats this is the circular schedule."""
     forward: Order = [("F", k, r) for r in range(v) for k in range(m)]
     return forward + [("B", k, r) for _, k, r in reversed(forward)]
 
 
-def _one_f_one_b_order(s: int, p: int, m: int, v: int, groups: list[int]) -> Order:
+def _one_f_one_b_order(s: int, p: int, m: int, v: int) -> Order:
     """A warm-up of forward passes, then backward and forward in turn. With repeats this is the interleaved schedule."""
     forward: Order = []
     backward: Order = []
-    start = 0
+    groups, start = group_sizes(m, p), 0
     for size in groups:
         for r in range(v):
             forward += [("F", k, r) for k in range(start, start + size)]
@@ -300,7 +283,7 @@ def _one_f_one_b_order(s: int, p: int, m: int, v: int, groups: list[int]) -> Ord
     return order
 
 
-def _zero_bubble_order(s: int, p: int, m: int, v: int, groups: list[int]) -> Order:
+def _zero_bubble_order(s: int, p: int, m: int, v: int) -> Order:
     """1F1B with the backward pass in two parts. Stage s delays s weight gradients, to fill its idle time at the end."""
     order: Order = [("F", k, 0) for k in range(min(p - 1 - s, m))]
     for k in range(m):
@@ -310,24 +293,6 @@ def _zero_bubble_order(s: int, p: int, m: int, v: int, groups: list[int]) -> Ord
         if k >= s:
             order.append(("W", k - s, 0))
     return order + [("W", k, 0) for k in range(max(m - s, 0), m)]
-
-
-def _operation_costs(
-    forward: Fraction | float, backward: Fraction | float, weight: Fraction | float | None, num_repeats: int
-) -> Mapping[Kind, Fraction]:
-    given = {"forward-cost": forward, "backward-cost": backward} | ({} if weight is None else {"weight-cost": weight})
-    exact = {name: value if isinstance(value, Fraction) else Fraction(str(value)) for name, value in given.items()}
-    for name, value in exact.items():
-        if value <= 0:
-            raise PipelineShapeError(f"{name}={float(value):g} must be greater than 0", key=name, nearest=(1,))
-    both = exact["backward-cost"]
-    weights = exact.get("weight-cost", both / 2)
-    if weights >= both:
-        raise PipelineShapeError(
-            f"weight-cost={float(weights):g} must be below backward-cost={float(both):g}, which includes it", key="weight-cost"
-        )
-    costs: dict[Kind, Fraction] = {"F": exact["forward-cost"], "B": both, "I": both - weights, "W": weights}
-    return {kind: cost / num_repeats for kind, cost in costs.items()}
 
 
 def _simulate(orders: list[Order], costs: Mapping[Kind, Fraction], num_repeats: int) -> Iterator[Operation]:

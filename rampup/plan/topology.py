@@ -23,35 +23,20 @@ _DOCS = "https://docs.cloud.google.com/tpu/docs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chip:
-    """A TPU generation. All figures are per chip and published, except the HBM, which is what the compiler lets a program use.
+    """A TPU generation. The figures are per chip and published, but the HBM is what the compiler lets programs use."""
 
-    Attributes:
-        name: the name that the compiler takes.
-        product: the prefix of Google's product names, followed by `-` and a count.
-        aliases: other prefixes of such names.
-        counts_cores: whether the number in a product name counts TensorCores, two a chip, and not chips.
-        devices: JAX devices of a chip.
-        dimensions: of the torus.
-        hbm_gib: memory that the compiler lets the programs of one *device* use (libtpu 0.0.50).
-        peak_flops: bfloat16 matrix products, FLOP/s.
-        hbm_bandwidth: bytes/s.
-        ici_bandwidth: bytes/s that a chip sends to its neighbors over all its links, in one direction each.
-        max_chips: chips of the largest slice.
-        source: where the figures are published.
-    """
-
-    name: str
-    product: str
-    aliases: tuple[str, ...] = ()
-    counts_cores: bool
-    devices: int = 1
-    dimensions: int
-    hbm_gib: float
-    peak_flops: float
-    hbm_bandwidth: float
-    ici_bandwidth: float
-    max_chips: int
-    source: str
+    name: str  # the name that the compiler takes
+    product: str  # the prefix of Google's product names, followed by `-` and a count
+    aliases: tuple[str, ...] = ()  # other prefixes of such names
+    counts_cores: bool  # whether the number in a product name counts TensorCores, two a chip, and not chips
+    devices: int = 1  # JAX devices of a chip
+    dimensions: int  # of the torus
+    hbm_gib: float  # memory that the compiler lets the programs of one *device* use (libtpu 0.0.50)
+    peak_flops: float  # bfloat16 matrix products, FLOP/s
+    hbm_bandwidth: float  # bytes/s
+    ici_bandwidth: float  # bytes/s that a chip sends to its neighbors over all its links, in one direction each
+    max_chips: int  # chips of the largest slice
+    source: str  # where the figures are published
     config: str | None = None  # `chip_config_name` of the compiler
 
     @property
@@ -141,7 +126,16 @@ class Topology:
         num_slices = int(slices or 1)
         if not 1 <= num_slices <= MAX_SLICES:
             raise _error(f"topology={text}: the number of slices must be between 1 and {MAX_SLICES}")
-        shape = _parse_shape(chip, size, text) if separator == ":" else _shape_of_product(chip, size, text)
+        if separator == ":":
+            shape = _parse_shape(chip, size, text)
+        else:  # the number of a product name counts chips or TensorCores
+            unit = 2 if chip.counts_cores else 1
+            number = int(size) if size.isdecimal() else 0
+            found = _shape_of_chips(chip, number // unit) if number >= 1 and number % unit == 0 else None
+            if found is None:
+                what = f"has {number} {'TensorCores' if unit == 2 else 'chips'}, which is not a size of its slices"
+                raise _nearest_error(chip, text, number // unit, what)
+            shape = found
         return cls(chip=chip, shape=shape, num_slices=num_slices)
 
     @property
@@ -222,11 +216,11 @@ def known_topologies() -> Iterator[Topology]:
 
 def _parse_shape(chip: Chip, size: str, text: str) -> tuple[int, ...]:
     sides = tuple(int(side) for side in size.split("x") if side)
-    allowed = sorted(_flat_shapes(chip)) if chip.dimensions == 2 else []
     if len(sides) != chip.dimensions or size.count("x") != chip.dimensions - 1 or min(sides) < 1:
         example = CHIPS[chip.name].name + ":" + "x".join(map(str, _shape_of_chips(chip, 64) or ()))
         raise _error(f"topology={text}: a slice of {chip.name} has {chip.dimensions} sides, such as {example}", example)
-    if chip.dimensions == 2 and sides not in allowed:
+    flat = {shape for chips, shape in (_FLAT | _FLAT_LARGE).items() if chips <= chip.max_chips}
+    if chip.dimensions == 2 and sides not in flat:
         raise _nearest_error(chip, text, math.prod(sides), "is not a shape of its slices")
     if chip.dimensions == 3 and sides not in _SMALL_CUBES.values():
         if any(side % _CUBE for side in sides) or list(sides) != sorted(sides):
@@ -235,17 +229,6 @@ def _parse_shape(chip: Chip, size: str, text: str) -> tuple[int, ...]:
         if math.prod(sides) > chip.max_chips:
             raise _nearest_error(chip, text, math.prod(sides), f"has {math.prod(sides):,} chips of at most {chip.max_chips:,}")
     return sides
-
-
-def _shape_of_product(chip: Chip, size: str, text: str) -> tuple[int, ...]:
-    """Return the shape of a product name, whose number counts chips or TensorCores."""
-    unit = 2 if chip.counts_cores else 1
-    number = int(size) if size.isdecimal() else 0
-    shape = _shape_of_chips(chip, number // unit) if number >= 1 and number % unit == 0 else None
-    if shape is None:
-        what = f"has {number} {'TensorCores' if unit == 2 else 'chips'}, which is not a size of its slices"
-        raise _nearest_error(chip, text, number // unit, what)
-    return shape
 
 
 def _shape_of_chips(chip: Chip, chips: int) -> tuple[int, ...] | None:
@@ -268,10 +251,6 @@ def _shape_of_chips(chip: Chip, chips: int) -> tuple[int, ...] | None:
     )
     a, b, c = min(shapes, key=sum)
     return a * _CUBE, b * _CUBE, c * _CUBE
-
-
-def _flat_shapes(chip: Chip) -> set[tuple[int, ...]]:
-    return {shape for chips, shape in (_FLAT | _FLAT_LARGE).items() if chips <= chip.max_chips}
 
 
 def _nearest_error(chip: Chip, text: str, chips: int, rule: str) -> ConfigError:
@@ -310,13 +289,43 @@ TPU_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 # What JAX calls the devices of a generation.
 _DEVICE_KINDS = {
+    "TPU v2": "v2",
+    "TPU v3": "v3",
+    "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
     "TPU v5": "v5p",
     "TPU v5p": "v5p",
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
 }
+# Dense bfloat16 FLOP/s of GPUs, from the vendor's data sheets. The first name that occurs in a device's kind counts.
+_GPU_PEAK_FLOPS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "NVIDIA L4": 121e12,
+}
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Return the peak FLOP/s of a JAX device in bfloat16 without sparsity, or None for an unknown device.
+
+    Args:
+        device_kind: `jax.Device.device_kind`.
+
+    Example:
+        >>> peak_flops("TPU v5 lite"), peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
+        (197000000000000.0, 989000000000000.0, None)
+    """
+    if chip := CHIPS.get(_DEVICE_KINDS.get(device_kind, "")):
+        return chip.peak_flops / chip.devices
+    return next((peak for name, peak in _GPU_PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_kind)), None)
 
 
 def tpu_options(kind: str, flags: str = "") -> dict[str, str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rampup.config.build import mesh_axes
 from rampup.config.files import ConfigFile
@@ -26,8 +26,7 @@ from rampup.plan.numbers import AUTO, MAX_SAMPLES, to_yaml_number
 from rampup.plan.ramp import parse_schedule
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.schedule import RolloutSchedule
-from rampup.rl.sizes import Experience, Size
-from rampup.rl.updates import Training
+from rampup.rl.sizes import AGGREGATIONS, Experience, Size, Training
 
 _FLOATS, _INTS = ("float32", "bfloat16", "float16"), ("int32", "uint32", "uint16", "int64")
 _count: dict[str, Any] = {"minimum": 1, "maximum": MAX_SAMPLES}
@@ -58,65 +57,121 @@ class RolloutConfig(Settings):
         4
     """
 
-    # One line per key, as a table.
+    # A key: its default, its properties, and its documentation, of which line breaks are no part.
     # fmt: off
     batch_size: int = _batch(32, "Prompts per step, for the whole job.", **_count, maxtext="1")
-    num_generations: int = _batch(8, "Responses per prompt. A step has batch_size * rl.num_generations samples.", group="rl", **_count, maxtext="2")
+    num_generations: int = _batch(8, group="rl", **_count, maxtext="2", doc="""
+        Responses per prompt. A step has batch_size * rl.num_generations samples.""")
     num_iterations: int = _batch(1, "Passes over the samples of a step.", group="rl", **_count)
-    batch_size_schedule: str | None = _batch(None, 'Growth of batch_size, as STEP:PROMPTS pairs from step 0 on: "0:8 20:16 60:32". At most batch_size. null: constant.', kind="text", nullable=True, group="rl", own=True)
-    num_generations_schedule: str | None = _batch(None, 'Growth of rl.num_generations, as STEP:RESPONSES pairs from step 0 on: "0:4 50:8". At most rl.num_generations. null: constant.', kind="text", nullable=True, group="rl", own=True)
-    loss_agg_mode: str = _batch("token-mean", "How the losses of tokens add up to that of a mini batch. token-mean: the mean over all tokens. seq-mean-token-sum: the mean over responses of the sum over their tokens. seq-mean-token-mean: the mean over responses of the mean over their tokens.", choices=("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"), group="rl", own=True)
-    grpo_beta: float = _batch(0.01, "Weight of the KL divergence from the policy before training. Above 0 it needs enable_reference_policy. 0: none.", minimum=0, group="rl", maxtext="0.08")
+    batch_size_schedule: str | None = _batch(None, kind="text", nullable=True, group="rl", own=True, doc="""
+        Growth of batch_size, as STEP:PROMPTS pairs from step 0 on: "0:8 20:16 60:32". At most batch_size. null: constant.""")
+    num_generations_schedule: str | None = _batch(None, kind="text", nullable=True, group="rl", own=True, doc="""
+        Growth of rl.num_generations, as STEP:RESPONSES pairs from step 0 on: "0:4 50:8". At most rl.num_generations. null:
+        constant.""")
+    loss_agg_mode: str = _batch("token-mean", choices=AGGREGATIONS, group="rl", own=True, doc="""
+        How the losses of tokens add up to that of a mini batch. token-mean: the mean over all tokens. seq-mean-token-sum: the
+        mean over responses of the sum over their tokens. seq-mean-token-mean: the mean over responses of the mean over their
+        tokens. group-mean-token-mean: the mean over prompts of the mean over the tokens of all their responses.""")
+    grpo_beta: float = _batch(0.01, minimum=0, group="rl", maxtext="0.08", doc="""
+        Weight of the KL divergence from the policy before training. Above 0 it needs enable_reference_policy. 0: none.""")
     grpo_epsilon: float = _batch(0.2, "How far from 1 the ratio of new to old probabilities counts.", above=0, group="rl")
-    gamma: float = _batch(1.0, "Discount per token of the critic's returns (enable_critic).", minimum=0, maximum=1, group="rl", own=True)
-    gae_lambda: float = _batch(1.0, "Decay per token of generalized advantage estimation (enable_critic).", minimum=0, maximum=1, group="rl", own=True)
-    value_epsilon: float = _batch(0.2, "How far from its value at generation a value of the critic may move in a step (enable_critic).", above=0, group="rl", own=True)
-    num_batches: int = _batch(100, "Batches of prompts in the run, before train_fraction and num_epoch apply.", **_count, maxtext="4")
+    gamma: float = _batch(1.0, minimum=0, maximum=1, group="rl", own=True, doc="""
+        Discount per token of the critic's returns (enable_critic).""")
+    gae_lambda: float = _batch(1.0, minimum=0, maximum=1, group="rl", own=True, doc="""
+        Decay per token of generalized advantage estimation (enable_critic).""")
+    value_epsilon: float = _batch(0.2, above=0, group="rl", own=True, doc="""
+        How far from its value at generation a value of the critic may move in a step (enable_critic).""")
+    num_batches: int = _batch(100, **_count, maxtext="4", doc="""
+        Batches of prompts in the run, before train_fraction and num_epoch apply.""")
     train_fraction: Fraction = _batch(Fraction(1), "Fraction of the prompts of num_batches to train on.", above=0, maximum=1)
     num_epoch: int = _batch(1, "Passes over the prompts.", **_count)
-    num_prompts: int | None = _batch(None, "Prompts in the data set. null: enough for num_batches.", kind="int", nullable=True, **_count, own=True, identity=True)
-    rollout_micro_batch_size: int = _batch(-1, "Prompts per call of the generator, for the whole job. -1: train_micro_batch_size, or mini_batch_size if that is -1 too.", also=(-1,), **_count)
+    num_prompts: int | None = _batch(None, kind="int", nullable=True, **_count, own=True, identity=True, doc="""
+        Prompts in the data set. null: enough for num_batches.""")
+    rollout_micro_batch_size: int = _batch(-1, also=(-1,), **_count, doc="""
+        Prompts per call of the generator, for the whole job. -1: train_micro_batch_size, or mini_batch_size if that is -1
+        too.""")
+    zero_spread_groups: str = _batch("keep", choices=("keep", "drop", "refill"), own=True, identity=True, doc="""
+        What to do with prompts whose responses all have the same reward, which teach GRPO nothing. keep: train on them. drop:
+        leave them out, so that a step has fewer prompts. refill: sample other prompts in their place.""")
+    max_num_gen_batches: int = _batch(10, minimum=1, maximum=1000, own=True, identity=True, doc="""
+        Batches of prompts that a step samples at most with zero_spread_groups refill. What it has then is a partial step.""")
+    token_batch_size: int = _batch(-1, also=(-1,), **_count, own=True, identity=True, doc="""
+        Tokens per step, prompts and responses, for the whole job: a step has as many prompts as fit, at most batch_size. -1:
+        batch_size alone decides.""")
+    partial_step: str = _batch("train", choices=("train", "drop", "carry"), own=True, identity=True, doc="""
+        What to do with the prompts that do not fill the last mini batch of a step. train: an optimizer step of fewer prompts.
+        drop: leave them out. carry: train on them in the next step.""")
+    measure_gradient_noise: bool = _batch(False, own=True, doc="""
+        Measure the gradient noise between prompts and between the responses to a prompt, from which `rampup design` tells how
+        many of both are worth it. A pass needs several samples per replica.""")
 
-    mini_batch_size: int = _training(-1, "Prompts per optimizer step, for the whole job. -1: batch_size, which MaxText RL always uses.", also=(-1,), **_count, own=True)
-    train_micro_batch_size: int = _training(-1, "Prompts per forward and backward pass, for the whole job. -1: mini_batch_size. Excludes microbatch_size and token_budget.", also=(-1,), **_count)
-    microbatch_size: int = _training(-1, "Samples per replica and pass. Excludes train_micro_batch_size and token_budget. -1: not used.", also=(-1,), **_count, own=True)
-    token_budget: int = _training(-1, "Tokens per replica and pass, filled with as many samples as fit. Excludes train_micro_batch_size and microbatch_size. -1: not used.", also=(-1,), **_count, own=True)
-    token_budget_shapes: int = _training(4, "Numbers of tokens, evenly spaced up to token_budget, that a pass is padded to. All are in one compiled program.", minimum=1, maximum=64, own=True)
-    pad_microbatches: bool = _training(False, "Pad mini batches and microbatches that do not divide with rows of weight 0. false: raise an error.", own=True)
+    mini_batch_size: int = _training(-1, also=(-1,), **_count, own=True, doc="""
+        Prompts per optimizer step, for the whole job. -1: batch_size, which MaxText RL always uses.""")
+    train_micro_batch_size: int = _training(-1, also=(-1,), **_count, doc="""
+        Prompts per forward and backward pass, for the whole job. -1: mini_batch_size. Excludes microbatch_size and
+        token_budget.""")
+    microbatch_size: int = _training(-1, also=(-1,), **_count, own=True, doc="""
+        Samples per replica and pass. Excludes train_micro_batch_size and token_budget. -1: not used.""")
+    token_budget: int = _training(-1, also=(-1,), **_count, own=True, doc="""
+        Tokens per replica and pass, filled with as many samples as fit. Excludes train_micro_batch_size and microbatch_size.
+        -1: not used.""")
+    token_budget_shapes: int = _training(4, minimum=1, maximum=64, own=True, doc="""
+        Numbers of tokens, evenly spaced up to token_budget, that a pass is padded to. All are in one compiled program.""")
+    pad_microbatches: bool = _training(False, own=True, doc="""
+        Pad mini batches and microbatches that do not divide with rows of weight 0. false: raise an error.""")
 
     enable_critic: bool = _critic(False, "Also train a critic, through all of its passes before the policy.", identity=True)
-    critic_mini_batch_size: int = _critic(-1, "Prompts per optimizer step of the critic, for the whole job. -1: mini_batch_size.", also=(-1,), **_count)
-    critic_num_iterations: int = _critic(-1, "Passes of the critic over the samples of a step. -1: rl.num_iterations.", also=(-1,), **_count)
-    critic_train_micro_batch_size: int = _critic(-1, "Prompts per pass of the critic, for the whole job. -1: the size of a pass of the policy.", also=(-1,), **_count)
+    critic_mini_batch_size: int = _critic(-1, also=(-1,), **_count, doc="""
+        Prompts per optimizer step of the critic, for the whole job. -1: mini_batch_size.""")
+    critic_num_iterations: int = _critic(-1, also=(-1,), **_count, doc="""
+        Passes of the critic over the samples of a step. -1: rl.num_iterations.""")
+    critic_train_micro_batch_size: int = _critic(-1, also=(-1,), **_count, doc="""
+        Prompts per pass of the critic, for the whole job. -1: the size of a pass of the policy.""")
 
     critic_learning_rate: float = _critic(1e-3, "Peak learning rate of the critic.", minimum=0)
 
-    num_test_batches: int = _eval(5, "Batches of one evaluation, including those before test_batch_start_index. 0: no evaluation.", minimum=0, maximum=MAX_SAMPLES)
+    num_test_batches: int = _eval(5, minimum=0, maximum=MAX_SAMPLES, doc="""
+        Batches of one evaluation, including those before test_batch_start_index. 0: no evaluation.""")
     eval_batch_size: int = _eval(-1, "Prompts per evaluation batch. -1: batch_size.", also=(-1,), **_count)
-    test_batch_start_index: int = _eval(0, "Prompts to skip at the start of the evaluation data.", minimum=0, maximum=MAX_SAMPLES)
+    test_batch_start_index: int = _eval(0, minimum=0, maximum=MAX_SAMPLES, doc="""
+        Prompts to skip at the start of the evaluation data.""")
     eval_num_generations: int = _eval(1, "Responses per prompt in an evaluation.", **_count, own=True)
 
     max_prompt_length: int = _stored(512, "Tokens of the longest prompt.", **_count, identity=True)
     max_response_length: int = _stored(1024, "Tokens of the longest response.", **_count, identity=True)
     enable_reference_policy: bool = _stored(True, "Store the log-probabilities of a reference policy, for a KL term.")
     token_dtype: str = _stored("int32", "Type of the stored tokens.", choices=_INTS, identity=True)
-    experience_dtype: str = _stored("float32", "Type of the stored log-probabilities, values, rewards and advantages.", choices=_FLOATS, identity=True)
+    experience_dtype: str = _stored("float32", choices=_FLOATS, identity=True, doc="""
+        Type of the stored log-probabilities, values, rewards and advantages.""")
 
-    shuffle_mini_batches: bool = _order(True, "Shuffle the samples of a step in every pass. false: keep the order of generation, so that training can overlap with generation.", own=True, identity=True)
+    shuffle_mini_batches: bool = _order(True, own=True, identity=True, doc="""
+        Shuffle the samples of a step in every pass. false: keep the order of generation.""")
     keep_prompts_together: bool = _order(True, "Keep all responses to a prompt in one mini batch.", own=True, identity=True)
-    data_shuffle_seed: int = _order(0, "Seed of the order of samples, if shuffle_mini_batches is set.", minimum=0, maximum=2**31 - 1, own=True, identity=True)
+    data_shuffle_seed: int = _order(0, minimum=0, maximum=2**31 - 1, own=True, identity=True, doc="""
+        Seed of the order of samples, if shuffle_mini_batches is set.""")
 
-    decode_sampling_temperature: float = _sampling(1.0, "Divides the logits in sampling and in the loss. 0 would make all responses to a prompt equal.", minimum=0, maximum=100, maxtext="0.9", identity=True)
-    decode_sampling_top_k: int = _sampling(0, "Sample from this many most probable tokens. 0: from all.", minimum=0, maximum=MAX_SAMPLES, maxtext="50", identity=True)
-    decode_sampling_nucleus_p: float = _sampling(1.0, "Sample from the most probable tokens whose probabilities add up to this.", above=0, maximum=1, identity=True)
+    decode_sampling_temperature: float = _sampling(1.0, minimum=0, maximum=100, maxtext="0.9", identity=True, doc="""
+        Divides the logits in sampling and in the loss. 0 would make all responses to a prompt equal.""")
+    decode_sampling_top_k: int = _sampling(0, minimum=0, maximum=MAX_SAMPLES, maxtext="50", identity=True, doc="""
+        Sample from this many most probable tokens. 0: from all.""")
+    decode_sampling_nucleus_p: float = _sampling(1.0, above=0, maximum=1, identity=True, doc="""
+        Sample from the most probable tokens whose probabilities add up to this.""")
 
-    dataset_name: str = _task("arithmetic", "The prompts and their reward. arithmetic: sums of two numbers as text, such as 12+34=, with reward 1 for the right answer.", choices=("arithmetic",), identity=True)
-    max_operand: int = _task(49, "Largest number in a prompt of dataset_name arithmetic.", minimum=1, maximum=10**6, identity=True)
-    warm_start_steps: int = _task(1200, "Optimizer steps that imitate given answers before reinforcement learning, so that some responses have a reward. 0: none.", minimum=0, maximum=MAX_SAMPLES, identity=True)
-    warm_start_accuracy: float = _task(0.5, "Share of right answers among those that the warm start imitates; the others are wrong. The reward then teaches more than the answers did.", minimum=0, maximum=1, identity=True)
+    dataset_name: str = _task("arithmetic", choices=("arithmetic",), identity=True, doc="""
+        The prompts and their reward. arithmetic: sums of two numbers as text, such as 12+34=, with reward 1 for the right
+        answer.""")
+    max_operand: int = _task(49, minimum=1, maximum=10**6, identity=True, doc="""
+        Largest number in a prompt of dataset_name arithmetic.""")
+    warm_start_steps: int = _task(1200, minimum=0, maximum=MAX_SAMPLES, identity=True, doc="""
+        Optimizer steps that imitate given answers before reinforcement learning, so that some responses have a reward. 0:
+        none.""")
+    warm_start_accuracy: float = _task(0.5, minimum=0, maximum=1, identity=True, doc="""
+        Share of right answers among those that the warm start imitates; the others are wrong. The reward then teaches more than
+        the answers did.""")
     warm_start_batch_size: int = _task(64, "Prompts per step of the warm start, for the whole job.", **_count, identity=True)
     warm_start_learning_rate: float = _task(3e-3, "Peak learning rate of the warm start.", minimum=0, identity=True)
 
+    distributed: str = _shared("distributed", "auto")
     run_name: str = _shared("run_name", "")
     base_output_directory: str = _shared("base_output_directory", "runs")
     enable_tensorboard: bool = _shared("enable_tensorboard", False)
@@ -125,7 +180,7 @@ class RolloutConfig(Settings):
     enable_checkpointing: bool = _shared("enable_checkpointing", True)
     checkpoint_period: int = _shared("checkpoint_period", 50)
     async_checkpointing: bool = _shared("async_checkpointing", True)
-    on_checkpoint_error: str = _shared("on_checkpoint_error", "stop")
+    on_checkpoint_error: Literal["stop", "continue"] = _shared("on_checkpoint_error", "stop")
     max_num_checkpoints_to_keep: int | None = _shared("max_num_checkpoints_to_keep", 3)
     jax_cache_dir: str | None = _shared("jax_cache_dir", "~/.cache/rampup")
     eval_interval: int = _shared("eval_interval", 50)
@@ -193,6 +248,16 @@ class RolloutConfig(Settings):
                     nearest=(AUTO,),
                 )
             )
+        largest = self.num_generations * (self.max_prompt_length + self.max_response_length)
+        if AUTO != self.token_batch_size < largest:
+            problems.append(
+                ConfigError(
+                    f"token_batch_size={self.token_batch_size} must have room for one prompt: rl.num_generations * "
+                    f"(max_prompt_length + max_response_length) = {largest:,} tokens",
+                    key="token_batch_size",
+                    nearest=(largest,),
+                )
+            )
         if self.num_steps < 1:
             problems += self._too_few_prompts()
         problems += head_problems(self)
@@ -201,8 +266,8 @@ class RolloutConfig(Settings):
             most = (self.num_test_batches - 1) * size
             problems.append(
                 ConfigError(
-                    f"test_batch_start_index={self.test_batch_start_index} leaves no full batch of the {self.num_test_batches} * "
-                    f"{size} prompts of an evaluation; nearest: {most}, or num_test_batches=0 for no evaluation",
+                    f"test_batch_start_index={self.test_batch_start_index} leaves no full batch of the {self.num_test_batches} "
+                    f"* {size} prompts of an evaluation; nearest: {most}, or num_test_batches=0 for no evaluation",
                     key="test_batch_start_index",
                     nearest=(most,),
                 )
@@ -222,8 +287,8 @@ class RolloutConfig(Settings):
             enough |= {"num_batches": batches} if batches <= MAX_SAMPLES else {"train_fraction": fraction}
         return [
             ConfigError(
-                f"{key}={getattr(self, key)} leaves {self.prompts_used} prompts * num_epoch={self.num_epoch}, which do not fill a "
-                f"batch_size={self.batch_size}; nearest: {value}",
+                f"{key}={getattr(self, key)} leaves {self.prompts_used} prompts * num_epoch={self.num_epoch}, which do not "
+                f"fill a batch_size={self.batch_size}; nearest: {value}",
                 key=key,
                 nearest=(value,),
             )
@@ -353,6 +418,9 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
     dropped = config.prompts_used * config.num_epoch - plan.num_steps * config.batch_size
     if dropped and not grows:
         notes.append(f"{dropped:,} prompts do not fill a last batch_size={config.batch_size:,} and are dropped")
+    varying = {"zero_spread_groups": "keep", "token_batch_size": AUTO, "partial_step": "train"}
+    if given := [f"{name}={getattr(config, name)}" for name, usual in varying.items() if getattr(config, name) != usual]:
+        notes.append(f"with {' and '.join(given)}, the sizes of a step are the largest it may have")
     size = config.eval_batch_size if config.eval_batch_size != AUTO else config.batch_size
     lost = (config.num_test_batches * size - config.test_batch_start_index) % size
     if config.num_test_batches and lost:
@@ -360,27 +428,36 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
     maxtext_steps = int(config.num_batches * config.num_iterations * config.train_fraction * config.num_epoch)
     if maxtext_steps != plan.total_optimizer_steps and not grows:
         notes.append(
-            f"the run has {plan.total_optimizer_steps:,} optimizer steps; MaxText RL would schedule its learning rate for {maxtext_steps:,}"
+            f"the run has {plan.total_optimizer_steps:,} optimizer steps; MaxText RL would schedule its learning rate for "
+            f"{maxtext_steps:,}"
         )
     return tuple(notes)
 
 
 def _plan(config: RolloutConfig, axes: MeshAxes) -> RolloutPlan:
-    mini_batch = _prompts(config, "mini_batch_size") or _prompts(config, "batch_size")
-    generation = _prompts(config, "rollout_micro_batch_size") or _prompts(config, "train_micro_batch_size") or mini_batch
+    def prompts(*names: str) -> Size | None:
+        """Return the first of some sizes in prompts that is set."""
+        found = (Size(count=count, unit="prompts", key=name) for name in names if (count := getattr(config, name)) != AUTO)
+        return next(found, None)
+
+    mini_batch = prompts("mini_batch_size", "batch_size")
     assert mini_batch is not None
-    assert generation is not None
+    microbatch = prompts("train_micro_batch_size")
+    if config.microbatch_size != AUTO:
+        microbatch = Size(count=config.microbatch_size, unit="samples", scope="replica", key="microbatch_size")
+    elif config.token_budget != AUTO:
+        microbatch = Size(count=config.token_budget, unit="tokens", scope="replica", key="token_budget")
     policy = Training(
         mini_batch=mini_batch,
-        microbatch=_microbatch(config),
+        microbatch=microbatch,
         data_parallel_size=axes.data_parallel_size,
         num_epochs=config.num_iterations,
         num_stages=axes.pipeline,
     )
     critic = replace(
         policy,
-        mini_batch=_prompts(config, "critic_mini_batch_size") or mini_batch,
-        microbatch=_prompts(config, "critic_train_micro_batch_size") or policy.microbatch,
+        mini_batch=prompts("critic_mini_batch_size") or mini_batch,
+        microbatch=prompts("critic_train_micro_batch_size") or microbatch,
         num_epochs=config.num_iterations if config.critic_num_iterations == AUTO else config.critic_num_iterations,
     )
     return RolloutPlan(
@@ -388,7 +465,7 @@ def _plan(config: RolloutConfig, axes: MeshAxes) -> RolloutPlan:
         samples_per_prompt=config.num_generations,
         policy=policy,
         critic=critic if config.enable_critic else None,
-        generation=generation,
+        generation=prompts("rollout_micro_batch_size", "train_micro_batch_size") or mini_batch,
         num_steps=config.num_steps,
         pad=config.pad_microbatches,
         eval_prompts=config.eval_prompts,
@@ -401,19 +478,6 @@ def _plan(config: RolloutConfig, axes: MeshAxes) -> RolloutPlan:
             value_dtype=config.experience_dtype,
         ),
     )
-
-
-def _prompts(config: RolloutConfig, name: str) -> Size | None:
-    count = getattr(config, name)
-    return None if count == AUTO else Size(count=count, unit="prompts", key=name)
-
-
-def _microbatch(config: RolloutConfig) -> Size | None:
-    if config.microbatch_size != AUTO:
-        return Size(count=config.microbatch_size, unit="samples", scope="replica", key="microbatch_size")
-    if config.token_budget != AUTO:
-        return Size(count=config.token_budget, unit="tokens", scope="replica", key="token_budget")
-    return _prompts(config, "train_micro_batch_size")
 
 
 # By default nothing is split, so that a file of a few keys has no mini batches unless it sets them; rl.yml shows some.

@@ -1,18 +1,20 @@
-"""The samples of a rollout on the host: rewards, advantages, the stored arrays, and the rows that the losses take.
+"""The samples of a rollout on the host: rewards, advantages, their order in mini batches, and the rows that the losses take.
 
 Shape suffixes: S samples, G samples of a prompt, R tokens of the longest response, T tokens of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from rampup.errors import ConfigError, DataError
-from rampup.packing import PackedMicrobatches
-from rampup.rl.losses import AGGREGATIONS
+from rampup.errors import ConfigError, DataError, ResumeMismatchError
+from rampup.rl.packing import PackedMicrobatches
+from rampup.rl.plan import RolloutPlan
+from rampup.rl.sizes import AGGREGATIONS
+from rampup.rl.tasks import stable_permutation
 
 # Added to the standard deviation of a group, as in Tunix.
 STD_EPSILON = 1e-6
@@ -21,10 +23,8 @@ Arrays = dict[str, np.ndarray]
 Reward = Callable[[Sequence[Any], Sequence[Any]], Sequence[float]]
 
 
-def check_rewards(
-    reward: Reward, prompts: Sequence[Any], responses: Sequence[Any], *, where: str, first: int = 0
-) -> np.ndarray:
-    """Call a reward function, and return one finite float32 per sample. `where` and `first`, its first number, are for errors.
+def check_rewards(reward: Reward, prompts: Sequence[Any], responses: Sequence[Any], *, where: str) -> np.ndarray:
+    """Call a reward function, and return one finite float32 per sample. `where` is for errors.
 
     Raises:
         DataError: it raises an exception, or returns not one finite number per sample. The error shows the sample.
@@ -55,7 +55,7 @@ def check_rewards(
             rewards[number] = np.nan
         if not np.isfinite(rewards[number]):
             raise DataError(
-                f"{where} returned {value!r:.80} for sample {first + number} (prompt {prompts[number]!r:.80}, response "
+                f"{where} returned {value!r:.80} for sample {number} (prompt {prompts[number]!r:.80}, response "
                 f"{responses[number]!r:.80}); a reward is a finite number",
                 key="reward",
             )
@@ -87,15 +87,15 @@ def group_advantages(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarr
     return ((groups - groups.mean(axis=1, keepdims=True)) / (spread + STD_EPSILON)).ravel().astype(np.float32)
 
 
-def zero_spread_share(rewards_S: np.ndarray, samples_per_prompt: int) -> float:
-    """Return the share of groups whose rewards are all equal, so that all their advantages are 0.
+def has_zero_spread(rewards_S: np.ndarray, samples_per_prompt: int) -> np.ndarray:
+    """Return whether the rewards of each group are all equal, so that all their advantages are 0.
 
     Example:
-        >>> zero_spread_share(np.array([1.0, 0.0, 1.0, 1.0]), 2)
-        0.5
+        >>> has_zero_spread(np.array([1.0, 0.0, 1.0, 1.0]), 2).tolist()
+        [False, True]
     """
     groups = np.asarray(rewards_S).reshape(-1, samples_per_prompt)
-    return float((groups == groups[:, :1]).all(axis=1).mean())
+    return (groups == groups[:, :1]).all(axis=1)  # type: ignore[no-any-return]
 
 
 def generalized_advantages(
@@ -127,16 +127,164 @@ def generalized_advantages(
     return advantages_SR.astype(np.float32), returns_SR.astype(np.float32)
 
 
+# --- the sizes of a step ---
+
+
+class Tally(NamedTuple):
+    """The true numbers of the current rollout and of the run up to it, which depend on rewards and lengths.
+
+    Attributes:
+        groups: prompts that the rollout trains on, whose samples are the first rows of the experience.
+        carried: prompts that wait for the next rollout, in the rows after them.
+        dropped: prompts whose samples this rollout had, and neither trains on nor carries.
+        prompts, samples: prompts and samples that the run has generated.
+        zero_spread: share of the prompts of this rollout's generation whose rewards are all equal; NaN without one.
+        reward, spread: mean reward of this rollout's generation, and mean standard deviation of the rewards of a prompt; NaN
+            without one.
+    """
+
+    groups: float = 0
+    carried: float = 0
+    dropped: float = 0
+    prompts: float = 0
+    samples: float = 0
+    zero_spread: float = np.nan
+    reward: float = np.nan
+    spread: float = np.nan
+
+    def to_words(self) -> np.ndarray:
+        """Return the numbers bit by bit as int32, which a checkpoint keeps whatever the types of JAX are."""
+        return np.array(self, np.float64).view(np.int32)
+
+    @classmethod
+    def from_words(cls, words: Any) -> Tally:
+        """Return the numbers of `to_words`."""
+        *counts, zero_spread, reward, spread = np.ascontiguousarray(words).view(np.float64).tolist()
+        return cls(*map(int, counts), zero_spread, reward, spread)
+
+
+def divide_groups(
+    tokens: Sequence[int], *, most: int, token_batch_size: int | None, mini_batch: int, partial_step: str
+) -> tuple[int, int]:
+    """Return how many groups, from the first on, a step trains on, and how many of those after them it carries.
+
+    Args:
+        tokens: the tokens of each group, prompts and responses.
+        most: groups of a full step.
+        token_batch_size: tokens of a step; a group that does not fit ends it. None = `most` alone decides.
+        mini_batch: groups of a mini batch; with `token_batch_size`, a step is one.
+        partial_step: `train`, `drop` or `carry` the groups that do not fill the last mini batch.
+
+    Example:
+        >>> sizes = {"most": 4, "mini_batch": 2, "partial_step": "carry"}
+        >>> divide_groups([9, 9, 9], token_batch_size=None, **sizes), divide_groups([9, 9, 9], token_batch_size=20, **sizes)
+        ((2, 1), (2, 1))
+    """
+    fits = len(tokens) if token_batch_size is None else int(np.searchsorted(np.cumsum(tokens), token_batch_size, side="right"))
+    trained = fit = min(fits, most)
+    if partial_step != "train" and token_batch_size is None:
+        trained = fit - fit % mini_batch
+    elif partial_step != "train" and token_batch_size is not None:
+        # Full by prompts, or by tokens: also if they fill it exactly, and no group is left that does not fit.
+        trained = fit if fit == most or sum(tokens) >= token_batch_size else 0
+    return trained, len(tokens) - trained if partial_step == "carry" else 0
+
+
+# --- mini batches ---
+
+
+class MiniBatch(NamedTuple):
+    """The samples of one optimizer step.
+
+    Attributes:
+        update: the optimizer step within the rollout.
+        epoch: the pass over the rollout's samples.
+        rows: the indices of its samples among the rollout's samples, in order.
+    """
+
+    update: int
+    epoch: int
+    rows: np.ndarray
+
+
+def mini_batches(
+    plan: RolloutPlan,
+    *,
+    step: int,
+    seed: int | None,
+    start: int = 0,
+    model: str = "policy",
+    keep_prompts_together: bool = True,
+    num_prompts: int | None = None,
+) -> Iterator[MiniBatch]:
+    """Return the mini batches of one model on one rollout, epoch by epoch.
+
+    Every sample is in exactly one mini batch of every epoch. Train the models in the order of `plan.order`. A rollout of fewer
+    prompts than planned fills the first mini batches of an epoch; the next has the rest, and those after it are empty.
+
+    Args:
+        plan: the plan.
+        step: the rollout that generated the samples, counted from 0.
+        seed: seed of the shuffle. Every rollout, epoch and model has its own order, which is the same on every machine. None =
+            the order of generation.
+        start: the optimizer step within this rollout to start at. Nothing is replayed.
+        model: `policy` or `critic`.
+        keep_prompts_together: shuffle prompts with all their responses, which are adjacent, instead of single samples.
+        num_prompts: the prompts of the rollout, if they are fewer than planned.
+
+    Raises:
+        ResumeMismatchError: If the plan has no such step or start.
+        ConfigError: If the plan has no such model, the seed is invalid, or mini batches would separate a prompt's responses.
+
+    Example:
+        >>> from rampup.rl.sizes import Size, Training
+        >>> policy = Training(mini_batch=Size(count=2, unit="prompts"))
+        >>> plan = RolloutPlan(rollout_batch=Size(count=4, unit="prompts"), samples_per_prompt=2, policy=policy)
+        >>> [batch.rows.tolist() for batch in mini_batches(plan, step=0, seed=None)]
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+        >>> [batch.update for batch in mini_batches(plan, step=0, seed=1, start=1)]
+        [1]
+    """
+    updates = plan.updates(model)
+    for name, value, last, rule in (
+        ("step", step, plan.num_steps - 1, "num_steps - 1 = {}"),
+        ("start", start, updates.optimizer_steps, f"optimizer_steps={{}} per rollout of the {model}"),
+    ):
+        if not 0 <= value <= last:
+            text = f"{name}={value} must be between 0 and {rule.format(last)}"
+            raise ResumeMismatchError(text, key=name, nearest=(0 if value < 0 else last,))
+    group = plan.samples_per_prompt if keep_prompts_together and seed is not None else 1
+    if updates.mini_batch_samples % group:
+        raise ConfigError(
+            f"mini batches of {updates.mini_batch_samples} samples would separate the samples_per_prompt={group} responses of "
+            "a prompt; set keep_prompts_together=False or count mini batches in prompts",
+            key="keep_prompts_together",
+            nearest=(False,),
+        )
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
+        raise ConfigError(
+            f"seed={str(seed)[:50]} must be a whole number from 0 to 2**63 - 1, or None", key="seed", nearest=(0,)
+        )
+
+    samples = plan.samples_per_step if num_prompts is None else num_prompts * plan.samples_per_prompt
+
+    def mini_batch(update: int) -> MiniBatch:
+        epoch, number = divmod(update, updates.num_mini_batches)
+        order = np.arange(samples)
+        if seed is not None:
+            # From the identity of the epoch alone, so that a resumed run needs no state of a generator.
+            groups = stable_permutation((seed, step, epoch, *model.encode()), samples // group)
+            order = (groups[:, None] * group + np.arange(group)).ravel()
+        places = updates.mini_batch_range(number)
+        return MiniBatch(update, epoch, order[places.start : places.stop])
+
+    return map(mini_batch, range(start, updates.optimizer_steps))
+
+
 # --- rows of a loss ---
 
-# From the name of a stored array over the response to that of a row's entries.
-_PER_TOKEN = {
-    "log_probabilities": "log_probabilities",
-    "reference_log_probabilities": "reference",
-    "advantages": "advantages",
-    "values": "values",
-    "returns": "returns",
-}
+# The stored arrays over the response, which a loss reads by the same names.
+PER_TOKEN = ("log_probabilities", "reference_log_probabilities", "advantages", "values", "returns")
 
 
 def loss_rows(
@@ -147,8 +295,9 @@ def loss_rows(
     Args:
         experience: arrays over samples: `tokens` (S, T), `prompt_length` and `response_length` (S,), and over the tokens of the
             response (S, R) those that the loss reads: `log_probabilities` (of the policy that sampled), `advantages`,
-            `reference_log_probabilities`, `values`, `returns`.
-        rows: the samples, all by default.
+            `reference_log_probabilities`, `values`, `returns`. The aggregation by groups needs the number of the prompt of each
+            sample, `group` (S,).
+        rows: the samples, all by default. The aggregation by groups needs all samples of each prompt.
         loss_agg_mode: how the losses of tokens add up, one of `AGGREGATIONS`.
 
     Raises:
@@ -159,6 +308,12 @@ def loss_rows(
         >>> rows["targets"].tolist(), rows["coefficients"].tolist()
         ([[8, 9, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
     """
+    if loss_agg_mode not in AGGREGATIONS:
+        raise ConfigError(
+            f"rl.loss_agg_mode={loss_agg_mode!r} must be one of {', '.join(AGGREGATIONS)}",
+            key="rl.loss_agg_mode",
+            nearest=AGGREGATIONS,
+        )
     tokens_ST = np.asarray(experience["tokens"]).astype(np.int32)
     chosen = np.arange(len(tokens_ST)) if rows is None else np.asarray(rows)
     tokens_BT = tokens_ST[chosen]
@@ -168,13 +323,38 @@ def loss_rows(
     counts_BT = (number_BT >= 0) & (number_BT < response_B[:, None])
     found = {"tokens": tokens_BT, "targets": np.roll(tokens_BT, -1, axis=1)}
     found["targets"][:, -1] = 0
-    found |= dict(zip(("coefficients", "weights"), _coefficients(counts_BT, number_BT, response_B, loss_agg_mode), strict=True))
-    for name, entry in _PER_TOKEN.items():
+    # The loss of each token is multiplied by its coefficient, and their sum is divided by that of the weights. Both are float64
+    # for a run in float64; transfers to the devices make float32 of it otherwise.
+    found["coefficients"] = found["weights"] = counts_BT.astype(np.float64)
+    if loss_agg_mode != "token-mean":
+        # The first token of a sequence carries the weight of the sequence.
+        found["weights"] = (counts_BT & (number_BT == 0)).astype(np.float64)
+    if loss_agg_mode == "seq-mean-token-mean":
+        found["coefficients"] = found["coefficients"] / np.maximum(response_B, 1)[:, None]
+    if loss_agg_mode == "group-mean-token-mean":
+        _, group_B = np.unique(np.asarray(experience["group"])[chosen], return_inverse=True)
+        found["coefficients"] = found["coefficients"] / np.maximum(np.bincount(group_B, response_B)[group_B], 1)[:, None]
+        found["weights"] = found["weights"] / np.maximum(np.bincount(group_B, response_B > 0)[group_B], 1)[:, None]
+    for name in PER_TOKEN:
         if name in experience:
             stored_BR = np.asarray(experience[name])[chosen]
             wide_BT = np.take_along_axis(stored_BR, np.clip(number_BT, 0, stored_BR.shape[1] - 1), axis=1)
-            found[entry] = np.where(counts_BT, wide_BT, 0).astype(np.promote_types(stored_BR.dtype, np.float32))
+            found[name] = np.where(counts_BT, wide_BT, 0).astype(np.promote_types(stored_BR.dtype, np.float32))
     return found
+
+
+def padded_rows(rows: Arrays, width: int) -> Arrays:
+    """Return rows of one sample as passes of one width, arrays (n, width, ...). Padding repeats the first row with weight 0.
+
+    A copy of a real row, so that no computation on it is undefined.
+    """
+    samples = len(rows["tokens"])
+    n = -(-samples // width)
+    is_real = np.arange(n * width) < samples
+    found = {name: x[np.where(is_real, np.arange(n * width), 0)] for name, x in rows.items()}
+    for name in ("coefficients", "weights"):
+        found[name][~is_real] = 0
+    return {name: x.reshape(n, width, *x.shape[1:]) for name, x in found.items()}
 
 
 def packed_rows(rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]) -> Arrays:
@@ -182,7 +362,7 @@ def packed_rows(rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]
 
     Args:
         rows: from `loss_rows`.
-        packed: which samples are in which row; see `rampup.packing.pack`.
+        packed: which samples are in which row; see `rampup.rl.packing.pack`.
         lengths: tokens of each sample.
 
     Returns:
@@ -205,20 +385,3 @@ def packed_rows(rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]
     shapes = [packed.ladder.index(shape) for shape in packed.microbatch_shapes]
     found["shape"] = np.repeat(np.array(shapes, np.int32)[:, None], replicas, axis=1)
     return found
-
-
-def _coefficients(
-    counts_BT: np.ndarray, number_BT: np.ndarray, length_B: np.ndarray, mode: str
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return what the loss of each token is multiplied by, and what the sum of them is divided by."""
-    if mode not in AGGREGATIONS:
-        raise ConfigError(
-            f"rl.loss_agg_mode={mode!r} must be one of {', '.join(AGGREGATIONS)}", key="rl.loss_agg_mode", nearest=AGGREGATIONS
-        )
-    # float64 for a run in float64; transfers to the devices make float32 of it otherwise.
-    ones = counts_BT.astype(np.float64)
-    if mode == "token-mean":
-        return ones, ones
-    # The first token of a sequence carries the weight of the sequence.
-    weights = (counts_BT & (number_BT == 0)).astype(np.float64)
-    return (ones if mode == "seq-mean-token-sum" else ones / np.maximum(length_B, 1)[:, None]), weights

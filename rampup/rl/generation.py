@@ -52,18 +52,16 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        rules = (
-            (0 <= self.temperature < float("inf"), "decode_sampling_temperature", self.temperature, "at least 0", (0.0, 1.0)),
-            (isinstance(self.top_k, int) and self.top_k >= 0, "decode_sampling_top_k", self.top_k, "0 or more", (0,)),
-            (0 < self.top_p <= 1, "decode_sampling_nucleus_p", self.top_p, "above 0 and at most 1", (1.0,)),
-        )
-        raise_together(
-            [
-                ConfigError(f"{name}={value} must be {legal}", key=name, nearest=nearest)
-                for holds, name, value, legal, nearest in rules
-                if not holds
-            ]
-        )
+        problems = []
+        for name, value, holds, legal, nearest in (
+            ("temperature", self.temperature, 0 <= self.temperature < float("inf"), "at least 0", (0.0, 1.0)),
+            ("top_k", self.top_k, isinstance(self.top_k, int) and self.top_k >= 0, "0 or more", (0,)),
+            ("nucleus_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1", (1.0,)),
+        ):
+            if not holds:
+                key = f"decode_sampling_{name}"
+                problems.append(ConfigError(f"{key}={value} must be {legal}", key=key, nearest=nearest))
+        raise_together(problems)
 
     @property
     def is_greedy(self) -> bool:
@@ -154,15 +152,9 @@ def make_generate(policy: Policy, max_response_length: int, end_token: int | Non
     R = max_response_length
 
     def run(
-        params: Any,
-        tokens_BP: jax.Array,
-        length_B: jax.Array,
-        rows_B: jax.Array,
-        key: jax.Array,
-        temperature: jax.Array,
-        top_k: jax.Array,
-        top_p: jax.Array,
+        params: Any, tokens_BP: jax.Array, length_B: jax.Array, rows_B: jax.Array, key: jax.Array, *sampling: jax.Array
     ) -> Samples:
+        temperature, top_k, top_p = sampling
         B, P = tokens_BP.shape
         tokens_BT = jnp.concatenate([tokens_BP, jnp.full((B, R), PAD, tokens_BP.dtype)], axis=1)
         keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(rows_B)

@@ -2,7 +2,7 @@
 
 A loss here is one for `rampup.train_step`: it returns the sum of the losses and the sum of the weights, so that a mini batch
 has the same gradient however it is split, padded or packed. `loss_rows` and `packed_rows` in `rampup.rl.experience` make the
-rows; the coefficients in them say how the losses of tokens add up (`AGGREGATIONS`).
+rows; the coefficients in them say how the losses of tokens add up (`rampup.rl.sizes.AGGREGATIONS`).
 
 Shape suffixes: B rows, T tokens of a row. Entry t of a row is the prediction of the token after token t.
 """
@@ -15,13 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rampup.engine.accumulate import LossFn
 from rampup.errors import ConfigError
 from rampup.rl.policy import Policy, as_policy, token_log_probabilities
-from rampup.run.accumulate import LossFn
 
-# token-mean: every token counts the same. seq-mean-token-sum: the mean over sequences of the sum over their tokens.
-# seq-mean-token-mean: the mean over sequences of the mean over their tokens. A sequence without a token counts in none of them.
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 # Beyond it, the exponential of a difference of log-probabilities says nothing and may overflow.
 MAX_LOG_RATIO = 20.0
 
@@ -63,8 +60,8 @@ def grpo_loss(
         clipped_BT = jnp.clip(ratio_BT, 1 - epsilon, 1 + epsilon) * advantage_BT
         loss_BT = -jnp.minimum(ratio_BT * advantage_BT, clipped_BT)
         found = {"clip_fraction": clipped_BT < ratio_BT * advantage_BT}
-        if "reference" in rows:
-            log_r_BT = rows["reference"] - log_p_BT
+        if "reference_log_probabilities" in rows:
+            log_r_BT = rows["reference_log_probabilities"] - log_p_BT
             found["kl"] = jnp.expm1(jnp.clip(log_r_BT, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - log_r_BT
             loss_BT = loss_BT + beta * found["kl"] if beta else loss_BT
         return {"loss": loss_BT} | found

@@ -1,4 +1,10 @@
-"""RolloutPlan: the batch arithmetic of reinforcement learning, from prompts to the microbatches of each replica."""
+"""RolloutPlan: the batch arithmetic of reinforcement learning, from prompts to the microbatches of each replica.
+
+A step's samples are divided three times: among the calls of the generator, among mini batches (one optimizer step each), and
+among the passes of a mini batch. Each division has its own unit, and generation need not agree with training. The plan checks
+from the outside in, and stops where an error would only repeat one before it: numbers that are none, then the batch, for which
+some legal mini batch must exist, then the mini batches and passes of each model, and the calls of the generator.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, ResumeMismatchError, choice_error, raise_together
-from rampup.notebook_repr import NotebookRepr
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, choice_error, raise_together
 from rampup.plan.numbers import MAX_SAMPLES, count_problems, divisors, nearest_in, nearest_multiples
-from rampup.rl.sizes import Experience, Size
-from rampup.rl.updates import Training, Updates, split_updates
+from rampup.rl.sizes import Experience, Size, Training, Updates, split_updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutPosition:
-    """The progress of a model's training."""
-
-    step: int  # the rollout, counted from 0. The generator gets the policy's weights once before each rollout.
-    update: int  # the next optimizer step within the rollout, counted from 0. The samples' policy is this many updates old.
-    epoch: int  # the pass over the rollout's samples
-    mini_batch: int  # the mini batch within the epoch
-    optimizer_step: int  # completed optimizer steps of this model, over the whole run
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutPlan(NotebookRepr):
+class RolloutPlan:
     """The batches of one step of reinforcement learning: generation, and the training of each model.
 
     A step generates `rollout_batch`, trains the critic through all of its epochs if there is one, then trains the policy
@@ -76,11 +69,19 @@ class RolloutPlan(NotebookRepr):
     critic_updates: Updates | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        raise_together(self._count_problems())
-        raise_together([*self._rollout_problems()])
-        problems: list[RampupError] = []
-        updates: dict[str, Updates | None] = {"policy": None, "critic": None}
-        for model, training in self._models().items():
+        counts = ("samples_per_prompt", "num_steps", "eval_samples_per_prompt")
+        problems = count_problems({name: getattr(self, name) for name in counts})
+        problems += count_problems({"eval_prompts": self.eval_prompts}, minimum=0)
+        for model, training in self._models.items():
+            problems += training.problems(model)
+        for name, size in (("rollout_batch", self.rollout_batch), ("generation", self.generation)):
+            if size is not None and size.unit == "tokens":
+                key = size.key or name
+                problems.append(ConfigError(f"{key}={size} must count prompts or samples", key=key))
+        raise_together(problems)
+        raise_together(self._rollout_problems())
+        updates: dict[str, Updates] = {}
+        for model, training in self._models.items():
             try:
                 updates[model] = split_updates(
                     model,
@@ -92,10 +93,11 @@ class RolloutPlan(NotebookRepr):
                 )
             except RampupError as error:
                 problems += error.problems or (error,)
+        # A key may set the size of a mini batch, of a pass and of a call at once; one error about it is enough.
         blamed = {problem.key for problem in problems}
         raise_together([*problems, *(problem for problem in self._generation_problems() if problem.key not in blamed)])
         object.__setattr__(self, "policy_updates", updates["policy"])
-        object.__setattr__(self, "critic_updates", updates["critic"])
+        object.__setattr__(self, "critic_updates", updates.get("critic"))
 
     @property
     def samples_per_step(self) -> int:
@@ -148,156 +150,111 @@ class RolloutPlan(NotebookRepr):
             raise choice_error("model", model, list(found))
         return found[model]
 
-    def position(self, optimizer_step: int, *, model: str = "policy") -> RolloutPosition:
-        """Return the progress of a model after a number of its optimizer steps. This is a look-up, not a replay.
+    def timetable(self) -> list[dict[str, Any]]:
+        """Return a step in its order, from prompts to optimizer steps: what there is, how many of it, and the sizes of each.
 
-        Args:
-            optimizer_step: completed optimizer steps over the whole run. At the end of a rollout, the position is the start of
-                the next one.
-            model: `policy` or `critic`.
-
-        Raises:
-            ResumeMismatchError: If the run has no such optimizer step.
+        Tokens are those of samples of the maximum lengths; None if these are unknown or there is no fixed size.
 
         Example:
-            >>> training = Training(mini_batch=Size(count=4, unit="prompts"), num_epochs=2)
-            >>> batch = Size(count=8, unit="prompts")
-            >>> plan = RolloutPlan(rollout_batch=batch, samples_per_prompt=2, policy=training, num_steps=9)
-            >>> plan.position(7)
-            RolloutPosition(step=1, update=3, epoch=1, mini_batch=1, optimizer_step=7)
+            >>> policy = Training(mini_batch=Size(count=2, unit="prompts"), microbatch=Size(count=2, unit="samples"))
+            >>> plan = RolloutPlan(rollout_batch=Size(count=4, unit="prompts"), samples_per_prompt=3, policy=policy)
+            >>> for row in plan.timetable():
+            ...     print(row["what"], row["number"], row["samples"])
+            prompts 1 None
+            responses 1 12
+            mini batches 2 6
+            microbatches 3 2
+            optimizer step 1 6
         """
-        updates = self.updates(model)
-        last = self.num_steps * updates.optimizer_steps
-        if not 0 <= optimizer_step <= last:
-            raise ResumeMismatchError(
-                f"optimizer_step={optimizer_step} of the {model} must be between 0 and num_steps * optimizer_steps = "
-                f"{self.num_steps} * {updates.optimizer_steps} = {last}",
-                key="optimizer_step",
-                nearest=(0 if optimizer_step < 0 else last,),
-            )
-        step, update = divmod(optimizer_step, updates.optimizer_steps)
-        epoch, mini_batch = divmod(update, updates.num_mini_batches)
-        return RolloutPosition(step=step, update=update, epoch=epoch, mini_batch=mini_batch, optimizer_step=optimizer_step)
+        length, prompt = (
+            (None, None) if self.experience is None else (self.experience.max_length, self.experience.max_prompt_length)
+        )
 
-    def calls_before(self, microbatch: int) -> int | None:
-        """Return the number of generator calls that must complete before a microbatch of the first epoch can train.
+        def row(what: str, number: int | None, samples: int | None, remark: str, **sizes: int | None) -> dict[str, Any]:
+            prompts = None if samples is None or samples % self.samples_per_prompt else samples // self.samples_per_prompt
+            tokens = None if samples is None or length is None else samples * length
+            return {
+                "what": what,
+                "number": number,
+                "prompts": prompts,
+                "samples": samples,
+                "tokens": tokens,
+                **sizes,
+                "how": remark,
+            }
 
-        Microbatches are counted over all mini batches of the model that trains first, in the order of generation (without a
-        shuffle). Later epochs need every sample. None with a token budget, because the number depends on the lengths.
-        """
-        updates = self.order[0]
-        if updates.split is None or updates.microbatch_samples is None:
-            return None
-        mini_batch, number = divmod(microbatch, updates.split.num_microbatches)
-        samples = updates.mini_batch_range(mini_batch)
-        end = min(samples.start + (number + 1) * updates.microbatch_samples, samples.stop)
-        return -(-end // self.sequences_per_call)
-
-    @property
-    def overlapping_microbatches(self) -> int | None:
-        """Microbatches of the first epoch that can train while generation is running, if they keep its order.
-
-        Example:
-            >>> plan = RolloutPlan(rollout_batch=Size(count=16, unit="prompts"), samples_per_prompt=2,
-            ...     policy=Training(mini_batch=Size(count=16, unit="prompts"), microbatch=Size(count=2, unit="prompts")),
-            ...     generation=Size(count=4, unit="prompts"))
-            >>> plan.generate_calls, plan.overlapping_microbatches
-            (4, 6)
-        """
-        total = self.order[0].microbatches_per_epoch
-        if total is None:
-            return None
-        low, high = 0, total
-        while low < high:
-            middle = (low + high) // 2
-            calls = self.calls_before(middle)
-            assert calls is not None
-            low, high = (middle + 1, high) if calls < self.generate_calls else (low, middle)
-        return low
-
-    def samples_before(self, update: int, *, model: str = "policy", portion: int | None = None) -> int:
-        """Return the samples that must be generated before an optimizer step of a rollout can run, in the order of generation.
-
-        Args:
-            update: the optimizer step within the rollout, counted from 0.
-            model: `policy` or `critic`. Steps of the model that trains second need every sample, as those of later epochs.
-            portion: samples that become available together; None = those of a call of the generator.
-
-        Example:
-            >>> plan = RolloutPlan(rollout_batch=Size(count=16, unit="prompts"), samples_per_prompt=2,
-            ...     policy=Training(mini_batch=Size(count=6, unit="prompts"), num_epochs=2), pad=True,
-            ...     generation=Size(count=4, unit="prompts"))
-            >>> [plan.samples_before(update) for update in range(plan.policy_updates.optimizer_steps)]
-            [16, 24, 32, 32, 32, 32]
-        """
-        updates, portion = self.updates(model), portion or self.sequences_per_call
-        if model != self.order[0].model or update >= updates.num_mini_batches:
-            return self.samples_per_step
-        return min(-(-updates.mini_batch_range(update).stop // portion) * portion, self.samples_per_step)
+        asked = {"prompts": self.prompts_per_step, "tokens": prompt and prompt * self.prompts_per_step}
+        rows = [row("prompts", 1, None, "read", **asked)]
+        rows.append(row("responses", self.generate_calls, self.sequences_per_call, f"{self.samples_per_prompt:,} per prompt"))
+        for updates in self.order:
+            model, replicas = "" if len(self.order) == 1 else f"{updates.model}: ", updates.data_parallel_size
+            remark = "1 epoch" if updates.num_epochs == 1 else f"{updates.num_epochs:,} epochs"
+            rows.append(row(f"{model}mini batches", updates.num_mini_batches, updates.mini_batch_samples, remark))
+            remark, sizes = "1 replica" if replicas == 1 else f"{updates.microbatch_size or 0:,} per replica", {}
+            if updates.token_budget is not None:
+                remark, sizes = "at most, packed", {"tokens": updates.token_budget * replicas}
+            rows.append(row(f"{model}microbatches", updates.accumulation_steps, updates.microbatch_samples, remark, **sizes))
+            remark = f"{updates.optimizer_steps:,} per step"
+            rows.append(row(f"{model}optimizer step", 1, updates.mini_batch_samples, remark))
+        return rows
 
     def to_dict(self) -> Mapping[str, Any]:
         """Return the plan as `rampup plan --json` prints it."""
-        policy = self.policy_updates.to_dict()
+        per_sample, stored = self.experience_bytes_per_sample, None
+        if self.experience is not None and per_sample is not None:
+            stored = {
+                "bytes_per_sample": per_sample,
+                "bytes_per_step": per_sample * self.samples_per_step,
+                "bytes_per_replica": per_sample * -(-self.samples_per_step // self.policy.data_parallel_size),
+                "fields": self.experience.field_bytes(critic=self.critic is not None),
+            }
         return {
             "prompts_per_step": self.prompts_per_step,
             "samples_per_prompt": self.samples_per_prompt,
             "samples_per_step": self.samples_per_step,
             "generate_calls": self.generate_calls,
             "sequences_per_generate_call": self.sequences_per_call,
-            "overlapping_microbatches": self.overlapping_microbatches,
-            **policy,
+            **self.policy_updates.to_dict(),
             "critic": None if self.critic_updates is None else self.critic_updates.to_dict(),
             "weight_syncs": self.num_steps,
             "total_optimizer_steps": self.total_optimizer_steps,
             "eval_prompts": self.eval_prompts,
             "eval_samples": self.eval_samples,
-            "experience": self._experience_dict(),
-        }
-
-    def _experience_dict(self) -> dict[str, Any] | None:
-        per_sample = self.experience_bytes_per_sample
-        if self.experience is None or per_sample is None:
-            return None
-        fields = self.experience.fields(critic=self.critic is not None)
-        return {
-            "bytes_per_sample": per_sample,
-            "bytes_per_step": per_sample * self.samples_per_step,
-            "bytes_per_replica": per_sample * -(-self.samples_per_step // self.policy.data_parallel_size),
-            "fields": {field.name: field.bytes_per_sample for field in fields},
+            "experience": stored,
+            "timetable": self.timetable(),
         }
 
     @property
     def _factors(self) -> dict[str, int]:
+        """What turns a size of the rollout into samples of the job. `per replica` means those of the policy."""
         return {"samples_per_prompt": self.samples_per_prompt, "data_parallel_size": self.policy.data_parallel_size}
 
+    @property
     def _models(self) -> dict[str, Training]:
         return {"policy": self.policy} | ({} if self.critic is None else {"critic": self.critic})
 
-    def _count_problems(self) -> list[RampupError]:
-        counts = ("samples_per_prompt", "num_steps", "eval_samples_per_prompt")
-        problems = count_problems({name: getattr(self, name) for name in counts})
-        problems += count_problems({"eval_prompts": self.eval_prompts}, minimum=0)
-        for model, training in self._models().items():
-            problems += training.problems(model)
-        for name, size in (("rollout_batch", self.rollout_batch), ("generation", self.generation)):
-            if size is not None and size.unit == "tokens":
-                key = size.key or name
-                problems.append(ConfigError(f"{key}={size} must count prompts or samples", key=key))
-        return problems
-
     def _rollout_problems(self) -> list[RampupError]:
-        """Return errors unless the batch has whole prompts, is not too large, and some mini batch divides it."""
+        """Return errors unless the batch has whole prompts, is not too large, and some mini batch divides it.
+
+        Whether the configured mini batch divides it is another question: `split_updates` blames the mini batch then. Here the
+        batch is to blame, because no size of a mini batch would do.
+        """
         size, samples = self.rollout_batch, self.samples_per_step
         if samples > MAX_SAMPLES:
             largest = max(MAX_SAMPLES // size.factor(**self._factors), 1)
             text = f"{size.arithmetic('rollout_batch', **self._factors)} must be at most {MAX_SAMPLES:,} samples"
             return [ConfigError(text, key=size.key or "rollout_batch", nearest=(largest,))]
-        units = {"samples_per_prompt": self.samples_per_prompt}
-        for model, training in self._models().items():
-            replicas, per_count = training.data_parallel_size, self._mini_factor(training)
-            evenly = 1 if training.token_budget is not None else replicas * training.num_stages
-            units |= {} if self.pad else {f"mini batch of the {model}": math.lcm(per_count, evenly)}
-        divisor, per_count = math.lcm(*units.values()), size.factor(**self._factors)
+        # The batch must be a multiple of each of these. One count of a mini batch may be several samples, and without padding a
+        # mini batch gives every stage of every replica the same number; with a token budget the lengths decide that.
+        units, replicas = [self.samples_per_prompt], []
+        for model, training in self._models.items():
+            count = {"samples_per_prompt": self.samples_per_prompt, "data_parallel_size": training.data_parallel_size}
+            evenly = 1 if training.token_budget is not None else training.data_parallel_size * training.num_stages
+            units += [] if self.pad else [training.mini_batch.factor(**count), evenly]
+            stages = f" * num_stages={training.num_stages}" if training.num_stages > 1 else ""
+            name = f" ({model})" if self.critic is not None else ""
+            replicas.append(f"data_parallel_size={training.data_parallel_size}{stages}{name}")
+        divisor, per_count = math.lcm(*units), size.factor(**self._factors)
         if samples % divisor == 0:
             return []
         step = divisor // math.gcd(divisor, per_count)
@@ -305,26 +262,13 @@ class RolloutPlan(NotebookRepr):
         return [
             BatchDivisibilityError(
                 f"{size.arithmetic('rollout_batch', **self._factors)} must be a multiple of {divisor} samples, the smallest "
-                f"number that has whole prompts and divides evenly over {self._format_replicas()}; nearest: "
+                f"number that has whole prompts and divides evenly over {' and '.join(replicas)}; nearest: "
                 f"{', '.join(map(str, nearest))}",
                 value=size.count,
                 divisor=step,
                 key=size.key or "rollout_batch",
             )
         ]
-
-    def _mini_factor(self, training: Training) -> int:
-        return training.mini_batch.factor(
-            samples_per_prompt=self.samples_per_prompt, data_parallel_size=training.data_parallel_size
-        )
-
-    def _format_replicas(self) -> str:
-        return " and ".join(
-            f"data_parallel_size={training.data_parallel_size}"
-            + (f" * num_stages={training.num_stages}" if training.num_stages > 1 else "")
-            + (f" ({model})" if self.critic is not None else "")
-            for model, training in self._models().items()
-        )
 
     def _generation_problems(self) -> list[RampupError]:
         size = self.generation

@@ -21,10 +21,10 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.errors import ConfigError
+from rampup.engine.mesh import BatchAxes, auto_view, replicated
+from rampup.errors import ConfigError, a_type
 from rampup.lm.decode import decode, packed_hidden, prefill
 from rampup.lm.transformer import LanguageModel
-from rampup.run.mesh import BatchAxes, auto_view, replicated
 
 Logits = Callable[[Any, jax.Array], jax.Array]
 
@@ -61,16 +61,18 @@ def as_policy(model: Any) -> Policy:
     if isinstance(model, Policy):
         return model
     if isinstance(model, LanguageModel):
-        return _language_policy(model)
+
+        def packed(params: Any, tokens_BT: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
+            return model.head(params, packed_hidden(model, params, tokens_BT, positions_BT, segments_BT))
+
+        return Policy(logits=model.logits, packed=packed, prefill=partial(prefill, model), decode=partial(decode, model))
     if isinstance(model, nn.Module):
         return Policy(logits=lambda params, tokens_BT: model.apply({"params": params}, tokens_BT))  # type: ignore[arg-type,return-value]
     if isinstance(model, nnx.Module):
         raise ConfigError("an NNX model contains its parameters; use policy, params = split_policy(model)", key="model")
     if callable(model):
         return Policy(logits=model)
-    raise ConfigError(
-        f"a {type(model).__name__} is no policy; give a Flax module or a function (params, tokens) -> logits", key="model"
-    )
+    raise ConfigError(f"{a_type(model)} is no policy; give a Flax module or a function (params, tokens) -> logits", key="model")
 
 
 def split_policy(model: nnx.Module, *, wrt: Any = nnx.Param) -> tuple[Policy, Any]:
@@ -91,7 +93,7 @@ def split_policy(model: nnx.Module, *, wrt: Any = nnx.Param) -> tuple[Policy, An
         (2, 3, 5)
     """
     if not isinstance(model, nnx.Module):
-        raise ConfigError(f"split_policy takes a Flax NNX module and not a {type(model).__name__}", key="model")
+        raise ConfigError(f"split_policy takes a Flax NNX module and not {a_type(model)}", key="model")
     graphdef, params, rest = nnx.split(model, wrt, ...)
 
     def logits(params: Any, tokens_BT: jax.Array) -> jax.Array:
@@ -112,13 +114,6 @@ def over_rows(model: Any, mesh: Mesh) -> Policy:
 def in_replica(model: Any, mesh: Mesh) -> Policy:
     """Return the policy of a model for the training step, in which a replica sees its own rows."""
     return as_policy(model.on(auto_view(mesh)) if isinstance(model, LanguageModel) else model)
-
-
-def _language_policy(model: LanguageModel) -> Policy:
-    def packed(params: Any, tokens_BT: jax.Array, positions_BT: jax.Array, segments_BT: jax.Array) -> jax.Array:
-        return model.head(params, packed_hidden(model, params, tokens_BT, positions_BT, segments_BT))
-
-    return Policy(logits=model.logits, packed=packed, prefill=partial(prefill, model), decode=partial(decode, model))
 
 
 def token_log_probabilities(logits_BTV: jax.Array, targets_BT: jax.Array, temperature: Any = 1.0) -> jax.Array:

@@ -1,26 +1,28 @@
 """A step of reinforcement learning: generate, reward, and train each model on the samples, one program per role.
 
-The story of one rollout, top to bottom:
+The story of one optimizer step, `RolloutStep.update`, top to bottom:
 
-1. `RolloutStep.update` is one optimizer step. Before the first one of a rollout it generates the samples (`_collect`): calls of
-   the generator, the reward function, the log-probabilities of the policy and the reference, the critic's values, advantages.
-   They are stored as arrays on the host, a part of the state, so that a checkpoint between two updates has them.
-   If mini batches keep the order of generation, an update waits for its own samples only, and a thread generates the next ones
-   meanwhile, by a copy of the weights from before the first update. Samples and updates are the same without overlap.
-2. Every update takes its mini batch from them (`_batch_of`) in rows of one shape, or packed to a token budget.
-3. `rampup.run.step.TrainStep` sums the loss over the passes of the mini batch, reduces once and runs the optimizer once.
+1. Before the first one of a rollout, `_collect` generates: calls of the generator and rewards until the step has its prompts,
+   the log-probabilities of the policy and the reference, the critic's values, advantages. The result is the experience: arrays
+   on the host, one row per sample, a part of the state, so that a checkpoint between two updates has them. How many of the rows
+   are samples is in the `tally` of the state.
+2. `_mini_batch` takes the samples of this update from the experience. An update for which none are left leaves the parameters
+   as they are.
+3. `_passes` makes passes of one shape of them: padded rows of one sample, or rows packed to a token budget.
+4. `_train` puts the passes into the buffer of the model's `rampup.engine.step.TrainStep`, which sums the loss over them,
+   reduces once and runs the optimizer once. The number of passes is data, so that one program serves every mini batch.
+
+The state and the position say everything that these functions need; `RolloutStep` itself changes only by compiling and by the
+clock of the rollout, which no checkpoint has.
 
 Shape suffixes: S samples of a rollout, B rows of a call, R tokens of the longest response, T tokens of a row.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from threading import Lock
 from typing import Any
 
 import jax
@@ -30,35 +32,38 @@ import optax
 from flax import struct
 from jax.sharding import Mesh
 
-from rampup.errors import ConfigError, DataError
-from rampup.packing import make_ladder, pack
-from rampup.plan.plan import RampPlan
-from rampup.plan.ramp import BatchRamp
-from rampup.plan.split import BatchSplitter
+from rampup.engine.batch import put_batch
+from rampup.engine.compile import Compiler
+from rampup.engine.mesh import BatchAxes, auto_context, batch_sharding
+from rampup.engine.state import TrainState, create_state, describe_fields
+from rampup.engine.step import TrainStep, train_step
+from rampup.errors import ConfigError, DataError, choice_error, raise_together
+from rampup.plan.numbers import count_problems
 from rampup.rl.experience import (
     Arrays,
     Reward,
+    Tally,
     check_rewards,
+    divide_groups,
     generalized_advantages,
     group_advantages,
+    has_zero_spread,
     loss_rows,
+    mini_batches,
     packed_rows,
-    zero_spread_share,
+    padded_rows,
 )
 from rampup.rl.generation import Samples, Sampling, make_generate, pad_prompts
 from rampup.rl.losses import grpo_loss, value_loss
-from rampup.rl.minibatches import mini_batches, overlap
+from rampup.rl.noise import FACTS, LAYOUT, block_facts
+from rampup.rl.packing import make_ladder, pack
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.policy import Critic, in_replica, over_rows, token_log_probabilities
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition, split_of
-from rampup.rl.sizes import Experience
-from rampup.run.compile import Compiler
-from rampup.run.data.batches import Batch, layout_of, put_chunks
-from rampup.run.mesh import BatchAxes, auto_context, batch_sharding
-from rampup.run.state import TrainState, create_state
-from rampup.run.step import TrainStep, train_step
+from rampup.rl.sizes import AGGREGATIONS, Experience
 
-Prompts = Callable[[int], Sequence[Sequence[int]]]
+# From the numbers of the first prompt and of the one after the last, counted over the run, to the tokens of the prompts.
+Prompts = Callable[[int, int], Sequence[Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +75,14 @@ class RolloutOptions:
         end_token: ends a response; None = every response has `max_response_length` tokens.
         sampling: how tokens are sampled.
         epsilon, beta: see `rampup.rl.grpo_loss`. Without `beta`, no reference is needed.
-        loss_agg_mode: how the losses of tokens add up, one of `rampup.rl.losses.AGGREGATIONS`.
+        zero_spread_groups, max_num_gen_batches, token_batch_size, partial_step: what a step trains on, as the keys of
+            configs/rl.yml say; `token_batch_size` None = the plan alone decides.
+        measure_gradient_noise: measure the noise of the policy's gradient in the first pass over the samples; see
+            `rampup.rl.noise`. The order of the rows in a mini batch changes from step to step.
+        loss_agg_mode: how the losses of tokens add up, one of `rampup.rl.sizes.AGGREGATIONS`.
         gamma, lam, value_epsilon: of generalized advantage estimation, and of the critic's loss.
         seed: of the samples.
-        shuffle_seed: of the order of samples in mini batches; None keeps the order of generation, so that generation overlaps
-            with updates if the first mini batch does not need all calls of the generator.
+        shuffle_seed: of the order of samples in mini batches; None keeps the order of generation.
         keep_prompts_together: keep the samples of a prompt in one mini batch.
         rungs: shapes that passes are padded to with a token budget.
         decode: from the tokens of a prompt or a response, without its end token, to what the reward function gets.
@@ -86,6 +94,11 @@ class RolloutOptions:
     sampling: Sampling = field(default_factory=Sampling)
     epsilon: float = 0.2
     beta: float = 0.0
+    zero_spread_groups: str = "keep"
+    max_num_gen_batches: int = 10
+    token_batch_size: int | None = None
+    partial_step: str = "train"
+    measure_gradient_noise: bool = False
     loss_agg_mode: str = "token-mean"
     gamma: float = 1.0
     lam: float = 1.0
@@ -101,6 +114,11 @@ class RolloutOptions:
         """The temperature of the log-probabilities."""
         return self.sampling.temperature or 1.0
 
+    @property
+    def sizes_vary(self) -> bool:
+        """Whether a step may have fewer prompts than planned."""
+        return (self.zero_spread_groups, self.token_batch_size, self.partial_step) != ("keep", None, "train")
+
 
 class RolloutState(struct.PyTreeNode):
     """The values that training changes, and the samples of the current rollout.
@@ -111,8 +129,7 @@ class RolloutState(struct.PyTreeNode):
         critic_params, critic_opt_state, critic_step: of the critic; None without one.
         reference: parameters of the reference policy; None without one.
         experience: NumPy arrays over the samples of the current rollout.
-        generator: parameters that generate the rest of the rollout's samples; None if generation does not overlap with updates.
-        generated: samples of the rollout in `experience`; None the same.
+        tally: the words of a `rampup.rl.experience.Tally`.
     """
 
     step: Any
@@ -124,24 +141,14 @@ class RolloutState(struct.PyTreeNode):
     critic_step: Any = None
     reference: Any = None
     experience: Any = None
-    generator: Any = None
-    generated: Any = None
+    tally: Any = None
+
+    def __repr__(self) -> str:
+        return describe_fields(self)
 
 
 class RolloutStep:
-    """Generates rollouts and trains on them, as a plan describes. Made by `rollout_step`.
-
-    Args:
-        model: see `rampup.rl.as_policy`.
-        tx: the policy's optimizer.
-        schedule: the optimizer steps of the run.
-        mesh: the devices.
-        reward: `(prompts, responses) -> rewards`, one finite number per sample. It gets lists of what `decode` returns. If
-            generation overlaps with updates, it is called in another thread.
-        options: see `RolloutOptions`.
-        critic: the critic and its optimizer, if the plan has one.
-        skip_nonfinite: see `rampup.train_step`.
-    """
+    """Generates rollouts and trains on them, as a plan describes. `rollout_step` makes it, and says what its arguments are."""
 
     def __init__(
         self,
@@ -152,14 +159,14 @@ class RolloutStep:
         *,
         reward: Reward,
         options: RolloutOptions,
-        critic: tuple[Critic, optax.GradientTransformation] | None = None,
-        skip_nonfinite: bool = False,
+        critic: tuple[Critic, optax.GradientTransformation] | None,
+        skip_nonfinite: bool,
     ) -> None:
         _check(schedule, options, critic)
         self.schedule, self.options, self._mesh, self._reward = schedule, options, mesh, reward
         self._policy, self._critic = over_rows(model, mesh), critic
         self._tx = {"policy": tx} | ({} if critic is None else {"critic": critic[1]})
-        self._plans = {name: ramp_plan(schedule, name) for name in self._tx}
+        self._plans = {name: schedule.ramp_plan(name) for name in self._tx}
         budgets = {name: schedule.stages[0][1].updates(name).token_budget for name in self._tx}
         self._ladders = {name: make_ladder(b, min(options.rungs, b)) if b else () for name, b in budgets.items()}
         losses = {
@@ -173,27 +180,26 @@ class RolloutStep:
         }
         if critic is not None:
             losses["critic"] = value_loss(critic[0].in_replica, epsilon=options.value_epsilon, shapes=self._ladders["critic"])
-        train_options: Any = {"seed": options.seed, "skip_nonfinite": skip_nonfinite}
         self._steps: dict[str, TrainStep] = {
-            name: train_step(losses[name], tx, self._plans[name], mesh, **train_options) for name, tx in self._tx.items()
+            # Also for an update without samples, of weight 0.
+            name: train_step(
+                losses[name],
+                tx,
+                self._plans[name],
+                mesh,
+                seed=options.seed,
+                skip_nonfinite=skip_nonfinite or options.sizes_vary,
+                measure_gradient_noise=options.measure_gradient_noise and name == "policy",
+            )
+            for name, tx in self._tx.items()
         }
         # The generator's calls and the forward passes have rows for every device.
         shards = BatchAxes.of(mesh).num_shards(mesh)
-        self._rows = -(-schedule.sequences_per_call // shards) * shards
+        self.rows_per_call = -(-schedule.sequences_per_call // shards) * shards
         self._compilers = {"generate": Compiler(), "logprobs": Compiler()}
-        # Held while a program is compiled and enqueued. If two threads enqueued programs in different orders on two devices,
-        # their collectives would wait for each other.
-        self._dispatching = Lock()
-        self._facts: dict[str, Any] = {}
-        self._collected: int | None = None
-        self._training = _Clock()
-        self._generation: dict[str, Any] = {}
-        # The next samples of the rollout and the seconds that each part took, while generation overlaps with updates.
-        self._coming: Iterator[tuple[Arrays, float]] | None = None
-        self.overlaps = options.shuffle_seed is None and any(
-            plan.samples_before(0, model=plan.order[0].model, portion=self._portion(plan)) < plan.samples_per_step
-            for _, plan in schedule.stages
-        )
+        self._clock: _Clock | None = None
+        # Of the rollouts that this object has generated and trained on completely.
+        self.seconds_by_part = dict.fromkeys(("generation", "scoring", "update"), 0.0)
 
     @property
     def num_compilations(self) -> int:
@@ -209,14 +215,10 @@ class RolloutStep:
     @property
     def waited_seconds(self) -> float:
         """Time spent waiting for compilations."""
-        return self._waited_for(*self._compilers) + sum(step.waited_seconds for step in self._steps.values())
-
-    def _waited_for(self, *roles: str) -> float:
-        return sum(self._compilers[role].waited_seconds for role in roles)
+        return sum(part.waited_seconds for part in (*self._compilers.values(), *self._steps.values()))
 
     def close(self) -> None:
-        """Stop generating, and cancel compilations that have not started."""
-        self._stop_generating()
+        """Cancel compilations that have not started."""
         for part in (*self._compilers.values(), *self._steps.values()):
             part.close()
 
@@ -229,34 +231,23 @@ class RolloutStep:
             critic_params: the critic's, if there is one.
         """
         policy = create_state(params, self._tx["policy"], self._mesh)
-        found = {
-            "step": np.array(0, np.int32),
-            "params": policy.params,
-            "opt_state": policy.opt_state,
-            "policy_step": policy.step,
-        }
+        found: dict[str, Any] = {"params": policy.params, "opt_state": policy.opt_state, "policy_step": policy.step}
         if self.options.beta:
             copied = create_state(params if reference is None else reference, optax.identity(), self._mesh)
             found["reference"] = copied.params
         if self._critic is not None:
             critic = create_state(critic_params, self._tx["critic"], self._mesh)
             found |= {"critic_params": critic.params, "critic_opt_state": critic.opt_state, "critic_step": critic.step}
-        if self.overlaps:
-            found["generated"] = np.array(0, np.int32)
-        state = RolloutState(**found, experience=self._empty_experience())
-        return state.replace(generator=self._copied(state)) if self.overlaps else state
+        counts = {"step": np.array(0, np.int32), "tally": Tally().to_words()}
+        return RolloutState(**counts, **found, experience=self._empty_experience())
 
-    def _copied(self, state: RolloutState) -> dict[str, Any]:
-        """Return a copy of the weights of all models, which stays when updates reuse the memory of the original."""
-        copied: dict[str, Any] = jax.tree.map(jnp.copy, {"policy": state.params, "critic": state.critic_params})
-        return copied
-
-    def __call__(self, state: RolloutState, prompts: Sequence[Sequence[int]]) -> tuple[RolloutState, dict[str, Any]]:
-        """Run one whole rollout: generate samples for prompts, then train every model on them, without overlap.
+    def __call__(self, state: RolloutState, prompts: Sequence[Sequence[int]] | Prompts) -> tuple[RolloutState, dict[str, Any]]:
+        """Run one whole rollout: generate samples for prompts, then train every model on them.
 
         Args:
             state: from `create_state` or the last call, whose memory is reused.
-            prompts: the tokens of the prompts of this rollout.
+            prompts: the tokens of the prompts of this rollout; or, for a step that samples more of them, a function from the
+                numbers of the first and of the one after the last, counted over the run.
 
         Returns:
             The new state, and the metrics of the policy's last update with the facts of the rollout.
@@ -265,175 +256,223 @@ class RolloutStep:
             DataError: a prompt or a reward is invalid. The state is unchanged.
         """
         position = self.schedule.at(int(state.step))
+        source = prompts if callable(prompts) else lambda start, stop: prompts
         metrics: dict[str, Any] = {}
         for number in range(position.step, self.schedule.total_steps):
             here = self.schedule.at(number)
             if here.rollout != position.rollout:
                 break
-            state = self._with_samples(state, here, lambda _: prompts, here.plan.samples_per_step)
-            state, metrics = self._train(state, here)
+            state, metrics = self.update(state, here, source)
         host = jax.device_get({name: metrics[name] for name in ("loss", "grad_norm")})
         return state, {name: float(value) for name, value in host.items()} | metrics["facts"]
 
     def update(self, state: RolloutState, position: UpdatePosition, prompts: Prompts) -> tuple[RolloutState, dict[str, Any]]:
-        """Run one optimizer step; before the first one of a rollout, generate its samples, or begin to (see `overlaps`).
+        """Run one optimizer step; before the first one of a rollout, generate its samples.
 
         Args:
             state: the state before it, whose memory is reused.
             position: the step.
-            prompts: from the number of a rollout to the tokens of its prompts.
+            prompts: from the numbers of the first prompt and of the one after the last to their tokens.
 
         Returns:
             The new state and the step's metrics, as `rampup.train_step` returns them, with the numbers of the host in `facts`.
         """
-        plan = position.plan
-        needed = plan.samples_per_step
-        if self.overlaps:
-            needed = plan.samples_before(position.update, model=position.model, portion=self._portion(plan))
-        return self._train(self._with_samples(state, position, prompts, needed), position)
-
-    def _train(self, state: RolloutState, position: UpdatePosition) -> tuple[RolloutState, dict[str, Any]]:
-        """Run an optimizer step on samples that are there."""
-        with self._training:
-            batch, facts = self._batch_of(state.experience, position)
-            names = ("policy_step", "params", "opt_state")
-            if position.model == "critic":
-                names = ("critic_step", "critic_params", "critic_opt_state")
-            inner = TrainState(*(getattr(state, name) for name in names))
-            with self._dispatching:
-                inner, metrics = self._steps[position.model](inner, batch)
-            changes = dict(zip(names, (inner.step, inner.params, inner.opt_state), strict=True))
-            if position.is_last:
-                # The next rollout needs the new parameters anyway.
-                jax.block_until_ready(inner.params)
-        facts |= self._facts
-        if position.is_last and self._training.is_complete:
-            facts["training_tokens_per_second"] = round(self._training.tokens_per_second(), 3)
-        return state.replace(step=np.array(position.step + 1, np.int32), **changes), {**metrics, "facts": facts}
-
-    def evaluate(self, params: Any, prompts: Sequence[Sequence[int]], *, samples_per_prompt: int = 1, seed: int = 0) -> Any:
-        """Return the rewards (prompts, samples_per_prompt) of new responses, sampled as in a rollout by the same program."""
-        repeated = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
-        samples = self._generate(params, repeated, jax.random.key(seed), self.options.sampling)
-        rewards = check_rewards(self._reward, *self._decoded(samples), where="an evaluation")
-        return rewards.reshape(len(prompts), samples_per_prompt)
-
-    # --- the samples of a rollout ---
-
-    def _with_samples(self, state: RolloutState, position: UpdatePosition, prompts: Prompts, needed: int) -> RolloutState:
-        """Return the state with at least the first `needed` samples of its rollout. A thread generates the others, if any."""
-        plan, total = position.plan, position.plan.samples_per_step
-        resumed = not position.is_first and self._collected != position.rollout
-        if position.is_first or resumed:
-            self._stop_generating()
-            self._training.reset(is_complete=not resumed)
-            self._generation = {"seconds": 0.0, "wait_seconds": 0.0, "tokens": 0}
         if position.is_first:
-            have, experience = 0, self._empty_experience()
-            weights = self._copied(state) if needed < total else {"policy": state.params, "critic": state.critic_params}
-        else:
-            have, experience = total if state.generated is None else int(state.generated), state.experience
-            weights = state.generator
-        began, waits = time.perf_counter(), self.overlaps and have < needed
-        try:
-            while have < needed:
-                if self._coming is None:
-                    asked = self._check_prompts(prompts(position.rollout), position)
-                    collect = partial(self._collect, weights, state.reference, position, asked)
-                    size = self._portion(plan) if needed < total else total - have
-                    spans = [range(start, min(start + size, total)) for start in range(have, total, size)]
-                    self._coming = overlap(collect, lambda part: part, spans) if needed < total else map(collect, spans)
-                arrays, seconds = next(self._coming)
-                experience, have = self._add(experience, arrays, have), have + len(arrays["tokens"])
-                self._generation["seconds"] += seconds
-                self._generation["tokens"] += int(arrays["response_mask"].sum())
-                self._training.tokens += int(arrays["attention_mask"].sum())
-        except BaseException:
-            self._stop_generating()
-            raise
-        if have == total:
-            self._stop_generating()
-        if position.is_first or resumed or waits:
-            self._generation["wait_seconds"] += time.perf_counter() - began
-            self._facts = self._facts_of(experience, position, have)
-        self._collected = position.rollout
-        if not self.overlaps:
-            return state.replace(experience=experience)
-        generator = state.generator if needed == total else weights
-        return state.replace(experience=experience, generator=generator, generated=np.array(have, np.int32))
+            experience, tally = self._collect(state, position, prompts)
+            state = state.replace(experience=experience, tally=tally.to_words())
+        elif self._clock is not None and self._clock.rollout != position.rollout:
+            self._clock = None  # resumed between two updates: the times before it are gone
+        began, waited = time.perf_counter(), self.waited_seconds
+        tally = Tally.from_words(state.tally)
+        rows, lengths = self._mini_batch(state.experience, tally, position)
+        passes = self._passes(rows, lengths, position)
+        state, metrics = self._train(state, passes, position)
+        if position.is_last:
+            # The next rollout needs the new parameters anyway.
+            jax.block_until_ready(state.params)
+        if self._clock is not None:
+            self._clock.training += time.perf_counter() - began - (self.waited_seconds - waited)
+            if position.is_last:
+                parts = {"generation": self._clock.generation, "scoring": self._clock.scoring, "update": self._clock.training}
+                self.seconds_by_part = {name: self.seconds_by_part[name] + seconds for name, seconds in parts.items()}
+        return state, {**metrics, "facts": self._facts(state.experience, tally, position, lengths, passes)}
 
-    def _collect(
-        self, weights: Any, reference: Any, position: UpdatePosition, prompts: Any, span: range
-    ) -> tuple[Arrays, float]:
-        """Return the stored arrays of some samples of a rollout (see `rampup.rl.sizes.Experience`), and the seconds it took."""
-        options, group = self.options, position.plan.samples_per_prompt
-        jax.block_until_ready(weights)
-        began, compiled = time.perf_counter(), self._waited_for(*self._compilers)
+    def evaluate(
+        self,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        *,
+        samples_per_prompt: int = 1,
+        seed: int = 0,
+        sampling: Sampling | None = None,
+    ) -> Any:
+        """Return the rewards (prompts, samples_per_prompt) of new responses, by the program of the rollouts.
+
+        They are sampled as in a rollout, or with another `sampling`.
+        """
+        samples = self._generate(params, prompts, samples_per_prompt, jax.random.key(seed), sampling=sampling)
+        return self._rewards(samples, where="an evaluation").reshape(len(prompts), samples_per_prompt)
+
+    # --- the experience of a rollout ---
+
+    def _collect(self, state: RolloutState, position: UpdatePosition, prompts: Prompts) -> tuple[Arrays, Tally]:
+        """Generate the samples of a rollout, and return their stored arrays (see `rampup.rl.sizes.Experience`) and numbers."""
+        options, plan = self.options, position.plan
+        G, most, budget = plan.samples_per_prompt, plan.prompts_per_step, options.token_batch_size
+        before = Tally.from_words(state.tally)
+        jax.block_until_ready(state.params)
+        began, compiled = time.perf_counter(), self._forward_wait
         key = jax.random.fold_in(jax.random.key(options.seed), position.rollout)
-        repeated = [prompt for prompt in prompts for _ in range(group)][span.start : span.stop]
-        samples = self._generate(weights["policy"], repeated, key, options.sampling, first=span.start)
-        rewards_S = check_rewards(self._reward, *self._decoded(samples), where=f"rollout {position.rollout}", first=span.start)
-        arrays = self._store(samples, rewards_S)
-        arrays["log_probabilities"] = self._forward("policy", weights["policy"], samples)
-        if options.beta:
-            arrays["reference_log_probabilities"] = self._forward("policy", reference, samples)
-        if self._critic is None:
-            advantages_S = group_advantages(rewards_S, group)
-            arrays["advantages"] = np.where(arrays["response_mask"], advantages_S[:, None], np.float32(0))
-        else:
-            arrays["values"] = self._forward("critic", weights["critic"], samples)
-        return arrays, time.perf_counter() - began - (self._waited_for(*self._compilers) - compiled)
-
-    def _check_prompts(self, prompts: Sequence[Sequence[int]], position: UpdatePosition) -> Sequence[Sequence[int]]:
-        """Return the prompts of a rollout, all of which are legal."""
-        if len(prompts) != position.plan.prompts_per_step:
+        # The groups that the rollout before has left come first.
+        left = slice(before.groups * G, (before.groups + before.carried) * G)
+        carried = {name: np.asarray(x)[left] for name, x in state.experience.items()}
+        tokens = carried["attention_mask"].sum(axis=1).reshape(before.carried, G).sum(axis=1).tolist()
+        is_refilling, generated, found = options.zero_spread_groups == "refill", 0, []
+        while budget is None or sum(tokens) < budget:
+            missing = most - (len(tokens) if is_refilling else before.carried + generated)
+            if is_refilling:
+                missing = min(missing, options.max_num_gen_batches * most - generated)
+            if budget is not None:
+                # One call of the generator at a time, because the lengths decide how many it takes.
+                missing = min(missing, max(self.rows_per_call // G, 1))
+            if missing <= 0:
+                break
+            first = before.prompts + generated
+            asked = prompts(first, first + missing)
+            if len(asked) != missing:
+                raise DataError(
+                    f"rollout {position.rollout} has {missing} prompts, but {len(asked)} were given",
+                    key="batch_size",
+                    nearest=(missing,),
+                )
+            part = self._generate(state.params, asked, G, key, first_row=generated * G)
+            rewards = self._rewards(part, where=f"rollout {position.rollout}")
+            teaches = ~has_zero_spread(rewards, G) | (options.zero_spread_groups == "keep")
+            found.append((part, rewards, teaches))
+            lengths = (part.prompt_length + part.response_length).reshape(missing, G).sum(axis=1)
+            tokens += lengths[teaches].tolist()
+            generated += missing
+        if is_refilling and not tokens:
             raise DataError(
-                f"rollout {position.rollout} has {position.plan.prompts_per_step} prompts, but {len(prompts)} were given",
-                key="batch_size",
-                nearest=(position.plan.prompts_per_step,),
+                f"rollout {position.rollout} found no prompt whose responses have different rewards among the {generated:,} of "
+                f"max_num_gen_batches={options.max_num_gen_batches} batches; give prompts that the policy answers rightly now "
+                "and then, or set zero_spread_groups=drop",
+                key="zero_spread_groups",
+                nearest=("drop",),
             )
-        pad_prompts(prompts, self.options.max_prompt_length)
-        return prompts
+        mini_batch = plan.policy_updates.mini_batch_samples // G
+        sizes = {"most": most, "mini_batch": mini_batch, "partial_step": options.partial_step}
+        groups, waiting = divide_groups(tokens, token_batch_size=budget, **sizes)  # type: ignore[arg-type]
+        experience = self._empty_experience()
+        new: Arrays = {}
+        scoring = 0.0
+        rewards_S = np.concatenate([rewards for _, rewards, _ in found]) if found else np.zeros(0, np.float32)
+        if len(tokens) > before.carried:
+            teaches_S = np.repeat(np.concatenate([teaches for _, _, teaches in found]), G)
+            samples = Samples(
+                *(np.concatenate(parts)[teaches_S] for parts in zip(*(part for part, _, _ in found), strict=True))
+            )
+            generated_at, waited = time.perf_counter(), self._compilers["logprobs"].waited_seconds
+            new = self._score(state, plan, samples, rewards_S[teaches_S])
+            scoring = time.perf_counter() - generated_at - (self._compilers["logprobs"].waited_seconds - waited)
+        for name, x in experience.items():
+            rows = np.concatenate([carried[name], new[name]]) if new else carried[name]
+            x[: len(rows)] = rows
+        seconds = time.perf_counter() - began - (self._forward_wait - compiled)
+        made = sum(int(part.response_length.sum()) for part, _, _ in found)
+        self._clock = _Clock(rollout=position.rollout, generation=seconds - scoring, scoring=scoring, tokens=made)
+        return experience, Tally(
+            groups=groups,
+            carried=waiting,
+            dropped=before.carried + generated - groups - waiting,
+            prompts=before.prompts + generated,
+            samples=before.samples + generated * G,
+            zero_spread=float(has_zero_spread(rewards_S, G).mean()) if generated else np.nan,
+            reward=float(rewards_S.astype(np.float64).mean()) if generated else np.nan,
+            spread=float(rewards_S.astype(np.float64).reshape(-1, G).std(axis=1).mean()) if generated else np.nan,
+        )
 
-    def _stop_generating(self) -> None:
-        """Wait for a call of the generator that is in progress, and make no further one."""
-        getattr(self._coming, "close", lambda: None)()
-        self._coming = None
+    def _score(self, state: RolloutState, plan: RolloutPlan, samples: Samples, rewards_S: np.ndarray) -> Arrays:
+        """Return the stored arrays of new samples. Normalized advantages are relative to these samples alone."""
+        options = self.options
+        response_S, places_R = samples.response_length, np.arange(options.max_response_length)
+        counts_SR = places_R < response_S[:, None]
+        arrays = {
+            "tokens": samples.tokens,
+            "attention_mask": np.arange(samples.tokens.shape[1]) < (samples.prompt_length + response_S)[:, None],
+            "response_mask": counts_SR,
+            # The reward of a sample belongs to the last token of its response.
+            "rewards": np.where(places_R == response_S[:, None] - 1, rewards_S[:, None], np.float32(0)),
+            # Not those of the generator, which decodes with a cache: the ratio compares two numbers of one computation.
+            "log_probabilities": self._forward("policy", state.params, samples),
+        }
+        if options.beta:
+            arrays["reference_log_probabilities"] = self._forward("policy", state.reference, samples)
+        if self._critic is None:
+            advantages_S = group_advantages(rewards_S, plan.samples_per_prompt)
+            arrays["advantages"] = np.where(counts_SR, advantages_S[:, None], np.float32(0))
+        else:
+            arrays["values"] = self._forward("critic", state.critic_params, samples)
+            arrays["advantages"], arrays["returns"] = generalized_advantages(
+                arrays["rewards"], arrays["values"], response_S, gamma=options.gamma, lam=options.lam
+            )
+        return arrays
 
-    def _portion(self, plan: RolloutPlan) -> int:
-        """Return the samples that become available together, where generation overlaps: whole calls and whole groups."""
-        return math.lcm(self._rows, plan.samples_per_prompt)
+    def _empty_experience(self) -> Arrays:
+        """Return arrays for the largest rollout, of the planned names and types and the lengths of the run.
 
-    def _generate(self, params: Any, prompts: Any, key: jax.Array, sampling: Sampling, *, first: int = 0) -> Samples:
-        """Return responses, on the host, from calls of one program with a fixed number of rows, numbered from `first` on."""
-        tokens_SP, length_S = pad_prompts(prompts, self.options.max_prompt_length)
-        parts = []
-        for start in range(0, len(prompts), self._rows):
-            # A last call may be short: it repeats its first row.
-            rows = np.arange(start, start + self._rows)
-            rows = np.where(rows < len(prompts), rows, start).astype(np.int32)
-            inputs = jax.device_put((tokens_SP[rows], length_S[rows], first + rows), batch_sharding(self._mesh))
-            args = params, *inputs, key, *sampling.values
-            found = self._run("generate", "policy", self._generate_fn, *args)
-            parts.append((found, min(self._rows, len(prompts) - start)))
-        fetched = [jax.tree.map(lambda x, n=n: np.asarray(x)[:n], part) for part, n in parts]
-        return jax.tree.map(lambda *xs: np.concatenate(xs), *fetched)  # type: ignore[no-any-return]
+        All rollouts use them, so that every checkpoint has the same structure; the rows after the samples of a rollout are 0.
+        """
+        planned = self.schedule.stages[0][1].experience or Experience(max_prompt_length=1, max_response_length=1)
+        stored = replace(
+            planned,
+            max_prompt_length=self.options.max_prompt_length,
+            max_response_length=self.options.max_response_length,
+            reference=bool(self.options.beta),
+        )
+        return {
+            name: np.zeros((self.schedule.max_samples, elements), jnp.dtype(dtype))
+            for name, (dtype, elements) in stored.fields(critic=self._critic is not None).items()
+        }
+
+    def _rewards(self, samples: Samples, *, where: str) -> np.ndarray:
+        """Return the reward of each sample. The reward function gets prompts and responses decoded, without the end token."""
+        prompts, responses = [], []
+        for tokens, p, r in zip(samples.tokens, samples.prompt_length.tolist(), samples.response_length.tolist(), strict=True):
+            response = tokens[p : p + r].tolist()
+            if response and response[-1] == self.options.end_token:
+                response.pop()
+            prompts.append(self.options.decode(tokens[:p].tolist()))
+            responses.append(self.options.decode(response))
+        return check_rewards(self._reward, prompts, responses, where=where)
+
+    def _generate(
+        self,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        samples_per_prompt: int,
+        key: jax.Array,
+        *,
+        first_row: int = 0,
+        sampling: Sampling | None = None,
+    ) -> Samples:
+        """Return responses to prompts, on the host. The key and the row, counted from `first_row` on, decide the responses."""
+        tokens_SP, length_S = (
+            np.repeat(x, samples_per_prompt, axis=0) for x in pad_prompts(prompts, self.options.max_prompt_length)
+        )
+        inputs = tokens_SP, length_S, first_row + np.arange(len(length_S), dtype=np.int32)
+        return self._in_calls(
+            "generate", "policy", self._generate_fn, params, inputs, key, *(sampling or self.options.sampling).values
+        )  # type: ignore[no-any-return]
 
     def _generate_fn(self, *args: Any) -> Samples:
         found = make_generate(self._policy, self.options.max_response_length, self.options.end_token)(*args)
         return jax.lax.with_sharding_constraint(found, batch_sharding(self._mesh))  # type: ignore[no-any-return]
 
     def _forward(self, model: str, params: Any, samples: Samples) -> np.ndarray:
-        """Return log-probabilities of the policy or values of the critic, (S, R), in calls of one program."""
-        S, parts = len(samples.tokens), []
-        for start in range(0, S, self._rows):
-            rows = np.arange(start, start + self._rows)
-            rows = np.where(rows < S, rows, start)
-            inputs = (samples.tokens[rows], samples.prompt_length[rows])
-            args = params, *jax.device_put(inputs, batch_sharding(self._mesh))
-            fn = self._log_probabilities_fn if model == "policy" else self._values_fn
-            parts.append((self._run("logprobs", model, fn, *args), min(self._rows, S - start)))
-        found_SR = np.concatenate([np.asarray(part)[:n] for part, n in parts])
+        """Return log-probabilities of the policy or values of the critic, (S, R); 0 after a response."""
+        fn = self._log_probabilities_fn if model == "policy" else self._values_fn
+        found_SR = self._in_calls("logprobs", model, fn, params, (samples.tokens, samples.prompt_length))
         counts_SR = np.arange(found_SR.shape[1]) < samples.response_length[:, None]
         return np.where(counts_SR, found_SR, np.float32(0))
 
@@ -452,145 +491,121 @@ class RolloutStep:
         found_BR = jnp.take_along_axis(found_BT, jnp.minimum(places_BR, found_BT.shape[1] - 1), axis=1)
         return jax.lax.with_sharding_constraint(found_BR.astype(jnp.float32), batch_sharding(self._mesh))
 
-    def _run(self, role: str, model: str, fn: Callable[..., Any], *args: Any) -> Any:
-        """Run the program of a role, which is compiled for its first call."""
+    def _in_calls(self, role: str, model: str, fn: Any, params: Any, samples: tuple[np.ndarray, ...], *rest: Any) -> Any:
+        """Run the program of a role over samples, in calls of one number of rows, and return the results (S, ...) on the host.
 
-        def lower() -> Any:
-            with auto_context(self._mesh):
-                return jax.jit(fn).lower(*args)
+        All calls are started before the first result is fetched. A last call may be short: it repeats its first row.
+        """
+        S, parts = len(samples[0]), []
+        for start in range(0, S, self.rows_per_call):
+            rows = np.arange(start, start + self.rows_per_call)
+            rows = np.where(rows < S, rows, start)
+            args = params, *jax.device_put(tuple(x[rows] for x in samples), batch_sharding(self._mesh)), *rest
 
-        with self._dispatching:
-            return self._compilers[role].get(model, lower)(*args)
+            def lower(args: Any = args) -> Any:
+                with auto_context(self._mesh):
+                    return jax.jit(fn).lower(*args)
 
-    def _decoded(self, samples: Samples) -> tuple[list[Any], list[Any]]:
-        """Return prompts and responses as the reward function gets them, without the end token."""
-        prompts, responses = [], []
-        for tokens, p, r in zip(samples.tokens, samples.prompt_length.tolist(), samples.response_length.tolist(), strict=True):
-            response = tokens[p : p + r].tolist()
-            if response and response[-1] == self.options.end_token:
-                response.pop()
-            prompts.append(self.options.decode(tokens[:p].tolist()))
-            responses.append(self.options.decode(response))
-        return prompts, responses
+            parts.append((self._compilers[role].get(model, lower)(*args), min(self.rows_per_call, S - start)))
+        fetched = [jax.tree.map(lambda x, n=n: np.asarray(x)[:n], part) for part, n in parts]
+        return jax.tree.map(lambda *xs: np.concatenate(xs), *fetched)
 
-    def _store(self, samples: Samples, rewards_S: np.ndarray) -> Arrays:
-        T, R = samples.tokens.shape[1], self.options.max_response_length
-        counts_SR = np.arange(R) < samples.response_length[:, None]
-        is_last_SR = np.arange(R) == samples.response_length[:, None] - 1
-        return {
-            "tokens": samples.tokens,
-            "attention_mask": np.arange(T) < (samples.prompt_length + samples.response_length)[:, None],
-            "response_mask": counts_SR,
-            "rewards": np.where(is_last_SR, rewards_S[:, None], np.float32(0)),
-        }
+    # --- an update ---
 
-    def _empty_experience(self) -> Arrays:
-        """Return the stored arrays of the largest rollout, of the planned names and types and the lengths of the run."""
-        plan = self.schedule.stages[0][1]
-        planned = plan.experience or Experience(max_prompt_length=1, max_response_length=1)
-        stored = replace(
-            planned,
-            max_prompt_length=self.options.max_prompt_length,
-            max_response_length=self.options.max_response_length,
-            reference=bool(self.options.beta),
-        )
-        return {
-            one.name: np.zeros((self.schedule.max_samples, one.elements), jnp.dtype(one.dtype))
-            for one in stored.fields(critic=self._critic is not None)
-        }
-
-    def _add(self, experience: Arrays, arrays: Arrays, first: int) -> Arrays:
-        """Return stored arrays with the next samples, and the advantages that follow from all samples so far."""
-        stop = first + len(arrays["tokens"])
-        # Copied: a checkpoint of the former arrays may still be being written.
-        found = {name: np.array(x) for name, x in experience.items()}
-        for name, x in arrays.items():
-            found[name][first:stop] = x
-        if self._critic is not None:
-            rewards_SR, values_SR, counts_SR = (found[name][:stop] for name in ("rewards", "values", "response_mask"))
-            found["advantages"][:stop], found["returns"][:stop] = generalized_advantages(
-                rewards_SR, values_SR, counts_SR.sum(axis=1), gamma=self.options.gamma, lam=self.options.lam
-            )
-        return found
-
-    def _facts_of(self, experience: Arrays, position: UpdatePosition, have: int) -> dict[str, Any]:
-        """Return the numbers of the first samples of a rollout that its metrics contain, and how they were generated."""
-        plan, generation = position.plan, self._generation
-        counts_SR = np.asarray(experience["response_mask"])[:have]
-        rewards_S = np.asarray(experience["rewards"])[:have].astype(np.float64).sum(axis=1)
-        found = {
-            "rollout": position.rollout,
-            "reward": round(float(rewards_S.mean()), 9),
-            "zero_spread_share": zero_spread_share(rewards_S, plan.samples_per_prompt),
-            "response_length": float(counts_SR.sum(axis=1).mean()),
-            "experience_bytes": sum(np.asarray(x).nbytes for x in experience.values()),
-        }
-        if plan.experience_bytes_per_sample is not None:
-            found["planned_experience_bytes"] = plan.experience_bytes_per_sample * self.schedule.max_samples
-        if self.overlaps:
-            found |= {"pending_samples": plan.samples_per_step - have}
-            found["generation_wait_seconds"] = round(generation["wait_seconds"], 6)
-        if generation["tokens"]:
-            found["generation_seconds"] = round(generation["seconds"], 6)
-            found["generation_tokens_per_second"] = round(generation["tokens"] / max(generation["seconds"], 1e-9), 3)
-        return found
-
-    # --- the mini batches of an update ---
-
-    def _batch_of(self, experience: Arrays, position: UpdatePosition) -> tuple[Batch, dict[str, Any]]:
-        """Return the mini batch of an update on the devices, and its numbers."""
-        options, plan = self.options, position.plan
+    def _mini_batch(self, experience: Arrays, tally: Tally, position: UpdatePosition) -> tuple[Arrays, np.ndarray]:
+        """Return the samples of an update as rows of a loss, and the tokens of each; one row of weight 0 if there are none."""
+        options = self.options
         order = mini_batches(
-            np.arange(plan.samples_per_step),
-            plan,
+            position.plan,
             step=position.rollout,
             seed=options.shuffle_seed,
             start=position.update,
             model=position.model,
             keep_prompts_together=options.keep_prompts_together,
+            num_prompts=tally.groups,
         )
         rows = next(order).rows
-        attention, response = (np.asarray(experience[name])[rows] for name in ("attention_mask", "response_mask"))
-        lengths, response_length = attention.sum(axis=1), response.sum(axis=1)
-        chosen = {name: np.asarray(x)[rows] for name, x in experience.items()}
+        if options.measure_gradient_noise and _layout(position):
+            rows = rows.reshape(-1, position.plan.samples_per_prompt).T.ravel()
+        taken = rows if len(rows) else np.zeros(1, np.int64)
+        chosen = {name: np.asarray(x)[taken] for name, x in experience.items()}
+        lengths, response_length = chosen["attention_mask"].sum(axis=1), chosen["response_mask"].sum(axis=1)
         chosen |= {"prompt_length": lengths - response_length, "response_length": response_length}
-        losses = loss_rows(chosen, loss_agg_mode=options.loss_agg_mode)
-        passes = self._packed(losses, lengths, position) if self._ladders[position.model] else self._padded(losses, position)
-        ramp_plan = self._plans[position.model]
-        n, width = jax.tree.leaves(passes)[0].shape[:2]
+        chosen["group"] = taken // position.plan.samples_per_prompt
+        found = loss_rows(chosen, loss_agg_mode=options.loss_agg_mode)
+        if not len(rows):
+            found |= {name: np.zeros_like(found[name]) for name in ("coefficients", "weights")}
+        if options.measure_gradient_noise:
+            found["group"] = chosen["group"]
+        return found, lengths[: len(rows)]
+
+    def _passes(self, rows: Arrays, lengths: np.ndarray, position: UpdatePosition) -> Arrays:
+        """Return the passes of an update, arrays (n, rows of a pass, ...). With a token budget, n depends on the lengths."""
+        if not (ladder := self._ladders[position.model]):
+            return padded_rows(rows, self.schedule.pass_samples(position.model))
+        replicas, tokens = position.split.data_parallel_size, lengths.tolist() or [1]
+        return packed_rows(rows, pack(tokens, ladder[-1], ladder, num_replicas=replicas), tokens)
+
+    def _train(self, state: RolloutState, passes: Arrays, position: UpdatePosition) -> tuple[RolloutState, Any]:
+        """Run the optimizer once, on the sum over the passes."""
+        plan, (n, width) = self._plans[position.model], passes["tokens"].shape[:2]
+        groups = passes.pop("group", None)
         split = split_of(n, width, position.split.data_parallel_size)
-        layout = layout_of(ramp_plan, split)
-        here = replace(ramp_plan.position(position.model_step), split=split)
-        computed = (
-            sum(self._ladders[position.model][shape] for shape in passes["shape"].ravel())
-            if "shape" in passes
-            else (n * width * losses["tokens"].shape[1])
-        )
-        facts = {
+        batch = put_batch(passes, replace(plan.position(position.model_step), split=split), plan, self._mesh)
+        names = ("policy_step", "params", "opt_state")
+        if position.model == "critic":
+            names = ("critic_step", "critic_params", "critic_opt_state")
+        inner, metrics = self._steps[position.model](TrainState(*(getattr(state, name) for name in names)), batch)
+        if "gradient_noise" in metrics and position.update < position.plan.policy_updates.num_mini_batches:
+            assert groups is not None
+            replicas = BatchAxes.of(self._mesh).num_replicas(self._mesh)
+            facts = block_facts(passes["weights"].sum(axis=2), groups, replicas).tolist()
+            metrics["gradient_noise"] |= {LAYOUT: _layout(position), FACTS: facts}
+        changes = dict(zip(names, (inner.step, inner.params, inner.opt_state), strict=True))
+        return state.replace(step=np.array(position.step + 1, np.int32), **changes), metrics
+
+    def _facts(
+        self, experience: Arrays, tally: Tally, position: UpdatePosition, lengths: np.ndarray, passes: Arrays
+    ) -> dict[str, Any]:
+        """Return the numbers of the host in the metrics of an update: of its passes, and of the samples of its rollout."""
+        plan, have = position.plan, tally.groups * position.plan.samples_per_prompt
+        n, width, T = passes["tokens"].shape
+        ladder = self._ladders[position.model]
+        computed = sum(ladder[shape] for shape in passes["shape"].ravel()) if ladder else n * width * T
+        counts_SR = np.asarray(experience["response_mask"])[:have]
+        found = {
             "model": position.model,
-            "global_batch_size": len(rows),
-            "consumed_samples": position.consumed_samples + plan.samples_per_step,
+            "global_batch_size": len(lengths),
+            "num_prompts": len(lengths) // plan.samples_per_prompt,
+            "num_samples": len(lengths),
+            "dropped_groups": tally.dropped,
+            "consumed_prompts": tally.prompts,
+            "consumed_samples": tally.samples,
             "policy_lag": position.update,
             "padding_share": round(1 - int(lengths.sum()) / computed, 6),
             "passes": n,
+            "rollout": position.rollout,
+            "reward": None if np.isnan(tally.reward) else round(tally.reward, 9),
+            "reward_spread": None if np.isnan(tally.spread) else round(tally.spread, 9),
+            "zero_spread_share": None if np.isnan(tally.zero_spread) else tally.zero_spread,
+            "response_length": float(counts_SR.sum(axis=1).mean()) if have else None,
+            "experience_bytes": sum(np.asarray(x).nbytes for x in experience.values()),
         }
-        return Batch(here, put_chunks(passes, layout, self._mesh), layout), facts
+        if plan.experience_bytes_per_sample is not None:
+            found["planned_experience_bytes"] = plan.experience_bytes_per_sample * self.schedule.max_samples
+        if (clock := self._clock) is not None:
+            found["generation_seconds"], found["scoring_seconds"] = round(clock.generation, 6), round(clock.scoring, 6)
+            found["generation_tokens_per_second"] = round(clock.tokens / max(clock.generation, 1e-9), 3)
+            if position.is_last:
+                tokens = int(np.asarray(experience["attention_mask"])[:have].sum())
+                found["update_seconds"] = round(clock.training, 6)
+                found["training_tokens_per_second"] = round(tokens / max(clock.training, 1e-9), 3)
+        return found
 
-    def _padded(self, losses: Arrays, position: UpdatePosition) -> Arrays:
-        """Return rows of one sample each as passes (n, rows, ...); padding repeats a row with weight 0."""
-        samples, width = len(losses["tokens"]), self.schedule.pass_samples(position.model)
-        n = -(-samples // width)
-        rows = np.where(np.arange(n * width) < samples, np.arange(n * width), 0)
-        found = {name: x[rows] for name, x in losses.items()}
-        for name in ("coefficients", "weights"):
-            found[name][samples:] = 0
-        return {name: x.reshape(n, width, *x.shape[1:]) for name, x in found.items()}
-
-    def _packed(self, losses: Arrays, lengths: np.ndarray, position: UpdatePosition) -> Arrays:
-        """Return the passes of a token budget, of a few static shapes."""
-        ladder, replicas = self._ladders[position.model], position.split.data_parallel_size
-        packed = pack(lengths.tolist(), ladder[-1], ladder, num_replicas=replicas)
-        return packed_rows(losses, packed, lengths.tolist())
+    @property
+    def _forward_wait(self) -> float:
+        """Time spent waiting for compilations of generation and forward passes."""
+        return sum(compiler.waited_seconds for compiler in self._compilers.values())
 
 
 def rollout_step(
@@ -620,9 +635,8 @@ def rollout_step(
         ConfigError: plan and options contradict each other.
 
     Example:
-        >>> from rampup.rl.sizes import Size
-        >>> from rampup.rl.updates import Training
-        >>> from rampup.run.mesh import make_mesh
+        >>> from rampup.rl.sizes import Size, Training
+        >>> from rampup.engine.mesh import make_mesh
         >>> plan = RolloutPlan(rollout_batch=Size(count=8, unit="prompts"), samples_per_prompt=8, num_steps=20,
         ...     policy=Training(mini_batch=Size(count=8, unit="prompts"), microbatch=Size(count=4, unit="prompts")))
         >>> def logits(params, tokens):  # a policy that ignores its prompt
@@ -641,42 +655,23 @@ def rollout_step(
     return RolloutStep(model, tx, schedule, mesh, reward=reward, options=options, critic=critic, skip_nonfinite=skip_nonfinite)
 
 
-def ramp_plan(schedule: RolloutSchedule, model: str) -> RampPlan:
-    """Return the plan of one model's optimizer steps: its largest mini batch, of which an update may use less."""
-    updates = schedule.stages[0][1].updates(model)
-    split = split_of(schedule.max_passes(model), schedule.pass_samples(model), updates.data_parallel_size)
-    return RampPlan(
-        ramp=BatchRamp.constant(split.global_batch_size),
-        splitter=BatchSplitter(data_parallel_size=split.data_parallel_size, microbatch_size=split.microbatch_size),
-        num_devices=updates.data_parallel_size,
-        total_steps=max(schedule.optimizer_steps(model), 1),
-    )
+def _layout(position: UpdatePosition) -> int:
+    """Return how a step orders its rows if the noise is measured: 0 by prompts, 1 by the numbers of the responses."""
+    return (position.rollout + position.update) % 2
 
 
+@dataclass(slots=True, kw_only=True)
 class _Clock:
-    """The time that the updates of a rollout take.
+    """The seconds of one rollout in this process, without compilations, with those of the updates so far.
 
-    Attributes:
-        tokens: tokens of its samples.
-        is_complete: whether this process runs all of its updates.
+    `tokens` are those that it has generated, also of responses that it does not train on.
     """
 
-    def __init__(self) -> None:
-        self.tokens, self._seconds, self._began, self.is_complete = 0, 0.0, 0.0, False
-
-    def reset(self, *, is_complete: bool) -> None:
-        """Start a rollout."""
-        self.tokens, self._seconds, self.is_complete = 0, 0.0, is_complete
-
-    def tokens_per_second(self) -> float:
-        """Tokens of the rollout per second of one pass over them."""
-        return self.tokens / max(self._seconds, 1e-9)
-
-    def __enter__(self) -> None:
-        self._began = time.perf_counter()
-
-    def __exit__(self, *error: object) -> None:
-        self._seconds += time.perf_counter() - self._began
+    rollout: int
+    generation: float
+    scoring: float
+    tokens: int
+    training: float = 0.0
 
 
 def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> None:
@@ -697,22 +692,81 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
                 key=key,
                 nearest=(1.0,) if options.sampling.temperature == 0 else (0,),
             )
-    for updates in plan.order:
-        if updates.num_stages > 1:
-            raise ConfigError(
-                f"the plan has {updates.num_stages} pipeline stages, which RL training does not support; set "
-                "ici_pipeline_parallelism=1",
-                key="ici_pipeline_parallelism",
-                nearest=(1,),
-            )
-        longest = options.max_prompt_length + options.max_response_length
-        if updates.token_budget is not None and updates.token_budget < longest:
-            raise ConfigError(
-                f"token_budget={updates.token_budget} must be at least max_prompt_length + max_response_length = {longest}",
-                key="token_budget",
-                nearest=(longest,),
-            )
-    if jax.process_count() > 1:
-        raise ConfigError(
-            "RL training runs in one process, on all of its devices; start one", key="num_processes", nearest=(1,)
-        )
+    for name, choices in (("zero_spread_groups", ("keep", "drop", "refill")), ("partial_step", ("train", "drop", "carry"))):
+        if (chosen := getattr(options, name)) not in choices:
+            raise choice_error(name, chosen, choices)
+    raise_together(count_problems({"max_num_gen_batches": options.max_num_gen_batches}))
+    stages, policy = [stage for _, stage in schedule.stages], plan.policy_updates
+    longest, largest = (
+        options.max_prompt_length + options.max_response_length,
+        max(stage.samples_per_prompt for stage in stages),
+    )
+    whole = all(stage.policy_updates.mini_batch_samples % stage.samples_per_prompt == 0 for stage in stages)
+    separates = not whole or (options.shuffle_seed is not None and not options.keep_prompts_together)
+    rows = schedule.pass_samples("policy") // policy.data_parallel_size
+    for broken, key, rule, nearest in (
+        (
+            options.zero_spread_groups != "keep" and any(stage.samples_per_prompt == 1 for stage in stages),
+            "zero_spread_groups",
+            f"zero_spread_groups={options.zero_spread_groups} leaves out prompts whose responses all have the same reward, "
+            "which is every prompt with one response (rl.num_generations=1); set zero_spread_groups=keep",
+            ("keep",),
+        ),
+        (
+            options.token_batch_size is not None and options.token_batch_size < largest * longest,
+            "token_batch_size",
+            f"token_batch_size={options.token_batch_size} must have room for one prompt: {largest} responses * "
+            f"(max_prompt_length + max_response_length) = {largest * longest:,} tokens",
+            (largest * longest,),
+        ),
+        (
+            options.token_batch_size is not None and any(stage.policy_updates.num_mini_batches > 1 for stage in stages),
+            "mini_batch_size",
+            f"token_batch_size={options.token_batch_size} makes one mini batch of a step; set mini_batch_size=-1",
+            (-1,),
+        ),
+        (
+            options.partial_step == "carry" and len({stage.samples_per_prompt for stage in stages}) > 1,
+            "partial_step",
+            "partial_step=carry keeps prompts for the next step, which rl.num_generations_schedule gives another number of "
+            "responses; set partial_step=train or drop",
+            ("train", "drop"),
+        ),
+        (
+            options.partial_step != "train" and not whole,
+            "partial_step",
+            f"partial_step={options.partial_step} needs mini batches of whole prompts; count mini_batch_size in prompts",
+            ("train",),
+        ),
+        (
+            options.loss_agg_mode == "group-mean-token-mean" and separates,
+            "rl.loss_agg_mode",
+            "rl.loss_agg_mode=group-mean-token-mean needs all responses to a prompt in one mini batch; set "
+            "keep_prompts_together=true and count mini_batch_size in prompts",
+            AGGREGATIONS[:3],
+        ),
+        (
+            options.measure_gradient_noise and (separates or policy.token_budget is not None or rows < 2 or largest < 2),
+            "measure_gradient_noise",
+            "measure_gradient_noise=true compares passes of several responses to one prompt with passes of several prompts; "
+            f"set microbatch_size or train_micro_batch_size to 2 or more samples per replica (it is {rows}), token_budget=-1, "
+            "keep_prompts_together=true and rl.num_generations=2 or more",
+            (False,),
+        ),
+        (
+            policy.num_stages > 1,
+            "ici_pipeline_parallelism",
+            f"the plan has {policy.num_stages} pipeline stages, which RL training does not support; set "
+            "ici_pipeline_parallelism=1",
+            (1,),
+        ),
+        (
+            any(updates.token_budget is not None and updates.token_budget < longest for updates in plan.order),
+            "token_budget",
+            f"token_budget={policy.token_budget} must be at least max_prompt_length + max_response_length = {longest}",
+            (longest,),
+        ),
+        (jax.process_count() > 1, "num_processes", "RL training runs in one process, on all of its devices; start one", (1,)),
+    ):
+        if broken:
+            raise ConfigError(rule, key=key, nearest=nearest)

@@ -1,4 +1,8 @@
-"""The optimizer steps of an RL run in their order, over rollouts whose batch may grow."""
+"""The optimizer steps of an RL run in their order, over rollouts whose batch may grow.
+
+One executable per role serves all stages: a pass has as many samples in each of them (the greatest common divisor of the
+planned ones), and the buffer has room for the largest number of passes of any stage. The number of passes of a step is data.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from rampup.errors import ResumeMismatchError
-from rampup.plan.ramp import Phase
-from rampup.plan.split import BatchSplit
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import BatchRamp, Phase
+from rampup.plan.split import BatchSplit, BatchSplitter
 from rampup.rl.plan import RolloutPlan
 
 
@@ -52,19 +57,35 @@ class UpdatePosition(NamedTuple):
         return self.model == "policy" and self.update == self.plan.policy_updates.optimizer_steps - 1
 
 
+class _Totals(NamedTuple):
+    """What a number of rollouts add up to: optimizer steps of all models, samples, and steps of each model."""
+
+    steps: int = 0
+    samples: int = 0
+    policy: int = 0
+    critic: int = 0
+
+    def after(self, rollouts: int, plan: RolloutPlan) -> _Totals:
+        """Return the totals with more rollouts of one plan."""
+        policy, critic = plan.policy_updates.optimizer_steps, 0
+        if plan.critic_updates is not None:
+            critic = plan.critic_updates.optimizer_steps
+        each = (policy + critic, plan.samples_per_step, policy, critic)
+        return _Totals(*(total + rollouts * one for total, one in zip(self, each, strict=True)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSchedule:
     """The rollouts of a run and their optimizer steps. Each rollout has the sizes of the newest stage.
 
-    It has the attributes that `rampup.run.loop.Loop` reads of a plan, and it is its own `ramp`.
+    It has the attributes that `rampup.loop.loop.Loop` reads of a plan, and it is its own `ramp`.
 
     Attributes:
         stages: the first rollout of each stage, from 0 on, and its plan. Later plans have other sizes of the batch.
         num_rollouts: rollouts of the run.
 
     Example:
-        >>> from rampup.rl.sizes import Size
-        >>> from rampup.rl.updates import Training
+        >>> from rampup.rl.sizes import Size, Training
         >>> def plan(count):
         ...     policy = Training(mini_batch=Size(count=2, unit="prompts"))
         ...     return RolloutPlan(rollout_batch=Size(count=count, unit="prompts"), samples_per_prompt=2, policy=policy)
@@ -75,48 +96,30 @@ class RolloutSchedule:
 
     stages: tuple[tuple[int, RolloutPlan], ...]
     num_rollouts: int
-    # Optimizer steps of all models, samples, and optimizer steps by model, before each stage and at the end of the run.
-    _starts: tuple[tuple[int, int, dict[str, int]], ...] = field(init=False, repr=False, compare=False)
+    # Before each stage, and at the end of the run. A stage that the run does not reach starts there.
+    _starts: tuple[_Totals, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         stages = tuple((first, replace(plan, num_steps=self.num_rollouts)) for first, plan in self.stages)
         object.__setattr__(self, "stages", stages)
-        steps, samples, by_model = 0, 0, {"policy": 0, "critic": 0}
-        starts = [(steps, samples, dict(by_model))]
-        for (first, plan), end in zip(self.stages, [*(first for first, _ in self.stages[1:]), self.num_rollouts], strict=True):
-            rollouts = max(min(end, self.num_rollouts) - first, 0)
-            for updates in plan.order:
-                steps += rollouts * updates.optimizer_steps
-                by_model[updates.model] += rollouts * updates.optimizer_steps
-            samples += rollouts * plan.samples_per_step
-            starts.append((steps, samples, dict(by_model)))
+        starts, ends = [_Totals()], [*(first for first, _ in stages[1:]), self.num_rollouts]
+        for (first, plan), end in zip(stages, ends, strict=True):
+            starts.append(starts[-1].after(max(min(end, self.num_rollouts) - first, 0), plan))
         object.__setattr__(self, "_starts", tuple(starts))
 
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the run, of all models together."""
-        return self._starts[-1][0]
+        return self._starts[-1].steps
 
     @property
     def consumed_samples(self) -> int:
         """Samples that the run generates."""
-        return self._starts[-1][1]
+        return self._starts[-1].samples
 
     def optimizer_steps(self, model: str) -> int:
-        """Optimizer steps of one model over the run."""
-        return self._starts[-1][2][model]
-
-    def plan_of(self, rollout: int) -> RolloutPlan:
-        """Return the sizes of a rollout."""
-        return self.stages[bisect_right([first for first, _ in self.stages], rollout) - 1][1]
-
-    def prompts_before(self, rollout: int) -> int:
-        """Return the prompts of the rollouts before one."""
-        ends = [*(first for first, _ in self.stages[1:]), self.num_rollouts]
-        return sum(
-            max(min(end, rollout) - first, 0) * plan.prompts_per_step
-            for (first, plan), end in zip(self.stages, ends, strict=True)
-        )
+        """Return the optimizer steps of one model over the run."""
+        return getattr(self._starts[-1], model)  # type: ignore[no-any-return]
 
     def rollouts_before(self, step: int) -> int:
         """Return the rollouts whose optimizer steps are all before a step."""
@@ -130,29 +133,30 @@ class RolloutSchedule:
         """
         if not 0 <= step < self.total_steps:
             raise ResumeMismatchError(f"step={step} must be from 0 to {self.total_steps - 1}", key="step")
-        index = bisect_right([steps for steps, _, _ in self._starts[:-1]], step) - 1
-        (first, plan), (steps, samples, by_model) = self.stages[index], self._starts[index]
-        per_rollout = sum(updates.optimizer_steps for updates in plan.order)
-        rollouts, update = divmod(step - steps, per_rollout)
+        index = bisect_right(self._starts[:-1], step, key=lambda start: start.steps) - 1
+        (first, plan), start = self.stages[index], self._starts[index]
+        rollouts, update = divmod(step - start.steps, sum(updates.optimizer_steps for updates in plan.order))
         updates = plan.order[0]
-        if update >= updates.optimizer_steps:
+        if update >= updates.optimizer_steps:  # the critic is done
             update, updates = update - updates.optimizer_steps, plan.order[1]
+        before = start.after(rollouts, plan)
         phase = Phase(
             index=index,
-            start_step=steps,
-            start_sample=samples,
-            num_steps=None if index == len(self.stages) - 1 else self._starts[index + 1][0] - steps,
+            start_step=start.steps,
+            start_sample=start.samples,
+            num_steps=None if index == len(self.stages) - 1 else self._starts[index + 1].steps - start.steps,
             global_batch_size=updates.mini_batch_samples,
         )
+        rows, samples = self.pass_samples(updates.model), len(updates.mini_batch_range(update % updates.num_mini_batches))
         return UpdatePosition(
             step=step,
-            consumed_samples=samples + rollouts * plan.samples_per_step,
+            consumed_samples=before.samples,
             phase=phase,
-            split=self._split(updates, update),
+            split=split_of(-(-samples // rows) if updates.token_budget is None else 1, rows, updates.data_parallel_size),
             rollout=first + rollouts,
             model=updates.model,
             update=update,
-            model_step=by_model[updates.model] + rollouts * updates.optimizer_steps + update,
+            model_step=getattr(before, updates.model) + update,
             plan=plan,
         )
 
@@ -183,11 +187,16 @@ class RolloutSchedule:
         """Samples of the largest rollout."""
         return max(plan.samples_per_step for _, plan in self.stages)
 
-    def _split(self, updates: Any, update: int) -> BatchSplit:
-        rows, replicas = self.pass_samples(updates.model), updates.data_parallel_size
-        samples = len(updates.mini_batch_range(update % updates.num_mini_batches))
-        # With a token budget, the number of passes depends on the lengths.
-        return split_of(-(-samples // rows) if updates.token_budget is None else 1, rows, replicas)
+    def ramp_plan(self, model: str) -> RampPlan:
+        """Return the plan of one model's optimizer steps: its largest mini batch, of which an update may use less."""
+        replicas = self.stages[0][1].updates(model).data_parallel_size
+        largest = split_of(self.max_passes(model), self.pass_samples(model), replicas)
+        return RampPlan(
+            ramp=BatchRamp.constant(largest.global_batch_size),
+            splitter=BatchSplitter(data_parallel_size=replicas, microbatch_size=largest.microbatch_size),
+            num_devices=replicas,
+            total_steps=max(self.optimizer_steps(model), 1),
+        )
 
     # What the training loop reads of a plan's ramp.
 
@@ -199,12 +208,12 @@ class RolloutSchedule:
     @property
     def ramp_steps(self) -> int:
         """Optimizer steps before the last stage."""
-        return self._starts[-2][0]
+        return self._starts[-2].steps
 
     @property
     def splits(self) -> tuple[BatchSplit, ...]:
         """The split of the first mini batch of each stage."""
-        return tuple(self.at(min(start, self.total_steps - 1)).split for start, _, _ in self._starts[:-1])
+        return tuple(self.at(min(start.steps, self.total_steps - 1)).split for start in self._starts[:-1])
 
     def samples_before(self, step: int) -> int:
         """Return the samples of the rollouts that are generated before the end of step `step - 1`."""
@@ -234,7 +243,7 @@ class RolloutSchedule:
                 "samples_per_step": plan.samples_per_step,
                 "mini_batch_samples": plan.policy_updates.mini_batch_samples,
                 "optimizer_steps": plan.policy_updates.optimizer_steps,
-                "start_optimizer_step": self._starts[index][2]["policy"],
+                "start_optimizer_step": self._starts[index].policy,
             }
             for index, ((first, plan), end) in enumerate(zip(reached, ends, strict=True))
         ]
@@ -243,6 +252,10 @@ class RolloutSchedule:
     def fingerprint(self) -> str:
         """A digest of the sizes that decide which samples an optimizer step uses."""
         return hashlib.sha256(json.dumps(self.to_rows()).encode()).hexdigest()
+
+    def differences(self, rows: list[list[Any]]) -> str:  # noqa: ARG002 - an error names the fingerprints instead
+        """Return "": there is no table of two schedules."""
+        return ""
 
     def to_rows(self) -> list[list[Any]]:
         """Return the sizes of every stage, as JSON."""

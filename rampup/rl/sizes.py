@@ -1,13 +1,23 @@
-"""Sizes with a unit and a scope, the data-parallel size, and the memory of the stored experience."""
+"""Sizes with a unit and a scope, the training of one model on the samples of a step, and the memory of the stored experience.
+
+`Size` converts what users write into samples of the whole job. From there on, everything counts samples of the whole job:
+`Training` has the requested sizes of one model, and `split_updates` checks them and makes `Updates` of them.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from rampup.errors import BatchDivisibilityError, choice_error, raise_together
-from rampup.plan.numbers import count_problems, format_product, nearest_multiples
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, choice_error, raise_together
+from rampup.plan.numbers import count_problems, divisors, nearest_in
+
+# How the losses of tokens add up. token-mean: every token counts the same. seq-mean-token-sum: the mean over sequences of the
+# sum over their tokens. seq-mean-token-mean: the mean over sequences of the mean over their tokens. group-mean-token-mean: the
+# mean over prompts of the mean over the tokens of their sequences. A sequence without a token counts in none of them.
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "group-mean-token-mean")
 
 Unit = Literal["prompts", "samples", "tokens"]
 Scope = Literal["job", "replica", "process"]
@@ -70,52 +80,201 @@ class Size:
         return f"{self.count} {unit}" + ("" if self.scope == "job" else f" per {self.scope}")
 
 
-def data_parallel_size(
-    num_devices: int, *, tensor: int = 1, pipeline: int = 1, context: int = 1, sequence: int = 1, key: str = "num_devices"
-) -> int:
-    """Return the number of replicas that share the batch: devices / (tensor * pipeline * context * sequence).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """The requested sizes of one model's training on the samples of a step."""
 
-    Args:
-        num_devices: devices of the job that train the model.
-        tensor: devices that share each layer's matrices.
-        pipeline: pipeline stages.
-        context: devices that share each sequence throughout the model (Megatron's context parallelism).
-        sequence: devices that share each sequence by exchanging heads (Ulysses, in the FSDP backends of veRL and SkyRL).
-            Megatron's sequence parallelism uses the tensor-parallel devices, so it is 1 here.
-        key: the configuration key of `num_devices`, for errors.
+    mini_batch: Size  # samples of one optimizer step
+    # Samples of one forward and backward pass, or a token budget per replica. None = the whole mini batch.
+    microbatch: Size | None = None
+    data_parallel_size: int = 1  # replicas of this model
+    num_epochs: int = 1  # passes over the samples of a step
+    num_stages: int = 1  # pipeline stages. The number of microbatches of an optimizer step is a multiple of it.
 
-    Raises:
-        ConfigError: If a size is below 1.
-        BatchDivisibilityError: If the devices cannot be divided evenly. The error has the nearest numbers of devices.
+    def problems(self, model: str) -> list[RampupError]:
+        """Return errors for sizes that are invalid by themselves. `model` is the name in errors."""
+        sizes = ("data_parallel_size", "num_epochs", "num_stages")
+        problems = count_problems({f"{model}.{name}": getattr(self, name) for name in sizes})
+        for name, size, tokens_allowed in (("mini_batch", self.mini_batch, False), ("microbatch", self.microbatch, True)):
+            if size is not None and size.unit == "tokens" and not (tokens_allowed and size.scope != "job"):
+                key, rule = size.key or f"{model}.{name}", ", or tokens per replica" if tokens_allowed else ""
+                problems.append(ConfigError(f"{key}={size} must count prompts or samples{rule}", key=key))
+        return problems
 
-    Example:
-        >>> data_parallel_size(256, tensor=8, pipeline=2), data_parallel_size(256, sequence=8)
-        (16, 32)
-
-    Source: Megatron-LM `parallel_state.py`; veRL `fsdp/transformer_impl.py` (world // ulysses_sequence_parallel_size).
-    """
-    sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "sequence": sequence}
-    raise_together(count_problems({key: num_devices} | sizes))
-    shared = math.prod(sizes.values())
-    if num_devices % shared:
-        nearest = ", ".join(map(str, nearest_multiples(num_devices, shared)))
-        text = f"{key}={num_devices} must be a multiple of {format_product(sizes)}; nearest: {nearest}"
-        raise BatchDivisibilityError(text, value=num_devices, divisor=shared, key=key)
-    return num_devices // shared
+    @property
+    def token_budget(self) -> int | None:
+        """Tokens of one pass of one replica, if the microbatch is a token budget."""
+        return self.microbatch.count if self.microbatch is not None and self.microbatch.unit == "tokens" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExperienceField:
-    """One array of the stored experience."""
+class Updates:
+    """One model's training on the samples of a step, as it follows from `Training`.
 
-    name: str  # the name of the array
-    dtype: str  # type of its elements
-    elements: int  # elements per sample
+    Example:
+        >>> training = Training(mini_batch=Size(count=64, unit="prompts"), data_parallel_size=8,
+        ...     microbatch=Size(count=4, unit="samples", scope="replica"), num_epochs=2)
+        >>> updates = split_updates("policy", training, samples_per_step=2048, samples_per_prompt=8)
+        >>> updates.num_mini_batches, updates.optimizer_steps, updates.accumulation_steps
+        (4, 8, 16)
+    """
+
+    model: str  # `policy` or `critic`
+    samples_per_step: int  # samples of one rollout
+    mini_batch_samples: int  # samples of one optimizer step, over all replicas
+    num_epochs: int  # passes over the samples
+    data_parallel_size: int  # replicas
+    num_stages: int  # pipeline stages
+    microbatch_size: int | None  # samples per replica and pass. None with a token budget.
+    token_budget: int | None = None  # tokens of one pass of one replica. None without a budget.
+    # With a token budget, the passes of an optimizer step if every sample has the maximum length. A first-fit packing
+    # never needs more. None if the lengths are unknown.
+    max_passes: int | None = None
 
     @property
-    def bytes_per_sample(self) -> int:
-        """Bytes per sample."""
-        return self.elements * BYTES[self.dtype]
+    def num_mini_batches(self) -> int:
+        """Optimizer steps per epoch."""
+        return -(-self.samples_per_step // self.mini_batch_samples)
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps per rollout, over all epochs."""
+        return self.num_mini_batches * self.num_epochs
+
+    @property
+    def accumulation_steps(self) -> int | None:
+        """Forward and backward passes of each replica per optimizer step. With a token budget the maximum, if known."""
+        return self.max_passes if self.microbatch_size is None else self.num_passes(self.mini_batch_samples)
+
+    @property
+    def microbatch_samples(self) -> int | None:
+        """Samples per pass over all replicas. None with a token budget."""
+        return None if self.microbatch_size is None else self.microbatch_size * self.data_parallel_size
+
+    @property
+    def padded_samples(self) -> int:
+        """Rows of weight 0 per epoch, which pad mini batches and microbatches."""
+        if self.microbatch_samples is None:
+            return 0
+        full, rest = divmod(self.samples_per_step, self.mini_batch_samples)
+        passes = full * self.num_passes(self.mini_batch_samples) + self.num_passes(rest)
+        return passes * self.microbatch_samples - self.samples_per_step
+
+    def num_passes(self, samples: int) -> int:
+        """Return the passes over a mini batch of some samples, without a token budget: whole passes of every stage."""
+        assert self.microbatch_samples is not None, "with a token budget, the lengths decide"
+        return -(-samples // (self.microbatch_samples * self.num_stages)) * self.num_stages
+
+    def mini_batch_range(self, number: int) -> range:
+        """Return the positions of a mini batch's samples in the epoch's order. With padding the last may be short."""
+        start = number * self.mini_batch_samples
+        return range(start, min(start + self.mini_batch_samples, self.samples_per_step))
+
+    def to_dict(self) -> dict[str, int | None]:
+        """Return the numbers as in `rampup plan --json`."""
+        names = ("data_parallel_size", "num_mini_batches", "mini_batch_samples", "num_epochs", "optimizer_steps")
+        names += ("accumulation_steps", "microbatch_size", "microbatch_samples", "padded_samples", "token_budget")
+        return {"mini_batches" if name == "num_mini_batches" else name: getattr(self, name) for name in names}
+
+
+def split_updates(
+    model: str,
+    training: Training,
+    *,
+    samples_per_step: int,
+    samples_per_prompt: int,
+    pad: bool = False,
+    max_length: int | None = None,
+) -> Updates:
+    """Split the samples of a step into mini batches and microbatches of one model.
+
+    Args:
+        model: `policy` or `critic`.
+        training: the sizes.
+        samples_per_step: samples of one rollout.
+        samples_per_prompt: responses to one prompt.
+        pad: pad sizes that do not divide with rows of weight 0.
+        max_length: tokens of the longest sample, for a token budget.
+
+    Raises:
+        BatchDivisibilityError, ConfigError: If sizes do not divide. One error has all problems and the nearest legal sizes.
+    """
+    replicas, stages, budget = training.data_parallel_size, training.num_stages, training.token_budget
+    factors = {"samples_per_prompt": samples_per_prompt, "data_parallel_size": replicas}
+    mini_batch = training.mini_batch.samples(**factors)
+    # Every stage of every replica has as many samples as the others, so a mini batch is a multiple of this. With a token budget
+    # the lengths decide which replica has how many, but each of them needs a sample.
+    unit = 1 if pad or budget is not None else replicas * stages
+    minimum = 1 if pad or budget is None else replicas
+
+    def refused(size: Size, name: str, rule: str, legal: Iterable[int]) -> RampupError:
+        nearest = nearest_in(size.count, list(legal))
+        fix = f"nearest: {', '.join(map(str, nearest))}" if nearest else f"no count of {size.unit} fits; change another size"
+        return BatchDivisibilityError(
+            f"{size.arithmetic(f'{model}.{name}', **factors)} {rule}; {fix}",
+            value=size.count,
+            divisor=unit // math.gcd(unit, size.factor(**factors)),
+            key=size.key or f"{model}.{name}",
+            nearest=nearest,
+        )
+
+    def is_legal(samples: int) -> bool:
+        return samples_per_step % samples == 0 and samples % unit == 0 and samples >= minimum
+
+    problems: list[RampupError] = []
+    size, per_count = training.mini_batch, training.mini_batch.factor(**factors)
+    if pad and mini_batch > samples_per_step:
+        rule = f"must not exceed the {samples_per_step} samples of a step"
+        problems.append(refused(size, "mini_batch", rule, [max(samples_per_step // per_count, 1)]))
+    elif not pad and not is_legal(mini_batch):
+        rule = f"must divide the {samples_per_step} samples of a step"
+        if unit > 1:
+            rule += f" and be a multiple of data_parallel_size={replicas}"
+            rule += f" * num_stages={stages} = {unit}" if stages > 1 else ""
+        rule += f" and give each of data_parallel_size={minimum} replicas a sample" if minimum > 1 else ""
+        counts = _counts_that_divide(samples_per_step, per_count)
+        problems.append(refused(size, "mini_batch", rule, (count for count in counts if is_legal(count * per_count))))
+
+    microbatch_size, max_passes = None, None
+    if training.microbatch is None:
+        microbatch_size = -(-mini_batch // (replicas * stages))
+    elif budget is not None:
+        if max_length is not None and budget < max_length:
+            key = training.microbatch.key or f"{model}.microbatch"
+            rule = f"the longest sample, max_prompt_length + max_response_length = {max_length} tokens; nearest: {max_length}"
+            text = f"{key}={training.microbatch} must be at least {rule}"
+            problems.append(ConfigError(text, key=key, nearest=(max_length,)))
+        elif max_length is not None:
+            per_replica = -(-mini_batch // replicas)
+            max_passes = -(-per_replica // (budget // max_length * stages)) * stages
+    else:
+        size, per_count, per_stage = training.microbatch, training.microbatch.factor(**factors), mini_batch // stages
+        samples = size.samples(**factors)
+        microbatch_size = -(-samples // replicas)
+        # Not after an illegal mini batch: divisors of it would be no advice.
+        if not pad and not problems and (samples % replicas or per_stage % samples):
+            rule = f"must divide the mini batch of {mini_batch} samples"
+            rule += f" / num_stages={stages} = {per_stage}" if stages > 1 else ""
+            rule += f" and be a multiple of data_parallel_size={replicas}" if replicas > 1 else ""
+            counts = _counts_that_divide(per_stage, per_count)
+            problems.append(refused(size, "microbatch", rule, (c for c in counts if c * per_count % replicas == 0)))
+    raise_together(problems)
+    return Updates(
+        model=model,
+        samples_per_step=samples_per_step,
+        mini_batch_samples=mini_batch,
+        num_epochs=training.num_epochs,
+        data_parallel_size=replicas,
+        num_stages=stages,
+        microbatch_size=microbatch_size,
+        token_budget=budget,
+        max_passes=max_passes,
+    )
+
+
+def _counts_that_divide(samples: int, per_count: int) -> list[int]:
+    """Return the counts, of `per_count` samples each, that divide a number of samples."""
+    return divisors(samples // per_count) if samples % per_count == 0 else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,21 +307,24 @@ class Experience:
         """Tokens of the longest prompt plus the longest response."""
         return self.max_prompt_length + self.max_response_length
 
-    def fields(self, *, critic: bool) -> tuple[ExperienceField, ...]:
-        """Return the stored arrays. A critic adds values and returns.
+    def fields(self, *, critic: bool) -> dict[str, tuple[str, int]]:
+        """Return type and elements per sample of each stored array. A critic adds values and returns.
 
         Per-token arrays cover the response. Tokens and attention mask also cover the prompt.
         """
-        value, response = self.value_dtype, self.max_response_length
         per_response = ["log_probabilities", "rewards", "advantages", *(["values", "returns"] if critic else [])]
         per_response[1:1] = ["reference_log_probabilities"] if self.reference else []
-        return (
-            ExperienceField(name="tokens", dtype=self.token_dtype, elements=self.max_length),
-            ExperienceField(name="attention_mask", dtype="bool", elements=self.max_length),
-            ExperienceField(name="response_mask", dtype="bool", elements=response),
-            *(ExperienceField(name=name, dtype=value, elements=response) for name in per_response),
-        )
+        return {
+            "tokens": (self.token_dtype, self.max_length),
+            "attention_mask": ("bool", self.max_length),
+            "response_mask": ("bool", self.max_response_length),
+            **dict.fromkeys(per_response, (self.value_dtype, self.max_response_length)),
+        }
+
+    def field_bytes(self, *, critic: bool) -> dict[str, int]:
+        """Return the bytes of each array per sample."""
+        return {name: elements * BYTES[dtype] for name, (dtype, elements) in self.fields(critic=critic).items()}
 
     def bytes_per_sample(self, *, critic: bool) -> int:
         """Return the bytes stored per sample."""
-        return sum(field.bytes_per_sample for field in self.fields(critic=critic))
+        return sum(self.field_bytes(critic=critic).values())

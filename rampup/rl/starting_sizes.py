@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from rampup.errors import ConfigError, RampupError, choice_error, raise_together
 from rampup.plan.numbers import GIB, MAX_COUNT, parse_count, parse_memory_gib, plain_number
@@ -16,192 +17,102 @@ STATE_BYTES = {"weights": 2, "gradients": 2, "float32 weights": 4, "Adam moments
 # A frozen reference policy: bfloat16 weights.
 REFERENCE_BYTES = 2
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartingSizes:
-    """Sizes for one model size, by trlX's keys. All are per process."""
-
-    batch_size: int  # samples per optimizer step
-    num_rollouts: int  # samples collected before training on them
-    chunk_size: int  # prompts per call of the generator
-    # Passes over the collected samples. None if the source does not have it (trlX's default is 4).
-    ppo_epochs: int | None = None
-
-    def to_dict(self) -> dict[str, int | None]:
-        """Return the sizes by key."""
-        return asdict(self)
+Sizes = Mapping[str, int | None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SkyRLSizes:
-    """Sizes for one model size, by SkyRL's keys, and the devices that they are for."""
-
-    train_batch_size: int  # prompts per training step
-    policy_mini_batch_size: int  # prompts per optimizer step
-    micro_train_batch_size_per_gpu: int  # samples per replica and pass
-    n_samples_per_prompt: int  # responses per prompt
-    num_devices: int
-
-    def to_dict(self) -> dict[str, int | None]:
-        """Return the sizes by key."""
-        return asdict(self)
-
-    @property
-    def notes(self) -> list[str]:
-        """What follows from the sizes, and what to change when memory or time runs out."""
-        prompts, responses, micro = self.train_batch_size, self.n_samples_per_prompt, self.micro_train_batch_size_per_gpu
-        steps, samples = prompts // self.policy_mini_batch_size, self.policy_mini_batch_size * responses
-        passes = samples // self.num_devices // micro
-        smaller = f"then a smaller micro_train_batch_size_per_gpu than {micro}" if micro > 1 else "then more devices"
-        return [
-            f"{prompts:,} prompts * {responses} = {prompts * responses:,} samples; {steps} optimizer steps of {samples:,}; "
-            f"{self.num_devices} replicas * {passes} passes of {micro}: both batch sizes count prompts",
-            f"out of memory: first trainer.gradient_checkpointing=true, {smaller}; policy_mini_batch_size does not change the "
-            "memory of a pass",
-            f"slow: fewer responses (n_samples_per_prompt={responses // 2} halves generation and training), or larger mini "
-            f"batches (policy_mini_batch_size={2 * self.policy_mini_batch_size} makes {steps // 2} optimizer steps of "
-            f"{2 * samples:,})",
-        ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PublishedSizes:
+class Row(NamedTuple):
     """A row of a published table."""
 
     label: str  # the model sizes as published
-    # The range of model sizes in parameters
-    smallest: int
+    smallest: int  # the range of model sizes in parameters
     largest: int
-    published: StartingSizes | SkyRLSizes  # the sizes in the table
-    used: dict[int, StartingSizes]  # the sizes in the repository's own example, by parameters; empty without one
+    sizes: Sizes
+
+
+def _trlx(batch_size: int, num_rollouts: int, chunk_size: int, ppo_epochs: int | None = None) -> Sizes:
+    """Return samples per optimizer step, samples to collect before training on them, prompts per call of the generator, epochs.
+
+    All are per process. A source without the epochs has None; trlX's default is 4.
+    """
+    return {"batch_size": batch_size, "num_rollouts": num_rollouts, "chunk_size": chunk_size, "ppo_epochs": ppo_epochs}
+
+
+def _skyrl(train: int, mini: int, micro: int, responses: int, num_devices: int) -> Sizes:
+    """Return prompts per training and optimizer step, samples per replica and pass, responses per prompt, and devices."""
+    sizes = {"train_batch_size": train, "policy_mini_batch_size": mini, "micro_train_batch_size_per_gpu": micro}
+    return sizes | {"n_samples_per_prompt": responses, "num_devices": num_devices}
 
 
 M, B = 10**6, 10**9
-
-
-def _skyrl_row(label: str, smallest: int, largest: int, *sizes: int) -> PublishedSizes:
-    names = [field.name for field in fields(SkyRLSizes)]
-    published = SkyRLSizes(**dict(zip(names, sizes, strict=True)))
-    return PublishedSizes(label=label, smallest=smallest, largest=largest, published=published, used={})
-
-
-def _row(
-    label: str, smallest: int, largest: int, published: tuple[int, ...], used: dict[int, tuple[int, ...]]
-) -> PublishedSizes:
-    names = [field.name for field in fields(StartingSizes)]
-    sizes = {params: StartingSizes(**dict(zip(names, row, strict=False))) for params, row in ({0: published} | used).items()}
-    return PublishedSizes(label=label, smallest=smallest, largest=largest, published=sizes.pop(0), used=sizes)
-
-
-# batch_size, num_rollouts, chunk_size and ppo_epochs. Published: a community guide to trlX. Used: trlX 3340c2f,
-# examples/hh/ppo_hh.py, lines 71-106.
-TRLX = (
-    _row("125M-1B", 125 * M, B, (32, 128, 128), {125 * M: (32, 128, 16, 4), B: (8, 64, 16, 4)}),
-    _row("6B", 6 * B, 6 * B, (4, 128, 16), {6 * B: (4, 64, 16, 4)}),
-    _row("20B", 20 * B, 20 * B, (1, 16, 4, 2), {20 * B: (1, 16, 4, 2)}),
-)
-# Published: a community guide to SkyRL.
-SKYRL = (
-    _skyrl_row("0.5B-3B", B // 2, 3 * B, 512, 128, 2, 8, 4),
-    _skyrl_row("7B-14B", 7 * B, 14 * B, 256, 64, 1, 8, 8),
-    _skyrl_row("70B+", 70 * B, MAX_COUNT, 128, 32, 1, 4, 16),
-)
-TABLES = {"trlx": TRLX, "skyrl": SKYRL}
+# Community guides to trlX and SkyRL.
+TABLES = {
+    "trlx": (
+        Row("125M-1B", 125 * M, B, _trlx(32, 128, 128)),
+        Row("6B", 6 * B, 6 * B, _trlx(4, 128, 16)),
+        Row("20B", 20 * B, 20 * B, _trlx(1, 16, 4, 2)),
+    ),
+    "skyrl": (
+        Row("0.5B-3B", B // 2, 3 * B, _skyrl(512, 128, 2, 8, 4)),
+        Row("7B-14B", 7 * B, 14 * B, _skyrl(256, 64, 1, 8, 8)),
+        Row("70B+", 70 * B, MAX_COUNT, _skyrl(128, 32, 1, 4, 16)),
+    ),
+}
+# Sizes in the repository's own example, by parameters: trlX 3340c2f, examples/hh/ppo_hh.py, lines 71-106.
+USED = {
+    "trlx": {125 * M: _trlx(32, 128, 16, 4), B: _trlx(8, 64, 16, 4), 6 * B: _trlx(4, 64, 16, 4), 20 * B: _trlx(1, 16, 4, 2)}
+}
 TRADE_OFFS = (
     "a smaller batch needs less memory, but its gradient is noisier, so the learning rate may have to be lower",
     "fewer rollouts before training need less memory and keep samples closer to the policy, but are less diverse experience",
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
-    """The memory of a model's training state, by a rule of thumb."""
+def training_memory(params: int, device_bytes: int) -> dict[str, Any]:
+    """Return the memory of a policy's training state and of a frozen reference policy, by a rule of thumb, as in the JSON.
 
-    params: int  # parameters of the policy
-    device_bytes: int  # memory of one device
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of weights, gradients and Adam's state of the policy, and of a frozen reference policy."""
-        return self.params * (sum(STATE_BYTES.values()) + REFERENCE_BYTES)
-
-    @property
-    def least_devices(self) -> int:
-        """The minimum number of devices for the state, sharded over all of them, without anything else in memory."""
-        return -(-self.state_bytes // self.device_bytes)
-
-    @property
-    def free_bytes(self) -> int:
-        """Bytes left on each of these devices for activations and the generator."""
-        return self.device_bytes - -(-self.state_bytes // self.least_devices)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the numbers as in `rampup suggest --json`."""
-        return {
-            "bytes_per_parameter": STATE_BYTES | {"reference weights": REFERENCE_BYTES},
-            "state_gib": float(Fraction(self.state_bytes, GIB)),
-            "device_gib": plain_number(Fraction(self.device_bytes, GIB)),
-            "least_devices": self.least_devices,
-            "free_gib_per_device": float(Fraction(self.free_bytes, GIB)),
-        }
+    `least_devices` hold the state, sharded over all of them, without anything else in memory; activations and the generator
+    have what is left on each.
+    """
+    state = params * (sum(STATE_BYTES.values()) + REFERENCE_BYTES)
+    least_devices = -(-state // device_bytes)
+    return {
+        "bytes_per_parameter": STATE_BYTES | {"reference weights": REFERENCE_BYTES},
+        "state_gib": float(Fraction(state, GIB)),
+        "device_gib": plain_number(Fraction(device_bytes, GIB)),
+        "least_devices": least_devices,
+        "free_gib_per_device": float(Fraction(device_bytes - -(-state // least_devices), GIB)),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """Starting sizes for one model."""
+    """Starting sizes for one model, as `rampup suggest --json` prints them."""
 
     system: str  # the system whose keys the sizes have
     params: int  # the model's parameters
-    row: PublishedSizes | None  # the published row that applies. None if the system has no published table.
-    used: StartingSizes | None  # the repository's sizes at the nearest model size of that row. None without a row.
-    memory: Memory | None  # the rule of thumb for memory. None if the memory of a device was not given.
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Sentences about the origin and the limits of these numbers."""
-        notes = ["a starting point only: `rampup tune` finds the largest microbatch that fits"]
-        if self.row is None:
-            notes.append(
-                f"no table of starting sizes is published for {self.system}; start with one sample per replica and pass, reach "
-                "the batch size by accumulation, and use the remaining memory for more samples per pass"
-            )
-        else:
-            notes += self._row_notes(self.row)
-        if self.memory is not None:
-            notes.append(
-                f"rule of thumb: {sum(STATE_BYTES.values())} bytes per parameter for mixed-precision Adam and "
-                f"{REFERENCE_BYTES} for a reference policy, shared by all devices; frozen layers or a generator on "
-                "its own devices change it"
-            )
-        return (*notes, *TRADE_OFFS)
-
-    def _row_notes(self, row: PublishedSizes) -> list[str]:
-        notes = [f"the table is from a community guide, not from the project {self.system}"]
-        if isinstance(row.published, SkyRLSizes):
-            notes += row.published.notes
-        else:
-            notes.append(
-                "rule of thumb behind the table: the larger the model, the smaller batch_size; all sizes are per process"
-            )
-        if not row.smallest <= self.params <= row.largest:
-            side = "larger" if self.params > row.largest else "smaller"
-            notes.append(f"the model is {side} than those the row is published for ({row.label}), so these sizes are a guess")
-        given = {name: size for name, size in row.published.to_dict().items() if size is not None}
-        if self.used is not None and not given.items() <= self.used.to_dict().items():
-            notes.append("the repository does not use the published sizes; if they differ, prefer those of the repository")
-        return notes
+    published_for: str | None  # the row of a published table that applies. None if the system has no table.
+    published: Sizes | None  # its sizes
+    repository: Sizes | None  # those of the repository at the nearest model size of that row; None without any
+    memory: Mapping[str, Any] | None  # the rule of thumb for memory. None if the memory of a device was not given.
+    notes: list[str]  # sentences about the origin and the limits of these numbers
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the suggestion as `rampup suggest --json` prints it."""
-        return {
-            "system": self.system,
-            "params": self.params,
-            "published_for": None if self.row is None else self.row.label,
-            "published": None if self.row is None else self.row.published.to_dict(),
-            "repository": None if self.used is None else self.used.to_dict(),
-            "memory": None if self.memory is None else self.memory.to_dict(),
-            "notes": list(self.notes),
-        }
+        """Return the suggestion as JSON."""
+        return asdict(self)
+
+
+def _skyrl_notes(prompts: int, mini: int, micro: int, responses: int, num_devices: int) -> list[str]:
+    """Return what follows from the sizes, and what to change when memory or time runs out."""
+    steps, samples = prompts // mini, mini * responses
+    smaller = f"then a smaller micro_train_batch_size_per_gpu than {micro}" if micro > 1 else "then more devices"
+    return [
+        f"{prompts:,} prompts * {responses} = {prompts * responses:,} samples; {steps} optimizer steps of {samples:,}; "
+        f"{num_devices} replicas * {samples // num_devices // micro} passes of {micro}: both batch sizes count prompts",
+        f"out of memory: first trainer.gradient_checkpointing=true, {smaller}; policy_mini_batch_size does not change the "
+        "memory of a pass",
+        f"slow: fewer responses (n_samples_per_prompt={responses // 2} halves generation and training), or larger mini "
+        f"batches (policy_mini_batch_size={2 * mini} makes {steps // 2} optimizer steps of {2 * samples:,})",
+    ]
 
 
 def suggest(params: str | int, *, system: str, memory_gib: str | float | None = None) -> Suggestion:
@@ -221,11 +132,9 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
             given.
 
     Example:
-        >>> suggest("6B", system="trlx").row.published
-        StartingSizes(batch_size=4, num_rollouts=128, chunk_size=16, ppo_epochs=None)
-        >>> suggest("7B", system="skyrl").row.published.to_dict()["train_batch_size"]
-        256
-        >>> suggest("7B", system="verl", memory_gib=80).memory.least_devices
+        >>> suggest("6B", system="trlx").published
+        {'batch_size': 4, 'num_rollouts': 128, 'chunk_size': 16, 'ppo_epochs': None}
+        >>> suggest("7B", system="verl", memory_gib=80).memory["least_devices"]
         2
     """
     problems: list[RampupError] = []
@@ -249,12 +158,42 @@ def suggest(params: str | int, *, system: str, memory_gib: str | float | None = 
             "of a device, for a rule of thumb",
             key="memory-gib",
         )
-    table = TABLES.get(system, ())
-    row = next((row for row in table if number <= row.largest), table[-1]) if table else None
+    memory = None if device_bytes is None else training_memory(number, device_bytes)
+    notes, row, used = ["a starting point only: `rampup tune` finds the largest microbatch that fits"], None, None
+    if system not in TABLES:
+        notes.append(
+            f"no table of starting sizes is published for {system}; start with one sample per replica and pass, reach "
+            "the batch size by accumulation, and use the remaining memory for more samples per pass"
+        )
+    else:
+        row = next((row for row in TABLES[system] if number <= row.largest), TABLES[system][-1])
+        in_row = [size for size in USED.get(system, {}) if row.smallest <= size <= row.largest]
+        used = USED[system][min(in_row, key=lambda size: abs(math.log(size / number)))] if in_row else None
+        notes.append(f"the table is from a community guide, not from the project {system}")
+        if system == "skyrl":
+            notes += _skyrl_notes(*(size or 0 for size in row.sizes.values()))
+        else:
+            notes.append(
+                "rule of thumb behind the table: the larger the model, the smaller batch_size; all sizes are per process"
+            )
+        if not row.smallest <= number <= row.largest:
+            side = "larger" if number > row.largest else "smaller"
+            notes.append(f"the model is {side} than those the row is published for ({row.label}), so these sizes are a guess")
+        given = {name: size for name, size in row.sizes.items() if size is not None}
+        if used is not None and not given.items() <= used.items():
+            notes.append("the repository does not use the published sizes; if they differ, prefer those of the repository")
+    if memory is not None:
+        notes.append(
+            f"rule of thumb: {sum(STATE_BYTES.values())} bytes per parameter for mixed-precision Adam and "
+            f"{REFERENCE_BYTES} for a reference policy, shared by all devices; frozen layers or a generator on "
+            "its own devices change it"
+        )
     return Suggestion(
         system=system,
         params=number,
-        row=row,
-        used=None if row is None or not row.used else row.used[min(row.used, key=lambda size: abs(math.log(size / number)))],
-        memory=None if device_bytes is None else Memory(params=number, device_bytes=device_bytes),
+        published_for=None if row is None else row.label,
+        published=None if row is None else row.sizes,
+        repository=used,
+        memory=memory,
+        notes=[*notes, *TRADE_OFFS],
     )

@@ -83,7 +83,7 @@ class Arithmetic:
         found: list[str] = []
         while start < stop:
             epoch, place = divmod(start, number)
-            order = _permutation((self.seed, epoch), number)
+            order = stable_permutation((self.seed, epoch), number)
             end = min(place + stop - start, number)
             found += [self._prompt(pair) for pair in self._pairs(held_out, held_out + number)[order[place:end]]]
             start += end - place
@@ -118,14 +118,14 @@ class Arithmetic:
 
     def _pairs(self, start: int, stop: int) -> np.ndarray:
         # One order for all seeds, so that runs with different seeds are evaluated on the same prompts.
-        return _permutation((0,), (self.max_operand + 1) ** 2)[start:stop]
+        return stable_permutation((0,), (self.max_operand + 1) ** 2)[start:stop]
 
     def _prompt(self, pair: int) -> str:
         a, b = divmod(int(pair), self.max_operand + 1)
         return f"{a}+{b}="
 
 
-def _permutation(identity: tuple[int, ...], number: int) -> np.ndarray:
+def stable_permutation(identity: tuple[int, ...], number: int) -> np.ndarray:
     """Return a permutation. NumPy guarantees the stream of a bit generator, and not that of `Generator.permutation`."""
     bits = np.random.Philox(np.random.SeedSequence(list(identity)))
     return np.argsort(bits.random_raw(number), kind="stable")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,34 +16,47 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from rampup.batch_size.noise_scale import HALF_LIFE_BATCHES, HALF_LIFE_SHARE
 from rampup.config.build import mesh_axes
 from rampup.config.files import run_yaml
+from rampup.engine.compile import enable_compilation_cache
+from rampup.engine.mesh import make_mesh
+from rampup.engine.optimizer import LearningRate, make_optimizer, optimizer_from_config
+from rampup.engine.processes import check_joined
+from rampup.engine.state import create_state
+from rampup.engine.step import train_step
 from rampup.errors import ConfigError, raise_together
 from rampup.lm.train import metric_writers
 from rampup.lm.transformer import LanguageModel
+from rampup.loop.checkpoint import CheckpointOptions, find_checkpoint
+from rampup.loop.components import LoopStep
+from rampup.loop.distributed import join
+from rampup.loop.events import OnEvent, RunPlanned, ignore_event
+from rampup.loop.lock import own_run
+from rampup.loop.loop import EvalOptions, Loop
+from rampup.loop.metrics import MetricOptions
+from rampup.loop.run_folder import (
+    CHECKPOINT_FOLDER,
+    EVAL_FILE,
+    METRICS_FILE,
+    as_path,
+    first_and_last_line,
+    run_folder,
+    write_config,
+)
 from rampup.plan.numbers import AUTO, nearest_multiples
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplitter
 from rampup.rl.config import RolloutConfig, build_rollout_schedule
-from rampup.rl.experience import Arrays, loss_rows
+from rampup.rl.experience import Tally, loss_rows
 from rampup.rl.generation import Sampling, pad_prompts
 from rampup.rl.losses import supervised_loss
+from rampup.rl.noise import PromptNoiseAverages
 from rampup.rl.policy import critic_of, critic_params, in_replica
-from rampup.rl.rollout import RolloutOptions, RolloutState, RolloutStep, ramp_plan, rollout_step
+from rampup.rl.rollout import RolloutOptions, RolloutState, RolloutStep, rollout_step
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition
 from rampup.rl.tasks import END_TOKEN, VOCAB_SIZE, Arithmetic, decode, encode
-from rampup.run.checkpoint import CheckpointOptions, find_checkpoint
-from rampup.run.compile import enable_compilation_cache
-from rampup.run.events import OnEvent, RunPlanned, ignore_event
-from rampup.run.loop import EvalOptions, Loop
-from rampup.run.mesh import make_mesh
-from rampup.run.metrics import MetricOptions
-from rampup.run.optimizer import LearningRate, make_optimizer, optimizer_from_config
-from rampup.run.run_folder import CHECKPOINT_FOLDER, EVAL_FILE, METRICS_FILE, as_path, read_lines, run_folder, write_config
-from rampup.run.run_lock import own_run
-from rampup.run.state import create_state
-from rampup.run.step import train_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +75,8 @@ class RolloutSummary:
         interrupted: whether a signal ended the run early.
         resumed_from: optimizer steps that earlier processes had done.
         seconds: duration of this process's part of the run, without the warm start.
+        optimizer_steps: optimizer steps done, which the lines of the run count.
+        seconds_by_part: seconds of generation, scoring and update in the rollouts that this process trained on completely.
     """
 
     steps: int
@@ -76,6 +91,8 @@ class RolloutSummary:
     interrupted: bool
     resumed_from: int
     seconds: float
+    optimizer_steps: int
+    seconds_by_part: dict[str, float]
 
 
 class _Update(NamedTuple):
@@ -89,11 +106,13 @@ def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSum
 
     Args:
         config: the configuration.
-        on_event: called with every event of the run; see `rampup.run.events`.
+        on_event: called with every event of the run; see `rampup.loop.events`.
 
     Raises:
         RampupError: before any work, if the configuration cannot be run here.
     """
+    join(distributed=config.distributed)  # `rollout_step` refuses several processes
+    check_joined()
     enable_compilation_cache(config.jax_cache_dir)
     run = RolloutRun.from_config(config)
     folder = as_path(config.base_output_directory) / config.run_name
@@ -104,27 +123,15 @@ def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRun:
-    """A run, built once from its configuration.
-
-    Attributes:
-        config: the configuration.
-        schedule: its optimizer steps.
-        mesh: the devices.
-        model: the policy's model.
-        task: the prompts and their reward.
-        options: how samples are generated and learned from.
-        rates: the learning rate of each model.
-        step: generation and updates.
-    """
+    """A run, built once from its configuration."""
 
     config: RolloutConfig
-    schedule: RolloutSchedule
+    schedule: RolloutSchedule  # its optimizer steps
     mesh: Mesh
-    model: LanguageModel
-    task: Arithmetic
-    options: RolloutOptions
-    rates: dict[str, LearningRate]
-    step: RolloutStep
+    model: LanguageModel  # of the policy
+    task: Arithmetic  # the prompts and their reward
+    rates: dict[str, LearningRate]  # of each model
+    step: RolloutStep  # generation and updates
 
     @classmethod
     def from_config(cls, config: RolloutConfig) -> RolloutRun:
@@ -135,14 +142,44 @@ class RolloutRun:
         """
         schedule = build_rollout_schedule(config, jax.device_count())
         mesh = make_mesh(mesh_axes(config, jax.device_count()))
-        task = _task(config)
+        task = Arithmetic(
+            max_operand=config.max_operand,
+            num_held_out=config.test_batch_start_index + config.eval_prompts,
+            num_prompts=config.num_prompts,
+            seed=config.data_shuffle_seed,
+        )
         _check(config, task, mesh)
         model = LanguageModel.from_config(config, vocab_size=VOCAB_SIZE)
         model.shardings(mesh)  # refuses axes that do not divide the model
-        options = _options(config, task)
-        names = [updates.model for updates in schedule.stages[0][1].order]
-        peaks = {"policy": config.learning_rate, "critic": config.critic_learning_rate}
-        rates = {name: LearningRate.from_config(config, ramp_plan(schedule, name), peak=peaks[name]) for name in names}
+        options = RolloutOptions(
+            # Rows are no longer than the task needs.
+            max_prompt_length=min(config.max_prompt_length, task.max_prompt_length),
+            max_response_length=min(config.max_response_length, task.max_response_length),
+            end_token=END_TOKEN,
+            sampling=Sampling(
+                temperature=config.decode_sampling_temperature,
+                top_k=config.decode_sampling_top_k,
+                top_p=config.decode_sampling_nucleus_p,
+            ),
+            epsilon=config.grpo_epsilon,
+            beta=config.grpo_beta,
+            zero_spread_groups=config.zero_spread_groups,
+            max_num_gen_batches=config.max_num_gen_batches,
+            token_batch_size=None if config.token_batch_size == AUTO else config.token_batch_size,
+            partial_step=config.partial_step,
+            measure_gradient_noise=config.measure_gradient_noise,
+            loss_agg_mode=config.loss_agg_mode,
+            gamma=config.gamma,
+            lam=config.gae_lambda,
+            value_epsilon=config.value_epsilon,
+            seed=config.init_weights_seed,
+            shuffle_seed=config.data_shuffle_seed if config.shuffle_mini_batches else None,
+            keep_prompts_together=config.keep_prompts_together,
+            rungs=config.token_budget_shapes,
+            decode=decode,
+        )
+        peaks = {"policy": config.learning_rate} | ({"critic": config.critic_learning_rate} if config.enable_critic else {})
+        rates = {name: LearningRate.from_config(config, schedule.ramp_plan(name), peak=peak) for name, peak in peaks.items()}
         txs = {name: optimizer_from_config(config, rate) for name, rate in rates.items()}
         step = rollout_step(
             model,
@@ -154,7 +191,7 @@ class RolloutRun:
             critic=(critic_of(model, mesh), txs["critic"]) if "critic" in txs else None,
             skip_nonfinite=config.skip_nonfinite > 0,
         )
-        return cls(config=config, schedule=schedule, mesh=mesh, model=model, task=task, options=options, rates=rates, step=step)
+        return cls(config=config, schedule=schedule, mesh=mesh, model=model, task=task, rates=rates, step=step)
 
     def initial_state(self, *, warm: bool = True) -> RolloutState:
         """Return the state before the first rollout, with the warm start unless a checkpoint takes its place."""
@@ -169,7 +206,7 @@ class RolloutRun:
         """Train in the run's folder, to the end or to Ctrl-C or SIGTERM.
 
         Raises:
-            RampupError: see `rampup.run.loop.Loop`. An invalid reward ends the run with a checkpoint of the steps before it.
+            RampupError: see `rampup.loop.loop.Loop`. An invalid reward ends the run with a checkpoint of the steps before it.
         """
         config = self.config
         folder = run_folder(config.base_output_directory, config.run_name)
@@ -180,86 +217,85 @@ class RolloutRun:
             )
             loop = self._loop(folder, on_event)
             state, start = loop.restore(self.initial_state(warm=saved is None), saved)
-            state = self._placed(state)
+            # A checkpoint restores every array to the devices; those of the host belong there.
+            host = jax.device_get({"experience": state.experience, "tally": state.tally})
+            state = state.replace(step=np.array(state.step, np.int32), **host)
             write_config(folder, run_yaml(config, num_devices=jax.device_count(), run_name=folder.name))
             _, summary = loop.train(state, start)
-        evals = [line["accuracy"] for line in read_lines(folder / EVAL_FILE)]
-        # If generation overlaps with updates, only the last line of a rollout is about all of its samples.
-        rewards = list({line["rollout"]: line["reward"] for line in read_lines(folder / METRICS_FILE)}.values())
+        (first, last), (first_eval, last_eval) = (first_and_last_line(folder / name) for name in (METRICS_FILE, EVAL_FILE))
         steps = self.schedule.rollouts_before(summary.steps)
         return RolloutSummary(
             steps=steps,
-            samples=sum(self.schedule.plan_of(rollout).samples_per_step for rollout in range(steps)),
-            accuracy_before=evals[0] if evals else None,
-            accuracy_after=evals[-1] if evals else None,
-            reward_first=rewards[0] if rewards else None,
-            reward_last=rewards[-1] if rewards else None,
+            samples=last.get("consumed_samples", 0),
+            accuracy_before=first_eval.get("accuracy"),
+            accuracy_after=last_eval.get("accuracy"),
+            reward_first=first.get("reward"),
+            reward_last=last.get("reward"),
             num_compilations=self.step.compilations,
             checkpoint=summary.checkpoint,
             metrics=summary.metrics,
             interrupted=summary.interrupted,
             resumed_from=summary.resumed_from,
             seconds=summary.seconds,
+            optimizer_steps=summary.steps,
+            seconds_by_part={name: round(seconds, 3) for name, seconds in self.step.seconds_by_part.items()},
         )
 
     def batches(self, start: int) -> Iterator[_Update]:
-        """Yield the positions of the optimizer steps from one on."""
-        for step in range(start, self.schedule.total_steps):
-            yield _Update(self.schedule.at(step))
+        """Return the positions of the optimizer steps from one on."""
+        return (_Update(self.schedule.at(step)) for step in range(start, self.schedule.total_steps))
 
-    def prompts(self, rollout: int) -> list[list[int]]:
-        """Return the prompts of a rollout."""
-        first = self.schedule.prompts_before(rollout)
-        return [encode(prompt) for prompt in self.task.prompts(first, first + self.schedule.plan_of(rollout).prompts_per_step)]
+    def prompts(self, start: int, stop: int) -> list[list[int]]:
+        """Return the training prompts from one number, counted over the run, to another."""
+        return [encode(prompt) for prompt in self.task.prompts(start, stop)]
 
     def evaluate(self, state: RolloutState) -> dict[str, float]:
-        """Return the share of right answers to the held-out prompts."""
+        """Return the share of right answers to the held-out prompts, sampled as in training, and of the greedy answers."""
         plan, first = self.schedule.stages[0][1], self.config.test_batch_start_index
         prompts = [encode(prompt) for prompt in self.task.held_out(first, first + self.config.eval_prompts)]
         samples = plan.eval_samples_per_prompt
         rewards = self.step.evaluate(state.params, prompts, samples_per_prompt=samples, seed=self.config.init_weights_seed)
-        return {"accuracy": float(rewards.mean()), "eval_samples": rewards.size}
+        greedy = self.step.evaluate(state.params, prompts, sampling=Sampling(temperature=0.0))
+        return {
+            "consumed_samples": Tally.from_words(state.tally).samples,
+            "accuracy": float(rewards.mean()),
+            "greedy_accuracy": float(greedy.mean()),
+            "eval_samples": rewards.size,
+        }
 
     def _loop(self, folder: Path, on_event: OnEvent) -> Loop:
-        config, options = self.config, self.options
+        config, options, at = self.config, self.step.options, self.schedule.at
         evaluation = EvalOptions(evaluate=self.evaluate, eval_interval=config.eval_interval, at_start=True)
+        # As `rampup.batch_size.noise_scale.default_half_life`: a share of the run, but this many of its largest steps.
+        half_life = max(self.schedule.consumed_samples * HALF_LIFE_SHARE, self.schedule.max_samples * HALF_LIFE_BATCHES)
+        noise = PromptNoiseAverages(half_life, config.num_generations)
         return Loop(
             plan=self.schedule,
             step=_LoopStep(self),
             batches=self.batches,
             folder=folder,
             metrics=MetricOptions(
-                learning_rate=self._rate_at,
+                learning_rate=lambda step: self.rates[at(step).model].at(at(step).model_step),
                 tokens_per_sample=options.max_prompt_length + options.max_response_length,
                 writers=functools.partial(metric_writers(config), folder),  # type: ignore[arg-type]
                 skip_nonfinite=config.skip_nonfinite,
-                describe_rows=self._describe_rows,
+                describe_rows=lambda step: ["rollout {0.rollout}, update {0.update} of the {0.model}".format(at(step))],
             ),
             checkpoints=CheckpointOptions(
                 checkpoint_period=config.checkpoint_period if config.enable_checkpointing else None,
                 max_to_keep=config.max_num_checkpoints_to_keep,
                 async_checkpointing=config.async_checkpointing,
-                on_checkpoint_error=config.on_checkpoint_error,  # type: ignore[arg-type]
-                # The sizes of its rollouts are in the fingerprint of the schedule.
-                identity=config.identity() | {"reference": config.grpo_beta > 0, "overlap": self.step.overlaps},
+                on_checkpoint_error=config.on_checkpoint_error,
+                # The sizes of its rollouts are in the fingerprint of the schedule. With a budget of tokens, the lengths of one
+                # call of the generator decide whether there is another.
+                identity=config.identity()
+                | {"reference": config.grpo_beta > 0}
+                | ({} if options.token_batch_size is None else {"rollout_micro_batch_size": self.step.rows_per_call}),
             ),
+            components=(noise,) if config.measure_gradient_noise else (),
             evaluation=None if config.eval_interval == AUTO or config.eval_prompts == 0 else evaluation,
             on_event=on_event,
         )
-
-    def _placed(self, state: RolloutState) -> RolloutState:
-        """Return a restored state with its host arrays on the host."""
-        generated = None if state.generated is None else np.array(state.generated, np.int32)
-        host = jax.device_get(state.experience)
-        return state.replace(step=np.array(state.step, np.int32), experience=host, generated=generated)
-
-    def _rate_at(self, step: int) -> float:
-        position = self.schedule.at(step)
-        return self.rates[position.model].at(position.model_step)
-
-    def _describe_rows(self, step: int) -> list[str]:
-        position = self.schedule.at(step)
-        return [f"rollout {position.rollout}, update {position.update} of the {position.model}"]
 
     def _warm_start(self, params: Any) -> Any:
         """Return parameters after supervised steps on answers of which a share is right."""
@@ -277,84 +313,43 @@ class RolloutRun:
         state = create_state(params, tx, self.mesh)
         # Another order than that of the rollouts.
         task = replace(self.task, seed=self.task.seed + 2**31)
+        length = self.step.options.max_prompt_length + task.max_response_length
         for number in range(plan.total_steps):
             first = number * config.warm_start_batch_size
             prompts = task.prompts(first, first + config.warm_start_batch_size)
-            answers = task.demonstrations(prompts, accuracy=config.warm_start_accuracy, seed=(task.seed, number))
-            state, _ = step(state, step.batch(self._answered(prompts, answers)))
+            given = task.demonstrations(prompts, accuracy=config.warm_start_accuracy, seed=(task.seed, number))
+            asked, answers = [encode(prompt) for prompt in prompts], [[*encode(answer), END_TOKEN] for answer in given]
+            tokens, _ = pad_prompts([p + a for p, a in zip(asked, answers, strict=True)], length)
+            lengths = {"prompt_length": list(map(len, asked)), "response_length": list(map(len, answers))}
+            state, _ = step(state, step.batch(loss_rows({"tokens": tokens, **lengths})))
         return state.params
 
-    def _answered(self, prompts: list[str], given: list[str]) -> Arrays:
-        """Return prompts with answers as rows of a loss."""
-        answers = [[*encode(answer), END_TOKEN] for answer in given]
-        asked = [encode(prompt) for prompt in prompts]
-        length = self.options.max_prompt_length + self.task.max_response_length
-        tokens, _ = pad_prompts([p + a for p, a in zip(asked, answers, strict=True)], length)
-        return loss_rows(
-            {
-                "tokens": tokens,
-                "prompt_length": np.array(list(map(len, asked))),
-                "response_length": np.array(list(map(len, answers))),
-            }
-        )
 
-
-class _LoopStep:
-    """The rollout step as the training loop calls it."""
-
-    shape_changes: Mapping[int, int] = {}  # a rollout has one shape
+class _LoopStep(LoopStep):
+    """The rollout step as the training loop calls it. It has one shape."""
 
     def __init__(self, run: RolloutRun) -> None:
         self._run = run
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._run.step, name)
+    @property
+    def num_compilations(self) -> int:
+        return self._run.step.num_compilations
+
+    @property
+    def waited_seconds(self) -> float:
+        return self._run.step.waited_seconds
 
     def __call__(self, state: Any, batch: _Update) -> tuple[Any, Any]:
         return self._run.step.update(state, batch.position, self._run.prompts)
 
-    def replay_shape_changes(self, changes: Any) -> None:
-        pass
-
-
-def _task(config: RolloutConfig) -> Arithmetic:
-    return Arithmetic(
-        max_operand=config.max_operand,
-        num_held_out=config.test_batch_start_index + config.eval_prompts,
-        num_prompts=config.num_prompts,
-        seed=config.data_shuffle_seed,
-    )
-
-
-def _options(config: RolloutConfig, task: Arithmetic) -> RolloutOptions:
-    """Return the options of generation and loss. Rows are no longer than the task needs."""
-    return RolloutOptions(
-        max_prompt_length=min(config.max_prompt_length, task.max_prompt_length),
-        max_response_length=min(config.max_response_length, task.max_response_length),
-        end_token=END_TOKEN,
-        sampling=Sampling(
-            temperature=config.decode_sampling_temperature,
-            top_k=config.decode_sampling_top_k,
-            top_p=config.decode_sampling_nucleus_p,
-        ),
-        epsilon=config.grpo_epsilon,
-        beta=config.grpo_beta,
-        loss_agg_mode=config.loss_agg_mode,
-        gamma=config.gamma,
-        lam=config.gae_lambda,
-        value_epsilon=config.value_epsilon,
-        seed=config.init_weights_seed,
-        shuffle_seed=config.data_shuffle_seed if config.shuffle_mini_batches else None,
-        keep_prompts_together=config.keep_prompts_together,
-        rungs=config.token_budget_shapes,
-        decode=decode,
-    )
+    def close(self) -> None:
+        self._run.step.close()
 
 
 def _check(config: RolloutConfig, task: Arithmetic, mesh: Mesh) -> None:
     """Refuse what can be planned but not trained."""
     replicas = mesh.shape["data"] * mesh.shape["fsdp"]
-    batch, lengths = config.warm_start_batch_size, (config.max_prompt_length, config.max_response_length)
+    batch, length = config.warm_start_batch_size, config.max_prompt_length
     rules = (
         (
             config.grpo_beta == 0 or config.enable_reference_policy,
@@ -363,9 +358,9 @@ def _check(config: RolloutConfig, task: Arithmetic, mesh: Mesh) -> None:
             (0,),
         ),
         (
-            lengths[0] >= task.max_prompt_length,
+            length >= task.max_prompt_length,
             "max_prompt_length",
-            f"max_prompt_length={lengths[0]} must be at least {task.max_prompt_length}, the length of a prompt with "
+            f"max_prompt_length={length} must be at least {task.max_prompt_length}, the length of a prompt with "
             f"max_operand={config.max_operand}",
             (task.max_prompt_length,),
         ),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -14,20 +14,16 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from rampup.plan.numbers import GIB
+from rampup.plan.plan import PHASE_TITLES
 from rampup.show.format import describe_split, format_bytes, format_count, format_si, format_value
 
 if TYPE_CHECKING:
-    from rampup.config.files import Explanation
     from rampup.config.fix import Fix
-    from rampup.plan.budget import TokenBudget
     from rampup.plan.plan import RampPlan
-    from rampup.plan.scaling_laws import BatchRange
     from rampup.plan.timetable import Operation, Timetable
     from rampup.rl.plan import RolloutPlan
     from rampup.rl.schedule import RolloutSchedule
     from rampup.rl.starting_sizes import Suggestion
-    from rampup.rl.updates import Updates
 
 
 # Of more phases, only the first and the last are printed.
@@ -38,12 +34,19 @@ BAR_WIDTH = 12
 MARK = "*"
 ELLIPSIS = "..."
 
-# Columns of phase tables: title -> name in `RampPlan.phase_rows`.
-WHEN = {"from\nstep": "start_step", "from\nsample": "start_sample", "steps": "num_steps"}
-_BATCH = {"batch": "global_batch_size"}
-SPLIT = {"passes": "accumulation_steps", "pipeline\nmicro": "num_pipeline_microbatches", "micro-\nbatch": "microbatch_size"}
+# Columns of phase tables: name in `RampPlan.phase_rows` -> title, narrower than in the plan: two tables fit in 80 columns.
+TITLES = {name: title.replace(" ", "\n") for name, title in PHASE_TITLES.items()}
+TITLES |= {"num_pipeline_microbatches": "pipeline\nmicro", "microbatch_size": "micro-\nbatch"}
+WHEN, BATCH, SPLIT = (
+    {name: TITLES[name] for name in names}
+    for names in (
+        ("start_step", "start_sample", "num_steps"),
+        ("global_batch_size",),
+        ("accumulation_steps", "num_pipeline_microbatches", "microbatch_size"),
+    )
+)
 _HYPERPARAMETERS = {
-    "learning_rate_scale": "rate\nscale",
+    "learning_rate_scale": TITLES["learning_rate_scale"],
     "learning_rate": "learning\nrate",
     "peak_learning_rate": "peak\nrate",
     "adam_b1": "b1",
@@ -67,6 +70,12 @@ def make_table(console: Console, titles: Iterable[str], rows: Iterable[Iterable[
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def is_for_a_log() -> bool:
+    """Return whether a launcher may have made this process's terminal for a log, as `srun --unbuffered` and mpirun do."""
+    slurm = "SLURM_PROCID" in os.environ and "SLURM_PTY_PORT" not in os.environ  # `srun --pty` is for people
+    return slurm or "OMPI_COMM_WORLD_RANK" in os.environ
 
 
 def print_facts(facts: Mapping[str, Any], console: Console) -> None:
@@ -93,17 +102,22 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
     for sentence in plan.summary:
         console.print(sentence)
     pipeline, scaled = plan.splitter.num_stages > 1, plan.scales_learning_rate
-    sizes = {"global\nbatch": "global_batch_size", "per\ndevice": "per_device_batch_size"} | _split_columns(pipeline)
-    sizes |= {"bubble": "bubble_fraction"} if pipeline else {}
-    sizes |= {"rate\nscale": "learning_rate_scale"} if scaled else {}
-    layouts: list[tuple[list[Mapping[str, str]], bool]] = [([WHEN | sizes], True), ([WHEN | sizes], False)]
-    layouts.append(([WHEN, sizes], False))
-    # The first layout that fits; the last one is printed whether it does or not.
-    for columns, bars in layouts:
-        tables = [_phase_table(plan, chosen, console, max_phases=max_phases, bars=bars) for chosen in columns]
-        if all(_width(table, console) <= console.width for table in tables):
-            break
-    console.print(*tables)
+    names = ["global_batch_size", "per_device_batch_size", *split_columns(pipeline)]
+    names += ["bubble_fraction"] * pipeline + ["learning_rate_scale"] * scaled
+    rows, ends, sizes = plan.phase_rows(), {"bar": ""}, {name: TITLES[name] for name in names}
+    unreached = {phase.index for phase in plan.ramp.phases if phase.start_step >= plan.total_steps}
+    mark, largest = "\u2588" if console.is_terminal else "#", max(plan.ramp.sizes)
+
+    def table(columns: Mapping[str, str]) -> Table:
+        def cells(index: int) -> list[str]:
+            bar = mark * max(round(BAR_WIDTH * plan.ramp.sizes[index] / largest), 1)
+            return [bar if name == "bar" else phase_cell(rows[index], name, rest=plan.rest) for name in columns]
+
+        return _phases_table(console, columns.values(), len(rows), cells, max_phases, dim=unreached)
+
+    _print_first_that_fits(
+        console, ([*map(table, layout)] for layout in ([WHEN | sizes | ends], [WHEN | sizes], [WHEN, sizes]))
+    )
     if plan.eval_split:
         split = plan.eval_split
         console.print(f"evaluation: {split.global_batch_size:,} samples per batch = {describe_split(split)}")
@@ -111,7 +125,16 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
         console.print(f"loading: {plan.loading}")
     if len(plan.pipeline_candidates) > 1:
         console.print("pipeline microbatches of the last phase, by predicted step time:")
-        console.print(_choices_table(plan, console))
+        choices, used = plan.pipeline_candidates, plan.splits[-1]
+        lines = [
+            (
+                *(format_value(choice.num_microbatches), format_value(choice.microbatch_size), f"{float(choice.bubble):.3f}"),
+                f"{float(choice.predicted_time / choices[0].predicted_time):.2f}",
+                "used" * (choice.microbatch_size == used.microbatch_size),
+            )
+            for choice in choices[:MAX_CHOICES]
+        ]
+        console.print(make_table(console, ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""], lines))
     print_notes(plan.advice, console)
 
 
@@ -120,12 +143,20 @@ def print_hyperparameters(
 ) -> None:
     """Print the hyperparameters of every phase; `rows` has them by key. See `print_plan` for the other arguments."""
     names = [name for name in _HYPERPARAMETERS if name in rows[0]]
-    tables = [_hyperparameter_table(plan, rows, names, console, max_phases=max_phases)]
-    if _width(tables[0], console) > console.width:
-        rates = [name for name in names if "rate" in name]
-        parts = (rates, [name for name in names if name not in rates])
-        tables = [_hyperparameter_table(plan, rows, part, console, max_phases=max_phases) for part in parts if part]
-    console.print(*tables)
+    rates = [name for name in names if "rate" in name]
+
+    def table(names: Sequence[str]) -> Table:
+        def cells(index: int) -> list[str]:
+            digits = {name: 6 if name in ("adam_b1", "adam_b2") else 4 for name in names}
+            values = {name: rows[index][name] for name in names}
+            texts = [f"{n:,.0f}" if n >= 1000 else f"{n:.{digits[name]}g}" for name, n in values.items()]
+            return [f"{plan.ramp.sizes[index]:,}", *texts]
+
+        titles = [*BATCH.values(), *(_HYPERPARAMETERS[name] for name in names)]
+        return _phases_table(console, titles, len(rows), cells, max_phases)
+
+    layouts = ([names], [rates, [name for name in names if name not in rates]])
+    _print_first_that_fits(console, ([table(part) for part in layout if part] for layout in layouts))
     console.print("learning rate: of the first step; peak rate: without warm-up and decay; half life: of b2, in tokens")
 
 
@@ -151,65 +182,75 @@ def print_comparison(
     pairs = {name: [fact[name] for fact in facts] for name in (*_COMPARED, "consumed_samples")}
     totals = [(name, *map(_format_setting, pair), MARK if pair[0] != pair[1] else "") for name, pair in pairs.items()]
     console.print("", make_table(console, ["plan", "a", "b", ""], totals, left=1), "")
-    split = _split_columns(any(plan.splitter.num_stages > 1 for plan in plans))
-    when, steps = WHEN | _BATCH, {title: name for title, name in WHEN.items() if name != "start_sample"}
-    samples = {"from\nsample": "start_sample"} | _BATCH
-    for columns in ([when | _BATCH | split], [when, _BATCH | split], [steps | _BATCH, samples, _BATCH | split]):
-        tables = [_comparison_table(plans, chosen, console, max_phases=max_phases) for chosen in columns]
-        if all(_width(table, console) <= console.width for table in tables):
-            break
-    console.print(*tables)
+    split, batch = split_columns(any(plan.splitter.num_stages > 1 for plan in plans)), {"global_batch_size": "batch"}
+    when, samples = WHEN | batch, {"start_sample": WHEN["start_sample"]} | batch
+    steps = {name: title for name, title in when.items() if name != "start_sample"}
+    pairs_of_phases = list(zip_longest(*(plan.phase_rows() for plan in plans)))
+
+    def table(columns: Mapping[str, str]) -> Table:
+        def cells(index: int) -> list[str]:
+            pair = pairs_of_phases[index]
+            return [*(phase_cell(row, name) for row in pair for name in columns), MARK if pair[0] != pair[1] else ""]
+
+        ends = [f"{title}\n{end}" if "\n" not in title else f"{title} {end}" for end in "ab" for title in columns.values()]
+        return _phases_table(console, [*ends, ""], len(pairs_of_phases), cells, max_phases)
+
+    layouts = ([when | split], [when, batch | split], [steps, samples, batch | split])
+    _print_first_that_fits(console, ([*map(table, layout)] for layout in layouts))
 
 
-def print_budget(
-    budget: TokenBudget, console: Console, *, configured_steps: int, throughput: Mapping[int, Fraction] | None = None
-) -> None:
+def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *, measured: Collection[int] = ()) -> None:
     """Print a token budget: steps of the ramp, steps of its first and last batch kept constant, and time.
 
-    `configured_steps` are those of the configuration, and `throughput` has tokens per second by global batch size, if known.
+    Args:
+        budget: the result of `token_budget`.
+        plan: the plan of the ramp, whose steps are compared with those of the budget.
+        console: where it is printed.
+        measured: the global batch sizes whose throughput is known.
     """
-    first, final, by_size = budget.ramp.sizes[0], budget.ramp.sizes[-1], budget.steps_by_size
-    beyond = budget.consumed_tokens - budget.tokens
+    tokens, steps, length = budget["tokens"], budget["steps"], budget["tokens_per_sample"]
+    first, final = budget["first_global_batch_size"], budget["final_global_batch_size"]
     rows = {
-        "budget": f"{budget.tokens:,} tokens = {budget.num_samples:,} samples of {budget.tokens_per_sample:,} tokens",
-        "optimizer steps": f"{budget.steps:,}; the last batch goes {beyond:,} tokens beyond the budget",
+        "budget": f"{tokens:,} tokens = {budget['num_samples']:,} samples of {length:,} tokens",
+        "optimizer steps": f"{steps:,}; the last batch goes {budget['consumed_tokens'] - tokens:,} tokens beyond the budget",
     }
-    if first == final == max(budget.ramp.sizes):
+    if first == final == max(plan.ramp.sizes):
         rows["a ramp"] = "none: the batch is the same throughout"
     else:
-        rows[f"at {first:,} throughout"] = _compare_steps(budget.steps_at_first, budget.steps, "the first batch kept constant")
-        rows[f"at {final:,} throughout"] = _compare_steps(budget.steps_at_final, budget.steps, "the last batch kept constant")
-    if throughput:
-        seconds = budget.seconds(throughput)
-        hours, rate = float(seconds) / 3600, float(budget.consumed_tokens / seconds)
+        rows[f"at {first:,} throughout"] = _compare_steps(budget["steps_at_first"], steps, "the first batch kept constant")
+        rows[f"at {final:,} throughout"] = _compare_steps(budget["steps_at_final"], steps, "the last batch kept constant")
+    if "hours" in budget:
+        hours, sizes = budget["hours"], list(map(int, budget["steps_by_global_batch_size"]))
         days = f" = {hours / 24:,.1f} days" if hours >= 48 else ""
-        rows["time"] = f"{hours:,.2f} hours{days} at {format_value(rate)} tokens/s on average"
-        unknown = [size for size in by_size if size not in throughput]
-        if unknown and len(throughput) > 1:
+        rows["time"] = f"{hours:,.2f} hours{days} at {format_value(budget['tokens_per_second'])} tokens/s on average"
+        unknown = [size for size in sizes if size not in measured]
+        if unknown and len(measured) > 1:
             rows["not measured"] = (
-                f"{len(unknown):,} of {len(by_size):,} batch sizes; each uses the throughput of the nearest one"
+                f"{len(unknown):,} of {len(sizes):,} batch sizes; each uses the throughput of the nearest one"
             )
-    if configured_steps != budget.steps:
-        tokens = budget.ramp.samples_before(configured_steps) * budget.tokens_per_sample
-        rows["this configuration"] = (
-            f"steps={configured_steps:,} consumes {tokens:,} tokens; for the budget set steps={budget.steps}"
-        )
+    if plan.total_steps != steps:
+        consumed = f"steps={plan.total_steps:,} consumes {plan.consumed_samples * length:,} tokens"
+        rows["this configuration"] = f"{consumed}; for the budget set steps={steps}"
     print_facts(rows, console)
 
 
-def print_batch_range(found: BatchRange, console: Console) -> None:
+def print_batch_range(found: Mapping[str, Any], console: Console) -> None:
     """Print the batch that each scaling law gives, with its source, and the ranges."""
-    from rampup.plan.scaling_laws import LAWS
-
-    console.print(f"{found.tokens:,} tokens, {found.params:,} parameters: batch size in tokens")
+    tokens, model = found["train_tokens"], "" if found["params"] is None else f", {found['params']:,} parameters"
+    console.print(f"{tokens:,} tokens{model}: batch size in tokens")
     rows = [
-        (law.kind, f"{law.name}: {law.formula} ({law.source})", format_si(found.batch_tokens(law)), f"{found.steps(law):,}")
-        for law in LAWS
+        (
+            law["kind"],
+            f"{law['name']}: {law['formula']} ({law['source']})",
+            format_si(law["batch_tokens"]),
+            f"{-(-tokens // law['batch_tokens']):,}",
+        )
+        for law in found["laws"]
     ]
     console.print(make_table(console, ["", "law", "batch", "steps"], rows, left=2))
-    ranges = (f"{kind} {' to '.join(map(format_si, found.range_of(kind)))}" for kind in ("optimal", "critical"))
+    ranges = (f"{kind} {' to '.join(map(format_si, found[f'{kind}_batch_tokens']))}" for kind in ("optimal", "critical"))
     console.print("; ".join(ranges))
-    for note in found.notes:
+    for note in found["notes"]:
         console.print(f"- {note}")
 
 
@@ -230,27 +271,27 @@ def print_timetable(table: Timetable, console: Console) -> None:
     print_facts(facts, console)
 
 
-def print_explanation(explained: Explanation, console: Console) -> None:
+def print_explanation(explained: Mapping[str, Any], console: Console) -> None:
     """Print the explanation of a key."""
     from rampup.config.files import yaml_value
 
-    default = yaml_value(explained.default)
-    if explained.value_in_file != explained.default:
-        default += f"; {explained.file} sets {yaml_value(explained.value_in_file)}"
-    maxtext = "has no such key" + (f"; it does {explained.maxtext_default}" if explained.maxtext_default else "")
-    if explained.maxtext_name:
-        maxtext = f"{explained.maxtext_name}, default {explained.maxtext_default}"
+    default = yaml_value(explained["default"])
+    if explained["value_in_file"] != explained["default"]:
+        default += f"; {explained['file']} sets {yaml_value(explained['value_in_file'])}"
+    behavior = explained["maxtext_default"]
+    maxtext = f"{explained['maxtext_name']}, default {behavior}"
+    if explained["maxtext_name"] is None:
+        maxtext = "has no such key" + (f"; it does {behavior}" if behavior else "")
     facts = {
-        explained.key: explained.meaning,
-        "legal": explained.legal,
-        "unit": explained.unit or "none",
+        explained["key"]: explained["meaning"],
+        "legal": explained["legal"],
+        "unit": explained["unit"] or "none",
         "default": default,
         "MaxText": maxtext,
-        "file": f"{explained.file}, section {explained.section}",
+        "file": f"{explained['file']}, section {explained['section']}",
+        "interacts with": ", ".join(explained["interacts"]) or "no other key",
     }
-    if explained.default is None:  # a number that follows from the keys
-        del facts["default"], facts["MaxText"]
-    print_facts(facts | {"interacts with": ", ".join(explained.interacts) or "no other key"}, console)
+    print_facts(facts, console)
 
 
 def print_fix(fix: Fix, console: Console) -> None:
@@ -269,60 +310,28 @@ def print_fix(fix: Fix, console: Console) -> None:
     sys.stdout.write(fix.patch)
 
 
-def _split_columns(pipeline: bool) -> dict[str, str]:
-    return {title: name for title, name in SPLIT.items() if pipeline or name != "num_pipeline_microbatches"}
+def split_columns(pipeline: bool) -> dict[str, str]:
+    """Return the columns of how a batch is split, without that of the pipeline if there is none."""
+    return {name: title for name, title in SPLIT.items() if pipeline or name != "num_pipeline_microbatches"}
 
 
-def _phase_table(plan: RampPlan, columns: Mapping[str, str], console: Console, *, max_phases: int | None, bars: bool) -> Table:
-    table = make_table(console, ["phase", *columns, *([""] if bars else [])])
-    if bars:
+def _phases_table(
+    console: Console,
+    titles: Iterable[str],
+    number: int,
+    cells: Callable[[int], Iterable[str]],
+    most: int | None,
+    *,
+    dim: Collection[int] = (),
+) -> Table:
+    """Return a table with a row for each phase. If there are more than `most`, the middle ones are counted below it."""
+    table = make_table(console, ["phase", *titles])
+    if table.columns[-1].header == "":  # bars or marks
         table.columns[-1].justify = "left"
-    mark, largest, rows = "\u2588" if console.is_terminal else "#", max(plan.ramp.sizes), plan.phase_rows()
-
-    def add_phase(index: int) -> None:
-        phase = plan.ramp.phases[index]
-        reached = phase.start_step < plan.total_steps
-        cells = [phase_cell(rows[index], name) for name in columns.values()]
-        cells += [mark * max(round(BAR_WIDTH * phase.global_batch_size / largest), 1)] if bars else []
-        table.add_row(str(index) if reached else f"({index})", *cells, style=None if reached else "dim")
-
-    return _add_phases(table, len(rows), max_phases, add_phase)
-
-
-def _hyperparameter_table(
-    plan: RampPlan, rows: Sequence[Mapping[str, float]], names: Sequence[str], console: Console, *, max_phases: int | None
-) -> Table:
-    table = make_table(console, ["phase", "global\nbatch", *(_HYPERPARAMETERS[name] for name in names)])
-
-    def add_phase(index: int) -> None:
-        row, size = rows[index], plan.ramp.phases[index].global_batch_size
-        digits = {name: 6 if name in ("adam_b1", "adam_b2") else 4 for name in names}
-        cells = [f"{row[name]:,.0f}" if row[name] >= 1000 else f"{row[name]:.{digits[name]}g}" for name in names]
-        table.add_row(str(index), f"{size:,}", *cells)
-
-    return _add_phases(table, len(rows), max_phases, add_phase)
-
-
-def _comparison_table(
-    plans: Sequence[RampPlan], columns: Mapping[str, str], console: Console, *, max_phases: int | None
-) -> Table:
-    titles = [f"{title}\n{which}" if "\n" not in title else f"{title} {which}" for which in "ab" for title in columns]
-    table = make_table(console, ["phase", *titles, ""])
-    pairs = list(zip_longest(*(plan.phase_rows() for plan in plans)))
-
-    def add_phase(index: int) -> None:
-        cells = [phase_cell(row, name) for row in pairs[index] for name in columns.values()]
-        table.add_row(str(index), *cells, MARK if pairs[index][0] != pairs[index][1] else "")
-
-    return _add_phases(table, len(pairs), max_phases, add_phase)
-
-
-def _add_phases(table: Table, number: int, most: int | None, add_phase: Callable[[int], None]) -> Table:
-    """Add a row for each phase. If there are more than `most`, leave out the middle ones and count them below the table."""
     hidden = range(0) if most is None or number <= most else range(most // 2, number - most // 2)
     for index in range(number):
         if index not in hidden:
-            add_phase(index)
+            table.add_row(f"({index})" if index in dim else str(index), *cells(index), style="dim" if index in dim else None)
         elif index == hidden.start:
             table.add_row(*[ELLIPSIS] * sum(column.header != "" for column in table.columns))
     if hidden:
@@ -331,32 +340,22 @@ def _add_phases(table: Table, number: int, most: int | None, add_phase: Callable
     return table
 
 
-def phase_cell(row: Mapping[str, object] | None, name: str) -> str:
-    """Return a size of a phase as text. `row` is None for a phase that a plan does not have."""
+def _print_first_that_fits(console: Console, layouts: Iterable[Sequence[Table]]) -> None:
+    """Print the tables of the first layout that is narrow enough, or else of the last."""
+    for tables in layouts:
+        widths = [Measurement.get(console, console.options.update(max_width=1000), table).maximum for table in tables]
+        if max(widths) <= console.width:
+            break
+    console.print(*tables)
+
+
+def phase_cell(row: Mapping[str, object] | None, name: str, *, rest: str = "rest") -> str:
+    """Return a size of a phase as text. `row` is None for a phase that a plan does not have; `rest` is `RampPlan.rest`."""
     if row is None:
         return "-"
     if row.get(name) is None:
-        return "rest" if name == "num_steps" else ""
+        return rest if name == "num_steps" else ""
     return format_value(row[name])
-
-
-def _choices_table(plan: RampPlan, console: Console) -> Table:
-    choices, used = plan.pipeline_candidates, plan.splits[-1]
-    rows = [
-        (
-            format_value(choice.num_microbatches),
-            format_value(choice.microbatch_size),
-            f"{float(choice.bubble):.3f}",
-            f"{float(choice.predicted_time / choices[0].predicted_time):.2f}",
-            "used" * (choice.microbatch_size == used.microbatch_size),
-        )
-        for choice in choices[:MAX_CHOICES]
-    ]
-    return make_table(console, ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""], rows)
-
-
-def _width(table: Table, console: Console) -> int:
-    return Measurement.get(console, console.options.update(max_width=1000), table).maximum
 
 
 def _format_setting(value: object) -> str:
@@ -426,9 +425,19 @@ def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterabl
         console.print(f"in the last stage, a step of {sizes}:")
     else:
         console.print(f"{steps} of {sizes}; {total} of the policy")
-    calls = format_count(plan.generate_calls, "call")
-    console.print(f"a step generates in {calls} of {plan.sequences_per_call:,} sequences, trains, then syncs weights:")
-    console.print(_training_table(plan.order, console))
+    console.print("a step, from top to bottom; each line is done as often within the one above it:")
+    titles = ("one step", "number", "prompts\neach", "samples\neach", "tokens\neach", "how")
+    depths = {"prompts": 0, "responses": 1, "mini batches": 1, "microbatches": 2, "optimizer step": 2}
+    table = make_table(console, titles, left=1)
+    table.collapse_padding = console.is_terminal
+    for row in plan.timetable():
+        *model, what = row["what"].split(": ")
+        if model and what == "mini batches":
+            table.add_row(f"  {model[0]}", *[""] * 5)
+        name = "  " * (depth := depths[what]) + "-> " * (depth > 0) + what
+        table.add_row(name, *(_cell(row[key]) for key in ("number", "prompts", "samples", "tokens")), row["how"])
+    table.add_row("-> weights to the generator", *[""] * 5)
+    console.print(table)
     if plan.eval_prompts:
         console.print(f"evaluation: {plan.eval_prompts:,} prompts, {plan.eval_samples:,} samples")
     for remark in _remarks(plan):
@@ -439,35 +448,21 @@ def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterabl
 def print_suggestion(suggestion: Suggestion, console: Console) -> None:
     """Print starting sizes: the published ones and those of the repository, the memory behind them, and notes."""
     console.print(f"{suggestion.params:,} parameters, {suggestion.system}: a starting point")
-    if suggestion.row is not None:
-        columns = {f"published for {suggestion.row.label}": suggestion.row.published.to_dict()}
-        if suggestion.used is not None:
-            columns["the repository uses"] = suggestion.used.to_dict()
-        rows = [(name, *(_cell(sizes[name]) for sizes in columns.values())) for name in suggestion.row.published.to_dict()]
+    if suggestion.published is not None:
+        columns = {f"published for {suggestion.published_for}": suggestion.published}
+        if suggestion.repository is not None:
+            columns["the repository uses"] = suggestion.repository
+        rows = [(name, *(_cell(sizes[name]) for sizes in columns.values())) for name in suggestion.published]
         console.print(make_table(console, ("key", *columns), rows, left=1))
     if suggestion.memory is not None:
         memory = suggestion.memory
         console.print(
-            f"training state: {memory.state_bytes / GIB:,.1f} GiB, at least {format_count(memory.least_devices, 'device')} of "
-            f"{memory.device_bytes / GIB:,g} GiB, which leaves {memory.free_bytes / GIB:,.1f} GiB on each for activations and "
+            f"training state: {memory['state_gib']:,.1f} GiB, at least {format_count(memory['least_devices'], 'device')} of "
+            f"{memory['device_gib']:,g} GiB, which leaves {memory['free_gib_per_device']:,.1f} GiB on each for activations and "
             "generation"
         )
     for note in suggestion.notes:
         console.print(f"- {note}")
-
-
-def _training_table(order: Iterable[Updates], console: Console) -> Table:
-    titles = ("model", "replicas", "epochs", "mini\nbatches", "optimizer\nsteps", "samples\neach", "passes\neach")
-    table = make_table(console, (*titles, "per replica\nand pass"), left=1)
-    table.collapse_padding = console.is_terminal
-    for updates in order:
-        passes, per_pass = _cell(updates.accumulation_steps), f"{_cell(updates.microbatch_size)} samples"
-        if updates.token_budget is not None:
-            passes = f"<= {passes}" if passes else "?"
-            per_pass = f"{updates.token_budget:,} tokens"
-        counts = (updates.data_parallel_size, updates.num_epochs, updates.num_mini_batches, updates.optimizer_steps)
-        table.add_row(updates.model, *map(_cell, counts), _cell(updates.mini_batch_samples), passes, per_pass)
-    return table
 
 
 def _remarks(plan: RolloutPlan) -> list[str]:
@@ -477,12 +472,6 @@ def _remarks(plan: RolloutPlan) -> list[str]:
         if lag == 0
         else f"policy lag: the last optimizer step trains on samples of weights {format_count(lag, 'update')} older"
     ]
-    first = plan.order[0]
-    if plan.overlapping_microbatches and first.microbatches_per_epoch:
-        remarks.append(
-            f"overlap: {plan.overlapping_microbatches:,} of {first.microbatches_per_epoch:,} microbatches of the first epoch "
-            f"can train ({first.model}) while later calls generate, if samples keep the order of generation"
-        )
     padded = {updates.model: updates.padded_samples for updates in plan.order if updates.padded_samples}
     remarks += [f"padding: {format_count(rows, 'row')} of weight 0 per epoch ({model})" for model, rows in padded.items()]
     stored: Mapping[str, Any] | None = plan.to_dict()["experience"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import io
-import itertools
 import math
 import re
 import textwrap
@@ -19,11 +18,15 @@ from xml.etree import ElementTree
 
 from rampup.errors import ConfigError, MissingDependencyError
 from rampup.plan.learning_rate import Clock
+from rampup.plan.numbers import GIB
 from rampup.plan.plan import RampPlan
 from rampup.plan.timetable import Timetable
 from rampup.show.console import operation_label
-from rampup.show.format import KIND_NAMES, format_si, format_value
-from rampup.show.series import RatePoint, RunMetrics, Span, mean_of_neighbours, phase_spans, rate_points, subsample
+from rampup.show.format import KIND_NAMES, format_si
+from rampup.show.series import RunMetrics, drawn_phases, mean_of_neighbours, rate_points
+
+Phase = Mapping[str, Any]  # of `drawn_phases`
+RatePoint = tuple[int, int, float]  # step, samples before it, learning rate
 
 # Dark to light, and dashed: the lines can be told apart in black and white.
 LINES = (
@@ -53,18 +56,11 @@ MAX_BANDS = 40
 MAX_WRITTEN = 12
 # The number of a phase is written if the phase takes this share of the axes.
 LEAST_LABELLED = 0.035
-# Slices of a curve that show their values on hover.
-MAX_HOVERS = 120
-TIP = "tip:"
 MAX_OPERATIONS = 5_000
 UNIT_INCHES, MARGIN_INCHES, MAX_TIMETABLE_INCHES, LETTER_INCHES = 0.28, 1.2, 24.0, 0.075
-MIB, GIB = 2**20, 2**30
-# In a picture of memory, a bar above this share of the highest has its number inside.
-LEAST_BAR = 0.1
+MIB = 2**20
 # A bar higher than this many limits would make the others too flat to read.
 FAR_ABOVE = 4
-# Inches that the title of a picture of memory needs.
-ONE_LINE = 5.5
 MAX_RUNS = 12
 
 
@@ -93,22 +89,24 @@ def draw_batch(plan: RampPlan, path: str | Path | None = None, *, width: float =
         MissingDependencyError: matplotlib is not installed.
         ConfigError: the file cannot be written.
     """
-    spans, pipeline = phase_spans(plan), plan.splitter.num_stages > 1
+    phases, pipeline = drawn_phases(plan), plan.splitter.num_stages > 1
     if width < NARROW:
-        figure = _new_figure(width, 9.5)
+        figure = new_figure(width, 9.5)
         over_samples, over_steps, *bars = figure.subplots(3 + pipeline, 1)
     else:
-        figure = _new_figure(width, 5.4)
+        figure = new_figure(width, 5.4)
         left, right = figure.subfigures(1, 2, width_ratios=(5, 3))
         over_samples, over_steps = left.subplots(2, 1)
         bars = right.subplots(1 + pipeline, 1, squeeze=False)[:, 0]
-    _panel_batch(over_samples, spans, "samples", total=plan.consumed_samples)
-    _write_headline(figure, plan.summary[1])
-    _panel_batch(over_steps, spans, "steps", total=plan.total_steps)
-    _panel_bars(bars[0], spans, [span.accumulation_steps for span in spans], "passes per step", "{:,}")
+    # A title over the whole figure, in as many lines as its width needs.
+    lines = textwrap.wrap(plan.summary[1], int(figure.get_figwidth() * LETTERS_PER_INCH))
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
+    _panel_batch(over_samples, phases, "samples", total=plan.consumed_samples)
+    _panel_batch(over_steps, phases, "steps", total=plan.total_steps)
+    _panel_bars(bars[0], phases, "accumulation_steps", "{:,}", title="passes per step")
     if pipeline:
-        _panel_bars(bars[1], spans, [span.bubble for span in spans], "pipeline bubble, idle share", "{:.2f}")
-    return _save(figure, path)
+        _panel_bars(bars[1], phases, "bubble_fraction", "{:.2f}", title="pipeline bubble, idle share")
+    return save(figure, path)
 
 
 def draw_rate(
@@ -129,13 +127,13 @@ def draw_rate(
         RampupError: see `draw_batch`.
     """
     narrow = width < NARROW
-    figure = _new_figure(width, 6.4 if narrow else 3.6)
+    figure = new_figure(width, 6.4 if narrow else 3.6)
     panels = figure.subplots(2, 1) if narrow else figure.subplots(1, 2)
     points = {clock: rate_points(plan, rate) for clock, rate in rates.items()}
     for axes, unit in zip(panels, ("samples", "steps"), strict=True):
         _panel_rate(axes, plan, points, unit)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=1 if narrow else 2, frameon=False)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def draw_runs(runs: Sequence[RunMetrics], path: str | Path | None = None, *, width: float = DEFAULT_WIDTH) -> Any:
@@ -150,7 +148,7 @@ def draw_runs(runs: Sequence[RunMetrics], path: str | Path | None = None, *, wid
     """
     if not 1 <= len(runs) <= MAX_RUNS:
         raise ConfigError(f"{len(runs)} runs cannot be told apart; draw 1 to {MAX_RUNS}", key="run", nearest=(1, MAX_RUNS))
-    figure = _new_figure(width, 7.5 if width >= NARROW else 8.0)
+    figure = new_figure(width, 7.5 if width >= NARROW else 8.0)
     loss, size, speed = figure.subplots(3, 1, sharex=True, height_ratios=(4, 2, 3))
     _panel_loss(loss, runs)
     _panel_sizes(size, runs)
@@ -160,8 +158,9 @@ def draw_runs(runs: Sequence[RunMetrics], path: str | Path | None = None, *, wid
     speed.set_xlim(left=0)
     figure.align_ylabels()
     columns = 1 if width < NARROW else 3
-    figure.legend(*loss.get_legend_handles_labels(), loc="outside upper left", ncols=columns, frameon=False)
-    return _save(figure, path)
+    handles, labels = (one + two for one, two in zip(*(a.get_legend_handles_labels() for a in (loss, size)), strict=True))
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False)
+    return save(figure, path)
 
 
 def draw_memory(
@@ -190,19 +189,17 @@ def draw_memory(
     for size, number in pairs:
         if size < 1 or number < 0:
             raise ConfigError(f"microbatch_size={size} with {number} bytes cannot be drawn", key="microbatch_size")
-    figure = _new_figure(width, 3.6)
+    figure = new_figure(width, 3.6)
     axes = figure.subplots()
     most = max([number for _, number in pairs] + [limit_bytes or 0])
     unit, name = (GIB, "GiB") if (limit_bytes or most) >= GIB else (MIB, "MiB")
-    _prepare(axes, x="samples per microbatch", y=f"memory, {name}")
+    prepare(axes, x="samples per microbatch", y=f"memory, {name}")
     for place, (_, number) in enumerate(pairs):
         over = limit_bytes is not None and number > limit_bytes
         axes.bar(place, number / unit, width=0.7, color=OVER if over else BAR, edgecolor=INK, linewidth=0.6, hatch="///" * over)
-        inside = number >= LEAST_BAR * most
         axes.annotate(
-            f"{number / unit:.3g}", (place, number / unit), xytext=(0, -3 if inside else 3), textcoords="offset points",
-            ha="center", va="top" if inside else "bottom", fontsize=8,
-            bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.0},
+            f"{number / unit:.3g}", (place, number / unit), xytext=(0, 3), textcoords="offset points", ha="center", va="bottom",
+            fontsize=8, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.0},
         )  # fmt: skip
     axes.set_xticks(range(len(pairs)), [f"{size:,}" for size, _ in pairs])
     axes.set_ylim(0, most / unit * 1.15 if most else 1)
@@ -210,9 +207,9 @@ def draw_memory(
         axes.axhline(limit_bytes / unit, color=INK, linestyle="--", linewidth=1.2)
         fitting = [size for size, number in pairs if number <= limit_bytes]
         found = f"the largest that fits: {max(fitting):,}" if fitting else "none of these fits"
-        usable, separator = math.floor(100 * limit_bytes / unit) / 100, "; " if width >= ONE_LINE else "\n"
-        axes.set_title(f"usable: {usable:g} {name} (dashed){separator}{found}", loc="left", fontsize=10)
-    return _save(figure, path)
+        usable = math.floor(100 * limit_bytes / unit) / 100
+        axes.set_title(f"usable: {usable:g} {name} (dashed)\n{found}", loc="left", fontsize=10)
+    return save(figure, path)
 
 
 def draw_timetable(table: Timetable, path: str | Path | None = None, *, width: float | None = None) -> Any:
@@ -233,22 +230,17 @@ def draw_timetable(table: Timetable, path: str | Path | None = None, *, width: f
     span, stages = float(table.makespan), table.num_stages
     if width is None:
         width = max(min(MARGIN_INCHES + UNIT_INCHES * span, MAX_TIMETABLE_INCHES), MIN_WIDTH + 2)
-    figure = _new_figure(width, 1.6 + 0.45 * stages)
+    figure = new_figure(width, 1.6 + 0.45 * stages)
     axes = figure.subplots()
-    _prepare(axes, x="time, in the unit of the costs", y="stage", from_zero=False)
+    prepare(axes, x="time, in the unit of the costs", y="stage", from_zero=False)
     axes.grid(visible=False)
     axes.set(xlim=(0, span), ylim=(stages - 0.5, -0.5))
     axes.set_yticks(range(stages), [str(stage) for stage in range(stages)])
     rectangle, per_unit = import_matplotlib("patches").Rectangle, (width - MARGIN_INCHES) / span
     for operation in table.operations:
         face, ink, hatch = OPERATIONS[operation.kind]
-        start, length, text = float(operation.start), float(operation.end - operation.start), ""
-        repeat = f", repeat {operation.repeat}" if table.num_repeats > 1 else ""
+        start, length = float(operation.start), float(operation.end - operation.start)
         bar = rectangle((start, operation.stage - 0.45), length, 0.9, facecolor=face, hatch=hatch, edgecolor=INK, linewidth=0.5)
-        bar.tip = (
-            f"stage {operation.stage}: {KIND_NAMES[operation.kind]} of microbatch {operation.microbatch}{repeat}, "
-            f"from {start:g} to {start + length:g}"
-        )
         axes.add_patch(bar)
         text = operation_label(operation, table.num_repeats)[1:]
         if length * per_unit >= LETTER_INCHES * len(text):
@@ -261,21 +253,18 @@ def draw_timetable(table: Timetable, path: str | Path | None = None, *, width: f
     repeats = f", v={table.num_repeats}" if table.num_repeats > 1 else ""
     title = f"{table.schedule}, p={stages}, m={table.num_microbatches}{repeats}: {float(table.bubble_fraction):.1%} idle"
     axes.set_title(title, loc="left", fontsize=10)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def plan_panels(plan: RampPlan) -> dict[str, Any]:
     """Return the parts of `draw_batch` as a small figure each, by title."""
-    spans = phase_spans(plan)
-    panels = {}
+    phases, panels = drawn_phases(plan), {}
     for unit, total in (("samples", plan.consumed_samples), ("steps", plan.total_steps)):
         axes = panels[f"Global batch over {unit}"] = _new_panel()
-        _panel_batch(axes, spans, unit, total=total)
-    axes = panels["Passes per step"] = _new_panel()
-    _panel_bars(axes, spans, [span.accumulation_steps for span in spans], "", "{:,}")
+        _panel_batch(axes, phases, unit, total=total)
+    _panel_bars(panels.setdefault("Passes per step", _new_panel()), phases, "accumulation_steps", "{:,}")
     if plan.splitter.num_stages > 1:
-        axes = panels["Pipeline bubble, idle share"] = _new_panel()
-        _panel_bars(axes, spans, [span.bubble for span in spans], "", "{:.2f}")
+        _panel_bars(panels.setdefault("Pipeline bubble, idle share", _new_panel()), phases, "bubble_fraction", "{:.2f}")
     return {title: axes.figure for title, axes in panels.items()}
 
 
@@ -302,25 +291,30 @@ def run_panels(run: RunMetrics) -> dict[str, Any]:
         axes = _new_panel()
         draw(axes, [run])
         handles, labels = axes.get_legend_handles_labels()
-        if len(labels) > 1:
+        if draw is _panel_loss and len(labels) > 1:
             axes.legend(handles, ["training", "evaluation"], frameon=False)
+        elif draw is _panel_sizes and labels:
+            axes.legend(handles, [label.removeprefix(f"{run.name}: ") for label in labels], frameon=False, fontsize=8)
+        panels[title] = axes.figure
+    for title, values in run.curves.items():
+        axes = _new_panel()
+        xs, ys, means = mean_of_neighbours(run.samples, values)
+        axes.plot(xs, ys, linewidth=1.3, **line_style(0))
+        prepare(axes, x=_label_samples(means), y=title.lower(), from_zero=True)
         panels[title] = axes.figure
     return panels
 
 
-def svg_element(figure: Any, *, title: str, prefix: str) -> ElementTree.Element:
+def svg_element(figure: Any, *, title: str, prefix: str) -> str:
     """Return a figure as an SVG element for an HTML page.
 
-    Text stays text, colours become CSS variables (`CSS_COLORS`), and marked artists show their values on hover.
+    Text stays text, and colours become CSS variables (`CSS_COLORS`).
 
     Args:
         figure: the figure.
         title: of the picture, for screen readers.
         prefix: makes the identifiers of the picture unique in its page.
     """
-    # The attribute `tip` of an artist is the text that it shows on hover. Areas that are only for that are invisible elsewhere.
-    for artist in figure.findobj(lambda artist: hasattr(artist, "tip")):
-        artist.set(gid=TIP + artist.tip, visible=True)
     buffer = io.StringIO()
     with importlib.import_module("matplotlib").rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -335,12 +329,7 @@ def svg_element(figure: Any, *, title: str, prefix: str) -> ElementTree.Element:
         attributes = {name.rpartition("}")[2]: value for name, value in element.attrib.items()}
         element.attrib.clear()
         name = attributes.pop("id", "")
-        if name.startswith(TIP):
-            element.set("class", "tip")
-            tip = ElementTree.Element("title")
-            tip.text = name.removeprefix(TIP)
-            element.insert(0, tip)
-        elif name and element.tag != "g":
+        if name and element.tag != "g":
             element.set("id", prefix + name)
         for attribute, value in attributes.items():
             value = re.sub(r"url\(#", f"url(#{prefix}", value)
@@ -348,10 +337,10 @@ def svg_element(figure: Any, *, title: str, prefix: str) -> ElementTree.Element:
             element.set(attribute, f"#{prefix}{value[1:]}" if attribute == "href" else value)
     root.attrib |= {"role": "img", "aria-label": title}
     root.attrib.pop("version", None)
-    return root
+    return ElementTree.tostring(root, encoding="unicode", method="html")
 
 
-def _new_figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     """Return an empty figure of a width and height in inches."""
     if not MIN_WIDTH <= width <= MAX_WIDTH:
         raise ConfigError(
@@ -363,34 +352,31 @@ def _new_figure(width: float, height: float) -> Any:
 
 
 def _new_panel() -> Any:
-    return _new_figure(PANEL_WIDTH, PANEL_HEIGHT).subplots()
+    return new_figure(PANEL_WIDTH, PANEL_HEIGHT).subplots()
 
 
-def _save(figure: Any, path: str | Path | None) -> Any:
+def save(figure: Any, path: str | Path | None) -> Any:
     """Write the figure if there is a path, and return it."""
     if path is None:
         return figure
     if Path(path).suffix.lower() not in FORMATS:
         raise ConfigError(f"cannot write {path}: it must end in {', '.join(FORMATS)}", key="output", nearest=FORMATS)
     try:
-        figure.savefig(path, dpi=150)
+        # Publishers refuse the Type 3 fonts that are the default in a PDF.
+        with importlib.import_module("matplotlib").rc_context({"pdf.fonttype": 42}):
+            figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write {path}: {error}", key="output") from error
     return figure
 
 
-def _write_headline(figure: Any, text: str) -> None:
-    """Write a title over the whole figure, in as many lines as its width needs."""
-    lines = textwrap.wrap(text, int(figure.get_figwidth() * LETTERS_PER_INCH))
-    figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=10)
-
-
-def _line_style(number: int) -> dict[str, Any]:
+def line_style(number: int) -> dict[str, Any]:
+    """Return the colour and the dashes of a line by its number."""
     style = LINES[number % len(LINES)]
     return {"color": style["color"], "linestyle": style["linestyle"]}
 
 
-def _prepare(axes: Any, *, x: str, y: str, title: str = "", from_zero: bool = True, integers: bool = False) -> None:
+def prepare(axes: Any, *, x: str, y: str, title: str = "", from_zero: bool = True, integers: bool = False) -> None:
     """Label the axes, write large numbers as 1.5M, and draw a light grid behind."""
     ticker = import_matplotlib("ticker")
     for axis, label in ((axes.xaxis, x), (axes.yaxis, y)):
@@ -424,133 +410,86 @@ def _shade(axes: Any, edges: Sequence[tuple[float, float]], numbers: Sequence[in
             )  # fmt: skip
 
 
-def _add_tips(axes: Any, edges: Sequence[tuple[float, float]], texts: Sequence[str]) -> None:
-    """Add hover areas over stretches of x, for `svg_element`; everywhere else they are invisible."""
-    rectangle = import_matplotlib("patches").Rectangle
-    for (start, end), text in subsample(list(zip(edges, texts, strict=True)), MAX_HOVERS):
-        area = rectangle(
-            (start, 0), end - start, 1, transform=axes.get_xaxis_transform(), facecolor="none", linewidth=0, zorder=9
-        )
-        area.set_visible(False)
-        area.tip = text
-        axes.add_artist(area)
-
-
-def _add_point_tips(axes: Any, xs: Sequence[float], texts: Callable[[int], str]) -> None:
-    """Add a hover area around each of the points, or around evenly spaced ones if there are many."""
-    places = subsample(range(len(xs)), MAX_HOVERS)
-    middles = [(xs[one] + xs[other]) / 2 for one, other in itertools.pairwise(places)]
-    edges = list(zip([xs[0], *middles], [*middles, xs[-1]], strict=True))
-    _add_tips(axes, edges, [texts(place) for place in places])
-
-
-def _panel_batch(axes: Any, spans: Sequence[Span], unit: str, *, total: int) -> None:
+def _panel_batch(axes: Any, phases: Sequence[Phase], unit: str, *, total: int) -> None:
     """Draw the batch as a staircase over samples or steps."""
-    samples = unit == "samples"
-    edges = [(span.start_sample, span.end_sample) if samples else (span.start_step, span.end_step) for span in spans]
+    start, stop, label = ("start_sample", "end_sample", "samples consumed")
+    if unit == "steps":
+        start, stop, label = ("start_step", "end_step", "optimizer steps")
+    edges, sizes = [(phase[start], phase[stop]) for phase in phases], [phase["global_batch_size"] for phase in phases]
     end = edges[-1][1]
-    sizes = [span.global_batch_size for span in spans]
-    axes.stairs(sizes, [start for start, _ in edges] + [end], baseline=None, color=LINES[0]["color"], linewidth=2.0)
+    axes.stairs(sizes, [*(first for first, _ in edges), end], baseline=None, color=LINES[0]["color"], linewidth=2.0)
     more = f"; the run continues to {total:,}" if total > end else ""
-    _prepare(axes, x=("samples consumed" if samples else "optimizer steps") + more, y="samples per step", integers=True)
+    prepare(axes, x=label + more, y="samples per step", integers=True)
     axes.set(xlim=(0, end), ylim=(0, max(sizes) * 1.18))
-    _shade(axes, edges, [span.phase for span in spans])
-    texts = [f"phase {span.phase}: {span.global_batch_size:,} samples per step, " for span in spans]
-    texts = [f"{text}{unit} {start:,} to {stop:,}" for text, (start, stop) in zip(texts, edges, strict=True)]
-    _add_tips(axes, edges, texts)
+    _shade(axes, edges, [phase["phase"] for phase in phases])
     if total < end:
         axes.axvline(total, color=INK, linestyle=":", linewidth=1.2)
         axes.annotate("the run ends", (total, max(sizes) / 2), rotation=90, ha="right", va="center", fontsize=8, color=INK)
 
 
-def _panel_bars(axes: Any, spans: Sequence[Span], values: Sequence[float], title: str, form: str) -> None:
+def _panel_bars(axes: Any, phases: Sequence[Phase], name: str, form: str, *, title: str = "") -> None:
     """Draw one bar per phase, or a filled staircase if there are many."""
-    _prepare(axes, x="phase", y="", title=title, integers=all(isinstance(value, int) for value in values))
-    numbers = [span.phase for span in spans]
-    if len(spans) > 3 * MAX_WRITTEN:
+    numbers, values = [phase["phase"] for phase in phases], [phase[name] for phase in phases]
+    prepare(axes, x="phase", y="", title=title, integers=all(isinstance(value, int) for value in values))
+    if len(phases) > 3 * MAX_WRITTEN:
         axes.stairs(values, [*numbers, numbers[-1] + 1], fill=True, color=BAR)
     else:
-        axes.bar(numbers, values, width=0.8, color=BAR, edgecolor=INK, linewidth=0.6)
-        for number, value in zip(numbers, values, strict=True) if len(spans) <= MAX_WRITTEN else ():
-            axes.annotate(
-                form.format(value), (number, value), xytext=(0, 2), textcoords="offset points", ha="center", va="bottom",
-                fontsize=8, color=INK,
-            )  # fmt: skip
-        if len(spans) <= 2 * MAX_WRITTEN:
+        bars = axes.bar(numbers, values, width=0.8, color=BAR, edgecolor=INK, linewidth=0.6)
+        if len(phases) <= MAX_WRITTEN:
+            axes.bar_label(bars, [form.format(value) for value in values], padding=2, fontsize=8, color=INK)
+        if len(phases) <= 2 * MAX_WRITTEN:
             axes.set_xticks(numbers, [str(number) for number in numbers])
     axes.set_ylim(0, max(values) * 1.15 or 1)
-    texts = [f"phase {number}: {form.format(value)}" for number, value in zip(numbers, values, strict=True)]
-    _add_tips(axes, [(number - 0.5, number + 0.5) for number in numbers], texts)
 
 
 def _panel_rate(axes: Any, plan: RampPlan, points: Mapping[Clock, Sequence[RatePoint]], unit: str) -> None:
     """Draw the learning rate over samples or steps, one line per clock of its schedule."""
     samples = unit == "samples"
     for number, (clock, line) in enumerate(points.items()):
-        xs = [point.sample if samples else point.step for point in line]
         used = clock == plan.learning_rate_clock
         label = f"schedule runs on {clock}" + (" (this plan)" if used else "")
-        axes.plot(xs, [point.rate for point in line], label=label, linewidth=2.0 if used else 1.3, **_line_style(number))
-    _prepare(axes, x="samples consumed" if samples else "optimizer steps", y="learning rate")
+        xs = [sample if samples else step for step, sample, _ in line]
+        axes.plot(xs, [rate for *_, rate in line], label=label, linewidth=2.0 if used else 1.3, **line_style(number))
+    prepare(axes, x="samples consumed" if samples else "optimizer steps", y="learning rate")
     end = plan.consumed_samples if samples else plan.total_steps
     axes.set_xlim(0, end)
-    phases = plan.ramp.phases
-    starts = [phase.start_sample if samples else phase.start_step for phase in phases]
-    edges = list(zip(starts, [*starts[1:], end], strict=True))
-    reached = [place for place, start in enumerate(starts) if start < end]
-    _shade(axes, [edges[place] for place in reached], [phases[place].index for place in reached])
-    lines = list(points.items())
-
-    def text(place: int) -> str:
-        rates = ", ".join(f"{format_value(line[place].rate)} on {clock}" for clock, line in lines)
-        return f"{unit} {xs[place]:,}: {rates}"
-
-    _add_point_tips(axes, xs, text)
+    starts = [phase.start_sample if samples else phase.start_step for phase in plan.ramp.phases]
+    edges = [edge for edge in zip(starts, [*starts[1:], end], strict=True) if edge[0] < end]
+    _shade(axes, edges, range(len(edges)))
 
 
 def _panel_loss(axes: Any, runs: Sequence[RunMetrics]) -> None:
     means = 1
     for number, run in enumerate(runs):
-        style = _line_style(number)
+        style = line_style(number)
         xs, ys, means = mean_of_neighbours(run.samples, run.losses)
         axes.plot(xs, ys, label=run.name, linewidth=1.3, **style)
-        _add_run_tips(axes, runs, xs, ys, run.quantity)
         if run.eval_samples:
             marker = {"color": style["color"], "marker": LINES[number % len(LINES)]["marker"], "markerfacecolor": PAPER}
             axes.plot(run.eval_samples, run.eval_losses, linestyle="", label=f"{run.name}: evaluation", **marker)
-    _prepare(axes, x=_label_samples(means), y=" or ".join(sorted({run.quantity for run in runs})), from_zero=False)
+    prepare(axes, x=_label_samples(means), y=" or ".join(sorted({run.quantity for run in runs})), from_zero=False)
 
 
 def _panel_sizes(axes: Any, runs: Sequence[RunMetrics]) -> None:
     for number, run in enumerate(runs):
         edges = [run.samples[0] - run.sizes[0], *run.samples]
-        axes.stairs(run.sizes, edges, baseline=None, linewidth=1.6, **_line_style(number))
-        _add_run_tips(axes, runs, run.samples, run.sizes, "samples per step")
+        axes.stairs(run.sizes, edges, baseline=None, linewidth=1.6, **line_style(number))
         if run.noise_scales:
             # Where there is no estimate, the dotted line of the lower end says "at least".
-            style = {"color": _line_style(number)["color"], "alpha": 0.7}
+            style = {"color": line_style(number)["color"], "alpha": 0.7}
             for values, line, width in ((run.noise_scales, "--", 1.1), (run.noise_lows, ":", 0.9), (run.noise_highs, ":", 0.9)):
                 xs, ys, _ = mean_of_neighbours(run.samples, values)
-                axes.plot(xs, ys, linestyle=line, linewidth=width, label="noise scale" if line == "--" else None, **style)
-                if line == "--":
-                    _add_run_tips(axes, runs, xs, ys, "noise scale in samples")
-    measured = any(run.noise_scales for run in runs)
-    _prepare(axes, x="samples consumed", y="samples per step" + (" (dashed: noise scale)" if measured else ""), integers=True)
+                name = f"{run.name}: noise scale, 90% interval dotted" if line == "--" else None
+                axes.plot(xs, ys, linestyle=line, linewidth=width, label=name, **style)
+    prepare(axes, x="samples consumed", y="samples per step", integers=True)
 
 
 def _panel_speed(axes: Any, runs: Sequence[RunMetrics]) -> None:
     means = 1
     for number, run in enumerate(runs):
         xs, ys, means = mean_of_neighbours(run.samples, run.tokens_per_second)
-        axes.plot(xs, ys, linewidth=1.1, **_line_style(number))
-        _add_run_tips(axes, runs, xs, ys, "tokens per second")
-    _prepare(axes, x=_label_samples(means), y="tokens per second")
-
-
-def _add_run_tips(axes: Any, runs: Sequence[RunMetrics], xs: Sequence[float], ys: Sequence[float], name: str) -> None:
-    if len(runs) == 1:
-        values = [format_value(y) if math.isfinite(y) else "not finite" for y in ys]
-        _add_point_tips(axes, xs, lambda place: f"samples {xs[place]:,}: {name} {values[place]}")
+        axes.plot(xs, ys, linewidth=1.1, **line_style(number))
+    prepare(axes, x=_label_samples(means), y="tokens per second")
 
 
 def _label_samples(means: int) -> str:

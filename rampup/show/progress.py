@@ -1,12 +1,11 @@
-"""The progress of a training run: the plan, a bar over samples (rich in a terminal, tqdm in a notebook), a line per phase."""
+"""The progress of a training run: the plan, a bar over samples (rich in a terminal, HTML in a notebook), a line per phase."""
 
 from __future__ import annotations
 
-import importlib
+import html
 import shlex
 import sys
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,14 +15,18 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from rampup.plan.noise_scale import NoiseEstimate
+from rampup.batch_size.noise_scale import NoiseEstimate
+from rampup.loop import events
 from rampup.plan.plan import RampPlan
 from rampup.rl.schedule import RolloutSchedule
-from rampup.run import events
-from rampup.show.console import print_plan, print_rollout
+from rampup.show.console import is_for_a_log, print_plan, print_rollout
 from rampup.show.format import describe_split, format_count
 
 RECENT_STEPS = 20
+# A notebook is sent the bar at most this often.
+REDRAW_SECONDS = 0.2
+# With `batch_size_schedule: auto`, a decision that changes nothing is printed at most every this many `log_period` steps.
+DECISION_LINES = 5
 
 
 class Bar:
@@ -79,37 +82,47 @@ class _TerminalBar(Bar):
 
 
 class _NotebookBar(Bar):
-    """A bar drawn by tqdm. The time left is the caller's, because tqdm counts steps of equal length."""
+    """A bar as HTML, which IPython replaces in place: rich would need widgets for that, which a notebook may not have."""
 
     visible = True
 
-    def __init__(self, tqdm: Any) -> None:
-        self._tqdm = tqdm
-        self._bar: Any = None
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._total, self._page, self._drawn = 0, "", 0.0
 
     def start(self, total: int, done: int) -> None:
-        self.stop()
-        form = "{n:,}/{total:,} samples {bar} {desc}"
-        self._bar = self._tqdm(total=total, initial=done, bar_format=form, dynamic_ncols=True)
+        from IPython.display import HTML, display
+
+        self._total = total
+        if self._handle is None:
+            self._handle = display(HTML(""), display_id=True)
+        self._drawn = 0.0
+        self.update(done, "?", "")
 
     def update(self, done: int, left: str, line: str) -> None:
-        if self._bar is not None:
-            self._bar.set_description_str(f"{left} left, {line}", refresh=False)
-            self._bar.update(done - self._bar.n)
+        bar = f'<progress value="{done}" max="{self._total}" style="width:40%"></progress>'
+        self._page = f"{bar} {done:,}/{self._total:,} samples, {left} left<br>{html.escape(line)}"
+        if time.monotonic() - self._drawn >= REDRAW_SECONDS:
+            self._draw()
 
     def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.refresh()
-            self._bar.close()
-            self._bar = None
+        self._draw()
+        self._handle = None
+
+    def _draw(self) -> None:
+        if self._handle is not None:
+            from IPython.display import HTML
+
+            self._handle.update(HTML(self._page))
+            self._drawn = time.monotonic()
 
 
 def make_bar(console: Console, *, quiet: bool = False) -> Bar:
     """Return the bar that fits the output of a console: none if it is piped, or if `quiet` is set."""
     if quiet:
         return Bar()
-    if in_notebook() and (tqdm := _import_tqdm()) is not None:
-        return _NotebookBar(tqdm)
+    if in_notebook():
+        return _NotebookBar()
     return _TerminalBar(console) if console.is_terminal else Bar()
 
 
@@ -118,16 +131,6 @@ def in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None
-
-
-def _import_tqdm() -> Any:
-    """Return tqdm for this notebook, as widgets if possible and else as text; None if it is not installed."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # tqdm warns if widgets are not installed
-        try:
-            return importlib.import_module("tqdm.auto").tqdm
-        except ImportError:
-            return None
 
 
 class TrainProgress:
@@ -150,10 +153,12 @@ class TrainProgress:
         quiet: bool = False,
         resume_options: str = "",
     ) -> None:
-        self._console = Console(highlight=False, markup=False) if console is None else console
+        default = Console(highlight=False, markup=False, force_terminal=False if is_for_a_log() else None)
+        self._console = default if console is None else console
         self._plan, self._log_period, self._quiet = plan, log_period, quiet
         self._resume_options, self._has_command = resume_options, False
         self._compile_seconds = 0.0
+        self._decided: int | None = None  # the step of the last decision that was printed
         # Time and consumed samples of the newest steps, for the time left.
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
         self._bar = make_bar(self._console, quiet=quiet)
@@ -172,18 +177,36 @@ class TrainProgress:
                 parameters = format_count(event.num_parameters, "parameter")
                 devices = f"{len(event.devices)} {event.devices[0].device_kind}"
                 self._console.print(f"{parameters} on {devices}; run folder {event.folder}")
+            case events.RunStarted() if event.step >= event.plan.total_steps:
+                self._plan = event.plan
+                self._console.print(f"the run in {event.folder} is finished: nothing to do")
             case events.RunStarted():
-                self._start(event)
+                self._plan = event.plan
+                if event.step:
+                    self._console.print(f"resumed after step {event.step - 1:,} from a checkpoint")
+                self._console.print("compiling the training step", style="dim")
+                self._bar.start(event.plan.consumed_samples, event.plan.ramp.samples_before(event.step))
             case events.BatchSizeChanged():
                 self._plan = event.plan
                 self._bar.start(event.plan.consumed_samples, event.plan.ramp.samples_before(event.step))
+            case events.BatchSizeDecided():
+                if event.changed or self._decided is None or event.step - self._decided >= DECISION_LINES * self._log_period:
+                    self._decided = event.step
+                    self._console.print(f"auto after step {event.step:,}: {event.outlook}")
             case events.PhaseStarted():
-                self._show_phase(event)
+                text = f"phase {event.phase} from step {event.step:,}"
+                if self._plan is not None:
+                    split = self._plan.splits[event.phase]
+                    text = f"{text}: " if self._has_phases else ""
+                    text += f"{split.global_batch_size:,} samples per step = {describe_split(split)}"
+                self._console.print(text)
             case events.StepDone():
                 self._show_step(event.metrics)
             case events.Evaluated():
                 if "accuracy" in event.metrics:
                     found = f"{event.metrics['accuracy']:.1%} of the answers are right"
+                    if (greedy := event.metrics.get("greedy_accuracy")) is not None:
+                        found += f", {greedy:.1%} of the greedy ones"
                 else:
                     found = f"loss {_format_loss(event.metrics['eval_loss'])}"
                 when = f"after step {event.step:,}" if event.step >= 0 else "before training"
@@ -206,7 +229,11 @@ class TrainProgress:
                     unsaved = "no checkpoint has its last state" if event.steps else "there is nothing to save"
                     self._console.print(f"stopped after {steps}; {self._resume(event.folder) if event.is_saved else unsaved}")
             case events.StopRequested():
-                self._console.print("stopping after this step; Ctrl-C again stops at once and saves nothing")
+                self._console.print("stopping after the steps in flight; Ctrl-C again stops at once and saves nothing")
+            case events.RunStopping():
+                self._console.print(f"stops at step {event.step:,}")
+            case events.LearningRateChanged():
+                self._console.print(_describe_rate_change(event), style="yellow")
             case events.RunAborted():
                 self._bar.stop()
                 if event.checkpoint is None:
@@ -224,32 +251,31 @@ class TrainProgress:
             return f"the same loop resumes the run in {folder}"
         return f"resume with: rampup train {shlex.quote(str(folder))}{self._resume_options}"
 
-    def _start(self, event: events.RunStarted) -> None:
-        self._plan = plan = event.plan
-        if event.step >= plan.total_steps:
-            self._console.print(f"the run in {event.folder} is finished: nothing to do")
-            return
-        if event.step:
-            self._console.print(f"resumed after step {event.step - 1:,} from a checkpoint")
-        self._console.print("compiling the training step", style="dim")
-        self._bar.start(plan.consumed_samples, plan.ramp.samples_before(event.step))
-
-    def _show_phase(self, event: events.PhaseStarted) -> None:
-        text = f"phase {event.phase} from step {event.step:,}"
-        if self._plan is not None:
-            split = self._plan.splits[event.phase]
-            text += f": {split.global_batch_size:,} samples per step = {describe_split(split)}"
-        self._console.print(text)
+    @property
+    def _has_phases(self) -> bool:
+        """Whether the run has a ramp, or may get one."""
+        plan = self._plan
+        return plan is None or len(plan.splits) > 1 or (isinstance(plan, RampPlan) and plan.auto_schedule == "follow")
 
     def _show_step(self, metrics: Mapping[str, Any]) -> None:
         if self._recent:  # The first step is left out, with its compilation.
             self._compile_seconds += metrics.get("compile_seconds", 0.0)
         self._recent.append((time.monotonic() - self._compile_seconds, metrics["consumed_samples"]))
+        rollout = f", rollout {metrics['rollout']:,}" if "rollout" in metrics else ""
+        phase = f", phase {metrics['phase']}" if self._has_phases else ""
+        line = (
+            f"step {metrics['step']:,}{rollout}{phase}, batch {metrics['global_batch_size']:,}, "
+            f"loss {_format_loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} tokens/s"
+        ) + (f", reward {metrics['reward']:.3f}" if metrics.get("reward") is not None else "")
+        if "noise_scale_samples" in metrics:
+            ends = {
+                name: metrics[f"noise_scale_samples{end}"] for name, end in (("value", ""), ("low", "_low"), ("high", "_high"))
+            }
+            line += f", noise scale {NoiseEstimate(**ends)} samples" if ends["low"] is not None else ""
         if self._bar.visible:
-            self._bar.update(metrics["consumed_samples"], self._time_left(), _describe_step(metrics))
+            self._bar.update(metrics["consumed_samples"], self._time_left(), line)
         elif metrics["step"] % self._log_period == 0:
-            line = f"{_describe_step(metrics)}, {metrics['consumed_samples']:,} samples, {self._time_left()} left"
-            self._console.print(line)
+            self._console.print(f"{line}, {metrics['consumed_samples']:,} samples, {self._time_left()} left")
 
     def _time_left(self) -> str:
         """Return the time for the remaining samples at the recent rate; "?" until two steps are done.
@@ -259,26 +285,21 @@ class TrainProgress:
         (t0, s0), (t1, s1) = self._recent[0], self._recent[-1]
         if self._plan is None or s1 == s0:
             return "?"
-        return _format_duration((self._plan.consumed_samples - s1) * (t1 - t0) / (s1 - s0))
+        minutes, seconds = divmod(round((self._plan.consumed_samples - s1) * (t1 - t0) / (s1 - s0)), 60)
+        hours, minutes = divmod(minutes, 60)
+        return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _describe_step(metrics: Mapping[str, Any]) -> str:
-    line = (
-        f"step {metrics['step']:,}, phase {metrics['phase']}, batch {metrics['global_batch_size']:,}, "
-        f"loss {_format_loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} tokens/s"
-    ) + (f", reward {metrics['reward']:.3f}" if "reward" in metrics else "")
-    if "noise_scale_samples" in metrics:
-        ends = (metrics["noise_scale_samples"], metrics["noise_scale_samples_low"], metrics["noise_scale_samples_high"])
-        estimate = NoiseEstimate(**dict(zip(("value", "low", "high"), ends, strict=True)))
-        line += f", noise scale {estimate} samples" if estimate.low is not None else ""
-    return line
+def _describe_rate_change(event: events.LearningRateChanged) -> str:
+    text = f"note: step {event.step:,} had the learning rate {event.before:.4g}, and the schedule with which the run continues "
+    text += f"has {event.after:.4g} there"
+    if event.schedule_steps is None:
+        return text
+    if event.schedule_steps <= event.step + 1:
+        return f"{text}; the schedule before ended after {event.schedule_steps:,} steps"
+    ends = f" and is at its end after {event.schedule_steps:,} steps" if event.plan.total_steps > event.schedule_steps else ""
+    return f"{text}; learning_rate_schedule_steps={event.schedule_steps} keeps the schedule before{ends}"
 
 
 def _format_loss(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.3f}"
-
-
-def _format_duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

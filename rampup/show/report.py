@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
+import rampup
 from rampup.config.files import describe, yaml_value
-from rampup.config.key import Key, Settings
+from rampup.config.key import Settings
 from rampup.dialects.verdict import Verdict
 from rampup.errors import ConfigError
 from rampup.plan.learning_rate import Clock
@@ -32,38 +32,17 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inli
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyValue:
-    """One key of a configuration as the report lists it."""
-
-    name: str  # the name of the key
-    key: Key  # its definition
-    value: Any  # its value
-    where: str  # where the value was set
-    changed: bool  # whether the value is not the default
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The content of a report."""
 
     title: str  # the name of a file or a run
     plan: RampPlan | RolloutPlan | None  # the plan of a ramp or of a rollout; None if there is only a verdict
     notes: Sequence[str] = ()  # remarks about what is legal but costs something
-    keys: Sequence[KeyValue] = ()  # every key of the configuration
+    config: Settings | None = None  # the configuration, whose keys are listed
     # From a clock to the learning rate of an optimizer step on it; empty if there is none
     rates: Mapping[Clock, Callable[[int], float]] = field(default_factory=dict)
     run: RunMetrics | None = None  # the metrics of the run, if there is one
     verdict: Verdict | None = None  # the verdict on another system's file, if it is one
-    version: str = ""  # of the program, for the last line
-
-
-def key_values(config: Settings) -> tuple[KeyValue, ...]:
-    """Return every key of a configuration with its value and where the value was set."""
-    values, defaults = config.to_dict(), type(config)().to_dict()
-    return tuple(
-        KeyValue(name=name, key=key, value=values[name], where=config.where(name), changed=values[name] != defaults[name])
-        for name, key in config.keys().items()
-    )
 
 
 def write_report(report: Report, path: str | Path) -> int:
@@ -85,7 +64,8 @@ def write_report(report: Report, path: str | Path) -> int:
 def report_html(report: Report) -> str:
     """Return the page."""
     plan = report.plan
-    sections: dict[str, str] = {"Notes": _notes(report)}
+    warnings = f'<div class="notes">{html_list(report.notes)}</div>' if report.notes else "<p>No warnings.</p>" if plan else ""
+    sections: dict[str, str] = {"Notes": warnings}
     if report.verdict is not None:
         sections["Verdict"] = _scroll(to_html(report.verdict), "verdict")
     if report.run is not None:
@@ -96,40 +76,30 @@ def report_html(report: Report) -> str:
         sections["Learning rate"] = _pictures(rate_panels(plan, report.rates)) if report.rates else ""
         sections["Pipeline"] = _pipeline(plan)
     elif plan is not None:
-        sections["Step"] = _scroll(to_html(plan), "one step")
-    sections["Keys"] = _keys(report.keys)
+        sections["Step"] = _scroll(html_table(plan.timetable(), max_rows=MAX_ROWS), "timetable") + _scroll(
+            to_html(plan), "sizes"
+        )
+    sections["Keys"] = _keys(report.config) if report.config else ""
     sections = {name: body for name, body in sections.items() if body}
     links = "".join(f'<li><a href="#{_anchor(name)}">{name}</a></li>' for name in sections)
     body = "".join(f'<section id="{_anchor(name)}"><h2>{name}</h2>{text}</section>' for name, text in sections.items())
-    title = html.escape(report.title)
+    title, summary = html.escape(report.title), plan.summary if isinstance(plan, RampPlan) else ()
+    if isinstance(plan, RolloutPlan):
+        size = f"{plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} responses"
+        total = format_count(plan.total_optimizer_steps, "optimizer step")
+        summary = (f"{format_count(plan.num_steps, 'step')} of {size}, {total}",)
+    header = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in summary)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}"><link rel="icon" href="data:,">'
         f"<title>{title} - rampup report</title><style>{_asset('report.css')}</style></head><body>"
         '<a class="skip" href="#main">skip to the content</a>'
-        f'<header><div><h1>{title}</h1>{_summary(plan)}</div><button id="theme" type="button" hidden>Theme</button></header>'
+        f'<header><div><h1>{title}</h1>{header}</div><button id="theme" type="button" hidden>Theme</button></header>'
         f'<nav aria-label="Sections"><ul>{links}</ul></nav><main id="main">{body}</main>'
-        f'<footer class="dim"><p>Written by rampup {html.escape(report.version)}.</p></footer>'
+        f'<footer class="dim"><p>Written by rampup {rampup.__version__}.</p></footer>'
         f"<script>{_asset('report.js')}</script></body></html>"
     )
-
-
-def _summary(plan: RampPlan | RolloutPlan | None) -> str:
-    if isinstance(plan, RampPlan):
-        return "".join(f"<p>{html.escape(sentence)}</p>" for sentence in plan.summary)
-    if isinstance(plan, RolloutPlan):
-        return (
-            f"<p>{format_count(plan.num_steps, 'step')} of {plan.prompts_per_step:,} prompts * {plan.samples_per_prompt:,} "
-            f"responses, {format_count(plan.total_optimizer_steps, 'optimizer step')}</p>"
-        )
-    return ""
-
-
-def _notes(report: Report) -> str:
-    if not report.notes:
-        return "<p>No warnings.</p>" if report.plan else ""
-    return f'<div class="notes">{html_list(report.notes)}</div>'
 
 
 def _run(run: RunMetrics) -> str:
@@ -167,37 +137,39 @@ def _pipeline(plan: RampPlan) -> str:
         return f"<p>{splitter.num_stages} stages and {split.num_pipeline_microbatches:,} microbatches: too many to draw.</p>"
     picture = svg_element(draw_timetable(plan.timetable()), title="timetable of the last phase", prefix="timetable-")
     # A timetable keeps its own width and scrolls; the view box is in points.
-    return f'<p>One pass of the last phase:</p><div class="wide">{_scroll(_serialize(picture), "timetable")}</div>'
+    return f'<p>One pass of the last phase:</p><div class="wide">{_scroll(picture, "timetable")}</div>'
 
 
-def _keys(keys: Sequence[KeyValue]) -> str:
-    sections: dict[str, list[KeyValue]] = {}
-    for entry in keys:
-        sections.setdefault(entry.key.section, []).append(entry)
-    parts = []
-    for section, entries in sections.items():
+def _keys(config: Settings) -> str:
+    values, defaults = config.to_dict(), type(config)().to_dict()
+    sections: dict[str, list[str]] = {}
+    for name, key in config.keys().items():
+        sections.setdefault(key.section, []).append(name)
+    parts = ['<p><label for="filter">Filter keys:</label> <input id="filter" type="search" hidden></p>']
+    parts.append('<p class="dim">Values in bold are not the default.</p>')
+    for section, names in sections.items():
         # Only the name of a file is shown: the page may be sent to somebody, and the folders are nobody's business.
         rows = [
-            {"key": e.name, "value": yaml_value(e.value), "set by": Path(e.where).name, "meaning": describe(e.key)}
-            for e in entries
+            {
+                "key": name,
+                "value": yaml_value(values[name]),
+                "set by": Path(config.where(name)).name,
+                "meaning": describe(config.keys()[name]),
+            }
+            for name in names
         ]
-        changed = {number: "changed" for number, entry in enumerate(entries) if entry.changed}
+        changed = {number: "changed" for number, name in enumerate(names) if values[name] != defaults[name]}
         table = html_table(rows, max_rows=len(rows), row_classes=changed)
         parts.append(f"<details open><summary>{html.escape(section)}</summary>{table}</details>")
-    search = '<p><label for="filter">Filter keys:</label> <input id="filter" type="search" hidden></p>'
-    return f'{search}<p class="dim">Values in bold are not the default.</p>{"".join(parts)}' if parts else ""
+    return "".join(parts)
 
 
 def _pictures(panels: Mapping[str, Any]) -> str:
     figures = []
     for title, figure in panels.items():
         picture = svg_element(figure, title=title, prefix=f"{_anchor(title)}-")
-        figures.append(f"<figure><figcaption>{html.escape(title)}</figcaption>{_serialize(picture)}</figure>")
+        figures.append(f"<figure><figcaption>{html.escape(title)}</figcaption>{picture}</figure>")
     return f'<div class="charts">{"".join(figures)}</div>'
-
-
-def _serialize(picture: ElementTree.Element) -> str:
-    return ElementTree.tostring(picture, encoding="unicode", method="html")
 
 
 def _scroll(table: str, name: str) -> str:

@@ -3,104 +3,62 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rampup.batch_size.noise_scale import NoiseEstimate
 from rampup.errors import ConfigError, DataError
-from rampup.plan.noise_scale import NoiseEstimate
+from rampup.loop.run_folder import EVAL_FILE, METRICS_FILE, as_path, describe_damage, read_lines
 from rampup.plan.plan import RampPlan
-from rampup.plan.timetable import bubble_fraction
-from rampup.run.run_folder import EVAL_FILE, METRICS_FILE, as_path, read_lines
 
 MAX_POINTS = 1_200
 _Item = TypeVar("_Item")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """A phase as it is drawn. The last one has no end and is drawn up to the edge of the picture."""
-
-    phase: int  # its number
-    # Where it is drawn.
-    start_step: int
-    end_step: int
-    start_sample: int
-    end_sample: int
-    global_batch_size: int  # samples per optimizer step
-    accumulation_steps: int  # passes
-    bubble: float  # idle share of the pipeline
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RatePoint:
-    """The learning rate of one optimizer step."""
-
-    step: int
-    sample: int  # samples consumed before it
-    rate: float  # its learning rate
-
-
-def last_drawn_step(plan: RampPlan) -> int:
-    """Return the step up to which the ramp is drawn: a third beyond its end, but not beyond a run that reaches its end.
-
-    Example:
-        >>> from rampup.plan import BatchRamp, BatchSplitter
-        >>> keys = {"splitter": BatchSplitter(data_parallel_size=1), "num_devices": 1, "total_steps": 1000}
-        >>> last_drawn_step(RampPlan(ramp=BatchRamp.from_schedule("0:8 240:16"), **keys))
-        40
-        >>> last_drawn_step(RampPlan(ramp=BatchRamp.constant(8), **keys))
-        1000
-    """
-    ramp_steps = plan.ramp.ramp_steps
-    if ramp_steps == 0:
-        return plan.total_steps
-    beyond = ramp_steps + -(-ramp_steps // 3)
-    return min(plan.total_steps, beyond) if plan.total_steps > ramp_steps else beyond
-
-
-def phase_spans(plan: RampPlan, *, most: int = MAX_POINTS) -> tuple[Span, ...]:
-    """Return the phases as they are drawn. Of more than `most`, evenly spaced ones with the first and the last.
+def drawn_phases(plan: RampPlan, *, most: int = MAX_POINTS) -> list[dict[str, Any]]:
+    """Return `RampPlan.phase_rows` with the number of each phase and where it ends in a picture; of many phases, some.
 
     Example:
         >>> from rampup.plan import BatchRamp, BatchSplitter
         >>> ramp, splitter = BatchRamp.from_schedule("0:8 240:16"), BatchSplitter(data_parallel_size=1)
         >>> plan = RampPlan(ramp=ramp, splitter=splitter, num_devices=1, total_steps=99)
-        >>> [(span.start_sample, span.end_sample) for span in phase_spans(plan)]
+        >>> [(phase["start_sample"], phase["end_sample"]) for phase in drawn_phases(plan)]
         [(0, 240), (240, 400)]
     """
-    phases = subsample(plan.ramp.phases, most)
-    stops = [phase.start_step for phase in phases[1:]] + [last_drawn_step(plan)]
-    spans = []
-    for phase, stop in zip(phases, stops, strict=True):
-        split = plan.splits[phase.index]
-        bubble = bubble_fraction(plan.splitter.num_stages, split.num_pipeline_microbatches, plan.splitter.num_repeats)
-        spans.append(
-            Span(
-                phase=phase.index,
-                start_step=phase.start_step,
-                end_step=stop,
-                start_sample=phase.start_sample,
-                end_sample=plan.ramp.samples_before(stop),
-                global_batch_size=phase.global_batch_size,
-                accumulation_steps=split.accumulation_steps,
-                bubble=float(bubble),
-            )
-        )
-    return tuple(spans)
+    rows: Sequence[dict[str, Any]] = subsample([{"phase": number, **row} for number, row in enumerate(plan.phase_rows())], most)
+    # The ramp is drawn up to a third beyond its end, but not beyond a run that reaches its end.
+    ramp_steps = plan.ramp.ramp_steps
+    last = ramp_steps + -(-ramp_steps // 3) if ramp_steps else plan.total_steps
+    last = min(plan.total_steps, last) if plan.total_steps > ramp_steps else last
+    ends = [row["start_step"] for row in rows[1:]] + [last]
+    return [row | {"end_step": end, "end_sample": plan.ramp.samples_before(end)} for row, end in zip(rows, ends, strict=True)]
 
 
-def rate_points(plan: RampPlan, rate: Callable[[int], float], *, most: int = 400) -> tuple[RatePoint, ...]:
-    """Return the learning rate over the whole run, at about `most` even steps and on both sides of every known kink."""
+def rate_points(plan: RampPlan, rate: Callable[[int], float], *, most: int = 400) -> list[tuple[int, int, float]]:
+    """Return step, samples before it and learning rate, at about `most` even steps and on both sides of every known kink."""
     last = plan.total_steps - 1
     kinks = {segment.start_step + shift for segment in subsample(plan.clock, most // 4) for shift in (-1, 0)}
     kinks |= {plan.schedule_steps - 1, plan.schedule_steps}
     even = {round(last * part / most) for part in range(most + 1)}
     steps = sorted(step for step in kinks | even if 0 <= step <= last)
-    return tuple(RatePoint(step=step, sample=plan.ramp.samples_before(step), rate=rate(step)) for step in steps)
+    return [(step, plan.ramp.samples_before(step), rate(step)) for step in steps]
+
+
+# Titles of the curves of reinforcement learning in a report, and the keys of metrics.jsonl.
+CURVES = {
+    "Spread of rewards": "reward_spread",
+    "Share of prompts without spread": "zero_spread_share",
+    "KL divergence": "kl",
+    "Clip fraction": "clip_fraction",
+    "Tokens of a response": "response_length",
+    "Prompts of an update": "num_prompts",
+    "Samples of an update": "num_samples",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,10 +81,20 @@ class RunMetrics:
     noise_highs: tuple[float, ...] = ()
     # What `losses` and `eval_losses` are: `loss`, or `reward` with the accuracy, in a run of reinforcement learning
     quantity: str = "loss"
+    learning_rates: tuple[float, ...] = ()  # NaN where unknown
+    # Of reinforcement learning: what else there is per step, by its title; NaN where unknown
+    curves: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @classmethod
     def from_folder(cls, folder: Path, *, name: str) -> RunMetrics:
-        """Return the metrics in the folder of a run; see `from_lines`."""
+        """Return the metrics in the folder of a run; see `from_lines`.
+
+        Raises:
+            DataError: a line is damaged.
+        """
+        for file in (METRICS_FILE, EVAL_FILE):
+            if damage := describe_damage(folder / file):
+                raise DataError(f"{damage}; resume the run, which moves such lines aside, or delete them", key="run")
         return cls.from_lines(name, read_lines(folder / METRICS_FILE), read_lines(folder / EVAL_FILE))
 
     @classmethod
@@ -148,7 +116,7 @@ class RunMetrics:
         if not rows:
             raise DataError(f"{name} has no steps in its {METRICS_FILE}", key="run")
         counts = {
-            key: tuple(_require_count(row, key, name) for row in rows)
+            key: tuple(require_count(row, key, name) for row in rows)
             for key in ("step", "consumed_samples", "global_batch_size", "phase")
         }
         after = dict(zip(counts["step"], counts["consumed_samples"], strict=True))
@@ -161,6 +129,7 @@ class RunMetrics:
             losses=tuple(_finite_or_nan(row.get(quantity)) for row in rows),
             tokens_per_second=tuple(_finite_or_nan(row.get("tokens_per_second")) for row in rows),
             sizes=counts["global_batch_size"],
+            learning_rates=tuple(_finite_or_nan(row.get("learning_rate")) for row in rows),
             phases=counts["phase"],
             eval_samples=tuple(sample for sample, _ in evals),
             eval_losses=tuple(loss for _, loss in evals),
@@ -170,6 +139,12 @@ class RunMetrics:
                 if any("noise_scale_samples" in row for row in rows)
             },
             quantity=quantity,
+            curves={
+                title: values
+                for title, key in CURVES.items()
+                if not all(map(math.isnan, values := tuple(_finite_or_nan(row.get(key)) for row in rows)))
+            }
+            | _dropped_shares(rows),
         )
 
     def noise_at(self, place: int) -> str:
@@ -200,6 +175,17 @@ class RunMetrics:
                 }
             )
         return rows
+
+
+def _dropped_shares(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, ...]]:
+    """Return the share of the prompts of each rollout that were dropped, by its title; nothing if none ever was."""
+    if not any(row.get("dropped_groups") for row in rows):
+        return {}
+    # A rollout has the prompts that were read since the one before it.
+    ends = {row["rollout"]: row["consumed_prompts"] for row in rows}
+    read = {rollout: end - ends.get(rollout - 1, 0) for rollout, end in ends.items()}
+    shares = (row["dropped_groups"] / read[row["rollout"]] if read[row["rollout"]] else math.nan for row in rows)
+    return {"Share of dropped prompts": tuple(shares)}
 
 
 def measured_throughput(folder: str | Path) -> dict[int, Fraction]:
@@ -253,10 +239,18 @@ def subsample(items: Sequence[_Item], most: int) -> Sequence[_Item]:
     return [items[round((len(items) - 1) * place / (most - 1))] for place in range(most)]
 
 
-def _require_count(row: Mapping[str, Any], key: str, name: str) -> int:
+def require_count(row: Mapping[str, Any], key: str, name: str) -> int:
+    """Return a whole number in a line of metrics.jsonl.
+
+    Raises:
+        DataError: it is not one, or too large for any count.
+    """
     value = row.get(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise DataError(f"{name}, step {row['step']} of its {METRICS_FILE}: {key}={value!r} is not a whole number", key=key)
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 10**18:
+        raise DataError(
+            f"{name}, step {row['step']} of its {METRICS_FILE}: {key}={reprlib.repr(value)} is not a whole number below 1e18",
+            key=key,
+        )
     return value
 
 

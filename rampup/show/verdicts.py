@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rampup.dialects.verdict import Verdict
-from rampup.show.console import SPLIT, WHEN, phase_cell
+from rampup.show.console import BATCH, SPLIT, WHEN, phase_cell
 from rampup.show.format import format_count
 
 CHECKS = {"accepts": "its own check accepts the file", "rejects": "its own check rejects the file"}
@@ -21,22 +21,18 @@ RUNS = {
     "fails": "the run fails",
 }
 FOUND_BY = {"validator": "found by its own check", "run": "not checked: the run fails"}
-# What a guide's advice is worth here (`Advice.holds`), and its style.
-ADVICE = {True: ("true    ", "green"), False: ("not here", "yellow"), None: ("wrong   ", "red")}
-PHASE_COLUMNS = WHEN | {"global\nbatch": "global_batch_size", "replicas": "data_parallel_size"} | SPLIT
-
-
+PHASE_COLUMNS = WHEN | BATCH | {"data_parallel_size": "replicas"} | SPLIT
 # Rows of a table of phases before and after those that are folded.
 FIRST_PHASES, LAST_PHASES = 8, 3
 
 
 def print_verdict(verdict: Verdict, console: Console, *, verbose: bool = False, all_phases: bool = False) -> None:
-    """Print a verdict: violations, the meaning of the file, the flow of a step and notes.
+    """Print a verdict: violations, the meaning of the file and notes.
 
     Args:
         verdict: the verdict.
         console: where it is printed.
-        verbose: also print what each size changes, and the advice of guides.
+        verbose: also print what each size changes.
         all_phases: print all phases of a ramp; otherwise those in the middle are folded.
     """
     style = "bold green" if verdict.ok else "bold red"
@@ -56,36 +52,24 @@ def print_verdict(verdict: Verdict, console: Console, *, verbose: bool = False, 
         _print_table(console, ("setting", "meaning"), [(meaning.says, meaning.means) for meaning in verdict.meanings])
     if verdict.phases is not None:
         _print_title(console, "phases")
-        columns = {title: name for title, name in PHASE_COLUMNS.items() if any(name in row for row in verdict.phases)}
-        cells = [[phase_cell(row, name) for name in columns.values()] for row in verdict.phases]
+        columns = {name: title for name, title in PHASE_COLUMNS.items() if any(name in row for row in verdict.phases)}
+        cells = [[phase_cell(row, name) for name in columns] for row in verdict.phases]
         folded = 0 if all_phases else len(cells) - FIRST_PHASES - LAST_PHASES
         if folded > 1:
             cells[FIRST_PHASES:-LAST_PHASES] = [["..."] * len(columns)]
-        _print_table(console, list(columns), cells, numbers=True)
+        _print_table(console, list(columns.values()), cells, numbers=True)
         if folded > 1:
             _print_line(console, f"{folded:,} phases are folded; --all shows them", style="dim")
-    if verdict.flow:
-        _print_title(console, "a step")
-        for number, line in enumerate(verdict.flow, start=1):
-            _print_hanging(console, f"{number:>2}. ", line)
     if verdict.changes and verbose:
         _print_title(console, "what each size changes")
         _print_table(console, ("doubled", "what follows"), [(change.says, change.means) for change in verdict.changes])
-    if verdict.advice and verbose:
-        # Each source is named once.
-        for source in dict.fromkeys(advice.source for advice in verdict.advice):
-            _print_title(console, f"advice of {source}")
-            for advice in verdict.advice:
-                if advice.source == source:
-                    mark, style = ADVICE[advice.holds]
-                    _print_hanging(console, f"{mark} ", f"{advice.rule}: {advice.because}", style)
     if verdict.notes:
         _print_title(console, "notes")
         for note in verdict.notes:
             _print_hanging(console, "- ", note)
-    if not verbose and (verdict.changes or verdict.advice):
+    if not verbose and verdict.changes:
         console.print()
-        _print_line(console, "--verbose adds what each size changes, and the advice of guides", style="dim")
+        _print_line(console, "--verbose adds what each size changes", style="dim")
 
 
 def _print_table(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rampup.config.schema import KEYS
+from rampup.engine.offload import bytes_per_device, host_memory_problem, reports_host_memory
 from rampup.errors import RampupError
-from rampup.run.offload import bytes_per_device, host_memory_problem, reports_host_memory
 from rampup.tune.programs import Programs, Report, Size, take_turns
 
 SHORT_TIMING_SECONDS = 15.0
@@ -17,25 +17,11 @@ SHORT_TIMING_SECONDS = 15.0
 OFFLOAD_KEYS = {"optimizer_memory_host_offload": "opt_state", "parameter_memory_host_offload": "params"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryOption:
-    """A change of the configuration that saves memory."""
-
-    name: str  # a description
-    settings: Mapping[str, Any]  # the keys to change; empty if it takes other devices
-    bytes: int | None = None  # memory of one device with the change, or None if that is not known
-    saved_bytes: int | None = None  # memory saved, or None if that is not known
-    fits: bool = False  # whether training is then within the limit
-    slowdown: float | None = None  # time of a step over the time without the change, or None if it was not timed
-    compiled: bool = True  # whether the bytes are those of a compiled program and not an estimate
-    remark: str = ""  # why it is not available, or what the number leaves out
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the option for JSON."""
-        return asdict(self)
+# A row of `levers` of `rampup tune --json`.
+MemoryOption = dict[str, Any]
 
 
-def find_memory_options(base: Programs, size: Size, usable: float, report: Report) -> tuple[MemoryOption, ...]:
+def find_memory_options(base: Programs, size: Size, usable: float, report: Report) -> list[MemoryOption]:
     """Return every option that saves memory at a microbatch: first those within `usable` bytes, then by the memory saved."""
 
     def estimate(saved: int, **more: Any) -> MemoryOption:
@@ -62,8 +48,8 @@ def find_memory_options(base: Programs, size: Size, usable: float, report: Repor
         saved = bytes_per_device((shapes.params, shapes.opt_state, shapes.params)) // 2
         remark = "shards parameters, gradients and optimizer state in two; with ici_fsdp_parallelism=2 it is compiled"
         options.append(estimate(saved, name="two devices on the fsdp axis", settings={}, remark=remark))
-    known = [option for option in options if option.saved_bytes is None or option.saved_bytes > 0]
-    return tuple(sorted(known, key=lambda option: (not option.fits, -(option.saved_bytes or 0))))
+    known = [option for option in options if option["saved_bytes"] is None or option["saved_bytes"] > 0]
+    return sorted(known, key=lambda option: (not option["fits"], -(option["saved_bytes"] or 0)))
 
 
 def _changes(base: Programs) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -92,9 +78,9 @@ def _compile_with(base: Programs, size: Size, name: str, settings: Mapping[str, 
         same_size = programs.size(size.microbatch_size)
         used = programs.bytes(same_size)
     except RampupError as error:
-        return MemoryOption(name=name, settings=changed, remark=str(error).splitlines()[0])
+        return _option(math.inf, math.inf, usable, name=name, settings=changed, remark=str(error).splitlines()[0])
     if math.isinf(used):
-        return MemoryOption(name=name, settings=changed, remark="the compiler still runs out of memory")
+        return _option(used, used, usable, name=name, settings=changed, remark="the compiler still runs out of memory")
     slowdown = _slowdown(base, size, programs, same_size)
     programs.forget_state()
     return _option(used, base.bytes(size) - used, usable, name=name, settings=changed, slowdown=slowdown)
@@ -112,14 +98,27 @@ def _smaller_microbatch(base: Programs, size: Size, usable: float) -> MemoryOpti
     return _option(used, base.bytes(size) - used, usable, name=name, settings=settings, slowdown=slowdown)
 
 
-def _option(used: float, saved: float, usable: float, **more: Any) -> MemoryOption:
-    """Return an option with the bytes used and saved, which are None unless they are finite."""
-    return MemoryOption(
-        bytes=int(used) if math.isfinite(used) else None,
-        saved_bytes=int(saved) if math.isfinite(saved) else None,
-        fits=used <= usable,
-        **more,
-    )
+def _option(
+    used: float,
+    saved: float,
+    usable: float,
+    *,
+    name: str,
+    settings: Mapping[str, Any],  # the keys to change; none if it takes other devices
+    compiled: bool = True,  # whether the bytes are those of a compiled program and not an estimate
+    slowdown: float | None = None,  # time of a step over the time without the change
+    remark: str = "",  # why it is not available, or what the number leaves out
+) -> MemoryOption:
+    return {
+        "name": name,
+        "settings": dict(settings),
+        "bytes": int(used) if math.isfinite(used) else None,
+        "saved_bytes": int(saved) if math.isfinite(saved) else None,
+        "fits": used <= usable,
+        "slowdown": slowdown,
+        "compiled": compiled,
+        "remark": remark,
+    }
 
 
 def _slowdown(base: Programs, size: Size, changed: Programs, changed_size: Size) -> float | None:

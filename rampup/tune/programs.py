@@ -8,28 +8,28 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from rampup.config.build import build_plan
 from rampup.config.schema import Config
+from rampup.data.batches import AHEAD_ON_DEVICE, step_batches
+from rampup.data.sources import SyntheticRows
+from rampup.engine.compile import compile_program
+from rampup.engine.mesh import make_mesh
+from rampup.engine.offload import ProgramMemory, is_out_of_memory, program_memory, room_to_run
+from rampup.engine.state import TrainState
 from rampup.lm.train import TrainSetup
 from rampup.plan.numbers import AUTO
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplit, BatchSplitter
 from rampup.plan.timetable import num_ticks
-from rampup.run.compile import compile_program
-from rampup.run.data.batches import AHEAD_ON_DEVICE, step_batches
-from rampup.run.data.sources import SyntheticRows
-from rampup.run.mesh import make_mesh
-from rampup.run.offload import ProgramMemory, is_out_of_memory, program_memory, room_to_run
-from rampup.run.state import TrainState
 from rampup.tune.topology import Compiled, Target, compile_on, refused_bytes
 
 Report = Callable[[str], None]
@@ -41,16 +41,14 @@ TIMING_SECONDS = 60.0
 LEAST_SECONDS, MAX_REPEATS = 0.05, 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class Size(NamedTuple):
     """A microbatch size, with the buffer of the program that runs it."""
 
     microbatch_size: int  # b, samples per replica and forward pass
     num_microbatches: int  # the most that one step of this program takes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
+class Timing(NamedTuple):
     """Times of a step."""
 
     seconds: float  # the median
@@ -62,7 +60,7 @@ class Programs:
     """The training steps of one configuration on these devices, compiled on first use.
 
     The configuration's own microbatch and accumulation are ignored. `report` is called with a line about every compilation.
-    With a `target` the devices are those of slices that are not here, and nothing runs.
+    With a `target` the devices are those of absent slices, and nothing runs.
     """
 
     def __init__(
@@ -77,6 +75,16 @@ class Programs:
         self._memory: dict[Size, ProgramMemory | None] = {}
         self._compiled: dict[Size, Any] = {}
         self._answers: dict[Size, Compiled] = {}
+        self._more: int | None = None
+
+    @property
+    def compiled_sizes(self) -> frozenset[int]:
+        """The microbatch sizes whose program for the largest batch was compiled, those that do not fit among them."""
+        return frozenset(size.microbatch_size for size in self._memory if size == self.size(size.microbatch_size))
+
+    def announce(self, more: int) -> None:
+        """Say with the next compilation that at most this many others follow."""
+        self._more = more
 
     def size(self, microbatch_size: int) -> Size:
         """Return a size with the microbatches of the largest batch, rounded up to whole passes."""
@@ -92,6 +100,8 @@ class Programs:
     def memory(self, size: Size) -> ProgramMemory | None:
         """Return the memory that a step takes of one device, or None if the compiler ran out of memory."""
         if size not in self._memory and self.target is not None:
+            more = "" if self._more is None else f", {f'at most {self._more:,}' if self._more else 'none'} to come"
+            self._report(f"microbatch of {size.microbatch_size:,}: compiling{more}")
             answer = self._answers[size] = compile_on(self.target, self._lower(size), self.mesh)
             self._memory[size] = answer.memory
             source = "known" if answer.cached else f"compiled in {answer.seconds:.0f} s"
@@ -114,11 +124,11 @@ class Programs:
         if memory is None:
             return math.inf
         used = memory.total + AHEAD_ON_DEVICE * self._batch_bytes(size)
-        # On slices that are not here the compiler decides what fits: it also recomputes values if memory is short.
+        # On absent slices the compiler decides what fits: it also recomputes values if memory is short.
         return used if self.target is None else min(used, self.target.limit)
 
     def answer(self, size: Size) -> Compiled:
-        """Return the compiler's answer about a step on slices that are not here."""
+        """Return the compiler's answer about a step on absent slices."""
         self.memory(size)
         return self._answers[size]
 
@@ -236,35 +246,24 @@ def take_turns(steps: Mapping[Any, Callable[[], None]], *, seconds: float = TIMI
     return {name: Timing(seconds=medians[name], spread=spreads[name], rounds=rounds) for name in names}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """The line y = start + slope * x."""
+def fit_line(points: Sequence[Point]) -> Point:
+    """Return start and slope of the line with the least squared errors relative to y > 0.
 
-    start: float
-    slope: float
-
-    def at(self, x: float) -> float:
-        """Return y."""
-        return self.start + self.slope * x
-
-
-def fit_line(points: Sequence[Point]) -> Line:
-    """Return the line with the least squared errors relative to y > 0; it goes through 0 if all points have the same x.
+    It goes through 0 if all points have the same x.
 
     Example:
-        >>> line = fit_line([(1, 3), (2, 5), (4, 9)])
-        >>> round(line.start, 6), round(line.slope, 6)
+        >>> start, slope = fit_line([(1, 3), (2, 5), (4, 9)])
+        >>> round(start, 6), round(slope, 6)
         (1.0, 2.0)
     """
     weights = [1 / y**2 for _, y in points]
     total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    mean_x, mean_y = (sum(w * p[axis] for w, p in zip(weights, points, strict=True)) / total for axis in (0, 1))
     variance = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
     if variance == 0:
-        return Line(start=0.0, slope=mean_y / mean_x)
+        return 0.0, mean_y / mean_x
     slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True)) / variance
-    return Line(start=mean_y - slope * mean_x, slope=slope)
+    return mean_y - slope * mean_x, slope
 
 
 def fit_tick_overhead(times: Mapping[int, Sequence[Point]], *, num_repeats: int) -> float | None:
@@ -279,8 +278,8 @@ def fit_tick_overhead(times: Mapping[int, Sequence[Point]], *, num_repeats: int)
         >>> round(fit_tick_overhead(steps, num_repeats=1), 6)
         3.0
     """
-    slopes = [(float(b), fit_line(points).slope) for b, points in times.items() if len({ticks for ticks, _ in points}) > 1]
+    slopes = [(float(b), fit_line(points)[1]) for b, points in times.items() if len({ticks for ticks, _ in points}) > 1]
     if len(slopes) < 2 or min(slope for _, slope in slopes) <= 0:
         return None
-    line = fit_line(slopes)
-    return None if line.slope <= 0 else max(line.start / line.slope / num_repeats, 0.0)
+    start, slope = fit_line(slopes)
+    return None if slope <= 0 else max(start / slope / num_repeats, 0.0)

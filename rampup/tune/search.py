@@ -8,7 +8,7 @@ unchanged and only split its batches differently.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -17,18 +17,18 @@ from typing import Any
 import jax
 
 from rampup.config.build import build_plan, with_slices
-from rampup.config.schema import PER_ACCUMULATION_KEYS, Config
+from rampup.config.schema import PER_ACCUMULATION_KEYS, Config, RampKeys, RunKeys
+from rampup.engine.compile import enable_compilation_cache
+from rampup.engine.offload import device_limit, is_out_of_memory, peak_bytes
 from rampup.errors import ConfigError, RampupError
+from rampup.loop.run_folder import is_bucket
 from rampup.plan.numbers import AUTO, GIB, divisors, parse_memory_gib, to_yaml_number
 from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.plan.topology import NOT_RUN_ON, Topology
-from rampup.run.compile import compiler_version, enable_compilation_cache, topology_devices
-from rampup.run.offload import device_limit, is_out_of_memory, peak_bytes
-from rampup.run.run_folder import is_bucket
-from rampup.tune.memory_options import MemoryOption, find_memory_options
+from rampup.tune.memory_options import find_memory_options
 from rampup.tune.programs import Programs, Report, Size, Timing, fit_line, fit_tick_overhead, take_turns, unconstrained
-from rampup.tune.topology import Target, refused_bytes
+from rampup.tune.topology import Target, compiler_version, refused_bytes, topology_devices
 
 # Left free of a device's memory, for fragmentation and for what the backend's libraries allocate themselves.
 MARGIN = Fraction(5, 100)
@@ -39,38 +39,20 @@ MAX_TIMED_SIZES = 8
 TIE_TOLERANCE = 0.05
 # An estimate knows nothing of what each microbatch costs apart from its arithmetic, so it cannot rank more finely.
 ESTIMATE_TOLERANCE = 0.25
-# Each size that is estimated takes a compilation.
-MAX_ESTIMATED_SIZES = 4
+# Sizes that are compiled for absent slices: with a large model each takes minutes. The search may take more.
+MAX_COMPILED_SIZES = 3
 # The largest sizes, per kind of proposal, that are worth timing.
 NEAR_THE_TOP = 3
 MAX_SHAPES = 8
 NOT_RUN = "not run: this is computed"
-TIMING_KEYS = {"step_seconds": "seconds", "spread": "spread", "rounds": "rounds"}
+
+# The result as JSON: docs/reference/json_output.md says what its keys mean.
+Facts = dict[str, Any]
+# Microbatch size -> number of microbatches -> times.
+Times = Mapping[int, Mapping[int, Timing]]
 
 # (microbatch size, microbatches of a step per replica) -> seconds of the step, or None if that size was not timed.
 StepTime = Callable[[int, int], float | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
-    """A microbatch size that was compiled."""
-
-    size: Size
-    bytes: float  # memory of one device; infinite if the compiler ran out of memory
-    fits: bool  # whether that is within the limit
-    timing: Timing | None = None  # times of a step of the largest batch, or None if it was not timed
-    tokens_per_second: float | None = None  # throughput of that step, or None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the trial for JSON."""
-        return {
-            "microbatch_size": self.size.microbatch_size,
-            "num_microbatches": self.size.num_microbatches,
-            "bytes": _finite_bytes(self.bytes),
-            "fits": self.fits,
-            **{key: getattr(self.timing, name, None) for key, name in TIMING_KEYS.items()},
-            "tokens_per_second": self.tokens_per_second,
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,87 +93,6 @@ class Proposal:
         return {key: to_yaml_number(value) if isinstance(value, Fraction) else value for key, value in self.settings.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tuning:
-    """The result of `tune`."""
-
-    device: str  # the device kind
-    num_devices: int  # number of devices that the plan is for
-    limit_bytes: int  # memory of one device
-    named: bool  # whether that limit was given and is not the device's own
-    largest: int | None  # the largest microbatch that fits, or None
-    next_larger: int | None  # the next candidate, which does not fit, or None if every candidate fits
-    next_larger_run: str  # `failed: ...` or `ran: ...` if it was also run, otherwise the reason why it was not
-    trials: tuple[Trial, ...]  # every size that was compiled, ascending
-    chosen: Proposal | None = None  # the recommended settings, or None
-    others: tuple[Proposal, ...] = ()  # the other proposals
-    phases: tuple[Mapping[str, Any], ...] = ()  # one row for each phase of the chosen plan
-    tick_overhead: float | None = None  # a fitted value for `pipeline_tick_overhead`, or None
-    memory_options: tuple[MemoryOption, ...] = ()  # other ways to save memory, if requested or if nothing fits
-    measured_peak_bytes: int | None = None  # the peak memory of the devices while steps ran, if they report it
-    notes: tuple[str, ...] = ()  # remarks, in sentences
-    margin: Fraction = MARGIN  # the share of the memory that is left free
-    slices: Mapping[str, Any] | None = None  # for slices that are not here: what was compiled, from `_describe_slices`
-
-    @property
-    def usable_bytes(self) -> int:
-        """The limit less the margin."""
-        return usable_bytes(self.limit_bytes, self.margin)
-
-    @property
-    def problem(self) -> ConfigError | None:
-        """The error to report if no settings can be recommended."""
-        if self.chosen is not None:
-            return None
-        if self.largest is not None:
-            rule = "no settings split every phase into such microbatches and leave the ramp unchanged"
-            return ConfigError(f"microbatches of up to {self.largest} samples fit, but {rule}", key="microbatch_size")
-        smallest = self.trials[0]
-        # For slices that are not here, the refusal says how much it needs.
-        placed = refused_bytes(self.next_larger_run) if math.isinf(smallest.bytes) else smallest.bytes
-        needs = "more than the compiler could place" if math.isinf(placed) else f"{int(placed):,} bytes"
-        enough = [option.name for option in self.memory_options if option.fits]
-        fix = f"; enough would be: {', '.join(enough)}" if enough else "; no single memory option is enough"
-        less = f" ({self.limit_bytes:,} less {float(self.margin):.0%})" if self.margin else ""
-        return ConfigError(
-            f"no microbatch fits: a step with microbatch_size={smallest.size.microbatch_size} needs {needs} of each device's "
-            f"{self.usable_bytes:,} usable bytes{less}{fix}",
-            key="microbatch_size",
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result for JSON."""
-        is_estimate, run = self.slices is not None, self.chosen and self.chosen.run_seconds
-        return {
-            "device": self.device,
-            "num_devices": self.num_devices,
-            "memory_gib": self.limit_bytes / GIB,
-            "memory_is_named": self.named,
-            "margin": float(self.margin),
-            "usable_bytes": self.usable_bytes,
-            "largest_microbatch": self.largest,
-            "next_larger": self.next_larger,
-            "next_larger_run": self.next_larger_run,
-            "measured_peak_bytes": self.measured_peak_bytes,
-            "candidates": [trial.to_dict() for trial in self.trials],
-            "settings": self.chosen and self.chosen.to_dict(),
-            "run_seconds": None if is_estimate else run,
-            "phases": [dict(row) for row in self.phases],
-            "alternatives": [
-                {
-                    "rampup_microbatch": p.policy,
-                    "settings": p.to_dict(),
-                    ("roofline_run_seconds" if is_estimate else "run_seconds"): p.run_seconds,
-                }
-                for p in self.others
-            ],
-            "pipeline_tick_overhead": self.tick_overhead,
-            "levers": [option.to_dict() for option in self.memory_options],
-            "notes": list(self.notes),
-            **({**self.slices, "roofline_run_seconds": run} if self.slices is not None else {}),
-        }
-
-
 def tune(
     config: Config,
     *,
@@ -200,12 +101,12 @@ def tune(
     topology: Topology | str | None = None,
     memory_options: bool = False,
     report: Report = lambda line: None,
-) -> Tuning:
+) -> Facts:
     """Find the largest microbatch that fits, time the sizes near it, and choose the settings of the fastest run.
 
     The search reads memory from compiled programs and runs none of them, so it cannot run out of memory. Sizes that fit on
-    this machine then run a few steps on synthetic rows. With a topology nothing runs: the programs are compiled for TPU slices
-    that are not here, a size fits if their compiler accepts its program, and the settings are ranked by a roofline estimate.
+    this machine then run a few steps on synthetic rows. With a topology nothing runs: the programs are compiled for absent TPU
+    slices, a size fits if their compiler accepts its program, and the settings are ranked by a roofline estimate.
 
     Args:
         config: the configuration.
@@ -215,6 +116,9 @@ def tune(
         memory_options: also measure other ways to save memory. If nothing fits, they are always measured.
         report: called with a line of progress.
 
+    Returns:
+        What `rampup tune --json` prints. Ctrl-C ends the search with what it has found so far (`interrupted`), if anything.
+
     Raises:
         RampupError: the configuration cannot run here, or the memory is not known.
         MissingDependencyError: a topology is given, and the TPU compiler is not installed.
@@ -223,7 +127,13 @@ def tune(
         rule = f"gradient_accumulation={config.gradient_accumulation} is not tuned, only fused"
         raise ConfigError(rule, key="gradient_accumulation", nearest=("fused",))
     if topology is None:
-        devices, margin = _select_devices(num_devices), MARGIN
+        devices, margin = jax.devices(), MARGIN
+        if num_devices is not None:
+            if not 1 <= num_devices <= len(devices):
+                rule = f"--devices={num_devices} must be between 1 and the {len(devices)} devices of this machine"
+                nearest = (min(max(num_devices, 1), len(devices)),)
+                raise ConfigError(f"{rule}; --fake-devices {num_devices} simulates them", key="devices", nearest=nearest)
+            devices = devices[:num_devices]
         limit, named = memory_limit(memory_gib, devices)
         enable_compilation_cache(config.jax_cache_dir)
         programs = Programs(config, devices, report)
@@ -233,73 +143,156 @@ def tune(
         devices, margin = topology_devices(target.topology), Fraction(0)  # the compiler itself keeps what it needs
         limit, named = target.limit, target.hbm_bytes is not None
         programs = Programs(config, devices, report, target=target)
-    usable = usable_bytes(limit, margin)
+    usable = int(limit * (1 - margin))
+    facts: Facts = {
+        "device": devices[0].device_kind,
+        "num_devices": len(devices),
+        "memory_gib": limit / GIB,
+        "memory_is_named": named,
+        "margin": float(margin),
+        "usable_bytes": usable,
+        "largest_microbatch": None,
+        "next_larger": None,
+        "next_larger_run": NOT_RUN,
+        "measured_peak_bytes": None,
+        "candidates": [],
+        "settings": None,
+        "run_seconds": None,
+        "phases": [],
+        "alternatives": [],
+        "pipeline_tick_overhead": None,
+        "levers": [],
+        "notes": [],
+    }
+    if programs.target is not None:
+        unknown = ("executables", "compile_seconds", "memory", "collectives_per_step", "roofline_seconds", "roofline")
+        facts |= {
+            "topology": programs.target.topology.name,
+            "compiled_for": f"{NOT_RUN_ON}: every number about time is an estimate",
+            "compiler": compiler_version(),
+            "slices": programs.target.topology.to_dict(),
+            "hbm_bytes": limit,
+            **dict.fromkeys((*unknown, "roofline_run_seconds")),
+        }
+    try:
+        _search(facts, programs, memory_options, report)
+    except KeyboardInterrupt:
+        if not programs.compiled_sizes:
+            raise
+        rows = facts["candidates"] = _candidates(programs, {}, usable)
+        largest = max((row["microbatch_size"] for row in rows if row["fits"]), default=None)
+        larger = [b for row in rows if not row["fits"] and (b := row["microbatch_size"]) > (largest or 0)]
+        facts |= {"largest_microbatch": largest, "next_larger": min(larger, default=None), "interrupted": True}
+        if programs.target is not None and largest is not None:
+            # The best settings that take no other sizes.
+            made, known = proposals(config, programs.plan, largest), programs.compiled_sizes
+            choices = [each for each in made if {split.microbatch_size for split in each.plan.splits} <= known]
+            if choices:
+                _choose(facts, programs, choices, {})
+    return facts
 
-    boundary = find_largest(programs, usable)
-    refusal = _refusal(programs, boundary)
-    trials = [Trial(size=programs.size(b), bytes=used, fits=used <= usable) for b, used in sorted(boundary.costs.items())]
-    found = Tuning(
-        device=devices[0].device_kind,
-        num_devices=len(devices),
-        limit_bytes=limit,
-        named=named,
-        largest=boundary.largest,
-        next_larger=boundary.next_larger,
-        next_larger_run=NOT_RUN if programs.target is None else refusal,
-        trials=tuple(trials),
-        margin=margin,
-        slices=_describe_slices(programs, None),
+
+def problem_of(facts: Facts) -> ConfigError | None:
+    """Return the error to report if no settings can be recommended."""
+    if facts["settings"] is not None or facts.get("interrupted"):
+        return None
+    if (largest := facts["largest_microbatch"]) is not None:
+        rule = "no settings split every phase into such microbatches and leave the ramp unchanged"
+        return ConfigError(f"microbatches of up to {largest} samples fit, but {rule}", key="microbatch_size")
+    smallest, limit = facts["candidates"][0], int(facts["memory_gib"] * GIB)
+    # For absent slices, the refusal says how much it needs.
+    placed = refused_bytes(facts["next_larger_run"]) if smallest["bytes"] is None else smallest["bytes"]
+    needs = "more than the compiler could place" if math.isinf(placed) else f"{int(placed):,} bytes"
+    enough = [option["name"] for option in facts["levers"] if option["fits"]]
+    fix = f"; enough would be: {', '.join(enough)}" if enough else "; no single memory option is enough"
+    less = f" ({limit:,} less {facts['margin']:.0%})" if facts["margin"] else ""
+    return ConfigError(
+        f"no microbatch fits: a step with microbatch_size={smallest['microbatch_size']} needs {needs} of each device's "
+        f"{facts['usable_bytes']:,} usable bytes{less}{fix}",
+        key="microbatch_size",
     )
-    choices = () if boundary.largest is None else proposals(config, programs.plan, boundary.largest)
-    if not choices:
-        return replace(found, memory_options=find_memory_options(programs, trials[0].size, usable, report))
 
-    times = _time_sizes(programs, choices, usable, report)
+
+def _search(facts: Facts, programs: Programs, memory_options: bool, report: Report) -> None:
+    """Add everything that the search finds."""
+    usable, is_estimate = facts["usable_bytes"], programs.target is not None
+    largest, next_larger = (find_largest_compiled if is_estimate else find_largest)(programs, usable)
+    facts |= {"largest_microbatch": largest, "next_larger": next_larger}
+    if is_estimate:
+        refusal = "no larger size was tried" if next_larger is None else programs.answer(programs.size(next_larger)).refusal
+        facts["next_larger_run"] = f"not run: {refusal}"
+    choices = () if largest is None else proposals(programs.config, programs.plan, largest)
+    times: Times = {}
+    if is_estimate:
+        # Those that take few further compilations, and the first one.
+        sizes, taken = set(programs.compiled_sizes), list[Proposal]()
+        for choice in choices:
+            if not taken or choice.sizes <= sizes or len(sizes | choice.sizes) <= MAX_COMPILED_SIZES:
+                sizes |= choice.sizes
+                taken.append(choice)
+        choices, new = tuple(taken), sorted(sizes - programs.compiled_sizes)
+        for number, b in enumerate(new, start=1):
+            programs.announce(len(new) - number)
+            programs.bytes(programs.size(b))
+    elif choices:
+        times = _time_sizes(programs, choices, usable, report)
+    size = programs.size(min(programs.compiled_sizes))
+    if choices:
+        size = programs.size(max(_choose(facts, programs, choices, times).sizes))
+        if not is_estimate:
+            facts["next_larger_run"] = _run_next_larger(programs, next_larger, facts["memory_is_named"])
+        facts["measured_peak_bytes"] = peak_bytes(programs.devices) if times else None
+    facts["candidates"] = _candidates(programs, times, usable)
+    if memory_options or not choices:
+        facts["levers"] = find_memory_options(programs, size, usable, report)
+
+
+def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times: Times) -> Proposal:
+    """Choose the fastest proposal, and add it with its phases and with the others."""
     # The time of a step is a line over its number of microbatches: a constant for the update, and the passes.
     lines = {b: fit_line([(n, timing.seconds) for n, timing in by_number.items()]) for b, by_number in times.items()}
 
     def step_time(microbatch_size: int, num_microbatches: int) -> float | None:
         if programs.target is not None:
-            return _roofline_seconds(programs, microbatch_size, num_microbatches, usable)
-        line = lines.get(microbatch_size)
-        return None if line is None else max(line.at(num_microbatches), 0.0)
+            return _roofline_seconds(programs, microbatch_size, num_microbatches, facts["usable_bytes"])
+        if microbatch_size not in lines:
+            return None
+        start, slope = lines[microbatch_size]
+        return max(start + slope * num_microbatches, 0.0)
 
-    if programs.target is not None:
-        # Those proposals whose sizes are among the first few; at least the first one.
-        estimated: set[int] = set()
-        for choice in choices:
-            estimated |= choice.sizes if len(estimated | choice.sizes) <= MAX_ESTIMATED_SIZES or not estimated else set()
-        choices = tuple(choice for choice in choices if choice.sizes <= estimated)
     choices = tuple(replace(choice, run_seconds=choice.seconds(step_time)) for choice in choices)
-    chosen = _choose_fastest(choices, TIE_TOLERANCE if programs.target is None else ESTIMATE_TOLERANCE)
-    overhead = _fit_overhead(programs, times)
-    found = replace(
-        found,
-        trials=_with_timings(programs, trials, times, usable),
-        chosen=chosen,
-        others=tuple(sorted((c for c in choices if c is not chosen), key=lambda c: c.run_seconds or math.inf)),
-        phases=tuple(_phase_rows(programs, chosen, step_time)),
-        tick_overhead=overhead,
-        notes=tuple(_notes(programs, choices, chosen, times, overhead)),
-        next_larger_run=_run_next_larger(programs, boundary, named) if programs.target is None else refusal,
-        measured_peak_bytes=peak_bytes(programs.devices) if times else None,
-        slices=_describe_slices(programs, chosen),
-    )
-    if memory_options:
-        largest = programs.size(max(chosen.sizes))
-        found = replace(found, memory_options=find_memory_options(programs, largest, usable, report))
-    return found
-
-
-def _select_devices(number: int | None) -> Sequence[jax.Device]:
-    devices = jax.devices()
-    if number is None:
-        return devices
-    if not 1 <= number <= len(devices):
-        rule = f"--devices={number} must be between 1 and the {len(devices)} devices of this machine"
-        nearest = (min(max(number, 1), len(devices)),)
-        raise ConfigError(f"{rule}; --fake-devices {number} simulates them", key="devices", nearest=nearest)
-    return devices[:number]
+    timed = [(choice.run_seconds, choice) for choice in choices if choice.run_seconds is not None]
+    chosen = choices[0]
+    if timed:
+        # Ties go to fewer shapes, then to the earlier one.
+        least = min(seconds for seconds, _ in timed)
+        tied = [choice for seconds, choice in timed if seconds <= least * (1 + _tolerance(programs))]
+        chosen = min(tied, key=lambda choice: (len(choice.sizes), choices.index(choice)))
+    overhead, repeats = None, programs.splitter.num_repeats
+    if programs.splitter.num_stages > 1:
+        points = {b: [(programs.ticks(b, n), timing.seconds) for n, timing in by_n.items()] for b, by_n in times.items()}
+        overhead = fit_tick_overhead(points, num_repeats=repeats)
+    seconds_key = "run_seconds" if programs.target is None else "roofline_run_seconds"
+    others = sorted((choice for choice in choices if choice is not chosen), key=lambda choice: choice.run_seconds or math.inf)
+    facts |= {
+        "settings": chosen.to_dict(),
+        seconds_key: chosen.run_seconds,
+        "phases": list(_phase_rows(programs, chosen, step_time)),
+        "alternatives": [
+            {
+                "rampup_microbatch": other.policy,
+                "settings": other.to_dict(),
+                "executables": len(other.sizes),
+                seconds_key: other.run_seconds,
+            }
+            for other in others
+        ],
+        "pipeline_tick_overhead": overhead,
+        "notes": list(_notes(programs, choices, chosen, times, overhead)),
+    }
+    if programs.target is not None:
+        facts |= _describe_programs(programs, chosen)
+    return chosen
 
 
 def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) -> tuple[int, bool]:
@@ -318,15 +311,10 @@ def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) 
     return min(limits), False
 
 
-def usable_bytes(limit_bytes: int, margin: Fraction = MARGIN) -> int:
-    """Return the part of a device's memory that a step may use."""
-    return int(limit_bytes * (1 - margin))
+# Absent slices.
 
 
-# Slices that are not here.
-
-
-def _target(config: Config, topology: Topology | str, memory_gib: str | float | None, num_devices: int | None) -> Target:
+def _target(config: RunKeys, topology: Topology | str, memory_gib: str | float | None, num_devices: int | None) -> Target:
     """Return what to compile for."""
     topology = Topology.parse(topology) if isinstance(topology, str) else topology
     if num_devices is not None:
@@ -341,14 +329,6 @@ def _target(config: Config, topology: Topology | str, memory_gib: str | float | 
     return Target(topology=topology, hbm_bytes=hbm_bytes, cache=cache)
 
 
-def _refusal(programs: Programs, boundary: Boundary) -> str:
-    """Return why the next larger size does not fit on slices that are not here, in the compiler's words."""
-    if programs.target is None or boundary.next_larger is None:
-        return "not run: no larger size was tried"
-    answer = programs.answer(programs.size(boundary.next_larger))
-    return f"not run: {answer.refusal}"
-
-
 def _roofline_seconds(programs: Programs, microbatch_size: int, num_microbatches: int, usable: float) -> float | None:
     """Return the estimated time of a step, or None if it does not fit."""
     size = programs.size(microbatch_size)
@@ -359,38 +339,24 @@ def _roofline_seconds(programs: Programs, microbatch_size: int, num_microbatches
     return account and account.roofline(programs.target.topology, trips).seconds
 
 
-def _describe_slices(programs: Programs, chosen: Proposal | None) -> dict[str, Any] | None:
-    """Return the facts for JSON about slices that are not here: those of the chosen settings in their last phase."""
-    if programs.target is None:
-        return None
-    topology = programs.target.topology
-    facts: dict[str, Any] = {
-        "topology": topology.name,
-        "compiled_for": f"{NOT_RUN_ON}: every number about time is an estimate",
-        "compiler": compiler_version(),
-        "slices": topology.to_dict(),
-        "hbm_bytes": programs.target.limit,
-        "executables": None,
-        "compile_seconds": None,
-        "memory": None,
-        "collectives_per_step": None,
-        "roofline_seconds": None,
-        "roofline": None,
-    }
-    if chosen is None:
-        return facts
-    sizes = [programs.size(b) for b in sorted(chosen.sizes)]
-    answers = [programs.answer(size) for size in sizes]
+def _roofline_rate(seconds: float | None, tokens: int) -> Facts:
+    return {"roofline_seconds": seconds, "roofline_tokens_per_second": tokens / seconds if seconds else None}
+
+
+def _describe_programs(programs: Programs, chosen: Proposal) -> Facts:
+    """Return the facts about the programs of the chosen settings for absent slices: those of a step in the last phase."""
+    assert programs.target is not None
+    answers = [programs.answer(programs.size(b)) for b in chosen.sizes]
     last, answer = chosen.reached[-1], programs.answer(programs.size(chosen.reached[-1].microbatch_size))
     largest = max((each.memory for each in answers if each.memory), key=lambda memory: memory.total, default=None)
-    facts |= {
-        "executables": len(sizes),
+    facts: Facts = {
+        "executables": len(answers),
         "compile_seconds": sum(each.seconds for each in answers),
         "memory": largest and {**asdict(largest), "total": largest.total},
     }
     if answer.account is not None:
         trips = programs.loop_trips(last.microbatch_size, last.num_microbatches)
-        roofline = answer.account.roofline(topology, trips)
+        roofline = answer.account.roofline(programs.target.topology, trips)
         facts |= {
             "collectives_per_step": answer.account.collective_rows(trips),
             "roofline_seconds": roofline.seconds,
@@ -411,13 +377,8 @@ def _finite_bytes(number: float) -> int | None:
 # The search: each trial is a compilation, so the number of trials matters.
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Boundary:
-    """The sizes at which a limit is crossed."""
-
-    largest: int | None  # the largest size that fits, or None if none does
-    next_larger: int | None  # the next size, which was tried and does not fit, or None if all sizes fit
-    costs: Mapping[int, float]  # the cost of every size that was tried
+# The largest size that fits, and the next one, which was tried and does not; None if there is none.
+Boundary = tuple[int | None, int | None]
 
 
 def find_largest(programs: Programs, usable: float) -> Boundary:
@@ -426,17 +387,44 @@ def find_largest(programs: Programs, usable: float) -> Boundary:
     Sizes that take the largest batch in one pass are searched first and separately: their program has no loop and therefore
     one gradient buffer less, so such a size can fit although a smaller one does not.
     """
-    legal = sorted({size for sizes in legal_sizes(programs.plan) for size in sizes})
+    splitter = programs.splitter
+    legal = sorted({b for size in programs.plan.ramp.sizes for b in splitter.legal_microbatches([size])})
     one_pass = legal[-1]
 
-    def cost(microbatch_size: int) -> float:
-        return programs.bytes(programs.size(microbatch_size))
+    def largest(legal: Sequence[int], least: int, most: int) -> Boundary:
+        # Powers of two are tried too.
+        powers = (1 << exponent for exponent in range(most.bit_length()))
+        sizes = sorted({size for size in (*legal, *powers) if least <= size <= most})
+        return largest_within(sizes, lambda size: programs.bytes(programs.size(size)), usable)
 
-    above = largest_within(candidate_sizes([one_pass], least=one_pass, most=SEARCH_FACTOR * one_pass), cost, usable)
-    if above.largest is not None or one_pass == 1:
+    above = largest([one_pass], one_pass, SEARCH_FACTOR * one_pass)
+    if above[0] is not None or one_pass == 1:
         return above
-    below = largest_within(candidate_sizes(legal, least=1, most=one_pass - 1), cost, usable)
-    return replace(below, next_larger=below.next_larger or one_pass, costs={**above.costs, **below.costs})
+    below, next_larger = largest(legal, 1, one_pass - 1)
+    return below, next_larger or one_pass
+
+
+def find_largest_compiled(programs: Programs, usable: float) -> Boundary:
+    """Return the boundary for absent slices, with few compilations, since each may take minutes.
+
+    Only sizes that divide the largest batch are tried, first the largest one that divides every phase. Memory is nearly a line
+    over the size, which starts with what a step takes of its arguments: the next size is where this line meets the limit, or
+    just above the largest one that fits. A program far beyond the limit takes the compiler longest, so it is avoided.
+    """
+    splitter, sizes_of_phases = programs.splitter, programs.plan.ramp.sizes
+    sizes = splitter.legal_microbatches([max(sizes_of_phases)])
+    index = sizes.index(splitter.legal_microbatches(sizes_of_phases)[-1])
+    low, high = -1, len(sizes)
+    while high - low > 1:
+        programs.announce(high - low - 2)
+        size = programs.size(sizes[index])
+        memory, used = programs.memory(size), programs.bytes(size)
+        low, high = (index, high) if used <= usable else (low, index)
+        index = (low + high) // 2
+        if memory is not None and used <= usable:
+            slope = max(used - memory.arguments, 1) / sizes[low]
+            index = max([n for n in range(low + 1, high) if memory.arguments + slope * sizes[n] <= usable], default=low + 1)
+    return sizes[low] if low >= 0 else None, sizes[high] if high < len(sizes) else None
 
 
 def largest_within(sizes: Sequence[int], cost: Callable[[int], float], limit: float) -> Boundary:
@@ -446,9 +434,8 @@ def largest_within(sizes: Sequence[int], cost: Callable[[int], float], limit: fl
     of the form `constant + factor * size` takes about four trials, any other at most three times the logarithm.
 
     Example:
-        >>> found = largest_within(range(1, 1000), lambda size: 100 + 3 * size, 1000)
-        >>> found.largest, found.next_larger, len(found.costs)
-        (300, 301, 4)
+        >>> largest_within(range(1, 1000), lambda size: 100 + 3 * size, 1000)
+        (300, 301)
     """
     costs: dict[int, float] = {}
 
@@ -463,41 +450,17 @@ def largest_within(sizes: Sequence[int], cost: Callable[[int], float], limit: fl
             low, high = (end, high) if fits(end) else (low, end)
     trial = 0
     while high - low > 1:
-        index = (low + high) // 2 if trial % 3 == 2 else _interpolate(sizes, costs, low, high, limit)
+        index = (low + high) // 2
+        start, rise = costs[sizes[low]], costs[sizes[high]] - costs[sizes[low]]
+        if trial % 3 != 2 and math.isfinite(rise):
+            size = sizes[low] + (limit - start) * (sizes[high] - sizes[low]) / rise
+            index = next((index for index in range(high - 1, low, -1) if sizes[index] <= size), low + 1)
         low, high = (index, high) if fits(index) else (low, index)
         trial += 1
-    next_larger = sizes[high] if high < len(sizes) else None
-    return Boundary(largest=sizes[low] if low >= 0 else None, next_larger=next_larger, costs=costs)
-
-
-def _interpolate(sizes: Sequence[int], costs: Mapping[int, float], low: int, high: int, limit: float) -> int:
-    """Return the index strictly between two others at which the line through their costs reaches the limit."""
-    start, rise = costs[sizes[low]], costs[sizes[high]] - costs[sizes[low]]
-    if not math.isfinite(rise):
-        return (low + high) // 2
-    size = sizes[low] + (limit - start) * (sizes[high] - sizes[low]) / rise
-    within = (index for index in range(high - 1, low, -1) if sizes[index] <= size)
-    return next(within, low + 1)
-
-
-def candidate_sizes(legal: Iterable[int], *, least: int, most: int) -> tuple[int, ...]:
-    """Return the sizes to try from `least` to `most`: the legal ones and the powers of two.
-
-    Example:
-        >>> candidate_sizes([1, 3, 6], least=2, most=8)
-        (2, 3, 4, 6, 8)
-    """
-    powers = (1 << exponent for exponent in range(most.bit_length()))
-    return tuple(sorted({size for size in (*legal, *powers) if least <= size <= most}))
+    return sizes[low] if low >= 0 else None, sizes[high] if high < len(sizes) else None
 
 
 # The proposals: settings that change the microbatches and not the ramp.
-
-
-def legal_sizes(plan: RampPlan) -> list[tuple[int, ...]]:
-    """Return, phase by phase, the microbatch sizes that divide the batch for some accumulation."""
-    splitter = unconstrained(plan.splitter)
-    return [splitter.legal_microbatches([size]) for size in plan.ramp.sizes]
 
 
 def proposals(config: Config, plan: RampPlan, found: int) -> tuple[Proposal, ...]:
@@ -540,7 +503,7 @@ def proposals(config: Config, plan: RampPlan, found: int) -> tuple[Proposal, ...
     return tuple(unique.values())
 
 
-def _accumulation(config: Config, accumulation: int) -> dict[str, Any]:
+def _accumulation(config: RampKeys, accumulation: int) -> dict[str, Any]:
     """Return the settings that change `gradient_accumulation_steps` and leave every global batch as it is."""
     if accumulation == config.gradient_accumulation_steps:
         return {}
@@ -565,10 +528,7 @@ def _propose(config: Config, plan: RampPlan, settings: Mapping[str, Any], found:
     return Proposal(policy=made.splitter.rampup_microbatch, settings=changed, plan=made)
 
 
-# The measurement, and the choice that follows from it.
-
-# Microbatch size -> number of microbatches -> times.
-Times = dict[int, dict[int, Timing]]
+# The measurement, and what follows from it.
 
 
 def _time_sizes(programs: Programs, choices: Sequence[Proposal], usable: float, report: Report) -> Times:
@@ -583,41 +543,44 @@ def _time_sizes(programs: Programs, choices: Sequence[Proposal], usable: float, 
     if not steps:
         return {}
     report(f"timing microbatches of {', '.join(f'{b:,}' for b in sorted({b for b, _ in steps}))}")
-    times: Times = {b: {} for b, _ in steps}
+    times: dict[int, dict[int, Timing]] = {b: {} for b, _ in steps}
     for (b, number), timing in take_turns(steps).items():
         times[b][number] = timing
     return times
 
 
-def _choose_fastest(choices: Sequence[Proposal], tolerance: float = TIE_TOLERANCE) -> Proposal:
-    """Return the fastest proposal. Ties go to fewer shapes, then to the earlier one."""
-    timed = [(choice.run_seconds, choice) for choice in choices if choice.run_seconds is not None]
-    if not timed:
-        return choices[0]
-    best = min(seconds for seconds, _ in timed)
-    tied = [choice for seconds, choice in timed if seconds <= best * (1 + tolerance)]
-    return min(tied, key=lambda choice: (len(choice.sizes), choices.index(choice)))
-
-
-def _with_timings(programs: Programs, trials: Iterable[Trial], times: Times, usable: float) -> tuple[Trial, ...]:
-    """Return the trials, with the sizes that were timed among them, ascending."""
-    by_size = {trial.size.microbatch_size: trial for trial in trials}
-    for b, by_number in times.items():
+def _candidates(programs: Programs, times: Times, usable: float) -> list[Facts]:
+    """Return a row for every size that was compiled, ascending, with the times of a step of the largest batch."""
+    rows = []
+    for b in sorted(programs.compiled_sizes):
         size = programs.size(b)
-        timing, used = by_number[size.num_microbatches], programs.bytes(size)
+        used, timing = programs.bytes(size), times[b][size.num_microbatches] if b in times else None
         tokens = b * size.num_microbatches * programs.splitter.data_parallel_size * programs.config.max_target_length
-        by_size[b] = Trial(size=size, bytes=used, fits=used <= usable, timing=timing, tokens_per_second=tokens / timing.seconds)
-    return tuple(by_size[b] for b in sorted(by_size))
+        row = {
+            "microbatch_size": b,
+            "num_microbatches": size.num_microbatches,
+            "bytes": _finite_bytes(used),
+            "fits": used <= usable,
+            "step_seconds": timing and timing.seconds,
+            "spread": timing and timing.spread,
+            "rounds": timing and timing.rounds,
+            "tokens_per_second": timing and tokens / timing.seconds,
+        }
+        if programs.target is not None:
+            row |= _roofline_rate(_roofline_seconds(programs, b, size.num_microbatches, usable), tokens)
+        rows.append(row)
+    return rows
 
 
 def _phase_rows(programs: Programs, chosen: Proposal, step_time: StepTime) -> Iterator[dict[str, Any]]:
     """Yield a row for each phase: how its batch is split, the memory it needs of a device, and its speed."""
     for phase, split, row in zip(chosen.plan.ramp.phases, chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
         b = split.microbatch_size
-        size = Size(microbatch_size=b, num_microbatches=chosen.plan.max_microbatches[b])
+        is_estimate = programs.target is not None
+        # The program of the run; an estimate takes the one that was compiled, whose buffer is that of the largest batch.
+        size = programs.size(b) if is_estimate else Size(microbatch_size=b, num_microbatches=chosen.plan.max_microbatches[b])
         seconds = step_time(b, split.num_microbatches)
         tokens = split.global_batch_size * programs.config.max_target_length
-        is_estimate = programs.target is not None
         yield {
             "start_step": phase.start_step,
             "global_batch_size": split.global_batch_size,
@@ -628,20 +591,29 @@ def _phase_rows(programs: Programs, chosen: Proposal, step_time: StepTime) -> It
             "bytes": _finite_bytes(programs.bytes(size)),
             "step_seconds": None if is_estimate else seconds,
             "tokens_per_second": tokens / seconds if seconds and not is_estimate else None,
-            **({"roofline_seconds": seconds} if is_estimate else {}),
+            **(_roofline_rate(seconds, tokens) if is_estimate else {}),
         }
 
 
-def _fit_overhead(programs: Programs, times: Times) -> float | None:
-    if programs.splitter.num_stages == 1:
-        return None
-    points = {b: [(programs.ticks(b, n), timing.seconds) for n, timing in by_n.items()] for b, by_n in times.items()}
-    return fit_tick_overhead(points, num_repeats=programs.splitter.num_repeats)
+def _tolerance(programs: Programs) -> float:
+    return TIE_TOLERANCE if programs.target is None else ESTIMATE_TOLERANCE
 
 
 def _notes(
     programs: Programs, choices: Sequence[Proposal], chosen: Proposal, times: Times, overhead: float | None
 ) -> Iterator[str]:
+    faster = [c for c in choices if c.run_seconds is not None and c.run_seconds < (chosen.run_seconds or 0.0)]
+    if faster:
+        best = min(faster, key=lambda choice: choice.run_seconds or 0.0)
+        name = " ".join(f"{key}={value}" for key, value in best.to_dict().items()) or "the configuration as it is"
+        why = "such times vary more than that"
+        if programs.target is not None:
+            why = "an estimate leaves out what each microbatch costs apart from its arithmetic"
+        yield (
+            f"{name} is {1 - (best.run_seconds or 0.0) / (chosen.run_seconds or 1.0):.1%} faster than what is recommended, but "
+            f"within {_tolerance(programs):.0%} it is a tie ({why}): the fewest compiled programs win, then the "
+            "configuration's own rampup_microbatch, then the largest microbatch"
+        )
     if programs.target is not None:
         yield f"{NOT_RUN_ON}; seconds are roofline estimates at published peaks, so a real step takes longer"
         account = programs.answer(programs.size(chosen.reached[-1].microbatch_size)).account
@@ -668,13 +640,13 @@ def _notes(
         yield f"evaluation batches become {sizes}, since eval_per_device_batch_size follows per_device_batch_size"
 
 
-def _run_next_larger(programs: Programs, boundary: Boundary, named: bool) -> str:
+def _run_next_larger(programs: Programs, next_larger: int | None, named: bool) -> str:
     """Run the smallest size that does not fit, on devices that refuse an allocation and survive it."""
-    if boundary.next_larger is None:
+    if next_larger is None:
         return "not run: no larger size was tried"
     if named or any(device_limit(device) is None for device in programs.devices):
         return NOT_RUN
-    size = programs.size(boundary.next_larger)
+    size = programs.size(next_larger)
     if programs.memory(size) is None:
         return "failed: the compiler runs out of memory"
     try:

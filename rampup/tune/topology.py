@@ -1,50 +1,159 @@
-"""Programs compiled for TPU slices that are not here: their memory, their account, and a cache of both.
+"""Compile programs for absent TPU slices: their devices, memory, account, and a cache of the last two.
 
 Whether a program fits is the compiler's own answer: it refuses a program that needs more memory than a chip has.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import importlib.metadata
 import json
 import math
 import os
 import re
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from rampup.engine.compile import compile_for_tpu
+from rampup.engine.offload import ProgramMemory, is_out_of_memory, program_memory
+from rampup.errors import ConfigError, MissingDependencyError
+from rampup.inspection.account import Account, account_of
+from rampup.inspection.hlo import Program
 from rampup.plan.topology import Topology
-from rampup.run.account import Account, account_of
-from rampup.run.compile import compile_for, compiler_version
-from rampup.run.hlo import Program
-from rampup.run.offload import ProgramMemory, is_out_of_memory, program_memory
 
 # Part of a cached result's key: raise it if the account of a program changes.
-_FORMAT = 4
+_FORMAT = 5
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _MAX_REFUSAL = 300
+COMPILER_THREAD = "rampup-topology-compiler"
+INSTALL = "pip install 'rampup[tpu-compile]' installs the version that JAX needs"
+# What libtpu needs to be loaded on a machine without a TPU: no metadata server is asked, no worker is searched for, nothing is
+# logged, and its lock file does not end a second process that compiles too.
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_LOG_DIR": "disabled",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}
+# Caps the memory that a program may use.
+_HBM_OPTION = "xla_tpu_max_hbm_size_mib"
+# The version that JAX 0.7.2 asks for. Older ones end the process with a segmentation fault after a compilation.
+_OLDEST_LIBTPU = (0, 0, 23)
+_libtpu_lock = threading.Lock()
+
+
+def compiler_version() -> str:
+    """Return the version of the TPU compiler.
+
+    Raises:
+        MissingDependencyError: it is not installed, or too old.
+    """
+    for package in ("libtpu", "libtpu-nightly"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            version = importlib.metadata.version(package)
+            if package == "libtpu" and tuple(map(int, re.findall(r"\d+", version)))[:3] < _OLDEST_LIBTPU:
+                needed = ".".join(map(str, _OLDEST_LIBTPU))
+                problem = f"libtpu {version} cannot compile for an absent TPU, but {needed} and newer can"
+                raise MissingDependencyError(f"{problem}; {INSTALL}")
+            return f"{package} {version}"
+    raise MissingDependencyError(f"compiling for an absent TPU takes its compiler, the package libtpu; {INSTALL}")
+
+
+def use_cpu_as_host() -> None:
+    """Keep JAX of a command away from a TPU runtime: with libtpu installed, it would search for chips on this machine."""
+    jax.config.update("jax_platforms", "cpu")
+
+
+def topology_devices(topology: Topology | str) -> Sequence[Any]:
+    """Return the devices of a topology. Programs can be compiled for them but cannot run on them.
+
+    Args:
+        topology: the slices, or their name.
+
+    Raises:
+        ConfigError: there is no such topology.
+        MissingDependencyError: libtpu is not installed.
+    """
+    topology = Topology.parse(topology) if isinstance(topology, str) else topology
+    compiler_version()
+    with _libtpu_lock:
+        return _devices(topology)
+
+
+@functools.cache
+def _devices(topology: Topology) -> Sequence[Any]:
+    from jax.experimental import topologies
+
+    options: dict[str, Any] = {"chips_per_host_bounds": topology.chips_per_host}
+    if any(topology.wrap):
+        options["wrap"] = topology.wrap
+    if topology.num_slices > 1:
+        options["num_slices"] = topology.num_slices
+    if topology.chip.config is not None:
+        options["chip_config_name"] = topology.chip.config
+    # libtpu reads them when it is loaded; a compilation later does not need them.
+    absent = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
+    os.environ.update(absent)
+    try:
+        found = topologies.get_topology_desc(topology.slice_name, platform="tpu", **options)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"the compiler {compiler_version()} refuses topology={topology.name}: {reason}", key="topology"
+        ) from error
+    finally:
+        for name in absent:
+            os.environ.pop(name, None)
+    if len(found.devices) != topology.num_devices:
+        rule = f"has {topology.num_devices} devices, but {compiler_version()} gives {len(found.devices)}"
+        raise ConfigError(f"topology={topology.name} {rule}", key="topology")
+    return tuple(found.devices)
+
+
+def compile_for(lowered: Any, *, kind: str = "", hbm_bytes: int | None = None) -> Any:
+    """Compile a program that was lowered for the devices of a topology.
+
+    Args:
+        lowered: a `jax.stages.Lowered`.
+        kind: the TPU generation, whose options `rampup train` would compile with; "" = without them.
+        hbm_bytes: let the program use less of each device's memory, rounded down to MiB; None = all.
+
+    Raises:
+        jax.errors.JaxRuntimeError: among others if the program does not fit; see `rampup.engine.offload.is_out_of_memory`.
+    """
+    options = {} if hbm_bytes is None else {_HBM_OPTION: str(hbm_bytes >> 20)}
+    # JAX writes such programs into its cache but cannot read them back without a TPU: it would warn and compile again.
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update(name, 1e9)
+    try:
+        return compile_for_tpu(lowered, kind, options)
+    finally:
+        jax.config.update(name, before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What programs are compiled for.
+    """What programs are compiled for."""
 
-    Attributes:
-        topology: the slices.
-        hbm_bytes: memory of a device that programs may use, or None for all of it.
-        cache: folder of earlier results, or None.
-    """
-
-    topology: Topology
-    hbm_bytes: int | None = None
-    cache: Path | None = None
+    topology: Topology  # the slices
+    hbm_bytes: int | None = None  # memory of a device that programs may use, or None for all of it
+    cache: Path | None = None  # folder of earlier results, or None
 
     @property
     def limit(self) -> int:
@@ -54,70 +163,70 @@ class Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """The compiler's answer about one program.
+    """The compiler's answer about one program."""
 
-    Attributes:
-        memory: memory of a device, or None if the compiler refuses the program because it does not fit.
-        account: what a run costs, or None.
-        refusal: the compiler's reason.
-        seconds: time of the compilation.
-        cached: whether the answer is from an earlier compilation.
-    """
-
-    memory: ProgramMemory | None
-    account: Account | None
-    refusal: str = ""
-    seconds: float
-    cached: bool = False
-
-    def to_json(self) -> str:
-        """Return the answer as text, for `from_json`."""
-        memory = self.memory and dataclasses.asdict(self.memory)
-        account = self.account and self.account.to_json()
-        return json.dumps({"memory": memory, "account": account, "refusal": self.refusal, "seconds": self.seconds})
-
-    @classmethod
-    def from_json(cls, text: str) -> Compiled:
-        """Return the answer that `to_json` wrote."""
-        data = json.loads(text)
-        return cls(
-            memory=data["memory"] and ProgramMemory(**data["memory"]),
-            account=data["account"] and Account.from_json(data["account"]),
-            refusal=data["refusal"],
-            seconds=data["seconds"],
-            cached=True,
-        )
+    memory: ProgramMemory | None  # of a device, or None if the compiler refuses the program because it does not fit
+    account: Account | None  # what a run costs, or None
+    refusal: str = ""  # the compiler's reason
+    seconds: float  # of the compilation
+    cached: bool = False  # whether the answer is from an earlier compilation
 
 
 def compile_on(target: Target, lowered: Any, mesh: jax.sharding.Mesh) -> Compiled:
-    """Compile a program for a target, or return the result of an earlier compilation of the same program.
-
-    Args:
-        target: the slices and the cache.
-        lowered: a `jax.stages.Lowered` for devices of the target.
-        mesh: the mesh of the program.
-    """
-    file = target.cache and target.cache / f"{_key(target, lowered, mesh)}.json"
+    """Compile a lowered program for a target, or return the result of an earlier compilation of the same program."""
+    # What identifies a result: the program, the compiler with its flags, and the devices in their order.
+    facts = {
+        "format": _FORMAT,
+        "versions": [compiler_version(), jax.__version__, jax.lib.__version__],
+        "flags": {name: os.environ.get(name, "") for name in _FLAGS},
+        "topology": target.topology.to_dict(),
+        "hbm_bytes": target.hbm_bytes,
+        "mesh": [list(mesh.shape.items()), [device.id for device in mesh.devices.flat]],
+    }
+    digest = hashlib.sha256(json.dumps(facts, default=str).encode())
+    digest.update(lowered.as_text().encode())
+    file = target.cache and target.cache / f"{digest.hexdigest()}.json"
     if file is not None:
         # A file of another version, or one that was cut short, is written again.
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return Compiled.from_json(file.read_text(encoding="utf-8"))
+            known = json.loads(file.read_text(encoding="utf-8")) | {"cached": True}
+            known["memory"] = known["memory"] and ProgramMemory(**known["memory"])
+            return Compiled(**known | {"account": known["account"] and Account.from_json(known["account"])})
     start = time.perf_counter()
     try:
-        compiled = compile_for(lowered, kind=target.topology.chip.name, hbm_bytes=target.hbm_bytes)
+        compiled = _in_thread(lambda: compile_for(lowered, kind=target.topology.chip.name, hbm_bytes=target.hbm_bytes))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        found = Compiled(memory=None, account=None, refusal=_reason(error), seconds=time.perf_counter() - start)
+        refusal = " ".join(str(error).split())[:_MAX_REFUSAL]
+        found = Compiled(memory=None, account=None, refusal=refusal, seconds=time.perf_counter() - start)
     else:
         seconds = time.perf_counter() - start
         shape = tuple((str(name), size) for name, size in mesh.shape.items())
         account = account_of(Program(compiled.as_text()), shape)
         found = Compiled(memory=program_memory(compiled), account=account, seconds=seconds)
     if file is not None:
+        # At once, so that another process never reads half of a file.
         with contextlib.suppress(OSError):
-            _write(file, found.to_json())
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as part:
+                json.dump(dataclasses.asdict(found), part)
+            os.replace(part.name, file)
     return found
+
+
+def _in_thread(function: Callable[[], Any]) -> Any:
+    """Return the result of a function that runs in a thread: Ctrl-C ends the wait and not, minutes later, the compilation."""
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=COMPILER_THREAD, daemon=True).start()
+    return future.result()
 
 
 def refused_bytes(refusal: str) -> float:
@@ -132,30 +241,3 @@ def refused_bytes(refusal: str) -> float:
         return math.inf
     number, unit = (match.group(1), match.group(2)) if match.group(1) else (match.group(3), match.group(4))
     return float(number) * 1024 ** " KMGT".index(unit or " ")
-
-
-def _key(target: Target, lowered: Any, mesh: jax.sharding.Mesh) -> str:
-    """Return what identifies a result: the program, the compiler with its flags, and the devices in their order."""
-    facts = {
-        "format": _FORMAT,
-        "versions": [compiler_version(), jax.__version__, jax.lib.__version__],
-        "flags": {name: os.environ.get(name, "") for name in _FLAGS},
-        "topology": target.topology.to_dict(),
-        "hbm_bytes": target.hbm_bytes,
-        "mesh": [list(mesh.shape.items()), [device.id for device in mesh.devices.flat]],
-    }
-    digest = hashlib.sha256(json.dumps(facts, default=str).encode())
-    digest.update(lowered.as_text().encode())
-    return digest.hexdigest()
-
-
-def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:_MAX_REFUSAL]
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a file at once, so that another process never reads half of it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, encoding="utf-8", delete=False) as part:
-        part.write(text)
-    os.replace(part.name, file)

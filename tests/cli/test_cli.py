@@ -7,63 +7,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from helpers.tiny import TINY, TINY_MODEL, command_line
+from helpers.commands import run_json
+from helpers.tiny import TINY, command_line
 
-from rampup.cli import main
+from rampup.cli import COMMANDS, main
+from rampup.cli.train import JSON_KEYS, _read_config
 from rampup.config.schema import KEYS
 
 ROOT = Path(__file__).parent.parent.parent
 BASE = str(ROOT / "configs" / "base.yml")
+RL = str(ROOT / "configs" / "rl.yml")
 TRAINED = command_line(TINY | {"global_rampup_samples": 20, "steps": 40, "checkpoint_period": 8})
-
-
-def run_json(capsys, *arguments):
-    """Run a command with --json in this process; return its exit code and its one object."""
-    code = main([*arguments, "--json"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1
-    return code, json.loads(lines[0])
-
-
-def test_plan_json(capsys):
-    """The plan is printed in the names of the contract."""
-    settings = ["per_device_batch_size=12", "per_device_batch_size_increment=2", "global_rampup_samples=500"]
-    code, plan = run_json(capsys, "plan", BASE, *settings, "--devices", "4")
-    assert code == 0
-    assert (plan["num_devices"], plan["num_increments"], plan["samples_per_increment"]) == (4, 4, 125)
-    assert [phase["global_batch_size"] for phase in plan["phases"]] == [16, 24, 32, 40, 48]
-    assert plan["phases"][-1]["num_steps"] is None
-    assert plan["eval"]["microbatch_size"] == 12
-
-
-def test_settings_and_options_take_any_order(capsys):
-    """key=value before and after options is the same."""
-    _, one = run_json(capsys, "plan", "--devices", "4", BASE, "steps=9", "log_period=3")
-    _, two = run_json(capsys, "plan", BASE, "steps=9", "--devices=4", "log_period=3")
-    assert one == two
-    assert one["total_steps"] == 9
-
-
-def test_plan_prints_a_table(capsys):
-    """Without --json the plan is a table for people."""
-    assert main(["plan", BASE, "--devices", "4"]) == 0
-    text = capsys.readouterr().out
-    assert "4 devices, data parallel 4" in text
-    assert "passes" in text
-
-
-def test_plan_for_another_machine_needs_no_jax():
-    """Planning for 4,096 devices imports no jax."""
-    code = f"import sys, rampup.cli as cli; cli.main(['plan', {BASE!r}, '--devices', '4096']); assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-
-
-def test_plan_counts_this_machine_s_devices(capsys):
-    """The devices that JAX sees here are counted."""
-    _, plan = run_json(capsys, "plan", BASE)
-    assert plan["num_devices"] == 8
 
 
 BAD = {
@@ -110,6 +67,20 @@ def test_plan_refuses_a_bad_value_of_each_key(name, capsys, tmp_path):
         (["rows", BASE, "--step", "-1"], "step"),
         (["rows", BASE, "--step", "1000000"], "step"),
         (["train", BASE, "--fake-devices", "0"], "fake-devices"),
+        (["explain", "stepz"], "stepz"),
+        (["explain"], None),
+        (["suggest", "--params", "6B"], None),
+        (["suggest", "--params", "0", "--system", "trlx"], "params"),
+        (["suggest", "--params", "6B", "--system", "nemo"], "system"),
+        (["suggest", "--train-tokens", "1B", "--system", "trlx"], None),
+        (["suggest", "--params", "7B", "--train-tokens", "1B", "--memory-gib", "8"], "memory-gib"),
+        (["timetable", "--stages=0", "--microbatches=8"], "stages"),
+        (["timetable", "--stages=4", "--microbatches=8", "--forward-cost=free"], "forward-cost"),
+        (["timetable", "--stages=4", "--microbatches=8", "-o", "picture.xyz"], "output"),
+        (["plan", RL, "--devices", "4", "--diff", BASE], "diff"),
+        (["plan", RL, "--devices", "4", "--budget", "1B"], "budget"),
+        (["plan", RL, "--devices", "4", "batch_sise=8"], "batch_sise"),
+        (["plan", RL, "--devices", "7"], "batch_size"),
     ],
 )
 def test_wrong_usage_is_a_json_error(arguments, key, capsys):
@@ -123,11 +94,14 @@ def test_wrong_usage_is_a_json_error(arguments, key, capsys):
 
 
 def test_help_and_version(capsys):
-    """Help names every command, and each command's help its options."""
-    assert main(["--version"]) == main([]) == main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("rampup ")
-    assert all(name in text for name in ("plan", "train", "rows"))
+    """Help names every command once, in one of four groups, and each command's help its options."""
+    assert main(["--version"]) == main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("rampup ")
+    assert [line for line in lines if line.endswith(":")] == ["run:", "look:", "choose sizes:", "other systems:"]
+    assert sorted(line.split()[0] for line in lines if line.startswith("  ")) == sorted(COMMANDS)
+    assert main([]) == 0
+    assert capsys.readouterr().out.splitlines() == lines[1:]
     with pytest.raises(SystemExit) as caught:
         main(["train", "--help"])
     assert caught.value.code == 0
@@ -185,20 +159,7 @@ def uninterrupted(tmp_path_factory):
 def test_train_json(uninterrupted):
     """Standard output is one object in the contract's names; the plan and the phases are on standard error."""
     summary, lines, log = uninterrupted
-    names = [
-        "steps",
-        "consumed_samples",
-        "first_loss",
-        "final_loss",
-        "num_compilations",
-        "ramp_steps",
-        "tokens_per_second",
-        "checkpoint",
-        "seconds",
-        "first_eval_loss",
-        "final_eval_loss",
-    ]
-    assert list(summary) == names
+    assert tuple(summary) == JSON_KEYS
     assert (summary["steps"], summary["num_compilations"]) == (40, 1)
     assert summary["final_loss"] == lines[-1][2]
     assert summary["consumed_samples"] == lines[-1][1]
@@ -230,8 +191,24 @@ def test_train_stops_on_a_signal(uninterrupted, tmp_path, number):
     assert process.returncode == 130, err
     stopped = json.loads(out)
     assert Path(stopped["checkpoint"]).name == str(stopped["steps"])
+    assert f"stops at step {stopped['steps']}\n" in err
     finished(*where)
     assert losses(tmp_path / "stopped") == uninterrupted[1]
+
+
+def test_a_run_folder_keeps_the_folder_that_it_names_or_gets_an_absolute_one(tmp_path, monkeypatch):
+    """From where `base_output_directory` finds the run it stays as it is; from elsewhere it is not relative to that place."""
+    (tmp_path / "runs" / "a").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "runs" / "a" / "config.yml").write_text("base_config: base.yml\nbase_output_directory: runs\nrun_name: old\n")
+    for start, folder, wanted in (
+        (tmp_path, "runs/a", "runs"),
+        (tmp_path / "other", "../runs/a", str(tmp_path / "runs")),
+        (tmp_path / "runs" / "a", ".", str(tmp_path / "runs")),
+    ):
+        monkeypatch.chdir(start)
+        config = _read_config(SimpleNamespace(config=folder, overrides=[]))
+        assert (config.base_output_directory, config.run_name) == (wanted, "a")
 
 
 def test_train_on_a_finished_run_does_nothing(uninterrupted):
@@ -265,8 +242,8 @@ def test_closed_pipe_exits_141():
     assert result.stdout.splitlines()[1] in ("141", "0")  # 0 if everything fit into the pipe before it was closed
 
 
-def test_timetable_json(capsys):
-    """The timetable is printed in the names of the contract."""
+def test_timetable(capsys, tmp_path):
+    """The object has the names of the contract; without --json the picture and the totals are printed, and -o draws it."""
     code, table = run_json(capsys, "timetable", "--stages", "4", "--microbatches", "8")
     assert code == 0
     assert (table["schedule"], table["num_ticks"], table["makespan"]) == ("1f1b", 33, 33)
@@ -275,34 +252,11 @@ def test_timetable_json(capsys):
     assert len(table["table"]) == 4 * 8 * 2
     _, table = run_json(capsys, "timetable", "--stages=4", "--microbatches=8", "--repeats=2")
     assert (table["schedule"], table["peak_live_microbatches"][0]) == ("interleaved", 5.5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        (["--stages=0", "--microbatches=8"], "stages"),
-        (["--stages=4", "--microbatches=0"], "microbatches"),
-        (["--stages=4", "--microbatches=8", "--repeats=2", "--schedule=gpipe"], "repeats"),
-        (["--stages=4", "--microbatches=8", "--schedule=fast"], "schedule"),
-        (["--stages=4", "--microbatches=8", "--forward-cost=free"], "forward-cost"),
-        (["--stages=4", "--microbatches=8", "-o", "picture.xyz"], "output"),
-        (["--stages=4", "--microbatches=8", "-o", "/nowhere/picture.png"], "output"),
-    ],
-)
-def test_timetable_refuses_bad_options(capsys, arguments, key):
-    """Each wrong option is refused by name."""
-    code, result = run_json(capsys, "timetable", *arguments)
-    assert (code, result["error"]["key"]) == (2, key)
-
-
-def test_timetable_prints_and_draws(capsys, tmp_path):
-    """Without --json the picture and the totals are printed, and -o draws it."""
-    file = tmp_path / "picture.svg"
-    assert main(["timetable", "--stages=2", "--microbatches=3", "-o", str(file)]) == 0
+    assert main(["timetable", "--stages=2", "--microbatches=3", "-o", str(tmp_path / "picture.svg")]) == 0
     printed = capsys.readouterr().out
     assert "stage 1 .. F0 B0 == F1 B1 == F2 B2 ==" in printed
     assert "0.2500 = 1/4" in printed
-    assert "<svg" in file.read_text()
+    assert "<svg" in (tmp_path / "picture.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -328,9 +282,6 @@ def test_train_refuses_bad_pipelines(capsys, tmp_path, settings, key):
     assert not (tmp_path / "out").exists()
 
 
-RL = str(ROOT / "configs" / "rl.yml")
-
-
 def test_plan_of_a_rollout(capsys, monkeypatch):
     """A rollout is planned like a ramp: a table for people, one object for programs, settings from everywhere."""
     monkeypatch.setenv("RAMPUP_RL_NUM_ITERATIONS", "3")
@@ -343,25 +294,6 @@ def test_plan_of_a_rollout(capsys, monkeypatch):
     assert "32 prompts * 8 responses = 256 samples" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("settings", "key", "nearest"),
-    [
-        (["batch_size=0"], "batch_size", [1]),
-        (["batch_sise=8"], "batch_sise", ["batch_size"]),
-        (["train_micro_batch_size=3"], "train_micro_batch_size", [2, 4]),
-        (["--devices", "7"], "batch_size", [28, 35]),
-        (["steps=3"], "steps", None),
-    ],
-)
-def test_plan_refuses_bad_rollouts(settings, key, nearest, capsys):
-    """A rollout's errors are those of any command: exit code 2, key and nearest values."""
-    devices = [] if "--devices" in settings else ["--devices", "4"]
-    code, result = run_json(capsys, "plan", RL, *settings, *devices)
-    assert code == 2
-    assert result["error"]["key"] == key
-    assert nearest is None or result["error"]["nearest"] == nearest
-
-
 def test_suggest_json_and_table(capsys):
     """One object with published and used sizes and the memory behind them, or a table."""
     code, result = run_json(capsys, "suggest", "--params", "6B", "--system", "trlx", "--memory-gib", "80")
@@ -371,34 +303,22 @@ def test_suggest_json_and_table(capsys):
     assert result["memory"]["least_devices"] == 2
     assert main(["suggest", "--params", "6B", "--system", "trlx"]) == 0
     assert "published for 6B" in capsys.readouterr().out
+    code, result = run_json(capsys, "suggest", "--train-tokens", "300B", "--params", "7B")
+    smallest = min(law["batch_tokens"] for law in result["laws"] if law["kind"] == "optimal")
+    assert result["optimal_batch_tokens"][0] == smallest
+    assert main(["suggest", "--train-tokens", "300B"]) == 0
+    assert "--params adds the laws" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        (["--params", "0", "--system", "trlx"], "params"),
-        (["--params", "-1", "--system", "trlx"], "params"),
-        (["--params", "6X", "--system", "trlx"], "params"),
-        (["--params", "1e99", "--system", "trlx"], "params"),
-        (["--params", "6B", "--system", "nemo"], "system"),
-        (["--params", "6B", "--system", "verl"], "memory-gib"),
-        (["--params", "6B", "--system", "verl", "--memory-gib", "-80"], "memory-gib"),
-        (["--params", "6B"], None),
-        (["--system", "trlx"], None),
-    ],
-)
-def test_suggest_refuses_bad_options(arguments, key, capsys):
-    """Exit code 2 and the key."""
-    code, result = run_json(capsys, "suggest", *arguments)
-    assert code == 2
-    assert result["error"]["key"] == key
-
-
-def test_rollouts_and_suggestions_need_no_jax():
-    """Both commands are arithmetic and import no jax."""
-    code = f"import sys, rampup.cli as cli; cli.main(['plan', {RL!r}, '--devices', '8']); "
-    code += "cli.main(['suggest', '--params', '6B', '--system', 'trlx']); assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+def test_check_takes_devices(capsys, tmp_path):
+    """`--devices N` is the setting of the system for them; a system without such a setting refuses it."""
+    file = tmp_path / "a.yml"
+    file.write_text("per_device_batch_size: 3\nici_fsdp_parallelism: 4\nici_tensor_parallelism: 3\n")
+    found = run_json(capsys, "check", "--from", "maxtext", str(file), "--devices", "8")
+    assert found == run_json(capsys, "check", "--from", "maxtext", str(file), "num_devices=8")
+    assert "num_devices=8" in found[1]["violations"][0]["message"]
+    code, error = run_json(capsys, "check", "--from", "verl", str(file), "--devices", "8")
+    assert (code, error["error"]["key"]) == (2, "devices")
 
 
 @pytest.mark.slow
@@ -446,7 +366,6 @@ def test_plot_and_report_read_a_run_folder(capsys, tmp_path, uninterrupted):
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
-        (["plot", BASE], None),
         (["plot", "-o", "x.png"], None),
         (["plot", BASE, "-o", "x.gif"], "output"),
         (["plot", BASE, "-o", "x.png", "--width", "1"], "width"),
@@ -473,34 +392,6 @@ def test_plot_and_report_refuse_bad_arguments(capsys, tmp_path, monkeypatch, arg
     assert error["message"]
     assert key is None or error["key"] == key
     assert not list(tmp_path.iterdir())
-
-
-TUNED = {"dataset_type": "synthetic", "enable_rampup_batch_size": False, "per_device_batch_size": 2, "steps": 3}
-TUNED = command_line(TINY_MODEL | TUNED)
-
-
-@pytest.mark.slow
-def test_tune_recommends_what_fits(capsys):
-    """One object, whose settings the plan takes; the table names them too."""
-    arguments = [BASE, *TUNED, "--memory-gib", "1", "--devices", "1"]
-    code, found = run_json(capsys, "tune", *arguments)
-    assert code == 0
-    assert found["largest_microbatch"] >= 2
-    assert found["phases"][0]["microbatch_size"] in (1, 2)
-    settings = [f"{key}={value}" for key, value in found["settings"].items()]
-    code, plan = run_json(capsys, "plan", BASE, *TUNED, *settings, "--devices", "1")
-    assert (code, plan["phases"][0]["microbatch_size"]) == (0, found["phases"][0]["microbatch_size"])
-
-
-@pytest.mark.slow
-def test_tune_reports_memory_options_if_nothing_fits(capsys):
-    """It is refused like any other mistake, and the same object contains the memory options."""
-    code, found = run_json(capsys, "tune", BASE, *TUNED, "--memory-gib", "1e-6", "--devices", "1")
-    assert code == 2
-    assert found["error"]["key"] == "microbatch_size"
-    assert "no microbatch fits" in found["error"]["message"]
-    assert found["settings"] is None
-    assert {lever["name"] for lever in found["levers"]} >= {"optimizer_memory_host_offload", "two devices on the fsdp axis"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests of rampup.cli, as a person types it: plan --diff, plan --budget, fix, explain and completion."""
+"""Tests of rampup.cli, as a person types it: plan --diff, plan --budget, fix and explain."""
 
 import json
 import subprocess
@@ -6,23 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.commands import run_json
 
-from rampup.cli import COMMANDS, main
-from rampup.config.schema import KEYS
+from rampup.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
 BASE = str(ROOT / "configs" / "base.yml")
 GPT3 = str(ROOT / "configs" / "gpt3_175b.yml")
 PALM = str(ROOT / "configs" / "palm_540b.yml")
 ROLLOUT = str(ROOT / "configs" / "rl.yml")
-
-
-def run_json(capsys, *arguments):
-    """Run a command with --json in this process; return its exit code and its one object."""
-    code = main([*arguments, "--json"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1
-    return code, json.loads(lines[0])
 
 
 def run_text(capsys, monkeypatch, *arguments, width=80):
@@ -32,22 +24,13 @@ def run_text(capsys, monkeypatch, *arguments, width=80):
     return capsys.readouterr().out
 
 
-def test_diff_json(capsys):
-    """Both plans as they are alone, and each key that differs with both values."""
-    code, both = run_json(capsys, "plan", GPT3, "--diff", PALM)
-    assert code == 0
-    assert both["a"] == run_json(capsys, "plan", GPT3)[1]
-    assert both["b"] == run_json(capsys, "plan", PALM)[1]
-    assert both["changed_keys"]["steps"] == {"a": 111_355, "b": 255_000}
-    assert "max_target_length" not in both["changed_keys"]
-
-
 def test_diff_applies_settings_to_the_first_plan(capsys):
     """A file compared with itself plus a setting shows what the setting changes; devices apply to both."""
     _, both = run_json(capsys, "plan", BASE, "steps=7", "--diff", BASE, "--devices", "2")
-    assert both["changed_keys"] == {"steps": {"a": 7, "b": 500}}
+    assert both["changed_keys"] == {"steps": {"a": 7, "b": 400}}
     assert both["a"]["num_devices"] == both["b"]["num_devices"] == 2
-    assert both["a"]["phases"] == both["b"]["phases"]
+    assert both["a"] == run_json(capsys, "plan", BASE, "steps=7", "--devices", "2")[1]
+    assert both["b"] == run_json(capsys, "plan", BASE, "--devices", "2")[1]
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -63,16 +46,6 @@ def test_diff_marks_differences_and_truncates_nothing(capsys, monkeypatch, width
     marked = [line.split()[0] for line in same.splitlines() if line.rstrip().endswith("*")]
     assert marked == ["total_steps", "consumed_samples"]
     assert "all keys are the same" in run_text(capsys, monkeypatch, "plan", BASE, "--diff", BASE, "--devices", "2")
-
-
-def test_diff_prints_brackets_literally(capsys, monkeypatch, tmp_path):
-    """Square brackets in a file name or a value are not a style."""
-    file = tmp_path / "[bold].yml"
-    file.write_text(f"base_config: {BASE}\nsteps: 500\n")
-    pattern = ["grain_eval_files=data/[ab]*.txt", "--devices", "2"]
-    text = run_text(capsys, monkeypatch, "plan", str(file), *pattern, "--diff", BASE, width=200)
-    assert "[bold].yml" in text
-    assert "data/[ab]*.txt" in text
 
 
 def test_budget_json(capsys):
@@ -98,7 +71,7 @@ def test_budget_compares_with_constant_batches(capsys, monkeypatch):
     constant = [BASE, "enable_rampup_batch_size=false", "--devices", "4", "--budget", "10M"]
     text = " ".join(run_text(capsys, monkeypatch, "plan", *constant).split())
     assert "the batch is the same throughout" in text
-    assert "steps=500 consumes 4,096,000 tokens; for the budget set steps=1221" in text
+    assert "steps=400 consumes 3,276,800 tokens; for the budget set steps=1221" in text
 
 
 def test_budget_uses_a_measured_run(capsys, monkeypatch, tmp_path):
@@ -117,16 +90,12 @@ def test_budget_uses_a_measured_run(capsys, monkeypatch, tmp_path):
     ("arguments", "key"),
     [
         (["--budget", "0"], "budget"),
-        (["--budget=-300B"], "budget"),
+        (["--budget", "1B", "batch_size_schedule=auto"], "budget"),
         (["--budget", "0.5"], "budget"),
         (["--budget", "many"], "budget"),
-        (["--budget", ""], "budget"),
         (["--budget", "2e18"], "budget"),
-        (["--budget", "1e999999999"], "budget"),
         (["--budget", "1B", "--tokens-per-second", "0"], "tokens-per-second"),
-        (["--budget", "1B", "--tokens-per-second", "-5"], "tokens-per-second"),
         (["--budget", "1B", "--tokens-per-second", "fast"], "tokens-per-second"),
-        (["--budget", "1B", "--tokens-per-second", ""], "tokens-per-second"),
         (["--budget", "1B", "--measured", "/nowhere"], "measured"),
         (["--budget", "1B", "--measured", ".", "--tokens-per-second", "5"], "measured"),
         (["--tokens-per-second", "5"], "tokens-per-second"),
@@ -140,13 +109,6 @@ def test_plan_refuses_contradictory_options(capsys, arguments, key):
     """Each is refused by the name of its option."""
     code, result = run_json(capsys, "plan", BASE, "--devices", "4", *arguments)
     assert (code, result["error"]["key"]) == (2, key)
-
-
-@pytest.mark.parametrize(("option", "value"), [("diff", BASE), ("budget", "1B")])
-def test_plan_refuses_ramp_options_for_a_rollout(capsys, option, value):
-    """A reinforcement-learning plan is not compared with a pre-training one."""
-    code, result = run_json(capsys, "plan", ROLLOUT, "--devices", "4", f"--{option}", value)
-    assert (code, result["error"]["key"]) == (2, option)
 
 
 def broken(folder):
@@ -180,16 +142,6 @@ def test_fix_writes_the_file(capsys, tmp_path):
     assert "is legal: nothing to fix" in capsys.readouterr().out
 
 
-def test_fix_reports_changes_outside_the_file(capsys, tmp_path):
-    """--devices is kept; a command-line setting is changed there, so nothing is written."""
-    file = tmp_path / "run.yml"
-    file.write_text("base_config: base.yml\n")
-    code, result = run_json(capsys, "fix", str(file), "ici_tensor_parallelism=5", "--devices", "6", "--write")
-    assert code == 0
-    assert [(c["key"], c["after"], c["where"]) for c in result["changes"]] == [("ici_tensor_parallelism", "6", "command line")]
-    assert (result["patch"], result["written"]) == ("", False)
-
-
 @pytest.mark.parametrize(
     ("text", "key"),
     [("banana: 1\n", "banana"), ("", None), ("dataset_type: tokens\n", "grain_train_files"), ("steps: 1\nsteps: 2\n", "steps")],
@@ -220,37 +172,15 @@ def test_fix_writes_only_the_user_s_file(capsys, tmp_path, monkeypatch):
     assert (tmp_path / "run.yml").read_text() == "base_config: base.yml\nlog_period: 3\n"
 
 
-@pytest.mark.parametrize("name", KEYS)
-def test_explain_every_key(capsys, monkeypatch, name):
-    """Each key has an explanation in words and as JSON, and nothing is cut off."""
-    code, explained = run_json(capsys, "explain", name)
-    assert (code, explained["key"], explained["meaning"]) == (0, name, KEYS[name].doc)
-    text = " ".join(run_text(capsys, monkeypatch, "explain", name).split())
-    assert KEYS[name].doc in text
-    assert KEYS[name].expected in text
-    assert all(other in text for other in explained["interacts"])
-
-
-def test_explain_topology_prints_whole_names(capsys, monkeypatch):
-    """The names of slices can be copied and searched for, also where a line has 80 columns."""
-    text = run_text(capsys, monkeypatch, "explain", "topology")
-    assert {"v5litepod-256", "tpu7x:8x8x16", "tpu7x-2048"} <= set(text.split())
-
-
-def test_explain_prints_defaults(capsys, monkeypatch):
-    """Default, what base.yml sets, and MaxText's name and default, or that it has none."""
+def test_explain_prints_defaults_and_topologies(capsys, monkeypatch):
+    """Default, and MaxText's name and default, or that it has none; names of slices can be copied from lines of 80 columns."""
+    _, explained = run_json(capsys, "explain", "enable_rampup_batch_size")
     text = run_text(capsys, monkeypatch, "explain", "enable_rampup_batch_size")
+    assert all(name in text for name in explained["interacts"])
     assert "default true MaxText enable_rampup_batch_size, default false" in " ".join(text.split())
     assert "has no such key; it does steps" in run_text(capsys, monkeypatch, "explain", "learning_rate_clock")
-
-
-def test_explain_refuses_unknown_keys(capsys):
-    """Close matches are in the error; a key is needed."""
-    code, result = run_json(capsys, "explain", "stepz")
-    assert (code, result["error"]["key"]) == (2, "stepz")
-    assert "steps" in result["error"]["nearest"]
-    assert run_json(capsys, "explain")[0] == 2
-    assert run_json(capsys, "explain", "")[0] == 2
+    text = run_text(capsys, monkeypatch, "explain", "topology")
+    assert {"v5litepod-256", "tpu7x:8x8x16", "tpu7x-2048"} <= set(text.split())
 
 
 def test_tools_import_no_jax():
@@ -260,30 +190,18 @@ def test_tools_import_no_jax():
         ["plan", BASE, "--budget", "1B", "--devices", "8"],
         ["fix", BASE, "steps=0", "--devices", "8"],
         ["explain", "steps"],
-        ["completion", "bash"],
+        ["plan", "--devices", "4096", BASE, "steps=9"],
+        ["plan", ROLLOUT, "--devices", "8"],
+        ["suggest", "--params", "6B", "--system", "trlx"],
     ]
     code = f"import sys, rampup.cli as cli; [cli.main(call) for call in {calls!r}]; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
-def test_completion_knows_every_command_option_and_key(capsys):
-    """The script is made from the commands and the schema."""
-    for shell in ("bash", "zsh"):
-        assert main(["completion", shell]) == 0
-        script = capsys.readouterr().out
-        assert all(f"_shtab_rampup_{name}_option" in script for name in COMMANDS)
-        assert all(name in script for name in KEYS)
-        assert "--tokens-per-second" in script
-        assert run_json(capsys, "completion", shell)[1] == {"script": script}
-    code, result = run_json(capsys, "completion", "fish")
-    assert (code, result["error"]["nearest"]) == (2, ["bash", "zsh"])
-
-
-@pytest.mark.parametrize(("command", "good"), [(["tune", "base.yml", "--memory-gib=1"], "png"), (["bench", "packing"], "html")])
-def test_bad_output_is_refused_before_the_work(capsys, monkeypatch, tmp_path, command, good):
+def test_bad_output_is_refused_before_the_work(capsys, monkeypatch, tmp_path):
     """A wrong ending or a missing folder costs no compilation and no measurement."""
     monkeypatch.chdir(tmp_path)
-    for name, said in (("found.txt", "must end in"), (f"none/found.{good}", "there is no folder")):
-        code, result = run_json(capsys, *command, "-o", name)
+    for name, said in (("found.txt", "must end in"), ("none/found.png", "there is no folder")):
+        code, result = run_json(capsys, "tune", "base.yml", "--memory-gib=1", "-o", name)
         assert (code, result["error"]["key"]) == (2, "output")
         assert said in result["error"]["message"]

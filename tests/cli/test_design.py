@@ -5,22 +5,25 @@ import math
 from pathlib import Path
 
 import pytest
+from helpers.commands import run_json
 
 import rampup
+from rampup.batch_size.design_model import DesignModel, NoisePoint, StepTimes, noise_curves
 from rampup.cli import main
 from rampup.config.files import run_yaml
-from rampup.plan.design import DesignModel, NoiseCurve, StepTimes
+from rampup.rl.config import RolloutConfig
 
 BASE = str(Path(__file__).parents[2] / "configs" / "base.yml")
 LENGTH = 128
 KEYS = {"train_tokens", "train_samples", "tokens_per_sample", "noise_source", "noise_scale_start", "noise_scale_end"}
+KEYS |= {f"noise_scale_{place}_{end}" for place in ("start", "end") for end in ("low", "high")}
 KEYS |= {"noise_growth", "step_seconds", "loss_slope", "candidates", "fastest", "assumptions", "notes"}
 NAMES = ["constant 4", "early growth, fastest", "seesaw", "one late switch"]
 
 
 def noise_at(samples):
-    """Return the noise scale of the run below."""
-    return 2.0 * samples**0.5
+    """Return S over G2, in samples, of the run below; their averages are 1.1 and 1.05 times those of the first of six steps."""
+    return 2.0 * samples**0.5 * 1.05 / 1.1
 
 
 @pytest.fixture
@@ -35,18 +38,17 @@ def run(tmp_path):
         seconds, noise = 1.0 + 0.02 * size, noise_at(consumed)
         line = {"step": step, "consumed_samples": consumed, "phase": int(size > 4), "global_batch_size": size}
         line |= {"loss": 6 - 0.4 * math.log(consumed), "tokens_per_second": size * LENGTH / seconds}
-        line |= {"noise_scale_samples": noise, "noise_scale_samples_low": noise / 2, "noise_scale_samples_high": 2 * noise}
-        lines.append(line if step > 5 else line | {"noise_scale_samples": None, "noise_scale_samples_low": None})
+        line |= {
+            "gradient_noise_trace": noise * LENGTH * (1 + 0.1 * (step % 3)),
+            "gradient_squared_norm": 1.0 + 0.1 * (step % 2),
+        }
+        # The running estimate, which a design does not use: it has the samples of a unit of weight.
+        line |= {"noise_scale_samples": 1.0, "noise_scale_tokens": float(LENGTH)}
+        lines.append(line if step > 5 else line | {"noise_scale_samples": None, "noise_scale_tokens": None})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = rampup.Config(batch_size_schedule="0:4 800:16", steps=600)
     (folder / "config.yml").write_text(run_yaml(config, num_devices=1, run_name="demo"))
     return folder
-
-
-def run_json(capsys, *arguments):
-    """Run a command with --json in this process; return its exit code and its object."""
-    code = main([*arguments, "--json"])
-    return code, json.loads(capsys.readouterr().out)
 
 
 def test_design_json(run, capsys):
@@ -79,11 +81,11 @@ def test_design_json(run, capsys):
 def test_design_uses_the_measurements(run, capsys):
     """Hours and waste are those of the model with the formulas that the run follows."""
     _, found = run_json(capsys, "design", str(run), "--train-tokens", "20M", "--devices", "1")
-    points, batch = [], 4
+    points = []
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
-        batch = line["global_batch_size"]
-        points.append((line["consumed_samples"], batch, noise_at(line["consumed_samples"])))
-    model = DesignModel(noise=NoiseCurve.measured(points), times=StepTimes.fit({4: 1.08, 16: 1.32}))
+        noise = 2.0 * line["consumed_samples"] ** 0.5
+        points.append(NoisePoint(line["consumed_samples"], line["global_batch_size"], noise, noise, noise))
+    model = DesignModel(noise=noise_curves(points)[0], times=StepTimes.fit({4: 1.08, 16: 1.32}))
     by_name = {candidate["name"]: candidate for candidate in found["candidates"]}
     large = next(candidate for name, candidate in by_name.items() if candidate["sizes"] == [64])
     samples = found["train_samples"]
@@ -98,7 +100,7 @@ def test_critical_batches_are_preferred(run, capsys):
         folder = run.with_name("demo.critical") / f"step-{step}-abc"
         folder.mkdir(parents=True)
         branches = [{"global_batch_size": batch * multiple} for multiple in (1, 2, 4, 8)]
-        result = {"step": step, "branches": branches, "critical_batch_size": size}
+        result = {"step": step, "branches": branches, "critical_batch_size": size, "tokens": 1000}
         (folder / "result.json").write_text(json.dumps(result | {"consumed_samples": samples, "global_batch_size": batch}))
     tuned = run.with_name("tune.json")
     tuned.write_text(json.dumps({"phases": [{"global_batch_size": size, "step_seconds": size / 8} for size in (4, 8, 16)]}))
@@ -120,6 +122,7 @@ def test_design_of_a_file_draws_and_prints(run, tmp_path, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "This is a model, not a measurement" in text
     assert "no Seesaw candidate" in text
+    assert "those that a tiny batch needs to get as far" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -150,3 +153,36 @@ def test_bad_input_is_refused(arguments, message, run, capsys):
     names = {"RUN": str(run), "PLAIN": str(plain), "JSON": str(other)}
     assert main(["design", BASE, "--devices", "1", *(names.get(word, word) for word in arguments)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_run_of_rollouts_gets_prompts_and_responses(tmp_path, capsys):
+    """From the last estimates of its metrics; without any, and with the options of ramps, an error."""
+    folder = tmp_path / "rl"
+    folder.mkdir()
+    config = RolloutConfig(batch_size=8, num_generations=4, num_iterations=2, train_micro_batch_size=2)
+    (folder / "config.yml").write_text(run_yaml(config, num_devices=1, run_name="rl"))
+    parts = {"between_prompts": (2.0, 1.0, 3.0), "within_prompts": (24.0, 20.0, 28.0), "scale_prompts": (16.0, 12.0, 20.0)}
+    ends = ("", "_low", "_high")
+    line = {f"noise_{name}{end}": x for name, values in parts.items() for end, x in zip(ends, values, strict=True)}
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 0}) + "\n")
+    assert main(["design", str(folder)]) == 2
+    assert "measured no noise between prompts" in capsys.readouterr().err
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 0} | line) + "\n" + json.dumps({"step": 1}) + "\n")
+    assert main(["design", str(folder), "--json", "--cost-per-prompt", "3"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    # Two updates on the same samples take twice the prompts; n^2 = 3 * 24 / 2; (2 + 24 / 8) / (2 + 24 / 4) of the prompts.
+    assert facts["noise_scale_prompts"] == {"value": 32.0, "low": 24.0, "high": 40.0}
+    assert (facts["best_num_generations"], facts["mini_batch_prompts"], facts["reuse"]) == (6.0, 8, 2)
+    (row,) = (row for row in facts["choices"] if row["num_generations"] == 8)
+    assert (row["prompts"], row["relative_cost"]) == (20.0, 0.625 * 11 / 7)
+    assert main(["design", str(folder)]) == 0
+    assert "noise scale: 32 (24 to 40) prompts, with 4 responses each" in capsys.readouterr().out
+    # Other passes over the samples are a question; other responses would be taken for those of the noise scale.
+    assert main(["design", str(folder), "--json", "rl.num_iterations=1"]) == 0
+    assert json.loads(capsys.readouterr().out)["noise_scale_prompts"]["value"] == 16.0
+    assert main(["design", str(folder), "--json", "rl.num_generations=16"]) == 2
+    assert "rl.num_generations=16 is not that of the run" in capsys.readouterr().err
+    assert main(["design", str(folder), "--train-tokens", "1B"]) == 2
+    assert "is for ramps of pre-training" in capsys.readouterr().err
+    assert main(["design", BASE, "--cost-per-prompt", "1"]) == 2
+    assert "is for the folder of a run of reinforcement learning" in capsys.readouterr().err

@@ -1,13 +1,13 @@
 """Tests of rampup.cli.plot: configurations and run folders named on a command line."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rampup import Config, build_plan
-from rampup.cli.plot import learning_rates, parse_inputs
+from rampup import Config
+from rampup.cli import main
+from rampup.cli.plot import parse_inputs
 from rampup.config.files import run_yaml
 from rampup.errors import ConfigError, DataError
 
@@ -31,6 +31,17 @@ def test_parse_inputs_sorts_words(folder):
     odd = folder / "a=b.yml"
     odd.write_text("steps: 3\n")
     assert parse_inputs([str(odd)]).config == str(odd)
+
+
+def test_a_picture_is_named_after_what_it_shows(folder, tmp_path, monkeypatch, capsys):
+    """`plot` without -o writes into this folder: NAME.png of a run or configuration, and says so."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert main(["plot", str(folder)]) == 0
+    assert capsys.readouterr().out == "wrote a.png\n"
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    assert parse_inputs([BASE]).name == "base"
+    assert parse_inputs([str(folder), str(tmp_path)]).name == "runs"
 
 
 @pytest.mark.parametrize(
@@ -61,15 +72,6 @@ def test_read_config_of_a_run(folder):
         parse_inputs([str(folder), str(folder)]).read_config({})
 
 
-def test_read_runs_names_runs_by_folder(folder, tmp_path):
-    """A run has the name of its folder, or its path if two have the same name."""
-    other = tmp_path / "more" / "a"
-    other.mkdir(parents=True)
-    (other / "metrics.jsonl").write_text(json.dumps(LINE))
-    assert [run.name for run in parse_inputs([str(folder)]).read_runs()] == ["a"]
-    assert [run.name for run in parse_inputs([str(folder), str(other)]).read_runs()] == [str(folder), str(other)]
-
-
 def test_read_runs_refuses_missing_metrics(folder):
     """An empty folder, a torn file and a configuration have no metrics."""
     (folder / "metrics.jsonl").write_text('{"step": 0, "consu')
@@ -80,19 +82,3 @@ def test_read_runs_refuses_missing_metrics(folder):
         parse_inputs([str(folder)]).read_runs()
     with pytest.raises(ConfigError, match="folder of a run"):
         parse_inputs([BASE]).read_runs()
-
-
-def test_read_config_refuses_a_rollout():
-    """The error names the commands that show a rollout."""
-    with pytest.raises(ConfigError, match="rampup report"):
-        parse_inputs([BASE.replace("base", "rl")]).read_config({})
-
-
-def test_learning_rates_start_with_the_plan_s_clock():
-    """Both clocks have the configured schedule, each on its own count."""
-    config = Config(batch_size_schedule="0:8 80:16", steps=20, learning_rate_clock="steps")
-    plan = build_plan(config, 1)
-    rates = learning_rates(config, plan)
-    assert list(rates) == ["steps", "samples"]
-    assert list(learning_rates(config, replace(plan, learning_rate_clock="samples"))) == ["samples", "steps"]
-    assert rates["steps"](10) != rates["samples"](10)

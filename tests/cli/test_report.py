@@ -8,7 +8,6 @@ import pytest
 from rampup import Config
 from rampup.cli.report import gather_report
 from rampup.config.files import run_yaml
-from rampup.config.schema import KEYS
 from rampup.errors import BatchDivisibilityError, ConfigError
 from rampup.show.report import report_html
 
@@ -43,26 +42,17 @@ def test_gather_report_of_every_preset(path):
     page = report_html(report)
     assert report.title == path.stem
     assert len(page) < 1_000_000
-    assert all(entry.name in page for entry in report.keys)
+    assert all(name in page for name in report.config.to_dict())
 
 
-def test_gather_report_marks_changed_keys():
-    """A key is marked if its value is not the default."""
-    changed = {entry.name for entry in gathered(str(CONFIGS / "base.yml"), "steps=9").keys if entry.changed}
-    assert changed == {"steps"}
-
-
-def test_gather_report_of_a_run_folder(tmp_path):
-    """The folder gives the configuration and the metrics."""
-    config = Config(steps=7, num_devices=2)
-    (tmp_path / "config.yml").write_text(run_yaml(config))
-    line = {"step": 0, "consumed_samples": 8, "global_batch_size": 8, "phase": 0, "loss": 1.5}
+def test_gather_report_draws_the_learning_rate_that_the_run_had(tmp_path):
+    """The steps that are done have their own rate, which a resume may have changed, and the others the configured one."""
+    (tmp_path / "config.yml").write_text(run_yaml(Config(steps=7, num_devices=2)))
+    line = {"step": 0, "consumed_samples": 8, "global_batch_size": 8, "phase": 0, "loss": 1.5, "learning_rate": 0.125}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line))
     report = gathered(str(tmp_path), devices=2)
-    assert report.title == tmp_path.name
-    assert report.plan.total_steps == 7
-    assert report.run.losses == (1.5,)
-    assert len(report.keys) == len(KEYS)
+    rate, planned = report.rates["samples"], gathered(str(tmp_path / "config.yml"), devices=2).rates["samples"]
+    assert [rate(step) for step in range(7)] == [0.125, *map(planned, range(1, 7))]
 
 
 @pytest.mark.parametrize(("increment", "good"), [(2.0, True), (3.0, False)])

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rampup import Config, build_plan, load_config
-from rampup.config.build import mesh_axes
 from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError
 
 RAMP = {
@@ -16,19 +15,6 @@ RAMP = {
     "per_device_batch_size": 12,
     "global_rampup_samples": 500,
 }
-
-
-def test_build_plan_of_the_example_in_the_documentation():
-    """4 devices, 4 -> 12 by 2 per device: five phases of one shape."""
-    plan = build_plan(Config(**RAMP), 4)
-    assert [(s.global_batch_size, s.accumulation_steps, s.microbatch_size) for s in plan.splits] == [
-        (16, 2, 2),
-        (24, 3, 2),
-        (32, 4, 2),
-        (40, 5, 2),
-        (48, 6, 2),
-    ]
-    assert plan.eval_split.microbatch_size == 12
 
 
 def test_tensor_parallelism_allows_fractions_of_a_sample_per_device():
@@ -74,7 +60,6 @@ def test_build_plan_reports_all_problems_at_once():
         ({"ici_pipeline_parallelism": 4, "num_pipeline_microbatches": 6}, PipelineShapeError, "num_pipeline_microbatches"),
         ({"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 6}, PipelineShapeError, "base_num_decoder_layers"),
         ({"batch_size_schedule": "0:4 10:6"}, BatchDivisibilityError, "batch_size_schedule"),
-        ({"expansion_factor_real_data": "1/7"}, BatchDivisibilityError, "expansion_factor_real_data"),
     ],
 )
 def test_build_plan_error_names_the_key(keys, error, key):
@@ -82,6 +67,30 @@ def test_build_plan_error_names_the_key(keys, error, key):
     with pytest.raises(error) as caught:
         build_plan(Config(**keys), 4)
     assert caught.value.key == key
+
+
+def test_build_plan_lists_the_order_and_the_sizes_of_a_schedule():
+    """Every threshold in the wrong order, every size that does not divide and every bad entry are in one list."""
+    schedule = {"batch_size_schedule": "0:16 500:24 400:50 300:64", "microbatch_size": 8}
+    with pytest.raises(RampupError) as caught:
+        build_plan(Config(**schedule), 8)
+    texts = list(map(str, caught.value.problems))
+    assert ["400 samples comes after 500" in texts[0], "300 samples comes after 400" in texts[1]] == [True, True]
+    assert [problem.value for problem in caught.value.problems[2:]] == [16, 24, 50]
+    assert all(problem.alternatives == {"microbatch_size": (1,)} for problem in caught.value.problems[2:])
+    with pytest.raises(RampupError, match="2 problems"):
+        build_plan(Config(batch_size_schedule="0:16 500 x:24"), 8)
+
+
+def test_build_plan_says_what_a_refused_mesh_hides():
+    """Without a mesh no batch size can be checked; an evaluation batch of its own is in the list of the ramp's problems."""
+    mesh = {"ici_tensor_parallelism": 3, "per_device_batch_size": 15.5, "enable_rampup_batch_size": False}
+    with pytest.raises(RampupError, match="the batch sizes are checked again once the mesh is legal") as caught:
+        build_plan(Config(**mesh, sources={"ici_tensor_parallelism": "command line", "num_devices": "a.yml:3"}), 8)
+    assert "[ici_tensor_parallelism: command line]" in str(caught.value)
+    with pytest.raises(RampupError) as caught:
+        build_plan(Config(batch_size_schedule="0:9", eval_per_device_batch_size=0.3), 8)
+    assert [problem.key for problem in caught.value.problems] == ["batch_size_schedule", "eval_per_device_batch_size"]
 
 
 def test_build_plan_checks_sizes_that_no_step_reaches():
@@ -117,23 +126,6 @@ def test_build_plan_ignores_the_evaluation_batch_if_evaluation_is_off():
         build_plan(Config(**keys), 1)
     with pytest.raises(BatchDivisibilityError, match="eval_per_device_batch_size"):
         build_plan(Config(**keys, eval_interval=-1, eval_per_device_batch_size=0.3), 1)
-
-
-def test_build_plan_evaluates_a_schedule_at_its_last_size():
-    """With a schedule, the evaluation batch is the last phase's without the accumulation factor."""
-    plan = build_plan(Config(batch_size_schedule="0:8 100:16", gradient_accumulation_steps=2), 4)
-    assert plan.eval_split.global_batch_size == 8
-
-
-def test_global_batch_to_load():
-    """The expansion factor multiplies the batch that loading hosts read."""
-    assert build_plan(Config(expansion_factor_real_data=2), 4).global_batch_to_load == 128
-
-
-def test_mesh_axes_multiply_ici_and_dcn():
-    """Axes across slices multiply the axes within a slice."""
-    axes = mesh_axes(Config(ici_tensor_parallelism=2, dcn_data_parallelism=2), 16)
-    assert (axes.data, axes.tensor) == (8, 2)
 
 
 sizes = st.sampled_from([0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, "1/3"])

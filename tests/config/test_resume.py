@@ -1,12 +1,13 @@
 """Tests of rampup.config.build."""
 
+import contextlib
 import json
 
 import pytest
 
 from rampup import Config, build_plan
-from rampup.config.build import plan_to_resume, ramp_record
-from rampup.errors import ResumeMismatchError
+from rampup.config.build import plan_to_resume, possible_devices, ramp_record
+from rampup.errors import BatchDivisibilityError, RampupError, ResumeMismatchError
 
 SCHEDULE = {"batch_size_schedule": "0:16 160:32 800:64", "steps": 60}
 LINEAR = {"enable_rampup_batch_size": True, "steps": 60, "global_rampup_samples": 800}
@@ -31,13 +32,48 @@ def test_plan_to_resume_keeps_the_batches_on_other_devices(keys):
         record = json.loads(json.dumps(ramp_record(config, plan))) | {"step": 9}
 
 
-def test_plan_to_resume_names_the_nearest_devices_that_can_split_the_batches():
-    """16, 32 and 64 samples do not divide over 6 devices; over 4 and 8 they do."""
+def test_plan_to_resume_names_the_devices_that_can_split_the_batches():
+    """16, 32 and 64 samples do not divide over 6 devices; the error lists all numbers over which they do."""
     config = Config(**SCHEDULE)
-    with pytest.raises(ResumeMismatchError, match="num_devices=6; nearest that can: 4, 8") as caught:
+    with pytest.raises(ResumeMismatchError, match=r"num_devices=6; numbers .* all of them: 1, 2, 4, 8, 16\. ") as caught:
         plan_to_resume(config, 6, written(config, 8, 5))
-    for number in caught.value.nearest:
-        plan_to_resume(config, number, written(config, 8, 5))
+    assert caught.value.nearest == (4, 8)
+
+
+@pytest.mark.parametrize(
+    ("keys", "devices"),
+    [
+        (SCHEDULE, 8),
+        (LINEAR | {"ici_tensor_parallelism": 2, "dcn_data_parallelism": 2}, 8),
+        (LINEAR | {"ici_fsdp_parallelism": 3, "microbatch_size": 1}, 3),
+        (LINEAR | {"ici_data_parallelism": 2, "ici_tensor_parallelism": -1}, 4),
+        (LINEAR | {"ici_data_parallelism": 4}, 4),
+        (LINEAR | {"ici_pipeline_parallelism": 4, "base_num_decoder_layers": 4}, 4),
+        ({"batch_size_schedule": "auto", "per_device_batch_size_start": 3, "per_device_batch_size": 12}, 4),
+        ({"seesaw_factor": 2, "steps": 60}, 4),
+    ],
+    ids=["schedule", "slices", "fsdp", "open tensor", "no open axis", "pipeline", "auto", "seesaw"],
+)
+def test_possible_devices_are_those_that_resume(keys, devices):
+    """A checkpoint resumes on each of these numbers, with its ramp, and on no other one; a fresh run names the same ones."""
+    config = Config(**keys)
+    record, can = written(config, devices, 5), []
+    for number in range(1, 4 * devices + 1 if config.ici_tensor_parallelism == -1 else 130):
+        with contextlib.suppress(RampupError):
+            assert plan_to_resume(config, number, record).ramp.to_rows() == record["ramp"]
+            can.append(number)
+    assert devices in can
+    assert possible_devices(config, build_plan(config, devices)) == can
+
+
+def test_a_run_on_devices_that_cannot_run_a_phase_names_those_that_can():
+    """The sizes of a schedule do not follow the devices, so a fresh run can say where they run; not if no number helps."""
+    with pytest.raises(BatchDivisibilityError, match=r"devices that can run these batches: 1, 2, 4, 8, 16$"):
+        build_plan(Config(**SCHEDULE), 3)
+    for keys in ({**SCHEDULE, "microbatch_size": 5}, {**LINEAR, "per_device_batch_size": "17/3"}):
+        with pytest.raises(RampupError) as caught:
+            build_plan(Config(**keys), 2)
+        assert "devices that can run" not in str(caught.value)
 
 
 def test_plan_to_resume_refuses_another_ramp_with_both_tables():
@@ -92,7 +128,7 @@ def test_plan_to_resume_keeps_the_sizes_of_a_batch_that_follows_the_noise():
         plan = plan_to_resume(Config(**keys, enable_rampup_batch_size=False, global_rampup_samples=7), devices, record)
         assert (plan.reserved_sizes, plan.ramp.sizes, plan.num_devices) == ((16, 32, 64), (16, 32), devices)
         record = json.loads(json.dumps(ramp_record(Config(**keys), plan))) | {"step": 40}
-    with pytest.raises(ResumeMismatchError, match="num_devices=5; nearest that can: 4"):
+    with pytest.raises(ResumeMismatchError, match=r"all of them: 1, 2, 4, 8, 16\. "):
         plan_to_resume(Config(**keys), 5, record)
     larger = keys | {"per_device_batch_size": 16}
     with pytest.raises(ResumeMismatchError, match="per_device_batch_size: 8 -> 16"):

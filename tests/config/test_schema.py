@@ -8,6 +8,7 @@ import pytest
 from rampup import Config, build_plan, load_config
 from rampup.config.schema import ALIASES, KEYS, keys_for_alias
 from rampup.errors import ConfigError
+from rampup.rl.config import ROLLOUT_KEYS
 
 
 def test_config_without_arguments_is_complete():
@@ -17,34 +18,31 @@ def test_config_without_arguments_is_complete():
     assert all(key.section and key.doc[0].isupper() and key.doc.endswith(".") for key in KEYS.values())
 
 
+WSD = {"lr_schedule_type": "wsd", "warmup_steps_fraction": 0.7, "wsd_decay_steps_fraction": 0.6}
+
+
 @pytest.mark.parametrize(
-    ("keys", "blamed"),
+    ("keys", "blamed", "nearest"),
     [
-        ({"steps": -1}, "steps"),
-        (
-            {"lr_schedule_type": "wsd", "warmup_steps_fraction": 0.6, "wsd_decay_steps_fraction": 0.6},
-            "wsd_decay_steps_fraction",
-        ),
-        ({"base_emb_dim": 100, "base_num_query_heads": 3}, "base_num_query_heads"),
-        ({"base_emb_dim": 12, "base_num_query_heads": 4}, "base_num_query_heads"),
-        ({"base_num_kv_heads": 3}, "base_num_kv_heads"),
-        ({"vocab_size": 100}, "vocab_size"),
-        ({"dataset_type": "tokens"}, "grain_train_files"),
-        ({"base_output_directory": " "}, "base_output_directory"),
-        ({"batch_size_schedule": ""}, "batch_size_schedule"),
+        ({"steps": -1}, "steps", ()),
+        (WSD, "wsd_decay_steps_fraction", (0.3,)),
+        ({"base_emb_dim": 120, "base_num_query_heads": 7, "base_num_kv_heads": 1}, "base_num_query_heads", (6, 10)),
+        ({"base_emb_dim": 121, "base_num_query_heads": 7, "base_num_kv_heads": 1}, "base_num_query_heads", ()),
+        ({"base_emb_dim": 10**18, "base_num_query_heads": 7, "base_num_kv_heads": 1}, "base_num_query_heads", (5, 8)),
+        ({"base_num_kv_heads": 3}, "base_num_kv_heads", (2, 4)),
+        ({"vocab_size": 100}, "vocab_size", (256,)),
+        ({"dataset_type": "tokens"}, "grain_train_files", ()),
+        ({"base_output_directory": " "}, "base_output_directory", ()),
+        ({"batch_size_schedule": ""}, "batch_size_schedule", ()),
     ],
 )
-def test_config_refuses_contradictions(keys, blamed):
-    """The error about keys that exclude each other names one of them."""
+def test_contradiction_names_a_key_and_offers_legal_values(keys, blamed, nearest):
+    """The error about keys that exclude each other names one of them, and each offered value is legal."""
     with pytest.raises(ConfigError) as caught:
         Config(**keys)
-    assert caught.value.key == blamed
-
-
-def test_config_reports_all_bad_values_at_once():
-    """Two bad keys are two problems."""
-    with pytest.raises(ConfigError, match="2 problems"):
-        Config(steps=0, learning_rate=-1)
+    assert (caught.value.key, caught.value.nearest) == (blamed, nearest)
+    for value in nearest:
+        Config(**{**keys, blamed: value})
 
 
 def test_total_steps_and_num_kv_heads():
@@ -55,41 +53,13 @@ def test_total_steps_and_num_kv_heads():
     assert Config(per_device_batch_size=0.5).per_device_batch_size == Fraction(1, 2)
 
 
-@pytest.mark.parametrize(
-    ("keys", "nearest"),
-    [
-        ({"lr_schedule_type": "wsd", "warmup_steps_fraction": 0.7, "wsd_decay_steps_fraction": 0.6}, (0.3,)),
-        ({"base_emb_dim": 120, "base_num_query_heads": 7, "base_num_kv_heads": 1}, (6, 10)),
-        ({"base_emb_dim": 121, "base_num_query_heads": 7, "base_num_kv_heads": 1}, ()),
-        ({"base_emb_dim": 10**18, "base_num_query_heads": 7, "base_num_kv_heads": 1}, (5, 8)),
-        ({"base_num_kv_heads": 3}, (2, 4)),
-        ({"vocab_size": 100}, (256,)),
-    ],
-)
-def test_contradiction_offers_legal_values(keys, nearest):
-    """Each offered value leads to a legal configuration."""
-    with pytest.raises(ConfigError) as caught:
-        Config(**keys)
-    assert caught.value.nearest == nearest
-    for value in nearest:
-        Config(**{**keys, caught.value.key: value})
-
-
-def test_differences_between_configs():
-    """Keys that differ with both values, and nothing for the same configuration."""
-    constant = Config(steps=10, per_device_batch_size=16)
-    assert Config(steps=10, per_device_batch_size="1/3").differences(constant) == {
-        "per_device_batch_size": {"a": "1/3", "b": 16}
-    }
-    assert Config().differences(Config()) == {}
-
-
-def test_aliases_name_keys_and_are_none():
-    """Each alias leads to keys that exist, and is not itself a key."""
-    assert set(ALIASES) <= set(KEYS)
-    words = [word for aliases in ALIASES.values() for word in aliases.split()]
-    assert not set(words) & set(KEYS)
-    assert {word for word in words if words.count(word) > 1} == {"seed"}
+@pytest.mark.parametrize("keys", [KEYS, ROLLOUT_KEYS], ids=["base.yml", "rl.yml"])
+def test_aliases_name_keys_and_are_none(keys):
+    """Each alias leads to keys that exist, and is not itself a key of the same file."""
+    assert set(ALIASES) <= {*KEYS, *ROLLOUT_KEYS}
+    words = [word for key, aliases in ALIASES.items() for word in aliases.split() if key in keys]
+    assert not set(words) & set(keys)
+    assert {word for word in words if words.count(word) > 1} <= {"seed"}
 
 
 @pytest.mark.parametrize("name", ["lr", "LR", "batch-size", "seq_len", "num_layers", "epochs", "output_dir", "max_steps"])
@@ -118,11 +88,6 @@ def test_ramp_keys_next_to_a_schedule_are_refused() -> None:
         Config(**RAMP, batch_size_schedule="0:8 100:16")
     assert caught.value.key == "per_device_batch_size_start"
     assert not Config(**RAMP, batch_size_schedule="0:8 100:16", enable_rampup_batch_size=False).enable_rampup_batch_size
-
-
-def test_switch_that_is_off_keeps_the_batch_constant() -> None:
-    """MaxText's files have every key of the ramp next to `enable_rampup_batch_size: false`."""
-    assert build_plan(Config(**RAMP, enable_rampup_batch_size=False), 1).ramp.sizes == (16,)
 
 
 def test_default_ramp_is_that_of_base_yml() -> None:

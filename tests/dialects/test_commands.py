@@ -2,6 +2,7 @@
 """Tests of scripts, commands and base files as `rampup check` reads them, for all six systems."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -92,12 +93,6 @@ def test_check_reads_a_command_after_two_dashes(capsys, system):
     assert check_command(words, system).derived[key] == value
 
 
-def test_check_without_file_and_command_is_an_error(capsys):
-    """Neither a file nor a command: the error names both."""
-    assert main(["check", "--from", "verl", "--json"]) == 2
-    assert "give a file, or a command" in json.loads(capsys.readouterr().out)["error"]["message"]
-
-
 def test_check_command_runs_a_script_with_arguments(tmp_path):
     """`-- bash FILE ARGUMENTS` gives the script its positional parameters."""
     path = tmp_path / "run.sh"
@@ -105,6 +100,129 @@ def test_check_command_runs_a_script_with_arguments(tmp_path):
     assert check_command(["bash", str(path), "32", "big"], "skyrl").derived["samples_per_step"] == 320
     with pytest.raises(ConfigError, match=r"add B=.* or the script's arguments: .* -- bash FILE ARGUMENTS"):
         check_file(path, "skyrl")
+
+
+STARTS = (
+    'bash examples/run.sh 64 "$@"',
+    "source examples/run.sh 64",
+    "cd ../.. && . examples/run.sh 64",
+    'sbatch -N 2 "$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)/examples/run.sh" 64',
+    "export BATCH=64\nsrun --mpi=pmix bash -x examples/run.sh",
+    "if ! BATCH=64 sh ./examples/run.sh; then exit 1; fi",
+    'ROOT=${0%/*}/../..\nexec "$ROOT/examples/run.sh" 64',
+    "bash -c 'bash examples/run.sh 64'",
+    "ray job submit --address=here -- bash examples/run.sh 64",
+)
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_check_file_follows_the_script_that_a_script_starts(tmp_path, system, start):
+    """The sizes are those of the script that is started, found from a folder above; one that is not there is refused by name."""
+    command, key, value = COMMANDS[system]
+    (tmp_path / "tests" / "gpu").mkdir(parents=True)
+    (tmp_path / "examples").mkdir()
+    path, other = tmp_path / "tests" / "gpu" / "e2e.sh", tmp_path / "examples" / "run.sh"
+    path.write_text(f"set -e\n{start}\npython summary.py --run_name x\n")
+    with pytest.raises(
+        ConfigError, match=r"e2e\.sh:\d: this starts or sources a script that is not read: .*examples/run\.sh is neither"
+    ):
+        check_file(path, system)
+    other.write_text(f"BATCH=${{BATCH:-$1}}\n{command}\n")
+    found = check_file(path, system)
+    assert found.derived[key] == value
+    assert any(f"read from line 2 of {other}: " in note for note in found.notes)
+
+
+def test_keys_for_a_script_are_not_a_launch(tmp_path):
+    """Arguments of a script change its sizes, in each of its kinds; a script that is not there is never read as defaults."""
+    child, key, value = COMMANDS["skyrl"]
+    words = ["bash", str(tmp_path / "run.sh"), "trainer.micro_train_batch_size_per_gpu=2", "trainer.policy_mini_batch_size=8"]
+    path = tmp_path / "e2e.sh"
+    path.write_text(" ".join(words))
+    for check in (lambda: check_command(words, "skyrl"), lambda: check_file(path, "skyrl")):
+        with pytest.raises(ConfigError, match=r"run\.sh is neither beside this script nor in a folder above it"):
+            check()
+    (tmp_path / "run.sh").write_text(f'BATCH=64\n{child} "$@"\n')
+    for found in (check_command(words, "skyrl"), check_file(path, "skyrl")):
+        assert found.derived[key] == value
+        assert found.derived["data_parallel_size"] == 8
+        assert found.derived["mini_batch_samples"] == 40
+    # A launcher of the machine, which starts the program that it is given, need not be there.
+    assert (
+        check_command(
+            ["/opt/launch.sh", *f"{child} trainer.epochs=2".replace("$BATCH", "64").replace("$((BATCH/4))", "16").split()],
+            "skyrl",
+        ).derived[key]
+        == value
+    )
+
+
+def test_messages_name_the_script_in_which_a_value_stands(tmp_path):
+    """An argument stands in the script that gives it, everything else in the one that is started."""
+    path, other = tmp_path / "e2e.sh", tmp_path / "run.sh"
+    other.write_text('\n\npython -m skyrl.train.entrypoints.main_base trainer.train_batch_size=x "$@"\n')
+    path.write_text("\nbash run.sh trainer.policy_mini_batch_size=y\n")
+    with pytest.raises(ConfigError) as error:
+        check_file(path, "skyrl")
+    assert sorted((Path(problem.path).name, problem.line) for problem in error.value.problems) == [("e2e.sh", 2), ("run.sh", 3)]
+    other.write_text('torchrun pretrain_gpt.py --micro-batch-size 2 --global-batch-size $((N * 8)) "$@"\n')
+    path.write_text("\n\nbash run.sh --train-iters y --tensor-model-parallel-size 1\n")
+    with pytest.raises(ConfigError) as error:
+        check_file(path, "megatron", ["world_size=8"])
+    assert sorted((Path(problem.path).name, problem.line) for problem in error.value.problems) == [("e2e.sh", 3), ("run.sh", 1)]
+    # A variable that only the script has which is started is one of its variables.
+    path.write_text("bash run.sh --train-iters 3\n")
+    assert check_file(path, "megatron", ["world_size=8", "N=4"]).derived["num_microbatches"] == [2]
+    assert check_command(["bash", str(path)], "megatron", ["world_size=8", "N=4"]).derived["num_microbatches"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bash $0", r"run\.sh:1: .*/run\.sh starts itself"),
+        ("source ./run.sh", r"run\.sh starts itself"),
+        ("N=${N:-0}; export N=$((N + 1)); bash run.sh", "scripts start each other too often, 20 deep or 200 in all"),
+        ('bash run.sh a "$@"; bash run.sh b "$@"', "start each other too often"),
+        ("bash $FOLDER/x.sh", r"does not say what \$FOLDER is, in \$FOLDER/x\.sh; add FOLDER="),
+        ("bash other.sh", "other.sh: cannot read the shell script: line 1"),
+        ("bash <(curl http://x)", r"what <\(curl http://x\) prints is not known"),
+        ("bash .", "\\. is neither"),
+        ("srun -N 2 --mpi pmix missing.sh trainer.epochs=1", "missing.sh is neither"),
+        ("timeout 10m ssh host 'cd x && bash missing.sh trainer.epochs=1'", "missing.sh is neither"),
+        (
+            "source models/$1.sh; python -m skyrl.train.entrypoints.main_base trainer.train_batch_size=8",
+            r"what \$1 is, in models/\$1\.sh",
+        ),
+    ],
+)
+def test_check_file_ends_on_scripts_that_cannot_be_followed(tmp_path, text, said):
+    """Scripts that start themselves without end, or have no known name, are refused in one sentence."""
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    (tmp_path / "other.sh").write_text("if true; then (")
+    with pytest.raises(ConfigError, match=said):
+        check_file(path, "skyrl")
+
+
+def test_a_script_that_is_not_read_is_a_note_beside_a_launch(tmp_path):
+    """Preparation that is not there does not hide the run; of several runs in several scripts the one with most keys counts."""
+    command = COMMANDS["skyrl"][0]
+    path = tmp_path / "run.sh"
+    path.write_text(
+        f"source ~/.bashrc\nsource not_there_env.sh\nbash not_there_prepare.sh PLATFORM=gpu\n[ -z $JOB ] && sbatch $0\nBATCH=64\n{command}\n"
+    )
+    found = check_file(path, "skyrl")
+    assert found.derived["samples_per_step"] == 320
+    assert sum("what it sets or starts is not read" in note for note in found.notes) == 2 + 1
+    (tmp_path / "small.sh").write_text("python -m skyrl.train.entrypoints.main_base trainer.train_batch_size=8\n")
+    path.write_text(f"bash small.sh\nBATCH=64\n{command}\nbash small.sh\n")
+    found = check_file(path, "skyrl")
+    assert found.derived["samples_per_step"] == 320
+    assert any(
+        f"read from line 3: {command[:50]}" in note and f"similar commands in line 1 of {tmp_path / 'small.sh'}" in note
+        for note in found.notes
+    )
 
 
 def test_check_file_asks_for_what_decides_the_options(tmp_path):
@@ -208,35 +326,6 @@ def test_check_file_is_not_confused_by_names_that_are_alike(tmp_path):
         check_file(path, "trlx")
 
 
-def test_files_of_nemo_are_not_sent_to_trlx(tmp_path):
-    """Names that NeMo and trlX share do not make a file of NeMo one of trlX, and an error about a value keeps its message."""
-    path = tmp_path / "nemo.yaml"
-    path.write_text(
-        "trainer: {num_nodes: 2, devices: 8}\nmodel: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 1, micro_batch_size: 4}\n"
-    )
-    with pytest.raises(ConfigError, match="not a file of MaxText"):
-        check_file(path, "maxtext")
-    path.write_text(
-        "model: {train_ds: {micro_batch_size: 4}, test_ds: {micro_batch_size: 2}}\ntrainer: {num_nodes: 2, devices: 8}\n"
-    )
-    with pytest.raises(ConfigError, match="micro_batch_size is given twice"):
-        check_file(path, "megatron")
-
-
-def test_a_part_of_a_file_is_recognized(tmp_path):
-    """A file of one of Hydra's groups sets keys without their prefix: it is named as such, whatever system was requested."""
-    path = tmp_path / "actor.yaml"
-    path.write_text("strategy: fsdp\nppo_mini_batch_size: 256\nppo_micro_batch_size_per_gpu: null\nuse_dynamic_bsz: false\n")
-    with pytest.raises(
-        ConfigError, match=r"a part of a file of veRL, its group actor_rollout_ref\.actor: .*ppo_mini_batch_size"
-    ):
-        check_file(path, "verl")
-    with pytest.raises(
-        ConfigError, match=r"looks like a part of a file of verl, not of megatron.* includes it with --from verl"
-    ):
-        check_file(path, "megatron")
-
-
 def test_a_script_may_leave_open_what_no_number_depends_on(tmp_path):
     """Layers and the length of a Megatron run may be unknown, with a note; not if a ramp or a chunk depends on them."""
     path = tmp_path / "run.sh"
@@ -257,15 +346,3 @@ def test_a_script_may_leave_open_what_no_number_depends_on(tmp_path):
     path.write_text(f"{text} --num-layers-per-virtual-pipeline-stage 2\n")
     with pytest.raises(ConfigError, match=r"num_layers=\$LAYERS: the script does not say"):
         check_file(path, "megatron")
-
-
-def test_settings_may_add_keys_to_a_file_that_sets_none(tmp_path):
-    """`key=value` may set any key of the system, also in a file without a batch key."""
-    path = tmp_path / "sft.yml"
-    path.write_text("use_sft: true\nbase_config: base.yml\n")
-    settings = ["per_device_batch_size=4", "num_devices=8", "run_name=x"]
-    assert check_file(path, "maxtext", settings).derived["global_batch_size_to_load"] == 32
-    path.write_text("use_sft: true\n")
-    assert check_file(path, "maxtext", settings).derived["global_batch_size_to_load"] == 32
-    path.write_text("data: {train_batch_size: 64}\n")
-    assert check_file(path, "verl", ["data.train_files=x", "reward_model.enable=false"]).derived["samples_per_step"] == 64

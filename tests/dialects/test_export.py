@@ -1,7 +1,6 @@
 """A rollout in the keys of another system: `check` of the exported file finds the plan's own numbers."""
 
 import collections
-import contextlib
 import json
 import random
 
@@ -13,7 +12,7 @@ from rampup.dialects import check_command, check_file
 from rampup.dialects.export import EXPORTS, export_rollout
 from rampup.errors import ConfigError, RampupError
 from rampup.rl.config import RolloutConfig, build_rollout_plan
-from rampup.rl.losses import AGGREGATIONS
+from rampup.rl.sizes import AGGREGATIONS
 
 
 def random_rollout(rng):
@@ -87,16 +86,8 @@ def test_random_plans_make_the_round_trip(tmp_path, num_plans):
                 assert error.key
                 continue
             done[system] += 1
-            if system == "tunix":
-                values = exported.values
-                mini, micro = (values[f"training_config.{name}_batch_size"] for name in ("mini", "train_micro"))
-                assert (mini * config.num_generations, mini // micro) == (
-                    plan.policy_updates.mini_batch_samples,
-                    plan.policy_updates.accumulation_steps,
-                )
-            else:
-                for found, expected in numbers(plan, system, tmp_path / "exported.yml", exported):
-                    assert found == expected, (system, config)
+            for found, expected in numbers(plan, system, tmp_path / "exported.yml", exported):
+                assert found == expected, (system, config)
     assert all(done[system] > num_plans / 50 for system in EXPORTS), done
 
 
@@ -110,31 +101,16 @@ def test_exported_keys_of_verl_also_work_as_a_command():
     assert found.derived["data_parallel_size"] == plan.policy_updates.data_parallel_size == 4
 
 
-def test_tunix_accepts_what_is_exported_for_it():
-    """Tunix's own `RLTrainingConfig` takes the arguments and derives the plan's number of passes."""
-    rl_cluster = pytest.importorskip("tunix.rl.rl_cluster")
-    import optax
-
-    rng = random.Random(7)
-    for _ in range(100):
-        config, plan, devices = random_rollout(rng)
-        with contextlib.suppress(ConfigError):
-            values = export_rollout(config, plan, devices, "tunix").values
-            sizes = {key.split(".")[1]: value for key, value in values.items() if key.startswith("training_config.")}
-            made = rl_cluster.RLTrainingConfig(actor_optimizer=optax.sgd(0.1), **sizes)
-            assert made.gradient_accumulation_steps == plan.policy_updates.accumulation_steps
-
-
 @pytest.mark.parametrize(
     ("keys", "system", "key", "words"),
     [
-        ({"enable_critic": True}, "tunix", "enable_critic", "has no critic; set enable_critic=false"),
+        ({"enable_critic": True}, "maxtext_rl", "enable_critic", "has no critic; set enable_critic=false"),
         ({"token_budget": 2048, "mini_batch_size": -1}, "maxtext_rl", "token_budget", "set microbatch_size"),
         ({"mini_batch_size": 16}, "maxtext_rl", "mini_batch_size", "updates once per pass over the samples"),
         ({}, "trlx", "rl.num_generations", "one response per prompt; set it to 1"),
         ({"enable_critic": True, "critic_num_iterations": 3}, "skyrl", "critic_num_iterations", "have 3 and 1"),
         ({"loss_agg_mode": "seq-mean-token-sum"}, "skyrl", "rl.loss_agg_mode", "but by token-mean, seq-mean-token-mean"),
-        ({}, "ray", "export", "must be one of tunix, maxtext_rl, verl, skyrl, trlx"),
+        ({}, "ray", "export", "must be one of maxtext_rl, verl, skyrl, trlx"),
     ],
 )
 def test_what_a_system_cannot_run_is_refused(keys, system, key, words):
@@ -148,7 +124,6 @@ def test_what_a_system_cannot_run_is_refused(keys, system, key, words):
 @pytest.mark.parametrize(
     ("system", "key", "names"),
     [
-        ("tunix", "grpo_config.loss_agg_mode", ("token-mean", "seq-mean-token-sum", "sequence-mean-token-mean")),
         ("maxtext_rl", "rl.loss_agg_mode", ("token-mean", None, "sequence-mean-token-mean")),
         ("verl", "actor_rollout_ref.actor.loss_agg_mode", ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")),
         ("skyrl", "trainer.algorithm.loss_reduction", ("token_mean", None, "sequence_mean")),
@@ -156,7 +131,7 @@ def test_what_a_system_cannot_run_is_refused(keys, system, key, words):
 )
 def test_loss_aggregation_has_the_name_of_the_system(system, key, names):
     """How the losses of tokens add up is exported under the system's own key, or refused."""
-    for mode, name in zip(AGGREGATIONS, names, strict=True):
+    for mode, name in zip(AGGREGATIONS, (*names, None), strict=True):
         config = RolloutConfig(loss_agg_mode=mode, mini_batch_size=-1)
         plan = build_rollout_plan(config, 8)
         if name is None:

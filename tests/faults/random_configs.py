@@ -47,7 +47,7 @@ LIKELY = {
     "steps": st.one_of(st.integers(1, 3000), st.just(-1)),
     "learning_rate_schedule_steps": st.one_of(st.just(-1), st.integers(1, 5000)),
     "learning_rate_clock": st.sampled_from(["samples", "steps"]),
-    "learning_rate_batch_scaling": st.sampled_from(["none", "sqrt", "linear"]),
+    "batch_scaling": st.sampled_from(["none", "sqrt", "linear"]),
     "eval_interval": st.sampled_from([-1, 100]),
     "max_target_length": st.integers(1, 4096),
 }

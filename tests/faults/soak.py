@@ -29,7 +29,7 @@ def main(folder, steps, every):
 
     from rampup import Config
     from rampup.lm.train import train
-    from rampup.run.events import Evaluated, RunStopped, StepDone
+    from rampup.loop.events import Evaluated, RunStopped, StepDone
 
     samples, files = [], []
 

@@ -11,10 +11,10 @@ from faults import toy_run
 from helpers.runs import metrics_of
 
 from rampup.errors import ResumeMismatchError, StorageError
-from rampup.run import checkpoint
-from rampup.run.checkpoint import CHECKSUMS_FILE, checkpoint_steps, damage
-from rampup.run.events import CheckpointDamaged, StorageFailed
-from rampup.run.run_folder import DAMAGED_FOLDER
+from rampup.loop import checkpoint
+from rampup.loop.checkpoint import CHECKSUMS_FILE, checkpoint_steps, damage
+from rampup.loop.events import CheckpointDamaged, StorageFailed
+from rampup.loop.run_folder import DAMAGED_FOLDER
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,8 @@ def test_every_file_of_a_checkpoint_is_watched(whole, tmp_path):
 def test_what_holds_no_state_does_no_harm(whole, tmp_path, name, harm):
     """Damage to what is not part of the state changes nothing, and ends in no traceback."""
     folder = copy_of(whole, tmp_path)
+    if not (folder / "checkpoints" / "12" / name).exists():
+        pytest.skip(f"this version of Orbax writes no {name}")
     harm(folder / "checkpoints" / "12" / name)
     summary, _ = toy_run.run(folder)
     assert summary.steps == 12

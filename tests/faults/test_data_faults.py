@@ -12,13 +12,13 @@ from helpers.runs import metrics_of
 from helpers.tiny import TINY_MODEL
 
 from rampup import Config
+from rampup.data import files
+from rampup.data.batches import step_batches
+from rampup.data.files import fingerprints, open_sources
+from rampup.data.sources import files_of
 from rampup.errors import DataError, ResumeMismatchError
 from rampup.lm import train as lm
-from rampup.run.data import files
-from rampup.run.data.batches import step_batches
-from rampup.run.data.files import fingerprints, open_sources
-from rampup.run.data.sources import files_of
-from rampup.run.loop import Loop
+from rampup.loop.loop import Loop
 
 SETTINGS = TINY_MODEL | {"steps": 6, "per_device_batch_size": 2, "checkpoint_period": 2, "dataset_type": "tokens"}
 SIZES = {"holdout_fraction": 0.1, "sequence_length": 16, "vocab_size": 256, "eval_files": None}
@@ -158,90 +158,39 @@ def test_fewer_rows_than_a_batch_are_repeated_epoch_by_epoch(number):
         assert counts.max() - counts.min() <= 2
 
 
-def harm_missing(folder):
-    """Delete a file."""
-    (folder / "1.bin").unlink()
+def overwrite(path, start, new):
+    """Change some bytes of a file."""
+    content = bytearray(path.read_bytes())
+    content[start : start + len(new)] = new
+    path.write_bytes(content)
 
 
-def harm_empty(folder):
-    """Empty a file."""
-    (folder / "1.bin").write_bytes(b"")
-
-
-def harm_truncated(folder):
-    """Cut a file short in the middle of a token."""
-    os.truncate(folder / "1.bin", 4001)
-
-
-def harm_cut(folder):
-    """Cut a file short between tokens."""
-    os.truncate(folder / "1.bin", 4000)
-
-
-def harm_header(folder):
-    """Break the header of a file."""
-    content = bytearray((folder / "2.npy").read_bytes())
-    content[:6] = b"random"
-    (folder / "2.npy").write_bytes(content)
-
-
-def harm_npy(folder):
-    """Cut an array short."""
-    os.truncate(folder / "2.npy", 4000)
-
-
-def harm_changed(folder):
-    """Change one token."""
-    content = bytearray((folder / "1.bin").read_bytes())
-    content[4000] ^= 1
-    (folder / "1.bin").write_bytes(content)
-
-
-def harm_link(folder):
-    """Put a link to nothing in the place of a file."""
-    (folder / "1.bin").unlink()
-    (folder / "1.bin").symlink_to(folder / "nowhere")
-
-
-def harm_pipe(folder):
-    """Put a pipe, from which reading would never end, in the place of a file."""
-    (folder / "1.bin").unlink()
-    os.mkfifo(folder / "1.bin")
-
-
-def harm_more(folder):
-    """Add a file."""
-    np.arange(100, dtype="<u2").tofile(folder / "3.bin")
-
-
-def harm_folder(folder):
-    """Put a folder in the place of a file, which the pattern does not count."""
-    (folder / "1.bin").unlink()
-    (folder / "1.bin").mkdir()
-
-
+# What is done to the files: its name -> a function of the folder, and the message.
 AT_START = {
-    harm_empty: r"1\.bin cannot be read as tokens: 0 bytes",
-    harm_truncated: r"1\.bin cannot be read as tokens: 4,001 bytes",
-    harm_header: r"2\.npy cannot be read as tokens",
-    harm_npy: r"2\.npy cannot be read as tokens",
-    harm_link: r"1\.bin, which is a broken link",
-    harm_pipe: r"1\.bin, which is not a regular file",
+    "empty": (lambda at: (at / "1.bin").write_bytes(b""), r"1\.bin cannot be read as tokens: 0 bytes"),
+    "truncated": (lambda at: os.truncate(at / "1.bin", 4001), r"1\.bin cannot be read as tokens: 4,001 bytes"),
+    "header": (lambda at: overwrite(at / "2.npy", 0, b"random"), r"2\.npy cannot be read as tokens"),
+    "npy": (lambda at: os.truncate(at / "2.npy", 4000), r"2\.npy cannot be read as tokens"),
+    "link": (lambda at: ((at / "1.bin").unlink(), (at / "1.bin").symlink_to("nowhere")), r"1\.bin, which is a broken link"),
+    # From a pipe, reading would never end.
+    "pipe": (lambda at: ((at / "1.bin").unlink(), os.mkfifo(at / "1.bin")), r"1\.bin, which is not a regular file"),
 }
+BEFORE = r"1\.bin: 8000 bytes, SHA-256 (\w+) in the checkpoint, "
 ON_RESUME = {
-    harm_missing: r"1\.bin: 8000 bytes, SHA-256 \w+ in the checkpoint, no such file here",
-    harm_cut: r"1\.bin: 8000 bytes, SHA-256 \w+ in the checkpoint, 4000 bytes, SHA-256 \w+ here",
-    harm_changed: r"1\.bin: 8000 bytes, SHA-256 (\w+) in the checkpoint, 8000 bytes, SHA-256 (?!\1)\w+ here",
-    harm_more: r"3\.bin: no such file in the checkpoint, 200 bytes",
-    harm_folder: r"1\.bin: 8000 bytes, SHA-256 \w+ in the checkpoint, no such file here",
+    "missing": (lambda at: (at / "1.bin").unlink(), BEFORE + "no such file here"),
+    "cut": (lambda at: os.truncate(at / "1.bin", 4000), BEFORE + r"4000 bytes, SHA-256 \w+ here"),
+    "changed": (lambda at: overwrite(at / "1.bin", 4000, b"\xff"), BEFORE + r"8000 bytes, SHA-256 (?!\1)\w+ here"),
+    "more": (lambda at: np.arange(100, dtype="<u2").tofile(at / "3.bin"), r"3\.bin: no such file in the checkpoint, 200 bytes"),
+    # The pattern does not count a folder.
+    "folder": (lambda at: ((at / "1.bin").unlink(), (at / "1.bin").mkdir()), BEFORE + "no such file here"),
 }
 
 
-@pytest.mark.parametrize("harm", AT_START, ids=lambda harm: harm.__name__)
-def test_files_that_cannot_be_read_are_refused_by_name(tokens, harm):
+@pytest.mark.parametrize(("harm", "words"), AT_START.values(), ids=AT_START)
+def test_files_that_cannot_be_read_are_refused_by_name(tokens, harm, words):
     """Each broken file is named when the run starts, with what is wrong with it."""
     harm(tokens)
-    with pytest.raises(DataError, match=AT_START[harm]):
+    with pytest.raises(DataError, match=words):
         open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
 
 
@@ -266,8 +215,8 @@ def test_a_checkpoint_says_what_the_data_were(tmp_path, tokens, monkeypatch):
     assert fingerprints([str(path) for path in sorted(moved.iterdir())]) == known
 
 
-@pytest.mark.parametrize("harm", ON_RESUME, ids=lambda harm: harm.__name__)
-def test_every_change_of_the_data_is_named(tmp_path, tokens, harm):
+@pytest.mark.parametrize(("harm", "words"), ON_RESUME.values(), ids=ON_RESUME)
+def test_every_change_of_the_data_is_named(tmp_path, tokens, harm, words):
     """Files that are missing, cut, changed, new or hidden: the checkpoint before is refused with their names."""
 
     def content():
@@ -276,7 +225,7 @@ def test_every_change_of_the_data_is_named(tmp_path, tokens, harm):
 
     toy_run.run(tmp_path / "run", identity=content())
     harm(tokens)
-    with pytest.raises(ResumeMismatchError, match=ON_RESUME[harm]):
+    with pytest.raises(ResumeMismatchError, match=words):
         toy_run.run(tmp_path / "run", identity=content())
 
 

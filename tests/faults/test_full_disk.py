@@ -2,7 +2,12 @@
 
 import contextlib
 import json
+import logging
+import os
 import subprocess
+import sys
+import threading
+import time
 
 import pytest
 from faults import toy_run
@@ -11,9 +16,9 @@ from helpers.runs import metrics_of
 from rampup.cli import main
 from rampup.errors import NonFiniteError, StorageError
 from rampup.lm import train as lm
-from rampup.run.checkpoint import damage
-from rampup.run.events import StepDone, StorageFailed
-from rampup.run.run_folder import StepLog, read_lines
+from rampup.loop.checkpoint import damage
+from rampup.loop.events import StepDone, StorageFailed
+from rampup.loop.run_folder import StepLog, read_lines
 
 
 @pytest.fixture
@@ -52,6 +57,10 @@ class Filler:
         if isinstance(event, StorageFailed):
             self.problems.append(event.problem)
         if isinstance(event, StepDone) and event.step == self.full_at:
+            # An asynchronous checkpoint may still be on its way; it is the one to which the run goes back.
+            deadline = time.monotonic() + 60
+            while damage(self.folder / "checkpoints" / str(self.full_at)) is not None and time.monotonic() < deadline:
+                time.sleep(0.01)
             fill(self.folder)
         if isinstance(event, StepDone) and event.step == self.free_at:
             (self.folder / "filler").unlink()
@@ -87,6 +96,26 @@ def test_the_run_goes_on_as_configured(small_disk, whole):
     assert metrics_of(small_disk) == whole
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_checkpoint_without_room_is_refused_before_it_is_begun(small_disk, capfd, caplog, asynchronous):
+    """The error has both sizes and is all there is: no thread is left, nothing is logged, and no hook is changed."""
+    before, hooks = set(threading.enumerate()), (sys.excepthook, sys.unraisablehook, threading.excepthook)
+    caplog.set_level(logging.WARNING, logger="absl")
+
+    class NearlyFull(Filler):
+        def append(self, event):
+            super().append(event)
+            if isinstance(event, StepDone) and event.step == self.full_at:
+                os.truncate(self.folder / "filler", (self.folder / "filler").stat().st_size - 40_960)
+
+    with pytest.raises(StorageError, match=r"step 8 .*: the checkpoint may take 0\.\d MiB, 0\.0 MiB are free; the newest is "):
+        toy_run.run(small_disk, events=NearlyFull(small_disk, 4, None), async_checkpointing=asynchronous)
+    assert damage(small_disk / "checkpoints" / "4") is None
+    assert (capfd.readouterr().err, caplog.records) == ("", [])
+    assert [thread for thread in set(threading.enumerate()) - before if not thread.daemon] == []
+    assert (sys.excepthook, sys.unraisablehook, threading.excepthook) == hooks
+
+
 def test_lines_wait_for_room(small_disk):
     """A line that finds no room, or room for a part of it, is written whole with the next one."""
     log = StepLog(small_disk / "metrics.jsonl", keep_below=0)
@@ -103,13 +132,23 @@ def test_lines_wait_for_room(small_disk):
     assert [line["step"] for line in read_lines(log.path)] == list(range(401))
 
 
-def test_a_full_disk_at_the_start_is_refused(small_disk):
-    """With no room at all the error names the file."""
-    (small_disk / "metrics.jsonl").write_text('{"step": 0}\n' * 1000)
+def test_a_full_disk_at_the_start_loses_no_line(small_disk):
+    """A resume only cuts the file, which needs no room; moving damaged lines does, and its error names the file."""
+    path = small_disk / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)))
     fill(small_disk)
+    log = StepLog(path, keep_below=900)
+    for step in range(900, 1800):
+        log.write({"step": step})
     with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written: No space left"):
-        StepLog(small_disk / "metrics.jsonl", keep_below=2)
-    assert len(list(read_lines(small_disk / "metrics.jsonl"))) == 1000
+        log.sync()
+    log.close()
+    assert [line["step"] for line in read_lines(path)][:900] == list(range(900))
+    with open(path, "r+b") as file:
+        file.write(b"x")
+    with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be written: No space left"):
+        StepLog(path, keep_below=800)
+    assert [line["step"] for line in read_lines(path)][:899] == list(range(1, 900))
 
 
 @pytest.mark.parametrize("error", [StorageError("no room"), NonFiniteError("not finite", steps=[1, 2])])

@@ -11,12 +11,12 @@ from faults import toy_run
 from helpers import toy
 from helpers.runs import metrics_of
 
+from rampup.data.batches import step_batches
+from rampup.engine.state import create_state
+from rampup.engine.step import train_step
+from rampup.engine.update import select_step
 from rampup.errors import NonFiniteError
-from rampup.run.data.batches import step_batches
-from rampup.run.events import StepDone, StepSkipped
-from rampup.run.state import create_state
-from rampup.run.step import train_step
-from rampup.run.update import select_step
+from rampup.loop.events import StepDone, StepSkipped
 
 ENGINES = ("fused", "multi_steps")
 BAD = {"nan": np.nan, "infinite": np.inf, "overflow": np.float32(3e38)}

@@ -9,28 +9,16 @@ from pathlib import Path
 import pytest
 from helpers import processes
 from helpers.runs import assert_same_run
+from helpers.tiny import RL_TINY
 
-SETTINGS = {
-    "batch_size": 4,
+SETTINGS = RL_TINY | {
     "num_generations": 4,
-    "num_iterations": 2,
-    "mini_batch_size": 2,
-    "train_micro_batch_size": 1,
     "enable_critic": True,
-    "num_test_batches": 2,
-    "max_operand": 9,
-    "warm_start_steps": 5,
-    "warm_start_batch_size": 8,
-    "base_emb_dim": 8,
-    "base_num_decoder_layers": 1,
-    "base_mlp_dim": 8,
-    "base_num_query_heads": 2,
     "checkpoint_period": 3,
     "max_num_checkpoints_to_keep": 2,
+    "async_checkpointing": True,
     "eval_interval": 16,
-    "jax_cache_dir": None,
 }
-OVERLAP = {"shuffle_mini_batches": False, "rollout_micro_batch_size": 1}
 STEPS_PER_ROLLOUT = 8  # two passes over two mini batches, of the critic and of the policy
 DEADLINE = 600
 
@@ -48,9 +36,13 @@ def run(settings):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    from rampup.loop.events import StepDone
     from rampup.rl.config import RolloutConfig
+    from rampup.rl.tasks import Arithmetic
     from rampup.rl.train import train
-    from rampup.run.events import StepDone
+
+    # One response of a new model in eight is right, so that most groups have no spread and some have.
+    Arithmetic.reward = lambda task, prompts, responses: [float(sum(map(ord, text)) % 8 == 0) for text in responses]
 
     def pause(event):
         if isinstance(event, StepDone):
@@ -103,19 +95,18 @@ def kill_often(base, kills, rollouts, seed=0, **others):
             number += 1
 
 
-@pytest.mark.faults
-def test_thirty_kills(tmp_path):
-    """At random moments, also between the updates of critic and policy and in checkpoint writes."""
-    kill_often(tmp_path, kills=30, rollouts=12)
+SIZES = [{}, {"zero_spread_groups": "refill"}, {"zero_spread_groups": "drop", "partial_step": "carry"}]
 
 
 @pytest.mark.faults
-def test_ten_kills_while_generation_overlaps(tmp_path):
-    """The same between the critic's updates on the first samples of a rollout and the generation of the others."""
-    kill_often(tmp_path, kills=10, rollouts=6, **OVERLAP)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_thirty_kills(sizes, tmp_path):
+    """At random moments, also while it refills, between the updates of critic and policy and in checkpoint writes."""
+    kill_often(tmp_path, kills=30, rollouts=12, **sizes)
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_rollouts_is_the_uninterrupted_one(tmp_path):
+@pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
+def test_a_killed_run_of_rollouts_is_the_uninterrupted_one(sizes, tmp_path):
     """Two kills in a short run."""
-    kill_often(tmp_path, kills=2, rollouts=2)
+    kill_often(tmp_path, kills=2, rollouts=2, **sizes)

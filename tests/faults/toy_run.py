@@ -8,12 +8,12 @@ import numpy as np
 import optax
 from helpers import toy
 
-from rampup.run.checkpoint import CheckpointOptions
-from rampup.run.data.batches import step_batches
-from rampup.run.loop import Loop
-from rampup.run.metrics import MetricOptions
-from rampup.run.state import create_state
-from rampup.run.step import train_step
+from rampup.data.batches import step_batches
+from rampup.engine.state import create_state
+from rampup.engine.step import train_step
+from rampup.loop.checkpoint import CheckpointOptions
+from rampup.loop.loop import Loop
+from rampup.loop.metrics import MetricOptions
 
 STEPS = 12
 CHUNK_SIZE = {"fused": None, "multi_steps": 1}

@@ -40,7 +40,7 @@ def run(settings, folder, pause, devices):
     from rampup import Config
     from rampup.errors import RampupError
     from rampup.lm import train as lm
-    from rampup.run.events import CheckpointDamaged, RunStarted, StepSkipped, StorageFailed
+    from rampup.loop.events import CheckpointDamaged, RunStarted, StepSkipped, StorageFailed
 
     inner = lm.BatchLoader.batches
 

@@ -9,7 +9,7 @@ import yaml
 
 from rampup.dialects import check_file
 
-DATA = Path(__file__).parent.parent / "data"
+DATA = Path(__file__).parent.parent / "goldens"
 
 
 def cases(system):
@@ -27,7 +27,7 @@ def verdict(system, config, *settings):
 
 def case_settings(case):
     """Return the facts that a case states outside its file, as key=value."""
-    found = [f"{key}={case[key]}" for key in ("num_processes", "num_prompts") if key in case]
+    found = [f"{key}={case[key]}" for key in ("num_processes", "num_prompts", "dataset_prompts") if key in case]
     return [*found, f"actor_rollout_ref.actor.strategy={case['backend']}"] if "backend" in case else found
 
 

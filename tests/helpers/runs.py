@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from rampup.run.events import StepDone
+from rampup.loop.events import StepDone
 
-TIMES = {"step_seconds", "tokens_per_second", "tflops_per_device", "compile_seconds", "generation_seconds"}
-TIMES |= {"generation_wait_seconds", "generation_tokens_per_second", "training_tokens_per_second"}
+TIMES = {"step_seconds", "tokens_per_second", "tflops_per_device", "compile_seconds", "generation_seconds", "scoring_seconds"}
+TIMES |= {"generation_wait_seconds", "generation_tokens_per_second", "training_tokens_per_second", "update_seconds"}
 
 
 def metrics_of(folder, name="metrics.jsonl"):

@@ -27,3 +27,29 @@ TUNED = TINY_MODEL | {"batch_size_schedule": "0:2 4:4", "dataset_type": "synthet
 def command_line(settings):
     """Return settings as `key=value` words of a command line."""
     return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
+
+
+# The same for a run of reinforcement learning.
+RL_TINY = {
+    "batch_size": 4,
+    "num_generations": 2,
+    "num_iterations": 2,
+    "num_batches": 3,
+    "mini_batch_size": 2,
+    "train_micro_batch_size": 1,
+    "num_test_batches": 2,
+    "max_operand": 9,
+    "warm_start_steps": 3,
+    "warm_start_batch_size": 8,
+    "base_emb_dim": 8,
+    "base_num_decoder_layers": 1,
+    "base_mlp_dim": 8,
+    "base_num_query_heads": 2,
+    "checkpoint_period": 4,
+    "max_num_checkpoints_to_keep": None,
+    "async_checkpointing": False,
+    "eval_interval": 4,
+    "jax_cache_dir": None,
+    "ici_data_parallelism": 1,
+    "ici_fsdp_parallelism": 1,
+}

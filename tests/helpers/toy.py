@@ -1,4 +1,4 @@
-"""A tiny problem with unequal weights, shared by the tests of rampup.run."""
+"""A tiny problem with unequal weights, shared by the tests of rampup.engine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+import rampup
+from rampup.engine.mesh import make_mesh
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
-from rampup.run.mesh import make_mesh
 
 WIDTH = 8
 MESHES = {
@@ -75,6 +77,28 @@ def plan_for(mesh, schedule="0:16 64:32 200:48", *, steps=12, **splitter):
         num_devices=mesh.size,
         total_steps=steps,
     )
+
+
+def start(
+    mesh_name="one", loss=loss_fn, tx=None, schedule="0:16", *, steps=12, state=None, params=None, mutable=None, **options
+):
+    """Return a training step of one phase by default, and its state: a new one, or what `state` makes of parameters and tx."""
+    mesh = mesh_of(mesh_name)
+    splitter = {name: options.pop(name) for name in ("microbatch_size", "rampup_microbatch") if name in options}
+    plan = plan_for(mesh, schedule, steps=steps, **splitter)
+    step = rampup.train_step(loss, tx or optax.sgd(0.1), plan, mesh, **options)
+    params = new_params(mesh) if params is None else params
+    if state is None:
+        return step, rampup.create_state(params, step.tx, mesh, mutable=mutable)
+    return step, rampup.prepare_state(state(params, step.tx), mesh)
+
+
+def train(step, state, steps=None, data=None):
+    """Return the state and the metrics after some steps."""
+    metrics = None
+    for batch in step.batches(data or rows(), stop=steps):
+        state, metrics = step(state, batch)
+    return state, metrics
 
 
 def all_tokens(source):

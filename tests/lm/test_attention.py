@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rampup.engine.mesh import make_mesh
 from rampup.lm.attention import attend, causal_attention, splash_attention
-from rampup.run.mesh import make_mesh
 
 
 def arrays(T, H=2, G=1, D=128):

@@ -7,10 +7,10 @@ from helpers.runs import metrics_of
 from helpers.tiny import TINY_MODEL
 
 from rampup import Config
-from rampup.lm.critical import _Branches, _find_run
+from rampup.lm.branches import _Branches, _find_run
 from rampup.lm.train import train
-from rampup.run.checkpoint import find_checkpoint
-from rampup.run.loop import RAMP_ROWS
+from rampup.loop.checkpoint import find_checkpoint
+from rampup.loop.loop import RAMP_ROWS
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -43,8 +43,8 @@ def whole(tmp_path_factory):
     return *run(folder), folder
 
 
-def test_auto_schedule_grows_the_batch_and_is_replayed(whole, tmp_path):
-    """The batch grows in one program; decisions are in metrics and checkpoint; the printed schedule gives the same batches."""
+def test_auto_schedule_grows_the_batch(whole):
+    """The batch grows in one program; decisions are in the metrics and in the checkpoint."""
     summary, lines, folder = whole
     sizes = [line["global_batch_size"] for line in lines]
     assert sizes[0] == 8
@@ -54,6 +54,12 @@ def test_auto_schedule_grows_the_batch_and_is_replayed(whole, tmp_path):
         assert after["global_batch_size"] == before.get("next_global_batch_size", before["global_batch_size"])
     saved = find_checkpoint(folder / "run" / "checkpoints")
     assert " ".join(f"{sample}:{size}" for _, sample, size in saved.record[RAMP_ROWS]) == summary.batch_size_schedule
+
+
+@pytest.mark.slow
+def test_auto_schedule_is_replayed(whole, tmp_path):
+    """The printed schedule gives the same batches and losses."""
+    summary, lines, _ = whole
     keys = {"batch_size_schedule": summary.batch_size_schedule, "learning_rate_clock": "steps", "measure_gradient_noise": False}
     own = {name: value for name, value in AUTO.items() if not name.startswith(("per_device", "gradient_noise"))}
     train(Config(base_output_directory=str(tmp_path), run_name="run", **(own | keys)))
@@ -78,6 +84,7 @@ def test_auto_schedule_resumes_bit_for_bit(whole, tmp_path):
     assert final.batch_size_schedule == summary.batch_size_schedule
 
 
+@pytest.mark.slow
 def test_auto_schedule_advises_without_changing_a_bit(whole, tmp_path):
     """`advise` writes sizes and a schedule, also over a resume, and trains exactly as a constant batch."""
     run(tmp_path / "advised", auto_schedule="advise", steps=23)

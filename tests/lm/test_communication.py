@@ -7,9 +7,9 @@ import numpy as np
 import optax
 import pytest
 
+from rampup import create_state, make_mesh, train_step
 from rampup.lm.transformer import LanguageModel
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
-from rampup.run import create_state, make_mesh, train_step
 
 OPERATIONS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 ROWS_OF_A_REPLICA = 4

@@ -5,11 +5,11 @@ from helpers.runs import metrics_of
 from helpers.tiny import TINY
 
 from rampup import Config, build_plan
+from rampup.batch_size.noise_scale import NoiseScale
 from rampup.errors import ConfigError
 from rampup.lm.train import train
-from rampup.plan.noise_scale import NoiseScale
-from rampup.run.checkpoint import find_checkpoint
-from rampup.run.loop import GRADIENT_NOISE
+from rampup.loop.checkpoint import find_checkpoint
+from rampup.loop.components import GRADIENT_NOISE
 
 pytestmark = pytest.mark.usefixtures("optimized")
 

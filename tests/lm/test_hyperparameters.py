@@ -10,18 +10,14 @@ from helpers.tiny import TINY_MODEL
 import rampup
 from rampup import Config, build_plan
 from rampup.errors import ResumeMismatchError
-from rampup.lm.train import Run, phase_hyperparameters, saved_checkpoint, train
+from rampup.lm.train import phase_hyperparameters, train
 
 FOLLOWS = {
     "batch_size_schedule": "0:8 10%:16 30%:32",
     "train_samples": 400,
     "seesaw_factor": 2,
     "seesaw_max_batch_size": 96,
-    "learning_rate_batch_scaling": "sqrt",
-    "adam_b1_batch_scaling": "sde",
-    "adam_b2_batch_scaling": "half_life",
-    "adam_eps_batch_scaling": "sde",
-    "adam_weight_decay_batch_scaling": "timescale",
+    "batch_scaling": "sde",
     "checkpoint_period": 100,
 }
 
@@ -53,7 +49,7 @@ def test_a_run_follows_its_batch_and_resumes_bit_for_bit(tmp_path):
     rows = phase_hyperparameters(config(tmp_path), plan)
     for phase, row in zip(plan.ramp.phases, rows, strict=True):
         assert found[phase.start_step] == row["learning_rate"]
-    for key, value in (("adam_b2_batch_scaling", "none"), ("adam_b2_floor", 0.5), ("batch_scaling_reference", 16)):
+    for key, value in (("batch_scaling", "sqrt"), ("adam_b2_floor", 0.5), ("batch_scaling_reference", 16)):
         with pytest.raises(ResumeMismatchError, match=f"{key}: .* in the checkpoint"):
             train(config(tmp_path / "stopped", **{key: value}))
     with pytest.raises(ResumeMismatchError, match="train_samples: 400 -> 500"):
@@ -67,23 +63,5 @@ def test_rules_of_the_reference_batch_change_nothing(tmp_path):
     """With a constant batch, the scheduled constants are the given ones, and the losses those of `optax.adamw`."""
     constant = {"batch_size_schedule": "0:16", "seesaw_factor": None, "seesaw_max_batch_size": None, "train_samples": 160}
     train(config(tmp_path / "scheduled", **constant))
-    plain = {name: "none" for name in FOLLOWS if name.startswith("adam_")}
-    train(config(tmp_path / "plain", **constant, **plain))
+    train(config(tmp_path / "plain", **constant, batch_scaling="sqrt"))
     np.testing.assert_allclose(metrics(tmp_path / "scheduled"), metrics(tmp_path / "plain"), rtol=1e-6)
-
-
-def test_a_checkpoint_of_an_older_version_is_resumed(tmp_path):
-    """A record without the new keys is that of a run without them: it resumes, but not with a rule that it did not have."""
-    off = {"learning_rate_schedule_steps": 6} | dict.fromkeys(("seesaw_factor", "seesaw_max_batch_size", "train_samples"))
-    off |= {name: "none" for name in FOLLOWS if name.endswith("_batch_scaling")} | {"batch_size_schedule": "0:8 24:16"}
-    train(config(tmp_path, **off, steps=4))
-    settings = config(tmp_path, **off, steps=6)
-    saved = saved_checkpoint(settings)
-    old = {name: value for name, value in saved.record.items() if not name.startswith(("adam_", "batch_scaling"))}
-    assert len(old) < len(saved.record)
-    object.__setattr__(saved, "record", old)
-    changed = config(tmp_path, **(off | {"adam_b2_batch_scaling": "half_life"}), steps=6)
-    run = Run.from_config(changed, build_plan(changed, 8), saved)
-    with pytest.raises(ResumeMismatchError, match="adam_b2_batch_scaling: 'none' in the checkpoint, 'half_life' here"):
-        run.train()
-    assert Run.from_config(settings, build_plan(settings, 8), saved).train().resumed_from == 4

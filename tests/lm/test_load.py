@@ -1,5 +1,6 @@
 """Tests of rampup.lm.load: the model comes out."""
 
+import io
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ import rampup
 from rampup.cli import main
 from rampup.errors import ConfigError, ResumeMismatchError
 from rampup.lm.train import saved_checkpoint
-from rampup.run.events import StepDone
+from rampup.loop.events import StepDone
 
 # The program of test_train.py, from the compilation cache.
 SHORT = TINY | {"steps": 6, "learning_rate_schedule_steps": 40, "checkpoint_period": 3, "eval_interval": 3, "eval_steps": 1}
@@ -99,7 +100,7 @@ def test_load_refuses_an_edited_configuration(run, tmp_path):
 def test_generate_samples_text(run):
     """The same seed gives the same text; temperature 0 the most probable bytes, computed one by one."""
     loaded = rampup.load(run)
-    assert loaded.generate("def", 8, seed=1) == loaded.generate("def", 8, seed=1)
+    assert loaded.generate("def f(", 24, seed=1) == loaded.generate("def f(", 24, seed=1)
     tokens, logits = list(b"def f("), jax.jit(loaded.model.logits)
     for _ in range(24):
         window = tokens[-16:]
@@ -126,13 +127,13 @@ def test_generate_command(run, capsys):
     assert capsys.readouterr().out == f"def f{found['text']}\n"
 
 
-def test_generate_takes_any_bytes_and_prints_on_any_output(run):
+def test_generate_takes_any_bytes_and_prints_on_any_output(run, monkeypatch):
     """A prompt that is not UTF-8, on an output that is ASCII."""
-    prompt = b"\xff\xe9"
-    command = [sys.executable, "-m", "rampup", "generate", str(run), "--tokens", "3", "--prompt", prompt]
-    ended = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith(rb"\udcff\udce9")
+    output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", output)
+    assert main(["generate", str(run), "--tokens", "6", "--prompt", os.fsdecode(b"\xff\xe9")]) == 0
+    output.flush()
+    assert output.buffer.getvalue().startswith(rb"\udcff\udce9")
 
 
 def test_train_takes_a_configuration_only():
@@ -194,10 +195,17 @@ def test_train_run_folder_takes_settings(run, tmp_path, capsys):
 
 def test_a_second_process_in_a_run_is_refused(run, tmp_path):
     """Two processes in one folder: the second stops with an error before it reads or writes anything."""
-    with rampup.run.run_lock.own_run(run):
+    with rampup.loop.lock.own_run(run):
         command = [sys.executable, "-m", "rampup", "train", str(run), "steps=9"]
         second = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     assert second.returncode == 2
     assert f"process {os.getpid()}" in second.stderr
     assert "Traceback" not in second.stderr
     assert saved_checkpoint(rampup.load_config(run / "config.yml")).step == 6
+
+
+def test_a_loaded_run_prints_in_a_line(run):
+    """The repr has the folder, the step and the shapes of the parameters, and no arrays."""
+    text = repr(rampup.load(run))
+    assert text.startswith(f"LoadedRun(folder='{run}/checkpoints/6', step=6, params=<12 arrays, ")
+    assert text.endswith(" more>, state=TrainState, config=Config, model=LanguageModel)")

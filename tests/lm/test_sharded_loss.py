@@ -10,12 +10,13 @@ import optax
 import pytest
 from helpers.toy import TORI
 
+from rampup import create_state, make_mesh, train_step
+from rampup.engine import zero
+from rampup.engine.accumulate import AccumulatedLoss
+from rampup.engine.step import EvalStep
 from rampup.errors import ConfigError
 from rampup.lm.transformer import LanguageModel
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
-from rampup.run import create_state, make_mesh, torus, train_step
-from rampup.run.accumulate import AccumulatedLoss
-from rampup.run.step import EvalStep
 
 SMALL = LanguageModel(num_layers=2, width=32, mlp_dim=48, num_heads=4, num_kv_heads=2, vocab_size=64)
 NUM_ROWS = 32
@@ -73,15 +74,13 @@ def test_sharded_loss_is_that_of_one_device(axes, changes):
     assert_same(run_step(dataclasses.replace(SMALL, **changes), axes, evaluates=True), reference())
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [("ring", {"remat_policy": "full"}), pytest.param("cube", {"num_vocab_tiling": 4}, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "changes"), [("ring", {"remat_policy": "full"}), ("cube", {"num_vocab_tiling": 4})])
 def test_sharded_loss_over_the_sides_of_a_torus(name, changes, monkeypatch):
     """Gradients that are reduce-scattered side by side are those of one reduce-scatter, to 2e-5."""
     model = dataclasses.replace(SMALL, **changes)
     expected = run_step(model, MeshAxes(fsdp=8))
-    monkeypatch.setattr(torus, "torus_of", lambda *_: TORI[name])
+    monkeypatch.setattr(zero, "torus_of", lambda *_: TORI[name])
     assert_same(run_step(model, MeshAxes(fsdp=8)), expected)
 
 

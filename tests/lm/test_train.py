@@ -12,15 +12,13 @@ import jax
 import numpy as np
 import pytest
 from helpers import toy
-from helpers.config_walk import trace_train
 from helpers.runs import metrics_of, stop_after
 from helpers.tiny import TINY
 
 from rampup import Config, build_plan, load_config
+from rampup.engine.mesh import make_mesh
 from rampup.errors import ConfigError, DataError, MissingDependencyError, ResumeMismatchError
-from rampup.lm.data import rows_of_step
-from rampup.lm.train import Run, TrainSetup, train
-from rampup.run.mesh import make_mesh
+from rampup.lm.train import Run, TrainSetup, rows_of_step, train
 
 EVALUATED = {"eval_interval": 6, "eval_steps": 2}
 FSDP_TENSOR = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
@@ -79,16 +77,21 @@ def test_train_gives_the_same_losses_in_other_shapes(tmp_path, long_run, growth)
     assert {line["microbatch_size"] for line in lines} <= {1, 2, 3}
 
 
-def test_train_with_a_sharded_optimizer_gives_the_same_losses(tmp_path, long_run):
-    """`shard_optimizer_over_data` changes no loss of the run by more than 1e-6."""
-    train(config(tmp_path, shard_optimizer_over_data=True))
-    np.testing.assert_allclose(losses(tmp_path), losses(long_run[0])[:12], rtol=1e-6)
-
-
-@pytest.mark.parametrize("engine", ["fused", pytest.param("multi_steps", marks=pytest.mark.slow)])
-def test_train_resumes_bit_for_bit(tmp_path, engine):
-    """Both engines, with fsdp- and tensor-sharded state, resume bit for bit after a stop before and after a phase change."""
-    keys = {"gradient_accumulation": engine, "checkpoint_period": 3, "dropout_rate": 0.1, **FSDP_TENSOR, **DOUBLE}
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param({}, id="replicas"),
+        pytest.param({"dropout_rate": 0.1, **FSDP_TENSOR, **DOUBLE}, id="fused", marks=pytest.mark.slow),
+        pytest.param(
+            {"gradient_accumulation": "multi_steps", "dropout_rate": 0.1, **FSDP_TENSOR, **DOUBLE},
+            id="multi_steps",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_train_resumes_bit_for_bit(tmp_path, keys):
+    """A stop before and after a phase change changes no bit, with replicas and with fsdp- and tensor-sharded state."""
+    keys = keys | {"checkpoint_period": 3}
     expected = train(config(tmp_path / "whole", **keys))
     for stop in (2, 7):
         assert train(config(tmp_path / "stopped", **keys), stop_after(stop)).interrupted
@@ -120,15 +123,12 @@ def deep_run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     [
         pytest.param(STAGES, id="stages"),
-        pytest.param(
-            {"ici_pipeline_parallelism": 2, "ici_tensor_parallelism": 2, "pipeline_keep": "dots"},
-            id="stages_tensor",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param({"ici_pipeline_parallelism": 2, "ici_tensor_parallelism": 2, "pipeline_keep": "dots"}, id="stages_tensor"),
     ],
 )
 def test_train_agrees_through_pipeline_stages(tmp_path, deep_run, axes):
@@ -179,13 +179,6 @@ def test_run_from_config_writes_nothing(tmp_path):
     assert not (tmp_path / "out").exists()
     assert (run.setup.plan, run.loader.plan, run.saved) == (plan, plan, None)
     assert run.setup.model.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(run.setup.state_shapes().params))
-
-
-def test_config_walk_is_short(tmp_path):
-    """From `load_config` to the first step, the configuration passes few files and rarely comes back to one."""
-    walk = trace_train(str(tmp_path)).walk(with_callees=False)
-    assert walk.num_files <= 15, walk.files
-    assert walk.num_returns <= 15, walk.files
 
 
 def test_rows_of_step_names_samples_and_files(tmp_path):

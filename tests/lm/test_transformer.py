@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rampup.engine.accumulate import accumulate, per_row_keys
+from rampup.engine.mesh import batch_sharding, make_mesh, shardings_like
 from rampup.errors import ConfigError
-from rampup.lm.losses import cross_entropy
-from rampup.lm.transformer import REMAT_POLICIES, LanguageModel
+from rampup.lm.transformer import REMAT_POLICIES, LanguageModel, cross_entropy, tiled_cross_entropy
 from rampup.plan import MeshAxes
-from rampup.run.accumulate import accumulate, per_row_keys
-from rampup.run.mesh import batch_sharding, make_mesh, shardings_like
 
 SMALL = LanguageModel(num_layers=1, width=16, mlp_dim=32, num_heads=4, num_kv_heads=2, vocab_size=32)
 DEEP = dataclasses.replace(SMALL, num_layers=2)  # where the scan over the layers matters
@@ -156,7 +155,7 @@ def test_flops_per_sample_are_those_of_the_compiled_gradient(tied):
         pytest.param({"num_vocab_tiling": 4}, marks=pytest.mark.slow),
         pytest.param({"num_vocab_tiling": 8, "tied": True}, marks=pytest.mark.slow),
         pytest.param({"attention": "flash"}, marks=pytest.mark.slow),
-        {"remat_policy": "minimal_with_context", "scan_layers": False, "num_vocab_tiling": 2},
+        {"remat_policy": "minimal_with_context", "num_vocab_tiling": 2},
     ],
 )
 def test_options_of_memory_change_no_gradient(changes):
@@ -203,3 +202,38 @@ def test_bfloat16_parameters_have_bfloat16_gradients():
     expected = loss_and_grads(SMALL, jax.tree.map(lambda x: x.astype(jnp.float32), params), batch())[0]
     assert float(loss) == pytest.approx(float(expected), rel=1e-2)
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("bfloat16")}
+
+
+@pytest.mark.parametrize(("num_tiles", "num_parts"), [(1, 1), (3, 1), (2, 4), (24, 1)])
+def test_tiled_cross_entropy_is_cross_entropy(num_tiles, num_parts):
+    """Loss, weight and the gradients of input and matrix are those of all logits at once, to 1e-5, for extreme logits too."""
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 5, 8), (8, 24)))
+    x = x.at[0, 0].multiply(30)
+    targets, length = jnp.asarray(rng.integers(0, 24, (2, 5))), jnp.array([5, 2])
+
+    @jax.jit
+    def tiled(x, kernel):
+        return tiled_cross_entropy(
+            x, kernel, targets, length, num_tiles=num_tiles, num_parts=num_parts, prepare=lambda kernel: kernel
+        )
+
+    plain = jax.jit(lambda x, kernel: cross_entropy(x @ kernel, targets, length))
+    found, expected = (jax.value_and_grad(f, (0, 1), has_aux=True)(x, kernel) for f in (tiled, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
+
+
+def test_tiled_cross_entropy_needs_no_memory_for_all_logits():
+    """The temporary memory of the gradient falls below the size of the logits."""
+    B, T, E, V = 4, 64, 16, 4096
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((B, T, E), (E, V))]
+    targets, length = jnp.zeros((B, T), jnp.int32), jnp.full(B, T)
+
+    def temporary(loss):
+        compiled = jax.jit(jax.grad(lambda x, kernel: loss(x, kernel)[0], (0, 1))).lower(*shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    options = {"num_tiles": 16, "prepare": lambda kernel: kernel}
+    tiled = temporary(lambda x, kernel: tiled_cross_entropy(x, kernel, targets, length, **options))
+    whole = temporary(lambda x, kernel: cross_entropy(x @ kernel, targets, length))
+    assert tiled < 4 * B * T * V < whole

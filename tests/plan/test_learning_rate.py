@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from rampup.errors import ConfigError
-from rampup.plan.learning_rate import clock_segments, learning_rate_scale
+from rampup.errors import ConfigError, RampDefinitionError
+from rampup.plan.learning_rate import Cut, Seesaw, clock_segments, discretize, learning_rate_scale, stepwise_cuts
 from rampup.plan.ramp import BatchRamp
 
 RAMP = BatchRamp.from_schedule("0:8 100:16 250:32")
@@ -37,3 +37,113 @@ def test_unknown_clock_or_scaling():
         learning_rate_scale(8, 32, "square")
     with pytest.raises(ConfigError, match="must be one of steps, samples"):
         clock_segments(RAMP, clock="tokens", schedule_steps=10, scaling="none")
+
+
+def quarter_cosine(t):
+    """The decay of the paper: from 1 to 0."""
+    return math.cos(math.pi / 2 * t)
+
+
+@pytest.mark.parametrize(("factor", "saved"), [(2, 0.220), (1.5, 0.271), (1.2, 0.317), (1.1, 0.338), (1.005, 1 - 2 / math.pi)])
+def test_cosine_saves_the_published_steps(factor, saved):
+    """A cosine's cuts by a factor save the steps that the paper gives; in the limit 1 - 2/pi."""
+    total = 10**9
+    cuts = discretize(quarter_cosine, factor=factor, total_samples=total)
+    seesaw = Seesaw(base=BatchRamp.constant(1000), cuts=cuts, total_samples=total)
+    steps = seesaw.ramp.step_of_sample(total - 1) + 1
+    assert 1 - steps / (total / 1000) == pytest.approx(saved, abs=0.002)
+
+
+@pytest.mark.parametrize("factor", [2, 4, 1.5, 3])
+def test_each_cut_becomes_a_cut_by_the_root_and_a_larger_batch(factor):
+    """At every cut the rate falls by sqrt(a) and the batch grows by a, to a sample's rounding."""
+    base, samples = 1 << 20, [10**8 * k for k in range(1, 6)]
+    seesaw = Seesaw(base=BatchRamp.constant(base), cuts=stepwise_cuts(factor=factor, at=samples))
+    for k, step in enumerate(seesaw.steps):
+        assert step.global_batch_size == pytest.approx(base * factor**k, abs=1)
+        assert step.level * step.scale == pytest.approx(factor ** (-k / 2), rel=1e-5)
+    assert len(seesaw.steps) == 6
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0])
+@pytest.mark.parametrize("multiple", [1, 8, 24])
+def test_rate_over_batch_stays_that_of_the_planned_schedule(exponent, multiple):
+    """The ratio rate / batch**exponent equals that of the plan at every step, whatever was rounded or capped."""
+    base = BatchRamp.from_schedule("0:48 1000:96 5000:48")
+    cuts = discretize(lambda t: 1 - 0.97 * t, factor=1.3, total_samples=50_000)
+    seesaw = Seesaw(base=base, cuts=cuts, max_batch_size=400, multiple=multiple, total_samples=50_000, exponent=exponent)
+    assert len(seesaw.steps) > 8
+    for step in seesaw.steps:
+        size = step.global_batch_size
+        assert step.base_batch_size == base.phase_of_sample(step.start_sample).global_batch_size
+        assert step.level * step.scale / size**exponent == pytest.approx(step.level / step.base_batch_size**exponent, rel=1e-12)
+        assert step.base_batch_size <= size <= 400
+        assert size % multiple == 0 or size == step.base_batch_size
+        assert size == seesaw.ramp.global_batch_size_at(step.start_step)
+    assert max(seesaw.ramp.sizes) == 400 // multiple * multiple
+
+
+def test_cuts_beyond_the_largest_batch_cut_the_rate_alone():
+    """At the largest batch, a cut by a is a cut by a."""
+    cuts = stepwise_cuts(factor=2, at=[800, 1600, 2400, 3200])
+    seesaw = Seesaw(base=BatchRamp.constant(8), cuts=cuts, max_batch_size=24)
+    assert [(step.global_batch_size, step.level) for step in seesaw.steps] == [
+        (8, 1.0), (16, 0.5), (24, 0.25), (24, 0.125), (24, 0.0625),
+    ]  # fmt: skip
+    rates = [step.level * step.scale for step in seesaw.steps]
+    assert rates[1] == pytest.approx(0.5**0.5)
+    assert rates[2] == pytest.approx(0.25 * 3**0.5)
+    assert rates[3:] == pytest.approx([rates[2] / 2, rates[2] / 4])
+
+
+def test_no_batch_is_larger_than_the_rest_of_the_run():
+    """The last batches of a decay to zero stay within the samples that are left."""
+    for total in (400, 4000, 40_000):
+        cuts = discretize(quarter_cosine, factor=2, total_samples=total)
+        ramp = Seesaw(base=BatchRamp.constant(8), cuts=cuts, total_samples=total).ramp
+        steps = ramp.step_of_sample(total - 1) + 1
+        assert ramp.samples_before(steps) - total < ramp.phases[-1].global_batch_size <= total / 8
+        assert list(ramp.sizes) == sorted(ramp.sizes)
+
+
+def test_discretize_finds_each_level():
+    """Every cut is the first sample at which the decay is at the level, and none is missing above the final rate."""
+    decay = lambda t: 1 - 0.9 * t  # noqa: E731
+    cuts = discretize(decay, factor=1.5, total_samples=999)
+    assert [cut.level for cut in cuts] == pytest.approx([1.5**-k for k in range(1, 6)])
+    for cut in cuts:
+        assert decay(cut.sample / 999) <= cut.level * (1 + 1e-9) < decay((cut.sample - 1) / 999)
+
+
+def test_a_jump_over_levels_is_one_cut():
+    """A schedule that divides the rate by 4 at once has one cut there, of the lowest level it passes."""
+    assert discretize(lambda t: 1.0 if t < 0.5 else 0.25, factor=2, total_samples=100) == (Cut(sample=50, level=0.25),)
+    assert discretize(lambda t: 1.0, factor=2, total_samples=100) == ()
+
+
+def test_record_gives_the_same_rates():
+    """A checkpoint's record and ramp give the transform back."""
+    cuts = discretize(quarter_cosine, factor=1.7, total_samples=5000)
+    seesaw = Seesaw(base=BatchRamp.from_schedule("0:8 500:16"), cuts=cuts, max_batch_size=50, total_samples=5000)
+    assert Seesaw.from_dict(seesaw.to_dict(), seesaw.ramp).steps == seesaw.steps
+
+
+@pytest.mark.parametrize("factor", [1, 1.0, 0.5, 0, -2, float("nan"), float("inf")])
+def test_factor_must_be_above_one(factor):
+    """Other factors are refused with the rule."""
+    with pytest.raises(RampDefinitionError, match=r"seesaw_factor=.* must be above 1"):
+        discretize(quarter_cosine, factor=factor, total_samples=100)
+
+
+def test_bad_cuts_and_limits_are_refused():
+    """Cuts out of order, that raise the rate, or a limit below the planned batch; a factor with too many cuts."""
+    base = BatchRamp.constant(8)
+    with pytest.raises(RampDefinitionError, match="increasing samples"):
+        Seesaw(base=base, cuts=stepwise_cuts(factor=2, at=[20, 10]))
+    with pytest.raises(RampDefinitionError, match="lower the rate"):
+        Seesaw(base=base, cuts=(Cut(sample=3, level=1.5),))
+    with pytest.raises(RampDefinitionError, match="at least the largest planned batch, 8") as caught:
+        Seesaw(base=base, cuts=(), max_batch_size=4)
+    assert caught.value.nearest == (8,)
+    with pytest.raises(RampDefinitionError, match="larger factor"):
+        discretize(lambda t: 1 - t, factor=1.0001, total_samples=10**12)

@@ -1,12 +1,10 @@
 """Tests of rampup.plan.mesh_axes."""
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampupError
+from rampup.errors import ConfigError, RampupError
 from rampup.plan.mesh_axes import AXES, MeshAxes
 
 
@@ -43,32 +41,22 @@ def test_resolve_uses_all_devices_or_raises(devices, ici):
         assert all(size in (-1, getattr(axes, axis)) for axis, size in ici.items())
 
 
-def test_two_inferred_sizes():
-    """At most one size of a group may be -1."""
-    with pytest.raises(ConfigError, match=r"only one ici_\*_parallelism may be -1"):
-        MeshAxes.resolve(8, ici={"data": -1, "fsdp": -1})
-
-
-@pytest.mark.parametrize("size", [0, -2])
-def test_bad_sizes(size):
-    """A size must be -1 or positive."""
-    with pytest.raises(ConfigError, match="ici_tensor_parallelism=") as caught:
-        MeshAxes.resolve(8, ici={"tensor": size})
-    assert caught.value.key == "ici_tensor_parallelism"
-
-
-@pytest.mark.parametrize("ici", [{"tensor": 3, "data": -1}, {"data": 4}, {"data": 16}])
-def test_sizes_must_multiply_to_the_devices(ici):
-    """Sizes that do not multiply to the number of devices are rejected."""
-    with pytest.raises(BatchDivisibilityError) as caught:
-        MeshAxes.resolve(8, ici=ici)
-    assert math.gcd(caught.value.value, caught.value.divisor) < max(caught.value.value, caught.value.divisor)
-
-
-def test_slices_must_divide_devices():
-    """All slices have the same number of devices."""
-    with pytest.raises(BatchDivisibilityError, match="num_devices=10 must be a multiple of the number of slices = 4"):
-        MeshAxes.resolve(10, ici={"data": -1}, dcn={"data": 4})
+@pytest.mark.parametrize(
+    ("ici", "dcn", "message"),
+    [
+        ({"data": -1, "fsdp": -1}, {}, r"only one ici_\*_parallelism may be -1"),
+        ({"tensor": 0}, {}, "ici_tensor_parallelism=0 must be -1"),
+        ({"tensor": -2}, {}, "ici_tensor_parallelism=-2 must be -1"),
+        ({"tensor": 3, "data": -1}, {}, "=8 must be a multiple of ici_tensor_parallelism = 3|slices\\)=8 must be a multiple"),
+        ({"data": 4}, {}, "ici_data_parallelism = 4 must be devices per slice"),
+        ({"data": 16}, {}, "ici_data_parallelism = 16 must be devices per slice"),
+        ({"data": -1}, {"data": 3}, "num_devices=8 must be a multiple of the number of slices = 3"),
+    ],
+)
+def test_resolve_refuses_other_sizes(ici, dcn, message):
+    """A size is -1 or positive, one of a group is -1, and all multiply to the devices, of which every slice has as many."""
+    with pytest.raises(ConfigError, match=message):
+        MeshAxes.resolve(8, ici=ici, dcn=dcn)
 
 
 def test_resolve_keeps_the_slices_of_each_axis():

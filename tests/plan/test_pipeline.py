@@ -6,7 +6,7 @@ import pytest
 
 from rampup import Config, build_plan
 from rampup.errors import PipelineShapeError
-from rampup.plan.pipeline import legal_repeats, pipeline_candidates, pipeline_repeats, predicted_time, stage_layer_order
+from rampup.plan.pipeline import pipeline_candidates, pipeline_repeats, predicted_time, stage_layer_order
 from rampup.plan.split import BatchSplitter
 from rampup.plan.timetable import Timetable
 
@@ -47,16 +47,6 @@ def test_pipeline_repeats_rejects_other_layers(layers, stages, per_stage, repeat
     assert caught.value.nearest == nearest
 
 
-def test_legal_repeats_is_complete():
-    """Every listed number of repeats is accepted with the remaining layers per stage, and no other."""
-    for layers in range(4, 49, 4):
-        legal = legal_repeats(num_layers=layers, num_stages=4)
-        assert legal == [v for v in range(1, layers + 1) if layers % (4 * v) == 0]
-        for v in legal:
-            each = layers // (4 * v)
-            assert pipeline_repeats(num_layers=layers, num_stages=4, num_layers_per_stage=each, num_repeats=v) == v
-
-
 @pytest.mark.parametrize("repeats", [1, 2, 3])
 def test_stage_layer_order_assigns_chunks_in_turn(repeats):
     """Chunk c of the layers is on stage c mod p, and every layer appears once."""
@@ -65,12 +55,6 @@ def test_stage_layer_order_assigns_chunks_in_turn(repeats):
     size = 24 // (4 * repeats)
     for place, layer in enumerate(order):
         assert layer // size % 4 == place // (24 // 4)
-
-
-def test_stage_layer_order_rejects_layers_that_do_not_divide():
-    """24 layers cannot be divided into two chunks for each of 8 stages."""
-    with pytest.raises(PipelineShapeError, match="nearest: 16"):
-        stage_layer_order(24, num_stages=8, num_repeats=2)
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(1, 3, 1), (4, 8, 1), (4, 8, 2), (4, 3, 2), (2, 5, 3)])

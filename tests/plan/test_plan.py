@@ -3,11 +3,12 @@
 from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rampup.config.build import build_plan
-from rampup.config.schema import Config
-from rampup.errors import BatchDivisibilityError, ConfigError
+from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
+from rampup.plan.plan import token_budget
 
 KEYS = {
     "ramp": BatchRamp.linear(start=16, increment=8, end=48, samples=500),
@@ -79,12 +80,6 @@ def test_plan_checks_every_phase_and_evaluation():
     assert len(caught.value.problems) == 2
 
 
-@pytest.mark.parametrize(("factor", "expected"), [(-1, 48), (2, 96), (Fraction(1, 2), 24), (1, 48)])
-def test_global_batch_to_load(factor, expected):
-    """Loading hosts read the final batch times the expansion factor."""
-    assert RampPlan(**KEYS, expansion_factor_real_data=Fraction(factor)).global_batch_to_load == expected
-
-
 def test_num_compiled_shapes():
     """`fixed` compiles one shape, `per_phase` one per phase, and `auto` two."""
     number = {
@@ -102,24 +97,6 @@ def test_advice_about_a_small_microbatch():
     assert "runs 128 microbatches" in advice
     assert "auto would run 1 of 128" in advice
     assert RampPlan(**KEYS).advice == ()
-
-
-def test_advice_about_phases_that_are_not_reached():
-    """Advice names the first phase after the last step."""
-    (advice,) = RampPlan(**(KEYS | {"total_steps": 15})).advice
-    assert advice == "steps=15 ends before phase 3 and those after it"
-
-
-def test_phase_rows_have_the_learning_rate_scale():
-    """With sqrt scaling, a quarter of the final batch has half of the rate."""
-    plan = RampPlan(
-        ramp=BatchRamp.from_schedule("0:8 100:32"),
-        splitter=BatchSplitter(data_parallel_size=1),
-        num_devices=1,
-        total_steps=10,
-        learning_rate_batch_scaling="sqrt",
-    )
-    assert [row["learning_rate_scale"] for row in plan.phase_rows()] == [0.5, 1.0]
 
 
 def test_str_is_a_table():
@@ -142,11 +119,6 @@ def test_str_leaves_out_the_middle_of_many_phases():
     assert len(lines) < 50
     assert any(set(line.split()) == {"..."} for line in lines)
     assert lines[-2].split()[0] == "999"
-
-
-def test_html_has_every_phase():
-    """In a notebook, a plan is a table with a row per phase."""
-    assert RampPlan(**KEYS)._repr_html_().count("<tr>") == 6
 
 
 def test_plan_of_ten_thousand_phases():
@@ -172,15 +144,6 @@ def test_fallbacks_use_microbatch_sizes_of_earlier_phases():
     assert plan.max_microbatches == {2: 6, 4: 3, 6: 2, 12: 1}
 
 
-def test_fallbacks_of_a_fixed_ramp_are_empty():
-    """One shape serves all phases."""
-    plan = RampPlan(
-        ramp=BatchRamp.from_schedule("0:4 40:8"), splitter=BatchSplitter(data_parallel_size=2), num_devices=2, total_steps=9
-    )
-    assert plan.fallbacks(1) == ()
-    assert plan.num_compiled_shapes == 1
-
-
 def test_axes_default_to_replicas_stages_and_a_remainder():
     """Without axes, replicas are on the data axis, stages on the pipeline axis, and the tensor axis has what remains."""
     splitter = BatchSplitter(data_parallel_size=2, num_stages=2)
@@ -196,12 +159,6 @@ def test_axes_must_agree_with_the_splitter_and_the_devices():
     with pytest.raises(ConfigError, match=r"num_devices=8.* 4; data_parallel_size=8.* 4; num_stages=1") as caught:
         RampPlan(**(KEYS | {"splitter": BatchSplitter(data_parallel_size=4, num_stages=2)}), axes=MeshAxes(data=8))
     assert caught.value.key == "axes"
-
-
-def test_build_plan_keeps_the_axes_of_the_configuration():
-    """The axes of a built plan are those that the parallelism keys describe."""
-    config = Config(ici_data_parallelism=2, ici_fsdp_parallelism=2, ici_tensor_parallelism=2)
-    assert build_plan(config, 8).axes == MeshAxes(data=2, fsdp=2, tensor=2)
 
 
 @pytest.mark.parametrize(
@@ -221,3 +178,82 @@ def test_plan_says_what_is_loaded(factor, said):
         assert said in plan.loading
         assert f"loading: {plan.loading}" in str(plan)
         assert f"* {float(Fraction(factor)):g} = {plan.global_batch_to_load} rows" in plan.loading
+
+
+def budget(schedule="0:8 80:16", tokens=2400, tokens_per_sample=10, **options):
+    """Return what a small budget means."""
+    return token_budget(BatchRamp.from_schedule(schedule), tokens=tokens, tokens_per_sample=tokens_per_sample, **options)
+
+
+def counted(ramp, samples):
+    """Return steps and samples of a ramp, stepped through until a number of samples is consumed."""
+    steps = consumed = 0
+    while consumed < samples:
+        consumed += ramp.global_batch_size_at(steps)
+        steps += 1
+    return steps, consumed
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), max_size=4),
+    st.integers(1, 40),
+    st.integers(1, 4000),
+    st.integers(1, 9),
+)
+def test_steps_agree_with_a_step_by_step_loop(gaps, first, tokens, length):
+    """Steps, consumed tokens and steps by size agree with a loop that counts, and so do the steps at a constant batch size."""
+    thresholds, pairs = 0, [(0, first)]
+    for gap, size in gaps:
+        thresholds += gap
+        pairs.append((thresholds, size))
+    ramp = BatchRamp.piecewise(pairs)
+    spent = token_budget(ramp, tokens=tokens, tokens_per_sample=length)
+    samples = -(-tokens // length)
+    steps, consumed = counted(ramp, samples)
+    assert (spent["steps"], spent["consumed_tokens"]) == (steps, consumed * length)
+    assert spent["steps_at_first"] == counted(BatchRamp.constant(ramp.sizes[0]), samples)[0]
+    assert spent["steps_at_final"] == counted(BatchRamp.constant(ramp.sizes[-1]), samples)[0]
+    by_size = {int(size): number for size, number in spent["steps_by_global_batch_size"].items()}
+    assert sum(by_size.values()) == steps
+    assert sum(size * number for size, number in by_size.items()) == consumed
+
+
+def test_steps_are_between_those_of_first_and_last_batch():
+    """A growing ramp needs fewer steps than its first batch size and more than its last; a falling one the other way round."""
+    facts = budget()
+    assert (facts["steps"], facts["steps_at_first"], facts["steps_at_final"]) == (20, 30, 15)
+    assert (facts["fewer_steps_than_first"], facts["more_steps_than_final"]) == (10, 5)
+    facts = budget("0:16 80:8")
+    assert (facts["fewer_steps_than_first"], facts["more_steps_than_final"]) == (-10, -5)
+
+
+def test_budget_of_gpt3():
+    """300 billion tokens with the ramp of GPT-3, 16 to 1,536 over 12 billion tokens of sequences of 2,048, counted by hand."""
+    ramp = BatchRamp.linear(start=16, increment=16, end=1536, samples=5_859_375, carry_overshoot=True)
+    spent = token_budget(ramp, tokens=300 * 10**9, tokens_per_sample=2048)
+    assert spent["num_samples"] == 146_484_375
+    assert spent["steps"] == 19_802 + -(-(146_484_375 - 5_859_424) // 1536)
+    assert (spent["steps_at_first"], spent["steps_at_final"]) == (9_155_274, 95_368)
+
+
+@pytest.mark.parametrize("changed", [{"tokens": 0}, {"tokens": -5}, {"tokens": 10**18 + 1}, {"tokens_per_sample": 0}])
+def test_budget_rejects_bad_numbers(changed):
+    """Zero, negative and too large numbers are rejected."""
+    with pytest.raises(RampDefinitionError, match="must be between 1 and") as caught:
+        budget(**changed)
+    assert caught.value.key == ("budget" if "tokens" in changed else "max_target_length")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates", "seconds"),
+    [
+        ("0:8 80:16", {8: Fraction(100), 16: Fraction(200)}, 8 + 8),
+        ("0:8 80:16", {16: Fraction(200)}, 4 + 8),
+        ("0:8 80:16 200:64", {8: Fraction(1), 50: Fraction(10)}, 800 + 1280 + 64),
+    ],
+)
+def test_budget_time_uses_the_throughput_of_each_size(schedule, rates, seconds):
+    """Ten steps of 80 tokens at 100 per second and ten of 160 at 200. A size without a measurement uses the nearest one."""
+    spent = budget(schedule, tokens_per_second=rates)
+    assert spent["hours"] * 3600 == pytest.approx(seconds)
+    assert spent["tokens_per_second"] == pytest.approx(spent["consumed_tokens"] / seconds)

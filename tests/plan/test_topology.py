@@ -5,20 +5,16 @@ import math
 import pytest
 
 from rampup.errors import ConfigError
-from rampup.plan.topology import CHIPS, Topology, known_topologies
+from rampup.plan.topology import CHIPS, Topology, known_topologies, peak_flops
 
 # Rows of MaxText's `utils/accelerator_to_spec_map.py`: product name, compiler's name, devices, wrap.
 MAXTEXT = [
     ("v5e-1", "v5e:1x1", 1, (False, False, False)),
     ("v5e-16", "v5e:4x4", 16, (False, False, False)),
-    ("v5e-128", "v5e:8x16", 128, (False, True, False)),
     ("v6e-256", "v6e:16x16", 256, (True, True, False)),
     ("v4-64", "v4:2x4x4", 32, (False, False, False)),
-    ("v4-384", "v4:4x4x12", 192, (True, True, True)),
-    ("v5p-8", "v5p:2x2x1", 4, (False, False, False)),
     ("v5p-128", "v5p:4x4x4", 64, (True, True, True)),
     ("v5p-12288", "v5p:16x16x24", 6144, (True, True, True)),
-    ("tpu7x-8", "tpu7x:2x2x1", 8, (False, False, False)),
     ("tpu7x-9216", "tpu7x:12x16x24", 9216, (True, True, True)),
     ("tpu7x-11136", "tpu7x:4x12x116", 11136, (True, True, True)),
 ]
@@ -61,13 +57,10 @@ def test_slices_multiply_the_devices():
         ("v5e:4x4x4", ("v5e:8x8",)),
         ("v5p:4x4x2", ("v5p:2x4x4",)),
         ("v5p-100", ("v5p:2x4x4", "v5p:4x4x4")),
-        ("v5p-7", ("v5p:1x1x1", "v5p:2x2x1")),
         ("v9:2x2", tuple(CHIPS)),
         ("0*v5e:2x2", ()),
-        ("9999*v5e:2x2", ()),
         ("v5e", ()),
         ("", ()),
-        ("v5e:", ()),
         ("v5e:xx", ("v5e:8x8",)),
         (f"v5e:{'9' * 5000}x1", ()),
         (None, ()),
@@ -79,3 +72,21 @@ def test_unknown_slices_are_refused_with_the_nearest(text, nearest):
         Topology.parse(text)
     assert error.value.key == "topology"
     assert tuple(error.value.nearest) == nearest
+
+
+@pytest.mark.parametrize(
+    ("kind", "peak"),
+    [
+        ("TPU v5 lite", 197e12),
+        ("TPU v5", 459e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GeForce RTX 3090", None),
+        ("cpu", None),
+    ],
+)
+def test_peak_flops_by_the_names_that_jax_gives(kind, peak):
+    """The first name that occurs in a device's kind decides, and an unknown device has no peak."""
+    assert peak_flops(kind) == peak

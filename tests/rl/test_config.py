@@ -23,7 +23,7 @@ from rampup.rl.config import (
 
 ROOT = Path(__file__).parent.parent.parent
 RL = ROOT / "configs" / "rl.yml"
-CASES = json.loads((Path(__file__).parent.parent / "data" / "maxtext_rl.json").read_text())
+CASES = json.loads((Path(__file__).parent.parent / "goldens" / "maxtext_rl.json").read_text())
 ACCEPTED = [case for case in CASES if case["expect"]["validator"] == "accepts"]
 REFUSED = [case for case in CASES if case["expect"]["validator"] == "rejects"]
 

@@ -1,22 +1,25 @@
-"""Tests of rampup.rl.experience and rampup.rl.schedule."""
+"""Tests of rampup.rl.experience."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rampup.errors import ConfigError, DataError, ResumeMismatchError
-from rampup.packing import make_ladder, pack
-from rampup.rl.config import RolloutConfig, build_rollout_schedule
+from rampup.errors import ConfigError, DataError, RampupError, ResumeMismatchError
 from rampup.rl.experience import (
     check_rewards,
+    divide_groups,
     generalized_advantages,
     group_advantages,
+    has_zero_spread,
     loss_rows,
+    mini_batches,
     packed_rows,
-    zero_spread_share,
+    padded_rows,
 )
-from rampup.rl.losses import AGGREGATIONS
+from rampup.rl.packing import make_ladder, pack
+from rampup.rl.plan import RolloutPlan
+from rampup.rl.sizes import AGGREGATIONS, Size, Training
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def test_group_advantages_have_mean_zero(case):
     np.testing.assert_allclose(groups.mean(axis=1), 0, atol=1e-6)
     equal = np.ptp(np.array(rewards).reshape(-1, size), axis=1) == 0
     np.testing.assert_allclose(groups.std(axis=1, ddof=1), np.where(equal, 0, 1), atol=1e-4)
-    assert zero_spread_share(np.array(rewards), size) == equal.mean()
+    assert has_zero_spread(np.array(rewards), size).tolist() == equal.tolist()
 
 
 def test_groups_of_one_are_refused():
@@ -93,6 +96,15 @@ def experience(lengths=((2, 3), (1, 1), (3, 0), (2, 2))):
     return arrays | {name: rng.normal(size=(len(lengths), 3)) for name in ("log_probabilities", "advantages")}
 
 
+@pytest.mark.parametrize(("partial", "partly"), [("train", (1, 0)), ("drop", (0, 0)), ("carry", (0, 1))])
+def test_a_budget_that_is_filled_exactly_is_a_full_step(partial, partly):
+    """No group is left that does not fit, and the step is complete nevertheless; with a token less, it is not."""
+    sizes = {"most": 4, "token_batch_size": 20, "mini_batch": 4, "partial_step": partial}
+    assert divide_groups([10, 10], **sizes) == (2, 0)
+    assert divide_groups([10, 10, 10], **sizes) == (2, int(partial == "carry"))
+    assert divide_groups([19], **sizes) == partly
+
+
 def test_loss_rows_align_responses_with_predictions():
     """Entry t belongs to the prediction of token t + 1, and only those of the response count."""
     arrays = experience()
@@ -109,19 +121,20 @@ def test_aggregations_are_those_of_their_names(mode):
     """The sum of coefficient * loss over the sum of the weights, with an empty response that counts in no mean."""
     arrays = experience()
     loss = np.random.default_rng(1).normal(size=(4, 6))
-    rows = loss_rows(arrays, loss_agg_mode=mode)
+    rows = loss_rows(arrays | {"group": [7, 7, 9, 9]}, loss_agg_mode=mode)
     per_sequence = [loss[row][rows["coefficients"][row] != 0] for row in range(4)]
     full = [one for one in per_sequence if len(one)]
     expected = {
         "token-mean": np.concatenate(full).mean(),
         "seq-mean-token-sum": np.mean([one.sum() for one in full]),
         "seq-mean-token-mean": np.mean([one.mean() for one in full]),
+        "group-mean-token-mean": np.mean([np.concatenate(per_sequence[n : n + 2]).mean() for n in (0, 2)]),
     }[mode]
     assert np.sum(rows["coefficients"] * loss) / rows["weights"].sum() == pytest.approx(expected)
 
 
 def test_loss_rows_reject_another_aggregation():
-    """The error lists the three."""
+    """The error lists them."""
     with pytest.raises(ConfigError) as caught:
         loss_rows(experience(), loss_agg_mode="mean")
     assert caught.value.nearest == AGGREGATIONS
@@ -144,59 +157,95 @@ def test_packed_rows_lose_nothing(replicas):
         assert (found["shape"][number] == packed.ladder.index(shape)).all()
 
 
-def test_schedule_counts_every_optimizer_step_once():
-    """Steps are those of the plans, the critic's before the policy's, over stages of growing batches."""
-    config = RolloutConfig(
-        batch_size=16,
-        batch_size_schedule="0:4 2:8 5:16",
-        num_generations=4,
-        num_generations_schedule="0:2 3:4",
-        num_batches=7,
-        mini_batch_size=4,
-        train_micro_batch_size=2,
-        num_iterations=2,
-        enable_critic=True,
-        critic_num_iterations=1,
-    )
-    schedule = build_rollout_schedule(config, 1)
-    seen, samples, prompts = {"policy": 0, "critic": 0}, 0, 0
-    position = 0
-    for rollout, (batch, responses) in enumerate([(4, 2), (4, 2), (8, 2), (8, 4), (8, 4), (16, 4), (16, 4)]):
-        assert schedule.prompts_before(rollout) == prompts
-        assert schedule.plan_of(rollout).samples_per_step == batch * responses
-        for model, updates in (("critic", batch // 4), ("policy", batch // 4 * 2)):
-            for update in range(updates):
-                at = schedule.at(position)
-                assert (at.rollout, at.model, at.update, at.model_step) == (rollout, model, update, seen[model])
-                assert at.consumed_samples == samples
-                assert at.is_first == (model == "critic" and update == 0)
-                assert at.is_last == (model == "policy" and update == updates - 1)
-                assert at.split.global_batch_size == 4 * responses
-                position, seen[model] = position + 1, seen[model] + 1
-        samples, prompts = samples + batch * responses, prompts + batch
-    assert (schedule.total_steps, schedule.consumed_samples, schedule.num_rollouts) == (position, samples, 7)
-    assert {model: schedule.optimizer_steps(model) for model in seen} == seen
-    # One shape for all stages: a pass of 2 * 2 samples.
-    assert (schedule.pass_samples("policy"), schedule.sequences_per_call, schedule.max_samples) == (4, 4, 64)
-    assert schedule.max_passes("policy") == 4
-    with pytest.raises(ResumeMismatchError):
-        schedule.at(position)
+def test_padding_is_a_real_row_without_weight():
+    """Five rows in passes of two: the sixth is a copy of the first one, and counts for nothing."""
+    rows = loss_rows(experience(((2, 3), (1, 1), (3, 2), (2, 2), (1, 2))))
+    passes = padded_rows(rows, 2)
+    for name, x in rows.items():
+        flat = passes[name].reshape(6, *x.shape[1:])
+        np.testing.assert_array_equal(flat[:5], x)
+        np.testing.assert_array_equal(flat[5], 0 * x[0] if name in ("coefficients", "weights") else x[0])
+
+
+def plan_of(prompts=12, n=2, mini=4, *, epochs=2, pad=False, unit="prompts", critic=None):
+    """Return a plan of three rollouts."""
+    policy = Training(mini_batch=Size(count=mini, unit=unit), num_epochs=epochs)
+    batch = Size(count=prompts, unit="prompts")
+    return RolloutPlan(rollout_batch=batch, samples_per_prompt=n, policy=policy, num_steps=3, pad=pad, critic=critic)
+
+
+def rows_of(plan, **options):
+    """Return the rows of every mini batch of a rollout."""
+    return [batch.rows.tolist() for batch in mini_batches(plan, **{"step": 1, "seed": 0} | options)]
+
+
+sizes = st.integers(1, 6)
+
+
+@given(sizes, sizes, sizes, st.booleans(), st.integers(0, 3), st.booleans())
+def test_mini_batches_have_every_sample_once(prompts, n, mini, pad, seed, together):
+    """Every epoch has every sample once, in mini batches of the planned sizes, with the responses to a prompt together."""
+    try:
+        plan = plan_of(prompts, n, mini, pad=pad)
+    except RampupError:
+        return
+    found, updates = list(mini_batches(plan, step=1, seed=seed, keep_prompts_together=together)), plan.policy_updates
+    assert [batch.update for batch in found] == list(range(updates.optimizer_steps))
+    for epoch in range(updates.num_epochs):
+        rows = [batch.rows for batch in found if batch.epoch == epoch]
+        assert sorted(np.concatenate(rows).tolist()) == list(range(plan.samples_per_step))
+        assert [len(part) for part in rows] == [len(updates.mini_batch_range(i)) for i in range(updates.num_mini_batches)]
+        if together:
+            assert all((np.bincount(part // n)[np.unique(part // n)] == n).all() for part in rows)
+
+
+def test_mini_batches_resume_at_every_optimizer_step():
+    """Starting at any number gives the rest of an uninterrupted run, for both models."""
+    plan = plan_of(critic=Training(mini_batch=Size(count=6, unit="prompts"), num_epochs=3))
+    for model in ("policy", "critic"):
+        whole = rows_of(plan, model=model)
+        assert len(whole) == plan.updates(model).optimizer_steps
+        assert all(rows_of(plan, model=model, start=start) == whole[start:] for start in range(len(whole) + 1))
+
+
+def test_shuffle_depends_on_seed_rollout_epoch_and_model():
+    """Every seed, rollout, epoch and model has its own order, and the same ones have the same order."""
+    plan = plan_of(mini=12, epochs=3, critic=Training(mini_batch=Size(count=12, unit="prompts"), num_epochs=2))
+    cases = [{}, {"seed": 1}, {"step": 0}, {"model": "critic"}]
+    orders = [tuple(rows) for case in cases for rows in rows_of(plan, **case)]
+    assert len(set(orders)) == len(orders) == 3 * 3 + 2
+    assert orders == [tuple(rows) for case in cases for rows in rows_of(plan, **case)]
+
+
+def test_the_order_is_fixed():
+    """That of seed 0 is the same in all versions of the libraries; without a seed it is that of generation."""
+    assert [row // 2 for row in rows_of(plan_of(), step=0)[0][::2]] == [8, 3, 5, 10]
+    assert np.concatenate(rows_of(plan_of(epochs=1), seed=None)).tolist() == list(range(24))
+
+
+def test_keep_prompts_together():
+    """Mini batches that would separate the responses to a prompt are an error, unless it is allowed or nothing is shuffled."""
+    plan = plan_of(prompts=4, n=3, mini=2, epochs=1, unit="samples")
+    with pytest.raises(ConfigError, match="samples_per_prompt=3"):
+        mini_batches(plan, step=0, seed=0)
+    assert sorted(np.concatenate(rows_of(plan, keep_prompts_together=False))) == list(range(12))
+    assert len(rows_of(plan, seed=None)) == 6
 
 
 @pytest.mark.parametrize(
-    ("settings", "key"),
+    ("arguments", "error"),
     [
-        ({"batch_size_schedule": "1:4 2:8"}, "rl.batch_size_schedule"),
-        ({"batch_size_schedule": "0:8 0:16"}, "rl.batch_size_schedule"),
-        ({"batch_size_schedule": "0:8 4:64"}, "rl.batch_size_schedule"),
-        ({"batch_size_schedule": "0:0"}, "rl.batch_size_schedule"),
-        ({"batch_size_schedule": "many"}, "rl.batch_size_schedule"),
-        ({"num_generations_schedule": "0:4 3:9"}, "rl.num_generations_schedule"),
-        ({"batch_size_schedule": "0:8 4:12", "mini_batch_size": 8}, "mini_batch_size"),
+        ({"step": -1}, ResumeMismatchError),
+        ({"step": 3}, ResumeMismatchError),
+        ({"start": -1}, ResumeMismatchError),
+        ({"start": 7}, ResumeMismatchError),
+        ({"model": "critic"}, ConfigError),
+        ({"seed": -1}, ConfigError),
+        ({"seed": 2**63}, ConfigError),
+        ({"seed": 0.5}, ConfigError),
     ],
 )
-def test_schedule_rejects_bad_growth(settings, key):
-    """Every error names the key; sizes of a later stage that do not divide name the step."""
-    with pytest.raises(ValueError, match=r"\d") as caught:
-        build_rollout_schedule(RolloutConfig(**settings), 1)
-    assert key in str(caught.value) or caught.value.key == key
+def test_mini_batches_rejects_bad_arguments(arguments, error):
+    """Wrong starts and seeds raise errors at the call, before training."""
+    with pytest.raises(error):
+        mini_batches(plan_of(), **{"step": 0, "seed": 0} | arguments)

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, ResumeMismatchError
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError
 from rampup.rl.plan import RolloutPlan
-from rampup.rl.sizes import Experience, Size, data_parallel_size
-from rampup.rl.updates import Training
+from rampup.rl.sizes import Experience, Size, Training
+from rampup.show.notebook import to_html
 
 
 def prompts(count, key=None):
@@ -48,6 +48,14 @@ def test_plan_numbers():
         "critic": None,
     }
     assert expected.items() <= plan.to_dict().items()
+    rows = [(row["what"], row["number"], row["prompts"], row["samples"], row["how"]) for row in plan.to_dict()["timetable"]]
+    assert rows == [
+        ("prompts", 1, 64, None, "read"),
+        ("responses", 8, 8, 32, "4 per prompt"),
+        ("mini batches", 4, 16, 64, "2 epochs"),
+        ("microbatches", 8, 2, 8, "2 per replica"),
+        ("optimizer step", 1, 16, 64, "8 per step"),
+    ]
 
 
 def test_critic_has_its_own_sizes_and_trains_first():
@@ -58,6 +66,8 @@ def test_critic_has_its_own_sizes_and_trains_first():
     assert plan.to_dict()["critic"]["optimizer_steps"] == 2 * 3
     assert plan.updates("critic").accumulation_steps == 32 * 4 // (2 * 8)
     assert plan.to_dict()["optimizer_steps"] == 8
+    models = [row["what"].split(": ")[0] for row in plan.timetable()[2:]]
+    assert models == ["critic"] * 3 + ["policy"] * 3
 
 
 def test_plan_reports_all_problems():
@@ -130,7 +140,7 @@ def test_padded_plan_has_a_short_last_mini_batch():
     plan = RolloutPlan(rollout_batch=prompts(100), samples_per_prompt=1, policy=policy, pad=True)
     updates = plan.policy_updates
     assert [len(updates.mini_batch_range(i)) for i in range(updates.num_mini_batches)] == [32, 32, 32, 4]
-    assert [updates.num_microbatches(i) for i in range(4)] == [3, 3, 3, 1]
+    assert [updates.num_passes(samples) for samples in (32, 4)] == [3, 1]
     assert updates.padded_samples == 10 * 12 - 100
 
 
@@ -169,40 +179,6 @@ def test_any_sizes_give_a_plan_or_an_error(batch, n, mini, micro, replicas, gene
     updates = plan.policy_updates
     assert plan.generate_calls * plan.sequences_per_call >= plan.samples_per_step == batch * n
     assert updates.optimizer_steps == 2 * updates.num_mini_batches
-    calls = [plan.calls_before(i) for i in range(updates.microbatches_per_epoch)]
-    assert calls == sorted(calls)
-    assert calls[-1] == plan.generate_calls
-    assert plan.overlapping_microbatches == sum(call < plan.generate_calls for call in calls)
-
-
-@pytest.mark.parametrize(("rollout", "train"), [(2, 8), (8, 2), (4, 4), (16, 16)])
-def test_calls_before_agrees_with_counting(rollout, train):
-    """A microbatch waits for the call that generates its last sample, counted sample by sample."""
-    policy = Training(mini_batch=prompts(16), microbatch=prompts(train))
-    plan = RolloutPlan(rollout_batch=prompts(16), samples_per_prompt=3, policy=policy, generation=prompts(rollout))
-    call_of_sample = [sample // (rollout * 3) + 1 for sample in range(48)]
-    expected = [max(call_of_sample[i * train * 3 : (i + 1) * train * 3]) for i in range(16 // train)]
-    assert [plan.calls_before(i) for i in range(16 // train)] == expected
-
-
-def test_position_agrees_with_counting():
-    """Every optimizer step has the position of counting, for both models."""
-    plan = make(num_steps=3, critic=Training(mini_batch=prompts(32), data_parallel_size=2, num_epochs=3))
-    for model in ("policy", "critic"):
-        updates = plan.updates(model)
-        counted = [
-            (step, epoch * updates.num_mini_batches + mini, epoch, mini)
-            for step in range(3)
-            for epoch in range(updates.num_epochs)
-            for mini in range(updates.num_mini_batches)
-        ]
-        found = [plan.position(i, model=model) for i in range(len(counted))]
-        assert [(p.step, p.update, p.epoch, p.mini_batch) for p in found] == counted
-        assert [p.optimizer_step for p in found] == list(range(len(counted)))
-        assert plan.position(len(counted), model=model).step == 3
-        for bad in (-1, len(counted) + 1):
-            with pytest.raises(ResumeMismatchError):
-                plan.position(bad, model=model)
 
 
 def test_updates_of_a_missing_model():
@@ -226,10 +202,7 @@ def test_plan_of_verls_70b_case():
     """With a mini batch of 256, Megatron's 16 replicas have 16 samples and FSDP's 32 have 8, so 16 fits only one."""
     world = 32 * 8
     shares = {}
-    for backend, replicas in {
-        "megatron": data_parallel_size(world, tensor=8, pipeline=2),
-        "fsdp": data_parallel_size(world, sequence=8),
-    }.items():
+    for backend, replicas in {"megatron": world // (8 * 2), "fsdp": world // 8}.items():
         policy = Training(mini_batch=prompts(256), data_parallel_size=replicas)
         plan = RolloutPlan(rollout_batch=prompts(1024), samples_per_prompt=1, policy=policy)
         shares[backend] = plan.policy_updates.microbatch_size
@@ -244,6 +217,6 @@ def test_plan_of_verls_70b_case():
 
 def test_html_is_a_table():
     """In a notebook, a plan is a table of its numbers."""
-    page = make()._repr_html_()
+    page = to_html(make())
     assert ">samples_per_step</th>" in page
     assert ">256</td>" in page

@@ -1,7 +1,6 @@
 """Tests of rampup.rl.rollout, rampup.rl.losses and rampup.rl.policy."""
 
 import contextlib
-import threading
 from dataclasses import replace
 
 import jax
@@ -10,18 +9,18 @@ import numpy as np
 import optax
 import pytest
 
-from rampup.errors import DataError
+from rampup.engine.mesh import make_mesh
+from rampup.errors import ConfigError, DataError
 from rampup.lm.transformer import LanguageModel
 from rampup.plan import MeshAxes
-from rampup.rl.losses import AGGREGATIONS
+from rampup.rl.experience import Tally, generalized_advantages, mini_batches
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.policy import critic_of, critic_params
 from rampup.rl.rollout import RolloutOptions, rollout_step
-from rampup.rl.sizes import Size
-from rampup.rl.updates import Training
-from rampup.run.mesh import make_mesh
+from rampup.rl.sizes import AGGREGATIONS, Size, Training
 
 MESHES = {"one": MeshAxes(), "data": MeshAxes(data=2), "fsdp": MeshAxes(fsdp=2), "tensor": MeshAxes(tensor=2)}
+MESHES |= {"four": MeshAxes(data=2, fsdp=2), "three": MeshAxes(data=3)}
 MODEL = LanguageModel(num_layers=1, width=8, mlp_dim=8, num_heads=2, num_kv_heads=2, vocab_size=12)
 init = jax.jit(MODEL.init)
 P, R, EPSILON, BETA, RATE = 3, 4, 0.2, 0.1, 0.01
@@ -82,7 +81,7 @@ def step_of(mesh, plan, *, params, arrays, critic=False, **options):
     )
     found = (critic_of(model, mesh), optax.sgd(RATE)) if critic else None
     step = rollout_step(model, optax.sgd(RATE), plan, mesh, reward=lambda p, r: [0.0] * len(p), options=options, critic=found)
-    step._with_samples = lambda state, position, prompts, needed: state.replace(experience=arrays)
+    step._collect = lambda state, position, prompts: (arrays, Tally(groups=plan.prompts_per_step))
     return step
 
 
@@ -99,15 +98,18 @@ def loss_by_hand(params, tokens, places, targets, old, reference, advantage, coe
 
 def by_hand(params, arrays, rows, mode):
     """Return loss and gradient of a mini batch in one pass over all samples, from the definition of the aggregation."""
-    lengths = arrays["response_mask"].sum(axis=1)
+    lengths = np.maximum(arrays["response_mask"].sum(axis=1), 1)
     found = []
     for row, (n, r) in enumerate(zip(arrays["attention_mask"].sum(axis=1), lengths, strict=True)):
         share = {
             "token-mean": 1 / lengths[rows].sum(),
             "seq-mean-token-sum": 1 / len(rows),
             "seq-mean-token-mean": 1 / len(rows) / r,
+            "group-mean-token-mean": 1
+            / len({i // 2 for i in rows})
+            / sum(lengths[i] for i in {row // 2 * 2, row // 2 * 2 + 1}),
         }
-        for number in range(r):
+        for number in range(r if n else 0):
             place = n - r + number
             stored = (arrays[name][row, number] for name in ("log_probabilities", "reference_log_probabilities", "advantages"))
             found.append((row, place - 1, arrays["tokens"][row, place], *stored, share[mode] if row in rows else 0.0))
@@ -133,7 +135,7 @@ def assert_gradients_are_those_by_hand(mesh, *, modes=AGGREGATIONS, prompts=4, m
             step._steps["policy"]._returned = None, 0
             for number in range(plan.policy_updates.num_mini_batches):
                 before = jax.device_get(state.params)
-                state, metrics = step.update(state, step.schedule.at(number), lambda _: [])
+                state, metrics = step.update(state, step.schedule.at(number), lambda *_: [])
                 rows = step_rows(step, plan, number)
                 loss, grads = by_hand(before, arrays, rows, mode)
                 moved = jax.tree.map(lambda a, b: (a - b) / RATE, before, jax.device_get(state.params))
@@ -146,9 +148,7 @@ def assert_gradients_are_those_by_hand(mesh, *, modes=AGGREGATIONS, prompts=4, m
 
 def step_rows(step, plan, number):
     """Return the samples of a mini batch."""
-    from rampup.rl.minibatches import mini_batches
-
-    return next(mini_batches(np.arange(plan.samples_per_step), plan, step=0, seed=step.options.shuffle_seed, start=number)).rows
+    return next(mini_batches(plan, step=0, seed=step.options.shuffle_seed, start=number)).rows
 
 
 @jax.jit
@@ -175,7 +175,7 @@ def test_gradient_of_the_critic_is_that_by_hand(mesh, sizes):
         step = step_of(devices, plan, params=params, arrays=arrays, critic=True, value_epsilon=EPSILON)
         critic = {name: params[name] for name in ("embedding", "layers", "final_norm")}
         critic["value"] = jnp.asarray(np.random.default_rng(1).normal(size=MODEL.width) * 0.3)
-        state, metrics = step.update(step.create_state(params, critic_params=critic), step.schedule.at(0), lambda _: [])
+        state, metrics = step.update(step.create_state(params, critic_params=critic), step.schedule.at(0), lambda *_: [])
         # The value before a token is that of the token before it.
         counts, prompt = arrays["response_mask"], (arrays["attention_mask"].sum(1) - arrays["response_mask"].sum(1))
         rows, numbers = np.nonzero(counts)
@@ -206,7 +206,7 @@ def ppo_run(rollouts, **options):
     state, lines = step.create_state(params, critic_params=critic_params(MODEL, params, mesh)), []
     prompts = [[number % 12, number % 5, 1] for number in range(8)]
     for number in range(step.schedule.total_steps):
-        state, metrics = step.update(state, step.schedule.at(number), lambda _: prompts)
+        state, metrics = step.update(state, step.schedule.at(number), lambda *_: prompts)
         lines.append({"loss": float(metrics["loss"]), **metrics["facts"]})
     return lines, state
 
@@ -222,84 +222,6 @@ def test_ppo_learns():
     critic = [line["loss"] for line in lines if line["model"] == "critic"]
     # The values begin at 0, and chance is nearly as good; then the reward moves away and the critic follows it.
     assert np.mean(critic[-10:]) < 0.5 * max(critic)
-
-
-class Clock:
-    """A reward whose later calls wait until somebody has seen an update."""
-
-    def __init__(self, free):
-        self.free, self.calls, self.updated = free, 0, threading.Event()
-
-    def __call__(self, prompts, responses):
-        """Count the tokens 3. After `free` calls, wait for an update."""
-        assert len(prompts) == len(responses)
-        self.calls += 1
-        if self.calls > self.free:
-            assert self.updated.wait(60), "no update ran while the generator was waiting"
-        return [float(response.count(3)) for response in responses]
-
-
-@pytest.mark.parametrize("critic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["grpo", "ppo"])
-def test_generation_overlaps_with_updates_and_changes_nothing(critic):
-    """An update runs while later samples wait for a reward; parameters and samples are bit for bit those without overlap."""
-    mesh, found = mesh_of("one"), []
-    plan = replace(plan_of(prompts=4, mini=1, epochs=2, critic=critic, steps=2), generation=Size(count=1, unit="prompts"))
-    if critic:
-        plan = replace(plan, critic=replace(plan.critic, mini_batch=Size(count=2, unit="prompts")))
-    params, prompts = init(jax.random.key(0)), [[1], [2, 3], [4], [5, 6, 7]]
-    # The first update needs one call, that of a critic with twice the mini batch two.
-    reward = Clock(free=2 if critic else 1)
-    for overlapped in (True, False):
-        reward = reward if overlapped else lambda p, r: [float(response.count(3)) for response in r]
-        options = RolloutOptions(max_prompt_length=P, max_response_length=R, beta=BETA, shuffle_seed=None)
-        own = (critic_of(MODEL, mesh), optax.sgd(RATE)) if critic else None
-        step = rollout_step(MODEL, optax.sgd(RATE), plan, mesh, reward=reward, options=options, critic=own)
-        assert step.overlaps
-        state = step.create_state(params, critic_params=critic_params(MODEL, params, mesh) if critic else None)
-        pending = []
-        if overlapped:
-            for number in range(step.schedule.total_steps):
-                state, metrics = step.update(state, step.schedule.at(number), lambda _: prompts)
-                jax.block_until_ready(state.params)
-                pending.append(metrics["facts"]["pending_samples"])
-                reward.updated.set()
-            per_rollout = [4, 0, 0, 0] if critic else [6, 4, 2, 0]
-            assert pending == (per_rollout + [0] * (len(pending) // 2 - 4)) * 2
-        else:
-            for _ in range(2):
-                state, metrics = step(state, prompts)
-        step.close()
-        found.append(jax.device_get((state.params, state.critic_params, state.experience)))
-        assert step.compilations["generate"] == 1
-    jax.tree.map(np.testing.assert_array_equal, *found)
-
-
-def test_a_failed_reward_during_an_update_loses_nothing():
-    """The updates before it stand, and the rollout goes on from them when the reward works again."""
-    mesh, broken = mesh_of("one"), [True]
-    plan = replace(plan_of(prompts=4, mini=1, steps=1), generation=Size(count=1, unit="prompts"))
-
-    def reward(prompts, responses):
-        if broken[0] and prompts[0] == [4]:
-            raise OSError("the judge does not answer")
-        return [float(response.count(3)) for response in responses]
-
-    options = RolloutOptions(max_prompt_length=P, max_response_length=R, shuffle_seed=None)
-    step = rollout_step(MODEL, optax.sgd(RATE), plan, mesh, reward=reward, options=options)
-    state, done, prompts = step.create_state(init(jax.random.key(0))), [], [[1], [2, 3], [4], [5, 6, 7]]
-    for number in [0, 1, 2, 2, 3]:
-        try:
-            state, _ = step.update(state, step.schedule.at(number), lambda _: prompts)
-            done.append(number)
-        except DataError as error:
-            assert "rollout 0" in str(error)
-            assert "the judge does not answer" in str(error)
-            assert int(state.generated) == 4
-            broken[0] = False
-    assert done == [0, 1, 2, 3]
-    whole = step.create_state(init(jax.random.key(0)))
-    whole, _ = step(whole, prompts)
-    jax.tree.map(np.testing.assert_array_equal, *(jax.device_get((x.params, x.experience)) for x in (state, whole)))
 
 
 SAMPLES = {size: Size(count=size, unit="samples", scope="replica") for size in (1, 2, 3, 4)}
@@ -334,3 +256,323 @@ def test_gradient_of_a_mini_batch_is_that_by_hand(mesh, sizes):
 def test_gradient_of_a_mini_batch_is_that_by_hand_in_all_sizes(mesh, sizes):
     """The same for every size of a pass, padding, budget and number of shapes."""
     assert_gradients_are_those_by_hand(mesh, **sizes)
+
+
+# --- steps of varying size ---
+
+
+logits_by_hand = jax.jit(replace(MODEL, dtype="float64", param_dtype="float64").logits)
+
+
+class ByHand:
+    """The trained groups of a run of varying steps, made from all generated samples by the words of the keys."""
+
+    def __init__(self, mesh, plan, *, teaches, critic=False, **options):
+        self.devices, self.plan, self.teaches, self.seen, self.queue = mesh_of(mesh), plan, teaches, [], []
+        self.model = replace(MODEL, dtype="float64", param_dtype="float64")
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), init(jax.random.key(0)))
+        self.step = rollout_step(
+            self.model,
+            optax.sgd(RATE),
+            plan,
+            self.devices,
+            reward=self.reward,
+            options=RolloutOptions(
+                max_prompt_length=P, max_response_length=R, beta=BETA, epsilon=EPSILON, end_token=5, **options
+            ),
+            critic=(critic_of(self.model, self.devices), optax.sgd(RATE)) if critic else None,
+        )
+        placed, first = jax.device_put(params, MODEL.shardings(self.devices)), None
+        self.reference = params
+        if critic:
+            first = {name: params[name] for name in ("embedding", "layers", "final_norm")}
+            first["value"] = jnp.asarray(np.random.default_rng(1).normal(size=MODEL.width) * 0.3)
+        self.state = self.step.create_state(placed, critic_params=first)
+        generate = self.step._generate
+
+        def record(params, prompts, *args, **kwargs):
+            found = generate(params, prompts, *args, **kwargs)
+            self.seen.append(found)
+            return found
+
+        self.step._generate = record
+
+    def prompts(self, start, stop):
+        """Return prompts that are their numbers."""
+        return [[n % 12, n // 12 % 12, n // 144] for n in range(start, stop)]
+
+    def reward(self, prompts, responses):
+        """Return rewards with a spread for some prompts, and 7 for all responses to the others."""
+        G, found = self.plan.samples_per_prompt, []
+        for number, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            spread = self.teaches(sum(x * 12**place for place, x in enumerate(prompt)))
+            found.append(number % G * 1.5 + len(response) if spread else 7.0)
+            # Lengths may cancel what the number of the sample adds.
+            found[-1] += sum(response) / 100 if spread else 0
+        return found
+
+    def rollout(self):
+        """Run all updates of the next rollout, and return the lines of the policy and the state before each."""
+        self.seen, self.lines, self.before = [], [], []
+        self.start = jax.device_get((self.state.params, self.state.critic_params))
+        position = self.step.schedule.at(int(self.state.step))
+        while position.step < self.step.schedule.total_steps:
+            here = self.step.schedule.at(position.step)
+            if here.rollout != position.rollout:
+                break
+            before = jax.device_get(self.state.params)
+            self.state, metrics = self.step.update(self.state, here, self.prompts)
+            if here.model == "policy":
+                self.before.append((before, jax.device_get(self.state.params)))
+                self.lines.append({"loss": float(metrics["loss"]), **metrics["facts"]})
+            position = position._replace(step=position.step + 1)
+        self._queue_groups()
+        return self.lines
+
+    def _queue_groups(self):
+        """Put the groups that the rollout generated behind those that wait, with what was stored when they were generated."""
+        options, G = self.step.options, self.plan.samples_per_prompt
+        samples = [np.concatenate(parts) for parts in zip(*self.seen, strict=True)] if self.seen else []
+        if not samples:
+            return
+        tokens, prompt, response, _ = samples
+        counts = np.arange(R) < response[:, None]
+        rewards = np.concatenate([self.step._rewards(part, where="the test") for part in self.seen])
+        kept = [
+            n
+            for n in range(0, len(tokens), G)
+            if options.zero_spread_groups == "keep" or len(set(rewards[n : n + G].tolist())) > 1
+        ]
+        rows = np.array([n + i for n in kept for i in range(G)], int)
+        tokens, prompt, response, counts, rewards = (x[rows] for x in (tokens, prompt, response, counts, rewards))
+        places = np.minimum(prompt[:, None] - 1 + np.arange(R), P + R - 1)
+        stored = {"tokens": tokens, "response_mask": counts}
+        stored["attention_mask"] = np.arange(P + R) < (prompt + response)[:, None]
+        targets = np.roll(tokens, -1, axis=1)
+        for name, params in (("log_probabilities", self.start[0]), ("reference_log_probabilities", self.reference)):
+            logits = np.asarray(logits_by_hand(params, np.resize(tokens, (48, P + R))))[: len(tokens)]
+            log_p = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+            log_p = np.take_along_axis(log_p, targets[..., None], axis=2)[..., 0]
+            stored[name] = np.where(counts, np.take_along_axis(log_p, places, axis=1), 0)
+        if self.start[1] is None:
+            groups = rewards.reshape(-1, G).astype(np.float64)
+            spread = groups.std(axis=1, ddof=1, keepdims=True) + 1e-6
+            stored["advantages"] = np.repeat(((groups - groups.mean(axis=1, keepdims=True)) / spread).reshape(-1, 1), R, axis=1)
+        else:
+            given = np.where(np.arange(R) == response[:, None] - 1, rewards[:, None], 0)
+            values = np.asarray(critic_of(self.model, self.devices).spread(self.start[1], {"tokens": tokens}))
+            values = np.where(counts, np.take_along_axis(values, places, axis=1), 0)
+            stored["advantages"], _ = generalized_advantages(given, values, response, gamma=1.0, lam=1.0)
+        self.queue += [{name: x[n : n + G] for name, x in stored.items()} for n in range(0, len(rows), G)]
+
+    def assert_gradient(self, groups, mode, update=0):
+        """Compare one update with the gradient of some groups of the queue, as one batch."""
+        empty = {name: np.zeros((2 * 24, *x.shape[1:]), x.dtype) for name, x in self.queue[0].items()}
+        arrays = {name: np.concatenate([*(group[name] for group in groups), x])[: len(x)] for name, x in empty.items()}
+        rows = list(range(2 * len(groups)))
+        before, after = self.before[update]
+        loss, grads = by_hand(before, arrays, rows, mode)
+        moved = jax.tree.map(lambda a, b: (a - b) / RATE, before, after)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), moved, grads)
+        assert self.lines[update]["loss"] == pytest.approx(float(loss), abs=1e-6)
+
+
+def assert_steps_are_those_by_hand(mesh, sizes, *, groups, critic=False, per_pass=2):
+    """Compare the updates of rollouts that keep `sizes` prompts of 24, or refill as many, with batches made by hand."""
+    with float64():
+        microbatch = Size(count=per_pass, unit="samples")
+        plan = plan_of(mesh, prompts=24, mini=24, microbatch=microbatch, pad=True, critic=critic, steps=len(sizes))
+        first, teaching = 0, {}
+        run = ByHand(mesh, plan, teaches=lambda n: teaching(n), critic=critic, zero_spread_groups=groups)
+        for number, size in enumerate(sizes):
+            mode = AGGREGATIONS[number % 4]
+            run.step.options = replace(run.step.options, loss_agg_mode=mode)
+            teaching = lambda n, first=first, size=size: (n - first) * size % 24 < size  # noqa: E731
+            (line,) = run.rollout()
+            trained, run.queue = run.queue[:24], []
+            assert line["num_prompts"] == len(trained) == (24 if groups == "refill" else size)
+            assert (line["num_samples"], line["global_batch_size"]) == (2 * len(trained),) * 2
+            first += 24 if groups == "drop" else line["dropped_groups"] + 24
+            assert line["consumed_prompts"] == first
+            assert line["consumed_samples"] == 2 * first
+            run.queue = trained
+            run.assert_gradient(trained, mode)
+            run.queue = []
+        models = 2 if critic else 1
+        assert run.step.compilations == {"generate": 1, "logprobs": models, "update": models}
+
+
+STEPS = [
+    ("data", (1, 24, 7, 12), {"groups": "drop"}),
+    ("one", (6, 12), {"groups": "refill"}),
+    *(
+        pytest.param(
+            mesh, tuple(range(1, 25)), {"groups": groups, "critic": critic, "per_pass": per_pass}, marks=pytest.mark.slow
+        )
+        for mesh, groups, critic, per_pass in (
+            ("one", "drop", False, 2),
+            ("one", "drop", True, 8),
+            ("data", "drop", True, 2),
+            ("three", "drop", False, 3),
+            ("four", "drop", False, 4),
+        )
+    ),
+    ("data", (3, 8, 24, 12), {"groups": "refill", "critic": True}),
+    ("four", (3, 8, 24, 12), {"groups": "refill", "per_pass": 4}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "sizes", "options"), STEPS, ids=str)
+def test_a_step_of_the_groups_with_spread_is_the_batch_by_hand(mesh, sizes, options):
+    """Dropped and refilled, from 1 to 24 passes, by all aggregations, to 1e-6; one program for all numbers."""
+    assert_steps_are_those_by_hand(mesh, sizes, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partial", ["train", "drop", "carry"])
+@pytest.mark.parametrize("budget", [None, 60])
+def test_a_partial_step_is_trained_on_dropped_or_carried(partial, budget):
+    """By prompts and by tokens: the groups of every update are those by hand, in order, and none is lost or read twice."""
+    with float64():
+        mini = 24 if budget else 4
+        plan = plan_of("data", prompts=24, mini=mini, microbatch=Size(count=2, unit="samples"), pad=True, steps=6)
+        sizes = {"zero_spread_groups": "drop", "partial_step": partial, "token_batch_size": budget}
+        run = ByHand("data", plan, teaches=lambda n: n % 7 < 3, shuffle_seed=None, **sizes)
+        for _ in range(6):
+            waiting = len(run.queue)
+            lines, generated = run.rollout(), sum(len(part.tokens) // 2 for part in run.seen)
+            full = len(run.queue) - len(run.queue) % mini
+            if budget:
+                tokens = np.cumsum([group["attention_mask"].sum() for group in run.queue])
+                full = int((tokens <= budget).sum()) if tokens[-1] >= budget else 0
+            trained = len(run.queue) if partial == "train" and not budget else full
+            if partial == "train" and budget and not full:
+                trained = len(run.queue)
+            assert sum(line["num_prompts"] for line in lines) == trained
+            assert {line["policy_lag"] for line in lines} == set(range(24 // mini))
+            for number, line in enumerate(lines):
+                groups = run.queue[number * mini : min((number + 1) * mini, trained)]
+                assert line["num_prompts"] == len(groups)
+                if groups:
+                    queue, run.queue = run.queue, groups
+                    run.assert_gradient(groups, "token-mean", number)
+                    run.queue = queue
+                else:
+                    jax.tree.map(np.testing.assert_array_equal, *run.before[number])
+            rest = len(run.queue) - trained if partial == "carry" else 0
+            assert lines[0]["dropped_groups"] == waiting + generated - trained - rest
+            run.queue = run.queue[trained : trained + rest]
+        assert run.step.compilations == {"generate": 1, "logprobs": 1, "update": 1}
+
+
+def plain_run(plan, reward, **options):
+    """Return a rollout step of a policy without a model, which compiles fast, and its state."""
+    options = RolloutOptions(max_prompt_length=1, max_response_length=2, **options)
+    logits = lambda params, tokens: jnp.broadcast_to(params, (*tokens.shape, 4))  # noqa: E731
+    step = rollout_step(logits, optax.sgd(0.1), plan, mesh_of("one"), reward=reward, options=options)
+    return step, step.create_state(jnp.zeros(4))
+
+
+def test_fifty_sizes_are_one_program_per_role():
+    """Rollouts of 0 to 50 prompts with spread; the lines have the sizes, and one without samples changes no parameter."""
+    plan, size = plan_of(prompts=50, samples=2, mini=50, microbatch=SAMPLES[2], steps=51), 0
+    step, state = plain_run(
+        plan, lambda p, r: [float(n // 2 < size and n % 2) for n in range(len(p))], zero_spread_groups="drop"
+    )
+    for size in range(51):
+        before = np.asarray(state.params)
+        state, line = step(state, [[1]] * 50)
+        assert (line["num_prompts"], line["num_samples"], line["dropped_groups"]) == (size, 2 * size, 50 - size)
+        assert (line["consumed_prompts"], line["consumed_samples"]) == (50 * (size + 1), 100 * (size + 1))
+        assert line["zero_spread_share"] == (50 - size) / 50
+        assert size or (before == np.asarray(state.params)).all()
+    assert step.compilations == {"generate": 1, "logprobs": 1, "update": 1}
+
+
+def test_carried_prompts_that_fill_the_budget_exactly_are_trained_on():
+    """Responses of one length and a budget of two prompts: every step has two, and none waits for ever."""
+    step, state = plain_run(
+        plan_of(mini=4, steps=4), lambda p, r: [float(n % 2) for n in range(len(p))], token_batch_size=12, partial_step="carry"
+    )
+    for number in range(4):
+        state, line = step(state, lambda start, stop: [[1]] * (stop - start))
+        assert (line["num_prompts"], line["dropped_groups"], line["consumed_prompts"]) == (2, 0, 4 * (number // 2 + 1))
+
+
+@pytest.mark.parametrize("options", [{"zero_spread_groups": "drop"}, {"partial_step": "carry", "zero_spread_groups": "drop"}])
+def test_the_speed_of_generation_counts_what_was_generated(options):
+    """Tokens of dropped prompts took time as well, and those of carried ones took none in this step."""
+    spread = [0]
+    step, state = plain_run(
+        plan_of(mini=4, microbatch=SAMPLES[2]),
+        lambda p, r: [float(n // 2 < spread[0] and n % 2) for n in range(len(p))],
+        **options,
+    )
+    carries = "partial_step" in options
+    for spread[0], generated in ((3, 4), (1, 1 if carries else 4), (0, 4)):
+        state, line = step(state, lambda start, stop: [[1]] * (stop - start))
+        # Two responses of two tokens to each prompt; the seconds are rounded.
+        tokens = line["generation_tokens_per_second"] * line["generation_seconds"]
+        assert tokens == pytest.approx(generated * 2 * 2, rel=0.01)
+
+
+@pytest.mark.parametrize("groups", ["drop", "refill"])
+def test_one_response_per_prompt_has_no_spread(groups):
+    """All prompts would be left out, so that a critic and its policy would learn nothing."""
+    plan = plan_of("one", samples=1, mini=4, critic=True)
+    devices = mesh_of("one")
+    with pytest.raises(ConfigError, match="every prompt with one response") as caught:
+        rollout_step(
+            MODEL,
+            optax.sgd(RATE),
+            plan,
+            devices,
+            reward=lambda p, r: [0.0] * len(p),
+            options=RolloutOptions(max_prompt_length=P, max_response_length=R, zero_spread_groups=groups),
+            critic=(critic_of(MODEL, devices), optax.sgd(RATE)),
+        )
+    assert (caught.value.key, caught.value.nearest) == ("zero_spread_groups", ("keep",))
+
+
+def test_a_refill_without_end_is_an_error_and_loses_nothing():
+    """After max_num_gen_batches batches without a spread: an error that says so, and the state goes on with other rewards."""
+    asked, rewards = [], {"spread": 0.0}
+    step, state = plain_run(
+        plan_of(prompts=4, mini=4),
+        lambda p, r: [rewards["spread"] * (n % 2) for n in range(len(p))],
+        zero_spread_groups="refill",
+        max_num_gen_batches=3,
+    )
+
+    def prompts(start, stop):
+        asked.append((start, stop))
+        return [[1]] * (stop - start)
+
+    with pytest.raises(DataError, match="among the 12 of max_num_gen_batches=3 batches") as caught:
+        step(state, prompts)
+    assert (caught.value.key, asked) == ("zero_spread_groups", [(0, 4), (4, 8), (8, 12)])
+    rewards["spread"] = 1.0
+    state, line = step(state, prompts)
+    assert (line["num_prompts"], line["consumed_prompts"], int(state.step)) == (4, 4, 1)
+    with pytest.raises(DataError, match="rollout 1 has 4 prompts, but 3 were given"):
+        step(state, [[1]] * 3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "key"),
+    [
+        ({"mini": 4}, {"token_batch_size": 5}, "token_batch_size"),
+        ({"mini": 2}, {"token_batch_size": 6}, "mini_batch_size"),
+        ({"mini": 2}, {"zero_spread_groups": "fill"}, "zero_spread_groups"),
+        ({"mini": 2}, {"partial_step": "keep"}, "partial_step"),
+        ({"mini": 2}, {"max_num_gen_batches": 0}, "max_num_gen_batches"),
+        ({"mini": 2}, {"loss_agg_mode": "group-mean-token-mean", "keep_prompts_together": False}, "rl.loss_agg_mode"),
+    ],
+)
+def test_sizes_that_no_step_can_have_are_refused(sizes, options, key):
+    """A budget below the longest prompt with its responses, a budget beside mini batches, and groups that are separated."""
+    with pytest.raises(ConfigError) as caught:
+        plain_run(plan_of(**sizes), lambda p, r: [0.0] * len(p), **options)
+    assert caught.value.key == key
+    assert caught.value.nearest

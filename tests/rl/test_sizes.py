@@ -1,13 +1,14 @@
 """Tests of rampup.rl.sizes."""
 
+import itertools
+
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError
 from rampup.plan.numbers import MAX_SAMPLES
-from rampup.rl.sizes import BYTES, Experience, Size, data_parallel_size
+from rampup.rl.plan import RolloutPlan
+from rampup.rl.sizes import BYTES, Experience, Size, Training, split_updates
 
 
 @pytest.mark.parametrize(
@@ -47,39 +48,6 @@ def test_size_reports_all_problems():
     assert len(caught.value.problems) == 3
 
 
-def test_data_parallel_size_of_verls_70b_case():
-    """32 nodes of 8 devices with TP 8, PP 2 and SP 8: 16 replicas in Megatron, whose SP uses the TP devices; 32 in FSDP.
-
-    Multiplying all three, as one might read the file, would give 2.
-    """
-    world = 32 * 8
-    assert data_parallel_size(world, tensor=8, pipeline=2) == 16
-    assert data_parallel_size(world, sequence=8) == 32
-    assert data_parallel_size(world, tensor=8, pipeline=2, sequence=8) == 2
-
-
-@given(*[st.integers(1, 8)] * 4, st.integers(1, 5000))
-def test_data_parallel_size_or_the_nearest_devices(tensor, pipeline, context, sequence, world):
-    """The devices divide evenly, or the error has the nearest numbers of devices that do."""
-    sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "sequence": sequence}
-    shared = tensor * pipeline * context * sequence
-    try:
-        assert data_parallel_size(world, **sizes) * shared == world
-    except BatchDivisibilityError as error:
-        assert world % shared != 0
-        assert (error.value, error.divisor, error.key) == (world, shared, "num_devices")
-        for near in error.nearest:
-            assert data_parallel_size(near, **sizes) >= 1
-            assert abs(near - world) < shared or near == shared
-
-
-def test_data_parallel_size_reports_all_problems():
-    """Every size below 1 is named."""
-    with pytest.raises(RampupError) as caught:
-        data_parallel_size(0, tensor=-1, context=0, key="world_size")
-    assert [problem.key for problem in caught.value.problems] == ["world_size", "tensor", "context"]
-
-
 def test_bytes_agree_with_numpy():
     """Every type has NumPy's size. bfloat16, which NumPy lacks, has two bytes."""
     for name, size in BYTES.items():
@@ -96,9 +64,7 @@ def test_experience_bytes_agree_with_arrays(critic, reference):
     names += ["reference_log_probabilities"] if reference else []
     names += ["values", "returns"] if critic else []
     arrays |= {name: np.zeros(5, np.float16) for name in names}
-    assert {field.name: field.bytes_per_sample for field in experience.fields(critic=critic)} == {
-        name: array.nbytes for name, array in arrays.items()
-    }
+    assert experience.field_bytes(critic=critic) == {name: array.nbytes for name, array in arrays.items()}
     assert experience.bytes_per_sample(critic=critic) == sum(array.nbytes for array in arrays.values())
 
 
@@ -112,3 +78,125 @@ def test_experience_reports_all_problems():
         "token_dtype",
         "value_dtype",
     ]
+
+
+def cut(prompts, per_prompt, replicas, mini, micro, *, stages=1, pad=False, unit="samples", scope="replica"):
+    """Split a rollout. The mini batch counts prompts of the job, the microbatch `unit` per `scope`."""
+    training = Training(
+        mini_batch=Size(count=mini, unit="prompts"),
+        microbatch=None if micro is None else Size(count=micro, unit=unit, scope=scope),
+        data_parallel_size=replicas,
+        num_stages=stages,
+    )
+    return split_updates("policy", training, samples_per_step=prompts * per_prompt, samples_per_prompt=per_prompt, pad=pad)
+
+
+GRID = list(itertools.product((1, 4, 6, 8, 12), (1, 2, 3, 5), (1, 2, 3, 4), (1, 2, 3, 4, 6, 8, 12), (None, 1, 2, 3, 4), (1, 2)))
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_split_updates_on_a_grid(pad):
+    """A split exists exactly if everything divides, or fits with padding. It multiplies out and counts the padding."""
+    cuts = 0
+    for prompts, per_prompt, replicas, mini, micro, stages in GRID:
+        per_stage, rest = divmod(mini * per_prompt, replicas * stages)
+        legal = mini <= prompts if pad else prompts % mini == 0 and not rest and (micro is None or per_stage % micro == 0)
+        try:
+            updates = cut(prompts, per_prompt, replicas, mini, micro, stages=stages, pad=pad)
+        except BatchDivisibilityError as error:
+            assert not legal
+            assert error.value in (mini, micro)
+            continue
+        assert legal
+        cuts += 1
+        assert updates.accumulation_steps * updates.microbatch_samples >= mini * per_prompt
+        assert updates.accumulation_steps % stages == 0
+        assert micro in (None, updates.microbatch_size)
+        ranges = [updates.mini_batch_range(i) for i in range(updates.num_mini_batches)]
+        rows = sum(updates.num_passes(len(r)) for r in ranges) * updates.microbatch_samples
+        assert rows - prompts * per_prompt == updates.padded_samples >= 0
+        assert pad or updates.padded_samples == 0
+        assert [i for r in ranges for i in r] == list(range(prompts * per_prompt))
+    assert cuts > 200
+
+
+def works(prompts, per_prompt, replicas, mini, micro, stages):
+    """Return whether these sizes can be split."""
+    try:
+        cut(prompts, per_prompt, replicas, mini, micro, stages=stages)
+    except BatchDivisibilityError:
+        return False
+    return True
+
+
+def test_nearest_values_are_legal_and_nearest():
+    """An offered value is legal in place of the rejected one, and no legal value is nearer."""
+    tried = 0
+    for prompts, per_prompt, replicas, mini, micro, stages in GRID:
+        try:
+            cut(prompts, per_prompt, replicas, mini, micro, stages=stages)
+        except BatchDivisibilityError as error:
+            is_mini = error.key == "policy.mini_batch"
+            refused = mini if is_mini else micro
+
+            sizes = [(value, None) if is_mini else (mini, value) for value in range(1, prompts * per_prompt + 1)]
+            legal = [a if is_mini else b for a, b in sizes if works(prompts, per_prompt, replicas, a, b, stages)]
+            below, above = [v for v in legal if v < refused], [v for v in legal if v > refused]
+            assert list(error.nearest) == below[-1:] + above[:1]
+            tried += 1
+    assert tried > 200
+
+
+def test_microbatch_in_prompts_of_the_job():
+    """MaxText RL's unit: 4 prompts * 8 responses over 8 replicas are 4 samples each. 1 prompt * 4 cannot divide over 8."""
+    assert cut(128, 8, 8, 128, 4, unit="prompts", scope="job").microbatch_size == 4
+    with pytest.raises(BatchDivisibilityError) as caught:
+        cut(4, 4, 8, 4, 1, unit="prompts", scope="job")
+    assert caught.value.nearest == (2,)
+    assert "1 prompt * samples_per_prompt=4 = 4 samples must divide the mini batch of 16 samples" in str(caught.value)
+    assert "data_parallel_size=8" in str(caught.value)
+
+
+@pytest.mark.parametrize(("budget", "passes"), [(100, 32), (199, 32), (200, 16), (3200, 1), (10**6, 1)])
+def test_token_budget_max_passes(budget, passes):
+    """With 32 samples of at most 100 tokens on a replica, there are at most the passes of full-length samples."""
+    training = Training(
+        mini_batch=Size(count=64, unit="samples"),
+        microbatch=Size(count=budget, unit="tokens", scope="replica"),
+        data_parallel_size=2,
+    )
+    updates = split_updates("policy", training, samples_per_step=128, samples_per_prompt=4, max_length=100)
+    found = (updates.accumulation_steps, updates.token_budget, updates.microbatch_size, updates.padded_samples)
+    assert found == (passes, budget, None, 0)
+
+
+def test_token_budget_below_the_longest_sample():
+    """The longest sample must fit, and the error has the smallest budget for it."""
+    training = Training(mini_batch=Size(count=8, unit="prompts"), microbatch=Size(count=99, unit="tokens", scope="replica"))
+    with pytest.raises(ConfigError) as caught:
+        split_updates("critic", training, samples_per_step=8, samples_per_prompt=1, max_length=100)
+    assert (caught.value.key, caught.value.nearest) == ("critic.microbatch", (100,))
+
+
+def test_token_budget_with_a_pipeline():
+    """The passes of a token budget are a multiple of the pipeline's stages."""
+    training = Training(
+        mini_batch=Size(count=5, unit="samples"), microbatch=Size(count=100, unit="tokens", scope="replica"), num_stages=4
+    )
+    assert split_updates("policy", training, samples_per_step=5, samples_per_prompt=1, max_length=100).max_passes == 8
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"mini_batch": Size(count=4, unit="tokens")},
+        {"mini_batch": Size(count=4, unit="samples"), "microbatch": Size(count=4, unit="tokens")},
+        {"mini_batch": Size(count=4, unit="samples"), "num_epochs": 0},
+        {"mini_batch": Size(count=4, unit="samples"), "data_parallel_size": -1},
+        {"mini_batch": Size(count=4, unit="samples"), "num_stages": 1.5},
+    ],
+)
+def test_training_rejects_bad_sizes(sizes):
+    """Tokens are only allowed as a budget per replica, and counts are whole numbers of at least 1."""
+    with pytest.raises(RampupError):
+        RolloutPlan(rollout_batch=Size(count=4, unit="samples"), samples_per_prompt=1, policy=Training(**sizes))

@@ -1,5 +1,7 @@
 """Tests of rampup.rl.starting_sizes."""
 
+import json
+
 import pytest
 
 from rampup.dialects import check_file
@@ -49,8 +51,8 @@ def test_notes_depend_on_the_size():
 def test_memory_rule_of_thumb(params, gib, devices):
     """18 bytes per parameter are shared by the smallest number of devices, exactly at the boundary."""
     memory = suggest(params, system="verl", memory_gib=gib).memory
-    assert memory.least_devices == devices
-    assert 0 <= memory.free_bytes < gib * 2**30
+    assert memory["least_devices"] == devices
+    assert 0 <= memory["free_gib_per_device"] < gib
 
 
 @pytest.mark.parametrize(
@@ -83,14 +85,11 @@ def test_suggest_for_skyrl(params, label, sizes):
 def test_sizes_for_skyrl_are_accepted_by_its_rules(tmp_path, params):
     """A file with the suggested sizes runs, and its numbers are those of the notes."""
     suggestion = suggest(params, system="skyrl")
-    sizes = suggestion.row.published
-    settings = [f"trainer.placement.{model}_num_gpus_per_node={sizes.num_devices}" for model in ("policy", "ref")]
+    sizes = suggestion.published
+    settings = [f"trainer.placement.{model}_num_gpus_per_node={sizes['num_devices']}" for model in ("policy", "ref")]
     path = tmp_path / "skyrl.yml"
-    path.write_text(
-        f"trainer: {{train_batch_size: {sizes.train_batch_size}, policy_mini_batch_size: {sizes.policy_mini_batch_size}, "
-        f"micro_train_batch_size_per_gpu: {sizes.micro_train_batch_size_per_gpu}}}\n"
-        f"generator: {{n_samples_per_prompt: {sizes.n_samples_per_prompt}}}\n"
-    )
+    groups = {"trainer": dict(list(sizes.items())[:3]), "generator": {"n_samples_per_prompt": sizes["n_samples_per_prompt"]}}
+    path.write_text(json.dumps(groups))
     verdict = check_file(path, "skyrl", settings)
     assert verdict.ok
     derived = verdict.derived
@@ -106,7 +105,7 @@ def test_suggest_for_systems_without_a_table(system):
         suggest("6B", system=system)
     assert caught.value.key == "memory-gib"
     suggestion = suggest("6B", system=system, memory_gib="80")
-    assert suggestion.row is None
+    assert suggestion.published is None
     assert any("no table of starting sizes is published" in note for note in suggestion.notes)
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from rampup import Config, build_plan
 from rampup.plan.timetable import SCHEDULES, Timetable
-from rampup.show.console import MAX_PHASES, print_facts, print_plan, print_timetable
+from rampup.show.console import MAX_PHASES, is_for_a_log, print_plan, print_timetable
 
 RAMP = {"enable_rampup_batch_size": True}
 
@@ -33,27 +33,30 @@ def test_print_plan_fits_80_columns(options):
         assert f"{row['global_batch_size']:,}" in flat
 
 
-def test_piped_output_is_plain():
-    """Without a terminal there are no colours and no boxes."""
-    text = printed(build_plan(Config(**RAMP), 4))
-    assert "\x1b" not in text
-    assert not set(text) & set("─│┏┃━")
-
-
-def test_print_plan_marks_unreached_phases():
-    """A phase beyond the last step is in brackets."""
+def test_piped_output_is_plain_and_marks_unreached_phases():
+    """Without a terminal there are no colours and no boxes; a phase beyond the last step is in brackets."""
     text = printed(build_plan(Config(**RAMP, steps=30), 4))
+    assert not set(text) & set("\x1b─│┏┃━")
     assert re.search(r"^\s*\(3\)", text, re.MULTILINE)
     assert "note: steps=30 ends before phase 1" in text
 
 
-def test_print_facts_formats_values():
-    """Names and values are side by side."""
-    console = Console(file=io.StringIO(), width=80)
-    print_facts({"steps": 1234567, "loss": 1.25, "checkpoint": None, "rate": 11060.4}, console)
-    text = console.file.getvalue()
-    assert "1,234,567" in text
-    assert "11,060" in text
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, False),
+        ({"SLURM_PROCID": "0"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_PTY_PORT": "4000"}, False),  # srun --pty
+        ({"OMPI_COMM_WORLD_RANK": "0"}, True),
+    ],
+)
+def test_a_terminal_of_a_launcher_is_for_a_log(variables, expected, monkeypatch):
+    """Srun --unbuffered and mpirun give each process a terminal, whose output goes into a log."""
+    for name in ("SLURM_PROCID", "SLURM_PTY_PORT", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert is_for_a_log() == expected
 
 
 def printed_timetable(table, **options):

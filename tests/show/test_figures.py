@@ -4,7 +4,6 @@ import itertools
 import math
 import re
 import sys
-from xml.etree import ElementTree
 
 import pytest
 
@@ -99,26 +98,11 @@ def test_draw_batch_has_units_and_no_overlaps(config, devices, width):
     assert [int(edge) for edge in edges[:-1]] == [phase.start_sample for phase in plan.ramp.phases]
 
 
-def test_draw_batch_marks_the_end_of_a_short_run():
-    """Phases that a run does not reach are drawn, and its end is marked."""
-    found, _ = texts(draw_batch(build_plan(Config(enable_rampup_batch_size=True, steps=30), 4)))
-    assert "the run ends" in found
-
-
-def test_draw_batch_subsamples_many_phases():
-    """Three thousand phases become a picture of about a thousand."""
-    plan = build_plan(Config(batch_size_schedule=" ".join(f"{9000 * n}:{n + 1}" for n in range(3000)), steps=10**6), 1)
-    figure = draw_batch(plan)
-    data = next(patch.get_data() for patch in figure.axes[0].patches if hasattr(patch, "get_data"))
-    assert 1000 <= len(data.values) <= 1300
-    assert (data.values[0], data.values[-1]) == (1, 3000)
-
-
 @pytest.mark.parametrize("width", [5, 10])
 def test_draw_rate_draws_both_clocks(width):
     """Two panels, each with a line per clock. The plan's own clock is named."""
     plan = build_plan(RAMP, 4)
-    figure = draw_rate(plan, {"samples": lambda step: step / 500, "steps": lambda step: 0.5}, width=width)
+    figure = draw_rate(plan, {"samples": lambda step: step / 400, "steps": lambda step: 0.5}, width=width)
     found, overlapping = texts(figure)
     assert not overlapping
     assert {"samples consumed", "optimizer steps", "learning rate"} <= set(found)
@@ -126,8 +110,8 @@ def test_draw_rate_draws_both_clocks(width):
     assert named == ["schedule runs on samples (this plan)", "schedule runs on steps"]
     over_samples, over_steps = figure.axes
     xs, ys = over_samples.lines[0].get_data()
-    assert (xs[-1], ys[-1]) == (plan.ramp.samples_before(499), 499 / 500)
-    assert over_steps.lines[0].get_xdata()[-1] == 499
+    assert (xs[-1], ys[-1]) == (plan.ramp.samples_before(399), 399 / 400)
+    assert over_steps.lines[0].get_xdata()[-1] == 399
 
 
 @pytest.mark.parametrize("width", [5, 10])
@@ -143,6 +127,9 @@ def test_draw_runs_compares_runs_over_samples(width):
     assert len(speed.lines) == 2
     assert math.isnan(lines[0].get_ydata()[3])
     assert [max(line.get_xdata()) for line in lines] == [240, 480]
+    for runs in ([], [run()] * 13):
+        with pytest.raises(ConfigError, match="cannot be told apart"):
+            draw_runs(runs, width=width)
 
 
 def test_draw_runs_smooths_long_runs():
@@ -153,13 +140,6 @@ def test_draw_runs_smooths_long_runs():
     xs, ys = loss.lines[0].get_data()
     assert (len(xs), xs[1], ys[1]) == (1000, 48, pytest.approx((4.6 + 4.5) / 2))  # the loss of step 3 is not finite
     assert len(speed.lines[0].get_xdata()) == 1000
-
-
-def test_draw_runs_refuses_none_and_too_many():
-    """No run, or more than can be distinguished."""
-    for runs in ([], [run()] * 13):
-        with pytest.raises(ConfigError, match="cannot be told apart"):
-            draw_runs(runs)
 
 
 def test_draw_memory_names_the_largest_that_fits():
@@ -186,13 +166,9 @@ def test_draw_memory_leaves_out_what_is_far_above_the_limit():
         assert [label.get_text() for label in axes.get_xticklabels()] == list(drawn)
         assert len(axes.patches) == len(drawn)
     assert len(draw_memory(rows).axes[0].patches) == 3
-
-
-@pytest.mark.parametrize("rows", [[], [(0, 5)], [(1, -5)], [(1, None)]])
-def test_draw_memory_refuses_bad_rows(rows):
-    """No rows, a size of zero, negative bytes."""
-    with pytest.raises(ConfigError):
-        draw_memory(rows)
+    for bad in ([], [(0, 5)], [(1, -5)], [(1, None)]):
+        with pytest.raises(ConfigError, match="microbatch"):
+            draw_memory(bad)
 
 
 def test_figures_do_not_touch_pyplot():
@@ -206,19 +182,10 @@ def test_figures_do_not_touch_pyplot():
 
 
 def test_svg_element_fits_into_a_page():
-    """Colours follow the page's theme, identifiers have a prefix, and values are shown on hover."""
+    """Colours follow the page's theme, and identifiers have a prefix."""
     figure = draw_timetable(Timetable.build("1f1b", num_stages=2, num_microbatches=3))
-    picture = svg_element(figure, title="a timetable", prefix="mine-")
-    text = ElementTree.tostring(picture, encoding="unicode", method="html")
+    text = svg_element(figure, title="a timetable", prefix="mine-")
     assert 'aria-label="a timetable"' in text
     assert all(name.startswith("mine-") for name in re.findall(r'\bid="([^"]*)"', text))
     assert set(re.findall(r'(?:href="|url\()#([^")]*)', text)) <= set(re.findall(r'\bid="([^"]*)"', text))
     assert "var(--f)" in text
-    assert text.count("<title>stage ") == 2 * 2 * 3
-    assert "<title>stage 1: backward of microbatch 2, from" in text
-
-
-def test_files_have_no_hover_areas(tmp_path):
-    """Hover areas are only for pages."""
-    draw_batch(build_plan(RAMP, 4), tmp_path / "a.svg")
-    assert "samples per step, " not in (tmp_path / "a.svg").read_text()

@@ -2,6 +2,8 @@
 
 import io
 import itertools
+import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from rampup import Config, build_plan
-from rampup.run import events
-from rampup.show.progress import Bar, TrainProgress, _NotebookBar, _TerminalBar, in_notebook, make_bar
+from rampup.loop import events
+from rampup.show.progress import Bar, TrainProgress, _TerminalBar, in_notebook, make_bar
 
 PLAN = build_plan(Config(enable_rampup_batch_size=True, steps=60, global_rampup_samples=100), 1)
 
@@ -65,16 +67,53 @@ def test_progress_prints_lines_without_a_terminal():
     assert "0:00 left" in text
 
 
+def test_progress_prints_decisions_that_change_the_batch_and_sometimes_the_others():
+    """Of the decisions of `auto`, the first, every change, and one in five log_period steps of the rest is printed."""
+    console = Console(file=io.StringIO(), width=120)
+    progress = TrainProgress(console, log_period=20)
+    for step in range(9, 400, 10):
+        progress(events.BatchSizeDecided(step=step, changed=step == 39, outlook="8 samples; 16 need more"))
+    lines = console.file.getvalue().splitlines()
+    assert lines == [f"auto after step {step}: 8 samples; 16 need more" for step in (9, 39, 139, 239, 339)]
+
+
+@pytest.mark.parametrize(
+    ("length", "end"),
+    [
+        (None, "there"),
+        (100, "there; the schedule before ended after 100 steps"),
+        (200, "there; learning_rate_schedule_steps=200 keeps the schedule before"),
+        (150, "there; learning_rate_schedule_steps=150 keeps the schedule before and is at its end after 150 steps"),
+    ],
+)
+def test_progress_says_how_to_keep_the_learning_rate(length, end):
+    """Both rates are printed, and the key that keeps the schedule where it has not ended."""
+    console, plan = Console(file=io.StringIO(), width=300), build_plan(Config(steps=180), 1)
+    TrainProgress(console)(events.LearningRateChanged(step=99, before=3e-4, after=5.5e-4, schedule_steps=length, plan=plan))
+    start = "note: step 99 had the learning rate 0.0003, and the schedule with which the run continues has 0.00055 "
+    assert console.file.getvalue() == f"{start}{end}\n"
+
+
+def test_progress_names_phases_only_with_a_ramp():
+    """Without a ramp no line has a phase; one of reinforcement learning has its rollout."""
+    console, plan = Console(file=io.StringIO(), width=120), build_plan(Config(enable_rampup_batch_size=False), 1)
+    progress = TrainProgress(console)
+    progress(events.RunStarted(step=0, folder=Path("runs/x"), plan=plan))
+    progress(events.PhaseStarted(step=0, phase=0))
+    metrics = {"step": 0, "consumed_samples": 16, "phase": 0, "global_batch_size": 16, "loss": 5.0, "tokens_per_second": 9.0}
+    progress(events.StepDone(step=0, metrics=metrics | {"rollout": 3}))
+    lines = console.file.getvalue().splitlines()
+    assert lines[1:] == [
+        "16 samples per step = 1 replica * 1 microbatch * 16 samples",
+        "step 0, rollout 3, batch 16, loss 5.000, 9 tokens/s, 16 samples, ? left",
+    ]
+
+
 def test_progress_draws_a_bar_in_a_terminal():
     """The bar shows step, phase, batch, loss, rate and time left; each phase still has a line."""
     text = shown(console={"force_terminal": True, "color_system": None})
     for part in ("step 59, phase 3, batch 16, loss 4.410", "tokens/s", "left", "phase 2 from step"):
         assert part in text
-
-
-def test_progress_prints_nothing_if_quiet():
-    """`--quiet` leaves only the summary to the caller."""
-    assert shown(quiet=True) == ""
 
 
 def test_progress_reports_resumed_and_finished_runs():
@@ -102,24 +141,6 @@ def test_progress_time_left_counts_samples(monkeypatch):
     assert lines["step 39"].endswith("480 samples, 0:20 left")
 
 
-def test_progress_uses_tqdm_in_a_notebook(monkeypatch, capsys):
-    """Steps are in tqdm's bar; the plan and the phases are still printed."""
-    pytest.importorskip("tqdm")
-    shell = SimpleNamespace(kernel=object(), config={})
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    text = shown()
-    assert "phase 2 from step" in text
-    assert "step 20, phase" not in text
-    assert "800/800 samples" in capsys.readouterr().err
-
-
-@pytest.fixture
-def notebook(monkeypatch):
-    """Make this process look like the kernel of a notebook."""
-    shell = SimpleNamespace(kernel=object(), config={})
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-
-
 def console(**options):
     """Return a console that writes into memory."""
     return Console(file=io.StringIO(), width=80, **options)
@@ -132,42 +153,46 @@ def test_make_bar_fits_the_output(monkeypatch):
     assert isinstance(make_bar(console(force_terminal=True)), _TerminalBar)
     assert type(make_bar(console())) is Bar
     assert not make_bar(console(force_terminal=True), quiet=True).visible
+    assert shown(quiet=True) == ""
 
 
-def test_make_bar_takes_ipython_in_a_terminal_for_a_terminal(monkeypatch):
-    """IPython's own terminal has no kernel and gets the terminal's bar."""
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: SimpleNamespace()))
-    assert isinstance(make_bar(console(force_terminal=True)), _TerminalBar)
+def show_in_a_notebook():
+    """Print what a shell of IPython with a kernel gets to show, as lines of JSON."""
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+
+    shell = InteractiveShell.instance()
+    shell.kernel = object()
+    with capture_output() as captured:
+        text = shown()
+        bar = make_bar(console())
+        bar.update(3, "0:01", "before its start")
+        bar.stop()
+        bar.start(29_632, 1_000)
+        bar.start(29_632, 2_000)
+        bar.update(12_345, "3:21", "<step 7>")
+        bar.stop()
+        bar.stop()
+    pages = [(output["data"]["text/html"], output["update"]) for output in captured._outputs]
+    print(json.dumps({"text": text, "pages": pages, "out": captured.stdout + captured.stderr}))
 
 
-def test_notebook_bar_shows_samples_and_time_left(notebook, capsys):
-    """The bar counts the plan's samples, with the caller's time left and newest step."""
-    pytest.importorskip("tqdm")
-    bar = make_bar(console())
-    assert isinstance(bar, _NotebookBar)
-    bar.start(29_632, 1_000)
-    bar.update(12_345, "3:21", "step 7, phase 2, 900 tokens/s")
-    bar.stop()
-    shown = capsys.readouterr().err
-    assert "1,000/29,632 samples" in shown
-    assert "12,345/29,632 samples" in shown
-    assert "3:21 left, step 7, phase 2, 900 tokens/s" in shown
-
-
-def test_notebook_bar_stops_at_any_time(notebook):
-    """Stopped before its start, twice, and started again: no error."""
-    pytest.importorskip("tqdm")
-    bar = make_bar(console())
-    bar.update(3, "0:01", "early")
-    bar.stop()
-    bar.start(10, 0)
-    bar.start(10, 5)
-    bar.stop()
-    bar.stop()
-
-
-def test_make_bar_without_tqdm_is_invisible(notebook, monkeypatch):
-    """If tqdm is not installed, nothing is drawn and the caller prints lines."""
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    assert not make_bar(console()).visible
+def test_progress_in_a_notebook():
+    """Steps are in one HTML bar for each run, which is replaced in place; the plan and the phases are still printed."""
+    pytest.importorskip("IPython")
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_progress as t; t.show_in_a_notebook()"
+    found = json.loads(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    assert "phase 2 from step" in found["text"]
+    assert "step 20, phase" not in found["text"]
+    assert not found["out"]
+    assert not any("\x1b" in page for page, _ in found["pages"])
+    pages = [page for page, _ in found["pages"]]
+    new = [number for number, (_, replaced) in enumerate(found["pages"]) if not replaced]
+    assert len(new) == 2
+    assert ">800/800 samples" in pages[new[1] - 1].replace("</progress> ", ">")
+    assert "step 59, phase 3" in pages[new[1] - 1]
+    assert [page.partition("</progress> ")[2] for page in pages[new[1] + 1 :]] == [
+        "1,000/29,632 samples, ? left<br>",
+        "2,000/29,632 samples, ? left<br>",
+        "12,345/29,632 samples, 3:21 left<br>&lt;step 7&gt;",
+    ]

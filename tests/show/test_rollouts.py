@@ -27,21 +27,20 @@ def test_print_rollout_fits_80_columns(options):
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     flat = " ".join(re.sub(r"[│─]", " ", text).split())
-    assert "critic 4,096 4 2 8 524,288 8 16 samples" in flat
-    assert flat.index("critic 4,096") < flat.index("policy 4,096")
+    assert "-> mini batches 2 65,536 524,288 805,306,368 4 epochs" in flat
+    assert "-> microbatches 8 8,192 65,536 100,663,296 16 per replica" in flat
+    assert flat.index(" critic ") < flat.index("-> mini batches") < flat.index(" policy -> ")
     assert "131,072 prompts * 8 responses = 1,048,576 samples" in flat
 
 
 def test_print_rollout_remarks_follow_from_the_plan():
-    """One optimizer step per rollout is on-policy, more lag behind; padding, overlap and notes appear if they exist."""
+    """One optimizer step per rollout is on-policy, more lag behind; padding and notes appear if they exist."""
     on_policy = printed(print_rollout, build_rollout_schedule(RolloutConfig(), 4))
     assert "on-policy" in on_policy
-    assert "overlap" not in on_policy
     assert "padding" not in on_policy
     keys = {"mini_batch_size": 12, "train_micro_batch_size": 4, "num_iterations": 2, "pad_microbatches": True}
     text = " ".join(printed(print_rollout, build_rollout_schedule(RolloutConfig(**keys), 3)).split())
     assert "weights 5 updates older" in text
-    assert "microbatches of the first epoch can train (policy) while later calls generate" in text
     assert "rows of weight 0 per epoch (policy)" in text
     assert "25,088 bytes per sample at full length, 6.125 MiB per step" in text
 
@@ -49,7 +48,7 @@ def test_print_rollout_remarks_follow_from_the_plan():
 def test_print_rollout_bounds_passes_of_a_token_budget():
     """With a token budget the passes are a bound, and tokens replace samples."""
     text = printed(print_rollout, build_rollout_schedule(RolloutConfig(token_budget=4000), 4))
-    assert re.search(r"policy .* <= 32 +4,000 tokens", text)
+    assert re.search(r"-> microbatches +32 +16,000 +at most, packed", text)
 
 
 def test_print_rollout_ends_with_notes():

@@ -8,40 +8,34 @@ import pytest
 
 from rampup import Config, build_plan
 from rampup.errors import ConfigError, DataError
-from rampup.show.series import (
-    RunMetrics,
-    last_drawn_step,
-    mean_of_neighbours,
-    measured_throughput,
-    phase_spans,
-    rate_points,
-    subsample,
-)
+from rampup.show.series import RunMetrics, drawn_phases, mean_of_neighbours, measured_throughput, rate_points
 
 LINE = {"step": 0, "consumed_samples": 8, "global_batch_size": 8, "phase": 0, "loss": 1.5, "tokens_per_second": 10.0}
 
 
 @pytest.mark.parametrize("steps", [1, 30, 63, 64, 70, 500])
-def test_phase_spans_join_without_gaps(steps):
+def test_drawn_phases_join_without_gaps(steps):
     """Each phase is drawn from where the one before it ends, in steps as in samples, wherever the run ends."""
     plan = build_plan(Config(enable_rampup_batch_size=True, steps=steps), 4)
-    spans = phase_spans(plan)
-    for one, other in itertools.pairwise(spans):
-        assert (one.end_step, one.end_sample) == (other.start_step, other.start_sample)
-    for span in spans:
-        assert span.end_sample - span.start_sample == (span.end_step - span.start_step) * span.global_batch_size
-        assert span.end_step > span.start_step
-    assert spans[-1].end_step == last_drawn_step(plan)
+    phases = drawn_phases(plan)
+    for one, other in itertools.pairwise(phases):
+        assert (one["end_step"], one["end_sample"]) == (other["start_step"], other["start_sample"])
+    for phase in phases:
+        number = phase["end_step"] - phase["start_step"]
+        assert phase["end_sample"] - phase["start_sample"] == number * phase["global_batch_size"]
+        assert number > 0
+    # The ramp ends at step 63, and a third beyond it is step 84.
+    assert phases[-1]["end_step"] == (min(steps, 84) if steps > 63 else 84)
 
 
 def test_rate_points_are_steps_of_the_run():
     """Every point is a step of the run with the samples before it; ends and phase changes are among them."""
     plan = build_plan(Config(enable_rampup_batch_size=True), 4)
     points = rate_points(plan, lambda step: step**2)
-    assert all(point.rate == point.step**2 for point in points)
-    assert all(point.sample == plan.ramp.samples_before(point.step) for point in points)
-    assert {0, 33, 34, 51, 63, 499} <= {point.step for point in points}
-    assert [point.step for point in points] == sorted({point.step for point in points})
+    assert all((sample, rate) == (plan.ramp.samples_before(step), step**2) for step, sample, rate in points)
+    steps = [step for step, *_ in points]
+    assert {0, 33, 34, 51, 63, 399} <= set(steps)
+    assert steps == sorted(set(steps))
 
 
 @pytest.mark.parametrize(
@@ -61,10 +55,16 @@ def test_run_metrics_refuse_missing_counts(change):
     assert caught.value.key == next(iter(change))
 
 
-def test_run_metrics_refuse_an_empty_file():
-    """An empty file is refused."""
-    with pytest.raises(DataError, match="no steps"):
-        RunMetrics.from_lines("mine", [])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl"])
+def test_run_metrics_refuse_a_damaged_line(tmp_path, name):
+    """A picture does not leave a step out in silence; a last line that is being written is no damage."""
+    line = '{"step": 0, "consumed_samples": 8, "loss": 1.0, "eval_loss": 1.0, "global_batch_size": 8, "phase": 0}\n'
+    for file in ("metrics.jsonl", "eval.jsonl"):
+        (tmp_path / file).write_text(line + line[:20])
+    assert RunMetrics.from_folder(tmp_path, name="a").steps == (0,)
+    (tmp_path / name).write_text(line + line[:20] + "\n")
+    with pytest.raises(DataError, match=rf"{name} is damaged: line 2 is not JSON with a step; resume the run"):
+        RunMetrics.from_folder(tmp_path, name="a")
 
 
 @pytest.mark.parametrize("value", [None, "x", math.nan, math.inf, True, [1]])
@@ -76,14 +76,6 @@ def test_run_metrics_losses_that_are_not_finite_are_gaps(value):
     assert run.by_phase()[0]["last loss"] == 1.5
 
 
-def test_run_metrics_throughput_by_phase_is_a_median():
-    """One step that compiled does not spoil a phase."""
-    lines = [
-        LINE | {"step": n, "consumed_samples": 8 * (n + 1), "tokens_per_second": 1.0 if n == 0 else 50.0} for n in range(5)
-    ]
-    assert RunMetrics.from_lines("a", lines).by_phase()[0]["tokens/s (median)"] == 50.0
-
-
 def test_run_metrics_place_evaluations_by_step():
     """An evaluation is drawn at the samples of its step; one whose step is missing is left out."""
     evals = [{"step": 0, "eval_loss": 2.0}, {"step": 9, "eval_loss": 3.0}]
@@ -91,67 +83,42 @@ def test_run_metrics_place_evaluations_by_step():
     assert (run.eval_samples, run.eval_losses) == ((8,), (2.0,))
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 100, 1201])
-def test_subsample_keeps_the_ends(number):
-    """However many are left, the first and the last are."""
-    kept = subsample(range(number), 100)
-    assert (kept[0], kept[-1]) == (0, number - 1)
-    assert len(kept) == min(number, 100)
-
-
-def write(folder, *records):
-    """Write a run's metrics; text is written literally."""
-    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
-    (folder / "metrics.jsonl").write_text("\n".join(lines))
-    return folder
-
-
-def line(step, size, rate, **more):
-    """Return one line of metrics."""
-    return {"step": step, "global_batch_size": size, "tokens_per_second": rate, **more}
-
-
-def test_measured_throughput_is_the_median_of_each_batch_size(tmp_path):
-    """The first step and steps that compiled are ignored if there are others."""
-    run = write(
-        tmp_path,
-        line(0, 8, 1),
-        line(1, 8, 100),
-        line(2, 8, 300),
-        line(3, 8, 200),
-        line(4, 16, 2, compile_seconds=3.0),
-        line(5, 16, 500.5),
-        line(6, 32, 7, compile_seconds=3.0),
-    )
-    assert measured_throughput(run) == {8: 200, 16: 500.5, 32: 7}
-
-
-def test_measured_throughput_skips_unusable_lines(tmp_path):
-    """A torn line, values that are not numbers, and impossible throughputs."""
-    run = write(
-        tmp_path,
-        line(0, 8, 100),
-        "[1]",
-        "{}",
-        line(1, 8, None),
-        line(2, True, 5),
-        line(3, 8, -1),
-        line(4, 8, 0),
-        line(5, 8.5, 3),
-        '{"global_batch_size": 8, "tokens_per_second": NaN}',
-        '{"global_batch_size": 8, "tokens_per_second": Infinity}',
-        '{"step": 9, "global_ba',
-    )
-    assert measured_throughput(run) == {8: 100}
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        # The first step and steps that compiled are ignored if there are others.
+        ([(8, 1), (8, 100), (8, 300), (8, 200)], {8: 200}),
+        ([(8, 1), (16, 2, 3.0), (16, 500.5), (32, 7, 3.0)], {8: 1, 16: 500.5, 32: 7}),
+        # Values that are not numbers, and impossible ones.
+        ([(8, 9), (8, None), (True, 5), (8, -1), (8, 0), (8.5, 3), (8, math.nan), (8, math.inf), (8, 100)], {8: 100}),
+    ],
+)
+def test_measured_throughput_is_the_median_of_each_batch_size(tmp_path, rows, expected):
+    """A row has a batch, its tokens per second and, if it compiled, the time for that; a torn line is no step."""
+    names = ("global_batch_size", "tokens_per_second", "compile_seconds")
+    lines = [json.dumps({"step": step, **dict(zip(names, row, strict=False))}) for step, row in enumerate(rows)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, "[1]", "{}", '{"step": 9, "global_ba']))
+    assert measured_throughput(tmp_path) == expected
 
 
 @pytest.mark.parametrize("content", [None, "", "{}", "nonsense", "[" * 100_000])
 def test_measured_throughput_refuses_a_run_without_any(tmp_path, content):
     """No folder, no file, and a file without a throughput are errors that name it."""
     if content is not None:
-        write(tmp_path, content)
+        (tmp_path / "metrics.jsonl").write_text(content)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl") as caught:
         measured_throughput(tmp_path)
     assert caught.value.key == "measured"
-    with pytest.raises(ConfigError, match="cannot read"):
-        measured_throughput(tmp_path / "nowhere")
+
+
+def test_share_of_dropped_prompts_is_of_those_that_a_rollout_has_read():
+    """In every line of the rollout; without dropped prompts there is no such curve."""
+    line = {"step": 0, "loss": 1.0, "reward": 1.0, "global_batch_size": 4, "phase": 0, "consumed_samples": 8}
+    lines = [
+        line | {"rollout": rollout, "dropped_groups": dropped, "consumed_prompts": consumed}
+        for rollout, dropped, consumed in ((0, 2, 4), (0, 2, 4), (1, 6, 12), (2, 0, 12))
+    ]
+    shares = RunMetrics.from_lines("a", lines).curves["Share of dropped prompts"]
+    assert shares[:3] == (0.5, 0.5, 0.75)
+    assert math.isnan(shares[3])
+    assert RunMetrics.from_lines("a", [line | {"dropped_groups": 0}]).curves == {}

@@ -7,15 +7,20 @@ import pytest
 from helpers.tiny import TUNED
 
 from rampup import Config, build_plan
+from rampup.engine.mesh import make_mesh
 from rampup.lm.train import TrainSetup
 from rampup.plan.pipeline import predicted_time
 from rampup.plan.timetable import num_ticks
-from rampup.run.mesh import make_mesh
 from rampup.tune.programs import fit_line, fit_tick_overhead, take_turns
 
 
 @pytest.mark.parametrize(
-    "axes", [{}, {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}, {"ici_pipeline_parallelism": 2}]
+    "axes",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
+        {"ici_pipeline_parallelism": 2},
+    ],
 )
 @pytest.mark.parametrize("opt_type", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
 def test_state_shapes_match_the_initial_state(axes, opt_type):
@@ -50,10 +55,8 @@ def test_take_turns_runs_steps_equally_often():
 
 def test_fit_line_goes_through_its_points():
     """Two points are enough; points with the same x give the line through 0."""
-    line = fit_line([(2, 10.0), (6, 18.0)])
-    assert (line.start, line.slope, line.at(10)) == pytest.approx((6, 2, 26))
-    line = fit_line([(4, 2.0), (4, 2.0)])
-    assert (line.start, line.slope) == pytest.approx((0, 0.5))
+    assert fit_line([(2, 10.0), (6, 18.0)]) == pytest.approx((6, 2))
+    assert fit_line([(4, 2.0), (4, 2.0)]) == pytest.approx((0, 0.5))
 
 
 @pytest.mark.parametrize("repeats", [1, 2, 4])

@@ -15,22 +15,12 @@ from hypothesis import strategies as st
 
 from rampup import Config, build_plan
 from rampup.cli import main
-from rampup.errors import BatchDivisibilityError, ConfigError
+from rampup.errors import BatchDivisibilityError, ConfigError, MissingDependencyError
 from rampup.tune import memory_options
 from rampup.tune import search as tuning
-from rampup.tune.programs import Programs, Size, Timing
-from rampup.tune.search import (
-    GIB,
-    MARGIN,
-    candidate_sizes,
-    find_largest,
-    largest_within,
-    legal_sizes,
-    memory_limit,
-    proposals,
-    tune,
-    usable_bytes,
-)
+from rampup.tune.programs import Programs, Size, Timing, unconstrained
+from rampup.tune.search import GIB, MARGIN, find_largest, largest_within, memory_limit, problem_of, proposals, tune
+from rampup.tune.topology import compiler_version, topology_devices
 
 ASCENDING = st.lists(st.integers(1, 10**6), unique=True, max_size=60).map(sorted)
 RAMP = {"enable_rampup_batch_size": True, "per_device_batch_size_start": 4, "per_device_batch_size_increment": 4}
@@ -47,6 +37,82 @@ CONFIGS = {
 }
 
 
+@pytest.mark.parametrize(("state", "needed"), [(100, 1), (1000, 100), (3000, 900), (3999, 900), (5000, 900)])
+def test_few_programs_find_the_largest_size_for_absent_chips(state, needed):
+    """The size that divides every phase first, then the prediction and its neighbor; the answer is that of trying all."""
+    plan = build_plan(Config(**RAMP), 1)
+    tried, announced = [], []
+
+    def used(size):
+        return state + needed * size.microbatch_size
+
+    def memory(size):
+        tried.append(size.microbatch_size)
+        return SimpleNamespace(arguments=state) if used(size) <= 4000 else None
+
+    programs = SimpleNamespace(
+        plan=plan,
+        splitter=plan.splitter,
+        size=lambda b: Size(microbatch_size=b, num_microbatches=1),
+        memory=memory,
+        bytes=lambda size: used(size) if used(size) <= 4000 else math.inf,
+        announce=announced.append,
+    )
+    largest, _ = tuning.find_largest_compiled(programs, 4000)
+    fits = [b for b in (1, 2, 4, 8, 16) if state + needed * b <= 4000]
+    assert largest == (fits[-1] if fits else None)
+    assert tried[0] == 4
+    assert len(tried) == len(set(tried)) <= 3
+    assert all(more >= len(tried) - number for number, more in enumerate(announced, start=1))
+
+
+def test_ctrl_c_leaves_what_was_found(monkeypatch, capsys):
+    """Sizes that were compiled before are reported, with exit code 130; without one, there is nothing to say."""
+    memory, number = Programs.memory, [0]
+
+    def interrupted(self, size):
+        if size not in self._memory:
+            number[0] -= 1
+            if number[0] < 0:
+                raise KeyboardInterrupt
+        return memory(self, size)
+
+    monkeypatch.setattr(Programs, "memory", interrupted)
+    arguments = [
+        "tune",
+        "base.yml",
+        *command_line(TUNED | {"enable_rampup_batch_size": False}),
+        "--memory-gib=1",
+        "--devices=1",
+    ]
+    for number[0], rows in ((1, 1), (0, 0)):
+        assert main([*arguments, "--json"]) == 130
+        out = capsys.readouterr().out
+        assert len(json.loads(out)["candidates"]) == rows if rows else out == ""
+        assert not rows or (json.loads(out)["interrupted"], json.loads(out)["settings"]) == (True, None)
+    number[0] = 1
+    assert main(arguments) == 130
+    assert (
+        "stopped before the end of the search; of the microbatches so far, the largest that fits is" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize(("estimated", "tolerance"), [(None, "5%"), (object(), "25%")])
+def test_notes_say_why_a_faster_alternative_is_not_recommended(programs, estimated, tolerance):
+    """Of settings whose times are a tie, the fastest one is named with the rule that decides."""
+    first, second, *_ = proposals(Config(**RAMP), build_plan(Config(**RAMP), 4), 8)
+    chosen, other = replace(first, run_seconds=10.0), replace(second, run_seconds=9.7)
+    stub = SimpleNamespace(target=None, splitter=programs.splitter, plan=programs.plan)
+    if estimated:
+        answer = SimpleNamespace(account=None)
+        topology = SimpleNamespace(num_slices=1)
+        stub = SimpleNamespace(**vars(stub) | {"target": SimpleNamespace(topology=topology)}, size=None, answer=None)
+        stub.size, stub.answer = lambda b: None, lambda size: answer
+    (note,) = [note for note in tuning._notes(stub, [chosen, other], chosen, {}, None) if "faster than" in note]
+    assert note.startswith("microbatch_size=2 is 3.0% faster")
+    assert f"within {tolerance} it is a tie" in note
+
+
 @given(ASCENDING, st.lists(st.integers(0, 1000), min_size=60, max_size=60), st.integers(-10, 10**4), st.integers(0, 60))
 def test_largest_within_agrees_with_trying_all(sizes, rises, limit, refused_from):
     """For any costs that do not decrease, the largest size within the limit and the next one are found, and both were tried."""
@@ -54,13 +120,12 @@ def test_largest_within_agrees_with_trying_all(sizes, rises, limit, refused_from
     for place, (size, rise) in enumerate(zip(sizes, rises, strict=False)):
         total += rise
         costs[size] = total if place < refused_from else math.inf
-    found = largest_within(sizes, costs.__getitem__, limit)
+    tried = set()
+    found = largest_within(sizes, lambda size: tried.add(size) or costs[size], limit)
     fitting = [size for size in sizes if costs[size] <= limit]
     too_large = [size for size in sizes if costs[size] > limit]
-    assert found.largest == (fitting[-1] if fitting else None)
-    assert found.next_larger == (too_large[0] if too_large else None)
-    assert found.costs == {size: costs[size] for size in found.costs}
-    assert {found.largest, found.next_larger} - {None} <= set(found.costs)
+    assert found == (fitting[-1] if fitting else None, too_large[0] if too_large else None)
+    assert set(found) - {None} <= tried
 
 
 @pytest.mark.parametrize("cost", [lambda n: n, lambda n: n**3, lambda n: math.log(n), lambda n: math.inf if n > 77 else 1])
@@ -76,12 +141,6 @@ def test_largest_within_takes_few_trials(cost):
     assert len(tried) == len(set(tried)) <= 2 + 3 * 12
 
 
-def test_candidate_sizes_are_legal_sizes_and_powers_of_two():
-    """The candidates are within the bounds, unique and ascending; none if the bounds are empty."""
-    assert candidate_sizes([6, 3, 12, 100], least=2, most=12) == (2, 3, 4, 6, 8, 12)
-    assert candidate_sizes([1], least=2, most=1) == ()
-
-
 @pytest.mark.parametrize("found", [1, 2, 3, 5, 8, 16, 64])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_proposals_keep_the_ramp_and_fit(name, found):
@@ -89,6 +148,7 @@ def test_proposals_keep_the_ramp_and_fit(name, found):
     config = Config(eval_interval=-1, **CONFIGS[name])
     plan = build_plan(config, 4)
     made = proposals(config, plan, found)
+    legal = [unconstrained(plan.splitter).legal_microbatches([size]) for size in plan.ramp.sizes]
     assert made
     for proposal in made:
         again = build_plan(Config(eval_interval=-1, **(CONFIGS[name] | dict(proposal.settings))), 4)
@@ -96,7 +156,7 @@ def test_proposals_keep_the_ramp_and_fit(name, found):
         assert [split.global_batch_size for split in again.splits] == list(plan.ramp.sizes)
         assert again.splits == proposal.plan.splits
         assert max(split.microbatch_size for split in again.splits) <= found
-        assert all(b in legal for b, legal in zip((s.microbatch_size for s in again.splits), legal_sizes(plan), strict=True))
+        assert all(split.microbatch_size in sizes for split, sizes in zip(again.splits, legal, strict=True))
 
 
 def test_proposals_cover_each_policy():
@@ -149,15 +209,14 @@ def test_find_largest_is_exact_on_both_sides(programs, monkeypatch):
     """Bytes grow about linearly. A size fits with exactly those that it needs; with one less, the size below is found."""
     needs = {b: programs.bytes(programs.size(b)) for b in (1, 2, 4)}
     assert (needs[4] - needs[2]) / (needs[2] - needs[1]) == pytest.approx(2, rel=0.5)
-    at = find_largest(programs, needs[2])
-    assert (at.largest, at.next_larger) == (2, 4)
-    below = find_largest(programs, needs[2] - 1)
-    assert (below.largest, below.next_larger) == (1, 2)
-    assert find_largest(programs, needs[1] - 1).largest is None
-    assert find_largest(programs, math.inf).largest == tuning.SEARCH_FACTOR * 4
+    assert find_largest(programs, needs[2]) == (2, 4)
+    assert find_largest(programs, needs[2] - 1) == (1, 2)
+    assert find_largest(programs, needs[1] - 1) == (None, 1)
+    roomy = SimpleNamespace(plan=programs.plan, splitter=programs.splitter, size=programs.size, bytes=lambda size: 1)
+    assert find_largest(roomy, math.inf) == (tuning.SEARCH_FACTOR * 4, None)
     monkeypatch.setattr(memory_options, "SHORT_TIMING_SECONDS", 0)
     smaller = memory_options._smaller_microbatch(programs, programs.size(2), math.inf)
-    assert (smaller.settings, smaller.bytes) == ({"microbatch_size": 1}, needs[1])
+    assert (smaller["settings"], smaller["bytes"]) == ({"microbatch_size": 1}, needs[1])
 
 
 def test_tune_recommends_settings_that_fit_and_were_timed(programs, capsys):
@@ -179,22 +238,23 @@ def test_tune_recommends_settings_that_fit_and_were_timed(programs, capsys):
     assert facts["levers"] == []
 
 
+@pytest.mark.slow
 def test_tune_ranks_memory_options_if_nothing_fits(programs, monkeypatch):
     """Options that are enough come first, then those that save most."""
     monkeypatch.setattr(memory_options, "SHORT_TIMING_SECONDS", 0)
     needs = programs.bytes(programs.size(1))
     found = tune(Config(**TUNED), memory_gib=gib_for(needs - 1), num_devices=1)
-    assert found.largest is None
-    assert found.chosen is None
-    assert f"microbatch_size=1 needs {needs:,} bytes" in str(found.problem)
-    assert found.problem.key == "microbatch_size"
-    fits = [option.fits for option in found.memory_options]
+    problem = problem_of(found)
+    assert (found["largest_microbatch"], found["settings"]) == (None, None)
+    assert f"microbatch_size=1 needs {needs:,} bytes" in str(problem)
+    assert problem.key == "microbatch_size"
+    fits = [option["fits"] for option in found["levers"]]
     assert fits == sorted(fits, reverse=True)
-    assert "optimizer_memory_host_offload" in str(found.problem)
-    for option in found.memory_options:
-        assert option.saved_bytes > 0
-        assert option.bytes == needs - option.saved_bytes
-        assert option.fits == (option.bytes <= found.usable_bytes)
+    assert "optimizer_memory_host_offload" in str(problem)
+    for option in found["levers"]:
+        assert option["saved_bytes"] > 0
+        assert option["bytes"] == needs - option["saved_bytes"]
+        assert option["fits"] == (option["bytes"] <= found["usable_bytes"])
 
 
 @pytest.mark.parametrize("memory_gib", ["0", "-1", "1e-10", "1e7", "much", "nan", "inf", "", "1/0"])
@@ -205,26 +265,25 @@ def test_memory_limit_rejects_invalid_sizes(memory_gib):
     assert caught.value.key == "memory-gib"
 
 
-def test_a_refusal_for_chips_that_are_not_here_names_its_bytes():
+def test_a_refusal_for_absent_chips_names_its_bytes():
     """The compiler says how much the smallest step needs, and no share of the memory is left free."""
-    trial = tuning.Trial(size=Size(microbatch_size=1, num_microbatches=8), bytes=math.inf, fits=False)
-    found = tuning.Tuning(
-        device="TPU v5 lite",
-        num_devices=4,
-        limit_bytes=2**34,
-        named=False,
-        largest=None,
-        next_larger=1,
-        trials=(trial,),
-        margin=Fraction(0),
-        slices={},
-        next_larger_run="not run: memory required for HLO temporaries (86.5G) exceeds available HBM (15.75G)",
-    )
+    facts = {
+        "settings": None,
+        "largest_microbatch": None,
+        "candidates": [{"microbatch_size": 1, "bytes": None}],
+        "memory_gib": 16.0,
+        "margin": 0.0,
+        "usable_bytes": 2**34,
+        "next_larger_run": "not run: memory required for HLO temporaries (86.5G) exceeds available HBM (15.75G)",
+        "levers": [],
+    }
     needed = int(86.5 * 2**30)
-    assert f"microbatch_size=1 needs {needed:,} bytes of each device's {2**34:,} usable bytes; no single" in str(found.problem)
+    assert f"microbatch_size=1 needs {needed:,} bytes of each device's {2**34:,} usable bytes; no single" in str(
+        problem_of(facts)
+    )
 
 
-def test_answers_for_chips_that_are_not_here_are_kept_in_a_local_folder():
+def test_answers_for_absent_chips_are_kept_in_a_local_folder():
     """A `jax_cache_dir` in a bucket is for the programs of a run, and makes no folder called `gs:` here."""
     assert tuning._target(Config(jax_cache_dir="gs://bucket/cache"), "v5e:1x1", None, None).cache is None
     assert tuning._target(Config(jax_cache_dir="/a"), "v5e:1x1", None, None).cache == Path("/a/topology")
@@ -244,9 +303,8 @@ def test_tune_rejects_what_cannot_be_tuned():
         tune(Config(**TUNED | {"num_devices": 8}), topology="v5e:2x2")
 
 
-def test_memory_limit_leaves_a_margin():
-    """5% is left free, and of several devices the smallest limit counts."""
-    assert usable_bytes(1000) == 950
+def test_memory_limit_is_the_smallest():
+    """Of several devices the smallest limit counts."""
     assert memory_limit("0.5", jax.devices()) == (GIB // 2, True)
     small, large = (type("Device", (), {"memory_stats": lambda self, n=n: {"bytes_limit": n}})() for n in (5, 7))
     assert memory_limit(None, [large, small]) == (5, False)
@@ -279,8 +337,18 @@ def full_device(message=None, memory=1):
 def test_run_next_larger_reports_refusals(stub, seen, monkeypatch):
     """A device with a limit of its own refuses the size; other errors are raised."""
     monkeypatch.setattr(tuning, "device_limit", lambda device: 100)
-    boundary = tuning.Boundary(largest=2, next_larger=4, costs={})
-    assert tuning._run_next_larger(stub, boundary, named=False).startswith(seen)
-    assert tuning._run_next_larger(stub, boundary, named=True).startswith("not run")
+    assert tuning._run_next_larger(stub, 4, named=False).startswith(seen)
+    assert tuning._run_next_larger(stub, 4, named=True).startswith("not run")
     with pytest.raises(RuntimeError, match="INTERNAL"):
-        tuning._run_next_larger(full_device("INTERNAL: no"), boundary, named=False)
+        tuning._run_next_larger(full_device("INTERNAL: no"), 4, named=False)
+
+
+@pytest.mark.parametrize(("version", "is_old"), [("0.0.21.1", True), ("0.0.9", True), ("0.0.23", False), ("0.1", False)])
+def test_old_libtpu_is_refused(monkeypatch, version, is_old):
+    """Versions before that of JAX 0.7.2, such as Colab's, end the process in a compilation, and are refused before it."""
+    monkeypatch.setattr("importlib.metadata.version", lambda package: version)
+    if not is_old:
+        assert compiler_version() == f"libtpu {version}"
+        return
+    with pytest.raises(MissingDependencyError, match=rf"libtpu {version} cannot.*0\.0\.23.*'rampup\[tpu-compile\]'"):
+        topology_devices("v5e:2x2")

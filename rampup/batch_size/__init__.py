@@ -1,0 +1,1 @@
+"""How large the batch should be: noise scale, critical batch, designed ramps, constants that follow the batch."""

@@ -1,0 +1,93 @@
+"""The batch size that follows the measured gradient noise scale: `batch_size_schedule: auto`.
+
+The rules, all of which are known before step 0:
+
+- The sizes are the first batch times powers of two, and the largest batch. Each is checked like a phase of any other ramp.
+- The batch never shrinks, and a decision at most doubles it.
+- It grows to a size only if the lower end of the noise scale's interval has reached that size, so an estimate that is not
+  certain changes nothing.
+- After a change, a half-life of samples must pass, so that the estimate has mostly seen the new batch.
+- Decisions are made after every `DECISION_PERIOD` steps, from the steps before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rampup.batch_size.noise_scale import NoiseEstimate
+from rampup.plan.per_device import AutoMode
+from rampup.plan.ramp import BatchRamp
+
+DECISION_PERIOD = 10
+
+
+@dataclass(slots=True, kw_only=True)
+class AutoSchedule:
+    """The decisions of a run about its batch. It is the same in all processes, and part of every checkpoint.
+
+    Example:
+        >>> auto = AutoSchedule(sizes=(4, 8, 16), mode="follow", half_life_samples=100, rows=[[0, 0, 4]])
+        >>> auto.decide(step=10, sample=40, noise_scale=50.0), auto.decide(step=30, sample=120, noise_scale=50.0)
+        (4, 8)
+        >>> auto.schedule
+        '0:4 120:8'
+    """
+
+    sizes: tuple[int, ...]  # the legal sizes, from `auto_sizes`
+    mode: AutoMode  # `follow` changes the batch of the run; `advise` only writes what it would do
+    half_life_samples: float  # samples that must pass between two changes
+    rows: list[list[int]]  # start step, start sample and size of every phase so far, of the run's ramp or of the advice
+
+    @property
+    def size(self) -> int:
+        """The size that is in use, or advised."""
+        return self.rows[-1][2]
+
+    @property
+    def schedule(self) -> str:
+        """The decisions so far as a `batch_size_schedule` in samples."""
+        return " ".join(f"{sample}:{size}" for _, sample, size in self.rows)
+
+    @property
+    def ramp(self) -> BatchRamp:
+        """The decisions so far as a ramp."""
+        return BatchRamp.from_rows(self.rows)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether there is a decision after this many steps."""
+        return step > 0 and step % DECISION_PERIOD == 0
+
+    def decide(self, *, step: int, sample: int, noise_scale: float | None) -> int:
+        """Decide after a number of steps, which have consumed `sample` samples, and return the size from there on.
+
+        The noise scale is the lower end of its interval in samples, or None if it is not known.
+        """
+        if noise_scale is None or sample - self.rows[-1][1] < self.half_life_samples:
+            return self.size
+        reached = [size for size in self.sizes if size <= min(noise_scale, 2 * self.size)]
+        if reached and reached[-1] > self.size:
+            self.rows.append([step, sample, reached[-1]])
+        return self.size
+
+    def outlook(self, *, step: int, sample: int, noise: NoiseEstimate) -> str:
+        """Return in words why `decide` changed the batch after a step, or what the next larger batch needs.
+
+        Example:
+            >>> from rampup.batch_size.noise_scale import NoiseEstimate
+            >>> auto = AutoSchedule(sizes=(4, 8), mode="follow", half_life_samples=100, rows=[[0, 0, 4]])
+            >>> auto.outlook(step=10, sample=40, noise=NoiseEstimate(value=5.0, low=3.0, high=9.0))
+            '4 samples; 8 need a noise scale whose interval begins at 8 or above, it is 5 (3 to 9), and 60 more samples'
+        """
+        use = "" if self.mode == "follow" else "advises "
+        if len(self.rows) > 1 and self.rows[-1][0] == step:
+            return f"{use}{self.rows[-2][2]:,} -> {self.size:,} samples, because the noise scale is {noise}"
+        larger = next((size for size in self.sizes if size > self.size), None)
+        if larger is None:
+            return f"{use}{self.size:,} samples, the largest batch; the noise scale is {noise}"
+        needs = []
+        if noise.low is None or noise.low < larger:
+            needs.append(f"a noise scale whose interval begins at {larger:,} or above, it is {noise}")
+        if (missing := math.ceil(self.rows[-1][1] + self.half_life_samples - sample)) > 0:
+            needs.append(f"{missing:,} more samples")
+        return f"{use}{self.size:,} samples; {larger:,} need {', and '.join(needs)}"

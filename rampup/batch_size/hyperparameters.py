@@ -1,0 +1,134 @@
+"""AdamW's constants for a batch of another size: rules that keep the optimizer's behavior per token.
+
+A constant that is right for one batch is not right for another. The rules here give its value for a batch that is `ratio` times
+the reference batch, the one for which the constants were chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rampup.errors import ConfigError, RampupError, choice_error, raise_together
+from rampup.plan.learning_rate import BatchScaling
+from rampup.plan.plan import RampPlan
+
+DecayScaling = Literal["none", "half_life", "sde"]
+DECAY_SCALING: tuple[DecayScaling, ...] = ("none", "half_life", "sde")
+EpsScaling = Literal["none", "sde"]
+WeightDecayScaling = Literal["none", "timescale"]
+# The largest decay rate below 1 that a device can tell from 1, in float32.
+MAX_DECAY_RATE = 1 - 2**-24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamConstants:
+    """The constants of AdamW."""
+
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamScaling:
+    """How AdamW's constants depend on the batch.
+
+    Attributes:
+        b1, b2: `none`; `half_life`, b**ratio, so that the average spans the same number of tokens (Marek et al. 2025, arXiv
+            2507.07101); or `sde`, 1 - ratio * (1 - b), with which batches of different sizes approximate the same stochastic
+            differential equation (Malladi et al. 2022, arXiv 2205.10287).
+        b2_floor, b2_ceiling: limits of the scaled b2; None = no limit.
+        eps: `none`, or `sde`, eps / sqrt(ratio) (Malladi et al. 2022).
+        weight_decay: `none`, or `timescale`, which keeps B / (learning rate * weight decay * D) constant, where D is the
+            number of tokens of the run (Bergsma et al. 2025, arXiv 2505.13738).
+        token_ratio: D divided by that of the run for which the weight decay was chosen.
+
+    Example:
+        >>> scaling = AdamScaling(b2="half_life", weight_decay="timescale")
+        >>> scaling.constants(AdamConstants(b2=0.9, weight_decay=0.1), ratio=0.5, rate_scale=1.0)
+        AdamConstants(b1=0.9, b2=0.9486832980505138, eps=1e-08, weight_decay=0.05)
+    """
+
+    b1: DecayScaling = "none"
+    b2: DecayScaling = "none"
+    b2_floor: float | None = None
+    b2_ceiling: float | None = None
+    eps: EpsScaling = "none"
+    weight_decay: WeightDecayScaling = "none"
+    token_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        legal = {"b1": DECAY_SCALING, "b2": DECAY_SCALING, "eps": ("none", "sde"), "weight_decay": ("none", "timescale")}
+        wrong = [name for name, choices in legal.items() if getattr(self, name) not in choices]
+        raise_together([choice_error(f"AdamScaling.{name}", getattr(self, name), legal[name]) for name in wrong])
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any constant depends on the batch."""
+        return (self.b1, self.b2, self.eps, self.weight_decay) != ("none",) * 4
+
+    def constants(self, base: AdamConstants, *, ratio: float, rate_scale: float, where: str = "") -> AdamConstants:
+        """Return the constants for a batch.
+
+        Args:
+            base: the constants for the reference batch.
+            ratio: the batch divided by the reference batch.
+            rate_scale: the factor that this batch puts on the learning rate.
+            where: the phase, for errors.
+
+        Raises:
+            ConfigError: a decay rate falls below 0, or rounds to 1 on a device, and no floor or ceiling prevents it.
+        """
+        rates, of_b1, of_b2 = {}, (base.b1, self.b1, None, None), (base.b2, self.b2, self.b2_floor, self.b2_ceiling)
+        for name, (b, rule, floor, ceiling) in {"b1": of_b1, "b2": of_b2}.items():
+            if rule == "none":
+                rates[name] = b
+                continue
+            scaled = b**ratio if rule == "half_life" else 1 - ratio * (1 - b)
+            rates[name] = min(max(scaled, -1 if floor is None else floor), 1 if ceiling is None else ceiling)
+            if not 0 <= rates[name] <= MAX_DECAY_RATE:
+                formula = f"{b:g} ** {ratio:g}" if rule == "half_life" else f"1 - {ratio:g} * (1 - {b:g})"
+                problem, fix = ("below 0", "adam_b2_floor") if scaled < 0 else ("1 in float32", "AdamScaling(b2_ceiling=...)")
+                fixes = [f"set {fix}"] * (name == "b2") + ["use the rule half_life"] * (rule == "sde")
+                raise ConfigError(
+                    f"the rule {rule} gives adam_{name} = {formula} = {scaled:.9g} for {where or 'this batch'}, which is "
+                    f"{problem}; {', or '.join(fixes) or 'use larger batches'}",
+                    key="batch_scaling",
+                    nearest=("half_life",) if rule == "sde" else (),
+                )
+        # As B / (learning rate * weight decay * D) stays.
+        factor = ratio / rate_scale / self.token_ratio if self.weight_decay == "timescale" else 1.0
+        eps = base.eps / ratio**0.5 if self.eps == "sde" else base.eps
+        return AdamConstants(**rates, eps=eps, weight_decay=base.weight_decay * factor)
+
+
+# The published rules of the key `batch_scaling`: each scales the learning rate, and some of AdamW's constants. `sqrt` is `sde`
+# for the learning rate alone, `half_life` has the largest adam_b2 of marin, and `timescale` the learning rate of nanochat.
+BATCH_RULES: dict[str, tuple[BatchScaling, AdamScaling]] = {
+    "none": ("none", AdamScaling()),
+    "linear": ("linear", AdamScaling()),
+    "sqrt": ("sqrt", AdamScaling()),
+    "sde": ("sqrt", AdamScaling(b1="sde", b2="sde", eps="sde")),
+    "half_life": ("none", AdamScaling(b2="half_life", b2_ceiling=0.9999)),
+    "timescale": ("sqrt", AdamScaling(weight_decay="timescale")),
+}
+
+
+def adam_constants(plan: RampPlan, base: AdamConstants, scaling: AdamScaling) -> tuple[AdamConstants, ...]:
+    """Return the constants of every segment of a plan's clock, or raise the errors of all segments at once.
+
+    Without Seesaw, the segments are the phases.
+    """
+    found, problems = [], list[RampupError]()
+    for segment in plan.clock:
+        ratio = segment.global_batch_size / plan.reference_size
+        where = f"a global batch of {segment.global_batch_size:,} samples"
+        try:
+            found.append(scaling.constants(base, ratio=ratio, rate_scale=segment.scale, where=where))
+        except ConfigError as error:
+            # With Seesaw, several segments have the same batch.
+            problems += [error] * all(str(error) != str(known) for known in problems)
+    raise_together(problems)
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Rows, their order, and the batch of every step."""

@@ -1,0 +1,408 @@
+"""Batches by step number: element i of the dataset is the batch of optimizer step i.
+
+Prefetching therefore crosses steps, resuming is an index, and the rows of a step do not depend on the number of hosts. The plan
+says which samples a step consumes, `SampleOrder` which row a sample is, `StepDataset` reads the rows in Grain's threads, and
+`BatchLoader` splits them into microbatches, when the step is about to run, and puts them on the devices.
+
+Shape suffixes: n microbatches of a step, R rows of one microbatch over all replicas, S samples of a step that this process
+reads.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from rampup.data.loading import Loading
+from rampup.data.sources import RowSource, as_source, check_not_batched, read_rows
+from rampup.engine.batch import Batch, last_step, put_batch
+from rampup.engine.mesh import BatchAxes, check_plan_fits, process_rows
+from rampup.engine.step import READERS
+from rampup.engine.step import TrainStep as TrainStep
+from rampup.engine.step import train_step as train_step
+from rampup.errors import DataError
+from rampup.plan.plan import PlanPosition, RampPlan
+from rampup.plan.split import BatchSplit
+
+# Steps whose rows are on the devices before they are used.
+AHEAD_ON_DEVICE = 2
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class SampleOrder:
+    """Maps the number of a sample, counted over all epochs, to its row.
+
+    Args:
+        num_rows: rows of the source.
+        seed: shuffles every epoch in a new order; None keeps the source's order.
+        num_epochs: passes over the rows; None = unlimited.
+        has_epochs: the source can be indexed beyond its length, where its next epoch is, as a Grain MapDataset can.
+
+    Raises:
+        DataError: no rows, or more than can be shuffled.
+
+    Example:
+        >>> SampleOrder(4, seed=None).rows(range(2, 7)).tolist()
+        [2, 3, 0, 1, 2]
+    """
+
+    def __init__(self, num_rows: int, *, seed: int | None, num_epochs: int | None = None, has_epochs: bool = False) -> None:
+        if num_rows < 1:
+            raise DataError("the data has no rows")
+        if seed is not None and num_rows >= 2**32:
+            raise DataError(
+                f"{num_rows:,} rows are more than the 2**32 that can be shuffled; set enable_data_shuffling=false (seed=None)"
+            )
+        self.num_samples = None if num_epochs is None else num_rows * num_epochs
+        self._num_rows, self._has_epochs = num_rows, has_epochs
+        # Indexed beyond its length, Grain's shuffled range continues with the next epoch in an order of its own.
+        self._shuffled = None if seed is None else grain.MapDataset.range(num_rows).shuffle(seed=seed)
+
+    def rows(self, samples: Iterable[int]) -> np.ndarray:
+        """Return the row of each sample."""
+        if self._shuffled is None:
+            numbers = np.fromiter(samples, np.int64)
+            return numbers if self._has_epochs else numbers % self._num_rows
+        return np.fromiter((self._shuffled[sample] for sample in samples), np.int64)
+
+    def check(self, consumed_samples: int) -> None:
+        """Refuse a run of more samples than the epochs contain, with the number of epochs that would be enough."""
+        if self.num_samples is not None and consumed_samples > self.num_samples:
+            epochs = self.num_samples // self._num_rows
+            needed = -(-consumed_samples // self._num_rows)
+            raise DataError(
+                f"the run consumes {consumed_samples:,} samples, but num_epoch={epochs} of {self._num_rows:,} rows are "
+                f"{self.num_samples:,}; set num_epoch={needed} or -1 (num_epochs={needed} or None), or fewer steps",
+                key="num_epoch",
+                nearest=(needed, -1),
+            )
+
+
+class StepRows(NamedTuple):
+    """The rows of one optimizer step that this process has read, not yet split into microbatches.
+
+    `samples` has the number of each sample (S,), in the order in which the planned split uses them; `rows` are arrays (S, ...).
+    The position in the plan is looked up once per step.
+    """
+
+    position: PlanPosition
+    samples: np.ndarray
+    rows: Any
+
+
+class StepDataset(grain.MapDataset[Any]):
+    """A Grain dataset whose element i is the `StepRows` of optimizer step i.
+
+    The plan decides which samples a step consumes, and `order` which rows they are. `loading` says which rows of a microbatch
+    this process reads, by default those that its devices in `mesh` need.
+    """
+
+    def __init__(
+        self, source: RowSource, plan: RampPlan, order: SampleOrder, mesh: Mesh, loading: Loading | None = None
+    ) -> None:
+        super().__init__()
+        self._source, self._plan, self._order, self._mesh = source, plan, order, mesh
+        self._loading = loading or Loading()
+        self._local_rows: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return self._plan.total_steps
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return self.slice(index)
+        position = self._plan.position(index)
+        samples_S = self.samples_of(position, position.split).ravel()
+        return StepRows(position, samples_S, self._read(samples_S))
+
+    def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
+        """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch)."""
+        num_rows = split.data_parallel_size * split.microbatch_size
+        # Worked out once per microbatch shape: asking a sharding for its indices takes longer than reading a small batch.
+        if num_rows not in self._local_rows:
+            self._local_rows[num_rows] = self._loading.rows_to_read(self._mesh, num_rows)
+        return local_samples(position.consumed_samples, split, self._local_rows[num_rows])
+
+    def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
+        """Return a step's rows as microbatches, arrays (n, rows of a microbatch, ...).
+
+        If `split` is not the planned one, a process among several needs other rows than those that it has read ahead. It
+        reads the missing ones only. A process that needs every row of the batch reads none.
+        """
+        rows, samples_S = step.rows, step.samples
+        # With the planned split, the rows are in the right order already and a reshape is enough.
+        if split != step.position.split:
+            wanted_S = self.samples_of(step.position, split).ravel()
+            if len(missing := np.setdiff1d(wanted_S, samples_S)):
+                rows = jax.tree.map(lambda *parts: np.concatenate(parts), rows, self._read(missing))
+                samples_S = np.concatenate([samples_S, missing])
+            if not np.array_equal(wanted_S, samples_S):
+                # The place of every wanted sample among those that were read, by binary search in their sorted numbers.
+                by_number = np.argsort(samples_S, kind="stable")
+                place_S = by_number[np.searchsorted(samples_S, wanted_S, sorter=by_number)]
+                rows = jax.tree.map(lambda x: x[place_S], rows)
+        return jax.tree.map(lambda x: x.reshape(split.num_microbatches, -1, *x.shape[1:]), rows)
+
+    def _read(self, samples: np.ndarray) -> Any:
+        return read_rows(self._source, self._order.rows(samples.tolist()))
+
+
+def local_samples(consumed_samples: int, split: BatchSplit, local_rows: np.ndarray) -> np.ndarray:
+    """Return the samples that fill the given rows of every microbatch of a step, shape (n, rows).
+
+    Microbatch i of a step that starts at sample s contains samples s + i*d*b to s + (i+1)*d*b.
+    """
+    # A microbatch takes consecutive samples of all replicas, so how a batch is split does not change which rows it has.
+    starts = consumed_samples + split.data_parallel_size * split.microbatch_size * np.arange(split.num_microbatches)
+    return starts[:, None] + local_rows[None, :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLoader:
+    """Reads the batch of every optimizer step and puts it on the devices ahead of use.
+
+    Attributes:
+        source: the rows.
+        plan: the plan.
+        mesh: the devices.
+        order: which row each sample is.
+        split_for: the split to use for a position if it may differ from the planned one, such as `TrainStep.split_for`:
+            a phase whose program is not compiled yet then starts in the shape of the phase before.
+        chunk_size: microbatches of a chunk; 1 puts every microbatch into a chunk of its own. None: see
+            `rampup.engine.batch.layout_of`.
+        num_threads: threads that read.
+        read_ahead: steps whose rows are read ahead of use.
+        loading: which processes read.
+        batch_axes: the axes of `mesh` that the rows are sharded over; None = data and fsdp.
+    """
+
+    source: RowSource
+    plan: RampPlan
+    mesh: Mesh
+    order: SampleOrder
+    split_for: Callable[[PlanPosition], BatchSplit] | None = None
+    chunk_size: int | None = None
+    num_threads: int = 2
+    read_ahead: int = 4
+    loading: Loading = field(default_factory=Loading)
+    batch_axes: BatchAxes | None = None
+
+    def __post_init__(self) -> None:
+        check_plan_fits(self.plan, self.mesh, self.batch_axes)
+        object.__setattr__(self, "loading", replace(self.loading, batch_axes=self.batch_axes))
+
+    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[Batch]:
+        """Yield the batches from step `start` up to step `stop`, by default to the end of the plan.
+
+        Raises:
+            DataError: the source is too small for the run, or a row cannot be read. All batches before it are yielded.
+        """
+        stop = last_step(self.plan, start, stop)
+        self.order.check(self.plan.ramp.samples_before(stop))
+        if start >= stop:
+            return
+        # Grain's threads read whole steps. They do not split: which split is right is known only when a step is about to run.
+        dataset = StepDataset(self.source, self.plan, self.order, self.mesh, self.loading)
+        options = grain.ReadOptions(num_threads=self.num_threads, prefetch_buffer_size=self.read_ahead)
+        steps = iter(dataset[start:stop].to_iter_dataset(options))
+        ready: deque[Batch] = deque()
+        for _ in range(start, stop):
+            try:
+                ready.append(self._put(dataset, next(steps)))
+            except DataError:
+                # Everything read before the bad row can still be trained on.
+                yield from ready
+                raise
+            # device_put returns before the transfer is done: these batches travel while the step before them runs.
+            if len(ready) > AHEAD_ON_DEVICE:
+                yield ready.popleft()
+        yield from ready
+
+    def _put(self, dataset: StepDataset, step: StepRows) -> Batch:
+        """Split a step's rows into microbatches and put them on the devices: the one place where either happens."""
+        position = step.position
+        split = position.split if self.split_for is None else self.split_for(position)
+        if split != position.split:
+            position = replace(position, split=split)
+        # From here on the position says how the batch is really split. Its samples are the planned ones in either case.
+        batch_nR, f = dataset.split_rows(step, split), self.loading.factor
+        parts = [jax.tree.map(lambda x, g=g: np.split(x, f, axis=1)[g], batch_nR) for g in range(f)] if f > 1 else [batch_nR]
+        options: Any = {"batch_axes": self.batch_axes, "chunk_size": self.chunk_size}
+        first, *others = (put_batch(part, position, self.plan, self.mesh, **options) for part in parts)
+        if not others:
+            return first
+        # This process has also read for the processes after it: hand their rows on.
+        chunks = jax.tree.map(
+            lambda *arrays: self.loading.redistribute(list(arrays), self.mesh), first.chunks, *(part.chunks for part in others)
+        )
+        return first._replace(chunks=chunks)
+
+
+def step_batches(
+    source: Any,
+    plan: RampPlan,
+    mesh: Mesh,
+    *,
+    start: int | PlanPosition = 0,
+    stop: int | None = None,
+    seed: int | None = None,
+    num_epochs: int | None = None,
+    split_for: Callable[[PlanPosition], BatchSplit] | None = None,
+    chunk_size: int | None = None,
+    batch_axes: BatchAxes | None = None,
+    num_threads: int = 2,
+    read_ahead: int = 4,
+) -> Iterator[Batch]:
+    """Yield the batch of every optimizer step, read and put on the devices ahead of use.
+
+    Args:
+        source: a RowSource, or anything that can be indexed: a list of rows, a Grain data source or MapDataset. For rows that
+            come one after the other, see `TrainStep.stream`.
+        plan: the plan.
+        mesh: the devices.
+        start: the first step, or a position of the plan.
+        stop: the step to stop before; None = the end of the plan.
+        seed: shuffles every epoch in a new order; None keeps the source's order. A Grain MapDataset then has its own epochs,
+            with a new order and new random augmentations in each if it was shuffled and seeded.
+        num_epochs: passes over the source; None = unlimited.
+        split_for, chunk_size, batch_axes, num_threads, read_ahead: see `BatchLoader`.
+
+    Raises:
+        DataError: the source is too small for the run, or a row cannot be read.
+
+    Example:
+        >>> from rampup.plan import BatchRamp, BatchSplitter
+        >>> from rampup.engine.mesh import make_mesh
+        >>> mesh = make_mesh(devices=jax.devices()[:1])
+        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:2 4:4"), splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1, total_steps=3)
+        >>> [np.concatenate(b.chunks)[: b.num_microbatches].ravel().tolist() for b in step_batches(range(6), plan, mesh)]
+        [[0, 1], [2, 3], [4, 5, 0, 1]]
+    """
+    rows = as_source(source)
+    has_epochs = isinstance(source, grain.MapDataset) and seed is None
+    order = SampleOrder(len(rows), seed=seed, num_epochs=num_epochs, has_epochs=has_epochs)
+    loader = BatchLoader(
+        source=rows,
+        plan=plan,
+        mesh=mesh,
+        order=order,
+        split_for=split_for,
+        chunk_size=chunk_size,
+        num_threads=num_threads,
+        read_ahead=read_ahead,
+        batch_axes=batch_axes,
+    )
+    yield from loader.batches(start.step if isinstance(start, PlanPosition) else start, stop)
+
+
+def stream_batches(
+    source: Iterable[Any],
+    plan: RampPlan,
+    mesh: Mesh,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    batched: bool = False,
+    split_for: Callable[[PlanPosition], BatchSplit] | None = None,
+    chunk_size: int | None = None,
+    batch_axes: BatchAxes | None = None,
+) -> Iterator[Batch]:
+    """Yield the batch of every optimizer step from rows that come one after the other; see `TrainStep.stream`.
+
+    A step takes from the source the rows that it needs and no others, so the state of the source, such as that of a Grain
+    iterator, belongs to a checkpoint of the same step. The caller restores it; only sources with random access resume by
+    themselves. With `batched=True`, the rest of a batch that two steps share is kept for the second and lost in a resumption.
+
+    Raises:
+        DataError: the source ends inside a step, its rows differ in structure or shape, or it is a batched Grain dataset
+            without `batched=True`.
+
+    Example:
+        >>> from rampup.plan import BatchRamp, BatchSplitter
+        >>> from rampup.engine.mesh import make_mesh
+        >>> mesh = make_mesh(devices=jax.devices()[:1])
+        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:2 4:4"), splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1, total_steps=3)
+        >>> [b.chunks[0][: b.num_microbatches].ravel().tolist() for b in stream_batches(iter(range(8)), plan, mesh)]
+        [[0, 1], [2, 3], [4, 5, 6, 7]]
+    """
+    check_plan_fits(plan, mesh, batch_axes)
+    if not batched:
+        check_not_batched(source, "give batched=True")
+    rows, pending, count = iter(source), [], 0
+    for number in range(start, last_step(plan, start, stop)):
+        position = plan.position(number)
+        split = position.split if split_for is None else split_for(position)
+        needed = split.num_microbatches * len(process_rows(mesh, split.data_parallel_size * split.microbatch_size, batch_axes))
+        while count < needed:
+            try:
+                item = next(rows)
+            except StopIteration:
+                if count:
+                    message = f"step {number} needs {needed} rows in this process, but the source ended after {count} of them"
+                    raise DataError(message) from None
+                return
+            if item is None:
+                raise DataError(f"the source yielded None instead of a row, at step {number}")
+            # Copied: a source may yield the same array again, filled with the next rows.
+            pending.append(jax.tree.map(np.array, item))
+            sizes = {leaf.shape[:1] if batched else (1,) for leaf in jax.tree.leaves(pending[-1])}
+            if len(sizes) != 1 or () in sizes:
+                found = ", ".join(str(size[0]) if size else "no" for size in sorted(sizes)) or "no"
+                raise DataError(f"step {number}: the source yielded arrays of {found} rows, which must be one number for all")
+            count += sizes.pop()[0]
+        try:
+            ready = jax.tree.map(lambda *parts: np.concatenate(parts) if batched else np.stack(parts), *pending)
+        except ValueError as error:
+            raise DataError(f"the rows of step {number} do not have the same structure and shapes: {error}") from error
+        # What the next step begins with: the rest of a batch that two steps share.
+        pending = [jax.tree.map(lambda x, used=needed: x[used:], ready)] if count > needed else []
+        count -= needed
+        batch_nR = jax.tree.map(lambda x, used=needed, n=split.num_microbatches: x[:used].reshape(n, -1, *x.shape[1:]), ready)
+        if split != position.split:
+            position = replace(position, split=split)
+        yield put_batch(batch_nR, position, plan, mesh, batch_axes=batch_axes, chunk_size=chunk_size)
+
+
+def _takes_parameters_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """Return a decorator of a function that hands its arguments on to another one, whose signature it shows."""
+    return functools.wraps(other, assigned=())
+
+
+@_takes_parameters_of(step_batches)
+def microbatches(*args: Any, **options: Any) -> Iterator[Any]:
+    """Yield one microbatch after another, for a training step of your own: one shape throughout a `fixed` ramp.
+
+    Use it with `multi_steps`: the optimizer then steps when a global batch is complete.
+
+    Args:
+        args, options: those of `step_batches` except for `chunk_size`.
+
+    Yields:
+        Arrays (R, ...), R = data_parallel_size * microbatch_size rows, sharded over the axes of the rows.
+
+    Example:
+        >>> from rampup.plan import BatchRamp, BatchSplitter
+        >>> from rampup.engine.mesh import make_mesh
+        >>> mesh = make_mesh(devices=jax.devices()[:1])
+        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:2 4:4"), splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1, total_steps=3)
+        >>> [batch.tolist() for batch in microbatches(range(8), plan, mesh)]
+        [[0, 1], [2, 3], [4, 5], [6, 7]]
+    """
+    for batch in step_batches(*args, **options, chunk_size=1):
+        for chunk in batch.chunks:
+            yield jax.tree.map(lambda x: x[0], chunk)
+
+
+READERS.update(batches=step_batches, stream=stream_batches)

@@ -1,0 +1,312 @@
+"""Rows by number: from token arrays, ArrayRecord files, anything that can be indexed, or synthetic. Batches are elsewhere."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import grain
+import jax
+import numpy as np
+
+from rampup.errors import DataError, MissingDependencyError, RampupError, a_type
+
+Rows = Mapping[str, np.ndarray]
+
+
+class RowSource(Protocol):
+    """Random access to rows, many at a time."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
+
+    def read(self, rows: np.ndarray) -> Any:
+        """Return a pytree of arrays whose first dimension is the requested rows, in that order."""
+        ...
+
+    def describe(self, row: int) -> str:
+        """Return where a row comes from, for messages."""
+        ...
+
+
+class _Tokens:
+    """Rows of at most T + 1 tokens, of which `_row` returns one by its number."""
+
+    def __init__(self, paths: Sequence[str], sequence_length: int, vocab_size: int) -> None:
+        self._paths, self._length, self._vocab_size = paths, sequence_length, vocab_size
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files that the rows come from, in order."""
+        return tuple(self._paths)
+
+    def _row(self, row: int) -> np.ndarray:
+        raise NotImplementedError
+
+    def describe(self, row: int) -> str:
+        """Return where a row comes from."""
+        raise NotImplementedError
+
+    def read(self, rows: np.ndarray) -> Rows:
+        """Return {"tokens": (n, T+1), "length": (n,)}."""
+        parts = [self._row(row) for row in rows.tolist()]
+        sizes = np.fromiter(map(len, parts), np.int32, len(parts))
+        flat = np.concatenate(parts, dtype=np.int64, casting="unsafe") if parts else np.zeros(0, np.int64)
+        # A look-up with a token beyond the vocabulary would return some other row of the embedding, without an error.
+        bad = np.flatnonzero((flat >= self._vocab_size) | (flat < 0))
+        if len(bad):
+            where = self.describe(int(rows[np.searchsorted(np.cumsum(sizes), bad[0], side="right")]))
+            raise DataError(f"{where}: token {flat[bad[0]]} must be at least 0 and below vocab_size={self._vocab_size}")
+        # Rows go to the devices in the smallest type that holds the vocabulary: bytes are a quarter of int32.
+        tokens = np.zeros((len(parts), self._length + 1), _smallest_dtype(self._vocab_size))
+        tokens[np.arange(self._length + 1) < sizes[:, None]] = flat
+        return {"tokens": tokens, "length": sizes - 1}
+
+
+class TokenRows(_Tokens):
+    """Rows of consecutive tokens from flat arrays.
+
+    Row i of an array contains tokens [i*T, i*T + T]: T inputs, and the T targets that are one token later. The last row of an
+    array is padded with zeros; `length` is the number of its targets that count.
+
+    Args:
+        arrays: one-dimensional integer arrays, or `rampup.data.files.TokenFile`s.
+        names: the name of each array in messages.
+        sequence_length: T, tokens per sample.
+        vocab_size: tokens must be below this.
+        starts: for text, (offset, name) of each document inside the single array.
+
+    Example:
+        >>> rows = TokenRows([np.arange(6)], ["six"], sequence_length=4, vocab_size=10)
+        >>> batch = rows.read(np.array([1]))
+        >>> batch["tokens"].tolist(), batch["length"].tolist()
+        ([[4, 5, 0, 0, 0]], [1])
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Any],
+        names: Sequence[str],
+        *,
+        sequence_length: int,
+        vocab_size: int,
+        starts: Sequence[tuple[int, str]] = (),
+    ) -> None:
+        super().__init__([name for _, name in starts] or names, sequence_length, vocab_size)
+        self._arrays, self._names, self._starts = arrays, names, starts
+        # The first token of an array is no target, so n tokens are n - 1 targets.
+        counts = [max(-(-(len(array) - 1) // sequence_length), 0) for array in arrays]
+        self._ends = list(itertools.accumulate(counts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def _row(self, row: int) -> np.ndarray:
+        array, start = self._place(row)
+        try:
+            return np.asarray(self._arrays[array][start : start + self._length + 1])
+        except DataError as error:
+            raise DataError(f"{self.describe(row)}: {error}") from error
+
+    def describe(self, row: int) -> str:
+        """Return file and offset."""
+        array, start = self._place(row)
+        if not self._starts:
+            return f"{self._names[array]} from token {start:,} (row {row:,})"
+        offsets = [offset for offset, _ in self._starts]
+        document = int(np.searchsorted(offsets, start, side="right")) - 1
+        offset, name = self._starts[document]
+        return f"{name} from byte {start - offset:,} (row {row:,})"
+
+    def _place(self, row: int) -> tuple[int, int]:
+        # Rows are numbered through all arrays; `_ends` has the number after the last row of each.
+        array = bisect.bisect_right(self._ends, row)
+        before = self._ends[array - 1] if array else 0
+        return array, (row - before) * self._length
+
+
+class ItemRows:
+    """Rows from anything with a length that returns a row, a pytree, per index: a list, a Grain data source or MapDataset."""
+
+    def __init__(self, items: Any) -> None:
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def read(self, rows: np.ndarray) -> Any:
+        """Return the items, stacked."""
+        items = []
+        for row in rows:
+            try:
+                items.append(self._items[int(row)])
+            except Exception as error:
+                raise DataError(f"row {row} of {self._items!r:.100} cannot be read: {error!r}") from error
+            if items[-1] is None:
+                problem = f"row {row} of {self._items!r:.100} is None, as `MapDataset.filter` makes of the rows that it drops"
+                fix = "filter the rows before they are numbered, or train on ds.to_iter_dataset() with step.stream"
+                raise DataError(f"{problem}; {fix}")
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
+
+    def describe(self, row: int) -> str:
+        """Return the row's number."""
+        return f"row {row:,}"
+
+
+class RecordRows(_Tokens):
+    """Rows from ArrayRecord files whose records are little-endian arrays, of type `dtype`, of at most T + 1 tokens."""
+
+    def __init__(self, paths: Sequence[str], *, dtype: str, sequence_length: int, vocab_size: int) -> None:
+        super().__init__(paths, sequence_length, vocab_size)
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        try:
+            self._records = grain.sources.ArrayRecordDataSource(list(paths))
+        except ImportError as error:
+            raise MissingDependencyError(
+                "dataset_type=arrayrecord needs the package array-record: pip install array-record"
+            ) from error
+        except Exception as error:
+            raise DataError(f"cannot open {', '.join(paths)[:300]} as ArrayRecord files: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def _row(self, row: int) -> np.ndarray:
+        record, size = self._records[row], self._dtype.itemsize
+        if len(record) % size or not 2 <= len(record) // size <= self._length + 1:
+            problem = f"{self.describe(row)} has {len(record)} bytes"
+            fix = f"it must be 2 to {self._length + 1} tokens of {size} bytes (max_target_length + 1, token_dtype)"
+            raise DataError(f"{problem}; {fix}")
+        return np.frombuffer(record, self._dtype)
+
+    def describe(self, row: int) -> str:
+        """Return the files and the record's number."""
+        return f"record {row:,} of {', '.join(self._paths)[:200]}"
+
+
+class SyntheticRows:
+    """Synthetic rows: each counts up from a start and by a stride that depend on the row's number.
+
+    `first` is the number of the first row, so that two sources can differ.
+    """
+
+    def __init__(self, num_rows: int, *, sequence_length: int, vocab_size: int, first: int = 0) -> None:
+        self._num_rows, self._first = num_rows, first
+        self._length, self._vocab_size = sequence_length, vocab_size
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def read(self, rows: np.ndarray) -> Rows:
+        """Return {"tokens": (n, T+1), "length": (n,)}."""
+        # The start of a row is spread over the vocabulary by a prime, and strides from 1 to 7 make a rule that can be learned.
+        # Computed from the number alone, so any process can read any row, and a resumed run reads the same ones.
+        numbers = rows.astype(np.int64) + self._first
+        start, stride = numbers * 7919 % self._vocab_size, 1 + numbers % 7
+        tokens = (start[:, None] + stride[:, None] * np.arange(self._length + 1)) % self._vocab_size
+        length = np.full(len(rows), self._length, np.int32)
+        return {"tokens": tokens.astype(_smallest_dtype(self._vocab_size)), "length": length}
+
+    def describe(self, row: int) -> str:
+        """Return the row's number."""
+        return f"synthetic row {row:,}"
+
+
+class RowRange:
+    """Rows [start, stop) of another source."""
+
+    def __init__(self, source: RowSource, start: int, stop: int) -> None:
+        self._source, self._start, self._stop = source, start, stop
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files that the rows come from, in order."""
+        return files_of(self._source)
+
+    def read(self, rows: np.ndarray) -> Any:
+        """Return the other source's rows."""
+        return self._source.read(rows + self._start)
+
+    def describe(self, row: int) -> str:
+        """Return the other source's description."""
+        return self._source.describe(row + self._start)
+
+
+def files_of(source: RowSource) -> tuple[str, ...]:
+    """Return the files that a source's rows come from, in order; none if the source has no `paths`."""
+    return tuple(getattr(source, "paths", ()))
+
+
+def read_rows(source: RowSource, rows: np.ndarray) -> Any:
+    """Return the given rows of a source. A failure is a DataError with the row that causes it and where that row comes from."""
+    try:
+        batch = source.read(rows)
+    except RampupError:
+        raise
+    except Exception as error:
+        # A source fails for a batch of rows: find the one row to report.
+        for row in rows.tolist():
+            try:
+                source.read(np.array([row]))
+            except Exception as cause:
+                raise DataError(f"{source.describe(row)} cannot be read: {cause!r:.300}") from cause
+        raise DataError(f"rows {rows.tolist()[:8]}... cannot be read together: {error!r:.300}") from error
+    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    if sizes != {(len(rows),)}:
+        raise DataError(
+            f"{len(rows)} rows were requested, from {source.describe(int(rows[0]))} on, but the source returned {sizes}"
+        )
+    return batch
+
+
+def as_source(source: Any) -> RowSource:
+    """Return `source` if it is a RowSource, otherwise one for anything that can be indexed by row, or refuse what cannot."""
+    if hasattr(source, "read") and hasattr(source, "describe"):
+        return source
+    if isinstance(source, Mapping) and 0 not in source:
+        kind, names = type(source).__name__, ", ".join(map(repr, source))[:100]
+        raise DataError(
+            f"a {kind} of arrays ({names}) is not indexed by row; give its rows, as a list or with grain.MapDataset.source, or "
+            "grain.MapDataset.range(num_rows).map(lambda row: {name: x[row] for name, x in arrays.items()})"
+        )
+    check_not_batched(source, "train with step.stream(dataset.to_iter_dataset(), batched=True)")
+    if not hasattr(source, "__len__") or not hasattr(source, "__getitem__"):
+        raise DataError(
+            f"{a_type(source)} cannot be indexed by row; give a list, a Grain data source or a grain.MapDataset, "
+            "or train on rows that come one after the other with step.stream(source)"
+        )
+    return ItemRows(source)
+
+
+def check_not_batched(source: Any, other_way: str) -> None:
+    """Refuse a Grain dataset, iterator or loader whose elements are batches, where each is taken for one row.
+
+    Only what Grain's own transformations say is known. An array of two dimensions is a legal row. `other_way` says how the
+    batches can be trained on.
+    """
+    todo = [source]
+    while todo:
+        node = todo.pop()
+        kind = type(node)
+        # A class of the user's own may make rows of batches, as flat maps do.
+        if kind.__module__.partition(".")[0] != "grain" or "flatmap" in kind.__name__.lower():
+            continue
+        if "batch" in kind.__name__.lower():
+            raise DataError(
+                f"the Grain dataset is batched ({kind.__name__.lstrip('_')}): each of its elements is several rows, but the "
+                f"plan decides how many rows a step has; leave out .batch(...), or {other_way}"
+            )
+        # The names of Grain 0.2. With others, nothing is found and nothing is refused.
+        for name in ("_parents", "_map_parent", "_datasets", "_data_loader", "_operations"):
+            found = getattr(node, name, ())
+            todo += found if isinstance(found, (list, tuple)) else [found]
+
+
+def _smallest_dtype(vocab_size: int) -> type[np.unsignedinteger[Any]] | type[np.int32]:
+    return np.uint8 if vocab_size <= 2**8 else np.uint16 if vocab_size <= 2**16 else np.int32

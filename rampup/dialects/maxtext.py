@@ -1,0 +1,757 @@
+"""MaxText's base.yml: the keys of its batches, how its files are read, its numbers, and its rules.
+
+Numbers have MaxText's own roundings: float products truncated to whole numbers. Exact arithmetic belongs to `rampup.plan`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from rampup.config.load import BASE
+from rampup.config.yaml import Located
+from rampup.dialects.convert import PretrainingJob
+from rampup.dialects.reading import Bases, Entry, Launch, Reading, Settings, Source, entry, read_source, type_settings
+from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, broken_rules, found_by_run, multiple
+from rampup.dialects.script import show_unknown, unknown_names
+from rampup.dialects.verdict import Run, Term, counted, product, times
+from rampup.errors import ConfigError, RampupError
+from rampup.plan.mesh_axes import MeshAxes
+from rampup.plan.numbers import AUTO, plain_number, to_yaml_number
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import MAX_PHASES, restarted_segments
+from rampup.plan.timetable import bubble_fraction
+
+START, INCREMENT, END = "per_device_batch_size_start", "per_device_batch_size_increment", "per_device_batch_size"
+EVAL, SAMPLES, ACCUMULATION = "eval_per_device_batch_size", "global_rampup_samples", "gradient_accumulation_steps"
+MICROBATCHES, REPEATS, LAYERS = "num_pipeline_microbatches", "num_pipeline_repeats", "pipeline_parallel_layers"
+EXPANSION, DELAY = "expansion_factor_real_data", "pipeline_delay_activation_forwarding"
+RAMP, STAGE_LAYERS = "enable_rampup_batch_size", "num_layers_per_pipeline_stage"
+SHARD_OPTIMIZER, TUNIX = "shard_optimizer_over_data", "use_tunix_gradient_accumulation"
+# How MaxText's mesh axes map to rampup's; the sizes of each group are multiplied.
+AXIS_GROUPS: dict[str, tuple[str, ...]] = {
+    "data": ("diloco", "data"),
+    "fsdp": ("fsdp", "fsdp_transpose"),
+    "tensor": ("tensor", "tensor_transpose", "tensor_sequence", "autoregressive"),
+    "context": ("context", "context_usp_ulysses", "context_autoregressive", "sequence"),
+    "expert": ("expert",),
+    "pipeline": ("pipeline",),
+}
+AUTOMATIC = {"ici": "fsdp", "dcn": "data"}
+KEYS: dict[str, Entry] = {
+    END: entry(12, "samples per device", kind="size", unit="samples"),
+    EVAL: entry(0, "that of evaluation; 0 = the same", kind="size", unit="samples"),
+    ACCUMULATION: entry(1, "passes per optimizer step"),
+    EXPANSION: entry(-1, "above 1, 1 of this many hosts loads; below, fewer chips than before", kind="size"),
+    RAMP: entry(False, "grow the batch linearly", kind="bool"),
+    START: entry(4, "that of the first", kind="size", unit="samples"),
+    INCREMENT: entry(2, "growth per phase", kind="size", unit="samples"),
+    SAMPLES: entry(500, "samples requested for the ramp", unit="samples"),
+    "steps": entry(150_001, "optimizer steps; -1 = learning_rate_schedule_steps", unit="steps"),
+    "learning_rate_schedule_steps": entry(-1, "length of the schedule; -1 = steps", unit="steps"),
+    "eval_interval": entry(-1, "steps between evaluations; -1 = never", unit="steps"),
+    "eval_steps": entry(-1, "evaluation batches; -1 = all", unit="steps"),
+    "max_target_length": entry(2048, "tokens per sample", minimum=1, unit="tokens"),
+    "num_vocab_tiling": entry(1, "parts in which logits are computed", minimum=1),
+    "base_num_decoder_layers": entry(16, "layers", minimum=0, unit="layers"),
+    "first_num_dense_layers": entry(0, "dense layers before the experts (deepseek)", minimum=0, unit="layers"),
+    "decoder_block": entry("llama2", "style of the decoder", kind="text"),
+    "model_name": entry("default", "a model whose own file sets the layers", kind="text"),
+    "quantization": entry(None, "quantization of the matrix products", kind="text", nullable=True),
+    "num_slices": entry(-1, "slices; -1 = as many as the dcn axes imply", minimum=1, also=(-1,), unit="slices"),
+    STAGE_LAYERS: entry(1, "layers in one stage and repeat", unit="layers"),
+    REPEATS: entry(-1, "times that each microbatch goes round; -1 = as the layers give"),
+    LAYERS: entry(-1, "layers in the pipeline; -1 = all", unit="layers"),
+    MICROBATCHES: entry(-1, "microbatches of one pass; -1 = the stages"),
+    DELAY: entry(False, "forward one tick later", kind="bool"),
+    SHARD_OPTIMIZER: entry(False, "shard the optimizer state over the data axis", kind="bool"),
+    TUNIX: entry(False, "divide each accumulation pass by its own tokens", kind="bool"),
+    "num_devices": entry(None, "devices of the run; given as num_devices=N", minimum=1, nullable=True, unit="devices"),
+    **{
+        f"{group}_{axis}_parallelism": entry(
+            -1 if axis == AUTOMATIC[group] else 1, f"{where} along the {axis} axis; -1 = the rest", unit="devices"
+        )
+        for group, where in (("ici", "devices of a slice"), ("dcn", "slices"))
+        for axes in AXIS_GROUPS.values()
+        for axis in axes
+    },
+}  # fmt: skip
+ALIASES = {"num_target_devices": "num_devices"}
+# Text keys that are empty in many files, which means their default.
+MAY_BE_EMPTY = ("quantization", "model_name", "decoder_block")
+
+
+# The sizes that MaxText's own configuration files set, where they differ from base.yml.
+_SIZES = ("per_device_batch_size", "steps", "max_target_length", "base_num_decoder_layers", "model_name")
+
+
+def _sizes(*values: Any, **others: Any) -> dict[str, Any]:
+    return {name: value for name, value in zip(_SIZES, values, strict=False) if value is not None} | others
+
+
+BASES: Bases = {
+    **{name: {} for name in ("base.yml", "inference/inference.yml", "inference/inference_jetstream.yml", "inference/vllm.yml")},
+    **{f"post_train/{name}.yml": {} for name in ("sft", "rl_mt_jt", "lora_module_path")},
+    **{f"post_train/sft-vision-{name}.yml": {} for name in ("chartqa", "coco-captions", "slidevqa")},
+    "decoupled_base_test.yml": _sizes(1, 2, learning_rate_schedule_steps=2, dcn_data_parallelism=1),
+    "gpu/gpu_smoke_test.yml": _sizes(2, 10, 1024, 8),
+    "gpu/models/llama2_70b.yml": _sizes(6, 30, 4096, None, "llama2-70b"),
+    "gpu/models/llama2_7b.yml": _sizes(4, 30, 4096, None, "llama2-7b"),
+    "gpu/models/llama3.1_405b.yml": _sizes(1, 10, 4096, None, "llama3.1-405b"),
+    "gpu/models/llama3_70b.yml": _sizes(4, 30, 8192, None, "llama3-70b"),
+    "gpu/models/llama3_8b.yml": _sizes(None, 30, 8192, None, "llama3-8b"),
+    "gpu/models/mixtral_8x1b.yml": _sizes(8, 30, 4096, 5, "mixtral-8x7b"),
+    "gpu/models/mixtral_8x2b.yml": _sizes(8, 30, 4096, 10, "mixtral-8x7b"),
+    "gpu/models/mixtral_8x7b.yml": _sizes(None, 30, 4096, None, "mixtral-8x7b"),
+    "post_train/distillation.yml": _sizes(2, 200_000, learning_rate_schedule_steps=200_000),
+    "post_train/distillation-sft.yml": _sizes(2, 200_000, learning_rate_schedule_steps=200_000),
+    "post_train/distillation_gpt_oss_20b.yml": _sizes(
+        1, 100_000, 32_768, learning_rate_schedule_steps=100_000, ici_data_parallelism=2, ici_fsdp_parallelism=64
+    ),
+    **{
+        f"post_train/distillation_qwen3_30b_base{suffix}.yml": _sizes(
+            size, 100_000, 8192, learning_rate_schedule_steps=100_000, ici_data_parallelism=4
+        )
+        for suffix, size in (("", 6), ("_pdbs8", 8))
+    },
+    "post_train/dpo.yml": _sizes(2, 10, 512, None, "qwen3-0.6b", eval_interval=5, eval_steps=2),
+    # The defaults of the rules for MaxText RL are those of rl.yml.
+    "post_train/rl.yml": {"eval_interval": 10, "max_target_length": 1024},
+    "tpu/tpu_smoke_test.yml": _sizes(1, 10, None, 8),
+}
+LAUNCH = Launch(
+    system="MaxText",
+    program=re.compile(r"(?i)\bmaxtext[\w./]*[./](?:\w*train\w*|sft\w*|dpo\w*|distill\w*)\b|\bper_device_batch_size="),
+    others=re.compile(r"train_(?:tokenizer|rl|grpo)\b|train_compile_xaot"),
+    example="python3 -m maxtext.trainers.pre_train.train base.yml key=value",
+    entries=KEYS,
+    canonical=lambda name: ALIASES.get(name, name),
+    bases=BASES,
+    version="August 2026",
+)
+
+
+def read_chain(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
+    """Read a base.yml, a script or a command, and the files that `base_config` or the command names.
+
+    The arguments are those of `read_source`.
+
+    Raises:
+        ConfigError: see `type_settings`; or a file that `base_config` names is neither beside this one nor one that MaxText
+            ships, or starts from itself.
+    """
+    reading, base = _follow(source, overrides, launch)
+    leaves = {name: value for name, value in reading.leaves.items() if not (name in MAY_BE_EMPTY and value.value in ("", None))}
+    reading = dataclasses.replace(reading, leaves=leaves, recognized=reading.recognized or bool(base))
+    shipped = {name: value for name, value in launch.bases.get(base, {}).items() if name in launch.entries}
+    settings = type_settings(reading, launch.entries, system=launch.system, defaults=shipped)
+    if base in ("", "base.yml"):
+        return settings
+    note = f"what the source does not set is from MaxText's own {base} of {launch.version}."
+    return dataclasses.replace(settings, notes=(*settings.notes, note))
+
+
+def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[Reading, str]:
+    """Return the keys of a source and of the files beside it from which it starts, and the name of the shipped one below."""
+    reading = read_source(source, overrides, launch).rename(launch.canonical)
+    given = [setting for setting in reading.overrides if setting.partition("=")[0] == BASE]
+    rest = [setting for setting in reading.overrides if setting not in given]
+    leaves, name = dict(reading.leaves), given[-1].partition("=")[2] if given else ""
+    folder, seen = Path(reading.path).parent, [os.path.realpath(reading.path)]
+    if reading.command is not None and not name:
+        name = next((word for word in reading.command.words if word.endswith((".yml", ".yaml")) and "=" not in word), "")
+        place = reading.command.locate(name, name)
+    else:
+        place = leaves.get(BASE, Located(value="", path=reading.path))
+        name = name or (place.value if isinstance(place.value, str) else "")
+    shipped = ""
+    while name.strip():
+        file = folder / name
+        if unknown_names(name) or not os.path.isfile(file):
+            shipped = _find_shipped(name, launch.bases) or ""
+            if shipped:
+                break
+            raise ConfigError(
+                f"{BASE}={show_unknown(name)} is neither beside this file nor one that MaxText ships; put it there, or add "
+                f"{BASE}=base.yml for MaxText's defaults",
+                key=BASE,
+                path=place.path,
+                line=place.line,
+            )
+        if os.path.realpath(file) in seen:
+            raise ConfigError(f"{BASE} is a circular reference at {file.name}", key=BASE, path=str(file))
+        seen.append(os.path.realpath(file))
+        below = read_source(file, (), launch).rename(launch.canonical)
+        place = below.leaves.get(BASE, Located(value="", path=str(file)))
+        name, folder = place.value if isinstance(place.value, str) else "", file.parent
+        leaves = {**below.leaves, **leaves}
+    return dataclasses.replace(reading, leaves=leaves, overrides=rest), shipped
+
+
+def _find_shipped(name: str, bases: Bases) -> str | None:
+    """Return the file of MaxText's configs that a path ends with."""
+    parts = PurePosixPath(show_unknown(name)).parts
+    for first in range(len(parts)):
+        if "/".join(parts[first:]) in bases:
+            return "/".join(parts[first:])
+    return next((shipped for shipped in bases if shipped.endswith(f"/{parts[-1]}")), None) if parts else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSizes:
+    """One batch as MaxText sees it, in samples."""
+
+    to_load: int  # rows that the loaders read per optimizer step
+    to_train: int  # rows that the optimizer step is meant to use
+    micro: int  # rows of one forward pass over all devices
+
+
+def batch_sizes(per_device: Fraction, expansion: Fraction, num_devices: int, accumulation: int) -> BatchSizes:
+    """Return the sizes of one batch; below 1 sample per device, a full sample per device is loaded.
+
+    Example:
+        >>> batch_sizes(Fraction(1, 2), Fraction(-1), 8, 1)
+        BatchSizes(to_load=8, to_train=4, micro=4)
+
+    Source: MaxText `configs/types.py`, calculate_global_batch_sizes.
+    """
+    factor = float(expansion) if expansion > 0 else 1
+    micro_to_load = num_devices * factor if per_device < 1 else int(num_devices * float(per_device) * factor)
+    micro = int(num_devices * float(per_device))
+    return BatchSizes(to_load=int(micro_to_load * accumulation), to_train=micro * accumulation, micro=micro)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manager:
+    """MaxText's ramp as it runs (`utils/rampup_batch.py`): without the accumulation factor, each phase counted from zero."""
+
+    start: int  # global batch sizes, truncated to whole samples
+    increment: int
+    end: int
+    samples: int
+    num_increments: int  # from the sizes per device
+
+    @property
+    def ends(self) -> bool:
+        """True if the ramp reaches its end in a number of phases that can be listed."""
+        if self.start < 1 or self.increment < 1:
+            return self.start >= max(self.end, 1)
+        return (self.end - self.start) // self.increment < MAX_PHASES
+
+    def phases(self) -> list[tuple[int, int, int]]:
+        """Return (first step, global batch size, samples before it) of every phase of a ramp that `ends`."""
+        rows, step, consumed = [], 0, 0
+        sizes = range(self.start, self.end, max(self.increment, 1))
+        for num_steps, size in restarted_segments(sizes, self.samples, self.num_increments):
+            rows.append((step, size, consumed))
+            step, consumed = step + num_steps, consumed + num_steps * size
+        return [*rows, (step, self.end, consumed)]
+
+    def sizes_divided(self) -> list[int]:
+        """Return the sizes that decide whether all of them divide: start and end, and the increment if one is between."""
+        return [self.start, self.end, *([self.increment] if self.start + self.increment < self.end else [])]
+
+
+class MaxTextJob(PretrainingJob):
+    """The numbers of a base.yml.
+
+    Raises:
+        ConfigError: the file leaves the number of devices open.
+    """
+
+    version = "MaxText of August 2026 (e591f30)"
+    expressed = (
+        *(f"{group}_{axis}_parallelism" for group in ("ici", "dcn") for axes in AXIS_GROUPS.values() for axis in axes),
+        *("learning_rate_schedule_steps", LAYERS),
+    )
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        # MaxText's mesh axes, multiplied into rampup's; -1 if one of a group is -1.
+        self.combined_axes: dict[str, dict[str, int]] = {"ici": {}, "dcn": {}}
+        for group, combined in self.combined_axes.items():
+            for name, axes in AXIS_GROUPS.items():
+                sizes = [self[f"{group}_{axis}_parallelism"] for axis in axes]
+                combined[name] = AUTO if AUTO in sizes else math.prod(sizes)
+        self.num_devices = self._count_devices()
+        self.num_slices: int = self["num_slices"]
+        # An impossible mesh is reported by a rule; one device stands in for it.
+        self.axes, self.mesh_problem = MeshAxes(), ""
+        try:
+            self.axes = MeshAxes.resolve(self.num_devices, num_slices=self.num_slices, **self.combined_axes)
+        except RampupError as error:
+            self.mesh_problem = str(error)
+        # A loaded batch is sharded over the data, stage, fsdp and expert axes.
+        self.loading_shards = self.axes.data_parallel_size * self.axes.pipeline * self.axes.expert
+
+        # The pipeline. With one stage every pipeline key is ignored.
+        self.stages = self.axes.pipeline
+        self.is_piped = self.stages > 1
+        self.least_microbatches = self.stages * (2 if self[DELAY] else 1)
+        self.microbatches: int = self.least_microbatches if self[MICROBATCHES] == AUTO else self[MICROBATCHES]
+        dense = self["first_num_dense_layers"] if self["decoder_block"] == "deepseek" else 0
+        self.layers: int = self["base_num_decoder_layers"] - dense if self[LAYERS] == AUTO else self[LAYERS]
+        # Layers of one round through the pipeline, or of all repeats if their number is given.
+        self.layer_product: int = self.stages * (1 if self[REPEATS] == AUTO else self[REPEATS]) * self[STAGE_LAYERS]
+        self.repeats: int = self[REPEATS]
+        if self.repeats == AUTO:
+            self.repeats = self.layers // max(self.stages * self[STAGE_LAYERS], 1)
+
+        # The batch after the ramp, that of evaluation, and the ramp.
+        self.sizes = batch_sizes(self[END], self[EXPANSION], self.num_devices, self[ACCUMULATION])
+        # Rows loaded and not trained on, per step after the ramp. Partial loading by few hosts reads each row once.
+        partial = self[EXPANSION] > 0 and self[END] >= 1
+        self.dropped_per_step = 0 if partial else max(self.sizes.to_load - self.sizes.to_train, 0)
+        self.eval_sizes = batch_sizes(self[EVAL] or self[END], self[EXPANSION], self.num_devices, 1)
+        self.total_steps: int = self["learning_rate_schedule_steps"] if self["steps"] == AUTO else self["steps"]
+        self.ramps: bool = self[RAMP]
+        self.reasons = {} if self.ramps else dict.fromkeys(sorted((START, INCREMENT, SAMPLES)), "the ramp is off")
+        self.grows: bool = self[END] > self[START]
+        # MaxText tests the increment in floating point: 1 - 0.1 is not a multiple of 0.1 there.
+        increment = float(self[INCREMENT])
+        self.increment_divides = increment == 0 or (float(self[END]) - float(self[START])) % increment == 0
+        self.manager: Manager | None = None  # none without a ramp, or if MaxText refuses to build it
+        if self.ramps and self.grows and self.increment_divides and min(self[START], self[INCREMENT]) > 0:
+            start, growth, end = (self.global_size(key) for key in (START, INCREMENT, END))
+            count = int((float(self[END]) - float(self[START])) // increment)
+            self.manager = Manager(start=start, increment=growth, end=end, samples=self[SAMPLES], num_increments=count)
+
+    def _count_devices(self) -> int:
+        """Return the given devices, or those of a mesh without a free axis."""
+        if self["num_devices"] is not None:
+            return int(self["num_devices"])
+        ici, dcn = (self.combined_axes[group].values() for group in ("ici", "dcn"))
+        if AUTO in ici or min(ici) < 1:
+            raise ConfigError(
+                "the file leaves a mesh axis open (-1), so its batches depend on the machine; add num_devices=N, for example "
+                "num_devices=8",
+                key="num_devices",
+            )
+        slices = math.prod(size for size in dcn if size != AUTO)
+        if self["num_slices"] > 0 and AUTO in dcn:
+            slices = self["num_slices"]
+        return max(math.prod(ici) * slices, 1)
+
+    def global_size(self, key: str) -> int:
+        """Return devices * size per device, truncated to whole samples as MaxText does."""
+        return int(self.num_devices * float(self[key]))
+
+    @cached_property
+    def lost_at_ramp_end(self) -> int:
+        """Rows that were read in the ramp and never trained on: the loader's buffer is dropped with the ramp.
+
+        Source: MaxText `common/data_loader.py`, RampUpDataLoader. It believes that a pull fills its buffer with the rows of the
+        final batch.
+        """
+        manager = self.manager
+        if manager is None or not manager.ends or manager.end < 1 or self[EXPANSION] > 0:
+            return 0
+        trained = manager.phases()[-1][2]
+        return -(-trained // manager.end) * self.sizes.to_load - trained
+
+    @property
+    def outcome(self) -> Run:
+        """Rows may be dropped in each step, and at the end of the ramp."""
+        return "drops" if self.dropped_per_step or self.lost_at_ramp_end else "runs"
+
+    def summary(self) -> str:
+        """Return the numbers of an optimizer step in one line."""
+        sizes, replicas = self.sizes, self.axes.data_parallel_size
+        share = to_yaml_number(Fraction(sizes.micro, replicas))
+        shape = times(counted(replicas, "replica"), counted(self[ACCUMULATION], "pass"), share)
+        text = f"{counted(sizes.to_train, 'sample')} per optimizer step; {shape}"
+        if sizes.to_load != sizes.to_train:
+            text += f"; {counted(sizes.to_load, 'row')} loaded"
+        if self.manager is not None and self.manager.ends:
+            phases = self.manager.phases()
+            text += f"; ramp from {phases[0][1]:,} in {counted(len(phases), 'phase')} and {counted(phases[-1][0], 'step')}"
+        return text
+
+    def derived(self) -> dict[str, Any]:
+        """Return the numbers of the report."""
+        sizes, evaluation = self.sizes, self.eval_sizes
+        derived: dict[str, Any] = {
+            "num_devices": self.num_devices,
+            "global_batch_size_to_load": sizes.to_load,
+            "global_batch_size_to_train_on": sizes.to_train,
+            "micro_batch_size_to_train_on": sizes.micro,
+            "global_batch_size_to_load_eval": evaluation.to_load,
+            "global_batch_size_to_eval_on": evaluation.to_train,
+            "data_parallel_size": self.axes.data_parallel_size,
+            "accumulation_steps": self[ACCUMULATION],
+            "num_stages": self.stages,
+            "dropped_samples_per_step": self.dropped_per_step,
+        }
+        if self.is_piped and self.microbatches > 0:
+            # Forwarding one tick later is a pipeline with twice the distance between its stages.
+            distance = (2 if self[DELAY] else 1) * (self.stages - 1) + 1
+            bubble = bubble_fraction(distance, max(self.microbatches, self.stages), max(self.repeats, 1))
+            derived |= {
+                "num_repeats": self.repeats,
+                "num_pipeline_microbatches": self.microbatches,
+                "pipeline_microbatch_samples": sizes.micro // self.microbatches,
+                "bubble_fraction": float(bubble),
+            }
+        manager = self.manager
+        if manager is None:
+            return derived
+        derived |= {
+            "num_increments": manager.num_increments,
+            "samples_per_increment": plain_number(Fraction(manager.samples, manager.num_increments)),
+        }
+        if manager.ends:
+            phases = manager.phases()
+            derived |= {
+                "manager_phases": [list(phase) for phase in phases],
+                "manager_ramp_steps": phases[-1][0],
+                "manager_ramp_samples": phases[-1][2],
+                "lost_samples_at_ramp_end": self.lost_at_ramp_end,
+            }
+        return derived
+
+    def phases(self) -> Sequence[Mapping[str, Any]] | None:
+        """Return the phases of the ramp, which count accumulation in every batch."""
+        return self.planned.phase_rows() if isinstance(self.planned, RampPlan) and self.ramps else None
+
+    def rampup_values(self) -> dict[str, Any]:
+        """Return the run in rampup's keys."""
+        values: dict[str, Any] = {
+            "num_devices": self.num_devices,
+            "num_slices": self.num_slices,
+            **{
+                f"{group}_{axis}_parallelism": size for group, axes in self.combined_axes.items() for axis, size in axes.items()
+            },
+            END: self[END],
+            EVAL: self[EVAL],
+            ACCUMULATION: self[ACCUMULATION],
+            EXPANSION: self[EXPANSION] if self[EXPANSION] > 0 else Fraction(AUTO),
+            "rampup_microbatch": "per_phase",
+            RAMP: self.ramps,
+            "steps": self.total_steps,
+            "eval_interval": self["eval_interval"] if self["eval_interval"] > 0 else AUTO,
+            "max_target_length": self["max_target_length"],
+            "learning_rate_clock": "steps",
+        }
+        if self[SHARD_OPTIMIZER]:
+            values[SHARD_OPTIMIZER] = True
+        if self["eval_steps"] > 0:
+            values["eval_steps"] = self["eval_steps"]
+        if self["steps"] != AUTO and self["learning_rate_schedule_steps"] > 0:
+            values["learning_rate_schedule_steps"] = self["learning_rate_schedule_steps"]
+        if self.ramps:
+            # With no samples requested, every phase of MaxText's ramp lasts one step; so does a ramp of one sample.
+            values |= {START: self[START], INCREMENT: self[INCREMENT], SAMPLES: max(self[SAMPLES], 1)}
+        if self.is_piped:
+            values |= {
+                MICROBATCHES: self.microbatches,
+                STAGE_LAYERS: self[STAGE_LAYERS],
+                REPEATS: self.repeats,
+                "base_num_decoder_layers": self.layers,
+                DELAY: self[DELAY],
+            }
+        return values
+
+
+MAX_LISTED_PHASES = 12
+
+
+def show(value: Any) -> str:
+    """Return a size as text: a whole number with commas, a fraction as a decimal if it is one."""
+    return str(to_yaml_number(value)) if isinstance(value, Fraction) else f"{value:,}"
+
+
+def product_text(job: MaxTextJob, key: str) -> str:
+    """Return the arithmetic from a size per device to a global batch size."""
+    return f"num_devices * {key} = {job.num_devices} * {show(job[key])} = {show(job.num_devices * job[key])}"
+
+
+def _meanings(job: MaxTextJob) -> Iterator[tuple[str, str]]:
+    sizes = job.sizes
+    yield (
+        END,
+        f"{counted(sizes.micro, 'sample')} per forward pass over {counted(job.num_devices, 'device')}; "
+        f"{sizes.micro * job['max_target_length']:,} tokens",
+    )
+    passes = counted(job[ACCUMULATION], "pass")
+    yield (ACCUMULATION, f"{passes}, so {counted(sizes.to_train, 'sample')} per optimizer step")
+    yield (EXPANSION, f"{counted(sizes.to_load, 'row')} to load per step")
+    evaluates = job["eval_interval"] > 0
+    yield (EVAL, f"{counted(job.eval_sizes.to_train, 'sample')} per evaluation batch" if evaluates else "no evaluation")
+    yield ("", f"the batch is sharded over {counted(job.axes.data_parallel_size, 'replica')} (data * fsdp)")
+    if job.ramps:
+        for key, what in ((START, "in the first phase"), (INCREMENT, "more in each phase")):
+            yield (key, f"{counted(job.global_size(key), 'sample')} {what}, without accumulation")
+        yield (SAMPLES, "samples requested for the whole ramp, shared equally by its phases")
+    if job.is_piped and job.microbatches > 0:
+        yield (
+            MICROBATCHES,
+            f"{counted(job.microbatches, 'microbatch')} of {counted(sizes.micro // job.microbatches, 'sample')} through "
+            f"{job.stages:,} stages, {counted(job.repeats, 'repeat')}",
+        )
+
+
+def _notes(job: MaxTextJob) -> Iterator[str]:
+    sizes, expansion = job.sizes, job[EXPANSION]
+    if job.dropped_per_step and sizes.micro >= 1:
+        yield (
+            f"{END}={show(job[END])} is below 1: a full sample per device is loaded, {sizes.to_load:,} rows per step, and "
+            f"{sizes.to_train:,} of them are trained on; {job.dropped_per_step:,} are dropped"
+        )
+    for key in (START, INCREMENT, END) if job.ramps else (END,):
+        exact, truncated = Fraction(job.num_devices) * job[key], job.global_size(key)
+        if exact != truncated:
+            yield f"{product_text(job, key)} is truncated to {truncated}, in floating point; rampup reports an error"
+    if 0 < expansion < 1:
+        yield (
+            f"{EXPANSION}={show(expansion)}: the loaders of {int(1 / expansion)} times as many hosts take turns, and each step "
+            f"gets the {sizes.to_load:,} rows of one of them, while global_batch_size_to_train_on is {sizes.to_train:,}"
+        )
+    elif expansion > 1:
+        yield (
+            f"{EXPANSION}={show(expansion)}: 1 of {show(expansion)} hosts loads, for itself and the others; "
+            f"global_batch_size_to_load={sizes.to_load:,} counts the rows that they would load together if all did"
+        )
+    # What changes the gradient that a batch gives.
+    passes = job[ACCUMULATION]
+    if job[SHARD_OPTIMIZER] and passes > 1:
+        yield (
+            f"{SHARD_OPTIMIZER} casts float32 parameters to bfloat16 before the accumulation passes, so the gradients of "
+            f"the {passes:,} passes are summed in bfloat16, which keeps 8 bits of each sum; rampup sums in float32"
+        )
+    if job[TUNIX] and passes > 1:
+        yield (
+            f"{TUNIX} divides the loss of each of the {passes:,} passes by its own tokens and averages them: a pass with "
+            "few tokens counts as much as a full one; otherwise the sum over all passes is divided by all tokens"
+        )
+    if job.manager is not None and job.manager.ends:
+        yield from _ramp_notes(job, job.manager.phases())
+    yield from _pipeline_notes(job)
+    if isinstance(job.planned, RampupError) and not broken_rules(RULES, job):
+        refusals = "; ".join(str(problem) for problem in job.planned.problems or (job.planned,))
+        yield f"rampup itself would refuse this file: {refusals}"
+
+
+def _ramp_notes(job: MaxTextJob, phases: Sequence[tuple[int, int, int]]) -> Iterator[str]:
+    *ramp, (steps, _, trained) = phases
+    samples = job[SAMPLES]
+    if job[ACCUMULATION] > 1:
+        shown = ", ".join(f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES])
+        shown += ", ..." if len(ramp) > MAX_LISTED_PHASES else ""
+        yield (
+            f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}: in the ramp its batches are {shown} ({trained:,} "
+            f"samples in {steps:,} steps), then the batch jumps from {ramp[-1][1]:,} to {job.sizes.to_train:,}; the phases "
+            "here include the factor in every batch"
+        )
+    if samples < 1:
+        yield f"{SAMPLES}={samples:,} is below 1: every phase lasts one step"
+    elif trained != samples:
+        yield (
+            f"the ramp takes {trained:,} samples in {steps:,} steps, but {SAMPLES} requests {samples:,} "
+            f"({trained / samples - 1:+.1%}): samples beyond a phase's share do not count towards the next"
+        )
+    if lost := job.lost_at_ramp_end:
+        yield (
+            f"at the end of the ramp {lost:,} loaded rows are never trained on: the buffer of {job.sizes.to_load:,} rows "
+            f"is dropped with the ramp ({trained:,} trained, {trained + lost:,} loaded)"
+        )
+    yield (
+        f"a resume within the ramp loses up to {max(job.sizes.to_load - 1, 0):,} buffered rows, which no checkpoint contains, "
+        "and is one batch behind: a checkpoint labelled s contains s + 1 batches and s are replayed"
+    )
+    yield f"each of the {len(phases):,} batch sizes is compiled at its first step; only the final one is lowered at the start"
+
+
+def _pipeline_notes(job: MaxTextJob) -> Iterator[str]:
+    if not job.is_piped:
+        ignored = [key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO]
+        if ignored:
+            yield f"{' and '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} ignored: there is one pipeline stage"
+        return
+    if job.microbatches > 0 and job.sizes.micro % (job.microbatches * job.axes.data_parallel_size):
+        yield (
+            f"a pipeline microbatch of {job.sizes.micro // job.microbatches} samples does not divide over data * fsdp = "
+            f"{job.axes.data_parallel_size}: MaxText does not check it, and devices share or pad samples"
+        )
+    if job["model_name"] != "default" and LAYERS not in job.settings.given:
+        yield (
+            f"model_name={job['model_name']} has its own number of layers; {job.layers} from base_num_decoder_layers "
+            "was used here, so give base_num_decoder_layers=N if the model has another"
+        )
+    if job[ACCUMULATION] > 1:
+        yield (
+            f"each of the {job[ACCUMULATION]} accumulation passes waits for the pipeline to fill; the same microbatches in one "
+            "pass would wait once"
+        )
+
+
+FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")
+VOCAB_TILING = "num_vocab_tiling"
+Rules = list[Rule[MaxTextJob]]
+
+
+def _unit(job: MaxTextJob) -> Fraction:
+    """Return the step between sizes per device that divide over the mesh and into microbatches."""
+    microbatches = job.microbatches if job.is_piped and job.microbatches > 0 else 1
+    return Fraction(math.lcm(max(job.loading_shards, 1), microbatches), job.num_devices)
+
+
+def _sizes_near(key: str) -> Callable[[MaxTextJob], Iterable[Any]]:
+    """Return the candidates of a size per device, which is a fraction."""
+
+    def candidates(job: MaxTextJob) -> Iterable[Any]:
+        value, increment = max(Fraction(job[key]), Fraction(0)), abs(Fraction(job[INCREMENT]))
+        steps = {_unit(job), Fraction(1, job.num_devices), *([increment] if job.ramps else [])}
+        origin = job[START] if job.ramps and key == END else 0
+        found = {n for step in steps for n in around(value, step)[:256]} | {*around(value, increment, origin=origin)[:64]}
+        return sorted((n for n in found if n > 0), key=lambda n: abs(n - value))
+
+    return candidates
+
+
+def _increments_near(job: MaxTextJob) -> Iterable[Any]:
+    span, value = Fraction(job[END]) - Fraction(job[START]), Fraction(job[INCREMENT])
+    return sorted((span / n for n in range(1, 257) if span > 0), key=lambda n: abs(n - value))
+
+
+CHECKED: Rules = [
+    at_least("maxtext.accumulation_positive", (ACCUMULATION,), ACCUMULATION, 1),
+    Rule(name="maxtext.ramp_grows", keys=(END, START), when=lambda job: job.ramps, holds=lambda job: job.grows,
+        message=lambda job: f"{END}={show(job[END])} must be greater than {START}={show(job[START])}",
+        candidates=_sizes_near(END)),
+    Rule(name="maxtext.ramp_increment_divides", keys=(INCREMENT, START, END), when=lambda job: job.ramps and job.grows,
+        holds=lambda job: job.increment_divides,
+        message=lambda job: (
+            f"{END} - {START} = {show(job[END])} - {show(job[START])} = {show(job[END] - job[START])} must be a multiple of "
+            f"{INCREMENT}={show(job[INCREMENT])}"
+            + (
+                f" in floating point, where the remainder is {(float(job[END]) - float(job[START])) % float(job[INCREMENT]):g}"
+                if (job[END] - job[START]) % job[INCREMENT] == 0
+                else ""
+            )),
+        candidates=_increments_near),
+    Rule(name="maxtext.vocab_tiling", keys=(VOCAB_TILING, END, "max_target_length"), when=lambda job: job[END] > 0,
+        holds=lambda job: (float(job[END]) * job["max_target_length"]) % job[VOCAB_TILING] == 0,
+        message=lambda job: (
+            f"{END} * max_target_length = {show(job[END])} * {job['max_target_length']} = "
+            f"{show(job[END] * job['max_target_length'])} must be a multiple of {VOCAB_TILING}={job[VOCAB_TILING]}"),
+        division=lambda job: (int(job[END] * job["max_target_length"]), job[VOCAB_TILING])),
+    Rule(name="maxtext.fp8_accumulation", keys=(ACCUMULATION, "quantization"), when=lambda job: job["quantization"] in FP8,
+        holds=lambda job: job[ACCUMULATION] <= 1,
+        message=lambda job: f"{ACCUMULATION}={job[ACCUMULATION]} must be 1 with quantization={job['quantization']}"),
+]  # fmt: skip
+
+
+_MICROBATCHES: Side[MaxTextJob] = (f"{MICROBATCHES}={{:,}}", lambda job: job.microbatches)
+PIPELINE: Rules = [
+    Rule(name="maxtext.pipeline_layers", keys=(LAYERS, "base_num_decoder_layers", STAGE_LAYERS, REPEATS),
+        when=lambda job: job.is_piped,
+        holds=lambda job: (
+            min(job.layer_product, job.layers) >= 1
+            and (job.layers == job.layer_product or (job[REPEATS] == AUTO and job.layers % job.layer_product == 0))),
+        message=lambda job: (
+            f"{LAYERS}={job.layers:,} must be "
+            + product({"num_stages": job.stages} | ({} if job[REPEATS] == AUTO else {REPEATS: job[REPEATS]})
+                      | {STAGE_LAYERS: job[STAGE_LAYERS]}).text
+            + (", or a multiple" if job[REPEATS] == AUTO else "")),
+        candidates=lambda job: [int(n) for n in around(job.layers, max(job.layer_product, 1)) if n >= 1]),
+    at_least("maxtext.microbatches_positive", (MICROBATCHES,), _MICROBATCHES, 1, when=lambda job: job.is_piped,
+        note=", or -1 for automatic"),
+    multiple("maxtext.microbatches_multiple_of_stages", (MICROBATCHES,), _MICROBATCHES,
+        ("the stages, ici_pipeline_parallelism * dcn_pipeline_parallelism = {}", lambda job: job.stages),
+        when=lambda job: job.is_piped and job.microbatches >= 1),
+    multiple("maxtext.batch_multiple_of_microbatches", (END, MICROBATCHES),
+        lambda job: Term(f"{product_text(job, END)}, the batch of one forward pass ({job.sizes.micro}),", job.sizes.micro),
+        _MICROBATCHES, when=lambda job: job.is_piped and job.microbatches >= 1 and job.sizes.micro > 0,
+        candidates=_sizes_near(END)),
+    at_least("maxtext.delayed_microbatches", (MICROBATCHES, DELAY), _MICROBATCHES,
+        ("2 * stages = {}", lambda job: job.least_microbatches),
+        when=lambda job: job.is_piped and job[DELAY], note=f" with {DELAY}"),
+]  # fmt: skip
+
+
+def _over_mesh(name: str, key: str) -> Rule[MaxTextJob]:
+    """Return the rule that a batch, or the increment of one, divides over the devices."""
+
+    def holds(job: MaxTextJob) -> bool:
+        size = job.global_size(key)
+        if key == END:  # below 1 per device a full sample per device is loaded
+            return bool(job[END] < 1) or job.sizes.to_train % job.loading_shards == 0
+        counts = job.manager is not None and (key != INCREMENT or len(job.manager.sizes_divided()) == 3)
+        return not counts or size < 1 or size % job.loading_shards == 0
+
+    return Rule(name=f"maxtext.{name}", keys=(key,), holds=holds,
+        message=lambda job: (
+            f"{product_text(job, key)} samples must be a multiple of the devices that a batch is sharded over, data * stage * "
+            f"fsdp * expert = {job.loading_shards}; MaxText does not check it, and the first such step fails"),
+        candidates=_increments_near if key == INCREMENT else _sizes_near(key))  # fmt: skip
+
+
+def _eval_rule(job: MaxTextJob) -> tuple[bool, str]:
+    """Return whether the batch of evaluation fits, and the rule: that it is the shape of training, or divides over devices."""
+    micro, key = job.eval_sizes.micro, EVAL if job[EVAL] else END
+    fits = micro >= 1 and (job[key] < 1 or micro % job.loading_shards == 0) and (not job.is_piped or micro == job.sizes.micro)
+    rule = f"a multiple of data * stage * fsdp * expert = {job.loading_shards}"
+    if job.is_piped:
+        rule = f"the training batch of one forward pass, {job.sizes.micro}, for whose shape the pipeline is built"
+    return fits, f"{product_text(job, key)} ({micro} rows of evaluation) must be {rule}; MaxText does not check it"
+
+
+FOUND_BY_RUN = found_by_run(
+    [
+        # pyconfig accepts any mesh; create_device_mesh asserts that it has as many devices as the run.
+        Rule(name="maxtext.mesh", keys=("num_devices",), holds=lambda job: not job.mesh_problem,
+            message=lambda job: f"{job.mesh_problem}; MaxText's configuration is accepted, and the run stops at its mesh",
+            candidates=lambda job: [int(n) for n in around(job.num_devices) if n >= 1]),
+        Rule(name="maxtext.empty_batch", keys=(END,), holds=lambda job: job.sizes.micro >= 1,
+            message=lambda job: (
+                f"{product_text(job, END)} is truncated to {job.sizes.micro} samples: the step silently trains on nothing"),
+            candidates=_sizes_near(END)),
+        Rule(name="maxtext.empty_first_batch", keys=(START,), when=lambda job: job.ramps and job.grows,
+            holds=lambda job: job.global_size(START) >= 1,
+            message=lambda job: (
+                f"{product_text(job, START)} is truncated to {job.global_size(START)} samples: the ramp never starts"),
+            candidates=_sizes_near(START)),
+        Rule(name="maxtext.increment_positive", keys=(INCREMENT,),
+            when=lambda job: job.ramps and job.grows and job.increment_divides,
+            holds=lambda job: job.global_size(INCREMENT) >= 1,
+            message=lambda job: (
+                f"{product_text(job, INCREMENT)}, truncated to {job.global_size(INCREMENT)}, must be at least 1: MaxText "
+                "divides by zero, hangs, or keeps the first batch indefinitely"),
+            candidates=_increments_near),
+        _over_mesh("rows_over_mesh", END),
+        _over_mesh("first_rows_over_mesh", START),
+        _over_mesh("increment_over_mesh", INCREMENT),
+        Rule(name="maxtext.ramp_accumulation", keys=(ACCUMULATION, START, INCREMENT),
+            when=lambda job: job.manager is not None and job[ACCUMULATION] >= 2,
+            holds=lambda job: (
+                job.manager is None or not job.manager.ends
+                or not any(size % job[ACCUMULATION] for size in job.manager.sizes_divided())),
+            message=lambda job: (
+                f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}, but splits each batch into that many parts: "
+                f"{product_text(job, START)} and {product_text(job, INCREMENT)} must be multiples of it"),
+            division=lambda job: (max(job.global_size(START), 1), 1)),
+        Rule(name="maxtext.ramp_in_pipeline", keys=(RAMP, "ici_pipeline_parallelism"), when=lambda job: job.is_piped,
+            holds=lambda job: job.manager is None,
+            message=lambda job: (
+                f"the pipeline is built for the final batch of {job.sizes.micro} samples only; the ramp's first one of "
+                f"{job.global_size(START)} cannot be given that shape, and the first step fails"),
+            candidates=lambda job: (False,)),
+        Rule(name="maxtext.eval_batch", keys=(EVAL, "eval_interval"), when=lambda job: job["eval_interval"] > 0,
+            holds=lambda job: _eval_rule(job)[0], message=lambda job: _eval_rule(job)[1],
+            candidates=lambda job: [0, job[END], *around(job[EVAL] or job[END], _unit(job))]),
+        Rule(name="maxtext.no_steps", keys=("steps",), holds=lambda job: job.total_steps >= 1,
+            message=lambda job: (
+                f"the run has steps={job['steps']} (learning_rate_schedule_steps={job['learning_rate_schedule_steps']})"
+            )),
+    ]
+)  # fmt: skip
+RULES = [*CHECKED, *PIPELINE, *FOUND_BY_RUN]
+DIALECT = Dialect(job=MaxTextJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read_chain, launch=LAUNCH)

@@ -1,0 +1,879 @@
+"""Megatron: its arguments and how they are read, its two ramps, replicas, microbatches and pipeline, and its rules.
+
+A file is YAML with underscores or dashes, NeMo's nested YAML, or a command line. The ramps are computed exactly and with
+Megatron's own roundings. The run finds many problems only when the step of a phase comes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
+from fractions import Fraction
+from typing import Any
+
+from rampup.config.yaml import Located, parse_scalar
+from rampup.dialects.convert import PretrainingJob
+from rampup.dialects.reading import Entry, Launch, Settings, Source, entry, read_source, type_settings
+from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, multiple
+from rampup.dialects.script import Command, unknown_names
+from rampup.dialects.verdict import Conversion, Term, counted, times
+from rampup.errors import ConfigError
+from rampup.plan.numbers import MAX_COUNT, SUFFIXES
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import MAX_PHASES, BatchRamp, check_num_phases
+from rampup.plan.split import BatchSplitter
+from rampup.plan.timetable import bubble_fraction
+
+RAMP, SCHEDULE = "rampup_batch_size", "step_batch_size_schedule"
+MICRO, GLOBAL, DECREASE = "micro_batch_size", "global_batch_size", "decrease_batch_size_if_needed"
+TENSOR, STAGES, CONTEXT = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+MODEL_AXES = (TENSOR, STAGES, CONTEXT)
+VIRTUAL, PER_CHUNK = "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"
+GROUP, OVERLAP = "microbatch_group_size_per_vp_stage", "overlap_p2p_comm"
+LAYERS, LAYOUT, PARTITION = "num_layers", "pipeline_model_parallel_layout", "pp_partition_method"
+ENDS = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+EXTRAS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+VERSION = "megatron_version"
+EVAL_MICRO, EVAL_GLOBAL = "eval_micro_batch_size", "eval_global_batch_size"
+# What splits layers over stages in another way than evenly.
+UNEVEN = (*ENDS, *EXTRAS, LAYOUT, PARTITION, "deepspeed")
+_REFERENCE = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*\}")
+_MAX_HOPS = 20
+_DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
+
+KEYS: dict[str, Entry] = {
+    MICRO: entry(None, "samples per replica and forward pass", unit="samples"),
+    GLOBAL: entry(None, "samples per optimizer step; unset: one micro batch per replica", unit="samples"),
+    RAMP: entry(None, "start, increment and samples of a linear ramp", kind="text", nullable=True),
+    SCHEDULE: entry(None, "THRESHOLD:SIZE pairs of a ramp in steps", kind="text", nullable=True),
+    DECREASE: entry(False, "round batches down to a multiple of micro batch * replicas", kind="bool"),
+    "data_parallel_size": entry(None, "replicas; given as data_parallel_size=N", minimum=1),
+    "world_size": entry(None, "devices of the job", minimum=1, unit="devices"),
+    "nnodes": entry(None, "hosts (torchrun)", minimum=1),
+    "nproc_per_node": entry(None, "devices per host (torchrun)", minimum=1, unit="devices"),
+    "num_nodes": entry(None, "hosts (NeMo)", minimum=1),
+    "devices": entry(None, "devices per host (NeMo)", minimum=1, also=(-1,), unit="devices"),
+    TENSOR: entry(1, "devices that share each layer's matrices", minimum=1),
+    STAGES: entry(1, "pipeline stages", minimum=1),
+    CONTEXT: entry(1, "devices that share each sequence", minimum=1),
+    VIRTUAL: entry(None, "layer chunks per stage"),
+    PER_CHUNK: entry(None, "layers in a chunk", minimum=1, unit="layers"),
+    GROUP: entry(None, "microbatches in a row through one chunk; unset: the stages", minimum=1),
+    OVERLAP: entry(True, "send while computing; needed for two interleaved stages", kind="bool"),
+    LAYERS: entry(None, "layers", minimum=1, unit="layers", optional=True),
+    **{key: entry(None, f"layers of the {end} stage", minimum=1) for key, end in zip(ENDS, ("first", "last"), strict=True)},
+    **{key: entry(False, "count it as a layer when layers are split over stages", kind="bool") for key in EXTRAS},
+    LAYOUT: entry(None, "the layers of each stage, such as Et*3|(tt|)*29m|L", kind="text", nullable=True),
+    PARTITION: entry(None, "how DeepSpeed splits layers over stages", kind="text", nullable=True),
+    "deepspeed": entry(False, "Megatron-DeepSpeed", kind="bool"),
+    VERSION: entry(
+        "legacy", "legacy: rules until April 2026, with linear ramps; or head", kind="text", choices=("legacy", "head")
+    ),
+    "seq_length": entry(None, "tokens per sample", minimum=1, unit="tokens", optional=True),
+    "train_iters": entry(None, "optimizer steps", minimum=0, unit="steps", optional=True),
+    "max_steps": entry(None, "optimizer steps (NeMo)", minimum=-1, unit="steps", optional=True),
+    "train_samples": entry(None, "samples of the run", minimum=0, unit="samples", optional=True),
+    EVAL_MICRO: entry(None, "micro batch of evaluation; unset: that of training", minimum=1, unit="samples", optional=True),
+    EVAL_GLOBAL: entry(None, "batch of evaluation; unset: that of training", minimum=1, unit="samples", optional=True),
+}
+ALIASES = {
+    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
+    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
+    "encoder_seq_length": "seq_length",
+    "gpus_per_node": "nproc_per_node",
+    **{f"num_layers_in_{end}_pipeline_stage": key for end, key in zip(("first", "last"), ENDS, strict=True)},
+}
+_NEGATIVES = {"no_overlap_p2p_communication": "overlap_p2p_comm", "no_overlap_p2p_comm": "overlap_p2p_comm"}
+
+
+def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
+    """Read Megatron's arguments: YAML (flat, or nested as NeMo's; names with underscores or dashes), a script or a command.
+
+    Raises:
+        ConfigError: unreadable, mistyped, misspelt, given twice, or without a single argument that matters.
+    """
+    reading = read_source(source, overrides, launch)
+    renamed = []
+    for setting in reading.overrides:
+        name, equals, value = setting.partition("=")
+        known = not name.startswith("-") and canonical(name) in KEYS
+        renamed.append(f"{canonical(name)}{equals}{value}" if known else setting)
+    overridden = {setting.partition("=")[0] for setting in renamed}
+    # Groups such as MODEL_ARGS_2 beside MODEL_ARGS are further runs, as those in a script.
+    groups = {name.rpartition(".")[0] for name in reading.leaves}
+    later = sorted(group for group in groups if (match := re.fullmatch(r"(.+)_\d+", group)) and match[1] in groups)
+    located = reading.leaves
+    if reading.command is None:
+        first = {name: value for name, value in located.items() if name.rpartition(".")[0] not in later}
+        located = _from_yaml(first, reading.path, overridden)
+    # What a script does not say about the devices is one question: the size of the job.
+    if any(isinstance(located[name].value, str) and unknown_names(located[name].value) for name in _DEVICES if name in located):
+        located = {name: value for name, value in located.items() if name not in _DEVICES}
+    repeated = {canonical(name): line for name, line in reading.repeated.items()}
+    # A ramp depends on the samples and tokens of the run, and the number of chunks on that of layers.
+    depends = not {RAMP, SCHEDULE, PER_CHUNK}.isdisjoint({*located, *overridden})
+    entries = {name: dataclasses.replace(entry, optional=False) for name, entry in KEYS.items()} if depends else KEYS
+    notes = [*reading.notes, *([f"{', '.join(later)}: the keys of another run, which are not read."] if later else [])]
+    reading = dataclasses.replace(reading, leaves=located, overrides=renamed, repeated=repeated, notes=tuple(notes))
+    return type_settings(reading, entries, system="Megatron")
+
+
+def canonical(name: str) -> str:
+    """Return Megatron's name for an option, a YAML key or one of its older names."""
+    plain = name.rpartition(".")[2].lstrip("-").replace("-", "_")
+    return ALIASES.get(plain, plain)
+
+
+def _from_yaml(leaves: Mapping[str, Located], path: str, overridden: Collection[str]) -> dict[str, Located]:
+    found: dict[str, list[str]] = {}
+    for name in leaves:
+        found.setdefault(canonical(name), []).append(name)
+    located: dict[str, Located] = {}
+    for known, names in found.items():
+        # The least nested of several names counts.
+        depth = min(name.count(".") for name in names)
+        (first, value), *rest = [(name, _resolve_reference(leaves[name], leaves)) for name in names if name.count(".") == depth]
+        for other, second in rest:
+            if known in KEYS and known not in overridden and second.value != value.value:
+                raise ConfigError(
+                    f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with "
+                    f"{known}=...",
+                    key=known,
+                    path=path,
+                    line=leaves[other].line,
+                )
+        located.update([_normalize(known, value)])
+    return located
+
+
+def _resolve_reference(value: Located, leaves: Mapping[str, Located]) -> Located:
+    for _ in range(_MAX_HOPS):
+        match = _REFERENCE.fullmatch(value.value.strip()) if isinstance(value.value, str) else None
+        if match is None or match[1] not in leaves:
+            return value
+        value = leaves[match[1]]
+    return value
+
+
+def _normalize(name: str, value: Located) -> tuple[str, Located]:
+    """Return a key and its value in the form that the key takes: lists as text, a negative option as its opposite."""
+    content = value.value
+    if name in _NEGATIVES and isinstance(content, bool):
+        return _NEGATIVES[name], dataclasses.replace(value, value=not content)
+    if name == RAMP and isinstance(content, list):
+        return name, dataclasses.replace(value, value=" ".join(map(str, content)) or "[]")
+    if name == LAYOUT and isinstance(content, list):
+        return name, dataclasses.replace(value, value="|" * (len(content) - 1) or "L")  # only the number of stages counts
+    if name in (RAMP, SCHEDULE) and isinstance(content, int | float) and not isinstance(content, bool):
+        return name, dataclasses.replace(value, value=str(content))
+    return name, value
+
+
+def read_options(command: Command) -> dict[str, Located]:
+    """Return the keys that the options of a command set: true for a flag, several words for a ramp, otherwise the first one."""
+    located: dict[str, Located] = {}
+    for index, word in enumerate(command.words):
+        if not word.startswith("--") or len(word) == 2:
+            continue
+        written, equals, attached = word.partition("=")
+        following = itertools.takewhile(lambda other: not other.startswith("--"), command.words[index + 1 :])
+        name, values = canonical(written), [attached] if equals else list(following)
+        value: Any = True
+        if name == RAMP:
+            value = " ".join([v for v in values if re.match(r"[-+\d]", v) or unknown_names(v)] or values[:1])
+        elif name == SCHEDULE:
+            value = " ".join(v for v in values if ":" in v or unknown_names(v)) or " ".join(values[:1])
+        elif values and not (name in KEYS and KEYS[name].key.kind == "bool") and name not in _NEGATIVES:
+            value = values[0] if unknown_names(values[0]) else parse_scalar(values[0], command.path)
+        elif values and values[0].lower() in ("true", "false"):
+            value = values[0].lower() == "true"
+        located.update([_normalize(name, command.locate(value, word, *([] if equals else values[:1])))])
+    return located
+
+
+LAUNCH = Launch(
+    system="Megatron",
+    program=re.compile(r"(?i)(?:pretrain|finetune|train|sft)\w*\.py|megatron[\w.]*train|--(?:micro|global|rampup)-batch-size"),
+    others=re.compile(
+        r"(?i)\b(?:tools|tasks)/\S*\.py|\w*(?:evaluat|generat|convert|preprocess|inference|predict|export)\w*\.py"
+    ),
+    example="torchrun pretrain_gpt.py --micro-batch-size 1",
+    entries=KEYS,
+    canonical=canonical,
+    read=read_options,
+)
+
+
+Row = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearRamp:
+    """`--rampup-batch-size START INCREMENT SAMPLES` up to `--global-batch-size`.
+
+    Attributes:
+        start, increment, end: global batch sizes.
+        samples: length of the ramp.
+        unit: divisor that every batch is rounded down to, with `--decrease-batch-size-if-needed`; otherwise 1.
+
+    Source: megatron-core `num_microbatches_calculator.py`, RampupBatchsizeNumMicroBatchesCalculator.
+    """
+
+    start: int
+    increment: int
+    end: int
+    samples: int
+    unit: int = 1
+
+    @property
+    def num_increments(self) -> int:
+        """Requested changes of size."""
+        return (self.end - self.start) // self.increment
+
+    def size(self, k: int) -> int:
+        """Return the batch after k increments."""
+        return (self.start + k * self.increment) // self.unit * self.unit
+
+    def exact(self) -> BatchRamp:
+        """Return the ramp without any rounding."""
+        if self.unit == 1:
+            return BatchRamp.linear(
+                start=self.start, increment=self.increment, end=self.end, samples=self.samples, carry_overshoot=True
+            )
+        return BatchRamp.piecewise(self.thresholds())
+
+    def thresholds(self) -> list[tuple[int, int]]:
+        """Return (samples, batch) at every change; sizes that rounding makes equal are merged."""
+        count = self.num_increments
+        check_num_phases(count + 1)
+        pairs = sorted({-(-k * self.samples // count): self.size(k) for k in range(count + 1)}.items())
+        changed = [pair for before, pair in itertools.pairwise(pairs) if pair[1] != before[1]]
+        return [pairs[0], *changed]
+
+    def as_run(self) -> list[Row]:
+        """Return (first step, batch, samples before) as Megatron's floating-point division gives them."""
+        count, rows, step, consumed, k = self.num_increments, list[Row](), 0, 0, 0
+        share = self.samples / count
+
+        def stage(samples: int) -> int:
+            return count if samples > self.samples else int(samples / share)
+
+        while k < count:
+            size = self.size(k)
+            number = max(math.ceil((Fraction((k + 1) * self.samples, count) - consumed) / size), 1)
+            while number > 1 and stage(consumed + (number - 1) * size) > k:
+                number -= 1
+            while stage(consumed + number * size) <= k:
+                number += 1
+            rows.append((step, size, consumed))
+            step, consumed = step + number, consumed + number * size
+            k = stage(consumed)
+        rows.append((step, self.size(count), consumed))
+        return rows[:1] + [row for before, row in itertools.pairwise(rows) if row[1] != before[1]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Threshold:
+    """One THRESHOLD:SIZE entry of `--step-batch-size-schedule`."""
+
+    text: str  # as written
+    samples: int  # the threshold, exact, truncated to whole samples
+    as_run: int  # the same as Megatron's floating-point product gives it
+    size: int  # global batch size from the threshold on
+
+
+def parse_entry(text: str, seq_length: int | None) -> Threshold | None:
+    """Read one entry, with suffixes K, M, B, T, as Megatron does; None where it cannot.
+
+    Thresholds are tokens if `seq_length` is given. Source: Megatron-LM `num_microbatches_calculator.py`, the step schedule:
+    `int(float(digits) * factor)`.
+    """
+    threshold, colon, size = text.partition(":")
+    left, right = _parse_number(threshold), _parse_number(size)
+    if not colon or left is None or right is None:
+        return None
+    per_sample = seq_length or 1
+    return Threshold(text=text, samples=left[0] // per_sample, as_run=left[1] // per_sample, size=right[1])
+
+
+def _parse_number(text: str) -> tuple[int, int] | None:
+    digits, factor = text.strip().upper(), 1
+    if digits and digits[-1] in SUFFIXES:
+        digits, factor = digits[:-1], SUFFIXES[digits[-1]]
+    try:
+        exact = Decimal(digits)
+    except InvalidOperation:
+        return None
+    if not exact.is_finite() or abs(exact.adjusted()) > 18 or abs(exact) * factor > MAX_COUNT:
+        return None
+    return int(exact * factor), int(float(exact) * factor)
+
+
+MAX_LAYOUT = 10_000
+# A group (ab|)*3 and a letter t*3, in the order in which Megatron unrolls them.
+_REPEATS = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
+
+
+def count_layout_stages(text: str) -> int:
+    """Return the stages of a `--pipeline-model-parallel-layout` such as `Et*3|(tt|)*29m|L`."""
+    text = text.replace(",", "").replace(" ", "")
+    for pattern in _REPEATS:
+        text = re.sub(pattern, lambda match: match[1] * min(int(match[2]), MAX_LAYOUT), text[:MAX_LAYOUT])
+    return text.count("|") + 1
+
+
+class MegatronJob(PretrainingJob):
+    """The numbers of Megatron's arguments.
+
+    Raises:
+        ConfigError: the number of devices is unknown or contradictory.
+    """
+
+    expressed = (
+        *(MICRO, GLOBAL, DECREASE, RAMP, SCHEDULE, VIRTUAL, PER_CHUNK, EVAL_GLOBAL, *MODEL_AXES),
+        *(LAYERS, VERSION, "seq_length", "train_iters", "max_steps", "train_samples"),
+        *("world_size", "data_parallel_size", "nnodes", "nproc_per_node", "num_nodes", "devices"),
+    )
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        ramps = ", with the linear ramps of those until April 2026"
+        if self[VERSION] == "head":
+            ramps = "; without megatron_version=head, with linear ramps, as until April 2026"
+        self.version = f"Megatron-LM of August 2026 (d98e8a6){ramps}"
+        self.model_parallel = math.prod(self[axis] for axis in MODEL_AXES)  # devices of a replica
+        self.world: int | None = self["world_size"]
+        for hosts, per_host in (("nnodes", "nproc_per_node"), ("num_nodes", "devices")):
+            if self.world is None and self[per_host] is not None and self[per_host] > 0:
+                self.world = (self[hosts] or 1) * self[per_host]
+        replicas = self["data_parallel_size"]
+        if self.world is None and replicas is None:
+            raise ConfigError(
+                "the number of devices is not in the file; add world_size=N (or data_parallel_size=N)", key="world_size"
+            )
+        # At least one replica, also if a rule about the world size is broken.
+        self.replicas: int = max((self.world or 1) // self.model_parallel, 1) if replicas is None else replicas
+        self.num_devices = self.replicas * self.model_parallel
+        if replicas is not None and self.world is not None and self.world != self.num_devices:
+            raise ConfigError(
+                f"data_parallel_size * tensor * pipeline * context parallel sizes = {self.replicas} * {self.model_parallel} = "
+                f"{self.num_devices} is not the world size {self.world}",
+                key="data_parallel_size",
+                nearest=(self.world // self.model_parallel,),
+            )
+
+        self.micro: int = self[MICRO] or 0
+        self.unit = self.micro * self.replicas  # samples of one forward pass of all replicas
+        self.final: int = self.unit if self[GLOBAL] is None else self[GLOBAL]  # the requested batch after the ramp
+        self.eval_unit = max(self[EVAL_MICRO] or self.micro, 1) * self.replicas
+
+        # Layer chunks per stage (more than 1 = the interleaved schedule), and microbatches that pass one chunk in a row.
+        self.stages: int = self[STAGES]
+        hybrid = any(name.startswith("hybrid_") and name.endswith("_pattern") for name in settings.others)
+        self.num_layers: int | None = None if hybrid else self[LAYERS]  # a pattern names each of the hybrid layers
+        self.uneven = [key for key in UNEVEN if self[key]]
+        self.layout_stages = count_layout_stages(self[LAYOUT]) if self[LAYOUT] else 0
+        self.chunks = max(self.layout_stages // self.stages, 1)
+        if self.layout_stages:
+            pass
+        elif self[VIRTUAL] is not None:
+            self.chunks = max(self[VIRTUAL], 1)
+        elif self[PER_CHUNK] is not None and self.num_layers is not None:
+            extras = sum(self[key] for key in EXTRAS)  # the embedding and the loss take the slot of a layer
+            self.chunks = max((self.num_layers + extras) // (self.stages * self[PER_CHUNK]), 1)
+        self.group: int = self.stages if self[GROUP] is None else self[GROUP]
+        self.interleaved = self.chunks > 1 and self.stages > 1
+
+        # The ramp: a schedule in steps wins over a linear one, which has no effect since April 2026.
+        self.has_schedule = self[SCHEDULE] is not None
+        self.has_linear = self[RAMP] is not None and not self.has_schedule and self[VERSION] == "legacy"
+        self.has_ramp = self.has_schedule or self.has_linear
+        self.reasons = {GROUP: "no counterpart: rampup sends all microbatches round together"}
+        if not self.has_ramp:
+            self.reasons[RAMP] = "ignored by Megatron-LM since April 2026"
+        # Start, increment and samples of a linear ramp: fewer or more numbers if it is malformed, and 0 without one.
+        self.triple: tuple[int, ...] | None = None
+        if self.has_linear:
+            words = re.split(r"[\s,]+", re.sub(r"[\[\]()\"']", " ", self[RAMP]).strip())
+            whole = all(re.fullmatch(r"[-+]?[0-9](?:_?[0-9]){0,17}", word) for word in words)
+            self.triple = tuple(map(int, words)) if whole else ()
+        self.start, self.increment, self.ramp_samples = self.triple if self.triple and len(self.triple) == 3 else (0, 0, 0)
+        self.linear: LinearRamp | None = None  # the linear ramp, if its numbers make one
+        unit = self.unit if self[DECREASE] else 1
+        grows = min(self.start, self.increment, self.ramp_samples) >= 1 and self.final > self.start >= unit >= 1
+        if grows and (self.final - self.start) % self.increment == 0:
+            ramp = LinearRamp(start=self.start, increment=self.increment, end=self.final, samples=self.ramp_samples, unit=unit)
+            self.linear = ramp if ramp.num_increments < MAX_PHASES else None
+        # The entries of the schedule as written; spaces and commas separate them.
+        self.written_entries: list[str] = self[SCHEDULE].replace(",", " ").split() if self.has_schedule else []
+        parsed = [parse_entry(text, self["seq_length"]) for text in self.written_entries[:MAX_PHASES]]
+        self.unreadable = [text for text, entry in zip(self.written_entries, parsed, strict=False) if entry is None]
+        # Sorted by threshold, as Megatron sorts them.
+        self.thresholds = sorted((entry for entry in parsed if entry is not None), key=lambda entry: entry.samples)
+        # Neighbouring thresholds that do not increase.
+        self.not_rising = [(a, b) for a, b in itertools.pairwise(self.thresholds) if b.samples <= a.samples]
+        self.schedule_valid = (
+            bool(self.thresholds)
+            and not self.unreadable
+            and self.thresholds[0].samples == 0
+            and not self.not_rising
+            and all(entry.size > 0 for entry in self.thresholds)
+        )
+        self.ramp: BatchRamp | None = None  # none if there is none to follow
+        if self.has_schedule and self.schedule_valid:
+            self.ramp = BatchRamp.piecewise([(entry.samples, entry.size) for entry in self.thresholds])
+        elif self.linear is not None:
+            self.ramp = self.linear.exact()
+        elif not self.has_ramp and self.final >= max(unit, 1):
+            self.ramp = BatchRamp.constant(self.final // max(unit, 1) * max(unit, 1))
+        self.sizes = () if self.ramp is None else tuple(dict.fromkeys(self.ramp.sizes))
+        self.splits = self.unit >= 1 and not any(size % self.unit for size in self.sizes)
+        self.num_microbatches = [size // self.unit for size in self.ramp.sizes] if self.ramp and self.splits else None
+
+    def summary(self) -> str:
+        """Return the numbers of an optimizer step in one line."""
+        if self.ramp is None or not self.splits:
+            return ""
+        final = self.ramp.sizes[-1]
+        microbatches = counted(final // self.unit, "microbatch")
+        shape = times(counted(self.replicas, "replica"), microbatches, self.micro)
+        text = f"{counted(final, 'sample')} per optimizer step; {shape}"
+        if self.has_ramp:
+            text += (
+                f"; ramp from {self.ramp.sizes[0]:,} in {counted(len(self.ramp.phases), 'phase')} and "
+                f"{counted(self.ramp.ramp_steps, 'step')}"
+            )
+        return text
+
+    def derived(self) -> dict[str, Any]:
+        """Return the numbers of the report."""
+        derived: dict[str, Any] = {
+            "num_devices": self.num_devices,
+            "data_parallel_size": self.replicas,
+            "micro_batch_size": self.micro,
+            "num_stages": self.stages,
+            "num_repeats": self.chunks,
+            "thresholds_samples": None,
+            "num_microbatches": self.num_microbatches,
+        }
+        if self.has_schedule:
+            derived["thresholds_samples"] = [[entry.samples, entry.size] for entry in self.thresholds]
+        if self.ramp is not None:
+            derived |= {
+                "global_batch_size": self.ramp.sizes[-1],
+                "ramp_phases": [[p.start_step, p.global_batch_size, p.start_sample] for p in self.ramp.phases],
+                "num_increments": self.ramp.num_increments,
+                "ramp_steps": self.ramp.ramp_steps,
+                "ramp_samples": self.ramp.ramp_samples,
+            }
+        if self.num_microbatches is not None:
+            derived["accumulation_steps"] = self.num_microbatches[-1]
+            derived["bubble_fraction"] = float(bubble_fraction(self.stages, self.num_microbatches[-1], self.chunks))
+        return derived
+
+    def phases(self) -> Sequence[Mapping[str, Any]] | None:
+        """Return every phase as `rampup plan --json` does, or None if a batch cannot be split.
+
+        Rampup's own pipeline takes multiples of its stages; Megatron's takes any number of microbatches, so each size is
+        split separately.
+        """
+        if self.ramp is None or not self.splits or not self.has_ramp:
+            return None
+        by_size: dict[int, Mapping[str, Any]] = {}
+        for size in self.sizes:
+            splitter = BatchSplitter(
+                data_parallel_size=self.replicas,
+                num_stages=self.stages,
+                num_repeats=self.chunks if self.stages > 1 else 1,
+                num_pipeline_microbatches=size // self.unit if self.stages > 1 else -1,
+                microbatch_size=self.micro,
+                strict_multiple=False,
+            )
+            plan = RampPlan(ramp=BatchRamp.constant(size), splitter=splitter, num_devices=self.num_devices, total_steps=1)
+            by_size[size] = plan.phase_rows()[0]
+        return [
+            {
+                **by_size[phase.global_batch_size],
+                "start_step": phase.start_step,
+                "start_sample": phase.start_sample,
+                "num_steps": phase.num_steps,
+            }
+            for phase in self.ramp.phases
+        ]
+
+    def rampup_values(self) -> dict[str, Any]:
+        """Return the run in rampup's keys."""
+        if self.ramp is None or not self.splits:
+            raise ConfigError("not every batch of the file can be split")
+        counts = sorted({size // self.unit for size in self.sizes})
+        uneven = [count for count in counts if count % self.stages]
+        if self.stages > 1 and len(counts) > 1 and uneven:
+            raise ConfigError(
+                "rampup's pipeline takes a growing number of microbatches in multiples of its "
+                f"{self.stages} stages, but the file has phases of {uneven[0]}"
+            )
+        # If the file does not say how long the run is, it has the steps of the ramp and one more.
+        steps = self["train_iters"] or self["max_steps"] or 0
+        steps = steps if steps > 0 else self.ramp.ramp_steps + 1
+        if self["train_samples"]:
+            steps = max(self.ramp.step_of_sample(int(self["train_samples"])), 1)
+        values: dict[str, Any] = {
+            "num_devices": self.num_devices,
+            "ici_tensor_parallelism": self[TENSOR],
+            "ici_context_parallelism": self[CONTEXT],
+            "ici_pipeline_parallelism": self.stages,
+            "microbatch_size": self.micro,
+            "steps": steps,
+            "learning_rate_clock": "samples",
+            "eval_interval": -1,
+        }
+        rounded = self.linear is not None and self.linear.unit > 1
+        if self.has_schedule or rounded:
+            pairs = [(entry.samples, entry.size) for entry in self.thresholds]
+            if self.linear is not None:
+                pairs = self.linear.thresholds()
+            values["batch_size_schedule"] = " ".join(f"{threshold}:{size}" for threshold, size in pairs)
+        else:
+            values["per_device_batch_size"] = Fraction(self.ramp.sizes[-1], self.num_devices)
+        if self.linear is not None and not rounded:
+            values |= {
+                "enable_rampup_batch_size": True,
+                "per_device_batch_size_start": Fraction(self.linear.start, self.num_devices),
+                "per_device_batch_size_increment": Fraction(self.linear.increment, self.num_devices),
+                "global_rampup_samples": self.linear.samples,
+                "rampup_carry_overshoot": True,
+            }
+        if self["seq_length"] is not None:
+            values["max_target_length"] = self["seq_length"]
+        if self[EVAL_GLOBAL] is not None:
+            values["eval_per_device_batch_size"] = Fraction(self[EVAL_GLOBAL], self.num_devices)
+        if self.stages > 1:
+            chunks = self.stages * self.chunks
+            layers = chunks if self.num_layers is None else self.num_layers
+            values |= {
+                "num_pipeline_microbatches": counts[0] if len(counts) == 1 else -1,
+                "pipeline_strict_multiple": False,
+                "num_pipeline_repeats": self.chunks,
+                "base_num_decoder_layers": layers,
+                "num_layers_per_pipeline_stage": max(layers // chunks, 1),
+            }
+        return values
+
+    def conversion(self) -> Conversion:
+        """Return the same run in rampup's keys, or why they cannot express it."""
+        if self.uneven and self.stages > 1:
+            return Conversion(refusal="rampup's pipeline has the same number of layers in every stage")
+        return super().conversion()
+
+
+MAX_LISTED = 12
+
+
+def _meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
+    if job.micro:
+        yield (MICRO, f"{counted(job.micro, 'sample')} per replica and forward pass")
+    yield (
+        f"tensor * pipeline * context = {' * '.join(str(job[axis]) for axis in MODEL_AXES)}",
+        f"{counted(job.model_parallel, 'device')} per replica, {counted(job.replicas, 'replica')}",
+    )
+    if job.ramp is not None:
+        final = job.ramp.sizes[-1]
+        passes = f", {counted(final // job.unit, 'microbatch')} per replica" if job.splits else ""
+        yield (GLOBAL, f"{counted(final, 'sample')} per optimizer step after any ramp{passes}")
+        if job.has_ramp:
+            yield (
+                SCHEDULE if job.has_schedule else RAMP,
+                f"{counted(len(job.ramp.phases), 'phase')} from {job.ramp.sizes[0]:,} to {final:,} samples, complete after "
+                f"{counted(job.ramp.ramp_steps, 'step')} and {job.ramp.ramp_samples:,} samples",
+            )
+    if job.chunks > 1:
+        yield (VIRTUAL, f"{job.chunks:,} layer chunks on each of {job.stages:,} stages, {job.group:,} microbatches in a row")
+
+
+def _notes(job: MegatronJob) -> Iterator[str]:
+    if job.has_schedule:
+        kept = [entry.text for entry in job.thresholds]
+        if not job.unreadable and job.written_entries != kept:
+            yield f"{SCHEDULE} is in the wrong order; Megatron sorts it, as was done here: {_listed(kept)}"
+        if job["seq_length"] is None:
+            yield "thresholds are taken as samples; Megatron's command line always takes them as tokens (give seq_length=N)"
+        for pair in job.thresholds:
+            threshold, _, size = pair.text.partition(":")
+            if pair.samples != pair.as_run:
+                yield (
+                    f"threshold {threshold} is {pair.samples:,} samples exactly and {pair.as_run:,} in Megatron's floating-"
+                    "point product"
+                )
+            if "." in size and not size.upper().endswith(("K", "M", "B", "T")):
+                yield f"{pair.text}: the size is silently truncated to {pair.size}"
+        if job.ramp is not None:
+            skipped = len({entry.size for entry in job.thresholds}) - len(set(job.ramp.sizes))
+            if skipped > 0:
+                yield f"{skipped:,} sizes are skipped by one large step and never run"
+            yield "evaluation uses one micro batch per replica unless eval_global_batch_size is given"
+    elif job.linear is not None and job.ramp is not None:
+        linear, ramp = job.linear, job.ramp
+        if linear.unit > 1:
+            yield f"{DECREASE}: every batch is rounded down to a multiple of {linear.unit:,}: {_listed(ramp.sizes)}"
+        for phase, row in zip(ramp.phases, linear.as_run(), strict=False):
+            if (phase.start_step, phase.global_batch_size, phase.start_sample) != row:
+                yield (
+                    f"exact arithmetic changes to {phase.global_batch_size:,} at step {phase.start_step:,} (sample "
+                    f"{phase.start_sample:,}); Megatron's floating-point division has {row[1]:,} from step {row[0]:,} (sample "
+                    f"{row[2]:,}); later phases may differ too"
+                )
+                break
+        skipped = linear.num_increments + 1 - len(ramp.phases)
+        if skipped and linear.unit == 1:
+            yield f"{skipped:,} of the {linear.num_increments + 1:,} sizes are skipped by one large step and never run"
+        yield "at every change Megatron saves a checkpoint; the learning rate follows samples and is not scaled with the batch"
+    elif job[DECREASE] and job.ramp is not None and job.ramp.sizes[-1] != job.final:
+        yield f"{DECREASE}: {GLOBAL}={job.final:,} runs as {job.ramp.sizes[-1]:,}, a multiple of {job.unit:,}"
+    # Which version the report speaks for, if a linear ramp depends on it, and what the other one does.
+    if job[RAMP] is None:
+        pass
+    elif job.has_schedule:
+        yield f"{RAMP} is ignored: versions that know {SCHEDULE} only print a warning"
+    elif job.has_linear and not {PARTITION, "deepspeed"} & {*job.uneven} and not {"num_nodes", "devices"} & job.settings.given:
+        yield (
+            f"this is what {RAMP} does in Megatron-LM until April 2026 and megatron-core up to 0.16; since then it has no "
+            f"effect without {SCHEDULE}, and the batch is {job.final:,} from the first step ({VERSION}=head)"
+        )
+    elif not job.has_linear:
+        yield (
+            f"{RAMP} has no effect in Megatron-LM since April 2026, which only prints a warning: the batch is {job.final:,} "
+            f"from the first step. Give {SCHEDULE} instead, or {VERSION}=legacy for older versions"
+        )
+    if job.uneven and job.stages > 1:
+        yield f"{' and '.join(job.uneven)}: how layers are split is not checked, and the bubble is that of equal stages"
+    if job.chunks > 1 and job.stages == 1:
+        yield "there is one pipeline stage: its layer chunks change nothing"
+    is_nemo = bool(job.settings.given & {"num_nodes", "devices"})
+    if is_nemo and job.ramp is not None and len(job.ramp.phases) > 1:
+        yield "NeMo 2 ends the job at every change of the batch, to be restarted with the devices for the next"
+    if job.num_microbatches is not None and job.stages > 1 and min(job.num_microbatches) < job.stages:
+        count = counted(min(job.num_microbatches), "microbatch")
+        yield f"with {count} the {job.stages} pipeline stages are never all busy; it runs"
+
+
+def _listed(values: Sequence[object]) -> str:
+    shown = ", ".join(f"{value:,}" if isinstance(value, int) else str(value) for value in values[:MAX_LISTED])
+    return shown + (", ..." if len(values) > MAX_LISTED else "")
+
+
+MANY_SIZES = 2_000
+_ROUNDS_TO_0 = f"; {DECREASE} rounds it down to 0 microbatches"
+Rules = list[Rule[MegatronJob]]
+
+
+def _unit(job: MegatronJob) -> Term:
+    return Term(f"{MICRO} * data_parallel_size = {job.micro} * {job.replicas} = {job.unit}", job.unit)
+
+
+_FINAL: Side[MegatronJob] = (f"{GLOBAL}={{:,}}", lambda job: job.final)
+ARGUMENTS: Rules = [
+    Rule(name="megatron.micro_batch_positive", keys=(MICRO,), holds=lambda job: job.micro >= 1,
+        message=lambda job: f"{MICRO} must be set" if job[MICRO] is None else f"{MICRO}={job[MICRO]} must be at least 1"),
+    at_least("megatron.global_batch_positive", (GLOBAL,), GLOBAL, 1, when=lambda job: job[GLOBAL] is not None),
+    multiple("megatron.world_divisible", ("world_size", *MODEL_AXES), ("the world size {}", lambda job: job.world or 0),
+        lambda job: Term(
+            f"tensor * pipeline * context parallel sizes = {' * '.join(str(job[axis]) for axis in MODEL_AXES)} = "
+            f"{job.model_parallel}",
+            job.model_parallel),
+        when=lambda job: job.world is not None),
+    multiple("megatron.batch_divisible", (GLOBAL, MICRO), _FINAL, _unit,
+        when=lambda job: not job.has_ramp and not job[DECREASE]),
+    at_least("megatron.decreased_to_nothing", (GLOBAL, MICRO), _FINAL, _unit,
+        when=lambda job: not job.has_ramp and job[DECREASE] and job.unit >= 1 and job.final >= 1,
+        note=_ROUNDS_TO_0),
+    multiple("megatron.eval_batch_divisible", (EVAL_GLOBAL, EVAL_MICRO), EVAL_GLOBAL,
+        lambda job: Term(
+            f"the evaluation's micro batch * data_parallel_size = {job.eval_unit // job.replicas} * {job.replicas} = "
+            f"{job.eval_unit}",
+            job.eval_unit),
+        when=lambda job: job[EVAL_GLOBAL] is not None),
+]  # fmt: skip
+
+
+# The linear ramp: start, increment and samples.
+
+
+def _is_ordered(job: MegatronJob) -> bool:
+    """Return whether start, increment and samples are numbers that the rules about their relation can use."""
+    return job.start > 0 and job.increment > 0 and job.ramp_samples >= 0
+
+
+def _triples(job: MegatronJob) -> Iterator[str]:
+    """Yield triples near the given one: start and increment at multiples of the unit, an increment that divides the growth."""
+    if job.triple is None or len(job.triple) != 3 or len(job.sizes) > MANY_SIZES:
+        return
+    start, increment, samples, unit = *job.triple, max(job.unit, 1)
+    starts = [int(n) for n in around(start, unit)[:16] if 0 < n < job.final]
+    found = [(s, i) for s in starts for n in around(increment, unit)[:64] if (i := int(n)) > 0 and (job.final - s) % i == 0]
+    for s, i in sorted(found, key=lambda pair: abs(pair[0] - start) + abs(pair[1] - increment)):
+        yield f"{s} {i} {max(samples, 1)}"
+
+
+LINEAR: Rules = [
+    Rule(name="megatron.ramp_is_a_triple", keys=(RAMP,), when=lambda job: job.triple is not None,
+        holds=lambda job: len(job.triple or ()) == 3,
+        message=lambda job: f"{RAMP}={job[RAMP]!r:.80} must be three whole numbers: start, increment and samples"),
+    Rule(name="megatron.ramp_numbers_positive", keys=(RAMP,), when=lambda job: len(job.triple or ()) == 3, holds=_is_ordered,
+        message=lambda job: f"{RAMP}={job[RAMP]}: start and increment must be at least 1, samples at least 0",
+        candidates=_triples),
+    at_least("megatron.ramp_grows", (GLOBAL, RAMP), _FINAL, ("the ramp's start {:,}", lambda job: job.start),
+        when=_is_ordered,
+        candidates=lambda job: [int(n) for n in around(job.final, job.increment, origin=job.start) if n >= 1]),
+    multiple("megatron.ramp_increment_divides", (GLOBAL, RAMP),
+        lambda job: Term(
+            f"{GLOBAL} - start = {job.final:,} - {job.start:,} = {job.final - job.start:,}", job.final - job.start),
+        ("the ramp's increment {:,}", lambda job: job.increment),
+        when=lambda job: _is_ordered(job) and job.final >= job.start),
+    Rule(name="megatron.ramp_counts_samples", keys=("train_iters", RAMP), when=lambda job: job.triple is not None,
+        holds=lambda job: job["train_iters"] is None,
+        message=lambda job: (
+            f"a linear ramp needs a run counted in samples; give train_samples instead of train_iters={job['train_iters']:,}"
+        )),
+    Rule(name="megatron.ramp_divides_by_zero", keys=(RAMP, GLOBAL), when=_is_ordered,
+        holds=lambda job: job.final != job.start and job.ramp_samples > 0,
+        message=lambda job: (
+            f"{RAMP}={job[RAMP]} to {GLOBAL}={job.final:,}: a ramp without increments or samples divides by zero; leave it out"
+        ),
+        candidates=_triples, found_by="run"),
+    at_least("megatron.ramp_decreased_to_nothing", (RAMP, MICRO), ("the ramp's start {:,}", lambda job: job.start), _unit,
+        when=lambda job: _is_ordered(job) and job[DECREASE] and job.unit >= 1, note=_ROUNDS_TO_0, candidates=_triples,
+        found_by="run"),
+    Rule(name="megatron.ramp_phases_divisible", keys=(RAMP, MICRO), when=lambda job: job.linear is not None and job.unit >= 1,
+        holds=lambda job: job.splits,
+        message=lambda job: next(
+            f"the batch of {phase.global_batch_size:,} from step {phase.start_step:,} (sample {phase.start_sample:,}) must be "
+            f"a multiple of {_unit(job).text}; Megatron checks each batch only when its step comes"
+            for phase in (job.ramp.phases if job.ramp else ()) if phase.global_batch_size % job.unit),
+        candidates=_triples, found_by="run"),
+]  # fmt: skip
+
+
+# The schedule in steps: THRESHOLD:SIZE entries.
+
+
+def _shrinking(job: MegatronJob) -> list[tuple[Threshold, Threshold]]:
+    return [(a, b) for a, b in itertools.pairwise(job.thresholds) if b.size < a.size]
+
+
+def _with_rounded_sizes(job: MegatronJob) -> Iterator[str]:
+    """Yield the schedule with each size rounded to the unit, down and then up."""
+    if not job.schedule_valid or job.unit < 1:
+        return
+    for extra in (0, job.unit - 1):
+        sizes = [max((entry.size + extra) // job.unit * job.unit, job.unit) for entry in job.thresholds]
+        pairs = zip(job.thresholds, sizes, strict=True)
+        yield " ".join(f"{entry.text.partition(':')[0]}:{size}" for entry, size in pairs)
+
+
+STEPS: Rules = [
+    Rule(name="megatron.schedule_excludes_global_batch", keys=(GLOBAL, SCHEDULE), when=lambda job: job.has_schedule,
+        holds=lambda job: job[GLOBAL] is None,
+        message=lambda job: f"{GLOBAL}={job[GLOBAL]} must not be given with {SCHEDULE}, whose last size it would contradict"),
+    Rule(name="megatron.schedule_excludes_decrease", keys=(DECREASE, SCHEDULE), when=lambda job: job.has_schedule,
+        holds=lambda job: not job[DECREASE], message=lambda _: f"{DECREASE} must not be given with {SCHEDULE}",
+        candidates=lambda _: (False,)),
+    Rule(name="megatron.schedule_entries", keys=(SCHEDULE,), when=lambda job: job.has_schedule,
+        holds=lambda job: bool(job.thresholds) and not job.unreadable,
+        message=lambda job: (
+            f"{SCHEDULE}: {', '.join(repr(text[:40]) for text in job.unreadable[:5]) or 'nothing'} is not THRESHOLD:SIZE; "
+            "spaces and commas separate entries (1_000 or 1K, not 1,000), suffixes are K, M, B, T")),
+    Rule(name="megatron.schedule_starts_at_0", keys=(SCHEDULE,), when=lambda job: bool(job.thresholds),
+        holds=lambda job: job.thresholds[0].samples == 0,
+        message=lambda job: f"{SCHEDULE}: the first threshold must be 0, it is {job.thresholds[0].samples:,} samples",
+        candidates=lambda job: [] if job.unreadable else [
+            " ".join([f"0:{job.thresholds[0].size}", *(entry.text for entry in job.thresholds[1:])])]),
+    Rule(name="megatron.schedule_thresholds_increase", keys=(SCHEDULE,), when=lambda job: not job.unreadable,
+        holds=lambda job: not job.not_rising,
+        message=lambda job: (
+            f"{SCHEDULE}: thresholds must increase, but {job.not_rising[0][0].text} and {job.not_rising[0][1].text} are both "
+            f"at {job.not_rising[0][1].samples:,} samples")),
+    Rule(name="megatron.schedule_sizes_positive", keys=(SCHEDULE,),
+        holds=lambda job: all(entry.size > 0 for entry in job.thresholds),
+        message=lambda job: (
+            f"{SCHEDULE}: every size must be at least 1, unlike {min(job.thresholds, key=lambda entry: entry.size).text}"
+        )),
+    Rule(name="megatron.schedule_grows", keys=(SCHEDULE,), when=lambda job: job.schedule_valid,
+        holds=lambda job: not _shrinking(job),
+        message=lambda job: (
+            f"{SCHEDULE}: the batch shrinks from {_shrinking(job)[0][0].size:,} to {_shrinking(job)[0][1].size:,} at "
+            f"{_shrinking(job)[0][1].samples:,} samples; the schedule is read, but the trainer stops there"),
+        found_by="run"),
+    Rule(name="megatron.schedule_phases_divisible", keys=(SCHEDULE, MICRO),
+        when=lambda job: job.schedule_valid and job.unit >= 1, holds=lambda job: job.splits,
+        message=lambda job: (
+            f"{SCHEDULE}: {', '.join(str(size) for size in job.sizes if size % job.unit)} must be multiples of "
+            f"{_unit(job).text}; Megatron checks each batch only when its step comes"),
+        candidates=_with_rounded_sizes, found_by="run"),
+]  # fmt: skip
+
+
+# The pipeline and its interleaved schedule.
+
+
+def _stage_share(job: MegatronJob) -> Term:
+    share = (job.num_layers or 0) // job.stages
+    return Term(f"({LAYERS}={job.num_layers}) / ({STAGES}={job.stages}) = {share} layers", share)
+
+
+def _chunk_key(job: MegatronJob) -> str:
+    """Return the key that divides the layers of a stage into chunks; empty if no layers are given, or not split evenly."""
+    if job.uneven or job.num_layers is None or job.num_layers % job.stages:
+        return ""
+    return next((key for key in (VIRTUAL, PER_CHUNK) if job[key] is not None), "")
+
+
+def _in_groups(
+    name: str, fits: Callable[[MegatronJob, int], bool], says: Callable[[MegatronJob, str], str]
+) -> Rule[MegatronJob]:
+    """Return the rule that every phase's number of microbatches fits the groups of the interleaved schedule."""
+
+    def failing(job: MegatronJob) -> list[str]:
+        return [
+            f"{number} microbatches from step {phase.start_step:,} (batch {phase.global_batch_size:,} / {job.unit})"
+            for phase, number in zip(job.ramp.phases if job.ramp else (), job.num_microbatches or (), strict=False)
+            if not fits(job, number)
+        ]
+
+    return Rule(
+        name=f"megatron.{name}",
+        keys=(GLOBAL, GROUP, STAGES),
+        when=lambda job: job.interleaved,
+        holds=lambda job: not failing(job),
+        message=lambda job: f"{says(job, failing(job)[0])}; nothing checks it before that step",
+        division=lambda job: (job.final, max(job.unit, 1) * max(job.group, 1)),
+        found_by="run",
+    )
+
+
+PIPELINE: Rules = [
+    at_least("megatron.chunks_positive", (VIRTUAL,), VIRTUAL, 1, when=lambda job: job[VIRTUAL] is not None),
+    at_least("megatron.chunks_need_stages", (STAGES, VIRTUAL, OVERLAP), STAGES, ("{:,}", lambda job: 2 if job[OVERLAP] else 3),
+        when=lambda job: job.chunks > 1,
+        note=lambda job: f" for {job.chunks} chunks per stage{'' if job[OVERLAP] else f' without {OVERLAP}'}"),
+    multiple("megatron.layers_over_stages", (LAYERS, STAGES), LAYERS, STAGES,
+        when=lambda job: job.num_layers is not None and not job.uneven),
+    multiple("megatron.layers_over_chunks", (LAYERS, VIRTUAL, PER_CHUNK), _stage_share,
+        lambda job: Term(f"{_chunk_key(job)}={job[_chunk_key(job)]}", max(job[_chunk_key(job)], 1)), when=_chunk_key),
+    multiple("megatron.layout_fills_stages", (STAGES, LAYOUT),
+        (f"{LAYOUT} has {{}} stages, which", lambda job: job.layout_stages), STAGES),
+    _in_groups("group_in_range", lambda job, count: job.stages <= job.group <= count,
+        lambda job, first: (
+            f"the interleaved schedule needs {STAGES}={job.stages} <= {GROUP}={job.group} <= microbatches, but "
+            f"there are {first}")),
+    _in_groups("whole_groups",
+        lambda job, count: count < job.group or count % job.group == 0 or count % job.group >= job.stages,
+        lambda job, first: (
+            f"{first} must fill groups of {GROUP}={job.group}, or leave at least {STAGES}={job.stages} for the last")),
+]  # fmt: skip
+RULES = [*ARGUMENTS, *LINEAR, *STEPS, *PIPELINE]
+DIALECT = Dialect(job=MegatronJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read, launch=LAUNCH)

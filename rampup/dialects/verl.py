@@ -1,0 +1,800 @@
+"""veRL: its keys, its numbers by its own formulas, its words, and its rules.
+
+Batch and mini batch count prompts; sizes per gpu count samples of one data-parallel replica. Sources: veRL `trainer/ppo`,
+`workers/engine_workers.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from rampup.dialects.reading import PARENT, Bases, Entry, Launch, Settings, entry
+from rampup.dialects.rollout import RolloutJob, TrainedModel, batch_meanings, dropped_prompts
+from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, found_by_run, multiple, positive, usable
+from rampup.dialects.verdict import Run, Term, counted, product, rounded_down
+from rampup.errors import ConfigError
+from rampup.plan.numbers import divisors
+from rampup.rl.plan import RolloutPlan
+
+ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+TRAIN, RESPONSES = "data.train_batch_size", f"{ROLLOUT}.n"
+MINI, MICRO, OLD_MICRO = (f"{ACTOR}.ppo_{name}" for name in ("mini_batch_size", "micro_batch_size_per_gpu", "micro_batch_size"))
+BUDGET, EPOCHS, DYNAMIC = f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.ppo_epochs", f"{ACTOR}.use_dynamic_bsz"
+LOG_PROB, OLD_LOG_PROB = (f"{ROLLOUT}.log_prob_{name}" for name in ("micro_batch_size_per_gpu", "micro_batch_size"))
+REF_LOG_PROB, OLD_REF_LOG_PROB = (f"{REF}.log_prob_{name}" for name in ("micro_batch_size_per_gpu", "micro_batch_size"))
+CRITIC_MINI = "critic.ppo_mini_batch_size"
+CRITIC_MICRO, OLD_CRITIC_MICRO = "critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size"
+WORKERS = f"{ROLLOUT}.agent.num_workers"
+# Devices that share a sequence with FSDP: the key of today and, if there is one, its deprecated name.
+SEQUENCE = {
+    model: f"{prefix}.ulysses_sequence_parallel_size"
+    for model, prefix in {"actor": f"{ACTOR}.fsdp_config", "ref": f"{REF}.fsdp_config", "critic": "critic.fsdp"}.items()
+}
+OLD_SEQUENCE = {
+    model: f"{prefix}.ulysses_sequence_parallel_size"
+    for model, prefix in {"actor": ACTOR, "ref": REF, "critic": "critic"}.items()
+}
+ROLLOUT_SIZES = tuple(f"{ROLLOUT}.{name}_parallel_size" for name in ("tensor_model", "data", "pipeline_model"))
+MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+TORCHTITAN_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+TORCHTITAN_REPLICAS = ("data_parallel_shard_size", "data_parallel_replicate_size")
+# The sizes that multiply to the devices that share a sample, by backend; with FSDP it is a sequence's.
+MODEL_SIZES = {"megatron": MEGATRON_SIZES, "torchtitan": TORCHTITAN_SIZES, "veomni": ("ulysses_parallel_size",)}
+STRATEGIES = ("fsdp", "fsdp2", "fsdp_turbo", "megatron", "veomni", "torchtitan")
+# The groups of veRL's base files, which decide the backend of all models.
+ENGINES = {"dp": "fsdp", "megatron": "megatron", "veomni": "veomni", "torchtitan": "torchtitan"}
+GEN, FILTER, REFILL = "data.gen_batch_size", "algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"
+# Fully asynchronous training, a trainer of its own (experimental/fully_async_policy).
+ASYNC = "async_training."
+ASYNC_BATCHES, ASYNC_SYNC = f"{ASYNC}require_batches", f"{ASYNC}trigger_parameter_sync_step"
+ROLLOUT_DEVICES, ROLLOUT_NODES = "rollout.n_gpus_per_node", "rollout.nnodes"
+FSDP_SIZE = f"{ACTOR}.fsdp_config.fsdp_size"
+MODES = ("sync", "colocate_async", "separate_async")
+
+
+def _log_prob_keys(role: str) -> dict[str, Entry]:
+    return {
+        f"{role}.log_prob_micro_batch_size": entry(None, "deprecated: samples, whole job", unit="samples"),
+        f"{role}.log_prob_micro_batch_size_per_gpu": entry(None, "samples of a log-probability pass", unit="samples"),
+        f"{role}.log_prob_use_dynamic_bsz": entry(None, "fill these passes by tokens; null = as the actor", kind="bool"),
+    }
+
+
+def _parallel_sizes(role: str, default: int | None) -> dict[str, Entry]:
+    return {
+        **{f"{role}.megatron.{name}": entry(default, f"Megatron's {name}") for name in MEGATRON_SIZES},
+        **{f"{role}.torchtitan.{name}": entry(default, f"TorchTitan's {name}")
+           for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)},
+    }  # fmt: skip
+
+
+KEYS: dict[str, Entry] = {
+    TRAIN: entry(1024, "prompts of a training step", unit="prompts"),
+    GEN: entry(None, "prompts that the data loader gives at once", unit="prompts"),
+    "data.max_prompt_length": entry(512, "longest prompt", unit="tokens"),
+    "data.max_response_length": entry(512, "longest response", unit="tokens"),
+    RESPONSES: entry(1, "responses per prompt", unit="samples"),
+    "model_engine": entry(None, "backend of all models; null = by strategy", kind="text", choices=tuple(ENGINES)),
+    f"{ACTOR}.strategy": entry(None, "backend of the actor; null = as model_engine", kind="text", choices=STRATEGIES),
+    f"{ACTOR}.ppo_mini_batch_size": entry(256, "prompts of an actor update", unit="prompts"),
+    f"{ACTOR}.ppo_micro_batch_size": entry(None, "deprecated: samples of a pass, whole job", unit="samples"),
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": entry(None, "samples of a training pass", unit="samples"),
+    f"{ACTOR}.use_dynamic_bsz": entry(False, "fill passes by tokens", kind="bool"),
+    f"{ACTOR}.ppo_max_token_len_per_gpu": entry(16384, "token budget of a training pass", unit="tokens"),
+    f"{ACTOR}.ppo_epochs": entry(1, "times that a step's samples are trained on"),
+    f"{ACTOR}.use_kl_loss": entry(False, "a reference policy in the loss", kind="bool"),
+    f"{ACTOR}.ulysses_sequence_parallel_size": entry(1, "deprecated: devices that share a sequence"),
+    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": entry(1, "devices that share a sequence"),
+    f"{ACTOR}.veomni.ulysses_parallel_size": entry(1, "devices that share a sequence"),
+    **_parallel_sizes(ACTOR, 1),
+    "actor_rollout_ref.model.use_remove_padding": entry(True, "pack sequences without padding", kind="bool"),
+    **_log_prob_keys(ROLLOUT),
+    **_log_prob_keys(REF),
+    f"{REF}.ulysses_sequence_parallel_size": entry(None, "deprecated: devices that share a sequence"),
+    f"{REF}.fsdp_config.ulysses_sequence_parallel_size": entry(1, "devices that share a sequence"),
+    f"{REF}.veomni.ulysses_parallel_size": entry(None, "devices that share a sequence; null = as the actor"),
+    **_parallel_sizes(REF, None),
+    f"{ROLLOUT}.tensor_model_parallel_size": entry(2, "devices of an inference engine"),
+    f"{ROLLOUT}.data_parallel_size": entry(1, "data-parallel size of an inference engine"),
+    f"{ROLLOUT}.pipeline_model_parallel_size": entry(1, "pipeline stages of an inference engine"),
+    f"{ROLLOUT}.agent.num_workers": entry(8, "processes that generate"),
+    "critic.enable": entry(None, "whether there is a critic; null = for gae", kind="bool"),
+    "critic.strategy": entry(None, "backend of the critic; null = as the actor", kind="text", choices=STRATEGIES),
+    "critic.ppo_mini_batch_size": entry(None, "prompts of a critic update; null = as the actor", unit="prompts"),
+    "critic.ppo_micro_batch_size": entry(None, "deprecated: samples of a critic pass", unit="samples"),
+    "critic.ppo_micro_batch_size_per_gpu": entry(None, "samples of a critic pass", unit="samples"),
+    "critic.use_dynamic_bsz": entry(None, "fill the critic's passes by tokens; null = as the actor", kind="bool"),
+    "critic.ppo_epochs": entry(None, "as the actor's; null = the same"),
+    "critic.ulysses_sequence_parallel_size": entry(1, "deprecated: devices that share a sequence"),
+    "critic.fsdp.ulysses_sequence_parallel_size": entry(1, "devices that share a sequence"),
+    "critic.veomni.ulysses_parallel_size": entry(1, "devices that share a sequence"),
+    **_parallel_sizes("critic", 1),
+    "algorithm.adv_estimator": entry("gae", "how advantages are estimated", kind="text", nullable=True),
+    "algorithm.use_kl_in_reward": entry(False, "a reference policy in the reward", kind="bool"),
+    FILTER: entry(False, "DAPO: generate again for prompts whose responses are all alike", kind="bool"),
+    REFILL: entry(False, "generate again for prompts without responses", kind="bool"),
+    ASYNC_BATCHES: entry(None, "mini batches of a step of fully asynchronous training; there 1 by default"),
+    ASYNC_SYNC: entry(None, "steps between two updates of its generator's weights; there 4 by default", unit="steps"),
+    ROLLOUT_DEVICES: entry(None, "devices per node that only generate", minimum=0, unit="devices"),
+    ROLLOUT_NODES: entry(None, "nodes that only generate", minimum=0, unit="nodes"),
+    FSDP_SIZE: entry(-1, "devices over which FSDP shards a copy; -1 = all", unit="devices"),
+    "trainer.n_gpus_per_node": entry(8, "devices per node", unit="devices"),
+    "trainer.nnodes": entry(1, "nodes", unit="nodes"),
+    "trainer.balance_batch": entry(True, "give each replica samples of like total length", kind="bool"),
+    "trainer.total_epochs": entry(30, "times that the data set is read"),
+    "trainer.use_v1": entry(True, "the newer trainer, which pads", kind="bool"),
+    "trainer.v1.trainer_mode": entry("sync", "how generation and training overlap", kind="text", choices=MODES),
+    **{f"trainer.v1.{mode}.parameter_sync_step": entry(4 if mode == "separate_async" else 1, "parts of a step")
+       for mode in MODES},
+    "num_prompts": entry(None, "prompts of the data set; given as num_prompts=N", unit="prompts"),
+}  # fmt: skip
+# The sizes that veRL's base files set, where they differ from its defaults, as of August 2026.
+_DP, _MEGATRON = {"model_engine": "dp"}, {"model_engine": "megatron"}
+_ASYNC_SIZES = {GEN: 1, "rollout.n": 4, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8, f"{ASYNC}staleness_threshold": 0.1}
+_ASYNC_SIZES |= {ASYNC_SYNC: 4, ASYNC_BATCHES: 1}
+# Trainers that build on the older one.
+_OLDER = {"trainer.use_v1": False}
+_ONE_STEP_OFF = {**_OLDER, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8}
+_DAPO = {**_OLDER, GEN: f"${{{TRAIN}}}"}
+_BOTH: Bases = {
+    "fully_async_ppo": _ASYNC_SIZES,
+    "one_step_off_ppo": _ONE_STEP_OFF,
+    "transfer_queue_ppo": {},
+    "dapo": _DAPO,
+    "dapo_qat": _DAPO,
+}
+
+
+def _lengths(tokens: int) -> dict[str, int]:
+    return {TRAIN: 256, "data.max_prompt_length": tokens, "data.max_response_length": tokens}
+
+
+BASES: Bases = {
+    "ppo_trainer": _DP,
+    "ppo_megatron_trainer": _MEGATRON,
+    **{
+        f"{name}{kind}": {PARENT: f"ppo{kind}", **sizes}
+        for kind in ("_trainer", "_megatron_trainer")
+        for name, sizes in _BOTH.items()
+    },
+    **{f"{name}_trainer": {**_DP, **_DAPO} for name in ("entropy", "flowrl")},
+    "dapo_transfer_queue_trainer": {PARENT: "ppo_megatron_trainer", **_DAPO},
+    **{f"{name}_trainer": {**_DP, **_OLDER} for name in ("gvpo", "rep_exp", "spin", "spo", "sppo")},
+    **{f"{name}_trainer": _DP for name in ("dynamo", "rob_ppo", "specRL")},
+    "prime_trainer": {**_DP, **_OLDER, RESPONSES: 4, "algorithm.adv_estimator": "rloo", "trainer.balance_batch": False},
+    "atropos_trainer": {**_DP, **_OLDER, "algorithm.adv_estimator": "grpo"},
+    **{
+        f"{name}_multiturn_grpo{suffix}": {**_DP, **_lengths(tokens)}
+        for name, suffix, tokens in (
+            ("gsm8k", "", 1024), ("gsm8k", "_server", 1024), ("gsm8k", "_w_interaction", 1024), ("retool", "", 1024),
+            ("search", "", 1024), ("search", "_one_step_off", 1024), ("geo3k", "", 2048),
+        )
+    },
+    **{
+        f"{name}_multiturn_megatron_grpo": {PARENT: "ppo_megatron_trainer", **_lengths(tokens)}
+        for name, tokens in (("gsm8k", 1024), ("geo3k", 2048))
+    },
+}  # fmt: skip
+# The base files that programs start from if no `--config-name` names another.
+PROGRAMS = {
+    "fully_async_main": "fully_async_ppo_trainer",
+    "one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
+    **{f"main_{name.removesuffix('_trainer')}": name for name in BASES if name.endswith("_trainer") and "ppo" not in name},
+    "": "ppo_trainer",
+}
+LAUNCH = Launch(
+    system="veRL",
+    program=re.compile(
+        r"\bverl[\w.]*\.\w*main\w*|\bmain_(?:ppo|dapo|\w+po|prime|spin|\w*split)\w*\b|actor_rollout_ref\.\w+\.\w+="
+    ),
+    others=re.compile(r"sft_trainer\w*|main_(?:generation|eval|gkd)\w*|model_merger"),
+    example="python3 -m verl.trainer.main_ppo key=value",
+    entries=KEYS,
+    groups=(
+        *("reward_model", "reward", "custom_reward_function", "ray_kwargs", "ray_init", "global_profiler", "transfer_queue"),
+        *("async_training", "rollout", "distillation", "hydra", "env", "model", "optim", "engine"),
+    ),
+    bases=BASES,
+    version="August 2026",
+    programs=PROGRAMS,
+)
+
+
+PREFIXES = {"actor": ACTOR, "critic": "critic", "ref": REF}
+CRITIC_BUDGET = 32_768
+COUNTS = (
+    *(TRAIN, GEN, RESPONSES, MINI, BUDGET, EPOCHS, ASYNC_BATCHES, ASYNC_SYNC),
+    *(OLD_SEQUENCE["actor"], SEQUENCE["actor"], f"{ACTOR}.veomni.ulysses_parallel_size"),
+    *(f"{role}.megatron.{name}" for role in (ACTOR, REF) for name in MEGATRON_SIZES),
+    *(f"{ACTOR}.torchtitan.{name}" for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)),
+    *(OLD_SEQUENCE["ref"], SEQUENCE["ref"], f"{REF}.veomni.ulysses_parallel_size"),
+    *(*ROLLOUT_SIZES, WORKERS, "trainer.n_gpus_per_node", "trainer.nnodes"),
+    *(f"trainer.v1.{mode}.parameter_sync_step" for mode in MODES),
+)
+STATIC_COUNTS = (OLD_MICRO, MICRO, OLD_LOG_PROB, LOG_PROB, OLD_REF_LOG_PROB, REF_LOG_PROB)
+CRITIC_COUNTS = (
+    *(CRITIC_MINI, OLD_CRITIC_MICRO, CRITIC_MICRO, "critic.ppo_epochs"),
+    *(OLD_SEQUENCE["critic"], SEQUENCE["critic"], "critic.veomni.ulysses_parallel_size"),
+    *(f"critic.megatron.{name}" for name in MEGATRON_SIZES),
+)
+
+
+class VerlJob(RolloutJob):
+    """A veRL file's numbers, by veRL's own formulas."""
+
+    data_epochs = "trainer.total_epochs"
+    version = "veRL of August 2026 (1dda039)"
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        if any(name.startswith(("actor_rollout_ref.teacher.", "teacher.")) for name in settings.others):
+            raise ConfigError("the recipe gkd has a trainer of its own, which the rules of veRL do not cover", key="teacher")
+        self.has_critic = bool(self._or("critic.enable", self["algorithm.adv_estimator"] == "gae"))
+        self.has_ref: bool = self["algorithm.use_kl_in_reward"] or self[f"{ACTOR}.use_kl_loss"]
+        self.models = ("actor", *(["critic"] if self.has_critic else []), *(["ref"] if self.has_ref else []))
+        # A file of the fully asynchronous trainer, which builds on the older one and does not call veRL's check.
+        # Other trainers borrow some of its keys, such as partial_rollout.
+        given = {key for key in (ASYNC_BATCHES, ASYNC_SYNC) if self[key] is not None}
+        if self[TRAIN] == 0:
+            given |= {key for key in settings.others if key.startswith(ASYNC)}
+        self.fully_async = bool(given)
+        self.v1: bool = self["trainer.use_v1"] and not self.fully_async  # the newer trainer, which pads
+        self.mode: str = self["trainer.v1.trainer_mode"] if self.v1 else "sync"
+        # Parts in which a step's samples are trained on before the weights are sent.
+        self.sync_step: int = self[f"trainer.v1.{self.mode}.parameter_sync_step"] if self.v1 else 1
+
+        # Passes are filled by tokens (dynamic) or by a fixed number of samples (static).
+        self.dynamic: bool = self[DYNAMIC]
+        self.rollout_dynamic = bool(self._or(f"{ROLLOUT}.log_prob_use_dynamic_bsz", self.dynamic))
+        self.ref_dynamic = bool(self._or(f"{REF}.log_prob_use_dynamic_bsz", self.dynamic))
+        self.critic_dynamic = bool(self._or("critic.use_dynamic_bsz", self.dynamic))  # its engine uses tokens in any case
+        # The default of the critic's micro size is the deprecated key.
+        self.critic_micro: int | None = self[CRITIC_MICRO if CRITIC_MICRO in settings.given else OLD_CRITIC_MICRO]
+
+        self.devices: int = self["trainer.n_gpus_per_node"] * self["trainer.nnodes"]
+        self.rollout_devices = self.devices  # those of the inference engines
+        if self.fully_async or self[ROLLOUT_NODES] is not None or self[ROLLOUT_DEVICES] is not None:
+            self.rollout_devices = self._or(ROLLOUT_NODES, 1) * self._or(ROLLOUT_DEVICES, 8)
+        # The backend of the base files; None if the source has none, or chooses those of a model by `actor@...=`.
+        grouped = any("@" in name for name in settings.others)
+        self.engine: str | None = None if grouped else ENGINES.get(self["model_engine"])
+        self.strategies = dict.fromkeys(PREFIXES, self._strategy(self[f"{ACTOR}.strategy"], "fsdp"))
+        self.strategies["critic"] = self._strategy(self["critic.strategy"], self.strategies["actor"])
+        # Whether veRL's check, which reads the strategy alone, expects Megatron's sizes.
+        by_megatron = self.strategies["actor"] == "megatron"
+        self.checked_as_megatron = by_megatron and self[f"{ACTOR}.strategy"] in (None, "megatron")
+        self.model_sizes = {model: self._model_size(model) for model in PREFIXES}
+        self.replicas = {model: self._replicas(model) for model in PREFIXES}
+        # Keys that must be positive. Fully asynchronous training has no batch of prompts.
+        self.counts = [key for key in COUNTS if not (self.fully_async and key == TRAIN)]
+        self.rollout_size = math.prod(self[key] for key in ROLLOUT_SIZES)
+
+        counts = (*self.counts, *(() if self.dynamic else STATIC_COUNTS), *(CRITIC_COUNTS if self.has_critic else ()))
+        self.usable = all(self[key] is None or self[key] >= 1 for key in counts) and all(
+            self.replicas[model] >= 1 for model in self.models
+        )
+        if not self.usable:
+            return
+
+        self.samples_per_prompt: int = self[RESPONSES]
+        # The older trainer's data loader returns gen_batch_size prompts if that is set. DAPO's generates until train_batch_size
+        # prompts are left, and the asynchronous one waits for some mini batches.
+        self.prompts: int = self[TRAIN] if self.v1 or self[FILTER] else self._or(GEN, self[TRAIN])
+        if self.fully_async:
+            self.prompts = self._or(ASYNC_BATCHES, 1) * self[MINI]
+        # The newer trainer fetches prompts one by one where the number that it needs is not known before.
+        self.fetches_one = self.v1 and (self.mode != "sync" or self[FILTER] or self[REFILL])
+        # Samples of a training pass and replica; None with a token budget, or if no key that is used sets it.
+        self.micro: int | None = None if self.dynamic else self[MICRO]
+        # The check wants the samples of a step to be a multiple of this; None if it cannot compute it.
+        self.minimal_batch: int | None = self.devices
+        if self.checked_as_megatron:
+            self.minimal_batch = None if self[MICRO] is None else self.replicas["actor"] * self[MICRO]
+        # Tokens of a pass and replica: the budget of all devices that share a sequence.
+        shares = self[f"{ACTOR}.megatron.context_parallel_size"]
+        self.token_budget: int = self[BUDGET] * (
+            shares if self.strategies["actor"] == "megatron" else self.model_sizes["actor"]
+        )
+
+        self.longest: int = self["data.max_prompt_length"] + self["data.max_response_length"]  # tokens of the longest sequence
+
+        tokens = self.token_budget if self.dynamic else None
+        epochs = self[EPOCHS]
+        self.train("actor", self[MINI], self.replicas["actor"], micro=self.micro, tokens=tokens, epochs=epochs)
+        if self.has_critic:  # its engine fills its passes by tokens in any case
+            mini, epochs = self.effective(CRITIC_MINI), self._or("critic.ppo_epochs", epochs)
+            self.train("critic", mini, self.replicas["critic"], micro=None, tokens=CRITIC_BUDGET, epochs=epochs)
+        if self.micro:
+            self.passes = self.policy.share // self.micro
+
+        # The newer trainer pads each part of a step to what all mini batches and replicas need (trainer_base.py).
+        self.part_samples = self.samples // self.sync_step
+        multiple = math.lcm(self.policy.replicas, *(model.mini_samples for model in self.trained.values())) if self.v1 else 1
+        self.padded_part_samples = -(-self.part_samples // multiple) * multiple
+        self.padded_samples = (self.padded_part_samples - self.part_samples) * self.sync_step
+
+    def effective(self, key: str) -> Any:
+        """Return the value that a key has in effect: the critic's mini batch follows the actor's."""
+        return self._or(CRITIC_MINI, self[MINI]) if key == CRITIC_MINI else self[key]
+
+    def _or(self, key: str, other: Any) -> Any:
+        return other if self[key] is None else self[key]
+
+    def _strategy(self, given: str | None, default: str) -> str:
+        """Return the backend of a model: that of the base files, of which only FSDP's read the strategy."""
+        return given or self.engine or default if self.engine in (None, "fsdp") else self.engine
+
+    def foreign_strategy(self, key: str) -> str | None:
+        """Return a model's strategy if its configuration class, that of `model_engine`, is made for another backend."""
+        given: str | None = self[key]
+        if given is None or self.engine is None or given.startswith(self.engine):
+            return None
+        # FSDP's engine is chosen by the strategy; of the actor's, these two are looked up by name (engine_workers.py).
+        looked_up = given in ("megatron", "veomni") and key.startswith(ACTOR)
+        return given if self.engine == "fsdp" or looked_up else None
+
+    def foreign_keys(self) -> list[str]:
+        """Return the keys of backends that are not those of the base files, of models that take part."""
+        if self.engine is None:
+            return []
+        sections = [name for name in MODEL_SIZES if name != self.engine]
+        sections += [] if self.engine == "fsdp" else ["fsdp_config", "fsdp"]
+        foreign = tuple(f"{PREFIXES[model]}.{section}." for model in self.models for section in sections)
+        return sorted(name for name in self.settings.given | self.settings.others if name.startswith(foreign))
+
+    def _product(self, model: str, names: Iterable[str]) -> int:
+        """Return the product of sizes of a model's backend; an unset one is the actor's."""
+        strategy = self.strategies[model]
+        return math.prod(self._or(f"{PREFIXES[model]}.{strategy}.{name}", self[f"{ACTOR}.{strategy}.{name}"]) for name in names)
+
+    def _model_size(self, model: str) -> int:
+        """Return how many devices share one sample."""
+        if self.strategies[model] in MODEL_SIZES:
+            return self._product(model, MODEL_SIZES[self.strategies[model]])
+        old = self[OLD_SEQUENCE["actor"]]
+        if model == "critic":
+            old = 1  # the deprecated key is read by the check alone
+        elif model == "ref":
+            old = self._or(OLD_SEQUENCE["ref"], old)
+        return int(old if old > 1 else self[SEQUENCE[model]])
+
+    def _replicas(self, model: str) -> int:
+        """Return the data-parallel size; a number of devices that does not divide is rounded down."""
+        if self.strategies[model] == "torchtitan":
+            return self._product(model, TORCHTITAN_REPLICAS)
+        return int(self.devices // max(self.model_sizes[model], 1))
+
+    def num_mini_batches(self, model: TrainedModel) -> int:
+        """Return the updates of a pass over a step's samples, with those of the padding."""
+        return self.padded_part_samples // model.mini_samples * self.sync_step
+
+    def step_share(self, model: str = "actor") -> int:
+        """Return the samples of a part of a step that one replica of a model gets."""
+        return self.padded_part_samples // self.replicas[model]
+
+    def derived(self) -> dict[str, Any]:
+        """Return the numbers of the report."""
+        derived = super().derived()
+        if self.fully_async and self["num_prompts"] is not None:  # its loader gives prompts one by one and drops none
+            derived["training_steps"] = self["num_prompts"] * self[self.data_epochs] // self.prompts
+            derived["total_optimizer_steps"] = derived["training_steps"] * derived["optimizer_steps"]
+        return derived
+
+    @property
+    def outcome(self) -> Run:
+        """Fully asynchronous training drops only the prompts at the end of the run that fill no step."""
+        if not self.fully_async:
+            return super().outcome
+        return "drops" if (self["num_prompts"] or 0) * self[self.data_epochs] % self.prompts else "runs"
+
+    def plan(self) -> RolloutPlan | None:
+        """Return the plan of a step that is trained on as generated."""
+        return None if self.padded_samples or self.sync_step > 1 else self.rollout_plan()
+
+
+def _meanings(job: VerlJob) -> Iterator[tuple[str, str]]:
+    actor, share = job.policy, job.step_share()
+    prompts = f"{MINI} * require_batches = {job.policy.mini_batch:,} * {job.num_mini_batches(job.policy):,}"
+    if not job.fully_async:
+        prompts = TRAIN if job.prompts == job[TRAIN] else GEN
+    yield from batch_meanings(job, prompts, RESPONSES, MINI, EPOCHS)
+    yield (
+        f"{counted(job.devices, 'device')} / {job.model_sizes['actor']:,} that share a sample ({job.strategies['actor']})",
+        f"{counted(actor.replicas, 'replica')}; each has {counted(actor.share, 'sample')} of a mini batch",
+    )
+    if job.dynamic:
+        yield BUDGET, f"about {job.token_budget:,} tokens per replica and pass: {job.passes_text}"
+    else:
+        yield MICRO, f"samples per replica (not per device): {job.passes_text} per optimizer step"
+        passes = counted(-(-share // job[LOG_PROB]), "pass") if job[LOG_PROB] else "not set"
+        yield LOG_PROB, f"samples per replica in log-probability passes: {passes} over {counted(share, 'sample')}"
+    if job.padded_samples:
+        yield "", f"{counted(job.padded_samples, 'short artificial sample')} added to each step"
+    tensor, size = ROLLOUT_SIZES[0], job[FSDP_SIZE]
+    if tensor in job.settings.given and job.rollout_devices % job.rollout_size == 0:
+        yield tensor, f"{counted(job.rollout_devices // job.rollout_size, 'engine')} that generate"
+    if job.strategies["actor"].startswith("fsdp") and 0 < size < job.devices:
+        yield FSDP_SIZE, f"{counted(job.devices // size, 'copy')} of the model, each over {counted(size, 'device')}"
+
+
+def _notes(job: VerlJob) -> Iterator[str]:
+    yield f"{TRAIN}, {MINI} and the critic's count prompts; sizes per gpu count samples of one data-parallel replica."
+    if job.fully_async:
+        yield (
+            "fully asynchronous training, which does not call veRL's check: a step takes async_training.require_batches = "
+            f"{counted(job.num_mini_batches(job.policy), 'mini batch')} from the queue of generated samples, and the generator "
+            f"gets new weights every {counted(job[ASYNC_SYNC] or 4, 'step')}, so samples may be older than that."
+        )
+    for model in job.models:
+        if job.devices % job.model_sizes[model]:
+            devices = f"the {model}'s {job.devices:,} devices"
+            yield f"{rounded_down(devices, job.model_sizes[model], 'veRL', job.replicas[model])}."
+    if job.sync_step > 1:
+        yield f"a step is trained on in {job.sync_step:,} parts of {counted(job.part_samples, 'sample')}."
+    if job.padded_samples:
+        padded = counted(job.padded_samples, "short artificial sample")
+        yield (
+            f"the newer trainer adds {padded} so that every mini batch is full; the "
+            "loss still divides by full mini batches. trainer.use_v1=false fails instead."
+        )
+    if job.dynamic:
+        yield "with a token budget veRL skips most of its checks of sizes and ignores micro batch sizes."
+        if job.token_budget < job.longest:
+            yield (
+                f"{BUDGET} * devices that share a sequence = {job.token_budget:,} tokens is less than the longest sequence, "
+                f"{job.longest:,}: the first such sequence stops the run."
+            )
+    if job.critic is not None:
+        yield (
+            "the critic's micro sizes and token budget never reach its engine: it fills its passes by tokens, "
+            f"{CRITIC_BUDGET:,} of them, regardless of {CRITIC_MICRO} and critic.use_dynamic_bsz."
+        )
+        if job[OLD_SEQUENCE["critic"]] > 1:
+            old, new = OLD_SEQUENCE["critic"], SEQUENCE["critic"]
+            yield f"{old} is read by the check alone; the critic's engine reads {new}."
+        if not job.settings.given & {"critic.enable", "algorithm.adv_estimator"}:
+            yield "there is a critic because algorithm.adv_estimator is gae by default."
+    deprecated = {
+        OLD_MICRO: MICRO,
+        OLD_LOG_PROB: LOG_PROB,
+        OLD_REF_LOG_PROB: REF_LOG_PROB,
+        OLD_CRITIC_MICRO: CRITIC_MICRO,
+        OLD_SEQUENCE["actor"]: SEQUENCE["actor"],
+    }
+    for old, new in deprecated.items():
+        if old in job.settings.given and job[old] is not None:
+            yield f"{old} is deprecated; use {new}."
+    if not job.settings.given & set(ROLLOUT_SIZES) and job.rollout_devices % job.rollout_size:
+        size = ROLLOUT_SIZES[0]
+        yield (
+            f"the file does not size the inference engines, and {size} is {job[size]:,} by default, "
+            f"which does not divide {counted(job.rollout_devices, 'device')}."
+        )
+    strategy, given = job.strategies["actor"], job[f"{ACTOR}.strategy"]
+    if given not in (None, strategy) and job.foreign_strategy(f"{ACTOR}.strategy") is None:
+        yield f"{ACTOR}.strategy={given} is read by the check alone; the engine is {strategy}, by model_engine."
+    sequence = max(job[OLD_SEQUENCE["actor"]], job[SEQUENCE["actor"]])
+    if sequence > 1 and not strategy.startswith("fsdp"):
+        own = "ulysses_parallel_size" if strategy == "veomni" else "context_parallel_size"
+        yield (
+            f"ulysses_sequence_parallel_size={sequence:,} has no effect with {strategy}; devices share a sequence by "
+            f"{ACTOR}.{strategy}.{own}."
+        )
+    if not job.fully_async:
+        yield from dropped_prompts(job)
+    generated = job[GEN]
+    if job.fetches_one and generated not in (None, 1):
+        why = f"trainer_mode={job.mode}" if job.mode != "sync" else FILTER if job[FILTER] else REFILL
+        yield f"{why} sets {GEN} to 1, regardless of the file."
+    elif job[FILTER] and not job.v1:
+        yield (
+            f"DAPO generates for {generated or job[TRAIN]:,} prompts at a time, until {TRAIN}={job[TRAIN]:,} of them have "
+            "responses that are not all alike; the rest are dropped."
+        )
+    elif generated is not None and not job.v1 and not job.fully_async and job.prompts != job[TRAIN]:
+        yield f"with the older trainer a step has {GEN}={job.prompts:,} prompts, not {TRAIN}={job[TRAIN]:,}."
+    yield "the learning rate advances once per training step, not per optimizer step."
+
+
+DEVICES = "trainer.n_gpus_per_node"
+PACKING = "actor_rollout_ref.model.use_remove_padding"
+MINIS = {"actor": MINI, "critic": CRITIC_MINI}
+Rules = list[Rule[VerlJob]]
+Condition = Callable[[VerlJob], bool]
+
+
+def _static(job: VerlJob) -> bool:
+    return not job.dynamic
+
+
+def _critic_static(job: VerlJob) -> bool:
+    return job.has_critic and not job.critic_dynamic
+
+
+def _mini(name: str) -> Side[VerlJob]:
+    return f"{MINIS[name]}={{:,}}", lambda job: job.trained[name].mini_batch
+
+
+def _mini_share(job: VerlJob) -> Term:
+    """Return the samples of a mini batch that one replica gets, rounded down."""
+    own = job.policy
+    arithmetic = f"{MINI} * {RESPONSES} // replicas = {own.mini_samples:,} // {own.replicas:,}"
+    return Term(f"{arithmetic} = {own.share:,} samples", own.share)
+
+
+def _replicas(model: str) -> Side[VerlJob]:
+    return f"the {model}'s {{:,}} replicas", lambda job: job.replicas[model]
+
+
+# Devices and replicas.
+
+
+_DEVICES: Side[VerlJob] = ("the {:,} devices", lambda job: job.devices)
+
+
+def _model_size(model: str) -> Side[VerlJob]:
+    return f"the {model}'s tensor * pipeline * context parallel size = {{:,}}", lambda job: job.model_sizes[model]
+
+
+def _checks_megatron(job: VerlJob) -> bool:
+    return _static(job) and job.checked_as_megatron and not job.fully_async
+
+
+def _device_rules(model: str) -> Rules:
+    """Return the rules that a model has a replica, and that Megatron starts on full ones."""
+    has_a_replica: Rule[VerlJob] = at_least(f"verl.{model}_has_a_replica", (DEVICES, SEQUENCE[model]),
+        lambda job: Term(f"{model}: the {job.devices:,} devices", job.devices),
+        ("the {:,} that share a sample", lambda job: job.model_sizes[model]),
+        when=lambda job: (
+            model in job.models and (job.strategies[model] != "megatron" or job.devices % max(job.model_sizes[model], 1) == 0)),
+        note=": there is no replica")  # fmt: skip
+    # The check tests it only for the actor of a static batch whose strategy it reads as Megatron.
+    starts: Rule[VerlJob] = multiple(f"verl.megatron_starts_{model}", (DEVICES,), _DEVICES, _model_size(model),
+        when=lambda job: (
+            model in job.models and job.strategies[model] == "megatron" and (model != "actor" or not _checks_megatron(job)))
+        )  # fmt: skip
+    return found_by_run([has_a_replica, starts])
+
+
+def _positive(key: str) -> Rule[VerlJob]:
+    why = "the run divides by it or stays empty"
+    if key == TRAIN:
+        why += f"; only fully asynchronous training, whose files set {ASYNC}*, wants 0"
+    (rule,) = positive("verl", [key], why, when=lambda job: key in job.counts,
+        found_by="validator" if key.startswith("trainer.n") else "run")  # fmt: skip
+    return rule
+
+
+_DEVICE_RULES = [_device_rules(model) for model in ("actor", "critic", "ref")]
+_FIRST: Rules = [
+    *[_positive(key) for key in COUNTS],
+    *found_by_run(
+        [
+            *positive("verl", STATIC_COUNTS, "the run divides by it", when=_static),
+            *positive("verl", CRITIC_COUNTS, "the critic needs it", when=lambda job: job.has_critic),
+            *positive("verl", ["num_prompts", "trainer.total_epochs"], "nothing would be trained"),
+        ]
+    ),
+    *[has_a_replica for has_a_replica, _ in _DEVICE_RULES],
+    *[starts for _, starts in _DEVICE_RULES],
+]  # fmt: skip
+
+
+# veRL's own check. A token budget skips most of it.
+
+
+def _one_of_two(name: str, old: str, new: str, total: Callable[[VerlJob], int], when: Condition = _static) -> Rules:
+    """Return the rules that exactly one of a deprecated micro size and its successor is set."""
+
+    def new_value(job: VerlJob) -> int | None:
+        return job.critic_micro if new == CRITIC_MICRO else job[new]
+
+    def note(job: VerlJob) -> str:
+        if new == CRITIC_MICRO and new not in job.settings.given:
+            return "the second is the first by default, so the first can never be used"
+        return "the first is deprecated"
+
+    given: Rule[VerlJob] = Rule(
+        name=f"verl.{name}_given",
+        keys=(new,),
+        when=when,
+        holds=lambda job: job[old] is not None or new_value(job) is not None,
+        message=lambda job: f"{new} must be set (or a token budget used, {DYNAMIC})",
+        # The largest divisor up to 8 is a good start.
+        candidates=lambda job: sorted(divisors(total(job)), key=lambda n: (n > 8, -n if n <= 8 else n)),
+    )
+    given_once: Rule[VerlJob] = Rule(name=f"verl.{name}_given_once", keys=(old, new), when=when,
+        holds=lambda job: job[old] is None or new_value(job) is None,
+        message=lambda job: f"{old}={job[old]:,} and {new}={new_value(job):,} must not both be set; {note(job)}",
+        candidates=lambda job: [None])  # fmt: skip
+    return [given, given_once]
+
+
+def _deprecated_micro(name: str, key: str, when: Condition) -> Rules:
+    """Return the check's rules for a deprecated micro batch size, which counts the samples of the whole job."""
+    sequence = OLD_SEQUENCE[name]
+
+    def fsdp(job: VerlJob) -> bool:
+        return job.strategies[name].startswith("fsdp")
+
+    def given(job: VerlJob) -> bool:
+        return when(job) and job[key] is not None
+
+    def near(job: VerlJob) -> list[int | None]:
+        whole = sorted(divisors(job.trained[name].mini_batch), key=lambda n: (abs(n - job[key]), n))
+        return [*whole, *range(job.devices, job.devices + 64), None]
+
+    return [
+        multiple(f"verl.{name}_old_micro_divides_mini", (key, MINIS[name]), _mini(name), key, when=given, candidates=near),
+        at_least(f"verl.{name}_old_micro_reaches_every_device", (key, sequence),
+            lambda job: product({key: job[key], sequence: job[sequence] if fsdp(job) else 1}), _DEVICES,
+            when=lambda job: given(job) and (name == "actor" or fsdp(job)), candidates=near),
+    ]  # fmt: skip
+
+
+def _minimal_batch(job: VerlJob) -> Term:
+    text = "the replicas times the micro batch size"
+    if job.strategies["actor"] != "megatron":
+        text = "the devices"
+        if job.replicas["actor"] != job.devices:
+            needed = f"the run itself would need only the {job.replicas['actor']:,} replicas"
+            text += f" ({needed}: the check ignores that devices share a sequence)"
+    return Term(f"{job.minimal_batch or 0:,}, {text}", job.minimal_batch or 0)
+
+
+def _mini_at_most_train(rule: str, name: str, when: Condition) -> Rule[VerlJob]:
+    return at_least(f"verl.{rule}", (MINIS[name], TRAIN), TRAIN, _mini(name), when=when, note="; both count prompts")
+
+
+def _engine_of(strategy: str | None) -> list[str]:
+    """Return the `model_engine` whose configuration is made for a strategy."""
+    return [engine for engine, backend in ENGINES.items() if strategy is not None and strategy.startswith(backend)]
+
+
+def _strategy_fits(name: str, key: str, *, checked: bool) -> Rule[VerlJob]:
+    """Return the rule that a strategy is one of the engine's; the check finds only Megatron's, and with a static batch."""
+
+    def applies(job: VerlJob) -> bool:
+        reads_megatron = name == "actor" and job.foreign_strategy(key) == "megatron" and _static(job) and not job.fully_async
+        return (name == "actor" or job.has_critic) and checked == reads_megatron
+
+    return Rule(name=f"verl.{name}_strategy_fits_engine", keys=("model_engine", key), when=applies,
+        holds=lambda job: job.foreign_strategy(key) is None,
+        message=lambda job: (
+            f"{key}={job[key]} is not a backend of model_engine={_engine_of(job.engine)[0]}, whose configuration has none of "
+            f"its sizes{'' if checked else ': the engine stops'}"),
+        candidates=lambda job: _engine_of(job[key]), found_by="validator" if checked else "run")  # fmt: skip
+
+
+_CHECK: Rules = apply_if(lambda job: not job.fully_async, [
+    multiple("verl.megatron_divides_devices", (DEVICES, f"{ACTOR}.megatron.tensor_model_parallel_size"), _DEVICES,
+        _model_size("actor"), when=_checks_megatron),
+    multiple("verl.samples_fill_minimal_batch", (TRAIN, RESPONSES),
+        lambda job: product({TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}, "samples"), _minimal_batch,
+        when=_static),
+    _mini_at_most_train("mini_at_most_train", "actor", _static),
+    *_deprecated_micro("actor", OLD_MICRO, _static),
+    Rule(name="verl.sequence_parallel_needs_packing", keys=(PACKING, OLD_SEQUENCE["actor"]),
+        when=lambda job: job.strategies["actor"].startswith("fsdp") and job[OLD_SEQUENCE["actor"]] > 1,
+        holds=lambda job: job[PACKING],
+        message=lambda job: f"{OLD_SEQUENCE['actor']}={job[OLD_SEQUENCE['actor']]:,} needs {PACKING}=true",
+        candidates=lambda job: [True]),
+    *_deprecated_micro("critic", OLD_CRITIC_MICRO, _critic_static),
+    _mini_at_most_train("critic_mini_at_most_train", "critic", _critic_static),
+])  # fmt: skip
+# The classes of veRL's settings check these, so they hold for every trainer that uses them.
+_CHECK += [
+    _strategy_fits("actor", f"{ACTOR}.strategy", checked=True),
+    Rule(name="verl.keys_fit_engine", keys=("model_engine",), holds=lambda job: not job.foreign_keys(),
+        message=lambda job: (
+            f"{' and '.join(job.foreign_keys()[:2])} must not be set with model_engine={_engine_of(job.engine)[0]}, whose "
+            "configuration has no such keys"),
+        candidates=lambda job: list(ENGINES)),
+    *_one_of_two("actor_micro", OLD_MICRO, MICRO, lambda job: job.policy.share),
+    Rule(name="verl.megatron_micro_per_gpu_needed", keys=(MICRO, OLD_MICRO),
+        when=lambda job: not job.dynamic and job.checked_as_megatron and job[OLD_MICRO] is not None,
+        holds=lambda job: job[MICRO] is not None,
+        message=lambda job: f"{MICRO} must be set with Megatron, instead of {OLD_MICRO}={job[OLD_MICRO]:,}",
+        division=lambda job: (job.policy.share, 1)),
+    *_one_of_two("rollout_micro", OLD_LOG_PROB, LOG_PROB, lambda job: job.step_share()),
+    *_one_of_two("ref_micro", OLD_REF_LOG_PROB, REF_LOG_PROB, lambda job: job.step_share("ref"),
+        when=lambda job: _static(job) and job.has_ref),
+    *_one_of_two("critic_micro", OLD_CRITIC_MICRO, CRITIC_MICRO, lambda job: job.trained["critic"].mini_batch,
+        _critic_static),
+]  # fmt: skip
+
+
+# What only the run finds.
+
+
+def _per_gpu_needed(name: str, old: str, new: str, when: Condition) -> Rule[VerlJob]:
+    """Return the rule against a deprecated key that passes the check, after which nothing reads it."""
+    return Rule(name=f"verl.{name}_micro_per_gpu_needed", keys=(new, old),
+        when=lambda job: job[old] is not None and when(job), holds=lambda job: job[new] is not None,
+        message=lambda job: (
+            f"{new} must be set: {old}={job[old]:,} passes the check, but nothing reads it and the workers stop silently"),
+        division=lambda job: (job.policy.share, 1))  # fmt: skip
+
+
+def _mini_divides(name: str) -> Rules:
+    """Return what a worker asserts of its mini batch."""
+
+    def samples(job: VerlJob) -> Term:
+        return product({MINIS[name]: job.trained[name].mini_batch, RESPONSES: job.samples_per_prompt}, "samples")
+
+    return apply_if(lambda job: name in job.models, [
+        multiple(f"verl.{name}_mini_divides_over_replicas", (MINIS[name], RESPONSES), samples, _replicas(name)),
+        multiple(f"verl.{name}_mini_divides_share", (TRAIN, MINIS[name]),
+            ("with trainer.use_v1=false each replica's {:,} samples", lambda job: job.samples // job.replicas[name]),
+            ("its mini batch of {:,}", lambda job: job.trained[name].share),
+            when=lambda job: not job.v1 and samples(job).number % job.replicas[name] == 0,
+            note="; the newer trainer would pad them"),
+    ])  # fmt: skip
+
+
+def _log_prob(name: str, key: str, model: str, dynamic: Condition) -> Rule[VerlJob]:
+    """Return the rule that log-probability passes have equal sizes."""
+    return multiple(f"verl.{name}_micro_divides_share", (key, TRAIN),
+        ("each replica's {:,} samples of a step", lambda job: job.step_share(model)), key,
+        when=lambda job: model in job.models and not dynamic(job) and job[key] is not None,
+        note=" when log-probabilities are computed")  # fmt: skip
+
+
+def _equal_chunks(model: str) -> Rule[VerlJob]:
+    """Return the rule that samples divide over replicas; the newer trainer pads for the actor and the critic only."""
+    return multiple(f"verl.samples_divide_over_{model}_replicas", (TRAIN, RESPONSES),
+        ("{:,} samples", lambda job: job.padded_part_samples), _replicas(model), when=lambda job: model in job.models,
+        note=": only equal chunks are dispatched")  # fmt: skip
+
+
+_RUN: Rules = [
+    _strategy_fits("actor", f"{ACTOR}.strategy", checked=False),
+    _strategy_fits("critic", "critic.strategy", checked=False),
+    Rule(name="verl.dynamic_everywhere", keys=(f"{ROLLOUT}.log_prob_use_dynamic_bsz", DYNAMIC),
+        holds=lambda job: job.dynamic == job.rollout_dynamic,
+        message=lambda job: (
+            f"{ROLLOUT}.log_prob_use_dynamic_bsz={str(job.rollout_dynamic).lower()} must equal "
+            f"{DYNAMIC}={str(job.dynamic).lower()}; the workers stop without a message"),
+        candidates=lambda job: [job.dynamic]),
+    _per_gpu_needed("actor", OLD_MICRO, MICRO, lambda job: not job.dynamic and job.strategies["actor"] != "megatron"),
+    _per_gpu_needed("rollout", OLD_LOG_PROB, LOG_PROB, _static),
+    _per_gpu_needed("ref", OLD_REF_LOG_PROB, REF_LOG_PROB, lambda job: job.has_ref and not job.ref_dynamic),
+    *_mini_divides("actor"),
+    *_mini_divides("critic"),
+    multiple("verl.micro_divides_mini", (MICRO, MINI), _mini_share, MICRO, when=lambda job: job.micro is not None),
+    _log_prob("rollout", LOG_PROB, "actor", lambda job: job.rollout_dynamic),
+    _log_prob("ref", REF_LOG_PROB, "ref", lambda job: job.ref_dynamic),
+    *map(_equal_chunks, ("actor", "critic", "ref")),
+    multiple("verl.samples_divide_over_workers", (TRAIN, WORKERS),
+        ("with trainer.use_v1=false the {:,} samples of a step", lambda job: job.samples), WORKERS,
+        when=lambda job: not job.v1 and not job.fully_async),
+    multiple("verl.parts_divide_train", (TRAIN,), TRAIN, ("parameter_sync_step={:,}", lambda job: job.sync_step)),
+    equal("verl.part_is_one_mini_batch", (TRAIN, MINI), TRAIN,
+        lambda job: product({"parameter_sync_step": job.sync_step, MINI: job.policy.mini_batch}),
+        when=lambda job: job.mode == "separate_async", note=" with trainer_mode=separate_async"),
+    multiple("verl.loader_divides_train", (GEN, TRAIN), TRAIN, GEN,
+        when=lambda job: job.v1 and not job.fetches_one and job[GEN] is not None),
+    multiple("verl.engines_divide_devices", ROLLOUT_SIZES,
+        ("the {:,} devices that generate", lambda job: job.rollout_devices),
+        ("an engine's tensor * data * pipeline parallel size = {:,}", lambda job: job.rollout_size),
+        when=lambda job: bool(job.settings.given & set(ROLLOUT_SIZES))),
+    multiple("verl.fsdp_size_divides_devices", (FSDP_SIZE,), _DEVICES, FSDP_SIZE,
+        when=lambda job: job.strategies["actor"].startswith("fsdp") and 0 < job[FSDP_SIZE] < job.devices),
+    equal("verl.torchtitan_fills_devices", (f"{ACTOR}.torchtitan.{TORCHTITAN_REPLICAS[0]}", DEVICES),
+        lambda job: product({"replicas": job.replicas["actor"], "devices of a replica": job.model_sizes["actor"]}), _DEVICES,
+        when=lambda job: job.strategies["actor"] == "torchtitan"),
+    *apply_if(lambda job: job.fully_async, [
+        equal("verl.async_train_batch_is_zero", (TRAIN,), TRAIN, 0, candidates=lambda job: [0],
+            note=" in fully asynchronous training, which has no batch of prompts"),
+        equal("verl.async_gen_batch_is_one", (GEN,), GEN, 1, when=lambda job: job[GEN] is not None,
+            note=" in fully asynchronous training"),
+    ]),
+    at_least("verl.data_set_fills_a_step", ("num_prompts", TRAIN),
+        ("a data set of {:,} prompts", lambda job: job["num_prompts"]), ("a step's {:,}", lambda job: job.prompts),
+        when=lambda job: job["num_prompts"] is not None),
+]  # fmt: skip
+RULES: list[Rule[Any]] = [*_FIRST, *apply_if(usable, [*_CHECK, *found_by_run(_RUN)])]
+DIALECT = Dialect(job=VerlJob, rules=RULES, meanings=_meanings, notes=_notes, launch=LAUNCH)

@@ -1,0 +1,1 @@
+"""The compiled training step: what runs on the devices."""

@@ -1,0 +1,178 @@
+"""One optimizer step's rows on the devices, in a buffer of the shape that the program takes.
+
+Shape suffixes: n microbatches of a step, K microbatches of a chunk, R rows of one microbatch over all replicas.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from rampup.engine.mesh import BatchAxes, axis_names, batch_sharding, process_rows
+from rampup.engine.state import describe_tree
+from rampup.errors import DataError
+from rampup.plan.plan import PlanPosition, RampPlan
+from rampup.plan.split import BatchSplit
+
+MAX_CHUNKS = 8
+# A buffer of at most so many numbers is one chunk: half a megabyte in float32. Every chunk is an array per leaf, and each array
+# takes as much of the host's time as copying some hundred kilobytes of padding.
+MAX_WHOLE = 2**17
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferLayout:
+    """The shape of a compiled step's input, the same in every phase with the same microbatch size.
+
+    The buffer is a fixed number of chunks of microbatches. A small buffer is one chunk, padded with zeros. In a large one, a
+    step with few microbatches fills only the first chunks. The others are one chunk of zeros that stays on the devices, so an
+    early phase transfers its own rows and not a buffer as large as the last phase's batch.
+
+    Attributes:
+        rows: R, rows of one microbatch over all replicas (data_parallel_size * microbatch_size).
+        chunk_size: K, microbatches of one chunk.
+        num_chunks: chunks in the buffer.
+    """
+
+    rows: int
+    chunk_size: int
+    num_chunks: int
+
+
+def layout_of(plan: RampPlan, split: BatchSplit, row_size: int, *, chunk_size: int | None = None) -> BufferLayout:
+    """Return the layout for every step of a plan with the microbatch size of `split`.
+
+    Args:
+        plan: the plan, which knows the largest number of microbatches of a step.
+        split: gives the rows of a microbatch.
+        row_size: the numbers in a row; see `row_size`.
+        chunk_size: microbatches of a chunk; None = all if the buffer has at most `MAX_WHOLE` numbers, else as many as make at
+            most `MAX_CHUNKS` chunks.
+
+    Example:
+        >>> from rampup.plan import BatchRamp, BatchSplitter
+        >>> plan = RampPlan(ramp=BatchRamp.constant(80), splitter=BatchSplitter(data_parallel_size=2, microbatch_size=2),
+        ...     num_devices=2, total_steps=3)
+        >>> layout_of(plan, plan.splits[0], 100)
+        BufferLayout(rows=4, chunk_size=20, num_chunks=1)
+        >>> layout_of(plan, plan.splits[0], 10_000)
+        BufferLayout(rows=4, chunk_size=3, num_chunks=7)
+    """
+    rows, most = split.data_parallel_size * split.microbatch_size, plan.max_microbatches[split.microbatch_size]
+    if chunk_size is None:
+        chunk_size = most if most * rows * row_size <= MAX_WHOLE else -(-most // MAX_CHUNKS)
+    return BufferLayout(rows=rows, chunk_size=chunk_size, num_chunks=-(-most // chunk_size))
+
+
+def row_size(rows: Any, num_axes: int = 0) -> int:
+    """Return the numbers in a row, from arrays with `num_axes` axes before those of a row.
+
+    Not its bytes: a type can be narrower on the devices than on the host.
+    """
+    return sum(math.prod(np.shape(x)[num_axes:]) for x in jax.tree.leaves(rows))
+
+
+class Batch(NamedTuple):
+    """One optimizer step's rows on the devices.
+
+    Attributes:
+        position: step, samples before it, phase and split.
+        chunks: the filled chunks of the buffer: arrays (K, R, ...), rows sharded over the data and fsdp axes.
+        layout: the buffer's shape.
+    """
+
+    position: PlanPosition
+    chunks: tuple[Any, ...]
+    layout: BufferLayout
+
+    def __repr__(self) -> str:
+        # With the shape of a row, which shows rows that are batches already.
+        samples = f"{self.position.split.global_batch_size:,} samples in microbatches of {self.layout.rows:,}"
+        return f"Batch(step={self.position.step}, {samples}, a row is {describe_tree(self.row)})"
+
+    @property
+    def row(self) -> Any:
+        """The shapes and types of a row."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), self.chunks[0])
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches that contain rows."""
+        return self.position.split.num_microbatches
+
+    def at_step(self, step: int) -> Batch:
+        """Return the same rows as the batch of another optimizer step, for measurements that repeat a batch."""
+        return self._replace(position=replace(self.position, step=step))
+
+
+def put_batch(
+    batch_nR: Any,
+    position: PlanPosition,
+    plan: RampPlan,
+    mesh: Mesh,
+    *,
+    batch_axes: BatchAxes | None = None,
+    chunk_size: int | None = None,
+) -> Batch:
+    """Put the microbatches of a step on the devices as chunks of one shape; the last chunk is padded with zeros.
+
+    `batch_nR` are the rows of this process, arrays (n, rows, ...), which must not change afterwards. The position's `split`
+    says how the rows are split, planned or not. For `chunk_size` see `layout_of`.
+
+    Raises:
+        DataError: rows that contain something else than numbers.
+    """
+    leaves, structure = jax.tree.flatten(batch_nR)
+    arrays = [np.asarray(x) for x in leaves]
+    layout = layout_of(plan, position.split, row_size(arrays, 2), chunk_size=chunk_size)
+    sharding, K = batch_sharding(mesh, leading=1, axes=batch_axes), layout.chunk_size
+    try:
+        firsts = range(0, len(arrays[0]), K)
+        chunks = [[_global_array(_padded(x[first : first + K], K), layout.rows, sharding) for x in arrays] for first in firsts]
+    except Exception as error:
+        # Found only now: to look at every array of every step would take time.
+        paths = [path for path, x in jax.tree.leaves_with_path(batch_nR) if np.asarray(x).dtype.kind in "OSUMm"]
+        if not paths:
+            raise
+        names = ", ".join(f"batch{jax.tree_util.keystr(path)}" for path in paths)
+        fix = "give rows that are pytrees, such as dicts, of numbers, and encode texts"
+        raise DataError(f"{names} cannot be put on a device; {fix}: {error}") from error
+    return Batch(position, tuple(map(structure.unflatten, chunks)), layout)
+
+
+def _padded(x_KR: np.ndarray, K: int) -> np.ndarray:
+    """Return an array with K microbatches. Only the last chunk can be short, and the step's loop ends before the zeros."""
+    if len(x_KR) == K:
+        return x_KR
+    padded = np.zeros((K, *x_KR.shape[1:]), x_KR.dtype)
+    padded[: len(x_KR)] = x_KR
+    return padded
+
+
+def _global_array(part_KR: np.ndarray, num_rows: int, sharding: NamedSharding) -> jax.Array:
+    """Return the global array (K, R, ...) of which this process has the rows `part_KR` (K, local rows, ...)."""
+    # Not by `jax.device_put`, which takes two to three times as long for a small array.
+    if part_KR.shape[1] == num_rows:
+        return jax.make_array_from_callback(part_KR.shape, sharding, part_KR.__getitem__)
+    # Rows of other processes are missing here; a device of this process asks for a range of its own ones.
+    local = process_rows(sharding.mesh, num_rows, BatchAxes(replica=(), rows=axis_names(sharding.spec[1])))
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        start = index[1].start or 0
+        stop = num_rows if index[1].stop is None else index[1].stop
+        first = int(np.searchsorted(local, start))
+        return part_KR[:, first : first + stop - start]
+
+    return jax.make_array_from_callback((part_KR.shape[0], num_rows, *part_KR.shape[2:]), sharding, shard)
+
+
+def last_step(plan: RampPlan, start: int, stop: int | None) -> int:
+    """Return the step to stop before, by default the end of the plan, or refuse steps that the plan does not have."""
+    if start < 0 or (stop is not None and stop > plan.total_steps):
+        raise DataError(f"steps {start} to {stop} were requested, but the plan has the steps 0 to {plan.total_steps}")
+    return plan.total_steps if stop is None else stop

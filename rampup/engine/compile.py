@@ -1,0 +1,182 @@
+"""Compiles programs once: on request, or in a background thread before they are needed."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.experimental
+
+from rampup.plan.topology import tpu_options
+
+Lower = Callable[[], Any]
+BACKGROUND_NICENESS = 10
+CPU_OPTIONS = {"xla_backend_optimization_level": 2}
+
+
+class Compiler:
+    """A cache of ahead-of-time compiled programs, with one background thread.
+
+    `jax.jit` compiles on the first call with a new shape and blocks until it is done. Here a program can be compiled before its
+    first call, and the caller can ask whether it is ready. Ahead-of-time compilation does not fill the cache of `jax.jit`, so
+    this class holds the executables. It calls `before_first_run` when `get` returns a program for the first time.
+
+    Attributes:
+        num_compilations: programs compiled so far.
+        waited_seconds: total time that callers of `get` waited for a compilation.
+    """
+
+    def __init__(self, before_first_run: Callable[[], None] = lambda: None) -> None:
+        self._before_first_run = before_first_run
+        self.num_compilations = 0
+        self.waited_seconds = 0.0
+        self._programs: dict[Hashable, Any] = {}
+        self._pending: dict[Hashable, Future[Any]] = {}
+        self._requests: collections.deque[tuple[Future[Any], Callable[[], Any]]] = collections.deque()
+        self._lock = threading.Lock()
+        self._is_running = False
+
+    def get(self, key: Hashable, lower: Lower) -> Any:
+        """Return a program. Compile it now unless it is compiled or pending.
+
+        Args:
+            key: identifies the program.
+            lower: returns its `jax.stages.Lowered`; called only if the program has to be compiled here.
+        """
+        program = self._programs.get(key)
+        if program is None:
+            start, ready = time.perf_counter(), self.is_ready(key)
+            if pending := self._pending.pop(key, None):
+                with contextlib.suppress(CancelledError):
+                    program = pending.result()
+            program = self._programs[key] = self._compile(lower()) if program is None else program
+            self.waited_seconds += 0 if ready else time.perf_counter() - start
+            self._before_first_run()
+        return program
+
+    def compile_async(self, key: Hashable, lower: Lower) -> None:
+        """Lower and compile a program in the background, after those requested earlier. Errors are raised by `get`."""
+        if self.is_known(key):
+            return
+        # The x64 mode, the matmul precision and the mesh of the caller are thread-local and change what is traced.
+        contexts = _capture_contexts()
+
+        def work() -> Any:
+            with contexts():
+                return self._compile(lower())
+
+        with self._lock:
+            # One thread: compilations share the cores with training, and a second one would only slow both down. It waits for
+            # the lock. If it cannot be started, nothing is pending.
+            if not self._is_running:
+                threading.Thread(target=self._work, name="rampup-compile").start()
+                self._is_running = True
+            self._pending[key] = Future()
+            self._requests.append((self._pending[key], work))
+
+    def is_ready(self, key: Hashable) -> bool:
+        """Return whether `get` would return without waiting."""
+        return key in self._programs or (key in self._pending and self._pending[key].done())
+
+    def is_known(self, key: Hashable) -> bool:
+        """Return whether a program is compiled or pending."""
+        return key in self._programs or key in self._pending
+
+    def close(self) -> None:
+        """Cancel the programs whose compilation has not started. They are compiled when `get` is called."""
+        # One that has started is not waited for: XLA cannot be interrupted, and it may take minutes.
+        self._pending = {key: pending for key, pending in self._pending.items() if not pending.cancel()}
+
+    def _work(self) -> None:
+        """Compile what is requested, one program after the other, until nothing is left."""
+        _lower_thread_priority()
+        while True:
+            with self._lock:
+                if not self._requests:
+                    self._is_running = False
+                    return
+                future, work = self._requests.popleft()
+            # Python waits for this thread at the end of a program, which need not wait for what nobody will run.
+            if not threading.main_thread().is_alive():
+                future.cancel()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:  # noqa: BLE001 - raised by `get`
+                    future.set_exception(error)
+
+    def _compile(self, lowered: Any) -> Any:
+        program = compile_program(lowered)
+        self.num_compilations += 1
+        return program
+
+
+def compile_program(lowered: Any) -> Any:
+    """Compile a `jax.stages.Lowered`, on a CPU with XLA's optimization level 2 and on a TPU with the options of `tpu_options`.
+
+    Level 2 compiles a fifth faster than level 3, and the steps of the models here run equally fast. What `XLA_FLAGS` and
+    `LIBTPU_INIT_ARGS` set wins.
+    """
+    platform = jax.default_backend()
+    if platform == "tpu":
+        return compile_for_tpu(lowered, jax.devices()[0].device_kind)
+    is_set_already = any(option in os.environ.get("XLA_FLAGS", "") for option in CPU_OPTIONS)
+    return lowered.compile(compiler_options=None if platform != "cpu" or is_set_already else CPU_OPTIONS)
+
+
+def compile_for_tpu(lowered: Any, kind: str, options: Mapping[str, str] | None = None) -> Any:
+    """Compile for a generation of TPUs, with further options and the `tpu_options` that this version of the compiler knows."""
+    chosen = tpu_options(kind, os.environ.get("LIBTPU_INIT_ARGS", ""))
+    while True:
+        try:
+            return lowered.compile(compiler_options=(chosen | dict(options or {})) or None)
+        except RuntimeError as error:
+            unknown = re.search(r"No such compile option: '(\w+)'", str(error))
+            if unknown is None or chosen.pop(unknown[1], None) is None:
+                raise
+
+
+def enable_compilation_cache(folder: str | None) -> None:
+    """Keep compiled programs in a folder for later processes, unless JAX has a cache folder already. None changes nothing."""
+    if folder is not None and jax.config.jax_compilation_cache_dir is None:
+        # JAX keeps it in a bucket too.
+        jax.config.update("jax_compilation_cache_dir", folder if "://" in folder else str(Path(folder).expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _lower_thread_priority() -> None:
+    """Give way to training and its data loading, which need the same cores."""
+    if sys.platform == "linux":  # where a niceness belongs to a thread; elsewhere it would slow the whole process down
+        thread = threading.get_native_id()
+        with contextlib.suppress(OSError):  # a sandbox may forbid it, and no compilation may fail for that
+            niceness = max(BACKGROUND_NICENESS, os.getpriority(os.PRIO_PROCESS, thread))  # raising it takes a privilege
+            os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
+
+def _capture_contexts() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a function that enters this thread's JAX contexts, which change a trace, in another thread."""
+    x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+    mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            # Older versions of JAX have it elsewhere.
+            stack.enter_context((jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64(x64))
+            stack.enter_context(jax.default_matmul_precision(precision))
+            if mesh is not None and not mesh.empty:
+                stack.enter_context(jax.set_mesh(mesh))
+            yield
+
+    return enter

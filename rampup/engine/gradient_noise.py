@@ -1,0 +1,194 @@
+"""Measures the gradient noise scale inside a training step; see `rampup.batch_size.noise_scale` for the estimator.
+
+A block is one microbatch on one replica. Its gradient is there anyway, before it is added to those of the other microbatches.
+So all that a step needs in addition is the sum of its squares. Three things keep that cheap:
+
+- The sums of the replicas travel with the loss, in the reduction that a step has at its end.
+- Along axes that shard the parameters (fsdp, tensor), a sum of squares would be a reduction per microbatch and array. So each
+  shard keeps a partial sum of its own, and the partial sums are added once, together with those of |g|^2.
+- The second geometry, that of Adam, weights the squares with the second moments that the optimizer has anyway.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rampup.batch_size.noise_scale import noise_trace
+from rampup.engine.mesh import STAGE, BatchAxes, auto_view, axis_names, constrain
+
+# Adam's eps. Parameters whose second moment is 0 have had no gradient yet and no geometry; they are left out.
+_EPS = 1e-8
+
+
+class NoiseSums(NamedTuple):
+    """Sums over the blocks of a step.
+
+    Attributes:
+        squares: sum of |G_j|^2 / W_j, an array (geometries, *shards): the Euclidean geometry, then Adam's if it is measured.
+            Each shard of the parameters has a partial sum.
+        blocks: number of blocks with a weight.
+    """
+
+    squares: jax.Array
+    blocks: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseMeter:
+    """Measures the squares of gradients on a mesh, without communication. It is a pytree whose arrays are `moments`.
+
+    Attributes:
+        shardings: shardings of the gradients, in the order of their leaves.
+        axes: the mesh axes over which a sum of squares is split into partial sums.
+        mesh: the mesh.
+        moments: Adam's second moments, for a second geometry: sum of x^2 / (sqrt(v) + eps). None: the Euclidean one alone.
+    """
+
+    shardings: tuple[Any, ...] = field(metadata={"static": True})
+    axes: tuple[str, ...] = field(metadata={"static": True})
+    mesh: Mesh = field(metadata={"static": True})
+    moments: Any = None
+
+    @classmethod
+    def of(cls, shardings: Any, mesh: Mesh, batch_axes: BatchAxes | None = None, moments: Any = None) -> NoiseMeter:
+        """Return the meter of gradients with these shardings; of none, the compiler adds up each sum of squares by itself."""
+        used = _axes_of(shardings)
+        outside = {*BatchAxes.of(mesh, batch_axes).replica, STAGE}
+        axes = tuple(str(name) for name, size in mesh.shape.items() if size > 1 and name in used and name not in outside)
+        return cls(shardings=tuple(jax.tree.leaves(shardings)), axes=axes, mesh=mesh, moments=moments)
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The shape of a sum of squares: one partial sum per shard."""
+        return tuple(self.mesh.shape[name] for name in self.axes)
+
+    def squares(self, grads: Any, moments: Any = None, shardings: Any = None, *, varying: jax.Array | None = None) -> jax.Array:
+        """Return the sum of squares of a gradient in every geometry, (geometries, *shards).
+
+        `moments` and `shardings` are those of `grads`, which may be a part of all. In a loop over microbatches, `varying` is a
+        number that each has its own of.
+        """
+        shardings = self.shardings if shardings is None else jax.tree.leaves(shardings)
+        squares = jax.tree.map(lambda x: jnp.real(x * jnp.conj(x)) if jnp.iscomplexobj(x) else jnp.square(x), grads)
+        found = [self._add_up(squares, shardings)]
+        if moments is not None:
+            if varying is not None:
+                # The compiler would move what depends on the moments alone out of the loop, into buffers as large as the
+                # parameters. So they depend on the microbatch, though not on its gradient: all of it would have to be complete
+                # and be read again, instead of once, where it is added to its sum.
+                moments = jax.lax.optimization_barrier((moments, varying))[0]
+                moments = jax.tree.map(self._keep_layout, moments)
+            # A quotient, because the compiler for CPUs computes the factor 1 / sqrt(v) long before the gradient is there.
+            scaled = jax.tree.map(lambda x, v: jnp.where(v > 0, x / jnp.sqrt(v.astype(x.dtype) + _EPS**2), 0), squares, moments)
+            found.append(self._add_up(scaled, shardings))
+        return jnp.stack(found)
+
+    def block(self, grads: Any, weight: jax.Array, *, varying: jax.Array | None = None) -> NoiseSums:
+        """Return the sums over one block, of which there are the gradient sum and the weight; see `squares` for `varying`."""
+        squares = self.squares(grads, self.moments, varying=varying)
+        return NoiseSums(*divide_by_weights(squares[..., None], weight[None]))
+
+    def metrics(self, noise: NoiseSums, grads: Any, weight: jax.Array) -> dict[str, Any]:
+        """Return S and G2 of a step in every geometry, from the sums over its blocks and the gradient of the mean loss.
+
+        The gradient is sharded as this meter expects, possibly over the replicas too. The metrics are `grad_norm`, and
+        `gradient_noise` with `trace`, `squared_norm`, `blocks` and, in Adam's geometry, `adam_trace` and `adam_squared_norm`.
+        With fewer than two blocks they are NaN.
+        """
+        moments = self.moments
+        used = _axes_of(self.shardings)
+        axes = tuple(str(name) for name, size in self.mesh.shape.items() if size > 1 and name in used)
+        # Sums over the same shards at the same time are one collective, together with those of a clipping of the gradient. If
+        # the replicas have parts of the gradient (ZeRO-1), the compiler adds up the squares as it does for the clipping.
+        is_scattered = not {*axes} <= {*self.axes, STAGE}
+        meter = replace(self, axes=() if is_scattered else axes)
+        q, norms = self._total(noise.squares), meter._total(meter.squares(grads, moments))
+        if moments is not None:
+            # The unit of Adam's geometry becomes that of the Euclidean one. Without it, the first steps, whose second moments
+            # are too small by a factor, would count too much in an average. The noise scale is a ratio and keeps its value.
+            exact = jax.tree.map(lambda v: v.astype(jnp.promote_types(v.dtype, jnp.float32)), moments)
+            mean = meter._total(meter._add_up(exact, self.shardings)[None])[0]
+            mean /= sum(v.size for v in jax.tree.leaves(moments))
+            units = jnp.stack([jnp.ones_like(mean), jnp.sqrt(mean)])
+            q, norms = q * units, norms * units
+        trace, squared_norm = noise_trace(q, weight, norms, jnp.where(noise.blocks > 1, noise.blocks, jnp.nan))
+        found = {"trace": trace[0], "squared_norm": squared_norm[0], "blocks": noise.blocks}
+        if moments is not None:
+            found |= {"adam_trace": trace[1], "adam_squared_norm": squared_norm[1]}
+        return {"grad_norm": jnp.sqrt(norms[0]), "gradient_noise": found}
+
+    def _add_up(self, squares: Any, shardings: Sequence[NamedSharding]) -> jax.Array:
+        """Return the sum over all leaves, one partial sum per shard."""
+        if not self.axes:
+            return sum(map(jnp.sum, jax.tree.leaves(squares)))
+        parts = map(self._partial_sums, jax.tree.leaves(squares), shardings)
+        return constrain(sum(parts), NamedSharding(auto_view(self.mesh), PartitionSpec(*self.axes)))
+
+    def _keep_layout(self, v: jax.Array) -> jax.Array:
+        """Keep second moments on a TPU as they are outside of the loop, where they would otherwise be copied for all of it.
+
+        The gradient of a microbatch often has its dimensions in another order, in which the compiler wants the moments too. So
+        it transposes one array at a time, inside the loop. Not of shards: JAX 0.7 would gather them.
+        """
+        if self.axes or v.ndim < 2 or self.mesh.devices.flat[0].platform != "tpu":
+            return v
+        rows, columns = v.shape[-2:]
+        # The last dimension is the inner one in memory if that takes no padding to tiles of 8 x 128.
+        is_row_major = columns % 128 == 0 and (rows % 8 == 0 or 8 % rows == 0)
+        return with_layout_constraint(v, Layout(tuple(range(v.ndim)))) if is_row_major else v
+
+    def _total(self, parts: jax.Array) -> jax.Array:
+        """Return the sums over the shards of partial sums (n, *shards)."""
+        if len(self.axes) > 1 and STAGE in self.axes:
+            # Over the stages last, as the compiler does for the norm of a clipping.
+            parts = jnp.sum(parts, axis=tuple(range(1, parts.ndim - 1)))
+            parts = constrain(parts, NamedSharding(auto_view(self.mesh), PartitionSpec(None, STAGE)))
+        return jnp.sum(parts, axis=tuple(range(1, parts.ndim)))
+
+    def _partial_sums(self, x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        """Return the sum of an array as one partial sum per shard, an array (*shards)."""
+        # Every sharded dimension is split into its shards and the rest. The sum over the rest is local to each shard.
+        shape: list[int] = []
+        names: list[str] = []
+        rest: list[int] = []
+        for size, entry in zip(x.shape, (*sharding.spec, *[None] * (x.ndim - len(sharding.spec))), strict=True):
+            own = [name for name in axis_names(entry) if name in self.axes]
+            names += own
+            shape += [self.mesh.shape[name] for name in own]
+            rest.append(len(shape))
+            shape.append(size // math.prod(self.mesh.shape[name] for name in own))
+        found = jnp.sum(x.reshape(shape), axis=tuple(rest))
+        order = sorted(names, key=self.axes.index)
+        # An equal part of the sum is on each of the shards along the other axes.
+        missing = [place for place, name in enumerate(self.axes) if name not in names]
+        parts = math.prod(self.mesh.shape[self.axes[place]] for place in missing)
+        found = found.transpose([names.index(name) for name in order]) / parts
+        return jnp.broadcast_to(jnp.expand_dims(found, missing), self.shards)
+
+
+def divide_by_weights(squares: jax.Array, weights: jax.Array) -> NoiseSums:
+    """Return the sums over blocks, the last axis of both arguments. Blocks without weight have no gradient and do not count."""
+    scale = jnp.where(weights != 0, 1 / jnp.where(weights != 0, weights, 1), 0)
+    return NoiseSums(jnp.sum(squares * scale, axis=-1), jnp.sum(weights != 0).astype(jnp.float32))
+
+
+def second_moments(opt_state: Any, params: Any) -> Any:
+    """Return Adam's second moments in an optimizer's state, shaped like the parameters, or None. See `NoiseMeter.moments`."""
+    states = jax.tree.leaves(opt_state, is_leaf=lambda x: hasattr(x, "nu"))
+    found = [state.nu for state in states if hasattr(state, "nu")]
+    # A part of the parameters, as with `optax.masked`, has another structure.
+    return found[0] if len(found) == 1 and jax.tree.structure(found[0]) == jax.tree.structure(params) else None
+
+
+def _axes_of(shardings: Any) -> set[str]:
+    """Return the mesh axes that shardings name. That of an array on one device, outside of a mesh, names none."""
+    return {name for leaf in jax.tree.leaves(shardings) for entry in getattr(leaf, "spec", ()) for name in axis_names(entry)}

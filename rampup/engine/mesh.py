@@ -1,0 +1,476 @@
+"""The device mesh with the axes data, fsdp, tensor and stage, or one of the user's own, and the shardings on it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from rampup.errors import ConfigError
+from rampup.plan.mesh_axes import AXES, MeshAxes
+from rampup.plan.plan import RampPlan
+
+# What these compute is manual over all axes, or has a compiler of its own.
+_OPAQUE = ("shard_map", "pallas_call", "custom_partitioning")
+DATA, FSDP, TENSOR, STAGE = "data", "fsdp", "tensor", "stage"
+AXIS_NAMES = (DATA, FSDP, TENSOR, STAGE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchAxes:
+    """Which axes of a mesh take the rows of a batch. Needed only for a mesh with other names than data and fsdp.
+
+    Attributes:
+        replica: axes along which the parameters are replicated. A training step adds up gradients on each replica by itself and
+            reduces them over these axes once.
+        rows: all axes that the rows are sharded over, starting with `replica`. Along the others, such as fsdp, the parameters
+            may be sharded too.
+
+    Example:
+        >>> BatchAxes(replica=("batch",), rows=("batch",)).num_replicas(jax.make_mesh((1, 1), ("batch", "model")))
+        1
+    """
+
+    replica: tuple[str, ...] = (DATA,)
+    rows: tuple[str, ...] = (DATA, FSDP)
+
+    @classmethod
+    def of(cls, mesh: Mesh, axes: BatchAxes | None = None) -> BatchAxes:
+        """Return `axes`, or for None data and fsdp as far as the mesh has them.
+
+        Raises:
+            ConfigError: the mesh does not have these axes.
+        """
+        names = tuple(str(name) for name in mesh.axis_names)
+        example = 'BatchAxes(replica=("data",), rows=("data", "fsdp"))'
+        if axes is None:
+            rows = tuple(name for name in (DATA, FSDP) if name in names)
+            if not rows:
+                problem = f"the mesh has the axes {', '.join(names)} and neither data nor fsdp"
+                fix = f"say which of them take the rows of a batch, such as batch_axes=rampup.{example}"
+                raise ConfigError(f"{problem}; {fix}", key="batch_axes")
+            return cls(replica=tuple(name for name in rows if name == DATA), rows=rows)
+        if not (isinstance(axes, BatchAxes) and isinstance(axes.replica, tuple) and isinstance(axes.rows, tuple)):
+            raise ConfigError(
+                f"batch_axes={axes!r} must be a BatchAxes of two tuples, such as rampup.{example}", key="batch_axes"
+            )
+        missing = [name for name in (*axes.replica, *axes.rows) if name not in names]
+        if missing:
+            raise ConfigError(
+                f"batch_axes names {missing[0]!r}, but the mesh has the axes {', '.join(names)}", key="batch_axes"
+            )
+        if axes.rows[: len(axes.replica)] != axes.replica:
+            raise ConfigError(f"rows={axes.rows} of batch_axes must start with replica={axes.replica}", key="batch_axes")
+        return axes
+
+    def num_replicas(self, mesh: Mesh) -> int:
+        """Return the number of copies of the parameters."""
+        return math.prod(mesh.shape[name] for name in self.replica)
+
+    def num_shards(self, mesh: Mesh) -> int:
+        """Return the number of parts that the rows are split into."""
+        return math.prod(mesh.shape[name] for name in self.rows)
+
+    def manual(self, mesh: Mesh) -> set[str]:
+        """Return the axes that are manual in a training step: those of the replicas, and all of size 1.
+
+        The compiler has nothing to partition along an axis of size 1. But callbacks and Pallas kernels run only if every axis
+        is manual.
+        """
+        return {*self.replica, *(str(name) for name, size in mesh.shape.items() if size == 1)}
+
+    def are_mapped(self, mesh: Mesh) -> bool:
+        """Return whether a training step maps over the replicas by `jax.vmap`, instead of making their axes manual.
+
+        That is so if two or more other axes have several devices, which XLA cannot partition well beside a manual one. See
+        `with_whole_operands`, which has its price: a table that tensor shards is gathered.
+        """
+        others = [name for name, size in mesh.shape.items() if size > 1 and name not in self.replica]
+        return self.num_replicas(mesh) > 1 and len(others) > 1
+
+
+def make_mesh(axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Return the mesh (data, fsdp, tensor, stage) over all devices.
+
+    On a TPU, neighbors on an axis are neighbors in the torus as far as possible. If the devices form several slices, the slices
+    lie along the axes that `axes.slices` names, and along the data axis if it names none, so that only the gradient reduction
+    of a step crosses them.
+
+    Args:
+        axes: number of devices along each axis; None puts all devices on the data axis.
+        devices: the devices; None = all devices of JAX.
+
+    Raises:
+        ConfigError: the product of the axes is not the number of devices, they use context or expert parallelism, or they do
+            not fit the slices of the devices.
+
+    Example:
+        >>> make_mesh().axis_names
+        ('data', 'fsdp', 'tensor', 'stage')
+    """
+    devices = jax.devices() if devices is None else devices
+    axes = MeshAxes(data=len(devices)) if axes is None else axes
+    for name in ("context", "expert"):
+        if getattr(axes, name) > 1:
+            problem = f"{name} parallelism of {getattr(axes, name)} can be planned but not trained"
+            fix = f"set ici_{name}_parallelism=1 and dcn_{name}_parallelism=1"
+            raise ConfigError(f"{problem}; {fix}", key=f"ici_{name}_parallelism", nearest=(1,))
+    if axes.num_devices != len(devices):
+        problem = f"the plan is for num_devices={axes.num_devices}, but JAX sees {len(devices)} here"
+        raise ConfigError(problem, key="num_devices", nearest=(-1,))
+    # Auto: the compiler partitions along fsdp and tensor. The training step makes data and stage manual where it needs that.
+    return Mesh(_arrange(axes, devices), AXIS_NAMES, axis_types=(AxisType.Auto,) * len(AXIS_NAMES))
+
+
+def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
+    """Return the devices as an array (data, fsdp, tensor, stage)."""
+    names = ("data", "fsdp", "tensor", "pipeline")
+    between = [axes.slices[AXES.index(name)] for name in names]
+    # The devices of each TPU slice, or all of them in one.
+    by_slice: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        by_slice.setdefault(getattr(device, "slice_index", 0) if device.platform == "tpu" else 0, []).append(device)
+    groups: list[Any] = [by_slice[index] for index in sorted(by_slice)]
+    if len(groups) > 1 and axes.num_slices == 1 and axes.data % len(groups) == 0:
+        between[0] = len(groups)
+    num_slices = math.prod(between)
+    if len(groups) == 1:
+        # CPUs and GPUs do not say which slice they are in: as many devices in a row.
+        groups = np.array_split(np.asarray(devices, object), num_slices)
+    if len(groups) != num_slices:
+        raise ConfigError(
+            f"the devices form {len(groups)} slices, but the mesh has {num_slices}; set num_slices={len(groups)}, and "
+            f"dcn_data_parallelism={len(groups)} if the gradient reduction should cross them",
+            key="num_slices",
+            nearest=(len(groups),),
+        )
+    within = [getattr(axes, name) // size for name, size in zip(names, between, strict=True)]
+
+    def arrange_slice(group: Sequence[jax.Device]) -> np.ndarray:
+        # Without a split, JAX refuses most meshes whose axes are not products of whole sides of the torus.
+        split = devices[0].platform == "tpu"
+        return mesh_utils.create_device_mesh(within, list(group), allow_split_physical_axes=split)
+
+    # (slices along each axis, devices of a slice along each axis), joined axis by axis.
+    blocks = np.stack([arrange_slice(group) for group in groups]).reshape(*between, *within)
+    n = len(names)
+    order = [axis for pair in zip(range(n), range(n, 2 * n), strict=True) for axis in pair]
+    return blocks.transpose(order).reshape([a * b for a, b in zip(between, within, strict=True)])
+
+
+@functools.cache
+def auto_view(mesh: Mesh) -> Mesh:
+    """Return the mesh with all its axes automatic: what a training step runs on, also if the user's mesh has Explicit axes."""
+    if all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def auto_context(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which programs on the automatic view of a mesh can be traced, also in the user's `jax.set_mesh`."""
+    is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    return jax.set_mesh(auto_view(mesh)) if is_explicit else contextlib.nullcontext()
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Return the sharding of a value that is replicated on all devices."""
+    return NamedSharding(auto_view(mesh), PartitionSpec())
+
+
+@functools.cache
+def batch_sharding(mesh: Mesh, *, leading: int = 0, axes: BatchAxes | None = None) -> NamedSharding:
+    """Return the sharding of rows over the batch axes, after `leading` dimensions that are not sharded."""
+    return NamedSharding(auto_view(mesh), PartitionSpec(*[None] * leading, BatchAxes.of(mesh, axes).rows))
+
+
+def shardings_like(tree: Any, mesh: Mesh) -> Any:
+    """Return the shardings of a tree's leaves on `mesh`.
+
+    Leaves that are on one device or replicated are replicated on the mesh. A sharding on another mesh of the same devices is
+    expressed in the axes of this one.
+
+    Raises:
+        ConfigError: a leaf is sharded in a way that the axes of this mesh cannot express.
+    """
+    mesh = auto_view(mesh)
+
+    def sharding_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+            return sharding
+        if sharding is None or sharding.is_fully_replicated:
+            return replicated(mesh)
+        own = _on_mesh(sharding, mesh, leaf.ndim)
+        if own is None:
+            raise ConfigError(
+                f"{jax.tree_util.keystr(path)} is sharded as {sharding}, which the axes {dict(mesh.shape)} of this mesh cannot "
+                "express; place it on this mesh with jax.device_put"
+            )
+        return own
+
+    return jax.tree_util.tree_map_with_path(sharding_of, tree)
+
+
+def _on_mesh(sharding: Any, mesh: Mesh, ndim: int) -> NamedSharding | None:
+    """Return an equivalent sharding in the axes of `mesh`, or None."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    # Meshes in the same order of devices: each axis of the other mesh is one axis of this mesh, or several in a row.
+    own = [(str(name), size) for name, size in mesh.shape.items() if size > 1]
+    groups: dict[Any, tuple[str, ...]] = {}
+    for name, size in sharding.mesh.shape.items():
+        names: tuple[str, ...] = ()
+        product = 1
+        while own and product < size:
+            product, names = product * own[0][1], (*names, own.pop(0)[0])
+        groups[name] = names
+
+    def axes_of(entry: Any) -> Any:
+        return tuple(itertools.chain.from_iterable(groups[name] for name in axis_names(entry))) or None
+
+    if any(entry is PartitionSpec.UNCONSTRAINED for entry in sharding.spec):
+        return None
+    # Grouping by sizes can go wrong if the meshes order their devices differently, so the result is compared.
+    found = NamedSharding(mesh, PartitionSpec(*map(axes_of, sharding.spec)), memory_kind=sharding.memory_kind)
+    return found if found.is_equivalent_to(sharding, ndim) else None
+
+
+def check_plan_fits(plan: RampPlan, mesh: Mesh, axes: BatchAxes | None = None) -> None:
+    """Refuse a plan for other numbers of replicas or stages than the mesh has, and a mesh without axes for the rows."""
+    axes = BatchAxes.of(mesh, axes)
+    sizes = {
+        "data_parallel_size": (plan.splitter.data_parallel_size, axes.num_shards(mesh), " * ".join(axes.rows)),
+        "num_stages": (plan.splitter.num_stages, mesh.shape.get(STAGE, 1), STAGE),
+    }
+    for key, (planned, has, names) in sizes.items():
+        if planned != has:
+            problem = f"the plan has {key}={planned}, but the mesh has {names} = {has}"
+            fix = f"make the plan with {key}={has}, or give batch_axes=rampup.BatchAxes(...) if other axes take the rows"
+            raise ConfigError(f"{problem}; {fix}", key=key, nearest=(has,))
+
+
+def constrain(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Constrain the sharding of an array, also inside a function that is manual over some axes, which are left out."""
+    kept = without_manual_axes(sharding)
+    if kept is None:
+        return x
+    # Inside such a function, new versions of JAX accept only a PartitionSpec, and 0.7.2 only a NamedSharding.
+    try:
+        return _with_sharding_constraint(x, kept.spec)
+    except RuntimeError:
+        return _with_sharding_constraint(x, kept)
+
+
+def manual_size(name: str) -> int:
+    """Return the number of devices along an axis that is manual in the function that is traced here, else 1."""
+    context = jax.sharding.get_abstract_mesh()
+    return context.shape[name] if name in context.manual_axes else 1
+
+
+def without_manual_axes(sharding: Any) -> Any:
+    """Return a NamedSharding or PartitionSpec without the axes that are manual here; None if nothing is left to constrain.
+
+    A manual axis already has its part of the array on each device, so a constraint cannot name it. Axes that a training step
+    maps over count as manual.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    manual = frozenset((*context.manual_axes, *getattr(_patch, "mapped", ())))
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        sharding = NamedSharding(auto_view(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind)
+    if not manual or not isinstance(sharding, (NamedSharding, PartitionSpec)):
+        return sharding
+    if context.manual_axes and all(name in manual or size == 1 for name, size in context.shape.items()):
+        return None
+    spec = spec_without(sharding.spec if isinstance(sharding, NamedSharding) else sharding, manual)
+    return spec if isinstance(sharding, PartitionSpec) else NamedSharding(sharding.mesh, spec)
+
+
+def axis_names(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes in one entry of a PartitionSpec.
+
+    Example:
+        >>> axis_names("data"), axis_names(("data", "fsdp")), axis_names(None)
+        (('data',), ('data', 'fsdp'), ())
+    """
+    return entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+
+
+def spec_without(spec: PartitionSpec, names: frozenset[str]) -> PartitionSpec:
+    """Return a PartitionSpec without some axes.
+
+    Example:
+        >>> tuple(spec_without(PartitionSpec(("data", "fsdp"), "data"), frozenset({"data"})))
+        ('fsdp', None)
+    """
+
+    def keep(entry: Any) -> Any:
+        if not isinstance(entry, (str, tuple)):
+            return entry
+        kept = tuple(name for name in axis_names(entry) if name not in names)
+        return kept[0] if len(kept) == 1 else kept or None
+
+    return PartitionSpec(*map(keep, spec))
+
+
+_with_sharding_constraint = jax.lax.with_sharding_constraint
+_patch, _patch_lock = threading.local(), threading.Lock()
+_num_patched = 0
+
+
+@contextlib.contextmanager
+def own_constraints(mapped: tuple[str, ...] = ()) -> Iterator[None]:
+    """While a loss is traced, let `jax.lax.with_sharding_constraint` leave out the manual axes, and those that are `mapped`.
+
+    Models constrain their activations over the data axis, as MaxText's do. In a training step that axis is manual, or
+    `jax.vmap` maps over it, and JAX refuses a constraint that names it. Other threads see JAX's own function, which is put back
+    at the end.
+
+    JAX has no public hook for the constraints of a model that somebody else wrote, so its own function is replaced.
+    """
+    global _num_patched
+    with _patch_lock:
+        _num_patched += 1
+        jax.lax.with_sharding_constraint = _constrain_without_manual_axes
+    before = getattr(_patch, "active", False), getattr(_patch, "mapped", ())
+    _patch.active, _patch.mapped = True, mapped
+    try:
+        yield
+    finally:
+        _patch.active, _patch.mapped = before
+        with _patch_lock:
+            _num_patched -= 1
+            if not _num_patched:
+                jax.lax.with_sharding_constraint = _with_sharding_constraint
+
+
+@functools.wraps(_with_sharding_constraint)
+def _constrain_without_manual_axes(x: Any, shardings: Any) -> Any:
+    if not getattr(_patch, "active", False):
+        return _with_sharding_constraint(x, shardings)
+
+    def constrain_leaf(sharding: Any, part: Any) -> Any:
+        def one(leaf: Any) -> Any:
+            if isinstance(sharding, NamedSharding):
+                return constrain(leaf, sharding)
+            kept = without_manual_axes(sharding)
+            return leaf if kept is None else _with_sharding_constraint(leaf, kept)
+
+        return jax.tree.map(one, part)
+
+    # As in JAX, one sharding may stand for a whole subtree. None and PartitionSpec are leaves.
+    is_leaf: Callable[[Any], bool] = lambda leaf: leaf is None or isinstance(leaf, PartitionSpec)  # noqa: E731
+    return jax.tree.map(constrain_leaf, shardings, x, is_leaf=is_leaf)
+
+
+@functools.cache
+def rows_of_processes(mesh: Mesh, num_rows: int, axes: BatchAxes | None = None) -> dict[int, np.ndarray]:
+    """Return the rows of a microbatch of `num_rows` that each process must have, in ascending order: those of its devices.
+
+    This follows from the sharding and not from the number of processes: processes that differ only in tensor or stage need the
+    same rows.
+    """
+    # A set: devices that differ only in tensor or stage have the same slice. A missing start or stop is the end.
+    found: dict[int, set[tuple[int, int]]] = {}
+    for device, index in batch_sharding(mesh, axes=axes).devices_indices_map((num_rows,)).items():
+        part = index[0].start or 0, num_rows if index[0].stop is None else index[0].stop
+        found.setdefault(device.process_index, set()).add(part)
+    rows = {process: np.concatenate([np.arange(*part) for part in sorted(parts)]) for process, parts in found.items()}
+    for own in rows.values():
+        own.setflags(write=False)  # cached: to ask a sharding takes longer than to read a small batch
+    return rows
+
+
+def process_rows(mesh: Mesh, num_rows: int, axes: BatchAxes | None = None) -> np.ndarray:
+    """Return the rows of a microbatch that this process must have."""
+    return rows_of_processes(mesh, num_rows, axes)[jax.process_index()]
+
+
+def with_whole_operands(run: Callable[..., Any], mesh: Mesh, manual: set[str]) -> Callable[..., Any]:
+    """Return a function that is `manual` over some axes so that XLA can partition it.
+
+    If two or more other axes of several devices are automatic, XLA aborts the process at most gathers and scatters, and some
+    grouped convolutions are wrong. So their operands are made whole first.
+
+    It takes what the function computes after all differentiation: the gradient of a sort is a gather too.
+    """
+    if sum(size > 1 and name not in manual for name, size in mesh.shape.items()) < 2:
+        return run
+
+    def rewritten(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(run, return_shape=True)(*args)
+        outputs = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), mesh)
+        return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+    return rewritten
+
+
+def has_convolutions(value: Any) -> bool:
+    """Return whether a jaxpr, or a parameter of an operation, contains a convolution."""
+    if isinstance(value, tuple):
+        return any(map(has_convolutions, value))
+    jaxpr = value.jaxpr if isinstance(value, ClosedJaxpr) else value
+    return isinstance(jaxpr, Jaxpr) and any(
+        eqn.primitive.name == "conv_general_dilated" or any(map(has_convolutions, eqn.params.values())) for eqn in jaxpr.eqns
+    )
+
+
+def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], mesh: Mesh) -> list[Any]:
+    """Evaluate a jaxpr, with whole operands in it and in all jaxprs that it contains."""
+    values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else values[v]
+
+    for eqn in jaxpr.eqns:
+        name, inputs = eqn.primitive.name, [read(v) for v in eqn.invars]
+        if name in ("custom_jvp_call", "custom_vjp_call"):
+            # Its rule is not needed any more.
+            inner = eqn.params["call_jaxpr"]
+            outputs = _evaluate(inner.jaxpr, inner.consts, inputs, mesh)
+        else:
+            params = eqn.params if name in _OPAQUE else {key: _rewrite(value, mesh) for key, value in eqn.params.items()}
+            bound = eqn.primitive.bind(*_whole(name, params, inputs, mesh), **params)
+            outputs = list(bound) if eqn.primitive.multiple_results else [bound]
+            if name.startswith("scatter") or name == "conv_general_dilated":
+                outputs = _whole(name, params, [*outputs, *inputs[1:]], mesh)[:1]
+        values.update(zip(eqn.outvars, outputs, strict=True))
+    return [read(v) for v in jaxpr.outvars]
+
+
+def _whole(name: str, params: dict[str, Any], inputs: list[Any], mesh: Mesh) -> list[Any]:
+    """Return the inputs of an operation, with those whole that XLA cannot partition. Batch dimensions stay as they are."""
+    if name == "conv_general_dilated" and max(params["feature_group_count"], params["batch_group_count"]) > 1:
+        return [constrain(x, NamedSharding(auto_view(mesh), PartitionSpec())) for x in inputs]
+    # With a single index, it is a slice, as that of the loops over microbatches and layers.
+    if (name == "gather" or name.startswith("scatter")) and inputs[1].ndim > 1:
+        operand, batching = inputs[0], params["dimension_numbers"].operand_batching_dims
+        free = PartitionSpec.UNCONSTRAINED
+        spec = PartitionSpec(*(free if k in batching else None for k in range(operand.ndim)))
+        return [constrain(operand, NamedSharding(auto_view(mesh), spec)), *inputs[1:]]
+    return inputs
+
+
+def _rewrite(value: Any, mesh: Mesh) -> Any:
+    """Return a parameter of an operation, with whole operands in its jaxprs."""
+    if isinstance(value, tuple):
+        is_jaxprs = any(isinstance(x, (ClosedJaxpr, Jaxpr)) for x in value)
+        return tuple(_rewrite(x, mesh) for x in value) if is_jaxprs else value
+    if isinstance(value, ClosedJaxpr):
+        avals = [v.aval for v in value.jaxpr.invars]
+        return jax.make_jaxpr(lambda *args: _evaluate(value.jaxpr, value.consts, args, mesh))(*avals)
+    if isinstance(value, Jaxpr):
+        closed = _rewrite(ClosedJaxpr(value, ()), mesh)
+        assert not closed.consts
+        return closed.jaxpr
+    return value

@@ -1,0 +1,112 @@
+"""Flax NNX models in a pure training step: split the model once, train arrays, merge them back at the end.
+
+This avoids `nnx.jit`, which traverses the model at every call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from rampup.engine.accumulate import LossFn, check_signature, unpack_results
+from rampup.engine.mesh import BatchAxes
+from rampup.engine.state import TrainState, create_state
+from rampup.errors import ConfigError, a_type
+
+
+def split_model(
+    model: nnx.Module,
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation | optax.MultiSteps,
+    mesh: Mesh,
+    *,
+    wrt: Any = nnx.Param,
+    shard_optimizer_over_data: bool = False,
+    batch_axes: BatchAxes | None = None,
+) -> tuple[TrainState, LossFn]:
+    """Return a training state with a model's parameters, and its loss as a pure function for `train_step`.
+
+    Args:
+        model: the model. Variables that are not parameters, such as batch statistics, are carried from microbatch to
+            microbatch in `TrainState.mutable`. Sown intermediates are not: take them in the loss function, with `nnx.pop`.
+        loss_fn: `loss_fn(model, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over rows. `keys` is one random key per
+            row, an array and not an `nnx.Rngs`. The model's own random streams (`nnx.Dropout`) are seeded in every microbatch
+            with the key of its first row. For masks that do not depend on how the batch is split, use `keys`. The mode of the
+            model (`model.train()`, `model.eval()`) is that of this call, so split it again for an `EvalStep`.
+        tx: the optimizer; with the engine `multi_steps`, the `tx` of the step.
+        mesh: the devices.
+        wrt: the variables to train, as in `nnx.Optimizer`, such as `nnx.LoRAParam`. The other `nnx.Param` are in
+            `TrainState.frozen`, and nothing is accumulated for them.
+        shard_optimizer_over_data, batch_axes: see `train_step`.
+
+    Example:
+        >>> import numpy as np
+        >>> from rampup.plan import BatchRamp, BatchSplitter, RampPlan
+        >>> from rampup import make_mesh, step_batches, train_step
+        >>> mesh = make_mesh(devices=jax.devices()[:1])
+        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:2 4:4"), splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1, total_steps=100)
+        >>> model = nnx.Linear(1, 1, rngs=nnx.Rngs(0))
+        >>> def loss_fn(model, batch, keys):
+        ...     return jnp.sum((model(batch["x"]) - 2 * batch["x"]) ** 2), batch["x"].size, {}
+        >>> tx = optax.sgd(0.1)
+        >>> state, pure_loss_fn = split_model(model, loss_fn, tx, mesh)
+        >>> step = train_step(pure_loss_fn, tx, plan, mesh)
+        >>> for batch in step_batches([{"x": np.float32([n % 3 - 1])} for n in range(12)], plan, mesh):
+        ...     state, metrics = step(state, batch)
+        >>> merge_model(model, state)
+        >>> round(float(model(jnp.ones((1, 1)))[0, 0]), 2)
+        2.0
+    """
+    if not isinstance(model, nnx.Module) or not callable(loss_fn):
+        found = f"model is {a_type(model)}, loss_fn is {a_type(loss_fn)}"
+        raise ConfigError(f"split_model(model, loss_fn, tx, mesh): {found}; check the order of the arguments", key="model")
+    check_signature(loss_fn)
+    filters = wrt, nnx.Param, nnx.RngState, nnx.Intermediate, ...
+    graphdef, params, frozen, streams, sown, rest = nnx.split(model, *filters)
+    has_frozen, has_rest = bool(jax.tree.leaves(frozen)), bool(jax.tree.leaves(rest))
+    # Frozen arrays come from the state, as arguments of the program. In a closure they would be constants of it.
+    none_frozen = None if has_frozen else frozen
+
+    def pure(params: Any, batch: Any, keys: jax.Array, *mutable: Any, frozen: Any = none_frozen) -> tuple[Any, ...]:
+        # Copy the tree: an NNX variable may only be written in the trace in which it was created.
+        carried, kept = jax.tree.map(lambda leaf: leaf, (mutable[0] if has_rest else rest, frozen))
+        merged = nnx.merge(graphdef, params, kept, _reseed(streams, keys), sown, carried)
+        nnx.pop(merged, nnx.Intermediate)
+        loss, weight, aux = unpack_results(loss_fn(merged, batch, keys))
+        return (loss, weight, aux, nnx.split(merged, *filters)[-1]) if has_rest else (loss, weight, aux)
+
+    state = create_state(
+        params,
+        tx,
+        mesh,
+        mutable=rest if has_rest else None,
+        frozen=frozen if has_frozen else None,
+        shard_optimizer_over_data=shard_optimizer_over_data,
+        batch_axes=batch_axes,
+    )
+    return state, pure
+
+
+def merge_model(model: nnx.Module, state: TrainState) -> None:
+    """Write copies of the parameters of a training state, and of its `mutable`, into the model."""
+    nnx.update(model, *jax.tree.map(jnp.copy, [tree for tree in (state.params, state.mutable) if tree is not None]))
+
+
+def _reseed(streams: Any, keys: jax.Array) -> Any:
+    """Return random streams with new keys, derived from the key of the first row, and counters of zero."""
+    leaves, structure = jax.tree.flatten(streams)
+
+    def new(index: int, leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jnp.zeros_like(leaf)
+        key = jax.random.fold_in(keys[0], index)
+        # Layers that were stacked with `nnx.split_rngs` have an array of keys.
+        return jax.random.split(key, leaf.shape) if leaf.shape else key
+
+    return jax.tree.unflatten(structure, [new(index, leaf) for index, leaf in enumerate(leaves)])

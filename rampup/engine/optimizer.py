@@ -1,0 +1,301 @@
+"""The learning rate as a function of the plan, and the optimizers of `rampup train`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
+from rampup.engine.state import MAX_STEPS, check_step_number
+from rampup.errors import ConfigError
+from rampup.plan.learning_rate import decay_progress
+from rampup.plan.plan import RampPlan
+
+
+# `jax.jit` needs a weak reference to a function.
+@dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
+class LearningRate:
+    """A learning-rate schedule on the clock of a plan, as an `optax.Schedule`: warm-up, then cosine, WSD or constant.
+
+    Attributes:
+        plan: the plan whose clock (`RampPlan.clock`) and batch scaling apply.
+        peak: learning rate after the warm-up, for the batch of the last phase.
+        kind: shape of the schedule after the warm-up; `wsd` is warm-up, stable, decay.
+        warmup_fraction: fraction of the schedule in which the rate rises linearly from 0.
+        final_fraction: rate at the end of the schedule divided by `peak`.
+        decay_fraction: fraction of the schedule in which `wsd` decays.
+        decay_style: shape of the decay of `wsd`.
+
+    After the end of the schedule the rate is 0, except for `constant` (as in MaxText's `create_learning_rate_schedule`).
+
+    Example:
+        >>> from rampup.plan import BatchRamp, BatchSplitter
+        >>> plan = RampPlan(ramp=BatchRamp.constant(8), splitter=BatchSplitter(data_parallel_size=1), num_devices=1,
+        ...     total_steps=100)
+        >>> rate = LearningRate(plan=plan, peak=1.0, warmup_fraction=0.1)
+        >>> [round(rate.at(step), 4) for step in (0, 5, 10, 55)]
+        [0.0, 0.5, 1.0, 0.55]
+    """
+
+    plan: RampPlan
+    peak: float
+    kind: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_fraction: float = 0.0
+    final_fraction: float = 0.1
+    decay_fraction: float = 0.1
+    decay_style: Literal["linear", "cosine"] = "linear"
+
+    def __post_init__(self) -> None:
+        check_step_number(self.plan.total_steps)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: Any,
+        plan: RampPlan,
+        *,
+        peak: float,
+        decay_fraction: float = 0.1,
+        decay_style: Literal["linear", "cosine"] = "linear",
+    ) -> Self:
+        """Return the schedule that the keys of base.yml and rl.yml describe, and attributes that rl.yml has no key for."""
+        return cls(
+            plan=plan,
+            peak=peak,
+            kind=config.lr_schedule_type,
+            warmup_fraction=config.warmup_steps_fraction,
+            final_fraction=config.learning_rate_final_fraction,
+            decay_fraction=decay_fraction,
+            decay_style=decay_style,
+        )
+
+    def __call__(self, count: Any) -> Any:
+        """Return the learning rate of optimizer step `count`, a traced int32."""
+        # The phases are a constant table in which the program looks up its own, so a phase change needs no compilation.
+        # Sample counts do not fit into int32, so progress is given per phase: its value at the first step, and per step.
+        segments = [segment for segment in self.plan.clock if segment.start_step <= MAX_STEPS]
+        start_steps = jnp.asarray(np.array([segment.start_step for segment in segments], np.int32))
+        index = jnp.searchsorted(start_steps, count, side="right") - 1
+
+        def column(name: str) -> Any:
+            return jnp.asarray(np.array([getattr(segment, name) for segment in segments], np.float32))[index]
+
+        progress = column("progress") + (count - start_steps[index]) * column("progress_per_step")
+        level = None if self.plan.seesaw is None else column("level")
+        return self._rate(count, progress, level, jnp) * column("scale")
+
+    def at(self, step: int) -> float:
+        """Return the learning rate of optimizer step `step`, computed on the host."""
+        segment = self.plan.segment_at(step)
+        progress = segment.progress + (step - segment.start_step) * segment.progress_per_step
+        return float(self._rate(step, progress, segment.level)) * segment.scale
+
+    def _rate(self, step: Any, progress: Any, level: Any, xp: Any = None) -> Any:
+        """Return the rate before batch scaling, of a number or, with `xp=jax.numpy`, of an array.
+
+        Progress goes from 0 to 1 over the schedule. With Seesaw, the rate after warm-up is `level` times the peak.
+        """
+        peak, final, warmup = self.peak, self.peak * self.final_fraction, self.warmup_fraction
+        if self.plan.seesaw is None:
+            after = peak + (final - peak) * decay_progress(
+                progress,
+                kind=self.kind,
+                warmup_fraction=warmup,
+                decay_fraction=self.decay_fraction,
+                decay_style=self.decay_style,
+                xp=xp,
+            )
+        else:
+            after = peak * level
+        where = xp.where if xp else (lambda condition, yes, no: yes if condition else no)
+        rate = where(progress < warmup, peak * progress / max(warmup, 1e-9), after)
+        return rate if self.kind == "constant" else where(step < min(self.plan.schedule_steps, MAX_STEPS), rate, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamSchedule:
+    """AdamW's constants as a function of the optimizer step, on the clock of a plan.
+
+    Attributes:
+        plan: the plan.
+        constants: the constants of every segment of the plan's clock, from `adam_constants`.
+
+    Example:
+        >>> from rampup.plan import BatchRamp, BatchSplitter
+        >>> from rampup.batch_size.hyperparameters import AdamScaling
+        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:4 40:8"), splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1, total_steps=20)
+        >>> adam = AdamSchedule.from_scaling(plan, AdamConstants(b2=0.81), AdamScaling(b2="half_life"))
+        >>> adam.at(3).b2, adam.at(15).b2
+        (0.9, 0.81)
+        >>> tx = make_optimizer(1e-3, adam=adam)
+    """
+
+    plan: RampPlan
+    constants: Sequence[AdamConstants]
+
+    @classmethod
+    def from_scaling(cls, plan: RampPlan, base: AdamConstants, scaling: AdamScaling) -> Self:
+        """Return the schedule of a plan, from the constants for its `reference_size` and the rules for other batches."""
+        return cls(plan=plan, constants=adam_constants(plan, base, scaling))
+
+    def at(self, step: int) -> AdamConstants:
+        """Return the constants of an optimizer step, on the host."""
+        return self.constants[self.plan.segment_index(step)]
+
+    def __call__(self, count: Any) -> dict[str, Any]:
+        """Return the constants of optimizer step `count`, a traced int32, and 1 - b1 and 1 - b2 as `c1` and `c2`."""
+        table = [
+            {"b1": c.b1, "c1": 1 - c.b1, "b2": c.b2, "c2": 1 - c.b2, "eps": c.eps, "weight_decay": c.weight_decay}
+            for segment, c in zip(self.plan.clock, self.constants, strict=True)
+            if segment.start_step <= MAX_STEPS
+        ]
+        start_steps = np.array([segment.start_step for segment in self.plan.clock[: len(table)]], np.int32)
+        index = jnp.searchsorted(jnp.asarray(start_steps), count, side="right") - 1
+        return {name: jnp.asarray(np.array([row[name] for row in table]))[index] for name in table[0]}
+
+
+class MomentMasses(NamedTuple):
+    """The sum of the weights of all gradients in each of AdamW's moments: 1 minus the product of all its decay rates so far."""
+
+    b1: jax.Array
+    b2: jax.Array
+
+
+def scheduled_adamw(learning_rate: optax.ScalarOrSchedule, adam: AdamSchedule) -> optax.GradientTransformation:
+    """Return AdamW whose constants change from phase to phase, in one program.
+
+    With the constants of one phase it computes what `optax.adamw` computes. It divides the moments by `MomentMasses`, which its
+    state has in addition, where `optax.adamw` divides by 1 - b**count, which holds for a constant b alone.
+    """
+    rate = learning_rate if callable(learning_rate) else lambda count: learning_rate
+
+    def init(params: Any) -> Any:
+        # The weight decay between the moments and the clock has no state.
+        moments, _, clock = optax.adamw(rate).init(params)
+        return moments, MomentMasses(jnp.zeros(()), jnp.zeros(())), clock
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        moments, masses, clock = state
+        # The count of the schedule and not that of Adam, which stands still in skipped steps.
+        now, step_size = adam(clock.count), -1 * rate(clock.count)
+
+        # A constant has the type of the array, as a Python number would. c = 1 - b is rounded once: in float32, the difference
+        # of 1 and a rounded b of 0.999 has lost four digits.
+        def average(b: Any, c: Any, x: Any, old: Any) -> Any:
+            return c.astype(x.dtype) * x + b.astype(old.dtype) * old
+
+        mu = jax.tree.map(lambda g, old: average(now["b1"], now["c1"], g, old), grads, moments.mu)
+        nu = jax.tree.map(lambda g, old: average(now["b2"], now["c2"], (g * g.conj()).real, old), grads, moments.nu)
+        # The average of ones, rounded as the moments are, and without the steps that are skipped, as they are.
+        one = jnp.ones(())
+        mass = MomentMasses(average(now["b1"], now["c1"], one, masses.b1), average(now["b2"], now["c2"], one, masses.b2))
+        mu_hat = jax.tree.map(lambda m: m / mass.b1.astype(m.dtype), mu)
+        nu_hat = jax.tree.map(lambda v: v / mass.b2.astype(v.dtype), nu)
+
+        def step(m: Any, v: Any, param: Any) -> Any:
+            change = m / (jnp.sqrt(v) + now["eps"].astype(v.dtype)) + now["weight_decay"].astype(param.dtype) * param
+            return jnp.asarray(step_size, change.dtype) * change
+
+        new = optax.ScaleByAdamState(count=optax.safe_increment(moments.count), mu=mu, nu=nu)
+        updates = jax.tree.map(step, mu_hat, nu_hat, params)
+        return updates, (new, mass, optax.ScaleByScheduleState(count=optax.safe_increment(clock.count)))
+
+    return optax.GradientTransformation(init, update)
+
+
+def make_optimizer(
+    learning_rate: float | Callable[[Any], Any],
+    *,
+    kind: Literal["adamw", "sgd"] = "adamw",
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    clip_norm: float = 1.0,
+    mu_dtype: Any = None,
+    nu_dtype: Any = None,
+    adam: AdamSchedule | None = None,
+) -> optax.GradientTransformation:
+    """Return an optimizer: clipping by global norm, then AdamW or SGD.
+
+    Args:
+        learning_rate: a number, or a schedule over optimizer steps such as `LearningRate`.
+        kind: `adamw` (Loshchilov & Hutter 2019, arXiv 1711.05101) or `sgd`.
+        b1, b2, eps, weight_decay: AdamW's constants.
+        clip_norm: maximum global norm of the gradient; 0 = no clipping.
+        mu_dtype, nu_dtype: types in which AdamW stores its first and second moment between steps; None = those of the
+            parameters. If one is given, both are updated in at least float32.
+        adam: AdamW's constants by phase, instead of the constants above.
+
+    Example:
+        >>> tx = make_optimizer(0.1, kind="sgd", clip_norm=0)
+    """
+    optimizers = {
+        "adamw": lambda: _store_moments(
+            optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+            if adam is None
+            else scheduled_adamw(learning_rate, adam),
+            mu_dtype,
+            nu_dtype,
+        ),
+        "sgd": lambda: optax.sgd(learning_rate),
+    }
+    if kind not in optimizers:
+        raise ConfigError(
+            f"opt_type={kind!r} must be one of {', '.join(optimizers)}", key="opt_type", nearest=tuple(optimizers)
+        )
+    # Before the optimizer, so that one huge gradient does not stay in the moments.
+    clipping = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
+    return optax.chain(*clipping, optimizers[kind]())
+
+
+def optimizer_from_config(config: Any, learning_rate: Callable[[Any], Any], **others: Any) -> optax.GradientTransformation:
+    """Return the optimizer that the keys of base.yml and rl.yml describe; `others` are arguments without such a key."""
+    return make_optimizer(
+        learning_rate,
+        kind=config.opt_type,
+        b1=config.adam_b1,
+        b2=config.adam_b2,
+        eps=config.adam_eps,
+        weight_decay=config.adam_weight_decay,
+        clip_norm=config.gradient_clipping_threshold,
+        **others,
+    )
+
+
+def _store_moments(tx: optax.GradientTransformation, mu_dtype: Any, nu_dtype: Any) -> optax.GradientTransformation:
+    """Return AdamW with its moments stored in other types than those of the parameters."""
+    if mu_dtype is None and nu_dtype is None:
+        return tx
+
+    def convert(state: Any, mu: Callable[[Any], Any], nu: Callable[[Any], Any]) -> Any:
+        def one(part: Any) -> Any:
+            return part._replace(mu=jax.tree.map(mu, part.mu), nu=jax.tree.map(nu, part.nu)) if is_adam(part) else part
+
+        return jax.tree.map(one, state, is_leaf=is_adam)
+
+    def is_adam(part: Any) -> bool:
+        return isinstance(part, optax.ScaleByAdamState)
+
+    def wide(x: Any) -> Any:
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+    def cast_to(dtype: Any) -> Callable[[Any], Any]:
+        return lambda x: x if dtype is None else x.astype(dtype)
+
+    def init(params: Any) -> Any:
+        return convert(tx.init(params), cast_to(mu_dtype), cast_to(nu_dtype))
+
+    # Only what is kept between steps is rounded; the update itself reads float32 moments.
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, new = tx.update(jax.tree.map(wide, grads), convert(state, wide, wide), params)
+        return updates, jax.tree.map(lambda x, old: x.astype(old.dtype), new, state)
+
+    return optax.GradientTransformation(init, update)

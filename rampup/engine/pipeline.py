@@ -1,0 +1,633 @@
+"""Pipelined training over the mesh axis `stage`: lock-step 1F1B, in one executable for any number of microbatches.
+
+Each of p stages has consecutive layers, or v chunks of consecutive layers. In one tick, every stage runs at most one forward
+and then at most one backward. At the end of the tick, activations move to the next stage and gradients to the previous one.
+`pipeline_sums` runs this in one `shard_map`, and the ticks are a loop whose length follows from the number m of microbatches in
+a pass, which may be traced. If a plan fixes m, a step may need several passes; each fills and drains the pipeline.
+
+Shape suffixes: K microbatches in the buffer, R rows of one microbatch, n parts of a sum of squares, D replicas.
+Letters: p stages, stage s, v repeats, repeat r, m microbatches of a pass, microbatch k, tick t, unit u.
+"""
+
+# The schedule of m = 4 microbatches in p = 3 stages; Fk and Bk are the forward and the backward of microbatch k:
+#
+#     tick     0   1   2      3      4      5      6   7
+#     stage 0  F0  F1  F2     F3     B0     B1     B2  B3
+#     stage 1      F0  F1     F2 B0  F3 B1  B2     B3
+#     stage 2          F0 B0  F1 B1  F2 B2  F3 B3
+#
+# Forward. Microbatch k enters stage 0 at tick k and moves on by one stage per tick, so it is on stage s at tick k + s:
+#     at tick t, stage s runs the forward of microbatch t - s.
+# Backward. The last stage starts the backward of k in the tick of its forward, k + p - 1. The gradient moves back by one stage
+# per tick and is on stage s at tick k + (p - 1) + (p - 1 - s):
+#     at tick t, stage s runs the backward of microbatch t - 2(p - 1) + s.
+# Length. The last backward is that of m - 1 on stage 0 at tick m - 1 + 2(p - 1): there are m + 2(p - 1) ticks. m + p - 1 of
+# them have a forward on some stage and m + p - 1 have a backward. The exchange at its end makes a tick as long as its longest
+# stage, so a pass takes (m + p - 1)(tF + tB), if tF and tB are the times of a stage's forward and backward, with what it
+# computes again.
+#
+# Memory. A backward needs the input of its forward, 2(p - 1 - s) ticks earlier on stage s. Stage 0 waits longest: when it runs
+# the backward of k, it has already run the forwards up to k + 2(p - 1), and the inputs of k to k + 2(p - 1) are alive. So a
+# ring buffer of 2p - 1 slots, with microbatch k in slot k mod (2p - 1), never overwrites an input that is still needed. Its
+# size does not depend on m. Every stage has a buffer of this size because all stages run the same program.
+#
+# With v repeats (interleaved schedule), the layers are split into v * p chunks, and chunk r * p + s is the r-th one of stage s.
+# A microbatch passes through all stages v times: p ticks after it entered stage 0 it arrives there again. In between, stage 0
+# runs p - 1 others. So microbatches go in groups of p, and stage 0 runs all repeats of a group before the next one. A unit is
+# one microbatch in one repeat. Units are numbered in the order in which stage 0 runs them:
+#
+#     unit u = group * (v * p) + turn * p + (microbatch within the group)
+#
+# where `turn` counts repeats in the order in which they run: r = turn in the forward and r = v - 1 - turn in the backward. With
+# p = 2, v = 2, m = 4, and a, b for the two repeats:
+#
+#     tick     0    1    2    3        4        5        6        7        8        9    10   11
+#     stage 0  F0a  F1a  F0b  F1b      F2a B0b  F3a B1b  F2b B0a  F3b B1a  B2b      B3b  B2a  B3a
+#     stage 1       F0a  F1a  F0b B0b  F1b B1b  F2a B0a  F3a B1a  F2b B2b  F3b B3b  B2a  B3a
+#
+# Forward: at tick t, stage s runs unit t - s. Unit u leaves stage p - 1 at tick u + p - 1 and arrives at stage 0 at tick u + p,
+# which is when stage 0 runs unit u + p: the same microbatch in its next turn. The permutation of the stages is a ring for this.
+# Backward: the first one, unit 0 in the order of the backwards, is microbatch 0 in repeat v - 1. Its forward is unit
+# (v - 1) * p and runs on stage p - 1 at tick (v - 1) * p + (p - 1) = v * p - 1. The backward follows in that tick. Hence
+#     at tick t, stage s runs the backward of unit t - (v * p - 1) - (p - 1 - s).
+# Unit u is on stage 0 at tick u + (v * p - 1) + (p - 1), and one tick later stage p - 1 runs unit u + p: the same microbatch in
+# its next turn, as in the forward.
+# The input of backward unit u in repeat r was stored by forward unit u + (r - turn) * p. Between the two are
+# 2(v - r) * p - 2 - 2s ticks, at most 2 * v * p - 2 (r = 0, s = 0). By the argument above, 2 * v * p - 1 slots suffice.
+# Length. A tick runs a chunk, 1/v of a stage. If p divides m, v * m + p - 1 ticks have a forward and as many a backward, so a
+# pass takes (m + (p - 1) / v)(tF + tB): the idle time is 1/v of that without repeats. If p does not divide m, the last group is
+# not full, and its units without a microbatch are idle.
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import partial_eval
+from jax.sharding import Mesh, PartitionSpec
+
+from rampup.engine.accumulate import Counts, check_aux, check_count, constrain_leaves, nan_beyond, take
+from rampup.engine.gradient_noise import NoiseSums, divide_by_weights
+from rampup.engine.mesh import STAGE, BatchAxes, auto_view, own_constraints, with_whole_operands
+from rampup.engine.totals import Sums, Totals, accumulator, accumulator_type, cast_for_exchange
+from rampup.engine.zero import is_scattered, manual_specs, reduce_gradients
+from rampup.errors import ConfigError, PipelineShapeError, a_type
+from rampup.plan.numbers import nearest_multiples
+
+LAYERS = "layers"
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinedLoss:
+    """A loss in three parts, so that its layers can be spread over pipeline stages. It takes the place of a loss function.
+
+    The parameters are a dict: `layers`, stacked along the first axis, and the parameters of the first and the last part, which
+    every stage has. With repeats, the layers are in the order of `rampup.plan.pipeline.stage_layer_order`; `permute_layers`
+    brings them into it.
+
+    Attributes:
+        first: `first(params, batch, keys) -> x`, before the layers; `params` without `layers`; `batch` has the rows of one
+            microbatch on one replica, and `keys` one random key per row. x is any pytree of floating-point arrays. Other
+            values, such as positions, belong in the batch.
+        stage: `stage(layers, x, batch, keys, first_layer) -> x`, some consecutive layers; x keeps its shapes and types.
+            `first_layer` is the index in the model of the first of `layers`.
+        last: `last(params, x, batch, keys) -> (loss_sum, weight_sum, aux)`, after the layers: sums over the rows.
+        num_repeats: chunks of layers per stage, v.
+        remat_policy: None: keep of a chunk's forward only its input, and compute the chunk again in its backward. A policy of
+            `jax.checkpoint`, such as `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`: keep what it says as well.
+            Each stage keeps these values for up to 2*v*p - 1 chunks.
+        skip_idle: True: a stage without a microbatch skips its tick (`lax.cond`), and only the first and the last stage run the
+            first and the last part. This can deadlock if the compiler puts a collective over another axis, such as fsdp or
+            tensor, inside the branch. False: every stage computes everything in every tick, on placeholders if it has nothing
+            to do, and drops those results. None: True if all axes but `stage` and those of the replicas have size 1.
+        batch_axes: the mesh axes of the rows; None = data and fsdp.
+        reduction_dtype, accumulator_dtype: see `rampup.engine.accumulate.AccumulatedLoss`.
+    """
+
+    first: Callable[..., Any]
+    stage: Callable[..., Any]
+    last: Callable[..., tuple[Any, Any, Any]]
+    num_repeats: int = 1
+    remat_policy: Callable[..., Any] | None = None
+    skip_idle: bool | None = None
+    batch_axes: BatchAxes | None = None
+    reduction_dtype: Any = None
+    accumulator_dtype: Any = None
+
+    def check(self, mesh: Mesh, engine: str) -> None:  # noqa: ARG002 - `pipeline_sums` checks the mesh
+        """Refuse the engine `multi_steps`; see `SummableLoss`."""
+        if engine == "multi_steps":
+            problem = "gradient_accumulation=multi_steps does not support a pipeline; use fused"
+            raise ConfigError(problem, key="gradient_accumulation", nearest=("fused",))
+
+    def sums_and_grads(
+        self, params: Params, batch_KR: Any, keys_KR: Any, counts: Counts, totals: Totals, *, mesh: Mesh, param_shardings: Any
+    ) -> tuple[Sums, Any]:
+        """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
+        sums = _sum_passes(self, params, (batch_KR, keys_KR), counts, totals, mesh, param_shardings)
+        return totals.finalize(sums._replace(grads=None), sums.mean_grads())
+
+    def eval_sums(
+        self, params: Params, batch_KR: Any, keys_KR: jax.Array, num_microbatches: jax.Array, *, mesh: Mesh, mutable: Any = None
+    ) -> Sums:
+        """Return the sums without gradients; see `SummableLoss`."""
+        return _sum_passes(self, params, (batch_KR, keys_KR), (num_microbatches, 1), Totals(mutable=mutable), mesh)
+
+
+def pipeline_sums(
+    loss: PipelinedLoss,
+    params: Params,
+    batch_KR: Any,
+    num_microbatches: jax.Array | int,
+    keys_KR: jax.Array,
+    *,
+    mesh: Mesh,
+    param_shardings: Any = None,
+    num_passes: jax.Array | int = 1,
+) -> Sums:
+    """Sum loss and gradients over microbatches through the pipeline. Each gradient is reduced once.
+
+    The first num_passes * num_microbatches of the buffer's K are used. If that is a traced number of more than K, loss and
+    weight are NaN. `layers` of the parameters are sharded over the stage axis, and rows over the data and fsdp axes. Gradients
+    take `param_shardings`; None = forward only, without gradients.
+
+    Raises:
+        ConfigError: the buffer has fewer microbatches.
+        PipelineShapeError: no `stage` axis, layers that do not divide, or a stage that changes the activation's shape.
+    """
+    K, number = keys_KR.shape[0], num_microbatches * num_passes
+    check_count(number, K)
+    sums = _sum_passes(loss, params, (batch_KR, keys_KR), (num_microbatches, num_passes), Totals(), mesh, param_shardings)
+    return nan_beyond(number, K, sums)
+
+
+def _sum_passes(
+    loss: PipelinedLoss,
+    params: Params,
+    rows: tuple[Any, jax.Array],
+    counts: tuple[Any, Any],
+    totals: Totals,
+    mesh: Mesh,
+    param_shardings: Any = None,
+) -> Sums:
+    """Return the sums over all passes; see `pipeline_sums`."""
+    if totals.mutable is not None:
+        raise ConfigError("the state has `mutable`, which a PipelinedLoss cannot use; put it into the parameters")
+    check_shapes(loss, params, *rows, mesh)
+    if totals.noise is not None:
+        _check_noise(loss, params, *rows)
+
+    def stage_sums(layers: Any, shared: Any, rows: Any, m: Any, passes: Any, totals: Totals) -> Sums:
+        stage = Stage(loss, layers, shared, rows, mesh, totals, param_shardings)
+        sums = jax.lax.fori_loop(0, passes, lambda index, sums: stage.run_pass(index * m, m, sums), stage.zeros())
+        if sums.grads is None:
+            return sums
+        # The gradients of all chunks, stacked along one axis as the layers are.
+        chunks, shared = sums.grads
+        return sums._replace(grads=(jax.tree.map(lambda g: g.reshape(-1, *g.shape[2:]), chunks), shared))
+
+    m, passes = (jnp.asarray(count, jnp.int32) for count in counts)
+    return run_on_stages(stage_sums, loss, params, rows, mesh, param_shardings, (m, passes), totals)
+
+
+def permute_layers(tree: Any, order: Sequence[int]) -> Any:
+    """Return a tree with all stacked layers (every leaf under a key `layers`) in another order. Other leaves are unchanged.
+
+    `order` has for every position the layer that goes there: `stage_layer_order`, or its inverse `np.argsort(order)`.
+    """
+    index = np.asarray(order)
+    if (index == np.arange(len(index))).all():
+        return tree
+
+    def permute(path: tuple[Any, ...], leaf: Any) -> Any:
+        is_stacked = any(getattr(part, "key", None) == LAYERS for part in path)
+        return jnp.take(leaf, index, axis=0) if is_stacked and jnp.ndim(leaf) else leaf
+
+    return jax.tree_util.tree_map_with_path(permute, tree)
+
+
+def run_on_stages(
+    stage_sums: Callable[..., Sums],
+    loss: PipelinedLoss,
+    params: Params,
+    rows: tuple[Any, jax.Array],
+    mesh: Mesh,
+    param_shardings: Any,
+    counts: tuple[Any, Any] = (None, None),
+    totals: Totals = Totals(),  # noqa: B008 - it is immutable
+) -> Sums:
+    """Run a function on every stage and replica, and add up the results.
+
+    The stage axis is manual because each stage runs a different microbatch and passes activations on itself. The data axis is
+    manual so that each replica adds up the gradients of its own rows; the compiler would reduce them in every tick, and so
+    would JAX with check_vma=True. fsdp and tensor stay automatic.
+
+    `stage_sums(layers, shared, rows, *counts, totals)` returns the sums of a stage over a replica's rows. Its `layers`, and the
+    moments of them in its `totals`, are those of the stage; `shared` are all other parameters.
+    """
+    axes = BatchAxes.of(mesh, loss.batch_axes)
+    replicas = axes.replica if axes.num_replicas(mesh) > 1 else ()
+    manual = {*axes.manual(mesh), STAGE}
+    shardings = None if param_shardings is None else (param_shardings[LAYERS], _without_layers(param_shardings))
+    scatters = is_scattered(shardings, axes)
+
+    def reduced_sums(*arguments: Any) -> Sums:
+        sums = stage_sums(*arguments)
+        with jax.named_scope("reduce"):
+            # Only the last stage has added to loss, weight and aux; the sum over stages is a broadcast.
+            reduced = _reduce_all_but_gradients(sums._replace(grads=None), replicas, axes.num_replicas(mesh))
+            if param_shardings is None:
+                return reduced
+            # Each stage has the gradients of its own layers, and a part of those of the shared parameters.
+            layers, shared = cast_for_exchange(sums.grads, loss.reduction_dtype, mesh)
+            if scatters:
+                grads = reduce_gradients((layers, jax.lax.psum(shared, STAGE)), shardings, mesh, axes)
+            else:
+                grads = (jax.lax.psum(layers, replicas) if replicas else layers, jax.lax.psum(shared, (*replicas, STAGE)))
+            grads = jax.tree.map(lambda g, own: g.astype(accumulator_type(own.dtype)), grads, sums.grads)
+            return reduced._replace(grads=constrain_leaves(grads, shardings))
+
+    by_replica = PartitionSpec(None, replicas) if replicas else PartitionSpec()
+    by_stage, whole = PartitionSpec(STAGE), PartitionSpec()
+    grad_specs = manual_specs(shardings, mesh, manual) if scatters else (by_stage, whole)
+    totals_specs: Any = whole
+    if totals.noise is not None and totals.noise.moments is not None:
+        moments_specs = {name: by_stage if name == LAYERS else whole for name in totals.noise.moments}
+        totals_specs = replace(totals, noise=replace(totals.noise, moments=moments_specs), scale=whole)
+    sums: Sums = jax.shard_map(
+        with_whole_operands(own_constraints()(reduced_sums), mesh, manual),
+        mesh=auto_view(mesh),
+        axis_names=manual,
+        in_specs=(by_stage, whole, by_replica, whole, whole, totals_specs),
+        out_specs=Sums(None if shardings is None else grad_specs, whole, whole, whole, mutable=None, noise=whole),
+        check_vma=False,
+    )(params[LAYERS], _without_layers(params), rows, *counts, totals)
+    return sums if param_shardings is None else sums._replace(grads={LAYERS: sums.grads[0], **sums.grads[1]})
+
+
+def _reduce_all_but_gradients(sums: Sums, replicas: tuple[str, ...], num_replicas: int) -> Sums:
+    """Add up everything but the gradients over replicas and stages, in one round of collectives.
+
+    The noise is a sum over microbatches of |gradient|^2 / weight. The squares of a microbatch are spread over the stages, and
+    its weight is known on the last one, so the quotient cannot be formed before the reduction: every replica puts its
+    microbatches into rows of its own, all rows are reduced with the loss, and every device divides.
+    """
+    if sums.noise is None:
+        return jax.lax.psum(sums, (*replicas, STAGE))
+    squares_nK, weights_K = sums.noise
+    row = jax.lax.axis_index(replicas) if replicas else 0
+    squares_DnK = jnp.zeros((num_replicas, *squares_nK.shape), squares_nK.dtype).at[row].set(squares_nK)
+    weights_DK = jnp.zeros((num_replicas, *weights_K.shape), weights_K.dtype).at[row].set(weights_K)
+    # Loss, weight and weights travel as one array, so there are no more reductions than without the noise.
+    scalars = jnp.concatenate([jnp.stack([sums.loss, sums.weight]), weights_DK.ravel()])
+    rest = sums._replace(loss=None, weight=None, noise=squares_DnK)
+    scalars, rest = jax.lax.psum((scalars, rest), (*replicas, STAGE))
+    squares_nDK = jnp.moveaxis(rest.noise, 0, -2)
+    noise = divide_by_weights(squares_nDK.reshape(*squares_nDK.shape[:-2], -1), scalars[2:])
+    return rest._replace(loss=scalars[0].astype(sums.loss.dtype), weight=scalars[1].astype(sums.weight.dtype), noise=noise)
+
+
+class Stage:
+    """What one stage computes, traced inside of `jax.shard_map` over the stage axis. See the schedule at the top of the file.
+
+    `layers` are this stage's, stacked, in the order of `stage_layer_order`, and `shared` the other parameters. The sums of a
+    stage have the squares of every microbatch and its weight, `NoiseSums` of (geometries, *shards, K) and (K,). Without
+    `param_shardings` there is the forward alone.
+    """
+
+    def __init__(
+        self, loss: PipelinedLoss, layers: Any, shared: Any, rows: Any, mesh: Mesh, totals: Totals, param_shardings: Any
+    ) -> None:
+        self.loss, self.shared, self.totals = loss, shared, totals
+        self.shardings, self.with_grads = param_shardings, param_shardings is not None
+        self.batch_KR, self.keys_KR = rows
+        self.p, self.v = mesh.shape[STAGE], loss.num_repeats
+        self.s = jax.lax.axis_index(STAGE)
+        # (v, layers of a chunk, ...): chunk r of this stage is chunk r * p + s of the model.
+        self.chunks = jax.tree.map(self._as_chunks, layers)
+        self.chunk_size = jax.tree.leaves(self.chunks)[0].shape[1]
+        # Ticks from the first forward of a pass to its first backward, and slots for the inputs of forwards.
+        self.lag, self.ring_size = self.v * self.p - 1, 2 * self.v * self.p - 1
+        replica = BatchAxes.of(mesh, loss.batch_axes).replica
+        other_axes = math.prod(mesh.shape[axis] for axis in mesh.axis_names if axis not in (STAGE, *replica))
+        self.skips_idle = other_axes == 1 if loss.skip_idle is None else loss.skip_idle
+        # With a remat policy: the structure of a chunk's pullback (see `_forward_chunk`).
+        self._pullback_structure: Any = None
+        self._pullback_inputs: list[int | None] = []
+
+    def zeros(self) -> Sums:
+        """Return the sums over no microbatch."""
+        x = jax.eval_shape(self._first, 0)
+        results = jax.eval_shape(self._last, x, 0)
+        loss, weight, aux = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.promote_types(s.dtype, jnp.float32)), results)
+        grads = None
+        if self.with_grads:
+            dtype = self.loss.accumulator_dtype
+            grads = jax.tree.map(lambda x: jnp.zeros(x.shape, accumulator_type(x.dtype, dtype)), (self.chunks, self.shared))
+        meter, noise = self.totals.noise, None
+        if meter is not None:
+            K, geometries = self.keys_KR.shape[0], 1 if meter.moments is None else 2
+            dtype = jnp.result_type(jnp.float32, *jax.tree.leaves(grads))
+            noise = NoiseSums(jnp.zeros((geometries, *meter.shards, K), dtype), jnp.zeros((K,), weight.dtype))
+        return Sums(grads, loss, weight, aux, noise=noise)
+
+    def run_pass(self, start: Any, m: Any, sums: Sums) -> Sums:
+        """Run microbatches start to start + m - 1 of the buffer through the pipeline and add them to the sums."""
+        num_groups = (m + self.p - 1) // self.p
+        # The last microbatch in its last turn, on stage 0. The last stage runs it p - 1 ticks later.
+        last_unit = (num_groups * self.v - 1) * self.p + (m - 1) % self.p
+        forward_ticks = last_unit + self.p
+
+        # Placeholders, of the gradient too, are ones, so that ticks without a microbatch compute with ordinary numbers. Their
+        # results are dropped, but a NaN in them would stop a run with jax_debug_nans.
+        x = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), jax.eval_shape(self._first, 0))
+        ring = None
+        if self.with_grads:
+            kept = jax.eval_shape(lambda: self._forward_chunk(take(self.chunks, 0), x, 0, 0)[1])
+            stash = x, jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), kept)
+            ring = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.ring_size, *x.shape)), stash)
+        tick = functools.partial(self._tick, functools.partial(self._unit, start, m), forward_ticks)
+        num_ticks = forward_ticks + (self.lag if self.with_grads else 0)
+        return jax.lax.fori_loop(0, num_ticks, tick, (sums, ring, x, x))[0]
+
+    def _tick(self, unit_of: Callable[..., Any], forward_ticks: Any, t: jax.Array, carry: Any) -> Any:
+        """Run tick t; the carry is the sums, the ring buffer, and the activation and the gradient that arrived."""
+        sums, ring, x, gradient = carry
+        if not self.with_grads:
+            y, sums = self._evaluation_tick(unit_of, t, x, sums)
+            return sums, ring, self._send(y, 1), gradient
+        y, ring = self._if_any_stage(t < forward_ticks, lambda: self._forward_tick(unit_of, t, x, ring), otherwise=(x, ring))
+        sums, gradient = self._if_any_stage(
+            t >= self.lag, lambda: self._backward_tick(unit_of, t, y, ring, gradient, sums), otherwise=(sums, gradient)
+        )
+        # The only communication of a tick: two permutes around the ring of stages, by all of them.
+        return sums, ring, self._send(y, 1), self._send(gradient, -1)
+
+    def _evaluation_tick(self, unit_of: Callable[..., Any], t: jax.Array, arrived: Any, sums: Sums) -> tuple[Any, Sums]:
+        """Run a forward without a backward; return the activation to send, and the sums."""
+        with jax.named_scope("evaluation_tick"):
+            is_real, k, r = unit_of(t - self.s)
+            x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), arrived)
+            y = self._if(is_real, lambda: self._stage(take(self.chunks, r), x, k, r), x)
+            is_last = is_real & (self.s == self.p - 1) & (r == self.v - 1)
+            return y, self._if(is_last, lambda: _add_loss(sums, self._last(y, k), k), sums)
+
+    def _forward_tick(self, unit_of: Callable[..., Any], t: jax.Array, arrived: Any, ring: Any) -> tuple[Any, Any]:
+        """Run the forward of unit t - s; return the activation to send, and the ring with what the backward will need."""
+        with jax.named_scope("forward_tick"):
+            unit = t - self.s
+            is_real, k, r = unit_of(unit)
+            x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), arrived)
+            is_last = (self.s == self.p - 1) & (r == self.v - 1)
+            # Without a remat policy, the backward computes the chunk again. For the last chunk it does so in this very tick, so
+            # its forward is left to it, and y is the chunk's input.
+            runs = is_real & ~is_last if self.loss.remat_policy is None else is_real
+            # If it does not run, x and slot 0 take the place of the results, for their shapes.
+            y, kept = self._if(runs, lambda: self._forward_chunk(take(self.chunks, r), x, k, r), (x, take(ring[1], 0)))
+            slot = unit % self.ring_size
+            return y, jax.tree.map(lambda ring, x: ring.at[slot].set(jnp.where(is_real, x, ring[slot])), ring, (x, kept))
+
+    def _backward_tick(
+        self, unit_of: Callable[..., Any], t: jax.Array, y: Any, ring: Any, arrived: Any, sums: Sums
+    ) -> tuple[Sums, Any]:
+        """Run the backward of unit t - (v*p - 1) - (p - 1 - s); return the sums with its gradients, and the gradient to send.
+
+        y is the activation of this tick's forward, which on the last stage in the last repeat is that of the same unit. It is
+        used there only, and only with a remat policy.
+        """
+        with jax.named_scope("backward_tick"):
+            unit = t - self.lag - (self.p - 1 - self.s)
+            is_real, k, turn = unit_of(unit)
+            r = self.v - 1 - turn
+            stash = take(ring, (unit + (r - turn) * self.p) % self.ring_size)
+            return self._if(is_real, lambda: self._backward_chunk(sums, stash, y, arrived, k, r), (sums, arrived))
+
+    def _unit(self, start: Any, m: Any, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return whether a unit has a microbatch, its index in the buffer and its turn: valid indices in any case."""
+        group, rest = unit // (self.v * self.p), unit % (self.v * self.p)
+        k, turn = group * self.p + rest % self.p, rest // self.p
+        is_real = (unit >= 0) & (k < m)
+        return is_real, start + jnp.where(is_real, k, 0), jnp.where(is_real, turn, 0)
+
+    def _forward_chunk(self, chunk: Any, x: Any, k: Any, r: Any) -> tuple[Any, list[Any]]:
+        """Return a chunk's output, and the values that its backward needs in addition to its input.
+
+        A pullback of `jax.vjp` is a pytree whose leaves are the values that it needs, so they can be put into the ring buffer
+        and the pullback rebuilt from them. Some leaves are inputs of the chunk: layers, rows and x. Those are known in the
+        backward, so only the others are returned. `_pullback_inputs` has for every leaf its index among the inputs, or None.
+        A leaf is an input if it is the same object. Both attributes are written when the forward is traced, which `run_pass`
+        does before it traces the backward. Later traces have the same structure: otherwise `kept` would not fit into the ring
+        buffer.
+        """
+        if self.loss.remat_policy is None:
+            return self._stage(chunk, x, k, r), []
+        inputs = (chunk, x, self._microbatch(k), self._first_layer(r))
+        y, pullback = self._vjp_chunk(*inputs)
+        leaves, self._pullback_structure = jax.tree.flatten(pullback)
+        known = jax.tree.leaves(inputs)
+        self._pullback_inputs = [next((n for n, other in enumerate(known) if other is leaf), None) for leaf in leaves]
+        return y, [leaf for leaf, index in zip(leaves, self._pullback_inputs, strict=True) if index is None]
+
+    def _vjp_chunk(self, chunk: Any, x: Any, microbatch: Any, first_layer: Any) -> tuple[Any, Any]:
+        policy = self.loss.remat_policy
+        stage = jax.checkpoint(self.loss.stage, policy=policy) if policy else self.loss.stage
+        return jax.vjp(lambda chunk, x: stage(chunk, x, *microbatch, first_layer), chunk, x)
+
+    def _backward_chunk(self, sums: Sums, stash: Any, y: Any, arrived: Any, k: jax.Array, r: jax.Array) -> tuple[Sums, Any]:
+        """Add the gradients of one unit to the sums; return the gradient of its input."""
+        x, kept = stash
+        inputs = (take(self.chunks, r), x, self._microbatch(k), self._first_layer(r))
+        if self.loss.remat_policy is None:
+            y, pullback = self._vjp_chunk(*inputs)
+        else:
+            known, rest = jax.tree.leaves(inputs), iter(kept)
+            leaves = [next(rest) if index is None else known[index] for index in self._pullback_inputs]
+            pullback = jax.tree.unflatten(self._pullback_structure, leaves)
+        is_last = (self.s == self.p - 1) & (r == self.v - 1)
+        sums, gradient = self._if(is_last, lambda: self._loss_gradient(sums, y, k), (sums, arrived))
+        chunk_gradient, gradient = pullback(gradient)
+        chunks, shared = sums.grads
+        chunks = jax.tree.map(lambda total, g: total.at[r].add(g.astype(total.dtype)), chunks, chunk_gradient)
+        sums = sums._replace(noise=self._add_squares(sums.noise, chunk_gradient, k, r))
+        is_first = (self.s == 0) & (r == 0)
+        shared, noise = self._if(is_first, lambda: self._first_gradient(shared, sums.noise, gradient, k), (shared, sums.noise))
+        return sums._replace(grads=(chunks, shared), noise=noise), gradient
+
+    def _add_squares(self, sums: NoiseSums | None, gradient: Any, k: jax.Array, r: jax.Array | None = None) -> NoiseSums | None:
+        """Add the squares of a part of the gradient of microbatch k: of chunk r of the layers, or of the shared parameters."""
+        meter = self.totals.noise
+        if meter is None or sums is None:
+            return sums
+        part: Callable[[Any], Any] = _without_layers if r is None else lambda tree: tree[LAYERS]
+        gradient, moments = jax.tree.map(accumulator, gradient), None if meter.moments is None else part(meter.moments)
+        if moments is not None and r is not None:
+            moments = take(jax.tree.map(self._as_chunks, moments), r)
+        squares = meter.squares(gradient, moments, part(self.shardings), varying=k)
+        return sums._replace(squares=sums.squares.at[..., k].add(squares))
+
+    def _as_chunks(self, x: jax.Array) -> jax.Array:
+        return x.reshape(self.v, -1, *x.shape[1:])
+
+    def _loss_gradient(self, sums: Sums, y: Any, k: jax.Array) -> tuple[Sums, Any]:
+        """Add the loss of a microbatch and the gradients of the last part to the sums; return the gradient of y."""
+
+        def last(shared: Any, y: Any) -> tuple[Any, Any]:
+            loss, weight, aux = self.loss.last(shared, y, *self._microbatch(k))
+            return self.totals.scaled(loss), (loss, weight, aux)
+
+        (_, results), (shared, gradient) = jax.value_and_grad(last, argnums=(0, 1), has_aux=True)(self.shared, y)
+        sums = _add_loss(sums, results, k)
+        grads = sums.grads[0], _add_gradient(sums.grads[1], shared)
+        return sums._replace(grads=grads, noise=self._add_squares(sums.noise, shared, k)), gradient
+
+    def _first_gradient(self, total: Any, noise: NoiseSums | None, gradient: Any, k: jax.Array) -> tuple[Any, NoiseSums | None]:
+        """Add the gradients of the first part, and their squares."""
+        _, pullback = jax.vjp(lambda shared: self.loss.first(shared, *self._microbatch(k)), self.shared)
+        (shared,) = pullback(gradient)
+        return _add_gradient(total, shared), self._add_squares(noise, shared, k)
+
+    def _first(self, k: Any) -> Any:
+        return self.loss.first(self.shared, *self._microbatch(k))
+
+    def _stage(self, chunk: Any, x: Any, k: Any, r: Any) -> Any:
+        return self.loss.stage(chunk, x, *self._microbatch(k), self._first_layer(r))
+
+    def _last(self, y: Any, k: Any) -> tuple[Any, Any, Any]:
+        return self.loss.last(self.shared, y, *self._microbatch(k))
+
+    def _first_layer(self, r: Any) -> Any:
+        return (r * self.p + self.s) * self.chunk_size
+
+    def _microbatch(self, k: Any) -> tuple[Any, Any]:
+        return take((self.batch_KR, self.keys_KR), k)
+
+    def _send(self, x: Any, step: int) -> Any:
+        """Send a value `step` stages further around the ring; return the value that arrives."""
+        return jax.lax.ppermute(x, STAGE, [(s, (s + step) % self.p) for s in range(self.p)])
+
+    def _if(self, condition: jax.Array, compute: Callable[[], Any], otherwise: Any) -> Any:
+        """Return what this stage computes if the condition holds here, else `otherwise`; see `PipelinedLoss.skip_idle`."""
+        if self.skips_idle:
+            return jax.lax.cond(condition, compute, lambda: otherwise)
+        return jax.tree.map(lambda a, b: jnp.where(condition, a, b), compute(), otherwise)
+
+    def _if_any_stage(self, condition: jax.Array, compute: Callable[[], Any], otherwise: Any) -> Any:
+        """Return what the stages compute in ticks in which any of them has work, else `otherwise`.
+
+        The condition depends on t alone, so all stages take the same branch, and collectives inside it are safe. Stages that
+        skip idle work do not need it.
+        """
+        return compute() if self.skips_idle else jax.lax.cond(condition, compute, lambda: otherwise)
+
+
+def _add_loss(sums: Sums, results: tuple[Any, Any, Any], k: Any) -> Sums:
+    """Add the results of microbatch k."""
+    loss, weight, aux = jax.tree.map(accumulator, results)
+    if sums.noise is not None:
+        sums = sums._replace(noise=sums.noise._replace(blocks=sums.noise.blocks.at[k].add(weight)))
+    return sums._replace(loss=sums.loss + loss, weight=sums.weight + weight, aux=jax.tree.map(jnp.add, sums.aux, aux))
+
+
+def _add_gradient(total: Any, gradient: Any) -> Any:
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, gradient)
+
+
+def _check_noise(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Array) -> None:
+    """Refuse parameters that both the first and the last part use: the two parts of their gradient are on different stages."""
+    shared = _without_layers(params)
+    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (batch_KR, keys_KR))
+    number, used = len(jax.tree.leaves(shared)), []
+    x = jax.eval_shape(loss.first, shared, *rows)
+    for part, args in ((loss.first, (shared, *rows)), (loss.last, (shared, x, *rows))):
+        jaxpr = jax.make_jaxpr(part)(*args).jaxpr
+        used.append(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1][:number])
+    paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(shared)]
+    both = [path for path, first, last in zip(paths, *used, strict=True) if first and last]
+    if both:
+        raise PipelineShapeError(
+            f"measure_gradient_noise=true: the first and the last part of the pipeline share {', '.join(both)}; the square of "
+            "a gradient whose two parts are on different stages would need one of them to be sent in every tick; use separate "
+            "parameters (`rampup train`: logits_via_embedding=false), or no pipeline",
+            key="measure_gradient_noise",
+            nearest=(False,),
+        )
+
+
+def _without_layers(params: Params) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if name != LAYERS}
+
+
+def check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: jax.Array, mesh: Mesh) -> None:
+    """Refuse sizes that do not divide, and a stage that changes its input's shape, before anything is compiled."""
+    if STAGE not in mesh.axis_names:
+        axes = ", ".join(mesh.axis_names)
+        raise PipelineShapeError(f"the mesh has the axes {axes} and no axis {STAGE!r}; make it with make_mesh")
+    p, v = mesh.shape[STAGE], loss.num_repeats
+    if v < 1:
+        raise PipelineShapeError(f"num_pipeline_repeats={v} must be at least 1", key="num_pipeline_repeats", nearest=(1,))
+    # Not another mapping: gradients are a dict, and must have the same structure.
+    sizes = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(params.get(LAYERS))} if type(params) is dict else set()
+    if len(sizes) != 1 or () in sizes:
+        names = f" of {', '.join(map(str, params))}" if isinstance(params, Mapping) else ""
+        raise PipelineShapeError(
+            f"the parameters of a PipelinedLoss are a dict with arrays under {LAYERS!r} whose first axis is the layers; here "
+            f"is {a_type(params)}{names}" + (f", with layers of the sizes {sorted(sizes)}" if sizes else "")
+        )
+    num_layers = sizes.pop()[0]
+    if num_layers % (p * v):
+        nearest = nearest_multiples(num_layers, p * v)
+        raise PipelineShapeError(
+            f"base_num_decoder_layers={num_layers} must be a multiple of num_stages * num_pipeline_repeats = {p} * {v} = "
+            f"{p * v}; nearest: {', '.join(map(str, nearest))}",
+            key="base_num_decoder_layers",
+            nearest=nearest,
+        )
+    num_rows, batch_axes = keys_KR.shape[1], BatchAxes.of(mesh, loss.batch_axes)
+    replicas = batch_axes.num_replicas(mesh)
+    if num_rows % replicas:
+        raise PipelineShapeError(
+            f"a microbatch of {num_rows} rows must be a multiple of the {' * '.join(batch_axes.replica)} axis = {replicas}",
+            key="microbatch_size",
+            nearest=nearest_multiples(num_rows, replicas),
+        )
+    _check_signatures(loss)
+    batch_R, keys_R = rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (batch_KR, keys_KR))
+    chunk = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_layers // (p * v), *x.shape[1:]), x.dtype), params[LAYERS])
+    x = jax.eval_shape(loss.first, _without_layers(params), batch_R, keys_R)
+    y = jax.eval_shape(loss.stage, chunk, x, batch_R, keys_R, 0)
+    before, after = (jax.tree.map(lambda leaf: f"{leaf.dtype.name}{list(leaf.shape)}", tree) for tree in (x, y))
+    if before != after:
+        problem = f"a pipeline stage must keep the shape and type of its input, but it turns {before} into {after}"
+        fix = "move the change into the first or the last part"
+        raise PipelineShapeError(f"{problem}; {fix}")
+    discrete = [leaf.dtype.name for leaf in jax.tree.leaves(x) if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if discrete:
+        problem = f"what a pipeline stage passes on must be floating-point, as its gradient travels back, and not {discrete[0]}"
+        fix = "put such values into the batch, which every stage sees"
+        raise PipelineShapeError(f"{problem}; {fix}")
+
+    def aux_of(rows: Any) -> Any:
+        shared = _without_layers(params)
+        return loss.last(shared, loss.first(shared, *rows), *rows)[2]
+
+    check_aux(jax.eval_shape(aux_of, rows), aux_of, rows)
+
+
+def _check_signatures(loss: PipelinedLoss) -> None:
+    """Refuse a part that does not take its arguments."""
+    arguments = {"first": "(params, batch, keys)", "stage": "(layers, x, batch, keys, first_layer)"}
+    for part, names in {**arguments, "last": "(params, x, batch, keys)"}.items():
+        try:
+            inspect.signature(getattr(loss, part)).bind(*names.split(","))
+        except ValueError:
+            pass  # A callable without a signature, such as a built-in one.
+        except TypeError as error:
+            raise ConfigError(f"`{part}` of the PipelinedLoss must take {names}: {error}", key="loss_fn") from error

@@ -1,0 +1,95 @@
+"""What processes of one run say to each other: through the key-value store of jax.distributed, without device collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from rampup.errors import ConfigError
+
+FOLDER = "rampup"
+# Seconds after which a process says for whom it waits, at the start and at a meeting before a program, and then says so again.
+_QUIET_SECONDS, _QUIET_SECONDS_OF_MEETING, _AGAIN_SECONDS = 10.0, 30.0, 60.0
+_MEETING_SECONDS = 24 * 3600
+_meeting_numbers = itertools.count()
+
+
+def is_primary() -> bool:
+    """Return whether this is process 0, which writes the files that a run has only once."""
+    return jax.process_index() == 0
+
+
+def kv_store() -> Any:
+    """Return the key-value store that all processes share."""
+    # It has no public name; Orbax and others take it from here too.
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def broadcast_from_process0(name: str, value: str, *, timeout: int = 300) -> str:
+    """Return process 0's value, in every process."""
+    if jax.process_count() == 1:
+        return value
+    key = f"{FOLDER}/first/{name}"
+    if is_primary():
+        kv_store().key_value_set(key, value, allow_overwrite=True)
+        return value
+    return str(kv_store().blocking_key_value_get(key, 1000 * timeout))
+
+
+def check_joined() -> None:
+    """Refuse to run in a process that sees the devices of others without having joined them. This starts JAX's backend."""
+    if jax.process_count() > 1 and not jax.distributed.is_initialized():
+        raise ConfigError(
+            f"JAX sees the devices of {jax.process_count()} processes, but this one has not joined them: set "
+            "coordinator_address, num_processes and process_id, or call jax.distributed.initialize() first",
+            key="coordinator_address",
+        )
+
+
+def wait_for_all(mesh: Mesh) -> None:
+    """Wait until all processes are here, if the mesh has devices of all. They call this equally often, before each new program.
+
+    JAX's collectives between CPUs fail if another process comes 30 s later, and imports and compilations may take longer.
+    """
+    count = jax.process_count()
+    if count == 1 or len({device.process_index for device in mesh.devices.flat}) < count:
+        return
+    check_joined()
+    own, folder = jax.process_index(), f"{FOLDER}/meeting{next(_meeting_numbers)}"
+    with announced(f"process {own} of {count} waits for process 0", _QUIET_SECONDS_OF_MEETING) as waiting:
+        kv_store().key_value_set(f"{folder}/{own}", "")
+        # One process looks at all: as many messages as processes, and not their square.
+        if is_primary():
+            for other in range(1, count):
+                waiting.words = f"process 0 of {count} waits for process {other}"
+                kv_store().blocking_key_value_get(f"{folder}/{other}", 1000 * _MEETING_SECONDS)
+            kv_store().key_value_set(f"{folder}/all", "")
+        kv_store().blocking_key_value_get(f"{folder}/all", 1000 * _MEETING_SECONDS)
+
+
+@contextlib.contextmanager
+def announced(words: str, quiet_seconds: float | None = None) -> Iterator[SimpleNamespace]:
+    """Say on standard error what this process waits for if the context takes long. Its words can be changed meanwhile."""
+    waiting, done = SimpleNamespace(words=words), threading.Event()
+
+    def announce() -> None:
+        pause = _QUIET_SECONDS if quiet_seconds is None else quiet_seconds
+        while not done.wait(pause):
+            print(f"rampup: {waiting.words}", file=sys.stderr, flush=True)
+            pause = _AGAIN_SECONDS
+
+    threading.Thread(target=announce, name="rampup-waits", daemon=True).start()
+    try:
+        yield waiting
+    finally:
+        done.set()

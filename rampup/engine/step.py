@@ -1,0 +1,589 @@
+"""The training step: one call per optimizer step, one executable per microbatch shape.
+
+The story of one step, top to bottom:
+
+1. `TrainStep.__call__` checks that state and batch belong together, and pads the chunks of the batch to the number that its
+   program takes.
+2. A program is compiled once for each microbatch shape of the plan, if possible in the background before its phase begins. The
+   *number* of microbatches is an argument, so a growing batch needs no compilation.
+3. What the program computes is in `rampup.engine.update`. The call returns while the devices still work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from rampup.batch_size.noise_scale import noise_problems
+from rampup.engine.accumulate import LossFn, SummableLoss, multi_steps, random_key, summable
+from rampup.engine.batch import Batch, BufferLayout, last_step, layout_of, put_batch, row_size
+from rampup.engine.compile import Compiler
+from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
+from rampup.engine.processes import wait_for_all
+from rampup.engine.state import check_arguments, check_state, check_step_number, shardings_of
+from rampup.engine.update import Metrics, Update, eval_sums
+from rampup.engine.zero import is_scattered, scattered_shardings
+from rampup.errors import ConfigError, DataError, a_type, raise_together
+from rampup.plan.plan import PlanPosition, RampPlan
+from rampup.plan.split import BatchSplit
+from rampup.plan.timetable import num_ticks
+
+ENGINES = ("fused", "multi_steps")
+# How many phases ahead of the current one programs are compiled in the background.
+PHASES_AHEAD = 2
+# `TrainStep.batches` and `stream`. The engine reads no data: `rampup.data.batches`, from which `rampup` takes `train_step` and
+# `TrainStep`, puts its functions here.
+READERS: dict[str, Callable[..., Iterator[Batch]]] = {}
+
+
+def train_step(
+    loss_fn: LossFn | SummableLoss,
+    tx: optax.GradientTransformation,
+    plan: RampPlan,
+    mesh: Mesh,
+    *,
+    engine: str = "fused",
+    seed: int = 0,
+    skip_nonfinite: bool = False,
+    donate: bool = True,
+    batch_axes: BatchAxes | None = None,
+    shard_optimizer_over_data: bool = False,
+    wait_for_compilation: bool | None = None,
+    measure_gradient_noise: bool = False,
+) -> TrainStep:
+    """Return a training step that follows a plan: one executable for all phases with the same microbatch shape.
+
+    Gradients and losses are summed over all microbatches in float32, reduced over the data axis once, and divided by the sum
+    of the weights, so that every token counts the same wherever it is.
+
+    Args:
+        loss_fn: `loss_fn(params, batch, keys) -> (loss_sum, weight_sum, aux)`, sums over the rows it is given. Rows are the
+            first axis of `batch`. `keys` is one random key per row, which depends on seed, step and row alone. Gradients do not
+            flow through the weight. If the state has `mutable` or `batch_stats`, it is a fourth argument and its new value a
+            fourth result. With pipeline stages, a `PipelinedLoss`.
+        tx: the optimizer, run once per optimizer step. Optimizers with extra arguments get `value`, the loss.
+        plan: the plan.
+        mesh: the devices.
+        engine: `fused`, or `multi_steps` for `optax.MultiSteps` (see `multi_steps` for how it differs).
+        seed: seed of the random keys.
+        skip_nonfinite: do not run the optimizer in a step whose loss or gradient is not finite, or whose weight is 0. Step
+            number, rows and learning-rate schedule move on in every step; the rest is:
+
+            ==================  ===============  =====================================  ===========  =========
+            step                skip_nonfinite   parameters and optimizer state         `mutable`    `skipped`
+            ==================  ===============  =====================================  ===========  =========
+            not finite          True             stay                                   stays        True
+            of weight 0         True             stay                                   moves on     False
+            of weight 0         False            decay: loss and gradient are 0         moves on     none
+            ==================  ===============  =====================================  ===========  =========
+
+            With `multi_steps`, `mutable` keeps the changes that the finite microbatches of a skipped step made.
+        donate: reuse the memory of the state that is given to a step. False keeps it, and needs the memory of a second one.
+        batch_axes: the axes of `mesh` that take the rows; None = data and fsdp.
+        shard_optimizer_over_data: each replica keeps and updates its own part of the optimizer's state (ZeRO-1), with one
+            reduce-scatter of the gradients and one all-gather of the parameters per step; see `rampup.engine.zero`. Give it to
+            `create_state` too.
+        wait_for_compilation: start every phase in its planned microbatch shape, and wait for its program if necessary. False:
+            run in the shape of an earlier phase until it is compiled. When that is depends on time, so two runs of a plan with
+            several shapes are not equal bit for bit. None: True if there are several processes.
+        measure_gradient_noise: also return the estimates S (`trace`) and G2 (`squared_norm`) of every step, from which
+            `rampup.NoiseScale` estimates the gradient noise scale. Needs the engine `fused` and at least two blocks in every
+            step, where a block is one microbatch on one replica.
+
+    Example:
+        >>> from rampup import BatchRamp, BatchSplitter, create_state, make_mesh, train_step
+        >>> mesh = make_mesh(devices=jax.devices()[:1])
+        >>> plan = RampPlan(ramp=BatchRamp.from_schedule("0:2 4:4"), splitter=BatchSplitter(data_parallel_size=1),
+        ...     num_devices=1, total_steps=20)
+        >>> def loss_fn(params, batch, keys):
+        ...     return ((params["w"] - batch["x"]) ** 2).sum(), batch["x"].size, {}
+        >>> step = train_step(loss_fn, optax.sgd(0.1), plan, mesh)
+        >>> state = create_state({"w": np.float32(0)}, step.tx, mesh)
+        >>> for batch in step.batches([{"x": np.float32(3)}] * 8):
+        ...     state, metrics = step(state, batch)
+        >>> round(float(state.params["w"]), 2), int(state.step), step.num_compilations
+        (2.97, 20, 1)
+    """
+    check_arguments("train_step(loss_fn, tx, plan, mesh)", loss_fn=loss_fn, tx=tx, plan=plan, mesh=mesh)
+    _check_engine(
+        engine, tx, shard_optimizer_over_data=shard_optimizer_over_data, measure_gradient_noise=measure_gradient_noise
+    )
+    check_step_number(plan.total_steps)
+    check_plan_fits(plan, mesh, batch_axes)
+    mesh = auto_view(mesh)
+    loss, axes = summable(loss_fn, batch_axes), BatchAxes.of(mesh, batch_axes)
+    loss.check(mesh, engine)
+    planned = plan.splitter.num_repeats
+    if planned != (repeats := getattr(loss, "num_repeats", planned)):
+        problem = f"the plan has num_repeats={planned}, but the loss has num_repeats={repeats}; give both the same"
+        raise ConfigError(problem, key="num_pipeline_repeats", nearest=(repeats,))
+    if measure_gradient_noise:
+        raise_together(noise_problems(plan, axes.num_replicas(mesh)))
+    with auto_context(mesh):
+        key = random_key(seed)
+    optimizer = tx if engine == "fused" else multi_steps(tx, plan)
+    scatter_axes = axes if shard_optimizer_over_data and axes.num_replicas(mesh) > 1 else None
+    update = Update(loss, optimizer, mesh, batch_axes, key, skip_nonfinite, scatter_axes, measure_gradient_noise)
+    return TrainStep(update, plan, engine, donate=donate, wait_for_compilation=wait_for_compilation)
+
+
+def _check_engine(engine: str, tx: Any, **options: bool) -> None:
+    """Refuse an unknown engine, and options that an engine does not have."""
+    if engine not in ENGINES:
+        problem = f"gradient_accumulation={engine!r} (engine) must be one of {', '.join(ENGINES)}"
+        raise ConfigError(problem, key="gradient_accumulation", nearest=ENGINES)
+    if isinstance(getattr(tx.init, "__self__", None), optax.MultiSteps):
+        problem = "tx is an optax.MultiSteps, which would average the gradients of several optimizer steps of the plan"
+        fix = "give the optimizer inside it; the step accumulates by itself (engine='multi_steps' to use optax.MultiSteps)"
+        raise ConfigError(f"{problem}; {fix}", key="tx")
+    reasons = {
+        "shard_optimizer_over_data": "multi_steps runs the optimizer at every microbatch",
+        "measure_gradient_noise": "with multi_steps, all microbatches count equally whatever they weigh",
+    }
+    for key, is_on in options.items():
+        if is_on and engine == "multi_steps":
+            raise ConfigError(f"{key}=true needs gradient_accumulation=fused; {reasons[key]}", key=key, nearest=(False,))
+
+
+class TrainStep:
+    """A compiled training step that follows a plan, made by `train_step`.
+
+    State and rows have the same structure, types, shapes and shardings in all steps. With the engine `fused`, the programs of
+    later phases are compiled in the background while earlier phases run.
+
+    Attributes:
+        tx: the optimizer as it runs; with the engine `multi_steps` wrapped in `optax.MultiSteps`.
+        measures_noise: whether the metrics have `gradient_noise`.
+    """
+
+    def __init__(self, update: Update, plan: RampPlan, engine: str, *, donate: bool, wait_for_compilation: bool | None) -> None:
+        several = jax.process_count() > 1
+        if several and wait_for_compilation is False:
+            problem = "wait_for_compilation=false is for a single process: several would change shapes at different steps"
+            raise ConfigError(problem, key="wait_for_compilation", nearest=(True,))
+        self.tx, self.measures_noise = update.tx, update.measures_noise
+        self._update, self._plan, self._mesh, self._batch_axes = update, plan, update.mesh, update.batch_axes
+        self._is_fused, self._donate = engine == "fused", donate
+        self._chunk_size = None if self._is_fused else 1
+        # The layouts of the batches so far. What a plan's layouts are depends on the size of a row.
+        self._layouts: set[BufferLayout] = set()
+        self._wait_for_compilation = several if wait_for_compilation is None else wait_for_compilation
+        self._compiler = Compiler(functools.partial(wait_for_all, self._mesh))
+        # The `step` of the state that the last call returned, and its number: known here without waiting for the devices.
+        self._returned: tuple[Any, int] = None, 0
+        # The first step of every microbatch size, noted when it is decided, which may be before that step.
+        self._shape_changes: dict[int, int] = {}
+        # The index of the phase in which the programs of the next phases were requested.
+        self._requested_in: int | None = None
+        # The chunk of zeros of each layout, on the devices.
+        self._padding: dict[BufferLayout, Any] = {}
+        # The numbers of microbatches and passes of each split, on the devices.
+        self._counts_of: dict[BatchSplit, tuple[jax.Array, ...]] = {}
+        self._zero_metrics: Metrics | None = None
+
+    @property
+    def num_compilations(self) -> int:
+        """Executables built so far."""
+        return self._compiler.num_compilations
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds that calls have waited for a compilation."""
+        return self._compiler.waited_seconds
+
+    def close(self) -> None:
+        """Cancel the compilations that have not started. The step can still be called, and requests them again."""
+        self._compiler.close()
+        self._requested_in = None
+
+    def __call__(self, state: Any, batch: Batch) -> tuple[Any, Metrics]:
+        """Run one optimizer step.
+
+        Args:
+            state: the training state, placed by `create_state` or `prepare_state`. It is donated, unless `donate=False`: its
+                memory is reused, and only the returned state can be used afterwards.
+            batch: from `batches`, `stream` or `batch`, or from `step_batches` of the same plan; with the engine `multi_steps`
+                made with `chunk_size=1`.
+
+        Returns:
+            The new state and the step's metrics, on the devices: `loss` (the weighted mean), `weight`, `aux` (sums); with the
+            engine `fused` `grad_norm`; with `skip_nonfinite` or a `dynamic_scale` in the state `skipped`; with
+            `measure_gradient_noise` `gradient_noise`, see `rampup.engine.gradient_noise.NoiseMeter.metrics`.
+
+        Raises:
+            ConfigError: the state does not fit the step.
+            DataError: the batch is that of another step or plan.
+        """
+        self._check(state, batch)
+        if self._is_fused:
+            args = self._padded(batch), self._counts(batch.position.split)
+            program = self._program(batch, self._update.fused, state, *args)
+            # Requested before the call, so that the compilation runs beside it even where a call does not return at once.
+            self._compile_next_phases(batch, state)
+            state, metrics = program(state, *args)
+        else:
+            if self._zero_metrics is None:
+                self._zero_metrics = self._update.zero_metrics(state, batch.chunks[0])
+            # Used again in every step: a program donates the state alone.
+            metrics = self._zero_metrics
+            for index, chunk in enumerate(batch.chunks):
+                part = metrics, chunk, np.int32(index * batch.layout.rows)
+                state, metrics = self._program(batch, self._update.multi_steps, state, *part)(state, *part)
+        self._returned = state.step, batch.position.step + 1
+        return state, metrics
+
+    def batches(
+        self,
+        source: Any,
+        start: Any = 0,
+        stop: int | None = None,
+        *,
+        seed: int | None = None,
+        num_epochs: int | None = None,
+        num_threads: int = 2,
+        read_ahead: int = 4,
+    ) -> Iterator[Batch]:
+        """Yield the batch of every optimizer step from rows with random access, in the chunks and shapes of this step.
+
+        Args:
+            source: see `step_batches`.
+            start: the first step, such as `state.step`.
+            stop: the step to stop before; None = the end of the plan.
+            seed, num_epochs, num_threads, read_ahead: see `step_batches`.
+        """
+        order = {"start": int(start), "stop": stop, "seed": seed, "num_epochs": num_epochs}
+        reading = {"num_threads": num_threads, "read_ahead": read_ahead, **self._batch_options}
+        return _reader("batches")(source, self._plan, self._mesh, **order, **reading)
+
+    def stream(
+        self, source: Iterable[Any], start: Any = 0, stop: int | None = None, *, batched: bool = False
+    ) -> Iterator[Batch]:
+        """Yield the batch of every optimizer step from rows that come one after the other; see `stream_batches`.
+
+        Args:
+            source: yields rows, or batches of rows: a `grain.IterDataset` or `DataLoader`, a generator.
+            start: the first step, such as `state.step`. The source must start at the rows of that step.
+            stop: the step to stop before; None = the end of the plan, or of the source.
+            batched: the source yields arrays (rows, ...) of any number of rows.
+        """
+        options = {"start": int(start), "stop": stop, "batched": batched, **self._batch_options}
+        return _reader("stream")(source, self._plan, self._mesh, **options)
+
+    def batch(self, rows: Any, step: Any = None) -> Batch:
+        """Return the batch of one optimizer step, from arrays that already contain its rows.
+
+        Args:
+            rows: a pytree of arrays (rows, ...); with several processes, the rows of this one.
+            step: the optimizer step, such as `state.step`; None = the one after the last call, or 0 before the first call.
+
+        Raises:
+            DataError: not as many rows as the plan has at this step.
+        """
+        step = self._returned[1] if step is None else int(step)
+        last_step(self._plan, step, step + 1)
+        position = self._plan.position(step)
+        split = self.split_for(position)
+        needed = split.num_microbatches * len(process_rows(self._mesh, _rows(split), self._batch_axes))
+        # Copied: the caller may fill the same arrays with the next rows while the devices still read these.
+        rows = jax.tree.map(np.array, rows)
+        found = {leaf.shape[:1] for leaf in jax.tree.leaves(rows)}
+        if found != {(needed,)}:
+            lengths = ", ".join(str(shape[0]) if shape else "no" for shape in sorted(found)) or "no"
+            raise DataError(f"step {step} takes arrays of {needed} rows, but the given ones have {lengths} rows")
+        batch_nR = jax.tree.map(lambda x: x.reshape(split.num_microbatches, -1, *x.shape[1:]), rows)
+        if split != position.split:
+            position = dataclasses.replace(position, split=split)
+        return put_batch(batch_nR, position, self._plan, self._mesh, batch_axes=self._batch_axes, chunk_size=self._chunk_size)
+
+    @property
+    def shape_changes(self) -> dict[int, int]:
+        """The first step of every microbatch size that `split_for` has decided on: {microbatch_size: step}.
+
+        Empty if there is nothing to decide: with `wait_for_compilation`, with the engine `multi_steps`, and for a plan with one
+        microbatch shape.
+        """
+        return dict(self._shape_changes)
+
+    def replay_shape_changes(self, changes: Mapping[int, int]) -> None:
+        """Change shapes at the steps at which an earlier part of the run did; see `shape_changes`."""
+        self._shape_changes |= changes
+
+    def split_for(self, position: PlanPosition) -> BatchSplit:
+        """Return how to split the batch of a position now. Use it as `step_batches(..., split_for=step.split_for)`.
+
+        That is the planned split, or while its program is being compiled, a split of the same batch into the microbatches of an
+        earlier phase. With `wait_for_compilation`, it is always the planned split.
+
+        The step of a change depends on how long a compilation takes. It is decided once, and `shape_changes` records it.
+        Several processes would decide at different steps, even if they exchanged messages: each dispatches steps ahead of the
+        devices, by a number of steps that nothing bounds. Therefore they wait.
+        """
+        planned, step, changes = position.split, position.step, self._shape_changes
+        if self._wait_for_compilation or not self._is_fused or self._plan.num_compiled_shapes == 1:
+            return planned
+        in_use = {size for size, first_step in changes.items() if first_step <= step}
+        if planned.microbatch_size in in_use:
+            return planned
+        # Nearest phase first. Only a size in use is a fallback: another one would have to be compiled as well.
+        fallbacks = (split for split in self._plan.fallbacks(position.phase.index) if split.microbatch_size in in_use)
+        fallback = next(fallbacks, None)
+        if fallback is not None:
+            # The change may be decided already, for a later step: by the earlier part of the run that is replayed.
+            is_later = planned.microbatch_size in changes
+            if is_later or not self._compiler.is_ready(_rows(planned)):
+                return fallback
+        changes[planned.microbatch_size] = step
+        return planned
+
+    def lower(self, state: Any, row: Any, split: BatchSplit) -> Any:
+        """Return the program of the engine `fused` for one split, a `jax.stages.Lowered`. It needs no data.
+
+        Args:
+            state: the training state, or its shapes and shardings as `jax.ShapeDtypeStruct`.
+            row: one row of the data, or its shapes.
+            split: a split of the plan.
+        """
+        layout = layout_of(self._plan, split, row_size(row))
+        # As `put_batch` shards them, so that the program takes the batches of a run.
+        sharding = batch_sharding(self._mesh, leading=1, axes=self._batch_axes)
+
+        def chunk(x: Any) -> jax.ShapeDtypeStruct:
+            shape = (layout.chunk_size, layout.rows, *np.shape(x))
+            return jax.ShapeDtypeStruct(shape, np.result_type(x), sharding=sharding)
+
+        chunks = (jax.tree.map(chunk, row),) * layout.num_chunks
+        count = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(self._mesh))
+        return self._lower_program(self._update.fused, state, chunks, (count, count))
+
+    def loop_trips(self, split: BatchSplit) -> tuple[int, ...]:
+        """Return the iterations of the `fused` program's loops: microbatches, or passes and the ticks of a pipeline pass."""
+        splitter = self._plan.splitter
+        if splitter.num_stages == 1:
+            return (split.num_microbatches,)
+        ticks = num_ticks(splitter.num_stages, split.num_pipeline_microbatches, splitter.num_repeats)
+        return split.accumulation_steps, ticks
+
+    @property
+    def _batch_options(self) -> dict[str, Any]:
+        """The options of all `READERS` for this step."""
+        return {"batch_axes": self._batch_axes, "chunk_size": self._chunk_size, "split_for": self.split_for}
+
+    def _check(self, state: Any, batch: Batch) -> None:
+        """Check that state, batch, plan and optimizer belong together."""
+        if not isinstance(batch, Batch):
+            fix = "get batches from step.batches(source), or make one of arrays with step.batch(arrays)"
+            raise DataError(f"a step takes a Batch and not {a_type(batch)}; {fix}")
+        known, done = self._returned
+        # A state with the `step` that the last call returned needs no check. Before the first call, `known` is None.
+        if known is None or getattr(state, "step", None) is not known:
+            done = self._check_new_state(state)
+        if batch.position.step != done:
+            fix = "start with the state: step.batches(source, start=state.step), or step.batch(arrays, step=state.step)"
+            raise DataError(f"the state is at step {done}, but the batch is that of step {batch.position.step}; {fix}")
+        phase = batch.position.phase
+        # A plan with reserved sizes grows during the run: its batches may be of a longer one.
+        if not self._plan.reserved_sizes and phase not in self._plan.ramp.phases[phase.index : phase.index + 1]:
+            problem = f"the batch is of another plan: {phase}, with {phase.global_batch_size} samples per step"
+            raise DataError(f"{problem}, is not in the plan of this step; make both with the same plan")
+        if batch.layout not in self._layouts:
+            size = row_size(batch.row)
+            layouts = {layout_of(self._plan, split, size, chunk_size=self._chunk_size) for split in self._plan.splits}
+            if batch.layout in layouts:
+                self._layouts.add(batch.layout)
+                return
+            if not self._is_fused and batch.layout.chunk_size != 1:
+                problem = f"multi_steps runs one microbatch at a time, but the batch has chunks of {batch.layout.chunk_size}"
+                raise ConfigError(
+                    f"{problem}; give chunk_size=1 to step_batches", key="gradient_accumulation", nearest=("fused",)
+                )
+            planned, fix = ", ".join(map(str, layouts)), "make it with the same plan, and without chunk_size"
+            raise DataError(f"the batch has the layout {batch.layout}, but the plan of this step has {planned}; {fix}")
+
+    def _check_new_state(self, state: Any) -> int:
+        """Check a state that did not come from this step, and return its step number. That waits for the devices, once."""
+        check_state(state)
+        if isinstance(state.step, jax.core.Tracer):
+            raise ConfigError("a TrainStep is compiled already; in a jitted function of your own, use rampup.accumulate")
+        if isinstance(state.step, jax.Array) and state.step.is_deleted():
+            problem = "the state was donated to an earlier step; use the one that it returned, or train_step(..., donate=False)"
+            raise ConfigError(problem, key="state")
+        if getattr(state, "tx", self.tx) != self.tx:
+            fix = "give the same optimizer to both, with engine='multi_steps' the `tx` of the step"
+            raise ConfigError(f"the state has another tx than the step; {fix}", key="tx")
+        if isinstance(state.opt_state, optax.MultiStepsState) is self._is_fused:
+            problem = f"`opt_state` is {a_type(state.opt_state)}, which is not what the engine of the step needs"
+            raise ConfigError(f"{problem}; make it with the `tx` of the step: create_state(params, step.tx, mesh)", key="tx")
+        if self._returned[0] is None:
+            # Later states must have the types and shapes that the first one was compiled for.
+            self._check_optimizer(state)
+        self._check_shardings(state)
+        if not self._is_fused:
+            if getattr(state, "dynamic_scale", None) is not None:
+                problem = "multi_steps runs one program per microbatch, but dynamic_scale adapts once per step"
+                raise ConfigError(f"{problem}; use the engine fused", key="gradient_accumulation", nearest=("fused",))
+            done, place = int(state.step), (int(state.opt_state.gradient_step), int(state.opt_state.mini_step))
+            if place != (done, 0):
+                problem = f"the state is at step {done}, but its optimizer at microbatch {place[1]} of step {place[0]}"
+                fix = (
+                    "go on with the state of a whole step" if place[1] else "`step` and `opt_state.gradient_step` must be equal"
+                )
+                raise ConfigError(f"{problem}; {fix}", key="state")
+        return int(state.step)
+
+    def _check_optimizer(self, state: Any) -> None:
+        """Check that `opt_state` is one of this optimizer. Some optimizers run on the state of others, without an error."""
+        try:
+            with auto_context(self._mesh):
+                expected = jax.eval_shape(self.tx.init, state.params)
+        except Exception:  # noqa: BLE001 - an `init` that looks at values cannot tell the shapes
+            return
+        if difference := _difference(expected, state.opt_state):
+            problem = f"`opt_state` is not that of the step's optimizer: {difference}"
+            raise ConfigError(f"{problem}; make it with the `tx` of the step: create_state(params, step.tx, mesh)", key="tx")
+
+    def _check_shardings(self, state: Any) -> None:
+        """Check that the state is on the mesh, with whole parameters, and split optimizer state if the step expects that."""
+        shardings = shardings_of(state)
+        for path, sharding in jax.tree.leaves_with_path(shardings):
+            if self._mesh.size > 1 and isinstance(sharding, SingleDeviceSharding):
+                problem = f"state{jax.tree_util.keystr(path)} is on one device, and not on the mesh"
+                raise ConfigError(f"{problem}; place the state with rampup.prepare_state(state, mesh)", key="state")
+        axes = BatchAxes.of(self._mesh, self._batch_axes)
+        # An axis of one device shards nothing, even if a sharding names it.
+        axes = dataclasses.replace(axes, replica=tuple(name for name in axes.replica if self._mesh.shape[name] > 1))
+        if not axes.replica:
+            return
+        key, expects_parts = "shard_optimizer_over_data", self._update.scatter_axes is not None
+        if is_scattered(shardings.params, axes):
+            problem = f"the parameters are sharded over {' and '.join(axes.replica)}, but every replica needs them whole"
+            fix = f"shard them over another axis such as fsdp, or only the optimizer's state, with {key}=True"
+            raise ConfigError(f"{problem}; {fix}", key=key)
+        found, parts = shardings.opt_state, scattered_shardings(state.opt_state, self._mesh, axes)
+        if jax.tree.leaves(found) != jax.tree.leaves(parts) if expects_parts else is_scattered(found, axes):
+            problem = f"the step has {key}={expects_parts}, but the optimizer's state is sharded in another way"
+            raise ConfigError(
+                f"{problem}; give the same value to train_step and to create_state, prepare_state or split_model", key=key
+            )
+
+    def _program(self, batch: Batch, update: Callable[..., Any], state: Any, *args: Any) -> Callable[..., Any]:
+        """Return the program for a batch, compiled if it is not yet."""
+        if jax.config.jax_disable_jit:
+
+            def run_eagerly(state: Any, *args: Any) -> Any:
+                with auto_context(self._mesh):
+                    return update(shardings_of(state), state, *args)
+
+            return run_eagerly
+        lower = functools.partial(self._lower_program, update, state, *args)
+        return functools.partial(_call, self._compiler.get(batch.layout.rows, lower))
+
+    def _lower_program(self, update: Callable[..., Any], state: Any, *args: Any) -> Any:
+        """Lower a program that maps a state and further arguments to the next state and the metrics."""
+        # The next state has the shardings of the given one, so that the program accepts its own result. The state is donated:
+        # all of it is replaced. The batch is not: no result has its shape, and the padding is used again in later steps.
+        shardings = shardings_of(state)
+        options = {"donate_argnums": 0 if self._donate else (), "out_shardings": (shardings, replicated(self._mesh))}
+        with auto_context(self._mesh):
+            return jax.jit(functools.partial(update, shardings), **options).lower(state, *args)
+
+    def _compile_next_phases(self, batch: Batch, state: Any) -> None:
+        """Request the programs of the next phases that this run reaches, once per phase."""
+        index = batch.position.phase.index
+        if index == self._requested_in or jax.config.jax_disable_jit:
+            return
+        self._requested_in = index
+        # This phase too: it may run in the shape of an earlier one.
+        phases = self._plan.ramp.phases[index : index + 1 + PHASES_AHEAD]
+        splits = [self._plan.splits[phase.index] for phase in phases if phase.start_step < self._plan.total_steps]
+        unknown = {rows: split for split in splits if not self._compiler.is_known(rows := _rows(split))}
+        if unknown:
+            # Shapes, not arrays: the background thread must not hold on to a state that the next step donates.
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+            for rows, split in unknown.items():
+                self._compiler.compile_async(rows, functools.partial(self.lower, shapes, batch.row, split))
+
+    def _padded(self, batch: Batch) -> tuple[Any, ...]:
+        """Return as many chunks as the program takes: those of the batch, then one chunk of zeros, repeated.
+
+        The zeros are on the devices already, so a step in an early phase transfers its own rows and not those of the largest
+        batch. The program does not compute with them: its loop ends before.
+        """
+
+        def zeros_like(x: jax.Array) -> jax.Array:
+            shard = np.zeros(x.sharding.shard_shape(x.shape), x.dtype)
+            return jax.make_array_from_callback(x.shape, x.sharding, lambda _: shard)
+
+        padding = self._padding.get(batch.layout)
+        if padding is None:
+            # Made on the host: `jnp.zeros` would be one more compilation, at a phase change and with the run waiting.
+            padding = self._padding[batch.layout] = jax.tree.map(zeros_like, batch.chunks[0])
+        return batch.chunks + (padding,) * (batch.layout.num_chunks - len(batch.chunks))
+
+    def _counts(self, split: BatchSplit) -> tuple[jax.Array, ...]:
+        """Return the microbatches of a pass, and the passes, on the devices: numbers would be copied to each in every step."""
+        counts = self._counts_of.get(split)
+        if counts is None:
+            numbers, whole = (split.num_pipeline_microbatches, split.accumulation_steps), replicated(self._mesh)
+            made = (jax.make_array_from_callback((), whole, lambda _, n=n: np.int32(n)) for n in numbers)
+            counts = self._counts_of[split] = tuple(made)
+        return counts
+
+
+def _reader(name: str) -> Callable[..., Iterator[Batch]]:
+    if name not in READERS:
+        raise ConfigError("the engine reads no data: make the step with rampup.train_step, or import rampup.data.batches")
+    return READERS[name]
+
+
+def _rows(split: BatchSplit) -> int:
+    """Return the rows of a microbatch over all replicas. In a plan, there is one program for each number of them."""
+    return split.data_parallel_size * split.microbatch_size
+
+
+def _difference(expected: Any, found: Any) -> str | None:
+    """Return how two states of optimizers differ in their arrays and in the tuples that they are made of, or None."""
+    want, have = (
+        {jax.tree_util.keystr(path): np.shape(x) for path, x in jax.tree.leaves_with_path(tree)} for tree in (expected, found)
+    )
+    for name in want | have:
+        if want.get(name) != have.get(name):
+            wanted, got = (f"has the shape {list(x[name])}" if name in x else "is absent" for x in (want, have))
+            return f"opt_state{name} {got} in the state, and {wanted} in the optimizer"
+    parts = [jax.tree.structure(tree, is_leaf=lambda x: not isinstance(x, tuple)) for tree in (expected, found)]
+    return None if parts[0] == parts[1] else "its parts are others, such as those of a chain with more or fewer transformations"
+
+
+class EvalStep:
+    """A compiled evaluation step: sums loss and weight over a batch. It takes the same loss function as `train_step`."""
+
+    def __init__(self, loss_fn: LossFn | SummableLoss, mesh: Mesh, *, batch_axes: BatchAxes | None = None) -> None:
+        self._loss, self._mesh = summable(loss_fn, batch_axes), auto_view(mesh)
+        self._compiler = Compiler(functools.partial(wait_for_all, self._mesh))
+
+    def __call__(self, state: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Return (sum of losses, sum of weights) of a batch, on the devices. Batches of one size share a program."""
+        if not isinstance(batch, Batch):
+            raise DataError(f"an EvalStep takes a Batch, such as `step_batches` yields, and not {a_type(batch)}")
+        args = state, batch.chunks, np.int32(batch.num_microbatches)
+        sums = functools.partial(eval_sums, self._loss, self._mesh, shardings_of(state))
+        with auto_context(self._mesh):
+            if jax.config.jax_disable_jit:
+                return sums(*args)
+            lower = lambda: jax.jit(sums, out_shardings=replicated(self._mesh)).lower(*args)  # noqa: E731
+            return _call(self._compiler.get((batch.layout, len(batch.chunks)), lower), *args)
+
+
+def _call(program: Callable[..., Any], state: Any, *args: Any) -> Any:
+    """Call a compiled program."""
+    try:
+        return program(state, *args)
+    except (TypeError, ValueError) as error:
+        problem = "structure, types, shapes or shardings of the state or the rows are not those that this step compiled for"
+        raise ConfigError(f"{problem}; convert them, or make another step for them: {error}", key="state") from error

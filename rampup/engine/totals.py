@@ -1,0 +1,174 @@
+"""What a training step adds up over its microbatches besides the gradients, and in which types it adds.
+
+The loops over microbatches, of `rampup.engine.accumulate` and of `rampup.engine.pipeline`, know only `Totals`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from rampup.engine.gradient_noise import NoiseMeter, NoiseSums
+
+
+class Sums(NamedTuple):
+    """Sums over all rows of an optimizer step.
+
+    Attributes:
+        grads: gradient of `loss`, not of the mean, at least in float32, shaped and sharded like the parameters; or None.
+        loss: sum of the losses.
+        weight: sum of the weights, for instance the number of tokens; loss / weight is the mean loss.
+        aux: sums of the other results of the loss function.
+        mutable: the state that the loss function carries from microbatch to microbatch, or None.
+        noise: sums of squares over the blocks (a microbatch on a replica), if the gradient noise is measured.
+    """
+
+    grads: Any
+    loss: jax.Array
+    weight: jax.Array
+    aux: Any
+    mutable: Any = None
+    noise: NoiseSums | None = None
+
+    def mean_grads(self, params: Any = None) -> Any:
+        """Return the gradient of loss / weight: in the types of `params`, or by default in those of the sums."""
+        scale = safe_reciprocal(self.weight)
+        grads = jax.tree.map(lambda g: g * scale, self.grads)
+        return grads if params is None else cast_like(grads, params)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What a step adds up besides loss, weight, aux and gradients, with the rules for all of them.
+
+    It is a pytree, because its arrays are arguments of the functions that are manual or mapped over the replicas.
+
+    Attributes:
+        mutable: what the loss function carries from microbatch to microbatch, before the first one; or None.
+        noise: measures the squares of the gradients; or None.
+        scale: a factor of the loss in the gradients, which keeps small ones of float16 from vanishing; or None.
+    """
+
+    mutable: Any = None
+    noise: NoiseMeter | None = None
+    scale: Any = None
+
+    def scaled(self, loss: Any) -> Any:
+        """Return the loss of a microbatch as it is differentiated: at least in float32, where the scale does not overflow."""
+        return loss if self.scale is None else accumulator(loss) * self.scale
+
+    def init(self, shapes: Sums) -> Sums:
+        """Return the sums over no microbatch: zeros shaped as those over one, and `mutable` as it is, if it is carried."""
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes._replace(mutable=None))
+        return zeros if shapes.mutable is None else zeros._replace(mutable=self.mutable)
+
+    def measure(self, new: Sums) -> Sums:
+        """Return the sums over one microbatch with the squares of its gradients, if they are measured."""
+        return new if self.noise is None else new._replace(noise=self.noise.block(new.grads, new.weight, varying=new.loss))
+
+    def update(self, sums: Sums, new: Sums) -> Sums:
+        """Return the sums over the microbatches so far and a new one."""
+        added = jax.tree.map(jnp.add, sums._replace(mutable=None), new._replace(mutable=None))
+        return added._replace(mutable=new.mutable)
+
+    def aggregate(self, sums: Sums, names: tuple[str, ...]) -> Sums:
+        """Return the sums over mesh axes, in a function that is manual over them. The noise adds no collective."""
+        mutable = sums.mutable
+        if mutable is not None:
+            mutable = jax.tree.map(lambda x, start: _merge_replicas(x, start, names), mutable, self.mutable)
+        sums = sums._replace(mutable=None)
+        if sums.noise is None:
+            return jax.lax.psum(sums, names)._replace(mutable=mutable)
+        # Loss, weight and number of blocks travel as one array, so there are no more reductions than without the noise.
+        scalars = jnp.stack([sums.loss, sums.weight, sums.noise.blocks])
+        scalars, rest = jax.lax.psum((scalars, sums._replace(loss=None, weight=None, noise=sums.noise.squares)), names)
+        return rest._replace(
+            loss=scalars[0].astype(sums.loss.dtype),
+            weight=scalars[1].astype(sums.weight.dtype),
+            mutable=mutable,
+            noise=NoiseSums(rest.noise, scalars[2].astype(sums.noise.blocks.dtype)),
+        )
+
+    def finalize(self, sums: Sums, grads: Any) -> tuple[Sums, Any]:
+        """Return sums, and gradients of the scaled loss, as those of the loss."""
+        if self.scale is None:
+            return sums, grads
+        noise = sums.noise and sums.noise._replace(squares=sums.noise.squares / self.scale**2)
+        return sums._replace(noise=noise), jax.tree.map(lambda g: g / self.scale, grads)
+
+
+def _merge_replicas(x: Any, start: Any, names: tuple[str, ...]) -> Any:
+    """Merge the replicas' values of a carried variable that began as `start`."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        # The mean of the changes: those of a constant are exactly 0, while the mean of three equal numbers can be another
+        # number. An infinite start, such as that of a running maximum, would make the change NaN.
+        # In float32: on CPUs, XLA aborts if the replicas exchange bfloat16 and another axis of the mesh is automatic.
+        start = accumulator(jnp.where(jnp.isfinite(start), start, 0))
+        return (start + jax.lax.pmean(x - start, names)).astype(x.dtype)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return x
+    # A counter or a flag. If the replicas kept different values, each would go on with its own, and a resumed run with another.
+    return jax.lax.pmax(x.astype(jnp.int32) if x.dtype == bool else x, names).astype(x.dtype)
+
+
+def safe_reciprocal(weight: jax.Array) -> jax.Array:
+    """Return 1 / weight, or 0 if the weight is 0, so that a batch without weight has a zero loss and a zero gradient.
+
+    A weight that is NaN or negative is not hidden: it makes the loss NaN, or of the other sign.
+    """
+    # The inner `where` keeps the division by zero out of the branch that is not selected.
+    return jnp.where(weight != 0, 1 / jnp.where(weight != 0, weight, 1), 0)
+
+
+def accumulator(x: Any, dtype: Any = None) -> jax.Array:
+    """Cast a value to the type in which it is summed; see `accumulator_type`."""
+    x = jnp.asarray(x)
+    return x.astype(accumulator_type(x.dtype, dtype))
+
+
+def accumulator_type(dtype: Any, wanted: Any = None) -> Any:
+    """Return the type in which values of a type are summed: at least float32, or `wanted` for real floating-point values.
+
+    Integers are summed in float32 too, which counts exactly to 2**24.
+    """
+    is_real = jnp.issubdtype(dtype, jnp.floating)
+    return wanted if wanted is not None and is_real else jnp.promote_types(dtype, jnp.float32)
+
+
+def cast_for_exchange(grads: Any, dtype: Any, mesh: Mesh) -> Any:
+    """Return gradients in the type in which the replicas of a mesh exchange them; None = their own."""
+    if dtype is not None:
+        # Complex numbers would lose their imaginary part.
+        grads = jax.tree.map(lambda g: g.astype(dtype) if jnp.issubdtype(g.dtype, jnp.floating) else g, grads)
+    # Rounded, but in float32 on CPUs: XLA adds 16-bit numbers in float32 there, and aborts if an axis of the mesh is automatic.
+    return jax.tree.map(accumulator, grads) if mesh.devices.flat[0].platform == "cpu" else grads
+
+
+def cast_like(tree: Any, like: Any) -> Any:
+    """Return a tree with every leaf in the type of the corresponding leaf of `like`."""
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+
+
+def is_floating(leaf: Any) -> bool:
+    """Return whether JAX can differentiate with respect to an array. Integer parameters are not trained."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
+
+
+def has_integers(params: Any) -> bool:
+    """Return whether there are integers among the parameters."""
+    return not all(map(is_floating, jax.tree.leaves(params)))
+
+
+def floating(tree: Any, params: Any) -> Any:
+    """Return a tree like the parameters with None in the place of integers."""
+    return jax.tree.map(lambda p, x: x if is_floating(p) else None, params, tree)
+
+
+def fill(tree: Any, values: Any) -> Any:
+    """Return a tree with the leaves of another one where it has None."""
+    return jax.tree.map(lambda x, value: value if x is None else x, tree, values, is_leaf=lambda x: x is None)

@@ -1,0 +1,305 @@
+"""The mathematics of a training step: what a compiled program computes from a state and rows.
+
+How a loss sums itself over the microbatches is its own business (`rampup.engine.accumulate.SummableLoss`): one after the
+other, or through the stages of a pipeline.
+
+Shape suffixes: K microbatches of the input, R rows of one microbatch over all replicas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from rampup.engine.accumulate import Counts, SummableLoss, per_row_keys, random_key
+from rampup.engine.gradient_noise import NoiseMeter, second_moments
+from rampup.engine.mesh import BatchAxes, replicated
+from rampup.engine.offload import device_shardings, fetch_offloaded
+from rampup.engine.state import carried, replace_carried, replace_fields
+from rampup.engine.totals import Sums, Totals, cast_like, fill, floating, has_integers, is_floating, safe_reciprocal
+from rampup.engine.zero import constrain_all, gather_parameters, scattered_shardings
+from rampup.errors import ConfigError, a_type
+
+Metrics = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Update:
+    """What the programs of a training step compute. A trace does not know how a state is sharded, so it is an argument.
+
+    Attributes:
+        loss, mesh, batch_axes, skip_nonfinite: see `rampup.engine.step.train_step`.
+        tx: the optimizer, or for `multi_steps` the `optax.MultiSteps` around it.
+        key: the random key of the run. It is a constant of the programs.
+        scatter_axes: the axes whose replicas split the optimizer's state (ZeRO-1), or None if each has all of it.
+        measures_noise: also return S and G2, in the engine `fused`.
+    """
+
+    loss: SummableLoss
+    tx: Any
+    mesh: Mesh
+    batch_axes: BatchAxes | None
+    key: jax.Array
+    skip_nonfinite: bool
+    scatter_axes: BatchAxes | None
+    measures_noise: bool
+
+    def fused(self, shardings: Any, state: Any, chunks: tuple[Any, ...], counts: Counts) -> tuple[Any, Metrics]:
+        """Run one optimizer step: sum over all microbatches, reduce once, run the optimizer once.
+
+        `chunks` are arrays that are (K, R, ...) when joined. `counts` are the microbatches of a pass and the passes, whose
+        product is at most K. `shardings` are those of the state.
+        """
+        state = fetch_offloaded(state, shardings)
+        batch_KR = _join(chunks)
+        keys_KR = per_row_keys(self.key, state.step, _row_numbers(batch_KR, 0))
+        grad_shardings = self._grad_shardings(state.params, shardings.params)
+        totals, loss = self._totals(state, shardings, grad_shardings), _bind_frozen(self.loss, state)
+        with jax.named_scope("accumulate"):
+            options = {"mesh": self.mesh, "param_shardings": grad_shardings}
+            sums, grads = loss.sums_and_grads(state.params, batch_KR, keys_KR, counts, totals, **options)
+            if totals.noise is None:
+                measured = {"grad_norm": optax.tree.norm(grads)}
+            elif sums.noise is None:
+                problem = f"`sums_and_grads` of {type(loss).__name__} does not use `totals.noise`"
+                fix, key = "see rampup.engine.accumulate.SummableLoss", "measure_gradient_noise"
+                raise ConfigError(f"{key}=true: {problem}; {fix}", key=key, nearest=(False,))
+            else:
+                with jax.named_scope("gradient_noise"):
+                    measured = totals.noise.metrics(sums.noise, grads, sums.weight)
+            grads = _with_integers(grads, state.params)
+        metrics = {"loss": sums.loss * safe_reciprocal(sums.weight), "weight": sums.weight, "aux": sums.aux, **measured}
+        if self.scatter_axes is not None:
+            # The forward pass needed whole parameters. Now each replica updates its own part of them.
+            state = replace_fields(state, params=constrain_all(state.params, grad_shardings))
+        with jax.named_scope("update"):
+            new = self._run_optimizer(state, grads, metrics["loss"])
+        # The step number moves on in any case, and what the loss function carries also without a weight.
+        changes, mutable, scale = {"step": new.step}, sums.mutable, getattr(state, "dynamic_scale", None)
+        if self.skip_nonfinite or scale is not None:
+            # Decided on the device, without a round trip to the host: compute the update anyway and select the old values.
+            # The selection reads the whole state once more, so a step of weight 0 alone is no reason to have it.
+            is_finite = _is_finite(sums, grads, state)
+            metrics["skipped"] = ~is_finite
+            new = select_step(is_finite & (sums.weight != 0), new, state)
+            mutable = select_step(is_finite, mutable, carried(state))
+            if scale is not None:
+                changes["dynamic_scale"] = _adapt_scale(scale, is_finite)
+        new = replace_carried(new, mutable, **changes)
+        if self.scatter_axes is not None:
+            with jax.named_scope("gather"):
+                params = gather_parameters(new.params, grad_shardings, self.mesh, self.scatter_axes)
+                new = replace_fields(new, params=params)
+        return new, metrics
+
+    def multi_steps(self, shardings: Any, state: Any, so_far: Metrics, chunk: Any, first_row: jax.Array) -> tuple[Any, Metrics]:
+        """Run one microbatch with `optax.MultiSteps`; the last of a step runs the optimizer.
+
+        Args:
+            shardings: shardings of the state.
+            state: the training state.
+            so_far: the metrics of the step's earlier microbatches; at first `zero_metrics`.
+            chunk: the microbatch, arrays (1, R, ...).
+            first_row: the index of its first row in the global batch, for the random keys.
+        """
+        state = fetch_offloaded(state, shardings)
+        keys_KR = per_row_keys(self.key, state.step, _row_numbers(chunk, first_row))
+        loss, totals = _bind_frozen(self.loss, state), self._totals(state)
+        with jax.named_scope("accumulate"):
+            # One pass of one microbatch.
+            options = {"mesh": self.mesh, "param_shardings": device_shardings(shardings.params)}
+            counts = np.int32(1), np.int32(1)
+            sums, grads = loss.sums_and_grads(state.params, chunk, keys_KR, counts, totals, **options)
+            grads = _with_integers(grads, state.params)
+        # The loss of the metrics is the weighted mean over the microbatches so far. Only the gradients are averaged with equal
+        # weights, by MultiSteps.
+        weight = so_far["weight"] + sums.weight
+        metrics = {
+            "loss": (so_far["loss"] * so_far["weight"] + sums.loss) * safe_reciprocal(weight),
+            "weight": weight,
+            "aux": jax.tree.map(jnp.add, so_far["aux"], sums.aux),
+        }
+        mutable = sums.mutable
+        if self.skip_nonfinite:
+            # MultiSteps must see every microbatch, or its counter would leave the plan: zero this gradient, remember that, and
+            # drop the update that the accumulated gradient leads to.
+            is_finite = _is_finite(sums, grads, state)
+            grads = jax.tree.map(lambda x: jnp.where(is_finite, x, jnp.zeros_like(x)), grads)
+            mutable = select_step(is_finite, mutable, carried(state))
+            metrics["skipped"] = so_far["skipped"] | ~is_finite
+        with jax.named_scope("update"):
+            new = self._run_optimizer(state, grads, metrics["loss"])
+        opt_state = new.opt_state
+        if self.skip_nonfinite or hasattr(state, "apply_gradients"):
+            # Only the last microbatch changes the state: MultiSteps emits zero updates before, but a state may do more than
+            # apply them. A step that is dropped takes the old inner state; the counters of MultiSteps always advance.
+            keep = self.tx.has_updated(opt_state)
+            if self.skip_nonfinite:
+                keep &= ~metrics["skipped"] & (weight != 0)
+            inner = select_step(keep, opt_state.inner_opt_state, state.opt_state.inner_opt_state)
+            opt_state = opt_state._replace(inner_opt_state=inner)
+            new = select_step(keep, replace_fields(new, opt_state=opt_state), replace_fields(state, opt_state=opt_state))
+        return replace_carried(new, mutable, step=opt_state.gradient_step), metrics
+
+    def zero_metrics(self, state: Any, chunk: Any) -> Metrics:
+        """Return the metrics before the first microbatch of `multi_steps`: zeros, as all its calls have the same arguments."""
+        keys_KR = jax.eval_shape(lambda: per_row_keys(self.key, jnp.int32(0), _row_numbers(chunk, 0)))
+        eval_sums = functools.partial(_bind_frozen(self.loss, state).eval_sums, mesh=self.mesh, mutable=carried(state))
+        # The types of sums do not depend on whether there is a gradient.
+        sums = jax.eval_shape(eval_sums, state.params, chunk, keys_KR, np.int32(1))
+        shapes = {"loss": sums.loss, "weight": sums.weight, "aux": sums.aux}
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+        return jax.device_put(zeros | ({"skipped": np.False_} if self.skip_nonfinite else {}), replicated(self.mesh))
+
+    def _grad_shardings(self, params: Any, shardings: Any) -> Any:
+        """Return the shardings of the gradient: those of the parameters, or with ZeRO-1 those of each replica's own part."""
+        shardings = device_shardings(shardings)
+        if self.scatter_axes is None:
+            return shardings
+        shapes = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params, shardings)
+        return scattered_shardings(shapes, self.mesh, self.scatter_axes)
+
+    def _totals(self, state: Any, shardings: Any = None, grad_shardings: Any = None) -> Totals:
+        """Return what a step adds up besides loss and gradients, or refuse what the loss does not support in the state."""
+        scale, meter = getattr(state, "dynamic_scale", None), None
+        if has_integers(state.params):
+            _check_support(self.loss, "loss_fn", "integer parameters")
+        if scale is not None:
+            # In a pipeline, its last stage computes the loss.
+            _check_support(self.loss, "last" if hasattr(self.loss, "last") else "loss_fn", "`dynamic_scale`")
+        if self.measures_noise:
+            # Adam's second moments give the noise a second geometry. Those that are scattered over the replicas, or in host
+            # memory between steps, do not: every microbatch would need them whole.
+            is_at_hand = self.scatter_axes is None and device_shardings(shardings.opt_state) == shardings.opt_state
+            moments = second_moments(state.opt_state, state.params) if is_at_hand else None
+            given = [tree if tree is None else floating(tree, state.params) for tree in (grad_shardings, moments)]
+            meter = NoiseMeter.of(given[0], self.mesh, self.batch_axes, given[1])
+        return Totals(mutable=carried(state), noise=meter, scale=None if scale is None else scale.scale)
+
+    def _run_optimizer(self, state: Any, grads: Any, loss: jax.Array) -> Any:
+        """Return the state after the optimizer, run by the state's own `apply_gradients` if it has one."""
+        tx = self.tx
+        if isinstance(tx, (optax.GradientTransformationExtraArgs, optax.MultiSteps)):
+            # Flax's `apply_gradients` passes no further arguments to an optimizer, so the loss is bound to it.
+            tx = optax.GradientTransformation(tx.init, functools.partial(self._update_with_loss, loss))
+        grads = cast_like(grads, state.params)
+        if not hasattr(state, "apply_gradients"):
+            updates, opt_state = tx.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+            new = replace_fields(state, params=params, opt_state=opt_state, step=state.step + 1)
+        elif hasattr(state, "tx"):
+            new = replace_fields(replace_fields(state, tx=tx).apply_gradients(grads=grads), tx=state.tx)
+        else:
+            new = state.apply_gradients(grads=grads)
+        if not has_integers(state.params):
+            return new
+        # Decay and the like leave integers alone, and the state that an optimizer keeps for them keeps its type.
+        params = jax.tree.map(lambda new, old: new if is_floating(old) else old, new.params, state.params)
+        return replace_fields(new, params=params, opt_state=cast_like(new.opt_state, state.opt_state))
+
+    def _update_with_loss(self, loss: jax.Array, *args: Any) -> Any:
+        """Run an optimizer that accepts extra arguments, with the loss if it accepts that."""
+        try:
+            return self.tx.update(*args, value=loss)
+        except TypeError as error:
+            # `optax.contrib.sam` accepts others only. No signature tells: `optax.chain` passes on whatever it gets.
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+            return self.tx.update(*args)
+
+
+def eval_sums(
+    loss: SummableLoss, mesh: Mesh, shardings: Any, state: Any, chunks: tuple[Any, ...], num_microbatches: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the sums of losses and weights over the first microbatches of a batch; a program of `EvalStep`."""
+    state = fetch_offloaded(state, shardings)
+    batch_KR = _join(chunks)
+    # A loss function takes keys. Evaluation is the same every time, whatever the step.
+    keys_KR = per_row_keys(random_key(0), jnp.int32(0), _row_numbers(batch_KR, 0))
+    options = {"mesh": mesh, "mutable": carried(state)}
+    sums = _bind_frozen(loss, state).eval_sums(state.params, batch_KR, keys_KR, num_microbatches, **options)
+    return sums.loss, sums.weight
+
+
+def all_finite(*trees: Any) -> jax.Array:
+    """Return whether every floating-point number is finite, as a traced bool."""
+    leaves = [leaf for leaf in jax.tree.leaves(trees) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves])) if leaves else jnp.array(True)
+
+
+def select_step(keep: jax.Array, new: Any, old: Any) -> Any:
+    """Return a state after a step, or a part of it, if the step is kept (a traced bool), else the one before.
+
+    The schedules of a skipped step move on, so that it does not shift the learning rate: the states of
+    `optax.scale_by_schedule` and the counts of `optax.inject_hyperparams`. Other counts stay, such as Adam's of its updates.
+    """
+
+    def select(new: Any, old: Any) -> Any:
+        if isinstance(new, optax.ScaleByScheduleState):
+            return new
+        if _is_injected(new):
+            return new._replace(inner_state=select_step(keep, new.inner_state, old.inner_state))
+        return jnp.where(keep, new, old)
+
+    return jax.tree.map(select, new, old, is_leaf=lambda x: isinstance(x, optax.ScaleByScheduleState) or _is_injected(x))
+
+
+def _is_injected(state: Any) -> bool:
+    """Return whether this is the state of `optax.inject_hyperparams`, of any of its types."""
+    return hasattr(state, "hyperparams") and hasattr(state, "inner_state") and hasattr(state, "_replace")
+
+
+def _is_finite(sums: Sums, grads: Any, state: Any) -> jax.Array:
+    """Return whether the loss, the gradient and what the loss function has changed in `state` are finite."""
+    # Only the changes: a running maximum may start at -infinity.
+    changed = jax.tree.map(lambda x, before: jnp.where(x == before, jnp.zeros_like(x), x), sums.mutable, carried(state))
+    return all_finite((grads, sums.loss, sums.weight, changed))
+
+
+def _join(chunks: tuple[Any, ...]) -> Any:
+    """Return chunks of microbatches as one: arrays (K, R, ...)."""
+    return chunks[0] if len(chunks) == 1 else jax.tree.map(lambda *parts: jnp.concatenate(parts), *chunks)
+
+
+def _row_numbers(batch_KR: Any, first_row: Any) -> jax.Array:
+    """Return the index in the global batch of every row (K, R)."""
+    K, R = jax.tree.leaves(batch_KR)[0].shape[:2]
+    return first_row + jnp.arange(K * R, dtype=jnp.int32).reshape(K, R)
+
+
+def _with_integers(grads: Any, params: Any) -> Any:
+    """Return the gradients with zeros for integer parameters, as an optimizer takes them."""
+    return fill(grads, jax.tree.map(jnp.zeros_like, params)) if has_integers(params) else grads
+
+
+def _bind_frozen(loss: Any, state: Any) -> SummableLoss:
+    """Return the loss with the frozen arrays of a state, if it has any, as an argument."""
+    frozen = getattr(state, "frozen", None)
+    if frozen is None:
+        return loss
+    _check_support(loss, "loss_fn", "`frozen`")
+    return dataclasses.replace(loss, loss_fn=functools.partial(loss.loss_fn, frozen=frozen))
+
+
+def _adapt_scale(dynamic_scale: Any, is_finite: jax.Array) -> Any:
+    """Return a Flax `DynamicScale` after a step whose gradients were finite or not."""
+    # Flax adapts the scale in a method that differentiates a function. Give it one whose gradient is as finite as the step's.
+    return dynamic_scale.value_and_grad(lambda x: x * jnp.where(is_finite, 1.0, jnp.nan))(jnp.float32(0))[0]
+
+
+def _check_support(loss: Any, part: str, reason: str) -> None:
+    """Refuse something that the state has, `reason`, with a loss without the part that it concerns."""
+    if not dataclasses.is_dataclass(loss) or not hasattr(loss, part):
+        fix = "keep such arrays in `params` as floating-point numbers that optax.transforms.freeze excludes from the optimizer"
+        fix += ", or train without a pipeline"
+        if reason == "`dynamic_scale`":
+            fix = "scale the loss in its own functions, or train in bfloat16 or float32, which need no scale"
+        raise ConfigError(f"the state has {reason}, which {a_type(loss)} does not support; {fix}", key="state")

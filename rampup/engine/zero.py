@@ -1,0 +1,254 @@
+"""ZeRO-1: each replica keeps and updates its own part of the optimizer's state.
+
+A step reduce-scatters the gradients once, after the last microbatch, so that each replica has the sum of its own part. The
+compiler runs the optimizer on the parts, as it would on any sharded array, so every optimizer stays correct: norms and factored
+moments over whole arrays cost a collective. Then one all-gather gives all replicas the new parameters.
+
+The parts of all arrays that are not sharded over other axes travel in one buffer, so there is one collective and not one per
+array. Arrays that fsdp or tensor shard too have a collective of their own.
+
+The TPU compiler turns a reduce-scatter over several torus axes into an all-reduce. So there is one along each axis in turn: the
+first exchanges whole arrays and the next ones only the part that is left. The bytes are those of one reduce-scatter, and about
+half of those of an all-reduce.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rampup.engine.mesh import STAGE, BatchAxes, auto_view, axis_names, constrain, spec_without
+
+# A buffer is made of whole tiles of a TPU's memory. Otherwise the compiler turns an all-gather, and on small slices a
+# reduce-scatter, into an all-reduce of all parts, which sends up to twice as much.
+TILE = (128, 128)
+
+
+def scattered_shardings(tree: Any, mesh: Mesh, axes: BatchAxes) -> Any:
+    """Return the shardings of a tree's leaves, sharded over the replicas too along a dimension that they divide.
+
+    The leaves are arrays on the mesh, or their shapes and shardings. Those without such a dimension keep their sharding. A
+    dimension that no other axis shards is preferred.
+    """
+    d = axes.num_replicas(mesh)
+
+    def of(leaf: Any) -> NamedSharding:
+        sharding: NamedSharding = leaf.sharding
+        if d == 1 or scattered_dimension(sharding.spec, axes.replica) is not None:
+            return sharding
+        entries = [_names(entry, mesh) for entry in (*sharding.spec, *[None] * (leaf.ndim - len(sharding.spec)))]
+        # Not the dimension of the stages: a stage takes whole layers, and an optimizer may treat each layer by itself.
+        found = [
+            k
+            for k, names in enumerate(entries)
+            if leaf.shape[k] and leaf.shape[k] % (d * math.prod(mesh.shape[name] for name in names)) == 0 and STAGE not in names
+        ]
+        if not found:
+            return sharding
+        best = min(found, key=lambda k: (len(entries[k]), k))
+        # The replicas first: inside a function that is manual over them, the other axes shard what each replica has.
+        entries[best] = (*axes.replica, *entries[best])
+        spec = PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in entries))
+        return sharding.update(spec=spec)
+
+    return jax.tree.map(of, tree)
+
+
+def scattered_dimension(spec: PartitionSpec, replica: tuple[str, ...]) -> int | None:
+    """Return the dimension that is sharded over the replicas, or None.
+
+    Example:
+        >>> scattered_dimension(PartitionSpec(None, ("data", "fsdp")), ("data",))
+        1
+    """
+    return next((k for k, entry in enumerate(spec) if not set(replica).isdisjoint(axis_names(entry))), None)
+
+
+def is_scattered(shardings: Any, axes: BatchAxes) -> bool:
+    """Return whether any of the shardings names an axis of the replicas."""
+    return any(scattered_dimension(sharding.spec, axes.replica) is not None for sharding in jax.tree.leaves(shardings))
+
+
+def manual_specs(shardings: Any, mesh: Mesh, manual: set[str]) -> Any:
+    """Return the part of shardings that a function that is manual over some axes sees, as its `in_specs` or `out_specs`."""
+    others = frozenset(str(name) for name in mesh.axis_names if name not in manual)
+    return jax.tree.map(lambda sharding: spec_without(sharding.spec, others), shardings)
+
+
+def reduce_gradients(grads: Any, shardings: Any, mesh: Mesh, axes: BatchAxes) -> Any:
+    """Sum this replica's gradients over the replicas, in a function that is manual over them.
+
+    Each replica gets what `shardings` says: of those that name the replicas' axes, one part of the array.
+    """
+    leaves, structure = jax.tree.flatten(grads)
+    routes, d = _Routes.of(leaves, shardings, mesh, axes), axes.num_replicas(mesh)
+    for k, total in zip(routes.whole, jax.lax.psum([leaves[k] for k in routes.whole], axes.replica), strict=True):
+        leaves[k] = total
+    for k, dim in routes.alone.items():
+        leaves[k] = scatter_sum(leaves[k], mesh, axes.replica, dim)
+
+    def split(x: jax.Array, dim: int) -> jax.Array:
+        return jnp.moveaxis(x.reshape(*x.shape[:dim], d, x.shape[dim] // d, *x.shape[dim + 1 :]), dim, 0)
+
+    for members in routes.buffers:
+        # The first dimension of the buffer is the replica to which a part goes.
+        parts = [split(leaves[k], dim) for k, dim in members.items()]
+        sums = scatter_sum(_pack(parts, leading=1), mesh, axes.replica, 0)[0]
+        for k, x in zip(members, _unpack(sums, [part.shape[1:] for part in parts]), strict=True):
+            leaves[k] = x
+    return jax.tree.unflatten(structure, leaves)
+
+
+def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) -> Any:
+    """Return parameters as every replica needs them, of which each replica has the part that `scattered` says."""
+    manual = axes.manual(mesh)
+    in_specs = manual_specs(scattered, mesh, manual)
+    out_specs = jax.tree.map(lambda spec: spec_without(spec, frozenset(axes.replica)), in_specs)
+
+    def merge(x: jax.Array, dim: int) -> jax.Array:
+        x = jnp.moveaxis(x, 0, dim)
+        return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
+
+    def gather(params: Any) -> Any:
+        leaves, structure = jax.tree.flatten(params)
+        routes = _Routes.of(leaves, scattered, mesh, axes)
+        for k, dim in routes.alone.items():
+            leaves[k] = jax.lax.all_gather(leaves[k], axes.replica, axis=dim, tiled=True)
+        for members in routes.buffers:
+            parts = [leaves[k] for k in members]
+            gathered = jax.lax.all_gather(_pack(parts, leading=0), axes.replica)
+            for (k, dim), x in zip(members.items(), _unpack(gathered, [part.shape for part in parts]), strict=True):
+                leaves[k] = merge(x, dim)
+        return jax.tree.unflatten(structure, leaves)
+
+    # check_vma=False: JAX would not infer that a gathered array is the same on all replicas.
+    return jax.shard_map(
+        gather, mesh=auto_view(mesh), axis_names=manual, in_specs=(in_specs,), out_specs=out_specs, check_vma=False
+    )(params)
+
+
+def constrain_all(tree: Any, shardings: Any) -> Any:
+    """Constrain the shardings of a tree's leaves."""
+    return jax.tree.map(constrain, tree, shardings)
+
+
+class _Routes(NamedTuple):
+    """How the leaves of a tree travel between the replicas. Leaves are named by their index.
+
+    `whole` are those that every replica keeps whole. `alone` are those that automatic axes shard too, and `buffers` the others,
+    those of one type in one buffer: index -> scattered dimension.
+    """
+
+    whole: list[int]
+    alone: dict[int, int]
+    buffers: list[dict[int, int]]
+
+    @classmethod
+    def of(cls, leaves: Sequence[jax.Array], shardings: Any, mesh: Mesh, axes: BatchAxes) -> _Routes:
+        routes, by_type = cls([], {}, []), dict[Any, dict[int, int]]()
+        manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+        for k, (leaf, sharding) in enumerate(zip(leaves, jax.tree.leaves(shardings), strict=True)):
+            dim = scattered_dimension(sharding.spec, axes.replica)
+            if dim is None:
+                routes.whole.append(k)
+            elif any(name not in manual for entry in sharding.spec for name in _names(entry, mesh)):
+                # To flatten it into a buffer, the compiler would gather it over those axes.
+                routes.alone[k] = dim
+            else:
+                by_type.setdefault(leaf.dtype, {})[k] = dim
+        return routes._replace(buffers=list(by_type.values()))
+
+
+def _pack(arrays: Sequence[jax.Array], *, leading: int) -> jax.Array:
+    """Return arrays as one buffer (*leading, N, 128) of whole tiles, flattened except for their leading dimensions."""
+    flat = [x.reshape(*x.shape[:leading], -1) for x in arrays]
+    size = sum(x.shape[-1] for x in flat)
+    # Zeros add nothing to a sum, and `_unpack` does not read them.
+    padding = jnp.zeros((*flat[0].shape[:leading], -size % math.prod(TILE)), flat[0].dtype)
+    return jnp.concatenate([*flat, padding], axis=leading).reshape(*padding.shape[:leading], -1, TILE[1])
+
+
+def _unpack(buffer: jax.Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[jax.Array]:
+    """Yield the arrays of these shapes that are in a buffer (*leading, N, 128), each with the leading dimensions."""
+    flat, first = buffer.reshape(*buffer.shape[:-2], -1), 0
+    for shape in shapes:
+        end = first + math.prod(shape)
+        yield jax.lax.slice_in_dim(flat, first, end, axis=flat.ndim - 1).reshape(*flat.shape[:-1], *shape)
+        first = end
+
+
+def _names(entry: Any, mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of several devices in one entry of a PartitionSpec."""
+    return tuple(name for name in axis_names(entry) if mesh.shape[name] > 1)
+
+
+@functools.cache
+def torus_of(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray | None:
+    """Return the devices along some axes by their place in a TPU torus if each side takes a reduce-scatter, else None.
+
+    The compiler (libtpu 0.0.50) runs one over all of them as an all-reduce if they are all chips of a slice in three
+    dimensions, or of a square larger than 2x2. Along the other axes there may be more slices.
+    """
+    first = [[str(name) for name in mesh.axis_names].index(name) for name in names]
+    size = math.prod(mesh.shape[name] for name in names)
+    groups = np.moveaxis(mesh.devices, first, range(len(first))).reshape(size, -1).T
+    places = [[place_of(device) for device in group] for group in groups]
+    slices = [{place and place[0] for place in group} for group in places]
+    if any(len(found) > 1 or None in found for found in slices) or len(set.union(*slices)) < len(slices):
+        return None
+    tori = [_torus(np.array(group)[:, 1:]) for group in places]
+    return tori[0] if all(np.array_equal(torus, tori[0]) for torus in tori) else None
+
+
+def place_of(device: Any) -> tuple[int, ...] | None:
+    """Return the number of a TPU's slice and the coordinates of its chip; None for other devices."""
+    return (getattr(device, "slice_index", 0), *device.coords) if device.platform == "tpu" else None
+
+
+def _torus(coordinates: np.ndarray) -> np.ndarray | None:
+    """Return the places in a torus of the devices with these coordinates, shape (devices, dimensions), or None."""
+    sides = [np.unique(x, return_inverse=True)[1] for x in coordinates.T if len({*x}) > 1]
+    # The side that changes least from one device to the next comes first: the parts are mostly in order then.
+    sides.sort(key=lambda side: -np.argmax(side != side[0]))
+    sizes = [int(np.max(side)) + 1 for side in sides]
+    is_whole = len(np.unique(coordinates, axis=0)) == math.prod(sizes) == len(coordinates)
+    if not is_whole or len(sizes) < 2 or (len(sizes) == 2 and (sizes[0] != sizes[1] or sizes[0] == 2)):
+        return None
+    torus = np.empty(sizes, int)
+    torus[tuple(sides)] = np.arange(len(coordinates))
+    return torus
+
+
+def scatter_sum(x: jax.Array, mesh: Mesh, names: tuple[str, ...], dim: int) -> jax.Array:
+    """Return this device's part, along dimension `dim`, of the sum of x over the devices along some axes, which are manual."""
+    torus = torus_of(mesh, names)
+    if torus is None:
+        return jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+    order = torus.reshape(-1).tolist()
+    if order != sorted(order):
+        parts = jnp.split(x, len(order), axis=dim)
+        x = jnp.concatenate([parts[k] for k in order], axis=dim)
+    for k, size in enumerate(torus.shape):
+        groups = np.moveaxis(torus, k, -1).reshape(-1, size).tolist()
+        x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
+    return x
+
+
+def gather(x: jax.Array, mesh: Any, names: tuple[str, ...], dim: int) -> jax.Array:
+    """Return an array of which each device along some axes has a part x. The gradient of the part is a `scatter_sum`.
+
+    Without a mesh of devices, that is one reduce-scatter.
+    """
+    if not isinstance(mesh, Mesh) or torus_of(mesh, names) is None:
+        return jax.lax.all_gather(x, names, axis=dim, tiled=True)
+
+    whole = jax.custom_vjp(lambda x: jax.lax.all_gather(x, names, axis=dim, tiled=True))
+    whole.defvjp(lambda x: (whole(x), None), lambda _, gradient: (scatter_sum(gradient, mesh, names, dim),))
+    return whole(x)

@@ -1,0 +1,1 @@
+"""Read from the text of a compiled program what it communicates, sums and keeps in memory."""

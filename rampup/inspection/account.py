@@ -1,0 +1,478 @@
+"""The account of a compiled program: its collectives, its FLOPs and its memory traffic.
+
+All numbers are of one device and come from the program's text (`rampup.inspection.hlo`), with every loop counted as often as it
+runs. XLA's own `cost_analysis` counts the body of a loop once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rampup.inspection.hlo import ASYNC_CALLS, Array, Computation, Instruction, Program, Visit, times
+from rampup.plan.topology import Topology
+
+KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "ragged-all-to-all", "collective-permute",
+         "collective-broadcast")  # fmt: skip
+# (name, devices) of each axis of a mesh.
+MeshShape = tuple[tuple[str, int], ...]
+# Instructions that run nothing: other names of a value, or the second half of an asynchronous operation.
+_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "while", "conditional", "call",
+         "partition-id", "replica-id", "opt-barrier", "optimization-barrier", "add-dependency", "domain",
+         *ASYNC_CALLS}  # fmt: skip
+_WORK = {"fusion", "convolution", "dot", "custom-call", "while", "call", "conditional", "reduce", "sort", "scatter", "gather"}
+# A call of a library's matrix product.
+MATMUL_CALL = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|dot)', re.IGNORECASE)
+# Products in bfloat16 that a TPU takes for one of float32, by its `jax.lax.Precision`: one by default.
+_BFLOAT16_PASSES = {"high": 3, "highest": 6}
+_PAIR = re.compile(r"\{(\d+),\s*(\d+)\}")
+_ASYNC_FUSION = "async_collective_fusion_config"
+# How a TPU program exchanges arrays with other slices: it sends them to a library on the host.
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+
+
+class Collective(NamedTuple):
+    """An exchange between devices."""
+
+    kind: str  # all-reduce, reduce-scatter, all-gather, all-to-all or collective-permute, as the program runs it
+    num_bytes: int  # that a device exchanges in one execution: the result, or the operands of a reduce-scatter
+    runs: int  # how often a run of the program executes it; see `rampup.inspection.hlo.times`
+    open_loops: int
+    loops: tuple[str, ...]  # names of the loops around it, from outside in
+    in_branch: bool  # whether it is in a branch, which may not be taken. It is counted as if it were.
+    axes: tuple[str, ...] | None  # the mesh axes along which the devices differ, or None if they are not known
+    group_size: int  # devices that exchange with each other; 0 if it is not known
+    is_async: bool  # whether it starts and ends in separate places
+    overlapped: bool  # whether the device computes in between
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # type and dimensions of the parts, one for each array
+    op_name: str  # the operation of the traced function
+    between_slices: bool  # whether it goes over the data-center network
+    group: tuple[int, ...]  # the numbers of those devices that exchange with the first one
+
+    @property
+    def in_loop(self) -> bool:
+        """Whether it is inside a loop."""
+        return bool(self.loops)
+
+    @property
+    def has_numbers_only(self) -> bool:
+        """Whether it exchanges single numbers, such as a loss."""
+        return all(math.prod(dims) == 1 for _, dims in self.shapes)
+
+    def sent_bytes(self) -> float:
+        """Return the bytes that a device sends in one execution, with a ring algorithm.
+
+        Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH" (2005).
+        """
+        share = (self.group_size - 1) / self.group_size if self.group_size else 0.0
+        return self.num_bytes * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """The cost of one run of a program for each device."""
+
+    collectives: tuple[Collective, ...]  # in the order of the program
+    # For each number of open loops (see `rampup.inspection.hlo.times`), the FLOPs of matrix products by type of the operands
+    # and precision, such as `bf16` or `f32 highest`, and the bytes read from and written to memory, but not on-chip memory.
+    flops: tuple[Mapping[str, int], ...]
+    memory_bytes: tuple[int, ...]
+    kernels: tuple[str, ...] = ()  # custom calls whose cost is unknown, such as Pallas kernels without an estimate
+
+    @property
+    def num_open_loops(self) -> int:
+        """How deep loops are nested whose bound is an argument."""
+        return len(self.flops) - 1
+
+    def total_flops(self, loop_trips: Sequence[int]) -> dict[str, int]:
+        """Return the FLOPs of a run by type."""
+        total: dict[str, int] = {}
+        for depth, by_type in enumerate(self.flops):
+            for dtype, number in by_type.items():
+                total[dtype] = total.get(dtype, 0) + times(number, depth, loop_trips)
+        return total
+
+    def total_memory_bytes(self, loop_trips: Sequence[int]) -> int:
+        """Return the bytes read and written in a run."""
+        return sum(times(number, depth, loop_trips) for depth, number in enumerate(self.memory_bytes))
+
+    def collective_rows(self, loop_trips: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the collectives of a run for JSON, equal ones together; the largest total first."""
+        rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for c in self.collectives:
+            count = times(c.runs, c.open_loops, loop_trips)
+            # Collectives over the two sides of a torus differ in the group alone.
+            key = (c.kind, c.axes, c.group, c.group_size, c.in_loop, c.overlapped, c.in_branch, c.between_slices)
+            row = rows.setdefault(
+                key,
+                {"kind": c.kind, "axes": None if c.axes is None else list(c.axes), "group_size": c.group_size, "count": 0,
+                 "bytes": 0, "in_loop": c.in_loop, "in_branch": c.in_branch, "overlapped": c.overlapped,
+                 "between_slices": c.between_slices},
+            )  # fmt: skip
+            row["count"] += count
+            row["bytes"] += count * c.num_bytes
+        return sorted(rows.values(), key=lambda row: -row["bytes"])
+
+    def roofline(self, topology: Topology, loop_trips: Sequence[int]) -> Roofline:
+        """Return an estimate of the time of a run on an absent chip.
+
+        It leaves out exchanges between slices, and `kernels`.
+        """
+        figures = topology.to_dict()
+        computes, moves, exposed, overlapped = ([0.0] * len(self.flops) for _ in range(4))
+        for depth, by_type in enumerate(self.flops):
+            work = sum(_BFLOAT16_PASSES.get(dtype.partition(" ")[2], 1) * number for dtype, number in by_type.items())
+            computes[depth] = times(work, depth, loop_trips) / figures["peak_flops"]
+            moves[depth] = times(self.memory_bytes[depth], depth, loop_trips) / figures["hbm_bandwidth"]
+        for c in (c for c in self.collectives if not c.between_slices):
+            seconds = times(c.runs, c.open_loops, loop_trips) * c.sent_bytes() / figures["ici_bandwidth"]
+            (overlapped if c.overlapped else exposed)[c.open_loops] += seconds
+        return Roofline(
+            seconds=sum(map(max, computes, moves, overlapped)) + sum(exposed),
+            compute_seconds=sum(computes),
+            memory_seconds=sum(moves),
+            exposed_seconds=sum(exposed),
+            overlapped_seconds=sum(overlapped),
+        )
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Account:
+        """Return the account of which `data` is `dataclasses.asdict`, read from JSON."""
+
+        def tuples(value: Any) -> Any:
+            return tuple(map(tuples, value)) if isinstance(value, list) else value
+
+        collectives = tuple(Collective(*tuples(each)) for each in data["collectives"])
+        return cls(**{name: tuples(value) for name, value in data.items()} | {"collectives": collectives})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """Least times of a run at a chip's published peaks: an estimate, and no measurement.
+
+    The microbatches of a loop and what follows the loop come one after the other. Within each part the longest of computing,
+    memory and overlapped collectives counts, and the other collectives are added.
+
+    Source: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model" (CACM 2009).
+    """
+
+    seconds: float  # of the step
+    compute_seconds: float  # of the matrix products
+    memory_seconds: float  # of device memory
+    exposed_seconds: float  # of collectives during which the device computes nothing, over all links at once
+    overlapped_seconds: float  # of the other collectives
+
+
+def account_of(program: Program, mesh: MeshShape | None = None) -> Account:
+    """Return the account of a program; `mesh` names its axes if the program does not."""
+    mesh = mesh or program.mesh
+    collectives: list[Collective] = []
+    flops: list[dict[str, int]] = [{}]
+    moved: list[int] = [0]
+    kernels: dict[str, None] = {}
+    seen: set[tuple[Any, ...]] = set()
+    for visit in program.visits():
+        instruction = visit.instruction
+        while len(flops) <= visit.open_loops:
+            flops.append({})
+            moved.append(0)
+        if kind := _kind(instruction):
+            # The pieces of a collective that is fused with computation are one exchange.
+            key = (*visit.loops, instruction.number("channel_id"), instruction.number("chain_id"))
+            is_piece = _ASYNC_FUSION in instruction.attributes and visit.fused
+            if not (is_piece and key in seen):
+                collectives.append(_collective(program, visit, kind, mesh, is_piece=is_piece))
+                seen.add(key if is_piece else (object(),))
+        number, dtype = _matmul_flops(instruction, visit.computation, kernels)
+        if number:
+            flops[visit.open_loops][dtype] = flops[visit.open_loops].get(dtype, 0) + visit.runs * number
+        if not visit.fused:
+            moved[visit.open_loops] += visit.runs * _memory_bytes(program, instruction, visit.computation)
+    return Account(collectives=tuple(collectives), flops=tuple(flops), memory_bytes=tuple(moved), kernels=tuple(kernels))
+
+
+# Collectives.
+
+
+def _kind(instruction: Instruction) -> str | None:
+    """Return the kind of a collective, or None. The second half of an asynchronous one does not count."""
+    if instruction.opcode == "send" and (match := _BETWEEN_SLICES.search(instruction.attributes)):
+        return match.group(1).lower().replace("_", "-")
+    name = instruction.opcode.removesuffix("-start")
+    return name if name in KINDS else None
+
+
+def _collective(program: Program, visit: Visit, kind: str, mesh: MeshShape | None, *, is_piece: bool) -> Collective:
+    instruction, computation = visit.instruction, visit.computation
+    between_slices = instruction.opcode == "send"
+    is_async = between_slices or instruction.opcode.endswith("-start")
+    result, place, where = instruction, instruction, computation
+
+    def following(start: Instruction, suffix: str) -> Instruction | None:
+        parts = (i for i in where.instructions.values() if start.name in i.operands and i.opcode.endswith(suffix))
+        return next(parts, None)
+
+    if not is_async and computation.name in program.async_starts:
+        # It calls a computation with the collective alone. The operands may come later, with an update.
+        is_async, (where, place) = True, program.async_starts[computation.name]
+        place = following(place, "-update") or place
+    done = following(place, "-done") if is_async else None
+    if is_async and done is not None and place is instruction:
+        result = done
+    overlaps = is_piece
+    if done is not None and program.is_scheduled:
+        names = list(where.instructions)
+        between = names[names.index(place.name) + 1 : names.index(done.name)]
+        overlaps |= any(where.instructions[name].opcode in _WORK for name in between)
+    arrays = instruction.arrays[:1] if between_slices else result.arrays
+    if computation.name.startswith("all-reduce-scatter"):
+        kind = "reduce-scatter"  # how a TPU program writes one that it runs in its own way
+    elif kind == "reduce-scatter":
+        arrays = tuple(a for name in instruction.operands for a in computation.instructions[name].arrays)
+    axes, group, group_size = _mesh_axes_of(instruction, mesh, program.num_partitions)
+    return Collective(
+        kind=kind,
+        num_bytes=sum(array.num_bytes for array in arrays),
+        runs=visit.runs,
+        open_loops=visit.open_loops,
+        loops=visit.loops,
+        in_branch=visit.in_branch,
+        axes=axes,
+        group_size=group_size,
+        is_async=is_async or is_piece,
+        overlapped=overlaps,
+        shapes=tuple((array.dtype, array.dims) for array in arrays),
+        op_name=instruction.op_name,
+        between_slices=between_slices,
+        group=group,
+    )
+
+
+def _mesh_axes_of(
+    instruction: Instruction, mesh: MeshShape | None, num_devices: int
+) -> tuple[tuple[str, ...] | None, tuple[int, ...], int]:
+    """Return the axes along which the devices of a collective differ, a group that exchanges with each other, and its size.
+
+    The devices of the mesh are numbered row by row. Without a mesh, the axes are those that the program names. `num_devices`
+    are those of the program, for groups that are written as "all".
+    """
+    text = instruction.attributes
+    if instruction.opcode.startswith("collective-permute"):
+        start = text.find("source_target_pairs=")
+        pairs = [(int(a), int(b)) for a, b in _PAIR.findall(text[start : text.find("}}", start) + 2])] if start >= 0 else []
+        return _axes_of_groups([np.array(pair) for pair in pairs], mesh), (), 2 if pairs else 0
+    groups, named, own = _groups(text, num_devices)
+    group = tuple(sorted(groups[0].tolist())) if groups else ()
+    # Axes that the compiler has made up are called axis_0, axis_1, ...
+    known = own if mesh is None else tuple(axis for axis in own or () if axis in mesh)
+    if named and set(named) <= {name for name, _ in known or () if not name.startswith("axis_")}:
+        return tuple(name for name in named if dict(own or ())[name] > 1), group, len(group)
+    return _axes_of_groups(groups, mesh), group, len(group)
+
+
+def _axes_of_groups(groups: Sequence[np.ndarray], mesh: MeshShape | None) -> tuple[str, ...] | None:
+    """Return the axes along which the devices of a group have different places."""
+    sizes = tuple(size for _, size in mesh or ())
+    if not groups or mesh is None or max(int(group.max()) for group in groups) >= math.prod(sizes):
+        return None
+    differs = np.zeros(len(sizes), bool)
+    for group in groups:
+        places = np.array(np.unravel_index(group, sizes))
+        differs |= (places != places[:, :1]).any(axis=1)
+    return tuple(name for (name, _), found in zip(mesh, differs, strict=True) if found)
+
+
+def _groups(text: str, num_devices: int) -> tuple[list[np.ndarray], tuple[str, ...], MeshShape | None]:
+    """Return the groups of devices of a collective, and the axes by name with their mesh if the program states them.
+
+    The three forms of XLA: lists `{{0,1},{2,3}}`, a reshaped range `[2,2]<=[2,2]T(1,0)`, and axes of a mesh
+    `mesh['a'=2,'b'=2] {'a'}`.
+    """
+
+    def ids_of(shape_text: str, count: int) -> np.ndarray | None:
+        # The numbers of `[4,2]T(1,0)`: a range in that shape, transposed.
+        match = re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", shape_text)
+        shape = [int(n) for n in match.group(1).split(",")] if match else []
+        if match is None or math.prod(shape) != count:
+            return None
+        ids = np.arange(count).reshape(shape)
+        return (ids.transpose([int(n) for n in match.group(2).split(",")]) if match.group(2) else ids).reshape(-1)
+
+    start = text.find("replica_groups=")
+    if start < 0:
+        return [], (), None
+    text = text[start + len("replica_groups=") :]
+    if match := re.match(r"mesh\[(.*?)\](?:,? ?device_ids=\(([^{]*?)\))? \{(.*?)\}", text):
+        own = tuple((name, int(size)) for name, size in re.findall(r"'([^']*)'=(\d+)", match.group(1)))
+        named = tuple(re.findall(r"'([^']*)'", match.group(3)))
+        sizes = [size for _, size in own]
+        ids = np.arange(math.prod(sizes)) if match.group(2) is None else ids_of(match.group(2), math.prod(sizes))
+        if ":" in match.group(3) or ids is None:  # a part of an axis
+            return [], named, None
+        moved = [k for k, (name, _) in enumerate(own) if name in named]
+        kept = [k for k in range(len(own)) if k not in moved]
+        grouped = ids.reshape(sizes).transpose(kept + moved).reshape(-1, math.prod(sizes[k] for k in moved))
+        return list(grouped), named, own
+    if match := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", text):
+        count, size = (int(n) for n in match.group(1).split(","))
+        ids = ids_of(match.group(2), count * size)
+        return ([] if ids is None else list(ids.reshape(count, size))), (), None
+    if text.startswith("{}"):
+        return [np.arange(num_devices)], (), None
+    end = text.find("}}")
+    lists = re.findall(r"\{([\d,]+)\}", text[: end + 2]) if end >= 0 else []
+    return [np.array([int(n) for n in part.split(",")]) for part in lists], (), None
+
+
+# FLOPs of matrix products.
+
+
+def _matmul_flops(instruction: Instruction, computation: Computation, kernels: dict[str, None]) -> tuple[int, str]:
+    """Return the FLOPs of an instruction if it is a matrix product, with its type. Kernels of unknown cost are collected."""
+    opcode = instruction.opcode
+    if opcode == "custom-call":
+        lhs = _operand(instruction, computation, 0)
+        if MATMUL_CALL.search(instruction.attributes):
+            if lhs is None or not instruction.arrays:
+                return 0, ""
+            match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
+            contracted = [int(n) for n in re.findall(r"\d+", match.group(1))] if match else [len(lhs.dims) - 1]
+            number = 2 * math.prod(instruction.arrays[0].dims) * math.prod(lhs.dims[k] for k in contracted)
+            return number, _operand_type(instruction, computation)
+        target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
+        if target and target.group(1) == "tpu_custom_call":
+            if estimate := re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.attributes):
+                return int(estimate.group(1)), "bf16"
+            kernels[instruction.op_name or instruction.name] = None
+        return 0, ""
+    if opcode == "dot":
+        lhs = _operand(instruction, computation, 0)
+        match = re.search(r"\blhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
+        contracted = [int(n) for n in match.group(1).split(",") if n] if match else []
+        depth = math.prod(lhs.dims[k] for k in contracted) if lhs else 0
+        return 2 * math.prod(instruction.arrays[0].dims) * depth, _operand_type(instruction, computation)
+    if opcode == "convolution":
+        return _convolution_flops(instruction, computation), _operand_type(instruction, computation)
+    return 0, ""
+
+
+def _operand(instruction: Instruction, computation: Computation, number: int) -> Array | None:
+    made = computation.instructions.get(instruction.operands[number]) if number < len(instruction.operands) else None
+    return made.arrays[0] if made and made.arrays else None
+
+
+def _operand_type(instruction: Instruction, computation: Computation) -> str:
+    """Return the widest type of the two operands, with the precision if it is not the default."""
+    arrays = [a for a in (_operand(instruction, computation, 0), _operand(instruction, computation, 1)) if a]
+    dtype = max(arrays, key=lambda a: Array(a.dtype, (8,)).num_bytes).dtype if arrays else ""
+    precision = re.search(r"operand_precision=\{(\w+),(\w+)\}", instruction.attributes)
+    named = [p for p in ("highest", "high") if precision and p in precision.groups()]
+    return f"{dtype} {named[0]}" if named else dtype
+
+
+def _convolution_flops(instruction: Instruction, computation: Computation) -> int:
+    """Return the FLOPs of a convolution, as which TPU programs write matrix products: batches are spatial dimensions.
+
+    Positions of the kernel that meet padding, or the gaps of a dilated input, are not computed. Source: XLA's
+    `HloCostAnalysis::HandleConvolution`.
+    """
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)
+    lhs, rhs = _operand(instruction, computation, 0), _operand(instruction, computation, 1)
+    if labels is None or lhs is None or rhs is None:
+        return 0
+    of_lhs, of_rhs, of_out = labels.groups()
+    out = instruction.arrays[0]
+    window = re.search(r"window=\{([^}]*)\}", instruction.attributes)
+    window_text = window.group(1) if window else ""
+    valid = 1
+    for d in range(sum(c.isdigit() for c in of_out)):
+        kernel = rhs.dims[of_rhs.index(str(d))]
+        stride = _window(window_text, "stride", d, 1)
+        low = _window(window_text, "pad", d, 0)
+        dilate_in, dilate_kernel = _window(window_text, "lhs_dilate", d, 1), _window(window_text, "rhs_dilate", d, 1)
+        size_in, size_out = lhs.dims[of_lhs.index(str(d))], out.dims[of_out.index(str(d))]
+        places = np.arange(size_out)[:, None] * stride - low + np.arange(kernel)[None, :] * dilate_kernel
+        valid *= int(((places >= 0) & (places % dilate_in == 0) & (places // dilate_in < size_in)).sum())
+    groups = instruction.number("batch_group_count") or 1
+    batch, features = lhs.dims[of_lhs.index("b")], out.dims[of_out.index("f")]
+    return 2 * rhs.dims[of_rhs.index("i")] * features * (batch // groups) * valid
+
+
+def _window(text: str, name: str, dimension: int, default: int) -> int:
+    match = re.search(rf"\b{name}=([\d_x\-]+)", text)
+    if match is None:
+        return default
+    part = match.group(1).split("x")[dimension]
+    return int(part.split("_")[0])
+
+
+# Bytes read and written.
+
+
+def _memory_bytes(program: Program, instruction: Instruction, computation: Computation) -> int:
+    """Return the bytes of device memory that an instruction reads and writes. Slices count with what they take."""
+    opcode = instruction.opcode
+    if opcode in _FREE or opcode.endswith(("-done", "-update")):
+        return 0
+    written = _device_bytes(instruction.arrays)
+    if opcode in ("copy-start", "slice-start"):  # the result has both sides, and a slice is the smaller one
+        sides = instruction.arrays[:2]
+        return sum(array.space == 0 for array in sides) * min(array.num_bytes for array in sides)
+    if opcode.endswith("-start"):  # the result repeats the operands
+        return 2 * sum(_operand_bytes(instruction, computation))
+    if opcode in ("dynamic-slice", "slice", "gather"):
+        return 2 * written
+    if opcode in ("dynamic-update-slice", "scatter"):
+        # The rest of the array stays where it is.
+        number = 1 if opcode == "dynamic-update-slice" else len(instruction.operands) - 1
+        return 2 * _operand_bytes(instruction, computation)[number]
+    if opcode == "fusion":
+        return _fusion_bytes(program, instruction, computation)
+    return written + sum(_operand_bytes(instruction, computation))
+
+
+def _device_bytes(arrays: Sequence[Array]) -> int:
+    return sum(array.num_bytes for array in arrays if array.space == 0)
+
+
+def _operand_bytes(instruction: Instruction, computation: Computation) -> list[int]:
+    found = (computation.instructions.get(name) for name in instruction.operands)
+    return [_device_bytes(made.arrays) if made else 0 for made in found]
+
+
+def _fusion_bytes(program: Program, instruction: Instruction, computation: Computation) -> int:
+    """Return the bytes of a fusion: of an operand that is only sliced, the slices; of one updated in place, the update."""
+    inner = program.computations.get(instruction.called[0]) if instruction.called else None
+    if inner is None or not inner.instructions:
+        return _device_bytes(instruction.arrays) + sum(_operand_bytes(instruction, computation))
+    users: dict[str, list[Instruction]] = {}
+    for made in inner.instructions.values():
+        for name in made.operands:
+            users.setdefault(name, []).append(made)
+    total, whole = 0, dict(enumerate(_operand_bytes(instruction, computation)))
+    for number, parameter in inner.parameters.items():
+        total += min(whole.get(number, 0), _read_bytes(parameter.name, users, whole.get(number, 0)))
+    roots = [inner.root] if inner.root.opcode != "tuple" else [inner.instructions[name] for name in inner.root.operands]
+    for array, root in zip(instruction.arrays, roots, strict=False):
+        if array.space == 0:
+            made = inner.instructions.get(root.operands[1]) if root.opcode == "dynamic-update-slice" else array
+            total += made.num_bytes if made else 0
+    return total
+
+
+def _read_bytes(name: str, users: Mapping[str, list[Instruction]], whole: int) -> int:
+    """Return the bytes of a parameter that a fusion reads."""
+    read = 0
+    for user in users.get(name, ()):
+        if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
+            read += user.num_bytes
+        elif user.opcode == "bitcast":
+            read += _read_bytes(user.name, users, whole)
+        elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == name):
+            return whole
+    return read

@@ -1,0 +1,386 @@
+"""A reader of compiled programs: the text of XLA's optimized HLO, of a CPU, GPU or TPU, as instructions that can be walked.
+
+The text is what `compiled.as_text()` returns and what `XLA_FLAGS=--xla_dump_to` writes. Each instruction is visited together
+with how often one run of the program executes it: the trip counts of the loops around it, multiplied. A trip count is what the
+compiler states (`known_trip_count`) or else follows from the loop's condition, as TPU programs need. A loop whose bound is an
+argument of the program, such as rampup's own loop over microbatches, has none: its iterations are the caller's to say.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from rampup.errors import DataError
+
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "token": 0}
+_ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_NAMES = re.compile(r"%([\w.\-]+(?:#\d+)*)")
+_CALLED = re.compile(r"\b(?:calls|to_apply|\w+_computations?)=\{?((?:%?[\w.\-]+(?:, )?)+)")
+_BODY, _CONDITION = re.compile(r"\bbody=%?([\w.\-]+)"), re.compile(r"\bcondition=%?([\w.\-]+)")
+_KNOWN_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
+_MESH, _AXIS = re.compile(r"replica_groups=mesh\[((?:'[^']+'=\d+,?)+)\]"), re.compile(r"'([^']+)'=(\d+)")
+# Operations that pass a value on unchanged, for finding where it comes from.
+_PASS_ON = {"copy", "bitcast", "convert", "reshape", "transpose", "opt-barrier", "optimization-barrier", "bitcast-convert",
+            "copy-start", "copy-done"}  # fmt: skip
+
+
+class Array(NamedTuple):
+    """An array of a program, as one device has it."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int = 0  # memory: 0 is that of the device (HBM), 1 on-chip memory of a TPU, 5 the host
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes without the padding of a layout."""
+        bits = _BITS.get(self.dtype)
+        bits = int(re.sub(r"\D.*", "", self.dtype[1:].lstrip("f")) or 0) if bits is None else bits
+        return math.prod(self.dims) * bits // 8
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One operation."""
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]  # of the result; several if it is a tuple
+    operands: tuple[str, ...]
+    inner: str  # the text between the parentheses
+    attributes: str  # the text after them
+    is_root: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the result."""
+        return sum(array.num_bytes for array in self.arrays)
+
+    @property
+    def op_name(self) -> str:
+        """The operation of the traced function that this one comes from, or ''."""
+        match = _OP_NAME.search(self.attributes)
+        return match.group(1).replace("\\'", "'") if match else ""
+
+    def number(self, name: str) -> int:
+        """Return the number of an attribute, such as the `index` of a `get-tuple-element`; 0 if it has none."""
+        match = re.search(rf'\b{name}="?(\d+)', self.attributes)
+        return int(match.group(1)) if match else 0
+
+    @property
+    def called(self) -> list[str]:
+        """The computations that it calls, other than a loop's."""
+        return re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(self.attributes)).replace("%", ""))
+
+
+class Computation(NamedTuple):
+    """A named list of instructions, in the order of their schedule."""
+
+    name: str
+    instructions: Mapping[str, Instruction]
+
+    @property
+    def root(self) -> Instruction:
+        """The result."""
+        *_, last = self.instructions.values()
+        return last if last.is_root else next((i for i in self.instructions.values() if i.is_root), last)
+
+    @property
+    def parameters(self) -> dict[int, Instruction]:
+        """The arguments by number."""
+        return {int(i.inner): i for i in self.instructions.values() if i.opcode == "parameter"}
+
+
+class Value(NamedTuple):
+    """The result of an instruction, or one element of it if it is a tuple."""
+
+    where: Computation
+    made: Instruction
+    element: int | None = None
+    # The fusions, calls and branches that led into `where`, from outside in, each with the names of its arguments.
+    sites: tuple[tuple[Computation, tuple[str, ...]], ...] = ()
+
+    def operand(self, number: int, element: int | None = None) -> Value:
+        """Return an operand of the instruction."""
+        names = self.made.operands
+        made = self.where.instructions.get(names[number], _UNKNOWN) if number < len(names) else _UNKNOWN
+        return Value(self.where, made, element, self.sites)
+
+
+_UNKNOWN = Instruction(name="", opcode="unknown", arrays=(), operands=(), inner="", attributes="", is_root=False)
+
+
+class Visit(NamedTuple):
+    """An instruction, and how often one run of the program executes it."""
+
+    instruction: Instruction
+    computation: Computation
+    runs: int  # product of the trip counts of the loops around it that are known
+    open_loops: int  # loops around it whose bound is an argument, which `runs` leaves out
+    loops: tuple[str, ...]  # names of all loops around it, from outside in
+    fused: bool  # whether it is part of a fusion, whose operands and result alone are in memory
+    in_branch: bool  # whether it is in a branch, which may not be taken
+
+
+class Program:
+    """A compiled program."""
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, Computation] = {}
+        self.entry = ""  # name of the computation that a run starts with
+        header = text[: text.find("\n")]
+        # Whether the instructions are in the order in which they run.
+        self.is_scheduled = "is_scheduled=true" in header
+        # Position in the results -> number of the argument whose memory it takes over: the donated arguments.
+        start = header.find("input_output_alias={")
+        found = _ALIAS.findall(header[start : header.find(" }", start)]) if start >= 0 else []
+        self.aliases = {int(out.split(",")[0] or 0): int(number) for out, number, _ in found}
+        self.num_partitions = math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))
+        # Names and sizes of the axes of the mesh, if the program states them.
+        named = (match.group(1) for match in _MESH.finditer(text))
+        axes = next((names for names in named if "'axis_" not in names), None)  # axis_0, ...: made up by the compiler
+        self.mesh = axes and tuple((name, int(size)) for name, size in _AXIS.findall(axes))
+        current: dict[str, Instruction] | None = None
+        last: Instruction | None = None
+        for line in text.splitlines():
+            if current is None:
+                if match := _HEADER.match(line):
+                    current = {}
+                    self.computations[match.group(2)] = Computation(match.group(2), current)
+                    self.entry = match.group(2) if match.group(1) else self.entry
+            elif line.rstrip() == "}" or line.startswith('}, execution_thread="'):
+                current = last = None
+            elif (instruction := _parse_line(line)) is not None:
+                for name in instruction.operands:
+                    _add_element(current, name)
+                current[instruction.name] = last = instruction
+            elif last is not None:  # the description of a kernel has lines of its own
+                last = current[last.name] = replace(last, attributes=f"{last.attributes}\n{line}")
+        if not self.entry:
+            raise DataError("this is not the text of a compiled program: no line starts with ENTRY; see `compiled.as_text()`")
+        if current is not None or not self.computations[self.entry].instructions:
+            raise DataError("the text of the program is cut short: a computation has no end; write it again")
+        # Where a computation is a loop's body or condition, where else it is called, and where it runs asynchronously.
+        self._loops: dict[str, tuple[Computation, Instruction]] = {}
+        self._sites: dict[str, tuple[Computation, tuple[str, ...]]] = {}
+        self.async_starts: dict[str, tuple[Computation, Instruction]] = {}
+        for computation in self.computations.values():
+            for instruction in computation.instructions.values():
+                if instruction.opcode == "while":
+                    self._loops.update(dict.fromkeys(loop_parts(instruction), (computation, instruction)))
+                elif instruction.opcode in ASYNC_CALLS:
+                    self.async_starts.update(dict.fromkeys(instruction.called, (computation, instruction)))
+                elif instruction.opcode in _CALLS:
+                    self._sites.update((v.where.name, v.sites[-1]) for v in self.results(Value(computation, instruction)))
+
+    def body(self, loop: Instruction) -> Computation | None:
+        """Return the body of a loop, or None if it is not in the text."""
+        found = self.computations.get(loop_parts(loop)[0])
+        return found if found is not None and found.instructions else None
+
+    def initial(self, value: Value) -> Value | None:
+        """Return the first value of an element of a loop's state, or None if the value is not one."""
+        where, made, element, _ = value
+        if made.opcode != "parameter" or element is None or where.name not in self._loops:
+            return None
+        return Value(*self._loops[where.name]).operand(0, element)
+
+    def results(self, value: Value) -> Iterator[Value]:
+        """Yield the result of a fusion or call, or that of every branch of a conditional."""
+        where, made, element, sites = value
+        for number, name in enumerate(made.called):
+            arguments = made.operands[number + 1 : number + 2] if made.opcode == "conditional" else made.operands
+            inner = self.computations.get(name)
+            if inner is not None and inner.instructions:
+                yield Value(inner, inner.root, element, (*sites, (where, arguments)))
+
+    def origin(self, value: Value) -> Value:
+        """Follow a value through copies, tuples, fusions and calls, to what computes it.
+
+        That is an operation, a loop or conditional that returns it, or an argument of the program or of a loop's body.
+        """
+        while (source := self._source(value)) is not None:
+            value = source
+        return value
+
+    def _source(self, value: Value) -> Value | None:
+        where, made, element, sites = value
+        if made.opcode in _PASS_ON:
+            return value.operand(0, element)
+        if made.opcode == "get-tuple-element" and element is None:
+            return value.operand(0, made.number("index"))
+        if made.opcode == "tuple" and element is not None:
+            return value.operand(element)
+        if made.opcode in ("fusion", "call"):
+            return next(self.results(value), None)
+        if made.opcode == "parameter" and (sites or where.name in self._sites):
+            outside, arguments = sites[-1] if sites else self._sites[where.name]
+            names = arguments[int(made.inner) :]
+            return Value(outside, outside.instructions.get(names[0], _UNKNOWN), element, sites[:-1]) if names else None
+        return None
+
+    def visits(self, computation: Computation | None = None, around: Visit | None = None) -> Iterator[Visit]:
+        """Yield every instruction that a run may execute, each place that calls a computation separately."""
+        computation = computation or self.computations[self.entry]
+        for instruction in computation.instructions.values():
+            if around is None:
+                visit = Visit(instruction, computation, 1, 0, (), fused=False, in_branch=False)
+            else:
+                visit = around._replace(instruction=instruction, computation=computation)
+            yield visit
+            if instruction.opcode == "while":
+                trips, body = self.trips(instruction.name, computation.name), self.body(instruction)
+                if body is not None:
+                    runs, open_loops = visit.runs * (1 if trips is None else trips), visit.open_loops + (trips is None)
+                    loops = (*visit.loops, instruction.name)
+                    yield from self.visits(body, visit._replace(runs=runs, open_loops=open_loops, loops=loops))
+            elif instruction.opcode not in REDUCERS:
+                fused, in_branch = instruction.opcode == "fusion", instruction.opcode == "conditional"
+                inside = visit._replace(fused=visit.fused or fused, in_branch=visit.in_branch or in_branch)
+                for name in instruction.called:
+                    if name in self.computations:
+                        yield from self.visits(self.computations[name], inside)
+
+    @functools.cache  # noqa: B019 - programs are few and die with their account
+    def trips(self, loop: str, computation: str) -> int | None:
+        """Return the iterations of a loop, or None if its bound is an argument of the program."""
+        instruction = self.computations[computation].instructions[loop]
+        if known := _KNOWN_TRIPS.search(instruction.attributes):
+            return int(known.group(1))
+        body, condition = self.body(instruction), self.computations.get(loop_parts(instruction)[1])
+        if body is None or condition is None or not condition.instructions:
+            return None
+        # The condition is `counter < bound`. The counter has a start and a step.
+        test = self.origin(Value(condition, condition.root))
+        direction = re.search(r"direction=(\w+)", test.made.attributes)
+        if test.made.opcode != "compare" or direction is None or direction.group(1) not in ("LT", "LE", "GT", "GE"):
+            return None
+        counter, limit = self.origin(test.operand(0)), test.operand(1)
+        if direction.group(1) in ("GT", "GE"):
+            counter, limit = self.origin(limit), test.operand(0)
+        initial, bound = self.initial(counter), self._constant(limit)
+        first = None if initial is None else self._constant(initial)
+        next_ = self.origin(Value(body, body.root, counter.element))
+        steps = [self._constant(next_.operand(n)) for n in (0, 1)] if next_.made.opcode == "add" else []
+        step = next((n for n in steps if n is not None), 0)
+        if first is None or bound is None or step < 1:
+            return None
+        last = bound + (direction.group(1) in ("LE", "GE"))
+        return max(-((first - last) // step), 0)
+
+    def _constant(self, value: Value) -> int | None:
+        """Return the integer that a value is, also if loops around pass it in unchanged; None if it is not constant."""
+        value = self.origin(value)
+        if value.made.opcode == "constant":
+            return int(value.made.inner) if re.fullmatch(r"-?\d+", value.made.inner) else None
+        initial = self.initial(value)
+        if initial is None:
+            return None
+        body = self.body(self._loops[value.where.name][1])
+        kept = None if body is None else self.origin(Value(body, body.root, value.element))
+        is_kept = kept is not None and kept.where is body and kept.made.opcode == "parameter" and kept.element == value.element
+        return self._constant(initial) if is_kept else None
+
+
+_CALLS = {"fusion", "call", "conditional"}
+# Starts of operations that run asynchronously, as computations of their own.
+ASYNC_CALLS = {"async-start", "call-start"}
+# Operations whose computation works on single numbers.
+REDUCERS = {
+    "reduce", "reduce-window", "scatter", "sort", "map", "select-and-scatter", "all-reduce", "all-reduce-start",
+    "reduce-scatter",
+}  # fmt: skip
+
+
+def loop_parts(loop: Instruction) -> tuple[str, str]:
+    """Return the names of a loop's body and condition."""
+    body, condition = _BODY.search(loop.attributes), _CONDITION.search(loop.attributes)
+    return body.group(1) if body else "", condition.group(1) if condition else ""
+
+
+def times(runs: int, open_loops: int, loop_trips: Sequence[int]) -> int:
+    """Return how often something is executed in all.
+
+    `runs` are the executions in one iteration of the `open_loops`, those whose bound is an argument. `loop_trips` are the
+    iterations of these loops, from outside in. Deeper ones count once.
+
+    Example:
+        >>> times(2, 1, (8,)), times(1, 2, (3, 11)), times(5, 0, (8,)), times(2, 2, (8,))
+        (16, 33, 5, 16)
+    """
+    return runs * math.prod(loop_trips[:open_loops])
+
+
+def _parse_line(line: str) -> Instruction | None:
+    """Return the instruction of a line `[ROOT] %name = type opcode(operands), attributes`."""
+    match = _LINE.match(line)
+    if match is None:
+        return None
+    start = match.end()
+    # A tuple type has parentheses, and so have the layouts in it.
+    end = _closing(line, start) + 1 if line[start] == "(" else line.find(" ", start)
+    opcode = _OPCODE.match(line, end)
+    if opcode is None:
+        return None
+    close = _closing(line, opcode.end() - 1)
+    inner = line[opcode.end() : close]
+    return Instruction(
+        name=match.group(2),
+        opcode=opcode.group(1),
+        arrays=tuple(_arrays(line[start:end])),
+        operands=tuple(_NAMES.findall(inner)) or _bare_names(opcode.group(1), inner),
+        inner=inner,
+        attributes=line[close + 1 :],
+        is_root=match.group(1) is not None,
+    )
+
+
+def _add_element(instructions: dict[str, Instruction], name: str) -> None:
+    """Add the `get-tuple-element` that a dump of newer versions of XLA writes as `%tuple#0`, where it is used."""
+    whole, sign, index = name.rpartition("#")
+    if sign and name not in instructions:
+        _add_element(instructions, whole)
+        arrays = instructions.get(whole, _UNKNOWN).arrays[int(index) :][:1]
+        instructions[name] = replace(
+            _UNKNOWN, name=name, opcode="get-tuple-element", arrays=arrays, operands=(whole,), attributes=f"index={index}"
+        )
+
+
+def _bare_names(opcode: str, inner: str) -> tuple[str, ...]:
+    """Return operands that are written without a percent sign."""
+    if opcode in ("constant", "parameter", "iota") or not inner:
+        return ()
+    return tuple(re.findall(r"([A-Za-z_][\w.\-]*(?:#\d+)*)\s*(?:,|$)", re.sub(r"/\*.*?\*/|\{[^}]*\}|\[[^\]]*\]", "", inner)))
+
+
+def _closing(line: str, start: int) -> int:
+    """Return the place of the parenthesis that closes the one at `start`."""
+    depth, place = 0, start
+    while True:
+        opening, closing = line.find("(", place), line.find(")", place)
+        if closing < 0:
+            return len(line)
+        if 0 <= opening < closing:
+            depth, place = depth + 1, opening + 1
+        else:
+            depth, place = depth - 1, closing + 1
+            if depth == 0:
+                return closing
+
+
+def _arrays(text: str) -> Iterator[Array]:
+    for dtype, sizes, layout in _ARRAY.findall(text):
+        space = _SPACE.search(layout) if layout else None
+        dims = tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size)
+        yield Array(dtype, dims, int(space.group(1)) if space else 0)

@@ -1,0 +1,494 @@
+"""Inspect any compiled step, a jitted function or the text of a program: its communication, its sums and its memory.
+
+The facts are read from the compiler's own program (`rampup.inspection.hlo`): which gradients are reduced, how often, in which
+type they are summed, what is not donated. So they hold for GSPMD, `shard_map` and explicit sharding alike.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding
+
+from rampup.engine.mesh import axis_names
+from rampup.engine.offload import ProgramMemory, program_memory
+from rampup.engine.step import TrainStep
+from rampup.errors import ConfigError, DataError, a_type
+from rampup.inspection.account import Account, Collective, MeshShape, account_of
+from rampup.inspection.hlo import REDUCERS, Array, Instruction, Program, Value, Visit, times
+
+MAX_TEXT_BYTES = 2**30
+_FLOATS = ("f", "bf", "c")
+# Buffers below this size are not worth a remark.
+_SMALL_BYTES = 64 * 1024
+_LISTED = 4
+_CALLBACK = re.compile(r'custom_call_target="([^"]*(?:callback|MoveToHost|MoveToDevice|host)[^"]*)"')
+_HOST_SPACE = 5
+_EMPTY = 'custom_call_target="AllocateBuffer"'
+# Operations whose result may be one of these operands plus a term, whole or in part.
+_ADDS_TO = {"add": (0, 1), "select": (1, 2), "dynamic-slice": (0,), "slice": (0,), "dynamic-update-slice": (0, 1)}
+
+
+class Accumulator(NamedTuple):
+    """An array that a loop adds to in every iteration, starting at zero."""
+
+    loop: str
+    dtype: str
+    dims: tuple[int, ...]
+
+
+class Buffer(NamedTuple):
+    """An argument that stays in memory beside a result of its shape, although that could take its place."""
+
+    name: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """The facts about a program. All numbers are of one device and one run of the program.
+
+    Attributes:
+        num_devices: devices of the program.
+        loop_trips: iterations of the loops whose bound is an argument, as given.
+        account: collectives, FLOPs and memory traffic.
+        gradient_reductions: the collectives that reduce gradients over the replicas.
+        repeated_reductions: those of them that run in every iteration of a loop that accumulates.
+        repeated_bytes: bytes that they reduce in one iteration of that loop.
+        accumulators: arrays that loops add to.
+        optimizer_updates: how often a run replaces the training state, or None if it returns none.
+        uses_multi_steps: whether the state is that of `optax.MultiSteps`, so that a run is one microbatch.
+        num_donated, donated_bytes: arguments whose memory results take over.
+        not_donated: arguments whose memory a result could take over, the largest first.
+        f32_matmuls: FLOPs of matrix products with float32 operands, by precision.
+        host_transfers: exchanges with the host, and whether they are in a loop.
+        memory: memory of a device, or None for a program's text.
+        findings: remarks, in sentences.
+    """
+
+    num_devices: int
+    loop_trips: tuple[int, ...]
+    account: Account
+    gradient_reductions: tuple[Collective, ...]
+    repeated_reductions: tuple[Collective, ...]
+    repeated_bytes: int
+    accumulators: tuple[Accumulator, ...]
+    optimizer_updates: int | None
+    uses_multi_steps: bool
+    num_donated: int
+    donated_bytes: int
+    not_donated: tuple[Buffer, ...]
+    f32_matmuls: Mapping[str, int]
+    host_transfers: tuple[tuple[str, bool], ...]
+    memory: ProgramMemory | None
+    findings: tuple[str, ...] = ()
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether no gradient is reduced more than once in an optimizer step."""
+        return not self.repeated_reductions and not (self.uses_multi_steps and self.gradient_reductions)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the facts for JSON."""
+        by_type: dict[str, dict[str, int]] = {}
+        for a in self.accumulators:
+            row = by_type.setdefault(a.dtype, {"arrays": 0, "bytes": 0})
+            row["arrays"] += 1
+            row["bytes"] += Array(a.dtype, a.dims).num_bytes
+        count = lambda cs: sum(times(c.runs, c.open_loops, self.loop_trips) for c in cs)  # noqa: E731
+        return {
+            "num_devices": self.num_devices,
+            "loop_trips": list(self.loop_trips),
+            "collectives": self.account.collective_rows(self.loop_trips),
+            "gradient_reductions": count(self.gradient_reductions),
+            "gradient_reductions_in_loops": count(self.repeated_reductions),
+            "gradient_bytes_in_loops": sum(
+                times(c.runs, c.open_loops, self.loop_trips) * c.num_bytes for c in self.repeated_reductions
+            ),
+            "reduces_once": self.reduces_once,
+            "accumulators": by_type,
+            "optimizer_updates": self.optimizer_updates,
+            "uses_multi_steps": self.uses_multi_steps,
+            "donated": {"buffers": self.num_donated, "bytes": self.donated_bytes},
+            "not_donated": [buffer._asdict() for buffer in self.not_donated],
+            "flops": self.account.total_flops(self.loop_trips),
+            "f32_matmul_flops": dict(self.f32_matmuls),
+            "memory_bytes": self.account.total_memory_bytes(self.loop_trips),
+            "host_transfers": [{"what": what, "in_loop": in_loop} for what, in_loop in self.host_transfers],
+            "memory": self.memory and {**asdict(self.memory), "total": self.memory.total},
+            "findings": list(self.findings),
+        }
+
+    def __str__(self) -> str:
+        rows = self.account.collective_rows(self.loop_trips)
+        facts = self.to_dict()
+        accumulators = ", ".join(f"{row['arrays']} of {dtype}" for dtype, row in facts["accumulators"].items())
+        updates = "unknown" if self.optimizer_updates is None else self.optimizer_updates
+        flops = ", ".join(f"{number:.4g} FLOP in {dtype}" for dtype, number in facts["flops"].items())
+        cells = []
+        for row in rows:
+            axes = "unknown axes" if row["axes"] is None else f"over {' and '.join(row['axes']) or 'no axis'}"
+            cells.append(
+                (
+                    row["kind"],
+                    "between slices" if row["between_slices"] else axes,
+                    f"{row['group_size'] or 'unknown'} devices",
+                    f"{row['count']:,} times",
+                    f"{row['bytes']:,} bytes",
+                    ("in a loop" if row["in_loop"] else "outside loops") + (", in a branch" if row["in_branch"] else ""),
+                    "overlapped" if row["overlapped"] else "",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            *(f"- {finding}" for finding in self.findings),
+            "collectives of a run, for each device:" if rows else "no collectives",
+            *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in cells),
+            f"accumulators of loops: {accumulators or 'none'}",
+            f"updates of the training state in a run: {updates}",
+            f"donated: {self.num_donated} buffers, {self.donated_bytes:,} bytes",
+            f"matrix products: {flops or 'none'}; memory traffic: {facts['memory_bytes']:,} bytes",
+        ]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return "<ul>" + "".join(f"<li>{escape(text)}</li>" for text in self.findings) + "</ul>"
+
+
+def inspect(
+    step: Any, *args: Any, mesh: Mesh | MeshShape | None = None, loop_trips: int | Sequence[int] | None = None
+) -> Inspection:
+    """Compile a step, without running it, and return what it does.
+
+    Args:
+        step: a function, jitted or not; a `TrainStep`; a lowered or compiled program; or the text of one, or the path of a file
+            with it, as `compiled.as_text()` or `XLA_FLAGS=--xla_dump_to=DIR` write it (`*after_optimizations.txt`).
+        args: its arguments, or their shapes and shardings. For a `TrainStep` the state and a batch.
+        mesh: the mesh, or names and sizes of its axes; None = that of the arguments, if it can be seen.
+        loop_trips: iterations of the loops whose bound is an argument of the program, from outside in, such as the number of
+            microbatches of rampup's step; None = 1, and for a `TrainStep` those of the batch.
+
+    Raises:
+        DataError: the text is not a compiled program.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> found = inspect(jax.jit(lambda w, x: w - 0.1 * jnp.sum(x), donate_argnums=0), jnp.zeros(8), jnp.ones(4))
+        >>> found.num_donated, found.account.collectives, found.reduces_once
+        (1, (), True)
+    """
+    if isinstance(step, (str, Path)):
+        compiled, text = None, _read(step)
+    else:
+        if isinstance(step, TrainStep):
+            if len(args) != 2 or not hasattr(args[1], "chunks"):
+                raise ConfigError("a TrainStep takes a state and a batch: rampup.inspect(step, state, batch)")
+            state, batch = args
+            lowered = step.lower(state, batch.row, batch.position.split)
+            loop_trips = loop_trips or step.loop_trips(batch.position.split)
+        elif hasattr(step, "compile") or hasattr(step, "as_text"):
+            lowered = step
+        elif callable(step):
+            lowered = (step if hasattr(step, "lower") else jax.jit(step)).lower(*args)
+        else:
+            rule = "give a function, a compiled program or a program's text"
+            raise ConfigError(f"{a_type(step)} is not a step; {rule}")
+        placed = (leaf.sharding for leaf in jax.tree.leaves(args) if hasattr(leaf, "sharding"))
+        meshes = (each.mesh for each in placed if isinstance(each, NamedSharding) and isinstance(each.mesh, Mesh))
+        mesh = mesh or next(meshes, None)
+        compiled = lowered.compile() if hasattr(lowered, "compile") else lowered
+        text = compiled.as_text()
+    trips = (1,) if loop_trips is None else (loop_trips,) if isinstance(loop_trips, int) else tuple(loop_trips)
+    if not trips or any(not isinstance(n, int) or n < 1 for n in trips):
+        raise ConfigError(f"loop_trips={loop_trips!r} must be whole numbers of at least 1", key="loop_trips", nearest=(1,))
+    shape = tuple((str(n), size) for n, size in mesh.shape.items()) if isinstance(mesh, Mesh) else mesh
+    program = Program(text)
+    if not program.is_scheduled:
+        raise DataError("this program is not compiled yet and has no collectives; give the dump's *after_optimizations.txt")
+    if shape and 1 < program.num_partitions != (number := math.prod(size for _, size in shape)):
+        axes = ",".join(f"{name}={size}" for name, size in shape)
+        raise ConfigError(f"mesh={axes} has {number} devices, but the program has {program.num_partitions}", key="mesh")
+    entry = program.computations[program.entry]
+    is_multi_steps = lambda x: isinstance(x, optax.MultiStepsState)  # noqa: E731
+    uses_multi_steps = any(map(is_multi_steps, jax.tree.leaves(args, is_leaf=is_multi_steps)))
+    account, replica_axes = account_of(program, shape), _replica_axes(args)
+    visits = list(program.visits())
+    accumulators = tuple(_accumulators(program, visits))
+    # Name and array of every result.
+    names = list(entry.root.operands) if entry.root.opcode == "tuple" else [entry.root.name] * len(entry.root.arrays)
+    outputs, arguments = list(zip(names, entry.root.arrays, strict=False)), entry.parameters
+    donated = {number: arguments[number] for number in program.aliases.values() if number in arguments}
+    results = {array for _, array in outputs}
+    state = [p for number, p in arguments.items() if number in donated or results.intersection(p.arrays)]
+    gradients = [a.dims for a in accumulators] + [p.arrays[0].dims for p in state if p.arrays]
+    reductions = tuple(c for c in account.collectives if _reduces_gradients(c, replica_axes, gradients))
+    accumulating = {a.loop for a in accumulators if math.prod(a.dims) > 1}
+    repeated = tuple(c for c in reductions if accumulating & set(c.loops))
+    # Executions of a loop's body. Inside it, a loop over layers reduces the gradients of one layer at a time.
+    bodies = {
+        i.name: v.runs * (program.trips(i.name, v.computation.name) or 1)
+        for v in visits
+        if (i := v.instruction).name in accumulating
+    }
+    each = [c.num_bytes * c.runs // (bodies[next(name for name in c.loops if name in bodies)] or 1) for c in repeated]
+    found = Inspection(
+        num_devices=program.num_partitions,
+        loop_trips=trips,
+        account=account,
+        gradient_reductions=reductions,
+        repeated_reductions=repeated,
+        repeated_bytes=sum(each),
+        accumulators=accumulators,
+        optimizer_updates=_state_updates(program, outputs, arguments, trips),
+        uses_multi_steps=uses_multi_steps or any((p.op_name or p.name).endswith(".mini_step") for p in arguments.values()),
+        num_donated=len(donated),
+        donated_bytes=sum(p.num_bytes for p in donated.values()),
+        not_donated=tuple(_not_donated(program, outputs, arguments)),
+        f32_matmuls={dtype: n for dtype, n in account.total_flops(trips).items() if dtype.startswith("f32")},
+        host_transfers=tuple(_host_transfers(visits)),
+        memory=None if compiled is None else program_memory(compiled),
+    )
+    return replace(found, findings=tuple(_findings(found)))
+
+
+def _read(source: str | Path) -> str:
+    text = str(source)
+    if isinstance(source, str) and "\n" in source:
+        return source
+    path = Path(text)
+    if not path.is_file():
+        raise DataError(f"there is no file {text[:200]}")
+    if path.stat().st_size > MAX_TEXT_BYTES:
+        raise DataError(f"{text} has {path.stat().st_size:,} bytes; a program's text of at most {MAX_TEXT_BYTES:,} is read")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{text} is not text; write it with `compiled.as_text()`") from error
+
+
+def _replica_axes(args: tuple[Any, ...]) -> frozenset[str] | None:
+    """Return the axes that shard a batch and no parameter: gradients are reduced over them. None if that cannot be seen.
+
+    The training state is the first argument. ZeRO-1 shards the rest of the state over the replicas too.
+    """
+    axes: list[set[str]] = [set(), set()]
+    for number, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg if number else getattr(arg, "params", arg)):
+            spec = getattr(getattr(leaf, "sharding", None), "spec", ())
+            for entry in spec:
+                axes[number > 0].update(axis_names(entry))
+    return frozenset(axes[1] - axes[0]) or None
+
+
+# Accumulators: loop variables whose new value is the old one plus a term.
+
+
+def _accumulators(program: Program, visits: Sequence[Visit]) -> Iterator[Accumulator]:
+    for visit in visits:
+        if visit.instruction.opcode != "while":
+            continue
+        loop, body = visit.instruction, program.body(visit.instruction)
+        for index, array in enumerate(loop.arrays if body is not None else ()):
+            if body is None or not array.dtype.startswith(_FLOATS):
+                continue
+            initial = Value(visit.computation, loop).operand(0, index)
+            if _reaches(program, Value(body, body.root, index)) == 2 and _is_zero(program, initial):
+                yield Accumulator(loop=loop.name, dtype=array.dtype, dims=array.dims)
+
+
+def _reaches(program: Program, start: Value) -> int:
+    """Return 2 if the new value of a loop variable, in the body's result, is the old one plus a term, 1 if it is the old."""
+    found, seen = 0, set[tuple[Any, ...]]()
+    todo = [(start, False)]
+    while todo:
+        value, added = todo.pop()
+        value = program.origin(value)
+        where, made, element, _ = value
+        key = (where.name, made.name, element, added)
+        if key in seen:
+            continue
+        seen.add(key)
+        if made.opcode == "parameter" and where is start.where and element == start.element:
+            found = max(found, 1 + added)
+        elif made.opcode == "while" and (body := program.body(made)) is not None:
+            if kept := _reaches(program, Value(body, body.root, element)):
+                todo.append((value.operand(0, element), added or kept == 2))
+        elif made.opcode == "conditional":
+            todo += [(result, added) for result in program.results(value)]
+        elif made.opcode in _ADDS_TO or made.opcode in REDUCERS:
+            operands = _ADDS_TO.get(made.opcode, (element or 0,))
+            todo += [(value.operand(number), added or made.opcode == "add") for number in operands]
+    return found
+
+
+def _is_zero(program: Program, value: Value) -> bool:
+    """Return whether an array is made of zeros, or is a variable of an outer loop that starts as zeros."""
+    while True:
+        value = program.origin(value)
+        if _EMPTY in value.made.attributes:
+            return True  # how a TPU program writes zeros that the first iteration selects
+        if value.made.opcode == "constant":
+            return set(re.sub(r"[^\d.e]", "", value.made.inner)) <= set("0.") and bool(value.made.inner)
+        initial = value.operand(0) if value.made.opcode in ("broadcast", "pad", "slice") else program.initial(value)
+        if initial is None:
+            return False
+        value = initial
+
+
+# Reductions of gradients.
+
+
+def _reduces_gradients(c: Collective, replica_axes: frozenset[str] | None, gradients: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether a collective reduces gradients over replicas: by its axes, or else by the shapes of its arrays."""
+    if c.kind not in ("all-reduce", "reduce-scatter") or c.has_numbers_only:
+        return False
+    if not any(dtype.startswith(_FLOATS) for dtype, _ in c.shapes):
+        return False
+    if c.axes is not None and replica_axes is not None:
+        return bool(replica_axes & set(c.axes))
+
+    def signature(dims: tuple[int, ...]) -> tuple[int, ...]:
+        # The sorted sizes of the dimensions larger than 1, which a change of layout or a squeeze does not alter.
+        return tuple(sorted(n for n in dims if n > 1))
+
+    known = {signature(dims) for dims in gradients}
+    # A loop over layers has one layer of an array at a time.
+    known |= {sizes[:k] + sizes[k + 1 :] for sizes in known for k in range(len(sizes))}
+    return any(signature(dims) in known for _, dims in c.shapes if math.prod(dims) > 1)
+
+
+# The state: what is replaced, and in whose memory.
+
+
+def _state_updates(
+    program: Program, outputs: Sequence[tuple[str, Array]], arguments: Mapping[int, Instruction], trips: tuple[int, ...]
+) -> int | None:
+    """Return how often a run replaces its state: the largest count over arrays that are results and arguments alike."""
+    shapes = {(a.dtype, a.dims) for p in arguments.values() for a in p.arrays}
+    entry, counts = program.computations[program.entry], []
+    for number, (name, array) in enumerate(outputs):
+        is_state = number in program.aliases if program.aliases else (array.dtype, array.dims) in shapes
+        if not (is_state and array.dtype.startswith(_FLOATS) and array.dims):
+            continue
+        # Once, or in every iteration of a loop that does more than add to it.
+        value, runs, open_loops = program.origin(Value(entry, entry.instructions[name])), 1, 0
+        while value.made.opcode == "while" and (body := program.body(value.made)) is not None:
+            known = program.trips(value.made.name, value.where.name)
+            runs, open_loops = (runs, open_loops + 1) if known is None else (runs * known, open_loops)
+            value = program.origin(Value(body, body.root, value.element))
+        counts.append(0 if value.made.opcode == "parameter" else times(runs, open_loops, trips))
+    return max(counts) if counts else None
+
+
+def _not_donated(
+    program: Program, outputs: Sequence[tuple[str, Array]], arguments: Mapping[int, Instruction]
+) -> Iterator[Buffer]:
+    """Yield the arguments that a result of the same shape could replace in memory, the largest first."""
+    free: dict[tuple[str, tuple[int, ...]], int] = {}
+    for number, (_, array) in enumerate(outputs):
+        if number not in program.aliases:
+            free[array.dtype, array.dims] = free.get((array.dtype, array.dims), 0) + 1
+    donated = set(program.aliases.values())
+    for number, p in sorted(arguments.items(), key=lambda item: -item[1].num_bytes):
+        key = (p.arrays[0].dtype, p.arrays[0].dims) if p.arrays else ("", ())
+        if number not in donated and p.num_bytes >= _SMALL_BYTES and free.get(key, 0) > 0:
+            free[key] -= 1
+            yield Buffer(name=p.op_name or p.name, num_bytes=p.num_bytes)
+
+
+def _host_transfers(visits: Sequence[Visit]) -> Iterator[tuple[str, bool]]:
+    for visit in visits:
+        i = visit.instruction
+        in_loop = bool(visit.loops)
+        if i.opcode in ("infeed", "outfeed") or (
+            i.opcode in ("send", "recv")
+            and "is_host_transfer=true" in i.attributes
+            and "megascale" not in i.attributes  # between slices
+        ):
+            yield i.opcode, in_loop
+        elif i.opcode == "custom-call" and (match := _CALLBACK.search(i.attributes)):
+            yield match.group(1), in_loop
+        elif i.opcode in ("copy-start", "copy") and not visit.fused:
+            made = (visit.computation.instructions.get(name) for name in i.operands)
+            spaces = {array.space for each in (i, *made) if each for array in each.arrays}
+            if _HOST_SPACE in spaces and spaces - {_HOST_SPACE}:
+                yield "copy between host and device memory", in_loop
+
+
+# Sentences.
+
+
+def _findings(found: Inspection) -> Iterator[str]:
+    once = [c for c in found.gradient_reductions if c not in found.repeated_reductions]
+
+    def num_bytes(collectives: Sequence[Collective]) -> int:
+        return sum(c.num_bytes * times(c.runs, c.open_loops, found.loop_trips) for c in collectives)
+
+    def continues(c: Collective) -> bool:
+        # Whether a reduce-scatter gets its part from another one over the same axes: that of another side of a torus.
+        others = (o for o in found.gradient_reductions if c.kind == "reduce-scatter" and o.group != c.group)
+        return any((o.kind, o.axes, o.num_bytes) == (c.kind, c.axes, c.num_bytes * o.group_size) for o in others)
+
+    total = num_bytes([c for c in found.gradient_reductions if not continues(c)])
+    if found.uses_multi_steps:
+        yield (
+            "the state is that of optax.MultiSteps: each call is one microbatch and runs the optimizer"
+            + (f", and reduces {total:,} bytes of gradients in every microbatch" if found.gradient_reductions else "")
+        )
+    elif found.repeated_reductions:
+        bytes_, other = found.repeated_bytes, num_bytes(once)
+        where = _describe_axes(found.repeated_reductions)
+        arrays = sum(len(c.shapes) for c in found.repeated_reductions)
+        yield f"{arrays} gradients ({bytes_:,} bytes) are reduced{where} in every microbatch, inside the loop that adds them up"
+        if any(not c.has_numbers_only for c in once) and other > bytes_ / 100:
+            names = ", ".join(_describe(c) for c in found.repeated_reductions[:_LISTED])
+            yield (
+                f"other gradients ({other:,} bytes) are reduced once after the loop, so these may have lost their "
+                f"reduction tag or local accumulation: {names}"
+            )
+    elif found.gradient_reductions and any(math.prod(a.dims) > 1 for a in found.accumulators):
+        yield f"gradients ({total:,} bytes) are reduced{_describe_axes(once)} once, after the loop that adds them up"
+    elif found.gradient_reductions:
+        how = "in every iteration of the loop with the optimizer" if (found.optimizer_updates or 0) > 1 else "once"
+        yield f"gradients ({total:,} bytes in a run) are reduced{_describe_axes(once)} {how}; no loop accumulates"
+    narrow = sorted({a.dtype for a in found.accumulators if a.dtype in ("bf16", "f16")})
+    if narrow:
+        yield f"gradients are summed in {' and '.join(narrow)}, which loses small ones after some hundred microbatches"
+    if found.optimizer_updates is not None and found.optimizer_updates > 1:
+        yield f"the training state is replaced {found.optimizer_updates} times in a run: the optimizer runs inside a loop"
+    if found.not_donated:
+        names = ", ".join(buffer.name for buffer in found.not_donated[:_LISTED])
+        missing = sum(buffer.num_bytes for buffer in found.not_donated)
+        more = f" and {len(found.not_donated) - _LISTED} more" if len(found.not_donated) > _LISTED else ""
+        yield f"{missing:,} bytes of arguments are not donated although results could take their place: {names}{more}"
+    all_flops = sum(found.account.total_flops(found.loop_trips).values())
+    f32 = sum(found.f32_matmuls.values())
+    if f32:
+        yield f"{f32 / all_flops:.0%} of the FLOPs of matrix products have float32 operands ({', '.join(found.f32_matmuls)})"
+    in_loop = sorted({what for what, in_loop in found.host_transfers if in_loop})
+    outside = sorted({what for what, in_loop in found.host_transfers if not in_loop})
+    if in_loop:
+        yield f"inside a loop the program exchanges data with the host: {', '.join(in_loop)}"
+    if outside:
+        yield f"the program exchanges data with the host: {', '.join(outside)}"
+    if found.account.num_open_loops > (0 if set(found.loop_trips) == {1} else len(found.loop_trips)):
+        yield "a loop's bound is an argument of the program: counts are those of one iteration; give loop_trips"
+
+
+def _describe_axes(collectives: Sequence[Collective]) -> str:
+    axes = sorted({name for c in collectives for name in c.axes or ()})
+    return f" over {' and '.join(axes)}" if axes else ""
+
+
+def _describe(c: Collective) -> str:
+    shapes = ", ".join(f"{dtype}[{','.join(map(str, dims))}]" for dtype, dims in c.shapes[:_LISTED])
+    return f"{shapes}{' (' + c.op_name + ')' if c.op_name else ''}"

@@ -1,0 +1,1 @@
+"""Adapters for other people's trainers; each needs the trainer's own package."""

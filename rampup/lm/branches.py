@@ -1,0 +1,475 @@
+"""Train branches of a run from one of its checkpoints, to find its critical batch size: `rampup critical`.
+
+`rampup.batch_size.critical` judges them. The branches are the phases of one plan, one after the other, and each phase reads the
+same samples: the training step, its data and its compilation are those of any ramp. The run's folder is only read. Evaluations
+and checkpoints of the branches are in a folder next to it, from which an interrupted measurement resumes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from rampup.batch_size.critical import (
+    DEFAULT_MULTIPLES,
+    Bound,
+    BranchResult,
+    BranchWindow,
+    Evaluation,
+    critical_bound,
+    find_critical,
+    is_losing,
+    smoothed_loss,
+)
+from rampup.batch_size.design_model import format_schedule
+from rampup.batch_size.noise_scale import NoiseEstimate, measured_noise
+from rampup.config.build import plan_to_resume
+from rampup.config.load import load_config
+from rampup.config.schema import Config, OptimizerKeys
+from rampup.data.batches import BatchLoader, SampleOrder
+from rampup.data.files import fingerprints
+from rampup.data.sources import files_of
+from rampup.engine.compile import enable_compilation_cache
+from rampup.engine.mesh import make_mesh
+from rampup.engine.optimizer import LearningRate
+from rampup.engine.state import TrainState
+from rampup.engine.step import EvalStep
+from rampup.errors import ConfigError, DataError, ResumeMismatchError
+from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, optimizer, ramp_before, sample_order, sources
+from rampup.loop.checkpoint import CHECKSUMS_FILE, Checkpoints, checkpoint_steps, damage, find_checkpoint, read_state
+from rampup.loop.lock import own_run
+from rampup.loop.loop import stop_requests
+from rampup.loop.run_folder import (
+    CHECKPOINT_FOLDER,
+    CONFIG_FILE,
+    CRITICAL_RESULT,
+    CRITICAL_SUFFIX,
+    METRICS_FILE,
+    StepLog,
+    absolute_path,
+    is_bucket,
+    read_lines,
+)
+from rampup.plan.learning_rate import learning_rate_scale
+from rampup.plan.numbers import nearest_in, plain_number
+from rampup.plan.plan import RampPlan
+from rampup.plan.ramp import BatchRamp
+from rampup.plan.split import BatchSplitter
+
+# Nats by which a larger batch may be worse, as in the paper.
+DEFAULT_TOLERANCE = 0.01
+EVALUATIONS_FILE = "evaluations.jsonl"
+# Checkpoints of a branch that is not interrupted.
+SAVES_PER_BRANCH = 4
+# The noise scale and the critical batch disagree if one is more than this many times the other.
+DISAGREEMENT = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalBatch:
+    """The critical batch size of a run at a checkpoint.
+
+    Attributes:
+        step: optimizer steps done in the checkpoint.
+        branches: the branches, smallest batch first.
+        critical_batch_size: the largest batch, in samples, whose loss is within the tolerance.
+        bound: `at_least` if no larger batch was tried, `at_most` if no smaller one was tried, else `exact`.
+        batch_size_schedule: the run's schedule until the checkpoint, and this batch from there on, in the run's
+            `batch_size_schedule_unit`.
+        learning_rates: the learning rate of each branch.
+        tolerance: nats by which a branch may be worse than a smaller one.
+        tokens: tokens that every branch trained on.
+        noise_scale_samples: the gradient noise scale that the run last measured before the checkpoint, or None.
+        num_compilations: executables built for the training step.
+        folder: the folder of the measurement.
+        smaller: multiples that can be tried below that of the smallest branch: its half and its quarter, if they are legal.
+    """
+
+    step: int
+    branches: tuple[BranchResult, ...]
+    critical_batch_size: int
+    bound: Bound
+    batch_size_schedule: str
+    learning_rates: tuple[float, ...]
+    tolerance: float
+    tokens: int
+    noise_scale_samples: NoiseEstimate | None
+    num_compilations: int
+    folder: Path
+    smaller: tuple[Fraction, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as `rampup critical --json` prints it."""
+        names = ("global_batch_size", "loss", "standard_error", "stopped")
+        branches = [
+            {"multiple": plain_number(branch.multiple)} | {name: getattr(branch, name) for name in names}
+            for branch in self.branches
+        ]
+        names = ("critical_batch_size", "bound", "batch_size_schedule")
+        return {"step": self.step, "branches": branches} | {name: getattr(self, name) for name in names}
+
+    @property
+    def disagreement(self) -> str | None:
+        """How the measured noise scale differs from the critical batch, if it differs by more than a factor of 2."""
+        noise = self.noise_scale_samples
+        if noise is None or not (value := noise.low if noise.value is None else noise.value):
+            return None
+        ratio = value / self.critical_batch_size
+        # A lower bound does not contradict a larger number, nor an upper one a smaller number.
+        not_below = ratio >= 1 / DISAGREEMENT or noise.value is None or self.bound == "at_most"
+        if not_below and (ratio <= DISAGREEMENT or self.bound == "at_least"):
+            return None
+        factor = f"{ratio:,.3g} times" if ratio > 1 else f"1/{1 / ratio:,.3g} of"
+        return (
+            f"the gradient noise scale, {noise} samples, is {factor} the critical batch: trust the branches. The noise "
+            "scale describes plain SGD with its best learning rate; with Adam it can be off by orders of magnitude"
+        )
+
+
+def find_critical_batch_size(
+    run: str | Path,
+    *,
+    step: int | None = None,
+    multiples: Sequence[object] | None = None,
+    tokens: int | None = None,
+    tolerance: float = DEFAULT_TOLERANCE,
+    work_folder: str | Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> CriticalBatch:
+    """Find the critical batch size of a run of `rampup train` by training branches from one of its checkpoints.
+
+    Each branch has the run's batch times a multiple, and the run's learning rate at the checkpoint, held constant, times the
+    square root of the multiple with AdamW, or the multiple with SGD. The run's folder is only read, so the run may be training.
+
+    Args:
+        run: the folder of the run.
+        step: optimizer steps done in the checkpoint; None = the newest intact one.
+        multiples: factors of the run's batch at the checkpoint; numbers or text such as "1/2". None = 1, 2, 4, 8, and those of
+            1/4 and 1/2 that give a legal batch.
+        tokens: tokens that each branch trains on, rounded up to whole steps of all branches; None = 20 optimizer steps of the
+            largest branch.
+        tolerance: nats by which the loss of a larger batch may be above that of a smaller one.
+        work_folder: folder for evaluations and checkpoints of branches; None = RUN.critical next to the run's folder.
+        report: called with a line of progress.
+
+    Raises:
+        RampupError: the run cannot be branched like this.
+        KeyboardInterrupt: it was interrupted; the same call resumes.
+    """
+    if not (math.isfinite(tolerance) and tolerance > 0):
+        raise ConfigError(f"tolerance={tolerance} must be above 0", key="tolerance", nearest=(DEFAULT_TOLERANCE,))
+    folder = absolute_path(run, follow=False)
+    config, record = _find_run(folder, step)
+    step = record["step"]
+    branches = _Branches.build(config, record, multiples, tokens)
+    enable_compilation_cache(config.jax_cache_dir)
+    # In a bucket, which has no file of checksums: the times at which the checkpoint was written.
+    file = folder / CHECKPOINT_FOLDER / str(step) / ("_CHECKPOINT_METADATA" if is_bucket(folder) else CHECKSUMS_FILE)
+    identity = branches.identity | {"checkpoint": hashlib.sha256(file.read_bytes()).hexdigest(), "tolerance": tolerance}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
+    parent = absolute_path(work_folder or folder.with_name(f"{folder.name}{CRITICAL_SUFFIX}"), follow=False)
+    if parent == folder or folder in parent.parents:
+        raise ConfigError(f"{parent} is inside the run's folder, which stays as it is; name another one", key="work")
+    work = parent / f"step-{step}-{digest}"
+    window = branches.window
+    report(
+        f"step {step}: branches of {', '.join(map(str, window.sizes))} samples, {window.samples * config.max_target_length:,} "
+        f"tokens each, evaluated {window.num_evaluations} times; kept in {work}"
+    )
+    with own_run(work):
+        curves = _train_branches(branches, folder, work, tolerance, report)
+    results, critical = find_critical(window, curves, tolerance)
+    unit = config.max_target_length if config.batch_size_schedule_unit == "tokens" else 1
+    size = window.sizes[critical]
+    noise = [noise for line, noise in measured_noise(read_lines(folder / METRICS_FILE)) if line["step"] < step]
+    ramp = branches.run_plan.ramp.spliced_at(step, BatchRamp.constant(size))
+    phases = [(phase.start_sample, phase.global_batch_size) for phase in ramp.phases]
+    found = CriticalBatch(
+        step=step,
+        branches=results,
+        critical_batch_size=size,
+        bound=critical_bound(window.sizes, size),
+        batch_size_schedule=format_schedule(phases, tokens_per_sample=unit),
+        learning_rates=branches.learning_rates,
+        tolerance=tolerance,
+        tokens=window.samples * config.max_target_length,
+        noise_scale_samples=noise[-1] if noise else None,
+        num_compilations=branches.setup.step.num_compilations,
+        folder=work,
+        smaller=_legal_multiples(branches.run_plan, step, (window.multiples[0] / 4, window.multiples[0] / 2)),
+    )
+    # For `rampup design`, which reads the results of all checkpoints of a run.
+    position = branches.run_plan.position(step)
+    place = {"consumed_samples": position.consumed_samples, "global_batch_size": position.split.global_batch_size}
+    place["tokens"] = found.tokens
+    (work / CRITICAL_RESULT).write_text(json.dumps(found.to_dict() | place) + "\n")
+    return found
+
+
+def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]]:
+    """Return a run's configuration and the record of one of its checkpoints, or refuse what cannot be branched."""
+    steps = checkpoint_steps(folder / CHECKPOINT_FOLDER)
+    if not steps:
+        problem = f"{folder} has no checkpoint to branch from"
+        fix = "name the folder of a run of `rampup train` with enable_checkpointing=true that has done checkpoint_period steps"
+        raise ConfigError(f"{problem}; {fix}", key="run")
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{folder} has no {CONFIG_FILE}: only runs of `rampup train` can be branched", key="run")
+    if step is None:
+        saved = find_checkpoint(folder / CHECKPOINT_FOLDER)
+        assert saved is not None
+        record = saved.record
+    else:
+        if step not in steps:
+            problem = f"step={step}: {folder} has checkpoints of the steps {', '.join(map(str, steps))}"
+            fix = "max_num_checkpoints_to_keep says how many a run keeps"
+            raise ConfigError(f"{problem}; {fix}", key="step", nearest=nearest_in(step, steps))
+        checkpoint = folder / CHECKPOINT_FOLDER / str(step)
+        if problem := damage(checkpoint):
+            raise ResumeMismatchError(f"the checkpoint {checkpoint} is damaged: {problem}", key="step")
+        record = json.loads((checkpoint / "record" / "metadata").read_text(encoding="utf-8"))
+    if RAMP_RECORD not in record:
+        raise ConfigError(f"{folder} was trained by a loop of its own: only runs of `rampup train` can be branched", key="run")
+    return load_config(folder / CONFIG_FILE), record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Branches:
+    """Everything that trains and evaluates the branches, built once.
+
+    One plan, one setup and one loader serve all branches, one after the other. `run_plan` and `run_shapes` are those of the
+    run, and `identity` has the values that a measurement must share with the one that it resumes.
+    """
+
+    run_plan: RampPlan
+    run_shapes: TrainState
+    window: BranchWindow
+    learning_rates: tuple[float, ...]
+    setup: TrainSetup
+    loader: BatchLoader
+    eval_step: EvalStep
+    eval_loader: BatchLoader
+    identity: Mapping[str, Any]
+
+    @classmethod
+    def build(
+        cls, config: Config, record: Mapping[str, Any], multiples: Sequence[object] | None, tokens: int | None
+    ) -> _Branches:
+        step = record["step"]
+        ramp = ramp_before(record)
+        assert ramp is not None  # `_find_run` has refused a checkpoint without
+        run_plan = plan_to_resume(config, jax.device_count(), ramp)
+        position = run_plan.position(step)
+        samples = None if tokens is None else -(-tokens // config.max_target_length)
+        if tokens is not None and tokens < 1:
+            raise ConfigError(f"tokens={tokens} must be at least 1", key="tokens", nearest=(1,))
+        if multiples is None:
+            multiples = _legal_multiples(run_plan, step, DEFAULT_MULTIPLES)
+        window = BranchWindow.of(position.split.global_batch_size, multiples, samples)
+        plan = _branch_plan(config, run_plan, window, position.split.microbatch_size)
+        rate = _learning_rate(config, run_plan, step, plan)
+        rates = tuple(rate.at(phase.start_step) for phase in plan.ramp.phases)
+
+        mesh = make_mesh(plan.axes)
+        # The branches have a plan of their own, and measure nothing else.
+        schedule = {"batch_size_schedule": f"0:{window.sizes[0]}", "enable_rampup_batch_size": False}
+        fused = replace(config, gradient_accumulation="fused", measure_gradient_noise=False, **schedule)
+        tx = optimizer(fused, rate, run_plan)
+        setup = replace(TrainSetup.from_config(fused, plan, mesh), tx=tx).with_batches(plan)
+        run_shapes = TrainSetup.from_config(config, run_plan, mesh).state_shapes()
+
+        rows, _ = sources(config.data, config.model)
+        found = {"num_rows": len(rows), "data": fingerprints(files_of(rows))}
+        for name, value in found.items():
+            if name in record and record[name] != value:
+                problem = f"the training data are not those of the run: {name} differs from the checkpoint's"
+                fix = f"restore the files of grain_train_files={config.grain_train_files}, or train again"
+                raise ResumeMismatchError(f"{problem}; {fix}", key="grain_train_files")
+        first, last = position.consumed_samples, position.consumed_samples + window.samples + window.interval
+        try:
+            order = sample_order(config, len(rows), last)
+        except DataError as error:
+            raise DataError(
+                f"the branches read samples {first:,} to {last:,}, the last of them for evaluation, which are beyond the data "
+                f"of the run: {error}; give fewer --tokens, an earlier --step, or train with a larger num_epoch",
+                key="tokens",
+            ) from None
+        group = window.sizes[0]
+        eval_step, eval_plan = setup.evaluation(group, (window.samples + window.interval) // group)
+        loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=_SampleWindow(order, first, window.samples))
+        return cls(
+            run_plan=run_plan,
+            run_shapes=run_shapes,
+            window=window,
+            learning_rates=rates,
+            setup=setup,
+            loader=loader,
+            eval_step=eval_step,
+            eval_loader=replace(loader, plan=eval_plan, order=_SampleWindow(order, first, None)),
+            identity={
+                "step": step,
+                "sizes": window.sizes,
+                "interval": window.interval,
+                "num_evaluations": window.num_evaluations,
+                "learning_rates": rates,
+                "microbatch_size": plan.splits[0].microbatch_size,
+                "num_devices": plan.num_devices,
+            },
+        )
+
+    def start(self, state: Any, first_step: int) -> Any:
+        """Return the state on the devices from which a branch starts, in its first step of the plan of all branches."""
+        first = np.int32(first_step)
+        # The counters of schedules count the steps of all branches, so that a branch has its own learning rate. Those of the
+        # optimizer, such as Adam's for its bias correction, continue.
+        opt_state = jax.tree.map(
+            lambda leaf: leaf._replace(count=first) if isinstance(leaf, optax.ScaleByScheduleState) else leaf,
+            state.opt_state,
+            is_leaf=lambda leaf: isinstance(leaf, optax.ScaleByScheduleState),
+        )
+        shardings = jax.tree.map(lambda shape: shape.sharding, self.setup.state_shapes())
+        # A copy: steps donate their state, and the next branch starts from the same one.
+        return jax.device_put(replace(state, step=first, opt_state=opt_state), shardings, may_alias=False)
+
+    def evaluate(self, state: Any, evaluation: int) -> Evaluation:
+        """Return the loss on the rows that all branches train on next, which no branch has seen yet."""
+        per_evaluation = self.window.interval // self.window.sizes[0]
+        batches = self.eval_loader.batches(evaluation * per_evaluation, (evaluation + 1) * per_evaluation)
+        sums = jax.device_get([self.eval_step(state, batch) for batch in batches])
+        losses = tuple(float(loss) / float(weight) if weight else 0.0 for loss, weight in sums)
+        return Evaluation(losses, tuple(float(weight) for _, weight in sums))
+
+
+class _SampleWindow(SampleOrder):
+    """The samples from a first one on, over and over in a window of them if it is given."""
+
+    def __init__(self, order: SampleOrder, first: int, length: int | None) -> None:
+        self._order, self._first, self._window = order, first, length
+
+    def rows(self, samples: Iterable[int]) -> np.ndarray:
+        return self._order.rows([self._first + (s if self._window is None else s % self._window) for s in samples])
+
+    def check(self, num_samples: int) -> None:
+        """Do nothing: the window was checked."""
+
+
+def _branch_splitter(run_plan: RampPlan) -> BatchSplitter:
+    """Return the rule that splits the batches of branches: that of the run, with microbatches and passes of their own."""
+    return replace(
+        run_plan.splitter, rampup_microbatch="fixed", microbatch_size=-1, gradient_accumulation_steps=1, tick_overhead=None
+    )
+
+
+def _legal_multiples(run_plan: RampPlan, step: int, multiples: Iterable[Fraction]) -> tuple[Fraction, ...]:
+    """Return the multiples of the run's batch at a step that are whole batches, and can be split on these devices."""
+    batch, splitter = run_plan.position(step).split.global_batch_size, _branch_splitter(run_plan)
+    sizes = {multiple: multiple * batch for multiple in multiples}
+    return tuple(each for each, size in sizes.items() if size.denominator == 1 and splitter.allows(int(size)))
+
+
+def _branch_plan(config: OptimizerKeys, run_plan: RampPlan, window: BranchWindow, microbatch_size: int) -> RampPlan:
+    """Return the plan of all branches, with microbatches that are as large as those of the run if they divide all batches."""
+    splitter = _branch_splitter(run_plan)
+    for multiple, size in zip(window.multiples, window.sizes, strict=True):
+        if problem := splitter.problem(size, f"multiple {multiple} of the run's batch", key="multiples"):
+            raise problem
+    legal = splitter.legal_microbatches(window.sizes)
+    fitting = max((size for size in legal if size <= microbatch_size), default=legal[0])
+    return RampPlan(
+        ramp=window.ramp,
+        splitter=replace(splitter, microbatch_size=fitting),
+        num_devices=run_plan.num_devices,
+        axes=run_plan.axes,
+        total_steps=window.total_steps,
+        # SGD: Goyal et al. 2017, arXiv 1706.02677. Adam: Malladi et al. 2022, arXiv 2205.10287.
+        learning_rate_batch_scaling="linear" if config.opt_type == "sgd" else "sqrt",
+        reference_batch_size=run_plan.reference_size,
+    )
+
+
+def _learning_rate(config: OptimizerKeys, run_plan: RampPlan, step: int, plan: RampPlan) -> LearningRate:
+    """Return the learning rate of the branches: the run's next one, or its last if its schedule has ended, scaled by `plan`."""
+    schedule, size = learning_rate(config, run_plan), run_plan.ramp.global_batch_size_at(step)
+    rate = schedule.at(step) or schedule.at(step - 1)
+    if not rate > 0:
+        problem = f"the learning rate of the run is 0 at step {step}, so its branches would learn nothing"
+        fix = "choose another --step"
+        raise ConfigError(f"{problem}; {fix}", key="step")
+    scale = learning_rate_scale(size, plan.reference_size, plan.learning_rate_batch_scaling)
+    return LearningRate(plan=plan, peak=rate / scale, kind="constant")
+
+
+def _train_branches(
+    branches: _Branches, folder: Path, work: Path, tolerance: float, report: Callable[[str], None]
+) -> list[list[Evaluation]]:
+    """Train the missing parts of the branches, smallest batch first, and return all evaluations."""
+    window, setup = branches.window, branches.setup
+    # The evaluations of earlier calls, which were interrupted.
+    curves: list[list[Evaluation]] = [[] for _ in window.sizes]
+    for line in read_lines(work / EVALUATIONS_FILE):
+        losses = tuple(math.nan if loss is None else loss for loss in line["losses"])
+        curves[line["branch"]].append(Evaluation(losses, tuple(line["weights"])))
+
+    def is_done(number: int) -> bool:
+        whole = [curve for curve in curves[:number] if len(curve) == window.num_evaluations and math.isfinite(curve[-1].mean)]
+        complete = len(curves[number]) == window.num_evaluations
+        return complete or is_losing(curves[number], whole, window.num_evaluations, tolerance)
+
+    missing = [number for number in range(len(window.sizes)) if not is_done(number)]
+    if not missing:
+        return curves
+    # The state of the run's checkpoint in host memory, as the optimizer of the branches has it.
+    start = read_state(folder / CHECKPOINT_FOLDER, branches.identity["step"], branches.run_shapes)
+    start = jax.device_get(setup.reorder_layers(start)[1](start))
+    if isinstance(start.opt_state, optax.MultiStepsState):
+        start = replace(start, opt_state=start.opt_state.inner_opt_state)
+    with (
+        Checkpoints(work / CHECKPOINT_FOLDER, max_to_keep=1) as checkpoints,
+        stop_requests(lambda: report("stopping after this step; the same command resumes")) as stop_requested,
+    ):
+        for number in missing:
+            size, curve = window.sizes[number], curves[number]
+            first, per_evaluation = setup.plan.ramp.phases[number].start_step, window.interval // size
+            last = first + per_evaluation * window.num_evaluations
+            state, done = branches.start(start, first), first
+            saved = find_checkpoint(work / CHECKPOINT_FOLDER)
+            if saved is not None and first < saved.step < last and len(curve) >= (saved.step - first) // per_evaluation:
+                state, done = checkpoints.restore(saved, state), saved.step
+            # Evaluations after the checkpoint are repeated, with the same result.
+            del curve[(done - first) // per_evaluation :]
+            log = StepLog(work / EVALUATIONS_FILE, keep_below=done + 1)
+            try:
+                for batch in branches.loader.batches(done, last):
+                    state, _ = setup.step(state, batch)
+                    done = batch.position.step + 1
+                    evaluations, rest = divmod(done - first, per_evaluation)
+                    if rest == 0:
+                        curve.append(found := branches.evaluate(state, evaluations))
+                        losses = [loss if math.isfinite(loss) else None for loss in found.losses]
+                        log.write({"step": done, "branch": number, "losses": losses, "weights": found.weights})
+                        progress = f"{len(curve)}/{window.num_evaluations} of the window"
+                        report(f"batch {size:,}: {progress}, smoothed loss {smoothed_loss(curve):.4f}")
+                        if is_done(number):
+                            break
+                    if stop_requested() or (rest == 0 and evaluations % -(-window.num_evaluations // SAVES_PER_BRANCH) == 0):
+                        log.sync()
+                        checkpoints.save(done, state, {"branch": number})
+                    if stop_requested():
+                        checkpoints.wait()
+                        raise KeyboardInterrupt
+                log.sync()
+            finally:
+                log.close()
+        checkpoints.wait()
+    setup.step.close()
+    return curves

@@ -1,0 +1,1 @@
+"""A run in its folder: the loop over steps, checkpoints, metrics and other processes."""

@@ -1,0 +1,439 @@
+"""Checkpoints with Orbax: the training state, and a record of the step and the run that it belongs to.
+
+Every checkpoint has the checksums of its files, so that damage after it was written is noticed. Tensorstore checks only its
+indexes: a flipped bit in the values of an array is restored without an error. Each process takes the checksums of the files
+that it has written, and on resume those of its share of all files, so the time does not grow with the number of processes.
+A bucket has checksums of its own, so there a checkpoint is intact if Orbax has completed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self
+
+import jax
+import orbax.checkpoint as ocp
+
+from rampup.engine.processes import FOLDER, broadcast_from_process0, is_primary, kv_store
+from rampup.engine.state import replace_fields
+from rampup.errors import ResumeMismatchError, StorageError
+from rampup.loop.events import CheckpointDamaged, OnEvent, ignore_event
+from rampup.loop.run_folder import DAMAGED_FOLDER, absolute_path, is_bucket
+
+RECORD_VERSION = 1
+CHECKSUMS_FILE = "checksums.json"
+# Files that Orbax adds or completes after the checksums are taken. They contain no part of the state.
+_WRITTEN_LATER = frozenset({"commit_success.txt", "_CHECKPOINT_METADATA"})
+# Orbax's barrier before process 0 completes a checkpoint. A process reaches it when it has written everything.
+_WRITTEN = "async_write_complete"
+_THREADS = 8
+# The share of a large checkpoint takes minutes to read. If a process is gone meanwhile, the watchdog ends the others.
+_CHECK_SECONDS = 24 * 3600
+# Bytes that Orbax writes at most besides the data: per checkpoint, and per array.
+METADATA_BYTES, METADATA_BYTES_PER_ARRAY = 65_536, 4_096
+# Leaves that an error message names if a checkpoint has another structure.
+MAX_DIFFERENCES = 5
+_question_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointOptions:
+    """When a run writes checkpoints, and what is in them besides the state.
+
+    Attributes:
+        checkpoint_period: steps between checkpoints; None = write none.
+        max_to_keep: older checkpoints are deleted; None keeps all.
+        async_checkpointing: write in the background.
+        on_checkpoint_error: if a checkpoint cannot be written, `stop` the run, or `continue` with the existing checkpoints.
+        identity: values that must be the same in a checkpoint and in the run that resumes it.
+        extra_metadata: extra metadata stored with each checkpoint and not validated on resume.
+        to_saved, from_saved: between the state in training and the state in checkpoints, if they differ.
+    """
+
+    checkpoint_period: int | None = None
+    max_to_keep: int | None = None
+    async_checkpointing: bool = True
+    on_checkpoint_error: Literal["stop", "continue"] = "stop"
+    identity: Mapping[str, Any] = field(default_factory=dict)
+    extra_metadata: Mapping[str, Any] = field(default_factory=dict)
+    to_saved: Callable[[Any], Any] = lambda state: state
+    from_saved: Callable[[Any], Any] = lambda state: state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """The newest intact checkpoint of a folder, as `find_checkpoint` returns it.
+
+    Attributes:
+        step: optimizer steps done.
+        record: its record, read once.
+        damaged: newer checkpoints that are damaged: optimizer steps -> the problem.
+    """
+
+    step: int
+    record: Mapping[str, Any]
+    damaged: Mapping[int, str] = field(default_factory=dict)
+
+
+def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
+    """Return the newest intact checkpoint in a folder, the same in every process, or None if there is none.
+
+    Nothing is opened for writing, created or moved.
+
+    Raises:
+        ResumeMismatchError: every checkpoint is damaged, or the newest intact one has a record of another version of rampup.
+    """
+    # Every process must resume from the same step, and their file systems may not show the same files at the same time.
+    number, step, content, problems = next(_question_numbers), None, "", {}
+    steps = checkpoint_steps(folder) if is_primary() else ()
+    for candidate in reversed(json.loads(broadcast_from_process0(f"checkpoints{number}", json.dumps(steps)))):
+        checked = is_primary() or not is_bucket(folder)
+        problem = damage(folder / str(candidate), jax.process_index(), jax.process_count()) if checked else None
+        problem = _first_problem(f"damage{number}-{candidate}", problem or "")
+        if not problem:
+            step = candidate
+            break
+        problems[candidate] = problem
+    if is_primary() and step is not None:
+        content = (folder / str(step) / "record" / "metadata").read_text(encoding="utf-8")
+    content = broadcast_from_process0(f"checkpoint{number}", content)
+    if step is None:
+        if problems:
+            lines = "\n".join(f"  {folder / str(number)}: {problem}" for number, problem in problems.items())
+            raise ResumeMismatchError(
+                f"every checkpoint is damaged, and none is deleted:\n{lines}\n"
+                "restore one from a copy, or give the run another run_name to start from the beginning",
+                key="run_name",
+            )
+        return None
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError):
+        record = None
+    version = record.get("version") if isinstance(record, Mapping) else None
+    if version != RECORD_VERSION:
+        raise ResumeMismatchError(f"{folder / str(step)} was written in format {version}, this is format {RECORD_VERSION}")
+    if record.get("step") != step:
+        raise ResumeMismatchError(f"the record of {folder / str(step)} is of step {record.get('step')!r:.100}")
+    return SavedCheckpoint(step=step, record=record, damaged=problems)
+
+
+def _first_problem(name: str, problem: str) -> str:
+    """Return the first problem that a process has found, in every process; "" if none has."""
+    if jax.process_count() > 1:
+        folder = f"{FOLDER}/{name}"
+        kv_store().key_value_set(f"{folder}/{jax.process_index()}", problem)
+        if is_primary():
+            keys = [f"{folder}/{n}" for n in range(jax.process_count())]
+            problem = next(filter(None, [kv_store().blocking_key_value_get(key, 1000 * _CHECK_SECONDS) for key in keys]), "")
+    return broadcast_from_process0(name, problem, timeout=_CHECK_SECONDS)
+
+
+def read_state(folder: Path, step: int, state: Any) -> Any:
+    """Return the state of an intact checkpoint of a run that may be training, without changing anything in its folder.
+
+    `state` has the same structure, or is its shapes. The returned one gets its types and shardings.
+
+    Raises:
+        ResumeMismatchError: a state of another structure.
+    """
+    with ocp.CheckpointManager(absolute_path(folder), options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
+        return _restored(manager, folder, step, state)
+
+
+def _restored(manager: ocp.CheckpointManager, folder: Path, step: int, state: Any) -> Any:
+    """Return the state of a checkpoint with the structure, types and shardings of `state`; see `read_state`."""
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _as_tree(state))
+    # Orbax would fail at a leaf that differs, with a page of messages from its threads.
+    with ocp.StandardCheckpointer() as reader:
+        stored = reader.metadata(absolute_path(folder) / str(step) / "state")
+    cause: Exception | None = None
+    if not (reason := _format_differences(stored.item_metadata.tree, abstract)):
+        try:
+            tree = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
+            return replace_fields(state, **tree)
+        except (ValueError, KeyError, TypeError) as error:
+            reason, cause = " ".join(str(error).split())[:500], error
+    raise ResumeMismatchError(f"the state in {folder / str(step)} is not of this model and optimizer: {reason}") from cause
+
+
+def checkpoint_steps(folder: Path) -> tuple[int, ...]:
+    """Return the optimizer steps done in each checkpoint of a folder, oldest first."""
+    if not folder.is_dir():
+        return ()
+    return tuple(sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()))
+
+
+def _raise(error: StorageError) -> NoReturn:
+    raise error
+
+
+class Checkpoints:
+    """The checkpoints of one run. Each is named after the number of optimizer steps done.
+
+    Orbax writes a checkpoint into a temporary folder, with the checksums of its files, and then renames it: a checkpoint is
+    complete or absent.
+
+    Args:
+        folder: the folder; created with the first checkpoint.
+        max_to_keep: older ones are deleted; None keeps all.
+        async_checkpointing: write in the background.
+        on_error: called with a StorageError if a checkpoint cannot be written. By default it is raised.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_to_keep: int | None = None,
+        async_checkpointing: bool = True,
+        on_error: Callable[[StorageError], None] = _raise,
+    ) -> None:
+        self.folder = folder
+        self._max_to_keep, self._asynchronous, self._on_error = max_to_keep, async_checkpointing, on_error
+        self._writing: int | None = None
+        self._manager = self._open()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        # An error while closing must not hide the error that led to closing.
+        with contextlib.suppress(*(() if error is None else (Exception,))):
+            self._manager.close()
+
+    @property
+    def latest(self) -> int | None:
+        """Optimizer steps done in the newest checkpoint, or None."""
+        return max(checkpoint_steps(self.folder), default=None)
+
+    def save(self, step: int, state: Any, record: Mapping[str, Any]) -> None:
+        """Write a checkpoint after `step` optimizer steps, with JSON values `record`.
+
+        On return `state` may be changed, also if it is written in the background.
+
+        Raises:
+            StorageError: from `on_error`, for this checkpoint or the one before it.
+        """
+        # Orbax reports the failure of an asynchronous write at the next call: it belongs to the checkpoint before this one.
+        self.wait()
+        if step in checkpoint_steps(self.folder):
+            return
+        content = {"version": RECORD_VERSION, "step": step, **record}
+        self._writing = step
+        arguments = ocp.args.Composite(state=ocp.args.StandardSave(_as_tree(state)), record=ocp.args.JsonSave(content))
+
+        def write() -> None:
+            if is_primary() and not is_bucket(self.folder):
+                # If a folder cannot be made, Orbax's threads would wait ten minutes for it, and the process for them.
+                self.folder.mkdir(parents=True, exist_ok=True)
+                tempfile.TemporaryDirectory(dir=self.folder).cleanup()
+                _check_room(self.folder, state)
+            self._manager.save(step, args=arguments, force=True)
+
+        self._attempt(write)
+        if not self._asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until every checkpoint is written, or `on_error` raises a StorageError."""
+        self._attempt(self._manager.wait_until_finished)
+
+    def restore(self, saved: SavedCheckpoint, state: Any, on_event: OnEvent = ignore_event) -> Any:
+        """Return the state of a checkpoint, and move newer, damaged checkpoints into `damaged_checkpoints` next to the folder.
+
+        The restored state gets the shapes, types and shardings of `state`. Each `CheckpointDamaged` is reported.
+
+        Raises:
+            ResumeMismatchError: a state of another structure; nothing is moved then.
+        """
+        restored = _restored(self._manager, self.folder, saved.step, state)
+        self._move_aside(saved, on_event)
+        return restored
+
+    def _move_aside(self, saved: SavedCheckpoint, on_event: OnEvent) -> None:
+        for step, problem in saved.damaged.items():
+            source, target = self.folder / str(step), self.folder.parent / DAMAGED_FOLDER
+            names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
+            target /= next(name for name in names if not (target / name).exists())
+            # In a bucket, Orbax itself has deleted a checkpoint that it did not complete.
+            if is_primary() and source.exists():
+                target.parent.mkdir(exist_ok=True)
+                source.rename(target)
+            on_event(CheckpointDamaged(steps=step, problem=problem, moved_to=target, used=saved.step))
+        if saved.damaged:
+            # The others must not list the folder before process 0 has moved everything.
+            broadcast_from_process0(f"moved{next(_question_numbers)}", "")
+            self._manager.reload()
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._max_to_keep,
+            create=True,
+            cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(barrier_sync_fn=self._barrier, post_finalization_callback=self._seal),
+        )
+        return ocp.CheckpointManager(absolute_path(self.folder), options=options)
+
+    def _barrier(self, *, key: str, timeout_ms: int) -> None:
+        """Wait for the other processes, after the checksums of the files that this one has written."""
+        if _WRITTEN in key and not is_primary() and not is_bucket(self.folder):
+            for unfinished in self._unfinished():
+                write_checksums(unfinished, process=jax.process_index())
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+    def _seal(self) -> None:
+        """Complete the checksums. Orbax calls it when all files of a checkpoint are written, before it renames the folder."""
+        if is_primary() and not is_bucket(self.folder):
+            for unfinished in self._unfinished():
+                write_checksums(unfinished)
+
+    def _unfinished(self) -> Iterator[Path]:
+        # Orbax writes into a folder with the step's number and a suffix that depends on its version.
+        return self.folder.glob(f"{self._writing}.*")
+
+    def _attempt(self, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - what a full disk raises depends on the library and its version
+            step, self._writing = self._writing, None
+            # A manager whose write has failed raises that error again in every later call, so a new one takes its place.
+            with contextlib.suppress(Exception):
+                self._manager.close()
+            if is_primary():
+                for unfinished in () if is_bucket(self.folder) else self.folder.glob(f"{step}.*"):
+                    shutil.rmtree(unfinished, ignore_errors=True)
+            self._manager = self._open()
+            existing = "there is no other" if self.latest is None else f"the newest is {self.folder / str(self.latest)}"
+            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            if not isinstance(error, StorageError) and re.search("RESOURCE_EXHAUSTED|ENOSPC|No space left", reason):
+                reason = f"No space left on device in {self.folder}"
+            failure = StorageError(f"the checkpoint of step {step} could not be written: {reason}; {existing}")
+            failure.__cause__ = error
+            self._on_error(failure)
+
+
+def _format_differences(stored: Any, expected: Any) -> str:
+    """Return the leaves that two trees of shapes do not share, in words; nothing if they agree."""
+    shapes = [
+        {
+            jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+            if getattr(leaf, "shape", None) is not None
+        }
+        for tree in (stored, expected)
+    ]
+    before, now = shapes
+    changed = [name for name in before if now.get(name, before[name]) != before[name]]
+    found = [f"{name} is {before[name]} in the checkpoint and {now[name]} here" for name in changed]
+    found += [f"{name} is only in the checkpoint" for name in before if name not in now]
+    found += [f"{name} is only here" for name in now if name not in before]
+    more = f"; and {len(found) - MAX_DIFFERENCES:,} more" if len(found) > MAX_DIFFERENCES else ""
+    return "; ".join(found[:MAX_DIFFERENCES]) + more
+
+
+def _as_tree(state: Any) -> dict[str, Any]:
+    """Return all fields of a state that contain arrays, such as the moving average in a subclass of Flax's TrainState."""
+    if dataclasses.is_dataclass(state):
+        fields = [f for f in dataclasses.fields(state) if f.metadata.get("pytree_node", not f.metadata.get("static", False))]
+        tree = {field.name: getattr(state, field.name) for field in fields}
+    else:
+        tree = state._asdict()
+    return {name: value for name, value in tree.items() if value is not None}
+
+
+def _check_room(folder: Path, state: Any) -> None:
+    """Refuse a checkpoint for which there is no room before Orbax begins it, whose threads print pages about every file."""
+    leaves = jax.tree.leaves(state)
+    # Arrays as if they could not be compressed, and the metadata of Orbax and of each array.
+    most = sum(getattr(leaf, "nbytes", 8) for leaf in leaves) + METADATA_BYTES + METADATA_BYTES_PER_ARRAY * len(leaves)
+    disk = shutil.disk_usage(folder)
+    if disk.total > 0 and disk.free < most:  # some network file systems have no numbers
+        raise StorageError(
+            f"No space left on device in {folder}: the checkpoint may take {most / 2**20:,.1f} MiB, "
+            f"{disk.free / 2**20:,.1f} MiB are free"
+        )
+
+
+def write_checksums(folder: Path, *, process: int = 0) -> None:
+    """Write the size and the SHA-256 of the files in a folder that a process has written into a file there.
+
+    Orbax gives each process a folder for its arrays. Process 0 comes last, has all other files, and adds what the other
+    processes have found without reading theirs.
+    """
+    files = _files_to_check(folder)
+    others = {path: json.loads(path.read_bytes()) for path in folder.glob(f"{CHECKSUMS_FILE}.*")} if process == 0 else {}
+    found: dict[str, Any] = {name: entry for entries in others.values() for name, entry in entries.items()}
+    # Process 0 also takes what no other process has, so that a checkpoint is complete whatever the version of Orbax.
+    own = [n for n in files if f"/ocdbt.process_{process}/" in n] if process else [n for n in files if n not in found]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found |= zip(own, threads.map(lambda name: _size_and_digest(folder / name), own), strict=True)
+    if process:
+        # Orbax renames `state.SUFFIX`, as it renames the whole checkpoint, when all processes have written.
+        found = {re.sub(r"^([^/.]+)\.[^/]*/", r"\1/", name): entry for name, entry in found.items()}
+    target = folder / (f"{CHECKSUMS_FILE}.{process}" if process else CHECKSUMS_FILE)
+    target.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
+    for path in others:
+        path.unlink()
+
+
+def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
+    """Return how a folder differs from its checksums, or None if it is intact.
+
+    Names and sizes of all files are checked, and the contents of one of `num_shares` shares of them, of about the same size.
+    """
+    if is_bucket(folder):
+        return None if ocp.utils.is_checkpoint_finalized(folder) else "it was not completed"
+    try:
+        expected = json.loads((folder / CHECKSUMS_FILE).read_bytes())
+        wanted = {str(name): (int(size), str(digest)) for name, (size, digest) in expected.items()}
+    except FileNotFoundError:
+        return f"{CHECKSUMS_FILE} is missing"
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return f"{CHECKSUMS_FILE} cannot be read"
+    if extra := sorted(set(_files_to_check(folder)) - set(wanted)):
+        return f"{extra[0]} was not written with it"
+    # Dealt out by size: neighbours in the row are about as large.
+    to_read = set(sorted(wanted, key=lambda name: (-wanted[name][0], name))[share::num_shares])
+    with ThreadPoolExecutor(_THREADS) as threads:
+        problems = threads.map(lambda name: _file_damage(folder / name, name, *wanted[name], name in to_read), sorted(wanted))
+        return next(filter(None, problems), None)
+
+
+def _files_to_check(folder: Path) -> list[str]:
+    """Return the files of a folder, without those that are written later at its top level."""
+    names = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
+    return sorted(name for name in names if name not in _WRITTEN_LATER and not name.startswith(CHECKSUMS_FILE))
+
+
+def _size_and_digest(path: Path) -> tuple[int, str]:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), digest
+
+
+def _file_damage(path: Path, name: str, size: int, digest: str, read: bool) -> str | None:
+    try:
+        # First the size: a file that has lost its end is not worth reading.
+        found_size = path.stat().st_size
+        if not path.is_dir() and found_size != size:
+            return f"{name} has {found_size:,} bytes, not {size:,}"
+        if not read or _size_and_digest(path) == (size, digest):
+            return None
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:  # such as a bad sector, which the disk reports only when it is read
+        return f"{name} cannot be read: {error.strerror or error}"
+    return f"{name} was changed after it was written: its SHA-256 differs"

@@ -1,0 +1,275 @@
+"""Several processes as one run: joining, agreeing, and ending together when one of them is gone.
+
+Processes communicate through the key-value store of jax.distributed, without device collectives, so no device waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+
+from rampup.data.files import changed_files
+from rampup.engine.processes import FOLDER, announced, is_primary, kv_store
+from rampup.errors import ConfigError
+from rampup.loop.launchers import Launch, find_launch, local_device_ids
+
+# Steps from a decision to its effect. A step ends for all processes together, so none is this many steps ahead of another.
+NOTICE_STEPS = 8
+_ALIVE, _DONE, _FAILED = f"{FOLDER}/alive", "done", "failed "
+_EXIT_FAILED = 1
+_agreement_numbers, _check_numbers = itertools.count(), itertools.count()
+
+
+def join(
+    *,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    distributed: str = "auto",
+    initialization_timeout: int = 300,
+    heartbeat_timeout: int = 60,
+) -> None:
+    """Join the other processes of the run, if there are any. Call it before JAX looks for devices.
+
+    Without arguments the environment decides, as the guide to several hosts says.
+
+    Args:
+        coordinator_address: host:port of process 0.
+        num_processes: total number of processes.
+        process_id: number of this process, from 0.
+        distributed: `auto`: join if this process is one of several; `on`: refuse to run alone; `off`: do not join.
+        initialization_timeout: seconds to wait for the others.
+        heartbeat_timeout: seconds without a heartbeat after which JAX gives a process up.
+
+    Raises:
+        ConfigError: this process is one of several, but what it needs to join is not known, or process 0 does not come.
+    """
+    if jax.distributed.is_initialized() or distributed == "off":
+        return
+    with announced("this process waits for what JAX looks up: the name of process 0"):
+        launch = find_launch(coordinator_address, num_processes, process_id, timeout=initialization_timeout)
+    if launch is None:
+        if distributed == "on":
+            problem = "distributed=on, but this process was started alone"
+            fix = "set coordinator_address, num_processes and process_id, or start it with a launcher"
+            raise ConfigError(f"{problem}; {fix}", key="distributed", nearest=("auto",))
+        return
+    devices = local_device_ids()
+    deadline = time.monotonic() + initialization_timeout
+    with announced(f"process {launch.number} of {launch.count} waits for {launch.address}") as waiting:
+        _reach_process0(launch, initialization_timeout, waiting)
+        waiting.words = f"process {launch.number} of {launch.count} waits at {launch.address} for the others"
+        try:
+            jax.distributed.initialize(
+                coordinator_address=launch.address,
+                num_processes=launch.count,
+                process_id=launch.number,
+                local_device_ids=devices,
+                # JAX's detectors would be asked once more, also those that fail here.
+                cluster_detection_method="deactivate",
+                initialization_timeout=max(int(deadline - time.monotonic()), 1),
+                heartbeat_timeout_seconds=heartbeat_timeout,
+            )
+        except RuntimeError as error:
+            problem = f"process {launch.number} of {launch.count} could not join the others at {launch.address}"
+            raise ConfigError(f"{problem}: {' '.join(str(error).split())[:300]}", key="coordinator_address") from None
+
+
+def check_consistent(facts: Mapping[str, Any], *, timeout: int = 300) -> None:
+    """Check that all processes are about to run the same thing. All of them call this equally often.
+
+    Facts are key -> value, of the configuration and the data, and for files a mapping from name to fingerprint. A process
+    leaves out those that it does not know; process 0 knows all.
+
+    Raises:
+        ConfigError: in every process, with the keys that differ.
+    """
+    # Process 0 compares, and the others wait for its answer: all of them end in the same way.
+    count = jax.process_count()
+    if count == 1:
+        return
+    folder = f"{FOLDER}/facts{next(_check_numbers)}"
+    kv_store().key_value_set(f"{folder}/{jax.process_index()}", json.dumps(facts, default=str))
+    if is_primary():
+        found = [json.loads(kv_store().blocking_key_value_get(f"{folder}/{n}", 1000 * timeout)) for n in range(count)]
+        kv_store().key_value_set(f"{folder}/verdict", json.dumps(_differences(found)))
+    problems = json.loads(kv_store().blocking_key_value_get(f"{folder}/verdict", 1000 * timeout))
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems.values())
+        raise ConfigError(f"the processes are not started alike:\n{lines}", key=next(iter(problems)))
+
+
+class StopConsensus:
+    """Agrees on the step before which a run stops, without stopping any process meanwhile.
+
+    A process that wants to stop says so. Process 0 then sets a step a little ahead, which all of them find in the store before
+    they reach it. Every process creates its instances in the same order. A single process decides at once.
+    """
+
+    def __init__(self) -> None:
+        self._folder = f"{FOLDER}/agreement{next(_agreement_numbers)}"
+        self._from_step: int | None = None
+        self._has_asked = False
+
+    def agreed(self, wants_to_stop: bool, step: int) -> bool:
+        """Return whether the run stops before `step`, which is never smaller than in the call before."""
+        if jax.process_count() == 1:
+            return wants_to_stop
+        if self._from_step is None:
+            if wants_to_stop and not self._has_asked:
+                kv_store().key_value_set(f"{self._folder}/ready{jax.process_index()}", "")
+                self._has_asked = True
+            found, decision = dict(kv_store().key_value_dir_get(self._folder)), f"{self._folder}/from"
+            if is_primary() and decision not in found and found:
+                found[decision] = str(step + NOTICE_STEPS)
+                kv_store().key_value_set(decision, found[decision])
+            # A later look finds the same decision, so it does not matter when a process looks first.
+            self._from_step = int(found[decision]) if decision in found else None
+        return self._from_step is not None and step >= self._from_step
+
+
+@contextlib.contextmanager
+def watchdog(timeout: float) -> Iterator[None]:
+    """End this process with a clear message when another one has been silent for `timeout` seconds, or has failed.
+
+    JAX's own heartbeat ends the process as well, later and from C++, or at once if process 0 is gone.
+    """
+    if jax.process_count() == 1:
+        yield
+        return
+    done, disconnected = threading.Event(), threading.Event()
+    thread = threading.Thread(target=_watch, args=(done, disconnected, timeout), name="rampup-watchdog", daemon=True)
+    thread.start()
+    try:
+        yield
+    except BaseException as error:
+        if _is_of_a_collective(error):
+            # A broken connection fails here at once, long before the process at its other end counts as silent. Wait until the
+            # thread has named that process. Until then this one stays alive for the others, which look for the culprit as well.
+            disconnected.set()
+            thread.join(timeout + 2)
+        done.set()
+        _report_state(f"{_FAILED}{type(error).__name__}: {error}")
+        raise
+    done.set()
+    thread.join()
+    _report_state(_DONE)
+
+
+def _watch(done: threading.Event, disconnected: threading.Event, timeout: float) -> None:
+    """Report that this process is alive, and look for processes that have stopped reporting it for `timeout` seconds.
+
+    `done` is set when there is nothing more to watch, and `disconnected` when the main thread has left its collective with an
+    error, and ends by itself.
+    """
+    seen: dict[str, tuple[str, float]] = {}
+    answered, beat = time.monotonic(), 0
+    while not done.wait(min(timeout / 5, 1.0)):
+        now, beat = time.monotonic(), beat + 1
+        try:
+            kv_store().key_value_set(f"{_ALIVE}/{jax.process_index()}", str(beat), allow_overwrite=True)
+            states, answered = dict(kv_store().key_value_dir_get(_ALIVE)), now
+        except Exception:  # noqa: BLE001 - whatever it is, the store does not answer
+            states = {}
+        states.pop(f"{_ALIVE}/{jax.process_index()}", None)
+        for key, state in states.items():
+            # The clocks of two machines differ, so only the time since a state last changed here counts.
+            if key not in seen or seen[key][0] != state:
+                seen[key] = state, now
+        problem = _problem(seen, now, answered, timeout)
+        if problem and not done.is_set():
+            own = jax.process_index()
+            print(f"rampup: {problem}; process {own} ends too. Start the job again to resume.", file=sys.stderr, flush=True)
+            if disconnected.is_set():
+                return
+            # The main thread is inside a collective that waits for the process that is gone. No exception and no signal handler
+            # reaches it there, and jax.distributed.shutdown would wait for that process too: nothing else ends this process.
+            os._exit(_EXIT_FAILED)
+
+
+def _problem(seen: Mapping[str, tuple[str, float]], now: float, answered: float, timeout: float) -> str | None:
+    """Return the problem of another process, or None."""
+    if now - answered > timeout:
+        return f"process 0 has not answered for {timeout:g} s"
+    for key, (state, since) in seen.items():
+        number = key.rsplit("/", 1)[-1]
+        if state.startswith(_FAILED):
+            return f"process {number} failed with {state.removeprefix(_FAILED)}"
+        if state != _DONE and now - since > timeout:
+            return f"process {number} has been silent for {timeout:g} s"
+    return None
+
+
+def _is_of_a_collective(error: BaseException | None) -> bool:
+    """Return whether an error, or one that led to it, is of the devices or of the connections between processes."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo " in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _report_state(state: str) -> None:
+    with contextlib.suppress(Exception):
+        kv_store().key_value_set(f"{_ALIVE}/{jax.process_index()}", state[:1000], allow_overwrite=True)
+
+
+def _reach_process0(launch: Launch, timeout: float, waiting: SimpleNamespace) -> None:
+    """Wait until process 0 listens; in process 0, until it can. Refuse after `timeout` seconds.
+
+    JAX would end the process from C++, without an exception: after the timeout, and at once if the port is in use.
+    """
+    host, _, port = launch.address.rpartition(":")
+    words, deadline = waiting.words, time.monotonic() + timeout
+    while True:
+        try:
+            if launch.number:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+                return
+            socket.getaddrinfo(host.strip("[]"), int(port))  # process 0 is a client too
+            if "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+                with socket.socket() as listener:
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    listener.bind(("", int(port)))
+            return
+        except socket.gaierror:
+            problem = f"the name {host} cannot be resolved here"
+        except OSError as error:
+            problem = f"{'no answer' if launch.number else 'it cannot listen'} ({error.strerror or error})"
+        except ValueError:
+            raise ConfigError(f"{launch.address}: the port must be a number", key="coordinator_address") from None
+        waiting.words = f"{words}: {problem}"
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{waiting.words}; gave up after {timeout:g} s", key="coordinator_address")
+        time.sleep(0.5)
+
+
+def _differences(found: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the facts that differ from those of process 0, by key. A process need not know every fact."""
+    problems = {}
+    for key, first in found[0].items():
+        others = {number: facts[key] for number, facts in enumerate(found) if facts.get(key, first) != first}
+        if others:
+            number, value = next(iter(others.items()))
+            more = f" (and in {len(others) - 1} more)" if len(others) > 1 else ""
+            problems[key] = f"{key}: {_format_difference(first, value, number)}{more}"
+    return problems
+
+
+def _format_difference(first: Any, value: Any, number: int) -> str:
+    if not isinstance(first, Mapping):
+        return f"{first!r} in process 0, {value!r} in process {number}"
+    files = changed_files(first, value)
+    more = f", and {len(files) - 1:,} more files" if len(files) > 1 else ""
+    return f"{files[0][0]}: {files[0][1]} in process 0, {files[0][2]} in process {number}{more}"

@@ -1,0 +1,237 @@
+"""How this process was started: the variables that launchers set, and what JAX's own detectors of clusters find."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from rampup.errors import ConfigError
+
+# The port of an address without one, unless JAX_COORDINATOR_PORT is set.
+DEFAULT_PORT = "8476"
+# Variables with the number of processes (the first that is set counts) and with the number of this one. The more specific come
+# first: mpirun may run within a Slurm job, and the author of a script may set NNODES too. A step of Slurm has its own number of
+# tasks; in the step of an interactive shell, SLURM_NTASKS is that of the job.
+_VARIABLES = (
+    (("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK"),
+    (("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_PROCID"),
+    (("NNODES",), "NODE_RANK"),
+    (("SKYPILOT_NUM_NODES",), "SKYPILOT_NODE_RANK"),
+    (("PMI_SIZE",), "PMI_RANK"),
+    (("WORLD_SIZE",), "RANK"),
+)
+_ALONE = "distributed=off trains in this process alone"
+
+
+class Launch(NamedTuple):
+    """The place of this process among several.
+
+    Attributes:
+        address: host:port of process 0.
+        count: number of processes.
+        number: number of this process, from 0.
+    """
+
+    address: str
+    count: int  # type: ignore[assignment]  # hides `tuple.count`
+    number: int
+
+
+class _Found(NamedTuple):
+    by: str
+    count: int  # type: ignore[assignment]  # hides `tuple.count`
+    number: int
+    cluster: Any = None  # JAX's detector, which knows the address
+
+
+def find_launch(
+    address: str | None = None, count: int | None = None, number: int | None = None, *, timeout: int = 300
+) -> Launch | None:
+    """Return the place of this process among those that it was started with; None if it is alone.
+
+    The given address (of process 0, with or without a port), count and number count first, then JAX's variables. The rest comes
+    from JAX's detectors if there is no address, and otherwise from the variables of launchers. A detector may wait `timeout`
+    seconds for the name of process 0 to be resolved.
+
+    Raises:
+        ConfigError: this process is one of several, but what it needs to find the others is not known.
+    """
+    address = address or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
+    count = _number_in("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT") if count is None else count
+    number = _own_number() if number is None else number
+    found, problem = (None if count == 1 else next(_launchers(), None)), ""
+    if count != 1 and (address is None or (found is None and None in (count, number))):
+        detected, problem = _ask_jax()
+        found = detected or found
+    if address is None and found is not None and found.cluster is not None:
+        address = _address_from(found.cluster, timeout)
+    if address is None and found is not None and (hosts := os.environ.get("SKYPILOT_NODE_IPS")):
+        address = hosts.split()[0]
+    if address is None and found is not None:
+        if not problem:
+            unknown = "JAX does not know this launcher, or not all that it sets is here"
+            problem = "Start it with srun" if found.by.startswith("SLURM") else unknown
+        raise ConfigError(
+            f"{found.by}: this process was started as number {found.number} of {found.count}, but it does not know where "
+            f"process 0 is. {problem}; or set JAX_COORDINATOR_ADDRESS to its host and port. {_ALONE}",
+            key="coordinator_address",
+        )
+    if found is not None:
+        count, number = found.count if count is None else count, found.number if number is None else number
+    if count is not None and number is not None and not 0 <= number < count:
+        raise ConfigError(
+            f"process_id={number} must be from 0 to num_processes - 1 = {count - 1}", key="process_id", nearest=(0, count - 1)
+        )
+    if count == 1:
+        return None
+    given = {"coordinator_address": address, "num_processes": count, "process_id": number}
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) == len(given):
+        _check_alone(problem)
+        return None
+    if address is None or count is None or number is None:
+        problem = f"{' and '.join(name for name in given if name not in missing)} is given without {' and '.join(missing)}"
+        fix = "several processes need all three"
+        raise ConfigError(f"{problem}; {fix}", key=missing[0])
+    if ":" not in address.rpartition("]")[2]:  # [::1] is an address without a port
+        address = f"{address}:{os.environ.get('JAX_COORDINATOR_PORT') or DEFAULT_PORT}"
+    return Launch(address, count, number)
+
+
+def local_device_ids() -> list[int] | None:
+    """Return the GPUs of this host for this process, as JAX numbers them; None = all that it sees.
+
+    JAX gives a process of Slurm or Open MPI one GPU, also if it is the only one on its host. Processes that would leave some
+    GPUs of their host unused are refused.
+    """
+    if os.environ.get("JAX_LOCAL_DEVICE_IDS") or jax.config.jax_platforms == "cpu":
+        return None
+    if "OMPI_COMM_WORLD_LOCAL_SIZE" in os.environ:
+        tasks, number = _number_in("OMPI_COMM_WORLD_LOCAL_SIZE"), _number_in("OMPI_COMM_WORLD_LOCAL_RANK")
+    elif "SLURM_STEP_TASKS_PER_NODE" in os.environ and "SLURM_STEP_NODELIST" in os.environ:
+        tasks, number = _slurm_tasks_here(os.environ["SLURM_STEP_TASKS_PER_NODE"]), _number_in("SLURM_LOCALID")
+    else:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = _number_in("SLURM_GPUS_ON_NODE") if not visible else len(visible.split(","))
+    if tasks is None or number is None or tasks == 1 or (visible and gpus == 1):
+        return None
+    if gpus is not None and gpus > tasks:
+        source = f"CUDA_VISIBLE_DEVICES={visible}" if visible else f"SLURM_GPUS_ON_NODE={gpus}"
+        raise ConfigError(
+            f"{tasks} processes are started on a host with {gpus} GPUs ({source}), and each would use one; start one process "
+            f"per GPU (srun --ntasks-per-node={gpus}) or one per host (--ntasks-per-node=1), which then uses all of them, or "
+            "set JAX_LOCAL_DEVICE_IDS in each",
+            key="num_processes",
+        )
+    return [number]
+
+
+def _launchers() -> Iterator[_Found]:
+    """Yield the launchers whose variables say that they started several processes."""
+    for names, own in _VARIABLES:
+        name = next((name for name in names if os.environ.get(name)), names[0])
+        count, number = os.environ.get(name, ""), os.environ.get(own, "")
+        # Other programs use such short names too, and not always for numbers.
+        if count.isdecimal() and number.isdecimal() and int(count) > 1:
+            yield _Found(f"{name}={count}, {own}={number}", int(count), int(number))
+
+
+def _ask_jax() -> tuple[_Found | None, str]:
+    """Return the several processes that one of JAX's detectors finds, or None, and the problem of a detector that failed."""
+    try:
+        from jax._src.clusters import ClusterEnv
+
+        clusters = [cluster for cluster in ClusterEnv._cluster_types if not cluster.opt_in_only_method]
+    except (ImportError, AttributeError):  # no public names; then only the variables count
+        return None, ""
+    problem = ""
+    for cluster in clusters:
+        name = cluster.__name__
+        if "Slurm" in name and (os.environ.get("SLURM_STEP_NUM_TASKS") == "1" or not _is_slurm_task()):
+            continue  # It would take the tasks of the whole job, and in JAX 0.7 also those of a shell.
+        if "Tpu" in name and "tpu" not in (jax.config.jax_platforms or "tpu"):
+            continue  # A run on the CPUs of a TPU VM is one of this host alone.
+        count = 0
+        try:
+            if not cluster.is_env_present():
+                continue
+            count = cluster.get_process_count()
+            if count > 1:
+                return _Found(f"JAX's {name}", count, cluster.get_process_id(), cluster), ""
+        except Exception as error:  # noqa: BLE001 - no metadata server, no package, no permission: each has an error of its own
+            words = f"JAX's {name} says: {type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
+            hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES") or "unknown, or several"
+            # A pod that asks in vain is often one of its own. A host with TPUs is often one of several.
+            if count > 1 or ("Tpu" in name and "," in hosts):
+                fix = "set coordinator_address, num_processes and process_id in each process"
+                raise ConfigError(f"{words}; {fix}. {_ALONE}", key="coordinator_address") from None
+            problem = problem or words
+    return None, problem
+
+
+def _is_slurm_task() -> bool:
+    """Return whether srun started this process, and not a batch script or an interactive shell."""
+    return all(os.environ.get(name) for name in ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"))
+
+
+def _address_from(cluster: Any, timeout: int) -> str | None:
+    port = os.environ.get("JAX_COORDINATOR_PORT") or None
+    options = {"timeout_secs": timeout, "override_coordinator_port": port}
+    known = inspect.signature(cluster.get_coordinator_address).parameters  # JAX 0.7 has no override
+    try:
+        address = str(cluster.get_coordinator_address(**{name: value for name, value in options.items() if name in known}))
+    except Exception as error:
+        problem = f"JAX's {cluster.__name__} does not find process 0: {' '.join(str(error).split())[:500]}"
+        fix = f"set JAX_COORDINATOR_ADDRESS to its host and port. {_ALONE}"
+        raise ConfigError(f"{problem}; {fix}", key="coordinator_address") from error
+    return f"{address.rpartition(':')[0]}:{port}" if port else address
+
+
+def _check_alone(problem: str) -> None:
+    """Refuse a pod of an indexed Job that cannot be its only one; say so where it may be one of several."""
+    index = _number_in("JOB_COMPLETION_INDEX")
+    if index is not None:
+        problem = problem or "JAX finds the others with the package kubernetes: pip install 'jax[k8s]'"
+        words = f"JOB_COMPLETION_INDEX={index}: a pod of an indexed Job, but nothing says how many there are. {problem}"
+        fix = "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+        if index > 0:
+            raise ConfigError(f"{words}; or {fix}. {_ALONE}", key="coordinator_address")
+        problem = f"{words}; if there are others, {fix}"
+    if problem:
+        print(f"rampup: this process runs alone. {problem}", file=sys.stderr, flush=True)
+
+
+def _own_number() -> int | None:
+    """Return JAX_PROCESS_ID, or what xpk sets for CPUs: a Job per slice, with an index of its own in each."""
+    number = _number_in("JAX_PROCESS_ID")
+    if number is None and os.environ.get("JAX_PROCESS_COUNT"):
+        index, job, per_job = map(_number_in, ("JOB_COMPLETION_INDEX", "JOB_INDEX", "PROCESSES_IN_JOB"))
+        return None if index is None else (job or 0) * (per_job or 0) + index
+    return number
+
+
+def _number_in(*names: str) -> int | None:
+    """Return the number in the first variable that is set, or None."""
+    name = next((name for name in names if os.environ.get(name)), None)
+    if name is None:
+        return None
+    if not os.environ[name].isdecimal():
+        raise ConfigError(f"{name}={os.environ[name]!r} must be a whole number", key=name)
+    return int(os.environ[name])
+
+
+def _slurm_tasks_here(text: str) -> int | None:
+    """Return the tasks of this node from a text such as `4(x2),3`: four on each of two nodes, and three."""
+    counts: list[int] = []
+    for part in text.split(","):
+        tasks, _, nodes = part.rstrip(")").partition("(x")
+        counts += itertools.repeat(int(tasks), int(nodes or 1))
+    node = _number_in("SLURM_NODEID") or 0
+    return counts[node] if node < len(counts) else None

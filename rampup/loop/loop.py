@@ -1,0 +1,443 @@
+"""The training loop: steps, metrics, evaluation, checkpoints and a clean stop.
+
+`Loop.run` owns the folder, `restore` reads a checkpoint, `train` opens what the run writes, and `_train` runs the steps. A step
+returns before the devices are done: its metrics are fetched two steps later, or by a flush, which waits.
+
+A component may replace the plan, as `batch_size_schedule: auto` does, and then this holds:
+
+- A plan changes between two steps and only extends its ramp: the steps that are done have the same rows in both, so the
+  learning rate, the metrics and the samples before a step stay as they are.
+- It is decided from the flushed lines of all steps before it, alike in all processes, and written into the step's line.
+- A run that writes checkpoints has one with the new ramp before the first step of the new size, from which it can resume.
+- State and compiled step stay. The plan has reserved the sizes that may come, so that no size needs another executable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+
+from rampup.batch_size.noise_scale import default_half_life
+from rampup.data.files import changed_files
+from rampup.errors import DataError, ResumeMismatchError, StorageError
+from rampup.loop.checkpoint import CheckpointOptions, Checkpoints, SavedCheckpoint, checkpoint_steps, find_checkpoint
+from rampup.loop.components import Component, LoopPlan, LoopRamp, LoopStep, NoiseAverages, ShapeChanges
+from rampup.loop.distributed import StopConsensus
+from rampup.loop.events import (
+    BatchSizeChanged,
+    CheckpointSaved,
+    Evaluated,
+    LearningRateChanged,
+    OnEvent,
+    RunAborted,
+    RunStarted,
+    RunStopped,
+    RunStopping,
+    StopRequested,
+    StorageFailed,
+    ignore_event,
+)
+from rampup.loop.lock import own_run
+from rampup.loop.metrics import MetricOptions, Metrics
+from rampup.loop.run_folder import (
+    CHECKPOINT_FOLDER,
+    EVAL_FILE,
+    METRICS_FILE,
+    as_path,
+    first_and_last_line,
+    read_lines_backwards,
+)
+
+# Files that an error message lists if the data have changed.
+NAMED_FILES = 10
+
+# Parts of a checkpoint's record besides those of the components: the rows of the ramp, and the length of the learning-rate
+# schedule.
+RAMP_ROWS, SCHEDULE_STEPS = "ramp_rows", "schedule_steps"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """The result of a run, in the names of `rampup train --json`.
+
+    Attributes:
+        steps: optimizer steps done since the beginning.
+        consumed_samples: samples consumed by them.
+        first_loss: loss of step 0; None before it.
+        final_loss: loss of the last step.
+        num_compilations: executables built for the training step by this process.
+        ramp_steps: of these steps, those before the last phase.
+        tokens_per_second: of this process without its first step; None if it did no other.
+        checkpoint: folder of the newest checkpoint, or None.
+        metrics: the metrics file.
+        interrupted: whether a signal ended the run early.
+        resumed_from: steps that earlier processes had done.
+        seconds: duration of this process's part of the run, compilation included.
+        first_eval_loss, final_eval_loss: losses of the first and the last evaluation of the run; None without evaluation.
+        batch_size_schedule: with `batch_size_schedule: auto`, the schedule that was used, or is advised; None without.
+    """
+
+    steps: int
+    consumed_samples: int
+    first_loss: float | None
+    final_loss: float | None
+    num_compilations: int
+    ramp_steps: int
+    tokens_per_second: float | None
+    checkpoint: str | None
+    metrics: str
+    interrupted: bool
+    resumed_from: int
+    seconds: float = 0.0
+    first_eval_loss: float | None = None
+    final_eval_loss: float | None = None
+    batch_size_schedule: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    """When a run evaluates, and how.
+
+    Attributes:
+        evaluate: from a state to its metrics, `eval_loss` among them.
+        eval_interval: steps between evaluations; the last step is always evaluated.
+        at_start: also evaluate the state of step 0, as step -1.
+    """
+
+    evaluate: Callable[[Any], Mapping[str, float]]
+    eval_interval: int
+    at_start: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop:
+    """A run in its folder.
+
+    Attributes:
+        plan: the plan.
+        step: the training step.
+        batches: from a step number to the batches from there on, such as `BatchLoader.batches`.
+        folder: the run's folder.
+        metrics: the contents of metrics.jsonl, and its writers.
+        checkpoints: when checkpoints are written, and what they contain.
+        evaluation: when to evaluate, and how; None = never.
+        on_event: called with every `rampup.loop.events.Event`.
+        components: what else has state and belongs to the run, such as an iterator of its data. Checkpoints contain it. A step
+            that measures the gradient noise brings a `NoiseAverages`.
+        batches_of: from a plan to its `batches`, if a component can change the plan.
+        should_stop: called once before every step, in every process; True in one of them stops the run as SIGTERM does. For
+            threads, which cannot handle signals, and for launchers that give notice in another way.
+    """
+
+    plan: LoopPlan
+    step: LoopStep
+    batches: Callable[[int], Iterator[Any]]
+    folder: Path
+    metrics: MetricOptions = field(default_factory=MetricOptions)
+    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
+    evaluation: EvalOptions | None = None
+    on_event: OnEvent = ignore_event
+    components: tuple[Component, ...] = ()
+    batches_of: Callable[[Any], Callable[[int], Iterator[Any]]] | None = None
+    should_stop: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", as_path(self.folder))
+        if getattr(self.step, "measures_noise", False) and not any(isinstance(c, NoiseAverages) for c in self.components):
+            # A step that measures is a TrainStep, and its plan a RampPlan.
+            half_life = default_half_life(self.plan)  # type: ignore[arg-type]
+            object.__setattr__(self, "components", (NoiseAverages(half_life), *self.components))
+
+    def run(self, state: Any) -> tuple[Any, Summary]:
+        """Train from the newest checkpoint, or from `state`, to the plan's end, Ctrl-C or SIGTERM: `restore`, then `train`.
+
+        Args:
+            state: the training state of step 0; its memory is reused.
+
+        Returns:
+            The trained state, and the result of the run.
+
+        Raises:
+            ConfigError: another process trains in the folder.
+            RampupError: see `restore` and `train`.
+        """
+        with own_run(self.folder):
+            return self.train(*self.restore(state, find_checkpoint(self.folder / CHECKPOINT_FOLDER)))
+
+    def restore(self, state: Any, saved: SavedCheckpoint | None, *, ramp_before: LoopRamp | None = None) -> tuple[Any, int]:
+        """Return the state of a checkpoint of this run and the step that follows it; without one, `state` and 0.
+
+        Args:
+            state: the training state of step 0.
+            saved: the checkpoint, from `find_checkpoint`.
+            ramp_before: the ramp that it was written with, if `plan` continues it with another one.
+
+        Raises:
+            ResumeMismatchError: the checkpoint does not belong to this run.
+        """
+        if saved is None:
+            return state, 0
+        self._check_identity(saved, ramp_before or self.plan.ramp)
+        for component in self._components:
+            component.load(saved.record)
+        with self._open_checkpoints() as checkpoints:
+            restored = self.checkpoints.from_saved(checkpoints.restore(saved, state, self.on_event))
+        self._compare_learning_rate(saved)
+        return restored, saved.step
+
+    @property
+    def _components(self) -> tuple[Component, ...]:
+        return ShapeChanges(self.step, self.folder), *self.components
+
+    @property
+    def _schedule_steps(self) -> int | None:
+        """The length of the learning-rate schedule; None if there is none, or if Seesaw has made it out of another one."""
+        return None if getattr(self.plan, "seesaw", None) else getattr(self.plan, "schedule_steps", None)
+
+    def _compare_learning_rate(self, saved: SavedCheckpoint) -> None:
+        """Report a learning rate that is not the one with which the steps before the checkpoint were trained."""
+        rate, step = self.metrics.learning_rate, saved.step - 1
+        if rate is None or saved.step >= self.plan.total_steps:
+            return
+        lines = read_lines_backwards(self.folder / METRICS_FILE)
+        last = next(itertools.dropwhile(lambda line: line["step"] > step, lines), {})
+        before = last.get("learning_rate") if last.get("step") == step else None
+        if before is None or math.isclose(before, after := rate(step), rel_tol=1e-6):
+            return
+        length = saved.record.get(SCHEDULE_STEPS)
+        length = None if length == self._schedule_steps else length
+        self.on_event(LearningRateChanged(step=step, before=before, after=after, schedule_steps=length, plan=self.plan))
+
+    def train(self, state: Any, start: int) -> tuple[Any, Summary]:
+        """Train from step `start` to the plan's end or to Ctrl-C or SIGTERM.
+
+        Args:
+            state: the training state before step `start`; its memory is reused.
+            start: the first step.
+
+        Returns:
+            The trained state, and the result of the run.
+
+        Raises:
+            StorageError: a checkpoint or the metrics cannot be written.
+            NonFiniteError: too many steps in a row were skipped.
+            DataError: a row cannot be read; with one process, the steps before it are in a checkpoint.
+        """
+        began = time.perf_counter()
+        with (
+            own_run(self.folder),
+            self._report_abort(),
+            self._open_checkpoints() as checkpoints,
+            stop_requests(lambda: self.on_event(StopRequested())) as stop_requested,
+            contextlib.closing(
+                Metrics(self.folder, start, options=self.metrics, components=self._components, on_event=self.on_event)
+            ) as metrics,
+        ):
+            self.on_event(RunStarted(step=start, folder=self.folder, plan=self.plan))
+            done, state, failure, plan = self._train(state, start, stop_requested, checkpoints, metrics)
+            interrupted = done < self.plan.total_steps
+            self._flush(metrics)
+            # A checkpoint needs all processes, and a row that one cannot read may be no problem for the others.
+            can_save = failure is None or jax.process_count() == 1
+            if interrupted and self.checkpoints.checkpoint_period and done > start and can_save:
+                self._save(checkpoints, plan, done, state, metrics)
+            checkpoints.wait()
+        if failure is not None:
+            raise failure
+        is_saved = checkpoints.latest == done
+        self.on_event(RunStopped(steps=done, interrupted=interrupted, folder=self.folder, is_saved=is_saved))
+        return state, self._summary(plan, done, start, metrics, checkpoints, time.perf_counter() - began)
+
+    @contextlib.contextmanager
+    def _report_abort(self) -> Iterator[None]:
+        """Report a second Ctrl-C, which ends the run in the middle of a step."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            newest = max(checkpoint_steps(self.folder / CHECKPOINT_FOLDER), default=None)
+            self.on_event(RunAborted(folder=self.folder, checkpoint=newest))
+            raise
+
+    def _open_checkpoints(self) -> Checkpoints:
+        return Checkpoints(
+            self.folder / CHECKPOINT_FOLDER,
+            max_to_keep=self.checkpoints.max_to_keep,
+            async_checkpointing=self.checkpoints.async_checkpointing,
+            on_error=self._storage_failed,
+        )
+
+    def _train(
+        self, state: Any, start: int, stop_requested: Callable[[], bool], checkpoints: Checkpoints, metrics: Metrics
+    ) -> tuple[int, Any, DataError | None, Any]:
+        """Return the steps done, the state after them, the error if a row that cannot be read ended the run, and its plan."""
+        period = self.checkpoints.checkpoint_period
+        plan, batches, done = self.plan, self.batches, start
+        stopping, components = StopConsensus(), self._components
+        while True:
+            next_plan = plan
+            try:
+                if done == 0 and self.evaluation and self.evaluation.at_start:
+                    self._evaluate(self.evaluation, plan, 0, state, metrics)
+                for batch in batches(done):
+                    # All processes stop before the same step; one signal is enough.
+                    if stopping.agreed(self.should_stop() or stop_requested(), batch.position.step):
+                        self.on_event(RunStopping(step=done))
+                        break
+                    # The step returns before the devices are done, so only a compilation takes long here.
+                    waited = self.step.waited_seconds
+                    state, values = self.step(state, batch)
+                    metrics.push(batch.position, values, self.step.waited_seconds - waited)
+                    done = batch.position.step + 1
+                    if any(component.may_change_plan(done) for component in components):
+                        # The decision takes the metrics of all steps before it.
+                        self._flush(metrics)
+                        for component in components:
+                            next_plan = component.next_plan(next_plan)
+                    grows, is_last = next_plan is not plan, done == plan.total_steps
+                    if self.evaluation and (done % self.evaluation.eval_interval == 0 or is_last):
+                        self._evaluate(self.evaluation, plan, done, state, metrics)
+                    if period and (done % period == 0 or is_last or grows):
+                        self._save(checkpoints, next_plan, done, state, metrics)
+                    if grows:
+                        break
+            except DataError as error:
+                return done, state, error, plan
+            finally:
+                self.step.close()
+            if next_plan is plan:
+                return done, state, None, plan
+            checkpoints.wait()
+            self.on_event(BatchSizeChanged(step=done, plan=next_plan))
+            assert self.batches_of is not None
+            plan, batches = next_plan, self.batches_of(next_plan)
+
+    def _evaluate(self, evaluation: EvalOptions, plan: LoopPlan, done: int, state: Any, metrics: Metrics) -> None:
+        self._flush(metrics)
+        values = {"step": done - 1, "consumed_samples": plan.ramp.samples_before(done), **evaluation.evaluate(state)}
+        metrics.write_eval(values)
+        self.on_event(Evaluated(step=done - 1, metrics=values))
+        metrics.restart_clock()
+
+    def _save(self, checkpoints: Checkpoints, plan: LoopPlan, done: int, state: Any, metrics: Metrics) -> None:
+        # Metrics first: a run that resumes from a checkpoint must find the lines of all steps before it.
+        if self._flush(metrics):
+            record = {**self._identity(plan.ramp, done), RAMP_ROWS: plan.ramp.to_rows()}
+            record |= {} if self._schedule_steps is None else {SCHEDULE_STEPS: self._schedule_steps}
+            for component in self._components:
+                record |= component.state()
+            record |= self.checkpoints.extra_metadata
+            checkpoints.save(done, self.checkpoints.to_saved(state), record)
+            self.on_event(CheckpointSaved(steps=done))
+        metrics.restart_clock()
+
+    def _flush(self, metrics: Metrics) -> bool:
+        """Write all metrics, and return whether the disk took them."""
+        try:
+            metrics.flush()
+        except StorageError as error:
+            self._storage_failed(error)
+            return False
+        return True
+
+    def _storage_failed(self, error: StorageError) -> None:
+        # Several processes always stop: the others would wait for a checkpoint that never comes.
+        if self.checkpoints.on_checkpoint_error == "stop" or jax.process_count() > 1:
+            raise error
+        self.on_event(StorageFailed(problem=str(error)))
+
+    def _identity(self, ramp: LoopRamp, step: int) -> dict[str, Any]:
+        """Return the values that must be the same in a checkpoint after `step` steps and in the run that resumes it."""
+        position = {"consumed_samples": ramp.samples_before(step), "fingerprint": ramp.fingerprint}
+        return {**position, **self.checkpoints.identity}
+
+    def _check_identity(self, saved: SavedCheckpoint, ramp: LoopRamp) -> None:
+        expected, found = self._identity(ramp, saved.step), saved.record
+        if RAMP_ROWS in found:
+            expected[RAMP_ROWS] = ramp.to_rows()
+        changed = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
+        rows = changed.pop(RAMP_ROWS, None) if "fingerprint" in changed else None
+        if rows is not None and rows[0] is not None and (table := ramp.differences(rows[0])):
+            raise ResumeMismatchError(
+                f"the ramp is not that of the checkpoint of step {saved.step} in {self.folder}:\n"
+                f"{table}\n"
+                "restore the ramp, or train in another folder",
+                key="fingerprint",
+            )
+        if changed:
+            table = "\n".join(line for key, (old, new) in changed.items() for line in _format_change(key, old, new))
+            raise ResumeMismatchError(
+                f"the checkpoint of step {saved.step} in {self.folder} is of another run:\n{table}\n"
+                "set these keys back, or give the run another run_name",
+                key=next(iter(changed)),
+            )
+
+    def _summary(
+        self, plan: LoopPlan, done: int, start: int, metrics: Metrics, checkpoints: Checkpoints, seconds: float
+    ) -> Summary:
+        # From the file and not from this process, which may have resumed in the middle of the run.
+        (first, last), (first_eval, last_eval) = (first_and_last_line(self.folder / name) for name in (METRICS_FILE, EVAL_FILE))
+        return Summary(
+            steps=done,
+            consumed_samples=plan.ramp.samples_before(done),
+            first_loss=first.get("loss"),
+            final_loss=last.get("loss"),
+            num_compilations=self.step.num_compilations,
+            ramp_steps=min(plan.ramp.ramp_steps, done),
+            tokens_per_second=metrics.tokens_per_second,
+            checkpoint=None if checkpoints.latest is None else str(checkpoints.folder / str(checkpoints.latest)),
+            metrics=str(self.folder / METRICS_FILE),
+            interrupted=done < self.plan.total_steps,
+            resumed_from=start,
+            seconds=round(seconds, 3),
+            first_eval_loss=first_eval.get("eval_loss"),
+            final_eval_loss=last_eval.get("eval_loss"),
+        )
+
+
+def _format_change(key: str, old: Any, new: Any) -> list[str]:
+    """Return the lines of an error message for one value; for the files of the data, the first ones that differ."""
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return [f"  {key}: {old!r} in the checkpoint, {new!r} here"]
+    lines = [f"  {key}: {name}: {before} in the checkpoint, {now} here" for name, before, now in changed_files(old, new)]
+    more = [f"  {key}: and {len(lines) - NAMED_FILES:,} more files"] if len(lines) > NAMED_FILES else []
+    return lines[:NAMED_FILES] + more
+
+
+@contextlib.contextmanager
+def stop_requests(on_request: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C or SIGTERM into a request to stop after the steps in flight; the second acts as usual.
+
+    `on_request` is called at the first one, at once and in a thread of its own: the main thread may hold any lock.
+    """
+    requested = False
+    before: dict[int, Any] = {}
+
+    def request(number: int, frame: FrameType | None) -> None:
+        nonlocal requested
+        requested = True
+        signal.signal(number, before[number])
+        with contextlib.suppress(RuntimeError):  # The system has no thread left; the run stops all the same.
+            threading.Thread(target=on_request, daemon=True).start()
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, request)
+    except ValueError:
+        pass  # Only the main thread may handle signals.
+    try:
+        yield lambda: requested
+    finally:
+        # Also after the first signal: the caller may have handlers of its own.
+        for each, handler in before.items():
+            signal.signal(each, handler)

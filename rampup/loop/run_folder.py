@@ -1,0 +1,340 @@
+"""The folder of one run: its files, and metrics.jsonl and eval.jsonl with one line per step, each step once.
+
+The folder is on a local file system, or in a bucket such as `gs://bucket/runs`. A bucket stores whole objects. It has no
+appending, no hard links and no atomic rename of folders, so the files of a run are written differently there: see `StepLog`,
+`own_run` and `Checkpoints`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+from rampup.errors import ConfigError, MissingDependencyError, StorageError
+from rampup.loop.events import OnEvent, StorageFailed, ignore_event
+
+# The configuration that the run was last started with; written after the run's checkpoint, if there is one, was accepted.
+CONFIG_FILE = "config.yml"
+METRICS_FILE, EVAL_FILE = "metrics.jsonl", "eval.jsonl"
+# `rampup critical` keeps its results next to the run, in RUN.critical/step-.../result.json.
+CRITICAL_SUFFIX, CRITICAL_RESULT = ".critical", "result.json"
+# An object in a bucket is written again as a whole, which should not happen in every step.
+UPLOAD_SECONDS = 60.0
+# Lines that are read at once from the end of a file. In a bucket, a part of a file that has as much is complete.
+TAIL_BYTES = 2**20
+CHECKPOINT_FOLDER, DAMAGED_FOLDER = "checkpoints", "damaged_checkpoints"
+# The schemes of buckets, with the packages that they need.
+_PACKAGES = {"gs": "'rampup[gcs]'", "s3": "s3fs", "az": "adlfs"}
+
+
+class StepLog:
+    """A file of JSON lines, each with a `step` that is not smaller than those before, that are flushed when they are written.
+
+    Lines that a full disk refuses stay in memory and are written with the next line, or by `sync`. A bucket cannot append, so
+    there the file has parts, such as `metrics.jsonl`, `metrics-001.jsonl` and so on, of about `TAIL_BYTES` each. Only the last
+    one is written again: at most every `UPLOAD_SECONDS`, by `sync` and by `close`.
+
+    Args:
+        path: the file.
+        keep_below: lines of this step and later, and a last line that a crash left incomplete, are removed first. Only the end
+            of the file is read for it. Damaged lines there are moved to `damaged_metrics.jsonl`, or the like, with those of
+            the rest of the file.
+        writes: False in a process that leaves the file to another one.
+        on_event: called with `StorageFailed` if lines are damaged.
+
+    Raises:
+        StorageError: the file cannot be read or created.
+    """
+
+    def __init__(self, path: Path, *, keep_below: int, writes: bool = True, on_event: OnEvent = ignore_event) -> None:
+        self.path, self._unwritten = path, b""
+        self._file: int | None = None
+        # In a bucket: the last part, and its lines that are there; otherwise None.
+        self._part, self._content = path, None if not is_bucket(path) else b""
+        self._uploaded = -UPLOAD_SECONDS
+        self._writes = writes
+        if not writes:
+            return
+        try:
+            self._part, start, kept, is_damaged = _end_of_kept(path, keep_below)
+            if is_damaged:
+                _move_damaged_lines(path, on_event)
+                self._part, start, kept, _ = _end_of_kept(path, keep_below)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+        try:
+            if self._content is not None:
+                for part in reversed(_parts(path)):
+                    if _part_number(part) > _part_number(self._part):
+                        part.unlink()
+                self._content = kept
+                self._upload()
+                return
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            # What is kept is there already, up to the end of a last line that a crash cut off in front of its end.
+            missing = start + len(kept) - os.fstat(self._file).st_size
+            os.ftruncate(self._file, start + len(kept) - max(missing, 0))
+            self._unwritten = b"\n" * max(missing, 0)
+            self._write_out()
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one line."""
+        if not self._writes:
+            return
+        self._unwritten += (json.dumps(record) + "\n").encode()
+        with contextlib.suppress(OSError):
+            if self._content is None:
+                self._write_out()
+            elif time.monotonic() - self._uploaded >= UPLOAD_SECONDS:
+                self._upload()
+
+    def sync(self) -> None:
+        """Wait until every line is on disk.
+
+        Raises:
+            StorageError: the disk is full, and the lines stay in memory; or the file is gone.
+        """
+        if not self._writes:
+            return
+        try:
+            if self._content is not None:
+                self._upload()
+                return
+            assert self._file is not None
+            self._write_out()
+            # A checkpoint may follow: after a power cut it must not be newer than the lines of its steps.
+            os.fsync(self._file)
+            if not os.fstat(self._file).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "it was deleted or replaced during the run")
+        except OSError as error:
+            raise StorageError(f"{self.path} cannot be written: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        """Close the file; no call follows."""
+        if self._content is not None and self._writes:
+            with contextlib.suppress(OSError):
+                self._upload()
+        if self._file is not None:
+            os.close(self._file)
+        self._file, self._writes = None, False
+
+    def _write_out(self) -> None:
+        assert self._file is not None
+        # A full disk may take a part of the bytes; the rest stays in front.
+        while self._unwritten:
+            self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
+
+    def _upload(self) -> None:
+        assert self._content is not None
+        self._uploaded = time.monotonic()
+        if len(self._content) >= TAIL_BYTES and self._unwritten:
+            number = _part_number(self._part) + 1
+            self._part, self._content = self.path.with_name(f"{self.path.stem}-{number:03}{self.path.suffix}"), b""
+        self._part.write_bytes(self._content + self._unwritten)
+        self._content, self._unwritten = self._content + self._unwritten, b""
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the complete lines of metrics.jsonl or eval.jsonl; none if there is no such file.
+
+    Lines that are damaged, or that a crash left incomplete, are skipped.
+    """
+    return (record for part in _parts(path) for _, record in _parsed_lines(part) if record is not None)
+
+
+def read_lines_backwards(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield what `read_lines` yields, the last line first. A caller that stops early has read only the end of the file."""
+    return (record for _, _, lines in _blocks_backwards(path) for _, record in reversed(lines) if record is not None)
+
+
+def first_and_last_line(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the first and the last line of metrics.jsonl or eval.jsonl; {} if there are none."""
+    return next(read_lines(path), {}), next(read_lines_backwards(path), {})
+
+
+def _end_of_kept(path: Path, keep_below: int) -> tuple[Path, int, bytes, bool]:
+    """Return where the last block with lines below a step is, its part and its start; those lines; whether there is damage."""
+    part, start, kept, is_damaged = path, 0, b"", False
+    for part, start, lines in _blocks_backwards(path):  # noqa: B007 - those of the last iteration are returned
+        is_damaged |= any(record is None for _, record in lines)
+        kept = b"".join(line.rstrip(b"\n") + b"\n" for line, record in lines if record and record["step"] < keep_below)
+        if kept:
+            break
+    return part, start, kept, is_damaged
+
+
+def _move_damaged_lines(path: Path, on_event: OnEvent) -> None:
+    """Move all lines that are not JSON with a step into another file. If one cannot be written, no line is lost."""
+    problem, aside = describe_damage(path), path.with_name(f"damaged_{path.name}")
+    file = aside
+    try:
+        found = [(part, list(_parsed_lines(part))) for part in _parts(path)]
+        damaged = b"".join(line for _, lines in found for line, record in lines if record is None)
+        aside.write_bytes((aside.read_bytes() if aside.exists() else b"") + damaged)
+        for file, lines in found:
+            kept = b"".join(line for line, record in lines if record is not None)
+            if is_bucket(file):
+                file.write_bytes(kept)
+                continue
+            # Written next to the file and moved into its place, so that a crash leaves the old file or the new one.
+            temporary = file.with_suffix(".tmp")
+            temporary.write_bytes(kept)
+            os.replace(temporary, file)
+    except OSError as error:
+        raise StorageError(f"{file} cannot be written: {error.strerror or error}") from error
+    on_event(StorageFailed(problem=f"{problem}; moved to {aside}, so that the steps of these lines are missing"))
+
+
+def describe_damage(path: Path) -> str:
+    """Return which lines of metrics.jsonl or eval.jsonl are damaged, as a sentence; "" if there are none.
+
+    The last line is not, if it has no end: a crash left it incomplete, and its step is repeated.
+    """
+    lines = (record for part in _parts(path) for _, record in _parsed_lines(part))
+    numbers = [str(number) for number, record in enumerate(lines, start=1) if record is None]
+    if not numbers:
+        return ""
+    found = f"line {numbers[0]} is" if len(numbers) == 1 else f"lines {', '.join(numbers[:10])} are"
+    more = f" (and {len(numbers) - 10} more)" if len(numbers) > 10 else ""
+    return f"{path} is damaged: {found} not JSON with a step{more}"
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return the files that exist of metrics.jsonl or eval.jsonl: one, or in a bucket any number."""
+    later = path.parent.glob(f"{path.stem}-*{path.suffix}") if is_bucket(path) else ()
+    return [*([path] if path.exists() else []), *sorted((part for part in later if _part_number(part)), key=_part_number)]
+
+
+def _part_number(part: Path) -> int:
+    number = part.stem.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+def _parsed_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yield each line with its record, or None if it is not JSON with a step, but not a last line that is incomplete."""
+    with path.open("rb") as file:
+        yield from _parse(file)
+
+
+def _parse(lines: Iterable[bytes]) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            yield line, record
+        elif line.endswith(b"\n"):
+            yield line, None
+
+
+def _blocks_backwards(path: Path) -> Iterator[tuple[Path, int, list[tuple[bytes, dict[str, Any] | None]]]]:
+    """Yield (part, start, lines as `_parsed_lines` yields them) of blocks of about `TAIL_BYTES`, the last block first."""
+    for part in reversed(_parts(path)):
+        with part.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            while end:
+                # A part in a bucket is written again as a whole, so it is one block.
+                length = end if is_bucket(part) else TAIL_BYTES
+                while True:
+                    start = max(end - length, 0)
+                    file.seek(start)
+                    content = file.read(end - start)
+                    # The block begins with its first whole line.
+                    first = content.find(b"\n") + 1 if start else 0
+                    if not start or 0 < first < len(content):
+                        break
+                    length *= 2
+                yield part, start + first, list(_parse(content[first:].splitlines(keepends=True)))
+                end = start + first
+
+
+def write_config(folder: Path, text: str) -> None:
+    """Write the configuration that a run is started with, or raise StorageError."""
+    temporary = folder / f"{CONFIG_FILE}.tmp"
+    try:
+        if is_bucket(folder):
+            # An object is there as a whole or not at all.
+            (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+            return
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, folder / CONFIG_FILE)
+    except OSError as error:
+        raise StorageError(f"{folder / CONFIG_FILE} cannot be written: {error.strerror or error}") from error
+
+
+def run_folder(base: str, name: str) -> Path:
+    """Return the folder of a run in `base`, created if necessary.
+
+    That of a name may exist; without a name, there is a new folder with the time as its name.
+
+    Raises:
+        ConfigError: the folder cannot be created.
+    """
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    names = iter([name]) if name else (f"run-{now}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+    for candidate in names:
+        folder = as_path(base) / candidate
+        try:
+            folder.mkdir(parents=True, exist_ok=bool(name))
+        except FileExistsError:
+            if name:
+                raise ConfigError(f"{folder} exists and is not a folder", key="run_name") from None
+            continue
+        except OSError as error:
+            raise ConfigError(f"cannot make the folder {folder}: {error.strerror}", key="base_output_directory") from None
+        return folder
+    raise ConfigError(f"no free folder name in {base}", key="run_name")
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+    """Return a `pathlib.Path`, or for a bucket an `etils.epath.Path`, which has the same methods.
+
+    Raises:
+        ConfigError: the URL is not of a bucket.
+        MissingDependencyError: the package for this kind of bucket is not installed.
+
+    Example:
+        >>> as_path("runs"), is_bucket("runs"), is_bucket("gs://bucket/runs")
+        (PosixPath('runs'), False, True)
+    """
+    text = os.fspath(path)
+    if not is_bucket(text):
+        return Path(path)
+    if isinstance(path, PurePath):
+        return path  # type: ignore[return-value]
+    scheme = text.partition("://")[0]
+    if scheme not in _PACKAGES:
+        problem = f"{text} is neither a folder nor a bucket; buckets begin with {', '.join(f'{name}://' for name in _PACKAGES)}"
+        raise ConfigError(problem, key="base_output_directory")
+    from etils import epath
+
+    # epath imports the package of a scheme at the first access.
+    bucket = epath.Path(text)
+    try:
+        bucket.exists()
+    except ImportError as error:
+        problem = f"{scheme}:// needs a package that is not installed: pip install {_PACKAGES[scheme]} ({error})"
+        raise MissingDependencyError(problem, key="base_output_directory") from error
+    return bucket
+
+
+def is_bucket(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is the URL of a bucket or an object in it."""
+    return re.match(r"\w+://", os.fspath(path)) is not None
+
+
+def absolute_path(path: str | os.PathLike[str], *, follow: bool = True) -> Path:
+    """Return an absolute path, with `follow` without symbolic links. That of a bucket is one; `epath` would extend it."""
+    found = as_path(path)
+    return found if is_bucket(found) else found.resolve() if follow else found.absolute()

@@ -1,0 +1,312 @@
+"""The noise of RL gradients: its part between prompts, its part within a prompt's responses, and the sizes that follow.
+
+Let response i, of weight w_i (such as its tokens) and of prompt p, have the gradient sum w_i (G + a_p + e_i). tr Cov(a_p) = B
+is the part between prompts, and tr Cov(e_i) = s / w_i the part within: each unit of weight has noise of its own. A step sums
+over J blocks, one microbatch on one replica each. Block j has the gradient sum G_j and the weight W_j, of which w_pj belong to
+prompt p; W and w_p are the sums over all blocks, and g = sum(G_j) / W. With q = sum(|G_j|^2 / W_j), taking expectations term by
+term,
+
+    E q       = W |G|^2 + B sum_jp(w_pj^2 / W_j) + s J,
+    E W |g|^2 = W |G|^2 + B sum_p(w_p^2 / W)     + s,
+
+so that S = (q - W |g|^2) / (J - 1), which the training step measures without a collective of its own, has the expectation
+
+    s + k B    with    k = (sum_jp(w_pj^2 / W_j) - sum_p(w_p^2 / W)) / (J - 1).
+
+k follows from the weights alone. It is large if a block has the responses to one prompt and small if it has one response to
+each of several, so the steps take turns: their rows are ordered by prompts, then by the numbers of the responses. Two means of
+S at two k give B and s, and |g|^2 less its noise gives |G|^2. How many rollouts are enough is the question of OpenReview
+uK4kMpNx0W.
+
+A step of P prompts with n responses of the mean weight w has the noise B sum_p(w_p^2) / W^2 + s / W = (u B + s / (n w)) / P.
+Here u = P sum_p(w_p^2) / W^2 is 1 if all prompts weigh the same, and larger if some have longer responses than others: they
+count as fewer prompts. The noise scale in prompts is thus
+
+    N(n) = (u B + s / (n w)) / |G|^2,
+
+as in McCandlish et al. 2018, arXiv 1812.06162, with a prompt as the unit. If a prompt costs c and each of its responses 1, the
+noise at a given cost P (c + n) is least at n^2 = c s / (w u B), as far as u does not depend on n (two-stage sampling: Cochran
+1977, Sampling Techniques, chapter 10). Several updates on the same samples add up the same noise instead of averaging it: r
+small updates move the parameters r times as far, in the mean and in the noise. r updates on fresh samples have r times the mean
+and the square root of r times the noise. So a batch that is used r times needs r times the prompts for the same ratio of noise
+to progress.
+
+The responses of a group share a baseline in GRPO, which correlates them a little: what is within a prompt is what the rest of a
+group leaves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from rampup.batch_size.noise_scale import MIN_STEPS, NoiseEstimate, fieller, student
+from rampup.errors import DataError
+from rampup.loop.components import Component, finite_or_none
+
+# Entries of `gradient_noise` in the metrics of a step that the host adds.
+LAYOUT, FACTS = "layout", "layout_facts"
+RESPONSES = (2, 4, 8, 16, 32, 64)
+_RECORD, _ENDS = "prompt_noise", ("value", "low", "high")
+
+
+def block_facts(weights_nR: np.ndarray, groups_nR: np.ndarray, replicas: int) -> np.ndarray:
+    """Return what the estimates need to know of a step: k, sum_p(w_p^2) / W^2, 1 / W, 1 / w and u.
+
+    Args:
+        weights_nR: the weights of the rows of each pass; 0 is padding.
+        groups_nR: their prompts.
+        replicas: the replicas, each of which has adjacent rows of a pass.
+
+    Example:
+        >>> ones, groups = np.ones((2, 2)), np.array([[0, 0], [1, 1]])
+        >>> block_facts(ones, groups, 1).tolist(), block_facts(ones, groups.T, 1).tolist()
+        ([2.0, 0.5, 0.25, 1.0, 1.0], [0.0, 0.5, 0.25, 1.0, 1.0])
+    """
+    weights, groups = weights_nR.reshape(len(weights_nR) * replicas, -1), groups_nR.reshape(len(groups_nR) * replicas, -1)
+    table = np.zeros((len(weights), int(groups.max()) + 1))
+    np.add.at(table, (np.arange(len(weights))[:, None], groups), weights)
+    blocks = table.sum(axis=1)
+    W, J = blocks.sum(), np.count_nonzero(blocks)
+    if J < 2:
+        return np.full(5, np.nan)
+    squares = (table**2).sum(axis=1)[blocks > 0] / blocks[blocks > 0]
+    prompts = table.sum(axis=0)
+    share, responses = (prompts**2).sum() / W**2, np.count_nonzero(weights)
+    return np.array([(squares.sum() - W * share) / (J - 1), share, 1 / W, responses / W, np.count_nonzero(prompts) * share])
+
+
+@dataclass(slots=True)
+class _Means:
+    """Weighted means of a vector over steps, and the covariance of these means; see `rampup.NoiseScale` for the recurrences."""
+
+    size: int
+    total: float = 0.0
+    total_squared: float = 0.0
+    mean: Any = None
+    covariance: Any = None
+
+    def update(self, x: np.ndarray, weight: float, decay: float) -> None:
+        before = decay * self.total
+        self.total, self.total_squared = before + weight, decay**2 * self.total_squared + weight**2
+        if self.mean is None:
+            self.mean, self.covariance = np.zeros(self.size), np.zeros((self.size, self.size))
+        if not weight:
+            return
+        h, difference = weight / self.total, x - self.mean
+        kept, gain = (0.0, 0.0) if not before else (1 - 2 * h if h <= 0.5 else (1 - h) ** 2, h * h)
+        self.covariance = kept * self.covariance + gain * np.outer(difference, difference)
+        self.mean = self.mean + h * difference
+
+    @property
+    def effective(self) -> float:
+        """The effective number of steps."""
+        return self.total**2 / self.total_squared if self.total_squared else 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class PromptNoise:
+    """Running averages of the noise of RL gradients, and its two parts with 90% intervals.
+
+    Attributes:
+        half_life_samples: samples after which a step counts half.
+
+    Example:
+        >>> noise, rng = PromptNoise(half_life_samples=1e9), np.random.default_rng(0)
+        >>> for step in range(400):  # S = 10 + 2 k and |g|^2 = 1 + 0.1 * 2 + 0.02 * 10, with scatter
+        ...     k = 4.0 if step % 2 else 1.0
+        ...     noise.update(step % 2, samples=50, weight=50.0, trace=10 + 2 * k + rng.normal(), square=1.4 + rng.normal() / 9,
+        ...         facts=np.array([k, 0.1, 0.02, 1.0, 1.0]))
+        >>> [round(part.value) for part in (noise.between, noise.within, noise.scale(5))]
+        [2, 10, 4]
+    """
+
+    half_life_samples: float
+    # By the layout of the steps: S, |g|^2, and the numbers of `block_facts`.
+    means: tuple[_Means, _Means] = field(default_factory=lambda: (_Means(7), _Means(7)))
+
+    def update(
+        self, layout: int, *, samples: int, weight: float, trace: float, square: float, facts: Sequence[float] | np.ndarray
+    ) -> None:
+        """Add a step; one whose values are not finite, or without weight, only ages the others.
+
+        Args:
+            layout: 0 or 1, for one or the other order of the rows.
+            samples: samples of the step.
+            weight: W, the weight of the step.
+            trace: S.
+            square: |g|^2, of the gradient of the step before clipping.
+            facts: from `block_facts`.
+        """
+        x, decay = np.array([trace, square, *facts]), 2.0 ** (-samples / self.half_life_samples)
+        counts = weight > 0 and np.isfinite(x).all()
+        for number, means in enumerate(self.means):
+            means.update(x, weight if counts and number == layout else 0.0, decay)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """The averages as JSON values, for a checkpoint."""
+        return {
+            "means": [
+                [m.total, m.total_squared, *([] if m.mean is None else [m.mean.tolist(), m.covariance.tolist()])]
+                for m in self.means
+            ]
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], half_life_samples: float) -> Self:
+        """Return the averages of `state`."""
+        found = [_Means(7, total, squared, *map(np.array, rest)) for total, squared, *rest in state["means"]]
+        return cls(half_life_samples=half_life_samples, means=(found[0], found[1]))
+
+    def _solved(self) -> tuple[np.ndarray, np.ndarray, float] | None:
+        """Return (u B, s / w, |G|^2), their covariance, and the degrees of freedom."""
+        one, two = self.means
+        if min(one.effective, two.effective) < MIN_STEPS / 2 or abs(one.mean[2] - two.mean[2]) < 1e-9 * abs(one.mean[2]):
+            return None
+        k, shares = (one.mean[2], two.mean[2]), np.array([one.total, two.total]) / (one.total + two.total)
+        share, inverse, per_response, unequal = (float(shares @ [one.mean[n], two.mean[n]]) for n in (3, 4, 5, 6))
+        # Of the means of S in both layouts, then of |g|^2 in both.
+        between = np.array([1, -1, 0, 0]) / (k[0] - k[1])
+        within = np.array([-k[1], k[0], 0, 0]) / (k[0] - k[1])
+        square = np.array([0, 0, *shares]) - share * between - inverse * within
+        matrix = np.array([unequal * between, per_response * within, square])
+        measured, covariance = np.array([one.mean[0], two.mean[0], one.mean[1], two.mean[1]]), np.zeros((4, 4))
+        B, s = between @ measured, within @ measured
+        # What S and |g|^2 scatter by the known weights of the steps is no uncertainty of B and s.
+        residuals = np.array([[1, 0, -B, 0, 0, 0, 0], [0, 1, 0, -B, -s, 0, 0]])
+        for number, means in enumerate(self.means):
+            covariance[number::2, number::2] = residuals @ means.covariance @ residuals.T
+        found = matrix @ measured
+        return found, matrix @ covariance @ matrix.T, one.effective + two.effective - 2
+
+    def _part(self, place: int) -> NoiseEstimate:
+        if (solved := self._solved()) is None:
+            return NoiseEstimate(value=None, low=None, high=None)
+        found, covariance, freedom = solved
+        value, spread = found[place], student(freedom) * math.sqrt(max(covariance[place, place], 0.0))
+        value, low, high = (float(max(x, 0.0)) for x in (value, value - spread, value + spread))
+        return NoiseEstimate(value=value, low=low, high=high)
+
+    @property
+    def between(self) -> NoiseEstimate:
+        """The variance u B of a prompt's gradient over infinitely many responses, as the weights of prompts make it count."""
+        return self._part(0)
+
+    @property
+    def within(self) -> NoiseEstimate:
+        """The variance s / w of the gradient of a response to a given prompt."""
+        return self._part(1)
+
+    def scale(self, responses: int) -> NoiseEstimate:
+        """Return the noise scale in prompts, for a number of responses per prompt."""
+        solved = self._solved()
+        if solved is None:
+            return NoiseEstimate(value=None, low=None, high=None)
+        found, covariance, freedom = solved
+        row = np.array([1, 1 / responses, 0])
+        values, noise = (float(row @ found), float(found[2])), covariance @ row
+        return fieller(*values, float(row @ noise), float(covariance[2, 2]), float(noise[2]), freedom)
+
+
+def size_advice(
+    between: NoiseEstimate,
+    within: NoiseEstimate,
+    scale: NoiseEstimate,
+    *,
+    responses: int,
+    cost_per_prompt: float = 0.0,
+    reuse: int = 1,
+) -> dict[str, Any]:
+    """Return how many prompts and responses are worth it, as `rampup design` prints them.
+
+    Args:
+        between, within, scale: from `PromptNoise`, with the noise scale for `responses` and one update per sample.
+        responses: responses per prompt now.
+        cost_per_prompt: the cost of a prompt in units of that of one response.
+        reuse: updates on the same samples.
+
+    Returns:
+        The estimates, the number of responses with the least noise at a cost, and for several numbers of them the prompts of
+        one noise scale, and their cost relative to now.
+    """
+    now = NoiseEstimate(**{end: None if (x := getattr(scale, end)) is None else reuse * x for end in _ENDS})
+    rows, best = [], None
+    if between.value is not None and within.value is not None and between.value + within.value > 0:
+        B, s = between.value, within.value
+        best = None if B == 0 else max(2.0, math.sqrt(cost_per_prompt * s / B))
+        for number in sorted({responses, *RESPONSES}):
+            prompts = (B + s / number) / (B + s / responses)
+            cost = prompts * (cost_per_prompt + number) / (cost_per_prompt + responses)
+            size = None if now.value is None else now.value * prompts
+            rows.append({"num_generations": number, "prompts": size, "relative_prompts": prompts, "relative_cost": cost})
+    estimates = {"noise_between_prompts": between, "noise_within_prompts": within, "noise_scale_prompts": now}
+    return {
+        **{name: {end: getattr(x, end) for end in _ENDS} for name, x in estimates.items()},
+        "num_generations": responses,
+        "reuse": reuse,
+        "best_num_generations": best,
+        "choices": rows,
+    }
+
+
+def advice_from_line(line: Mapping[str, Any], **sizes: Any) -> dict[str, Any]:
+    """Return the advice of a line of metrics.jsonl; see `size_advice`.
+
+    Raises:
+        DataError: the line has no noise.
+    """
+    names = ("noise_between_prompts", "noise_within_prompts", "noise_scale_prompts")
+    if line.get(names[0]) is None:
+        raise DataError(
+            "the run has measured no noise between prompts: train it with measure_gradient_noise=true, for some steps",
+            key="measure_gradient_noise",
+            nearest=(True,),
+        )
+    found = (NoiseEstimate(**{end: line[name + f"_{end}" * (end != "value")] for end in _ENDS}) for name in names)
+    return size_advice(*found, **sizes)
+
+
+class PromptNoiseAverages(Component):
+    """The noise of a run of RL, in the Euclidean geometry and, if it is measured, in that of Adam; see `PromptNoise`."""
+
+    def __init__(self, half_life_samples: float, responses: int) -> None:
+        self.half_life_samples, self.responses = half_life_samples, responses
+        self.noises: dict[str, PromptNoise] = {}
+
+    def state(self) -> dict[str, Any]:
+        """See `Component`."""
+        return {_RECORD: {prefix: noise.state for prefix, noise in self.noises.items()}}
+
+    def load(self, record: Mapping[str, Any]) -> None:
+        """See `Component`."""
+        found = record.get(_RECORD) or {}
+        self.noises = {prefix: PromptNoise.from_state(state, self.half_life_samples) for prefix, state in found.items()}
+
+    def after_step(self, line: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the `gradient_noise` of a step that has the facts of its blocks."""
+        noise, found = values.get("gradient_noise", {}), dict[str, Any]()
+        if FACTS not in noise:
+            return found
+        weight = 0.0 if values.get("skipped", False) else float(values["weight"])
+        for prefix in [prefix for prefix in ("", "adam_") if f"{prefix}trace" in noise]:
+            trace, squared_norm = float(noise[f"{prefix}trace"]), float(noise[f"{prefix}squared_norm"])
+            own = self.noises.setdefault(prefix, PromptNoise(half_life_samples=self.half_life_samples))
+            # Before its first step, Adam's geometry has no S.
+            counted = 0.0 if prefix and trace == squared_norm == 0 else weight
+            square = squared_norm + trace / weight if weight else math.nan
+            step = {"samples": line["global_batch_size"], "weight": counted, "trace": trace, "square": square}
+            own.update(int(noise[LAYOUT]), facts=noise[FACTS], **step)
+            estimates = {"between_prompts": own.between, "within_prompts": own.within}
+            estimates["scale_prompts"] = own.scale(self.responses)
+            for name, estimate in estimates.items():
+                for end in _ENDS:
+                    value = getattr(estimate, end)
+                    found[f"{prefix}noise_{name}" + f"_{end}" * (end != "value")] = (
+                        None if value is None else finite_or_none(value)
+                    )
+        return found

@@ -1,0 +1,434 @@
+"""Design a ramp from the files of measured runs: read them, and compare candidates by `rampup.batch_size.design_model`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rampup.batch_size.critical import critical_bound
+from rampup.batch_size.design_model import (
+    FRUGAL_WASTE,
+    DesignModel,
+    NoisePoint,
+    Schedule,
+    StepTimes,
+    format_schedule,
+    loss_penalty,
+    loss_slope,
+    noise_curves,
+)
+from rampup.batch_size.noise_scale import NoiseScale
+from rampup.config.build import build_plan
+from rampup.config.load import load_config
+from rampup.config.schema import IDENTITY_KEYS, Config
+from rampup.errors import ConfigError, DataError, RampupError
+from rampup.loop.run_folder import CONFIG_FILE, CRITICAL_RESULT, CRITICAL_SUFFIX, METRICS_FILE, as_path, read_lines
+from rampup.plan.plan import SECONDS_PER_HOUR, RampPlan
+
+# Names in metrics.jsonl: S and G2 of a step; the running noise scale and its interval, in samples and in units of weight.
+TRACE, SQUARED_NORM = "gradient_noise_trace", "gradient_squared_norm"
+SAMPLES, TOKENS = (tuple(f"noise_scale_{unit}{end}" for end in ("", "_low", "_high")) for unit in ("samples", "tokens"))
+COUNTS = ("consumed_samples", "global_batch_size")
+# Larger than any number of a step, and small enough that squares of squares are finite.
+LARGEST = 1e50
+# Steps that S and G2 are averaged over at least.
+LEAST_BIN = 16
+# S over the standard error of G2, by the lower end of the 90% interval of a G2 that is as large as that error.
+OPEN_RATIO = 2.64
+# Ends of an interval, one by the other, with which an octave of samples has a noise scale of its own.
+PRECISE = 4.0
+# A half-life with which no step of an average fades.
+FOREVER = 1e300
+# Lines of metrics.jsonl, each with its samples per unit of weight.
+Steps = list[tuple[Mapping[str, Any], float]]
+# Candidates go up to this many times the largest batch that was timed, and have at least this many optimizer steps.
+BEYOND_MEASURED, LEAST_STEPS = 4, 32
+
+
+def design_ramp(
+    config: Config,
+    measured: str | Path | Sequence[str | Path],
+    *,
+    num_devices: int,
+    train_tokens: int | None = None,
+    max_batch: int | None = None,
+) -> dict[str, Any]:
+    """Compare schedules for a run by the steps, hours and loss that a model predicts from measurements.
+
+    The model is that of `rampup.batch_size.design_model`; its answer is an estimate, and `assumptions` says what it rests on.
+
+    Args:
+        config: the configuration of the run to design.
+        measured: folders of measured runs, and files with the output of `rampup tune --json`. The first run with a noise scale
+            or a critical batch gives the noise; step times of all are used.
+        num_devices: devices of the run to design.
+        train_tokens: tokens of the run to design; None = those of the configuration.
+        max_batch: largest global batch in samples; None = four times the largest that was timed.
+
+    Returns:
+        What `rampup design --json` prints. Each of `candidates` has a `batch_size_schedule` for the configuration.
+
+    Raises:
+        ConfigError: no length of the run, nothing to choose from, or measurements of other sequence lengths.
+        DataError: no noise scale and no critical batch was measured.
+
+    Example:
+        >>> config = rampup.load_config("configs/base.yml")  # doctest: +SKIP
+        >>> found = rampup.design_ramp(config, ["runs/demo"], num_devices=8, train_tokens=10**9)  # doctest: +SKIP
+        >>> [(each["name"], each["hours"], each["batch_size_schedule"]) for each in found["candidates"]]  # doctest: +SKIP
+    """
+    tokens = config.train_tokens if train_tokens is None else train_tokens
+    if not tokens:
+        raise ConfigError(
+            "a design needs the length of the run: give train_tokens (--train-tokens), such as 300B", key="train-tokens"
+        )
+    paths = [measured] if isinstance(measured, (str, os.PathLike)) else measured
+    measurements = Measurements.read([as_path(path) for path in paths], config)
+    length = config.max_target_length
+    samples = -(-tokens // length)
+    plan = build_plan(config, num_devices)
+    sizes = _legal_sizes(plan, measurements, samples, max_batch)
+    times = StepTimes.fit(dict(measurements.seconds))
+    curves = noise_curves(measurements.noise)
+    models = [DesignModel(noise=curve, times=times) for curve in curves]
+    model, notes = models[0], [*measurements.notes, *_bounds(measurements)]
+    schedules = _candidates(config, num_devices, tokens, model, sizes, notes)
+
+    slope = loss_slope(measurements.losses)
+    if slope is None:
+        notes.append("the measured run is too short for the slope of its loss, so no loss penalty is predicted")
+    constant = ((0, sizes[0]),)
+    references = [each.run(constant, samples=samples).progress for each in models]
+    ends: dict[str, float | None] = {}
+    for name, progress in (("start", 1.0), ("end", references[0])):
+        noise, low, high = (curve.at(progress) for curve in curves)
+        ends |= {f"noise_scale_{name}": noise, f"noise_scale_{name}_low": min(low, noise)}
+        ends[f"noise_scale_{name}_high"] = max(high, noise) if high < math.inf else None
+    unit = length if config.batch_size_schedule_unit == "tokens" else 1
+    candidates = []
+    for name, schedule in schedules.items():
+        text = format_schedule(schedule, tokens_per_sample=unit)
+        build_plan(replace(config, **_schedule_settings(text)), num_devices)  # refuses what `rampup plan` would refuse
+        outcome = model.run(schedule, samples=samples)
+        # By how the noise scale is at its estimate and at both ends of its interval.
+        penalties = [
+            loss_penalty(
+                each.run(schedule, samples=samples).progress, reference, slope=slope, measured_at=each.noise.knots[-1][0]
+            )
+            for each, reference in zip(models, references, strict=True)
+            if slope is not None
+        ] or [None]
+        same = [each.run(schedule, progress=reference) for each, reference in zip(models, references, strict=True)]
+        hours = [each.seconds / SECONDS_PER_HOUR for each in same]
+        candidates.append(
+            {
+                "name": name,
+                "batch_size_schedule": text,
+                "start_tokens": [start * length for start, _ in schedule],
+                "sizes": [size for _, size in schedule],
+                "steps": outcome.steps,
+                "hours": outcome.seconds / SECONDS_PER_HOUR,
+                "wasted_samples": 1 - outcome.progress / references[0],
+                "loss_penalty": penalties[0],
+                "loss_penalty_low": min(penalties),
+                "loss_penalty_high": max(penalties),
+                "hours_to_same_loss": hours[0],
+                "hours_to_same_loss_low": min(hours),
+                "hours_to_same_loss_high": max(hours),
+                "tokens_to_same_loss": same[0].samples * length,
+            }
+        )
+    return {
+        "train_tokens": tokens,
+        "train_samples": samples,
+        "tokens_per_sample": length,
+        "noise_source": measurements.source,
+        **ends,
+        "noise_growth": model.noise.growth,
+        "step_seconds": {str(size): measurements.seconds[size] for size in sorted(measurements.seconds)},
+        "loss_slope": slope,
+        "candidates": candidates,
+        "fastest": min(candidates, key=lambda candidate: candidate["hours_to_same_loss"])["name"],
+        "assumptions": _assumptions(measurements, model, references[0], sizes),
+        "notes": notes,
+    }
+
+
+class Measurements(NamedTuple):
+    """Everything that was measured."""
+
+    seconds: Mapping[int, float]  # seconds of a step by global batch size
+    source: str  # the kind of measurement that `noise` is: `critical` or `noise_scale`
+    noise: Sequence[NoisePoint]  # the noise scale along the run, in order; the critical batch stands for it
+    losses: Sequence[tuple[int, float]]  # (samples consumed, loss) of the run whose noise it is
+    notes: Sequence[str]
+
+    @classmethod
+    def read(cls, paths: Sequence[Path], config: Config) -> Measurements:
+        """Read runs and results of `rampup tune`."""
+        seconds: dict[int, float] = {}
+        notes: list[str] = []
+        noise: tuple[str, list[NoisePoint]] | None = None
+        losses: list[tuple[int, float]] = []
+        for path in paths:
+            if path.is_file():
+                try:
+                    phases = json.loads(path.read_text(encoding="utf-8"))["phases"]
+                    timed = {int(row["global_batch_size"]): float(row["step_seconds"]) for row in phases if row["step_seconds"]}
+                except (OSError, ValueError, KeyError, TypeError) as error:
+                    raise ConfigError(f"{path} is not the output of `rampup tune --json`: {error!r}", key="measured") from error
+                if not timed:
+                    raise ConfigError(f"{path}: tune has timed no phase", key="measured")
+                seconds |= timed
+                continue
+            if not (path / METRICS_FILE).is_file():
+                raise ConfigError(
+                    f"{path} has no {METRICS_FILE}, and is no file with the output of `rampup tune --json`", key="measured"
+                )
+            lines = _checked_lines(path)
+            seconds = _run_seconds(path, config, notes) | seconds
+            found = _critical_points(path) or _noise_points(lines)
+            if found is not None and noise is None:
+                noise = found
+                losses = [(line["consumed_samples"], line["loss"]) for line in lines if line.get("loss") is not None]
+        if noise is None:
+            names = ", ".join(map(str, paths))
+            raise DataError(
+                f"no noise scale and no critical batch was measured in {names}: train with measure_gradient_noise=true, "
+                "or run `rampup critical RUN_DIR` at one or more checkpoints",
+                key="measured",
+            )
+        return cls(seconds, *noise, losses, notes)
+
+
+def _checked_lines(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl, or refuse it if a number that a design needs is damaged."""
+    from rampup.show.series import require_count
+
+    lines, before = list(read_lines(folder / METRICS_FILE)), 0
+    for line in lines:
+        for key in COUNTS:
+            require_count(line, key, str(folder))
+        for key in ("loss", TRACE, SQUARED_NORM, *SAMPLES, *TOKENS):
+            value = line.get(key)
+            number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
+            if value is not None and not (number and (value >= 0 or key in ("loss", TRACE, SQUARED_NORM))):
+                raise DataError(
+                    f"{folder}, step {line['step']} of its {METRICS_FILE}: {key}={reprlib.repr(value)} is damaged; it must be "
+                    "a number or null",
+                    key="measured",
+                )
+        if line["global_batch_size"] < 1 or line["consumed_samples"] <= before:
+            raise DataError(
+                f"{folder}, step {line['step']} of its {METRICS_FILE}: global_batch_size={line['global_batch_size']} must be "
+                f"at least 1, and consumed_samples={line['consumed_samples']} more than {before}, that of the line before",
+                key="measured",
+            )
+        before = line["consumed_samples"]
+    return lines
+
+
+def _run_seconds(folder: Path, config: Config, notes: list[str]) -> dict[int, float]:
+    """Return the median step times of a run, and note how its model differs."""
+    from rampup.show.series import measured_throughput
+
+    own = load_config(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else config
+    if own.max_target_length != config.max_target_length:
+        raise ConfigError(
+            f"{folder} was measured with max_target_length={own.max_target_length}, but the design has "
+            f"{config.max_target_length}: a batch in samples does not mean the same",
+            key="max_target_length",
+            nearest=(own.max_target_length,),
+        )
+    different = [name for name in IDENTITY_KEYS if getattr(own, name) != getattr(config, name)]
+    if different:
+        changes = ", ".join(f"{name}={getattr(own, name)}" for name in different[:6])
+        notes.append(f"{folder} was measured with other keys ({changes}); its times and its noise are those of another run")
+    return {size: float(size * own.max_target_length / rate) for size, rate in measured_throughput(folder).items()}
+
+
+def _critical_points(folder: Path) -> tuple[str, list[NoisePoint]] | None:
+    """Return what `rampup critical` has found at the checkpoints of a run; the largest window of each counts."""
+    parent, by_step = folder.with_name(f"{folder.resolve().name}{CRITICAL_SUFFIX}"), dict[int, tuple[int, NoisePoint]]()
+    for file in sorted(parent.glob(f"step-*/{CRITICAL_RESULT}"), key=str):
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            step, tokens, size = (int(found[key]) for key in ("step", "tokens", "critical_batch_size"))
+            sizes = [int(branch["global_batch_size"]) for branch in found["branches"]]
+            bound = critical_bound(sizes, size)
+            if min(*sizes, found["consumed_samples"], found["global_batch_size"]) < 1:
+                raise ValueError("a size below 1")
+            # The critical batch is between the largest that is good enough and the next one that was tried.
+            high = math.inf if bound == "at_least" else float(min(other for other in sizes if other > size))
+            low = 0.0 if bound == "at_most" else float(size)
+            point = NoisePoint(int(found["consumed_samples"]), int(found["global_batch_size"]), float(size), low, high)
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+            raise ConfigError(
+                f"{file} is not a result of `rampup critical`: {error!r}; delete its folder, and measure again", key="measured"
+            ) from error
+        if step not in by_step or tokens > by_step[step][0]:
+            by_step[step] = tokens, point
+    return ("critical", [point for _, (_, point) in sorted(by_step.items())]) if by_step else None
+
+
+def _noise_points(lines: Sequence[Mapping[str, Any]]) -> tuple[str, list[NoisePoint]] | None:
+    """Return the noise scale in every octave of a run's samples, from the averages of S and G2 in it.
+
+    All steps of an octave count. Those in which the running estimate has a value are those in which G2 came out large, so their
+    noise scale is too small.
+    """
+
+    def average(steps: Steps) -> NoiseScale:
+        noise = NoiseScale(half_life_samples=FOREVER)
+        for line, rate in steps:
+            size = line["global_batch_size"]
+            noise.update(samples=size, weight=size / rate, trace=line[TRACE], squared_norm=line[SQUARED_NORM])
+        return noise
+
+    def is_precise(steps: Steps) -> bool:
+        found = average(steps).tokens
+        return found.high is not None and bool(found.low) and found.high <= PRECISE * found.low
+
+    # The samples of a unit of weight, in which S and G2 are; None if a line has no estimate.
+    pairs = [[(line.get(samples), line.get(tokens)) for samples, tokens in zip(SAMPLES, TOKENS, strict=True)] for line in lines]
+    rates = [next((samples / tokens for samples, tokens in each if samples and tokens), None) for each in pairs]
+    rate = next((rate for rate in rates if rate), 0.0)  # the first lines have no estimate yet
+    octaves: list[Steps] = [[]]
+    before = 0
+    for line, own in zip(lines, rates, strict=True):
+        rate = own or rate
+        if None in (line.get(TRACE), line.get(SQUARED_NORM)) or line.get("skipped", False) or not rate:
+            continue
+        # The last one is the second half of the samples, the one before that half of the rest.
+        octave = (lines[-1]["consumed_samples"] // line["consumed_samples"]).bit_length()
+        if octave != before and len(octaves[-1]) >= LEAST_BIN:
+            octaves.append([])
+        octaves[-1].append((line, rate))
+        before = octave
+    if len(octaves) > 1 and len(octaves[-1]) < LEAST_BIN:
+        octaves[-2:] = [octaves[-2] + octaves[-1]]
+    # Neighbours that are not precise are averaged together.
+    bins: list[Steps] = []
+    for precise, group in itertools.groupby(octaves, is_precise):
+        parts = list(group)
+        bins += parts if precise else [list(itertools.chain(*parts))]
+    points = []
+    for steps in bins:
+        noise = average(steps)
+        found = noise.in_samples
+        if not found.low:
+            continue
+        # The interval is open if 0 is in that of G2. The ratio is a number all the same unless G2 is below its standard error.
+        value = found.value or found.low
+        if found.value is None and noise.squared_norm > 0:
+            ratio = noise.trace / noise.squared_norm * noise.samples_per_weight
+            value = ratio if ratio < OPEN_RATIO * found.low else found.low
+        samples, batch = (sum(line[key] for line, _ in steps) / len(steps) for key in COUNTS)
+        points.append(NoisePoint(samples, batch, value, found.low, math.inf if found.high is None else found.high))
+    return ("noise_scale", points) if points else None
+
+
+def _bounds(measured: Measurements) -> list[str]:
+    """Return notes about measurements that are only bounds."""
+    what, larger = "noise scale", "measure over more samples, or in a larger batch"
+    if measured.source == "critical":
+        what, larger = "critical batch", "measure again with larger --multiples"
+    kinds = (
+        ("at least", [(point.samples, point.low) for point in measured.noise if point.high == math.inf], larger),
+        ("at most", [(point.samples, point.noise) for point in measured.noise if point.low == 0], "try smaller --multiples"),
+    )
+    return [
+        f"at {len(bounds)} of {len(measured.noise)} places the {what} is only known to be {relation} a number, "
+        f"{bounds[-1][1]:,.0f} the last time, after {bounds[-1][0]:,.0f} samples: the design follows other estimates, held to "
+        f"these bounds; {fix}"
+        for relation, bounds, fix in kinds
+        if bounds
+    ]
+
+
+def _legal_sizes(plan: RampPlan, measured: Measurements, samples: int, max_batch: int | None) -> list[int]:
+    """Return the batches to choose from: the plan's first one, and its doublings that can be split."""
+    smallest = plan.ramp.sizes[0]
+    wanted = max_batch or BEYOND_MEASURED * max(measured.seconds, default=smallest)
+    most = min(wanted, max(samples // LEAST_STEPS, smallest))
+    doublings = (smallest << power for power in range(max(most // smallest, 1).bit_length()))
+    sizes = [size for size in doublings if size <= most and plan.splitter.allows(size)]
+    if len(sizes) < 2:
+        problem = f"there is nothing to choose from: no multiple of the first batch of {smallest:,} up to {most:,} is legal"
+        if most < min(wanted, 2 * smallest):
+            fix = f"{samples:,} samples are few for {LEAST_STEPS} steps of a larger batch; raise train_tokens (--train-tokens)"
+            raise ConfigError(f"{problem}; {fix}", key="train-tokens")
+        raise ConfigError(f"{problem}; raise max_batch (--max-batch)", key="max-batch")
+    return sizes
+
+
+def _candidates(
+    config: Config, num_devices: int, tokens: int, model: DesignModel, sizes: Sequence[int], notes: list[str]
+) -> dict[str, Schedule]:
+    """Return the schedules to compare, by their names."""
+    samples = -(-tokens // config.max_target_length)
+    target = model.run(((0, sizes[0]),), samples=samples).progress
+    best = min(sizes, key=lambda size: model.run(((0, size),), progress=target).seconds)
+    found: dict[str, Schedule] = {f"constant {size:,}": ((0, size),) for size in sorted({sizes[0], best, sizes[-1]})}
+    found["early growth, fastest"] = model.best_schedule(sizes, progress=target)
+    found["early growth, frugal"] = model.frugal_schedule(sizes, samples=samples)
+    if found["early growth, frugal"] == found["early growth, fastest"]:
+        del found["early growth, frugal"]
+        notes.append(f"the fastest ramp wastes less than {FRUGAL_WASTE:.0%} of the samples, so there is no more frugal one")
+    try:
+        settings = _schedule_settings(f"0:{sizes[0]}")
+        budget = {"steps": -1, "train_tokens": tokens, "train_samples": None, "learning_rate_schedule_steps": -1}
+        seesaw = {"seesaw_factor": 2.0, "seesaw_max_batch_size": sizes[-1], "learning_rate_clock": "samples"}
+        planned = build_plan(replace(config, **(settings | budget | seesaw)), num_devices)
+        found["seesaw"] = tuple((phase.start_sample, phase.global_batch_size) for phase in planned.ramp.phases)
+    except RampupError as error:
+        notes.append(f"no Seesaw candidate: {error}")
+    found["one late switch"] = model.late_switch(sizes, samples=samples)
+    return found
+
+
+def _schedule_settings(schedule: str) -> dict[str, Any]:
+    """Return the settings with which a configuration has a schedule instead of its own ramp."""
+    off = {"enable_rampup_batch_size": False, "seesaw_factor": None, "seesaw_max_batch_size": None}
+    return off | {"batch_size_schedule": schedule}
+
+
+def _assumptions(measured: Measurements, model: DesignModel, progress: float, sizes: Sequence[int]) -> list[str]:
+    """Return in sentences what the model assumes."""
+    last = model.noise.knots[-1][0]
+    kind = (
+        "the critical batch of `rampup critical` is taken as the noise scale, the batch in which half of a sample is wasted"
+        if measured.source == "critical"
+        else "the measured noise scale is that of plain gradients; with Adam the true one can be very different: "
+        "`rampup critical` at a few checkpoints is a better measurement"
+    )
+    found = [
+        "a sample in a batch B does 1 / (1 + B/N) of the work of one in a tiny batch, N the noise scale (arXiv 1812.06162)",
+        kind,
+        "N depends on the progress of the training only, and every batch has its best learning rate",
+    ]
+    if progress > last:
+        found.append(
+            f"N was last measured at a progress of {last:,.0f} samples (those that a tiny batch needs to get as far), and "
+            f"grows with the power {model.noise.growth:.2f} of it from there to {progress:,.0f}"
+        )
+    timed = sorted(measured.seconds)
+    if len(timed) == 1:
+        found.append(
+            f"only a batch of {timed[0]:,} was timed: a step takes time in proportion to its batch, so no larger one is "
+            "faster; to know better, run into the next phase, or add --measured tune.json, the output of `rampup tune --json`"
+        )
+    elif sizes[-1] > timed[-1] or sizes[0] < timed[0]:
+        found.append(f"batches of {timed[0]:,} to {timed[-1]:,} were timed; times of others are on a line through them")
+    found += [
+        "the reducible loss falls with the power 0.28 of the samples (arXiv 2203.15556), from the slope that the run measured",
+        "Seesaw is judged by its batches alone, as if its learning rate were the best one too; to run it, set seesaw_factor=2",
+    ]
+    return found

@@ -1,0 +1,152 @@
+"""Tests of rampup.batch_size.auto and rampup.plan.per_device."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from rampup import Config, build_plan
+from rampup.batch_size.auto import DECISION_PERIOD, AutoSchedule
+from rampup.batch_size.noise_scale import NoiseEstimate
+from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
+from rampup.plan.per_device import auto_sizes
+from rampup.plan.ramp import BatchRamp
+
+
+def random_config(rng):
+    """Return a configuration of `auto` that may or may not be legal, and a number of devices."""
+    fsdp, stages = (int(rng.choice([1, 1, 2])) for _ in range(2))
+    start = int(rng.integers(1, 9))
+    keys = {
+        "batch_size_schedule": "auto",
+        "per_device_batch_size_start": start,
+        "per_device_batch_size": start * int(rng.integers(1, 12)) + int(rng.random() < 0.1),
+        "gradient_accumulation_steps": int(rng.choice([1, 1, 2, 3])),
+        "microbatch_size": int(rng.choice([-1, -1, 1, 2])),
+        "ici_fsdp_parallelism": fsdp,
+        "ici_pipeline_parallelism": stages,
+        "num_layers_per_pipeline_stage": -1,
+        "eval_interval": -1,
+    }
+    return keys, fsdp * stages * int(rng.choice([1, 2, 3]))
+
+
+def random_noise(rng):
+    """Return a lower end of a noise scale: unknown, zero, small or huge."""
+    return [None, 0.0, float(rng.random() * 100), float(10 ** rng.uniform(-3, 9)), math.inf][int(rng.integers(5))]
+
+
+@pytest.mark.parametrize("number", [400, pytest.param(20_000, marks=pytest.mark.faults)])
+def test_auto_schedule_never_uses_an_illegal_size(number):
+    """Over random configurations and noise: legal sizes only, never smaller, at most doubled, and the schedule replays it."""
+    rng = np.random.default_rng(0)
+    legal = 0
+    for _ in range(number):
+        keys, devices = random_config(rng)
+        try:
+            plan = build_plan(Config(**keys), devices)
+        except RampupError:
+            continue
+        legal += 1
+        half_life = float(10 ** rng.uniform(0, 4))
+        auto = AutoSchedule(sizes=plan.reserved_sizes, mode="follow", half_life_samples=half_life, rows=plan.ramp.to_rows())
+        sample, sizes = 0, []
+        for step in range(1, 201):
+            sizes.append(auto.size)
+            sample += auto.size
+            if auto.is_due(step):
+                before = auto.size
+                if rng.random() < 0.1:  # a checkpoint in between changes nothing
+                    auto.rows = json.loads(json.dumps(auto.rows))
+                noise = random_noise(rng)
+                after = auto.decide(step=step, sample=sample, noise_scale=noise)
+                assert before <= after <= 2 * before
+                assert plan.splitter.problem(after, "auto") is None
+                assert after <= plan.reserved_sizes[-1]
+                outlook = auto.outlook(step=step, sample=sample, noise=NoiseEstimate(value=None, low=noise, high=None))
+                said = [
+                    " -> " in outlook,
+                    "the largest batch" in outlook,
+                    "need a noise" in outlook or "more samples" in outlook,
+                ]
+                assert said == [after > before, before == after == plan.reserved_sizes[-1], before == after != auto.sizes[-1]]
+        replay = BatchRamp.from_schedule(auto.schedule)
+        assert [replay.global_batch_size_at(step) for step in range(200)] == sizes
+        assert replay.phases[: len(auto.rows)] == auto.ramp.phases
+    assert legal > number / 4
+
+
+def test_auto_schedule_has_hysteresis():
+    """It grows only when the lower end has reached the next size and a half-life has passed, and never shrinks."""
+    auto = AutoSchedule(sizes=(8, 16, 32), mode="follow", half_life_samples=100, rows=[[0, 0, 8]])
+    assert auto.decide(step=10, sample=80, noise_scale=1e9) == 8
+    assert auto.decide(step=20, sample=160, noise_scale=15.9) == 8
+    assert auto.decide(step=30, sample=240, noise_scale=16.0) == 16
+    assert auto.decide(step=40, sample=339, noise_scale=1e9) == 16
+    assert auto.decide(step=50, sample=340, noise_scale=None) == 16
+    assert auto.decide(step=50, sample=340, noise_scale=1e9) == 32
+    assert auto.decide(step=900, sample=10_000, noise_scale=0.0) == 32
+    assert auto.schedule == "0:8 240:16 340:32"
+    assert [auto.is_due(step) for step in (0, 1, DECISION_PERIOD)] == [False, False, True]
+
+
+@pytest.mark.parametrize(("start", "largest", "error"), [(4, 2, RampDefinitionError), (4, 10, BatchDivisibilityError)])
+def test_auto_sizes_refuses_sizes(start, largest, error):
+    """The largest batch is a multiple of the first."""
+    with pytest.raises(error, match="per_device_batch_size"):
+        auto_sizes(start, largest)
+
+
+def test_auto_schedule_checks_every_size_before_the_run():
+    """All sizes share one program, and every one is checked; keys that need all batches ahead are refused."""
+    plan = build_plan(Config(batch_size_schedule="auto"), 1)
+    assert (plan.ramp.sizes, plan.reserved_sizes) == ((4,), (4, 8, 16))
+    assert dict(plan.max_microbatches) == {2: 8}
+    pair = {"batch_size_schedule": "auto", "per_device_batch_size_start": 6, "per_device_batch_size": 18}
+    with pytest.raises(BatchDivisibilityError, match=r"^microbatch_size=4 must divide .*; nearest: 3 ") as caught:
+        build_plan(Config(**pair, microbatch_size=4), 1)
+    assert (caught.value.key, caught.value.nearest) == ("microbatch_size", (3,))
+    assert str(caught.value).count("batch_size_schedule: auto") == 1
+    # A pair that is refused is listed once, whatever else is wrong.
+    with pytest.raises(RampupError) as caught:
+        build_plan(Config(**pair | {"per_device_batch_size": 20}, eval_per_device_batch_size=0.3, ici_fsdp_parallelism=3), 2)
+    assert str(caught.value).count("must be a multiple of the first of 12") == 1
+    wrong = {
+        "learning_rate_clock": "samples",
+        "learning_rate_batch_scaling": "sqrt",
+        "measure_gradient_noise": False,
+        "rampup_microbatch": "auto",
+        "enable_rampup_batch_size": True,
+        "batch_scaling": "half_life",
+        "train_samples": 1000,
+    }
+    for name, value in wrong.items():
+        with pytest.raises(ConfigError, match=f"batch_size_schedule=auto needs {name}="):
+            Config(batch_size_schedule="auto", **{name: value})
+    with pytest.raises(ConfigError, match="auto_schedule"):
+        Config(batch_size_schedule="auto", auto_schedule="maybe")
+
+
+def test_the_plan_says_what_auto_may_do():
+    """Text and JSON have the sizes and the bounds of the samples, also after the batch has grown; nothing `stays` in vain."""
+    keys = {"batch_size_schedule": "auto", "steps": 500}
+    plan = build_plan(Config(**keys), 4)
+    text = str(plan)
+    assert "auto: 16, 32 or 64 samples, by the measured noise scale; 8,000 to 32,000 samples" in text
+    assert not any(word in text for word in ("stays", "rest", "500 steps, "))
+    assert plan.to_dict()["auto"] == {"sizes": (16, 32, 64), "min_samples": 8_000, "max_samples": 32_000}
+    grown = build_plan(Config(**keys), 4, ramp=BatchRamp.from_schedule("0:16 160:32"), reserved_sizes=(16, 32, 64))
+    assert grown.auto == {"sizes": (32, 64), "min_samples": 160 + 490 * 32, "max_samples": 160 + 490 * 64}
+    assert "auto: 32 or 64 samples, by the measured noise scale; 15,840 to 31,520 samples" in str(grown)
+    advised = build_plan(Config(**keys, auto_schedule="advise"), 4)
+    assert advised.auto == {"sizes": (16, 32, 64), "min_samples": 8_000, "max_samples": 8_000}
+    assert "8,000 samples\nthe batch stays at 16 samples; auto only advises: 16, 32 or 64 samples" in str(advised)
+    advice = AutoSchedule(sizes=(4,), mode="advise", half_life_samples=9, rows=[[0, 0, 4]])
+    unknown = NoiseEstimate(value=None, low=None, high=None)
+    said = advice.outlook(step=10, sample=40, noise=unknown)
+    assert said == "advises 4 samples, the largest batch; the noise scale is not known yet"
+    single = build_plan(Config(**keys, per_device_batch_size=4), 4)
+    assert "auto: 16 samples, " in str(single)
+    assert "rest" in str(single)
+    assert "auto" not in build_plan(Config(), 4).to_dict()

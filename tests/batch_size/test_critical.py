@@ -1,0 +1,189 @@
+"""Tests of rampup.batch_size.critical: geometry, statistics, and the decision on an exactly solvable problem."""
+
+import functools
+import itertools
+import math
+import random
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from helpers.risk import Regression
+
+from rampup.batch_size.critical import BranchWindow, Evaluation, find_critical, is_losing, smoothed_difference, smoothed_loss
+from rampup.errors import BatchDivisibilityError, ConfigError, RampupError
+
+MULTIPLES = (1, 2, 4, 8, 16, 32)
+BASE, ETA = 4, 0.02
+
+
+WINDOW = BranchWindow.of(BASE, MULTIPLES, 2048)
+CHECKPOINTS = (20, 100, 400, 1400, 4000)
+TOLERANCES = (0.003, 0.01, 0.03, 0.1)
+
+
+@functools.cache
+def checkpoint(steps):
+    """Return the state of one run on the recursion."""
+    h = 1 / np.arange(1, 65) ** 0.8
+    return Regression(h, np.ones(64), 0.5).after(steps, ETA, BASE)
+
+
+@functools.cache
+def branch_risks(steps, size):
+    """Return the exact risk of a branch at every evaluation, at the learning rate in proportion to its batch."""
+    state, risks = checkpoint(steps), []
+    for _ in range(WINDOW.num_evaluations):
+        state = state.after(WINDOW.interval // size, ETA * size / BASE, size)
+        risks.append(state.risk)
+    return risks
+
+
+@pytest.mark.parametrize(("steps", "tolerance"), list(itertools.product(CHECKPOINTS, TOLERANCES)))
+def test_critical_finds_the_batch_of_the_exact_recursion(steps, tolerance):
+    """At 5 checkpoints and 4 tolerances, branches with early stopping find the largest batch whose exact risk is tolerable."""
+    tolerance *= checkpoint(steps).risk
+    # The oracle runs every branch to the end and averages the risks itself.
+    smoothed = []
+    for size in WINDOW.sizes:
+        average, *rest = branch_risks(steps, size)
+        for risk in rest:
+            average = 0.5 * average + 0.5 * risk
+        smoothed.append(average)
+    wanted = max(i for i in range(len(smoothed)) if all(smoothed[i] <= smoothed[j] + tolerance for j in range(i)))
+    # The command evaluates one interval after the other and stops a branch that is losing.
+    curves = []
+    for size in WINDOW.sizes:
+        curve = []
+        complete = [c for c in curves if len(c) == WINDOW.num_evaluations]
+        for risk in branch_risks(steps, size):
+            curve.append(Evaluation((risk,), (1.0,)))
+            if is_losing(curve, complete, WINDOW.num_evaluations, tolerance):
+                break
+        curves.append(curve)
+    branches, critical = find_critical(WINDOW, curves, tolerance)
+    assert branches[critical].global_batch_size == WINDOW.sizes[wanted]
+    assert [branch.stopped for branch in branches] == [len(curve) < WINDOW.num_evaluations for curve in curves]
+
+
+def test_recursion_pairs_differ():
+    """The 20 pairs above do not all have the same answer, and branches stop early in some of them."""
+    answers, stopped = set(), 0
+    for steps, tolerance in itertools.product(CHECKPOINTS, TOLERANCES):
+        tolerance *= checkpoint(steps).risk
+        curves = [[Evaluation((risk,), (1.0,)) for risk in branch_risks(steps, size)] for size in WINDOW.sizes]
+        answers.add(find_critical(WINDOW, curves, tolerance)[1])
+        number = WINDOW.num_evaluations
+        stopped += any(is_losing(curve[:n], curves[:1], number, tolerance) for curve in curves[1:] for n in range(number))
+    print(answers, stopped)
+    assert len(answers) >= 4
+    assert stopped >= 3
+
+
+def test_recursion_equals_monte_carlo():
+    """The oracle itself: simulated SGD has the risk that the recursion computes."""
+    rng = np.random.default_rng(0)
+    h, s2, eta, batch, steps, runs = np.array([1.0, 0.3, 0.1]), 0.2, 0.3, 2, 20, 20_000
+    theta = np.ones((runs, 3))
+    for _ in range(steps):
+        x = rng.normal(size=(runs, batch, 3)) * np.sqrt(h)
+        error = np.einsum("rbi,ri->rb", x, theta) - rng.normal(size=(runs, batch)) * math.sqrt(s2)
+        theta -= eta * np.einsum("rb,rbi->ri", error, x) / batch
+    risks = 0.5 * theta**2 @ h
+    assert abs(risks.mean() - Regression(h, np.ones(3), s2).after(steps, eta, batch).risk) < 4 * risks.std() / math.sqrt(runs)
+
+
+def test_window_is_whole_steps_of_every_branch():
+    """Any legal request gives intervals that every branch divides, at least as long as requested."""
+    rng = random.Random(0)
+    for _ in range(300):
+        base = rng.choice([1, 2, 3, 6, 16, 48])
+        multiples = rng.sample([1, 2, 3, 4, 5, 8], rng.randint(2, 4))
+        samples = rng.randint(1, 20_000)
+        try:
+            window = BranchWindow.of(base, multiples, samples)
+        except ConfigError as error:
+            unit = math.lcm(*(base * m for m in multiples))
+            assert samples <= 3 * unit
+            assert error.nearest == (4 * unit,)
+            continue
+        assert list(window.sizes) == sorted(base * m for m in multiples)
+        assert all(window.interval % size == 0 for size in window.sizes)
+        assert window.samples >= samples
+        assert window.samples - samples < window.interval
+        assert 4 <= window.num_evaluations < 33
+        assert [p.start_sample for p in window.ramp.phases] == [i * window.samples for i in range(len(multiples))]
+        assert window.total_steps == window.ramp.ramp_steps + window.samples // window.sizes[-1]
+
+
+@pytest.mark.parametrize(
+    ("multiples", "message"),
+    [
+        ((), "2 to 32 different"),
+        ((2,), "2 to 32 different"),
+        ((1, 1), "different"),
+        ((0, 1), "above 0"),
+        ((-2,), "above 0"),
+        (("x",), "not a number"),
+        ((1, float("inf")), "range|not a number"),
+        (("1/3", 1), "not a whole batch"),
+        ((10**7,), "at most"),
+        ((True,), "not a number"),
+    ],
+)
+def test_bad_multiples_are_refused(multiples, message):
+    """Each error names the rule."""
+    with pytest.raises(RampupError, match=message):
+        BranchWindow.of(16, multiples, None)
+
+
+def test_a_batch_that_is_not_whole_offers_the_nearest():
+    """0.3 of 16 is 4.8 samples; 4 and 5 are whole."""
+    with pytest.raises(BatchDivisibilityError) as caught:
+        BranchWindow.of(16, [0.3], None)
+    assert [Fraction(text) * 16 for text in caught.value.nearest] == [4, 5]
+
+
+def test_standard_error_is_that_of_paired_differences():
+    """Over many draws of rows, the standard error is the spread of the difference, whatever the rows have in common."""
+    rng, differences, errors = np.random.default_rng(1), [], []
+    for _ in range(2000):
+        curve, other = [], []
+        for _ in range(4):
+            shared, weights = rng.normal(scale=5, size=16), tuple(rng.uniform(1, 3, size=16))
+            curve.append(Evaluation(tuple(shared + rng.normal(0.1, 0.3, size=16)), weights))
+            other.append(Evaluation(tuple(shared), weights))
+        difference, error = smoothed_difference(curve, other)
+        differences.append(difference)
+        errors.append(error)
+    assert abs(np.mean(differences) - 0.1) < 0.01
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(np.std(differences), rel=0.07)
+
+
+def test_smoothed_loss_is_the_recursive_average():
+    """The weights are those of an exponential moving average with weight 1/2."""
+    losses = [3.0, 2.5, 2.7, 2.2, 2.1]
+    average = losses[0]
+    for loss in losses[1:]:
+        average = 0.5 * average + 0.5 * loss
+    assert smoothed_loss([Evaluation((loss, loss), (1.0, 3.0)) for loss in losses]) == pytest.approx(average, rel=1e-12)
+
+
+def test_a_branch_that_is_not_finite_stops_and_cannot_win():
+    """NaN stops a branch at once; the branches after it are compared with the others only."""
+    window = BranchWindow.of(1, (1, 2, 4), 16)
+    fine, bad = [Evaluation((1.0,), (1.0,))] * 4, [Evaluation((math.nan,), (1.0,))]
+    assert is_losing(bad, [fine], 4, 0.1)
+    branches, critical = find_critical(window, [fine, bad, fine], 0.1)
+    assert critical == 2
+    assert (branches[1].loss, branches[1].stopped, branches[1].standard_error) == (None, True, None)
+
+
+def test_a_branch_that_catches_up_is_not_stopped():
+    """A gap that closes fast enough to vanish within the window is not lost; the same gap without closing is."""
+    reference = [Evaluation((2.0,), (1.0,))] * 16
+    closing = [Evaluation((2.0 + 0.2 * max(1 - n / 12, 0),), (1.0,)) for n in range(16)]
+    constant = [Evaluation((2.2,), (1.0,))] * 16
+    assert not any(is_losing(closing[:n], [reference], 16, 0.01) for n in range(1, 17))
+    assert next(n for n in range(1, 17) if is_losing(constant[:n], [reference], 16, 0.01)) == 6
+    assert not is_losing(constant, [reference], 16, 0.01)  # complete: nothing is left to save

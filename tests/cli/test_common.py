@@ -1,0 +1,127 @@
+"""Tests of rampup.cli.common: what a command does to its process before JAX is imported."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rampup import cli
+from rampup.cli import common
+
+CODE = """
+import os, sys
+from rampup.cli import common
+common.on_offer = lambda: True
+common.has_accelerators = lambda: False
+print(os.getpid(), sys.argv[1:], os.environ.get("GLIBC_TUNABLES"), flush=True)
+common.enable_huge_pages()
+print("continues")
+"""
+
+
+def starts(**environ):
+    """Return what a process with these variables prints that asks for large pages where they are on offer."""
+    others = {name: value for name, value in os.environ.items() if name != common.VARIABLE}
+    command = [sys.executable, "-c", CODE, "a b", "--c"]
+    return subprocess.run(command, env=others | environ, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+def test_enable_huge_pages_re_executes_once():
+    """The process keeps its arguments and its number, and the tunable is added to those that are set."""
+    first, second, last = starts(GLIBC_TUNABLES="glibc.malloc.check=0")
+    number, rest = first.split(" ", 1)
+    assert rest == "['a b', '--c'] glibc.malloc.check=0"
+    assert second == f"{number} ['a b', '--c'] glibc.malloc.check=0:glibc.malloc.hugetlb=1"
+    assert last == "continues"
+    assert starts()[1].endswith("] glibc.malloc.hugetlb=1")
+    assert len(starts(RAMPUP_HUGE_PAGES="0")) == len(starts(GLIBC_TUNABLES="glibc.malloc.hugetlb=0")) == 2
+
+
+@pytest.mark.parametrize(
+    ("libc", "kernel", "offered"),
+    [
+        (("glibc", "2.36"), "always [madvise] never", True),
+        (("glibc", "2.34"), "always [madvise] never", False),
+        (("glibc", "2.36"), "[always] madvise never", False),
+        (("glibc", "2.36"), None, False),
+        (("", ""), "always [madvise] never", False),
+        (("glibc", "odd"), "always [madvise] never", False),
+    ],
+)
+def test_on_offer_needs_glibc_and_madvise(monkeypatch, tmp_path, libc, kernel, offered):
+    """A C library that can ask, and a kernel that gives on request; another system has neither."""
+    file = tmp_path / "enabled"
+    if kernel is not None:
+        file.write_text(kernel)
+    monkeypatch.setattr(common, "KERNEL", file)
+    monkeypatch.setattr(common.platform, "libc_ver", lambda: libc)
+    assert common.on_offer() is offered
+
+
+@pytest.mark.parametrize(
+    ("plugins", "files", "platforms", "accelerators"),
+    [
+        ([], [], None, False),
+        (["cuda13"], [], None, True),
+        ([], ["accel0"], None, True),
+        ([], ["vfio/0", "vfio/vfio"], None, True),
+        ([], ["vfio/vfio", "accel/accel0"], None, False),
+        (["cuda13"], ["accel0"], "cpu", False),
+    ],
+)
+def test_has_accelerators_needs_a_plugin_or_a_chip(monkeypatch, tmp_path, plugins, files, platforms, accelerators):
+    """Installed libtpu without a TPU is no accelerator, and none counts if JAX is restricted to the CPU."""
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(common, "DEVICES", tmp_path)
+    monkeypatch.setattr(common, "accelerator_plugins", lambda: bool(plugins))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    if platforms is not None:
+        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    assert common.has_accelerators() is accelerators
+
+
+@pytest.mark.parametrize(
+    ("argv", "words", "asked"),
+    [(["train", "--help"], None, 1), (["plan", "--help"], None, 0), ([], None, 0), ([], ["train", "--help"], 0)],
+)
+def test_main_re_executes_only_its_own_process(monkeypatch, argv, words, asked):
+    """A command that computes, typed in a shell; never a program or a notebook that calls `main` with arguments."""
+    calls = []
+    monkeypatch.setattr(cli, "enable_huge_pages", lambda: calls.append(1))
+    monkeypatch.setattr(sys, "argv", ["rampup", *argv])
+    with contextlib.suppress(SystemExit):
+        cli.main(words)
+    assert len(calls) == asked
+
+
+def test_switch_is_not_a_configuration_key(monkeypatch, capsys):
+    """Variables with the prefix RAMPUP_ set keys; this one does not."""
+    monkeypatch.setenv("RAMPUP_HUGE_PAGES", "0")
+    monkeypatch.setenv("RAMPUP_STEPS", "7")
+    assert cli.main(["plan", "base", "--devices", "2", "--json"]) == 0
+    assert '"total_steps": 7' in capsys.readouterr().out
+
+
+def test_a_tpu_is_not_searched_for_where_there_is_none(tmp_path, monkeypatch):
+    """With libtpu installed to compile, JAX is set to the CPU, unless the machine or the user has something else."""
+    (tmp_path / "libtpu").mkdir()
+    (tmp_path / "libtpu" / "__init__.py").touch()
+    device = tmp_path / "pci" / "0000:00:01.0"
+    device.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(common, "PCI_DEVICES", tmp_path / "pci")
+    monkeypatch.setattr(common, "accelerator_plugins", lambda: False)
+    monkeypatch.delitem(sys.modules, "jax")
+    found = {}
+    for vendor, given in (("0x8086", None), (common.GOOGLE, None), ("0x8086", "cuda")):
+        (device / "vendor").write_text(f"{vendor}\n")
+        monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+        if given is not None:
+            monkeypatch.setenv("JAX_PLATFORMS", given)
+        common.skip_absent_tpu()
+        found[vendor, given] = os.environ.get("JAX_PLATFORMS")
+    assert list(found.values()) == ["cpu", None, "cuda"]

@@ -1,0 +1,207 @@
+"""Tests of rampup.data.batches."""
+
+from collections import Counter
+
+import grain
+import jax
+import numpy as np
+import pytest
+from helpers import toy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rampup.data.batches import SampleOrder, StepDataset, local_samples, microbatches, step_batches
+from rampup.data.sources import ItemRows
+from rampup.errors import DataError
+from rampup.plan import BatchRamp, BatchSplitter, RampPlan
+
+
+def ids(batch):
+    """Return the rows of a batch, in the order of its samples."""
+    held = np.concatenate([np.asarray(chunk) for chunk in batch.chunks])
+    return held[: batch.num_microbatches].ravel().tolist()
+
+
+@pytest.mark.parametrize("name", ["one", "data_fsdp_tensor"])
+@pytest.mark.parametrize("mode", ["fixed", "per_phase", "auto"])
+@pytest.mark.parametrize("seed", [None, 5])
+def test_step_batches_reads_every_row_once_an_epoch(name, mode, seed):
+    """Over three phases and several epochs, with steps that straddle an epoch's end, every row is read once an epoch."""
+    mesh = toy.mesh_of(name)
+    plan = toy.plan_for(mesh, steps=25, rampup_microbatch=mode)
+    number = 150
+    order = SampleOrder(number, seed=seed)
+    stream = [row for batch in step_batches(range(number), plan, mesh, seed=seed) for row in ids(batch)]
+    assert len(stream) == plan.consumed_samples > 6 * number
+    assert stream == order.rows(range(plan.consumed_samples)).tolist()
+    epochs = [stream[start : start + number] for start in range(0, len(stream) - number, number)]
+    assert all(Counter(epoch) == Counter(range(number)) for epoch in epochs)
+    if seed is not None:
+        assert epochs[0] != epochs[1] != sorted(epochs[1])
+
+
+@pytest.mark.parametrize("start", [0, 1, 4, 5, 9, 10, 11, 12])
+def test_step_batches_starts_anywhere_with_the_same_rows(start):
+    """Batches from step N on are those of the full run from step N on."""
+    mesh = toy.mesh_of("data")
+    plan = toy.plan_for(mesh)
+    whole = [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1)]
+    part = [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1, start=start)]
+    assert part == whole[start:]
+    assert [(b.position.step, ids(b)) for b in step_batches(range(300), plan, mesh, seed=1, start=plan.position(start))] == part
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 6), min_size=1, max_size=3), st.sampled_from([1, 2, 4]))
+def test_local_samples_share_the_batch_without_overlap(per_process, factors, num_processes):
+    """However many processes read, together they read each microbatch's rows, each its own."""
+    R = per_process * num_processes
+    plan = RampPlan(
+        ramp=BatchRamp.piecewise([(n * 100, R * factor) for n, factor in enumerate(factors)]),
+        splitter=BatchSplitter(data_parallel_size=R, microbatch_size=1),
+        num_devices=R,
+        total_steps=40,
+    )
+    for step in (0, 7, 39):
+        position = plan.position(step)
+        rows = [np.arange(p * per_process, (p + 1) * per_process) for p in range(num_processes)]
+        parts = [local_samples(position.consumed_samples, position.split, own) for own in rows]
+        assert {part.shape for part in parts} == {(position.split.num_microbatches, per_process)}
+        assert np.concatenate(parts, axis=1).ravel().tolist() == list(plan.rows(step))
+
+
+def test_step_dataset_is_a_grain_dataset():
+    """It has a length, can be sliced, and element i has the position and the rows of step i."""
+    mesh = toy.mesh_of("one")
+    plan = toy.plan_for(mesh)
+    dataset = StepDataset(ItemRows(range(300)), plan, SampleOrder(300, seed=None), mesh)
+    assert isinstance(dataset, grain.MapDataset)
+    assert len(dataset) == 12
+    assert dataset[5].position == plan.position(5)
+    assert dataset[5].rows.tolist() == dataset[5].samples.tolist() == list(plan.rows(5))
+    assert dataset[3:5][1].rows.tolist() == list(plan.rows(4))
+
+
+def test_microbatches_have_one_shape():
+    """Through the whole ramp, microbatches are of one shape and hold the samples in order."""
+    mesh = toy.mesh_of("data")
+    plan = toy.plan_for(mesh)
+    seen = list(microbatches(range(1000), plan, mesh))
+    assert {batch.shape for batch in seen} == {(16,)}
+    assert np.concatenate(seen).tolist() == list(range(plan.consumed_samples))
+    assert all(batch.sharding.is_equivalent_to(seen[0].sharding, 1) for batch in seen)
+
+
+def test_step_batches_takes_a_grain_dataset():
+    """A shuffled and mapped MapDataset is a source of rows."""
+    mesh = toy.mesh_of("one")
+    plan = toy.plan_for(mesh, steps=3)
+    source = grain.MapDataset.range(100).shuffle(seed=3).map(lambda n: {"x": np.int32(n)})
+    (first, *_) = step_batches(source, plan, mesh)
+    held = np.asarray(first.chunks[0]["x"])[: first.num_microbatches]
+    assert held.ravel().tolist() == [int(source[n]["x"]) for n in range(16)]
+
+
+def test_step_batches_refuses_too_few_rows_before_the_first_batch():
+    """A bounded number of epochs that cannot feed the run is refused with the number that can."""
+    mesh = toy.mesh_of("one")
+    plan = toy.plan_for(mesh)
+    with pytest.raises(DataError, match="num_epoch=1 of 100 rows are 100; set num_epoch=4 or -1") as caught:
+        next(step_batches(range(100), plan, mesh, num_epochs=1))
+    assert caught.value.nearest == (4, -1)
+    assert len(list(step_batches(range(100), plan, mesh, num_epochs=4))) == 12
+    with pytest.raises(DataError, match="no rows"):
+        next(step_batches([], plan, mesh))
+
+
+def test_step_batches_names_a_row_that_cannot_be_read():
+    """An exception in a reading thread is a DataError that names the row."""
+
+    class Broken:
+        def __len__(self):
+            return 400
+
+        def __getitem__(self, row):
+            if row == 40:
+                raise OSError("disk on fire")
+            return np.int32(row)
+
+    mesh = toy.mesh_of("one")
+    batches = step_batches(Broken(), toy.plan_for(mesh), mesh)
+    with pytest.raises(DataError, match=r"row 40 .*disk on fire"):
+        list(batches)
+
+
+def test_sample_order_refuses_more_rows_than_can_be_shuffled():
+    """The error names the limit and the key that turns shuffling off."""
+    with pytest.raises(DataError, match="enable_data_shuffling=false"):
+        SampleOrder(2**32, seed=0)
+
+
+class CountedRows:
+    """A source that remembers which rows were read."""
+
+    def __init__(self, number):
+        self.number, self.read = number, []
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, row):
+        self.read.append(row)
+        return np.int32(row)
+
+
+def test_step_batches_reads_ahead_of_use():
+    """When a batch is yielded, the next ones have been read."""
+    mesh, source = toy.mesh_of("one"), CountedRows(400)
+    batches = step_batches(source, toy.plan_for(mesh), mesh)
+    next(batches)
+    assert max(source.read) >= 47
+    jax.block_until_ready(next(batches).chunks)
+
+
+def test_step_batches_reads_no_row_twice_for_another_split():
+    """A batch that is split otherwise than planned is the batch that was read ahead: rows read = rows used, and in order."""
+    mesh = toy.mesh_of("data")
+    plan, source = toy.plan_for(mesh, rampup_microbatch="per_phase"), CountedRows(1000)
+
+    def first_shape(position):
+        return plan.splitter.split_with(position.split.global_batch_size, plan.splits[0].microbatch_size)
+
+    batches = list(step_batches(source, plan, mesh, split_for=first_shape))
+    assert any(batch.position.split != plan.position(batch.position.step).split for batch in batches)
+    assert sorted(source.read) == list(range(plan.consumed_samples))
+    assert [row for batch in batches for row in ids(batch)] == list(range(plan.consumed_samples))
+
+
+class HalfOfTheRows:
+    """A `Loading` of the second of two processes, without the first."""
+
+    def rows_to_read(self, mesh, num_rows):  # noqa: ARG002 - as in `Loading`
+        """Return the second half of a microbatch's rows."""
+        return np.arange(num_rows // 2, num_rows)
+
+
+def test_split_rows_reads_only_missing_rows():
+    """A process among several keeps the rows that it has, and reads those that only the other split needs, once."""
+    mesh = toy.mesh_of("data")
+    plan, source = toy.plan_for(mesh, rampup_microbatch="per_phase"), CountedRows(1000)
+    dataset = StepDataset(ItemRows(source), plan, SampleOrder(1000, seed=None), mesh, HalfOfTheRows())
+    step = dataset[11]
+    before = len(source.read)
+    split = plan.splitter.split_with(step.position.split.global_batch_size, plan.splits[0].microbatch_size)
+    assert split != step.position.split
+    rows = dataset.split_rows(step, split)
+    wanted = dataset.samples_of(step.position, split)
+    assert rows.tolist() == wanted.tolist()
+    assert sorted(source.read[before:]) == sorted(set(wanted.ravel().tolist()) - set(step.samples.tolist()))
+    assert len(source.read) < before + wanted.size
+
+
+def test_loader_looks_up_each_position_once(monkeypatch):
+    """The plan is asked once per step for its position."""
+    mesh = toy.mesh_of("one")
+    plan, asked, position = toy.plan_for(mesh), [], RampPlan.position
+    monkeypatch.setattr(RampPlan, "position", lambda self, step: asked.append(step) or position(self, step))
+    assert [batch.position.step for batch in step_batches(range(400), plan, mesh)] == list(range(12))
+    assert sorted(asked) == list(range(12))

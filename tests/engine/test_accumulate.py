@@ -1,0 +1,351 @@
+"""Tests of rampup.engine.accumulate."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.core import FrozenDict
+from helpers import toy
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rampup.engine.accumulate import AccumulatedLoss, accumulate, check_results, multi_steps, per_row_keys
+from rampup.engine.mesh import batch_sharding, make_mesh, shardings_like
+from rampup.engine.totals import Totals, cast_for_exchange
+from rampup.errors import ConfigError, RampDefinitionError
+from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
+
+
+@pytest.fixture
+def float64():
+    """Compute in float64."""
+    jax.config.update("jax_enable_x64", True)
+    yield np.float64
+    jax.config.update("jax_enable_x64", False)
+
+
+def buffer(mesh, K, R, dtype):
+    """Return a buffer (K, R, ...) of rows on the mesh, and the rows on the host."""
+    rows = toy.rows(K * R, dtype)
+    host = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    cut = {name: x.reshape(K, R, *x.shape[1:]) for name, x in host.items()}
+    return jax.device_put(cut, batch_sharding(mesh, leading=1)), host
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("one", "data_fsdp_tensor") else pytest.param(name, marks=pytest.mark.slow) for name in toy.MESHES]
+)
+def test_accumulate_equals_the_full_batch_gradient(name, float64):
+    """In float64, with unequal weights, for any number of microbatches, from one trace and one executable, to 1e-10."""
+    mesh = toy.mesh_of(name)
+    params = toy.new_params(mesh, float64)
+    K, R = 5, 16
+    batch, host = buffer(mesh, K, R, float64)
+    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(K * R).reshape(K, R))
+    traces = []
+
+    def counted(params, batch, rngs):
+        traces.append(1)
+        return toy.loss_fn(params, batch, rngs)
+
+    shardings = shardings_like(params, mesh)
+    run = jax.jit(lambda *args: accumulate(counted, *args, mesh=mesh, param_shardings=shardings))
+    for number in (1, 2, 5):
+        sums = run(params, batch, np.int32(number), keys)
+        count = number * R
+        whole = {name: x[:count] for name, x in host.items()}
+
+        def value(p, whole=whole, count=count):
+            loss, *others = toy.loss_fn(p, whole, keys.ravel()[:count])
+            return loss, others
+
+        (loss, (weight, aux)), grads = jax.jit(jax.value_and_grad(value, has_aux=True))(params)
+        np.testing.assert_allclose(sums.loss, loss, rtol=1e-12)
+        assert (float(sums.weight), int(sums.aux["rows"])) == (float(weight), aux["rows"])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-10, rtol=1e-10), sums.grads, grads)
+        assert all(jax.tree.leaves(jax.tree.map(lambda g, s: g.sharding.is_equivalent_to(s, g.ndim), sums.grads, shardings)))
+    assert (len(traces), run._cache_size()) == (1, 1)
+
+
+def test_accumulate_sums_in_float32():
+    """Gradients of bfloat16 parameters are summed in float32: a thousand small ones do not vanish."""
+    mesh = toy.mesh_of("one")
+    params = {"w": jnp.ones((), jnp.bfloat16)}
+    batch = {"x": jnp.full((1000, 1), 1 / 1024, jnp.bfloat16)}
+    keys = per_row_keys(jax.random.key(0), jnp.int32(0), jnp.zeros((1000, 1), jnp.int32))
+    sums = accumulate(
+        lambda p, b, _: (jnp.sum(p["w"] * b["x"]), 1, {}),
+        params,
+        batch,
+        1000,
+        keys,
+        mesh=mesh,
+        param_shardings=shardings_like(params, mesh),
+    )
+    assert sums.grads["w"].dtype == jnp.float32
+    assert float(sums.grads["w"]) == 1000 / 1024
+
+
+@pytest.mark.parametrize(("name", "K"), [("one", 1), ("one", 3), ("data", 1)])
+def test_accumulate_uses_as_many_microbatches_as_it_is_told(name, K):
+    """No microbatch is no sum, of a buffer of one too; a number beyond the buffer is an error, and NaN if it is traced."""
+    mesh = toy.mesh_of(name)
+    params, (batch, host) = toy.new_params(mesh), buffer(mesh, K, 16, np.float32)
+    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(K * 16).reshape(K, 16))
+    run = jax.jit(lambda number: accumulate(toy.loss_fn, params, batch, number, keys, mesh=mesh))
+    for number in range(K + 1):
+        weight = host["weight"][: 16 * number].sum()
+        for sums in (run(number), accumulate(toy.loss_fn, params, batch, number, keys, mesh=mesh)):
+            assert (float(sums.weight), int(sums.aux["rows"])) == (weight, 16 * number)
+            assert all((np.asarray(g) == 0).all() == (number == 0) for g in jax.tree.leaves(sums.grads))
+    for number in (K + 1, -1):
+        assert np.isnan([run(number).loss, run(number).weight]).all()
+        assert np.isnan(run(number).mean_grads(params)["in"]).all()
+    for number in (K + 1, -1, 1.0, True, "1"):
+        with pytest.raises(ConfigError, match=f"num_microbatches=.* must be a whole number from 0 to {K}"):
+            accumulate(toy.loss_fn, params, batch, number, keys, mesh=mesh)
+
+
+@pytest.mark.parametrize("name", ["one", "data"])
+def test_accumulators_in_bfloat16_round_the_gradient_and_not_the_loss(name):
+    """The program carries bfloat16 and returns float32; the error grows with the number of microbatches, by its rounding."""
+    mesh, K = toy.mesh_of(name), 32
+    params, (batch, _) = toy.new_params(mesh), buffer(mesh, K, 8, np.float32)
+    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(K * 8).reshape(K, 8))
+    loss = AccumulatedLoss(toy.loss_fn, accumulator_dtype=jnp.bfloat16)
+    run, exact = (
+        jax.jit(lambda n, loss=loss: accumulate(loss, params, batch, n, keys, mesh=mesh)) for loss in (loss, toy.loss_fn)
+    )
+    assert re.search(r"while\(.*bf16\[8,16\]|= \(.*bf16\[8,16\].* while", run.lower(2).compile().as_text())
+    errors = []
+    for number in (1, K):
+        found, expected = run(number), exact(number)
+        assert {leaf.dtype for leaf in jax.tree.leaves(found.grads)} == {np.dtype("float32")}
+        assert float(found.loss) == float(expected.loss)
+        difference = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), found.grads, expected.grads)
+        errors.append(max(jax.tree.leaves(difference)))
+    assert 2**-11 < errors[0] < 2**-8
+    assert errors[0] < errors[1] < K * 2**-8
+
+
+def linear_loss(params, batch, keys):
+    """The gradient of `w` is the sum of x."""
+    return jnp.sum(params["w"] * batch["x"]), batch["x"].size, {}
+
+
+def test_replicas_exchange_gradients_without_rounding_their_sum_again():
+    """The sum of 256 and 1, which are bfloat16, has nine digits: the result is 257 and not 256."""
+    mesh = make_mesh(devices=jax.devices()[:2])
+    batch = jax.device_put({"x": np.array([[256.0, 1]], np.float32)}, batch_sharding(mesh, leading=1))
+    for types in ({"accumulator_dtype": jnp.bfloat16}, {"accumulator_dtype": jnp.bfloat16, "reduction_dtype": jnp.float32}):
+        sums = accumulate(AccumulatedLoss(linear_loss, **types), {"w": jnp.ones(())}, batch, 1, mesh=mesh)
+        assert sums.grads["w"].dtype == jnp.float32
+        assert float(sums.grads["w"]) == 257
+
+
+@pytest.mark.parametrize(
+    "axes", [MeshAxes(data=8), MeshAxes(data=4, fsdp=2), pytest.param(MeshAxes(fsdp=8), marks=pytest.mark.slow)]
+)
+def test_a_loss_that_takes_shards_is_reduced_with_its_own_shardings(axes):
+    """Without the argument `param_shardings`, or with others, those of the loss decide what is left to reduce."""
+    mesh = make_mesh(axes)
+    batch = jax.device_put({"x": np.arange(16, dtype=np.float32).reshape(2, 8)}, batch_sharding(mesh, leading=1))
+    own = {"w": NamedSharding(mesh, PartitionSpec("fsdp")), "b": NamedSharding(mesh, PartitionSpec())}
+
+    def loss_fn(params, batch, keys):
+        w = jax.lax.all_gather(params["w"], "fsdp", axis=0, tiled=True)
+        return jnp.sum((w.sum() + params["b"]) * batch["x"]), batch["x"].size, {}
+
+    params = {"w": jnp.ones((8,)), "b": jnp.ones(())}
+    for given in (None, own, jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), own)):
+        sums = accumulate(AccumulatedLoss(loss_fn, param_shardings=own), params, batch, 2, mesh=mesh, param_shardings=given)
+        for name, size in (("w", 8), ("b", 1)):
+            shards = [np.ravel(shard.data) for shard in sums.grads[name].addressable_shards]
+            assert len(shards) == 8
+            assert all((shard == 120).all() and shard.size in (size, size // axes.fsdp) for shard in shards)
+
+
+@pytest.mark.parametrize("name", ["one", "data"])
+@pytest.mark.parametrize("K", [1, 2])
+def test_a_loss_returns_one_gradient_to_a_step(name, K):
+    """`sums_and_grads` returns the gradient of the mean; the sums beside it have none that could be divided again."""
+    mesh = toy.mesh_of(name)
+    params, (batch, _) = toy.new_params(mesh), buffer(mesh, K, 16, np.float32)
+    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(K * 16).reshape(K, 16))
+    options = {"mesh": mesh, "param_shardings": shardings_like(params, mesh)}
+    args = params, batch, keys, (jnp.int32(K), jnp.int32(1)), Totals()
+    sums, mean = jax.jit(lambda: AccumulatedLoss(toy.loss_fn).sums_and_grads(*args, **options))()
+    expected = accumulate(toy.loss_fn, params, batch, K, keys, **options)
+    assert sums.grads is None
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), mean, expected.mean_grads())
+    assert (float(sums.loss), float(sums.weight)) == (float(expected.loss), float(expected.weight))
+
+
+def test_a_loss_whose_own_shardings_name_the_replicas_is_told_so():
+    """Parameters sharded over the replicas by the loss are no matter of `shard_optimizer_over_data`."""
+    mesh = toy.mesh_of("data")
+    loss = AccumulatedLoss(linear_loss, param_shardings={"w": NamedSharding(mesh, PartitionSpec("data"))})
+    batch = {"x": jnp.ones((1, 8))}
+    with pytest.raises(ConfigError, match=r"`param_shardings` of the loss shard parameters over the replicas \(data\)"):
+        accumulate(loss, {"w": jnp.ones((8,))}, batch, 1, mesh=mesh)
+    given = {"w": NamedSharding(mesh, PartitionSpec("data"))}
+    with pytest.raises(ConfigError, match="shard_optimizer_over_data=true needs"):
+        accumulate(loss, {"w": jnp.ones((8,))}, batch, 1, mesh=mesh, param_shardings=given)
+
+
+def test_exchanged_gradients_keep_their_imaginary_part():
+    """A type for the exchange rounds real gradients, and leaves complex ones as they are."""
+    grads = {"z": jnp.complex64(1 + 2j), "x": jnp.float32(1 + 2**-12)}
+    found = cast_for_exchange(grads, jnp.bfloat16, toy.mesh_of("one"))
+    assert (found["z"].item(), found["x"].item()) == (1 + 2j, 1)
+
+
+def test_evaluation_drops_what_a_loss_carries():
+    """A loss that returns `mutable` as another kind of dict evaluates: nothing goes on with what it returned."""
+    mesh, params = toy.mesh_of("one"), {"w": jnp.ones(())}
+
+    def loss_fn(params, batch, keys, mutable):
+        return *linear_loss(params, batch, keys), {"n": mutable["n"] + 1}
+
+    batch, options = {"x": jnp.ones((1, 2))}, {"mesh": mesh, "mutable": FrozenDict(n=jnp.float32(0))}
+    assert AccumulatedLoss(loss_fn).eval_sums(params, batch, None, jnp.int32(1), **options).weight > 0
+    with pytest.raises(ConfigError, match="changed the structure"):
+        accumulate(loss_fn, params, batch, 1, **options)
+
+
+def all_reduces_by_loop(hlo):
+    """Return the shapes that all-reduces reduce, inside loop bodies and outside."""
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", hlo))
+    inside, outside, current = [], [], ""
+    for line in hlo.splitlines():
+        if line and not line[0].isspace():
+            current = line.split()[1 if line.startswith("ENTRY") else 0].lstrip("%")
+        elif match := re.search(r"= (.*?) all-reduce(?:-start)?\(", line):
+            (inside if current in bodies else outside).append(match.group(1))
+    return inside, outside
+
+
+def test_accumulate_reduces_once_over_the_data_axis():
+    """The compiled program has no all-reduce inside the loop over microbatches, and one round of them after it."""
+    mesh = toy.mesh_of("data")
+    params = toy.new_params(mesh)
+    batch, _ = buffer(mesh, 4, 16, np.float32)
+    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(64).reshape(4, 16))
+    run = jax.jit(lambda *args: accumulate(toy.loss_fn, *args, mesh=mesh, param_shardings=shardings_like(params, mesh)))
+    hlo = run.lower(params, batch, np.int32(2), keys).compile().as_text()
+    inside, outside = all_reduces_by_loop(hlo)
+    assert "while" in hlo
+    assert inside == []
+    assert outside
+
+
+def test_per_row_keys_do_not_depend_on_the_split():
+    """A row has the same random key however the batch is split into microbatches."""
+    one = per_row_keys(jax.random.key(1), jnp.int32(5), jnp.arange(12).reshape(1, 12))
+    cut = per_row_keys(jax.random.key(1), jnp.int32(5), jnp.arange(12).reshape(4, 3))
+    assert (jax.random.key_data(one).reshape(12, -1) == jax.random.key_data(cut).reshape(12, -1)).all()
+    assert len(set(map(tuple, jax.random.key_data(one)[0].tolist()))) == 12
+
+
+def test_accumulate_carries_mutable_and_averages_it_over_replicas():
+    """State is carried from microbatch to microbatch within a replica, and averaged over replicas at the end."""
+    mesh = toy.mesh_of("data")
+    params = {"w": jnp.ones(())}
+    batch = jax.device_put({"x": np.arange(24.0, dtype=np.float32).reshape(3, 8)}, batch_sharding(mesh, leading=1))
+    keys = per_row_keys(jax.random.key(0), jnp.int32(0), jnp.arange(24).reshape(3, 8))
+
+    def loss_fn(params, batch, rngs, mutable):
+        return (
+            jnp.sum(params["w"] * batch["x"]),
+            batch["x"].size,
+            {},
+            {"last": mutable["last"] * 10 + batch["x"].sum(), "n": mutable["n"] + 1},
+        )
+
+    start = {"last": jnp.float32(0), "n": jnp.int32(0)}
+    sums = jax.jit(
+        lambda *args: accumulate(loss_fn, *args, mesh=mesh, param_shardings=shardings_like(params, mesh), mutable=start)
+    )(params, batch, np.int32(2), keys)
+    expected = np.mean([10 * row + (row + 8) for row in range(8)])
+    assert (float(sums.mutable["last"]), int(sums.mutable["n"])) == (expected, 2)
+
+
+def test_constants_that_a_loss_carries_do_not_drift_on_several_replicas():
+    """The mean over three replicas leaves a constant and -infinity alone, bit for bit."""
+    mesh = make_mesh(devices=jax.devices()[:3])
+    start = {"constant": jnp.linspace(0.1, 3, 64), "maximum": jnp.full((2,), -jnp.inf)}
+    batch = jax.device_put({"x": np.ones((2, 3), np.float32)}, batch_sharding(mesh, leading=1))
+
+    def loss_fn(params, batch, keys, mutable):
+        maximum = mutable["maximum"].at[0].max(batch["x"].max())
+        return jnp.sum(params["w"] * batch["x"]), batch["x"].size, {}, {**mutable, "maximum": maximum}
+
+    found = accumulate(loss_fn, {"w": jnp.ones(())}, batch, 2, mesh=mesh, mutable=start).mutable
+    assert (np.asarray(found["constant"]) == np.asarray(start["constant"])).all()
+    assert found["maximum"].tolist() == [1, -np.inf]
+
+
+def test_carried_values_that_are_not_numbers_to_average_are_equal_on_all_replicas():
+    """Complex and 16-bit numbers are averaged, counters and flags become their maximum, and keys stay."""
+    mesh = make_mesh(MeshAxes(data=2, tensor=2), jax.devices()[:4])
+    batch = jax.device_put({"x": np.array([[7.0, 1]], np.float32)}, batch_sharding(mesh, leading=1))
+    start = {"z": jnp.complex64(1j), "count": jnp.uint8(2), "large": jnp.bool(False), "key": jax.random.key(3)}
+    start |= {"short": jnp.bfloat16(2), "number": jnp.int16(2)}
+
+    def loss_fn(params, batch, keys, mutable):
+        x = batch["x"].sum()
+        new = {name: mutable[name] + x.astype(mutable[name].dtype) for name in ("z", "count", "short", "number")}
+        return *linear_loss(params, batch, keys), {**new, "large": x > 5, "key": mutable["key"]}
+
+    found = jax.jit(lambda: accumulate(loss_fn, {"w": jnp.ones(())}, batch, 1, mesh=mesh, mutable=start).mutable)()
+    assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, start)
+    for name, value in {"z": 4 + 1j, "count": 9, "large": True, "short": 6, "number": 9}.items():
+        assert [shard.data.item() for shard in found[name].addressable_shards] == [value] * 4
+    assert jax.random.key_data(found["key"]).tolist() == jax.random.key_data(start["key"]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("results", "words"),
+    [
+        (None, "returned a NoneType and not a tuple"),
+        ({"loss": 1.0}, "returned a dict and not a tuple"),
+        (2.0, "returned a scalar and not a tuple"),
+        (np.ones(2), "returned one array and not a tuple"),
+        ((1.0, 1.0), "returned 2 results and not 4"),
+        ((1.0, 1.0, {}, FrozenDict(n=0.0)), r"changed the structure .*it was PyTreeDef.*'n'.* and is PyTreeDef"),
+        ((1.0, 1.0, {}, {"n": 0}), r"changed .*\['n'\] was \(\(\), 'float32'\) and is \(\(\), 'int32'\)"),
+    ],
+)
+def test_results_that_break_the_contract_are_errors_in_words(results, words):
+    """The message says what the loss function returned, and what it must return with `mutable`."""
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_results(results, lambda *args: results, ({}, {}, None, {"n": jnp.float32(0)}))
+    assert "(loss_sum, weight_sum, aux, mutable), because the state has `mutable`" in str(caught.value)
+
+
+def test_multi_steps_follows_the_plan():
+    """K at every optimizer step is the plan's number of microbatches, also in later phases and after a jump."""
+    plan = RampPlan(
+        ramp=BatchRamp.from_schedule("0:4 20:12 100:8"),
+        splitter=BatchSplitter(data_parallel_size=2),
+        num_devices=2,
+        total_steps=50,
+    )
+    tx = multi_steps(optax.sgd(0.1), plan)
+    every_k = jax.jit(tx._every_k_schedule)
+    for step in range(50):
+        assert int(every_k(jnp.int32(step))) == plan.position(step).split.num_microbatches
+
+
+def test_multi_steps_refuses_more_than_int32_steps():
+    """A ramp of more than 2**31 steps is refused."""
+    plan = RampPlan(
+        ramp=BatchRamp.piecewise([(0, 1), (2**32, 2)]),
+        splitter=BatchSplitter(data_parallel_size=1),
+        num_devices=1,
+        total_steps=9,
+    )
+    with pytest.raises(RampDefinitionError, match="counts in int32"):
+        multi_steps(optax.sgd(1.0), plan)

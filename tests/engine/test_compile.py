@@ -1,0 +1,210 @@
+"""Tests of rampup.engine.compile."""
+
+import os
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import processes
+
+from rampup.engine.compile import Compiler, compile_for_tpu, compile_program
+from rampup.plan.topology import tpu_options
+
+
+def lowering(function, *args):
+    """Return a function that lowers another one, and a list of the threads that it ran in."""
+    threads = []
+
+    def lower():
+        threads.append(threading.current_thread().name)
+        return jax.jit(function).lower(*args)
+
+    return lower, threads
+
+
+def test_get_compiles_a_program_once():
+    """Requested in the background twice and then three times by `get`: one compilation, in the background thread."""
+    compiler = Compiler()
+    lower, threads = lowering(jnp.sin, np.float32(1))
+    compiler.compile_async("sin", lower)
+    compiler.compile_async("sin", lower)
+    assert compiler.is_known("sin")
+    assert compiler.get("sin", lower)(np.float32(0)) == 0
+    assert compiler.get("sin", lower) is compiler.get("sin", lower)
+    assert compiler.is_ready("sin")
+    assert compiler.num_compilations == len(threads) == 1
+    assert threads[0].startswith("rampup-compile")
+
+
+def test_waited_seconds_counts_only_compilations_that_get_waited_for():
+    """A program compiled by `get` adds waiting time; one that is ready adds none."""
+    compiler = Compiler()
+    lower, _ = lowering(jnp.cos, np.float32(1))
+    compiler.compile_async("ready", lower)
+    while not compiler.is_ready("ready"):
+        pass
+    compiler.get("ready", lower)
+    assert compiler.waited_seconds == 0
+    compiler.get("late", lower)
+    assert compiler.waited_seconds > 0
+
+
+def test_compile_async_uses_the_contexts_of_the_caller():
+    """A program that is traced in the background has the caller's x64 mode and matmul precision."""
+    compiler = Compiler()
+    seen = []
+
+    def lower():
+        seen.append((jnp.arange(2.0).dtype, jax.config.jax_default_matmul_precision))
+        return jax.jit(lambda x: x + jnp.ones(2)).lower(np.ones(2))
+
+    jax.config.update("jax_enable_x64", True)
+    try:
+        with jax.default_matmul_precision("highest"):
+            compiler.compile_async("x", lower)
+        assert compiler.get("x", lower)(np.ones(2)).dtype == np.float64
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert seen == [(np.float64, "highest")]
+
+
+def test_get_raises_errors_of_the_background():
+    """An error in the background thread is raised by `get`."""
+    compiler = Compiler()
+    lower, _ = lowering(lambda x: x @ x, np.ones((2, 3)))
+    compiler.compile_async("bad", lower)
+    with pytest.raises(TypeError):
+        compiler.get("bad", lower)
+
+
+@pytest.mark.parametrize("name", ["getpriority", "setpriority"])
+def test_a_process_that_may_not_set_priorities_compiles(monkeypatch, name):
+    """Where the operating system forbids a niceness, the background thread compiles with the one that it has."""
+
+    def forbidden(*args):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, name, forbidden)
+    compiler = Compiler()
+    lower, threads = lowering(jnp.sinh, np.float32(1))
+    compiler.compile_async("sinh", lower)
+    compiler._pending["sinh"].result(60)
+    assert compiler.get("sinh", lower)(np.float32(0)) == 0
+    assert threads == ["rampup-compile"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a niceness belongs to a thread on Linux only")
+def test_the_background_thread_of_a_nice_process_stays_as_nice(monkeypatch):
+    """A niceness above that of the background thread is kept: only a privileged process may lower it."""
+    given = []
+    monkeypatch.setattr(os, "getpriority", lambda *_: 15)
+    monkeypatch.setattr(os, "setpriority", lambda which, who, niceness: given.append(niceness))
+    compiler = Compiler()
+    lower, _ = lowering(jnp.cosh, np.float32(1))
+    compiler.compile_async("cosh", lower)
+    compiler._pending["cosh"].result(60)
+    assert given == [15]
+
+
+def test_a_thread_that_cannot_be_started_leaves_nothing_pending(monkeypatch):
+    """The caller gets the error of the operating system; later, `get` compiles in its own thread and does not wait."""
+
+    def fail(self):
+        raise RuntimeError("can't start new thread")
+
+    compiler = Compiler()
+    lower, threads = lowering(jnp.tanh, np.float32(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(RuntimeError, match="new thread"):
+            compiler.compile_async("tanh", lower)
+    assert not compiler.is_known("tanh")
+    assert compiler.get("tanh", lower)(np.float32(0)) == 0
+    compiler.compile_async("again", lower)
+    compiler._pending["again"].result(60)
+    assert threads == ["MainThread", "rampup-compile"]
+
+
+def test_close_cancels_pending_programs():
+    """A compilation that has started finishes; one that has not is compiled by `get`."""
+    compiler, gate = Compiler(), threading.Event()
+
+    def slow():
+        gate.wait()
+        return jax.jit(jnp.tan).lower(np.float32(1))
+
+    compiler.compile_async("slow", slow)
+    lower, threads = lowering(jnp.exp, np.float32(1))
+    compiler.compile_async("never", lower)
+    compiler.close()
+    gate.set()
+    assert compiler.get("slow", slow)(np.float32(0)) == 0
+    assert not compiler.is_known("never")
+    assert compiler.get("never", lower)(np.float32(0)) == 1
+    assert threads == ["MainThread"]
+
+
+def leave(folder):
+    """Request three programs, the first of which takes until the main thread has ended, and return without `close`."""
+    compiler = Compiler()
+
+    def lower(number):
+        (folder / str(number)).touch()
+        threading.main_thread().join(5)
+        return jax.jit(jnp.sin).lower(np.float32(1))
+
+    for number in range(3):
+        compiler.compile_async(number, lambda number=number: lower(number))
+    while not (folder / "0").exists():
+        pass
+
+
+def test_a_program_that_ends_without_close_waits_for_one_compilation_at_most(tmp_path):
+    """At the end of a program, the compilation that has started finishes; the others, which nobody will run, are left."""
+    process = processes.start(leave, tmp_path, log=tmp_path / "log")
+    process.join(300)
+    assert process.exitcode == 0, (tmp_path / "log").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "log"}
+
+
+def test_compile_program_sets_the_level_only_on_cpu(monkeypatch):
+    """On a CPU the level is 2, unless XLA_FLAGS sets one; other backends keep their default."""
+    given = []
+
+    class Lowered:
+        def compile(self, *, compiler_options):
+            given.append(compiler_options)
+
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    compile_program(Lowered())
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=3")
+    compile_program(Lowered())
+    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    compile_program(Lowered())
+    assert given == [{"xla_backend_optimization_level": 2}, None, None]
+
+
+def test_compile_for_tpu_leaves_out_options_that_the_compiler_does_not_know(monkeypatch):
+    """Options that an older compiler refuses are left out, and those of the user win. Other errors are raised."""
+    known, asked = {"xla_tpu_assign_all_reduce_scatter_layout", "xla_tpu_max_hbm_size_mib"}, []
+
+    class Lowered:
+        def compile(self, *, compiler_options):
+            asked.append(compiler_options)
+            for name in compiler_options:
+                if name not in known:
+                    raise RuntimeError(f"INVALID_ARGUMENT: No such compile option: '{name}'")
+            return compiler_options
+
+    monkeypatch.delenv("LIBTPU_INIT_ARGS", raising=False)
+    found = compile_for_tpu(Lowered(), "v6e", {"xla_tpu_max_hbm_size_mib": "256"})
+    assert found == {"xla_tpu_assign_all_reduce_scatter_layout": "true", "xla_tpu_max_hbm_size_mib": "256"}
+    assert asked[0] == tpu_options("v6e") | {"xla_tpu_max_hbm_size_mib": "256"}
+    with pytest.raises(RuntimeError, match="No such compile option: 'mine'"):
+        compile_for_tpu(Lowered(), "v5e", {"mine": "1"})
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_assign_all_reduce_scatter_layout=false --other=1")
+    assert compile_for_tpu(Lowered(), "TPU v5 lite", {"xla_tpu_max_hbm_size_mib": "1"}) == {"xla_tpu_max_hbm_size_mib": "1"}

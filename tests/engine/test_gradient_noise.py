@@ -1,0 +1,345 @@
+"""Tests of rampup.engine.gradient_noise: S and G2 of a training step against gradients of each block, in float64."""
+
+import collections
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training.dynamic_scale import DynamicScale
+from helpers import toy
+from helpers.toy import plain_loss_fn as loss_fn
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rampup import train_step
+from rampup.batch_size.noise_scale import noise_trace
+from rampup.engine.accumulate import AccumulatedLoss
+from rampup.engine.compile import compile_program
+from rampup.engine.gradient_noise import NoiseMeter
+from rampup.engine.mesh import make_mesh
+from rampup.engine.pipeline import PipelinedLoss
+from rampup.engine.state import TrainState, create_state, prepare_state
+from rampup.errors import ConfigError, PipelineShapeError
+from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
+
+pytestmark = pytest.mark.usefixtures("optimized")
+
+BLOCKS, ROWS, WIDTH = 32, 2, 8
+COLLECTIVE = re.compile(r" (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
+ADAM = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def float64():
+    """Compute in float64."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+    jax.clear_caches()
+
+
+def plan_for(mesh, *, size=BLOCKS * ROWS, rows=ROWS, steps=2, stages=1, repeats=1):
+    """Return a plan of blocks of `rows` rows: a microbatch of one replica, over all its fsdp shards."""
+    splitter = BatchSplitter(
+        data_parallel_size=mesh.shape["data"] * mesh.shape["fsdp"],
+        microbatch_size=rows // mesh.shape["fsdp"],
+        num_stages=stages,
+        num_repeats=repeats,
+        strict_multiple=False,
+    )
+    return RampPlan(ramp=BatchRamp.constant(size), splitter=splitter, num_devices=mesh.size, total_steps=steps)
+
+
+def oracle(block_loss, params, batch, moments=None, rows=ROWS):
+    """Return S and G2 of one step from the gradient of every block, and in Adam's geometry if there are second moments."""
+    number = len(batch["weight"]) // rows
+    blocks = jax.tree.map(lambda x: x.reshape(number, rows, *x.shape[1:]), batch)
+    grads = jax.jit(jax.vmap(jax.grad(block_loss), (None, 0)))(params, blocks)
+    flat = np.concatenate([np.asarray(g).reshape(number, -1) for g in jax.tree.leaves(grads)], axis=1)
+    weights = batch["weight"].reshape(number, -1).sum(1)
+    scales = [np.ones(flat.shape[1])]
+    if moments is not None:
+        v = np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(moments)])
+        scales.append(np.sqrt(v.mean()) * np.where(v > 0, 1 / np.sqrt(v + 1e-16), 0))
+    real, total = weights > 0, weights.sum()
+    found = []
+    for scale in scales:
+        q = ((flat[real] ** 2 @ scale) / weights[real]).sum()
+        found.append(noise_trace(q, total, (flat.sum(0) / total) ** 2 @ scale, real.sum()))
+    return found
+
+
+def run(step, state, rows, plan, check=lambda state, batch, metrics: None):
+    """Run all steps; `check` sees the state before each step, its rows on the host, and its metrics."""
+    for number, batch in enumerate(step.batches(rows)):
+        before = jax.device_get(state)
+        state, metrics = step(state, batch)
+        own = [rows[sample % len(rows)] for sample in plan.rows(number)]
+        check(before, {name: np.stack([row[name] for row in own]) for name in own[0]}, jax.device_get(metrics))
+    return state
+
+
+def program_of(step):
+    """Return the one program that a step has compiled."""
+    (program,) = step._compiler._programs.values()
+    return program
+
+
+def assert_close(found, wanted):
+    """Compare the metrics of a step with the oracle's S and G2."""
+    names = [("trace", "squared_norm"), ("adam_trace", "adam_squared_norm")]
+    for pair, values in zip(names, wanted, strict=False):
+        for name, value in zip(pair, values, strict=True):
+            assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-12), name
+
+
+MESHES = {
+    "1x32": MeshAxes(),
+    "4x8": MeshAxes(data=4),
+    "8x4": MeshAxes(data=8),
+    "fsdp": MeshAxes(data=2, fsdp=2),
+    "tensor": MeshAxes(data=2, tensor=2),
+    "fsdp_tensor": MeshAxes(fsdp=2, tensor=4),
+    "all": MeshAxes(data=2, fsdp=2, tensor=2),
+}
+SLOW_MESHES = ("1x32", "4x8", "8x4", "fsdp", "tensor", "fsdp_tensor", "zero-4x8", "zero-fsdp", "zero-tensor")
+
+
+@pytest.mark.parametrize("name", ["all", "zero-all", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MESHES)])
+def test_gradient_noise_of_the_same_blocks_is_the_same_on_every_mesh(name):
+    """S and G2 equal those of the blocks' own gradients to 1e-6, with no collective more, and no parameter changes a bit."""
+    axes = MESHES[name.removeprefix("zero-")]
+    mesh, zero = make_mesh(axes, jax.devices()[: axes.num_devices]), {"shard_optimizer_over_data": name.startswith("zero-")}
+    plan, rows = plan_for(mesh), toy.rows(200, np.float64)
+    found, params, programs = [], [], []
+
+    def check(state, batch, metrics):
+        # ZeRO-1 scatters Adam's second moments, so its geometry is not measured.
+        moments = None if name.startswith("zero-") else state.opt_state[1][0].nu
+        found.append(metrics["gradient_noise"])
+        assert ("adam_trace" in found[-1]) == (moments is not None)
+        assert_close(found[-1], oracle(lambda p, b: loss_fn(p, b, None)[0], state.params, batch, moments))
+        assert found[-1]["blocks"] == BLOCKS
+
+    for measures in (False, True):
+        step = train_step(loss_fn, ADAM, plan, mesh, measure_gradient_noise=measures, **zero)
+        state = create_state(toy.new_params(mesh, np.float64), step.tx, mesh, **zero)
+        params.append(run(step, state, rows, plan, check if measures else lambda *_: None).params)
+        programs.append(program_of(step))
+    assert np.isfinite([value for step in found for value in step.values()]).all()
+    assert found[0].get("adam_trace", 0) == 0  # Adam has no second moments before the first step
+    off, on = (collections.Counter(COLLECTIVE.findall(program.as_text())) for program in programs)
+    # Before JAX 0.8, XLA wrote the same groups of three axes in two ways, and did not combine their reductions of a number.
+    is_old = name == "zero-all" and jax.__version_info__ < (0, 8)
+    assert on == off + collections.Counter({"all-reduce": 2} if is_old else {})
+    jax.tree.map(np.testing.assert_array_equal, *params)
+
+
+def pipelined(num_repeats=1, *, tied=False):
+    """Return a loss in parts whose first and last part have parameters of their own, unless they are tied."""
+
+    def first(params, batch, keys):
+        return jnp.tanh(batch["x"] @ params["in"])
+
+    def stage(layers, x, batch, keys, first_layer):
+        return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, layers["w"])[0]
+
+    def last(params, x, batch, keys):
+        error = jnp.sum((x @ (params["in"].T if tied else params["out"]) - batch["x"]) ** 2, axis=-1)
+        return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {}
+
+    return PipelinedLoss(first=first, stage=stage, last=last, num_repeats=num_repeats)
+
+
+def pipeline_params(mesh):
+    """Return parameters of four layers, on the stages."""
+    rng = np.random.default_rng(0)
+    shapes = {"in": (WIDTH, 16), "out": (16, WIDTH), "layers": {"w": (4, 16, 16)}}
+    tensor = "tensor" if mesh.shape["tensor"] > 1 else None
+    specs = {
+        "in": PartitionSpec(None, tensor),
+        "out": PartitionSpec(tensor),
+        "layers": {"w": PartitionSpec("stage", None, tensor)},
+    }
+
+    def new(shape, spec):
+        return jax.device_put(rng.normal(size=shape) * 0.3, NamedSharding(mesh, spec))
+
+    return jax.tree.map(new, shapes, specs, is_leaf=lambda x: isinstance(x, tuple))
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("axes", "repeats"),
+    [
+        (MeshAxes(pipeline=2), 1),
+        pytest.param(MeshAxes(data=2, pipeline=2), 2, marks=SLOW),
+        pytest.param(MeshAxes(data=2, tensor=2, pipeline=2), 1, marks=SLOW),
+    ],
+)
+def test_gradient_noise_of_a_pipeline_is_that_of_the_model(axes, repeats):
+    """The stages add up the squares of their own gradients, and each microbatch is divided by its own weight."""
+    mesh = make_mesh(axes, jax.devices()[: axes.num_devices])
+    plan, rows = plan_for(mesh, stages=2, repeats=repeats), toy.rows(200, np.float64)
+    rows[3]["weight"] = rows[2]["weight"] = np.float64(0)  # a block without weight
+    loss, programs = pipelined(repeats), []
+    # Layers of a chunk are applied one after the other; with two repeats the stages hold layers 0 and 2, and 1 and 3.
+    order = np.array([0, 2, 1, 3]) if repeats == 2 else np.arange(4)
+
+    def block_loss(params, batch):
+        x = loss.stage({"w": params["layers"]["w"][order]}, loss.first(params, batch, None), batch, None, 0)
+        return loss.last(params, x, batch, None)[0]
+
+    def check(state, batch, metrics):
+        wanted = oracle(block_loss, state.params, batch, state.opt_state[1][0].nu)
+        assert_close(metrics["gradient_noise"], wanted)
+        assert metrics["gradient_noise"]["blocks"] == BLOCKS - (2 in plan.rows(int(state.step)))
+
+    for measures in (False, True):
+        step = train_step(loss, ADAM, plan, mesh, measure_gradient_noise=measures)
+        state = create_state(pipeline_params(mesh), step.tx, mesh)
+        run(step, state, rows, plan, check if measures else lambda *_: None)
+        programs.append(program_of(step))
+    off, on = (collections.Counter(COLLECTIVE.findall(program.as_text())) for program in programs)
+    assert all(on[name] == off[name] for name in on)
+
+
+def test_gradient_noise_refuses_a_parameter_of_two_stages():
+    """The parts of a tied parameter's gradient are on different stages."""
+    mesh = make_mesh(MeshAxes(pipeline=2), jax.devices()[:2])
+    plan, rows = plan_for(mesh, stages=2), toy.rows(64, np.float64)
+    step = train_step(pipelined(tied=True), ADAM, plan, mesh, measure_gradient_noise=True)
+    state = create_state(pipeline_params(mesh), step.tx, mesh)
+    with pytest.raises(PipelineShapeError, match="share in;"):
+        step(state, next(step.batches(rows)))
+
+
+def one_device(**options):
+    """Return a mesh of one device, its plan, and a step that measures."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    plan = plan_for(mesh, **options)
+    return mesh, plan, toy.rows(200, np.float64)
+
+
+def test_gradient_noise_with_scaled_loss_integers_and_carried_state():
+    """A scaled loss, parameters that are integers and batch statistics change neither S nor G2."""
+    mesh, plan, rows = one_device(steps=2)
+
+    class State(TrainState):
+        dynamic_scale: Any = None
+
+    def loss(params, batch, keys, mutable):
+        return *loss_fn(params, batch, keys), {"n": mutable["n"] + 1}
+
+    tx = optax.sgd(1e-3)
+    params = toy.new_params(mesh, np.float64) | {"table": jnp.arange(3)}
+    step = train_step(loss, tx, plan, mesh, measure_gradient_noise=True)
+    state = create_state(params, tx, mesh, mutable={"n": jnp.int32(0)})
+    fields = {name: getattr(state, name) for name in ("step", "params", "opt_state", "mutable")}
+    state = prepare_state(State(**fields, dynamic_scale=DynamicScale(scale=jnp.float64(1024))), mesh)
+
+    def check(state, batch, metrics):
+        trained = {name: state.params[name] for name in ("in", "out")}
+        assert_close(metrics["gradient_noise"], oracle(lambda p, b: loss_fn(p, b, None)[0], trained, batch))
+        assert "adam_trace" not in metrics["gradient_noise"]
+
+    run(step, state, rows, plan, check)
+
+
+def test_gradient_noise_of_a_state_made_by_hand_on_one_device():
+    """Arrays on one device that are not placed on its mesh are whole there, and their noise is measured."""
+    mesh, plan, rows = one_device(steps=1, size=2 * ROWS)
+    step = train_step(loss_fn, ADAM, plan, mesh, measure_gradient_noise=True)
+    params = jax.device_put(toy.new_params(mesh, np.float64), jax.devices()[0])
+    state = TrainState(step=jnp.int32(0), params=params, opt_state=ADAM.init(params))
+    noise = step(state, next(step.batches(rows)))[1]["gradient_noise"]
+    assert noise["blocks"] == 2
+    assert np.isfinite([noise["trace"], noise["squared_norm"]]).all()
+
+
+def test_a_loss_of_ones_own_measures_blocks_by_gradient_and_weight():
+    """`NoiseMeter.block(grads, weight)` is the sum of squares over the weight."""
+    meter = NoiseMeter.of(None, make_mesh(devices=jax.devices()[:1]))
+    squares, blocks = meter.block({"w": jnp.array([3.0, 4.0])}, jnp.float32(4))
+    assert (squares.tolist(), blocks.item()) == ([6.25], 1)
+
+
+def test_gradient_noise_needs_no_more_memory():
+    """Not even a mask of Adam's second moments is kept over the microbatches of a step."""
+    mesh, plan, _ = one_device(size=16 * 64, rows=64)
+
+    def loss(params, batch, keys):
+        x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), batch["x"], params)[0]
+        return jnp.sum(x**2), jnp.float64(len(x)), {}
+
+    def temporary(measures):
+        step = train_step(loss, ADAM, plan, mesh, measure_gradient_noise=measures)
+        state = create_state(jnp.ones((8, 64, 64)), step.tx, mesh)
+        lowered = step.lower(state, {"x": np.zeros(64)}, plan.splits[0])
+        return compile_program(lowered).memory_analysis().temp_size_in_bytes
+
+    assert temporary(True) <= 1.01 * temporary(False)
+
+
+def test_gradient_noise_is_measured_before_clipping():
+    """The gradient's norm is that before the clipping to 0.5."""
+    mesh, plan, rows = one_device(steps=1)
+    step = train_step(loss_fn, ADAM, plan, mesh, measure_gradient_noise=True)
+
+    def check(state, batch, metrics):
+        grads = jax.grad(lambda p: loss_fn(p, batch, None)[0] / batch["weight"].sum())(state.params)
+        assert metrics["grad_norm"] == pytest.approx(float(optax.global_norm(grads)))
+        assert metrics["grad_norm"] > 0.5
+
+    run(step, create_state(toy.new_params(mesh, np.float64), step.tx, mesh), rows, plan, check)
+
+
+def test_gradient_noise_of_a_skipped_step_is_not_a_number():
+    """A step with an infinite row has no S that an average could take."""
+    mesh, plan, rows = one_device(steps=1)
+    rows[5]["x"] = rows[5]["x"] * np.inf
+    step = train_step(loss_fn, ADAM, plan, mesh, measure_gradient_noise=True, skip_nonfinite=True)
+
+    def check(state, batch, metrics):
+        assert metrics["skipped"]
+        assert not np.isfinite(metrics["gradient_noise"]["trace"])
+
+    run(step, create_state(toy.new_params(mesh, np.float64), step.tx, mesh), rows, plan, check)
+
+
+def test_gradient_noise_needs_two_blocks_in_every_phase():
+    """One microbatch on one replica is refused with the phase and a microbatch size that works; two replicas are enough."""
+    mesh = make_mesh(devices=jax.devices()[:1])
+    ramp = BatchRamp.from_schedule("0:16 64:8")
+    plan = RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=8)
+    with pytest.raises(ConfigError, match=r"phase 1,.* = 1 \* 1 = 1 .*set microbatch_size=4") as caught:
+        train_step(loss_fn, ADAM, plan, mesh, measure_gradient_noise=True)
+    assert (caught.value.key, caught.value.nearest) == ("microbatch_size", (4,))
+    one = RampPlan(ramp=BatchRamp.constant(1), splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=8)
+    with pytest.raises(ConfigError, match="larger batch"):
+        train_step(loss_fn, ADAM, one, mesh, measure_gradient_noise=True)
+    two = make_mesh(devices=jax.devices()[:2])
+    plan = RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=2), num_devices=2, total_steps=8)
+    train_step(loss_fn, ADAM, plan, two, measure_gradient_noise=True)
+
+
+def test_gradient_noise_refuses_engines_and_losses_that_cannot_measure_it():
+    """MultiSteps does not weight microbatches, and a loss of one's own must use the meter."""
+
+    class OwnLoss(AccumulatedLoss):
+        def sums_and_grads(self, *args, **options):
+            sums, grads = super().sums_and_grads(*args, **options)
+            return sums._replace(noise=None), grads
+
+    mesh, plan, rows = one_device()
+    with pytest.raises(ConfigError, match="gradient_accumulation=fused"):
+        train_step(loss_fn, ADAM, plan, mesh, measure_gradient_noise=True, engine="multi_steps")
+    step = train_step(OwnLoss(loss_fn), ADAM, plan, mesh, measure_gradient_noise=True)
+    state = create_state(toy.new_params(mesh), ADAM, mesh)
+    with pytest.raises(ConfigError, match=r"OwnLoss does not use `totals\.noise`"):
+        step(state, next(step.batches(rows)))

@@ -1,0 +1,120 @@
+"""Tests of rampup.engine.optimizer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from rampup.engine.optimizer import LearningRate, make_optimizer
+from rampup.errors import ConfigError, RampDefinitionError
+from rampup.plan import BatchRamp, BatchSplitter, RampPlan
+
+RAMP = BatchRamp.from_schedule("0:8 100:16 250:32")
+
+
+def plan(steps=60, **keys):
+    """Return a plan of the ramp above."""
+    return RampPlan(ramp=RAMP, splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=steps, **keys)
+
+
+@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("clock", ["steps", "samples"])
+@pytest.mark.parametrize("scaling", ["none", "sqrt"])
+def test_learning_rate_is_the_same_on_host_and_device(kind, clock, scaling):
+    """The rate on the device equals the rate on the host, at every step, also after the end of the schedule."""
+    keys = {"learning_rate_clock": clock, "learning_rate_batch_scaling": scaling, "learning_rate_schedule_steps": 50}
+    rate = LearningRate(plan=plan(**keys), peak=0.3, kind=kind, warmup_fraction=0.2, decay_fraction=0.3)
+    on_device = jax.jit(jax.vmap(rate))(jnp.arange(60))
+    np.testing.assert_allclose(on_device, [rate.at(step) for step in range(60)], rtol=1e-5, atol=1e-7)
+    assert (rate.at(55) == 0) == (kind != "constant")
+
+
+def test_learning_rate_warm_up_follows_the_samples_clock():
+    """Warm-up over a tenth of the samples ends at the step that has consumed a tenth of them, not at a tenth of the steps."""
+    by_samples = LearningRate(plan=plan(learning_rate_clock="samples"), peak=1.0, kind="constant", warmup_fraction=0.1)
+    by_steps = LearningRate(plan=plan(learning_rate_clock="steps"), peak=1.0, kind="constant", warmup_fraction=0.1)
+    tenth = RAMP.samples_before(60) / 10
+    first_full = next(step for step in range(60) if by_samples.at(step) == 1.0)
+    assert RAMP.samples_before(first_full - 1) < tenth <= RAMP.samples_before(first_full)
+    assert next(step for step in range(60) if by_steps.at(step) == 1.0) == 6
+
+
+def test_learning_rate_of_a_constant_batch_equals_optax():
+    """With a constant batch, both clocks give the usual warm-up and cosine decay."""
+    constant = RampPlan(
+        ramp=BatchRamp.constant(8), splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=100
+    )
+    rate = LearningRate(plan=constant, peak=0.5, warmup_fraction=0.1, final_fraction=0.2)
+    usual = optax.warmup_cosine_decay_schedule(0.0, 0.5, 10, 100, end_value=0.1)
+    np.testing.assert_allclose(
+        [rate.at(step) for step in range(100)], [usual(step) for step in range(100)], rtol=1e-5, atol=1e-7
+    )
+
+
+def test_learning_rate_wsd_is_stable_then_decays():
+    """Warm-up, a constant rate, then linear decay to the final fraction."""
+    constant = RampPlan(
+        ramp=BatchRamp.constant(8), splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=100
+    )
+    rate = LearningRate(plan=constant, peak=1.0, kind="wsd", warmup_fraction=0.1, decay_fraction=0.2, final_fraction=0.0)
+    assert [round(rate.at(step), 3) for step in (0, 5, 10, 80, 90, 99)] == [0.0, 0.5, 1.0, 1.0, 0.5, 0.05]
+
+
+def test_learning_rate_applies_batch_scaling():
+    """A quarter of the final batch has half of the rate with sqrt scaling."""
+    rate = LearningRate(plan=plan(learning_rate_batch_scaling="sqrt"), peak=1.0, kind="constant")
+    assert (rate.at(1), rate.at(59)) == (0.5, 1.0)
+
+
+def test_learning_rate_refuses_steps_beyond_int32():
+    """Phases beyond the int32 range are ignored as long as the run ends before them. A longer run is refused."""
+    long = BatchRamp.piecewise([(0, 1), (2**33, 2)])
+    keys = {"ramp": long, "splitter": BatchSplitter(data_parallel_size=1), "num_devices": 1}
+    assert float(LearningRate(plan=RampPlan(**keys, total_steps=10), peak=1.0, kind="constant")(jnp.int32(3))) == 1.0
+    with pytest.raises(RampDefinitionError, match="int32"):
+        LearningRate(plan=RampPlan(**keys, total_steps=2**33), peak=1.0)
+
+
+def test_make_optimizer_runs_both_kinds():
+    """Both kinds run, clipping limits the step, and an unknown kind is refused."""
+    params, grads = {"w": jnp.ones(4)}, {"w": jnp.full(4, 100.0)}
+    for kind in ("adamw", "sgd"):
+        tx = make_optimizer(0.1, kind=kind, clip_norm=1.0)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        assert float(jnp.linalg.norm(updates["w"])) < 1.0
+    free = make_optimizer(0.1, kind="sgd", clip_norm=0)
+    assert float(free.update(grads, free.init(params), params)[0]["w"][0]) == -10.0
+    with pytest.raises(ConfigError, match="must be one of adamw, sgd"):
+        make_optimizer(0.1, kind="adm")
+
+
+def test_make_optimizer_stores_moments_in_other_types():
+    """Between steps, moments have the requested types, also those of bfloat16 parameters; the updates are close to exact."""
+    params = {"w": jnp.linspace(0.5, 2, 64)}
+    grads = [{"w": jnp.asarray(np.random.default_rng(n).normal(size=64), jnp.float32)} for n in range(5)]
+
+    def run(params, **types):
+        tx = make_optimizer(0.1, clip_norm=0, weight_decay=0, **types)
+        state = tx.init(params)
+        for grad in grads:
+            updates, state = jax.jit(tx.update)(jax.tree.map(lambda g, p: g.astype(p.dtype), grad, params), state, params)
+        adam = next(part for part in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "nu")) if hasattr(part, "nu"))
+        return updates["w"], adam.mu["w"].dtype.name, adam.nu["w"].dtype.name
+
+    exact, *types = run(params)
+    assert types == ["float32", "float32"]
+    cases = {
+        ("bfloat16", None): "bfloat16 float32",
+        (None, "bfloat16"): "float32 bfloat16",
+        ("bfloat16",) * 2: "bfloat16 bfloat16",
+    }
+    for (mu, nu), expected in cases.items():
+        found, *types = run(params, mu_dtype=mu, nu_dtype=nu)
+        assert " ".join(types) == expected
+        np.testing.assert_allclose(found, exact, rtol=2e-2, atol=1e-3)
+    small = {"w": params["w"].astype(jnp.bfloat16)}
+    assert run(small)[1:] == ("bfloat16", "bfloat16")
+    found, *types = run(small, nu_dtype="float32")
+    assert types == ["bfloat16", "float32"]
+    np.testing.assert_allclose(found.astype(np.float32), exact, rtol=3e-2, atol=2e-3)

@@ -1,0 +1,171 @@
+"""The contract of a loss function of one's own: wrong results become clear errors, unusual ones become right."""
+
+import dataclasses
+import traceback
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training import train_state
+from flax.training.dynamic_scale import DynamicScale
+from helpers.toy import loss_fn, mesh_of, new_params, plan_for, rows, start, train
+
+import rampup
+from rampup.engine.accumulate import AccumulatedLoss
+from rampup.errors import ConfigError
+
+
+def one_step(loss, *, mesh_name="data", **options):
+    """Return the state and the metrics after a step with a loss function."""
+    return train(*start(mesh_name, loss, **options), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda p, b, k: jnp.sum(p["in"]), "a scalar"),
+        (lambda p, b, k: (jnp.sum(p["in"]), 3.0), "2 results"),
+        (lambda p, b, k: (b["weight"] * jnp.sum(p["in"]), 3.0, {}), "loss_sum"),
+        (lambda p, b, k: (jnp.sum(p["in"]), b["weight"], {}), "weight_sum"),
+        (lambda p, b, k: (jnp.int32(3), 3.0, {}), "loss_sum"),
+    ],
+)
+def test_loss_contract_is_checked_in_words(loss, words):
+    """A loss function that returns something else is refused before any work, with what it must return."""
+    with pytest.raises(ConfigError, match=words) as caught:
+        one_step(loss)
+    assert "(loss_sum, weight_sum, aux)" in str(caught.value)
+
+
+@pytest.mark.parametrize("weight", [np.nan, -1.0])
+def test_weights_that_mean_nothing_are_not_hidden(weight):
+    """NaN and negative sums of weights give NaN in the metrics, never a loss of 0."""
+    _, metrics = one_step(lambda p, b, k: (jnp.sum(p["in"] ** 2), weight * b["weight"].size, {}))
+    assert np.isnan(float(metrics["loss"])) or (weight < 0 and float(metrics["loss"]) < 0)
+
+
+def test_multi_steps_option_that_leaves_the_plan_is_refused():
+    """`should_skip_update_fn` swallows a microbatch without counting it, so it is refused and the remedy named."""
+    plan = plan_for(mesh_of("data"))
+    with pytest.raises(ConfigError, match="skip_nonfinite"):
+        rampup.multi_steps(optax.sgd(0.1), plan, should_skip_update_fn=optax.skip_not_finite)
+
+
+def test_grad_norm_is_float32():
+    """The gradient's norm is computed from the float32 sums, whatever the type of the parameters."""
+
+    def loss(p, b, k):
+        return jnp.sum(p["w"].astype(jnp.float32) * 2000.0) * b["weight"].size, b["weight"].size, {}
+
+    _, metrics = one_step(loss, mesh_name="one", params={"w": jnp.zeros((4096,), jnp.float16)})
+    assert metrics["grad_norm"].dtype == jnp.float32
+    assert float(metrics["grad_norm"]) == pytest.approx(2000 * 64, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [18, 20, 72])
+def test_evaluation_ignores_padding_rows(size):
+    """The rows of zeros that fill the buffer up do not count in an evaluation."""
+    mesh = mesh_of("one")
+    plan = plan_for(mesh, f"0:{size}", microbatch_size=2, steps=2)
+
+    def loss(p, b, k):
+        error = (b["x"] - 1.0) ** 2
+        return jnp.sum(error), error.size, {}
+
+    state = rampup.create_state({"w": jnp.zeros(())}, optax.sgd(0.1), mesh)
+    batch = next(iter(rampup.step_batches(rows(), plan, mesh, stop=1)))
+    total, weight = rampup.EvalStep(loss, mesh)(state, batch)
+    expected = sum(float(np.sum((row["x"] - 1.0) ** 2)) for row in rows()[:size])
+    assert float(weight) == size * 8
+    assert float(total) == pytest.approx(expected, rel=1e-5)
+
+
+def test_multi_steps_refuses_chunks_of_several_microbatches():
+    """A batch made without `chunk_size=1` would lose microbatches."""
+    (step, state), (fused, _) = (start(microbatch_size=8, engine=engine) for engine in ("multi_steps", "fused"))
+    with pytest.raises(ConfigError, match="chunk_size=1"):
+        step(state, next(fused.batches(rows())))
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine"), [("plain", "fused"), ("plain", "multi_steps"), ("integers", "multi_steps"), ("scaled", "fused")]
+)
+def test_loss_function_without_keys_is_refused(kind, engine):
+    """A loss function of two arguments is named, also if the state makes the step wrap it."""
+
+    def state(params, tx):
+        params |= {"n": jnp.int32(3)} if kind == "integers" else {}
+        return ScaledState.create(
+            apply_fn=None, params=params, tx=tx, dynamic_scale=DynamicScale() if kind == "scaled" else None
+        )
+
+    with pytest.raises(ConfigError, match=r"cannot be called with 3 arguments: .* It takes \(params, batch, keys\)"):
+        one_step(lambda params, batch: (0.0, 1.0, {}), mesh_name="one", state=state, engine=engine)
+
+
+class ScaledState(train_state.TrainState):
+    """A TrainState that scales the loss."""
+
+    dynamic_scale: DynamicScale = None
+
+
+@pytest.mark.parametrize("engine", ["fused", "multi_steps"])
+@pytest.mark.parametrize("mesh_name", ["one", "data"])
+@pytest.mark.parametrize("per_row", [lambda x: x, lambda x: x.T, lambda x: {"deep": [x.ravel()]}], ids=["RC", "CR", "flat"])
+def test_aux_with_a_value_per_row_is_refused(per_row, mesh_name, engine):
+    """Rows of different microbatches would be added up, so the error names the entry and its two shapes."""
+
+    def loss(params, batch, keys):
+        return *loss_fn(params, batch, keys)[:2], {"seen": per_row(batch["x"])}
+
+    with pytest.raises(ConfigError, match=r"aux\['seen'\].* of the loss function has values for single rows: its shape is"):
+        one_step(loss, mesh_name=mesh_name, engine=engine)
+
+
+def test_aux_as_long_as_the_rows_is_no_value_per_row():
+    """Counts of 16 classes are summed over a microbatch of 16 rows; so is what a loss function for 16 rows alone returns."""
+
+    def loss(params, batch, keys):
+        classes = jax.nn.one_hot(batch["id"] % 16, 16)
+        only = batch["x"].reshape(16, -1) if batch["x"].size == 16 * 8 else batch["x"].reshape(7, 7)
+        return *loss_fn(params, batch, keys)[:2], {"classes": jnp.sum(classes, axis=0), "only": only.sum(axis=1)}
+
+    _, metrics = one_step(loss, mesh_name="one")
+    assert metrics["aux"]["classes"].tolist() == [1] * 16
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_loss_is_called_through_at_most_eight_frames_of_the_package(data):
+    """Whoever debugs a loss function sees little of rampup between the call of the step and the loss."""
+    package, counts = str(Path(rampup.__file__).parent), []
+
+    def loss(params, batch, keys):
+        counts.append(sum(frame.f_code.co_filename.startswith(package) for frame, _ in traceback.walk_stack(None)))
+        return *loss_fn(params, batch, keys)[:2], {}
+
+    mesh = rampup.make_mesh(rampup.MeshAxes(data=data), jax.devices()[:data])
+    plan = plan_for(mesh, "0:16", microbatch_size=4, steps=1)
+    step = rampup.train_step(loss, optax.sgd(0.1), plan, mesh)
+    step(rampup.create_state(new_params(mesh), step.tx, mesh), next(step.batches(rows())))
+    assert 0 < max(counts) <= 8
+
+
+class Unscaled(AccumulatedLoss):
+    """A loss that differentiates without the scale of the state."""
+
+    def sums_and_grads(self, params, batch_KR, keys_KR, counts, totals, **options):
+        """Sum up as if there were no scale."""
+        return super().sums_and_grads(params, batch_KR, keys_KR, counts, dataclasses.replace(totals, scale=None), **options)
+
+
+def test_a_summable_loss_may_ignore_the_scale_of_the_state():
+    """Only a loss that scales unscales, so one that does not has the same metrics, and no gradient that is too small."""
+
+    def scaled(params, tx):
+        return ScaledState.create(apply_fn=None, params=params, tx=tx, dynamic_scale=DynamicScale())
+
+    metrics = [one_step(loss, mesh_name="one", state=scaled)[1] for loss in (AccumulatedLoss(loss_fn), Unscaled(loss_fn))]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *metrics)

@@ -1,0 +1,128 @@
+"""Meshes of one's own: any axis names, both axis types."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers.toy import loss_fn, plan_for, rows
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import rampup
+
+MAXTEXT_AXES = ("data", "stage", "fsdp", "fsdp_transpose", "sequence", "tensor", "expert", "autoregressive")
+MESHES = {
+    "batch_model": ((4, 2), ("batch", "model"), {"replica": ("batch",), "rows": ("batch",)}),
+    "data_only": ((8,), ("data",), None),
+    "data_fsdp": ((2, 4), ("data", "fsdp"), None),
+    "maxtext": ((2, 1, 2, 1, 1, 2, 1, 1), MAXTEXT_AXES, None),
+}
+
+
+def train(mesh, axes, model_axis=None):
+    """Return the losses of five steps on a mesh."""
+    rng = np.random.default_rng(0)
+    params = {"in": rng.normal(size=(8, 16)) * 0.3, "out": rng.normal(size=(16, 8)) * 0.3}
+    specs = {"in": PartitionSpec(None, model_axis), "out": PartitionSpec(model_axis, None)}
+    params = {name: jax.device_put(x.astype(np.float32), NamedSharding(mesh, specs[name])) for name, x in params.items()}
+    replicas = {"batch_model": 4}.get(axes and "batch_model")
+    d = replicas or int(np.prod([mesh.shape.get(name, 1) for name in ("data", "fsdp")]))
+    plan = rampup.RampPlan(
+        ramp=rampup.BatchRamp.from_schedule("0:16 32:32"),
+        splitter=rampup.BatchSplitter(data_parallel_size=d),
+        num_devices=mesh.size,
+        total_steps=5,
+    )
+    tx = optax.adam(0.01)
+    options = {} if axes is None else {"batch_axes": rampup.BatchAxes(**axes)}
+    step = rampup.train_step(loss_fn, tx, plan, mesh, **options)
+    state = rampup.create_state(params, tx, mesh)
+    losses = []
+    for batch in step.batches(rows()):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert step.num_compilations == 1
+    return losses
+
+
+@functools.cache
+def losses_of_one_device():
+    """Return the losses that every mesh must have."""
+    return train(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1]), None)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", MESHES)
+def test_any_mesh_trains_like_one_device(name, axis_type):
+    """Losses on meshes of any axis names and types equal those of one device."""
+    shape, names, axes = MESHES[name]
+    expected = losses_of_one_device()
+    mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
+    model_axis = {"batch_model": "model", "maxtext": "tensor"}.get(name)
+    np.testing.assert_allclose(train(mesh, axes, model_axis), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_set_mesh_around_the_training_changes_nothing(axis_type):
+    """`jax.set_mesh` of the user's mesh around everything is allowed, also with Explicit axes."""
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(axis_type,) * 2)
+    expected = train(mesh, None)
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(train(mesh, None), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("splitter", "key"),
+    [({"data_parallel_size": 4}, "data_parallel_size"), ({"data_parallel_size": 8, "num_stages": 2}, "num_stages")],
+)
+def test_plan_for_another_mesh_is_refused(splitter, key):
+    """A plan for other numbers of replicas or stages is an error of the step and of the batches, with the mesh's number."""
+    mesh = rampup.make_mesh(rampup.MeshAxes(data=8))
+    plan = rampup.RampPlan(
+        ramp=rampup.BatchRamp.from_schedule("0:64"), splitter=rampup.BatchSplitter(**splitter), num_devices=16, total_steps=2
+    )
+    for use in (
+        lambda: rampup.train_step(loss_fn, optax.sgd(0.1), plan, mesh),
+        lambda: next(rampup.step_batches(rows(), plan, mesh)),
+    ):
+        with pytest.raises(rampup.ConfigError) as caught:
+            use()
+        assert (caught.value.key, caught.value.nearest) == (key, (mesh.shape["data"] if key == "data_parallel_size" else 1,))
+
+
+def test_pipelined_loss_with_other_repeats_than_the_plan_is_refused():
+    """The layer chunks per stage of plan and loss are the same number."""
+    mesh = rampup.make_mesh(rampup.MeshAxes(data=4, pipeline=2))
+    splitter = rampup.BatchSplitter(data_parallel_size=4, num_stages=2)
+    plan = rampup.RampPlan(ramp=rampup.BatchRamp.from_schedule("0:64"), splitter=splitter, num_devices=8, total_steps=2)
+    loss = rampup.PipelinedLoss(first=loss_fn, stage=loss_fn, last=loss_fn, num_repeats=2)
+    with pytest.raises(rampup.ConfigError, match="num_repeats=2"):
+        rampup.train_step(loss, optax.sgd(0.1), plan, mesh)
+
+
+def test_mesh_without_a_batch_axis_is_refused():
+    """A mesh none of whose axes takes the rows is an error that names `BatchAxes`."""
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    with pytest.raises(rampup.RampupError, match="BatchAxes"):
+        rampup.train_step(loss_fn, optax.sgd(0.1), plan_for(jax.make_mesh((8, 1), ("data", "fsdp"))), mesh)
+
+
+@pytest.mark.parametrize("axes", ["batch", rampup.BatchAxes(replica="batch", rows="batch"), ("batch",)])
+def test_axes_that_are_no_tuples_are_refused(axes):
+    """A name or a tuple alone, and names that are not in a tuple, are an error that shows `BatchAxes`."""
+    with pytest.raises(rampup.ConfigError, match="must be a BatchAxes of two tuples, such as"):
+        rampup.BatchAxes.of(jax.make_mesh((8,), ("batch",)), axes)
+
+
+def test_parameters_of_an_equal_mesh_keep_their_sharding():
+    """A parameter that is sharded on an equal mesh with other axis names is not replicated in silence."""
+    ours = rampup.make_mesh(rampup.MeshAxes(data=4, tensor=2))
+    other = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    param = jax.device_put(np.zeros((8, 8), np.float32), NamedSharding(other, PartitionSpec(None, "y")))
+    try:
+        state = rampup.create_state({"w": param}, optax.sgd(0.1), ours)
+    except rampup.RampupError as error:
+        assert "w" in str(error)
+    else:
+        assert not state.params["w"].sharding.is_fully_replicated

@@ -1,0 +1,263 @@
+"""A training state of one's own: subclasses of Flax's TrainState, aliased buffers, and what a caller keeps."""
+
+import dataclasses
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.training import train_state
+from flax.training.dynamic_scale import DynamicScale
+from helpers.toy import loss_fn, mesh_of, new_params, plan_for, rows, start, train
+
+import rampup
+from rampup.engine.mesh import make_mesh
+from rampup.lm.transformer import LanguageModel
+from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
+
+
+class EmaState(train_state.TrainState):
+    """A TrainState that keeps a moving average of the parameters, as Flax users write it."""
+
+    ema: Any = None
+
+    def apply_gradients(self, *, grads, **changes):
+        """Run the optimizer, then move the average."""
+        new = super().apply_gradients(grads=grads, **changes)
+        ema = jax.tree.map(lambda e, p: 0.5 * e + 0.5 * p, self.ema, new.params)
+        return new.replace(ema=ema)
+
+
+class BatchStatsState(train_state.TrainState):
+    """A TrainState with batch statistics, as in Flax's examples."""
+
+    batch_stats: Any = None
+
+
+def flax_state(kind=train_state.TrainState, **fields):
+    """Return a function that makes a state of Flax from parameters and an optimizer."""
+    return lambda params, tx: kind.create(apply_fn=None, params=params, tx=tx, **fields)
+
+
+@pytest.mark.parametrize("mesh_name", ["one", "data"])
+def test_apply_gradients_of_the_state_is_called(mesh_name):
+    """An overridden `apply_gradients` that keeps an average is what updates the state."""
+    average = jax.tree.map(jnp.zeros_like, new_params(mesh_of(mesh_name)))
+    state, _ = train(*start(mesh_name, state=flax_state(EmaState, ema=average)), steps=3)
+    assert float(jnp.abs(state.ema["in"]).sum()) > 0
+    assert int(state.step) == 3
+
+
+def test_optimizer_of_the_state_that_differs_is_refused():
+    """A state that brings another optimizer than the step's is an error, not silently ignored."""
+    with pytest.raises(rampup.RampupError, match="tx"):
+        train(*start(tx=optax.adamw(1e-5), state=lambda params, tx: flax_state()(params, optax.adamw(1.0))), steps=1)
+
+
+@pytest.mark.parametrize("mesh_name", ["one", "data"])
+def test_batch_stats_reach_the_loss(mesh_name):
+    """The field `batch_stats` is carried through the loss like `mutable`."""
+
+    def loss(p, b, k, batch_stats):
+        return *loss_fn(p, b, k), {"count": batch_stats["count"] + 1}
+
+    state, _ = train(*start(mesh_name, loss, state=flax_state(BatchStatsState, batch_stats={"count": jnp.zeros(())})), steps=3)
+    assert float(state.batch_stats["count"]) >= 3
+
+
+def test_state_that_is_a_plain_dataclass():
+    """A frozen dataclass with `step`, `params` and `opt_state` works without a `replace` method."""
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True)
+    class Plain:
+        step: Any
+        params: Any
+        opt_state: Any
+        best: Any
+
+    state, _ = train(*start(state=lambda params, tx: Plain(0, params, tx.init(params), jnp.float32(7))), steps=3)
+    assert float(state.best) == 7
+
+
+@pytest.mark.parametrize("mesh_name", ["one", "data"])
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.contrib.prodigy(),
+        optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01)),
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+    ],
+    ids=["prodigy", "sam", "plateau"],
+)
+def test_arrays_of_the_caller_survive_any_optimizer(mesh_name, tx):
+    """Some keep the initial parameters in their state, or get `value=loss`; none donates a buffer twice or the caller's."""
+    params = new_params(mesh_of(mesh_name)) | {"empty": jnp.zeros((0, 3))}
+    state, _ = train(*start(mesh_name, tx=tx, params=params), steps=3)
+    assert int(state.step) == 3
+    assert np.isfinite(np.asarray(params["in"])).all()
+    assert not params["empty"].is_deleted()
+
+
+def test_state_survives_without_donation():
+    """With `donate=False` the state given to a step can be used again."""
+    step, state = start(donate=False)
+    batch = next(step.batches(rows()))
+    jax.tree.map(np.testing.assert_array_equal, step(state, batch)[0].params, step(state, batch)[0].params)
+
+
+@pytest.mark.parametrize("engine", ["fused", "multi_steps"])
+def test_float64_parameters(engine):
+    """Both engines and the evaluation run in float64."""
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        step, state = start(params=new_params(mesh_of("one"), np.float64), engine=engine)
+        state, metrics = train(step, state, steps=2, data=(data := rows(dtype=np.float64)))
+        assert metrics["loss"].dtype == jnp.float64
+        assert rampup.EvalStep(loss_fn, mesh_of("one"))(state, next(step.batches(data)))[0].dtype == jnp.float64
+
+
+def test_integer_leaves_in_the_parameters():
+    """Integer parameters, such as a quantized base model, are left as they are."""
+    state, _ = train(*start("data", params=new_params(mesh_of("data")) | {"base": jnp.arange(4, dtype=jnp.int8)}), steps=3)
+    assert state.params["base"].tolist() == [0, 1, 2, 3]
+
+
+def test_batch_of_another_step_is_refused():
+    """A state at step 3 that is given the batch of step 0 again is an error."""
+    step, state = start()
+    state, _ = train(step, state, steps=3)
+    with pytest.raises(rampup.RampupError, match="step 3"):
+        step(state, next(step.batches(rows())))
+
+
+@pytest.mark.parametrize("engine", ["fused", "multi_steps"])
+def test_a_maximum_that_starts_at_infinity_skips_no_step(engine):
+    """With `skip_nonfinite`, what was infinite before a step is no reason to skip it; what becomes so is."""
+
+    def loss(params, batch, keys, mutable):
+        bad = jnp.where(jnp.any(batch["id"] == 20), jnp.inf, 0.0)
+        return *loss_fn(params, batch, keys), {"maximum": mutable["maximum"], "sum": mutable["sum"] + bad}
+
+    carried = {"maximum": jnp.float32(-jnp.inf), "sum": jnp.float32(0)}
+    step, state = start(loss=loss, steps=3, engine=engine, skip_nonfinite=True, mutable=carried)
+    skipped = []
+    for batch in step.batches(rows()):
+        state, metrics = step(state, batch)
+        skipped.append(bool(metrics["skipped"]))
+    assert skipped == [False, True, False]
+    assert float(state.mutable["sum"]) == 0
+
+
+MODEL = LanguageModel(num_layers=2, width=16, mlp_dim=16, num_heads=2, num_kv_heads=1, vocab_size=32)
+init = jax.jit(MODEL.init)
+
+
+def run_pipeline(num_stages, **fields):
+    """Return losses and parameters of some steps with a state that has further fields, on two replicas with stages."""
+    axes = MeshAxes(data=2, pipeline=num_stages)
+    mesh = make_mesh(axes, jax.devices()[: 2 * num_stages])
+    splitter = BatchSplitter(data_parallel_size=2, num_stages=num_stages, microbatch_size=2)
+    plan = RampPlan(ramp=BatchRamp.from_schedule("0:8 16:16"), splitter=splitter, num_devices=mesh.size, total_steps=5)
+    model, tx = MODEL.on(mesh), optax.sgd(0.3)
+    params = jax.device_put(init(jax.random.key(0)), model.shardings(mesh))
+    state = ScaledState(step=0, params=params, opt_state=tx.init(params), **fields)
+    step = rampup.train_step(model.pipelined(1) if num_stages > 1 else model.loss, tx, plan, mesh)
+    rng, losses = np.random.default_rng(0), []
+    data = [{"tokens": rng.integers(0, 32, 9).astype(np.uint8), "length": np.int32(n % 8 + 1)} for n in range(64)]
+    state = rampup.prepare_state(state, mesh)
+    for batch in step.batches(data):
+        state, metrics = step(state, batch)
+        losses.append([float(metrics["loss"]), float(metrics["grad_norm"]), float(metrics.get("skipped", 0))])
+    return losses, jax.device_get((state.params, state.dynamic_scale))
+
+
+@flax.struct.dataclass
+class ScaledState:
+    """A state with a loss scale and frozen arrays."""
+
+    step: Any
+    params: Any
+    opt_state: Any
+    dynamic_scale: Any = None
+    frozen: Any = None
+
+
+@pytest.mark.slow
+def test_dynamic_scale_works_with_pipeline_stages():
+    """Losses, skipped steps, the scale and the parameters are those without a pipeline, to 1e-6."""
+    scale = DynamicScale(scale=jnp.float32(2.0**122), growth_interval=2, backoff_factor=2**-8)  # The first steps overflow.
+    expected, found = run_pipeline(1, dynamic_scale=scale), run_pipeline(2, dynamic_scale=scale)
+    assert [row[2] for row in found[0]] == [row[2] for row in expected[0]]
+    assert 0 < sum(row[2] for row in found[0]) < 5
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[1], expected[1])
+
+
+def test_frozen_integer_and_carried_values_with_pipeline_stages_are_refused():
+    """The error comes before anything is computed, and names the field, the loss and what to do."""
+    with pytest.raises(rampup.ConfigError, match=r"`frozen`, which a PipelinedLoss .* optax\.transforms\.freeze"):
+        run_pipeline(2, frozen={"base": jnp.zeros(2)})
+    mesh = make_mesh(MeshAxes(pipeline=2), jax.devices()[:2])
+    splitter = BatchSplitter(data_parallel_size=1, num_stages=2)
+    plan = RampPlan(ramp=BatchRamp.constant(8), splitter=splitter, num_devices=2, total_steps=5)
+    params = init(jax.random.key(0)) | {"count": jnp.zeros(2, jnp.int32)}
+    step = rampup.train_step(MODEL.on(mesh).pipelined(1), optax.sgd(0.1), plan, mesh)
+    data = [{"tokens": np.zeros(9, np.uint8), "length": np.int32(8)}] * 8
+    with pytest.raises(rampup.ConfigError, match="integer parameters, which a PipelinedLoss"):
+        step(rampup.create_state(params, step.tx, mesh), next(step.batches(data)))
+    carried = rampup.create_state(init(jax.random.key(0)), step.tx, mesh, mutable={"count": jnp.zeros(())})
+    with pytest.raises(rampup.ConfigError, match="`mutable`, which a PipelinedLoss cannot"):
+        step(carried, next(step.batches(data)))
+
+
+def test_parameters_whose_gradients_are_new_values_are_refused():
+    """The scales of Flax's float8 layers cannot be summed over microbatches, so they would be wrong without an error."""
+    params = {"params": new_params(mesh_of("one")), "_overwrite_with_gradient": {"scale": jnp.ones(1)}}
+    with pytest.raises(rampup.ConfigError, match=r"takes its gradients as new values.*rampup\.multi_steps"):
+        train(*start(loss=lambda p, *args: loss_fn(p["params"], *args), params=params))
+
+
+def test_states_and_batches_print_shapes_instead_of_arrays():
+    """The repr of a state has counts and shapes; a subclass, a trace and a donated state have one too."""
+
+    class WithAverage(rampup.TrainState):
+        average: Any = None
+
+    mesh, seen = mesh_of("one"), []
+    params = {"w": np.ones((2, 8), np.float32), "parts": [np.ones(n, np.float32) for n in range(1, 6)]}
+    state = rampup.create_state(params, optax.adam(0.1), mesh)
+    words = "<6 arrays, 31 numbers: parts.0 float32[1], parts.1 float32[2], parts.2 float32[3], parts.3 float32[4], 2 more>"
+    assert repr(state).startswith(f"TrainState(step=0, params={words}, opt_state=<13 arrays, 63 numbers: ")
+    assert repr(state).endswith(", mutable=None, frozen=None)")
+    own = WithAverage(step=np.int32(3), params=params, opt_state=(), average={"w": np.ones(2)})
+    assert repr(own).endswith("opt_state=<no arrays>, mutable=None, frozen=None, average=<1 array, 2 numbers: w float64[2]>)")
+    jax.eval_shape(lambda state: seen.append(repr(state)), state)
+    state.step.delete()
+    assert repr(state) == seen[0] == repr(state).replace("step=0", "step=int32[]")
+    batch = next(rampup.step_batches(rows(), plan_for(mesh, "0:16"), mesh))
+    row = "<3 arrays, 10 numbers: id int32[], weight float32[], x float32[8]>"
+    assert repr(batch) == f"Batch(step=0, 16 samples in microbatches of 16, a row is {row})"
+
+
+@pytest.mark.parametrize("engine", ["fused", "multi_steps"])
+@pytest.mark.parametrize(
+    ("made", "given", "words"),
+    [
+        (optax.adam(0.1), optax.sgd(0.1), r"\[0\]\.count has the shape \[\] in the state, and is absent in the optimizer"),
+        (optax.sgd(0.1), optax.adam(0.1), r"\.count is absent in the state, and has the shape \[\] in the optimizer"),
+        (optax.sgd(0.1), optax.chain(optax.clip(1), optax.sgd(0.1)), "a chain with more or fewer"),
+    ],
+    ids=["adam", "sgd", "chain"],
+)
+def test_optimizer_that_did_not_make_the_state_is_refused(made, given, words, engine):
+    """Another optimizer than that of the state is an error before anything is compiled; optax would run some of them."""
+    (step, _), (_, state) = start(tx=given, engine=engine), start(tx=made, engine=engine)
+    mesh = mesh_of("one")
+    flax_made = flax_state()(new_params(mesh), step.tx).replace(opt_state=state.opt_state)
+    for wrong in (state, rampup.prepare_state(flax_made, mesh)):
+        with pytest.raises(rampup.ConfigError, match=words) as caught:
+            step(wrong, next(step.batches(rows())))
+        assert (caught.value.key, step.num_compilations) == ("tx", 0)

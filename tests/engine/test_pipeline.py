@@ -1,0 +1,402 @@
+"""Tests of rampup.engine.pipeline, in float64 against the model without a pipeline.
+
+Every executable here is small and serves many cases: the number of microbatches is an argument.
+"""
+
+import collections
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.core import FrozenDict
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from pipeline import gpipe_sums
+
+import rampup
+from rampup import PipelinedLoss, make_mesh
+from rampup.engine.gradient_noise import NoiseMeter
+from rampup.engine.pipeline import permute_layers, pipeline_sums
+from rampup.engine.totals import Totals
+from rampup.errors import ConfigError, PipelineShapeError
+from rampup.plan import MeshAxes
+from rampup.plan.pipeline import stage_layer_order
+
+LAYERS, WIDTH, ROWS, MOST, WORDS = 48, 8, 4, 16, 11
+DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+
+@pytest.fixture(autouse=True, scope="module")
+def float64():
+    """Run in float64, and forget executables that no other module shares."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+    jax.clear_caches()
+
+
+class LinenLayer(nn.Module):
+    """A residual layer that divides by its norm, without an epsilon."""
+
+    @nn.compact
+    def __call__(self, x):
+        """Return the output."""
+        y = nn.Dense(WIDTH, param_dtype=jnp.float64)(x / jnp.linalg.norm(x, axis=-1, keepdims=True))
+        return x + 0.3 * jnp.tanh(y)
+
+
+class NnxLayer(nnx.Module):
+    """The same with NNX."""
+
+    def __init__(self, rngs):
+        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs, param_dtype=jnp.float64)
+
+    def __call__(self, x):
+        """Return the output."""
+        return x + 0.3 * jnp.tanh(self.dense(x / jnp.linalg.norm(x, axis=-1, keepdims=True)))
+
+
+def linen_layers():
+    """Return stacked parameters and a function that applies one layer."""
+    keys = jax.random.split(jax.random.key(1), LAYERS)
+    layers = jax.vmap(lambda key: LinenLayer().init(key, jnp.ones((1, WIDTH)))["params"])(keys)
+    return layers, lambda layer, x: LinenLayer().apply({"params": layer}, x)
+
+
+def nnx_layers():
+    """Return the same for NNX."""
+    graph, _ = nnx.split(NnxLayer(nnx.Rngs(0)))
+    states = [nnx.to_pure_dict(nnx.split(NnxLayer(nnx.Rngs(n)))[1]) for n in range(LAYERS)]
+    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+    def apply(layer, x):
+        state = nnx.split(NnxLayer(nnx.Rngs(0)))[1]
+        nnx.replace_by_pure_dict(state, layer)
+        return nnx.merge(graph, state)(x)
+
+    return layers, apply
+
+
+@functools.cache
+def problem(kind=linen_layers):
+    """Return parameters with a tied embedding, sixteen microbatches, their keys, and a function for the loss in parts.
+
+    The activations are a pytree of two arrays; `batch["bias"]` belongs to the microbatch and is used in every layer, and the
+    weights of the tokens differ.
+    """
+    layers, apply = kind()
+    rng = np.random.default_rng(0)
+    params = {"layers": layers, "embedding": jnp.asarray(rng.normal(size=(WORDS, WIDTH)))}
+    batch = {
+        "token": jnp.asarray(rng.integers(0, WORDS, size=(MOST, ROWS))),
+        "target": jnp.asarray(rng.integers(0, WORDS, size=(MOST, ROWS))),
+        "weight": jnp.asarray(rng.integers(0, 5, size=(MOST, ROWS)).astype(np.float64)),
+        "bias": jnp.asarray(rng.normal(size=(MOST, ROWS, WIDTH)) * 0.1),
+    }
+    keys = jax.vmap(jax.vmap(jax.random.key))(jnp.arange(MOST * ROWS).reshape(MOST, ROWS))
+
+    def first(params, batch, rngs):
+        x = (batch["token"][:, None] == jnp.arange(WORDS)) @ params["embedding"]
+        return {"x": x, "sum": x[:, :1]}
+
+    def stage(layers, state, batch, rngs, first_layer):
+        def one(state, numbered):
+            layer, number = numbered
+            x = apply(layer, state["x"] + batch["bias"] * jnp.cos(number))
+            return {"x": x, "sum": state["sum"] + x[:, :1]}, None
+
+        numbers = first_layer + jnp.arange(jax.tree.leaves(layers)[0].shape[0])
+        return jax.lax.scan(one, state, (layers, numbers))[0]
+
+    def last(params, state, batch, rngs):
+        logits = (state["x"] * state["sum"]) @ params["embedding"].T
+        chosen = jnp.sum(jnp.where(batch["target"][:, None] == jnp.arange(WORDS), logits, 0), -1)
+        loss = jnp.sum((jax.nn.logsumexp(logits, -1) - chosen) * batch["weight"])
+        return loss, jnp.sum(batch["weight"]), {"rows": batch["weight"].size}
+
+    def parts(**options):
+        return PipelinedLoss(first=first, stage=stage, last=last, **options)
+
+    return params, batch, keys, parts
+
+
+@functools.cache
+def reference(kind=linen_layers):
+    """Return loss, weight and gradients of the first m microbatches for every m, from the model without a pipeline."""
+    params, batch, keys, parts = problem(kind)
+    loss = parts()
+
+    def of_one(params, batch, keys):
+        shared = {"embedding": params["embedding"]}
+        x = loss.stage(params["layers"], loss.first(shared, batch, keys), batch, keys, 0)
+        total, weight, _ = loss.last(shared, x, batch, keys)
+        return total, weight
+
+    grad = jax.vmap(jax.value_and_grad(of_one, has_aux=True), (None, 0, 0))
+    return jax.tree.map(lambda x: np.cumsum(np.asarray(x), axis=0), jax.jit(grad)(params, batch, keys))
+
+
+def on_mesh(params, axes, repeats=1):
+    """Return a mesh and the parameters on it, layers in the order in which the stages hold them."""
+    mesh = make_mesh(axes, jax.devices()[: axes.num_devices])
+    tensor = "tensor" if axes.tensor > 1 else None
+    specs = {
+        "layers": jax.tree.map(lambda x: PartitionSpec("stage", *(None,) * (x.ndim - 2), tensor), params["layers"]),
+        "embedding": PartitionSpec(None, tensor),
+    }
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    order = stage_layer_order(LAYERS, axes.pipeline, repeats)
+    return mesh, shardings, jax.device_put(permute_layers(params, order), shardings), np.argsort(order)
+
+
+def largest_error(found, wanted):
+    """Return the largest difference, relative to the largest value of each array."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return max(np.max(np.abs(np.asarray(a) - b)) / np.max(np.abs(b)) for a, b in pairs)
+
+
+GRID = [(p, v, {}) for p in (1, 2, 4, 8) for v in (1, 2, 3)]
+BESIDE = [(2, v, {"data": 2, "tensor": 2}) for v in (1, 2, 3)]
+DEFAULT = [(4, 1, {}), BESIDE[1]]  # without and with repeats and other axes
+OPTIONS = {"skipping": {}, "computing": {"skip_idle": False}, "keeping": {"remat_policy": DOTS}}
+
+
+@pytest.mark.parametrize(
+    ("p", "v", "beside"), [case if case in DEFAULT else pytest.param(*case, marks=pytest.mark.slow) for case in GRID + BESIDE]
+)
+def test_pipeline_sums_equal_the_model(p, v, beside):
+    """One trace serves 1 to 16 microbatches, and loss, weight and gradients equal those of the model to 1e-9 for each."""
+    check_all(linen_layers, MeshAxes(pipeline=p, **beside), problem()[3](num_repeats=v), range(1, MOST + 1))
+
+
+@pytest.mark.parametrize(
+    ("v", "name"),
+    [
+        (1, "computing"),
+        (2, "keeping"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, "keeping"), (2, "computing"))),
+    ],
+)
+def test_pipeline_sums_with_other_options_equal_the_model(name, v):
+    """Neither computing idle ticks instead of skipping them nor a remat policy changes the results."""
+    check_all(linen_layers, MeshAxes(pipeline=4), problem()[3](num_repeats=v, **OPTIONS[name]), (1, 3, 4, 7, 16))
+
+
+def test_pipeline_sums_run_nnx_layers():
+    """Layers of NNX run in the pipeline like those of Linen."""
+    check_all(nnx_layers, MeshAxes(pipeline=4), problem(nnx_layers)[3](num_repeats=2), (2, 5, 16))
+
+
+def check_all(kind, axes, loss, numbers):
+    """Compare the pipeline with the model for several numbers of microbatches, counting traces."""
+    params, batch, keys, _ = problem(kind)
+    mesh, shardings, placed, natural = on_mesh(params, axes, loss.num_repeats)
+    (losses, weights), grads = reference(kind)
+    traces = []
+
+    @jax.jit
+    def run(params, m):
+        traces.append(m)
+        return pipeline_sums(loss, params, batch, m, keys, mesh=mesh, param_shardings=shardings)
+
+    for m in numbers:
+        sums = run(placed, m)
+        assert abs(sums.loss - losses[m - 1]) <= 1e-9 * abs(losses[m - 1])
+        assert sums.weight == weights[m - 1]
+        assert sums.aux["rows"] == m * ROWS
+        assert largest_error(permute_layers(sums.grads, natural), jax.tree.map(lambda g: g[m - 1], grads)) < 1e-9  # noqa: B023
+    assert len(traces) == 1
+
+
+def test_pipeline_sums_run_several_passes():
+    """Three passes of four microbatches equal twelve microbatches, and the forward alone gives the same loss."""
+    params, batch, keys, parts = problem()
+    mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4))
+    (losses, _), grads = reference()
+    options = {"mesh": mesh, "num_passes": 3}
+    with_grads = options | {"param_shardings": shardings}
+    sums = jax.jit(lambda params: pipeline_sums(parts(), params, batch, 4, keys, **with_grads))(placed)
+    assert largest_error(permute_layers(sums.grads, natural), jax.tree.map(lambda g: g[11], grads)) < 1e-9
+    alone = jax.jit(lambda params: pipeline_sums(parts(), params, batch, 4, keys, **options))(placed)
+    assert alone.grads is None
+    np.testing.assert_allclose(alone.loss, losses[11], rtol=1e-12)
+
+
+@pytest.mark.parametrize("v", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_gpipe_sums_equal_the_model(v):
+    """Differentiating through the forward ticks gives the same loss and gradients."""
+    params, batch, keys, parts = problem()
+    mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4), v)
+    (losses, _), grads = reference()
+    loss = parts(num_repeats=v)
+    sums = jax.jit(lambda params: gpipe_sums(loss, params, batch, keys, mesh=mesh, param_shardings=shardings))(placed)
+    np.testing.assert_allclose(sums.loss, losses[-1], rtol=1e-12)
+    assert largest_error(permute_layers(sums.grads, natural), jax.tree.map(lambda g: g[-1], grads)) < 1e-9
+
+
+def compiled(loss, number, axes, sums=pipeline_sums):
+    """Return the executable for at most `number` microbatches."""
+    params, batch, keys, _ = problem()
+    mesh, shardings, placed, _ = on_mesh(params, axes, loss.num_repeats)
+    times = number // 4
+    batch, keys = jax.tree.map(lambda x: jnp.concatenate([x[:4]] * times), (batch, keys))
+    counted = (number,) if sums is pipeline_sums else ()
+
+    def run(params, batch, keys):
+        return sums(loss, params, batch, *counted, keys, mesh=mesh, param_shardings=shardings)
+
+    return jax.jit(run).lower(placed, batch, keys).compile(), sum(x.nbytes for x in jax.tree.leaves(batch)) + 8 * keys.size
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_microbatches():
+    """From 4 to 64 microbatches, temporary memory grows by no more than the inputs. GPipe's grows with each microbatch."""
+    parts = problem()[3]
+    axes = MeshAxes(pipeline=4)
+    ours, gpipe = {}, {}
+    for number in (4, 64):
+        executable, inputs = compiled(parts(), number, axes)
+        ours[number] = executable.memory_analysis().temp_size_in_bytes, inputs
+        gpipe[number] = compiled(parts(), number, axes, gpipe_sums)[0].memory_analysis().temp_size_in_bytes
+    assert ours[64][0] - ours[4][0] <= ours[64][1] - ours[4][1]
+    assert gpipe[64] > 6 * gpipe[4]
+    assert gpipe[64] > 4 * ours[64][0]
+
+
+@pytest.mark.parametrize("v", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_tick_has_two_permutes_and_a_step_one_reduction(v):
+    """The loop has one permute of activations and one of gradients (per leaf), and no all-reduce. One follows the loop."""
+    parts = problem()[3]
+    executable, _ = compiled(parts(num_repeats=v), 16, MeshAxes(pipeline=4, data=2))
+    text = executable.as_text()
+    permutes = re.findall(r"= .*? collective-permute(?:-start)?\(", text)
+    leaves = 2
+    assert len(permutes) == 2 * leaves
+    reductions = re.findall(r"^.*? all-reduce(?:-start)?\(.*$", text, re.MULTILINE)
+    assert len(reductions) <= 3
+    assert not [line for line in reductions if "while/body" in line]
+    for name in ("forward_tick", "backward_tick", "reduce"):
+        assert f"/{name}/" in text
+
+
+@pytest.mark.parametrize(
+    ("p", "v", "m"),
+    [pytest.param(4, 1, 16, marks=pytest.mark.slow), (4, 2, 16), pytest.param(2, 3, 12, marks=pytest.mark.slow)],
+)
+def test_a_pass_has_the_documented_number_of_ticks(p, v, m):
+    """The bound of the compiled loop is v*m + p - 1 forward ticks, and v*p - 1 more for the last backward."""
+    executable, _ = compiled(problem()[3](num_repeats=v), m, MeshAxes(pipeline=p))
+    bounds = re.findall(r'known_trip_count":\{"n":"(\d+)"', executable.as_text())
+    assert v * m + p - 1 + v * p - 1 in map(int, bounds)
+
+
+def changing(state, **changes):
+    """Return a stage function that spoils its output."""
+    return lambda layers, x, batch, rngs, first_layer: {**x, **{name: change(x[name]) for name, change in changes.items()}}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "key", "words"),
+    [
+        ("repeats", "num_pipeline_repeats", "must be at least 1"),
+        ("layers", "base_num_decoder_layers", r"48 must be a multiple of .* 4 \* 5 = 20; nearest: 40, 60"),
+        ("rows", "microbatch_size", "4 rows must be a multiple of the data axis = 8"),
+        ("axis", None, "no axis 'stage'"),
+        ("shape", None, "must keep the shape and type"),
+        ("dtype", None, "must keep the shape and type"),
+    ],
+)
+def test_pipeline_sums_refuse_wrong_shapes_before_compiling(spoil, key, words, monkeypatch):
+    """Each error names the arithmetic and the fix, and nothing is compiled."""
+    params, batch, keys, parts = problem()
+    axes = MeshAxes(data=8) if spoil == "rows" else MeshAxes(pipeline=4)
+    mesh, shardings, placed, _ = on_mesh(params, axes)
+    loss = parts(num_repeats={"repeats": 0, "layers": 5}.get(spoil, 1))
+    if spoil == "axis":
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    if spoil in ("shape", "dtype"):
+        change = {"shape": lambda x: x[:, :4], "dtype": lambda x: x.astype(jnp.float32)}[spoil]
+        loss = PipelinedLoss(first=loss.first, stage=changing(None, x=change), last=loss.last)
+    with pytest.raises(PipelineShapeError, match=words) as caught:
+        pipeline_sums(loss, placed, batch, 4, keys, mesh=mesh, param_shardings=shardings)
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        ("frozen", "a dict with arrays under .layers. .* here is a FrozenDict of "),
+        ("ordered", "a dict with arrays under .layers. .* here is an OrderedDict of "),
+        ("list", "a dict with arrays under .layers. .* here is a list"),
+        ("missing", "here is a dict of embedding"),
+        ("scalar", r"with layers of the sizes \[\(\), \(48,\)\]"),
+        ("integer", "must be floating-point, .* and not int32; put such values into the batch"),
+    ],
+)
+def test_pytrees_that_cannot_be_pipelined_are_refused(spoil, words):
+    """Parameters without stacked layers, and activations without a gradient, are errors in words."""
+    params, batch, keys, parts = problem()
+    mesh, shardings, placed, _ = on_mesh(params, MeshAxes(pipeline=4))
+    loss = parts()
+    if spoil == "integer":
+        first = lambda *args: {**parts().first(*args), "n": jnp.zeros((ROWS,), jnp.int32)}  # noqa: E731
+        loss = dataclasses.replace(loss, first=first, stage=lambda layers, x, *_: x)
+    layers = {"scalar": {**placed["layers"], "scale": jnp.ones(())}}.get(spoil, placed["layers"])
+    changed = {"embedding": placed["embedding"]} | ({} if spoil == "missing" else {"layers": layers})
+    kinds = {"frozen": FrozenDict, "ordered": collections.OrderedDict, "list": lambda params: [*params.values()]}
+    changed = kinds.get(spoil, dict)(changed)
+    with pytest.raises(PipelineShapeError, match=words):
+        pipeline_sums(loss, changed, batch, 4, keys, mesh=mesh, param_shardings=shardings)
+    # Measuring the noise looks at the parameters too, after this check.
+    counts, totals = (jnp.int32(4), jnp.int32(1)), Totals(noise=NoiseMeter.of(shardings, mesh))
+    with pytest.raises(PipelineShapeError, match=words):
+        loss.sums_and_grads(changed, batch, keys, counts, totals, mesh=mesh, param_shardings=shardings)
+
+
+@pytest.mark.parametrize(
+    ("part", "spoiled", "words"),
+    [
+        ("first", lambda params, batch: params, r"`first` of the PipelinedLoss must take \(params, batch, keys\)"),
+        ("stage", lambda layers, x, batch, keys: x, r"`stage` .* must take \(layers, x, batch, keys, first_layer\)"),
+        ("last", lambda params, x: (0.0, 1.0, {}), r"`last` .* must take \(params, x, batch, keys\)"),
+        ("last", lambda params, x, batch, keys: (0.0, 1.0, keys), r"aux of the loss function has values for single rows"),
+    ],
+)
+def test_parts_that_break_their_contract_are_refused(part, spoiled, words):
+    """A part that does not take its arguments, and `aux` with a value per row, are errors before anything is compiled."""
+    params, batch, keys, parts = problem()
+    mesh, shardings, placed, _ = on_mesh(params, MeshAxes(pipeline=4))
+    loss = dataclasses.replace(parts(), **{part: spoiled})
+    with pytest.raises(ConfigError, match=words):
+        pipeline_sums(loss, placed, batch, 4, keys, mesh=mesh, param_shardings=shardings)
+
+
+def test_a_pipelined_loss_has_no_carried_state_and_one_gradient():
+    """Training and evaluation refuse `mutable`, and a step gets the gradient of the mean beside sums without one."""
+    params, batch, keys, parts = problem()
+    mesh, shardings, placed, _ = on_mesh(params, MeshAxes(pipeline=2))
+    loss, mutable, options = parts(), {"n": jnp.zeros(())}, {"mesh": mesh, "param_shardings": shardings}
+    args = placed, batch, keys, (jnp.int32(2), jnp.int32(1))
+    with pytest.raises(rampup.ConfigError, match="`mutable`, which a PipelinedLoss cannot use"):
+        loss.eval_sums(placed, batch, keys, jnp.int32(2), mesh=mesh, mutable=mutable)
+    with pytest.raises(rampup.ConfigError, match="`mutable`, which a PipelinedLoss cannot use"):
+        loss.sums_and_grads(*args, Totals(mutable=mutable), **options)
+    sums, mean = jax.eval_shape(lambda: loss.sums_and_grads(*args, Totals(), **options))
+    assert sums.grads is None
+    assert jax.tree.structure(mean) == jax.tree.structure(placed)
+
+
+def test_pipeline_sums_take_no_more_microbatches_than_there_are():
+    """Passes times microbatches beyond the buffer are an error, and give NaN if they are traced."""
+    params, batch, keys, parts = problem()
+    mesh, _, placed, _ = on_mesh(params, MeshAxes(pipeline=2))
+    with pytest.raises(rampup.ConfigError, match="num_microbatches=18 must be a whole number from 0 to 16"):
+        pipeline_sums(parts(), placed, batch, 9, keys, mesh=mesh, num_passes=2)
+    run = jax.jit(lambda m: pipeline_sums(parts(), placed, batch, m, keys, mesh=mesh, num_passes=2))
+    assert np.isfinite(run(8).loss)
+    assert np.isnan(run(9).loss)

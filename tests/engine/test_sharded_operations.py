@@ -1,0 +1,242 @@
+"""Operations that XLA cannot partition beside a manual axis and two automatic ones, on data, fsdp and tensor together."""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import toy
+from jax.sharding import NamedSharding, PartitionSpec
+
+import rampup
+from rampup.engine.accumulate import AccumulatedLoss, accumulate
+from rampup.engine.mesh import BatchAxes, auto_view, batch_sharding, shardings_like
+from rampup.engine.pipeline import PipelinedLoss, pipeline_sums
+
+V, E, T, K, R = 32, 16, 4, 3, 8
+
+
+def embedding(p, b):
+    """Look up a table."""
+    return jnp.tanh(p["table"][b["id"]])
+
+
+def labels(p, b):
+    """Look up the table, and take the probabilities of labels."""
+    return jnp.take_along_axis(jax.nn.log_softmax(p["table"][b["id"]] @ p["w"]), b["id"][..., None] % E, axis=-1)
+
+
+def scatter(p, b):
+    """Change rows of the table, and a part of its columns."""
+    return p["table"].at[b["id"].ravel()].add(1.5) * p["table"].at[:, b["id"][0] % E].set(2.0)
+
+
+def ordering(p, b):
+    """Sort along a dimension that tensor shards, and one of the table."""
+    return jnp.sort(b["x"] @ p["w"], axis=-1) * jnp.arange(E), jnp.sort(p["table"], axis=0) * jnp.arange(V)[:, None]
+
+
+def top_k(p, b):
+    """Look up the table at the places of the largest values."""
+    values, places = jax.lax.top_k(b["x"] @ p["w"], 2)
+    return values[..., None] * jnp.take(p["table"], places, axis=0)
+
+
+def segment_sum(p, b):
+    """Add up rows by their number."""
+    return jax.ops.segment_sum((b["x"] @ p["w"]).reshape(-1, E), b["id"].ravel(), V) * p["table"]
+
+
+def slices(p, b):
+    """Slice the table where the rows say."""
+    one = b["id"][0, 0]
+    several = jax.vmap(lambda k: jax.lax.dynamic_slice_in_dim(p["table"], k, 8))(b["id"][:, 0] % (V - 8))
+    return several, p["table"].at[one].add(1.5) * p["table"][:, one % E, None], p["table"][b["id"][0, :1]], p["w"][one % E]
+
+
+def experts(p, b):
+    """Dispatch each token to the best of four experts by index, with a capacity."""
+    x = b["x"].reshape(-1, E)
+    chosen = jnp.argmax(x @ p["w"][:, :4], axis=-1)
+    place = jnp.cumsum(jax.nn.one_hot(chosen, 4), axis=0)[jnp.arange(len(x)), chosen].astype(int) - 1
+    buffers = jnp.zeros((4, 8, E)).at[chosen, place].add(x, mode="drop")
+    return jnp.einsum("xce,xef->xcf", buffers, p["kernel"]).at[chosen, place].get(mode="fill", fill_value=0)
+
+
+def depthwise(p, b):
+    """Convolve each channel by itself."""
+    kernel, numbers = p["kernel"][:3, :1], ("NWC", "WIO", "NWC")
+    return jax.lax.conv_general_dilated(b["x"], kernel, (1,), "SAME", dimension_numbers=numbers, feature_group_count=E)
+
+
+def convolution(p, b):
+    """Convolve all channels, in a scan over layers with a branch."""
+
+    def layer(x, kernel):
+        y = jax.lax.conv_general_dilated(x, kernel[None], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        return jax.lax.cond(jnp.sum(y) > 0, jnp.tanh, jnp.sin, y), None
+
+    return jax.lax.scan(layer, b["x"], p["kernel"])[0]
+
+
+def ragged(p, b):
+    """Sort tokens by their expert, for products that `jax.vmap` cannot map."""
+    x, chosen = b["x"].reshape(-1, E), b["id"].ravel() % 4
+    return jax.lax.ragged_dot(x[jnp.argsort(chosen)], p["kernel"], jnp.bincount(chosen, length=4))
+
+
+OPERATIONS = [embedding, labels, scatter, ordering, top_k, segment_sum, slices, experts, depthwise, convolution, ragged]
+SPECS = [("tensor", "fsdp"), ("fsdp", "tensor"), (None, "fsdp"), ("tensor", None), (("fsdp", "tensor"), None)]
+
+
+def loss_of(operations):
+    """Return a loss function that adds up the squares of operations, with dropout by row."""
+
+    def loss_fn(params, batch, keys):
+        kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (T, E)))(keys)
+        batch = batch | {"x": jnp.where(kept, batch["x"], 0)}
+        found = [operation(params, batch) for operation in operations]
+        return sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(found)), jnp.sum(batch["weight"]), {}
+
+    return loss_fn
+
+
+def problem(mesh, spec, axes=None):
+    """Return parameters sharded over two axes, a buffer of rows, and their keys."""
+    rng = np.random.default_rng(0)
+    shapes = {"table": (V, E), "w": (E, E), "kernel": (4, E, E)}
+    params = {
+        name: jax.device_put(
+            (rng.normal(size=shape) * 0.3).astype(np.float32),
+            NamedSharding(auto_view(mesh), PartitionSpec(*[None] * (len(shape) - 2), *spec)),
+        )
+        for name, shape in shapes.items()
+    }
+    batch = {
+        "id": rng.integers(0, V, (K, R, T)).astype(np.int32),
+        "x": rng.normal(size=(K, R, T, E)).astype(np.float32),
+        "weight": rng.integers(1, 9, (K, R)).astype(np.float32),
+    }
+    rows = batch_sharding(mesh, leading=1, axes=axes)
+    return params, jax.device_put(batch, rows), jax.device_put(jax.random.split(jax.random.key(5), (K, R)), rows)
+
+
+def expected_sums(loss_fn, params, batch, keys, replicas):
+    """Return loss and gradient of plain `jax.jit` on one device, added up over the rows of each microbatch and replica."""
+    params, batch, keys = jax.device_put((params, batch, keys), jax.devices()[0])
+    cut = jax.tree.map(lambda x: x.reshape(K * replicas, R // replicas, *x.shape[2:]), (batch, keys))
+    run = jax.jit(jax.value_and_grad(lambda *args: loss_fn(*args)[0]))
+    parts = [run(params, *jax.tree.map(operator.itemgetter(k), cut)) for k in range(K * replicas)]
+    return jax.tree.map(lambda *x: np.sum(np.stack(x), axis=0), *parts)
+
+
+def assert_close(found, expected):
+    """Compare loss and gradients, by the largest number of each array."""
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5 * np.abs(y).max())
+
+
+@pytest.mark.parametrize(
+    ("operations", "spec"),
+    [
+        ([labels, depthwise, convolution], SPECS[3]),
+        ([ragged], SPECS[1]),
+        *(pytest.param([one], spec, marks=pytest.mark.slow) for one in OPERATIONS for spec in SPECS),
+    ],
+)
+def test_an_operation_equals_plain_jit(operations, spec):
+    """Sums and gradients on data, fsdp and tensor are those of plain `jax.jit` over each replica's rows."""
+    mesh = toy.mesh_of("data_fsdp_tensor")
+    params, batch, keys = problem(mesh, spec)
+    loss_fn, shardings = loss_of(operations), shardings_like(params, mesh)
+    run = jax.jit(lambda *args: accumulate(loss_fn, *args, mesh=mesh, param_shardings=shardings))
+    sums = run(params, batch, np.int32(K), keys)
+    assert_close((sums.loss, sums.grads), expected_sums(loss_fn, params, batch, keys, 2))
+    assert all(jax.tree.leaves(jax.tree.map(lambda g, s: g.sharding.is_equivalent_to(s, g.ndim), sums.grads, shardings)))
+    total = AccumulatedLoss(loss_fn).eval_sums
+    evaluate = jax.jit(lambda *args: total(*args, mesh=mesh))
+    np.testing.assert_allclose(evaluate(params, batch, keys, np.int32(K)).loss, sums.loss, rtol=1e-5)
+
+
+def test_a_mesh_with_names_of_its_own_and_two_axes_of_replicas():
+    """A loss that carries a mean over all replicas, and sees no axis that is mapped in its own constraints."""
+    mesh = jax.make_mesh((2, 1, 2, 2), ("slice", "copy", "shard", "part"))
+    axes = BatchAxes(replica=("slice", "copy"), rows=("slice", "copy", "shard"))
+    params, batch, keys = problem(mesh, ("part", "shard"), axes)
+
+    def loss_fn(params, batch, keys, mutable):
+        x = jax.lax.with_sharding_constraint(embedding(params, batch), NamedSharding(auto_view(mesh), PartitionSpec(axes.rows)))
+        mean = jax.lax.pmean(jnp.mean(x), axes.replica)
+        return jnp.sum(jnp.square(x - mean)), batch["weight"].sum(), {}, {"mean": mean, "n": mutable["n"] + 1}
+
+    def plain(params, batch):
+        x = embedding(params, batch)
+        return jnp.sum(jnp.square(x - jnp.mean(x))), jnp.mean(x)
+
+    start = {"mean": jnp.float32(0), "n": jnp.int32(0)}
+    run = jax.jit(lambda *args: accumulate(loss_fn, *args, mesh=mesh, mutable=start, batch_axes=axes))
+    sums = run(params, batch, np.int32(2), keys)
+    params, batch = jax.device_put((params, batch), jax.devices()[0])
+    parts = [jax.value_and_grad(plain, has_aux=True)(params, jax.tree.map(operator.itemgetter(k), batch)) for k in range(2)]
+    assert_close((sums.loss, sums.grads), jax.tree.map(jnp.add, *[(loss, grads) for (loss, _), grads in parts]))
+    np.testing.assert_allclose(sums.mutable["mean"], parts[-1][0][1], rtol=1e-5)
+    assert int(sums.mutable["n"]) == 2
+
+
+def test_gradients_are_reduced_over_the_replicas_once():
+    """A step reduces gradients of sharded tables after its loop, with ZeRO-1 and measured noise too; its losses are plain."""
+    mesh, alone, tx = toy.mesh_of("data_fsdp_tensor"), toy.mesh_of("one"), optax.adam(1e-2)
+    params, batch, _ = problem(mesh, ("tensor", "fsdp"))
+    host = jax.tree.map(lambda x: np.asarray(x).reshape(-1, *x.shape[2:]), batch)
+    rows = [{name: x[n] for name, x in host.items()} for n in range(K * R)] * 8
+    losses = []
+    for where, zero, kinds in ((alone, False, set()), (mesh, False, {"all-reduce"}), (mesh, True, {"reduce-scatter"})):
+        plan = toy.plan_for(where, "0:8 16:16", steps=4, microbatch_size=2 if where is mesh else 8)
+        state = rampup.create_state(
+            params if where is mesh else jax.device_get(params), tx, where, shard_optimizer_over_data=zero
+        )
+        options = {"shard_optimizer_over_data": zero, "measure_gradient_noise": zero}
+        step = rampup.train_step(loss_of([labels]), tx, plan, where, **options)
+        account = rampup.inspect(step, state, next(step.batches(rows))).account
+        crossing = [c for c in account.collectives if c.axes is None or "data" in c.axes]
+        reductions = [c for c in crossing if c.kind in ("all-reduce", "reduce-scatter") and c.num_bytes > 100]
+        assert {c.kind for c in reductions} == kinds
+        assert not any(c.in_loop for c in reductions)
+        found = []
+        for chunks in step.batches(rows):
+            state, metrics = step(state, chunks)
+            found.append(float(metrics["loss"]))
+        losses.append(found)
+    np.testing.assert_allclose(losses[1:], losses[:1] * 2, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("operations", "spec"),
+    [
+        ([labels, depthwise, convolution], SPECS[3]),
+        *(pytest.param([one], spec, marks=pytest.mark.slow) for one in OPERATIONS for spec in SPECS),
+    ],
+)
+def test_an_operation_in_a_pipeline_equals_plain_jit(operations, spec):
+    """Two stages beside fsdp and tensor, where the stage axis is manual; an operation of the last part, with its gradient."""
+    mesh = rampup.make_mesh(rampup.MeshAxes(fsdp=2, tensor=2, pipeline=2))
+    params, batch, keys = problem(mesh, spec)
+    loss_fn = loss_of(operations)
+    loss = PipelinedLoss(
+        first=lambda params, batch, keys: batch["x"],
+        stage=lambda layers, x, *others: jax.lax.scan(lambda x, w: (x + jnp.tanh(x * w), None), x, layers)[0],
+        last=lambda params, x, batch, keys: loss_fn(params, batch | {"x": x}, keys),
+    )
+    layers = np.linspace(0.1, 0.5, 4, dtype=np.float32)
+    params["layers"] = jax.device_put(layers, NamedSharding(mesh, PartitionSpec("stage")))
+    shardings = shardings_like(params, mesh)
+    run = jax.jit(lambda *args: pipeline_sums(loss, *args, mesh=mesh, param_shardings=shardings))
+    sums = run(params, batch, np.int32(K), keys)
+
+    def plain(params, batch, keys):
+        x = loss.stage(params["layers"], batch["x"])
+        return loss.last({name: p for name, p in params.items() if name != "layers"}, x, batch, keys)
+
+    assert_close((sums.loss, sums.grads), expected_sums(plain, params, batch, keys, 1))

@@ -1,0 +1,320 @@
+"""ZeRO-1: the optimizer's state sharded over the replicas, with one reduction per step."""
+
+import functools
+import re
+from types import SimpleNamespace
+
+import flax.training.train_state
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.toy import TORI, loss_fn, mesh_of, new_params, plan_for, rows
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+import rampup
+from rampup.engine import zero
+from rampup.engine.mesh import BatchAxes
+from rampup.engine.offload import bytes_per_device
+from rampup.engine.zero import scattered_shardings
+from rampup.errors import ConfigError
+from rampup.loop.checkpoint import Checkpoints, find_checkpoint
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "muon": optax.contrib.muon(1e-2),
+}
+
+
+def train(mesh_name, *, sharded, tx=None, loss=loss_fn, steps=12, **options):
+    """Return the losses, the final state and the step."""
+    mesh, tx = mesh_of(mesh_name), tx or OPTIMIZERS["adamw"]
+    plan = plan_for(mesh, steps=steps)
+    step = rampup.train_step(loss, tx, plan, mesh, shard_optimizer_over_data=sharded, **options)
+    state = rampup.create_state(new_params(mesh), tx, mesh, shard_optimizer_over_data=sharded)
+    losses = []
+    for batch in step.batches(rows()):
+        state, metrics = step(state, batch)
+        losses.append([float(metrics[name]) for name in ("loss", "grad_norm")])
+    return np.array(losses), state, step
+
+
+@functools.cache
+def trained(mesh_name, sharded):
+    """Return what `train` returns with its defaults, once for all tests that compare with it."""
+    return train(mesh_name, sharded=sharded)
+
+
+@pytest.mark.parametrize(
+    "mesh_name", ["data", "data_fsdp_tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in ("data_tensor", "fsdp"))]
+)
+def test_losses_equal_those_of_plain_data_parallelism(mesh_name):
+    """Losses, norms and parameters agree to 1e-6 over a ramp; one program."""
+    expected, plain, _ = trained(mesh_name, False)
+    found, state, step = trained(mesh_name, True)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, plain.params)
+    assert step.num_compilations == 1
+    assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), state.params, plain.params))
+
+
+def test_state_of_ones_own_is_prepared_for_it():
+    """A Flax `TrainState`, placed by `prepare_state`, has its part of the optimizer's state on every device."""
+    expected, _, _ = trained("data", True)
+    mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]
+    own = flax.training.train_state.TrainState.create(apply_fn=None, params=new_params(mesh), tx=tx)
+    state = rampup.prepare_state(own, mesh, shard_optimizer_over_data=True)
+    step = rampup.train_step(loss_fn, tx, plan_for(mesh), mesh, shard_optimizer_over_data=True)
+    losses = []
+    for batch in step.batches(rows()):
+        state, metrics = step(state, batch)
+        losses.append([float(metrics[name]) for name in ("loss", "grad_norm")])
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+    assert bytes_per_device(state.opt_state) < bytes_per_device(own.opt_state) / 7
+    with pytest.raises(ConfigError, match="prepare_state"):
+        step(rampup.prepare_state(own, mesh), next(step.batches(rows())))
+
+
+@pytest.mark.parametrize("name", [pytest.param(k, marks=[] if k == "ring" else pytest.mark.slow) for k in TORI])
+def test_each_side_of_a_torus_takes_a_reduce_scatter(name, monkeypatch, tmp_path):
+    """Losses, parameters and each device's part of the moments are those of one reduce-scatter, also after a restart."""
+    sides = TORI[name]
+    expected, one, _ = trained("data", True)
+    monkeypatch.setattr(zero, "torus_of", lambda *_: sides)
+    found, state, step = train("data", sharded=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+    def check(state):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, one.params)
+        for a, b in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(one.opt_state), strict=True):
+            assert [part.index for part in a.addressable_shards] == [part.index for part in b.addressable_shards]
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+        assert bytes_per_device(state.opt_state) == bytes_per_device(one.opt_state)
+
+    check(state)
+    inspected = rampup.inspect(step, state, next(step.batches(rows())))
+    scattered = [c for c in inspected.account.collectives if c.kind == "reduce-scatter"]
+    lines = [sorted(np.moveaxis(sides, k, 0).reshape(size, -1)[:, 0].tolist()) for k, size in enumerate(sides.shape)]
+    assert [c.group for c in scattered] == [*map(tuple, lines)]
+    assert [c.group_size for c in scattered] == [*sides.shape]
+    assert not inspected.repeated_reductions
+    # In all a device sends as much as in one reduce-scatter, and every side has a row of its own.
+    assert sum(c.sent_bytes() for c in scattered) == scattered[0].num_bytes * 7 / 8
+    assert sum(row["kind"] == "reduce-scatter" for row in inspected.to_dict()["collectives"]) == sides.ndim
+    assert f"gradients ({scattered[0].num_bytes:,} bytes) are reduced over data once" in inspected.findings[0]
+    # A run that was saved with the sides resumes without them.
+    _, state, _ = train("data", sharded=True, steps=4)
+    mesh = mesh_of("data")
+    with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
+        checkpoints.save(4, state, {})
+        monkeypatch.undo()
+        step = rampup.train_step(loss_fn, OPTIMIZERS["adamw"], plan_for(mesh), mesh, shard_optimizer_over_data=True)
+        state = rampup.create_state(new_params(mesh), OPTIMIZERS["adamw"], mesh, shard_optimizer_over_data=True)
+        state = checkpoints.restore(find_checkpoint(tmp_path), state)
+    for batch in step.batches(rows(), state.step):
+        state, _ = step(state, batch)
+    check(state)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "adafactor" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
+)
+def test_optimizers_that_need_whole_arrays_stay_correct(name):
+    """Norms, factored moments and orthogonalization are those of whole arrays."""
+    expected, _, _ = train("data", sharded=False, tx=OPTIMIZERS[name])
+    found, _, _ = train("data", sharded=True, tx=OPTIMIZERS[name])
+    np.testing.assert_allclose(found, expected, rtol=2e-6)
+
+
+def test_optimizer_bytes_per_device_are_one_eighth():
+    """Eight replicas keep an eighth of Adam's moments each, before and after a step."""
+    mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]
+    params = {"w": np.zeros((64, 128), np.float32), "b": np.zeros(64, np.float32)}
+    whole = rampup.create_state(params, tx, mesh)
+    sharded = rampup.create_state(params, tx, mesh, shard_optimizer_over_data=True)
+    assert bytes_per_device(sharded.opt_state) == pytest.approx(bytes_per_device(whole.opt_state) / 8, rel=0.01)
+    assert bytes_per_device(sharded.params) == bytes_per_device(whole.params)
+    _, after, _ = train("data", sharded=True, steps=2)
+    moments = after.opt_state[0].mu
+    assert moments["in"].sharding.shard_shape(moments["in"].shape) == (1, 16)
+
+
+def count(text, name):
+    """Return how often an instruction is in a program."""
+    return len(re.findall(rf"= \S+ {name}(-start)?\(", text))
+
+
+@pytest.mark.parametrize(
+    "num_microbatches", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 32]
+)
+def test_program_has_one_reduce_scatter_and_one_all_gather(num_microbatches):
+    """Gradients are reduced once and parameters gathered once per step, however many microbatches it has."""
+    mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]
+    plan = plan_for(mesh, f"0:{8 * num_microbatches}", microbatch_size=1)
+    step = rampup.train_step(loss_fn, tx, plan, mesh, shard_optimizer_over_data=True, skip_nonfinite=True)
+    state = rampup.create_state(new_params(mesh), tx, mesh, shard_optimizer_over_data=True)
+    text = step.lower(state, rows(1)[0], plan.splits[0]).compile().as_text()
+    assert (count(text, "reduce-scatter"), count(text, "all-gather")) == (1, 1)
+    assert all("f32[]" in line or "s32[]" in line or "pred[]" in line for line in text.splitlines() if " all-reduce(" in line)
+
+
+def test_skipped_step_changes_nothing():
+    """A step that is not finite keeps parameters and moments, as without sharding."""
+
+    def loss(p, b, k):
+        total, weight, aux = loss_fn(p, b, k)
+        return total * jax.numpy.where(jax.numpy.any(b["id"] == 40), np.nan, 1.0), weight, aux
+
+    expected, plain, _ = train("data", sharded=False, loss=loss, skip_nonfinite=True)
+    found, state, _ = train("data", sharded=True, loss=loss, skip_nonfinite=True)
+    assert np.isnan(found[:, 0]).sum() == 1
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, plain.params)
+
+
+def test_scattered_shardings_prefer_free_dimensions():
+    """The first dimension that no axis shards is scattered, then one that both divide; otherwise nothing."""
+    mesh, axes = mesh_of("data_fsdp_tensor"), BatchAxes()
+    cases = {
+        ((8, 6), (None, "tensor")): ("data", "tensor"),
+        ((3, 8), ("fsdp",)): ("fsdp", "data"),
+        ((8, 8), ("fsdp", "tensor")): (("data", "fsdp"), "tensor"),
+        ((3, 5), ()): (),
+        ((), ()): (),
+    }
+    for (shape, spec), expected in cases.items():
+        leaf = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+        assert scattered_shardings(leaf, mesh, axes).spec == PartitionSpec(*expected), (shape, spec)
+
+
+def test_states_that_do_not_belong_to_the_step_are_refused():
+    """Sharded parameters, and a state made with another value of the option, are errors that name it."""
+    mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]
+    plan = plan_for(mesh)
+    step = rampup.train_step(loss_fn, tx, plan, mesh)
+    batch = next(iter(rampup.step_batches(rows(), plan, mesh, stop=1)))
+    sharded = rampup.create_state(new_params(mesh), tx, mesh, shard_optimizer_over_data=True)
+    with pytest.raises(ConfigError, match="create_state"):
+        step(sharded, batch)
+    with pytest.raises(ConfigError, match="create_state"):
+        rampup.train_step(loss_fn, tx, plan, mesh, shard_optimizer_over_data=True)(
+            rampup.create_state(new_params(mesh), tx, mesh), batch
+        )
+    over_data = {name: jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for name, x in new_params(mesh).items()}
+    with pytest.raises(ConfigError, match="shard_optimizer_over_data"):
+        step(rampup.create_state(over_data, tx, mesh), batch)
+    with pytest.raises(ConfigError, match="multi_steps"):
+        rampup.train_step(loss_fn, tx, plan, mesh, engine="multi_steps", shard_optimizer_over_data=True)
+
+
+def test_resume_on_fewer_replicas(tmp_path):
+    """A run that resumes on 8, 4 and 2 replicas has the losses of the run on eight, and each takes its own part (ZeRO-1)."""
+    expected, _, _ = trained("data", True)
+    tx, losses, done = OPTIMIZERS["adamw"], [], 0
+    for replicas in (8, 4, 2):
+        mesh = rampup.make_mesh(rampup.MeshAxes(data=replicas), jax.devices()[:replicas])
+        plan = plan_for(mesh)
+        step = rampup.train_step(loss_fn, tx, plan, mesh, shard_optimizer_over_data=True)
+        state = rampup.create_state(new_params(mesh), tx, mesh, shard_optimizer_over_data=True)
+        with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
+            if done:
+                state = checkpoints.restore(find_checkpoint(tmp_path), state)
+            for batch in step.batches(rows(), state.step, done + 4):
+                state, metrics = step(state, batch)
+                losses.append(float(metrics["loss"]))
+            done += 4
+            checkpoints.save(done, state, {})
+        moment = state.opt_state[0].mu["in"]
+        assert moment.sharding.shard_shape(moment.shape)[0] == moment.shape[0] // replicas
+    np.testing.assert_allclose(losses, expected[:, 0], rtol=1e-6)
+
+
+# Chips (x, y, z) of eight devices.
+CUBE = [(x, y, z) for z in range(2) for x in range(2) for y in range(2)]
+RING = [(0, 0, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0), (3, 1, 0), (2, 1, 0), (1, 1, 0), (0, 1, 0)]
+
+
+@pytest.fixture
+def on_torus(monkeypatch):
+    """Return a function that places the simulated devices on a torus of TPU chips."""
+
+    def place(chips, slices=(0,) * 8):
+        places = [chip and (number, *chip) for number, chip in zip(slices, chips, strict=True)]
+        monkeypatch.setattr(zero, "place_of", dict(zip(jax.devices(), places, strict=True)).get)
+        zero.torus_of.cache_clear()
+
+    yield place
+    zero.torus_of.cache_clear()
+
+
+def test_sides_of_a_torus(on_torus):
+    """A cube has three sides. One reduce-scatter is kept over two unequal sides, a line, and a part of a slice."""
+    sides = lambda name="data": zero.torus_of(mesh_of(name), ("data",))  # noqa: E731
+    on_torus(CUBE)
+    np.testing.assert_array_equal(sides(), np.arange(8).reshape(2, 2, 2))
+    assert sides("data_tensor") is None
+    on_torus([(y, x, z) for x, y, z in RING[:4] + RING[:4]])
+    assert sides() is None
+    for chips in (RING, [(0, k, 0) for k in range(8)], [(x, x, z) for x in range(4) for z in range(2)], [None] * 8):
+        on_torus(chips)
+        assert sides() is None
+    on_torus([(1, 0, 3), (1, 0, 5), (0, 0, 5), (0, 0, 3), (0, 4, 3), (0, 4, 5), (1, 4, 5), (1, 4, 3)])
+    np.testing.assert_array_equal(sides(), [[[3, 2], [0, 1]], [[4, 5], [7, 6]]])
+
+
+def test_each_slice_is_a_torus(monkeypatch):
+    """An axis over all chips of each of two slices has sides. One over both slices or over a part of one has none."""
+    monkeypatch.setattr(zero, "place_of", lambda device: device)
+    chips = np.empty(18, object)
+    chips[:] = [(number, x, y, 0) for number in range(2) for x in range(3) for y in range(3)]
+
+    def sides(names, **shape):
+        mesh = SimpleNamespace(axis_names=tuple(shape), shape=shape, devices=chips.reshape(*shape.values()))
+        return zero.torus_of.__wrapped__(mesh, names)
+
+    np.testing.assert_array_equal(sides(("fsdp",), data=2, fsdp=9), np.arange(9).reshape(3, 3))
+    assert sides(("data", "fsdp"), data=2, fsdp=9) is None
+    assert sides(("fsdp",), data=6, fsdp=3) is None
+    # The two slices in different orders would need different groups.
+    chips[:2] = chips[1], chips[0]
+    assert sides(("fsdp",), data=2, fsdp=9) is None
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", TORI)
+def test_gradient_of_a_gather_is_the_own_part_of_the_sum(name, dim, monkeypatch):
+    """Each device has its part of the sum over all devices, after one reduce-scatter for each side."""
+    mesh = mesh_of("fsdp")
+    monkeypatch.setattr(zero, "torus_of", lambda *_: TORI[name])
+    rng, shape, spec = np.random.default_rng(0), [3, 3], [None, None]
+    shape[dim], spec[dim] = 16, "fsdp"
+    x, factors = rng.normal(size=shape).astype(np.float32), rng.normal(size=(8, *shape)).astype(np.float32)
+
+    def gradient(part, factor):
+        return jax.grad(lambda x: jnp.sum(zero.gather(x, mesh, ("fsdp",), dim) ** 2 * factor[0]))(part)
+
+    specs = PartitionSpec(*spec), PartitionSpec("fsdp")
+    run = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False))
+    np.testing.assert_allclose(run(x, factors), 2 * x * factors.sum(0), rtol=1e-4, atol=1e-5)
+    text = run.lower(x, factors).compile().as_text()
+    assert len(re.findall(r" reduce-scatter(?:-start)?\(", text)) == TORI[name].ndim
+
+
+def test_gather_without_a_torus_is_the_gather_of_jax():
+    """On other devices, and for a mesh without devices, the program is that of `jax.lax.all_gather`."""
+    mesh, specs = mesh_of("fsdp"), (PartitionSpec("fsdp"), PartitionSpec())
+
+    def text(function):
+        lowered = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False))
+        return lowered.lower(np.zeros(16, np.float32)).as_text()
+
+    def loss(gather, x):
+        return jax.value_and_grad(lambda x: jnp.sum(gather(x) ** 2))(x)[0]
+
+    plain = text(functools.partial(loss, lambda x: jax.lax.all_gather(x, ("fsdp",), tiled=True)))
+    for given in (mesh, AbstractMesh((8,), ("fsdp",)), None):
+        assert text(functools.partial(loss, lambda x, given=given: zero.gather(x, given, ("fsdp",), 0))) == plain

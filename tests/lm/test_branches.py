@@ -1,0 +1,297 @@
+"""Tests of rampup.lm.branches and `rampup critical`: real branches of a tiny run."""
+
+import hashlib
+import json
+import os
+import signal
+from dataclasses import replace
+from fractions import Fraction
+
+import jax
+import numpy as np
+import pytest
+from helpers.tiny import TINY_MODEL
+from rich.console import Console
+
+import rampup
+from rampup.batch_size.critical import BranchResult
+from rampup.batch_size.noise_scale import NoiseEstimate
+from rampup.cli import main
+from rampup.cli.critical import _print_result
+from rampup.errors import ConfigError, DataError, RampupError, ResumeMismatchError
+from rampup.lm.branches import CriticalBatch, _Branches, _find_run, _legal_multiples, find_critical_batch_size
+from rampup.lm.train import sample_order, sources
+from rampup.loop.lock import own_run
+from rampup.loop.run_folder import read_lines
+
+# Batches of 8 and 16 on the eight simulated devices, at a constant learning rate; the second checkpoint is in the last phase.
+SETTINGS = TINY_MODEL | {
+    "steps": 12,
+    "checkpoint_period": 4,
+    "batch_size_schedule": "0:8 16:16",
+    "lr_schedule_type": "constant",
+    "warmup_steps_fraction": 0.0,
+    "dropout_rate": 0.0,
+}
+KEYS = ["step", "branches", "critical_batch_size", "bound", "batch_size_schedule"]
+BRANCH_KEYS = ["multiple", "global_batch_size", "loss", "standard_error", "stopped"]
+
+
+def train(folder, **settings):
+    """Train a run and return its folder."""
+    config = rampup.Config(**(SETTINGS | settings), base_output_directory=str(folder), run_name="demo")
+    rampup.train(config)
+    return folder / "demo"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a trained run."""
+    return train(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """The folder of a measurement that two tests use: whichever is first trains its branches."""
+    return tmp_path_factory.mktemp("work")
+
+
+def digest(folder):
+    """Return the names and the contents of all files."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_critical_json(run, work, capsys):
+    """The command prints the documented keys, changes nothing in the run's folder, and its schedule can be planned."""
+    before = digest(run)
+    arguments = ["critical", str(run), "--multiples", "1,2,4", "--tokens", "4096", "--work", str(work), "--json"]
+    assert main(arguments) == 0
+    output = capsys.readouterr()
+    found = json.loads(output.out)
+    assert digest(run) == before
+    assert list(found) == KEYS
+    assert [list(branch) for branch in found["branches"]] == [BRANCH_KEYS] * 3
+    assert (found["step"], [branch["global_batch_size"] for branch in found["branches"]]) == (12, [16, 32, 64])
+    assert [branch["multiple"] for branch in found["branches"]] == [1, 2, 4]
+    assert found["branches"][0]["standard_error"] == 0
+    assert all(branch["standard_error"] > 0 for branch in found["branches"][1:])
+    sizes = {branch["global_batch_size"] for branch in found["branches"] if not branch["stopped"]}
+    assert found["critical_batch_size"] in sizes
+    assert found["bound"] == {16: "at_most", 32: "exact", 64: "at_least"}[found["critical_batch_size"]]
+    assert str(work) in output.err
+    # The run's own batches until the checkpoint, and the critical batch after it.
+    settings = [f"batch_size_schedule={found['batch_size_schedule']}", "enable_rampup_batch_size=false"]
+    assert main(["plan", str(run / "config.yml"), *settings, "--devices", "8", "--json"]) == 0
+    phases = json.loads(capsys.readouterr().out)["phases"]
+    assert [phase["global_batch_size"] for phase in phases][:2] == [8, 16]
+    assert phases[-1]["global_batch_size"] == found["critical_batch_size"]
+    # A second call has nothing left to train, and prints the same.
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out) == found
+
+
+@pytest.mark.slow
+def test_branches_of_a_run_that_is_training(run, tmp_path):
+    """Half and three times the batch from an older checkpoint, in one program, while a process owns the run."""
+    with own_run(run):
+        found = find_critical_batch_size(run, step=8, multiples=("1/2", 1, 3), tokens=4000, work_folder=tmp_path)
+    assert found.num_compilations == 1
+    assert [branch.global_batch_size for branch in found.branches] == [8, 16, 48]
+
+
+def test_all_branches_read_the_same_samples(run):
+    """They are those that follow the checkpoint."""
+    config, record = _find_run(run, 8)
+    branches = _Branches.build(config, record, ("1/2", 1, 3), 4000)
+    assert branches.window.sizes == (8, 16, 48)
+    samples = branches.window.samples
+    rows, _ = sources(config.data, config.model)
+    consumed = branches.run_plan.ramp.samples_before(8)
+    expected = sample_order(config, len(rows), consumed + samples).rows(range(consumed, consumed + samples))
+    for phase in branches.setup.plan.ramp.phases:
+        steps = range(phase.start_step, phase.start_step + samples // phase.global_batch_size)
+        read = [branches.loader.order.rows(branches.setup.plan.rows(step)) for step in steps]
+        assert np.concatenate(read).tolist() == expected.tolist()
+    # Nothing that a branch is evaluated on has it trained on before.
+    per_evaluation = branches.window.interval // branches.window.sizes[0]
+    first = branches.eval_loader.order.rows(branches.eval_loader.plan.rows(per_evaluation))
+    assert first.tolist() == expected[branches.window.interval :][: len(first)].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["fused", "multi_steps"])
+def test_the_first_branch_is_the_run_itself(run, tmp_path, engine):
+    """A branch of multiple 1 has the losses of the run that continues, evaluated on the same rows."""
+    folder = run if engine == "fused" else train(tmp_path, gradient_accumulation=engine)
+    config, record = _find_run(folder, 4)
+    # 8 more steps of the run, in 4 intervals of 2.
+    found = find_critical_batch_size(folder, step=4, multiples=(1, 2), tokens=8 * 16 * 16, work_folder=tmp_path / "work")
+    assert found.learning_rates == pytest.approx((0.01, 0.01 * 2**0.5))
+    (line,) = [line for line in read_lines(found.folder / "evaluations.jsonl") if line["branch"] == 0 and line["step"] == 8]
+    branches = _Branches.build(config, record, (1, 2), 8 * 16 * 16)
+    assert branches.window.num_evaluations == 4
+    params = jax.device_get(rampup.load(folder / "checkpoints" / "12").params)
+    rows, _ = sources(config.data, config.model)
+    first = branches.run_plan.ramp.samples_before(12)
+    order = sample_order(config, len(rows), first + 64)
+    for place, loss in enumerate(line["losses"]):
+        batch = rows.read(order.rows(range(first + 16 * place, first + 16 * (place + 1))))
+        total, weight, _ = branches.setup.model.loss(params, jax.tree.map(np.asarray, batch), None)
+        assert loss == pytest.approx(float(total) / float(weight), rel=1e-5)
+        assert line["weights"][place] == float(weight)
+
+
+def test_interrupted_measurement_resumes(run, work, tmp_path):
+    """After SIGTERM in the middle of a branch, the same call continues, and gives the same numbers as without it."""
+    options = {"multiples": (1, 2, 4), "tokens": 4096}
+    whole = find_critical_batch_size(run, work_folder=work, **options)
+    lines = []
+
+    def interrupt(line):
+        lines.append(line)
+        if line.startswith("batch 32: 2/"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        find_critical_batch_size(run, work_folder=tmp_path / "again", report=interrupt, **options)
+    assert any("resumes" in line for line in lines)
+    more = []
+    with own_run(run):  # a run that is training can be branched
+        again = find_critical_batch_size(run, work_folder=tmp_path / "again", report=more.append, **options)
+    assert again.num_compilations == 1
+    assert not any(line.startswith("batch 16:") for line in more)
+    assert not any(line.startswith("batch 32: 2/") for line in more)
+    assert again.to_dict() == whole.to_dict()
+    assert [replace(branch, multiple=0) for branch in again.branches] == [replace(b, multiple=0) for b in whole.branches]
+
+
+def test_bad_requests_are_refused_before_any_work(run, tmp_path):
+    """Each error names the rule and the remedy, and nothing is written."""
+    cases = [
+        ({"step": 5}, ConfigError, "checkpoints of the steps 4, 8, 12"),
+        ({"tokens": 100}, ConfigError, "at least 4"),
+        ({"tokens": 0}, ConfigError, "at least 1"),
+        ({"multiples": (1, "1/3")}, RampupError, "not a whole batch"),
+        ({"multiples": ("1/4", 1)}, RampupError, "data_parallel_size"),
+        ({"tolerance": 0.0}, ConfigError, "above 0"),
+        ({"work_folder": run / "work"}, ConfigError, "inside the run's folder"),
+    ]
+    for options, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            find_critical_batch_size(run, **({"work_folder": tmp_path / "work"} | options))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="no checkpoint to branch from"):
+        find_critical_batch_size(tmp_path / "empty")
+    assert not (tmp_path / "work").exists()
+    for arguments in (
+        ["--multiples", "1,x"],
+        ["--tokens", "1.5"],
+        ["--step", "0"],
+        ["--tolerance", "nan"],
+        ["--multiples", ""],
+    ):
+        assert main(["critical", str(run), *arguments]) == 2
+
+
+def test_smaller_batches_are_tried_if_they_are_legal(run):
+    """By default a run with a batch of 16 on 8 devices has a branch of 8 too, below which no batch is legal."""
+    branches = _Branches.build(*_find_run(run, 12), None, 65_536)
+    assert branches.window.sizes == (8, 16, 32, 64, 128)
+    assert _legal_multiples(branches.run_plan, 12, [Fraction(1, 4), Fraction(1, 2), Fraction(1, 3)]) == (Fraction(1, 2),)
+    assert _legal_multiples(branches.run_plan, 12, [Fraction(1, 8), Fraction(1, 4)]) == ()
+
+
+@pytest.mark.parametrize(
+    ("bound", "size", "smaller", "words"),
+    [
+        ("exact", 8, (), ["step 9: 8 samples"]),
+        ("at_least", 16, (), ["step 9: at least 16 samples", "no larger batch was tried: --multiples 1,2,4,8"]),
+        ("at_most", 8, ("1/4", "1/2"), ["step 9: at most 8 samples", "no smaller batch was tried: --multiples 1/4,1/2,1,2"]),
+        ("at_most", 8, (), ["at most 8 samples", "no smaller batch was tried: half of it is not legal on these devices"]),
+        ("at_most", 1, (), ["at most 1 samples", "no smaller batch was tried: there is none below 1"]),
+    ],
+)
+def test_critical_says_what_is_only_a_bound(bound, size, smaller, words, tmp_path, capsys):
+    """A batch that wins at the edge of what was tried is a bound, with what to try next."""
+    results = [
+        BranchResult(
+            multiple=Fraction(n), global_batch_size=8 * n, loss=1.0, standard_error=0.0, stopped=False, difference=None
+        )
+        for n in (1, 2)
+    ]
+    found = CriticalBatch(
+        step=9,
+        branches=tuple(results),
+        critical_batch_size=size,
+        bound=bound,
+        batch_size_schedule="0:8",
+        learning_rates=(0.1, 0.2),
+        tolerance=0.01,
+        tokens=1000,
+        noise_scale_samples=None,
+        num_compilations=1,
+        folder=tmp_path,
+        smaller=tuple(map(Fraction, smaller)),
+    )
+    _print_result(found, Console(width=400))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert [each for each in words if each not in printed] == []
+    assert ("was tried" in printed) == (bound != "exact")
+    assert found.to_dict()["bound"] == bound
+
+
+@pytest.mark.slow
+def test_window_beyond_the_data_is_refused(tmp_path):
+    """With one pass over few rows, the error names the samples and the remedies."""
+    (tmp_path / "text.txt").write_text("abcdefgh" * 1000)
+    folder = train(tmp_path, grain_train_files=str(tmp_path / "text.txt"), num_epoch=1)
+    with pytest.raises(DataError, match=r"beyond the data of the run.*--tokens"):
+        find_critical_batch_size(folder, tokens=100_000)
+    (tmp_path / "text.txt").write_text("abcdefgi" * 1000)
+    with pytest.raises(ResumeMismatchError, match="not those of the run"):
+        find_critical_batch_size(folder, tokens=10_000)
+
+
+@pytest.mark.slow
+def test_sgd_scales_the_learning_rate_linearly(tmp_path):
+    """Adam's square root is tested above; after the schedule's end, the last learning rate counts."""
+    folder = train(tmp_path, opt_type="sgd", lr_schedule_type="cosine", batch_size_schedule="0:8")
+    config, record = _find_run(folder, 12)
+    rates = _Branches.build(config, record, (1, 2, 4), None).learning_rates
+    assert rates == pytest.approx([rates[0], 2 * rates[0], 4 * rates[0]])
+    assert rates[0] == pytest.approx(list(read_lines(folder / "metrics.jsonl"))[-1]["learning_rate"])
+
+
+def test_noise_scale_and_critical_batch_are_compared(run, tmp_path):
+    """A factor above 2 is reported; a critical batch that is only a bound contradicts no noise scale beyond it."""
+    some = {"step": 1, "branches": (), "critical_batch_size": 16, "batch_size_schedule": "0:16", "learning_rates": ()}
+    some |= {"tolerance": 0.01, "tokens": 1, "num_compilations": 0, "folder": tmp_path}
+
+    def disagreement(value, *, bound, low=None):
+        noise = None if value is low is None else NoiseEstimate(value=value, low=low, high=None)
+        return CriticalBatch(**some, bound=bound, noise_scale_samples=noise).disagreement
+
+    assert "100 times the critical batch" in disagreement(1600.0, bound="exact")
+    assert "1/4 of the critical batch" in disagreement(4.0, bound="at_least")
+    assert disagreement(1600.0, bound="at_least") is None
+    assert disagreement(4.0, bound="at_most") is None
+    assert "100 times the critical batch" in disagreement(1600.0, bound="at_most")
+    assert disagreement(20.0, bound="exact") is None
+    assert disagreement(None, bound="exact") is None
+    assert disagreement(None, low=2.0, bound="exact") is None
+    assert "100 times" in disagreement(None, low=1600.0, bound="exact")
+
+
+@pytest.mark.slow
+def test_branches_of_a_pipeline_with_zero_and_dropout(tmp_path):
+    """A run with stages, sharded optimizer state and dropout can be branched too."""
+    folder = train(
+        tmp_path, base_num_decoder_layers=2, ici_pipeline_parallelism=2, shard_optimizer_over_data=True, dropout_rate=0.1
+    )
+    before = digest(folder)
+    found = find_critical_batch_size(folder, multiples=(1, 2), tokens=4096)
+    assert digest(folder) == before
+    assert found.num_compilations == 1
+    assert all(np.isfinite(branch.loss) for branch in found.branches)
+    assert found.folder.parent == tmp_path / "demo.critical"

@@ -1,0 +1,224 @@
+"""Tests of rampup.loop.checkpoint."""
+
+import errno
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers import processes, toy
+
+from rampup.data.batches import step_batches
+from rampup.engine.processes import wait_for_all
+from rampup.engine.state import create_state
+from rampup.engine.step import train_step
+from rampup.errors import ResumeMismatchError, StorageError
+from rampup.loop import checkpoint
+from rampup.loop.checkpoint import CHECKSUMS_FILE, Checkpoints, damage, find_checkpoint, write_checksums
+from rampup.loop.distributed import join
+
+
+def assert_equal(a, b):
+    """Assert that two states are the same, bit for bit, and have the same shardings."""
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(a), jax.device_get(b))
+    assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y.sharding, a, b)))
+
+
+@pytest.mark.parametrize("name", ["one", "data_fsdp_tensor"])
+def test_save_keeps_the_state_of_its_own_step(tmp_path, name):
+    """A checkpoint written in the background while training continues has the state of its own step."""
+    mesh = toy.mesh_of(name)
+    plan, tx = toy.plan_for(mesh, steps=6), optax.adamw(1e-2)
+    step = train_step(toy.loss_fn, tx, plan, mesh)
+    state = create_state(toy.new_params(mesh), tx, mesh)
+    kept = {}
+    with Checkpoints(tmp_path) as checkpoints:
+        for batch in step_batches(toy.rows(), plan, mesh):
+            state, _ = step(state, batch)
+            done = batch.position.step + 1
+            kept[done] = jax.tree.map(np.array, jax.device_get(state))
+            checkpoints.save(done, state, {"a": 1})
+        checkpoints.wait()
+        fresh = create_state(toy.new_params(mesh), tx, mesh)
+        saved = find_checkpoint(tmp_path)
+        restored = checkpoints.restore(saved, fresh)
+    assert (saved.step, saved.record["a"]) == (6, 1)
+    assert_equal(restored, state)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), kept[6])
+
+
+def test_save_keeps_only_the_newest(tmp_path):
+    """Older checkpoints are deleted beyond the number to keep, and saving a step twice is no error."""
+    mesh = toy.mesh_of("one")
+    state = create_state(toy.new_params(mesh), optax.sgd(0.1), mesh)
+    with Checkpoints(tmp_path, max_to_keep=2, async_checkpointing=False) as checkpoints:
+        assert checkpoints.latest is None
+        assert find_checkpoint(tmp_path) is None
+        for step in (1, 2, 3, 3):
+            checkpoints.save(step, state, {})
+        checkpoints.wait()
+        assert checkpoints.latest == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+
+
+def test_find_checkpoint_refuses_a_record_of_another_format(tmp_path, monkeypatch):
+    """A checkpoint of another version of rampup is refused with both numbers."""
+    mesh = toy.mesh_of("one")
+    state = create_state(toy.new_params(mesh), optax.sgd(0.1), mesh)
+    with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
+        checkpoints.save(4, state, {"who": "me"})
+    assert find_checkpoint(tmp_path).record == {"version": 1, "step": 4, "who": "me"}
+    monkeypatch.setattr(checkpoint, "RECORD_VERSION", 99)
+    with pytest.raises(ResumeMismatchError, match="format 1, this is format 99"):
+        find_checkpoint(tmp_path)
+
+
+def test_restore_refuses_a_state_of_another_structure(tmp_path):
+    """The state of another optimizer does not fit."""
+    mesh = toy.mesh_of("one")
+    with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
+        checkpoints.save(4, create_state(toy.new_params(mesh), optax.sgd(0.1), mesh), {})
+        with pytest.raises(ResumeMismatchError, match="not of this model and optimizer"):
+            checkpoints.restore(find_checkpoint(tmp_path), create_state(toy.new_params(mesh), optax.adamw(0.1), mesh))
+
+
+def test_damage_ignores_files_that_are_written_later(tmp_path):
+    """Files that Orbax completes after the checksums do not count at the top level, and the same names deeper down do."""
+    (tmp_path / "state").mkdir()
+    for name in ("a", "state/b", "_CHECKPOINT_METADATA", "state/commit_success.txt"):
+        (tmp_path / name).write_text(name)
+    write_checksums(tmp_path)
+    (tmp_path / "commit_success.txt").write_text("x")
+    (tmp_path / "_CHECKPOINT_METADATA").write_text("other")
+    assert damage(tmp_path) is None
+    (tmp_path / "state" / "commit_success.txt").write_text("other")
+    assert damage(tmp_path) == "state/commit_success.txt has 5 bytes, not 24"
+
+
+def test_damage_names_each_kind_of_damage(tmp_path):
+    """Missing, shorter, changed, unreadable, and no checksums at all."""
+    (tmp_path / "a").write_text("one")
+    write_checksums(tmp_path)
+    (tmp_path / "a").write_text("two")
+    assert damage(tmp_path) == "a was changed after it was written: its SHA-256 differs"
+    (tmp_path / "a").unlink()
+    assert damage(tmp_path) == "a is missing"
+    (tmp_path / "a").mkdir()
+    assert damage(tmp_path).startswith("a cannot be read: ")
+    (tmp_path / CHECKSUMS_FILE).unlink()
+    assert damage(tmp_path) == f"{CHECKSUMS_FILE} is missing"
+
+
+def test_a_failed_save_is_one_sentence(tmp_path, monkeypatch):
+    """A disk that was filled while the checkpoint was written is named as such."""
+    checkpoints, mesh = Checkpoints(tmp_path / "checkpoints"), toy.mesh_of("one")
+
+    def fail(*_, **__):
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing ... " + "long " * 200)
+
+    monkeypatch.setattr(checkpoints._manager, "save", fail)
+    with pytest.raises(StorageError) as caught:
+        checkpoints.save(3, create_state(toy.new_params(mesh), optax.sgd(0.1), mesh), {})
+    assert str(caught.value) == (
+        "the checkpoint of step 3 could not be written: "
+        f"No space left on device in {tmp_path / 'checkpoints'}; there is no other"
+    )
+
+
+def test_nothing_waits_after_a_checkpoint_that_could_not_be_begun(tmp_path, monkeypatch):
+    """Where no folder can be made, no thread is left that keeps the process from ending."""
+    checkpoints, mesh, mkdir = Checkpoints(tmp_path / "checkpoints"), toy.mesh_of("one"), os.mkdir
+    before = set(threading.enumerate())
+
+    def refuse(path, *args, **options):
+        if Path(path).parent == tmp_path / "checkpoints":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        mkdir(path, *args, **options)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    state = create_state(toy.new_params(mesh), optax.sgd(0.1), mesh)
+    with pytest.raises(StorageError, match=r"checkpoint of step 3 could not be written: .*Permission denied"):
+        checkpoints.save(3, state, {})
+    end = time.monotonic() + 60
+    while left := [thread for thread in set(threading.enumerate()) - before if not thread.daemon]:
+        assert time.monotonic() < end, left
+        time.sleep(0.02)
+    monkeypatch.undo()
+    checkpoints.save(4, state, {})
+    checkpoints.wait()
+    assert checkpoints.latest == 4
+
+
+def save_and_find(number, port, folder, found):
+    """Save a checkpoint in one of two processes, and find it; write the names and the bytes of the files that it read."""
+    join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
+    mesh, read, digest = jax.make_mesh((2,), ("data",)), [], checkpoint._size_and_digest
+
+    def count(path):
+        size, sha = digest(path)
+        read.append((path.name, size, [part for part in path.parts if part.startswith("ocdbt")]))
+        return size, sha
+
+    checkpoint._size_and_digest = count
+    values = np.random.default_rng(0).normal(size=(2, 2**18)).astype(np.float32)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+    state = create_state({"w": array}, optax.sgd(0.1), mesh)
+    with Checkpoints(folder) as checkpoints:
+        checkpoints.save(3, state, {})
+        checkpoints.wait()
+        written, read[:] = list(read), []
+        saved = find_checkpoint(folder)
+        checked, read[:] = list(read), []
+        restored = checkpoints.restore(saved, state)
+    np.testing.assert_array_equal(restored.params["w"].addressable_data(0), array.addressable_data(0))
+    # One bit of the other half, which process 0 does not read.
+    if number == 0:
+        (large,) = (path for path in folder.rglob("ocdbt.process_1/d/*") if path.stat().st_size > 2**19)
+        content = bytearray(large.read_bytes())
+        content[1000] ^= 1
+        large.write_bytes(content)
+    wait_for_all(mesh)
+    with pytest.raises(ResumeMismatchError, match=r"ocdbt.process_1/d/\w+ was changed after it was written") as caught:
+        find_checkpoint(folder)
+    found.write_text(json.dumps([written, checked, str(caught.value)]))
+
+
+def test_each_process_reads_its_part_of_a_checkpoint(tmp_path):
+    """Each takes the checksums of what it has written, on resume each file is read once by one, and all see the damage."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    folder, found, logs = tmp_path / "checkpoints", *([tmp_path / f"{n}.{kind}" for n in range(2)] for kind in ("json", "log"))
+    started = [processes.start(save_and_find, n, port, folder, found[n], log=logs[n]) for n in range(2)]
+    for process, log in zip(started, logs, strict=True):
+        process.join(120)
+        assert process.exitcode == 0, log.read_text()
+    written, checked, problems = zip(*(json.loads(file.read_text()) for file in found), strict=True)
+    files = json.loads((folder / "3" / CHECKSUMS_FILE).read_text())
+    assert not list((folder / "3").glob(f"{CHECKSUMS_FILE}.*"))
+    for process in range(2):
+        assert {tuple(part) for _, size, part in written[process] if size > 2**19} == {(f"ocdbt.process_{process}",)}
+    for reads in (written, checked):
+        read = sorted(size for one in reads for _, size, _ in one)
+        assert read == sorted(size for size, _ in files.values())
+        assert max(sum(size for _, size, _ in one) for one in reads) < 0.6 * sum(read)
+    assert problems[0] == problems[1]
+
+
+def test_sizes_are_checked_without_reading(tmp_path):
+    """A checkpoint of a terabyte whose contents other processes read takes no time here."""
+    for name in ("a", "b"):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(2**40)
+    sums = {"a": [2**40, "x"], "b": [2**40 - 1, "x"]}
+    (tmp_path / CHECKSUMS_FILE).write_text(json.dumps(sums))
+    assert damage(tmp_path, 2, 3) == "b has 1,099,511,627,776 bytes, not 1,099,511,627,775"
+    (tmp_path / CHECKSUMS_FILE).write_text(json.dumps(sums | {"b": sums["a"]}))
+    assert damage(tmp_path, 2, 3) is None

@@ -1,0 +1,526 @@
+"""Tests of rampup.loop.distributed, with real processes on this machine."""
+
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import processes
+from helpers.tiny import TINY, command_line
+
+from rampup import Config
+from rampup.engine import processes as engine_processes
+from rampup.engine.processes import check_joined, wait_for_all
+from rampup.errors import ConfigError
+from rampup.lm.train import train
+from rampup.loop.distributed import _differences, _problem, join
+
+BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
+SETTINGS = TINY | {"base_num_decoder_layers": 2, "checkpoint_period": 4, "run_name": "run", "learning_rate_schedule_steps": 12}
+
+
+def free_port():
+    """Return a port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+def run_command(words, folder, opened):
+    """Run `rampup` in a folder, and write the names of the text files that it opens into the file `opened`."""
+    from rampup.cli import main
+
+    os.chdir(folder)
+    file = open(opened, "w")  # noqa: SIM115 - open until the process ends
+
+    def note(event, arguments):
+        if event == "open" and str(arguments[0]).endswith(".txt"):
+            print(arguments[0], file=file, flush=True)
+
+    sys.addaudithook(note)
+    return main(words)
+
+
+def start(folder, *, number, devices, each=(), folders=None, runs=None, **keys):
+    """Start `rampup train` in several processes; `each` gives settings of single ones, `folders` where each is started.
+
+    `runs` are the functions that run the command.
+    """
+    settings = SETTINGS | {"base_output_directory": folder, "num_processes": number} | keys
+    words = ["train", str(BASE), f"--fake-devices={devices // number}", *command_line(settings)]
+    words.append(f"coordinator_address=localhost:{free_port()}")
+    logs = folder.parent / f"{folder.name}-logs"
+    own = [*each, *[[]] * (number - len(each))]
+    return [
+        processes.start(
+            runs[n] if runs else run_command,
+            [*words, f"process_id={n}", *own[n]],
+            str(folders[n] if folders else logs.parent),
+            str(logs / f"opened{n}"),
+            log=logs / f"{time.monotonic_ns()}-{n}.log",
+        )
+        for n in range(number)
+    ]
+
+
+def finish(started, folder, timeout=240):
+    """Wait for processes; return the exit code and the output of each."""
+    deadline = time.monotonic() + timeout
+    for process in started:
+        process.join(max(deadline - time.monotonic(), 0))
+        assert process.exitcode is not None, "a process hangs"
+    logs = sorted((folder.parent / f"{folder.name}-logs").glob("*.log"))[-len(started) :]
+    return [(process.exitcode, log.read_text()) for process, log in zip(started, logs, strict=True)]
+
+
+def losses(folder):
+    """Return the losses by step, each of which must be there once."""
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(len(lines)))
+    return [line["loss"] for line in lines]
+
+
+@pytest.mark.slow
+def test_several_processes_train_what_one_would(tmp_path):
+    """Two processes of which one reads for both, then four with two stages, then one, each with one device: as one with eight.
+
+    Sizes, samples and learning rates of all steps are equal, and the losses to 1e-5. With expansion_factor_real_data=2, the
+    second process opens no data.
+    """
+    for file in range(20):
+        lines = (f"line {number} of file {file}, the square of which is {number * number}\n" for number in range(400))
+        (tmp_path / f"data{file}.txt").write_text("".join(lines))
+    keys = {"grain_train_files": str(tmp_path / "*.txt"), "eval_interval": 4, "eval_per_device_batch_size": 8, "eval_steps": 2}
+    keys |= {"enable_rampup_batch_size": False, "batch_size_schedule": "0:8 40:16 104:32"}
+    one, many = tmp_path / "one", tmp_path / "many"
+    train(Config(base_output_directory=str(one), **(SETTINGS | keys | {"eval_per_device_batch_size": 1})))
+    found = finish(start(many, number=2, devices=2, steps=4, expansion_factor_real_data=2, **keys), many)
+    assert [code for code, _ in found] == [0, 0], found
+    assert ["final_loss" in output for _, output in found] == [True, False]
+    opened = [str(tmp_path / "data7.txt") in (tmp_path / "many-logs" / f"opened{n}").read_text() for n in range(2)]
+    assert opened == [True, False]
+    found = finish(start(many, number=4, devices=4, steps=8, ici_pipeline_parallelism=2, **keys), many)
+    assert [code for code, _ in found] == [0] * 4, found
+    found = finish(start(many, number=1, devices=1, **keys), many)
+    assert [code for code, _ in found] == [0], found
+    np.testing.assert_allclose(losses(many), losses(one), rtol=1e-5)
+    names = ("step", "phase", "global_batch_size", "consumed_samples", "learning_rate")
+    lines = [(folder / "run" / "metrics.jsonl").read_text().splitlines() for folder in (many, one)]
+    several, alone = ([[json.loads(line)[name] for name in names] for line in part] for part in lines)
+    assert several == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "words"), [(1, "process 1 has been silent for 5 s; process 0 ends too"), (0, "task died|process 0")]
+)
+def test_watchdog_ends_the_others_of_a_killed_process(tmp_path, victim, words):
+    """The survivor ends soon, with a message about the process that is gone; started again, the run resumes.
+
+    If process 0 is gone, JAX ends the others at once, with a message of its own.
+    """
+    folder = tmp_path / "out"
+    started = start(folder, number=2, devices=2, steps=100_000, jax_distributed_heartbeat_timeout_seconds=5)
+    metrics = folder / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 200
+    while not (metrics.exists() and metrics.read_text().count("\n") > 8):
+        assert time.monotonic() < deadline
+        assert all(process.is_alive() for process in started)
+        time.sleep(0.2)
+    os.kill(started[victim].pid, signal.SIGKILL)
+    code, output = finish(started, folder, timeout=40)[1 - victim]
+    assert code != 0
+    assert any(word in output for word in words.split("|")), output
+    if victim:
+        assert "Start the job again to resume." in output
+        done = max(int(path.name) for path in (folder / "run" / "checkpoints").iterdir() if path.name.isdecimal())
+        found = finish(start(folder, number=2, devices=2, steps=done + 2), folder)
+        assert [code for code, _ in found] == [0, 0]
+        assert len(losses(folder)) == done + 2
+
+
+class LateRows:
+    """Rows that come after a random delay of up to 200 ms, another one in every process."""
+
+    def __init__(self, seed):
+        self._rng = np.random.default_rng(seed)
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        # One row in eight is late, so that 2,000 steps take minutes and not hours.
+        if self._rng.random() < 1 / 8:
+            time.sleep(self._rng.uniform(0, 0.2))
+        return {"x": np.full(4, index, np.float32)}
+
+
+def run_with_late_rows(number, port, microbatch, num_steps, path):
+    """Train without reading a metric, and write the microbatch size of every step into a file."""
+    import jax
+    import optax
+
+    import rampup
+
+    join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
+    devices = [next(device for device in jax.devices() if device.process_index == n) for n in range(2)]
+    mesh = rampup.make_mesh(rampup.MeshAxes(data=2), devices)
+    plan = rampup.RampPlan(
+        ramp=rampup.BatchRamp.from_schedule(f"0:2 {num_steps // 2}:4 {3 * num_steps // 2}:8"),
+        splitter=rampup.BatchSplitter(data_parallel_size=2, rampup_microbatch=microbatch),
+        num_devices=2,
+        total_steps=num_steps,
+    )
+    tx = optax.sgd(0.001)
+    step = rampup.train_step(lambda p, b, keys: (((p - b["x"]) ** 2).sum(), b["x"].size, {}), tx, plan, mesh)
+    state = rampup.create_state(jax.numpy.zeros(4), tx, mesh)
+    sizes = []
+    for batch in step.batches(LateRows(number)):
+        sizes.append(batch.position.split.microbatch_size)
+        state, _ = step(state, batch)
+    assert jax.device_get(state.step) == num_steps
+    path.write_text(json.dumps(sizes))
+
+
+@pytest.mark.parametrize(
+    ("microbatch", "num_steps"),
+    [
+        ("auto", 40),
+        pytest.param("per_phase", 40, marks=pytest.mark.slow),
+        pytest.param("auto", 2000, marks=pytest.mark.faults),
+        pytest.param("per_phase", 2000, marks=pytest.mark.faults),
+    ],
+)
+def test_processes_use_the_same_shapes_however_late_their_rows(tmp_path, microbatch, num_steps):
+    """With readers that are late by up to 200 ms and a loop that runs ahead, every step has one shape in both processes."""
+    port, files = free_port(), [tmp_path / f"sizes{n}" for n in range(2)]
+    arguments = [(n, port, microbatch, num_steps, files[n]) for n in range(2)]
+    started = [processes.start(run_with_late_rows, *args, log=tmp_path / f"{args[0]}.log") for args in arguments]
+    for process, args in zip(started, arguments, strict=True):
+        process.join(600)
+        assert process.exitcode == 0, (tmp_path / f"{args[0]}.log").read_text()
+    sizes = [json.loads(file.read_text()) for file in files]
+    assert sizes[0] == sizes[1]
+    assert set(sizes[0]) == ({1, 2, 4} if microbatch == "per_phase" else {1, 4})
+
+
+def train_own_state(number, port, path):
+    """Train a state with a moving average, batch statistics and a random key on a mesh with one axis; write what comes out."""
+    import jax
+    import optax
+    from flax.training import train_state
+    from helpers import toy
+
+    import rampup
+
+    if port:
+        join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
+    devices = [next(d for d in jax.devices() if d.process_index == n) for n in range(2)] if port else jax.devices()[:2]
+    mesh = jax.sharding.Mesh(np.array(devices), ("data",))
+
+    class State(train_state.TrainState):
+        ema: dict
+        batch_stats: jax.Array
+        key: jax.Array
+
+        def apply_gradients(self, *, grads, **changes):
+            new = super().apply_gradients(grads=grads, **changes)
+            return new.replace(ema=optax.incremental_update(new.params, self.ema, 0.5), key=jax.random.split(self.key)[0])
+
+    def loss_fn(params, batch, keys, mean):
+        return *toy.loss_fn(params, batch, keys), 0.9 * mean + 0.1 * batch["x"].mean(0)
+
+    tx = optax.adam(0.1)
+    plan = rampup.RampPlan(
+        ramp=rampup.BatchRamp.from_schedule("0:4 8:8"),
+        splitter=rampup.BatchSplitter(data_parallel_size=2),
+        num_devices=2,
+        total_steps=4,
+    )
+    params = {"in": np.full((8, 4), 0.1, np.float32), "out": np.full((4, 8), 0.2, np.float32)}
+    own = {"ema": params, "batch_stats": jax.numpy.zeros(8), "key": jax.random.key(1)}
+    state = rampup.prepare_state(State.create(apply_fn=None, params=params, tx=tx, **own), mesh)
+    step = rampup.train_step(loss_fn, tx, plan, mesh)
+    for batch in step.batches(toy.rows(40)):
+        state, _ = step(state, batch)
+    found = state.params, state.ema, state.batch_stats, jax.random.key_data(state.key)
+    path.write_text(json.dumps([np.asarray(leaf.addressable_data(0)).tolist() for leaf in jax.tree.leaves(found)]))
+
+
+def test_processes_train_a_state_of_ones_own(tmp_path):
+    """On a mesh whose only axis is data, two processes train every field of a Flax state as one does, a random key too."""
+    port, files = free_port(), [tmp_path / name for name in ("0", "1", "alone")]
+    logs = [tmp_path / f"{n}.log" for n in range(2)]
+    started = [processes.start(train_own_state, n, port, files[n], log=logs[n]) for n in range(2)]
+    train_own_state(0, None, files[2])
+    for process, log in zip(started, logs, strict=True):
+        process.join(300)
+        assert process.exitcode == 0, log.read_text()
+    found = [json.loads(file.read_text()) for file in files]
+    assert found[0] == found[1]
+    for x, expected in zip(found[0], found[2], strict=True):
+        np.testing.assert_allclose(x, expected, rtol=1e-5, atol=1e-6)
+
+
+def measure_noise(process, number, port, path):
+    """Write S and G2 of two steps on meshes of four devices, in float64."""
+    import jax
+    import optax
+    from helpers import toy
+
+    import rampup
+
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_num_cpu_devices", 4 // number)
+    if number > 1:
+        join(coordinator_address=f"localhost:{port}", num_processes=number, process_id=process)
+    tx, rows, found = optax.adam(1e-2), toy.rows(200, np.float64), []
+    for axes in ({"data": 4}, {"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}):
+        mesh = rampup.make_mesh(rampup.MeshAxes(**axes))
+        # Blocks of two rows: a microbatch of one replica, over its fsdp shards.
+        rows_per_device = 1 if "fsdp" in axes else 2
+        plan = toy.plan_for(mesh, "0:64", steps=2, microbatch_size=rows_per_device)
+        step = rampup.train_step(toy.plain_loss_fn, tx, plan, mesh, measure_gradient_noise=True)
+        state = rampup.create_state(toy.new_params(mesh, np.float64), tx, mesh)
+        for batch in step.batches(rows):
+            state, metrics = step(state, batch)
+            found.append({name: float(value) for name, value in jax.device_get(metrics["gradient_noise"]).items()})
+    path.write_text(json.dumps(found))
+
+
+@pytest.mark.slow
+def test_gradient_noise_is_the_same_in_1_2_and_4_processes(tmp_path):
+    """The same blocks have the same S and G2 to 1e-6 on three meshes of four devices, and all processes have equal ones."""
+    jobs = [(process, number) for number in (1, 2, 4) for process in range(number)]
+    ports = {number: free_port() for number in (1, 2, 4)}
+    files = {job: tmp_path / f"{job[1]}-{job[0]}.json" for job in jobs}
+    started = {
+        job: processes.start(measure_noise, *job, ports[job[1]], files[job], log=files[job].with_suffix(".log")) for job in jobs
+    }
+    for job, process in started.items():
+        process.join(300)
+        assert process.exitcode == 0, files[job].with_suffix(".log").read_text()
+    found = {job: json.loads(file.read_text()) for job, file in files.items()}
+    for (process, number), steps in found.items():
+        assert steps == found[0, number], (process, number)
+        for one, step in zip(found[0, 1], steps, strict=True):
+            assert step == pytest.approx(one, rel=1e-6)
+    # The meshes have the same blocks, so they agree too.
+    one = found[0, 1]
+    assert one[0]["blocks"] == 32
+    for mesh in (one[2:4], one[4:6]):
+        assert mesh == [pytest.approx(step, rel=1e-6) for step in one[:2]]
+
+
+AUTO = {
+    "batch_size_schedule": "auto",
+    "enable_rampup_batch_size": False,  # SETTINGS, with which every run here starts, sets it
+    "per_device_batch_size_start": 1,
+    "per_device_batch_size": 4,
+    "gradient_noise_half_life_samples": 60,
+    # At the first weights, on random tokens, the noise is large and stays as it is.
+    "opt_type": "sgd",
+    "learning_rate": 1e-4,
+    "dataset_type": "synthetic",
+}
+
+
+def run_without_noise(words, folder, opened):
+    """Run `rampup` in a process that takes the noise scale to be 0, and so would never grow the batch."""
+    from rampup.loop.components import NoiseAverages
+
+    NoiseAverages.lower_end = property(lambda self: 0.0)
+    return run_command(words, folder, opened)
+
+
+@pytest.mark.slow
+def test_processes_decide_alike_about_the_batch(tmp_path):
+    """Process 1 would not grow the batch, but both use what process 0 has decided and saved; one process resumes alike."""
+    keys = {name: value for name, value in SETTINGS.items() if "per_device" not in name and "rampup" not in name}
+    keys |= AUTO | {"learning_rate_schedule_steps": 24}
+    one, many = tmp_path / "one", tmp_path / "many"
+    found = finish(start(many, number=2, devices=8, runs=[run_command, run_without_noise], **keys | {"steps": 12}), many)
+    assert [code for code, _ in found] == [0, 0], found
+    for folder in (one, many):
+        train(Config(base_output_directory=str(folder), **keys | {"steps": 24}))
+    lines = [json.loads(line) for line in (many / "run" / "metrics.jsonl").read_text().splitlines()]
+    sizes = [line["global_batch_size"] for line in lines]
+    assert sizes[0] < sizes[11] < sizes[23]
+    for before, after in itertools.pairwise(lines):
+        assert after["global_batch_size"] == before.get("next_global_batch_size", before["global_batch_size"])
+    np.testing.assert_allclose(losses(many), losses(one), rtol=1e-5)
+
+
+def test_check_consistent_refuses_processes_with_other_settings(tmp_path):
+    """Every process names the keys that differ, also of one by which a process waits for others, and nothing is written."""
+    folder = tmp_path / "out"
+    own = ["adam_b1=0.8", "expansion_factor_real_data=2"]
+    for code, output in finish(start(folder, number=2, devices=2, each=[[], own]), folder):
+        assert code == 2
+        assert "adam_b1: 0.9 in process 0, 0.8 in process 1" in output
+        assert "expansion_factor_real_data: " in output
+    assert not folder.exists()
+
+
+@pytest.mark.slow
+def test_check_consistent_refuses_processes_with_other_data(tmp_path):
+    """Files of the same names and lengths with other content are named, in every process, before anything is written."""
+    for number in range(2):
+        (tmp_path / f"data{number}").mkdir()
+        for name in "ab":
+            text = "".join(f"line {line} of {name}\n" for line in range(3000))
+            (tmp_path / f"data{number}" / f"{name}.txt").write_text(
+                text.replace("line 7", f"LINE {number}") if name == "b" else text
+            )
+    folder, folders = tmp_path / "out", [tmp_path / f"data{number}" for number in range(2)]
+    for code, output in finish(start(folder, number=2, devices=2, folders=folders, grain_train_files="*.txt"), folder):
+        assert code == 2
+        assert "data: b.txt: " in output
+        assert "a.txt" not in output
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [
+        ({"coordinator_address": "localhost:1"}, "num_processes"),
+        ({"num_processes": 2, "process_id": 0}, "coordinator_address"),
+        ({"coordinator_address": "localhost:1", "num_processes": 2, "process_id": 2}, "process_id"),
+        ({"coordinator_address": "localhost:1", "num_processes": 2, "process_id": -1}, "process_id"),
+    ],
+)
+def test_join_needs_all_of_its_arguments(given, key):
+    """Address, number of processes and own number come together, or an error names what is missing."""
+    with pytest.raises(ConfigError) as caught:
+        join(**given)
+    assert caught.value.key == key
+
+
+def test_join_reads_the_environment(monkeypatch):
+    """JAX's variables take the place of the arguments, and a number must be one."""
+    monkeypatch.setenv("JAX_PROCESS_ID", "first")
+    with pytest.raises(ConfigError, match="JAX_PROCESS_ID='first' must be a whole number"):
+        join()
+    monkeypatch.setenv("JAX_PROCESS_ID", "3")
+    with pytest.raises(ConfigError, match="process_id is given without coordinator_address and num_processes"):
+        join()
+
+
+@pytest.mark.parametrize(
+    ("address", "number", "words"),
+    [
+        ("no.such.host.invalid:1", 1, "waits for no.such.host.invalid:1: the name no.such.host.invalid cannot be"),
+        ("localhost:{free}", 1, "waits for localhost:{free}: no answer"),
+        ("localhost:{used}", 0, "waits for localhost:{used}: it cannot listen"),
+        ("localhost:ssh", 1, "localhost:ssh: the port must be a number"),
+    ],
+)
+def test_join_says_for_whom_it_waits(address, number, words, monkeypatch, capsys):
+    """A process that cannot reach process 0, and a process 0 that cannot listen, say so while they wait and at the end."""
+    monkeypatch.setattr(engine_processes, "_QUIET_SECONDS", 0.2)
+    with socket.create_server(("", 0)) as used:
+        ports = {"free": free_port(), "used": used.getsockname()[1]}
+        with pytest.raises(ConfigError) as caught:
+            join(coordinator_address=address.format(**ports), num_processes=2, process_id=number, initialization_timeout=1)
+    assert words.format(**ports) in str(caught.value)
+    if "waits" in words:
+        assert f"rampup: process {number} of 2 {words.format(**ports)}" in capsys.readouterr().err
+
+
+def wait_with_others(number, port, delay, seen):
+    """Wait for the other process, which comes later, and note which have come when the wait ends."""
+    import rampup
+
+    engine_processes._QUIET_SECONDS_OF_MEETING = 0.2
+    join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
+    mesh = rampup.make_mesh()
+    wait_for_all(mesh)
+    time.sleep(number * delay)
+    (seen / f"{number}").touch()
+    wait_for_all(mesh)
+    (seen / f"after{number}").write_text(" ".join(sorted(path.name for path in seen.glob("?"))))
+
+
+def test_wait_for_all_waits_for_the_last(tmp_path):
+    """No process goes on before all are there, and process 0 names the one that is missing."""
+    port, logs = free_port(), [tmp_path / f"{n}.log" for n in range(2)]
+    started = [processes.start(wait_with_others, n, port, 1, tmp_path, log=logs[n]) for n in range(2)]
+    for process, log in zip(started, logs, strict=True):
+        process.join(120)
+        assert process.exitcode == 0, log.read_text()
+    assert [(tmp_path / f"after{n}").read_text() for n in range(2)] == ["0 1", "0 1"]
+    assert "rampup: process 0 of 2 waits for process 1" in logs[0].read_text()
+
+
+def train_late(number, port, delay, path):
+    """Train with `train_step`, in a process that comes late to its first state and late to its first step."""
+    import jax
+    import optax
+
+    import rampup
+
+    join(coordinator_address=f"localhost:{port}", num_processes=4, process_id=number)
+    mesh = rampup.make_mesh(rampup.MeshAxes(data=4), [next(d for d in jax.devices() if d.process_index == n) for n in range(4)])
+    splitter = rampup.BatchSplitter(data_parallel_size=4)
+    plan = rampup.RampPlan(ramp=rampup.BatchRamp.from_schedule("0:4"), splitter=splitter, num_devices=4, total_steps=3)
+    tx = optax.sgd(0.001)
+    time.sleep(delay * (number == 1))
+    step = rampup.train_step(lambda p, b, keys: (((p - b["x"]) ** 2).sum(), b["x"].size, {}), tx, plan, mesh)
+    state = rampup.create_state(jax.numpy.zeros(4), tx, mesh)
+    time.sleep(delay * (number == 2))
+    for batch in step.batches([{"x": np.full(4, row, np.float32)} for row in range(12)]):
+        state, metrics = step(state, batch)
+    path.write_text(json.dumps(float(metrics["loss"])))
+
+
+@pytest.mark.slow
+def test_processes_start_however_late_one_is(tmp_path):
+    """Four processes, of which one is 40 s late to its state and another to its first step, train: JAX gives up after 30 s."""
+    port, logs = free_port(), [tmp_path / f"{n}.log" for n in range(4)]
+    started = [processes.start(train_late, n, port, 40, tmp_path / f"loss{n}", log=logs[n]) for n in range(4)]
+    for process, log in zip(started, logs, strict=True):
+        process.join(300)
+        assert process.exitcode == 0, log.read_text()
+    assert len({(tmp_path / f"loss{n}").read_text() for n in range(4)}) == 1
+
+
+def test_processes_that_see_others_without_joining_are_refused(monkeypatch):
+    """If JAX's backend has devices of other processes without a client, a sentence says so."""
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="sees the devices of 2 processes, but this one has not joined them"):
+        check_joined()
+
+
+def test_join_does_nothing_for_a_single_process():
+    """Without arguments and variables nothing happens."""
+    assert not {"JAX_COORDINATOR_ADDRESS", "SLURM_JOB_ID"} & set(os.environ)
+    join()
+
+
+def test_differences_name_files_and_ignore_missing_facts():
+    """Of the data's files the first that differs is reported; a process that leaves a fact out agrees."""
+    facts = [{"data": {"a": "x", "b": "y", "c": "z"}}, {}, {"data": {"a": "x", "b": "Y"}}]
+    assert _differences(facts) == {"data": "data: b: y in process 0, Y in process 2, and 1 more files"}
+    assert _differences(facts[:2]) == {}
+
+
+@pytest.mark.parametrize(
+    ("state", "age", "answered", "words"),
+    [
+        ("7", 1, 1, None),
+        ("7", 11, 1, "process 3 has been silent"),
+        ("done", 99, 1, None),
+        ("failed DataError: row 5", 0, 0, "process 3 failed with DataError: row 5"),
+        ("7", 1, 11, "process 0 has not answered"),
+    ],
+)
+def test_problem_of_another_process(state, age, answered, words):
+    """Silence beyond the timeout, a failure, and a store that does not answer are problems; an ended process is none."""
+    problem = _problem({"rampup/alive/3": (state, 100 - age)}, 100, 100 - answered, 10)
+    assert (problem is None) if words is None else (words in problem)

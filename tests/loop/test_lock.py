@@ -1,0 +1,145 @@
+"""Tests of rampup.loop.lock: one run, one owner."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from rampup.errors import ConfigError
+from rampup.loop import lock as run_lock
+from rampup.loop.lock import LOCK_FILE, own_run
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from rampup.loop.lock import own_run
+with own_run(Path(sys.argv[1])):
+    print("owned", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """Another process that owns the folder."""
+    process = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "owned\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_second_process_is_refused_with_host_and_process(tmp_path, owner):
+    """While the owner lives, also if it is stopped, the folder is its own."""
+    for change in (None, signal.SIGSTOP):
+        if change:
+            owner.send_signal(change)
+        with pytest.raises(ConfigError, match=f"process {owner.pid}, since") as caught, own_run(tmp_path):
+            pass
+        assert caught.value.key == "run_name"
+    assert os.listdir(tmp_path) == [LOCK_FILE]
+
+
+def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path, owner):
+    """A process of this host that is dead owns nothing, and the folder is clean afterwards."""
+    owner.kill()
+    owner.wait()
+    with own_run(tmp_path), own_run(tmp_path):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{", '{"pid": 1}'])
+def test_a_file_that_nobody_holds_is_free(tmp_path, content):
+    """Whatever a power cut left in the file, only the lock of the operating system counts."""
+    (tmp_path / LOCK_FILE).write_text(content)
+    with own_run(tmp_path):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    assert os.listdir(tmp_path) == []
+
+
+def test_of_many_processes_one_takes_over(tmp_path):
+    """Four processes that find the file of a dead one: one gets the lock."""
+    (tmp_path / LOCK_FILE).write_text("{}")
+    command = [sys.executable, "-c", OWNER, str(tmp_path)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    try:
+        deadline = time.monotonic() + 300
+        while sum(process.poll() is None for process in processes) > 1 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert sum(process.poll() is None for process in processes) == 1
+        refused = [process for process in processes if process.poll() is not None]
+        assert all("another process trains" in process.stderr.read() for process in refused)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_nothing_stays_of_a_lock_that_could_not_be_taken(tmp_path, monkeypatch):
+    """A disk that is full: the error says so, and the next process finds no lock."""
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", fail)
+        with pytest.raises(ConfigError, match="No space left"), own_run(tmp_path):
+            pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_deleted_lock_file_is_not_the_lock(tmp_path, owner):
+    """As the refusal says, deleting the file gives the folder free; the old owner does not delete the file of the new one."""
+    (tmp_path / LOCK_FILE).unlink()
+    with own_run(tmp_path):
+        owner.kill()
+        owner.wait()
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+        (tmp_path / LOCK_FILE).unlink()
+        (tmp_path / LOCK_FILE).write_text("{}")
+    assert os.listdir(tmp_path) == [LOCK_FILE]
+
+
+def test_a_file_system_without_locks_has_a_lease(tmp_path, monkeypatch):
+    """The owner is refused to others while it writes, and a lease that nobody renews is free."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(run_lock, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(run_lock, "STALE_SECONDS", 2.0)
+    (tmp_path / LOCK_FILE).write_text("{")
+    with own_run(tmp_path):
+        lease, problem = run_lock._acquire(tmp_path / LOCK_FILE)
+        assert lease is None
+        assert f"another process trains in {tmp_path}: " in problem
+        assert f"process {os.getpid()}, since" in problem
+    assert os.listdir(tmp_path) == []
+
+
+def test_another_thread_is_refused(tmp_path):
+    """Two loops of one process in one folder destroy each other as well."""
+    problems = []
+
+    def train():
+        try:
+            with own_run(tmp_path):
+                pass
+        except ConfigError as error:
+            problems.append(str(error))
+
+    with own_run(tmp_path):
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    assert "another thread" in problems[0]

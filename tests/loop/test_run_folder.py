@@ -1,0 +1,110 @@
+"""Tests of rampup.loop.run_folder."""
+
+import json
+
+import pytest
+
+from rampup.errors import ConfigError, StorageError
+from rampup.loop import run_folder as run_folder_module
+from rampup.loop.run_folder import StepLog, first_and_last_line, read_lines, read_lines_backwards, run_folder
+
+
+def test_step_log_removes_lines_from_the_restored_step_on(tmp_path):
+    """Lines of the restored step and later, and a line that a crash left incomplete, are removed; the rest stay."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "loss": step}) + "\n" for step in range(5)) + '{"step": 5, "lo')
+    log = StepLog(path, keep_below=3)
+    log.write({"step": 3, "loss": 30})
+    log.sync()
+    log.close()
+    assert [(line["step"], line["loss"]) for line in read_lines(path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("tail", [1, 7, 64, 2**20])
+def test_lines_are_read_from_the_end(tmp_path, monkeypatch, tail):
+    """Blocks of any length give the lines of the file backwards, and what a resume keeps does not depend on them."""
+    monkeypatch.setattr(run_folder_module, "TAIL_BYTES", tail)
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"step": step, "text": "x" * (step % 5)} for step in range(40)]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    assert list(read_lines_backwards(path)) == lines[::-1]
+    for kept in (40, 25, 24, 1, 0):
+        StepLog(path, keep_below=kept).close()
+        assert path.read_text() == "".join(json.dumps(line) + "\n" for line in lines[:kept])
+    assert first_and_last_line(path) == ({}, {})
+
+
+def test_a_resume_reads_the_end_of_a_long_file(tmp_path):
+    """Of a file of a terabyte without a line in front of the last megabyte, only the end is read."""
+    path = tmp_path / "metrics.jsonl"
+    with open(path, "wb") as file:
+        file.truncate(2**40)
+        file.seek(0, 2)
+        file.write(b"".join(b'\n{"step": %d, "skipped": true, "text": "%s"}' % (step, b"x" * 1000) for step in range(3000)))
+    assert next(read_lines_backwards(path))["step"] == 2999
+    StepLog(path, keep_below=2000).close()
+    assert next(read_lines_backwards(path))["step"] == 1999
+    (*_, last) = (line for line, _ in zip(read_lines_backwards(path), range(10), strict=False))
+    assert last["step"] == 1990
+
+
+def test_step_log_moves_damaged_lines_aside_and_says_so(tmp_path):
+    """A line that is not JSON with a step is kept in another file and reported; a last line without its end is a crash's."""
+    path, events = tmp_path / "metrics.jsonl", []
+    lines = [f'{{"step": {step}}}\n'.encode() for step in range(8)]
+    lines[2], lines[4], lines[7] = b'{"st\xff\x00p": 2}\n', b'{"loss": 4}\n', b'{"step": 7, "lo'
+    path.write_bytes(b"".join(lines))
+    for _ in range(2):
+        StepLog(path, keep_below=6, on_event=events.append).close()
+        assert path.read_bytes() == b"".join(lines[step] for step in (0, 1, 3, 5))
+    (event,) = events
+    assert event.problem.startswith(f"{path} is damaged: lines 3, 5 are not JSON with a step; moved to {tmp_path}/damaged_")
+    path.write_bytes(lines[0] + b"\n")
+    StepLog(path, keep_below=6, on_event=events.append).close()
+    assert (tmp_path / "damaged_metrics.jsonl").read_bytes() == lines[2] + lines[4] + b"\n"
+    assert "line 2 is not JSON" in events[1].problem
+
+
+def test_step_log_flushes_each_line(tmp_path):
+    """A line can be read as soon as it is written."""
+    log = StepLog(tmp_path / "metrics.jsonl", keep_below=0)
+    log.write({"step": 0})
+    assert [line["step"] for line in read_lines(log.path)] == [0]
+    log.close()
+
+
+def test_step_log_notices_that_its_file_is_gone(tmp_path):
+    """Lines in a file that was deleted, or that an editor replaced, are lost; a run must not end as if it had them."""
+    log = StepLog(tmp_path / "metrics.jsonl", keep_below=0)
+    log.write({"step": 0})
+    log.sync()
+    (tmp_path / "other").write_text("")
+    (tmp_path / "other").replace(log.path)
+    with pytest.raises(StorageError, match="deleted or replaced"):
+        log.sync()
+    log.close()
+
+
+def test_step_log_refuses_what_is_no_file(tmp_path):
+    """The error names the path."""
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be read"):
+        StepLog(tmp_path / "metrics.jsonl", keep_below=0)
+
+
+def test_run_folder_of_a_name_is_found_again(tmp_path):
+    """A named run's folder is found again; runs without a name never share one."""
+    assert run_folder(str(tmp_path), "mine") == run_folder(str(tmp_path), "mine") == tmp_path / "mine"
+    assert len({run_folder(str(tmp_path / "deep" / "er"), "") for _ in range(3)}) == 3
+
+
+def test_run_folder_refuses_what_cannot_be_created(tmp_path):
+    """A file in the way is an error that names the key."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="exists and is not a folder") as caught:
+        run_folder(str(tmp_path), "file")
+    assert caught.value.key == "run_name"
+    with pytest.raises(ConfigError, match="cannot make the folder") as caught:
+        run_folder(str(tmp_path / "file"), "x")
+    assert caught.value.key == "base_output_directory"

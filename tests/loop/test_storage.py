@@ -1,0 +1,208 @@
+"""Tests of run folders in a bucket: real Orbax and tensorstore, and an in-memory bucket that they reach by HTTP."""
+
+import json
+import socket
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from helpers import fake_bucket
+
+import rampup
+from rampup import load_config
+from rampup.cli import main
+from rampup.cli.plot import parse_inputs
+from rampup.errors import ConfigError, DataError, MissingDependencyError
+from rampup.lm.train import saved_checkpoint, train
+from rampup.loop import lock as run_lock
+from rampup.loop import run_folder as run_folder_module
+from rampup.loop.lock import LOCK_FILE, own_run
+from rampup.loop.run_folder import (
+    StepLog,
+    absolute_path,
+    as_path,
+    is_bucket,
+    read_lines,
+    read_lines_backwards,
+    run_folder,
+    write_config,
+)
+from rampup.loop.writers import TensorBoardWriter
+from rampup.show.series import measured_throughput
+
+TINY = [
+    *("checkpoint_period=2", "base_emb_dim=16", "base_num_decoder_layers=1", "base_num_query_heads=2", "base_mlp_dim=16"),
+    *("max_target_length=16", "per_device_batch_size=1", "enable_rampup_batch_size=false", "dataset_type=synthetic"),
+    *("eval_interval=-1", "jax_cache_dir=null"),
+]
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """Serve the bucket, and return its objects."""
+    with fake_bucket.serve() as objects:
+        yield objects
+
+
+@pytest.fixture
+def folder(bucket, monkeypatch):
+    """Return an empty folder in the bucket."""
+    bucket.clear()
+    monkeypatch.setattr(run_lock, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(run_lock, "STALE_SECONDS", 1.0)
+    return as_path("gs://bucket/runs/demo")
+
+
+def test_as_path_keeps_local_paths_and_knows_buckets(folder):
+    """A folder is a pathlib.Path; a bucket keeps its two slashes; other URLs and missing packages are refused."""
+    assert type(as_path("runs/demo")) is type(Path())
+    assert str(folder / "metrics.jsonl") == "gs://bucket/runs/demo/metrics.jsonl"
+    assert absolute_path(folder) == folder
+    assert is_bucket(folder)
+    assert not is_bucket(Path("gs:/bucket"))
+    with pytest.raises(ConfigError, match="neither a folder nor a bucket"):
+        as_path("ftp://host/runs")
+    with pytest.raises(MissingDependencyError, match="pip install s3fs"):
+        as_path("s3://bucket/runs")
+
+
+def test_step_log_in_a_bucket_is_complete_after_sync(folder, bucket):
+    """Lines are in the bucket after `sync` and `close`; a resume removes those of later steps; only some writes upload."""
+    path = folder / "metrics.jsonl"
+    log = StepLog(path, keep_below=0)
+    for step in range(5):
+        log.write({"step": step})
+    assert len(list(read_lines(path))) < 5
+    log.sync()
+    assert [line["step"] for line in read_lines(path)] == list(range(5))
+    log.write({"step": 5})
+    log.close()
+    assert [line["step"] for line in read_lines(path)] == list(range(6))
+    StepLog(path, keep_below=3).close()
+    assert [line["step"] for line in read_lines(path)] == [0, 1, 2]
+    assert list(read_lines(folder / "eval.jsonl")) == []
+    assert set(bucket) == {"/bucket/runs/demo/metrics.jsonl"}
+
+
+def test_step_log_in_a_bucket_writes_only_its_last_part_again(folder, bucket, monkeypatch):
+    """A complete part is never written again, readers see one file, and a resume deletes the parts after its step."""
+    monkeypatch.setattr(run_folder_module, "TAIL_BYTES", 100)
+    path, written = folder / "metrics.jsonl", []
+    log = StepLog(path, keep_below=0)
+    for step in range(60):
+        before = dict(bucket)
+        log.write({"step": step})
+        log.sync()
+        written += [name for name, value in bucket.items() if before.get(name) is not value]
+    log.close()
+    assert sorted(bucket)[:3] == [f"/bucket/runs/demo/metrics{part}.jsonl" for part in ("-001", "-002", "-003")]
+    assert written == sorted(written, key=lambda name: (len(name), name))
+    assert max(len(value.getvalue()) for value in bucket.values()) < 130
+    assert [line["step"] for line in read_lines(path)] == list(range(60))
+    assert [line["step"] for line in read_lines_backwards(path)] == list(range(60))[::-1]
+    name = "/bucket/runs/demo/metrics-002.jsonl"
+    (folder / "metrics-002.jsonl").write_bytes(b"x" + bucket[name].getvalue())
+    events = []
+    StepLog(path, keep_below=20, on_event=events.append).close()
+    assert "metrics.jsonl is damaged: line 1" in events[0].problem
+    assert len(list(read_lines(path))) == 19
+    log = StepLog(path, keep_below=4)
+    log.write({"step": 4})
+    log.close()
+    assert [line["step"] for line in read_lines(path)] == list(range(5))
+    assert sorted(bucket) == ["/bucket/runs/demo/damaged_metrics.jsonl", "/bucket/runs/demo/metrics.jsonl"]
+
+
+def test_config_and_tensorboard_are_written_to_a_bucket(folder, bucket):
+    """config.yml and the event files arrive, after `flush`, with their content."""
+    made = run_folder("gs://bucket/runs", "demo")
+    assert str(made) == str(folder)
+    assert str(run_folder("gs://bucket/runs", "")).startswith("gs://bucket/runs/run-")
+    write_config(made, "steps: 3\n")
+    assert bucket["/bucket/runs/demo/config.yml"].getvalue() == b"steps: 3\n"
+    writer = TensorBoardWriter(made / "tensorboard")
+    writer.write_scalars(1, {"loss": 2.0})
+    writer.flush()
+    events = [value.getvalue() for name, value in bucket.items() if "/tensorboard/events" in name]
+    assert len(events) == 1
+    assert b"loss" in events[0]
+    writer.close()
+
+
+def test_one_process_owns_a_run_in_a_bucket(folder, bucket):
+    """A second owner is refused with the first one's host while that lives; the object of a dead one is taken over."""
+    lock = folder / LOCK_FILE
+    with own_run(folder):
+        first = json.loads(lock.read_text())
+        assert first["host"] == socket.gethostname()
+        assert "another process trains in gs://bucket/runs/demo" in run_lock._acquire(lock)[1]
+    assert not lock.exists()
+    # An owner on another host: alive while it writes, dead when it does not.
+    foreign, stop = {**first, "host": "far", "token": "t"}, threading.Event()
+
+    def live():
+        for beat in range(10_000):
+            lock.write_text(json.dumps({**foreign, "beat": beat}))
+            if stop.wait(0.05):
+                return
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    with pytest.raises(ConfigError, match="far, process"), own_run(folder):
+        pass
+    stop.set()
+    thread.join()
+    with own_run(folder):
+        assert json.loads(lock.read_text())["host"] == socket.gethostname()
+    assert not lock.exists()
+
+
+def test_a_run_in_a_bucket_is_read_by_its_url(folder):
+    """What reads the folder of a run takes a URL: configuration, metrics, throughput, measurements, checkpoints."""
+    write_config(folder, "steps: 3\n")
+    line = {"loss": 1.0, "global_batch_size": 2, "phase": 0, "tokens_per_second": 8.0}
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step, "consumed_samples": 2 * step + 2, **line}) + "\n" for step in range(3))
+    )
+    inputs = parse_inputs([f"{folder}/"])
+    assert inputs.read_config({}).steps == 3
+    assert [run.name for run in inputs.read_runs()] == ["demo"]
+    assert measured_throughput(str(folder)) == {2: 8}
+    setting = f"base_output_directory={folder.parent}"
+    assert parse_inputs(["base.yml", setting]).overrides == (setting,)
+    with pytest.raises(DataError, match=f"no noise scale .* in {folder}"):
+        rampup.design_ramp(load_config(folder / "config.yml"), str(folder), num_devices=2, train_tokens=1000)
+    with pytest.raises(ConfigError, match=f"no checkpoint in {folder}"):
+        rampup.load(str(folder))
+
+
+@pytest.mark.slow
+def test_a_run_in_a_bucket_resumes_exactly(folder, bucket, tmp_path):
+    """Stopped after 3 of 5 steps and resumed, a run in a bucket has the losses of a local run; a checkpoint that Orbax did not
+    complete is not used.
+    """
+
+    def run(base, steps):
+        keys = [*TINY, f"base_output_directory={base}", "run_name=demo", f"steps={steps}", "learning_rate_schedule_steps=5"]
+        config = load_config(CONFIGS / "base.yml", keys)
+        return config, train(config)
+
+    config, summary = run("gs://bucket/runs", 3)
+    assert summary.checkpoint == "gs://bucket/runs/demo/checkpoints/3"
+    for name in [name for name in bucket if name.startswith("/bucket/runs/demo/checkpoints/3/commit_success")]:
+        del bucket[name]
+    assert saved_checkpoint(config).step == 2
+    assert main(["train", str(folder), "steps=5"]) == 0
+    assert len(list(read_lines(folder / "metrics.jsonl"))) == 5
+    run(tmp_path, 5)
+    found, expected = ([line["loss"] for line in read_lines(base / "metrics.jsonl")] for base in (folder, tmp_path / "demo"))
+    np.testing.assert_array_equal(found, expected)
+    assert "/bucket/runs/demo/config.yml" in bucket
+    assert not [name for name in bucket if name.endswith(LOCK_FILE)]
+    assert rampup.load(str(folder)).step == 5
+    measured = rampup.find_critical_batch_size(str(folder), multiples=(1, 2), tokens=1024)
+    assert str(measured.folder).startswith("gs://bucket/runs/demo.critical/step-5-")
+    assert "/bucket/runs/demo.critical" + str(measured.folder).rpartition(".critical")[2] + "/result.json" in bucket

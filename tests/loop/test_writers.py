@@ -1,0 +1,85 @@
+"""Tests of rampup.loop.writers."""
+
+import errno
+import sys
+from types import SimpleNamespace
+
+import pytest
+from helpers.toy import tensorboard_events
+
+from rampup.errors import MissingDependencyError, StorageError
+from rampup.loop.writers import TensorBoardWriter, WandbWriter, required
+
+
+def test_tensorboard_gets_every_number_and_forgets_what_a_resumed_run_does_again(tmp_path):
+    """Event files hold the scalars by step; those from the step that a resumed run starts with replace the old ones."""
+    first = TensorBoardWriter(tmp_path)
+    for step in range(4):
+        first.write_scalars(step, {"loss": 4.0 - step, "phase": 0.0})
+    first.flush()
+    first.close()
+    second = TensorBoardWriter(tmp_path, start=2)
+    second.write_scalars(2, {"loss": 2.5})
+    second.close()
+    losses = [(step, value) for step, tag, value in tensorboard_events(tmp_path) if tag == "loss"]
+    assert losses == [(0, 4.0), (1, 3.0), (2, 2.5)]
+
+
+def test_a_full_disk_is_told_and_the_rest_goes_into_a_new_file(tmp_path, monkeypatch):
+    """What could not be written is an error at the next flush, once; later numbers can be read."""
+    from tensorboardX.record_writer import RecordWriter
+
+    writer, write = TensorBoardWriter(tmp_path), RecordWriter.write
+    writer.write_scalars(0, {"loss": 1.0})
+    writer.flush()
+    with monkeypatch.context() as full:
+        full.setattr(RecordWriter, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+        writer.write_scalars(1, {"loss": 2.0})
+    assert RecordWriter.write is write
+    with pytest.raises(StorageError, match="No space left on device"):
+        writer.flush()
+    writer.write_scalars(2, {"loss": 3.0})
+    writer.flush()
+    writer.close()
+    assert len(list(tmp_path.iterdir())) == 2
+    assert [(step, value) for step, _, value in tensorboard_events(tmp_path)] == [(0, 1.0), (2, 3.0)]
+
+
+class FakeWandb:
+    """Stands for the package, which needs an account: remembers what it is asked."""
+
+    def __init__(self):
+        self.calls = []
+
+    def init(self, **options):
+        """Return a run."""
+        self.calls.append(("init", options))
+        return SimpleNamespace(
+            define_metric=lambda *names, **options: self.calls.append(("define_metric", names, options)),
+            log=lambda values: self.calls.append(("log", values)),
+            finish=lambda: self.calls.append(("finish",)),
+        )
+
+
+def test_wandb_goes_on_as_the_same_run(tmp_path, monkeypatch):
+    """The run is known by its folder's name, steps are ours, and its end is told."""
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    writer = WandbWriter(tmp_path / "ramp", project="p", config={"steps": 3})
+    writer.write_scalars(7, {"loss": 1.5})
+    writer.flush()
+    writer.close()
+    (_, options), *_ = fake.calls
+    assert (options["project"], options["id"], options["name"], options["resume"]) == ("p", "ramp", "ramp", "allow")
+    assert options["config"] == {"steps": 3}
+    assert ("define_metric", ("*",), {"step_metric": "step"}) in fake.calls
+    assert fake.calls[-2:] == [("log", {"loss": 1.5, "step": 7}), ("finish",)]
+
+
+@pytest.mark.parametrize(("package", "key"), [("tensorboardX", "enable_tensorboard"), ("wandb", "wandb_project")])
+def test_a_missing_package_is_named_with_its_key(monkeypatch, package, key):
+    """The error says which key asks for the package and how to install it."""
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingDependencyError, match=f"{key} needs {package}: pip install 'rampup\\[") as caught:
+        required(package)
+    assert caught.value.key == key

@@ -1,0 +1,81 @@
+"""Tests of rampup.rl.load: the policy of a run comes out, and answers."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from helpers.tiny import RL_TINY
+
+import rampup
+from rampup.cli import main
+from rampup.errors import ConfigError, ResumeMismatchError
+from rampup.rl import train as rl
+from rampup.rl.config import RolloutConfig
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run of reinforcement learning."""
+    folder = tmp_path_factory.mktemp("runs")
+    config = RolloutConfig(
+        **RL_TINY | {"num_batches": 1, "eval_interval": 100}, base_output_directory=str(folder), run_name="rl"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        devices = jax.devices()[:1]
+        patch.setattr(jax, "device_count", lambda: 1)
+        patch.setattr(jax, "devices", lambda *args: devices)
+        rl.train(config)
+    return folder / "rl"
+
+
+def test_load_returns_the_policy(run):
+    """Configuration, model and parameters belong together: the model runs, and has the logits that generation sees."""
+    loaded = rampup.load(run)
+    assert (loaded.step, loaded.config.max_operand, loaded.model.width) == (4, 9, 8)
+    assert loaded.params is loaded.state["params"]
+    logits = jax.jit(loaded.model.logits)(loaded.params, np.array([list(b"3+4=")]))
+    best = int(logits[0, -1].argmax())
+    assert loaded.generate("3+4=", 1, temperature=0) == ("" if best == 10 else bytes([best]).decode(errors="replace"))
+
+
+def test_a_response_ends_with_its_end_token(run):
+    """The text is what comes before the end token; without one it has all bytes that were asked for."""
+    loaded = rampup.load(run)
+    whole = dataclasses.replace(loaded, end_token=None).generate("3+4=", 40, seed=3)
+    end = next(letter for letter in whole if letter.isascii())
+    assert dataclasses.replace(loaded, end_token=ord(end)).generate("3+4=", 40, seed=3) == whole.partition(end)[0]
+    assert loaded.generate("3+4=", 40, seed=3) == whole.partition("\n")[0]
+
+
+def test_generate_command(run, capsys):
+    """`rampup generate` asks the policy."""
+    assert main(["generate", str(run), "--prompt", "3+4=", "--tokens", "5", "--temperature", "0", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["text"]) == (4, rampup.load(run).generate("3+4=", 5, temperature=0))
+
+
+def test_load_refuses_an_edited_configuration(run):
+    """A model of another size is not that of the checkpoint."""
+    file = run / "config.yml"
+    text = file.read_text()
+    file.write_text(text.replace("base_emb_dim: 8", "base_emb_dim: 16"))
+    try:
+        with pytest.raises(ResumeMismatchError, match="base_emb_dim: 8 in the checkpoint, 16 there"):
+            rampup.load(run)
+    finally:
+        file.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"dataset_type": "tokens"}, "a tokenizer that rampup does not know made its tokens"), ({}, "from 1 to")],
+)
+def test_generate_says_why_it_cannot(run, settings, words):
+    """A model without text, and an argument out of range, each by its own rule."""
+    loaded = rampup.load(run)
+    if settings:
+        loaded = dataclasses.replace(loaded, config=rampup.Config(**settings, grain_train_files="x"))
+    with pytest.raises(ConfigError, match=words):
+        loaded.generate("3+4=", 0)

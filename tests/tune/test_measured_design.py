@@ -1,0 +1,139 @@
+"""Tests of rampup.tune.measured_design: what is read from the folder of a run."""
+
+import json
+import math
+import os
+
+import numpy as np
+import pytest
+
+import rampup
+from rampup.batch_size.design_model import noise_curves
+from rampup.batch_size.noise_scale import NoiseScale, noise_trace
+from rampup.cli import main
+from rampup.config.files import run_yaml
+from rampup.errors import RampupError
+from rampup.tune.measured_design import Measurements
+
+LENGTH = 128
+DIMS, BLOCKS, ROWS = 200, 4, 4
+BATCH = BLOCKS * ROWS
+
+
+def measured_steps(rng, truth, steps):
+    """Return S and G2 of steps with Gaussian gradients whose noise scale is known, in samples, and their running estimates."""
+    mean = np.full(DIMS, math.sqrt(1 / truth))
+    sums = ROWS * mean + math.sqrt(ROWS) * rng.standard_normal((steps, BLOCKS, DIMS), dtype=np.float32)
+    squares, norms = (sums**2).sum((1, 2)) / ROWS, ((sums.sum(1) / BATCH) ** 2).sum(1)
+    return [noise_trace(float(q), BATCH, float(g), BLOCKS) for q, g in zip(squares, norms, strict=True)]
+
+
+def write_run(folder, steps, *, change=lambda number, line: {}):
+    """Write the metrics of a run whose S and G2 are given; a sample has a weight of 128 tokens, as in `rampup train`."""
+    noise, lines = NoiseScale(half_life_samples=30 * BATCH), []
+    for number, (trace, squared_norm) in enumerate(steps):
+        noise.update(samples=BATCH, weight=BATCH * LENGTH, trace=trace * LENGTH, squared_norm=squared_norm)
+        line = {"step": number, "consumed_samples": (number + 1) * BATCH, "phase": 0, "global_batch_size": BATCH, "loss": 2.0}
+        line |= {"tokens_per_second": 1e4, "gradient_noise_trace": trace * LENGTH, "gradient_squared_norm": squared_norm}
+        # The averages of the last lines are enough to know the samples of a token.
+        line |= noise.metrics() if number > len(steps) - 3 else {}
+        lines.append(line | change(number, line))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_interval_of_a_design_contains_a_noise_scale_far_above_the_batch(tmp_path):
+    """Of 100 runs with 100 times the batch, at least 85 contain it at every place, and the middle of them is near the truth."""
+    truth, rng, covered, ends = 100 * BATCH, np.random.default_rng(0), [], []
+    for _ in range(100):
+        folder = write_run(tmp_path / "run", measured_steps(rng, truth, 400))
+        noise, low, high = noise_curves(Measurements.read([folder], rampup.Config()).noise)
+        covered.append([low.at(place) <= truth <= high.at(place) for place in np.geomspace(1, 50_000, 8)])
+        ends.append(noise.knots[-1][1])
+    assert min(np.mean(covered, axis=0)) >= 0.85
+    # The running estimates that have a value have a median of a third of the truth.
+    assert 0.65 * truth <= np.median(ends) <= 1.5 * truth
+
+
+def test_design_keeps_what_is_at_least(tmp_path):
+    """After a noise scale of 20 samples, the gradient cannot be told from zero: the design ends with a lower bound."""
+    rng = np.random.default_rng(1)
+    steps = [*measured_steps(rng, 20.0, 100), *measured_steps(rng, 1e9, 900)]
+    folder = write_run(tmp_path / "run", steps)
+    config = rampup.Config(batch_size_schedule="0:16", steps=1000)
+    found = rampup.design_ramp(config, folder, num_devices=1, train_tokens=10**7, max_batch=256)
+    assert found["noise_scale_start"] == pytest.approx(20, rel=0.3)
+    assert found["noise_scale_start_high"] < 40
+    assert found["noise_scale_end_low"] > 1000
+    assert found["noise_scale_end"] >= found["noise_scale_end_low"]
+    assert found["noise_scale_end_high"] is None
+    assert any("at least" in note for note in found["notes"])
+    assert any("only a batch of 16 was timed" in each and "tune.json" in each for each in found["assumptions"])
+
+
+def write_critical(run, name, **values):
+    """Write a result of `rampup critical` next to a run."""
+    found = {"step": 100, "consumed_samples": 6400, "global_batch_size": 64, "critical_batch_size": 64, "tokens": 1000}
+    found |= {"branches": [{"global_batch_size": size} for size in (32, 64, 128)]} | values
+    folder = run.with_name("run.critical") / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").write_text(json.dumps(found))
+    return folder / "result.json"
+
+
+def test_largest_window_of_a_checkpoint_counts(tmp_path):
+    """Of two results at one checkpoint, that with more tokens counts, whichever file is newer."""
+    run = write_run(tmp_path / "run", [(1.0, 1.0)] * 20)
+    for number, (tokens, size) in enumerate(((10_000_000, 64), (100_000, 32))):
+        file = write_critical(run, f"step-100-{number}", tokens=tokens, critical_batch_size=size)
+        os.utime(file, (1e9 + number, 1e9 + number))
+    measured = Measurements.read([run], rampup.Config())
+    assert (measured.source, [point.noise for point in measured.noise]) == ("critical", [64.0])
+
+
+def test_critical_batches_that_are_bounds_are_no_points(tmp_path):
+    """The smallest batch of the branches is an upper bound, the largest a lower one, and the notes say so."""
+    run = write_run(tmp_path / "run", [(1.0, 1.0)] * 20)
+    for step, size in ((100, 32), (200, 64), (300, 128)):
+        write_critical(run, f"step-{step}-a", step=step, consumed_samples=64 * step, critical_batch_size=size)
+    points = Measurements.read([run], rampup.Config()).noise
+    assert [point[2:] for point in points] == [(32.0, 0.0, 64.0), (64.0, 64.0, 128.0), (128.0, 128.0, math.inf)]
+    assert [point.is_bound for point in points] == [True, False, True]
+    config = rampup.Config(batch_size_schedule="0:16", steps=1000)
+    found = rampup.design_ramp(config, run, num_devices=1, train_tokens=10**7, max_batch=256)
+    assert [any(f"{relation} a number" in note for note in found["notes"]) for relation in ("at least", "at most")] == [
+        True,
+        True,
+    ]
+    write_critical(run, "step-300-a").write_text('{"step": 300}')
+    with pytest.raises(RampupError, match=r"result\.json is not a result of `rampup critical`"):
+        Measurements.read([run], rampup.Config())
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("consumed_samples", value) for value in ("many", None, HUGE, 0, 1.5)),
+        *(("global_batch_size", value) for value in ("many", None, HUGE, 0, True)),
+        *(("noise_scale_samples", value) for value in (-1.0, "some", HUGE, math.nan)),
+        *(("gradient_squared_norm", value) for value in ([1.0], HUGE, 1e300)),
+        ("loss", {}),
+    ],
+    ids=lambda value: repr(value)[:20],
+)
+def test_damaged_metrics_are_refused_in_words(key, value, tmp_path, capsys):
+    """The error names the run, the step, the key and the value, which is shortened."""
+    rng = np.random.default_rng(0)
+    run = write_run(tmp_path / "run", measured_steps(rng, 20.0, 40), change=lambda n, line: {key: value} if n == 30 else {})
+    config = rampup.Config(batch_size_schedule="0:16", steps=1000)
+    with pytest.raises(RampupError, match=f"run, step 30 of its metrics.jsonl: .*{key}=") as caught:
+        rampup.design_ramp(config, run, num_devices=1, train_tokens=10**7)
+    assert len(str(caught.value)) < 300
+    if value is HUGE and key == "global_batch_size":
+        (run / "config.yml").write_text(run_yaml(config, num_devices=1, run_name="run"))
+        assert main(["report", str(run), "-o", str(tmp_path / "report.html")]) == 2
+        assert f"{key}=1000" in capsys.readouterr().err
