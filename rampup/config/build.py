@@ -512,7 +512,7 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
     changed = [f"{key}: {old.get(key)} -> {now.get(key)}" for key in names if old.get(key) != now.get(key)]
     raise ResumeMismatchError(
         f"the ramp is not that of the checkpoint of step {record['step']} ({'; '.join(changed)}):\n"
-        f"{before.compare(plan.ramp)}\n"
+        f"{plan.ramp.differences(before.to_rows())}\n"
         "restore the keys, or set on_plan_change=continue_by_samples to continue with the new sizes by samples consumed",
         key="on_plan_change",
         nearest=("continue_by_samples",),

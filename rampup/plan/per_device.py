@@ -77,10 +77,8 @@ def ramp_from_config(
     """
     if batch_size_schedule is not None:
         if enable_rampup_batch_size:
-            problem = RampDefinitionError(
-                "batch_size_schedule and enable_rampup_batch_size: true are two ramps; set one of them to null or false",
-                key="batch_size_schedule",
-            )
+            rule = "batch_size_schedule and enable_rampup_batch_size: true are two ramps; set one of them to null or false"
+            problem = RampDefinitionError(rule, key="batch_size_schedule")
             problem.alternatives = {"enable_rampup_batch_size": (False,)}
             raise problem
         if batch_size_schedule_unit not in SCHEDULE_UNITS:
@@ -95,20 +93,13 @@ def ramp_from_config(
         return BatchRamp.constant(sizes.samples(END))
     samples = exact_fraction("null" if global_rampup_samples is None else global_rampup_samples, what=SAMPLES, key=SAMPLES)
     if samples < 1 or samples.denominator != 1:
-        raise RampDefinitionError(
-            f"{SAMPLES}={_format(samples)} must be a whole number of at least 1; "
-            "for no ramp set enable_rampup_batch_size: false",
-            key=SAMPLES,
-            nearest=sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)}),
-        )
+        rule, fix = "must be a whole number of at least 1", "for no ramp set enable_rampup_batch_size: false"
+        nearest = sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)})
+        raise RampDefinitionError(f"{SAMPLES}={_format(samples)} {rule}; {fix}", key=SAMPLES, nearest=nearest)
     sizes.check_growth()
-    return BatchRamp.linear(
-        start=sizes.samples(START),
-        increment=sizes.samples(INCREMENT),
-        end=sizes.samples(END),
-        samples=int(samples),
-        carry_overshoot=rampup_carry_overshoot,
-    )
+    start, increment, end = map(sizes.samples, (START, INCREMENT, END))
+    carry = rampup_carry_overshoot
+    return BatchRamp.linear(start=start, increment=increment, end=end, samples=int(samples), carry_overshoot=carry)
 
 
 def global_batch_size(
@@ -134,8 +125,7 @@ class _Sizes:
         self.rule = "a whole number of samples"
         if splitter is not None and unit > 1:
             self.rule += f" and a multiple of {splitter.unit_rule}"
-        given = {key: "null" if value is None else value for key, value in values.items()}
-        self.values = {key: exact_fraction(value, what=key, key=key) for key, value in given.items()}
+        self.values = {key: exact_fraction("null" if x is None else x, what=key, key=key) for key, x in values.items()}
         raise_together([problem for key in self.values if (problem := self._problem(key))])
 
     def samples(self, key: str) -> int:
@@ -146,22 +136,16 @@ class _Sizes:
         """Check that a whole number of increments leads from the start to the end."""
         start, increment, end = (self.values[key] for key in (START, INCREMENT, END))
         if end <= start:
-            raise RampDefinitionError(
-                f"{END}={_format(end)} must be greater than {START}={_format(start)}; for a decreasing batch size use "
-                "batch_size_schedule",
-                key=END,
-                nearest=(to_yaml_number(start + increment),),
-            )
+            rule = f"{END}={_format(end)} must be greater than {START}={_format(start)}"
+            fix = "for a decreasing batch size use batch_size_schedule"
+            raise RampDefinitionError(f"{rule}; {fix}", key=END, nearest=(to_yaml_number(start + increment),))
         if (end - start) % increment:
             increments = self._increments(increment)
             ends = [start + n for n in nearest_multiples(end - start, increment)]
-            problem = RampDefinitionError(
-                f"{END} - {START} = {_format(end)} - {_format(start)} = {_format(end - start)} must be a multiple of "
-                f"{INCREMENT}={_format(increment)}; nearest: {END} {_format(ends, ' or ')}, or {INCREMENT} "
-                f"{_format(increments, ' or ')}",
-                key=END,
-                nearest=[to_yaml_number(n) for n in ends],
-            )
+            span = f"{END} - {START} = {_format(end)} - {_format(start)} = {_format(end - start)}"
+            fix = f"nearest: {END} {_format(ends, ' or ')}, or {INCREMENT} {_format(increments, ' or ')}"
+            rule = f"{span} must be a multiple of {INCREMENT}={_format(increment)}; {fix}"
+            problem = RampDefinitionError(rule, key=END, nearest=[to_yaml_number(n) for n in ends])
             others = {INCREMENT: increments, START: self._legal(START)}
             problem.alternatives = {key: tuple(map(to_yaml_number, values)) for key, values in others.items()}
             raise problem
@@ -172,19 +156,14 @@ class _Sizes:
         nearest = self._legal(key) or nearest_multiples(max(value, Fraction(0)), self.step)
         offered = [to_yaml_number(n) for n in nearest]
         if value <= 0:
-            return RampDefinitionError(
-                f"{key}={_format(value)} must be greater than 0; nearest: {_format(nearest)}", key=key, nearest=offered
-            )
+            rule = f"{key}={_format(value)} must be greater than 0; nearest: {_format(nearest)}"
+            return RampDefinitionError(rule, key=key, nearest=offered)
         if value % self.step == 0:
             return None
-        return BatchDivisibilityError(
-            f"{key}={_format(value)} gives {_format(value * self.factor)} samples (num_devices * gradient_accumulation_steps = "
-            f"{self.factor}), which must be {self.rule}; nearest {key}: {_format(nearest)}",
-            value=math.floor(value * self.factor),
-            divisor=int(self.step * self.factor),
-            key=key,
-            nearest=offered,
-        )
+        samples, divisor = value * self.factor, int(self.step * self.factor)
+        product = f"{_format(samples)} samples (num_devices * gradient_accumulation_steps = {self.factor})"
+        rule = f"{key}={_format(value)} gives {product}, which must be {self.rule}; nearest {key}: {_format(nearest)}"
+        return BatchDivisibilityError(rule, value=math.floor(samples), divisor=divisor, key=key, nearest=offered)
 
     def _legal(self, key: str) -> list[Fraction]:
         """Return the nearest values of a key that are legal with the other keys as given. Empty if another key is invalid."""
@@ -220,22 +199,13 @@ def auto_sizes(start: int, largest: int) -> tuple[int, ...]:
         (4, 8, 16, 24)
     """
     if start < 1 or largest < start:
-        raise RampDefinitionError(
-            f"batch_size_schedule=auto grows the batch from {start} samples (per_device_batch_size_start) to {largest} "
-            "(per_device_batch_size), which must not be less",
-            key="per_device_batch_size",
-            nearest=(start,),
-        )
+        growth = f"from {start} samples ({START}) to {largest} ({END}), which must not be less"
+        raise RampDefinitionError(f"batch_size_schedule=auto grows the batch {growth}", key=END, nearest=(start,))
     if largest % start:
         nearest = (largest - largest % start, largest - largest % start + start)
-        raise BatchDivisibilityError(
-            f"batch_size_schedule=auto: the largest batch of {largest} samples (per_device_batch_size) must be a multiple of "
-            f"the first of {start} (per_device_batch_size_start), so that one program runs all of them; nearest: "
-            f"{nearest[0]}, {nearest[1]}",
-            value=largest,
-            divisor=start,
-            key="per_device_batch_size",
-        )
+        rule = f"the largest batch of {largest} samples ({END}) must be a multiple of the first of {start} ({START})"
+        fix = f"so that one program runs all of them; nearest: {nearest[0]}, {nearest[1]}"
+        raise BatchDivisibilityError(f"batch_size_schedule=auto: {rule}, {fix}", value=largest, divisor=start, key=END)
     doubled = [start]
     while doubled[-1] * 2 <= largest:
         doubled.append(doubled[-1] * 2)
@@ -280,9 +250,8 @@ class RampupBatchManager:
         if missing := [name for name in required if not hasattr(config, name)]:
             raise ConfigError(f"the config has no attribute {', '.join(missing)}", key=missing[0])
         values = {name: getattr(config, name) for name in _ATTRIBUTES if hasattr(config, name)}
-        self.ramp = ramp_from_config(
-            num_devices=int(config.num_target_devices), **values | {"enable_rampup_batch_size": linear}
-        )
+        values |= {"num_devices": int(config.num_target_devices), "enable_rampup_batch_size": linear}
+        self.ramp = ramp_from_config(**values)
         self.step = _check_step(step_num)
 
     @classmethod
@@ -359,10 +328,8 @@ class RampupBatchManager:
         return self.total_used_samples - self.phase.start_sample
 
     def __repr__(self) -> str:
-        return (
-            f"RampupBatchManager(step={self.step}, global_batch_size_current={self.global_batch_size_current}, "
-            f"total_used_samples={self.total_used_samples}, rampup_active={self.rampup_active})"
-        )
+        names = ("step", "global_batch_size_current", "total_used_samples", "rampup_active")
+        return f"RampupBatchManager({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
 
 def _check_step(step_num: int) -> int:

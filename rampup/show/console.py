@@ -128,7 +128,11 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
         choices, used = plan.pipeline_candidates, plan.splits[-1]
         lines = [
             (
-                *(format_value(choice.num_microbatches), format_value(choice.microbatch_size), f"{float(choice.bubble):.3f}"),
+                *(
+                    format_value(choice.num_pipeline_microbatches),
+                    format_value(choice.microbatch_size),
+                    f"{float(choice.bubble_fraction):.3f}",
+                ),
                 f"{float(choice.predicted_time / choices[0].predicted_time):.2f}",
                 "used" * (choice.microbatch_size == used.microbatch_size),
             )

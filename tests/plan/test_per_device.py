@@ -26,18 +26,18 @@ LINEAR = {
 
 
 @pytest.mark.parametrize("case", MAXTEXT, ids=lambda c: c["name"])
-def test_ramp_from_config_agrees_with_maxtext(case):
-    """The same keys give the phases of MaxText. With accumulation, every batch and sample count includes it."""
-    keys = case["config"]
-    factor = keys["gradient_accumulation_steps"]
+@pytest.mark.parametrize("rule", ["maxtext_manager", "carry_overshoot"])
+def test_ramp_from_config_agrees_with_maxtext(case, rule):
+    """Both boundary rules give the phases of MaxText's manager and of exact counting; accumulation is a factor of all."""
+    keys = case["config"] | {"num_devices": case["num_devices"], "rampup_carry_overshoot": rule == "carry_overshoot"}
     if case["carry_overshoot"]["phases"] is None:
         with pytest.raises(BatchDivisibilityError, match="whole number of samples"):
-            ramp_from_config(num_devices=case["num_devices"], **keys)
+            ramp_from_config(**keys)
         return
-    ramp = ramp_from_config(num_devices=case["num_devices"], **keys)
-    assert [size // factor for size in ramp.sizes] == [size for _, size, _ in case["maxtext_manager"]["phases"]]
-    if factor == 1:
-        assert [[p.start_step, p.global_batch_size, p.start_sample] for p in ramp.phases] == case["maxtext_manager"]["phases"]
+    G, expected = keys["gradient_accumulation_steps"], case[rule]["phases"]
+    assert ramp_from_config(**keys).sizes == tuple(G * size for _, size, _ in expected)
+    ramp = ramp_from_config(**keys | {"gradient_accumulation_steps": 1})
+    assert [[p.start_step, p.global_batch_size, p.start_sample] for p in ramp.phases] == expected
 
 
 @pytest.mark.parametrize(
@@ -116,14 +116,8 @@ def test_global_batch_size_is_exact():
 
 def config(**changes):
     """Return an object with only MaxText's attributes."""
-    keys = {
-        "per_device_batch_size_start": 4.0,
-        "per_device_batch_size_increment": 2.0,
-        "per_device_batch_size": 12.0,
-        "global_rampup_samples": 500,
-        "num_target_devices": 4,
-    }
-    return SimpleNamespace(**(keys | changes))
+    others = ("num_devices", "enable_rampup_batch_size")
+    return SimpleNamespace(num_target_devices=4, **{key: LINEAR[key] for key in LINEAR if key not in others} | changes)
 
 
 @pytest.mark.parametrize("case", [c for c in MAXTEXT if c["carry_overshoot"]["phases"]], ids=lambda c: c["name"])
