@@ -76,7 +76,7 @@ def test_has_accelerators_needs_a_plugin_or_a_chip(monkeypatch, tmp_path, plugin
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    monkeypatch.setattr(common, "DEVICES", tmp_path)
+    monkeypatch.setattr(common, "DEVICE_FILES", tmp_path)
     monkeypatch.setattr(common, "accelerator_plugins", lambda: bool(plugins))
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     if platforms is not None:

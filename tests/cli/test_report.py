@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +25,7 @@ steps: 100
 
 def gathered(*words, devices=4, **options):
     """Return a report for a number of devices."""
-    return gather_report(words, environ={}, count_devices=lambda config: devices, **options)
+    return gather_report(SimpleNamespace(**{"sources": words, "devices": devices, "system": None} | options))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +39,7 @@ def gathered(*words, devices=4, **options):
 def test_gather_report_of_every_preset(path):
     """Every configuration that comes with rampup becomes a page of less than a megabyte."""
     devices = {"base": 4, "rl": 8}.get(path.stem)
-    report = gather_report([str(path)], environ={}, count_devices=lambda config: devices or config.num_devices)
+    report = gathered(str(path), devices=devices)
     page = report_html(report)
     assert report.title == path.stem
     assert len(page) < 1_000_000
