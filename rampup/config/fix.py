@@ -199,39 +199,37 @@ class _Draft:
 
     def _with_edit(self, name: str, after: str) -> _Draft | None:
         entry = self.located().get(name) if name in KEYS else None
-        source = self.source_rank(entry)
+        source, is_name = self.source_rank(entry), name not in KEYS and name != BASE
+        renamed = tuple(re.sub(f"^{re.escape(name)}=", f"{after}=", setting) for setting in self.overrides)
+        new: dict[str, Any] = {}
         if name in KEYS and source == 2:
             newline = "\r\n" if "\r\n" in self.text else "\n"
-            text = self.text if self.text.endswith("\n") else self.text + newline
+            new["text"] = f"{self.text}{'' if self.text.endswith(newline[-1]) else newline}{name}: {after}{newline}"
             change = Change(key=name, before=None, after=after, where=f"{self.file}, a new line")
-            return replace(self, text=f"{text}{name}: {after}{newline}", changes={**self.changes, name: change})
-        if entry is not None and source == 0:
-            value = after.strip('"')
-            overrides = tuple(f"{name}={value}" if setting.startswith(f"{name}=") else setting for setting in self.overrides)
-            variable = ENVIRONMENT_PREFIX + name.upper()
-            environ = {**self.environ, variable: value} if variable in self.environ else self.environ
+        elif entry is not None and source == 0:
+            value, variable = after.strip('"'), ENVIRONMENT_PREFIX + name.upper()
+            settings = (f"{name}={value}" if setting.startswith(f"{name}=") else setting for setting in self.overrides)
+            new = {"overrides": tuple(settings)}
+            new["environ"] = {**self.environ, variable: value} if variable in self.environ else self.environ
             change = Change(key=name, before=str(entry.value), after=value, where=entry.path)
-            return replace(self, overrides=overrides, environ=environ, changes={**self.changes, name: change})
-        is_name = name not in KEYS and name != BASE
-        overrides = tuple(re.sub(f"^{re.escape(name)}=", f"{after}=", setting) for setting in self.overrides)
-        if is_name and overrides != self.overrides:
+        elif is_name and renamed != self.overrides:
+            new["overrides"] = renamed
             change = Change(key=after, before=name, after=after, where=COMMAND_LINE, renamed=name)
-            return replace(self, overrides=overrides, changes={**self.changes, name: change})
-        places = positions(self.text)
-        if name not in places or (is_name and after in places):
-            return None
-        place, text = places[name][0 if is_name else 1], after
-        line = self.text.count("\n", 0, place.start) + 1
-        where = f"{self.file}:{line}"
-        change = Change(key=after, before=name, after=after, where=where, renamed=name)
-        if not is_name:
-            before = self.text[place]
-            # A value without text follows the colon directly; a block value includes its line's end.
-            gap = "" if before or self.text[place.start - 1].isspace() else " "
-            text = f"{gap}{after}" + ("\n" if before.endswith("\n") else "")
-            change = Change(key=name, before=before.strip(), after=after, where=where)
-        text = self.text[: place.start] + text + self.text[place.stop :]
-        return replace(self, text=text, changes={**self.changes, name: change})
+        else:
+            places = positions(self.text)
+            if name not in places or (is_name and after in places):
+                return None
+            place, text = places[name][0 if is_name else 1], after
+            where = f"{self.file}:{self.text.count(chr(10), 0, place.start) + 1}"
+            change = Change(key=after, before=name, after=after, where=where, renamed=name)
+            if not is_name:
+                before = self.text[place]
+                # A value without text follows the colon directly; a block value includes its line's end.
+                gap = "" if before or self.text[place.start - 1].isspace() else " "
+                text = f"{gap}{after}" + ("\n" if before.endswith("\n") else "")
+                change = Change(key=name, before=before.strip(), after=after, where=where)
+            new["text"] = self.text[: place.start] + text + self.text[place.stop :]
+        return replace(self, changes={**self.changes, name: change}, **new)
 
 
 def _suggestions(problem: RampupError, problems: Sequence[RampupError], draft: _Draft) -> Iterator[tuple[str, str]]:
