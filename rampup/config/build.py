@@ -85,14 +85,15 @@ def build_plan(
     with _collected(problems, config):
         if measured is not None:
             overhead = exact_fraction(measured, what="pipeline_tick_overhead", key="pipeline_tick_overhead")
+    known = axes or MeshAxes()
     with _collected(problems, config):
-        num_repeats = _num_repeats(config.pipeline, config.base_num_decoder_layers, axes.pipeline if axes else 1)
+        num_repeats = _num_repeats(config.pipeline, config.base_num_decoder_layers, known.pipeline)
     with _collected(problems, config):
         minimizes = measured is not None or config.rampup_microbatch == "per_phase"
         splitter = BatchSplitter(
-            data_parallel_size=axes.data_parallel_size if axes else 1,
+            data_parallel_size=known.data_parallel_size,
             gradient_accumulation_steps=config.gradient_accumulation_steps,
-            num_stages=axes.pipeline if axes else 1,
+            num_stages=known.pipeline,
             num_repeats=num_repeats,
             num_pipeline_microbatches=config.num_pipeline_microbatches,
             rampup_microbatch=config.rampup_microbatch,
@@ -100,7 +101,7 @@ def build_plan(
             strict_multiple=config.pipeline_strict_multiple,
             delay_activation_forwarding=config.pipeline_delay_activation_forwarding,
             tick_overhead=overhead if minimizes else None,
-            min_microbatches=2 if config.measure_gradient_noise and (axes is None or axes.data == 1) else 1,
+            min_microbatches=2 if config.measure_gradient_noise and known.data == 1 else 1,
         )
     with _collected(problems, config):
         if is_auto and reserved_sizes is None and splitter:
