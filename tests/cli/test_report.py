@@ -9,7 +9,6 @@ import pytest
 from rampup import Config
 from rampup.cli.report import gather_report
 from rampup.config.files import run_yaml
-from rampup.errors import BatchDivisibilityError, ConfigError
 from rampup.show.report import report_html
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
@@ -66,13 +65,3 @@ def test_gather_report_of_another_system(tmp_path, increment, good):
     page = report_html(report)
     assert ("accepts" if good else "rejects") in page
     assert "Verdict" in page
-
-
-def test_gather_report_refuses_bad_inputs(tmp_path):
-    """A run with --from, an unknown system, and an illegal plan are refused."""
-    with pytest.raises(ConfigError, match="another system's file"):
-        gathered(str(tmp_path), system="maxtext")
-    with pytest.raises(ConfigError, match="unknown system"):
-        gathered(str(CONFIGS / "base.yml"), system="nobody")
-    with pytest.raises(BatchDivisibilityError):
-        gathered(str(CONFIGS / "base.yml"), "batch_size_schedule=0:3", "enable_rampup_batch_size=false")
