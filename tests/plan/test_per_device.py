@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
-from rampup.plan import BatchRamp, RampPlan, RampupBatchManager
-from rampup.plan import per_device
+from rampup.plan import BatchRamp, RampPlan, RampupBatchManager, per_device
 from rampup.plan.per_device import global_batch_size
 from rampup.plan.split import BatchSplitter
 
