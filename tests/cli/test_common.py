@@ -52,10 +52,9 @@ def test_enable_huge_pages_re_executes_once():
 )
 def test_on_offer_needs_glibc_and_madvise(monkeypatch, tmp_path, libc, kernel, offered):
     """A C library that can ask, and a kernel that gives on request; another system has neither."""
-    file = tmp_path / "enabled"
     if kernel is not None:
-        file.write_text(kernel)
-    monkeypatch.setattr(common, "KERNEL", file)
+        (tmp_path / "enabled").write_text(kernel)
+    monkeypatch.setattr(common, "KERNEL", tmp_path / "enabled")
     monkeypatch.setattr(common.platform, "libc_ver", lambda: libc)
     assert common.on_offer() is offered
 
