@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -41,7 +39,6 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     """Train, and return the summary of the run."""
     config = _read_config(args)
     use_fake_devices(args.fake_devices)
-    train: Callable[..., Any]
     if isinstance(config, RolloutConfig):
         from rampup.rl.train import train
 

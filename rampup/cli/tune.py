@@ -19,8 +19,6 @@ from rampup.show.console import TITLES, make_table, print_notes, split_columns
 from rampup.show.format import format_bytes, format_value
 
 Facts = Mapping[str, Any]  # of the JSON output
-
-
 ARGUMENTS = {
     **common.CONFIG,
     "--memory-gib": arg("GIB", "memory of one device, instead of this machine's; required on a CPU"),
