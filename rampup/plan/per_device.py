@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 START, INCREMENT, END = "per_device_batch_size_start", "per_device_batch_size_increment", "per_device_batch_size"
 SAMPLES = "global_rampup_samples"
 SCHEDULE_UNITS = ("samples", "tokens")
-# The attributes of a configuration that `RampupBatchManager` reads.
-_ATTRIBUTES = (
-    *(START, INCREMENT, END, SAMPLES, "gradient_accumulation_steps", "rampup_carry_overshoot"),
-    *("batch_size_schedule", "batch_size_schedule_unit", "max_target_length"),
-)
 
 # `batch_size_schedule: auto` in a configuration: what it implies, and the sizes. `rampup.batch_size.auto` decides.
 AutoMode = Literal["advise", "follow"]
@@ -33,73 +28,67 @@ AUTO_IMPLIES = {"enable_rampup_batch_size": False, "measure_gradient_noise": Tru
 
 
 def ramp_from_config(
-    *,
-    num_devices: int,
-    per_device_batch_size: object,
-    gradient_accumulation_steps: int = 1,
-    enable_rampup_batch_size: bool = False,
-    per_device_batch_size_start: object = None,
-    per_device_batch_size_increment: object = None,
-    global_rampup_samples: object = None,
-    rampup_carry_overshoot: bool = False,
-    batch_size_schedule: str | None = None,
-    batch_size_schedule_unit: str = "samples",
-    max_target_length: int | None = None,
-    budget: int | Fraction | None = None,
-    splitter: BatchSplitter | None = None,
+    config: Any, num_devices: int, *, budget: int | Fraction | None = None, splitter: BatchSplitter | None = None
 ) -> BatchRamp:
-    """Return the ramp that the configuration's keys describe.
+    """Return the ramp that a configuration's keys describe.
 
     Args:
+        config: any object with MaxText's attributes `per_device_batch_size` and, unless `enable_rampup_batch_size` is False,
+            those of the linear ramp, `per_device_batch_size_start`, `per_device_batch_size_increment` and
+            `global_rampup_samples`. Optional attributes are `gradient_accumulation_steps`, a factor of every batch,
+            `rampup_carry_overshoot` (see `BatchRamp.linear`), `batch_size_schedule`, whose sizes include that factor (see
+            `BatchRamp.from_schedule`), `batch_size_schedule_unit` and, for thresholds in tokens, `max_target_length`.
         num_devices: devices of the run. A global batch is devices * size per device * gradient_accumulation_steps.
-        per_device_batch_size: samples per device and accumulation step after the ramp. May be fractional.
-        gradient_accumulation_steps: G, a factor of every batch.
-        enable_rampup_batch_size: whether the batch grows linearly. Without it and without a schedule, B is constant.
-        per_device_batch_size_start: size per device in the first phase.
-        per_device_batch_size_increment: growth per phase.
-        global_rampup_samples: requested length of the ramp, in samples.
-        rampup_carry_overshoot: see `BatchRamp.linear`.
-        batch_size_schedule: see `BatchRamp.from_schedule`. Its sizes are B itself, so they include G.
-        batch_size_schedule_unit: the unit of its thresholds, `samples` or `tokens`.
-        max_target_length: tokens per sample, for thresholds in tokens.
         budget: samples of the whole run, for thresholds that are shares of it.
         splitter: if given, sizes must be legal for it, and so are the nearest sizes in errors.
 
     Raises:
+        ConfigError: An attribute is missing.
         RampDefinitionError, BatchDivisibilityError: If the keys are invalid. One error has all problems and the nearest legal
             values.
 
     Example:
-        >>> ramp = ramp_from_config(num_devices=8, per_device_batch_size=2, enable_rampup_batch_size=True,
-        ...     per_device_batch_size_start=0.5, per_device_batch_size_increment=0.5, global_rampup_samples=240)
-        >>> ramp.sizes
+        >>> from types import SimpleNamespace
+        >>> keys = SimpleNamespace(per_device_batch_size=2, per_device_batch_size_start=0.5,
+        ...     per_device_batch_size_increment=0.5, global_rampup_samples=240)
+        >>> ramp_from_config(keys, num_devices=8).sizes
         (4, 8, 12, 16)
     """
-    if batch_size_schedule is not None:
-        if enable_rampup_batch_size:
-            rule = "batch_size_schedule and enable_rampup_batch_size: true are two ramps; set one of them to null or false"
-            problem = RampDefinitionError(rule, key="batch_size_schedule")
+    schedule = getattr(config, "batch_size_schedule", None)
+    linear = getattr(config, "enable_rampup_batch_size", schedule is None)
+    if missing := [name for name in (END, *((START, INCREMENT, SAMPLES) if linear else ())) if not hasattr(config, name)]:
+        raise ConfigError(f"the config has no attribute {', '.join(missing)}", key=missing[0])
+    if schedule is not None:
+        if linear:
+            problem = RampDefinitionError(
+                "batch_size_schedule and enable_rampup_batch_size: true are two ramps; set one of them to null or false",
+                key="batch_size_schedule",
+            )
             problem.alternatives = {"enable_rampup_batch_size": (False,)}
             raise problem
-        if batch_size_schedule_unit not in SCHEDULE_UNITS:
-            raise choice_error("batch_size_schedule_unit", batch_size_schedule_unit, SCHEDULE_UNITS)
-        length = max_target_length if batch_size_schedule_unit == "tokens" else None
-        return BatchRamp.from_schedule(batch_size_schedule, sequence_length=length, budget=budget)
-    values = {END: per_device_batch_size}
-    if enable_rampup_batch_size:
-        values = {START: per_device_batch_size_start, INCREMENT: per_device_batch_size_increment, **values}
-    sizes = _Sizes(values, num_devices * gradient_accumulation_steps, splitter)
-    if not enable_rampup_batch_size:
+        unit = getattr(config, "batch_size_schedule_unit", "samples")
+        if unit not in SCHEDULE_UNITS:
+            raise choice_error("batch_size_schedule_unit", unit, SCHEDULE_UNITS)
+        length = getattr(config, "max_target_length", None) if unit == "tokens" else None
+        return BatchRamp.from_schedule(schedule, sequence_length=length, budget=budget)
+    values = {name: getattr(config, name) for name in ((START, INCREMENT, END) if linear else (END,))}
+    sizes = _Sizes(values, num_devices * getattr(config, "gradient_accumulation_steps", 1), splitter)
+    if not linear:
         return BatchRamp.constant(sizes.samples(END))
-    samples = exact_fraction("null" if global_rampup_samples is None else global_rampup_samples, what=SAMPLES, key=SAMPLES)
+    given = getattr(config, SAMPLES)
+    samples = exact_fraction("null" if given is None else given, what=SAMPLES, key=SAMPLES)
     if samples < 1 or samples.denominator != 1:
         rule, fix = "must be a whole number of at least 1", "for no ramp set enable_rampup_batch_size: false"
         nearest = sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)})
         raise RampDefinitionError(f"{SAMPLES}={_format(samples)} {rule}; {fix}", key=SAMPLES, nearest=nearest)
     sizes.check_growth()
-    start, increment, end = map(sizes.samples, (START, INCREMENT, END))
-    carry = rampup_carry_overshoot
-    return BatchRamp.linear(start=start, increment=increment, end=end, samples=int(samples), carry_overshoot=carry)
+    return BatchRamp.linear(
+        start=sizes.samples(START),
+        increment=sizes.samples(INCREMENT),
+        end=sizes.samples(END),
+        samples=int(samples),
+        carry_overshoot=getattr(config, "rampup_carry_overshoot", False),
+    )
 
 
 def global_batch_size(
@@ -220,10 +209,7 @@ class RampupBatchManager:
     s + 1 batches, so a caller that restores label s passes `step_num=s + 1`.
 
     Args:
-        config: any object with MaxText's attributes per_device_batch_size_start, per_device_batch_size_increment,
-            per_device_batch_size, global_rampup_samples and num_target_devices. Optional attributes are
-            gradient_accumulation_steps, rampup_carry_overshoot, enable_rampup_batch_size, batch_size_schedule,
-            batch_size_schedule_unit and max_target_length.
+        config: an object as for `ramp_from_config`, with the attribute num_target_devices too.
         step_num: batches already consumed. -1 and 0 mean none.
 
     Attributes:
@@ -244,14 +230,9 @@ class RampupBatchManager:
     """
 
     def __init__(self, config: Any, step_num: int = 0) -> None:
-        scheduled = getattr(config, "batch_size_schedule", None) is not None
-        linear = getattr(config, "enable_rampup_batch_size", not scheduled)
-        required = ("num_target_devices", END, *((START, INCREMENT, SAMPLES) if linear else ()))
-        if missing := [name for name in required if not hasattr(config, name)]:
-            raise ConfigError(f"the config has no attribute {', '.join(missing)}", key=missing[0])
-        values = {name: getattr(config, name) for name in _ATTRIBUTES if hasattr(config, name)}
-        values |= {"num_devices": int(config.num_target_devices), "enable_rampup_batch_size": linear}
-        self.ramp = ramp_from_config(**values)
+        if not hasattr(config, "num_target_devices"):
+            raise ConfigError("the config has no attribute num_target_devices", key="num_target_devices")
+        self.ramp = ramp_from_config(config, int(config.num_target_devices))
         self.step = _check_step(step_num)
 
     @classmethod

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
-from rampup.plan import BatchRamp, RampPlan, RampupBatchManager
-from rampup.plan.per_device import global_batch_size, ramp_from_config
+from rampup.plan import BatchRamp, RampPlan, RampupBatchManager, per_device
+from rampup.plan.per_device import global_batch_size
 from rampup.plan.split import BatchSplitter
 
 MAXTEXT = json.loads((Path(__file__).parent.parent / "goldens" / "ramp_maxtext.json").read_text())
@@ -23,6 +23,12 @@ LINEAR = {
     "per_device_batch_size": 12.0,
     "global_rampup_samples": 500,
 }
+
+
+def ramp_from_config(num_devices, *, splitter=None, **keys):
+    """Return the ramp of an object with these attributes."""
+    config = SimpleNamespace(**({"enable_rampup_batch_size": False} | keys))
+    return per_device.ramp_from_config(config, num_devices, splitter=splitter)
 
 
 @pytest.mark.parametrize("case", MAXTEXT, ids=lambda c: c["name"])
