@@ -131,7 +131,9 @@ def _read_inputs(args: argparse.Namespace) -> tuple[Config, list[Path]]:
             )
         return rampup.load_config(args.config, args.overrides, environ=environment()), measured
     if not (source / CONFIG_FILE).is_file():
-        raise ConfigError(f"{source} is not the folder of a run: it has no {CONFIG_FILE}", path=COMMAND_LINE)
+        problem = f"{source} has no {CONFIG_FILE}, so that it is not the folder of a run of `rampup train`"
+        fix = f"name a configuration of the run to design, and give a run of another loop as CONFIG.yml --measured {source}"
+        raise ConfigError(f"{problem}; {fix}" if (source / METRICS_FILE).is_file() else problem, path=COMMAND_LINE)
     return rampup.load_config(source / CONFIG_FILE, args.overrides, environ=environment()), [source, *measured]
 
 

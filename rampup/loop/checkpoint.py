@@ -157,10 +157,9 @@ def _restored(manager: ocp.CheckpointManager, folder: Path, step: int, state: An
     """Return the state of a checkpoint with the structure, types and shardings of `state`; see `read_state`."""
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _as_tree(state))
     # Orbax would fail at a leaf that differs, with a page of messages from its threads.
-    with ocp.StandardCheckpointer() as reader:
-        stored = reader.metadata(absolute_path(folder) / str(step) / "state")
+    stored = ocp.StandardCheckpointHandler().metadata(absolute_path(folder) / str(step) / "state")
     cause: Exception | None = None
-    if not (reason := _format_differences(stored.item_metadata.tree, abstract)):
+    if not (reason := _format_differences(stored.tree, abstract)):
         try:
             tree = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
             return replace_fields(state, **tree)

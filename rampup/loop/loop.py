@@ -244,7 +244,8 @@ class Loop:
                 Metrics(self.folder, start, options=self.metrics, components=self._components, on_event=self.on_event)
             ) as metrics,
         ):
-            self.on_event(RunStarted(step=start, folder=self.folder, plan=self.plan))
+            length = self.metrics.tokens_per_sample
+            self.on_event(RunStarted(step=start, folder=self.folder, plan=self.plan, tokens_per_sample=length))
             done, state, failure, plan = self._train(state, start, stop_requested, checkpoints, metrics)
             interrupted = done < self.plan.total_steps
             self._flush(metrics)

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import logging
 import os
 import socket
 import threading
@@ -51,6 +52,17 @@ def test_save_keeps_the_state_of_its_own_step(tmp_path, name):
     assert (saved.step, saved.record["a"]) == (6, 1)
     assert_equal(restored, state)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), kept[6])
+
+
+def test_restore_logs_nothing(tmp_path, caplog):
+    """A checkpoint that is whole is restored without a warning of the checkpoint library."""
+    mesh = toy.mesh_of("one")
+    state = create_state(toy.new_params(mesh), optax.sgd(0.1), mesh)
+    caplog.set_level(logging.WARNING, logger="absl")
+    with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
+        checkpoints.save(3, state, {})
+        checkpoints.restore(find_checkpoint(tmp_path), state)
+    assert caplog.messages == []
 
 
 def test_save_keeps_only_the_newest(tmp_path):

@@ -179,7 +179,7 @@ def test_loop_reports_events(parts, tmp_path):
     events = []
     evaluation = EvalOptions(evaluate=lambda state: {"eval_loss": 1.5}, eval_interval=6)
     run(parts, tmp_path, events=events, evaluation=evaluation)
-    assert events[0] == RunStarted(step=0, folder=tmp_path, plan=parts[1])
+    assert events[0] == RunStarted(step=0, folder=tmp_path, plan=parts[1], tokens_per_sample=10)
     assert events[-1] == RunStopped(steps=STEPS, interrupted=False, folder=tmp_path, is_saved=True)
 
     def values(kind, name):
@@ -300,6 +300,7 @@ def test_train_progress_works_with_an_own_loop(parts, tmp_path):
     loop = own_loop(parts, tmp_path, on_event=rampup.TrainProgress(console, log_period=1))
     loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
     text = console.file.getvalue()
+    assert " tokens/s, " in text
     assert "phase 2 from step" in text
     assert f"{plan.consumed_samples:,} samples, 0:00 left" in text
 
@@ -426,8 +427,11 @@ def test_resume_with_another_model_names_the_leaves_that_differ(parts, tmp_path)
 def test_loop_needs_no_metric_options(parts, tmp_path):
     """Without them, the lines of metrics.jsonl have no learning rate, and samples per second."""
     mesh, plan, step = parts
-    loop = Loop(plan=plan, step=step, batches=lambda start: step.batches(toy.rows(), start), folder=tmp_path)
+    console = Console(file=io.StringIO(), width=120)
+    batches, progress = lambda start: step.batches(toy.rows(), start), rampup.TrainProgress(console)
+    loop = Loop(plan=plan, step=step, batches=batches, folder=tmp_path, on_event=progress)
     loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+    assert " samples/s, " in console.file.getvalue()
     found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(found) == STEPS
     assert not any("learning_rate" in line for line in found)
