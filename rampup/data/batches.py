@@ -10,11 +10,10 @@ reads.
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import grain
 import jax
@@ -34,8 +33,6 @@ from rampup.plan.split import BatchSplit
 
 # Steps whose rows are on the devices before they are used.
 AHEAD_ON_DEVICE = 2
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class SampleOrder:
@@ -112,7 +109,6 @@ class StepDataset(grain.MapDataset[Any]):
         super().__init__()
         self._source, self._plan, self._order, self._mesh = source, plan, order, mesh
         self._loading = loading or Loading()
-        self._local_rows: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return self._plan.total_steps
@@ -126,11 +122,8 @@ class StepDataset(grain.MapDataset[Any]):
 
     def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
         """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch)."""
-        num_rows = split.data_parallel_size * split.microbatch_size
-        # Worked out once per microbatch shape: asking a sharding for its indices takes longer than reading a small batch.
-        if num_rows not in self._local_rows:
-            self._local_rows[num_rows] = self._loading.rows_to_read(self._mesh, num_rows)
-        return local_samples(position.consumed_samples, split, self._local_rows[num_rows])
+        rows = self._loading.rows_to_read(self._mesh, split.data_parallel_size * split.microbatch_size)
+        return local_samples(position.consumed_samples, split, rows)
 
     def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
         """Return a step's rows as microbatches, arrays (n, rows of a microbatch, ...).
@@ -237,14 +230,12 @@ class BatchLoader:
         batch_nR, f = dataset.split_rows(step, split), self.loading.factor
         parts = [jax.tree.map(lambda x, g=g: np.split(x, f, axis=1)[g], batch_nR) for g in range(f)] if f > 1 else [batch_nR]
         options: Any = {"batch_axes": self.batch_axes, "chunk_size": self.chunk_size}
-        first, *others = (put_batch(part, position, self.plan, self.mesh, **options) for part in parts)
-        if not others:
-            return first
+        found = [put_batch(part, position, self.plan, self.mesh, **options) for part in parts]
+        if f == 1:
+            return found[0]
         # This process has also read for the processes after it: hand their rows on.
-        chunks = jax.tree.map(
-            lambda *arrays: self.loading.redistribute(list(arrays), self.mesh), first.chunks, *(part.chunks for part in others)
-        )
-        return first._replace(chunks=chunks)
+        redistribute = self.loading.redistribution(self.mesh, split.data_parallel_size * split.microbatch_size)
+        return found[0]._replace(chunks=jax.tree.map(redistribute, *(part.chunks for part in found)))
 
 
 def step_batches(
@@ -256,11 +247,7 @@ def step_batches(
     stop: int | None = None,
     seed: int | None = None,
     num_epochs: int | None = None,
-    split_for: Callable[[PlanPosition], BatchSplit] | None = None,
-    chunk_size: int | None = None,
-    batch_axes: BatchAxes | None = None,
-    num_threads: int = 2,
-    read_ahead: int = 4,
+    **options: Any,
 ) -> Iterator[Batch]:
     """Yield the batch of every optimizer step, read and put on the devices ahead of use.
 
@@ -274,7 +261,7 @@ def step_batches(
         seed: shuffles every epoch in a new order; None keeps the source's order. A Grain MapDataset then has its own epochs,
             with a new order and new random augmentations in each if it was shuffled and seeded.
         num_epochs: passes over the source; None = unlimited.
-        split_for, chunk_size, batch_axes, num_threads, read_ahead: see `BatchLoader`.
+        options: further attributes of `BatchLoader`, such as `num_threads` and `read_ahead`.
 
     Raises:
         DataError: the source is too small for the run, or a row cannot be read.
@@ -291,17 +278,7 @@ def step_batches(
     rows = as_source(source)
     has_epochs = isinstance(source, grain.MapDataset) and seed is None
     order = SampleOrder(len(rows), seed=seed, num_epochs=num_epochs, has_epochs=has_epochs)
-    loader = BatchLoader(
-        source=rows,
-        plan=plan,
-        mesh=mesh,
-        order=order,
-        split_for=split_for,
-        chunk_size=chunk_size,
-        num_threads=num_threads,
-        read_ahead=read_ahead,
-        batch_axes=batch_axes,
-    )
+    loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=order, **options)
     yield from loader.batches(start.step if isinstance(start, PlanPosition) else start, stop)
 
 
@@ -374,19 +351,13 @@ def stream_batches(
         yield put_batch(batch_nR, position, plan, mesh, batch_axes=batch_axes, chunk_size=chunk_size)
 
 
-def _takes_parameters_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
-    """Return a decorator of a function that hands its arguments on to another one, whose signature it shows."""
-    return functools.wraps(other, assigned=())
-
-
-@_takes_parameters_of(step_batches)
-def microbatches(*args: Any, **options: Any) -> Iterator[Any]:
+def microbatches(source: Any, plan: RampPlan, mesh: Mesh, **options: Any) -> Iterator[Any]:
     """Yield one microbatch after another, for a training step of your own: one shape throughout a `fixed` ramp.
 
     Use it with `multi_steps`: the optimizer then steps when a global batch is complete.
 
     Args:
-        args, options: those of `step_batches` except for `chunk_size`.
+        source, plan, mesh, options: those of `step_batches` except for `chunk_size`.
 
     Yields:
         Arrays (R, ...), R = data_parallel_size * microbatch_size rows, sharded over the axes of the rows.
@@ -400,7 +371,7 @@ def microbatches(*args: Any, **options: Any) -> Iterator[Any]:
         >>> [batch.tolist() for batch in microbatches(range(8), plan, mesh)]
         [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
-    for batch in step_batches(*args, **options, chunk_size=1):
+    for batch in step_batches(source, plan, mesh, **options, chunk_size=1):
         for chunk in batch.chunks:
             yield jax.tree.map(lambda x: x[0], chunk)
 

@@ -141,19 +141,16 @@ class ItemRows:
         """Return the items, stacked."""
         items = []
         for row in rows:
-            try:
-                items.append(self._items[int(row)])
-            except Exception as error:
-                raise DataError(f"row {row} of {self._items!r:.100} cannot be read: {error!r}") from error
+            items.append(self._items[int(row)])
             if items[-1] is None:
-                problem = f"row {row} of {self._items!r:.100} is None, as `MapDataset.filter` makes of the rows that it drops"
+                problem = f"{self.describe(row)} is None, as `MapDataset.filter` makes of the rows that it drops"
                 fix = "filter the rows before they are numbered, or train on ds.to_iter_dataset() with step.stream"
                 raise DataError(f"{problem}; {fix}")
         return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
 
     def describe(self, row: int) -> str:
         """Return the row's number."""
-        return f"row {row:,}"
+        return f"row {row} of {self._items!r:.100}"
 
 
 class RecordRows(_Tokens):

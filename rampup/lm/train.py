@@ -50,7 +50,7 @@ from rampup.loop.events import OnEvent, RunPlanned, ignore_event
 from rampup.loop.lock import own_run
 from rampup.loop.loop import RAMP_ROWS, EvalOptions, Loop, Summary
 from rampup.loop.metrics import MetricOptions
-from rampup.loop.run_folder import CHECKPOINT_FOLDER, as_path, run_folder, write_config
+from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, as_path, run_folder, write_whole
 from rampup.loop.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
 from rampup.plan.pipeline import stage_layer_order
 from rampup.plan.plan import RampPlan
@@ -374,7 +374,8 @@ class Run:
             state, start = loop.restore(state, saved, ramp_before=ramp)
             if is_primary():
                 # Only now: a run that is refused must leave the configuration of the run in this folder alone.
-                write_config(folder, run_yaml(config, num_devices=plan.num_devices, run_name=folder.name))
+                text = run_yaml(config, num_devices=plan.num_devices, run_name=folder.name)
+                write_whole(folder / CONFIG_FILE, text.encode())
             _, summary = loop.train(state, start)
             return summary if auto is None else replace(summary, batch_size_schedule=auto.schedule)
 

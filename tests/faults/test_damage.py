@@ -150,11 +150,11 @@ class FullDisk:
         self.inner, self.steps = checkpoint.write_checksums, steps
         monkeypatch.setattr(checkpoint, "write_checksums", self)
 
-    def __call__(self, folder):
+    def __call__(self, folder, **options):
         """Write the checksums, or fail."""
         if int(folder.name.split(".")[0]) in self.steps:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.inner(folder)
+        self.inner(folder, **options)
 
 
 def test_a_checkpoint_that_cannot_be_written_stops_the_run(tmp_path, monkeypatch):

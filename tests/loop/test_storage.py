@@ -26,7 +26,7 @@ from rampup.loop.run_folder import (
     read_lines,
     read_lines_backwards,
     run_folder,
-    write_config,
+    write_whole,
 )
 from rampup.loop.writers import TensorBoardWriter
 from rampup.show.series import measured_throughput
@@ -121,7 +121,7 @@ def test_config_and_tensorboard_are_written_to_a_bucket(folder, bucket):
     made = run_folder("gs://bucket/runs", "demo")
     assert str(made) == str(folder)
     assert str(run_folder("gs://bucket/runs", "")).startswith("gs://bucket/runs/run-")
-    write_config(made, "steps: 3\n")
+    write_whole(made / "config.yml", b"steps: 3\n")
     assert bucket["/bucket/runs/demo/config.yml"].getvalue() == b"steps: 3\n"
     writer = TensorBoardWriter(made / "tensorboard")
     writer.write_scalars(1, {"loss": 2.0})
@@ -162,7 +162,7 @@ def test_one_process_owns_a_run_in_a_bucket(folder, bucket):
 
 def test_a_run_in_a_bucket_is_read_by_its_url(folder):
     """What reads the folder of a run takes a URL: configuration, metrics, throughput, measurements, checkpoints."""
-    write_config(folder, "steps: 3\n")
+    write_whole(folder / "config.yml", b"steps: 3\n")
     line = {"loss": 1.0, "global_batch_size": 2, "phase": 0, "tokens_per_second": 8.0}
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": step, "consumed_samples": 2 * step + 2, **line}) + "\n" for step in range(3))
