@@ -46,7 +46,15 @@ from rampup.engine.state import TrainState
 from rampup.engine.step import EvalStep
 from rampup.errors import ConfigError, DataError, ResumeMismatchError
 from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, optimizer, ramp_before, sample_order, sources
-from rampup.loop.checkpoint import CHECKSUMS_FILE, Checkpoints, checkpoint_steps, damage, find_checkpoint, read_state
+from rampup.loop.checkpoint import (
+    CHECKSUMS_FILE,
+    Checkpoints,
+    checkpoint_steps,
+    damage,
+    find_checkpoint,
+    read_record,
+    read_state,
+)
 from rampup.loop.lock import own_run
 from rampup.loop.loop import stop_requests
 from rampup.loop.run_folder import (
@@ -64,7 +72,6 @@ from rampup.plan.learning_rate import learning_rate_scale
 from rampup.plan.numbers import nearest_in, plain_number
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.plan.split import BatchSplitter
 
 # Nats by which a larger batch may be worse, as in the paper.
 DEFAULT_TOLERANCE = 0.01
@@ -237,7 +244,7 @@ def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]
         checkpoint = folder / CHECKPOINT_FOLDER / str(step)
         if problem := damage(checkpoint):
             raise ResumeMismatchError(f"the checkpoint {checkpoint} is damaged: {problem}", key="step")
-        record = json.loads((checkpoint / "record" / "metadata").read_text(encoding="utf-8"))
+        record = read_record(checkpoint)
     if RAMP_RECORD not in record:
         raise ConfigError(f"{folder} was trained by a loop of its own: only runs of `rampup train` can be branched", key="run")
     return load_config(folder / CONFIG_FILE), record
@@ -363,23 +370,20 @@ class _SampleWindow(SampleOrder):
         """Do nothing: the window was checked."""
 
 
-def _branch_splitter(run_plan: RampPlan) -> BatchSplitter:
-    """Return the rule that splits the batches of branches: that of the run, with microbatches and passes of their own."""
-    return replace(
-        run_plan.splitter, rampup_microbatch="fixed", microbatch_size=-1, gradient_accumulation_steps=1, tick_overhead=None
-    )
+# In the rule that splits the batches of a run, what the branches have of their own.
+_OWN_SPLITS = {"rampup_microbatch": "fixed", "microbatch_size": -1, "gradient_accumulation_steps": 1, "tick_overhead": None}
 
 
 def _legal_multiples(run_plan: RampPlan, step: int, multiples: Iterable[Fraction]) -> tuple[Fraction, ...]:
     """Return the multiples of the run's batch at a step that are whole batches, and can be split on these devices."""
-    batch, splitter = run_plan.position(step).split.global_batch_size, _branch_splitter(run_plan)
+    batch, splitter = run_plan.position(step).split.global_batch_size, replace(run_plan.splitter, **_OWN_SPLITS)
     sizes = {multiple: multiple * batch for multiple in multiples}
     return tuple(each for each, size in sizes.items() if size.denominator == 1 and splitter.allows(int(size)))
 
 
 def _branch_plan(config: OptimizerKeys, run_plan: RampPlan, window: BranchWindow, microbatch_size: int) -> RampPlan:
     """Return the plan of all branches, with microbatches that are as large as those of the run if they divide all batches."""
-    splitter = _branch_splitter(run_plan)
+    splitter = replace(run_plan.splitter, **_OWN_SPLITS)
     for multiple, size in zip(window.multiples, window.sizes, strict=True):
         if problem := splitter.problem(size, f"multiple {multiple} of the run's batch", key="multiples"):
             raise problem

@@ -1,6 +1,5 @@
 """Numbers go bad: a step that is not finite changes nothing but the counters, and too many of them stop the run."""
 
-import json
 import math
 
 import jax
@@ -29,8 +28,11 @@ def states_of(engine, source, *, skips=True, mesh="one"):
     states, metrics = [jax.tree.map(np.array, jax.device_get(state))], []
     for batch in step_batches(source, plan, mesh, chunk_size=toy_run.CHUNK_SIZE[engine]):
         state, values = step(state, batch)
+        # A flag that nobody has to wait for.
+        assert isinstance(values.get("skipped", values["loss"]), jax.Array)
         states.append(jax.tree.map(np.array, jax.device_get(state)))
         metrics.append(jax.device_get(values))
+    assert step.num_compilations == 1  # of good and bad steps
     return states, metrics
 
 
@@ -103,18 +105,6 @@ def test_on_many_devices():
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_flag_stays_on_the_device(engine):
-    """Good and bad steps are the same executable, and its flag is an array that nobody has to wait for."""
-    mesh, plan, _ = toy_run.parts()
-    step = train_step(toy_run.loss_fn, optax.sgd(0.1), plan, mesh, engine=engine, skip_nonfinite=True)
-    state = create_state(toy.new_params(mesh), step.tx, mesh)
-    for batch in step_batches(toy_run.rows({row_in(6): np.nan}), plan, mesh, chunk_size=toy_run.CHUNK_SIZE[engine]):
-        state, values = step(state, batch)
-        assert isinstance(values["skipped"], jax.Array)
-    assert step.num_compilations == 1
-
-
-@pytest.mark.parametrize("engine", ENGINES)
 def test_single_bad_steps_do_not_stop_a_run(tmp_path, engine):
     """Skipped steps stand in the metrics with a loss of null, are told, and the run ends."""
     events = []
@@ -165,21 +155,15 @@ def test_a_resume_in_between_is_exact(tmp_path, engine):
     source = toy_run.rows({row_in(step): np.inf for step in (2, 6, 9)})
     _, whole = toy_run.run(tmp_path / "whole", source=source, engine=engine, skip_nonfinite=2)
 
-    class FailingError(Exception):
-        """Ends the first process."""
-
-    def fail(event):
-        if isinstance(event, StepDone) and event.step == 7:
-            raise FailingError
-
     class Events(list):
-        """A list of events that fails at one of them."""
+        """A list of events that ends the process at one of them."""
 
         def append(self, event):
             """Take an event."""
-            fail(event)
+            if isinstance(event, StepDone) and event.step == 7:
+                raise ZeroDivisionError
 
-    with pytest.raises(FailingError):
+    with pytest.raises(ZeroDivisionError):
         toy_run.run(tmp_path / "cut", source=source, engine=engine, skip_nonfinite=2, events=Events())
     summary, cut = toy_run.run(tmp_path / "cut", source=source, engine=engine, skip_nonfinite=2)
     assert summary.resumed_from in (4, 8)
@@ -191,6 +175,7 @@ def test_without_the_check_the_numbers_stay_bad(tmp_path):
     """skip_nonfinite=0 leaves the step as it is: the loss stays bad to the end."""
     toy_run.run(tmp_path, source=toy_run.rows({row_in(6): np.nan}), skips=False)
     lines = metrics_of(tmp_path)
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()  # which strict readers of JSON refuse
     assert [line["loss"] is None for line in lines] == [step >= 6 for step in range(toy_run.STEPS)]
 
 
@@ -221,14 +206,3 @@ def test_carried_state_stays_clean():
             state, values = step(state, batch)
             assert bool(values["skipped"]) == (batch.position.step == 5)
             assert math.isfinite(float(state.mutable["mean"]))
-
-
-def test_metrics_stay_json(tmp_path):
-    """Every line is JSON without NaN, which strict readers refuse."""
-    toy_run.run(tmp_path, source=toy_run.rows({row_in(6): np.nan}))
-
-    def refuse(name):
-        raise AssertionError(name)
-
-    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=refuse)

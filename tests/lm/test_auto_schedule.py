@@ -3,8 +3,8 @@
 import itertools
 
 import pytest
+from helpers import tiny
 from helpers.runs import metrics_of
-from helpers.tiny import TINY_MODEL
 
 from rampup import Config
 from rampup.lm.branches import _Branches, _find_run
@@ -14,19 +14,7 @@ from rampup.loop.loop import RAMP_ROWS
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
-AUTO = TINY_MODEL | {
-    "batch_size_schedule": "auto",
-    "per_device_batch_size_start": 1,
-    "per_device_batch_size": 4,
-    "gradient_noise_half_life_samples": 60,
-    # At the first weights, on random tokens, the noise is large and stays as it is.
-    "opt_type": "sgd",
-    "learning_rate": 1e-4,
-    "dataset_type": "synthetic",
-    "steps": 40,
-    "learning_rate_schedule_steps": 40,
-    "checkpoint_period": 7,
-}
+AUTO = tiny.AUTO | {"steps": 40, "learning_rate_schedule_steps": 40, "checkpoint_period": 7}
 
 
 def run(folder, **changes):

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from helpers.tiny import TINY
+from helpers.tiny import TINY, command_line
 
 import rampup
 from rampup.cli import main
 from rampup.errors import ConfigError, ResumeMismatchError
-from rampup.lm.train import saved_checkpoint
+from rampup.lm.train import learning_rate, optimizer
 from rampup.loop.events import StepDone
 
 # The program of test_train.py, from the compilation cache.
@@ -39,6 +39,10 @@ def test_load_returns_config_model_params_and_state(run):
     assert loaded.step == int(loaded.state.step) == 6
     assert loaded.config.base_emb_dim == 16
     assert loaded.params is loaded.state.params
+    # The optimizer's state has the types of Optax: another update works.
+    tx = optimizer(loaded.config, learning_rate(loaded.config, rampup.build_plan(loaded.config, jax.device_count())))
+    updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.ones_like, loaded.params), loaded.state.opt_state, loaded.params)
+    assert jax.tree.structure(updates) == jax.tree.structure(loaded.params)
     logits = jax.jit(loaded.model.logits)(loaded.params, jnp.asarray([list(b"def main")]))
     assert logits.shape == (1, 8, 256)
     assert np.isfinite(np.asarray(logits)).all()
@@ -49,16 +53,6 @@ def test_load_takes_one_checkpoint(run):
     assert rampup.load(run / "checkpoints" / "3").step == 3
     assert rampup.load(run / "checkpoints").step == 6
     assert rampup.load(str(run)).folder == run / "checkpoints" / "6"
-
-
-def test_load_continues_training(run):
-    """The optimizer's state has the types of Optax: another update works."""
-    loaded = rampup.load(run)
-    from rampup.lm.train import learning_rate, optimizer
-
-    tx = optimizer(loaded.config, learning_rate(loaded.config, rampup.build_plan(loaded.config, jax.device_count())))
-    updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.ones_like, loaded.params), loaded.state.opt_state, loaded.params)
-    assert jax.tree.structure(updates) == jax.tree.structure(loaded.params)
 
 
 def test_plain_orbax_restores_the_checkpoint(run):
@@ -150,11 +144,6 @@ def test_train_prints_nothing(tmp_path, capfd):
     assert summary.steps == 2
 
 
-def settings(folder):
-    """Return the settings of an unnamed run in a folder."""
-    return [f"{name}={value}".replace("True", "true") for name, value in SHORT.items()] + [f"base_output_directory={folder}"]
-
-
 def test_an_unnamed_run_is_resumed_by_the_printed_command(tmp_path, capsys, monkeypatch):
     """After Ctrl-C, the command that is printed resumes the run; its config.yml has the run's real name."""
     from rampup.show import progress
@@ -167,7 +156,7 @@ def test_an_unnamed_run_is_resumed_by_the_printed_command(tmp_path, capsys, monk
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(progress.TrainProgress, "__call__", stop)
-    assert main(["train", "base.yml", *settings(tmp_path)]) == 130
+    assert main(["train", "base.yml", *command_line(SHORT | {"base_output_directory": tmp_path})]) == 130
     command = next(line for line in capsys.readouterr().out.splitlines() if "resume with: " in line).partition("with: ")[2]
     (folder,) = tmp_path.iterdir()
     assert rampup.load_config(folder / "config.yml").run_name == folder.name
@@ -191,17 +180,6 @@ def test_train_run_folder_takes_settings(run, tmp_path, capsys):
     assert main(["train", str(tmp_path)]) == 2
     assert "not the folder of a run" in capsys.readouterr().err
     assert main(["train", str(moved), "base_emb_dim=32"]) == 2
-
-
-def test_a_second_process_in_a_run_is_refused(run, tmp_path):
-    """Two processes in one folder: the second stops with an error before it reads or writes anything."""
-    with rampup.loop.lock.own_run(run):
-        command = [sys.executable, "-m", "rampup", "train", str(run), "steps=9"]
-        second = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
-    assert second.returncode == 2
-    assert f"process {os.getpid()}" in second.stderr
-    assert "Traceback" not in second.stderr
-    assert saved_checkpoint(rampup.load_config(run / "config.yml")).step == 6
 
 
 def test_a_loaded_run_prints_in_a_line(run):

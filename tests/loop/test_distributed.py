@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import processes
-from helpers.tiny import TINY, command_line
+from helpers.processes import free_port
+from helpers.tiny import AUTO, TINY, command_line
 
 from rampup import Config
 from rampup.engine import processes as engine_processes
@@ -23,13 +24,6 @@ from rampup.loop.distributed import _differences, _problem, join
 
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
 SETTINGS = TINY | {"base_num_decoder_layers": 2, "checkpoint_period": 4, "run_name": "run", "learning_rate_schedule_steps": 12}
-
-
-def free_port():
-    """Return a port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 def run_command(words, folder, opened):
@@ -201,10 +195,7 @@ def test_processes_use_the_same_shapes_however_late_their_rows(tmp_path, microba
     """With readers that are late by up to 200 ms and a loop that runs ahead, every step has one shape in both processes."""
     port, files = free_port(), [tmp_path / f"sizes{n}" for n in range(2)]
     arguments = [(n, port, microbatch, num_steps, files[n]) for n in range(2)]
-    started = [processes.start(run_with_late_rows, *args, log=tmp_path / f"{args[0]}.log") for args in arguments]
-    for process, args in zip(started, arguments, strict=True):
-        process.join(600)
-        assert process.exitcode == 0, (tmp_path / f"{args[0]}.log").read_text()
+    processes.run_all(run_with_late_rows, arguments, tmp_path, 600)
     sizes = [json.loads(file.read_text()) for file in files]
     assert sizes[0] == sizes[1]
     assert set(sizes[0]) == ({1, 2, 4} if microbatch == "per_phase" else {1, 4})
@@ -256,12 +247,8 @@ def train_own_state(number, port, path):
 def test_processes_train_a_state_of_ones_own(tmp_path):
     """On a mesh whose only axis is data, two processes train every field of a Flax state as one does, a random key too."""
     port, files = free_port(), [tmp_path / name for name in ("0", "1", "alone")]
-    logs = [tmp_path / f"{n}.log" for n in range(2)]
-    started = [processes.start(train_own_state, n, port, files[n], log=logs[n]) for n in range(2)]
+    processes.run_all(train_own_state, [(n, port, files[n]) for n in range(2)], tmp_path)
     train_own_state(0, None, files[2])
-    for process, log in zip(started, logs, strict=True):
-        process.join(300)
-        assert process.exitcode == 0, log.read_text()
     found = [json.loads(file.read_text()) for file in files]
     assert found[0] == found[1]
     for x, expected in zip(found[0], found[2], strict=True):
@@ -300,12 +287,7 @@ def test_gradient_noise_is_the_same_in_1_2_and_4_processes(tmp_path):
     jobs = [(process, number) for number in (1, 2, 4) for process in range(number)]
     ports = {number: free_port() for number in (1, 2, 4)}
     files = {job: tmp_path / f"{job[1]}-{job[0]}.json" for job in jobs}
-    started = {
-        job: processes.start(measure_noise, *job, ports[job[1]], files[job], log=files[job].with_suffix(".log")) for job in jobs
-    }
-    for job, process in started.items():
-        process.join(300)
-        assert process.exitcode == 0, files[job].with_suffix(".log").read_text()
+    processes.run_all(measure_noise, [(*job, ports[job[1]], files[job]) for job in jobs], tmp_path)
     found = {job: json.loads(file.read_text()) for job, file in files.items()}
     for (process, number), steps in found.items():
         assert steps == found[0, number], (process, number)
@@ -316,19 +298,6 @@ def test_gradient_noise_is_the_same_in_1_2_and_4_processes(tmp_path):
     assert one[0]["blocks"] == 32
     for mesh in (one[2:4], one[4:6]):
         assert mesh == [pytest.approx(step, rel=1e-6) for step in one[:2]]
-
-
-AUTO = {
-    "batch_size_schedule": "auto",
-    "enable_rampup_batch_size": False,  # SETTINGS, with which every run here starts, sets it
-    "per_device_batch_size_start": 1,
-    "per_device_batch_size": 4,
-    "gradient_noise_half_life_samples": 60,
-    # At the first weights, on random tokens, the noise is large and stays as it is.
-    "opt_type": "sgd",
-    "learning_rate": 1e-4,
-    "dataset_type": "synthetic",
-}
 
 
 def run_without_noise(words, folder, opened):
@@ -343,7 +312,7 @@ def run_without_noise(words, folder, opened):
 def test_processes_decide_alike_about_the_batch(tmp_path):
     """Process 1 would not grow the batch, but both use what process 0 has decided and saved; one process resumes alike."""
     keys = {name: value for name, value in SETTINGS.items() if "per_device" not in name and "rampup" not in name}
-    keys |= AUTO | {"learning_rate_schedule_steps": 24}
+    keys |= AUTO | {"enable_rampup_batch_size": False, "learning_rate_schedule_steps": 24}
     one, many = tmp_path / "one", tmp_path / "many"
     found = finish(start(many, number=2, devices=8, runs=[run_command, run_without_noise], **keys | {"steps": 12}), many)
     assert [code for code, _ in found] == [0, 0], found
@@ -449,13 +418,10 @@ def wait_with_others(number, port, delay, seen):
 
 def test_wait_for_all_waits_for_the_last(tmp_path):
     """No process goes on before all are there, and process 0 names the one that is missing."""
-    port, logs = free_port(), [tmp_path / f"{n}.log" for n in range(2)]
-    started = [processes.start(wait_with_others, n, port, 1, tmp_path, log=logs[n]) for n in range(2)]
-    for process, log in zip(started, logs, strict=True):
-        process.join(120)
-        assert process.exitcode == 0, log.read_text()
+    port = free_port()
+    printed = processes.run_all(wait_with_others, [(n, port, 1, tmp_path) for n in range(2)], tmp_path)
     assert [(tmp_path / f"after{n}").read_text() for n in range(2)] == ["0 1", "0 1"]
-    assert "rampup: process 0 of 2 waits for process 1" in logs[0].read_text()
+    assert "rampup: process 0 of 2 waits for process 1" in printed[0]
 
 
 def train_late(number, port, delay, path):
@@ -482,11 +448,8 @@ def train_late(number, port, delay, path):
 @pytest.mark.slow
 def test_processes_start_however_late_one_is(tmp_path):
     """Four processes, of which one is 40 s late to its state and another to its first step, train: JAX gives up after 30 s."""
-    port, logs = free_port(), [tmp_path / f"{n}.log" for n in range(4)]
-    started = [processes.start(train_late, n, port, 40, tmp_path / f"loss{n}", log=logs[n]) for n in range(4)]
-    for process, log in zip(started, logs, strict=True):
-        process.join(300)
-        assert process.exitcode == 0, log.read_text()
+    port = free_port()
+    processes.run_all(train_late, [(n, port, 40, tmp_path / f"loss{n}") for n in range(4)], tmp_path)
     assert len({(tmp_path / f"loss{n}").read_text() for n in range(4)}) == 1
 
 
@@ -495,12 +458,6 @@ def test_processes_that_see_others_without_joining_are_refused(monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: 2)
     with pytest.raises(ConfigError, match="sees the devices of 2 processes, but this one has not joined them"):
         check_joined()
-
-
-def test_join_does_nothing_for_a_single_process():
-    """Without arguments and variables nothing happens."""
-    assert not {"JAX_COORDINATOR_ADDRESS", "SLURM_JOB_ID"} & set(os.environ)
-    join()
 
 
 def test_differences_name_files_and_ignore_missing_facts():
