@@ -284,7 +284,15 @@ class _Branches:
             multiples = _legal_multiples(run_plan, step, DEFAULT_MULTIPLES)
         window = BranchWindow.of(position.split.global_batch_size, multiples, samples)
         plan = _branch_plan(config, run_plan, window, position.split.microbatch_size)
-        rate = _learning_rate(config, run_plan, step, plan)
+        # The run's next learning rate, or its last if its schedule has ended; `plan` scales it.
+        schedule = learning_rate(config, run_plan)
+        if not (peak := schedule.at(step) or schedule.at(step - 1)) > 0:
+            problem = f"the learning rate of the run is 0 at step {step}, so its branches would learn nothing"
+            fix = "choose another --step"
+            raise ConfigError(f"{problem}; {fix}", key="step")
+        size = position.split.global_batch_size
+        scale = learning_rate_scale(size, plan.reference_size, plan.learning_rate_batch_scaling)
+        rate = LearningRate(plan=plan, peak=peak / scale, kind="constant")
         rates = tuple(rate.at(phase.start_step) for phase in plan.ramp.phases)
 
         mesh = make_mesh(plan.axes)
@@ -399,18 +407,6 @@ def _branch_plan(config: OptimizerKeys, run_plan: RampPlan, window: BranchWindow
         learning_rate_batch_scaling="linear" if config.opt_type == "sgd" else "sqrt",
         reference_batch_size=run_plan.reference_size,
     )
-
-
-def _learning_rate(config: OptimizerKeys, run_plan: RampPlan, step: int, plan: RampPlan) -> LearningRate:
-    """Return the learning rate of the branches: the run's next one, or its last if its schedule has ended, scaled by `plan`."""
-    schedule, size = learning_rate(config, run_plan), run_plan.ramp.global_batch_size_at(step)
-    rate = schedule.at(step) or schedule.at(step - 1)
-    if not rate > 0:
-        problem = f"the learning rate of the run is 0 at step {step}, so its branches would learn nothing"
-        fix = "choose another --step"
-        raise ConfigError(f"{problem}; {fix}", key="step")
-    scale = learning_rate_scale(size, plan.reference_size, plan.learning_rate_batch_scaling)
-    return LearningRate(plan=plan, peak=rate / scale, kind="constant")
 
 
 def _train_branches(

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from rampup.config.build import plan_to_resume
 from rampup.config.key import Settings
@@ -22,7 +21,7 @@ from rampup.errors import ConfigError, ResumeMismatchError
 from rampup.lm.decode import decode, prefill
 from rampup.lm.train import language_model, learning_rate, optimizer, ramp_before
 from rampup.lm.transformer import LanguageModel
-from rampup.loop.checkpoint import checkpoint_steps, damage, find_checkpoint, read_record
+from rampup.loop.checkpoint import checkpoint_steps, damage, find_checkpoint, on_first_device, read_record, restore_tree
 from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, absolute_path
 
 MAX_TOKENS = 1_000_000
@@ -150,19 +149,9 @@ def load_run(run: Path, folder: Path) -> LoadedRun:
         tx = multi_steps(tx, plan)
     params = jax.eval_shape(model.init, jax.random.key(0))
     shapes = TrainState(step=jax.ShapeDtypeStruct((), jnp.int32), params=params, opt_state=jax.eval_shape(tx.init, params))
-    tree = restore_tree(folder, {"step": shapes.step, "params": params, "opt_state": shapes.opt_state})
+    tree = restore_tree(folder, on_first_device({"step": shapes.step, "params": params, "opt_state": shapes.opt_state}))
     state, context = shapes.replace(**tree), config.max_target_length
     return LoadedRun(folder=folder, step=step, params=state.params, state=state, config=config, model=model, context=context)
-
-
-def restore_tree(folder: Path, shapes: Any = None) -> Any:
-    """Return the state of a checkpoint on the first device, as a tree like `shapes`, by default one of dicts."""
-    # It only reads, so it needs no `ocp.CheckpointManager`.
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        shapes = reader.metadata(folder).item_metadata.state if shapes is None else shapes
-        on_device = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
-        return reader.restore(folder, args=ocp.args.Composite(state=ocp.args.StandardRestore(on_device))).state
 
 
 def check_identity(config: Settings, record: Mapping[str, Any], run: Path, folder: Path) -> None:

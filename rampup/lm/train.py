@@ -134,7 +134,7 @@ class TrainSetup:
     loss: LossFn | SummableLoss
     tx: optax.GradientTransformation
     learning_rate: LearningRate
-    step: TrainStep
+    step: TrainStep = None  # from `with_batches`, with which a setup is built
 
     @classmethod
     def from_config(cls, config: Config, plan: RampPlan, mesh: Mesh) -> Self:
@@ -158,12 +158,24 @@ class TrainSetup:
             loss=loss,
             tx=tx,
             learning_rate=rate,
-            step=_train_step(config, loss, tx, plan, mesh),
-        )
+        ).with_batches(plan)
 
     def with_batches(self, plan: RampPlan) -> Self:
         """Return this setup with the batches of another plan, of as many stages and repeats; everything else stays."""
-        return replace(self, plan=plan, step=_train_step(self.config, self.loss, self.tx, plan, self.mesh))
+        config = self.config
+        step = train_step(
+            self.loss,
+            self.tx,
+            plan,
+            self.mesh,
+            engine=config.gradient_accumulation,
+            seed=config.init_weights_seed,
+            skip_nonfinite=config.skip_nonfinite > 0,
+            shard_optimizer_over_data=config.shard_optimizer_over_data,
+            wait_for_compilation=config.wait_for_compilation or None,  # None: yes if there are several processes
+            measure_gradient_noise=config.measure_gradient_noise,
+        )
+        return replace(self, plan=plan, step=step)
 
     def evaluation(self, size: int, num_batches: int) -> tuple[EvalStep, RampPlan]:
         """Return the evaluation step, which is without dropout, and the plan of its batches of `size` rows."""
@@ -378,21 +390,6 @@ class Run:
                 write_whole(folder / CONFIG_FILE, text.encode())
             _, summary = loop.train(state, start)
             return summary if auto is None else replace(summary, batch_size_schedule=auto.schedule)
-
-
-def _train_step(config: Config, loss: LossFn | SummableLoss, tx: Any, plan: RampPlan, mesh: Mesh) -> TrainStep:
-    return train_step(
-        loss,
-        tx,
-        plan,
-        mesh,
-        engine=config.gradient_accumulation,
-        seed=config.init_weights_seed,
-        skip_nonfinite=config.skip_nonfinite > 0,
-        shard_optimizer_over_data=config.shard_optimizer_over_data,
-        wait_for_compilation=config.wait_for_compilation or None,  # None: yes if there are several processes
-        measure_gradient_noise=config.measure_gradient_noise,
-    )
 
 
 def language_model(config: ModelKeys) -> LanguageModel:

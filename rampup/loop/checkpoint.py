@@ -74,17 +74,11 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """The newest intact checkpoint of a folder, as `find_checkpoint` returns it.
+    """The newest intact checkpoint of a folder, as `find_checkpoint` returns it."""
 
-    Attributes:
-        step: optimizer steps done.
-        record: its record, read once.
-        damaged: newer checkpoints that are damaged: optimizer steps -> the problem.
-    """
-
-    step: int
-    record: Mapping[str, Any]
-    damaged: Mapping[int, str] = field(default_factory=dict)
+    step: int  # optimizer steps done
+    record: Mapping[str, Any]  # read once
+    damaged: Mapping[int, str] = field(default_factory=dict)  # newer ones that are damaged: optimizer steps -> the problem
 
 
 def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
@@ -154,15 +148,10 @@ def read_state(folder: Path, step: int, state: Any) -> Any:
     Raises:
         ResumeMismatchError: a state of another structure.
     """
-    with ocp.CheckpointManager(absolute_path(folder), options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-        return _restored(manager, folder, step, state)
-
-
-def _restored(manager: ocp.CheckpointManager, folder: Path, step: int, state: Any) -> Any:
-    """Return the state of a checkpoint with the structure, types and shardings of `state`; see `read_state`."""
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _as_tree(state))
     # Orbax would fail at a leaf that differs, with a page of messages from its threads.
-    stored = ocp.StandardCheckpointHandler().metadata(absolute_path(folder) / str(step) / "state").tree
+    checkpoint = absolute_path(folder) / str(step)
+    stored = ocp.StandardCheckpointHandler().metadata(checkpoint / "state").tree
     before, now = (
         {
             jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
@@ -180,11 +169,25 @@ def _restored(manager: ocp.CheckpointManager, folder: Path, step: int, state: An
     cause: Exception | None = None
     if not reason:
         try:
-            tree = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
-            return replace_fields(state, **tree)
+            return replace_fields(state, **restore_tree(checkpoint, abstract))
         except (ValueError, KeyError, TypeError) as error:
             reason, cause = " ".join(str(error).split())[:500], error
     raise ResumeMismatchError(f"the state in {folder / str(step)} is not of this model and optimizer: {reason}") from cause
+
+
+def restore_tree(checkpoint: Path, shapes: Any = None) -> Any:
+    """Return the state of a checkpoint as a tree like `shapes` with its shardings; by default one of dicts, on one device."""
+    # It only reads, so it needs no `ocp.CheckpointManager`.
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        if shapes is None:
+            shapes = on_first_device(reader.metadata(checkpoint).item_metadata.state)
+        return reader.restore(checkpoint, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes))).state
+
+
+def on_first_device(shapes: Any) -> Any:
+    """Return shapes with the sharding of the first device of this process."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
 
 
 def checkpoint_steps(folder: Path) -> tuple[int, ...]:
@@ -279,7 +282,7 @@ class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
         Raises:
             ResumeMismatchError: a state of another structure; nothing is moved then.
         """
-        restored = _restored(self._manager, self.folder, saved.step, state)
+        restored = read_state(self.folder, saved.step, state)
         for step, problem in saved.damaged.items():
             source, target = self.folder / str(step), self.folder.parent / DAMAGED_FOLDER
             names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))

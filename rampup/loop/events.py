@@ -17,19 +17,12 @@ class Event:
 
 
 class RunPlanned(Event):
-    """The run is planned and built, and nothing is trained yet.
+    """The run is planned and built, and nothing is trained yet."""
 
-    Attributes:
-        plan: the `RampPlan`, or another plan of the loop.
-        folder: the run's folder.
-        devices: the devices of all processes.
-        num_parameters: parameters of the model.
-    """
-
-    plan: Any
-    folder: Path
-    devices: Sequence[Any]
-    num_parameters: int
+    plan: Any  #: the `RampPlan`, or another plan of the loop
+    folder: Path  #: the run's folder
+    devices: Sequence[Any]  #: the devices of all processes
+    num_parameters: int  #: parameters of the model
 
 
 class RunStarted(Event):
@@ -42,21 +35,13 @@ class RunStarted(Event):
 
 
 class LearningRateChanged(Event):
-    """A run resumes with another learning-rate schedule than that of its checkpoint.
+    """A run resumes with another learning-rate schedule than that of its checkpoint."""
 
-    Attributes:
-        step: the last step before the checkpoint.
-        before: the learning rate that it had.
-        after: the learning rate that the schedule of this run has there; the steps from here on follow it.
-        schedule_steps: the length of the schedule before, if it was another one.
-        plan: the plan from here on.
-    """
-
-    step: int
-    before: float
-    after: float
-    schedule_steps: int | None
-    plan: Any
+    step: int  #: the last step before the checkpoint
+    before: float  #: the learning rate that it had
+    after: float  #: the learning rate that the schedule of this run has there; the steps from here on follow it
+    schedule_steps: int | None  #: the length of the schedule before, if it was another one
+    plan: Any  #: the plan from here on
 
 
 class PhaseStarted(Event):
@@ -74,17 +59,11 @@ class BatchSizeChanged(Event):
 
 
 class BatchSizeDecided(Event):
-    """With `batch_size_schedule: auto`, a decision after step `step`, of which there is one every tenth step.
+    """With `batch_size_schedule: auto`, a decision after step `step`, of which there is one every tenth step."""
 
-    Attributes:
-        step: the step.
-        changed: whether the batch changes, or the advised one.
-        outlook: the size with the reason for it, or with what the next larger one needs.
-    """
-
-    step: int
-    changed: bool
-    outlook: str
+    step: int  #: the step
+    changed: bool  #: whether the batch changes, or the advised one
+    outlook: str  #: the size with the reason for it, or with what the next larger one needs
 
 
 class StepDone(Event):
@@ -115,19 +94,12 @@ class CheckpointSaved(Event):
 
 
 class CheckpointDamaged(Event):
-    """A damaged checkpoint was moved aside, and an older one is used.
+    """A damaged checkpoint was moved aside, and an older one is used."""
 
-    Attributes:
-        steps: optimizer steps of the damaged checkpoint.
-        problem: how it is damaged.
-        moved_to: where it is now.
-        used: optimizer steps of the checkpoint that is used instead.
-    """
-
-    steps: int
-    problem: str
-    moved_to: Path
-    used: int
+    steps: int  #: optimizer steps of the damaged checkpoint
+    problem: str  #: how it is damaged
+    moved_to: Path  #: where it is now
+    used: int  #: optimizer steps of the checkpoint that is used instead
 
 
 class StorageFailed(Event):

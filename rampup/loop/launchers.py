@@ -30,21 +30,13 @@ _ALONE = "distributed=off trains in this process alone"
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The place of this process among several.
+    """The place of this process among several."""
 
-    Attributes:
-        count: number of processes.
-        number: number of this process, from 0.
-        address: host:port of process 0.
-        by: what says so.
-        cluster: JAX's detector, which knows the address.
-    """
-
-    count: int
-    number: int
-    address: str = ""
-    by: str = ""
-    cluster: Any = None
+    count: int  # processes
+    number: int  # of this process, from 0
+    address: str = ""  # host:port of process 0
+    by: str = ""  # what says so
+    cluster: Any = None  # JAX's detector, which knows the address
 
 
 def find_launch(

@@ -258,7 +258,7 @@ class Loop:
 
     @contextlib.contextmanager
     def _report_abort(self) -> Iterator[None]:
-        """Report a second Ctrl-C, which ends the run in the middle of a step."""
+        """Report a second Ctrl-C, which ends the run in the middle of a step, when the last checkpoint is written."""
         try:
             yield
         except KeyboardInterrupt:
@@ -383,7 +383,7 @@ class Loop:
 
 
 @contextlib.contextmanager
-def stop_requests(on_request: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
+def stop_requests(on_request: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """Turn the first Ctrl-C or SIGTERM into a request to stop after the steps in flight; the second acts as usual.
 
     `on_request` is called at the first one, at once and in a thread of its own: the main thread may hold any lock.

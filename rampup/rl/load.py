@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rampup.lm.load import LoadedRun, check_identity, load_run, named_checkpoint, restore_tree
+from rampup.lm.load import LoadedRun, check_identity, load_run, named_checkpoint
 from rampup.lm.transformer import LanguageModel
-from rampup.loop.checkpoint import read_record
+from rampup.loop.checkpoint import read_record, restore_tree
 from rampup.loop.run_folder import CONFIG_FILE
 from rampup.rl.config import load_rollout_config
 from rampup.rl.tasks import END_TOKEN, VOCAB_SIZE

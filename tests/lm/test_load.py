@@ -34,8 +34,12 @@ def run(tmp_path_factory):
 
 
 def test_load_returns_config_model_params_and_state(run):
-    """The loaded model has the loss that the run reports."""
-    loaded = rampup.load(run)
+    """The newest checkpoint, or a named one; the repr has folder, step and the shapes of the parameters, and no arrays."""
+    assert rampup.load(run / "checkpoints" / "3").step == 3
+    loaded = rampup.load(run / "checkpoints")
+    assert loaded.folder == rampup.load(str(run)).folder == run / "checkpoints" / "6"
+    assert repr(loaded).startswith(f"LoadedRun(folder='{run}/checkpoints/6', step=6, params=<12 arrays, ")
+    assert repr(loaded).endswith(" more>, state=TrainState, config=Config, model=LanguageModel)")
     assert loaded.step == int(loaded.state.step) == 6
     assert loaded.config.base_emb_dim == 16
     assert loaded.params is loaded.state.params
@@ -46,13 +50,6 @@ def test_load_returns_config_model_params_and_state(run):
     logits = jax.jit(loaded.model.logits)(loaded.params, jnp.asarray([list(b"def main")]))
     assert logits.shape == (1, 8, 256)
     assert np.isfinite(np.asarray(logits)).all()
-
-
-def test_load_takes_one_checkpoint(run):
-    """A checkpoint is named by its folder; the others are the run's newest."""
-    assert rampup.load(run / "checkpoints" / "3").step == 3
-    assert rampup.load(run / "checkpoints").step == 6
-    assert rampup.load(str(run)).folder == run / "checkpoints" / "6"
 
 
 def test_plain_orbax_restores_the_checkpoint(run):
@@ -112,36 +109,19 @@ def test_generate_refuses_arguments_out_of_range(run, options):
         rampup.load(run).generate("a", **options)
 
 
-def test_generate_command(run, capsys):
-    """One JSON object with the text, or the prompt and its continuation."""
-    assert main(["generate", str(run), "--prompt", "def f", "--tokens", "5", "--temperature", "0", "--json"]) == 0
+def test_generate_command_takes_any_bytes_and_prints_on_any_output(run, monkeypatch, capsys):
+    """One JSON object with the text, or the prompt and its continuation; a prompt that is not UTF-8, on an output of ASCII."""
+    command = ["generate", str(run), "--prompt", "def f", "--tokens", "5", "--temperature", "0"]
+    assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["prompt"], found["step"], found["seed"]) == ("def f", 6, 0)
-    assert main(["generate", str(run), "--prompt", "def f", "--tokens", "5", "--temperature", "0"]) == 0
+    assert main(command) == 0
     assert capsys.readouterr().out == f"def f{found['text']}\n"
-
-
-def test_generate_takes_any_bytes_and_prints_on_any_output(run, monkeypatch):
-    """A prompt that is not UTF-8, on an output that is ASCII."""
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", output)
     assert main(["generate", str(run), "--tokens", "6", "--prompt", os.fsdecode(b"\xff\xe9")]) == 0
     output.flush()
     assert output.buffer.getvalue().startswith(rb"\udcff\udce9")
-
-
-def test_train_takes_a_configuration_only():
-    """The path of a file is an error that says how to read it."""
-    for call in (rampup.train, rampup.build_plan):
-        with pytest.raises(ConfigError, match=r"takes a Config, not a str; read a file with rampup.load_config"):
-            call("configs/base.yml")
-
-
-def test_train_prints_nothing(tmp_path, capfd):
-    """`rampup.train(config)` is quiet; what happens is in the events and the summary."""
-    summary = rampup.train(rampup.Config(**SHORT | {"steps": 2}, base_output_directory=str(tmp_path)))
-    assert capfd.readouterr() == ("", "")
-    assert summary.steps == 2
 
 
 def test_an_unnamed_run_is_resumed_by_the_printed_command(tmp_path, capsys, monkeypatch):
@@ -180,10 +160,3 @@ def test_train_run_folder_takes_settings(run, tmp_path, capsys):
     assert main(["train", str(tmp_path)]) == 2
     assert "not the folder of a run" in capsys.readouterr().err
     assert main(["train", str(moved), "base_emb_dim=32"]) == 2
-
-
-def test_a_loaded_run_prints_in_a_line(run):
-    """The repr has the folder, the step and the shapes of the parameters, and no arrays."""
-    text = repr(rampup.load(run))
-    assert text.startswith(f"LoadedRun(folder='{run}/checkpoints/6', step=6, params=<12 arrays, ")
-    assert text.endswith(" more>, state=TrainState, config=Config, model=LanguageModel)")

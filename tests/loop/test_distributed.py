@@ -364,21 +364,19 @@ def test_check_consistent_refuses_processes_with_other_data(tmp_path):
         ({"coordinator_address": "localhost:1", "num_processes": 2, "process_id": -1}, "process_id"),
     ],
 )
-def test_join_needs_all_of_its_arguments(given, key):
-    """Address, number of processes and own number come together, or an error names what is missing."""
+def test_join_needs_all_of_its_arguments(given, key, monkeypatch):
+    """Address, number of processes and own number come together, or an error names what is missing; JAX's variables count."""
     with pytest.raises(ConfigError) as caught:
         join(**given)
     assert caught.value.key == key
-
-
-def test_join_reads_the_environment(monkeypatch):
-    """JAX's variables take the place of the arguments, and a number must be one."""
-    monkeypatch.setenv("JAX_PROCESS_ID", "first")
-    with pytest.raises(ConfigError, match="JAX_PROCESS_ID='first' must be a whole number"):
-        join()
-    monkeypatch.setenv("JAX_PROCESS_ID", "3")
-    with pytest.raises(ConfigError, match="process_id is given without coordinator_address and num_processes"):
-        join()
+    for value, words in (("first", "'first' must be a whole number"), ("3", " is given without coordinator_address and num_")):
+        monkeypatch.setenv("JAX_PROCESS_ID", value)
+        with pytest.raises(ConfigError, match=f"JAX_PROCESS_ID={words}" if value == "first" else f"process_id{words}"):
+            join()
+    # Without joining, JAX's backend may have devices of other processes.
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="sees the devices of 2 processes, but this one has not joined them"):
+        check_joined()
 
 
 @pytest.mark.parametrize(
@@ -451,13 +449,6 @@ def test_processes_start_however_late_one_is(tmp_path):
     port = free_port()
     processes.run_all(train_late, [(n, port, 40, tmp_path / f"loss{n}") for n in range(4)], tmp_path)
     assert len({(tmp_path / f"loss{n}").read_text() for n in range(4)}) == 1
-
-
-def test_processes_that_see_others_without_joining_are_refused(monkeypatch):
-    """If JAX's backend has devices of other processes without a client, a sentence says so."""
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    with pytest.raises(ConfigError, match="sees the devices of 2 processes, but this one has not joined them"):
-        check_joined()
 
 
 def test_differences_name_files_and_ignore_missing_facts():
