@@ -19,7 +19,7 @@ from rampup.engine.accumulate import multi_steps
 from rampup.engine.state import TrainState, describe_tree
 from rampup.errors import ConfigError, ResumeMismatchError
 from rampup.lm.decode import decode, prefill
-from rampup.lm.train import language_model, learning_rate, optimizer, ramp_before
+from rampup.lm.train import learning_rate, optimizer, ramp_before
 from rampup.lm.transformer import LanguageModel
 from rampup.loop.checkpoint import checkpoint_steps, damage, find_checkpoint, on_first_device, read_record, restore_tree
 from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, absolute_path
@@ -142,7 +142,7 @@ def load_run(run: Path, folder: Path) -> LoadedRun:
         return LoadedRun(folder=folder, step=step, params=tree.get("params"), state=tree)
     config = load_config(run / CONFIG_FILE)
     check_identity(config, record, run, folder)
-    model = language_model(config)
+    model = LanguageModel.from_config(config)
     plan = plan_to_resume(config, ramp["num_devices"], ramp)
     tx = optimizer(config, learning_rate(config, plan))
     if config.gradient_accumulation == "multi_steps":

@@ -145,7 +145,7 @@ class TrainSetup:
             raise ConfigError(
                 f"{enabled[0]}=true keeps a part of the state in host memory, but {problem}", key=enabled[0], nearest=(False,)
             )
-        model, splitter = language_model(config).on(mesh), plan.splitter
+        model, splitter = LanguageModel.from_config(config).on(mesh), plan.splitter
         rate, loss = learning_rate(config, plan), model_loss(config, model, plan, mesh)
         tx = optimizer(config, rate)
         return cls(
@@ -390,21 +390,6 @@ class Run:
                 write_whole(folder / CONFIG_FILE, text.encode())
             _, summary = loop.train(state, start)
             return summary if auto is None else replace(summary, batch_size_schedule=auto.schedule)
-
-
-def language_model(config: ModelKeys) -> LanguageModel:
-    """Return the model that the configuration describes."""
-    return LanguageModel.from_config(
-        config,
-        vocab_size=config.vocab_size,
-        tied=config.logits_via_embedding,
-        dropout_rate=config.dropout_rate,
-        param_dtype=config.weight_dtype,
-        remat_policy=config.remat_policy,
-        scan_layers=config.scan_layers,
-        attention=config.attention,
-        num_vocab_tiling=config.num_vocab_tiling,
-    )
 
 
 def learning_rate(config: OptimizerKeys, plan: RampPlan) -> LearningRate:

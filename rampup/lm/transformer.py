@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -57,6 +57,11 @@ _LAYER_SPECS = {
     "up": (FSDP, TENSOR),
     "down": (TENSOR, FSDP),
 }
+
+
+# The keys of base.yml and rl.yml for attributes of a model that are not named like them.
+_KEYS = {"num_layers": "base_num_decoder_layers", "width": "base_emb_dim", "mlp_dim": "base_mlp_dim"}
+_KEYS |= {"num_heads": "base_num_query_heads", "tied": "logits_via_embedding", "param_dtype": "weight_dtype"}
 
 
 class Block(nn.Module):
@@ -144,16 +149,9 @@ class LanguageModel:
 
     @classmethod
     def from_config(cls, config: Any, **others: Any) -> LanguageModel:
-        """Return the model that the keys of base.yml and rl.yml describe; `others` are attributes without such a key."""
-        return cls(
-            num_layers=config.base_num_decoder_layers,
-            width=config.base_emb_dim,
-            mlp_dim=config.base_mlp_dim,
-            num_heads=config.base_num_query_heads,
-            num_kv_heads=config.num_kv_heads,
-            dtype=config.dtype,
-            **others,
-        )
+        """Return the model that a configuration describes; `others` are attributes for which that of rl.yml has no key."""
+        keys = {field.name: _KEYS.get(field.name, field.name) for field in fields(cls)}
+        return cls(**{name: getattr(config, key) for name, key in keys.items() if hasattr(config, key)} | others)
 
     @property
     def block(self) -> Block:

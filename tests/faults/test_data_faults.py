@@ -10,14 +10,13 @@ from faults import toy_run
 from helpers.runs import metrics_of
 from helpers.tiny import TINY_MODEL
 
-from rampup import Config
+from rampup import Config, build_plan
 from rampup.data import files
 from rampup.data.batches import step_batches
 from rampup.data.files import fingerprints, open_sources
 from rampup.data.sources import files_of
 from rampup.errors import DataError, ResumeMismatchError
 from rampup.lm import train as lm
-from rampup.loop.loop import Loop
 
 SETTINGS = TINY_MODEL | {"steps": 6, "per_device_batch_size": 2, "checkpoint_period": 2, "dataset_type": "tokens"}
 SIZES = {"holdout_fraction": 0.1, "sequence_length": 16, "vocab_size": 256, "eval_files": None}
@@ -165,22 +164,11 @@ def test_files_that_cannot_be_read_are_refused_by_name(tokens, harm, words):
         open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
 
 
-def test_a_checkpoint_says_what_the_data_were(tmp_path, tokens, monkeypatch):
-    """The language model's checkpoints hold the fingerprint of every file of training data; the files may move."""
-    records = []
-
-    class Recorded(Loop):
-        """A loop that does not train."""
-
-        def train(self, state, start):  # noqa: ARG002 - as in the base class
-            """Note what a checkpoint would contain."""
-            records.append(self.checkpoints.identity["data"])
-            return state, None
-
-    monkeypatch.setattr(lm, "Loop", Recorded)
-    lm.train(config(tmp_path))
+def test_a_run_knows_what_its_data_are(tmp_path, tokens):
+    """The language model has the fingerprint of every file of training data; the files may move."""
+    settings = config(tmp_path)
     known = fingerprints([str(path) for path in sorted(tokens.iterdir())])
-    assert records == [known]
+    assert lm.Run.from_config(settings, build_plan(settings, jax.device_count())).data == known
     assert list(known) == ["0.bin", "1.bin", "2.npy"]
     moved = tokens.rename(tmp_path / "moved")
     assert fingerprints([str(path) for path in sorted(moved.iterdir())]) == known

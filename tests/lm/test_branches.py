@@ -91,15 +91,6 @@ def test_critical_json(run, work, capsys):
     assert json.loads(capsys.readouterr().out) == found
 
 
-@pytest.mark.slow
-def test_branches_of_a_run_that_is_training(run, tmp_path):
-    """Half and three times the batch from an older checkpoint, in one program, while a process owns the run."""
-    with own_run(run):
-        found = find_critical_batch_size(run, step=8, multiples=("1/2", 1, 3), tokens=4000, work_folder=tmp_path)
-    assert found.num_compilations == 1
-    assert [branch.global_batch_size for branch in found.branches] == [8, 16, 48]
-
-
 def test_all_branches_read_the_same_samples(run):
     """They are those that follow the checkpoint."""
     config, record = _find_run(run, 8)
@@ -232,6 +223,23 @@ def test_critical_says_what_is_only_a_bound(bound, size, smaller, words, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["replicas", "pipeline"])
+def test_branches_read_their_run_only(run, tmp_path, kind):
+    """Half and three times the batch from an older checkpoint, in one program, of a run that trains meanwhile, also through
+    stages with sharded optimizer state and dropout.
+    """
+    keys = {"base_num_decoder_layers": 2, "ici_pipeline_parallelism": 2, "shard_optimizer_over_data": True, "dropout_rate": 0.1}
+    folder = run if kind == "replicas" else train(tmp_path, **keys)
+    before = digest(folder)
+    with own_run(folder):
+        found = find_critical_batch_size(folder, step=8, multiples=("1/2", 1, 3), tokens=4000, work_folder=tmp_path / "work")
+    assert digest(folder) == before
+    assert found.num_compilations == 1
+    assert [branch.global_batch_size for branch in found.branches] == [8, 16, 48]
+    assert all(np.isfinite(branch.loss) for branch in found.branches)
+
+
+@pytest.mark.slow
 def test_window_beyond_the_data_is_refused(tmp_path):
     """With one pass over few rows, the error names the samples and the remedies."""
     (tmp_path / "text.txt").write_text("abcdefgh" * 1000)
@@ -272,17 +280,3 @@ def test_noise_scale_and_critical_batch_are_compared(value, low, bound, words, t
     noise = None if value is low is None else NoiseEstimate(value=value, low=low, high=None)
     found = result(tmp_path, bound=bound, noise_scale_samples=noise).disagreement
     assert found is None if words is None else words in found
-
-
-@pytest.mark.slow
-def test_branches_of_a_pipeline_with_zero_and_dropout(tmp_path):
-    """A run with stages, sharded optimizer state and dropout can be branched too."""
-    folder = train(
-        tmp_path, base_num_decoder_layers=2, ici_pipeline_parallelism=2, shard_optimizer_over_data=True, dropout_rate=0.1
-    )
-    before = digest(folder)
-    found = find_critical_batch_size(folder, multiples=(1, 2), tokens=4096)
-    assert digest(folder) == before
-    assert found.num_compilations == 1
-    assert all(np.isfinite(branch.loss) for branch in found.branches)
-    assert found.folder.parent == tmp_path / "demo.critical"

@@ -155,31 +155,39 @@ class LateRows:
         return {"x": np.full(4, index, np.float32)}
 
 
-def run_with_late_rows(number, port, microbatch, num_steps, path):
-    """Train without reading a metric, and write the microbatch size of every step into a file."""
+def train_rows(number, port, count, schedule, rows, *, num_steps, delays=(0, 0), **splitter):
+    """Train one device of each of `count` processes; return the batches' microbatch sizes and the last loss."""
     import jax
     import optax
 
     import rampup
 
-    join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
-    devices = [next(device for device in jax.devices() if device.process_index == n) for n in range(2)]
-    mesh = rampup.make_mesh(rampup.MeshAxes(data=2), devices)
+    join(coordinator_address=f"localhost:{port}", num_processes=count, process_id=number)
+    devices = [next(device for device in jax.devices() if device.process_index == n) for n in range(count)]
+    mesh = rampup.make_mesh(rampup.MeshAxes(data=count), devices)
     plan = rampup.RampPlan(
-        ramp=rampup.BatchRamp.from_schedule(f"0:2 {num_steps // 2}:4 {3 * num_steps // 2}:8"),
-        splitter=rampup.BatchSplitter(data_parallel_size=2, rampup_microbatch=microbatch),
-        num_devices=2,
+        ramp=rampup.BatchRamp.from_schedule(schedule),
+        splitter=rampup.BatchSplitter(data_parallel_size=count, **splitter),
+        num_devices=count,
         total_steps=num_steps,
     )
-    tx = optax.sgd(0.001)
+    tx, sizes = optax.sgd(0.001), []
+    time.sleep(delays[0])
     step = rampup.train_step(lambda p, b, keys: (((p - b["x"]) ** 2).sum(), b["x"].size, {}), tx, plan, mesh)
     state = rampup.create_state(jax.numpy.zeros(4), tx, mesh)
-    sizes = []
-    for batch in step.batches(LateRows(number)):
+    time.sleep(delays[1])
+    # No metric is read in the loop, so that it runs ahead.
+    for batch in step.batches(rows):
         sizes.append(batch.position.split.microbatch_size)
-        state, _ = step(state, batch)
+        state, metrics = step(state, batch)
     assert jax.device_get(state.step) == num_steps
-    path.write_text(json.dumps(sizes))
+    return sizes, float(metrics["loss"])
+
+
+def run_with_late_rows(number, port, microbatch, num_steps, path):
+    """Train, and write the microbatch size of every step into a file."""
+    schedule, options = f"0:2 {num_steps // 2}:4 {3 * num_steps // 2}:8", {"rampup_microbatch": microbatch}
+    path.write_text(json.dumps(train_rows(number, port, 2, schedule, LateRows(number), num_steps=num_steps, **options)[0]))
 
 
 @pytest.mark.parametrize(
@@ -423,24 +431,9 @@ def test_wait_for_all_waits_for_the_last(tmp_path):
 
 
 def train_late(number, port, delay, path):
-    """Train with `train_step`, in a process that comes late to its first state and late to its first step."""
-    import jax
-    import optax
-
-    import rampup
-
-    join(coordinator_address=f"localhost:{port}", num_processes=4, process_id=number)
-    mesh = rampup.make_mesh(rampup.MeshAxes(data=4), [next(d for d in jax.devices() if d.process_index == n) for n in range(4)])
-    splitter = rampup.BatchSplitter(data_parallel_size=4)
-    plan = rampup.RampPlan(ramp=rampup.BatchRamp.from_schedule("0:4"), splitter=splitter, num_devices=4, total_steps=3)
-    tx = optax.sgd(0.001)
-    time.sleep(delay * (number == 1))
-    step = rampup.train_step(lambda p, b, keys: (((p - b["x"]) ** 2).sum(), b["x"].size, {}), tx, plan, mesh)
-    state = rampup.create_state(jax.numpy.zeros(4), tx, mesh)
-    time.sleep(delay * (number == 2))
-    for batch in step.batches([{"x": np.full(4, row, np.float32)} for row in range(12)]):
-        state, metrics = step(state, batch)
-    path.write_text(json.dumps(float(metrics["loss"])))
+    """Train in a process that comes late to its first state and late to its first step."""
+    rows, delays = [{"x": np.full(4, row, np.float32)} for row in range(12)], [delay * (number == n) for n in (1, 2)]
+    path.write_text(json.dumps(train_rows(number, port, 4, "0:4", rows, num_steps=3, delays=delays)[1]))
 
 
 @pytest.mark.slow

@@ -18,16 +18,7 @@ from rampup.lm.train import saved_checkpoint, train
 from rampup.loop import lock as run_lock
 from rampup.loop import run_folder as run_folder_module
 from rampup.loop.lock import LOCK_FILE, own_run
-from rampup.loop.run_folder import (
-    StepLog,
-    absolute_path,
-    as_path,
-    is_bucket,
-    read_lines,
-    read_lines_backwards,
-    run_folder,
-    write_whole,
-)
+from rampup.loop.run_folder import StepLog, absolute_path, as_path, read_lines, read_lines_backwards, run_folder, write_whole
 from rampup.loop.writers import TensorBoardWriter
 from rampup.show.series import measured_throughput
 
@@ -54,19 +45,6 @@ def folder(bucket, monkeypatch):
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(run_lock, "STALE_SECONDS", 1.0)
     return as_path("gs://bucket/runs/demo")
-
-
-def test_as_path_keeps_local_paths_and_knows_buckets(folder):
-    """A folder is a pathlib.Path; a bucket keeps its two slashes; other URLs and missing packages are refused."""
-    assert type(as_path("runs/demo")) is type(Path())
-    assert str(folder / "metrics.jsonl") == "gs://bucket/runs/demo/metrics.jsonl"
-    assert absolute_path(folder) == folder
-    assert is_bucket(folder)
-    assert not is_bucket(Path("gs:/bucket"))
-    with pytest.raises(ConfigError, match="neither a folder nor a bucket"):
-        as_path("ftp://host/runs")
-    with pytest.raises(MissingDependencyError, match="pip install s3fs"):
-        as_path("s3://bucket/runs")
 
 
 def test_step_log_in_a_bucket_is_complete_after_sync(folder, bucket):
@@ -117,7 +95,13 @@ def test_step_log_in_a_bucket_writes_only_its_last_part_again(folder, bucket, mo
 
 
 def test_config_and_tensorboard_are_written_to_a_bucket(folder, bucket):
-    """config.yml and the event files arrive, after `flush`, with their content."""
+    """config.yml and the event files arrive, after `flush`, with their content; other URLs and missing packages are refused."""
+    assert str(folder / "metrics.jsonl") == "gs://bucket/runs/demo/metrics.jsonl"
+    assert absolute_path(folder) == folder
+    with pytest.raises(ConfigError, match="neither a folder nor a bucket"):
+        as_path("ftp://host/runs")
+    with pytest.raises(MissingDependencyError, match="pip install s3fs"):
+        as_path("s3://bucket/runs")
     made = run_folder("gs://bucket/runs", "demo")
     assert str(made) == str(folder)
     assert str(run_folder("gs://bucket/runs", "")).startswith("gs://bucket/runs/run-")
