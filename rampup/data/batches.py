@@ -85,15 +85,11 @@ class SampleOrder:
 
 
 class StepRows(NamedTuple):
-    """The rows of one optimizer step that this process has read, not yet split into microbatches.
+    """The rows of one optimizer step that this process has read, not yet split into microbatches."""
 
-    `samples` has the number of each sample (S,), in the order in which the planned split uses them; `rows` are arrays (S, ...).
-    The position in the plan is looked up once per step.
-    """
-
-    position: PlanPosition
-    samples: np.ndarray
-    rows: Any
+    position: PlanPosition  # looked up once per step
+    samples: np.ndarray  # the number of each sample (S,), in the order in which the planned split uses them
+    rows: Any  # arrays (S, ...)
 
 
 class StepDataset(grain.MapDataset[Any]):
@@ -170,8 +166,7 @@ class BatchLoader:
         order: which row each sample is.
         split_for: the split to use for a position if it may differ from the planned one, such as `TrainStep.split_for`:
             a phase whose program is not compiled yet then starts in the shape of the phase before.
-        chunk_size: microbatches of a chunk; 1 puts every microbatch into a chunk of its own. None: see
-            `rampup.engine.batch.layout_of`.
+        chunk_size: microbatches of a chunk; None: see `rampup.engine.batch.layout_of`.
         num_threads: threads that read.
         read_ahead: steps whose rows are read ahead of use.
         loading: which processes read.
@@ -224,8 +219,7 @@ class BatchLoader:
         """Split a step's rows into microbatches and put them on the devices: the one place where either happens."""
         position = step.position
         split = position.split if self.split_for is None else self.split_for(position)
-        if split != position.split:
-            position = replace(position, split=split)
+        position = replace(position, split=split)
         # From here on the position says how the batch is really split. Its samples are the planned ones in either case.
         batch_nR, f = dataset.split_rows(step, split), self.loading.factor
         parts = [jax.tree.map(lambda x, g=g: np.split(x, f, axis=1)[g], batch_nR) for g in range(f)] if f > 1 else [batch_nR]
@@ -346,9 +340,7 @@ def stream_batches(
         pending = [jax.tree.map(lambda x, used=needed: x[used:], ready)] if count > needed else []
         count -= needed
         batch_nR = jax.tree.map(lambda x, used=needed, n=split.num_microbatches: x[:used].reshape(n, -1, *x.shape[1:]), ready)
-        if split != position.split:
-            position = replace(position, split=split)
-        yield put_batch(batch_nR, position, plan, mesh, batch_axes=batch_axes, chunk_size=chunk_size)
+        yield put_batch(batch_nR, replace(position, split=split), plan, mesh, batch_axes=batch_axes, chunk_size=chunk_size)
 
 
 def microbatches(source: Any, plan: RampPlan, mesh: Mesh, **options: Any) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import os
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -56,7 +57,16 @@ def open_sources(
     def open_one(files: list[str]) -> RowSource:
         rows: RowSource
         if dataset_type == "text":
-            rows = _text_rows(files, **shape)
+            # All bytes, with a zero after each file.
+            pieces: list[bytes] = []
+            for path in files:
+                try:
+                    pieces.append(Path(path).read_bytes() + b"\0")
+                except OSError as error:
+                    raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+            offsets = itertools.accumulate(map(len, pieces), initial=0)
+            text = np.frombuffer(b"".join(pieces), np.uint8)
+            rows = TokenRows([text], ["text"], starts=list(zip(offsets, files, strict=False)), **shape)
         elif dataset_type == "arrayrecord":
             rows = RecordRows(files, dtype=token_dtype, **shape)
         else:
@@ -96,21 +106,6 @@ def _find_files(pattern: str | None, key: str) -> list[str]:
             kind = "a broken link" if Path(path).is_symlink() else "not a regular file"
             raise DataError(f"{key}={pattern!r} matches {path}, which is {kind}", key=key)
     return paths
-
-
-def _text_rows(paths: Sequence[str], *, sequence_length: int, vocab_size: int) -> RowSource:
-    """Join text files, with a zero byte after each, and split the bytes into rows."""
-    pieces, starts, offset = [], [], 0
-    for path in paths:
-        try:
-            content = Path(path).read_bytes() + b"\0"
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-        pieces.append(content)
-        starts.append((offset, path))
-        offset += len(content)
-    text = np.frombuffer(b"".join(pieces), np.uint8)
-    return TokenRows([text], ["text"], sequence_length=sequence_length, vocab_size=vocab_size, starts=starts)
 
 
 class TokenFile:
@@ -182,10 +177,26 @@ def fingerprints(paths: Sequence[str]) -> dict[str, str]:
     """
     if not paths:
         return {}
+
+    def fingerprint(path: str) -> str:
+        try:
+            with open(path, "rb") as file:
+                size, digest = os.fstat(file.fileno()).st_size, hashlib.sha256()
+                if size <= FULL_HASH_BYTES:
+                    digest = hashlib.file_digest(file, "sha256")
+                else:
+                    # The block number 0 starts at byte 0, and the last one ends at the end of the file.
+                    for number in range(NUM_BLOCKS):
+                        file.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
+                        digest.update(file.read(BLOCK_BYTES))
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+        return f"{size} bytes, SHA-256 {digest.hexdigest()[:12]}"
+
     shared = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
     names = [Path(os.path.relpath(os.path.abspath(path), shared)).as_posix() for path in paths]
     with ThreadPoolExecutor(_THREADS) as threads:
-        return dict(zip(names, threads.map(_fingerprint, paths), strict=True))
+        return dict(zip(names, threads.map(fingerprint, paths), strict=True))
 
 
 def describe_change(one: Any, other: Any, places: tuple[str, str], *, most: int) -> list[str]:
@@ -202,19 +213,3 @@ def describe_change(one: Any, other: Any, places: tuple[str, str], *, most: int)
         before, now = (files.get(name, "no such file") for files in (one, other))
         found.append(f"{name}: {before} {places[0]}, {now} {places[1]}")
     return found[:most] + ([f"and {len(found) - most:,} more files"] if len(found) > most else [])
-
-
-def _fingerprint(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            size, digest = os.fstat(file.fileno()).st_size, hashlib.sha256()
-            if size <= FULL_HASH_BYTES:
-                digest = hashlib.file_digest(file, "sha256")
-            else:
-                # The block number 0 starts at byte 0, and the last one ends at the end of the file.
-                for number in range(NUM_BLOCKS):
-                    file.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
-                    digest.update(file.read(BLOCK_BYTES))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    return f"{size} bytes, SHA-256 {digest.hexdigest()[:12]}"

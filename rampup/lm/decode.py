@@ -8,7 +8,6 @@ Shape suffixes as in `rampup.lm.transformer`; P positions of a padded prompt, S 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -37,12 +36,15 @@ def prefill(
     B, P = tokens_BP.shape
     positions_BP = jnp.broadcast_to(jnp.arange(P), (B, P))
 
-    def attend(old: None, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
         k = rotate(k, positions_BP, num_slots)
         mixed = masked_attention(rotate(q, positions_BP, num_slots), k, v, np.tril(np.ones((P, P), bool)))
         return mixed, Cache(*(jnp.pad(x, ((0, 0), (0, num_slots - P), (0, 0), (0, 0))) for x in (k, v)))
 
-    x_BPE, cache = _apply_layers(model, params, tokens_BP, attend)
+    def apply(x_BPE: jax.Array, layer: Any) -> tuple[jax.Array, Cache]:
+        return model.block.apply({"params": layer}, x_BPE, None, attend)  # type: ignore[no-any-return]
+
+    x_BPE, cache = jax.lax.scan(apply, model.embed(params, tokens_BP), params["layers"])
     last_B1E = jnp.take_along_axis(x_BPE, (length_B - 1)[:, None, None], axis=1)
     return model.head(params, last_B1E)[:, 0], cache
 
@@ -58,13 +60,18 @@ def decode(
     slots_BS = jnp.arange(num_slots) == position_B[:, None]
     seen = (jnp.arange(num_slots) <= position_B[:, None])[:, None, None, None, :]
 
-    def attend(old: Cache, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-        # A selection instead of a scatter, which the compiler would gather the rows of all devices for.
-        k = rotate(k, position_B[:, None], num_slots)
-        new = Cache(*(jnp.where(slots_BS[..., None, None], x, kept) for x, kept in zip((k, v), old, strict=True)))
-        return masked_attention(rotate(q, position_B[:, None], num_slots), *new, seen), new
+    def apply(x_B1E: jax.Array, numbered: tuple[Any, Cache]) -> tuple[jax.Array, Cache]:
+        layer, old = numbered
 
-    x_B1E, cache = _apply_layers(model, params, token_B[:, None], attend, cache)
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+            # A selection instead of a scatter, which the compiler would gather the rows of all devices for.
+            k = rotate(k, position_B[:, None], num_slots)
+            new = Cache(*(jnp.where(slots_BS[..., None, None], x, kept) for x, kept in zip((k, v), old, strict=True)))
+            return masked_attention(rotate(q, position_B[:, None], num_slots), *new, seen), new
+
+        return model.block.apply({"params": layer}, x_B1E, None, attend)  # type: ignore[no-any-return]
+
+    x_B1E, cache = jax.lax.scan(apply, model.embed(params, token_B[:, None]), (params["layers"], cache))
     return model.head(params, x_B1E)[:, 0], cache
 
 
@@ -79,17 +86,10 @@ def packed_hidden(
     same = (segments_BT[:, :, None] == segments_BT[:, None, :]) & np.tril(np.ones((T, T), bool))
     mask = same[:, None, None]
 
-    def packed(old: None, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
+    def packed(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
         return masked_attention(rotate(q, positions_BT, T), rotate(k, positions_BT, T), v, mask), None
 
-    return _apply_layers(model, params, tokens_BT, packed)[0]
+    def apply(x_BTE: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+        return model.block.apply({"params": layer}, x_BTE, None, packed)  # type: ignore[no-any-return]
 
-
-def _apply_layers(model: LanguageModel, params: Any, tokens_BT: jax.Array, attend: Any, cache: Cache | None = None) -> Any:
-    """Return the output of the last layer, and what `attend` returns in each besides the mixed values; it gets its old cache."""
-
-    def apply(x_BTE: jax.Array, numbered: tuple[Any, Cache | None]) -> Any:
-        layer, old = numbered
-        return model.block.apply({"params": layer}, x_BTE, None, functools.partial(attend, old))
-
-    return jax.lax.scan(apply, model.embed(params, tokens_BT), (params["layers"], cache))
+    return jax.lax.scan(apply, model.embed(params, tokens_BT), params["layers"])[0]
