@@ -55,7 +55,6 @@ def open_sources(
         paths = [path for path in paths if path not in set(eval_paths or ())]
 
     def open_one(files: list[str]) -> RowSource:
-        rows: RowSource
         if dataset_type == "text":
             # All bytes, with a zero after each file.
             pieces: list[bytes] = []
@@ -66,7 +65,7 @@ def open_sources(
                     raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
             offsets = itertools.accumulate(map(len, pieces), initial=0)
             text = np.frombuffer(b"".join(pieces), np.uint8)
-            rows = TokenRows([text], ["text"], starts=list(zip(offsets, files, strict=False)), **shape)
+            rows: RowSource = TokenRows([text], ["text"], starts=list(zip(offsets, files, strict=False)), **shape)
         elif dataset_type == "arrayrecord":
             rows = RecordRows(files, dtype=token_dtype, **shape)
         else:

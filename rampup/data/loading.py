@@ -78,8 +78,6 @@ class Loading:
 class PlaceholderRows:
     """A source for a process that does not read: as many rows as the real source, all zero."""
 
-    paths: tuple[str, ...] = ()
-
     def __init__(self, number: int, row: Any) -> None:
         self._number, self._row = number, row
 
