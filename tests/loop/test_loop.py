@@ -50,9 +50,21 @@ def parts():
     return mesh, plan, train_step(toy.loss_fn, optax.adamw(1e-2), plan, mesh, seed=3)
 
 
-def run(parts, folder, *, stop_after=None, events=None, checkpoint_period=5, learning_rate=lambda step: 0.01, **options):
-    """Run or resume in a folder; `stop_after` sends this process a signal when that step's metrics are written."""
+def run_own(parts, folder, **options):
+    """Run a loop of one's own, with only what it needs."""
     mesh, plan, step = parts
+    own = {
+        "batches": lambda start: step_batches(toy.rows(), plan, mesh, seed=5, start=start),
+        "metrics": MetricOptions(learning_rate=lambda step: 0.01, tokens_per_sample=10),
+        "checkpoints": CheckpointOptions(checkpoint_period=5, identity={"who": "toy"}),
+    }
+    loop = Loop(plan=plan, step=step, folder=folder, **own | options)
+    return loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+
+
+def run(parts, folder, *, stop_after=None, events=None, **options):
+    """Run or resume in a folder; `stop_after` sends this process a signal when that step's metrics are written."""
+    mesh, plan, _ = parts
     ids = []
 
     def batches(start):
@@ -67,18 +79,7 @@ def run(parts, folder, *, stop_after=None, events=None, checkpoint_period=5, lea
         if isinstance(event, StepDone) and event.step == stop_after:
             signal.raise_signal(signal.SIGTERM)
 
-    loop = Loop(
-        plan=plan,
-        step=step,
-        batches=batches,
-        folder=folder,
-        metrics=MetricOptions(learning_rate=learning_rate, tokens_per_sample=10),
-        checkpoints=CheckpointOptions(checkpoint_period=checkpoint_period, identity={"who": "toy"}),
-        on_event=on_event,
-        **options,
-    )
-    _, summary = loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
-    return summary, ids
+    return run_own(parts, folder, batches=batches, on_event=on_event, **options)[1], ids
 
 
 @pytest.fixture(scope="module")
@@ -87,23 +88,6 @@ def uninterrupted(parts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("uninterrupted")
     _, ids = run(parts, folder)
     return metrics_of(folder), dict(ids)
-
-
-def run_own(parts, folder, **options):
-    """Run a loop of one's own, with only what it needs."""
-    mesh, plan, step = parts
-    loop = Loop(
-        plan=plan,
-        step=step,
-        batches=lambda start: step_batches(toy.rows(), plan, mesh, seed=5, start=start),
-        folder=folder,
-        **{
-            "metrics": MetricOptions(learning_rate=lambda step: 0.01, tokens_per_sample=10),
-            "checkpoints": CheckpointOptions(checkpoint_period=5),
-        }
-        | options,
-    )
-    return loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
 
 
 def test_loop_writes_the_promised_metrics(parts, tmp_path):
@@ -146,26 +130,17 @@ def test_loop_resumes_bit_for_bit_after_any_step(parts, tmp_path, uninterrupted,
 
 def test_a_changed_learning_rate_is_reported_at_a_resume(parts, tmp_path):
     """The rate that the last step had, that of the new schedule there, and the length before; an equal one is not reported."""
-    first, _ = run(parts, tmp_path, stop_after=2, learning_rate=lambda step: 0.1 / (step + 1))
+    before, after = (MetricOptions(learning_rate=lambda step, peak=peak: peak / (step + 1)) for peak in (0.1, 0.2))
+    first, _ = run(parts, tmp_path, stop_after=2, metrics=before)
     last, events = first.steps - 1, []
     plan = replace(parts[1], learning_rate_schedule_steps=9)
-    run((parts[0], plan, parts[2]), tmp_path, stop_after=last + 1, events=events, learning_rate=lambda step: 0.2 / (step + 1))
+    run((parts[0], plan, parts[2]), tmp_path, stop_after=last + 1, events=events, metrics=after)
     found = [event for event in events if isinstance(event, LearningRateChanged)]
     rates = {"before": 0.1 / first.steps, "after": 0.2 / first.steps}
     assert found == [LearningRateChanged(step=last, **rates, schedule_steps=STEPS, plan=plan)]
     events.clear()
-    run((parts[0], plan, parts[2]), tmp_path, events=events, learning_rate=lambda step: 0.2 / (step + 1))
+    run((parts[0], plan, parts[2]), tmp_path, events=events, metrics=after)
     assert not [event for event in events if isinstance(event, LearningRateChanged)]
-
-
-def test_loop_does_nothing_for_a_finished_run(parts, tmp_path):
-    """Started again, a finished run trains nothing and returns the same summary."""
-    first, _ = run(parts, tmp_path)
-    events = []
-    second, ids = run(parts, tmp_path, events=events)
-    assert ids == []
-    assert (second.steps, second.first_loss, second.final_loss) == (first.steps, first.first_loss, first.final_loss)
-    assert [type(event) for event in events] == [RunStarted, RunStopped]
 
 
 def test_loop_reports_events(parts, tmp_path):
@@ -195,7 +170,7 @@ def test_loop_reports_events(parts, tmp_path):
 def test_loop_without_checkpoints_starts_over(parts, tmp_path):
     """A run without checkpoints starts from the beginning again, and its metrics with it."""
     for _ in range(2):
-        summary, _ = run(parts, tmp_path, checkpoint_period=None)
+        summary, _ = run(parts, tmp_path, checkpoints=CheckpointOptions())
         assert (summary.resumed_from, summary.checkpoint) == (0, None)
         assert len(metrics_of(tmp_path)) == STEPS
 
@@ -228,7 +203,10 @@ def test_loop_returns_the_trained_state_and_summary(parts, tmp_path):
     loaded = rampup.load(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), loaded.params)
     assert (loaded.config, loaded.model, loaded.step) == (None, None, STEPS)
-    again, _ = run_own(parts, tmp_path)
+    events = []
+    again, second = run_own(parts, tmp_path, on_event=events.append)
+    assert [type(event) for event in events] == [RunStarted, RunStopped]  # a finished run trains nothing
+    assert (second.steps, second.first_loss, second.final_loss) == (summary.steps, summary.first_loss, summary.final_loss)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.params), loaded.params)
 
 
@@ -329,13 +307,8 @@ def test_resume_with_another_model_names_the_leaves_that_differ(parts, tmp_path)
     mesh, plan, step = parts
     params = toy.new_params(mesh)
     state = create_state({"in": params["in"][:4], "out": params["out"][:, :4]}, step.tx, mesh)
-    loop = Loop(
-        plan=plan,
-        step=step,
-        batches=lambda start: iter(()),
-        folder=tmp_path,
-        checkpoints=CheckpointOptions(identity={"who": "toy"}),
-    )
+    options = {"batches": lambda start: iter(()), "checkpoints": CheckpointOptions(identity={"who": "toy"})}
+    loop = Loop(plan=plan, step=step, folder=tmp_path, **options)
     with pytest.raises(ResumeMismatchError, match=r"params/in is \(8, 16\) in the checkpoint and \(4, 16\) here") as caught:
         loop.run(state)
     assert "Truncating" not in str(caught.value)
