@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rampup.config.schema import DataKeys, ModelKeys
 from rampup.data.sources import RecordRows, RowRange, RowSource, SyntheticRows, TokenRows
 from rampup.errors import DataError
 
@@ -24,38 +25,29 @@ BLOCK_BYTES = 2**20
 _THREADS = 8
 
 
-def open_sources(
-    dataset_type: str,
-    *,
-    train_files: str | None,
-    eval_files: str | None,
-    holdout_fraction: float,
-    sequence_length: int,
-    vocab_size: int,
-    token_dtype: str = "uint16",
-) -> tuple[RowSource, RowSource]:
+def open_sources(data: DataKeys, model: ModelKeys) -> tuple[RowSource, RowSource]:
     """Return the rows to train on and the rows to evaluate on.
 
-    Files are named by glob patterns. Without `train_files`, `text` is the Python standard library's own source. Without
-    `eval_files`, a fraction of the training data is held out: every n-th text file, or the last rows of other data and of few
-    text files. `token_dtype` is the type of the tokens in .bin and ArrayRecord files.
+    Files are named by glob patterns. Without `grain_train_files`, `text` is the Python standard library's own source. Without
+    `grain_eval_files`, a fraction of the training data is held out: every n-th text file, or the last rows of other data and of
+    few text files. `token_dtype` is the type of the tokens in .bin and ArrayRecord files.
 
     Raises:
         DataError: no such files, files that cannot be read, or too few rows.
     """
-    shape: dict[str, Any] = {"sequence_length": sequence_length, "vocab_size": vocab_size}
-    if dataset_type == "synthetic":
+    shape: dict[str, Any] = {"sequence_length": model.max_target_length, "vocab_size": model.vocab_size}
+    if data.dataset_type == "synthetic":
         return SyntheticRows(2**20, **shape), SyntheticRows(2**14, first=2**20, **shape)
-    paths = _find_files(train_files, "grain_train_files")
-    eval_paths = None if eval_files is None else _find_files(eval_files, "grain_eval_files")
-    if dataset_type == "text" and eval_paths is None:
+    paths = _find_files(data.grain_train_files, "grain_train_files")
+    eval_paths = None if data.grain_eval_files is None else _find_files(data.grain_eval_files, "grain_eval_files")
+    if data.dataset_type == "text" and eval_paths is None:
         # Every n-th file, so that evaluation reads from all folders and not only from the last one.
-        period = max(round(1 / holdout_fraction), 2)
+        period = max(round(1 / data.eval_holdout_fraction), 2)
         eval_paths = paths[period // 2 :: period] or None  # None: too few files to spare one
         paths = [path for path in paths if path not in set(eval_paths or ())]
 
     def open_one(files: list[str]) -> RowSource:
-        if dataset_type == "text":
+        if data.dataset_type == "text":
             # All bytes, with a zero after each file.
             pieces: list[bytes] = []
             for path in files:
@@ -66,10 +58,10 @@ def open_sources(
             offsets = itertools.accumulate(map(len, pieces), initial=0)
             text = np.frombuffer(b"".join(pieces), np.uint8)
             rows: RowSource = TokenRows([text], ["text"], starts=list(zip(offsets, files, strict=False)), **shape)
-        elif dataset_type == "arrayrecord":
-            rows = RecordRows(files, dtype=token_dtype, **shape)
+        elif data.dataset_type == "arrayrecord":
+            rows = RecordRows(files, dtype=data.token_dtype, **shape)
         else:
-            rows = TokenRows([open_token_file(path, token_dtype) for path in files], files, **shape)
+            rows = TokenRows([open_token_file(path, data.token_dtype) for path in files], files, **shape)
         if len(rows) == 0:
             raise DataError(f"{', '.join(files)[:300]}: fewer than two tokens are not a row")
         return rows
@@ -78,7 +70,7 @@ def open_sources(
     if eval_paths is not None:
         return train, open_one(eval_paths)
     # The last rows, so that the numbers of the training rows do not depend on how many are held out.
-    held_out = max(round(len(train) * holdout_fraction), 1)
+    held_out = max(round(len(train) * data.eval_holdout_fraction), 1)
     if held_out >= len(train):
         problem = f"{', '.join(paths)[:300]}: {len(train)} rows are too few to hold out {held_out} for evaluation"
         fix = "add text, set a smaller max_target_length, or name grain_eval_files"

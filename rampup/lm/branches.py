@@ -37,7 +37,7 @@ from rampup.config.build import plan_to_resume
 from rampup.config.load import load_config
 from rampup.config.schema import Config, OptimizerKeys
 from rampup.data.batches import BatchLoader, SampleOrder
-from rampup.data.files import fingerprints
+from rampup.data.files import fingerprints, open_sources
 from rampup.data.sources import files_of
 from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.mesh import make_mesh
@@ -45,7 +45,7 @@ from rampup.engine.optimizer import LearningRate
 from rampup.engine.state import TrainState
 from rampup.engine.step import EvalStep
 from rampup.errors import ConfigError, DataError, ResumeMismatchError
-from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, optimizer, ramp_before, sample_order, sources
+from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, optimizer, ramp_before, sample_order
 from rampup.loop.checkpoint import (
     CHECKSUMS_FILE,
     Checkpoints,
@@ -303,7 +303,7 @@ class _Branches:
         setup = replace(TrainSetup.from_config(fused, plan, mesh), tx=tx).with_batches(plan)
         run_shapes = TrainSetup.from_config(config, run_plan, mesh).state_shapes()
 
-        rows, _ = sources(config.data, config.model)
+        rows, _ = open_sources(config.data, config.model)
         found = {"num_rows": len(rows), "data": fingerprints(files_of(rows))}
         for name, value in found.items():
             if name in record and record[name] != value:

@@ -26,7 +26,7 @@ from rampup.batch_size.hyperparameters import adam_constants
 from rampup.batch_size.noise_scale import default_half_life
 from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters, plan_to_resume, ramp_record
 from rampup.config.files import run_yaml
-from rampup.config.schema import DEFAULTS, PER_PROCESS_KEYS, Config, DataKeys, ModelKeys, OptimizerKeys, RunKeys
+from rampup.config.schema import DEFAULTS, PER_PROCESS_KEYS, Config, DataKeys, OptimizerKeys, RunKeys
 from rampup.data.batches import BatchLoader, SampleOrder
 from rampup.data.files import fingerprints, open_sources
 from rampup.data.loading import Loading, shared_sources
@@ -91,22 +91,15 @@ def train(config: Config, on_event: OnEvent = ignore_event, *, should_stop: Call
     enable_compilation_cache(config.jax_cache_dir)
     # Own the run before its checkpoint is read: a process that is still training would write newer ones. `Run.train` also
     # takes ownership, including of a run that gets its name only there.
-    owned = own_run(_named_folder(config), only_existing=True) if config.run_name else contextlib.nullcontext()
+    folder = as_path(config.base_output_directory) / config.run_name
+    owned = own_run(folder, only_existing=True) if config.run_name else contextlib.nullcontext()
     with watchdog(config.jax_distributed_heartbeat_timeout_seconds), owned:
-        saved = saved_checkpoint(config)
+        # A run without a name gets a new folder.
+        saved = find_checkpoint(folder / CHECKPOINT_FOLDER) if config.run_name else None
         ramp = None if saved is None else ramp_before(saved.record)
         num_devices = jax.device_count()
         plan = build_plan(config, num_devices) if ramp is None else plan_to_resume(config, num_devices, ramp)
         return Run.from_config(config, plan, saved).train(on_event, should_stop=should_stop)
-
-
-def saved_checkpoint(config: RunKeys) -> SavedCheckpoint | None:
-    """Return the newest checkpoint of the configured run; None for a run without a name, whose folder is new."""
-    return find_checkpoint(_named_folder(config) / CHECKPOINT_FOLDER) if config.run_name else None
-
-
-def _named_folder(config: RunKeys) -> Path:
-    return as_path(config.base_output_directory) / config.run_name
 
 
 def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -284,7 +277,7 @@ class Run:
             raise ConfigError(f"{problem}; {fix}", key="expansion_factor_real_data", nearest=(-1,))
         setup = TrainSetup.from_config(config, plan, make_mesh(plan.axes))
         loading = Loading(factor=max(int(factor), 1) if jax.process_count() > 1 else 1)
-        train_rows, eval_rows = shared_sources(loading, lambda: sources(config.data, config.model))
+        train_rows, eval_rows = shared_sources(loading, lambda: open_sources(config.data, config.model))
         # A process that does not read knows no fingerprints. Process 0 reads.
         facts = {"num_rows": len(train_rows)} | ({"data": fingerprints(files_of(train_rows))} if loading.reads else {})
         check_consistent(facts)
@@ -471,19 +464,6 @@ def model_loss(config: Config, model: LanguageModel, plan: RampPlan, mesh: Mesh)
     return replace(loss, **types)
 
 
-def sources(data: DataKeys, model: ModelKeys) -> tuple[RowSource, RowSource]:
-    """Return the rows to train on and those to evaluate on."""
-    return open_sources(
-        data.dataset_type,
-        train_files=data.grain_train_files,
-        eval_files=data.grain_eval_files,
-        holdout_fraction=data.eval_holdout_fraction,
-        sequence_length=model.max_target_length,
-        vocab_size=model.vocab_size,
-        token_dtype=data.token_dtype,
-    )
-
-
 def sample_order(config: DataKeys, num_rows: int, consumed_samples: int) -> SampleOrder:
     """Return the order of the training rows, or refuse more samples than `num_epoch` passes contain."""
     seed = config.data_shuffle_seed if config.enable_data_shuffling else None
@@ -498,7 +478,7 @@ def rows_of_step(config: Config, plan: RampPlan, step: int) -> list[dict[str, An
         raise ConfigError(
             f"step={step} must be from 0 to {plan.total_steps - 1}", key="step", nearest=(0, plan.total_steps - 1)
         )
-    rows, _ = sources(config.data, config.model)
+    rows, _ = open_sources(config.data, config.model)
     order = sample_order(config, len(rows), plan.ramp.samples_before(step + 1))
     samples = zip(plan.rows(step), order.rows(plan.rows(step)).tolist(), strict=True)
     return [{"sample": sample, "row": row, "source": rows.describe(row)} for sample, row in samples]

@@ -64,7 +64,16 @@ def find_launch(
         detected, problem = _ask_jax()
         found = detected or found
     if address is None and found is not None and found.cluster is not None:
-        address = _address_from(found.cluster, timeout)
+        port = os.environ.get("JAX_COORDINATOR_PORT") or None
+        options = {"timeout_secs": timeout, "override_coordinator_port": port}
+        known = inspect.signature(found.cluster.get_coordinator_address).parameters  # JAX 0.7 has no override
+        try:
+            address = str(found.cluster.get_coordinator_address(**{name: options[name] for name in options if name in known}))
+        except Exception as error:
+            words = f"{found.by} does not find process 0: {' '.join(str(error).split())[:500]}"
+            fix = f"set JAX_COORDINATOR_ADDRESS to its host and port. {_ALONE}"
+            raise ConfigError(f"{words}; {fix}", key="coordinator_address") from error
+        address = f"{address.rpartition(':')[0]}:{port}" if port else address
     if address is None and found is not None and (hosts := os.environ.get("SKYPILOT_NODE_IPS")):
         address = hosts.split()[0]
     if address is None and found is not None:
@@ -87,7 +96,17 @@ def find_launch(
     given = {"coordinator_address": address, "num_processes": count, "process_id": number}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):
-        _check_alone(problem)
+        # A pod of an indexed Job that cannot be its only one is refused; one that may be one of several says so.
+        index = _number_in("JOB_COMPLETION_INDEX")
+        if index is not None:
+            problem = problem or "JAX finds the others with the package kubernetes: pip install 'jax[k8s]'"
+            words = f"JOB_COMPLETION_INDEX={index}: a pod of an indexed Job, but nothing says how many there are. {problem}"
+            fix = "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+            if index > 0:
+                raise ConfigError(f"{words}; or {fix}. {_ALONE}", key="coordinator_address")
+            problem = f"{words}; if there are others, {fix}"
+        if problem:
+            print(f"rampup: this process runs alone. {problem}", file=sys.stderr, flush=True)
         return None
     if address is None or count is None or number is None:
         problem = f"{' and '.join(name for name in given if name not in missing)} is given without {' and '.join(missing)}"
@@ -175,33 +194,6 @@ def _ask_jax() -> tuple[Launch | None, str]:
                 raise ConfigError(f"{words}; {fix}. {_ALONE}", key="coordinator_address") from None
             problem = problem or words
     return None, problem
-
-
-def _address_from(cluster: Any, timeout: int) -> str | None:
-    port = os.environ.get("JAX_COORDINATOR_PORT") or None
-    options = {"timeout_secs": timeout, "override_coordinator_port": port}
-    known = inspect.signature(cluster.get_coordinator_address).parameters  # JAX 0.7 has no override
-    try:
-        address = str(cluster.get_coordinator_address(**{name: value for name, value in options.items() if name in known}))
-    except Exception as error:
-        problem = f"JAX's {cluster.__name__} does not find process 0: {' '.join(str(error).split())[:500]}"
-        fix = f"set JAX_COORDINATOR_ADDRESS to its host and port. {_ALONE}"
-        raise ConfigError(f"{problem}; {fix}", key="coordinator_address") from error
-    return f"{address.rpartition(':')[0]}:{port}" if port else address
-
-
-def _check_alone(problem: str) -> None:
-    """Refuse a pod of an indexed Job that cannot be its only one; say so where it may be one of several."""
-    index = _number_in("JOB_COMPLETION_INDEX")
-    if index is not None:
-        problem = problem or "JAX finds the others with the package kubernetes: pip install 'jax[k8s]'"
-        words = f"JOB_COMPLETION_INDEX={index}: a pod of an indexed Job, but nothing says how many there are. {problem}"
-        fix = "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
-        if index > 0:
-            raise ConfigError(f"{words}; or {fix}. {_ALONE}", key="coordinator_address")
-        problem = f"{words}; if there are others, {fix}"
-    if problem:
-        print(f"rampup: this process runs alone. {problem}", file=sys.stderr, flush=True)
 
 
 def _number_in(*names: str) -> int | None:

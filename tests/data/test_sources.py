@@ -2,12 +2,9 @@
 
 import numpy as np
 import pytest
-from helpers.toy import all_tokens
+from helpers.toy import all_tokens, open_rows
 
-from rampup.data.files import open_sources
 from rampup.data.sources import TokenRows, as_source
-
-SIZES = {"sequence_length": 6, "vocab_size": 50}
 
 
 @pytest.mark.parametrize("number", [2, 3, 4, 5, 6, 8, 9, 10])
@@ -30,7 +27,7 @@ def test_token_rows_do_not_cross_arrays():
 
 def test_synthetic_rows_follow_from_their_number():
     """Row n is the same every time, whatever it is read with, and other rows are held out. A source is taken as it is."""
-    rows, held_out = open_sources("synthetic", train_files=None, eval_files=None, holdout_fraction=0.1, **SIZES)
+    rows, held_out = open_rows("synthetic")
     assert (rows.read(np.array([3, 9]))["tokens"][1] == rows.read(np.array([9]))["tokens"][0]).all()
     assert not (rows.read(np.array([0]))["tokens"] == held_out.read(np.array([0]))["tokens"]).all()
     assert as_source(rows) is rows

@@ -9,17 +9,17 @@ import pytest
 from faults import toy_run
 from helpers.runs import metrics_of
 from helpers.tiny import TINY_MODEL
+from helpers.toy import open_rows
 
 from rampup import Config, build_plan
 from rampup.data import files
 from rampup.data.batches import step_batches
-from rampup.data.files import fingerprints, open_sources
+from rampup.data.files import fingerprints
 from rampup.data.sources import files_of
 from rampup.errors import DataError, ResumeMismatchError
 from rampup.lm import train as lm
 
 SETTINGS = TINY_MODEL | {"steps": 6, "per_device_batch_size": 2, "checkpoint_period": 2, "dataset_type": "tokens"}
-SIZES = {"holdout_fraction": 0.1, "sequence_length": 16, "vocab_size": 256, "eval_files": None}
 
 
 @pytest.fixture
@@ -161,7 +161,7 @@ def test_files_that_cannot_be_read_are_refused_by_name(tokens, harm, words):
     """Each broken file is named when the run starts, with what is wrong with it."""
     harm(tokens)
     with pytest.raises(DataError, match=words):
-        open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
+        open_rows("tokens", str(tokens / "*"), length=16)
 
 
 def test_a_run_knows_what_its_data_are(tmp_path, tokens):
@@ -179,7 +179,7 @@ def test_every_change_of_the_data_is_named(tmp_path, tokens, harm, words):
     """Files that are missing, cut, changed, new or hidden: the checkpoint before is refused with their names."""
 
     def content():
-        rows, _ = open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
+        rows, _ = open_rows("tokens", str(tokens / "*"), length=16)
         return {"data": fingerprints(files_of(rows))}
 
     toy_run.run(tmp_path / "run", identity=content())
@@ -190,7 +190,7 @@ def test_every_change_of_the_data_is_named(tmp_path, tokens, harm, words):
 
 def test_a_file_cut_short_while_it_is_read_is_no_crash(tokens):
     """Where a memory map would end the process, the row and the file are named."""
-    rows, _ = open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
+    rows, _ = open_rows("tokens", str(tokens / "*"), length=16)
     os.truncate(tokens / "0.bin", 4000)
     assert rows.read(np.arange(100))["tokens"].shape == (100, 17)
     with pytest.raises(DataError, match=r"0\.bin from token 3,200 \(row 200\): .*0\.bin ends at byte 4,000: it was truncated"):

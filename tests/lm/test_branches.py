@@ -18,9 +18,10 @@ from rampup.batch_size.critical import BranchResult
 from rampup.batch_size.noise_scale import NoiseEstimate
 from rampup.cli import main
 from rampup.cli.critical import _print_result
+from rampup.data.files import open_sources
 from rampup.errors import ConfigError, DataError, RampupError, ResumeMismatchError
 from rampup.lm.branches import CriticalBatch, _Branches, _find_run, _legal_multiples, find_critical_batch_size
-from rampup.lm.train import sample_order, sources
+from rampup.lm.train import sample_order
 from rampup.loop.lock import own_run
 from rampup.loop.run_folder import read_lines
 
@@ -97,7 +98,7 @@ def test_all_branches_read_the_same_samples(run):
     branches = _Branches.build(config, record, ("1/2", 1, 3), 4000)
     assert branches.window.sizes == (8, 16, 48)
     samples = branches.window.samples
-    rows, _ = sources(config.data, config.model)
+    rows, _ = open_sources(config.data, config.model)
     consumed = branches.run_plan.ramp.samples_before(8)
     expected = sample_order(config, len(rows), consumed + samples).rows(range(consumed, consumed + samples))
     for phase in branches.setup.plan.ramp.phases:
@@ -123,7 +124,7 @@ def test_the_first_branch_is_the_run_itself(run, tmp_path, engine):
     branches = _Branches.build(config, record, (1, 2), 8 * 16 * 16)
     assert branches.window.num_evaluations == 4
     params = jax.device_get(rampup.load(folder / "checkpoints" / "12").params)
-    rows, _ = sources(config.data, config.model)
+    rows, _ = open_sources(config.data, config.model)
     first = branches.run_plan.ramp.samples_before(12)
     order = sample_order(config, len(rows), first + 64)
     for place, loss in enumerate(line["losses"]):

@@ -14,9 +14,10 @@ from rampup import load_config
 from rampup.cli import main
 from rampup.cli.plot import parse_inputs
 from rampup.errors import ConfigError, DataError, MissingDependencyError
-from rampup.lm.train import saved_checkpoint, train
+from rampup.lm.train import train
 from rampup.loop import lock as run_lock
 from rampup.loop import run_folder as run_folder_module
+from rampup.loop.checkpoint import find_checkpoint
 from rampup.loop.lock import LOCK_FILE, own_run
 from rampup.loop.run_folder import StepLog, absolute_path, as_path, read_lines, read_lines_backwards, run_folder, write_whole
 from rampup.loop.writers import TensorBoardWriter
@@ -171,14 +172,13 @@ def test_a_run_in_a_bucket_resumes_exactly(folder, bucket, tmp_path):
 
     def run(base, steps):
         keys = [*TINY, f"base_output_directory={base}", "run_name=demo", f"steps={steps}", "learning_rate_schedule_steps=5"]
-        config = load_config(CONFIGS / "base.yml", keys)
-        return config, train(config)
+        return train(load_config(CONFIGS / "base.yml", keys))
 
-    config, summary = run("gs://bucket/runs", 3)
+    summary = run("gs://bucket/runs", 3)
     assert summary.checkpoint == "gs://bucket/runs/demo/checkpoints/3"
     for name in [name for name in bucket if name.startswith("/bucket/runs/demo/checkpoints/3/commit_success")]:
         del bucket[name]
-    assert saved_checkpoint(config).step == 2
+    assert find_checkpoint(folder / "checkpoints").step == 2
     assert main(["train", str(folder), "steps=5"]) == 0
     assert len(list(read_lines(folder / "metrics.jsonl"))) == 5
     run(tmp_path, 5)
