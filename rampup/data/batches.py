@@ -10,10 +10,11 @@ reads.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import grain
 import jax
@@ -33,6 +34,7 @@ from rampup.plan.split import BatchSplit
 
 # Steps whose rows are on the devices before they are used.
 AHEAD_ON_DEVICE = 2
+P, T = ParamSpec("P"), TypeVar("T")
 
 
 class SampleOrder:
@@ -241,7 +243,11 @@ def step_batches(
     stop: int | None = None,
     seed: int | None = None,
     num_epochs: int | None = None,
-    **options: Any,
+    split_for: Callable[[PlanPosition], BatchSplit] | None = None,
+    chunk_size: int | None = None,
+    batch_axes: BatchAxes | None = None,
+    num_threads: int = 2,
+    read_ahead: int = 4,
 ) -> Iterator[Batch]:
     """Yield the batch of every optimizer step, read and put on the devices ahead of use.
 
@@ -255,7 +261,7 @@ def step_batches(
         seed: shuffles every epoch in a new order; None keeps the source's order. A Grain MapDataset then has its own epochs,
             with a new order and new random augmentations in each if it was shuffled and seeded.
         num_epochs: passes over the source; None = unlimited.
-        options: further attributes of `BatchLoader`, such as `num_threads` and `read_ahead`.
+        split_for, chunk_size, batch_axes, num_threads, read_ahead: see `BatchLoader`.
 
     Raises:
         DataError: the source is too small for the run, or a row cannot be read.
@@ -272,6 +278,8 @@ def step_batches(
     rows = as_source(source)
     has_epochs = isinstance(source, grain.MapDataset) and seed is None
     order = SampleOrder(len(rows), seed=seed, num_epochs=num_epochs, has_epochs=has_epochs)
+    options: Any = {"split_for": split_for, "chunk_size": chunk_size, "batch_axes": batch_axes}
+    options |= {"num_threads": num_threads, "read_ahead": read_ahead}
     loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=order, **options)
     yield from loader.batches(start.step if isinstance(start, PlanPosition) else start, stop)
 
@@ -343,13 +351,19 @@ def stream_batches(
         yield put_batch(batch_nR, replace(position, split=split), plan, mesh, batch_axes=batch_axes, chunk_size=chunk_size)
 
 
-def microbatches(source: Any, plan: RampPlan, mesh: Mesh, **options: Any) -> Iterator[Any]:
+def _takes_parameters_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:
+    """Return a decorator of a function that hands its arguments on to another one, whose signature it shows."""
+    return functools.wraps(other, assigned=())
+
+
+@_takes_parameters_of(step_batches)
+def microbatches(*args: Any, **options: Any) -> Iterator[Any]:
     """Yield one microbatch after another, for a training step of your own: one shape throughout a `fixed` ramp.
 
     Use it with `multi_steps`: the optimizer then steps when a global batch is complete.
 
     Args:
-        source, plan, mesh, options: those of `step_batches` except for `chunk_size`.
+        args, options: those of `step_batches` except for `chunk_size`.
 
     Yields:
         Arrays (R, ...), R = data_parallel_size * microbatch_size rows, sharded over the axes of the rows.
@@ -363,7 +377,7 @@ def microbatches(source: Any, plan: RampPlan, mesh: Mesh, **options: Any) -> Ite
         >>> [batch.tolist() for batch in microbatches(range(8), plan, mesh)]
         [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
-    for batch in step_batches(source, plan, mesh, **options, chunk_size=1):
+    for batch in step_batches(*args, **options, chunk_size=1):
         for chunk in batch.chunks:
             yield jax.tree.map(lambda x: x[0], chunk)
 
