@@ -34,7 +34,8 @@ from rampup.plan.split import BatchSplit
 
 # Steps whose rows are on the devices before they are used.
 AHEAD_ON_DEVICE = 2
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class SampleOrder:
@@ -224,11 +225,11 @@ class BatchLoader:
         position = replace(position, split=split)
         # From here on the position says how the batch is really split. Its samples are the planned ones in either case.
         batch_nR, f = dataset.split_rows(step, split), self.loading.factor
-        parts = [jax.tree.map(lambda x, g=g: np.split(x, f, axis=1)[g], batch_nR) for g in range(f)] if f > 1 else [batch_nR]
         options: Any = {"batch_axes": self.batch_axes, "chunk_size": self.chunk_size}
-        found = [put_batch(part, position, self.plan, self.mesh, **options) for part in parts]
         if f == 1:
-            return found[0]
+            return put_batch(batch_nR, position, self.plan, self.mesh, **options)
+        parts = [jax.tree.map(lambda x, g=g: np.split(x, f, axis=1)[g], batch_nR) for g in range(f)]
+        found = [put_batch(part, position, self.plan, self.mesh, **options) for part in parts]
         # This process has also read for the processes after it: hand their rows on.
         redistribute = self.loading.redistribution(self.mesh, split.data_parallel_size * split.microbatch_size)
         return found[0]._replace(chunks=jax.tree.map(redistribute, *(part.chunks for part in found)))
