@@ -174,20 +174,14 @@ def test_train_keeps_the_configuration_and_continues(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_run_from_config_writes_nothing(tmp_path):
-    """A run is built and checked without a trace in the output folder, from one model, learning rate and order of samples."""
+def test_run_and_rows_are_known_without_a_folder(tmp_path):
+    """A run is built and checked without a trace in the output folder; `rows` names the samples of a step and their files."""
     settings = config(tmp_path / "out")
     plan = build_plan(settings, jax.device_count())
     run = Run.from_config(settings, plan)
     assert not (tmp_path / "out").exists()
     assert (run.setup.plan, run.loader.plan, run.saved) == (plan, plan, None)
     assert run.setup.model.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(run.setup.state_shapes().params))
-
-
-def test_rows_of_step_names_samples_and_files(tmp_path):
-    """`rows` names exactly the samples of a step, with the file they come from."""
-    settings = config(tmp_path)
-    plan = build_plan(settings, jax.device_count())
     rows = rows_of_step(settings, plan, 9)
     assert [row["sample"] for row in rows] == list(plan.rows(9))
     assert all(".py from byte" in row["source"] for row in rows)
