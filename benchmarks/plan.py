@@ -26,7 +26,7 @@ from rampup.engine.mesh import make_mesh
 from rampup.engine.optimizer import LearningRate
 from rampup.engine.state import create_state
 from rampup.engine.step import train_step
-from rampup.lm.train import language_model
+from rampup.lm.transformer import LanguageModel
 from rampup.loop.events import RunPlanned
 from rampup.loop.loop import Loop
 from rampup.loop.metrics import MetricOptions
@@ -135,7 +135,7 @@ def host_rows(rounds: int, steps: int) -> Iterator[dict[str, Any]]:
 def _recipe_step(mesh: jax.sharding.Mesh) -> Callable[[], Any]:
     """Return one optimizer step of the default recipe's first phase on one device."""
     config, tx = Config(), bench_optimizer()
-    model, plan = language_model(config), plan_for(BatchRamp.constant(int(config.per_device_batch_size_start)), 1)
+    model, plan = LanguageModel.from_config(config), plan_for(BatchRamp.constant(int(config.per_device_batch_size_start)), 1)
     step = train_step(model.loss, tx, plan, mesh)
     state = create_state(model.init(jax.random.key(0)), tx, mesh)
     rows = SyntheticRows(64, sequence_length=config.max_target_length, vocab_size=config.vocab_size)

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 
 import rampup
 from rampup.batch_size.noise_scale import noise_trace
-from rampup.lm.train import sample_order, sources
+from rampup.data.files import open_sources
+from rampup.lm.train import sample_order
 from rampup.loop.run_folder import METRICS_FILE, read_lines
 
 FINAL_FRACTION = 0.05
@@ -83,7 +84,7 @@ def noise_scale(checkpoint: Path, rows: int, blocks: int = 64) -> float:
     The estimator is that of `measure_gradient_noise`, with all blocks in one step.
     """
     run = rampup.load(checkpoint)
-    source, _ = sources(run.config.data, run.config.model)
+    source, _ = open_sources(run.config.data, run.config.model)
     first = rampup.BatchRamp.from_schedule(run.config.batch_size_schedule).samples_before(run.step)
     order = sample_order(run.config, len(source), first + rows * blocks)
 

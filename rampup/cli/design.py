@@ -62,6 +62,10 @@ def run(args: argparse.Namespace, console: object) -> Result:
     elif not folders:
         problem = "a design needs measurements: give --measured RUN_DIR, a run with measure_gradient_noise=true or one that "
         raise ConfigError(f"{problem}`rampup critical` has measured", path=COMMAND_LINE, key="measured")
+    if source.is_dir() and not (source / CONFIG_FILE).is_file() and (source / METRICS_FILE).is_file():
+        problem = f"{source} has no {CONFIG_FILE}, so that it is not the folder of a run of `rampup train`"
+        fix = f"name a configuration of the run to design, and give a run of another loop as CONFIG.yml --measured {source}"
+        raise ConfigError(f"{problem}; {fix}", path=COMMAND_LINE)
     file = run_config(source) if source.is_dir() else args.config
     config = rampup.load_config(file, args.overrides, environ=environment())
     check_picture(args.output)

@@ -88,15 +88,11 @@ class SampleOrder:
 
 
 class StepRows(NamedTuple):
-    """The rows of one optimizer step that this process has read, not yet split into microbatches.
+    """The rows of one optimizer step that this process has read, not yet split into microbatches."""
 
-    `samples` has the number of each sample (S,), in the order in which the planned split uses them; `rows` are arrays (S, ...).
-    The position in the plan is looked up once per step.
-    """
-
-    position: PlanPosition
-    samples: np.ndarray
-    rows: Any
+    position: PlanPosition  # looked up once per step
+    samples: np.ndarray  # the number of each sample (S,), in the order in which the planned split uses them
+    rows: Any  # arrays (S, ...)
 
 
 class StepDataset(grain.MapDataset[Any]):
@@ -112,7 +108,6 @@ class StepDataset(grain.MapDataset[Any]):
         super().__init__()
         self._source, self._plan, self._order, self._mesh = source, plan, order, mesh
         self._loading = loading or Loading()
-        self._local_rows: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return self._plan.total_steps
@@ -126,11 +121,8 @@ class StepDataset(grain.MapDataset[Any]):
 
     def samples_of(self, position: PlanPosition, split: BatchSplit) -> np.ndarray:
         """Return the samples of a step that this process reads if it is split as `split`: shape (n, rows of a microbatch)."""
-        num_rows = split.data_parallel_size * split.microbatch_size
-        # Worked out once per microbatch shape: asking a sharding for its indices takes longer than reading a small batch.
-        if num_rows not in self._local_rows:
-            self._local_rows[num_rows] = self._loading.rows_to_read(self._mesh, num_rows)
-        return local_samples(position.consumed_samples, split, self._local_rows[num_rows])
+        rows = self._loading.rows_to_read(self._mesh, split.data_parallel_size * split.microbatch_size)
+        return local_samples(position.consumed_samples, split, rows)
 
     def split_rows(self, step: StepRows, split: BatchSplit) -> Any:
         """Return a step's rows as microbatches, arrays (n, rows of a microbatch, ...).
@@ -177,8 +169,7 @@ class BatchLoader:
         order: which row each sample is.
         split_for: the split to use for a position if it may differ from the planned one, such as `TrainStep.split_for`:
             a phase whose program is not compiled yet then starts in the shape of the phase before.
-        chunk_size: microbatches of a chunk; 1 puts every microbatch into a chunk of its own. None: see
-            `rampup.engine.batch.layout_of`.
+        chunk_size: microbatches of a chunk; None: see `rampup.engine.batch.layout_of`.
         num_threads: threads that read.
         read_ahead: steps whose rows are read ahead of use.
         loading: which processes read.
@@ -231,20 +222,17 @@ class BatchLoader:
         """Split a step's rows into microbatches and put them on the devices: the one place where either happens."""
         position = step.position
         split = position.split if self.split_for is None else self.split_for(position)
-        if split != position.split:
-            position = replace(position, split=split)
+        position = replace(position, split=split)
         # From here on the position says how the batch is really split. Its samples are the planned ones in either case.
         batch_nR, f = dataset.split_rows(step, split), self.loading.factor
-        parts = [jax.tree.map(lambda x, g=g: np.split(x, f, axis=1)[g], batch_nR) for g in range(f)] if f > 1 else [batch_nR]
         options: Any = {"batch_axes": self.batch_axes, "chunk_size": self.chunk_size}
-        first, *others = (put_batch(part, position, self.plan, self.mesh, **options) for part in parts)
-        if not others:
-            return first
+        if f == 1:
+            return put_batch(batch_nR, position, self.plan, self.mesh, **options)
+        parts = [jax.tree.map(lambda x, g=g: np.split(x, f, axis=1)[g], batch_nR) for g in range(f)]
+        found = [put_batch(part, position, self.plan, self.mesh, **options) for part in parts]
         # This process has also read for the processes after it: hand their rows on.
-        chunks = jax.tree.map(
-            lambda *arrays: self.loading.redistribute(list(arrays), self.mesh), first.chunks, *(part.chunks for part in others)
-        )
-        return first._replace(chunks=chunks)
+        redistribute = self.loading.redistribution(self.mesh, split.data_parallel_size * split.microbatch_size)
+        return found[0]._replace(chunks=jax.tree.map(redistribute, *(part.chunks for part in found)))
 
 
 def step_batches(
@@ -291,17 +279,9 @@ def step_batches(
     rows = as_source(source)
     has_epochs = isinstance(source, grain.MapDataset) and seed is None
     order = SampleOrder(len(rows), seed=seed, num_epochs=num_epochs, has_epochs=has_epochs)
-    loader = BatchLoader(
-        source=rows,
-        plan=plan,
-        mesh=mesh,
-        order=order,
-        split_for=split_for,
-        chunk_size=chunk_size,
-        num_threads=num_threads,
-        read_ahead=read_ahead,
-        batch_axes=batch_axes,
-    )
+    options: Any = {"split_for": split_for, "chunk_size": chunk_size, "batch_axes": batch_axes}
+    options |= {"num_threads": num_threads, "read_ahead": read_ahead}
+    loader = BatchLoader(source=rows, plan=plan, mesh=mesh, order=order, **options)
     yield from loader.batches(start.step if isinstance(start, PlanPosition) else start, stop)
 
 
@@ -369,9 +349,7 @@ def stream_batches(
         pending = [jax.tree.map(lambda x, used=needed: x[used:], ready)] if count > needed else []
         count -= needed
         batch_nR = jax.tree.map(lambda x, used=needed, n=split.num_microbatches: x[:used].reshape(n, -1, *x.shape[1:]), ready)
-        if split != position.split:
-            position = replace(position, split=split)
-        yield put_batch(batch_nR, position, plan, mesh, batch_axes=batch_axes, chunk_size=chunk_size)
+        yield put_batch(batch_nR, replace(position, split=split), plan, mesh, batch_axes=batch_axes, chunk_size=chunk_size)
 
 
 def _takes_parameters_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 import os
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rampup.config.schema import DataKeys, ModelKeys
 from rampup.data.sources import RecordRows, RowRange, RowSource, SyntheticRows, TokenRows
 from rampup.errors import DataError
 
@@ -23,64 +25,68 @@ BLOCK_BYTES = 2**20
 _THREADS = 8
 
 
-def open_sources(
-    dataset_type: str,
-    *,
-    train_files: str | None,
-    eval_files: str | None,
-    holdout_fraction: float,
-    sequence_length: int,
-    vocab_size: int,
-    token_dtype: str = "uint16",
-) -> tuple[RowSource, RowSource]:
+def open_sources(data: DataKeys, model: ModelKeys) -> tuple[RowSource, RowSource]:
     """Return the rows to train on and the rows to evaluate on.
 
-    Files are named by glob patterns. Without `train_files`, `text` is the Python standard library's own source. Without
-    `eval_files`, a fraction of the training data is held out: every n-th text file, or the last rows of other data and of few
-    text files. `token_dtype` is the type of the tokens in .bin and ArrayRecord files.
+    Files are named by glob patterns. Without `grain_train_files`, `text` is the Python standard library's own source. Without
+    `grain_eval_files`, a fraction of the training data is held out: every n-th text file, or the last rows of other data and of
+    few text files. `token_dtype` is the type of the tokens in .bin and ArrayRecord files.
 
     Raises:
         DataError: no such files, files that cannot be read, or too few rows.
     """
-    shape: dict[str, Any] = {"sequence_length": sequence_length, "vocab_size": vocab_size}
-    if dataset_type == "synthetic":
+    shape: dict[str, Any] = {"sequence_length": model.max_target_length, "vocab_size": model.vocab_size}
+    if data.dataset_type == "synthetic":
         return SyntheticRows(2**20, **shape), SyntheticRows(2**14, first=2**20, **shape)
-    paths = _standard_library_files() if train_files is None else _find_files(train_files, "grain_train_files")
-    eval_paths = None if eval_files is None else _find_files(eval_files, "grain_eval_files")
-    if dataset_type == "text":
-        if eval_paths is None:
-            # Every n-th file, so that evaluation reads from all folders and not only from the last one.
-            period = max(round(1 / holdout_fraction), 2)
-            eval_paths = paths[period // 2 :: period]
-            if not eval_paths:  # too few files to spare one
-                return _hold_out_last(_text_rows(paths, **shape), holdout_fraction, paths)
-            held_out = set(eval_paths)
-            paths = [path for path in paths if path not in held_out]
-        return _text_rows(paths, **shape), _text_rows(eval_paths, **shape)
+    paths = _find_files(data.grain_train_files, "grain_train_files")
+    eval_paths = None if data.grain_eval_files is None else _find_files(data.grain_eval_files, "grain_eval_files")
+    if data.dataset_type == "text" and eval_paths is None:
+        # Every n-th file, so that evaluation reads from all folders and not only from the last one.
+        period = max(round(1 / data.eval_holdout_fraction), 2)
+        eval_paths = paths[period // 2 :: period] or None  # None: too few files to spare one
+        paths = [path for path in paths if path not in set(eval_paths or ())]
 
     def open_one(files: list[str]) -> RowSource:
-        if dataset_type == "arrayrecord":
-            return RecordRows(files, dtype=token_dtype, **shape)
-        return _require_rows(TokenRows([open_token_file(path, token_dtype) for path in files], files, **shape), files)
+        if data.dataset_type == "text":
+            # All bytes, with a zero after each file.
+            pieces: list[bytes] = []
+            for path in files:
+                try:
+                    pieces.append(Path(path).read_bytes() + b"\0")
+                except OSError as error:
+                    raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+            offsets = itertools.accumulate(map(len, pieces), initial=0)
+            text = np.frombuffer(b"".join(pieces), np.uint8)
+            rows: RowSource = TokenRows([text], ["text"], starts=list(zip(offsets, files, strict=False)), **shape)
+        elif data.dataset_type == "arrayrecord":
+            rows = RecordRows(files, dtype=data.token_dtype, **shape)
+        else:
+            rows = TokenRows([open_token_file(path, data.token_dtype) for path in files], files, **shape)
+        if len(rows) == 0:
+            raise DataError(f"{', '.join(files)[:300]}: fewer than two tokens are not a row")
+        return rows
 
     train = open_one(paths)
     if eval_paths is not None:
         return train, open_one(eval_paths)
-    return _hold_out_last(train, holdout_fraction, paths)
-
-
-def _hold_out_last(rows: RowSource, fraction: float, paths: Sequence[str]) -> tuple[RowSource, RowSource]:
     # The last rows, so that the numbers of the training rows do not depend on how many are held out.
-    held_out = max(round(len(rows) * fraction), 1)
-    if held_out >= len(rows):
-        problem = f"{', '.join(paths)[:300]}: {len(rows)} rows are too few to hold out {held_out} for evaluation"
+    held_out = max(round(len(train) * data.eval_holdout_fraction), 1)
+    if held_out >= len(train):
+        problem = f"{', '.join(paths)[:300]}: {len(train)} rows are too few to hold out {held_out} for evaluation"
         fix = "add text, set a smaller max_target_length, or name grain_eval_files"
         raise DataError(f"{problem}; {fix}")
-    split = len(rows) - held_out
-    return RowRange(rows, 0, split), RowRange(rows, split, len(rows))
+    split = len(train) - held_out
+    return RowRange(train, 0, split), RowRange(train, split, len(train))
 
 
-def _find_files(pattern: str, key: str) -> list[str]:
+def _find_files(pattern: str | None, key: str) -> list[str]:
+    if pattern is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
+        files = [path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts)]
+        if not files:
+            raise DataError(f"no Python source files in {root}; set {key} to text files of your own", key=key)
+        return [str(path) for path in sorted(files, key=lambda path: path.relative_to(root).as_posix())]
     # The order of the files is the order of the rows, and a file system may list them in any.
     paths = sorted(path for path in glob.glob(pattern, recursive=True) if not Path(path).is_dir())
     if not paths:
@@ -91,43 +97,6 @@ def _find_files(pattern: str, key: str) -> list[str]:
             kind = "a broken link" if Path(path).is_symlink() else "not a regular file"
             raise DataError(f"{key}={pattern!r} matches {path}, which is {kind}", key=key)
     return paths
-
-
-def _standard_library_files() -> list[str]:
-    root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"}
-    paths = [path for path in root.rglob("*.py") if not skipped & set(path.relative_to(root).parts)]
-    if not paths:
-        raise DataError(
-            f"no Python source files in {root}; set grain_train_files to text files of your own", key="grain_train_files"
-        )
-    return [str(path) for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix())]
-
-
-def _text_rows(paths: Sequence[str], *, sequence_length: int, vocab_size: int) -> RowSource:
-    """Join text files, with a zero byte after each, and split the bytes into rows."""
-    pieces, starts, offset = [], [], 0
-    for path in paths:
-        content = _read_bytes(path) + b"\0"
-        pieces.append(content)
-        starts.append((offset, path))
-        offset += len(content)
-    text = np.frombuffer(b"".join(pieces), np.uint8)
-    rows = TokenRows([text], ["text"], sequence_length=sequence_length, vocab_size=vocab_size, starts=starts)
-    return _require_rows(rows, paths)
-
-
-def _read_bytes(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def _require_rows(rows: TokenRows, paths: Sequence[str]) -> TokenRows:
-    if len(rows) == 0:
-        raise DataError(f"{', '.join(paths)[:300]}: fewer than two tokens are not a row")
-    return rows
 
 
 class TokenFile:
@@ -168,27 +137,24 @@ def open_token_file(path: str, token_dtype: str) -> TokenFile:
     """
     try:
         if path.endswith(".npy"):
-            return _numpy_file(path)
+            # Mapped to find where the data begin. Reading through the map would be a signal, not an error, if it is truncated.
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+            if not isinstance(array, np.ndarray):
+                raise DataError(f"{path} is an archive of arrays; save a single array with numpy.save")
+            if array.ndim != 1 or array.dtype.kind not in "iu":
+                found = f"{array.dtype} of shape {array.shape}"
+                raise DataError(f"{path} must be a one-dimensional array of integers; it is {found}")
+            return TokenFile(path, array.dtype, offset=getattr(array, "offset", 0), size=array.size)
         if path.endswith(".bin"):
             dtype, size = np.dtype(token_dtype).newbyteorder("<"), os.path.getsize(path)
             if size == 0 or size % dtype.itemsize:
                 raise ValueError(f"{size:,} bytes are not a multiple of {dtype.itemsize} bytes per token")
             return TokenFile(path, dtype, offset=0, size=size // dtype.itemsize)
+    except DataError:
+        raise
     except (OSError, ValueError, EOFError) as error:
-        if isinstance(error, DataError):
-            raise
         raise DataError(f"{path} cannot be read as tokens: {error}") from error
     raise DataError(f"{path} must end in .npy or .bin for dataset_type=tokens", key="grain_train_files")
-
-
-def _numpy_file(path: str) -> TokenFile:
-    # Mapped to find the offset of the data. Reading through the map would be a signal, not an error, if the file is truncated.
-    array = np.load(path, mmap_mode="r", allow_pickle=False)
-    if not isinstance(array, np.ndarray):
-        raise DataError(f"{path} is an archive of arrays; save a single array with numpy.save")
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(f"{path} must be a one-dimensional array of integers; it is {array.dtype} of shape {array.shape}")
-    return TokenFile(path, array.dtype, offset=getattr(array, "offset", 0), size=array.size)
 
 
 def fingerprints(paths: Sequence[str]) -> dict[str, str]:
@@ -202,34 +168,39 @@ def fingerprints(paths: Sequence[str]) -> dict[str, str]:
     """
     if not paths:
         return {}
+
+    def fingerprint(path: str) -> str:
+        try:
+            with open(path, "rb") as file:
+                size, digest = os.fstat(file.fileno()).st_size, hashlib.sha256()
+                if size <= FULL_HASH_BYTES:
+                    digest = hashlib.file_digest(file, "sha256")
+                else:
+                    # The block number 0 starts at byte 0, and the last one ends at the end of the file.
+                    for number in range(NUM_BLOCKS):
+                        file.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
+                        digest.update(file.read(BLOCK_BYTES))
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+        return f"{size} bytes, SHA-256 {digest.hexdigest()[:12]}"
+
     shared = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
     names = [Path(os.path.relpath(os.path.abspath(path), shared)).as_posix() for path in paths]
     with ThreadPoolExecutor(_THREADS) as threads:
-        return dict(zip(names, threads.map(_fingerprint, paths), strict=True))
+        return dict(zip(names, threads.map(fingerprint, paths), strict=True))
 
 
-def changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Return (name, fingerprint before, fingerprint now) of the files that differ.
+def describe_change(one: Any, other: Any, places: tuple[str, str], *, most: int) -> list[str]:
+    """Return how two values of a fact about a run differ; of the fingerprints of its data, the first files that do.
 
     Example:
-        >>> changed_files({"a": "x", "b": "y"}, {"a": "x", "c": "z"})
-        [('b', 'y', 'no such file'), ('c', 'no such file', 'z')]
+        >>> describe_change({"a": "x", "b": "y"}, {"a": "x", "c": "z"}, ("before", "now"), most=1)
+        ['b: y before, no such file now', 'and 1 more files']
     """
-    names = (name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name))
-    return [(name, before.get(name, "no such file"), now.get(name, "no such file")) for name in names]
-
-
-def _fingerprint(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            size, digest = os.fstat(file.fileno()).st_size, hashlib.sha256()
-            if size <= FULL_HASH_BYTES:
-                digest = hashlib.file_digest(file, "sha256")
-            else:
-                # The block number 0 starts at byte 0, and the last one ends at the end of the file.
-                for number in range(NUM_BLOCKS):
-                    file.seek((size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1))
-                    digest.update(file.read(BLOCK_BYTES))
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-    return f"{size} bytes, SHA-256 {digest.hexdigest()[:12]}"
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        return [f"{one!r} {places[0]}, {other!r} {places[1]}"]
+    found = []
+    for name in [name for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]:
+        before, now = (files.get(name, "no such file") for files in (one, other))
+        found.append(f"{name}: {before} {places[0]}, {now} {places[1]}")
+    return found[:most] + ([f"and {len(found) - most:,} more files"] if len(found) > most else [])

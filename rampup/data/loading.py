@@ -48,24 +48,35 @@ class Loading:
         """Whether this process reads."""
         return jax.process_index() % self.factor == 0
 
+    @functools.cache  # noqa: B019 - asking a sharding for its indices takes longer than reading a small batch
     def rows_to_read(self, mesh: Mesh, num_rows: int) -> np.ndarray:
         """Return the rows of a microbatch that this process reads: those of the first process it reads for, then the next."""
         rows = rows_of_processes(mesh, num_rows, self.batch_axes)
         first = jax.process_index() // self.factor * self.factor
         return np.concatenate([rows[first + member] for member in range(self.factor)])
 
-    def redistribute(self, parts: list[jax.Array], mesh: Mesh) -> jax.Array:
-        """Return the global array (K, R, ...) with every row on the process that needs it, from f arrays (K, R, ...).
+    @functools.cache  # noqa: B019 - of few small objects
+    def redistribution(self, mesh: Mesh, num_rows: int) -> Callable[..., jax.Array]:
+        """Return a compiled gather of R rows that moves each from the process that has read it to the one that needs it.
 
-        In array g, the rows of a reader contain what it has read for the g-th process after it.
+        Of its f arguments (K, R, ...), the rows of a reader in number g are what it has read for the g-th process after it.
         """
-        return _redistribution(mesh, parts[0].shape[1], self)(*parts)
+        rows = rows_of_processes(mesh, num_rows, self.batch_axes)
+        # Row r of the result is row source_R[r] of the f parts, concatenated along R: the g-th process after a reader finds
+        # its rows in part g, at the places of the reader's own rows.
+        source_R = np.zeros(num_rows, np.int32)
+        for process, own in rows.items():
+            member = process % self.factor
+            source_R[own] = member * num_rows + rows[process - member]
+
+        def gather(*parts_KR: jax.Array) -> jax.Array:
+            return jnp.take(jnp.concatenate(parts_KR, axis=1), source_R, axis=1)
+
+        return jax.jit(gather, out_shardings=batch_sharding(mesh, leading=1, axes=self.batch_axes))
 
 
 class PlaceholderRows:
     """A source for a process that does not read: as many rows as the real source, all zero."""
-
-    paths: tuple[str, ...] = ()
 
     def __init__(self, number: int, row: Any) -> None:
         self._number, self._row = number, row
@@ -100,20 +111,3 @@ def shared_sources(loading: Loading, open_all: Callable[[], tuple[RowSource, ...
         PlaceholderRows(fact["number"], {name: np.zeros(shape, dtype) for name, (shape, dtype) in fact["row"].items()})
         for fact in described
     )
-
-
-@functools.cache
-def _redistribution(mesh: Mesh, num_rows: int, loading: Loading) -> Callable[..., jax.Array]:
-    """Return a compiled gather that moves each row from the process that has read it to the one that needs it."""
-    rows = rows_of_processes(mesh, num_rows, loading.batch_axes)
-    # Row r of the result is row source_R[r] of the f parts, concatenated along R: the g-th process after a reader finds its
-    # rows in part g, at the places of the reader's own rows.
-    source_R = np.zeros(num_rows, np.int32)
-    for process, own in rows.items():
-        member = process % loading.factor
-        source_R[own] = member * num_rows + rows[process - member]
-
-    def gather(*parts_KR: jax.Array) -> jax.Array:
-        return jnp.take(jnp.concatenate(parts_KR, axis=1), source_R, axis=1)
-
-    return jax.jit(gather, out_shardings=batch_sharding(mesh, leading=1, axes=loading.batch_axes))

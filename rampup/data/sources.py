@@ -36,12 +36,8 @@ class _Tokens:
     """Rows of at most T + 1 tokens, of which `_row` returns one by its number."""
 
     def __init__(self, paths: Sequence[str], sequence_length: int, vocab_size: int) -> None:
-        self._paths, self._length, self._vocab_size = paths, sequence_length, vocab_size
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The files that the rows come from, in order."""
-        return tuple(self._paths)
+        self.paths = tuple(paths)  # the files that the rows come from, in order
+        self._length, self._vocab_size = sequence_length, vocab_size
 
     def _row(self, row: int) -> np.ndarray:
         raise NotImplementedError
@@ -141,19 +137,16 @@ class ItemRows:
         """Return the items, stacked."""
         items = []
         for row in rows:
-            try:
-                items.append(self._items[int(row)])
-            except Exception as error:
-                raise DataError(f"row {row} of {self._items!r:.100} cannot be read: {error!r}") from error
+            items.append(self._items[int(row)])
             if items[-1] is None:
-                problem = f"row {row} of {self._items!r:.100} is None, as `MapDataset.filter` makes of the rows that it drops"
+                problem = f"{self.describe(row)} is None, as `MapDataset.filter` makes of the rows that it drops"
                 fix = "filter the rows before they are numbered, or train on ds.to_iter_dataset() with step.stream"
                 raise DataError(f"{problem}; {fix}")
         return jax.tree.map(lambda *leaves: np.stack(leaves), *items)
 
     def describe(self, row: int) -> str:
         """Return the row's number."""
-        return f"row {row:,}"
+        return f"row {row} of {self._items!r:.100}"
 
 
 class RecordRows(_Tokens):
@@ -184,7 +177,7 @@ class RecordRows(_Tokens):
 
     def describe(self, row: int) -> str:
         """Return the files and the record's number."""
-        return f"record {row:,} of {', '.join(self._paths)[:200]}"
+        return f"record {row:,} of {', '.join(self.paths)[:200]}"
 
 
 class SyntheticRows:
@@ -220,14 +213,10 @@ class RowRange:
 
     def __init__(self, source: RowSource, start: int, stop: int) -> None:
         self._source, self._start, self._stop = source, start, stop
+        self.paths = files_of(source)
 
     def __len__(self) -> int:
         return self._stop - self._start
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The files that the rows come from, in order."""
-        return files_of(self._source)
 
     def read(self, rows: np.ndarray) -> Any:
         """Return the other source's rows."""

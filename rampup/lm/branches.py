@@ -37,7 +37,7 @@ from rampup.config.build import plan_to_resume
 from rampup.config.load import load_config
 from rampup.config.schema import Config, OptimizerKeys
 from rampup.data.batches import BatchLoader, SampleOrder
-from rampup.data.files import fingerprints
+from rampup.data.files import fingerprints, open_sources
 from rampup.data.sources import files_of
 from rampup.engine.compile import enable_compilation_cache
 from rampup.engine.mesh import make_mesh
@@ -45,8 +45,16 @@ from rampup.engine.optimizer import LearningRate
 from rampup.engine.state import TrainState
 from rampup.engine.step import EvalStep
 from rampup.errors import ConfigError, DataError, ResumeMismatchError
-from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, optimizer, ramp_before, sample_order, sources
-from rampup.loop.checkpoint import CHECKSUMS_FILE, Checkpoints, checkpoint_steps, damage, find_checkpoint, read_state
+from rampup.lm.train import RAMP_RECORD, TrainSetup, learning_rate, optimizer, ramp_before, sample_order
+from rampup.loop.checkpoint import (
+    CHECKSUMS_FILE,
+    Checkpoints,
+    checkpoint_steps,
+    damage,
+    find_checkpoint,
+    read_record,
+    read_state,
+)
 from rampup.loop.lock import own_run
 from rampup.loop.loop import stop_requests
 from rampup.loop.run_folder import (
@@ -64,7 +72,6 @@ from rampup.plan.learning_rate import learning_rate_scale
 from rampup.plan.numbers import nearest_in, plain_number
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
-from rampup.plan.split import BatchSplitter
 
 # Nats by which a larger batch may be worse, as in the paper.
 DEFAULT_TOLERANCE = 0.01
@@ -237,7 +244,7 @@ def _find_run(folder: Path, step: int | None) -> tuple[Config, Mapping[str, Any]
         checkpoint = folder / CHECKPOINT_FOLDER / str(step)
         if problem := damage(checkpoint):
             raise ResumeMismatchError(f"the checkpoint {checkpoint} is damaged: {problem}", key="step")
-        record = json.loads((checkpoint / "record" / "metadata").read_text(encoding="utf-8"))
+        record = read_record(checkpoint)
     if RAMP_RECORD not in record:
         raise ConfigError(f"{folder} was trained by a loop of its own: only runs of `rampup train` can be branched", key="run")
     return load_config(folder / CONFIG_FILE), record
@@ -277,7 +284,15 @@ class _Branches:
             multiples = _legal_multiples(run_plan, step, DEFAULT_MULTIPLES)
         window = BranchWindow.of(position.split.global_batch_size, multiples, samples)
         plan = _branch_plan(config, run_plan, window, position.split.microbatch_size)
-        rate = _learning_rate(config, run_plan, step, plan)
+        # The run's next learning rate, or its last if its schedule has ended; `plan` scales it.
+        schedule = learning_rate(config, run_plan)
+        if not (peak := schedule.at(step) or schedule.at(step - 1)) > 0:
+            problem = f"the learning rate of the run is 0 at step {step}, so its branches would learn nothing"
+            fix = "choose another --step"
+            raise ConfigError(f"{problem}; {fix}", key="step")
+        size = position.split.global_batch_size
+        scale = learning_rate_scale(size, plan.reference_size, plan.learning_rate_batch_scaling)
+        rate = LearningRate(plan=plan, peak=peak / scale, kind="constant")
         rates = tuple(rate.at(phase.start_step) for phase in plan.ramp.phases)
 
         mesh = make_mesh(plan.axes)
@@ -288,7 +303,7 @@ class _Branches:
         setup = replace(TrainSetup.from_config(fused, plan, mesh), tx=tx).with_batches(plan)
         run_shapes = TrainSetup.from_config(config, run_plan, mesh).state_shapes()
 
-        rows, _ = sources(config.data, config.model)
+        rows, _ = open_sources(config.data, config.model)
         found = {"num_rows": len(rows), "data": fingerprints(files_of(rows))}
         for name, value in found.items():
             if name in record and record[name] != value:
@@ -363,23 +378,20 @@ class _SampleWindow(SampleOrder):
         """Do nothing: the window was checked."""
 
 
-def _branch_splitter(run_plan: RampPlan) -> BatchSplitter:
-    """Return the rule that splits the batches of branches: that of the run, with microbatches and passes of their own."""
-    return replace(
-        run_plan.splitter, rampup_microbatch="fixed", microbatch_size=-1, gradient_accumulation_steps=1, tick_overhead=None
-    )
+# In the rule that splits the batches of a run, what the branches have of their own.
+_OWN_SPLITS = {"rampup_microbatch": "fixed", "microbatch_size": -1, "gradient_accumulation_steps": 1, "tick_overhead": None}
 
 
 def _legal_multiples(run_plan: RampPlan, step: int, multiples: Iterable[Fraction]) -> tuple[Fraction, ...]:
     """Return the multiples of the run's batch at a step that are whole batches, and can be split on these devices."""
-    batch, splitter = run_plan.position(step).split.global_batch_size, _branch_splitter(run_plan)
+    batch, splitter = run_plan.position(step).split.global_batch_size, replace(run_plan.splitter, **_OWN_SPLITS)
     sizes = {multiple: multiple * batch for multiple in multiples}
     return tuple(each for each, size in sizes.items() if size.denominator == 1 and splitter.allows(int(size)))
 
 
 def _branch_plan(config: OptimizerKeys, run_plan: RampPlan, window: BranchWindow, microbatch_size: int) -> RampPlan:
     """Return the plan of all branches, with microbatches that are as large as those of the run if they divide all batches."""
-    splitter = _branch_splitter(run_plan)
+    splitter = replace(run_plan.splitter, **_OWN_SPLITS)
     for multiple, size in zip(window.multiples, window.sizes, strict=True):
         if problem := splitter.problem(size, f"multiple {multiple} of the run's batch", key="multiples"):
             raise problem
@@ -395,18 +407,6 @@ def _branch_plan(config: OptimizerKeys, run_plan: RampPlan, window: BranchWindow
         learning_rate_batch_scaling="linear" if config.opt_type == "sgd" else "sqrt",
         reference_batch_size=run_plan.reference_size,
     )
-
-
-def _learning_rate(config: OptimizerKeys, run_plan: RampPlan, step: int, plan: RampPlan) -> LearningRate:
-    """Return the learning rate of the branches: the run's next one, or its last if its schedule has ended, scaled by `plan`."""
-    schedule, size = learning_rate(config, run_plan), run_plan.ramp.global_batch_size_at(step)
-    rate = schedule.at(step) or schedule.at(step - 1)
-    if not rate > 0:
-        problem = f"the learning rate of the run is 0 at step {step}, so its branches would learn nothing"
-        fix = "choose another --step"
-        raise ConfigError(f"{problem}; {fix}", key="step")
-    scale = learning_rate_scale(size, plan.reference_size, plan.learning_rate_batch_scaling)
-    return LearningRate(plan=plan, peak=rate / scale, kind="constant")
 
 
 def _train_branches(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rampup.lm.attention import masked_attention
-from rampup.lm.transformer import LanguageModel, rotate_at
+from rampup.lm.transformer import LanguageModel, rotate
 
 
 class Cache(NamedTuple):
@@ -37,8 +37,8 @@ def prefill(
     positions_BP = jnp.broadcast_to(jnp.arange(P), (B, P))
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-        k = rotate_at(k, positions_BP, num_slots)
-        mixed = masked_attention(rotate_at(q, positions_BP, num_slots), k, v, np.tril(np.ones((P, P), bool)))
+        k = rotate(k, positions_BP, num_slots)
+        mixed = masked_attention(rotate(q, positions_BP, num_slots), k, v, np.tril(np.ones((P, P), bool)))
         return mixed, Cache(*(jnp.pad(x, ((0, 0), (0, num_slots - P), (0, 0), (0, 0))) for x in (k, v)))
 
     def apply(x_BPE: jax.Array, layer: Any) -> tuple[jax.Array, Cache]:
@@ -65,9 +65,9 @@ def decode(
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
             # A selection instead of a scatter, which the compiler would gather the rows of all devices for.
-            k = rotate_at(k, position_B[:, None], num_slots)
+            k = rotate(k, position_B[:, None], num_slots)
             new = Cache(*(jnp.where(slots_BS[..., None, None], x, kept) for x, kept in zip((k, v), old, strict=True)))
-            return masked_attention(rotate_at(q, position_B[:, None], num_slots), *new, seen), new
+            return masked_attention(rotate(q, position_B[:, None], num_slots), *new, seen), new
 
         return model.block.apply({"params": layer}, x_B1E, None, attend)  # type: ignore[no-any-return]
 
@@ -87,7 +87,7 @@ def packed_hidden(
     mask = same[:, None, None]
 
     def packed(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-        return masked_attention(rotate_at(q, positions_BT, T), rotate_at(k, positions_BT, T), v, mask), None
+        return masked_attention(rotate(q, positions_BT, T), rotate(k, positions_BT, T), v, mask), None
 
     def apply(x_BTE: jax.Array, layer: Any) -> tuple[jax.Array, None]:
         return model.block.apply({"params": layer}, x_BTE, None, packed)  # type: ignore[no-any-return]

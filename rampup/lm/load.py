@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from rampup.config.build import plan_to_resume
 from rampup.config.key import Settings
@@ -20,9 +19,9 @@ from rampup.engine.accumulate import multi_steps
 from rampup.engine.state import TrainState, describe_tree
 from rampup.errors import ConfigError, ResumeMismatchError
 from rampup.lm.decode import decode, prefill
-from rampup.lm.train import language_model, learning_rate, optimizer, ramp_before
+from rampup.lm.train import learning_rate, optimizer, ramp_before
 from rampup.lm.transformer import LanguageModel
-from rampup.loop.checkpoint import checkpoint_steps, damage, find_checkpoint
+from rampup.loop.checkpoint import checkpoint_steps, damage, find_checkpoint, on_first_device, read_record, restore_tree
 from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, absolute_path
 
 MAX_TOKENS = 1_000_000
@@ -136,45 +135,23 @@ def named_checkpoint(path: str | Path) -> tuple[Path, Path]:
 
 def load_run(run: Path, folder: Path) -> LoadedRun:
     """Return what a checkpoint of a run of the language model, or of a loop of one's own, contains."""
-    with open_checkpoint(folder) as manager:
-        record = read_record(manager, folder)
-        ramp = ramp_before(record)
-        if ramp is None or not (run / CONFIG_FILE).is_file():
-            tree = restore_tree(manager, folder)
-            return LoadedRun(folder=folder, step=int(folder.name), params=tree.get("params"), state=tree)
-        config = load_config(run / CONFIG_FILE)
-        check_identity(config, record, run, folder)
-        model = language_model(config)
-        plan = plan_to_resume(config, ramp["num_devices"], ramp)
-        tx = optimizer(config, learning_rate(config, plan))
-        if config.gradient_accumulation == "multi_steps":
-            tx = multi_steps(tx, plan)
-        params = jax.eval_shape(model.init, jax.random.key(0))
-        shapes = TrainState(step=jax.ShapeDtypeStruct((), jnp.int32), params=params, opt_state=jax.eval_shape(tx.init, params))
-        tree = restore_tree(manager, folder, {"step": shapes.step, "params": shapes.params, "opt_state": shapes.opt_state})
+    record, step = read_record(folder), int(folder.name)
+    ramp = ramp_before(record)
+    if ramp is None or not (run / CONFIG_FILE).is_file():
+        tree = restore_tree(folder)
+        return LoadedRun(folder=folder, step=step, params=tree.get("params"), state=tree)
+    config = load_config(run / CONFIG_FILE)
+    check_identity(config, record, run, folder)
+    model = LanguageModel.from_config(config)
+    plan = plan_to_resume(config, ramp["num_devices"], ramp)
+    tx = optimizer(config, learning_rate(config, plan))
+    if config.gradient_accumulation == "multi_steps":
+        tx = multi_steps(tx, plan)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    shapes = TrainState(step=jax.ShapeDtypeStruct((), jnp.int32), params=params, opt_state=jax.eval_shape(tx.init, params))
+    tree = restore_tree(folder, on_first_device({"step": shapes.step, "params": params, "opt_state": shapes.opt_state}))
     state, context = shapes.replace(**tree), config.max_target_length
-    return LoadedRun(
-        folder=folder, step=int(folder.name), params=state.params, state=state, config=config, model=model, context=context
-    )
-
-
-def open_checkpoint(folder: Path) -> ocp.Checkpointer:
-    """Return a context manager that reads a checkpoint. It only reads, so it needs no `ocp.CheckpointManager`."""
-    return ocp.Checkpointer(ocp.CompositeCheckpointHandler())
-
-
-def read_record(manager: ocp.CheckpointManager, folder: Path) -> Mapping[str, Any]:
-    """Return the record of a checkpoint: what its state belongs to."""
-    found = manager.restore(folder, args=ocp.args.Composite(record=ocp.args.JsonRestore()))
-    return found.record  # type: ignore[no-any-return]
-
-
-def restore_tree(manager: ocp.CheckpointManager, folder: Path, shapes: Any = None) -> Any:
-    """Return the state of a checkpoint on the first device, as a tree like `shapes`, by default one of dicts."""
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shapes = manager.metadata(folder).item_metadata.state if shapes is None else shapes
-    on_device = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
-    return manager.restore(folder, args=ocp.args.Composite(state=ocp.args.StandardRestore(on_device))).state
+    return LoadedRun(folder=folder, step=step, params=state.params, state=state, config=config, model=model, context=context)
 
 
 def check_identity(config: Settings, record: Mapping[str, Any], run: Path, folder: Path) -> None:

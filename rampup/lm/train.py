@@ -26,7 +26,7 @@ from rampup.batch_size.hyperparameters import adam_constants
 from rampup.batch_size.noise_scale import default_half_life
 from rampup.config.build import adam_base, adam_scaling, build_plan, hyperparameters, plan_to_resume, ramp_record
 from rampup.config.files import run_yaml
-from rampup.config.schema import DEFAULTS, PER_PROCESS_KEYS, Config, DataKeys, ModelKeys, OptimizerKeys, RunKeys
+from rampup.config.schema import DEFAULTS, PER_PROCESS_KEYS, Config, DataKeys, OptimizerKeys, RunKeys
 from rampup.data.batches import BatchLoader, SampleOrder
 from rampup.data.files import fingerprints, open_sources
 from rampup.data.loading import Loading, shared_sources
@@ -50,7 +50,7 @@ from rampup.loop.events import OnEvent, RunPlanned, ignore_event
 from rampup.loop.lock import own_run
 from rampup.loop.loop import RAMP_ROWS, EvalOptions, Loop, Summary
 from rampup.loop.metrics import MetricOptions
-from rampup.loop.run_folder import CHECKPOINT_FOLDER, as_path, run_folder, write_config
+from rampup.loop.run_folder import CHECKPOINT_FOLDER, CONFIG_FILE, as_path, run_folder, write_whole
 from rampup.loop.writers import TENSORBOARD_FOLDER, MetricWriter, TensorBoardWriter, WandbWriter, required
 from rampup.plan.pipeline import stage_layer_order
 from rampup.plan.plan import RampPlan
@@ -91,22 +91,15 @@ def train(config: Config, on_event: OnEvent = ignore_event, *, should_stop: Call
     enable_compilation_cache(config.jax_cache_dir)
     # Own the run before its checkpoint is read: a process that is still training would write newer ones. `Run.train` also
     # takes ownership, including of a run that gets its name only there.
-    owned = own_run(_named_folder(config), only_existing=True) if config.run_name else contextlib.nullcontext()
+    folder = as_path(config.base_output_directory) / config.run_name
+    owned = own_run(folder, only_existing=True) if config.run_name else contextlib.nullcontext()
     with watchdog(config.jax_distributed_heartbeat_timeout_seconds), owned:
-        saved = saved_checkpoint(config)
+        # A run without a name gets a new folder.
+        saved = find_checkpoint(folder / CHECKPOINT_FOLDER) if config.run_name else None
         ramp = None if saved is None else ramp_before(saved.record)
         num_devices = jax.device_count()
         plan = build_plan(config, num_devices) if ramp is None else plan_to_resume(config, num_devices, ramp)
         return Run.from_config(config, plan, saved).train(on_event, should_stop=should_stop)
-
-
-def saved_checkpoint(config: RunKeys) -> SavedCheckpoint | None:
-    """Return the newest checkpoint of the configured run; None for a run without a name, whose folder is new."""
-    return find_checkpoint(_named_folder(config) / CHECKPOINT_FOLDER) if config.run_name else None
-
-
-def _named_folder(config: RunKeys) -> Path:
-    return as_path(config.base_output_directory) / config.run_name
 
 
 def ramp_before(record: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -134,7 +127,7 @@ class TrainSetup:
     loss: LossFn | SummableLoss
     tx: optax.GradientTransformation
     learning_rate: LearningRate
-    step: TrainStep
+    step: TrainStep = None  # from `with_batches`, with which a setup is built
 
     @classmethod
     def from_config(cls, config: Config, plan: RampPlan, mesh: Mesh) -> Self:
@@ -145,7 +138,7 @@ class TrainSetup:
             raise ConfigError(
                 f"{enabled[0]}=true keeps a part of the state in host memory, but {problem}", key=enabled[0], nearest=(False,)
             )
-        model, splitter = language_model(config).on(mesh), plan.splitter
+        model, splitter = LanguageModel.from_config(config).on(mesh), plan.splitter
         rate, loss = learning_rate(config, plan), model_loss(config, model, plan, mesh)
         tx = optimizer(config, rate)
         return cls(
@@ -158,12 +151,24 @@ class TrainSetup:
             loss=loss,
             tx=tx,
             learning_rate=rate,
-            step=_train_step(config, loss, tx, plan, mesh),
-        )
+        ).with_batches(plan)
 
     def with_batches(self, plan: RampPlan) -> Self:
         """Return this setup with the batches of another plan, of as many stages and repeats; everything else stays."""
-        return replace(self, plan=plan, step=_train_step(self.config, self.loss, self.tx, plan, self.mesh))
+        config = self.config
+        step = train_step(
+            self.loss,
+            self.tx,
+            plan,
+            self.mesh,
+            engine=config.gradient_accumulation,
+            seed=config.init_weights_seed,
+            skip_nonfinite=config.skip_nonfinite > 0,
+            shard_optimizer_over_data=config.shard_optimizer_over_data,
+            wait_for_compilation=config.wait_for_compilation or None,  # None: yes if there are several processes
+            measure_gradient_noise=config.measure_gradient_noise,
+        )
+        return replace(self, plan=plan, step=step)
 
     def evaluation(self, size: int, num_batches: int) -> tuple[EvalStep, RampPlan]:
         """Return the evaluation step, which is without dropout, and the plan of its batches of `size` rows."""
@@ -272,7 +277,7 @@ class Run:
             raise ConfigError(f"{problem}; {fix}", key="expansion_factor_real_data", nearest=(-1,))
         setup = TrainSetup.from_config(config, plan, make_mesh(plan.axes))
         loading = Loading(factor=max(int(factor), 1) if jax.process_count() > 1 else 1)
-        train_rows, eval_rows = shared_sources(loading, lambda: sources(config.data, config.model))
+        train_rows, eval_rows = shared_sources(loading, lambda: open_sources(config.data, config.model))
         # A process that does not read knows no fingerprints. Process 0 reads.
         facts = {"num_rows": len(train_rows)} | ({"data": fingerprints(files_of(train_rows))} if loading.reads else {})
         check_consistent(facts)
@@ -374,39 +379,10 @@ class Run:
             state, start = loop.restore(state, saved, ramp_before=ramp)
             if is_primary():
                 # Only now: a run that is refused must leave the configuration of the run in this folder alone.
-                write_config(folder, run_yaml(config, num_devices=plan.num_devices, run_name=folder.name))
+                text = run_yaml(config, num_devices=plan.num_devices, run_name=folder.name)
+                write_whole(folder / CONFIG_FILE, text.encode())
             _, summary = loop.train(state, start)
             return summary if auto is None else replace(summary, batch_size_schedule=auto.schedule)
-
-
-def _train_step(config: Config, loss: LossFn | SummableLoss, tx: Any, plan: RampPlan, mesh: Mesh) -> TrainStep:
-    return train_step(
-        loss,
-        tx,
-        plan,
-        mesh,
-        engine=config.gradient_accumulation,
-        seed=config.init_weights_seed,
-        skip_nonfinite=config.skip_nonfinite > 0,
-        shard_optimizer_over_data=config.shard_optimizer_over_data,
-        wait_for_compilation=config.wait_for_compilation or None,  # None: yes if there are several processes
-        measure_gradient_noise=config.measure_gradient_noise,
-    )
-
-
-def language_model(config: ModelKeys) -> LanguageModel:
-    """Return the model that the configuration describes."""
-    return LanguageModel.from_config(
-        config,
-        vocab_size=config.vocab_size,
-        tied=config.logits_via_embedding,
-        dropout_rate=config.dropout_rate,
-        param_dtype=config.weight_dtype,
-        remat_policy=config.remat_policy,
-        scan_layers=config.scan_layers,
-        attention=config.attention,
-        num_vocab_tiling=config.num_vocab_tiling,
-    )
 
 
 def learning_rate(config: OptimizerKeys, plan: RampPlan) -> LearningRate:
@@ -488,19 +464,6 @@ def model_loss(config: Config, model: LanguageModel, plan: RampPlan, mesh: Mesh)
     return replace(loss, **types)
 
 
-def sources(data: DataKeys, model: ModelKeys) -> tuple[RowSource, RowSource]:
-    """Return the rows to train on and those to evaluate on."""
-    return open_sources(
-        data.dataset_type,
-        train_files=data.grain_train_files,
-        eval_files=data.grain_eval_files,
-        holdout_fraction=data.eval_holdout_fraction,
-        sequence_length=model.max_target_length,
-        vocab_size=model.vocab_size,
-        token_dtype=data.token_dtype,
-    )
-
-
 def sample_order(config: DataKeys, num_rows: int, consumed_samples: int) -> SampleOrder:
     """Return the order of the training rows, or refuse more samples than `num_epoch` passes contain."""
     seed = config.data_shuffle_seed if config.enable_data_shuffling else None
@@ -515,7 +478,7 @@ def rows_of_step(config: Config, plan: RampPlan, step: int) -> list[dict[str, An
         raise ConfigError(
             f"step={step} must be from 0 to {plan.total_steps - 1}", key="step", nearest=(0, plan.total_steps - 1)
         )
-    rows, _ = sources(config.data, config.model)
+    rows, _ = open_sources(config.data, config.model)
     order = sample_order(config, len(rows), plan.ramp.samples_before(step + 1))
     samples = zip(plan.rows(step), order.rows(plan.rows(step)).tolist(), strict=True)
     return [{"sample": sample, "row": row, "source": rows.describe(row)} for sample, row in samples]

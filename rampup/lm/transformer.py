@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -59,21 +59,15 @@ _LAYER_SPECS = {
 }
 
 
+# The keys of base.yml and rl.yml for attributes of a model that are not named like them.
+_KEYS = {"num_layers": "base_num_decoder_layers", "width": "base_emb_dim", "mlp_dim": "base_mlp_dim"}
+_KEYS |= {"num_heads": "base_num_query_heads", "tied": "logits_via_embedding", "param_dtype": "weight_dtype"}
+
+
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each with its norm and residual connection.
+    """One layer of a model: attention and feed-forward, each with its norm and residual connection."""
 
-    H, G and F are `num_heads`, `num_kv_heads` and `mlp_dim`. `dropout_rate` is the fraction of the output of each part that
-    training drops. `dtype` is the type of the activations. For `attention` and `mesh` see `rampup.lm.attention.attend`.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    mlp_dim: int
-    dropout_rate: float
-    dtype: Any
-    param_dtype: Any
-    attention: str = "dot_product"
-    mesh: Mesh | None = None
+    model: LanguageModel
 
     @nn.compact
     def __call__(self, x_BTE: jax.Array, keys_B: jax.Array | None = None, mixer: Mixer | None = None) -> Any:
@@ -81,35 +75,35 @@ class Block(nn.Module):
 
         A `mixer` takes the place of causal attention. Its second result is then returned together with the output.
         """
-        width = x_BTE.shape[-1]
-        head_dim = width // self.num_heads
-        types: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        model, width = self.model, x_BTE.shape[-1]
+        head_dim = width // model.num_heads
+        types: dict[str, Any] = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(model.param_dtype)}
         dense: dict[str, Any] = {"use_bias": False, **types}
 
         h_BTE = nn.RMSNorm(name="attention_norm", **types)(x_BTE)
-        q_BTHD = nn.DenseGeneral((self.num_heads, head_dim), name="query", **dense)(h_BTE)
-        k_BTGD = nn.DenseGeneral((self.num_kv_heads, head_dim), name="key", **dense)(h_BTE)
-        v_BTGD = nn.DenseGeneral((self.num_kv_heads, head_dim), name="value", **dense)(h_BTE)
+        q_BTHD = nn.DenseGeneral((model.num_heads, head_dim), name="query", **dense)(h_BTE)
+        k_BTGD = nn.DenseGeneral((model.num_kv_heads, head_dim), name="key", **dense)(h_BTE)
+        v_BTGD = nn.DenseGeneral((model.num_kv_heads, head_dim), name="value", **dense)(h_BTE)
         qkv = (checkpoint_name(x, name) for x, name in zip((q_BTHD, k_BTGD, v_BTGD), _QKV, strict=True))
         mixed_BTHD, extra = (self._attend(*qkv), None) if mixer is None else mixer(*qkv)
         h_BTE = nn.DenseGeneral(width, axis=(-2, -1), name="out", **dense)(mixed_BTHD)
         x_BTE = x_BTE + self._drop(checkpoint_name(h_BTE, _OUT), keys_B, 0)
 
         h_BTE = nn.RMSNorm(name="mlp_norm", **types)(x_BTE)
-        gate_BTF, up_BTF = (nn.Dense(self.mlp_dim, name=name, **dense)(h_BTE) for name in ("gate", "up"))
+        gate_BTF, up_BTF = (nn.Dense(model.mlp_dim, name=name, **dense)(h_BTE) for name in ("gate", "up"))
         h_BTF = nn.silu(checkpoint_name(gate_BTF, _GATE_UP)) * checkpoint_name(up_BTF, _GATE_UP)
         h_BTE = nn.Dense(width, name="down", **dense)(h_BTF)
         x_BTE = x_BTE + self._drop(h_BTE, keys_B, 1)
         return x_BTE if mixer is None else (x_BTE, extra)
 
-    def _attend(self, q_BTHD: jax.Array, k_BTGD: jax.Array, v_BTGD: jax.Array) -> jax.Array:
-        mixed_BTHD = attend(_rotate(q_BTHD), _rotate(k_BTGD), v_BTGD, kind=self.attention, mesh=self.mesh)
-        return checkpoint_name(mixed_BTHD, _CONTEXT)
+    def _attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        mesh = None if self.model.activations is None else self.model.activations.mesh
+        return checkpoint_name(attend(rotate(q), rotate(k), v, kind=self.model.attention, mesh=mesh), _CONTEXT)
 
     def _drop(self, h_BTE: jax.Array, keys_B: jax.Array | None, part: int) -> jax.Array:
-        if self.dropout_rate == 0 or keys_B is None:
+        if self.model.dropout_rate == 0 or keys_B is None:
             return h_BTE
-        keep = 1 - self.dropout_rate
+        keep = 1 - self.model.dropout_rate
         kept = jax.vmap(lambda key: jax.random.bernoulli(jax.random.fold_in(key, part), keep, h_BTE.shape[1:]))(keys_B)
         return jnp.where(kept, h_BTE / keep, 0)
 
@@ -121,7 +115,7 @@ class LanguageModel:
     Attributes:
         num_layers, width, mlp_dim, num_heads, num_kv_heads, vocab_size: L, E, F, H, G and V.
         tied: use the embedding as the output layer.
-        dropout_rate: see `Block`.
+        dropout_rate: fraction of the output of each part of a layer that training drops.
         dtype: dtype of the activations, `float32` or `bfloat16`.
         param_dtype: dtype of the parameters.
         remat_policy: one of `REMAT_POLICIES`.
@@ -155,30 +149,14 @@ class LanguageModel:
 
     @classmethod
     def from_config(cls, config: Any, **others: Any) -> LanguageModel:
-        """Return the model that the keys of base.yml and rl.yml describe; `others` are attributes without such a key."""
-        return cls(
-            num_layers=config.base_num_decoder_layers,
-            width=config.base_emb_dim,
-            mlp_dim=config.base_mlp_dim,
-            num_heads=config.base_num_query_heads,
-            num_kv_heads=config.num_kv_heads,
-            dtype=config.dtype,
-            **others,
-        )
+        """Return the model that a configuration describes; `others` are attributes for which that of rl.yml has no key."""
+        keys = {field.name: _KEYS.get(field.name, field.name) for field in fields(cls)}
+        return cls(**{name: getattr(config, key) for name, key in keys.items() if hasattr(config, key)} | others)
 
     @property
     def block(self) -> Block:
         """The Flax module of one layer."""
-        return Block(
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            mlp_dim=self.mlp_dim,
-            dropout_rate=self.dropout_rate,
-            dtype=jnp.dtype(self.dtype),
-            param_dtype=jnp.dtype(self.param_dtype),
-            attention=self.attention,
-            mesh=None if self.activations is None else self.activations.mesh,  # type: ignore[arg-type]
-        )
+        return Block(self)
 
     @property
     def num_parameters(self) -> int:
@@ -389,26 +367,15 @@ class LanguageModel:
             )
 
 
-def rotate_at(x_BTHD: jax.Array, positions_BT: jax.Array, length: int) -> jax.Array:
-    """Apply the rotary position embedding at positions below `length`, with the numbers that whole sequences get."""
-    tables = (jnp.asarray(table, x_BTHD.dtype) for table in _angles(length, x_BTHD.shape[-1] // 2))
-    return _turn(x_BTHD, *(table[positions_BT][:, :, None] for table in tables))
+def rotate(x_BTHD: jax.Array, positions_BT: jax.Array | None = None, length: int | None = None) -> jax.Array:
+    """Apply the rotary position embedding (Su et al. 2021, arXiv 2104.09864), by default at positions from 0 on.
 
-
-def _rotate(x_BTHD: jax.Array) -> jax.Array:
-    """Apply the rotary position embedding (Su et al. 2021, arXiv 2104.09864)."""
-    tables = _angles(x_BTHD.shape[1], x_BTHD.shape[-1] // 2)
-    return _turn(x_BTHD, *(jnp.asarray(table[:, None, :], x_BTHD.dtype) for table in tables))
-
-
-def _angles(length: int, half: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return cosine and sine of every position's angles, (length, half) each."""
-    angle_TD = np.arange(length)[:, None] * 10_000 ** (-np.arange(half) / half)
-    return np.cos(angle_TD), np.sin(angle_TD)
-
-
-def _turn(x_BTHD: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    Positions are below `length`. They get the numbers that whole sequences get.
+    """
     half = x_BTHD.shape[-1] // 2
+    angle_TD = np.arange(length or x_BTHD.shape[1])[:, None] * 10_000 ** (-np.arange(half) / half)
+    tables = [jnp.asarray(f(angle_TD), x_BTHD.dtype) for f in (np.cos, np.sin)]
+    cos, sin = (x[:, None] if positions_BT is None else x[positions_BT][:, :, None] for x in tables)
     a, b = x_BTHD[..., :half], x_BTHD[..., half:]
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
 

@@ -16,12 +16,12 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
@@ -33,7 +33,7 @@ from rampup.errors import ResumeMismatchError, StorageError
 from rampup.loop.events import CheckpointDamaged, OnEvent, ignore_event
 from rampup.loop.run_folder import DAMAGED_FOLDER, absolute_path, is_bucket
 
-RECORD_VERSION = 1
+RECORD_VERSION, RECORD_FILE = 1, "record/metadata"
 CHECKSUMS_FILE = "checksums.json"
 # Files that Orbax adds or completes after the checksums are taken. They contain no part of the state.
 _WRITTEN_LATER = frozenset({"commit_success.txt", "_CHECKPOINT_METADATA"})
@@ -75,17 +75,11 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """The newest intact checkpoint of a folder, as `find_checkpoint` returns it.
+    """The newest intact checkpoint of a folder, as `find_checkpoint` returns it."""
 
-    Attributes:
-        step: optimizer steps done.
-        record: its record, read once.
-        damaged: newer checkpoints that are damaged: optimizer steps -> the problem.
-    """
-
-    step: int
-    record: Mapping[str, Any]
-    damaged: Mapping[int, str] = field(default_factory=dict)
+    step: int  # optimizer steps done
+    record: Mapping[str, Any]  # read once
+    damaged: Mapping[int, str] = field(default_factory=dict)  # newer ones that are damaged: optimizer steps -> the problem
 
 
 def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
@@ -108,7 +102,7 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
             break
         problems[candidate] = problem
     if is_primary() and step is not None:
-        content = (folder / str(step) / "record" / "metadata").read_text(encoding="utf-8")
+        content = (folder / str(step) / RECORD_FILE).read_text(encoding="utf-8")
     content = broadcast_from_process0(f"checkpoint{number}", content)
     if step is None:
         if problems:
@@ -119,16 +113,21 @@ def find_checkpoint(folder: Path) -> SavedCheckpoint | None:
                 key="run_name",
             )
         return None
+    return SavedCheckpoint(step=step, record=read_record(folder / str(step), content), damaged=problems)
+
+
+def read_record(checkpoint: Path, content: str | None = None) -> Mapping[str, Any]:
+    """Return the record of an intact checkpoint, by default from its file, or refuse that of another version of rampup."""
     try:
-        record = json.loads(content)
+        record = json.loads((checkpoint / RECORD_FILE).read_text(encoding="utf-8") if content is None else content)
     except (ValueError, RecursionError):
         record = None
     version = record.get("version") if isinstance(record, Mapping) else None
     if version != RECORD_VERSION:
-        raise ResumeMismatchError(f"{folder / str(step)} was written in format {version}, this is format {RECORD_VERSION}")
-    if record.get("step") != step:
-        raise ResumeMismatchError(f"the record of {folder / str(step)} is of step {record.get('step')!r:.100}")
-    return SavedCheckpoint(step=step, record=record, damaged=problems)
+        raise ResumeMismatchError(f"{checkpoint} was written in format {version}, this is format {RECORD_VERSION}")
+    if record.get("step") != int(checkpoint.name):
+        raise ResumeMismatchError(f"the record of {checkpoint} is of step {record.get('step')!r:.100}")
+    return record
 
 
 def _first_problem(name: str, problem: str) -> str:
@@ -150,24 +149,42 @@ def read_state(folder: Path, step: int, state: Any) -> Any:
     Raises:
         ResumeMismatchError: a state of another structure.
     """
-    with ocp.CheckpointManager(absolute_path(folder), options=ocp.CheckpointManagerOptions(read_only=True)) as manager:
-        return _restored(manager, folder, step, state)
-
-
-def _restored(manager: ocp.CheckpointManager, folder: Path, step: int, state: Any) -> Any:
-    """Return the state of a checkpoint with the structure, types and shardings of `state`; see `read_state`."""
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _as_tree(state))
     # Orbax would fail at a leaf that differs, with a page of messages from its threads.
-    with ocp.StandardCheckpointer() as reader:
-        stored = reader.metadata(absolute_path(folder) / str(step) / "state")
+    checkpoint = absolute_path(folder) / str(step)
+    stored = ocp.StandardCheckpointHandler().metadata(checkpoint / "state").tree
+
+    def shape(leaf: Any) -> tuple[int, ...] | None:
+        return None if getattr(leaf, "shape", None) is None else tuple(leaf.shape)
+
+    leaves = list(differing_leaves(stored, abstract, shape, simple=True, separator="/"))
+    found = [f"{name} is {old} in the checkpoint and {new} here" for name, old, new in leaves if None not in (old, new)]
+    found += [f"{name} is only in the checkpoint" for name, _, new in leaves if new is None]
+    found += [f"{name} is only here" for name, old, _ in leaves if old is None]
+    reason = "; ".join(found[:MAX_DIFFERENCES])
+    reason += f"; and {len(found) - MAX_DIFFERENCES:,} more" if len(found) > MAX_DIFFERENCES else ""
     cause: Exception | None = None
-    if not (reason := _format_differences(stored.item_metadata.tree, abstract)):
+    if not reason:
         try:
-            tree = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract))).state
-            return replace_fields(state, **tree)
+            return replace_fields(state, **restore_tree(checkpoint, abstract))
         except (ValueError, KeyError, TypeError) as error:
             reason, cause = " ".join(str(error).split())[:500], error
     raise ResumeMismatchError(f"the state in {folder / str(step)} is not of this model and optimizer: {reason}") from cause
+
+
+def restore_tree(checkpoint: Path, shapes: Any = None) -> Any:
+    """Return the state of a checkpoint as a tree like `shapes` with its shardings; by default one of dicts, on one device."""
+    # It only reads, so it needs no `ocp.CheckpointManager`.
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+        if shapes is None:
+            shapes = on_first_device(reader.metadata(checkpoint).item_metadata.state)
+        return reader.restore(checkpoint, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes))).state
+
+
+def on_first_device(shapes: Any) -> Any:
+    """Return shapes with the sharding of the first device of this process."""
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
 
 
 def checkpoint_steps(folder: Path) -> tuple[int, ...]:
@@ -177,11 +194,7 @@ def checkpoint_steps(folder: Path) -> tuple[int, ...]:
     return tuple(sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal() and path.is_dir()))
 
 
-def _raise(error: StorageError) -> NoReturn:
-    raise error
-
-
-class Checkpoints:
+class Checkpoints(contextlib.AbstractContextManager["Checkpoints"]):
     """The checkpoints of one run. Each is named after the number of optimizer steps done.
 
     Orbax writes a checkpoint into a temporary folder, with the checksums of its files, and then renames it: a checkpoint is
@@ -200,15 +213,12 @@ class Checkpoints:
         *,
         max_to_keep: int | None = None,
         async_checkpointing: bool = True,
-        on_error: Callable[[StorageError], None] = _raise,
+        on_error: Callable[[StorageError], None] | None = None,
     ) -> None:
         self.folder = folder
         self._max_to_keep, self._asynchronous, self._on_error = max_to_keep, async_checkpointing, on_error
         self._writing: int | None = None
         self._manager = self._open()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         # An error while closing must not hide the error that led to closing.
@@ -241,7 +251,16 @@ class Checkpoints:
                 # If a folder cannot be made, Orbax's threads would wait ten minutes for it, and the process for them.
                 self.folder.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryDirectory(dir=self.folder).cleanup()
-                _check_room(self.folder, state)
+                # Before Orbax begins it, whose threads print pages about every file. Arrays count as if they could not be
+                # compressed, with the metadata of Orbax and of each array.
+                leaves, disk = jax.tree.leaves(state), shutil.disk_usage(self.folder)
+                most = sum(getattr(leaf, "nbytes", 8) for leaf in leaves)
+                most += METADATA_BYTES + METADATA_BYTES_PER_ARRAY * len(leaves)
+                if disk.total > 0 and disk.free < most:  # some network file systems have no numbers
+                    raise StorageError(
+                        f"No space left on device in {self.folder}: the checkpoint may take {most / 2**20:,.1f} MiB, "
+                        f"{disk.free / 2**20:,.1f} MiB are free"
+                    )
             self._manager.save(step, args=arguments, force=True)
 
         self._attempt(write)
@@ -260,11 +279,7 @@ class Checkpoints:
         Raises:
             ResumeMismatchError: a state of another structure; nothing is moved then.
         """
-        restored = _restored(self._manager, self.folder, saved.step, state)
-        self._move_aside(saved, on_event)
-        return restored
-
-    def _move_aside(self, saved: SavedCheckpoint, on_event: OnEvent) -> None:
+        restored = read_state(self.folder, saved.step, state)
         for step, problem in saved.damaged.items():
             source, target = self.folder / str(step), self.folder.parent / DAMAGED_FOLDER
             names = itertools.chain([str(step)], (f"{step}-{number}" for number in itertools.count(2)))
@@ -278,6 +293,7 @@ class Checkpoints:
             # The others must not list the folder before process 0 has moved everything.
             broadcast_from_process0(f"moved{next(_question_numbers)}", "")
             self._manager.reload()
+        return restored
 
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
@@ -290,25 +306,24 @@ class Checkpoints:
 
     def _barrier(self, *, key: str, timeout_ms: int) -> None:
         """Wait for the other processes, after the checksums of the files that this one has written."""
-        if _WRITTEN in key and not is_primary() and not is_bucket(self.folder):
-            for unfinished in self._unfinished():
-                write_checksums(unfinished, process=jax.process_index())
+        if _WRITTEN in key and not is_primary():
+            self._take_checksums()
         ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
     def _seal(self) -> None:
         """Complete the checksums. Orbax calls it when all files of a checkpoint are written, before it renames the folder."""
-        if is_primary() and not is_bucket(self.folder):
-            for unfinished in self._unfinished():
-                write_checksums(unfinished)
+        if is_primary():
+            self._take_checksums()
 
-    def _unfinished(self) -> Iterator[Path]:
+    def _take_checksums(self) -> None:
         # Orbax writes into a folder with the step's number and a suffix that depends on its version.
-        return self.folder.glob(f"{self._writing}.*")
+        for unfinished in () if is_bucket(self.folder) else self.folder.glob(f"{self._writing}.*"):
+            write_checksums(unfinished, process=jax.process_index())
 
     def _attempt(self, action: Callable[[], Any]) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - what a full disk raises depends on the library and its version
+        except Exception as error:
             step, self._writing = self._writing, None
             # A manager whose write has failed raises that error again in every later call, so a new one takes its place.
             with contextlib.suppress(Exception):
@@ -323,23 +338,9 @@ class Checkpoints:
                 reason = f"No space left on device in {self.folder}"
             failure = StorageError(f"the checkpoint of step {step} could not be written: {reason}; {existing}")
             failure.__cause__ = error
+            if self._on_error is None:
+                raise failure from error
             self._on_error(failure)
-
-
-def _format_differences(stored: Any, expected: Any) -> str:
-    """Return the leaves that two trees of shapes do not share, in words; nothing if they agree."""
-
-    def shape(leaf: Any) -> tuple[int, ...] | None:
-        return None if getattr(leaf, "shape", None) is None else tuple(leaf.shape)
-
-    leaves = list(differing_leaves(stored, expected, shape, simple=True, separator="/"))
-    found = [
-        f"{name} is {before} in the checkpoint and {now} here" for name, before, now in leaves if None not in (before, now)
-    ]
-    found += [f"{name} is only in the checkpoint" for name, _, now in leaves if now is None]
-    found += [f"{name} is only here" for name, before, _ in leaves if before is None]
-    more = f"; and {len(found) - MAX_DIFFERENCES:,} more" if len(found) > MAX_DIFFERENCES else ""
-    return "; ".join(found[:MAX_DIFFERENCES]) + more
 
 
 def _as_tree(state: Any) -> dict[str, Any]:
@@ -350,19 +351,6 @@ def _as_tree(state: Any) -> dict[str, Any]:
     else:
         tree = state._asdict()
     return {name: value for name, value in tree.items() if value is not None}
-
-
-def _check_room(folder: Path, state: Any) -> None:
-    """Refuse a checkpoint for which there is no room before Orbax begins it, whose threads print pages about every file."""
-    leaves = jax.tree.leaves(state)
-    # Arrays as if they could not be compressed, and the metadata of Orbax and of each array.
-    most = sum(getattr(leaf, "nbytes", 8) for leaf in leaves) + METADATA_BYTES + METADATA_BYTES_PER_ARRAY * len(leaves)
-    disk = shutil.disk_usage(folder)
-    if disk.total > 0 and disk.free < most:  # some network file systems have no numbers
-        raise StorageError(
-            f"No space left on device in {folder}: the checkpoint may take {most / 2**20:,.1f} MiB, "
-            f"{disk.free / 2**20:,.1f} MiB are free"
-        )
 
 
 def write_checksums(folder: Path, *, process: int = 0) -> None:
@@ -405,9 +393,24 @@ def damage(folder: Path, share: int = 0, num_shares: int = 1) -> str | None:
         return f"{extra[0]} was not written with it"
     # Dealt out by size: neighbours in the row are about as large.
     to_read = set(sorted(wanted, key=lambda name: (-wanted[name][0], name))[share::num_shares])
+
+    def problem(name: str) -> str | None:
+        path, (size, digest) = folder / name, wanted[name]
+        try:
+            # First the size: a file that has lost its end is not worth reading.
+            found_size = path.stat().st_size
+            if not path.is_dir() and found_size != size:
+                return f"{name} has {found_size:,} bytes, not {size:,}"
+            if name not in to_read or _size_and_digest(path) == (size, digest):
+                return None
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:  # such as a bad sector, which the disk reports only when it is read
+            return f"{name} cannot be read: {error.strerror or error}"
+        return f"{name} was changed after it was written: its SHA-256 differs"
+
     with ThreadPoolExecutor(_THREADS) as threads:
-        problems = threads.map(lambda name: _file_damage(folder / name, name, *wanted[name], name in to_read), sorted(wanted))
-        return next(filter(None, problems), None)
+        return next(filter(None, threads.map(problem, sorted(wanted))), None)
 
 
 def _files_to_check(folder: Path) -> list[str]:
@@ -420,18 +423,3 @@ def _size_and_digest(path: Path) -> tuple[int, str]:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
-
-
-def _file_damage(path: Path, name: str, size: int, digest: str, read: bool) -> str | None:
-    try:
-        # First the size: a file that has lost its end is not worth reading.
-        found_size = path.stat().st_size
-        if not path.is_dir() and found_size != size:
-            return f"{name} has {found_size:,} bytes, not {size:,}"
-        if not read or _size_and_digest(path) == (size, digest):
-            return None
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:  # such as a bad sector, which the disk reports only when it is read
-        return f"{name} cannot be read: {error.strerror or error}"
-    return f"{name} was changed after it was written: its SHA-256 differs"

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from rampup.data.files import changed_files
+from rampup.data.files import describe_change
 from rampup.engine.processes import FOLDER, announced, is_primary, kv_store
 from rampup.errors import ConfigError
 from rampup.loop.launchers import Launch, find_launch, local_device_ids
@@ -263,13 +263,6 @@ def _differences(found: list[dict[str, Any]]) -> dict[str, str]:
         if others:
             number, value = next(iter(others.items()))
             more = f" (and in {len(others) - 1} more)" if len(others) > 1 else ""
-            problems[key] = f"{key}: {_format_difference(first, value, number)}{more}"
+            change = describe_change(first, value, ("in process 0", f"in process {number}"), most=1)
+            problems[key] = f"{key}: {', '.join(change)}{more}"
     return problems
-
-
-def _format_difference(first: Any, value: Any, number: int) -> str:
-    if not isinstance(first, Mapping):
-        return f"{first!r} in process 0, {value!r} in process {number}"
-    files = changed_files(first, value)
-    more = f", and {len(files) - 1:,} more files" if len(files) > 1 else ""
-    return f"{files[0][0]}: {files[0][1]} in process 0, {files[0][2]} in process {number}{more}"

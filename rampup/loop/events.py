@@ -5,142 +5,110 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, dataclass_transform
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunPlanned:
-    """The run is planned and built, and nothing is trained yet.
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+class Event:
+    """Something that a run reports. Its subclasses are frozen dataclasses with keyword arguments."""
 
-    Attributes:
-        plan: the `RampPlan`, or another plan of the loop.
-        folder: the run's folder.
-        devices: the devices of all processes.
-        num_parameters: parameters of the model.
-    """
-
-    plan: Any
-    folder: Path
-    devices: Sequence[Any]
-    num_parameters: int
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStarted:
-    """The state is restored or new, and step `step` of the plan is next."""
+class RunPlanned(Event):
+    """The run is planned and built, and nothing is trained yet."""
 
-    step: int
-    folder: Path
-    plan: Any
+    plan: Any  #: the `RampPlan`, or another plan of the loop
+    folder: Path  #: the run's folder
+    devices: Sequence[Any]  #: the devices of all processes
+    num_parameters: int  #: parameters of the model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearningRateChanged:
-    """A run resumes with another learning-rate schedule than that of its checkpoint.
-
-    Attributes:
-        step: the last step before the checkpoint.
-        before: the learning rate that it had.
-        after: the learning rate that the schedule of this run has there; the steps from here on follow it.
-        schedule_steps: the length of the schedule before, if it was another one.
-        plan: the plan from here on.
-    """
+class RunStarted(Event):
+    """The state is restored or new, and step `step` of the plan is next. With one token per sample, rates are of samples."""
 
     step: int
-    before: float
-    after: float
-    schedule_steps: int | None
+    folder: Path
     plan: Any
+    tokens_per_sample: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseStarted:
+class LearningRateChanged(Event):
+    """A run resumes with another learning-rate schedule than that of its checkpoint."""
+
+    step: int  #: the last step before the checkpoint
+    before: float  #: the learning rate that it had
+    after: float  #: the learning rate that the schedule of this run has there; the steps from here on follow it
+    schedule_steps: int | None  #: the length of the schedule before, if it was another one
+    plan: Any  #: the plan from here on
+
+
+class PhaseStarted(Event):
     """Step `step` is the first of this process in a phase of the ramp."""
 
     step: int
     phase: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSizeChanged:
+class BatchSizeChanged(Event):
     """With `batch_size_schedule: auto`, the batch changes from step `step` on; `plan` has the new size as its last phase."""
 
     step: int
     plan: Any
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSizeDecided:
-    """With `batch_size_schedule: auto`, a decision after step `step`, of which there is one every tenth step.
+class BatchSizeDecided(Event):
+    """With `batch_size_schedule: auto`, a decision after step `step`, of which there is one every tenth step."""
 
-    Attributes:
-        step: the step.
-        changed: whether the batch changes, or the advised one.
-        outlook: the size with the reason for it, or with what the next larger one needs.
-    """
-
-    step: int
-    changed: bool
-    outlook: str
+    step: int  #: the step
+    changed: bool  #: whether the batch changes, or the advised one
+    outlook: str  #: the size with the reason for it, or with what the next larger one needs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepDone:
+class StepDone(Event):
     """A step's metrics are written; `metrics` is its line of metrics.jsonl."""
 
     step: int
     metrics: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSkipped:
+class StepSkipped(Event):
     """A step was skipped because its loss or gradient was not finite, the `in_a_row`-th in a row."""
 
     step: int
     in_a_row: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
+class Evaluated(Event):
     """An evaluation after step `step`; `metrics` is its line of eval.jsonl."""
 
     step: int
     metrics: Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSaved:
+class CheckpointSaved(Event):
     """A checkpoint after `steps` steps has its data; it may still be written in the background."""
 
     steps: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointDamaged:
-    """A damaged checkpoint was moved aside, and an older one is used.
+class CheckpointDamaged(Event):
+    """A damaged checkpoint was moved aside, and an older one is used."""
 
-    Attributes:
-        steps: optimizer steps of the damaged checkpoint.
-        problem: how it is damaged.
-        moved_to: where it is now.
-        used: optimizer steps of the checkpoint that is used instead.
-    """
-
-    steps: int
-    problem: str
-    moved_to: Path
-    used: int
+    steps: int  #: optimizer steps of the damaged checkpoint
+    problem: str  #: how it is damaged
+    moved_to: Path  #: where it is now
+    used: int  #: optimizer steps of the checkpoint that is used instead
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageFailed:
+class StorageFailed(Event):
     """A checkpoint or metrics could not be written, or lines of the metrics were damaged, and the run continues."""
 
     problem: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStopped:
+class RunStopped(Event):
     """The run ended after `steps` steps, early if `interrupted`; `is_saved` if a checkpoint has its last state."""
 
     steps: int
@@ -149,44 +117,23 @@ class RunStopped:
     is_saved: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopRequested:
+class StopRequested(Event):
     """Ctrl-C or SIGTERM: the run stops after the steps in flight. Reported at once, from a thread of its own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStopping:
+class RunStopping(Event):
     """After a `StopRequested`: the steps before step `step` end, and none begins from there on."""
 
     step: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunAborted:
+class RunAborted(Event):
     """A second Ctrl-C ended the run at once. Nothing was saved after `checkpoint` steps; None if there is no checkpoint."""
 
     folder: Path
     checkpoint: int | None
 
 
-Event = (
-    RunPlanned
-    | RunStarted
-    | LearningRateChanged
-    | PhaseStarted
-    | BatchSizeDecided
-    | BatchSizeChanged
-    | StepDone
-    | StepSkipped
-    | Evaluated
-    | CheckpointSaved
-    | CheckpointDamaged
-    | StorageFailed
-    | RunStopped
-    | StopRequested
-    | RunStopping
-    | RunAborted
-)
 OnEvent = Callable[[Event], None]
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 
@@ -29,24 +28,14 @@ _VARIABLES = (
 _ALONE = "distributed=off trains in this process alone"
 
 
-class Launch(NamedTuple):
-    """The place of this process among several.
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """The place of this process among several."""
 
-    Attributes:
-        address: host:port of process 0.
-        count: number of processes.
-        number: number of this process, from 0.
-    """
-
-    address: str
-    count: int  # type: ignore[assignment]  # hides `tuple.count`
-    number: int
-
-
-class _Found(NamedTuple):
-    by: str
-    count: int  # type: ignore[assignment]  # hides `tuple.count`
-    number: int
+    count: int  # processes
+    number: int  # of this process, from 0
+    address: str = ""  # host:port of process 0
+    by: str = ""  # what says so
     cluster: Any = None  # JAX's detector, which knows the address
 
 
@@ -64,13 +53,27 @@ def find_launch(
     """
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS") or None
     count = _number_in("JAX_NUM_PROCESSES", "JAX_PROCESS_COUNT") if count is None else count
-    number = _own_number() if number is None else number
-    found, problem = (None if count == 1 else next(_launchers(), None)), ""
+    if number is None:
+        number = _number_in("JAX_PROCESS_ID")
+        if number is None and os.environ.get("JAX_PROCESS_COUNT"):
+            # What xpk sets for CPUs: a Job per slice, with an index of its own in each.
+            index, job, per_job = map(_number_in, ("JOB_COMPLETION_INDEX", "JOB_INDEX", "PROCESSES_IN_JOB"))
+            number = None if index is None else (job or 0) * (per_job or 0) + index
+    found, problem = (None if count == 1 else _launcher()), ""
     if count != 1 and (address is None or (found is None and None in (count, number))):
         detected, problem = _ask_jax()
         found = detected or found
     if address is None and found is not None and found.cluster is not None:
-        address = _address_from(found.cluster, timeout)
+        port = os.environ.get("JAX_COORDINATOR_PORT") or None
+        options = {"timeout_secs": timeout, "override_coordinator_port": port}
+        known = inspect.signature(found.cluster.get_coordinator_address).parameters  # JAX 0.7 has no override
+        try:
+            address = str(found.cluster.get_coordinator_address(**{name: options[name] for name in options if name in known}))
+        except Exception as error:
+            words = f"{found.by} does not find process 0: {' '.join(str(error).split())[:500]}"
+            fix = f"set JAX_COORDINATOR_ADDRESS to its host and port. {_ALONE}"
+            raise ConfigError(f"{words}; {fix}", key="coordinator_address") from error
+        address = f"{address.rpartition(':')[0]}:{port}" if port else address
     if address is None and found is not None and (hosts := os.environ.get("SKYPILOT_NODE_IPS")):
         address = hosts.split()[0]
     if address is None and found is not None:
@@ -93,7 +96,17 @@ def find_launch(
     given = {"coordinator_address": address, "num_processes": count, "process_id": number}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):
-        _check_alone(problem)
+        # A pod of an indexed Job that cannot be its only one is refused; one that may be one of several says so.
+        index = _number_in("JOB_COMPLETION_INDEX")
+        if index is not None:
+            problem = problem or "JAX finds the others with the package kubernetes: pip install 'jax[k8s]'"
+            words = f"JOB_COMPLETION_INDEX={index}: a pod of an indexed Job, but nothing says how many there are. {problem}"
+            fix = "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+            if index > 0:
+                raise ConfigError(f"{words}; or {fix}. {_ALONE}", key="coordinator_address")
+            problem = f"{words}; if there are others, {fix}"
+        if problem:
+            print(f"rampup: this process runs alone. {problem}", file=sys.stderr, flush=True)
         return None
     if address is None or count is None or number is None:
         problem = f"{' and '.join(name for name in given if name not in missing)} is given without {' and '.join(missing)}"
@@ -101,7 +114,7 @@ def find_launch(
         raise ConfigError(f"{problem}; {fix}", key=missing[0])
     if ":" not in address.rpartition("]")[2]:  # [::1] is an address without a port
         address = f"{address}:{os.environ.get('JAX_COORDINATOR_PORT') or DEFAULT_PORT}"
-    return Launch(address, count, number)
+    return Launch(count, number, address)
 
 
 def local_device_ids() -> list[int] | None:
@@ -115,7 +128,11 @@ def local_device_ids() -> list[int] | None:
     if "OMPI_COMM_WORLD_LOCAL_SIZE" in os.environ:
         tasks, number = _number_in("OMPI_COMM_WORLD_LOCAL_SIZE"), _number_in("OMPI_COMM_WORLD_LOCAL_RANK")
     elif "SLURM_STEP_TASKS_PER_NODE" in os.environ and "SLURM_STEP_NODELIST" in os.environ:
-        tasks, number = _slurm_tasks_here(os.environ["SLURM_STEP_TASKS_PER_NODE"]), _number_in("SLURM_LOCALID")
+        # Such as `4(x2),3`: four on each of two nodes, and three.
+        parts = [part.rstrip(")").partition("(x") for part in os.environ["SLURM_STEP_TASKS_PER_NODE"].split(",")]
+        counts = [int(count) for count, _, nodes in parts for _ in range(int(nodes or 1))]
+        node, number = _number_in("SLURM_NODEID") or 0, _number_in("SLURM_LOCALID")
+        tasks = counts[node] if node < len(counts) else None
     else:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -133,17 +150,18 @@ def local_device_ids() -> list[int] | None:
     return [number]
 
 
-def _launchers() -> Iterator[_Found]:
-    """Yield the launchers whose variables say that they started several processes."""
+def _launcher() -> Launch | None:
+    """Return the first launcher whose variables say that it started several processes."""
     for names, own in _VARIABLES:
         name = next((name for name in names if os.environ.get(name)), names[0])
         count, number = os.environ.get(name, ""), os.environ.get(own, "")
         # Other programs use such short names too, and not always for numbers.
         if count.isdecimal() and number.isdecimal() and int(count) > 1:
-            yield _Found(f"{name}={count}, {own}={number}", int(count), int(number))
+            return Launch(int(count), int(number), by=f"{name}={count}, {own}={number}")
+    return None
 
 
-def _ask_jax() -> tuple[_Found | None, str]:
+def _ask_jax() -> tuple[Launch | None, str]:
     """Return the several processes that one of JAX's detectors finds, or None, and the problem of a detector that failed."""
     try:
         from jax._src.clusters import ClusterEnv
@@ -152,9 +170,11 @@ def _ask_jax() -> tuple[_Found | None, str]:
     except (ImportError, AttributeError):  # no public names; then only the variables count
         return None, ""
     problem = ""
+    # Set by srun, and not in a batch script or an interactive shell.
+    task = all(os.environ.get(name) for name in ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"))
     for cluster in clusters:
         name = cluster.__name__
-        if "Slurm" in name and (os.environ.get("SLURM_STEP_NUM_TASKS") == "1" or not _is_slurm_task()):
+        if "Slurm" in name and (os.environ.get("SLURM_STEP_NUM_TASKS") == "1" or not task):
             continue  # It would take the tasks of the whole job, and in JAX 0.7 also those of a shell.
         if "Tpu" in name and "tpu" not in (jax.config.jax_platforms or "tpu"):
             continue  # A run on the CPUs of a TPU VM is one of this host alone.
@@ -164,7 +184,7 @@ def _ask_jax() -> tuple[_Found | None, str]:
                 continue
             count = cluster.get_process_count()
             if count > 1:
-                return _Found(f"JAX's {name}", count, cluster.get_process_id(), cluster), ""
+                return Launch(count, cluster.get_process_id(), by=f"JAX's {name}", cluster=cluster), ""
         except Exception as error:  # noqa: BLE001 - no metadata server, no package, no permission: each has an error of its own
             words = f"JAX's {name} says: {type(error).__name__}: {' '.join(str(error).split())[:300].rstrip('.')}"
             hosts = os.environ.get("TPU_PROCESS_ADDRESSES") or os.environ.get("TPU_WORKER_HOSTNAMES") or "unknown, or several"
@@ -176,47 +196,6 @@ def _ask_jax() -> tuple[_Found | None, str]:
     return None, problem
 
 
-def _is_slurm_task() -> bool:
-    """Return whether srun started this process, and not a batch script or an interactive shell."""
-    return all(os.environ.get(name) for name in ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"))
-
-
-def _address_from(cluster: Any, timeout: int) -> str | None:
-    port = os.environ.get("JAX_COORDINATOR_PORT") or None
-    options = {"timeout_secs": timeout, "override_coordinator_port": port}
-    known = inspect.signature(cluster.get_coordinator_address).parameters  # JAX 0.7 has no override
-    try:
-        address = str(cluster.get_coordinator_address(**{name: value for name, value in options.items() if name in known}))
-    except Exception as error:
-        problem = f"JAX's {cluster.__name__} does not find process 0: {' '.join(str(error).split())[:500]}"
-        fix = f"set JAX_COORDINATOR_ADDRESS to its host and port. {_ALONE}"
-        raise ConfigError(f"{problem}; {fix}", key="coordinator_address") from error
-    return f"{address.rpartition(':')[0]}:{port}" if port else address
-
-
-def _check_alone(problem: str) -> None:
-    """Refuse a pod of an indexed Job that cannot be its only one; say so where it may be one of several."""
-    index = _number_in("JOB_COMPLETION_INDEX")
-    if index is not None:
-        problem = problem or "JAX finds the others with the package kubernetes: pip install 'jax[k8s]'"
-        words = f"JOB_COMPLETION_INDEX={index}: a pod of an indexed Job, but nothing says how many there are. {problem}"
-        fix = "set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
-        if index > 0:
-            raise ConfigError(f"{words}; or {fix}. {_ALONE}", key="coordinator_address")
-        problem = f"{words}; if there are others, {fix}"
-    if problem:
-        print(f"rampup: this process runs alone. {problem}", file=sys.stderr, flush=True)
-
-
-def _own_number() -> int | None:
-    """Return JAX_PROCESS_ID, or what xpk sets for CPUs: a Job per slice, with an index of its own in each."""
-    number = _number_in("JAX_PROCESS_ID")
-    if number is None and os.environ.get("JAX_PROCESS_COUNT"):
-        index, job, per_job = map(_number_in, ("JOB_COMPLETION_INDEX", "JOB_INDEX", "PROCESSES_IN_JOB"))
-        return None if index is None else (job or 0) * (per_job or 0) + index
-    return number
-
-
 def _number_in(*names: str) -> int | None:
     """Return the number in the first variable that is set, or None."""
     name = next((name for name in names if os.environ.get(name)), None)
@@ -225,13 +204,3 @@ def _number_in(*names: str) -> int | None:
     if not os.environ[name].isdecimal():
         raise ConfigError(f"{name}={os.environ[name]!r} must be a whole number", key=name)
     return int(os.environ[name])
-
-
-def _slurm_tasks_here(text: str) -> int | None:
-    """Return the tasks of this node from a text such as `4(x2),3`: four on each of two nodes, and three."""
-    counts: list[int] = []
-    for part in text.split(","):
-        tasks, _, nodes = part.rstrip(")").partition("(x")
-        counts += itertools.repeat(int(tasks), int(nodes or 1))
-    node = _number_in("SLURM_NODEID") or 0
-    return counts[node] if node < len(counts) else None

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def own_run(folder: Path, *, only_existing: bool = False) -> Iterator[None]:
     Raises:
         ConfigError: another process has the run.
     """
-    key, problem, lock = absolute_path(folder), "", None
+    key, problem, release = absolute_path(folder), "", None
     if is_primary():
         thread = _held.get(key)
         if thread not in (None, threading.get_ident()):
@@ -53,126 +53,117 @@ def own_run(folder: Path, *, only_existing: bool = False) -> Iterator[None]:
         elif thread is None and (folder.is_dir() or not only_existing):
             with contextlib.suppress(OSError):
                 folder.mkdir(parents=True, exist_ok=True)
-            lock, problem = _acquire(folder / LOCK_FILE)
+            release, problem = _acquire(folder / LOCK_FILE)
     # Nested contexts of all processes are alike, so all of them ask the same questions.
     problem = broadcast_from_process0(f"owner{next(_questions)}", problem)
     if problem:
         raise ConfigError(problem, key="run_name")
     try:
-        if lock is not None:
+        if release is not None:
             _held[key] = threading.get_ident()
         yield
     finally:
-        if lock is not None:
+        if release is not None:
             del _held[key]
-            lock.release()
+            release()
 
 
-def _acquire(path: Path) -> tuple[_Lock | _Lease | None, str]:
-    """Return the lock or lease, or None and why another process has it or it cannot be written."""
+def _acquire(path: Path) -> tuple[Callable[[], None] | None, str]:
+    """Return what releases the lock or lease, or None and why another process has it or it cannot be written."""
     try:
-        if not is_bucket(path):
-            try:
-                return _Lock.acquire(path), ""
-            except BlockingIOError:
-                return None, _refusal(path, _read(path) or {})
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
-        lease = _Lease(path)
-        owner = lease.acquire()
-        return (lease, "") if owner is None else (None, _refusal(path, owner))
+        try:
+            release, owner = (None, None) if is_bucket(path) else _lock(path)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            release, owner = None, None
+        if release is None and owner is None:
+            release, owner = _lease(path)
     except OSError as error:
         return None, f"cannot write in {path.parent}: {error.strerror or error}"
     except RuntimeError as error:
         return None, f"cannot keep {path}: {error}; the limit of threads is reached (ulimit -u)"
-
-
-class _Lock:
-    def __init__(self, path: Path, file: int) -> None:
-        self._path, self._file = path, file
-
-    @classmethod
-    def acquire(cls, path: Path) -> _Lock:
-        """Lock the file. Raises BlockingIOError if another process has."""
-        while True:
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The owner before may have deleted the file after it was opened here. Then the lock is of no use.
-                if os.fstat(file).st_nlink:
-                    try:
-                        os.ftruncate(file, 0)
-                        os.write(file, json.dumps(_identity()).encode())
-                    except OSError:
-                        path.unlink()
-                        raise
-                    return cls(path, file)
-            except OSError:
-                os.close(file)
-                raise
-            os.close(file)
-
-    def release(self) -> None:
-        """Delete the file, and then release it, so that nobody locks a file that is about to be deleted."""
-        with contextlib.suppress(OSError):
-            if os.fstat(self._file).st_nlink:
-                self._path.unlink()
-        os.close(self._file)
-
-
-class _Lease:
-    def __init__(self, path: Path) -> None:
-        self._path, self._beats, self._stop = path, itertools.count(), threading.Event()
-        self._content = {**_identity(), "token": uuid.uuid4().hex}
-        self._thread = threading.Thread(target=self._renew, name="rampup-run-lock", daemon=True)
-
-    def acquire(self) -> dict[str, Any] | None:
-        """Write the file, after waiting for signs of life of an owner, whom it returns if there is one."""
-        owner, end = _read(self._path), time.monotonic() + STALE_SECONDS
-        while owner is not None and time.monotonic() < end:
-            time.sleep(HEARTBEAT_SECONDS / 5)
-            now = _read(self._path)
-            if now is not None and now != owner:
-                return owner
-            owner = now
-        # The last writer wins, and all look who that was after a pause.
-        self._write()
-        time.sleep(SETTLE_SECONDS)
-        owner = _read(self._path) or {}
-        if owner.get("token") != self._content["token"]:
-            return owner
-        self._thread.start()
-        return None
-
-    def release(self) -> None:
-        """Delete the file, if it is still this process's."""
-        self._stop.set()
-        # A sign of life that is being written would come back after it.
-        self._thread.join(timeout=STALE_SECONDS)
-        with contextlib.suppress(OSError):
-            if self._is_own():
-                self._path.unlink()
-
-    def _is_own(self) -> bool:
-        return (_read(self._path) or {}).get("token") == self._content["token"]
-
-    def _write(self) -> None:
-        self._path.write_text(json.dumps({**self._content, "beat": next(self._beats)}))
-
-    def _renew(self) -> None:
-        while not self._stop.wait(HEARTBEAT_SECONDS):
-            with contextlib.suppress(OSError):
-                if self._is_own():
-                    self._write()
-
-
-def _refusal(path: Path, owner: dict[str, Any]) -> str:
-    return (
+    if owner is None:
+        return release, ""
+    return None, (
         f"another process trains in {path.parent}: {owner.get('host')}, process {owner.get('pid')}, "
         f"since {owner.get('since')}; stop it, or give this run another run_name. If it does not "
         f"exist any more, delete {path}"
     )
+
+
+def _lock(path: Path) -> tuple[Callable[[], None] | None, dict[str, Any] | None]:
+    """Lock the file, and return what releases it, or the owner if another process has it."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The owner before may have deleted the file after it was opened here. Then the lock is of no use.
+            if os.fstat(file).st_nlink:
+                try:
+                    os.ftruncate(file, 0)
+                    os.write(file, json.dumps(_identity()).encode())
+                except OSError:
+                    path.unlink()
+                    raise
+                break
+        except BlockingIOError:
+            os.close(file)
+            return None, _read(path) or {}
+        except OSError:
+            os.close(file)
+            raise
+        os.close(file)
+
+    def release() -> None:
+        # Deleted first, so that nobody locks a file that is about to be deleted.
+        with contextlib.suppress(OSError):
+            if os.fstat(file).st_nlink:
+                path.unlink()
+        os.close(file)
+
+    return release, None
+
+
+def _lease(path: Path) -> tuple[Callable[[], None] | None, dict[str, Any] | None]:
+    """Write the file after waiting for signs of life of an owner; return what ends the lease, or the owner if there is one."""
+    own, beats, stopped = {**_identity(), "token": uuid.uuid4().hex}, itertools.count(), threading.Event()
+
+    def write() -> None:
+        path.write_text(json.dumps({**own, "beat": next(beats)}))
+
+    def is_own() -> bool:
+        return (_read(path) or {}).get("token") == own["token"]
+
+    def renew() -> None:
+        while not stopped.wait(HEARTBEAT_SECONDS):
+            with contextlib.suppress(OSError):
+                if is_own():
+                    write()
+
+    def release() -> None:
+        stopped.set()
+        # A sign of life that is being written would come back after it.
+        thread.join(timeout=STALE_SECONDS)
+        with contextlib.suppress(OSError):
+            if is_own():
+                path.unlink()
+
+    owner, end = _read(path), time.monotonic() + STALE_SECONDS
+    while owner is not None and time.monotonic() < end:
+        time.sleep(HEARTBEAT_SECONDS / 5)
+        now = _read(path)
+        if now is not None and now != owner:
+            return None, owner
+        owner = now
+    # The last writer wins, and all look who that was after a pause.
+    write()
+    time.sleep(SETTLE_SECONDS)
+    if not is_own():
+        return None, _read(path) or {}
+    thread = threading.Thread(target=renew, name="rampup-run-lock", daemon=True)
+    thread.start()
+    return release, None
 
 
 def _read(path: Path) -> dict[str, Any] | None:

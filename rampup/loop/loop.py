@@ -28,26 +28,12 @@ from typing import Any
 
 import jax
 
-from rampup.batch_size.noise_scale import default_half_life
-from rampup.data.files import changed_files
+from rampup.data.files import describe_change
 from rampup.errors import DataError, ResumeMismatchError, StorageError
+from rampup.loop import events
 from rampup.loop.checkpoint import CheckpointOptions, Checkpoints, SavedCheckpoint, checkpoint_steps, find_checkpoint
-from rampup.loop.components import Component, LoopPlan, LoopRamp, LoopStep, NoiseAverages, ShapeChanges
+from rampup.loop.components import Component, LoopPlan, LoopRamp, LoopStep, with_those_of_step
 from rampup.loop.distributed import StopConsensus
-from rampup.loop.events import (
-    BatchSizeChanged,
-    CheckpointSaved,
-    Evaluated,
-    LearningRateChanged,
-    OnEvent,
-    RunAborted,
-    RunStarted,
-    RunStopped,
-    RunStopping,
-    StopRequested,
-    StorageFailed,
-    ignore_event,
-)
 from rampup.loop.lock import own_run
 from rampup.loop.metrics import MetricOptions, Metrics
 from rampup.loop.run_folder import (
@@ -133,8 +119,8 @@ class Loop:
         checkpoints: when checkpoints are written, and what they contain.
         evaluation: when to evaluate, and how; None = never.
         on_event: called with every `rampup.loop.events.Event`.
-        components: what else has state and belongs to the run, such as an iterator of its data. Checkpoints contain it. A step
-            that measures the gradient noise brings a `NoiseAverages`.
+        components: what else has state and belongs to the run, such as an iterator of its data. Checkpoints contain it. The
+            step brings its own.
         batches_of: from a plan to its `batches`, if a component can change the plan.
         should_stop: called once before every step, in every process; True in one of them stops the run as SIGTERM does. For
             threads, which cannot handle signals, and for launchers that give notice in another way.
@@ -147,17 +133,14 @@ class Loop:
     metrics: MetricOptions = field(default_factory=MetricOptions)
     checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     evaluation: EvalOptions | None = None
-    on_event: OnEvent = ignore_event
+    on_event: events.OnEvent = events.ignore_event
     components: tuple[Component, ...] = ()
     batches_of: Callable[[Any], Callable[[int], Iterator[Any]]] | None = None
     should_stop: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", as_path(self.folder))
-        if getattr(self.step, "measures_noise", False) and not any(isinstance(c, NoiseAverages) for c in self.components):
-            # A step that measures is a TrainStep, and its plan a RampPlan.
-            half_life = default_half_life(self.plan)  # type: ignore[arg-type]
-            object.__setattr__(self, "components", (NoiseAverages(half_life), *self.components))
+        object.__setattr__(self, "components", with_those_of_step(self.step, self.plan, self.folder, self.components))
 
     def run(self, state: Any) -> tuple[Any, Summary]:
         """Train from the newest checkpoint, or from `state`, to the plan's end, Ctrl-C or SIGTERM: `restore`, then `train`.
@@ -189,16 +172,12 @@ class Loop:
         if saved is None:
             return state, 0
         self._check_identity(saved, ramp_before or self.plan.ramp)
-        for component in self._components:
+        for component in self.components:
             component.load(saved.record)
         with self._open_checkpoints() as checkpoints:
             restored = self.checkpoints.from_saved(checkpoints.restore(saved, state, self.on_event))
         self._compare_learning_rate(saved)
         return restored, saved.step
-
-    @property
-    def _components(self) -> tuple[Component, ...]:
-        return ShapeChanges(self.step, self.folder), *self.components
 
     @property
     def _schedule_steps(self) -> int | None:
@@ -217,7 +196,7 @@ class Loop:
             return
         length = saved.record.get(SCHEDULE_STEPS)
         length = None if length == self._schedule_steps else length
-        self.on_event(LearningRateChanged(step=step, before=before, after=after, schedule_steps=length, plan=self.plan))
+        self.on_event(events.LearningRateChanged(step=step, before=before, after=after, schedule_steps=length, plan=self.plan))
 
     def train(self, state: Any, start: int) -> tuple[Any, Summary]:
         """Train from step `start` to the plan's end or to Ctrl-C or SIGTERM.
@@ -239,12 +218,13 @@ class Loop:
             own_run(self.folder),
             self._report_abort(),
             self._open_checkpoints() as checkpoints,
-            stop_requests(lambda: self.on_event(StopRequested())) as stop_requested,
+            stop_requests(lambda: self.on_event(events.StopRequested())) as stop_requested,
             contextlib.closing(
-                Metrics(self.folder, start, options=self.metrics, components=self._components, on_event=self.on_event)
+                Metrics(self.folder, start, options=self.metrics, components=self.components, on_event=self.on_event)
             ) as metrics,
         ):
-            self.on_event(RunStarted(step=start, folder=self.folder, plan=self.plan))
+            length = self.metrics.tokens_per_sample
+            self.on_event(events.RunStarted(step=start, folder=self.folder, plan=self.plan, tokens_per_sample=length))
             done, state, failure, plan = self._train(state, start, stop_requested, checkpoints, metrics)
             interrupted = done < self.plan.total_steps
             self._flush(metrics)
@@ -255,18 +235,35 @@ class Loop:
             checkpoints.wait()
         if failure is not None:
             raise failure
-        is_saved = checkpoints.latest == done
-        self.on_event(RunStopped(steps=done, interrupted=interrupted, folder=self.folder, is_saved=is_saved))
-        return state, self._summary(plan, done, start, metrics, checkpoints, time.perf_counter() - began)
+        saved = checkpoints.latest
+        self.on_event(events.RunStopped(steps=done, interrupted=interrupted, folder=self.folder, is_saved=saved == done))
+        # From the file and not from this process, which may have resumed in the middle of the run.
+        (first, last), (first_eval, last_eval) = (first_and_last_line(self.folder / name) for name in (METRICS_FILE, EVAL_FILE))
+        return state, Summary(
+            steps=done,
+            consumed_samples=plan.ramp.samples_before(done),
+            first_loss=first.get("loss"),
+            final_loss=last.get("loss"),
+            num_compilations=self.step.num_compilations,
+            ramp_steps=min(plan.ramp.ramp_steps, done),
+            tokens_per_second=metrics.tokens_per_second,
+            checkpoint=None if saved is None else str(checkpoints.folder / str(saved)),
+            metrics=str(self.folder / METRICS_FILE),
+            interrupted=interrupted,
+            resumed_from=start,
+            seconds=round(time.perf_counter() - began, 3),
+            first_eval_loss=first_eval.get("eval_loss"),
+            final_eval_loss=last_eval.get("eval_loss"),
+        )
 
     @contextlib.contextmanager
     def _report_abort(self) -> Iterator[None]:
-        """Report a second Ctrl-C, which ends the run in the middle of a step."""
+        """Report a second Ctrl-C, which ends the run in the middle of a step, when the last checkpoint is written."""
         try:
             yield
         except KeyboardInterrupt:
             newest = max(checkpoint_steps(self.folder / CHECKPOINT_FOLDER), default=None)
-            self.on_event(RunAborted(folder=self.folder, checkpoint=newest))
+            self.on_event(events.RunAborted(folder=self.folder, checkpoint=newest))
             raise
 
     def _open_checkpoints(self) -> Checkpoints:
@@ -283,7 +280,7 @@ class Loop:
         """Return the steps done, the state after them, the error if a row that cannot be read ended the run, and its plan."""
         period = self.checkpoints.checkpoint_period
         plan, batches, done = self.plan, self.batches, start
-        stopping, components = StopConsensus(), self._components
+        stopping = StopConsensus()
         while True:
             next_plan = plan
             try:
@@ -292,17 +289,17 @@ class Loop:
                 for batch in batches(done):
                     # All processes stop before the same step; one signal is enough.
                     if stopping.agreed(self.should_stop() or stop_requested(), batch.position.step):
-                        self.on_event(RunStopping(step=done))
+                        self.on_event(events.RunStopping(step=done))
                         break
                     # The step returns before the devices are done, so only a compilation takes long here.
                     waited = self.step.waited_seconds
                     state, values = self.step(state, batch)
                     metrics.push(batch.position, values, self.step.waited_seconds - waited)
                     done = batch.position.step + 1
-                    if any(component.may_change_plan(done) for component in components):
+                    if any(component.may_change_plan(done) for component in self.components):
                         # The decision takes the metrics of all steps before it.
                         self._flush(metrics)
-                        for component in components:
+                        for component in self.components:
                             next_plan = component.next_plan(next_plan)
                     grows, is_last = next_plan is not plan, done == plan.total_steps
                     if self.evaluation and (done % self.evaluation.eval_interval == 0 or is_last):
@@ -318,7 +315,7 @@ class Loop:
             if next_plan is plan:
                 return done, state, None, plan
             checkpoints.wait()
-            self.on_event(BatchSizeChanged(step=done, plan=next_plan))
+            self.on_event(events.BatchSizeChanged(step=done, plan=next_plan))
             assert self.batches_of is not None
             plan, batches = next_plan, self.batches_of(next_plan)
 
@@ -326,7 +323,7 @@ class Loop:
         self._flush(metrics)
         values = {"step": done - 1, "consumed_samples": plan.ramp.samples_before(done), **evaluation.evaluate(state)}
         metrics.write_eval(values)
-        self.on_event(Evaluated(step=done - 1, metrics=values))
+        self.on_event(events.Evaluated(step=done - 1, metrics=values))
         metrics.restart_clock()
 
     def _save(self, checkpoints: Checkpoints, plan: LoopPlan, done: int, state: Any, metrics: Metrics) -> None:
@@ -334,11 +331,11 @@ class Loop:
         if self._flush(metrics):
             record = {**self._identity(plan.ramp, done), RAMP_ROWS: plan.ramp.to_rows()}
             record |= {} if self._schedule_steps is None else {SCHEDULE_STEPS: self._schedule_steps}
-            for component in self._components:
+            for component in self.components:
                 record |= component.state()
             record |= self.checkpoints.extra_metadata
             checkpoints.save(done, self.checkpoints.to_saved(state), record)
-            self.on_event(CheckpointSaved(steps=done))
+            self.on_event(events.CheckpointSaved(steps=done))
         metrics.restart_clock()
 
     def _flush(self, metrics: Metrics) -> bool:
@@ -354,7 +351,7 @@ class Loop:
         # Several processes always stop: the others would wait for a checkpoint that never comes.
         if self.checkpoints.on_checkpoint_error == "stop" or jax.process_count() > 1:
             raise error
-        self.on_event(StorageFailed(problem=str(error)))
+        self.on_event(events.StorageFailed(problem=str(error)))
 
     def _identity(self, ramp: LoopRamp, step: int) -> dict[str, Any]:
         """Return the values that must be the same in a checkpoint after `step` steps and in the run that resumes it."""
@@ -375,47 +372,18 @@ class Loop:
                 key="fingerprint",
             )
         if changed:
-            table = "\n".join(line for key, (old, new) in changed.items() for line in _format_change(key, old, new))
+            places = ("in the checkpoint", "here")
+            changes = {key: describe_change(old, new, places, most=NAMED_FILES) for key, (old, new) in changed.items()}
+            table = "\n".join(f"  {key}: {line}" for key, lines in changes.items() for line in lines)
             raise ResumeMismatchError(
                 f"the checkpoint of step {saved.step} in {self.folder} is of another run:\n{table}\n"
                 "set these keys back, or give the run another run_name",
                 key=next(iter(changed)),
             )
 
-    def _summary(
-        self, plan: LoopPlan, done: int, start: int, metrics: Metrics, checkpoints: Checkpoints, seconds: float
-    ) -> Summary:
-        # From the file and not from this process, which may have resumed in the middle of the run.
-        (first, last), (first_eval, last_eval) = (first_and_last_line(self.folder / name) for name in (METRICS_FILE, EVAL_FILE))
-        return Summary(
-            steps=done,
-            consumed_samples=plan.ramp.samples_before(done),
-            first_loss=first.get("loss"),
-            final_loss=last.get("loss"),
-            num_compilations=self.step.num_compilations,
-            ramp_steps=min(plan.ramp.ramp_steps, done),
-            tokens_per_second=metrics.tokens_per_second,
-            checkpoint=None if checkpoints.latest is None else str(checkpoints.folder / str(checkpoints.latest)),
-            metrics=str(self.folder / METRICS_FILE),
-            interrupted=done < self.plan.total_steps,
-            resumed_from=start,
-            seconds=round(seconds, 3),
-            first_eval_loss=first_eval.get("eval_loss"),
-            final_eval_loss=last_eval.get("eval_loss"),
-        )
-
-
-def _format_change(key: str, old: Any, new: Any) -> list[str]:
-    """Return the lines of an error message for one value; for the files of the data, the first ones that differ."""
-    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
-        return [f"  {key}: {old!r} in the checkpoint, {new!r} here"]
-    lines = [f"  {key}: {name}: {before} in the checkpoint, {now} here" for name, before, now in changed_files(old, new)]
-    more = [f"  {key}: and {len(lines) - NAMED_FILES:,} more files"] if len(lines) > NAMED_FILES else []
-    return lines[:NAMED_FILES] + more
-
 
 @contextlib.contextmanager
-def stop_requests(on_request: Callable[[], None] = lambda: None) -> Iterator[Callable[[], bool]]:
+def stop_requests(on_request: Callable[[], None]) -> Iterator[Callable[[], bool]]:
     """Turn the first Ctrl-C or SIGTERM into a request to stop after the steps in flight; the second acts as usual.
 
     `on_request` is called at the first one, at once and in a thread of its own: the main thread may hold any lock.

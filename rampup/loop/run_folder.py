@@ -55,12 +55,10 @@ class StepLog:
     """
 
     def __init__(self, path: Path, *, keep_below: int, writes: bool = True, on_event: OnEvent = ignore_event) -> None:
-        self.path, self._unwritten = path, b""
+        self.path, self._writes, self._unwritten = path, writes, b""
+        # The open file; in a bucket None, and then the last part, its lines that are there, and the time of the last upload.
         self._file: int | None = None
-        # In a bucket: the last part, and its lines that are there; otherwise None.
-        self._part, self._content = path, None if not is_bucket(path) else b""
-        self._uploaded = -UPLOAD_SECONDS
-        self._writes = writes
+        self._part, self._content, self._uploaded = path, b"", -UPLOAD_SECONDS
         if not writes:
             return
         try:
@@ -71,32 +69,28 @@ class StepLog:
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
         try:
-            if self._content is not None:
+            if is_bucket(path):
                 for part in reversed(_parts(path)):
                     if _part_number(part) > _part_number(self._part):
                         part.unlink()
                 self._content = kept
-                self._upload()
-                return
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            # What is kept is there already, up to the end of a last line that a crash cut off in front of its end.
-            missing = start + len(kept) - os.fstat(self._file).st_size
-            os.ftruncate(self._file, start + len(kept) - max(missing, 0))
-            self._unwritten = b"\n" * max(missing, 0)
-            self._write_out()
+            else:
+                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                # What is kept is there already, up to the end of a last line that a crash cut off in front of its end.
+                missing = max(start + len(kept) - os.fstat(self._file).st_size, 0)
+                os.ftruncate(self._file, start + len(kept) - missing)
+                self._unwritten = b"\n" * missing
+            self._store()
         except OSError as error:
             raise StorageError(f"{path} cannot be written: {error.strerror or error}") from error
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line."""
-        if not self._writes:
-            return
-        self._unwritten += (json.dumps(record) + "\n").encode()
-        with contextlib.suppress(OSError):
-            if self._content is None:
-                self._write_out()
-            elif time.monotonic() - self._uploaded >= UPLOAD_SECONDS:
-                self._upload()
+        if self._writes:
+            self._unwritten += (json.dumps(record) + "\n").encode()
+            if self._file is not None or time.monotonic() - self._uploaded >= UPLOAD_SECONDS:
+                with contextlib.suppress(OSError):
+                    self._store()
 
     def sync(self) -> None:
         """Wait until every line is on disk.
@@ -107,35 +101,30 @@ class StepLog:
         if not self._writes:
             return
         try:
-            if self._content is not None:
-                self._upload()
-                return
-            assert self._file is not None
-            self._write_out()
-            # A checkpoint may follow: after a power cut it must not be newer than the lines of its steps.
-            os.fsync(self._file)
-            if not os.fstat(self._file).st_nlink:
-                raise FileNotFoundError(errno.ENOENT, "it was deleted or replaced during the run")
+            self._store()
+            if self._file is not None:
+                # A checkpoint may follow: after a power cut it must not be newer than the lines of its steps.
+                os.fsync(self._file)
+                if not os.fstat(self._file).st_nlink:
+                    raise FileNotFoundError(errno.ENOENT, "it was deleted or replaced during the run")
         except OSError as error:
             raise StorageError(f"{self.path} cannot be written: {error.strerror or error}") from error
 
     def close(self) -> None:
         """Close the file; no call follows."""
-        if self._content is not None and self._writes:
-            with contextlib.suppress(OSError):
-                self._upload()
         if self._file is not None:
             os.close(self._file)
+        elif self._writes:
+            with contextlib.suppress(OSError):
+                self._store()
         self._file, self._writes = None, False
 
-    def _write_out(self) -> None:
-        assert self._file is not None
-        # A full disk may take a part of the bytes; the rest stays in front.
-        while self._unwritten:
+    def _store(self) -> None:
+        """Write what is unwritten. A full disk may take a part of the bytes; the rest stays in front."""
+        while self._unwritten and self._file is not None:
             self._unwritten = self._unwritten[os.write(self._file, self._unwritten) :]
-
-    def _upload(self) -> None:
-        assert self._content is not None
+        if self._file is not None:
+            return
         self._uploaded = time.monotonic()
         if len(self._content) >= TAIL_BYTES and self._unwritten:
             number = _part_number(self._part) + 1
@@ -176,22 +165,11 @@ def _end_of_kept(path: Path, keep_below: int) -> tuple[Path, int, bytes, bool]:
 def _move_damaged_lines(path: Path, on_event: OnEvent) -> None:
     """Move all lines that are not JSON with a step into another file. If one cannot be written, no line is lost."""
     problem, aside = describe_damage(path), path.with_name(f"damaged_{path.name}")
-    file = aside
-    try:
-        found = [(part, list(_parsed_lines(part))) for part in _parts(path)]
-        damaged = b"".join(line for _, lines in found for line, record in lines if record is None)
-        aside.write_bytes((aside.read_bytes() if aside.exists() else b"") + damaged)
-        for file, lines in found:
-            kept = b"".join(line for line, record in lines if record is not None)
-            if is_bucket(file):
-                file.write_bytes(kept)
-                continue
-            # Written next to the file and moved into its place, so that a crash leaves the old file or the new one.
-            temporary = file.with_suffix(".tmp")
-            temporary.write_bytes(kept)
-            os.replace(temporary, file)
-    except OSError as error:
-        raise StorageError(f"{file} cannot be written: {error.strerror or error}") from error
+    found = [(part, list(_parsed_lines(part))) for part in _parts(path)]
+    damaged = b"".join(line for _, lines in found for line, record in lines if record is None)
+    write_whole(aside, (aside.read_bytes() if aside.exists() else b"") + damaged)
+    for part, lines in found:
+        write_whole(part, b"".join(line for line, record in lines if record is not None))
     on_event(StorageFailed(problem=f"{problem}; moved to {aside}, so that the steps of these lines are missing"))
 
 
@@ -259,18 +237,16 @@ def _blocks_backwards(path: Path) -> Iterator[tuple[Path, int, list[tuple[bytes,
                 end = start + first
 
 
-def write_config(folder: Path, text: str) -> None:
-    """Write the configuration that a run is started with, or raise StorageError."""
-    temporary = folder / f"{CONFIG_FILE}.tmp"
+def write_whole(file: Path, content: bytes) -> None:
+    """Write a file of which a crash leaves the old content or the new one, or raise StorageError."""
     try:
-        if is_bucket(folder):
-            # An object is there as a whole or not at all.
-            (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
-            return
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, folder / CONFIG_FILE)
+        # In a bucket, an object is there as a whole or not at all.
+        temporary = file if is_bucket(file) else file.with_name(f"{file.name}.tmp")
+        temporary.write_bytes(content)
+        if temporary != file:
+            os.replace(temporary, file)
     except OSError as error:
-        raise StorageError(f"{folder / CONFIG_FILE} cannot be written: {error.strerror or error}") from error
+        raise StorageError(f"{file} cannot be written: {error.strerror or error}") from error
 
 
 def run_folder(base: str, name: str) -> Path:

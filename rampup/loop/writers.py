@@ -8,7 +8,7 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,14 +50,10 @@ class TensorBoardWriter:
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take the numbers of a step. Numbers that a full disk refuses are lost, and `flush` raises an error."""
-        from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        try:
-            self._open().write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        except OSError as error:
-            self._abandon_file(error)
+        self._attempt(lambda: self._write(step, summary=Summary(value=values)))
 
     def flush(self) -> None:
         """Write everything that was taken.
@@ -66,11 +62,7 @@ class TensorBoardWriter:
             StorageError: numbers were lost since the last call.
         """
         if self._file is not None:
-            try:
-                self._file.flush()
-                self._upload()
-            except OSError as error:
-                self._abandon_file(error)
+            self._attempt(self._upload)
         # Reported once. The numbers that follow go into a new file and may succeed.
         problem, self._problem = self._problem, None
         if problem is not None:
@@ -80,35 +72,39 @@ class TensorBoardWriter:
         """Write everything and close the file."""
         if self._file is not None:
             with contextlib.suppress(OSError):
-                self._file.close()
                 self._upload()
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._file = None
 
-    def _upload(self) -> None:
-        if self._local != self._folder:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            for file in self._local.iterdir():
-                (self._folder / file.name).write_bytes(file.read_bytes())
+    def _write(self, step: int, **content: Any) -> None:
+        """Write an event into the file, a new one after a write that may have left the last one incomplete."""
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-    def _open(self) -> Any:
-        """Return the event file, a new one after a write that may have left the last one incomplete."""
         if self._file is None:
-            from tensorboardX.event_file_writer import EventsWriter
-            from tensorboardX.proto.event_pb2 import Event, SessionLog
-
             self._local.mkdir(parents=True, exist_ok=True)
             # A file is never continued: the process before may have died in the middle of a record.
             number = next(self._number)
             self._file = EventsWriter(str(self._local / "events"), f".{os.getpid()}.{self._start}.{number}")
             # This event makes TensorBoard hide the earlier values of this step and later ones.
             if number == 0 and self._start:
-                log = SessionLog(status=SessionLog.START)
-                self._file.write_event(Event(wall_time=time.time(), step=self._start, session_log=log))
-        return self._file
+                self._write(self._start, session_log=SessionLog(status=SessionLog.START))
+        self._file.write_event(Event(wall_time=time.time(), step=step, **content))
 
-    def _abandon_file(self, error: OSError) -> None:
-        self._problem = error
-        self.close()
+    def _upload(self) -> None:
+        self._file.flush()
+        if self._local != self._folder:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for file in self._local.iterdir():
+                (self._folder / file.name).write_bytes(file.read_bytes())
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except OSError as error:
+            self._problem = error
+            self.close()
 
 
 class WandbWriter:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rampup.lm.load import LoadedRun, check_identity, load_run, named_checkpoint, open_checkpoint, read_record, restore_tree
+from rampup.lm.load import LoadedRun, check_identity, load_run, named_checkpoint
 from rampup.lm.transformer import LanguageModel
+from rampup.loop.checkpoint import read_record, restore_tree
 from rampup.loop.run_folder import CONFIG_FILE
 from rampup.rl.config import load_rollout_config
 from rampup.rl.tasks import END_TOKEN, VOCAB_SIZE
@@ -25,14 +26,13 @@ def load(path: str | Path) -> LoadedRun:
         ResumeMismatchError: the checkpoint is damaged, or the configuration in the folder is of another model.
     """
     run, folder = named_checkpoint(path)
-    with open_checkpoint(folder) as manager:
-        record = read_record(manager, folder)
-        # The file alone does not tell: a loop of one's own may have a config.yml of any kind.
-        if not record.keys() >= RECORDED or not (run / CONFIG_FILE).is_file():
-            return load_run(run, folder)
-        config = load_rollout_config(run / CONFIG_FILE)
-        check_identity(config, record, run, folder)
-        state = restore_tree(manager, folder)
+    record = read_record(folder)
+    # The file alone does not tell: a loop of one's own may have a config.yml of any kind.
+    if not record.keys() >= RECORDED or not (run / CONFIG_FILE).is_file():
+        return load_run(run, folder)
+    config = load_rollout_config(run / CONFIG_FILE)
+    check_identity(config, record, run, folder)
+    state = restore_tree(folder)
     return LoadedRun(
         folder=folder,
         step=int(folder.name),

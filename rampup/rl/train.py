@@ -37,12 +37,13 @@ from rampup.loop.loop import EvalOptions, Loop
 from rampup.loop.metrics import MetricOptions
 from rampup.loop.run_folder import (
     CHECKPOINT_FOLDER,
+    CONFIG_FILE,
     EVAL_FILE,
     METRICS_FILE,
     as_path,
     first_and_last_line,
     run_folder,
-    write_config,
+    write_whole,
 )
 from rampup.plan.numbers import AUTO, nearest_multiples
 from rampup.plan.plan import RampPlan
@@ -220,7 +221,8 @@ class RolloutRun:
             # A checkpoint restores every array to the devices; those of the host belong there.
             host = jax.device_get({"experience": state.experience, "tally": state.tally})
             state = state.replace(step=np.array(state.step, np.int32), **host)
-            write_config(folder, run_yaml(config, num_devices=jax.device_count(), run_name=folder.name))
+            text = run_yaml(config, num_devices=jax.device_count(), run_name=folder.name)
+            write_whole(folder / CONFIG_FILE, text.encode())
             _, summary = loop.train(state, start)
         (first, last), (first_eval, last_eval) = (first_and_last_line(folder / name) for name in (METRICS_FILE, EVAL_FILE))
         steps = self.schedule.rollouts_before(summary.steps)

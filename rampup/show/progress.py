@@ -157,7 +157,7 @@ class TrainProgress:
         self._console = default if console is None else console
         self._plan, self._log_period, self._quiet = plan, log_period, quiet
         self._resume_options, self._has_command = resume_options, False
-        self._compile_seconds = 0.0
+        self._unit, self._compile_seconds = "tokens", 0.0
         self._decided: int | None = None  # the step of the last decision that was printed
         # Time and consumed samples of the newest steps, for the time left.
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT_STEPS)
@@ -181,7 +181,7 @@ class TrainProgress:
                 self._plan = event.plan
                 self._console.print(f"the run in {event.folder} is finished: nothing to do")
             case events.RunStarted():
-                self._plan = event.plan
+                self._plan, self._unit = event.plan, "samples" if event.tokens_per_sample == 1 else "tokens"
                 if event.step:
                     self._console.print(f"resumed after step {event.step - 1:,} from a checkpoint")
                 self._console.print("compiling the training step", style="dim")
@@ -265,7 +265,7 @@ class TrainProgress:
         phase = f", phase {metrics['phase']}" if self._has_phases else ""
         line = (
             f"step {metrics['step']:,}{rollout}{phase}, batch {metrics['global_batch_size']:,}, "
-            f"loss {_format_loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} tokens/s"
+            f"loss {_format_loss(metrics['loss'])}, {metrics['tokens_per_second']:,.0f} {self._unit}/s"
         ) + (f", reward {metrics['reward']:.3f}" if metrics.get("reward") is not None else "")
         if "noise_scale_samples" in metrics:
             ends = {

@@ -193,7 +193,7 @@ class Measurements(NamedTuple):
                     f"{path} has no {METRICS_FILE}, and is no file with the output of `rampup tune --json`", key="measured"
                 )
             lines = _checked_lines(path)
-            seconds = _run_seconds(path, config, notes) | seconds
+            seconds = _run_seconds(path, config, lines, notes) | seconds
             found = _critical_points(path) or _noise_points(lines)
             if found is not None and noise is None:
                 noise = found
@@ -235,11 +235,18 @@ def _checked_lines(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _run_seconds(folder: Path, config: Config, notes: list[str]) -> dict[int, float]:
+def _run_seconds(folder: Path, config: Config, lines: Sequence[Mapping[str, Any]], notes: list[str]) -> dict[int, float]:
     """Return the median step times of a run, and note how its model differs."""
     from rampup.show.series import measured_throughput
 
-    own = load_config(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else config
+    throughput = measured_throughput(folder)
+    if not (folder / CONFIG_FILE).is_file():
+        # A run of another loop, which may count something else than this model's tokens, or samples.
+        rows = ((line["global_batch_size"], line.get("tokens_per_second"), line.get("step_seconds")) for line in lines)
+        lengths = sorted(rate * time / size for size, rate, time in rows if isinstance(rate, float) and isinstance(time, float))
+        length = round(lengths[len(lengths) // 2]) if lengths else config.max_target_length
+        return {size: float(size * length / rate) for size, rate in throughput.items()}
+    own = load_config(folder / CONFIG_FILE)
     if own.max_target_length != config.max_target_length:
         raise ConfigError(
             f"{folder} was measured with max_target_length={own.max_target_length}, but the design has "
@@ -251,7 +258,7 @@ def _run_seconds(folder: Path, config: Config, notes: list[str]) -> dict[int, fl
     if different:
         changes = ", ".join(f"{name}={getattr(own, name)}" for name in different[:6])
         notes.append(f"{folder} was measured with other keys ({changes}); its times and its noise are those of another run")
-    return {size: float(size * own.max_target_length / rate) for size, rate in measured_throughput(folder).items()}
+    return {size: float(size * own.max_target_length / rate) for size, rate in throughput.items()}
 
 
 def _critical_points(folder: Path) -> tuple[str, list[NoisePoint]] | None:

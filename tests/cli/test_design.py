@@ -51,6 +51,23 @@ def run(tmp_path):
     return folder
 
 
+def test_the_run_of_a_loop_of_ones_own_is_a_measurement(run, capsys):
+    """Its folder has no configuration, which the error asks for; its step times do not depend on what it counts as tokens."""
+    (run / "config.yml").unlink()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"step_seconds": line["global_batch_size"] * LENGTH / line["tokens_per_second"]}
+        line["tokens_per_second"] /= LENGTH
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--train-tokens", "20M", "--devices", "1"]
+    assert main(["design", str(run), *options]) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "has no config.yml" in message
+    assert f"CONFIG.yml --measured {run}" in message
+    code, found = run_json(capsys, "design", BASE, "--measured", str(run), *options)
+    assert (code, found["step_seconds"]) == (0, {"4": pytest.approx(1.08), "16": pytest.approx(1.32)})
+
+
 def test_design_json(run, capsys):
     """Every candidate has its predictions, and a schedule that `rampup plan` accepts for this configuration."""
     code, found = run_json(capsys, "design", str(run), "--train-tokens", "20M", "--devices", "1")

@@ -1,6 +1,7 @@
 """Malformed input ends in either a valid plan or an error that names the key."""
 
 import collections
+import contextlib
 import itertools
 import json
 import os
@@ -9,11 +10,9 @@ import string
 import subprocess
 import sys
 import tempfile
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
-import yaml
 from faults import random_configs, toy_run
 from helpers import oracle
 from helpers.tiny import TINY_MODEL, command_line
@@ -21,16 +20,12 @@ from hypothesis import HealthCheck, given, settings, target
 from hypothesis import strategies as st
 
 from rampup import Config, load_config
-from rampup.config.key import FOLDER_NAME
-from rampup.config.schema import KEYS
 from rampup.config.yaml import parse_mapping
-from rampup.dialects import SYSTEMS, check_file
 from rampup.errors import ConfigError, RampupError, ResumeMismatchError
 from rampup.loop.checkpoint import write_checksums
 from rampup.plan import BatchRamp, BatchSplitter
 from rampup.plan.ramp import parse_schedule
 from rampup.plan.timetable import Timetable
-from rampup.rl.packing import make_ladder, pack
 
 BASE = random_configs.BASE
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
@@ -87,18 +82,6 @@ def test_any_lines_are_parsed_or_refused(lines, ending):
         assert error.path == "test.yml"
         return
     json.dumps({name: located.value for name, located in found.items()})
-
-
-@given(st.sampled_from(sorted(KEYS)), st.one_of(st.text(max_size=20), ANYTHING.map(str)))
-@QUICK
-def test_any_setting_of_a_key_is_read_or_refused(name, text):
-    """Any text is accepted as the value of a key, or refused with that key."""
-    try:
-        load_config(BASE, [f"{name}={text}"])
-    except ConfigError as error:
-        keys = {problem.key for problem in error.problems or (error,)}
-        assert keys <= set(KEYS)
-        assert name in keys or len(keys - {None}) >= 1
 
 
 @given(st.lists(st.text(max_size=12), max_size=3))
@@ -186,19 +169,6 @@ def test_any_timetable_is_complete_or_refused(schedule, stages, microbatches, re
     assert 0 <= table.bubble_fraction < 1
 
 
-@given(st.lists(st.integers(-2, 300), max_size=30), st.integers(-2, 400))
-@QUICK
-def test_any_lengths_are_packed_or_refused(lengths, budget):
-    """Any lengths are packed with each row once and within the budget, or refused."""
-    try:
-        packed = pack(lengths, budget, make_ladder(budget, 3))
-        bins = [part for replica in packed.replicas for part in replica]
-        assert sorted(row for part in bins for row in part) == list(range(len(lengths)))
-        assert all(sum(lengths[row] for row in part) <= budget for part in bins)
-    except RampupError:
-        pass
-
-
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     """A finished run with checkpoints."""
@@ -233,57 +203,20 @@ def test_any_checkpoint_record_is_accepted_or_refused(run_folder, data):
     assert changed.get("ramp_rows", record["ramp_rows"]) == record["ramp_rows"]
 
 
-def dialect_files(system):
-    """Return the configurations of the reference cases of a system."""
-    path = Path(__file__).parent.parent / "goldens" / f"{system}.json"
-    cases = json.loads(path.read_text()) if path.exists() else []
-    found = [case["config"] for case in cases if isinstance(case, dict) and isinstance(case.get("config"), dict)]
-    return found or [{"per_device_batch_size": 4, "global_batch_size": 8}]
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-@given(data=st.data())
-@settings(QUICK, max_examples=25)
-def test_any_dialect_file_gets_a_verdict_or_an_error(system, data):
-    """A reference file with any value replaced gives a verdict or an error."""
-    config = json.loads(json.dumps(data.draw(st.sampled_from(dialect_files(system)))))
-    place = config
-    while place:
-        key = data.draw(st.sampled_from(sorted(place)))
-        if isinstance(place[key], dict) and place[key] and data.draw(st.booleans()):
-            place = place[key]
-            continue
-        place[key] = data.draw(ANYTHING)
-        break
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "config.yml"
-        path.write_text(yaml.safe_dump(config))
-        try:
-            verdict = check_file(path, system)
-        except RampupError:
-            return
-    json.dumps(verdict.to_dict())
-
-
-@given(st.text(max_size=12))
-@QUICK
-def test_run_folder_is_inside_the_base_folder(name):
-    """No run name leads out of base_output_directory."""
-    try:
-        config = Config(run_name=name)
-    except ConfigError as error:
-        assert error.key == "run_name"
-        return
-    assert config.run_name == "" or FOLDER_NAME.fullmatch(config.run_name)
-    assert (Path("/base") / config.run_name).resolve().is_relative_to("/base")
-
-
 @pytest.mark.parametrize("name", ["..", ".", "../x", "a/b", "/etc", "a\0b", "a\nb", "~", "..\\x", "-" * 201, "con:", "\u2025"])
 def test_run_names_with_paths_are_refused(name):
     """Parents, separators, control characters and home folders are not names."""
     with pytest.raises(ConfigError) as caught:
         Config(run_name=name)
     assert caught.value.key == "run_name"
+
+
+@given(st.text(max_size=12))
+@QUICK
+def test_run_folder_is_inside_the_base_folder(name):
+    """No run name leads out of base_output_directory."""
+    with contextlib.suppress(ConfigError):
+        assert (Path("/base") / Config(run_name=name).run_name).resolve().is_relative_to("/base")
 
 
 def test_train_writes_only_its_folders_and_no_secrets(tmp_path):
@@ -304,8 +237,3 @@ def test_train_writes_only_its_folders_and_no_secrets(tmp_path):
     assert [path for path in written if not any(path.is_relative_to(folder) for folder in allowed)] == []
     assert secret not in result.stdout + result.stderr
     assert [path for path in written if secret.encode() in path.read_bytes()] == []
-
-
-def test_fractions_stay_exact():
-    """Sizes are exact, on which the random configurations rely."""
-    assert Config(per_device_batch_size="1/3").per_device_batch_size == Fraction(1, 3)

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 
 import jax
 import numpy as np
@@ -10,18 +9,17 @@ import pytest
 from faults import toy_run
 from helpers.runs import metrics_of
 from helpers.tiny import TINY_MODEL
+from helpers.toy import open_rows
 
-from rampup import Config
+from rampup import Config, build_plan
 from rampup.data import files
 from rampup.data.batches import step_batches
-from rampup.data.files import fingerprints, open_sources
+from rampup.data.files import fingerprints
 from rampup.data.sources import files_of
 from rampup.errors import DataError, ResumeMismatchError
 from rampup.lm import train as lm
-from rampup.loop.loop import Loop
 
 SETTINGS = TINY_MODEL | {"steps": 6, "per_device_batch_size": 2, "checkpoint_period": 2, "dataset_type": "tokens"}
-SIZES = {"holdout_fraction": 0.1, "sequence_length": 16, "vocab_size": 256, "eval_files": None}
 
 
 @pytest.fixture
@@ -63,9 +61,13 @@ class Rows:
         return f"shard {row // 100} row {row}"
 
 
-def fail():
-    """Fail as storage does."""
-    raise OSError(5, "Input/output error")
+def raising(error):
+    """Return a function that fails as storage does."""
+
+    def fail():
+        raise error
+
+    return fail
 
 
 def test_a_row_that_fails_is_named_and_nothing_before_it_is_lost(tmp_path):
@@ -73,7 +75,7 @@ def test_a_row_that_fails_is_named_and_nothing_before_it_is_lost(tmp_path):
     plan = toy_run.parts()[1]
     bad = plan.rows(7)[3]
     with pytest.raises(DataError, match=rf"shard {bad // 100} row {bad} cannot be read: OSError\(5"):
-        toy_run.run(tmp_path, source=Rows(bad, fail))
+        toy_run.run(tmp_path, source=Rows(bad, raising(OSError(5, "Input/output error"))))
     assert [line["step"] for line in metrics_of(tmp_path)] == list(range(7))
     summary, state = toy_run.run(tmp_path, source=Rows())
     assert summary.resumed_from == 7
@@ -81,40 +83,30 @@ def test_a_row_that_fails_is_named_and_nothing_before_it_is_lost(tmp_path):
     toy_run.assert_equal(state, whole)
 
 
-def test_rows_that_fail_only_together_are_an_error_too():
-    """A source that gives each row but not all of them says so."""
+@pytest.mark.parametrize("given", [None, 0, 1, 15, 17])
+def test_a_source_that_gives_another_number_of_rows_is_refused(given):
+    """Too few or too many rows are never taken for the batch, and rows that fail only together are an error too."""
 
     def read(rows):
-        if len(rows) > 1:
+        if given is None and len(rows) > 1:
             raise MemoryError("too many")
-        return np.zeros((1, 3))
+        return np.zeros((given or len(rows) * (given is None), 3))
 
     mesh, plan, _ = toy_run.parts()
-    with pytest.raises(DataError, match="cannot be read together: MemoryError"):
+    words = "cannot be read together: MemoryError" if given is None else "16 rows were requested, from shard 0 row 0 on"
+    with pytest.raises(DataError, match=words):
         next(step_batches(Rows(read=read), plan, mesh))
-
-
-@pytest.mark.parametrize("given", [0, 1, 15, 17])
-def test_a_source_that_gives_another_number_of_rows_is_refused(given):
-    """Too few or too many rows are never taken for the batch."""
-    mesh, plan, _ = toy_run.parts()
-    with pytest.raises(DataError, match=r"16 rows were requested, from shard 0 row 0 on"):
-        next(step_batches(Rows(read=lambda rows: np.zeros((given, 3))), plan, mesh))
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_what_ends_a_reading_thread_reaches_the_caller(error):
     """Even what is no Exception does not leave the caller waiting."""
-
-    def end():
-        raise error
-
     mesh, plan, _ = toy_run.parts()
     done = []
 
     def work():
         try:
-            list(step_batches(Rows(40, end), plan, mesh))
+            list(step_batches(Rows(40, raising(error)), plan, mesh))
         except BaseException as caught:  # noqa: BLE001 - that is the point
             done.append(caught)
 
@@ -123,17 +115,6 @@ def test_what_ends_a_reading_thread_reaches_the_caller(error):
     thread.join(60)
     assert not thread.is_alive()
     assert isinstance(done[0], error)
-
-
-def test_slow_storage_is_slow_and_no_more(tmp_path):
-    """Rows that take their time give the same run."""
-    plan = toy_run.parts()[1]
-    waits = []
-    slow = Rows(plan.rows(5)[0], lambda: (time.sleep(0.7), waits.append(0.7)))
-    summary, state = toy_run.run(tmp_path / "slow", source=slow)
-    assert waits
-    assert summary.steps == toy_run.STEPS
-    toy_run.assert_equal(state, toy_run.run(tmp_path / "fast", source=Rows())[1])
 
 
 def test_the_end_of_the_data_in_mid_step():
@@ -145,17 +126,6 @@ def test_the_end_of_the_data_in_mid_step():
         next(step_batches(range(needed - 1), plan, mesh, num_epochs=1))
     assert caught.value.key == "num_epoch"
     assert len(list(step_batches(range(needed - 1), plan, mesh, num_epochs=caught.value.nearest[0]))) == toy_run.STEPS
-
-
-@pytest.mark.parametrize("number", [1, 3, 15])
-def test_fewer_rows_than_a_batch_are_repeated_epoch_by_epoch(number):
-    """Without num_epoch a batch holds as many whole epochs as it takes: every row as often as any other, give or take one."""
-    mesh, plan, _ = toy_run.parts()
-    for batch in step_batches(range(number), plan, mesh, seed=1):
-        rows = np.concatenate(batch.chunks)[: batch.num_microbatches].ravel()
-        counts = np.bincount(rows, minlength=number)
-        assert counts.sum() == batch.position.split.global_batch_size
-        assert counts.max() - counts.min() <= 2
 
 
 def overwrite(path, start, new):
@@ -191,25 +161,14 @@ def test_files_that_cannot_be_read_are_refused_by_name(tokens, harm, words):
     """Each broken file is named when the run starts, with what is wrong with it."""
     harm(tokens)
     with pytest.raises(DataError, match=words):
-        open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
+        open_rows("tokens", str(tokens / "*"), length=16)
 
 
-def test_a_checkpoint_says_what_the_data_were(tmp_path, tokens, monkeypatch):
-    """The language model's checkpoints hold the fingerprint of every file of training data; the files may move."""
-    records = []
-
-    class Recorded(Loop):
-        """A loop that does not train."""
-
-        def train(self, state, start):  # noqa: ARG002 - as in the base class
-            """Note what a checkpoint would contain."""
-            records.append(self.checkpoints.identity["data"])
-            return state, None
-
-    monkeypatch.setattr(lm, "Loop", Recorded)
-    lm.train(config(tmp_path))
+def test_a_run_knows_what_its_data_are(tmp_path, tokens):
+    """The language model has the fingerprint of every file of training data; the files may move."""
+    settings = config(tmp_path)
     known = fingerprints([str(path) for path in sorted(tokens.iterdir())])
-    assert records == [known]
+    assert lm.Run.from_config(settings, build_plan(settings, jax.device_count())).data == known
     assert list(known) == ["0.bin", "1.bin", "2.npy"]
     moved = tokens.rename(tmp_path / "moved")
     assert fingerprints([str(path) for path in sorted(moved.iterdir())]) == known
@@ -220,7 +179,7 @@ def test_every_change_of_the_data_is_named(tmp_path, tokens, harm, words):
     """Files that are missing, cut, changed, new or hidden: the checkpoint before is refused with their names."""
 
     def content():
-        rows, _ = open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
+        rows, _ = open_rows("tokens", str(tokens / "*"), length=16)
         return {"data": fingerprints(files_of(rows))}
 
     toy_run.run(tmp_path / "run", identity=content())
@@ -231,28 +190,11 @@ def test_every_change_of_the_data_is_named(tmp_path, tokens, harm, words):
 
 def test_a_file_cut_short_while_it_is_read_is_no_crash(tokens):
     """Where a memory map would end the process, the row and the file are named."""
-    rows, _ = open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
+    rows, _ = open_rows("tokens", str(tokens / "*"), length=16)
     os.truncate(tokens / "0.bin", 4000)
     assert rows.read(np.arange(100))["tokens"].shape == (100, 17)
     with pytest.raises(DataError, match=r"0\.bin from token 3,200 \(row 200\): .*0\.bin ends at byte 4,000: it was truncated"):
         rows.read(np.array([100, 200]))
-
-
-def test_a_file_that_is_deleted_while_it_is_read_does_no_harm(tokens):
-    """An open file stays readable, as it does for any program."""
-    rows, _ = open_sources("tokens", train_files=str(tokens / "*"), **SIZES)
-    wanted = rows.read(np.arange(10))
-    for path in tokens.iterdir():
-        path.unlink()
-    jax.tree.map(np.testing.assert_array_equal, rows.read(np.arange(10)), wanted)
-
-
-def test_unreadable_text_is_named(tmp_path):
-    """A text file that cannot be opened is named."""
-    (tmp_path / "a.txt").write_text("some text")
-    (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
-    with pytest.raises(DataError, match=r"loop\.txt"):
-        open_sources("text", train_files=str(tmp_path / "*.txt"), **SIZES)
 
 
 def test_large_files_are_known_by_their_blocks(tmp_path, monkeypatch):

@@ -9,8 +9,9 @@ import time
 
 import pytest
 from faults import victim
-from helpers import runs
+from helpers import processes, runs
 from helpers.runs import metrics_of
+from helpers.tiny import AUTO
 
 DEADLINE = 300
 
@@ -37,7 +38,9 @@ def assert_same_run(folder, whole, steps):
 
 
 class Campaign:
-    """Runs a training in a folder and kills it again and again."""
+    """Runs a training in a folder and kills it again and again. A run is seen training when it writes its file `seen_in`."""
+
+    seen_in = victim.ROWS_FILE
 
     def __init__(self, base, *, steps, pause, seed):
         self.base, self.steps, self.pause = base, steps, pause
@@ -56,7 +59,23 @@ class Campaign:
 
     def start(self, name):
         """Start a run, or go on with it."""
-        return victim.started(self.settings(name), pause=self.pause)
+        folder = self.base / name
+        return processes.start(victim.run, self.settings(name), folder, self.pause, 2, log=folder / victim.LOG_FILE)
+
+    def check(self, name):
+        """Assert that a finished run is the one that was never killed, bit for bit."""
+        assert_same_run(self.base / name, self.base / "whole", self.steps)
+
+    def strike_until(self, kills, kinds, number=0):
+        """Kill runs in one of several ways until there were so many kills, and check each that ends; return their number."""
+        while self.total < kills:
+            if not self.strike(f"cut{number}", self.random.choice(kinds)):
+                self.check(f"cut{number}")
+                number += 1
+        self.finish(f"cut{number}")
+        self.check(f"cut{number}")
+        assert not unfinished(self.base / f"cut{number}")
+        return number + 1
 
     def finish(self, name):
         """Run to the end."""
@@ -78,10 +97,10 @@ class Campaign:
     def strike(self, name, kind):
         """Start a run and kill it once it is seen training; False if it ended before."""
         folder = self.base / name
-        rows = folder / victim.ROWS_FILE
-        before, left = rows.stat().st_size if rows.exists() else 0, unfinished(folder)
+        seen = folder / self.seen_in
+        before, left = seen.stat().st_size if seen.exists() else 0, unfinished(folder)
         process = self.start(name)
-        alive = self.wait_for(lambda: rows.exists() and rows.stat().st_size > before, process, folder)
+        alive = self.wait_for(lambda: seen.exists() and seen.stat().st_size > before, process, folder)
         if alive and kind == "SIGKILL in a checkpoint write":
             alive = self.wait_for(lambda: unfinished(folder) - left, process, folder)
             time.sleep(self.random.random() * 0.02)
@@ -113,16 +132,8 @@ class AutoCampaign(Campaign):
 
     def settings(self, name):
         """Return the settings of a run whose batch grows by measurement."""
-        own = {
-            "enable_rampup_batch_size": False,
-            "batch_size_schedule": "auto",
-            "gradient_noise_half_life_samples": 60,
-            "opt_type": "sgd",
-            "learning_rate": 1e-4,
-            "steps": self.steps,
-            "learning_rate_schedule_steps": self.steps,
-        }
-        return {"base_output_directory": str(self.base), "run_name": name, **own}
+        own = {"per_device_batch_size": 8, "steps": self.steps, "learning_rate_schedule_steps": self.steps}
+        return AUTO | {"enable_rampup_batch_size": False, "base_output_directory": str(self.base), "run_name": name} | own
 
 
 def unfinished(folder):
@@ -142,50 +153,26 @@ def test_killed_in_a_checkpoint_write(tmp_path):
     assert campaign.strike("cut", "SIGKILL in a checkpoint write")
     assert campaign.total == 1
     campaign.finish("cut")
-    assert_same_run(tmp_path / "cut", tmp_path / "whole", 20)
+    campaign.check("cut")
     assert not unfinished(tmp_path / "cut")
 
 
 @pytest.mark.faults
 def test_a_hundred_kills(tmp_path, record_property):
     """A hundred kills over a ramp of eight phases, at random moments, in checkpoint writes, by three signals."""
-    steps, seed, number = 600, 0, 0
-    campaign = Campaign(tmp_path, steps=steps, pause=0.03, seed=seed)
+    campaign = Campaign(tmp_path, steps=600, pause=0.03, seed=0)
     campaign.finish("whole")
     assert {line["phase"] for line in metrics_of(tmp_path / "whole")} == set(range(8))
     kinds = ["SIGKILL"] * 9 + ["SIGKILL in a checkpoint write"] * 5 + ["SIGTERM"] * 3 + ["SIGINT", "SIGTERM, then SIGKILL"]
-    while campaign.total < 100:
-        if not campaign.strike(f"cut{number}", campaign.random.choice(kinds)):
-            assert_same_run(tmp_path / f"cut{number}", tmp_path / "whole", steps)
-            number += 1
-    campaign.finish(f"cut{number}")
-    assert_same_run(tmp_path / f"cut{number}", tmp_path / "whole", steps)
-    assert not unfinished(tmp_path / f"cut{number}")
+    print(campaign.strike_until(100, kinds), "runs", campaign.done)
     assert campaign.done["SIGKILL in a checkpoint write"] >= 10
-    print(campaign.done, "runs", number + 1)
     record_property("kills", json.dumps(campaign.done))
 
 
-def strike_auto_runs(tmp_path, *, kills, steps):
-    """Kill runs that decide about their own batch, and compare each finished one with the run that was never killed."""
-    campaign, number = AutoCampaign(tmp_path, steps=steps, pause=0.02, seed=2), 0
+@pytest.mark.parametrize("kills", [pytest.param(3, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.faults)])
+def test_killed_while_the_batch_follows_the_noise(tmp_path, kills):
+    """Kills change no decision and no bit; short runs are killed before, at and after all of their decisions."""
+    campaign = AutoCampaign(tmp_path, steps=80, pause=0.02, seed=2)
     campaign.finish("whole")
     assert len({line["global_batch_size"] for line in metrics_of(tmp_path / "whole")}) >= 3
-    while campaign.total < kills:
-        if not campaign.strike(f"cut{number}", campaign.random.choice(["SIGKILL", "SIGKILL", "SIGTERM"])):
-            assert_same_run(tmp_path / f"cut{number}", tmp_path / "whole", steps)
-            number += 1
-    campaign.finish(f"cut{number}")
-    assert_same_run(tmp_path / f"cut{number}", tmp_path / "whole", steps)
-
-
-@pytest.mark.slow
-def test_killed_while_the_batch_follows_the_noise(tmp_path):
-    """Decisions about the batch are the same after a kill, bit for bit."""
-    strike_auto_runs(tmp_path, kills=3, steps=80)
-
-
-@pytest.mark.faults
-def test_a_hundred_kills_while_the_batch_follows_the_noise(tmp_path):
-    """A hundred kills change no decision and no bit; short runs are killed before, at and after all of their decisions."""
-    strike_auto_runs(tmp_path, kills=100, steps=80)
+    campaign.strike_until(kills, ["SIGKILL", "SIGKILL", "SIGTERM"])

@@ -1,6 +1,5 @@
 """Numbers go bad: a step that is not finite changes nothing but the counters, and too many of them stop the run."""
 
-import json
 import math
 
 import jax
@@ -29,8 +28,11 @@ def states_of(engine, source, *, skips=True, mesh="one"):
     states, metrics = [jax.tree.map(np.array, jax.device_get(state))], []
     for batch in step_batches(source, plan, mesh, chunk_size=toy_run.CHUNK_SIZE[engine]):
         state, values = step(state, batch)
+        # A flag that nobody has to wait for.
+        assert isinstance(values.get("skipped", values["loss"]), jax.Array)
         states.append(jax.tree.map(np.array, jax.device_get(state)))
         metrics.append(jax.device_get(values))
+    assert step.num_compilations == 1  # of good and bad steps
     return states, metrics
 
 
@@ -41,20 +43,21 @@ def row_in(step, microbatch=0):
     return plan.rows(step)[microbatch * split.microbatch_size * split.data_parallel_size]
 
 
-@pytest.mark.parametrize("kind", BAD)
-@pytest.mark.parametrize("microbatch", [0, 1])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_bad_step_is_left_out_whole(engine, microbatch, kind):
+CASES = [(engine, "one", microbatch, kind) for engine in ENGINES for microbatch in (0, 1) for kind in BAD]
+
+
+@pytest.mark.parametrize(("engine", "mesh", "microbatch", "kind"), [*CASES, ("fused", "data_fsdp_tensor", 0, "nan")])
+def test_a_bad_step_is_left_out_whole(engine, mesh, microbatch, kind):
     """Wherever the bad row is, parameters and moments stay, counters move on, and the steps around it are not touched."""
     bad = 6
-    states, metrics = states_of(engine, toy_run.rows({row_in(bad, microbatch): BAD[kind]}))
+    states, metrics = states_of(engine, toy_run.rows({row_in(bad, microbatch): BAD[kind]}), mesh=mesh)
     assert [bool(values["skipped"]) for values in metrics] == [step == bad for step in range(toy_run.STEPS)]
     toy_run.assert_equal(states[bad + 1].params, states[bad].params)
     moments = [optax.tree_utils.tree_get(states[n].opt_state, "mu") for n in (bad, bad + 1)]
     toy_run.assert_equal(*moments)
     assert [int(state.step) for state in states] == list(range(toy_run.STEPS + 1))
     assert all(np.isfinite(leaf).all() for state in states for leaf in jax.tree.leaves((state.params, state.opt_state)))
-    clean, _ = states_of(engine, toy_run.rows())
+    clean, _ = states_of(engine, toy_run.rows(), mesh=mesh)
     toy_run.assert_equal(states[bad], clean[bad])
     assert not np.array_equal(states[bad + 2].params["in"], states[bad + 1].params["in"])
 
@@ -93,25 +96,6 @@ def test_good_steps_are_the_same_with_and_without_the_check(engine):
     for one, other in zip(checked, unchecked, strict=True):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), one, other)
     assert "skipped" not in metrics[0]
-
-
-def test_on_many_devices():
-    """One replica's bad row leaves the step out on all of them."""
-    states, metrics = states_of("fused", toy_run.rows({row_in(6) + 5: np.nan}), mesh="data_fsdp_tensor")
-    assert [bool(values["skipped"]) for values in metrics].index(True) == 6
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(states[-1].params))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_flag_stays_on_the_device(engine):
-    """Good and bad steps are the same executable, and its flag is an array that nobody has to wait for."""
-    mesh, plan, _ = toy_run.parts()
-    step = train_step(toy_run.loss_fn, optax.sgd(0.1), plan, mesh, engine=engine, skip_nonfinite=True)
-    state = create_state(toy.new_params(mesh), step.tx, mesh)
-    for batch in step_batches(toy_run.rows({row_in(6): np.nan}), plan, mesh, chunk_size=toy_run.CHUNK_SIZE[engine]):
-        state, values = step(state, batch)
-        assert isinstance(values["skipped"], jax.Array)
-    assert step.num_compilations == 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -165,21 +149,15 @@ def test_a_resume_in_between_is_exact(tmp_path, engine):
     source = toy_run.rows({row_in(step): np.inf for step in (2, 6, 9)})
     _, whole = toy_run.run(tmp_path / "whole", source=source, engine=engine, skip_nonfinite=2)
 
-    class FailingError(Exception):
-        """Ends the first process."""
-
-    def fail(event):
-        if isinstance(event, StepDone) and event.step == 7:
-            raise FailingError
-
     class Events(list):
-        """A list of events that fails at one of them."""
+        """A list of events that ends the process at one of them."""
 
         def append(self, event):
             """Take an event."""
-            fail(event)
+            if isinstance(event, StepDone) and event.step == 7:
+                raise ZeroDivisionError
 
-    with pytest.raises(FailingError):
+    with pytest.raises(ZeroDivisionError):
         toy_run.run(tmp_path / "cut", source=source, engine=engine, skip_nonfinite=2, events=Events())
     summary, cut = toy_run.run(tmp_path / "cut", source=source, engine=engine, skip_nonfinite=2)
     assert summary.resumed_from in (4, 8)
@@ -191,6 +169,7 @@ def test_without_the_check_the_numbers_stay_bad(tmp_path):
     """skip_nonfinite=0 leaves the step as it is: the loss stays bad to the end."""
     toy_run.run(tmp_path, source=toy_run.rows({row_in(6): np.nan}), skips=False)
     lines = metrics_of(tmp_path)
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()  # which strict readers of JSON refuse
     assert [line["loss"] is None for line in lines] == [step >= 6 for step in range(toy_run.STEPS)]
 
 
@@ -221,14 +200,3 @@ def test_carried_state_stays_clean():
             state, values = step(state, batch)
             assert bool(values["skipped"]) == (batch.position.step == 5)
             assert math.isfinite(float(state.mutable["mean"]))
-
-
-def test_metrics_stay_json(tmp_path):
-    """Every line is JSON without NaN, which strict readers refuse."""
-    toy_run.run(tmp_path, source=toy_run.rows({row_in(6): np.nan}))
-
-    def refuse(name):
-        raise AssertionError(name)
-
-    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=refuse)

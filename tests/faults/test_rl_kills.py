@@ -1,12 +1,10 @@
 """Runs of rollouts killed anywhere: parameters, samples and metrics end up as if nothing had happened."""
 
-import os
-import random
-import signal
 import time
-from pathlib import Path
 
 import pytest
+from faults import victim
+from faults.test_kills import Campaign
 from helpers import processes
 from helpers.runs import assert_same_run
 from helpers.tiny import RL_TINY
@@ -20,13 +18,6 @@ SETTINGS = RL_TINY | {
     "eval_interval": 16,
 }
 STEPS_PER_ROLLOUT = 8  # two passes over two mini batches, of the critic and of the policy
-DEADLINE = 600
-
-
-def started(settings):
-    """Start a run in a process of its own; return the process."""
-    folder = Path(settings["base_output_directory"]) / settings["run_name"]
-    return processes.start(run, settings, log=folder / "log.txt")
 
 
 def run(settings):
@@ -51,48 +42,28 @@ def run(settings):
     return 130 if train(RolloutConfig(**SETTINGS | settings), pause).interrupted else 0
 
 
-def num_steps(folder):
-    """Return how many steps have their metrics written."""
-    file = folder / "metrics.jsonl"
-    return file.read_text().count("\n") if file.exists() else 0
+class RolloutCampaign(Campaign):
+    """The same for runs of rollouts, which are seen training by their metrics."""
+
+    seen_in = "metrics.jsonl"
+
+    def start(self, name):
+        """Start a run, or go on with it."""
+        own = {"base_output_directory": str(self.base), "run_name": name, "num_batches": self.steps // STEPS_PER_ROLLOUT}
+        return processes.start(run, own | self.others, log=self.base / name / victim.LOG_FILE)
+
+    def check(self, name):
+        """Assert that a finished run is the one that was never killed, bit for bit."""
+        assert_same_run(self.base / name, self.base / "whole", self.steps)
 
 
-def finish(settings, code=0):
-    """Run to the end."""
-    process = started(settings)
-    process.join(DEADLINE)
-    folder = Path(settings["base_output_directory"]) / settings["run_name"]
-    assert process.exitcode == code, (folder / "log.txt").read_text()[-3000:]
-
-
-def kill_often(base, kills, rollouts, seed=0, **others):
+def kill_often(base, kills, rollouts, **others):
     """Kill runs at random moments until there were `kills`; assert that every finished one is the uninterrupted one."""
-    rng, done, number, steps = random.Random(seed), 0, 0, rollouts * STEPS_PER_ROLLOUT
-    common = {"base_output_directory": str(base), "num_batches": rollouts, **others}
-    finish(common | {"run_name": "whole"})
-    while done < kills:
-        settings = common | {"run_name": f"cut{number}"}
-        folder = base / settings["run_name"]
-        before, process = num_steps(folder), started(settings)
-        deadline = time.monotonic() + DEADLINE
-        # Wait for a random update of this process, and then for a random part of the next one.
-        target = before + rng.randrange(1, 9)
-        while process.is_alive() and num_steps(folder) < min(target, steps - 1):
-            assert time.monotonic() < deadline, "a run hangs"
-            time.sleep(0.002)
-        time.sleep(rng.random() * 0.05)
-        sent = rng.choice([signal.SIGKILL] * 4 + [signal.SIGTERM, signal.SIGINT]) if process.is_alive() else None
-        if sent is not None:
-            os.kill(process.pid, sent)
-            done += 1
-        process.join(DEADLINE)
-        # A signal before or after training ends the process as it would any other: Ctrl-C by an exception.
-        legal = {0, 130} if sent is None else {0, 130, -sent, 1 if sent == signal.SIGINT else 0}
-        assert process.exitcode in legal, (folder / "log.txt").read_text()[-3000:]
-        if process.exitcode == 0 or done == kills:
-            finish(settings)
-            assert_same_run(folder, base / "whole", steps)
-            number += 1
+    # A pause that reaches over a random number of the next eight updates.
+    campaign = RolloutCampaign(base, steps=rollouts * STEPS_PER_ROLLOUT, pause=0.05, seed=0)
+    campaign.others = others
+    campaign.finish("whole")
+    campaign.strike_until(kills, ["SIGKILL"] * 4 + ["SIGTERM", "SIGINT"])
 
 
 SIZES = [{}, {"zero_spread_groups": "refill"}, {"zero_spread_groups": "drop", "partial_step": "carry"}]

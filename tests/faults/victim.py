@@ -4,9 +4,7 @@ import hashlib
 import json
 import os
 import time
-from pathlib import Path
 
-from helpers import processes
 from helpers.tiny import TINY_MODEL
 
 SETTINGS = TINY_MODEL | {
@@ -21,12 +19,6 @@ SETTINGS = TINY_MODEL | {
     "jax_cache_dir": None,
 }
 ROWS_FILE, LOG_FILE = "rows.jsonl", "log.txt"
-
-
-def started(settings, *, pause=0.0, devices=2):
-    """Start a run in a process that is forked from one that has imported everything; return the process."""
-    folder = Path(settings["base_output_directory"]) / settings["run_name"]
-    return processes.start(run, settings, folder, pause, devices, log=folder / LOG_FILE)
 
 
 def run(settings, folder, pause, devices):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import socket
 import sys
 
 
@@ -19,6 +20,23 @@ def start(function, *arguments, log):
     process = context.Process(target=_call, args=(function, arguments, log), daemon=True)
     process.start()
     return process
+
+
+def run_all(function, arguments, folder, timeout=300):
+    """Call a function in a process for each tuple of arguments; return what each prints when all have ended well."""
+    logs = [folder / f"{number}.log" for number in range(len(arguments))]
+    started = [start(function, *own, log=log) for own, log in zip(arguments, logs, strict=True)]
+    for process, log in zip(started, logs, strict=True):
+        process.join(timeout)
+        assert process.exitcode == 0, log.read_text()
+    return [log.read_text() for log in logs]
+
+
+def free_port():
+    """Return a port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
 
 
 def _call(function, arguments, log):

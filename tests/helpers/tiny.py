@@ -20,6 +20,16 @@ TINY = TINY_MODEL | {
     "global_rampup_samples": 80,
     "steps": 12,
 }
+# The model with a batch that follows the noise: at the first weights, on random tokens, it is large and stays as it is.
+AUTO = TINY_MODEL | {
+    "batch_size_schedule": "auto",
+    "per_device_batch_size_start": 1,
+    "per_device_batch_size": 4,
+    "gradient_noise_half_life_samples": 60,
+    "opt_type": "sgd",
+    "learning_rate": 1e-4,
+    "dataset_type": "synthetic",
+}
 # The model with a ramp of two phases for one device: what `tune` tries.
 TUNED = TINY_MODEL | {"batch_size_schedule": "0:2 4:4", "dataset_type": "synthetic", "steps": 6}
 

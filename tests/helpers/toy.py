@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import rampup
+from rampup.data.files import open_sources
 from rampup.engine.mesh import make_mesh
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
 
@@ -99,6 +101,13 @@ def train(step, state, steps=None, data=None):
     for batch in step.batches(data or rows(), stop=steps):
         state, metrics = step(state, batch)
     return state, metrics
+
+
+def open_rows(kind, train_files=None, *, length=4, eval_files=None):
+    """Return the rows of `open_sources` for bytes or 16-bit tokens, a tenth of them held out."""
+    names = {"dataset_type": kind, "grain_train_files": train_files, "grain_eval_files": eval_files}
+    data = SimpleNamespace(**names, eval_holdout_fraction=0.1, token_dtype="uint16")
+    return open_sources(data, SimpleNamespace(max_target_length=length, vocab_size=256))
 
 
 def all_tokens(source):

@@ -1,20 +1,110 @@
-"""Tests of `measure_gradient_noise` in runs of the language model."""
+"""Tests of `measure_gradient_noise` and `batch_size_schedule: auto` in runs of the language model."""
+
+import itertools
 
 import pytest
+from helpers import tiny
 from helpers.runs import metrics_of
 from helpers.tiny import TINY
 
 from rampup import Config, build_plan
 from rampup.batch_size.noise_scale import NoiseScale
 from rampup.errors import ConfigError
+from rampup.lm.branches import _Branches, _find_run
 from rampup.lm.train import train
 from rampup.loop.checkpoint import find_checkpoint
 from rampup.loop.components import GRADIENT_NOISE
+from rampup.loop.loop import RAMP_ROWS
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
+AUTO = tiny.AUTO | {"steps": 40, "learning_rate_schedule_steps": 40, "checkpoint_period": 7}
 
-def config(folder, **changes):
+
+def run(folder, **changes):
+    """Train in a folder; return the summary and the lines of metrics.jsonl without the times."""
+    keys = AUTO | changes
+    summary = train(Config(base_output_directory=str(folder), run_name="run", **keys))
+    return summary, metrics_of(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return the result of a run that follows its noise, and its folder."""
+    folder = tmp_path_factory.mktemp("auto")
+    return *run(folder), folder
+
+
+def test_auto_schedule_grows_the_batch(whole):
+    """The batch grows in one program; decisions are in the metrics and in the checkpoint."""
+    summary, lines, folder = whole
+    sizes = [line["global_batch_size"] for line in lines]
+    assert sizes[0] == 8
+    assert sizes[-1] > 8
+    assert summary.num_compilations == 1
+    for before, after in itertools.pairwise(lines):
+        assert after["global_batch_size"] == before.get("next_global_batch_size", before["global_batch_size"])
+    saved = find_checkpoint(folder / "run" / "checkpoints")
+    assert " ".join(f"{sample}:{size}" for _, sample, size in saved.record[RAMP_ROWS]) == summary.batch_size_schedule
+
+
+@pytest.mark.slow
+def test_auto_schedule_is_replayed(whole, tmp_path):
+    """The printed schedule gives the same batches and losses."""
+    summary, lines, _ = whole
+    keys = {"batch_size_schedule": summary.batch_size_schedule, "learning_rate_clock": "steps", "measure_gradient_noise": False}
+    own = {name: value for name, value in AUTO.items() if not name.startswith(("per_device", "gradient_noise"))}
+    train(Config(base_output_directory=str(tmp_path), run_name="run", **(own | keys)))
+    replayed = metrics_of(tmp_path / "run")
+    for line, other in zip(lines, replayed, strict=True):
+        for name in ("global_batch_size", "consumed_samples", "microbatch_size"):
+            assert line[name] == other[name]
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def test_auto_schedule_resumes_bit_for_bit(whole, tmp_path):
+    """A run that is stopped before, at and after its decisions continues as one that was never stopped."""
+    summary, lines, _ = whole
+    changes = [
+        number + 1 for number, line in enumerate(lines) if line.get("next_global_batch_size", 8) != line["global_batch_size"]
+    ]
+    for steps in (changes[0] - 3, changes[0], changes[0] + 4):
+        run(tmp_path, steps=steps)
+    final, resumed = run(tmp_path)
+    assert final.resumed_from == changes[0] + 4
+    assert resumed == lines
+    assert final.batch_size_schedule == summary.batch_size_schedule
+
+
+@pytest.mark.slow
+def test_auto_schedule_advises_without_changing_a_bit(whole, tmp_path):
+    """`advise` writes sizes and a schedule, also over a resume, and trains exactly as a constant batch."""
+    run(tmp_path / "advised", auto_schedule="advise", steps=23)
+    summary, lines = run(tmp_path / "advised", auto_schedule="advise")
+    own = {name: value for name, value in AUTO.items() if name not in ("batch_size_schedule", "per_device_batch_size_start")}
+    train(Config(base_output_directory=str(tmp_path), run_name="run", **(own | {"per_device_batch_size": 1})))
+    plain = metrics_of(tmp_path / "run")
+    assert [line["loss"] for line in lines] == [line["loss"] for line in plain]
+    advised = [line["advised_global_batch_size"] for line in lines if "advised_global_batch_size" in line]
+    assert advised[-1] > 8
+    assert {line["global_batch_size"] for line in lines} == {8}
+    assert summary.batch_size_schedule.startswith("0:8 ")
+    # Up to its first change it sees what the run that follows sees.
+    assert summary.batch_size_schedule.split()[1] == whole[0].batch_size_schedule.split()[1]
+
+
+def test_critical_branches_from_the_batch_that_has_grown(whole):
+    """The branches of a run that follows its noise start with the batch and the samples that it had at the checkpoint."""
+    summary, lines, folder = whole
+    config, record = _find_run(folder / "run", None)
+    branches = _Branches.build(config, record, (1, 2), None)
+    size = int(summary.batch_size_schedule.split(":")[-1])
+    assert branches.window.sizes == (size, 2 * size)
+    assert branches.run_plan.ramp.to_rows() == record[RAMP_ROWS]
+    assert branches.run_plan.position(40).consumed_samples == sum(line["global_batch_size"] for line in lines)
+
+
+def measuring(folder, **changes):
     """Return a tiny configuration that measures the noise."""
     # With one layer, the compiler joins other operations in a program that measures.
     own = {
@@ -26,17 +116,12 @@ def config(folder, **changes):
     return Config(base_output_directory=str(folder), run_name="run", **(TINY | own | changes))
 
 
-def metrics(folder):
-    """Return every line of metrics.jsonl, without the times."""
-    return metrics_of(folder / "run")
-
-
 @pytest.mark.slow
 def test_gradient_noise_is_in_metrics_and_checkpoints_and_resumes_bit_for_bit(tmp_path):
     """Every line has S, G2 and averages; a stopped and resumed run has the same lines, one without it the same losses."""
     keys = {"gradient_noise_half_life_samples": 100}
-    train(config(tmp_path / "whole", **keys))
-    lines = metrics(tmp_path / "whole")
+    train(measuring(tmp_path / "whole", **keys))
+    lines = metrics_of(tmp_path / "whole" / "run")
     noise = NoiseScale(half_life_samples=100)
     for line in lines:
         weight = line["global_batch_size"] * 16.0
@@ -45,13 +130,13 @@ def test_gradient_noise_is_in_metrics_and_checkpoints_and_resumes_bit_for_bit(tm
         assert {name: line[name] for name in noise.metrics()} == pytest.approx(noise.metrics())
     assert {f"adam_{name}" for name in noise.metrics()} <= lines[0].keys()
     assert lines[-1]["noise_scale_samples_low"] is not None
-    train(config(tmp_path / "stopped", steps=7, **keys))
+    train(measuring(tmp_path / "stopped", steps=7, **keys))
     saved = find_checkpoint(tmp_path / "stopped" / "run" / "checkpoints")
     assert saved.record[GRADIENT_NOISE][""]["total"] > 0
-    assert train(config(tmp_path / "stopped", **keys)).resumed_from == 7
-    assert metrics(tmp_path / "stopped") == lines
-    train(config(tmp_path / "off", measure_gradient_noise=False))
-    assert [line["loss"] for line in metrics(tmp_path / "off")] == [line["loss"] for line in lines]
+    assert train(measuring(tmp_path / "stopped", **keys)).resumed_from == 7
+    assert metrics_of(tmp_path / "stopped" / "run") == lines
+    train(measuring(tmp_path / "off", measure_gradient_noise=False))
+    assert [line["loss"] for line in metrics_of(tmp_path / "off" / "run")] == [line["loss"] for line in lines]
 
 
 def test_gradient_noise_chooses_a_microbatch_or_is_refused():

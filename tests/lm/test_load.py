@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from helpers.tiny import TINY
+from helpers.tiny import TINY, command_line
 
 import rampup
 from rampup.cli import main
 from rampup.errors import ConfigError, ResumeMismatchError
-from rampup.lm.train import saved_checkpoint
+from rampup.lm.train import learning_rate, optimizer
 from rampup.loop.events import StepDone
 
 # The program of test_train.py, from the compilation cache.
@@ -34,31 +34,22 @@ def run(tmp_path_factory):
 
 
 def test_load_returns_config_model_params_and_state(run):
-    """The loaded model has the loss that the run reports."""
-    loaded = rampup.load(run)
+    """The newest checkpoint, or a named one; the repr has folder, step and the shapes of the parameters, and no arrays."""
+    assert rampup.load(run / "checkpoints" / "3").step == 3
+    loaded = rampup.load(run / "checkpoints")
+    assert loaded.folder == rampup.load(str(run)).folder == run / "checkpoints" / "6"
+    assert repr(loaded).startswith(f"LoadedRun(folder='{run}/checkpoints/6', step=6, params=<12 arrays, ")
+    assert repr(loaded).endswith(" more>, state=TrainState, config=Config, model=LanguageModel)")
     assert loaded.step == int(loaded.state.step) == 6
     assert loaded.config.base_emb_dim == 16
     assert loaded.params is loaded.state.params
-    logits = jax.jit(loaded.model.logits)(loaded.params, jnp.asarray([list(b"def main")]))
-    assert logits.shape == (1, 8, 256)
-    assert np.isfinite(np.asarray(logits)).all()
-
-
-def test_load_takes_one_checkpoint(run):
-    """A checkpoint is named by its folder; the others are the run's newest."""
-    assert rampup.load(run / "checkpoints" / "3").step == 3
-    assert rampup.load(run / "checkpoints").step == 6
-    assert rampup.load(str(run)).folder == run / "checkpoints" / "6"
-
-
-def test_load_continues_training(run):
-    """The optimizer's state has the types of Optax: another update works."""
-    loaded = rampup.load(run)
-    from rampup.lm.train import learning_rate, optimizer
-
+    # The optimizer's state has the types of Optax: another update works.
     tx = optimizer(loaded.config, learning_rate(loaded.config, rampup.build_plan(loaded.config, jax.device_count())))
     updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.ones_like, loaded.params), loaded.state.opt_state, loaded.params)
     assert jax.tree.structure(updates) == jax.tree.structure(loaded.params)
+    logits = jax.jit(loaded.model.logits)(loaded.params, jnp.asarray([list(b"def main")]))
+    assert logits.shape == (1, 8, 256)
+    assert np.isfinite(np.asarray(logits)).all()
 
 
 def test_plain_orbax_restores_the_checkpoint(run):
@@ -118,41 +109,19 @@ def test_generate_refuses_arguments_out_of_range(run, options):
         rampup.load(run).generate("a", **options)
 
 
-def test_generate_command(run, capsys):
-    """One JSON object with the text, or the prompt and its continuation."""
-    assert main(["generate", str(run), "--prompt", "def f", "--tokens", "5", "--temperature", "0", "--json"]) == 0
+def test_generate_command_takes_any_bytes_and_prints_on_any_output(run, monkeypatch, capsys):
+    """One JSON object with the text, or the prompt and its continuation; a prompt that is not UTF-8, on an output of ASCII."""
+    command = ["generate", str(run), "--prompt", "def f", "--tokens", "5", "--temperature", "0"]
+    assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["prompt"], found["step"], found["seed"]) == ("def f", 6, 0)
-    assert main(["generate", str(run), "--prompt", "def f", "--tokens", "5", "--temperature", "0"]) == 0
+    assert main(command) == 0
     assert capsys.readouterr().out == f"def f{found['text']}\n"
-
-
-def test_generate_takes_any_bytes_and_prints_on_any_output(run, monkeypatch):
-    """A prompt that is not UTF-8, on an output that is ASCII."""
     output = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", output)
     assert main(["generate", str(run), "--tokens", "6", "--prompt", os.fsdecode(b"\xff\xe9")]) == 0
     output.flush()
     assert output.buffer.getvalue().startswith(rb"\udcff\udce9")
-
-
-def test_train_takes_a_configuration_only():
-    """The path of a file is an error that says how to read it."""
-    for call in (rampup.train, rampup.build_plan):
-        with pytest.raises(ConfigError, match=r"takes a Config, not a str; read a file with rampup.load_config"):
-            call("configs/base.yml")
-
-
-def test_train_prints_nothing(tmp_path, capfd):
-    """`rampup.train(config)` is quiet; what happens is in the events and the summary."""
-    summary = rampup.train(rampup.Config(**SHORT | {"steps": 2}, base_output_directory=str(tmp_path)))
-    assert capfd.readouterr() == ("", "")
-    assert summary.steps == 2
-
-
-def settings(folder):
-    """Return the settings of an unnamed run in a folder."""
-    return [f"{name}={value}".replace("True", "true") for name, value in SHORT.items()] + [f"base_output_directory={folder}"]
 
 
 def test_an_unnamed_run_is_resumed_by_the_printed_command(tmp_path, capsys, monkeypatch):
@@ -167,7 +136,7 @@ def test_an_unnamed_run_is_resumed_by_the_printed_command(tmp_path, capsys, monk
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(progress.TrainProgress, "__call__", stop)
-    assert main(["train", "base.yml", *settings(tmp_path)]) == 130
+    assert main(["train", "base.yml", *command_line(SHORT | {"base_output_directory": tmp_path})]) == 130
     command = next(line for line in capsys.readouterr().out.splitlines() if "resume with: " in line).partition("with: ")[2]
     (folder,) = tmp_path.iterdir()
     assert rampup.load_config(folder / "config.yml").run_name == folder.name
@@ -191,21 +160,3 @@ def test_train_run_folder_takes_settings(run, tmp_path, capsys):
     assert main(["train", str(tmp_path)]) == 2
     assert "not the folder of a run" in capsys.readouterr().err
     assert main(["train", str(moved), "base_emb_dim=32"]) == 2
-
-
-def test_a_second_process_in_a_run_is_refused(run, tmp_path):
-    """Two processes in one folder: the second stops with an error before it reads or writes anything."""
-    with rampup.loop.lock.own_run(run):
-        command = [sys.executable, "-m", "rampup", "train", str(run), "steps=9"]
-        second = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
-    assert second.returncode == 2
-    assert f"process {os.getpid()}" in second.stderr
-    assert "Traceback" not in second.stderr
-    assert saved_checkpoint(rampup.load_config(run / "config.yml")).step == 6
-
-
-def test_a_loaded_run_prints_in_a_line(run):
-    """The repr has the folder, the step and the shapes of the parameters, and no arrays."""
-    text = repr(rampup.load(run))
-    assert text.startswith(f"LoadedRun(folder='{run}/checkpoints/6', step=6, params=<12 arrays, ")
-    assert text.endswith(" more>, state=TrainState, config=Config, model=LanguageModel)")

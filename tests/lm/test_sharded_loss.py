@@ -93,38 +93,32 @@ def test_tiled_loss_works_on_the_other_meshes(axes):
     assert_same(run_step(model, axes, loss=loss), reference()[:3])
 
 
-@pytest.mark.parametrize("axes", [MeshAxes(data=8), pytest.param(MeshAxes(data=4, tensor=2), marks=pytest.mark.slow)])
-def test_gradients_reduced_in_bfloat16_are_close(axes):
-    """The exchange in bfloat16 rounds the gradients, to 1e-2, and not the loss."""
-    loss = lambda model, mesh: AccumulatedLoss(model.loss, reduction_dtype=jnp.bfloat16)  # noqa: E731
-    found = run_step(SMALL, axes, loss=loss)
-    assert found[0] == pytest.approx(reference()[0], rel=1e-6)
-    assert found[1] == pytest.approx(reference()[1], rel=1e-2)
-    assert_same(found[2], reference()[2], 1e-2)
-    assert {leaf.dtype for leaf in jax.tree.leaves(found[2])} == {np.dtype("float32")}
+SLOW, ZERO1 = pytest.mark.slow, {"shard_optimizer_over_data": True}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("axes", "options"),
+    ("name", "axes", "options"),
     [
-        (MeshAxes(data=8), {"shard_optimizer_over_data": True}),
-        (MeshAxes(fsdp=4, data=2), {}),
-        (MeshAxes(data=2, fsdp=2, pipeline=2), {"shard_optimizer_over_data": True}),
+        ("reduction_dtype", MeshAxes(data=8), {}),
+        pytest.param("reduction_dtype", MeshAxes(data=4, tensor=2), {}, marks=SLOW),
+        pytest.param("accumulator_dtype", MeshAxes(data=8), ZERO1, marks=SLOW),
+        pytest.param("accumulator_dtype", MeshAxes(fsdp=4, data=2), {}, marks=SLOW),
+        pytest.param("accumulator_dtype", MeshAxes(data=2, fsdp=2, pipeline=2), ZERO1, marks=SLOW),
     ],
 )
-def test_gradients_accumulated_in_bfloat16_are_close(axes, options):
-    """Sums in bfloat16 round the gradients, to 1e-2, and not the loss: with ZeRO-1, fsdp and a pipeline."""
+def test_gradients_exchanged_or_accumulated_in_bfloat16_are_close(name, axes, options):
+    """Sums in bfloat16 round the gradients, to 1e-2, and not the loss: with ZeRO-1, fsdp and a pipeline too."""
 
     def loss(model, mesh):
-        loss = AccumulatedLoss(model.loss) if options else model.sharded_loss(mesh)
-        return dataclasses.replace(model.pipelined(1) if axes.pipeline > 1 else loss, accumulator_dtype=jnp.bfloat16)
+        loss = AccumulatedLoss(model.loss) if axes.fsdp == 1 else model.sharded_loss(mesh)
+        return dataclasses.replace(model.pipelined(1) if axes.pipeline > 1 else loss, **{name: jnp.bfloat16})
 
     found = run_step(SMALL, axes, loss=loss, **options)
     assert found[0] == pytest.approx(reference()[0], rel=1e-6)
     assert found[1] == pytest.approx(reference()[1], rel=1e-2)
     assert found[1] != pytest.approx(reference()[1], rel=1e-6)
     assert_same(found[2], reference()[2], 1e-2)
+    assert {leaf.dtype for leaf in jax.tree.leaves(found[2])} == {np.dtype("float32")}
 
 
 def test_sharded_loss_refuses_scattered_gradients():

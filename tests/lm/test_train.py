@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from helpers import toy
 from helpers.runs import metrics_of, stop_after
-from helpers.tiny import TINY
+from helpers.tiny import TINY, TINY_MODEL
 
-from rampup import Config, build_plan, load_config
+from rampup import Config, build_plan, load, load_config
 from rampup.engine.mesh import make_mesh
 from rampup.errors import ConfigError, DataError, MissingDependencyError, ResumeMismatchError
-from rampup.lm.train import Run, TrainSetup, rows_of_step, train
+from rampup.lm.train import Run, TrainSetup, phase_hyperparameters, rows_of_step, train
 
 EVALUATED = {"eval_interval": 6, "eval_steps": 2}
 FSDP_TENSOR = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
@@ -155,8 +155,10 @@ def test_train_resumes_at_another_depth(tmp_path, deep_run):
     np.testing.assert_allclose(losses(tmp_path), losses(deep_run), rtol=1e-5)
 
 
-def test_train_keeps_the_configuration_and_continues(tmp_path):
-    """A started run leaves its configuration, which a refused resume does not change; a longer run continues."""
+def test_train_keeps_the_configuration_and_continues(tmp_path, capfd):
+    """A started run leaves its configuration, which a refused resume does not change; a longer run continues, and is quiet."""
+    with pytest.raises(ConfigError, match=r"train takes a Config, not a str; read a file with rampup.load_config"):
+        train("configs/base.yml")
     train(config(tmp_path, steps=4))
     kept = load_config(tmp_path / "run" / "config.yml")
     assert kept == config(tmp_path, steps=4, num_devices=8)
@@ -169,22 +171,17 @@ def test_train_keeps_the_configuration_and_continues(tmp_path):
     assert (summary.resumed_from, summary.steps) == (4, 8)
     assert [line["step"] for line in metrics(tmp_path)] == list(range(8))
     assert load_config(tmp_path / "run" / "config.yml").steps == 8
+    assert capfd.readouterr() == ("", "")
 
 
-def test_run_from_config_writes_nothing(tmp_path):
-    """A run is built and checked without a trace in the output folder, from one model, learning rate and order of samples."""
+def test_run_and_rows_are_known_without_a_folder(tmp_path):
+    """A run is built and checked without a trace in the output folder; `rows` names the samples of a step and their files."""
     settings = config(tmp_path / "out")
     plan = build_plan(settings, jax.device_count())
     run = Run.from_config(settings, plan)
     assert not (tmp_path / "out").exists()
     assert (run.setup.plan, run.loader.plan, run.saved) == (plan, plan, None)
     assert run.setup.model.num_parameters == sum(leaf.size for leaf in jax.tree.leaves(run.setup.state_shapes().params))
-
-
-def test_rows_of_step_names_samples_and_files(tmp_path):
-    """`rows` names exactly the samples of a step, with the file they come from."""
-    settings = config(tmp_path)
-    plan = build_plan(settings, jax.device_count())
     rows = rows_of_step(settings, plan, 9)
     assert [row["sample"] for row in rows] == list(plan.rows(9))
     assert all(".py from byte" in row["source"] for row in rows)
@@ -201,12 +198,14 @@ def test_rows_of_step_names_samples_and_files(tmp_path):
         ({"ici_tensor_parallelism": 8}, ConfigError, "base_num_query_heads"),
         ({"grain_train_files": "/nowhere/*.txt"}, DataError, "grain_train_files"),
         ({"num_epoch": 1, "steps": 100_000}, DataError, "num_epoch"),
+        ({"wandb_project": "ramps"}, MissingDependencyError, "wandb_project"),
         ({"eval_interval": 6, "eval_steps": 10**6}, DataError, "eval_steps"),
         ({"eval_interval": 6, "eval_per_device_batch_size": 10**6}, DataError, "eval_per_device_batch_size"),
     ],
 )
-def test_train_refuses_before_any_work(tmp_path, change, error, key):
+def test_train_refuses_before_any_work(tmp_path, change, error, key, monkeypatch):
     """Each refusal names its key, and leaves no run folder behind."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(error) as caught:
         train(config(tmp_path / "out", **change))
     assert caught.value.key == key
@@ -240,14 +239,6 @@ def test_train_writes_every_metric_for_tensorboard(tmp_path):
         assert ("eval_loss" in found) == (line["step"] in (5, 11))
 
 
-def test_train_refuses_a_missing_writer_before_any_work(tmp_path, monkeypatch):
-    """Nothing is made in the run's folder."""
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'rampup\[wandb\]'"):
-        train(config(tmp_path / "out", wandb_project="ramps"))
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("axes", "sizes"), [({}, {}), ({"ici_pipeline_parallelism": 2, "ici_fsdp_parallelism": 2}, {"base_num_decoder_layers": 4})]
@@ -264,18 +255,57 @@ def test_sharded_optimizer_state_trains_the_same(tmp_path, axes, sizes):
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "sharded")
 
 
-def test_state_shapes_of_a_sharded_optimizer_are_those_of_the_state():
-    """The shapes that are planned with have the shardings of the real state."""
-    keys = TINY | {"shard_optimizer_over_data": True}
-    plan = build_plan(Config(**keys), jax.device_count())
-    setup = TrainSetup.from_config(Config(**keys), plan, make_mesh(plan.axes))
-    expected = jax.tree.map(lambda leaf: (leaf.shape, leaf.sharding), setup.initial_state())
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.sharding), setup.state_shapes()) == expected
-
-
 def test_replicas_exchange_the_type_that_is_configured(tmp_path):
     """With accumulators in bfloat16 too, `gradient_reduction_dtype: float32` is float32 and not the accumulators' type."""
     for types in itertools.product(("float32", "bfloat16"), repeat=2):
         settings = config(tmp_path, gradient_reduction_dtype=types[0], gradient_accumulator_dtype=types[1])
         setup = TrainSetup.from_config(settings, build_plan(settings, 8), make_mesh())
         assert (setup.loss.reduction_dtype, setup.loss.accumulator_dtype or "float32") == types
+
+
+# A batch that follows a budget and Seesaw, and constants that follow the batch.
+FOLLOWS = {
+    "batch_size_schedule": "0:8 10%:16 30%:32",
+    "train_samples": 400,
+    "seesaw_factor": 2,
+    "seesaw_max_batch_size": 96,
+    "batch_scaling": "sde",
+    "checkpoint_period": 100,
+}
+
+
+def following(folder, **changes):
+    """Return a tiny configuration whose batch follows a budget and Seesaw, and whose constants follow the batch."""
+    return Config(base_output_directory=str(folder), run_name="run", **(TINY_MODEL | FOLLOWS | changes))
+
+
+def test_a_run_follows_its_batch_and_resumes_bit_for_bit(tmp_path):
+    """One executable for five batch sizes; stopped and resumed, the same losses; other rules and budgets are refused."""
+    whole = train(following(tmp_path / "whole"))
+    plan = build_plan(following(tmp_path), 8)
+    assert plan.ramp.sizes == (8, 16, 32, 64, 96)
+    assert (whole.steps, whole.num_compilations) == (plan.total_steps, 1)
+    assert whole.consumed_samples - 96 < 400 <= whole.consumed_samples
+    assert train(following(tmp_path / "stopped"), stop_after(5)).interrupted
+    assert train(following(tmp_path / "stopped")).resumed_from > 5
+    assert metrics(tmp_path / "stopped") == metrics(tmp_path / "whole")
+    found = {line["step"]: line["learning_rate"] for line in metrics(tmp_path / "whole")}
+    rows = phase_hyperparameters(following(tmp_path), plan)
+    for phase, row in zip(plan.ramp.phases, rows, strict=True):
+        assert found[phase.start_step] == row["learning_rate"]
+    for key, value in (("batch_scaling", "sqrt"), ("adam_b2_floor", 0.5), ("batch_scaling_reference", 16)):
+        with pytest.raises(ResumeMismatchError, match=f"{key}: .* in the checkpoint"):
+            train(following(tmp_path / "stopped", **{key: value}))
+    with pytest.raises(ResumeMismatchError, match="train_samples: 400 -> 500"):
+        train(following(tmp_path / "stopped", train_samples=500))
+    assert load(tmp_path / "stopped" / "run").step == plan.total_steps
+
+
+@pytest.mark.slow
+def test_rules_of_the_reference_batch_change_nothing(tmp_path):
+    """With a constant batch, the scheduled constants are the given ones, and the losses those of `optax.adamw`."""
+    constant = {"batch_size_schedule": "0:16", "seesaw_factor": None, "seesaw_max_batch_size": None, "train_samples": 160}
+    train(following(tmp_path / "scheduled", **constant))
+    train(following(tmp_path / "plain", **constant, batch_scaling="sqrt"))
+    scheduled, plain = ([list(line.values()) for line in metrics(tmp_path / name)] for name in ("scheduled", "plain"))
+    np.testing.assert_allclose(scheduled, plain, rtol=1e-6)

@@ -2,8 +2,8 @@
 
 import errno
 import json
+import logging
 import os
-import socket
 import threading
 import time
 from pathlib import Path
@@ -53,10 +53,11 @@ def test_save_keeps_the_state_of_its_own_step(tmp_path, name):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), kept[6])
 
 
-def test_save_keeps_only_the_newest(tmp_path):
-    """Older checkpoints are deleted beyond the number to keep, and saving a step twice is no error."""
+def test_only_the_newest_are_kept_and_restored_without_a_warning(tmp_path, caplog):
+    """Older checkpoints are deleted beyond the number to keep, saving a step twice is no error, and Orbax logs nothing."""
     mesh = toy.mesh_of("one")
     state = create_state(toy.new_params(mesh), optax.sgd(0.1), mesh)
+    caplog.set_level(logging.WARNING, logger="absl")
     with Checkpoints(tmp_path, max_to_keep=2, async_checkpointing=False) as checkpoints:
         assert checkpoints.latest is None
         assert find_checkpoint(tmp_path) is None
@@ -64,28 +65,23 @@ def test_save_keeps_only_the_newest(tmp_path):
             checkpoints.save(step, state, {})
         checkpoints.wait()
         assert checkpoints.latest == 3
+        checkpoints.restore(find_checkpoint(tmp_path), state)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+    assert caplog.messages == []
 
 
-def test_find_checkpoint_refuses_a_record_of_another_format(tmp_path, monkeypatch):
-    """A checkpoint of another version of rampup is refused with both numbers."""
+def test_checkpoints_of_another_format_or_structure_are_refused(tmp_path, monkeypatch):
+    """That of another version of rampup is refused with both numbers, and the state of another optimizer does not fit."""
     mesh = toy.mesh_of("one")
     state = create_state(toy.new_params(mesh), optax.sgd(0.1), mesh)
     with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
         checkpoints.save(4, state, {"who": "me"})
+        with pytest.raises(ResumeMismatchError, match="not of this model and optimizer"):
+            checkpoints.restore(find_checkpoint(tmp_path), create_state(toy.new_params(mesh), optax.adamw(0.1), mesh))
     assert find_checkpoint(tmp_path).record == {"version": 1, "step": 4, "who": "me"}
     monkeypatch.setattr(checkpoint, "RECORD_VERSION", 99)
     with pytest.raises(ResumeMismatchError, match="format 1, this is format 99"):
         find_checkpoint(tmp_path)
-
-
-def test_restore_refuses_a_state_of_another_structure(tmp_path):
-    """The state of another optimizer does not fit."""
-    mesh = toy.mesh_of("one")
-    with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
-        checkpoints.save(4, create_state(toy.new_params(mesh), optax.sgd(0.1), mesh), {})
-        with pytest.raises(ResumeMismatchError, match="not of this model and optimizer"):
-            checkpoints.restore(find_checkpoint(tmp_path), create_state(toy.new_params(mesh), optax.adamw(0.1), mesh))
 
 
 def test_damage_ignores_files_that_are_written_later(tmp_path):
@@ -113,6 +109,14 @@ def test_damage_names_each_kind_of_damage(tmp_path):
     assert damage(tmp_path).startswith("a cannot be read: ")
     (tmp_path / CHECKSUMS_FILE).unlink()
     assert damage(tmp_path) == f"{CHECKSUMS_FILE} is missing"
+    # A checkpoint of a terabyte whose contents other processes read takes no time here.
+    (tmp_path / "a").rmdir()
+    for name in ("a", "b"):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(2**40)
+    for size, problem in ((2**40 - 1, "b has 1,099,511,627,776 bytes, not 1,099,511,627,775"), (2**40, None)):
+        (tmp_path / CHECKSUMS_FILE).write_text(json.dumps({"a": [2**40, "x"], "b": [size, "x"]}))
+        assert damage(tmp_path, 2, 3) == problem
 
 
 def test_a_failed_save_is_one_sentence(tmp_path, monkeypatch):
@@ -192,14 +196,8 @@ def save_and_find(number, port, folder, found):
 
 def test_each_process_reads_its_part_of_a_checkpoint(tmp_path):
     """Each takes the checksums of what it has written, on resume each file is read once by one, and all see the damage."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    folder, found, logs = tmp_path / "checkpoints", *([tmp_path / f"{n}.{kind}" for n in range(2)] for kind in ("json", "log"))
-    started = [processes.start(save_and_find, n, port, folder, found[n], log=logs[n]) for n in range(2)]
-    for process, log in zip(started, logs, strict=True):
-        process.join(120)
-        assert process.exitcode == 0, log.read_text()
+    folder, found, port = tmp_path / "checkpoints", [tmp_path / f"{n}.json" for n in range(2)], processes.free_port()
+    processes.run_all(save_and_find, [(n, port, folder, found[n]) for n in range(2)], tmp_path)
     written, checked, problems = zip(*(json.loads(file.read_text()) for file in found), strict=True)
     files = json.loads((folder / "3" / CHECKSUMS_FILE).read_text())
     assert not list((folder / "3").glob(f"{CHECKSUMS_FILE}.*"))
@@ -210,15 +208,3 @@ def test_each_process_reads_its_part_of_a_checkpoint(tmp_path):
         assert read == sorted(size for size, _ in files.values())
         assert max(sum(size for _, size, _ in one) for one in reads) < 0.6 * sum(read)
     assert problems[0] == problems[1]
-
-
-def test_sizes_are_checked_without_reading(tmp_path):
-    """A checkpoint of a terabyte whose contents other processes read takes no time here."""
-    for name in ("a", "b"):
-        with open(tmp_path / name, "wb") as file:
-            file.truncate(2**40)
-    sums = {"a": [2**40, "x"], "b": [2**40 - 1, "x"]}
-    (tmp_path / CHECKSUMS_FILE).write_text(json.dumps(sums))
-    assert damage(tmp_path, 2, 3) == "b has 1,099,511,627,776 bytes, not 1,099,511,627,775"
-    (tmp_path / CHECKSUMS_FILE).write_text(json.dumps(sums | {"b": sums["a"]}))
-    assert damage(tmp_path, 2, 3) is None

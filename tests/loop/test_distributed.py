@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import processes
-from helpers.tiny import TINY, command_line
+from helpers.processes import free_port
+from helpers.tiny import AUTO, TINY, command_line
 
 from rampup import Config
 from rampup.engine import processes as engine_processes
@@ -23,13 +24,6 @@ from rampup.loop.distributed import _differences, _problem, join
 
 BASE = Path(__file__).parent.parent.parent / "configs" / "base.yml"
 SETTINGS = TINY | {"base_num_decoder_layers": 2, "checkpoint_period": 4, "run_name": "run", "learning_rate_schedule_steps": 12}
-
-
-def free_port():
-    """Return a port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
 
 
 def run_command(words, folder, opened):
@@ -161,31 +155,39 @@ class LateRows:
         return {"x": np.full(4, index, np.float32)}
 
 
-def run_with_late_rows(number, port, microbatch, num_steps, path):
-    """Train without reading a metric, and write the microbatch size of every step into a file."""
+def train_rows(number, port, count, schedule, rows, *, num_steps, delays=(0, 0), **splitter):
+    """Train one device of each of `count` processes; return the batches' microbatch sizes and the last loss."""
     import jax
     import optax
 
     import rampup
 
-    join(coordinator_address=f"localhost:{port}", num_processes=2, process_id=number)
-    devices = [next(device for device in jax.devices() if device.process_index == n) for n in range(2)]
-    mesh = rampup.make_mesh(rampup.MeshAxes(data=2), devices)
+    join(coordinator_address=f"localhost:{port}", num_processes=count, process_id=number)
+    devices = [next(device for device in jax.devices() if device.process_index == n) for n in range(count)]
+    mesh = rampup.make_mesh(rampup.MeshAxes(data=count), devices)
     plan = rampup.RampPlan(
-        ramp=rampup.BatchRamp.from_schedule(f"0:2 {num_steps // 2}:4 {3 * num_steps // 2}:8"),
-        splitter=rampup.BatchSplitter(data_parallel_size=2, rampup_microbatch=microbatch),
-        num_devices=2,
+        ramp=rampup.BatchRamp.from_schedule(schedule),
+        splitter=rampup.BatchSplitter(data_parallel_size=count, **splitter),
+        num_devices=count,
         total_steps=num_steps,
     )
-    tx = optax.sgd(0.001)
+    tx, sizes = optax.sgd(0.001), []
+    time.sleep(delays[0])
     step = rampup.train_step(lambda p, b, keys: (((p - b["x"]) ** 2).sum(), b["x"].size, {}), tx, plan, mesh)
     state = rampup.create_state(jax.numpy.zeros(4), tx, mesh)
-    sizes = []
-    for batch in step.batches(LateRows(number)):
+    time.sleep(delays[1])
+    # No metric is read in the loop, so that it runs ahead.
+    for batch in step.batches(rows):
         sizes.append(batch.position.split.microbatch_size)
-        state, _ = step(state, batch)
+        state, metrics = step(state, batch)
     assert jax.device_get(state.step) == num_steps
-    path.write_text(json.dumps(sizes))
+    return sizes, float(metrics["loss"])
+
+
+def run_with_late_rows(number, port, microbatch, num_steps, path):
+    """Train, and write the microbatch size of every step into a file."""
+    schedule, options = f"0:2 {num_steps // 2}:4 {3 * num_steps // 2}:8", {"rampup_microbatch": microbatch}
+    path.write_text(json.dumps(train_rows(number, port, 2, schedule, LateRows(number), num_steps=num_steps, **options)[0]))
 
 
 @pytest.mark.parametrize(
@@ -201,10 +203,7 @@ def test_processes_use_the_same_shapes_however_late_their_rows(tmp_path, microba
     """With readers that are late by up to 200 ms and a loop that runs ahead, every step has one shape in both processes."""
     port, files = free_port(), [tmp_path / f"sizes{n}" for n in range(2)]
     arguments = [(n, port, microbatch, num_steps, files[n]) for n in range(2)]
-    started = [processes.start(run_with_late_rows, *args, log=tmp_path / f"{args[0]}.log") for args in arguments]
-    for process, args in zip(started, arguments, strict=True):
-        process.join(600)
-        assert process.exitcode == 0, (tmp_path / f"{args[0]}.log").read_text()
+    processes.run_all(run_with_late_rows, arguments, tmp_path, 600)
     sizes = [json.loads(file.read_text()) for file in files]
     assert sizes[0] == sizes[1]
     assert set(sizes[0]) == ({1, 2, 4} if microbatch == "per_phase" else {1, 4})
@@ -256,12 +255,8 @@ def train_own_state(number, port, path):
 def test_processes_train_a_state_of_ones_own(tmp_path):
     """On a mesh whose only axis is data, two processes train every field of a Flax state as one does, a random key too."""
     port, files = free_port(), [tmp_path / name for name in ("0", "1", "alone")]
-    logs = [tmp_path / f"{n}.log" for n in range(2)]
-    started = [processes.start(train_own_state, n, port, files[n], log=logs[n]) for n in range(2)]
+    processes.run_all(train_own_state, [(n, port, files[n]) for n in range(2)], tmp_path)
     train_own_state(0, None, files[2])
-    for process, log in zip(started, logs, strict=True):
-        process.join(300)
-        assert process.exitcode == 0, log.read_text()
     found = [json.loads(file.read_text()) for file in files]
     assert found[0] == found[1]
     for x, expected in zip(found[0], found[2], strict=True):
@@ -300,12 +295,7 @@ def test_gradient_noise_is_the_same_in_1_2_and_4_processes(tmp_path):
     jobs = [(process, number) for number in (1, 2, 4) for process in range(number)]
     ports = {number: free_port() for number in (1, 2, 4)}
     files = {job: tmp_path / f"{job[1]}-{job[0]}.json" for job in jobs}
-    started = {
-        job: processes.start(measure_noise, *job, ports[job[1]], files[job], log=files[job].with_suffix(".log")) for job in jobs
-    }
-    for job, process in started.items():
-        process.join(300)
-        assert process.exitcode == 0, files[job].with_suffix(".log").read_text()
+    processes.run_all(measure_noise, [(*job, ports[job[1]], files[job]) for job in jobs], tmp_path)
     found = {job: json.loads(file.read_text()) for job, file in files.items()}
     for (process, number), steps in found.items():
         assert steps == found[0, number], (process, number)
@@ -316,19 +306,6 @@ def test_gradient_noise_is_the_same_in_1_2_and_4_processes(tmp_path):
     assert one[0]["blocks"] == 32
     for mesh in (one[2:4], one[4:6]):
         assert mesh == [pytest.approx(step, rel=1e-6) for step in one[:2]]
-
-
-AUTO = {
-    "batch_size_schedule": "auto",
-    "enable_rampup_batch_size": False,  # SETTINGS, with which every run here starts, sets it
-    "per_device_batch_size_start": 1,
-    "per_device_batch_size": 4,
-    "gradient_noise_half_life_samples": 60,
-    # At the first weights, on random tokens, the noise is large and stays as it is.
-    "opt_type": "sgd",
-    "learning_rate": 1e-4,
-    "dataset_type": "synthetic",
-}
 
 
 def run_without_noise(words, folder, opened):
@@ -343,7 +320,7 @@ def run_without_noise(words, folder, opened):
 def test_processes_decide_alike_about_the_batch(tmp_path):
     """Process 1 would not grow the batch, but both use what process 0 has decided and saved; one process resumes alike."""
     keys = {name: value for name, value in SETTINGS.items() if "per_device" not in name and "rampup" not in name}
-    keys |= AUTO | {"learning_rate_schedule_steps": 24}
+    keys |= AUTO | {"enable_rampup_batch_size": False, "learning_rate_schedule_steps": 24}
     one, many = tmp_path / "one", tmp_path / "many"
     found = finish(start(many, number=2, devices=8, runs=[run_command, run_without_noise], **keys | {"steps": 12}), many)
     assert [code for code, _ in found] == [0, 0], found
@@ -395,21 +372,19 @@ def test_check_consistent_refuses_processes_with_other_data(tmp_path):
         ({"coordinator_address": "localhost:1", "num_processes": 2, "process_id": -1}, "process_id"),
     ],
 )
-def test_join_needs_all_of_its_arguments(given, key):
-    """Address, number of processes and own number come together, or an error names what is missing."""
+def test_join_needs_all_of_its_arguments(given, key, monkeypatch):
+    """Address, number of processes and own number come together, or an error names what is missing; JAX's variables count."""
     with pytest.raises(ConfigError) as caught:
         join(**given)
     assert caught.value.key == key
-
-
-def test_join_reads_the_environment(monkeypatch):
-    """JAX's variables take the place of the arguments, and a number must be one."""
-    monkeypatch.setenv("JAX_PROCESS_ID", "first")
-    with pytest.raises(ConfigError, match="JAX_PROCESS_ID='first' must be a whole number"):
-        join()
-    monkeypatch.setenv("JAX_PROCESS_ID", "3")
-    with pytest.raises(ConfigError, match="process_id is given without coordinator_address and num_processes"):
-        join()
+    for value, words in (("first", "'first' must be a whole number"), ("3", " is given without coordinator_address and num_")):
+        monkeypatch.setenv("JAX_PROCESS_ID", value)
+        with pytest.raises(ConfigError, match=f"JAX_PROCESS_ID={words}" if value == "first" else f"process_id{words}"):
+            join()
+    # Without joining, JAX's backend may have devices of other processes.
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with pytest.raises(ConfigError, match="sees the devices of 2 processes, but this one has not joined them"):
+        check_joined()
 
 
 @pytest.mark.parametrize(
@@ -449,58 +424,24 @@ def wait_with_others(number, port, delay, seen):
 
 def test_wait_for_all_waits_for_the_last(tmp_path):
     """No process goes on before all are there, and process 0 names the one that is missing."""
-    port, logs = free_port(), [tmp_path / f"{n}.log" for n in range(2)]
-    started = [processes.start(wait_with_others, n, port, 1, tmp_path, log=logs[n]) for n in range(2)]
-    for process, log in zip(started, logs, strict=True):
-        process.join(120)
-        assert process.exitcode == 0, log.read_text()
+    port = free_port()
+    printed = processes.run_all(wait_with_others, [(n, port, 1, tmp_path) for n in range(2)], tmp_path)
     assert [(tmp_path / f"after{n}").read_text() for n in range(2)] == ["0 1", "0 1"]
-    assert "rampup: process 0 of 2 waits for process 1" in logs[0].read_text()
+    assert "rampup: process 0 of 2 waits for process 1" in printed[0]
 
 
 def train_late(number, port, delay, path):
-    """Train with `train_step`, in a process that comes late to its first state and late to its first step."""
-    import jax
-    import optax
-
-    import rampup
-
-    join(coordinator_address=f"localhost:{port}", num_processes=4, process_id=number)
-    mesh = rampup.make_mesh(rampup.MeshAxes(data=4), [next(d for d in jax.devices() if d.process_index == n) for n in range(4)])
-    splitter = rampup.BatchSplitter(data_parallel_size=4)
-    plan = rampup.RampPlan(ramp=rampup.BatchRamp.from_schedule("0:4"), splitter=splitter, num_devices=4, total_steps=3)
-    tx = optax.sgd(0.001)
-    time.sleep(delay * (number == 1))
-    step = rampup.train_step(lambda p, b, keys: (((p - b["x"]) ** 2).sum(), b["x"].size, {}), tx, plan, mesh)
-    state = rampup.create_state(jax.numpy.zeros(4), tx, mesh)
-    time.sleep(delay * (number == 2))
-    for batch in step.batches([{"x": np.full(4, row, np.float32)} for row in range(12)]):
-        state, metrics = step(state, batch)
-    path.write_text(json.dumps(float(metrics["loss"])))
+    """Train in a process that comes late to its first state and late to its first step."""
+    rows, delays = [{"x": np.full(4, row, np.float32)} for row in range(12)], [delay * (number == n) for n in (1, 2)]
+    path.write_text(json.dumps(train_rows(number, port, 4, "0:4", rows, num_steps=3, delays=delays)[1]))
 
 
 @pytest.mark.slow
 def test_processes_start_however_late_one_is(tmp_path):
     """Four processes, of which one is 40 s late to its state and another to its first step, train: JAX gives up after 30 s."""
-    port, logs = free_port(), [tmp_path / f"{n}.log" for n in range(4)]
-    started = [processes.start(train_late, n, port, 40, tmp_path / f"loss{n}", log=logs[n]) for n in range(4)]
-    for process, log in zip(started, logs, strict=True):
-        process.join(300)
-        assert process.exitcode == 0, log.read_text()
+    port = free_port()
+    processes.run_all(train_late, [(n, port, 40, tmp_path / f"loss{n}") for n in range(4)], tmp_path)
     assert len({(tmp_path / f"loss{n}").read_text() for n in range(4)}) == 1
-
-
-def test_processes_that_see_others_without_joining_are_refused(monkeypatch):
-    """If JAX's backend has devices of other processes without a client, a sentence says so."""
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    with pytest.raises(ConfigError, match="sees the devices of 2 processes, but this one has not joined them"):
-        check_joined()
-
-
-def test_join_does_nothing_for_a_single_process():
-    """Without arguments and variables nothing happens."""
-    assert not {"JAX_COORDINATOR_ADDRESS", "SLURM_JOB_ID"} & set(os.environ)
-    join()
 
 
 def test_differences_name_files_and_ignore_missing_facts():

@@ -101,6 +101,11 @@ LAUNCHES = {
         {"kubernetes": True},
         "K8sCluster says: .* jobs must be indexed",
     ),
+    "JobSet without a name": (
+        {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+        {"kubernetes": True, "needs": "expected HOSTNAME", "says": "JAX's K8sCluster says: RuntimeError: expected HOSTNAME"},
+        None,
+    ),
     "JobSet without kubernetes": (POD, {}, "JOB_COMPLETION_INDEX=1: .* kubernetes"),
     "JobSet without kubernetes, first pod": (POD | {"JOB_COMPLETION_INDEX": "0"}, {}, None),
     "xpk, GPU": (XPK_GPU, {}, ("set-job-0-0.set:6002", 2, 1)),
@@ -132,7 +137,8 @@ def launch(monkeypatch):
     """Return a function that pretends to be started by a launcher, in a machine with what the second argument says."""
 
     def pretend(variables, machine):
-        if machine.get("needs", "") not in inspect.getsource(cloud_tpu_cluster) + inspect.getsource(ompi_cluster):
+        known = "".join(map(inspect.getsource, (cloud_tpu_cluster, k8s_cluster, ompi_cluster)))
+        if machine.get("needs", "") not in known:
             pytest.skip("this version of JAX does not know this launcher")
         keep = {name: value for name, value in os.environ.items() if name.startswith(("PATH", "HOME", "PYTEST"))}
         cleared = mock.patch.dict(os.environ, keep | variables, clear=True)
@@ -211,8 +217,10 @@ def _kubernetes():
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_every_launcher_joins_or_is_refused(name, launch, joined):
-    """JAX gets the address, the count and the number of this process; one that was started alone does not join."""
+def test_every_launcher_joins_or_is_refused(name, launch, joined, capsys):
+    """JAX gets the address, the count and the number of this process; one that was started alone does not join, and says what
+    failed if a detector did.
+    """
     variables, machine, expected = LAUNCHES[name]
     launch(variables, machine)
     with warnings.catch_warnings():
@@ -225,6 +233,8 @@ def test_every_launcher_joins_or_is_refused(name, launch, joined):
             join()
     found = [tuple(call[key] for key in ("coordinator_address", "num_processes", "process_id")) for call in joined]
     assert found == ([expected] if isinstance(expected, tuple) else [])
+    if "says" in machine:
+        assert f"this process runs alone. {machine['says']}" in capsys.readouterr().err
 
 
 def test_distributed_decides(launch, joined, monkeypatch):
@@ -237,16 +247,6 @@ def test_distributed_decides(launch, joined, monkeypatch):
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)  # as in the workers of Ray
     join()
     assert not joined
-
-
-def test_a_detector_that_fails_is_named(launch, joined, capsys):
-    """A pod that may not ask its cluster trains alone, and says what failed."""
-    if "expected HOSTNAME" not in inspect.getsource(k8s_cluster):
-        pytest.skip("this version of JAX takes the name of the host")
-    launch({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, {"kubernetes": True})
-    join()  # no HOSTNAME
-    assert not joined
-    assert "this process runs alone. JAX's K8sCluster says: RuntimeError: expected HOSTNAME" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -392,21 +392,6 @@ def test_two_processes_of_srun_train_one_model(tmp_path, slurm):
         run = ["srun", "-n", "2", "--overcommit", *node, *options, *train_command(folder)]
         done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False, env=slurm)
         check_trained_together(done, folder)
-
-
-@pytest.mark.slow
-def test_a_shell_of_slurm_is_alone_or_refused(tmp_path, slurm):
-    """In a real salloc one process trains alone, and a batch script without srun is told to use it."""
-    run = ["salloc", "-n", "2", *train_command(tmp_path / "alone")]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False, env=slurm)
-    assert done.returncode == 0, done.stderr
-    assert "1 device, " in done.stderr
-    log = tmp_path / "log"
-    words = " ".join(map(str, train_command(tmp_path / "batch")))
-    run = ["sbatch", "-n", "2", "--wait", "-o", str(log), f"--wrap={words}"]
-    assert subprocess.run(run, timeout=300, check=False, env=slurm).returncode == 2
-    assert "Start it with srun" in log.read_text()
-    assert not (tmp_path / "batch").exists()
 
 
 @pytest.mark.slow

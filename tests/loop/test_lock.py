@@ -47,21 +47,25 @@ def test_a_second_process_is_refused_with_host_and_process(tmp_path, owner):
     assert os.listdir(tmp_path) == [LOCK_FILE]
 
 
-def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path, owner):
-    """A process of this host that is dead owns nothing, and the folder is clean afterwards."""
-    owner.kill()
-    owner.wait()
+@pytest.mark.parametrize("content", [None, "", "[1]", "{", '{"pid": 1}'])
+def test_the_lock_of_a_dead_process_is_taken_over_at_once(tmp_path, content, request, monkeypatch):
+    """Whatever it or a power cut left in the file, only the lock of the system counts; nothing stays, also on a full disk."""
+    if content is None:
+        owner = request.getfixturevalue("owner")
+        owner.kill()
+        owner.wait()
+    else:
+        (tmp_path / LOCK_FILE).write_text(content)
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     with own_run(tmp_path), own_run(tmp_path):
         assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("content", ["", "[1]", "{", '{"pid": 1}'])
-def test_a_file_that_nobody_holds_is_free(tmp_path, content):
-    """Whatever a power cut left in the file, only the lock of the operating system counts."""
-    (tmp_path / LOCK_FILE).write_text(content)
-    with own_run(tmp_path):
-        assert json.loads((tmp_path / LOCK_FILE).read_text())["pid"] == os.getpid()
+    monkeypatch.setattr(os, "write", fail)
+    with pytest.raises(ConfigError, match="No space left"), own_run(tmp_path):
+        pass
     assert os.listdir(tmp_path) == []
 
 
@@ -81,19 +85,6 @@ def test_of_many_processes_one_takes_over(tmp_path):
         for process in processes:
             process.kill()
             process.wait()
-
-
-def test_nothing_stays_of_a_lock_that_could_not_be_taken(tmp_path, monkeypatch):
-    """A disk that is full: the error says so, and the next process finds no lock."""
-
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", fail)
-        with pytest.raises(ConfigError, match="No space left"), own_run(tmp_path):
-            pass
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_deleted_lock_file_is_not_the_lock(tmp_path, owner):

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import toy
+from helpers.runs import metrics_of
 from rich.console import Console
 
 import rampup
@@ -34,8 +35,9 @@ from rampup.loop.events import (
     StopRequested,
 )
 from rampup.loop.lock import LOCK_FILE
-from rampup.loop.loop import EvalOptions, Loop, stop_requests
+from rampup.loop.loop import EvalOptions, Loop
 from rampup.loop.metrics import MetricOptions
+from rampup.loop.run_folder import read_lines
 
 STEPS = 12
 
@@ -48,19 +50,21 @@ def parts():
     return mesh, plan, train_step(toy.loss_fn, optax.adamw(1e-2), plan, mesh, seed=3)
 
 
-def run(
-    parts,
-    folder,
-    *,
-    stop_after=None,
-    events=None,
-    identity=None,
-    checkpoint_period=5,
-    learning_rate=lambda step: 0.01,
-    **options,
-):
-    """Run or resume in a folder; `stop_after` sends this process a signal when that step's metrics are written."""
+def run_own(parts, folder, **options):
+    """Run a loop of one's own, with only what it needs."""
     mesh, plan, step = parts
+    own = {
+        "batches": lambda start: step_batches(toy.rows(), plan, mesh, seed=5, start=start),
+        "metrics": MetricOptions(learning_rate=lambda step: 0.01, tokens_per_sample=10),
+        "checkpoints": CheckpointOptions(checkpoint_period=5, identity={"who": "toy"}),
+    }
+    loop = Loop(plan=plan, step=step, folder=folder, **own | options)
+    return loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+
+
+def run(parts, folder, *, stop_after=None, events=None, **options):
+    """Run or resume in a folder; `stop_after` sends this process a signal when that step's metrics are written."""
+    mesh, plan, _ = parts
     ids = []
 
     def batches(start):
@@ -75,25 +79,7 @@ def run(
         if isinstance(event, StepDone) and event.step == stop_after:
             signal.raise_signal(signal.SIGTERM)
 
-    loop = Loop(
-        plan=plan,
-        step=step,
-        batches=batches,
-        folder=folder,
-        metrics=MetricOptions(learning_rate=learning_rate, tokens_per_sample=10),
-        checkpoints=CheckpointOptions(checkpoint_period=checkpoint_period, identity=identity or {"who": "toy"}),
-        on_event=on_event,
-        **options,
-    )
-    _, summary = loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
-    return summary, ids
-
-
-def lines(folder):
-    """Return every line of metrics.jsonl, without the times."""
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    times = ("step_seconds", "tokens_per_second", "compile_seconds")
-    return [{name: line[name] for name in line if name not in times} for line in found]
+    return run_own(parts, folder, batches=batches, on_event=on_event, **options)[1], ids
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +87,7 @@ def uninterrupted(parts, tmp_path_factory):
     """The metrics and rows of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     _, ids = run(parts, folder)
-    return lines(folder), dict(ids)
+    return metrics_of(folder), dict(ids)
 
 
 def test_loop_writes_the_promised_metrics(parts, tmp_path):
@@ -112,16 +98,8 @@ def test_loop_writes_the_promised_metrics(parts, tmp_path):
     assert [line["step"] for line in found] == list(range(STEPS))
     for line in found:
         position = plan.position(line["step"])
-        assert list(line)[:8] == [
-            "step",
-            "consumed_samples",
-            "phase",
-            "global_batch_size",
-            "loss",
-            "learning_rate",
-            "step_seconds",
-            "tokens_per_second",
-        ]
+        names = "step consumed_samples phase global_batch_size loss learning_rate step_seconds tokens_per_second"
+        assert list(line)[:8] == names.split()
         assert line["consumed_samples"] == position.consumed_samples + line["global_batch_size"]
         assert (line["phase"], line["global_batch_size"]) == (position.phase.index, position.phase.global_batch_size)
     assert summary.steps == STEPS
@@ -144,7 +122,7 @@ def test_loop_resumes_bit_for_bit_after_any_step(parts, tmp_path, uninterrupted,
     assert stop_after < first.steps < STEPS
     second, more = run(parts, tmp_path)
     assert (second.resumed_from, second.steps, second.interrupted) == (first.steps, STEPS, False)
-    assert lines(tmp_path) == uninterrupted[0]
+    assert metrics_of(tmp_path) == uninterrupted[0]
     used = {step: rows for step, rows in ids if step < first.steps} | dict(more)
     assert used == uninterrupted[1]
     assert [step for step, _ in more] == list(range(first.steps, STEPS))
@@ -152,34 +130,28 @@ def test_loop_resumes_bit_for_bit_after_any_step(parts, tmp_path, uninterrupted,
 
 def test_a_changed_learning_rate_is_reported_at_a_resume(parts, tmp_path):
     """The rate that the last step had, that of the new schedule there, and the length before; an equal one is not reported."""
-    first, _ = run(parts, tmp_path, stop_after=2, learning_rate=lambda step: 0.1 / (step + 1))
+    before, after = (MetricOptions(learning_rate=lambda step, peak=peak: peak / (step + 1)) for peak in (0.1, 0.2))
+    first, _ = run(parts, tmp_path, stop_after=2, metrics=before)
     last, events = first.steps - 1, []
     plan = replace(parts[1], learning_rate_schedule_steps=9)
-    run((parts[0], plan, parts[2]), tmp_path, stop_after=last + 1, events=events, learning_rate=lambda step: 0.2 / (step + 1))
+    run((parts[0], plan, parts[2]), tmp_path, stop_after=last + 1, events=events, metrics=after)
     found = [event for event in events if isinstance(event, LearningRateChanged)]
     rates = {"before": 0.1 / first.steps, "after": 0.2 / first.steps}
     assert found == [LearningRateChanged(step=last, **rates, schedule_steps=STEPS, plan=plan)]
     events.clear()
-    run((parts[0], plan, parts[2]), tmp_path, events=events, learning_rate=lambda step: 0.2 / (step + 1))
+    run((parts[0], plan, parts[2]), tmp_path, events=events, metrics=after)
     assert not [event for event in events if isinstance(event, LearningRateChanged)]
-
-
-def test_loop_does_nothing_for_a_finished_run(parts, tmp_path):
-    """Started again, a finished run trains nothing and returns the same summary."""
-    first, _ = run(parts, tmp_path)
-    events = []
-    second, ids = run(parts, tmp_path, events=events)
-    assert ids == []
-    assert (second.steps, second.first_loss, second.final_loss) == (first.steps, first.first_loss, first.final_loss)
-    assert [type(event) for event in events] == [RunStarted, RunStopped]
 
 
 def test_loop_reports_events(parts, tmp_path):
     """Start, each phase once before its first step, every step, evaluations, checkpoints and stop are reported."""
     events = []
-    evaluation = EvalOptions(evaluate=lambda state: {"eval_loss": 1.5}, eval_interval=6)
-    run(parts, tmp_path, events=events, evaluation=evaluation)
-    assert events[0] == RunStarted(step=0, folder=tmp_path, plan=parts[1])
+    losses = iter([3.0, 1.0])
+    evaluation = EvalOptions(evaluate=lambda state: {"eval_loss": next(losses)}, eval_interval=6)
+    summary, _ = run(parts, tmp_path, events=events, evaluation=evaluation)
+    assert (summary.first_eval_loss, summary.final_eval_loss) == (3.0, 1.0)
+    assert summary.seconds > 0
+    assert events[0] == RunStarted(step=0, folder=tmp_path, plan=parts[1], tokens_per_sample=10)
     assert events[-1] == RunStopped(steps=STEPS, interrupted=False, folder=tmp_path, is_saved=True)
 
     def values(kind, name):
@@ -192,25 +164,15 @@ def test_loop_reports_events(parts, tmp_path):
     assert values(Evaluated, "step") == [5, 11]
     evals = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
     samples = parts[1].ramp.samples_before
-    assert evals == [{"step": step, "consumed_samples": samples(step + 1), "eval_loss": 1.5} for step in (5, 11)]
+    assert evals == [{"step": n, "consumed_samples": samples(n + 1), "eval_loss": loss} for n, loss in ((5, 3.0), (11, 1.0))]
 
 
 def test_loop_without_checkpoints_starts_over(parts, tmp_path):
     """A run without checkpoints starts from the beginning again, and its metrics with it."""
     for _ in range(2):
-        summary, _ = run(parts, tmp_path, checkpoint_period=None)
+        summary, _ = run(parts, tmp_path, checkpoints=CheckpointOptions())
         assert (summary.resumed_from, summary.checkpoint) == (0, None)
-        assert len(lines(tmp_path)) == STEPS
-
-
-def test_loop_refuses_the_checkpoint_of_another_run(parts, tmp_path):
-    """A checkpoint of a run with other keys is refused with a table of both values, and nothing is lost."""
-    run(parts, tmp_path, stop_after=4)
-    before = lines(tmp_path)
-    with pytest.raises(ResumeMismatchError, match="who: 'toy' in the checkpoint, 'other' here") as caught:
-        run(parts, tmp_path, identity={"who": "other"})
-    assert caught.value.key == "who"
-    assert lines(tmp_path) == before
+        assert len(metrics_of(tmp_path)) == STEPS
 
 
 def test_loop_refuses_the_checkpoint_of_another_ramp(parts, tmp_path):
@@ -223,26 +185,6 @@ def test_loop_refuses_the_checkpoint_of_another_ramp(parts, tmp_path):
         run(other, tmp_path)
 
 
-def test_loop_writes_null_for_losses_that_are_not_finite(parts, tmp_path):
-    """metrics.jsonl stays JSON when a loss is not finite."""
-    mesh, plan, _ = parts
-    step = train_step(lambda p, b, r: (p["in"].sum() * np.nan, 1.0, {}), optax.sgd(0.1), plan, mesh)
-    run((mesh, plan, step), tmp_path)
-    assert lines(tmp_path)[0]["loss"] is None
-
-
-def test_stop_requests_handle_only_the_first_signal():
-    """The first Ctrl-C requests a stop, the second interrupts, and afterwards everything is as before."""
-    before = signal.getsignal(signal.SIGINT)
-    with stop_requests() as stop:
-        assert not stop()
-        signal.raise_signal(signal.SIGINT)
-        assert stop()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_a_loop_that_is_asked_to_stop_saves_and_resumes(parts, tmp_path, uninterrupted):
     """In a thread, which gets no signals, `should_stop` is asked before every step; the run saves, and resumes as ever."""
     calls, done = iter(range(STEPS)), []
@@ -251,55 +193,29 @@ def test_a_loop_that_is_asked_to_stop_saves_and_resumes(parts, tmp_path, uninter
     thread.join()
     assert (done[0].steps, done[0].interrupted, done[0].checkpoint) == (4, True, str(tmp_path / "checkpoints" / "4"))
     assert run(parts, tmp_path)[0].resumed_from == 4
-    assert lines(tmp_path) == uninterrupted[0]
+    assert metrics_of(tmp_path) == uninterrupted[0]
 
 
 def test_loop_returns_the_trained_state_and_summary(parts, tmp_path):
     """The state that `run` returns can be used: it is that of the last checkpoint, and its arrays are alive."""
-    mesh, _, step = parts
-    loop = own_loop(parts, tmp_path)
-    state, summary = loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+    state, summary = run_own(parts, tmp_path)
     assert int(state.step) == summary.steps == STEPS
     loaded = rampup.load(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), loaded.params)
     assert (loaded.config, loaded.model, loaded.step) == (None, None, STEPS)
-    again, _ = loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+    events = []
+    again, second = run_own(parts, tmp_path, on_event=events.append)
+    assert [type(event) for event in events] == [RunStarted, RunStopped]  # a finished run trains nothing
+    assert (second.steps, second.first_loss, second.final_loss) == (summary.steps, summary.first_loss, summary.final_loss)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(again.params), loaded.params)
-
-
-def test_a_step_that_measures_the_noise_brings_its_averages(parts, tmp_path):
-    """Its numbers are in the metrics of any loop, here in a folder given as text, and in its checkpoints."""
-    mesh, plan, _ = parts
-    step = train_step(toy.plain_loss_fn, optax.sgd(0.1), plan, mesh, measure_gradient_noise=True)
-    loop = own_loop((mesh, plan, step), str(tmp_path))
-    loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
-    assert {"gradient_noise_trace", "noise_scale_samples_low"} <= set(lines(tmp_path)[-1])
-    assert "gradient_noise" in find_checkpoint(tmp_path / "checkpoints").record
-
-
-def own_loop(parts, folder, **options):
-    """Return a loop of one's own, with only what it needs."""
-    mesh, plan, step = parts
-    return Loop(
-        plan=plan,
-        step=step,
-        batches=lambda start: step_batches(toy.rows(), plan, mesh, seed=5, start=start),
-        folder=folder,
-        **{
-            "metrics": MetricOptions(learning_rate=lambda step: 0.01, tokens_per_sample=10),
-            "checkpoints": CheckpointOptions(checkpoint_period=5),
-        }
-        | options,
-    )
 
 
 def test_train_progress_works_with_an_own_loop(parts, tmp_path):
     """The loop reports its plan, so the progress bar knows samples, phases and the time left."""
-    mesh, plan, step = parts
-    console = Console(file=io.StringIO(), width=120)
-    loop = own_loop(parts, tmp_path, on_event=rampup.TrainProgress(console, log_period=1))
-    loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+    plan, console = parts[1], Console(file=io.StringIO(), width=120)
+    run_own(parts, tmp_path, on_event=rampup.TrainProgress(console, log_period=1))
     text = console.file.getvalue()
+    assert " tokens/s, " in text
     assert "phase 2 from step" in text
     assert f"{plan.consumed_samples:,} samples, 0:00 left" in text
 
@@ -326,8 +242,8 @@ def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch):
 
     step = train_step(loss_fn, optax.sgd(0.1), plan, mesh)
     metrics = MetricOptions(learning_rate=lambda step: 0.1, flops_per_sample=1e12, writers=lambda start: [Writer()])
-    own_loop((mesh, plan, step), tmp_path, metrics=metrics).run(create_state(toy.new_params(mesh), step.tx, mesh))
-    for line, scalars in zip(lines(tmp_path), Writer.found, strict=True):
+    run_own((mesh, plan, step), tmp_path, metrics=metrics)
+    for line, scalars in zip(read_lines(tmp_path / "metrics.jsonl"), Writer.found, strict=True):
         assert line["twice"] == scalars["twice"] == 2
         assert line["aux/loss"] == 3
         assert line["nested/loss"] == pytest.approx(line["loss"])
@@ -335,19 +251,9 @@ def test_auxiliary_sums_reach_metrics_and_writers(tmp_path, monkeypatch):
         assert line["mfu"] == line["tflops_per_device"] > 0
 
 
-def test_summary_has_duration_and_evaluation_losses(parts, tmp_path):
-    """The first and the last evaluation of the run, also after a resume, and the seconds of this process."""
-    losses = iter([3.0, 2.0, 1.0])
-    evaluation = EvalOptions(evaluate=lambda state: {"eval_loss": next(losses)}, eval_interval=4)
-    summary, _ = run(parts, tmp_path, evaluation=evaluation)
-    assert (summary.first_eval_loss, summary.final_eval_loss) == (3.0, 1.0)
-    assert summary.seconds > 0
-
-
 def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_saved(parts, tmp_path):
     """The first Ctrl-C is reported before the step ends; the second ends the run and names the newest checkpoint."""
-    mesh, _, step = parts
-    seen, answered = [], threading.Event()
+    seen, answered, before = [], threading.Event(), signal.getsignal(signal.SIGINT)
 
     def on_event(event):
         seen.append(event)
@@ -358,42 +264,32 @@ def test_first_stop_request_is_answered_at_once_and_the_second_says_what_is_save
             assert answered.wait(30)
             signal.raise_signal(signal.SIGINT)
 
-    loop = own_loop(parts, tmp_path, on_event=on_event)
     with pytest.raises(KeyboardInterrupt):
-        loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+        run_own(parts, tmp_path, on_event=on_event)
     assert seen[-1] == RunAborted(folder=tmp_path, checkpoint=5)
+    assert signal.getsignal(signal.SIGINT) is before
     assert not (tmp_path / LOCK_FILE).exists()
 
 
-def test_a_run_without_checkpoints_says_that_nothing_is_saved(parts, tmp_path):
-    """No command is offered that would start from the beginning."""
-    mesh, _, step = parts
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (StepDone, {"checkpoints": CheckpointOptions()}, "steps; no checkpoint has its last state"),
+        (RunStarted, {}, "stopped after 0 steps; there is nothing to save"),
+    ],
+)
+def test_a_stop_says_that_nothing_is_saved(parts, tmp_path, kind, options, words):
+    """Without checkpoints, no command is offered that would start over; before the first step there is nothing."""
     console = Console(file=io.StringIO(), width=120)
     progress = rampup.TrainProgress(console, log_period=100)
 
     def on_event(event):
         progress(event)
-        if isinstance(event, StepDone) and event.step == 3:
+        if isinstance(event, kind) and event.step == 0:
             signal.raise_signal(signal.SIGTERM)
 
-    loop = own_loop(parts, tmp_path, on_event=on_event, checkpoints=CheckpointOptions())
-    loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
-    assert "steps; no checkpoint has its last state" in console.file.getvalue()
-
-
-def test_a_run_that_stops_before_its_first_step_has_nothing_to_save(parts, tmp_path):
-    """Ctrl-C during the setup: checkpoints are on, and the reason is that there is nothing yet."""
-    mesh, _, step = parts
-    console = Console(file=io.StringIO(), width=120)
-    progress = rampup.TrainProgress(console)
-
-    def on_event(event):
-        progress(event)
-        if isinstance(event, RunStarted):
-            signal.raise_signal(signal.SIGTERM)
-
-    own_loop(parts, tmp_path, on_event=on_event).run(create_state(toy.new_params(mesh), step.tx, mesh))
-    assert "stopped after 0 steps; there is nothing to save" in console.file.getvalue()
+    run_own(parts, tmp_path, on_event=on_event, **options)
+    assert words in console.file.getvalue()
 
 
 def test_metrics_that_other_programs_wrote_do_not_end_a_run(parts, tmp_path):
@@ -411,24 +307,28 @@ def test_resume_with_another_model_names_the_leaves_that_differ(parts, tmp_path)
     mesh, plan, step = parts
     params = toy.new_params(mesh)
     state = create_state({"in": params["in"][:4], "out": params["out"][:, :4]}, step.tx, mesh)
-    loop = Loop(
-        plan=plan,
-        step=step,
-        batches=lambda start: iter(()),
-        folder=tmp_path,
-        checkpoints=CheckpointOptions(identity={"who": "toy"}),
-    )
+    options = {"batches": lambda start: iter(()), "checkpoints": CheckpointOptions(identity={"who": "toy"})}
+    loop = Loop(plan=plan, step=step, folder=tmp_path, **options)
     with pytest.raises(ResumeMismatchError, match=r"params/in is \(8, 16\) in the checkpoint and \(4, 16\) here") as caught:
         loop.run(state)
     assert "Truncating" not in str(caught.value)
 
 
 def test_loop_needs_no_metric_options(parts, tmp_path):
-    """Without them, the lines of metrics.jsonl have no learning rate, and samples per second."""
-    mesh, plan, step = parts
-    loop = Loop(plan=plan, step=step, batches=lambda start: step.batches(toy.rows(), start), folder=tmp_path)
+    """Without them, the lines of metrics.jsonl have no learning rate, and samples per second; a step that measures the gradient
+    noise brings its averages, to the metrics and the checkpoints of any loop, here in a folder given as text.
+    """
+    mesh, plan, _ = parts
+    step = train_step(toy.plain_loss_fn, optax.sgd(0.1), plan, mesh, measure_gradient_noise=True)
+    console = Console(file=io.StringIO(), width=120)
+    batches, progress = lambda start: step.batches(toy.rows(), start), rampup.TrainProgress(console)
+    options = CheckpointOptions(checkpoint_period=5)
+    loop = Loop(plan=plan, step=step, batches=batches, folder=str(tmp_path), on_event=progress, checkpoints=options)
     loop.run(create_state(toy.new_params(mesh), step.tx, mesh))
+    assert " samples/s, " in console.file.getvalue()
     found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(found) == STEPS
     assert not any("learning_rate" in line for line in found)
+    assert {"gradient_noise_trace", "noise_scale_samples_low"} <= set(found[-1])
+    assert "gradient_noise" in find_checkpoint(tmp_path / "checkpoints").record
     assert found[3]["tokens_per_second"] == pytest.approx(found[3]["global_batch_size"] / found[3]["step_seconds"], rel=1e-2)

@@ -66,41 +66,26 @@ def test_step_log_moves_damaged_lines_aside_and_says_so(tmp_path):
     assert "line 2 is not JSON" in events[1].problem
 
 
-def test_step_log_flushes_each_line(tmp_path):
-    """A line can be read as soon as it is written."""
-    log = StepLog(tmp_path / "metrics.jsonl", keep_below=0)
-    log.write({"step": 0})
-    assert [line["step"] for line in read_lines(log.path)] == [0]
-    log.close()
-
-
 def test_step_log_notices_that_its_file_is_gone(tmp_path):
     """Lines in a file that was deleted, or that an editor replaced, are lost; a run must not end as if it had them."""
     log = StepLog(tmp_path / "metrics.jsonl", keep_below=0)
     log.write({"step": 0})
+    assert [line["step"] for line in read_lines(log.path)] == [0]  # a line can be read as soon as it is written
     log.sync()
     (tmp_path / "other").write_text("")
     (tmp_path / "other").replace(log.path)
     with pytest.raises(StorageError, match="deleted or replaced"):
         log.sync()
     log.close()
-
-
-def test_step_log_refuses_what_is_no_file(tmp_path):
-    """The error names the path."""
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(StorageError, match=r"metrics\.jsonl cannot be read"):
-        StepLog(tmp_path / "metrics.jsonl", keep_below=0)
+    (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"folder/metrics\.jsonl cannot be read"):
+        StepLog(tmp_path / "folder" / "metrics.jsonl", keep_below=0)
 
 
 def test_run_folder_of_a_name_is_found_again(tmp_path):
-    """A named run's folder is found again; runs without a name never share one."""
+    """A named run's folder is found again; runs without a name never share one; a file in the way is an error with its key."""
     assert run_folder(str(tmp_path), "mine") == run_folder(str(tmp_path), "mine") == tmp_path / "mine"
     assert len({run_folder(str(tmp_path / "deep" / "er"), "") for _ in range(3)}) == 3
-
-
-def test_run_folder_refuses_what_cannot_be_created(tmp_path):
-    """A file in the way is an error that names the key."""
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="exists and is not a folder") as caught:
         run_folder(str(tmp_path), "file")

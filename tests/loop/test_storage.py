@@ -14,20 +14,12 @@ from rampup import load_config
 from rampup.cli import main
 from rampup.cli.plot import parse_inputs
 from rampup.errors import ConfigError, DataError, MissingDependencyError
-from rampup.lm.train import saved_checkpoint, train
+from rampup.lm.train import train
 from rampup.loop import lock as run_lock
 from rampup.loop import run_folder as run_folder_module
+from rampup.loop.checkpoint import find_checkpoint
 from rampup.loop.lock import LOCK_FILE, own_run
-from rampup.loop.run_folder import (
-    StepLog,
-    absolute_path,
-    as_path,
-    is_bucket,
-    read_lines,
-    read_lines_backwards,
-    run_folder,
-    write_config,
-)
+from rampup.loop.run_folder import StepLog, absolute_path, as_path, read_lines, read_lines_backwards, run_folder, write_whole
 from rampup.loop.writers import TensorBoardWriter
 from rampup.show.series import measured_throughput
 
@@ -54,19 +46,6 @@ def folder(bucket, monkeypatch):
     monkeypatch.setattr(run_lock, "HEARTBEAT_SECONDS", 0.1)
     monkeypatch.setattr(run_lock, "STALE_SECONDS", 1.0)
     return as_path("gs://bucket/runs/demo")
-
-
-def test_as_path_keeps_local_paths_and_knows_buckets(folder):
-    """A folder is a pathlib.Path; a bucket keeps its two slashes; other URLs and missing packages are refused."""
-    assert type(as_path("runs/demo")) is type(Path())
-    assert str(folder / "metrics.jsonl") == "gs://bucket/runs/demo/metrics.jsonl"
-    assert absolute_path(folder) == folder
-    assert is_bucket(folder)
-    assert not is_bucket(Path("gs:/bucket"))
-    with pytest.raises(ConfigError, match="neither a folder nor a bucket"):
-        as_path("ftp://host/runs")
-    with pytest.raises(MissingDependencyError, match="pip install s3fs"):
-        as_path("s3://bucket/runs")
 
 
 def test_step_log_in_a_bucket_is_complete_after_sync(folder, bucket):
@@ -117,11 +96,17 @@ def test_step_log_in_a_bucket_writes_only_its_last_part_again(folder, bucket, mo
 
 
 def test_config_and_tensorboard_are_written_to_a_bucket(folder, bucket):
-    """config.yml and the event files arrive, after `flush`, with their content."""
+    """config.yml and the event files arrive, after `flush`, with their content; other URLs and missing packages are refused."""
+    assert str(folder / "metrics.jsonl") == "gs://bucket/runs/demo/metrics.jsonl"
+    assert absolute_path(folder) == folder
+    with pytest.raises(ConfigError, match="neither a folder nor a bucket"):
+        as_path("ftp://host/runs")
+    with pytest.raises(MissingDependencyError, match="pip install s3fs"):
+        as_path("s3://bucket/runs")
     made = run_folder("gs://bucket/runs", "demo")
     assert str(made) == str(folder)
     assert str(run_folder("gs://bucket/runs", "")).startswith("gs://bucket/runs/run-")
-    write_config(made, "steps: 3\n")
+    write_whole(made / "config.yml", b"steps: 3\n")
     assert bucket["/bucket/runs/demo/config.yml"].getvalue() == b"steps: 3\n"
     writer = TensorBoardWriter(made / "tensorboard")
     writer.write_scalars(1, {"loss": 2.0})
@@ -162,7 +147,7 @@ def test_one_process_owns_a_run_in_a_bucket(folder, bucket):
 
 def test_a_run_in_a_bucket_is_read_by_its_url(folder):
     """What reads the folder of a run takes a URL: configuration, metrics, throughput, measurements, checkpoints."""
-    write_config(folder, "steps: 3\n")
+    write_whole(folder / "config.yml", b"steps: 3\n")
     line = {"loss": 1.0, "global_batch_size": 2, "phase": 0, "tokens_per_second": 8.0}
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": step, "consumed_samples": 2 * step + 2, **line}) + "\n" for step in range(3))
@@ -187,14 +172,13 @@ def test_a_run_in_a_bucket_resumes_exactly(folder, bucket, tmp_path):
 
     def run(base, steps):
         keys = [*TINY, f"base_output_directory={base}", "run_name=demo", f"steps={steps}", "learning_rate_schedule_steps=5"]
-        config = load_config(CONFIGS / "base.yml", keys)
-        return config, train(config)
+        return train(load_config(CONFIGS / "base.yml", keys))
 
-    config, summary = run("gs://bucket/runs", 3)
+    summary = run("gs://bucket/runs", 3)
     assert summary.checkpoint == "gs://bucket/runs/demo/checkpoints/3"
     for name in [name for name in bucket if name.startswith("/bucket/runs/demo/checkpoints/3/commit_success")]:
         del bucket[name]
-    assert saved_checkpoint(config).step == 2
+    assert find_checkpoint(folder / "checkpoints").step == 2
     assert main(["train", str(folder), "steps=5"]) == 0
     assert len(list(read_lines(folder / "metrics.jsonl"))) == 5
     run(tmp_path, 5)

@@ -20,6 +20,7 @@ from rampup.tune.programs import fit_line, fit_tick_overhead, take_turns
         pytest.param({}, marks=pytest.mark.slow),
         {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
         {"ici_pipeline_parallelism": 2},
+        {"shard_optimizer_over_data": True},
     ],
 )
 @pytest.mark.parametrize("opt_type", ["adamw", pytest.param("sgd", marks=pytest.mark.slow)])
