@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import itertools
 import shlex
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from rampup.config.schema import Config
-from rampup.dialects import SYSTEMS, load_dialect
-from rampup.dialects.export import NAMES, Exported
+from rampup.dialects import SYSTEMS
+from rampup.dialects.export import NAMES, Exported, Target
 from rampup.dialects.maxtext import MaxTextJob
 from rampup.dialects.megatron import LinearRamp, MegatronJob
-from rampup.dialects.rules import find_violations
-from rampup.errors import ConfigError, choice_error
+from rampup.errors import choice_error
 from rampup.plan.mesh_axes import AXES
 from rampup.plan.numbers import to_yaml_number
 from rampup.plan.plan import RampPlan
@@ -47,24 +44,18 @@ def export_plan(config: Config, plan: RampPlan, system: str) -> Exported:
     """
     if system not in PLAN_EXPORTS:
         raise choice_error("export", system, list(PLAN_EXPORTS))
-    run = _Run(config=config, plan=plan, system=system)
+    run = _Run(system=system, config=config, plan=plan)
     run.require(plan.auto_schedule is None, "batch_size_schedule", "it cannot follow the measured noise; give a schedule")
     exported = PLAN_EXPORTS[system](run)
     return _verified(run, exported) if system in SYSTEMS else exported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _Run(Target):
     """A plan, and the system that it is exported to."""
 
     config: Config
     plan: RampPlan
-    system: str
-
-    def require(self, condition: bool, key: str, reason: str) -> None:
-        """Raise an error unless a condition of the system holds."""
-        if not condition:
-            raise ConfigError(f"{NAMES[self.system]} cannot run this plan: {reason}", key=key)
 
     @property
     def grows(self) -> bool:
@@ -289,16 +280,9 @@ def _verified(run: _Run, exported: Exported) -> Exported:
 
     Returns the same keys, with notes about rows that the system reads and does not train on.
     """
-    dialect, plan = load_dialect(run.system), run.plan
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "exported.yml"
-        path.write_text(exported.to_yaml(run.system), encoding="utf-8")
-        job = dialect.job(dialect.read(path, [f"{key}={value}" for key, value in exported.facts.items()]))
-    for broken in find_violations(dialect, job):
-        run.require(False, broken.keys[0] if broken.keys else "export", broken.message)
-    wanted = [(phase.start_step, phase.global_batch_size, phase.start_sample) for phase in plan.ramp.phases]
+    job, notes = run.checked(exported), list(exported.notes)
+    wanted = [(phase.start_step, phase.global_batch_size, phase.start_sample) for phase in run.plan.ramp.phases]
     found: list[tuple[int, int, int]] = []
-    notes = list(exported.notes)
     if isinstance(job, MegatronJob):
         ramp = job.ramp
         if job.has_schedule:
