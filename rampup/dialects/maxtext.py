@@ -301,9 +301,8 @@ class MaxTextJob(PretrainingJob):
         self.layers: int = self["base_num_decoder_layers"] - dense if self[LAYERS] == AUTO else self[LAYERS]
         # Layers of one round through the pipeline, or of all repeats if their number is given.
         self.layer_product: int = self.stages * (1 if self[REPEATS] == AUTO else self[REPEATS]) * self[STAGE_LAYERS]
-        self.repeats: int = self[REPEATS]
-        if self.repeats == AUTO:
-            self.repeats = self.layers // max(self.stages * self[STAGE_LAYERS], 1)
+        automatic = self.layers // max(self.stages * self[STAGE_LAYERS], 1)
+        self.repeats: int = automatic if self[REPEATS] == AUTO else self[REPEATS]
 
         # The batch after the ramp, that of evaluation, and the ramp.
         self.sizes = batch_sizes(self[END], self[EXPANSION], self.num_devices, self[ACCUMULATION])
@@ -400,21 +399,13 @@ class MaxTextJob(PretrainingJob):
                 "pipeline_microbatch_samples": sizes.micro // self.microbatches,
                 "bubble_fraction": float(bubble),
             }
-        manager = self.manager
-        if manager is None:
-            return derived
-        derived |= {
-            "num_increments": manager.num_increments,
-            "samples_per_increment": plain_number(Fraction(manager.samples, manager.num_increments)),
-        }
-        if manager.ends:
-            phases = manager.phases()
-            derived |= {
-                "manager_phases": [list(phase) for phase in phases],
-                "manager_ramp_steps": phases[-1][0],
-                "manager_ramp_samples": phases[-1][2],
-                "lost_samples_at_ramp_end": self.lost_at_ramp_end,
-            }
+        if (manager := self.manager) is not None:
+            derived["num_increments"] = manager.num_increments
+            derived["samples_per_increment"] = plain_number(Fraction(manager.samples, manager.num_increments))
+            if manager.ends:
+                derived["manager_phases"] = [list(phase) for phase in manager.phases()]
+                derived["manager_ramp_steps"], _, derived["manager_ramp_samples"] = manager.phases()[-1]
+                derived["lost_samples_at_ramp_end"] = self.lost_at_ramp_end
         return derived
 
     def phases(self) -> Sequence[Mapping[str, Any]] | None:
@@ -450,13 +441,8 @@ class MaxTextJob(PretrainingJob):
             # With no samples requested, every phase of MaxText's ramp lasts one step; so does a ramp of one sample.
             values |= {START: self[START], INCREMENT: self[INCREMENT], SAMPLES: max(self[SAMPLES], 1)}
         if self.is_piped:
-            values |= {
-                MICROBATCHES: self.microbatches,
-                STAGE_LAYERS: self[STAGE_LAYERS],
-                REPEATS: self.repeats,
-                "base_num_decoder_layers": self.layers,
-                DELAY: self[DELAY],
-            }
+            values |= {MICROBATCHES: self.microbatches, STAGE_LAYERS: self[STAGE_LAYERS], REPEATS: self.repeats}
+            values |= {"base_num_decoder_layers": self.layers, DELAY: self[DELAY]}
         return values
 
 
@@ -532,19 +518,36 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
             "few tokens counts as much as a full one; otherwise the sum over all passes is divided by all tokens"
         )
     if job.manager is not None and job.manager.ends:
-        yield from _ramp_notes(job, job.manager.phases())
-    yield from _pipeline_notes(job)
+        yield from _ramp_notes(job, *job.manager.phases())
+    if not job.is_piped:
+        ignored = [key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO]
+        if ignored:
+            yield f"{' and '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} ignored: there is one pipeline stage"
+    elif job.microbatches > 0 and sizes.micro % (job.microbatches * job.axes.data_parallel_size):
+        yield (
+            f"a pipeline microbatch of {sizes.micro // job.microbatches} samples does not divide over data * fsdp = "
+            f"{job.axes.data_parallel_size}: MaxText does not check it, and devices share or pad samples"
+        )
+    if job.is_piped and job["model_name"] != "default" and LAYERS not in job.settings.given:
+        yield (
+            f"model_name={job['model_name']} has its own number of layers; {job.layers} from base_num_decoder_layers "
+            "was used here, so give base_num_decoder_layers=N if the model has another"
+        )
+    if job.is_piped and passes > 1:
+        yield (
+            f"each of the {passes} accumulation passes waits for the pipeline to fill; the same microbatches in one "
+            "pass would wait once"
+        )
     if isinstance(job.planned, RampupError) and not broken_rules(RULES, job):
         refusals = "; ".join(str(problem) for problem in job.planned.problems or (job.planned,))
         yield f"rampup itself would refuse this file: {refusals}"
 
 
-def _ramp_notes(job: MaxTextJob, phases: Sequence[tuple[int, int, int]]) -> Iterator[str]:
+def _ramp_notes(job: MaxTextJob, *phases: tuple[int, int, int]) -> Iterator[str]:
     *ramp, (steps, _, trained) = phases
     samples = job[SAMPLES]
     if job[ACCUMULATION] > 1:
-        shown = ", ".join(f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES])
-        shown += ", ..." if len(ramp) > MAX_LISTED_PHASES else ""
+        shown = ", ".join([f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES]] + ["..."] * (len(ramp) > MAX_LISTED_PHASES))
         yield (
             f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}: in the ramp its batches are {shown} ({trained:,} "
             f"samples in {steps:,} steps), then the batch jumps from {ramp[-1][1]:,} to {job.sizes.to_train:,}; the phases "
@@ -567,29 +570,6 @@ def _ramp_notes(job: MaxTextJob, phases: Sequence[tuple[int, int, int]]) -> Iter
         "and is one batch behind: a checkpoint labelled s contains s + 1 batches and s are replayed"
     )
     yield f"each of the {len(phases):,} batch sizes is compiled at its first step; only the final one is lowered at the start"
-
-
-def _pipeline_notes(job: MaxTextJob) -> Iterator[str]:
-    if not job.is_piped:
-        ignored = [key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO]
-        if ignored:
-            yield f"{' and '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} ignored: there is one pipeline stage"
-        return
-    if job.microbatches > 0 and job.sizes.micro % (job.microbatches * job.axes.data_parallel_size):
-        yield (
-            f"a pipeline microbatch of {job.sizes.micro // job.microbatches} samples does not divide over data * fsdp = "
-            f"{job.axes.data_parallel_size}: MaxText does not check it, and devices share or pad samples"
-        )
-    if job["model_name"] != "default" and LAYERS not in job.settings.given:
-        yield (
-            f"model_name={job['model_name']} has its own number of layers; {job.layers} from base_num_decoder_layers "
-            "was used here, so give base_num_decoder_layers=N if the model has another"
-        )
-    if job[ACCUMULATION] > 1:
-        yield (
-            f"each of the {job[ACCUMULATION]} accumulation passes waits for the pipeline to fill; the same microbatches in one "
-            "pass would wait once"
-        )
 
 
 FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, parse_scalar
 from rampup.dialects.convert import PretrainingJob
@@ -277,8 +277,7 @@ class LinearRamp:
         return rows[:1] + [row for before, row in itertools.pairwise(rows) if row[1] != before[1]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Threshold:
+class Threshold(NamedTuple):
     """One THRESHOLD:SIZE entry of `--step-batch-size-schedule`."""
 
     text: str  # as written
@@ -293,38 +292,25 @@ def parse_entry(text: str, seq_length: int | None) -> Threshold | None:
     Thresholds are tokens if `seq_length` is given. Source: Megatron-LM `num_microbatches_calculator.py`, the step schedule:
     `int(float(digits) * factor)`.
     """
-    threshold, colon, size = text.partition(":")
-    left, right = _parse_number(threshold), _parse_number(size)
-    if not colon or left is None or right is None:
+    numbers: list[tuple[int, int]] = []
+    for part in text.split(":", 1):
+        digits, factor = part.strip().upper(), 1
+        if digits and digits[-1] in SUFFIXES:
+            digits, factor = digits[:-1], SUFFIXES[digits[-1]]
+        try:
+            exact = Decimal(digits)
+        except InvalidOperation:
+            return None
+        if not exact.is_finite() or abs(exact.adjusted()) > 18 or abs(exact) * factor > MAX_COUNT:
+            return None
+        numbers.append((int(exact * factor), int(float(exact) * factor)))
+    if len(numbers) < 2:
         return None
-    per_sample = seq_length or 1
-    return Threshold(text=text, samples=left[0] // per_sample, as_run=left[1] // per_sample, size=right[1])
-
-
-def _parse_number(text: str) -> tuple[int, int] | None:
-    digits, factor = text.strip().upper(), 1
-    if digits and digits[-1] in SUFFIXES:
-        digits, factor = digits[:-1], SUFFIXES[digits[-1]]
-    try:
-        exact = Decimal(digits)
-    except InvalidOperation:
-        return None
-    if not exact.is_finite() or abs(exact.adjusted()) > 18 or abs(exact) * factor > MAX_COUNT:
-        return None
-    return int(exact * factor), int(float(exact) * factor)
+    (samples, as_run), (_, size) = numbers
+    return Threshold(text=text, samples=samples // (seq_length or 1), as_run=as_run // (seq_length or 1), size=size)
 
 
 MAX_LAYOUT = 10_000
-# A group (ab|)*3 and a letter t*3, in the order in which Megatron unrolls them.
-_REPEATS = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
-
-
-def count_layout_stages(text: str) -> int:
-    """Return the stages of a `--pipeline-model-parallel-layout` such as `Et*3|(tt|)*29m|L`."""
-    text = text.replace(",", "").replace(" ", "")
-    for pattern in _REPEATS:
-        text = re.sub(pattern, lambda match: match[1] * min(int(match[2]), MAX_LAYOUT), text[:MAX_LAYOUT])
-    return text.count("|") + 1
 
 
 class MegatronJob(PretrainingJob):
@@ -377,10 +363,14 @@ class MegatronJob(PretrainingJob):
         hybrid = any(name.startswith("hybrid_") and name.endswith("_pattern") for name in settings.others)
         self.num_layers: int | None = None if hybrid else self[LAYERS]  # a pattern names each of the hybrid layers
         self.uneven = [key for key in UNEVEN if self[key]]
-        self.layout_stages = count_layout_stages(self[LAYOUT]) if self[LAYOUT] else 0
-        self.chunks = max(self.layout_stages // self.stages, 1)
+        # The stages of a layout such as `Et*3|(tt|)*29m|L`: Megatron unrolls first groups, then letters.
+        layout = (self[LAYOUT] or "").replace(",", "").replace(" ", "")
+        for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+            layout = re.sub(pattern, lambda match: match[1] * min(int(match[2]), MAX_LAYOUT), layout[:MAX_LAYOUT])
+        self.layout_stages = layout.count("|") + 1 if self[LAYOUT] else 0
+        self.chunks = 1
         if self.layout_stages:
-            pass
+            self.chunks = max(self.layout_stages // self.stages, 1)
         elif self[VIRTUAL] is not None:
             self.chunks = max(self[VIRTUAL], 1)
         elif self[PER_CHUNK] is not None and self.num_layers is not None:
@@ -415,8 +405,9 @@ class MegatronJob(PretrainingJob):
         self.unreadable = [text for text, entry in zip(self.written_entries, parsed, strict=False) if entry is None]
         # Sorted by threshold, as Megatron sorts them.
         self.thresholds = sorted((entry for entry in parsed if entry is not None), key=lambda entry: entry.samples)
-        # Neighbouring thresholds that do not increase.
+        # Neighbouring thresholds that do not increase, and sizes that shrink.
         self.not_rising = [(a, b) for a, b in itertools.pairwise(self.thresholds) if b.samples <= a.samples]
+        self.shrinking = [(a, b) for a, b in itertools.pairwise(self.thresholds) if b.size < a.size]
         self.schedule_valid = (
             bool(self.thresholds)
             and not self.unreadable
@@ -761,10 +752,6 @@ LINEAR: Rules = [
 # The schedule in steps: THRESHOLD:SIZE entries.
 
 
-def _shrinking(job: MegatronJob) -> list[tuple[Threshold, Threshold]]:
-    return [(a, b) for a, b in itertools.pairwise(job.thresholds) if b.size < a.size]
-
-
 def _with_rounded_sizes(job: MegatronJob) -> Iterator[str]:
     """Yield the schedule with each size rounded to the unit, down and then up."""
     if not job.schedule_valid or job.unit < 1:
@@ -803,10 +790,10 @@ STEPS: Rules = [
             f"{SCHEDULE}: every size must be at least 1, unlike {min(job.thresholds, key=lambda entry: entry.size).text}"
         )),
     Rule(name="megatron.schedule_grows", keys=(SCHEDULE,), when=lambda job: job.schedule_valid,
-        holds=lambda job: not _shrinking(job),
+        holds=lambda job: not job.shrinking,
         message=lambda job: (
-            f"{SCHEDULE}: the batch shrinks from {_shrinking(job)[0][0].size:,} to {_shrinking(job)[0][1].size:,} at "
-            f"{_shrinking(job)[0][1].samples:,} samples; the schedule is read, but the trainer stops there"),
+            f"{SCHEDULE}: the batch shrinks from {job.shrinking[0][0].size:,} to {job.shrinking[0][1].size:,} at "
+            f"{job.shrinking[0][1].samples:,} samples; the schedule is read, but the trainer stops there"),
         found_by="run"),
     Rule(name="megatron.schedule_phases_divisible", keys=(SCHEDULE, MICRO),
         when=lambda job: job.schedule_valid and job.unit >= 1, holds=lambda job: job.splits,
