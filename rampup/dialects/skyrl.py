@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from rampup.dialects.reading import Entry, Launch, Settings, entry
 from rampup.dialects.rollout import RolloutJob, batch_meanings, dropped_prompts
-from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, found_by_run, multiple, positive, usable
+from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, multiple, positive, usable
 from rampup.dialects.verdict import Run, Term, counted, product, rounded_down
 from rampup.rl.plan import RolloutPlan
 
@@ -309,18 +309,12 @@ _STEP: list[Rule[SkyRLJob]] = [
 RULES: list[Rule[SkyRLJob]] = [
     *positive("skyrl", [*COUNTS, *MODEL_COUNTS["policy"]], "SkyRL's check divides by it or compares it with 0"),
     *positive("skyrl", MODEL_COUNTS["critic"], "the critic needs it", when=lambda job: job.has_critic),
-    *found_by_run(positive("skyrl", MODEL_COUNTS["ref"], "the reference model needs it", when=lambda job: job.has_ref)),
-    *found_by_run(positive("skyrl", TRAINED, "nothing would be trained or evaluated")),
+    *positive("skyrl", MODEL_COUNTS["ref"], "the reference model needs it", when=lambda job: job.has_ref, found_by="run"),
+    *positive("skyrl", TRAINED, "nothing would be trained or evaluated", found_by="run"),
     *[rule for model in MODELS for rule in _device_rules(model)],
-    *apply_if(
-        usable,
-        [
-            *_mini_batch_rules("policy"),
-            *_mini_batch_rules("critic"),
-            *_STEP,
-            *map(_colocated, ("critic", "ref")),
-            *map(_shares_devices, DEVICES["policy"]),
-        ],
-    ),
-]
+    *apply_if(usable, [
+        *_mini_batch_rules("policy"), *_mini_batch_rules("critic"), *_STEP,
+        *map(_colocated, ("critic", "ref")), *map(_shares_devices, DEVICES["policy"]),
+    ]),
+]  # fmt: skip
 DIALECT = Dialect(job=SkyRLJob, rules=RULES, launch=LAUNCH, meanings=_meanings, notes=_notes)
