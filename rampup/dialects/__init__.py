@@ -89,17 +89,17 @@ def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) 
 def _check_source(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
     if system not in SYSTEMS:
         raise ConfigError(f"unknown system {system!r}; choose from {', '.join(SYSTEMS)}", key="from", nearest=SYSTEMS)
+    dialect = load_dialect(system)
     try:
-        return _check(source, system, overrides)
+        settings = dialect.read(source, overrides)
     except ConfigError as error:
         if error.key != "from":
             raise
         found: dict[str, list[str]] = {}  # the keys that the source sets of each system
         for other in SYSTEMS:
-            dialect = load_dialect(other)
+            launch = load_dialect(other).launch
             with contextlib.suppress(ConfigError):
-                leaves = read_source(source, (), dialect.launch, strict=False).leaves
-                found[other] = [key for key in leaves if key in dialect.keys]
+                found[other] = [key for key in read_source(source, (), launch, strict=False).leaves if key in launch.entries]
         name = max(found, key=lambda other: len(found[other]), default=system)
         if name == system or len(found[name]) < MIN_MATCHES:
             raise
@@ -107,11 +107,6 @@ def _check_source(source: Source, system: str, overrides: Sequence[str]) -> Verd
         path = None if isinstance(source, tuple) else str(source)
         raise ConfigError(said, key="from", nearest=(name,), path=path) from error
 
-
-def _check(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
-    """Read the keys, compute the job, apply the rules, and collect numbers and words in a verdict."""
-    dialect = load_dialect(system)
-    settings = dialect.read(source, overrides)
     job = dialect.job(settings)
     violations = find_violations(dialect, job)
     if not job.usable:

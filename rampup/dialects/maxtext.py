@@ -176,8 +176,11 @@ def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[R
     while name.strip():
         file = folder / name
         if unknown_names(name) or not os.path.isfile(file):
-            shipped = _find_shipped(name, launch.bases) or ""
-            if shipped:
+            # The file of MaxText's configs that the path ends with, or else one of its name.
+            parts = PurePosixPath(show_unknown(name)).parts
+            ends = ["/".join(parts[first:]) for first in range(len(parts))]
+            named = (found for found in launch.bases if parts and found.endswith(f"/{parts[-1]}"))
+            if shipped := next((end for end in ends if end in launch.bases), None) or next(named, ""):
                 break
             raise ConfigError(
                 f"{BASE}={show_unknown(name)} is neither beside this file nor one that MaxText ships; put it there, or add "
@@ -194,15 +197,6 @@ def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[R
         name, folder = place.value if isinstance(place.value, str) else "", file.parent
         leaves = {**below.leaves, **leaves}
     return dataclasses.replace(reading, leaves=leaves, overrides=rest), shipped
-
-
-def _find_shipped(name: str, bases: Bases) -> str | None:
-    """Return the file of MaxText's configs that a path ends with."""
-    parts = PurePosixPath(show_unknown(name)).parts
-    for first in range(len(parts)):
-        if "/".join(parts[first:]) in bases:
-            return "/".join(parts[first:])
-    return next((shipped for shipped in bases if shipped.endswith(f"/{parts[-1]}")), None) if parts else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,8 +275,19 @@ class MaxTextJob(PretrainingJob):
             for name, axes in AXIS_GROUPS.items():
                 sizes = [self[f"{group}_{axis}_parallelism"] for axis in axes]
                 combined[name] = AUTO if AUTO in sizes else math.prod(sizes)
-        self.num_devices = self._count_devices()
         self.num_slices: int = self["num_slices"]
+        self.num_devices: int = self["num_devices"] or 0
+        if not self.num_devices:  # those of a mesh without a free axis
+            ici, dcn = (self.combined_axes[group].values() for group in ("ici", "dcn"))
+            if AUTO in ici or min(ici) < 1:
+                raise ConfigError(
+                    "the file leaves a mesh axis open (-1), so its batches depend on the machine; add num_devices=N, for "
+                    "example num_devices=8",
+                    key="num_devices",
+                )
+            given = self.num_slices > 0 and AUTO in dcn
+            slices = self.num_slices if given else math.prod(size for size in dcn if size != AUTO)
+            self.num_devices = max(math.prod(ici) * slices, 1)
         # An impossible mesh is reported by a rule; one device stands in for it.
         self.axes, self.mesh_problem = MeshAxes(), ""
         try:
@@ -322,22 +327,6 @@ class MaxTextJob(PretrainingJob):
             start, growth, end = (self.global_size(key) for key in (START, INCREMENT, END))
             count = int((float(self[END]) - float(self[START])) // increment)
             self.manager = Manager(start=start, increment=growth, end=end, samples=self[SAMPLES], num_increments=count)
-
-    def _count_devices(self) -> int:
-        """Return the given devices, or those of a mesh without a free axis."""
-        if self["num_devices"] is not None:
-            return int(self["num_devices"])
-        ici, dcn = (self.combined_axes[group].values() for group in ("ici", "dcn"))
-        if AUTO in ici or min(ici) < 1:
-            raise ConfigError(
-                "the file leaves a mesh axis open (-1), so its batches depend on the machine; add num_devices=N, for example "
-                "num_devices=8",
-                key="num_devices",
-            )
-        slices = math.prod(size for size in dcn if size != AUTO)
-        if self["num_slices"] > 0 and AUTO in dcn:
-            slices = self["num_slices"]
-        return max(math.prod(ici) * slices, 1)
 
     def global_size(self, key: str) -> int:
         """Return devices * size per device, truncated to whole samples as MaxText does."""

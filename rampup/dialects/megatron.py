@@ -310,7 +310,7 @@ def parse_entry(text: str, seq_length: int | None) -> Threshold | None:
     return Threshold(text=text, samples=samples // (seq_length or 1), as_run=as_run // (seq_length or 1), size=size)
 
 
-MAX_LAYOUT = 10_000
+MAX_LAYOUT, MAX_LISTED, MANY_SIZES = 10_000, 12, 2_000
 
 
 class MegatronJob(PretrainingJob):
@@ -408,13 +408,8 @@ class MegatronJob(PretrainingJob):
         # Neighbouring thresholds that do not increase, and sizes that shrink.
         self.not_rising = [(a, b) for a, b in itertools.pairwise(self.thresholds) if b.samples <= a.samples]
         self.shrinking = [(a, b) for a, b in itertools.pairwise(self.thresholds) if b.size < a.size]
-        self.schedule_valid = (
-            bool(self.thresholds)
-            and not self.unreadable
-            and self.thresholds[0].samples == 0
-            and not self.not_rising
-            and all(entry.size > 0 for entry in self.thresholds)
-        )
+        starts = bool(self.thresholds) and self.thresholds[0].samples == 0 and all(entry.size > 0 for entry in self.thresholds)
+        self.schedule_valid = starts and not self.unreadable and not self.not_rising
         self.ramp: BatchRamp | None = None  # none if there is none to follow
         if self.has_schedule and self.schedule_valid:
             self.ramp = BatchRamp.piecewise([(entry.samples, entry.size) for entry in self.thresholds])
@@ -487,15 +482,8 @@ class MegatronJob(PretrainingJob):
             )
             plan = RampPlan(ramp=BatchRamp.constant(size), splitter=splitter, num_devices=self.num_devices, total_steps=1)
             by_size[size] = plan.phase_rows()[0]
-        return [
-            {
-                **by_size[phase.global_batch_size],
-                "start_step": phase.start_step,
-                "start_sample": phase.start_sample,
-                "num_steps": phase.num_steps,
-            }
-            for phase in self.ramp.phases
-        ]
+        names = ("start_step", "start_sample", "num_steps")
+        return [{**by_size[phase.global_batch_size], **{n: getattr(phase, n) for n in names}} for phase in self.ramp.phases]
 
     def rampup_values(self) -> dict[str, Any]:
         """Return the run in rampup's keys."""
@@ -525,9 +513,8 @@ class MegatronJob(PretrainingJob):
         }
         rounded = self.linear is not None and self.linear.unit > 1
         if self.has_schedule or rounded:
-            pairs = [(entry.samples, entry.size) for entry in self.thresholds]
-            if self.linear is not None:
-                pairs = self.linear.thresholds()
+            given = [(entry.samples, entry.size) for entry in self.thresholds]
+            pairs = given if self.linear is None else self.linear.thresholds()
             values["batch_size_schedule"] = " ".join(f"{threshold}:{size}" for threshold, size in pairs)
         else:
             values["per_device_batch_size"] = Fraction(self.ramp.sizes[-1], self.num_devices)
@@ -560,9 +547,6 @@ class MegatronJob(PretrainingJob):
         if self.uneven and self.stages > 1:
             return Conversion(refusal="rampup's pipeline has the same number of layers in every stage")
         return super().conversion()
-
-
-MAX_LISTED = 12
 
 
 def _meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
@@ -657,7 +641,6 @@ def _listed(values: Sequence[object]) -> str:
     return shown + (", ..." if len(values) > MAX_LISTED else "")
 
 
-MANY_SIZES = 2_000
 _ROUNDS_TO_0 = f"; {DECREASE} rounds it down to 0 microbatches"
 Rules = list[Rule[MegatronJob]]
 
@@ -691,9 +674,6 @@ ARGUMENTS: Rules = [
 ]  # fmt: skip
 
 
-# The linear ramp: start, increment and samples.
-
-
 def _is_ordered(job: MegatronJob) -> bool:
     """Return whether start, increment and samples are numbers that the rules about their relation can use."""
     return job.start > 0 and job.increment > 0 and job.ramp_samples >= 0
@@ -710,6 +690,7 @@ def _triples(job: MegatronJob) -> Iterator[str]:
         yield f"{s} {i} {max(samples, 1)}"
 
 
+# The linear ramp: start, increment and samples.
 LINEAR: Rules = [
     Rule(name="megatron.ramp_is_a_triple", keys=(RAMP,), when=lambda job: job.triple is not None,
         holds=lambda job: len(job.triple or ()) == 3,
@@ -749,9 +730,6 @@ LINEAR: Rules = [
 ]  # fmt: skip
 
 
-# The schedule in steps: THRESHOLD:SIZE entries.
-
-
 def _with_rounded_sizes(job: MegatronJob) -> Iterator[str]:
     """Yield the schedule with each size rounded to the unit, down and then up."""
     if not job.schedule_valid or job.unit < 1:
@@ -762,6 +740,7 @@ def _with_rounded_sizes(job: MegatronJob) -> Iterator[str]:
         yield " ".join(f"{entry.text.partition(':')[0]}:{size}" for entry, size in pairs)
 
 
+# The schedule in steps: THRESHOLD:SIZE entries.
 STEPS: Rules = [
     Rule(name="megatron.schedule_excludes_global_batch", keys=(GLOBAL, SCHEDULE), when=lambda job: job.has_schedule,
         holds=lambda job: job[GLOBAL] is None,
@@ -804,9 +783,6 @@ STEPS: Rules = [
 ]  # fmt: skip
 
 
-# The pipeline and its interleaved schedule.
-
-
 def _stage_share(job: MegatronJob) -> Term:
     share = (job.num_layers or 0) // job.stages
     return Term(f"({LAYERS}={job.num_layers}) / ({STAGES}={job.stages}) = {share} layers", share)
@@ -831,17 +807,13 @@ def _in_groups(
             if not fits(job, number)
         ]
 
-    return Rule(
-        name=f"megatron.{name}",
-        keys=(GLOBAL, GROUP, STAGES),
-        when=lambda job: job.interleaved,
+    return Rule(name=f"megatron.{name}", keys=(GLOBAL, GROUP, STAGES), when=lambda job: job.interleaved,
         holds=lambda job: not failing(job),
         message=lambda job: f"{says(job, failing(job)[0])}; nothing checks it before that step",
-        division=lambda job: (job.final, max(job.unit, 1) * max(job.group, 1)),
-        found_by="run",
-    )
+        division=lambda job: (job.final, max(job.unit, 1) * max(job.group, 1)), found_by="run")  # fmt: skip
 
 
+# The pipeline and its interleaved schedule.
 PIPELINE: Rules = [
     at_least("megatron.chunks_positive", (VIRTUAL,), VIRTUAL, 1, when=lambda job: job[VIRTUAL] is not None),
     at_least("megatron.chunks_need_stages", (STAGES, VIRTUAL, OVERLAP), STAGES, ("{:,}", lambda job: 2 if job[OVERLAP] else 3),

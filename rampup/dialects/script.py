@@ -348,9 +348,8 @@ class _Parser:
         """Return a simple command; redirections are dropped, here-documents kept."""
         node = _Node("command", line, [], [])
         is_test = False
-        while (token := self.peek()) and (
-            is_test or token not in ("\n", ";", "&", "|", "|&", "&&", "||", ")", ";;", ";&", ";;&")
-        ):
+        ends = ("\n", ";", "&", "|", "|&", "&&", "||", ")", ";;", ";&", ";;&")
+        while (token := self.peek()) and (is_test or token not in ends):
             if is_test:
                 node.words.append(self.next())
                 is_test = node.words[-1] != "]]"
@@ -604,9 +603,8 @@ class _Reader:
             return True
         if raw[0] in ("[[", "[", "test"):
             quoted = raw[0] == "[["
-            words = [
-                word for part in raw[1:] for word in self.words(part, unset="", split=not quoted) or ([""] if quoted else [])
-            ]
+            found = (self.words(part, unset="", split=not quoted) or [""] * quoted for part in raw[1:])
+            words = list(itertools.chain.from_iterable(found))
             test = _Test(words if raw[0] == "test" else words[:-1])
             value = test.value()
             if value is None:
@@ -949,10 +947,8 @@ class _Reader:
         if prefix == "#":
             return _mark(name) if isinstance(value, str) and _has_unknown(value) else str(len(value or ""))
         if found := re.match(r":?[-=+?]", rest):
-            is_set = value is not None and not (
-                isinstance(value, str) and value[:1] in (_UNSET, _ARGUMENT) and _MARKER.fullmatch(value)
-            )
-            is_set = is_set and (found[0][0] != ":" or bool(value))
+            is_missing = isinstance(value, str) and value[:1] in (_UNSET, _ARGUMENT) and _MARKER.fullmatch(value)
+            is_set = value is not None and not is_missing and (found[0][0] != ":" or bool(value))
             if found[0][-1] == "+":
                 return self.text(rest[found.end() :], unset=unset) if is_set else ""
             if is_set or found[0][-1] == "?":
@@ -985,11 +981,8 @@ class _Reader:
                 return next((value[n:] for n in places if fnmatchcase(value[:n], pattern)), value)
             return next((value[:n] for n in places if fnmatchcase(value[n:], pattern)), value)
         if sign[0] == "/":
-            return (
-                value.replace(pattern, self.text(new), -1 if sign == "//" else 1)
-                if not set(pattern) & set("*?[") and pattern
-                else value
-            )
+            is_plain = pattern and not set(pattern) & set("*?[")
+            return value.replace(pattern, self.text(new), -1 if sign == "//" else 1) if is_plain else value
         if rest[0] == ":":
             first, _, length = rest[1:].partition(":")
             start, size = self.arithmetic(first), self.arithmetic(length) if length else str(len(value))
@@ -1004,7 +997,13 @@ class _Reader:
 
     def evaluate(self, text: str) -> str:
         """Return the value of an arithmetic expression whose expansions with `$` are done."""
-        *before, raw = _split_commas(text)
+        parts, depth = [""], 0  # between commas, except those in brackets
+        for piece in (match[0] for match in re.finditer(rf"{_MARKER.pattern}|.", text, re.DOTALL)):
+            depth += (piece in "([{") - (piece in ")]}")
+            is_end = piece == "," and not depth
+            parts[-1] += "" if is_end else piece
+            parts += [""] * is_end
+        *before, raw = parts
         for part in before:
             self.evaluate(part)
         if match := re.fullmatch(rf"\s*([A-Za-z_]\w*)\s*({_SIGNS})?=(?!=)(.*)", raw, re.DOTALL):
@@ -1101,19 +1100,6 @@ def _calculate(text: str) -> int:
     value = expression()
     expect("")
     return value()
-
-
-def _split_commas(text: str) -> list[str]:
-    """Return the parts of an arithmetic expression between its commas, except those in brackets."""
-    parts, depth = [""], 0
-    for match in re.finditer(rf"{_MARKER.pattern}|.", text, re.DOTALL):
-        piece = match[0]
-        depth += (piece in "([{") - (piece in ")]}")
-        if piece == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += piece
-    return parts
 
 
 _NUMBER_TESTS: dict[str, Callable[[int, int], bool]] = {

@@ -503,9 +503,6 @@ def _replicas(model: str) -> Side[VerlJob]:
     return f"the {model}'s {{:,}} replicas", lambda job: job.replicas[model]
 
 
-# Devices and replicas.
-
-
 _DEVICES: Side[VerlJob] = ("the {:,} devices", lambda job: job.devices)
 
 
@@ -540,6 +537,7 @@ def _positive(key: str) -> Rules:
 
 
 _DEVICE_RULES = [_device_rules(model) for model in ("actor", "critic", "ref")]
+# Devices and replicas.
 _FIRST: Rules = [
     *itertools.chain.from_iterable(map(_positive, COUNTS)),
     *positive("verl", STATIC_COUNTS, "the run divides by it", when=_static, found_by="run"),
@@ -548,9 +546,6 @@ _FIRST: Rules = [
     *[has_a_replica for has_a_replica, _ in _DEVICE_RULES],
     *[starts for _, starts in _DEVICE_RULES],
 ]  # fmt: skip
-
-
-# veRL's own check. A token budget skips most of it.
 
 
 def _one_of_two(name: str, old: str, new: str, total: Callable[[VerlJob], int], when: Condition = _static) -> Rules:
@@ -627,6 +622,7 @@ def _strategy_fits(name: str, key: str, *, checked: bool) -> Rule[VerlJob]:
         candidates=lambda job: _engine_of(job[key]), found_by="validator" if checked else "run")  # fmt: skip
 
 
+# veRL's own check. A token budget skips most of it.
 _CHECK: Rules = apply_if(lambda job: not job.fully_async, [
     multiple("verl.megatron_divides_devices", (DEVICES, f"{ACTOR}.megatron.tensor_model_parallel_size"), _DEVICES,
         _model_size("actor"), when=_checks_megatron),
@@ -664,9 +660,6 @@ _CHECK += [
     *_one_of_two("critic_micro", OLD_CRITIC_MICRO, CRITIC_MICRO, lambda job: job.trained["critic"].mini_batch,
         _critic_static),
 ]  # fmt: skip
-
-
-# What only the run finds.
 
 
 def _per_gpu_needed(name: str, old: str, new: str, when: Condition) -> Rule[VerlJob]:
@@ -709,6 +702,7 @@ def _equal_chunks(model: str) -> Rule[VerlJob]:
         note=": only equal chunks are dispatched")  # fmt: skip
 
 
+# What only the run finds.
 _RUN: Rules = [
     _strategy_fits("actor", f"{ACTOR}.strategy", checked=False),
     _strategy_fits("critic", "critic.strategy", checked=False),

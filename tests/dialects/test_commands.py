@@ -234,7 +234,7 @@ OPEN = "--num-layers $LAYERS"
 # The system, its file and those beside it, the settings, and what the verdict is, or the error.
 FILES = {
     # Options that differ between branches of an unknown condition are not left out.
-    "options that depend on what is unknown": ("skyrl", DEVICES, {}, [], r"DEVICE: .*what \$DEVICE is.*add DEVICE="),
+    "options": ("skyrl", DEVICES, {}, [], r"what \$DEVICE is.*add DEVICE="),
     "options that are decided": ("skyrl", DEVICES, {}, ["DEVICE=gpu"], {"samples_per_step": 160}),
     # Conversion and evaluation are not the run; of several runs the first counts, and a note names the others.
     "conversion before training": (
@@ -307,8 +307,9 @@ def test_check_file_reads_what_a_file_means(tmp_path, name):
         (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text(content)
     if isinstance(wanted, str):
-        with pytest.raises(ConfigError, match=wanted):
+        with pytest.raises(ConfigError, match=wanted) as error:
             check_file(path, system, settings)
+        assert error.value.key == {"options": "DEVICE", "missing base_config": "base_config"}.get(name, error.value.key)
     else:
         expect(check_file(path, system, settings), **wanted)
 
