@@ -182,13 +182,8 @@ def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[R
             named = (found for found in launch.bases if parts and found.endswith(f"/{parts[-1]}"))
             if shipped := next((end for end in ends if end in launch.bases), None) or next(named, ""):
                 break
-            raise ConfigError(
-                f"{BASE}={show_unknown(name)} is neither beside this file nor one that MaxText ships; put it there, or add "
-                f"{BASE}=base.yml for MaxText's defaults",
-                key=BASE,
-                path=place.path,
-                line=place.line,
-            )
+            said = f"{BASE}={show_unknown(name)} is neither beside this file nor one that MaxText ships; put it there, or add"
+            raise ConfigError(f"{said} {BASE}=base.yml for MaxText's defaults", key=BASE, path=place.path, line=place.line)
         if os.path.realpath(file) in seen:
             raise ConfigError(f"{BASE} is a circular reference at {file.name}", key=BASE, path=str(file))
         seen.append(os.path.realpath(file))
@@ -280,11 +275,8 @@ class MaxTextJob(PretrainingJob):
         if not self.num_devices:  # those of a mesh without a free axis
             ici, dcn = (self.combined_axes[group].values() for group in ("ici", "dcn"))
             if AUTO in ici or min(ici) < 1:
-                raise ConfigError(
-                    "the file leaves a mesh axis open (-1), so its batches depend on the machine; add num_devices=N, for "
-                    "example num_devices=8",
-                    key="num_devices",
-                )
+                said = "the file leaves a mesh axis open (-1), so its batches depend on the machine; add num_devices=N"
+                raise ConfigError(f"{said}, for example num_devices=8", key="num_devices")
             given = self.num_slices > 0 and AUTO in dcn
             slices = self.num_slices if given else math.prod(size for size in dcn if size != AUTO)
             self.num_devices = max(math.prod(ici) * slices, 1)

@@ -140,13 +140,8 @@ def _from_yaml(leaves: Mapping[str, Located], path: str, overridden: Collection[
         (first, value), *rest = [(name, _resolve_reference(leaves[name], leaves)) for name in names if name.count(".") == depth]
         for other, second in rest:
             if known in KEYS and known not in overridden and second.value != value.value:
-                raise ConfigError(
-                    f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with "
-                    f"{known}=...",
-                    key=known,
-                    path=path,
-                    line=leaves[other].line,
-                )
+                said = f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with"
+                raise ConfigError(f"{said} {known}=...", key=known, path=path, line=leaves[other].line)
         located.update([_normalize(known, value)])
     return located
 
@@ -339,19 +334,15 @@ class MegatronJob(PretrainingJob):
                 self.world = (self[hosts] or 1) * self[per_host]
         replicas = self["data_parallel_size"]
         if self.world is None and replicas is None:
-            raise ConfigError(
-                "the number of devices is not in the file; add world_size=N (or data_parallel_size=N)", key="world_size"
-            )
+            said = "the number of devices is not in the file; add world_size=N (or data_parallel_size=N)"
+            raise ConfigError(said, key="world_size")
         # At least one replica, also if a rule about the world size is broken.
         self.replicas: int = max((self.world or 1) // self.model_parallel, 1) if replicas is None else replicas
         self.num_devices = self.replicas * self.model_parallel
         if replicas is not None and self.world is not None and self.world != self.num_devices:
-            raise ConfigError(
-                f"data_parallel_size * tensor * pipeline * context parallel sizes = {self.replicas} * {self.model_parallel} = "
-                f"{self.num_devices} is not the world size {self.world}",
-                key="data_parallel_size",
-                nearest=(self.world // self.model_parallel,),
-            )
+            arithmetic = f"{self.replicas} * {self.model_parallel} = {self.num_devices} is not the world size {self.world}"
+            said = f"data_parallel_size * tensor * pipeline * context parallel sizes = {arithmetic}"
+            raise ConfigError(said, key="data_parallel_size", nearest=(self.world // self.model_parallel,))
 
         self.micro: int = self[MICRO] or 0
         self.unit = self.micro * self.replicas  # samples of one forward pass of all replicas

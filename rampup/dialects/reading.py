@@ -71,12 +71,8 @@ class Reading:
             known = canonical(name)
             before = leaves.get(known, value).value
             if before != value.value:
-                raise ConfigError(
-                    f"{known} is given twice, as {before!r} and as {value.value!r} ({name}); leave one out",
-                    key=known,
-                    path=value.path,
-                    line=value.line,
-                )
+                said = f"{known} is given twice, as {before!r} and as {value.value!r} ({name}); leave one out"
+                raise ConfigError(said, key=known, path=value.path, line=value.line)
             leaves[known] = value
         settings = [setting.partition("=") for setting in self.overrides]
         overrides = [f"{canonical(name)}{equals}{text}" for name, equals, text in settings]
@@ -417,20 +413,12 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
     if not found and other:
         raise ConfigError(f"this starts {other}, which the rules of {launch.system} do not cover", path=path)
     if not found:
-        raise ConfigError(
-            f"this script does not start {launch.system} itself: no command in it is like `{launch.example}`. If another one "
-            "starts the run, check that",
-            key="from",
-            path=path,
-        )
+        said = f"this script does not start {launch.system} itself: no command in it is like `{launch.example}`"
+        raise ConfigError(f"{said}. If another one starts the run, check that", key="from", path=path)
     score, command, leaves = max(found, key=lambda row: row[0])
     if name := next((name for word in command.words if (name := open_options(word))), ""):
-        raise ConfigError(
-            f"the script does not say what ${name} is, and sizes in this command depend on it; add {name}=...",
-            key=name,
-            path=command.path,
-            line=command.line or None,
-        )
+        said = f"the script does not say what ${name} is, and sizes in this command depend on it; add {name}=..."
+        raise ConfigError(said, key=name, path=command.path, line=command.line or None)
     notes = []
     if command.line:
         shown = show_unknown(" ".join(command.words))
@@ -544,8 +532,5 @@ class _Bases:
         elif not required:
             self.missing.append(name)
         else:
-            raise ConfigError(
-                f"the base file {name}.yaml is neither beside this file nor one that is known; put it into this folder",
-                key=PARENT,
-                path=path,
-            )
+            said = f"the base file {name}.yaml is neither beside this file nor one that is known; put it into this folder"
+            raise ConfigError(said, key=PARENT, path=path)

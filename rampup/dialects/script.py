@@ -426,9 +426,8 @@ def _close(text: str, at: int) -> int:
         depth += text[end] == opening
         if text[end] == "#" and opening == "(" and text[end - 1] in " \t\n":
             end = (text.find("\n", end) + 1 or len(text) + 1) - 1
-        end = (
-            _skip(text, end) if text[end : end + 1] not in ("", "$") or text[end + 1 : end + 2] in ("{", "(", "'") else end + 1
-        )
+        is_plain = text[end : end + 1] in ("", "$") and text[end + 1 : end + 2] not in ("{", "(", "'")
+        end = end + 1 if is_plain else _skip(text, end)
 
 
 def _has_unknown(text: str) -> bool:
