@@ -89,25 +89,24 @@ def write_conversion(verdict: Verdict, path: str | Path, *, source: str | Path) 
 def _check_source(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
     if system not in SYSTEMS:
         raise ConfigError(f"unknown system {system!r}; choose from {', '.join(SYSTEMS)}", key="from", nearest=SYSTEMS)
-    try:
-        return _check(source, system, overrides)
-    except ConfigError as error:
-        other = _looks_like(source, system) if error.key == "from" else None
-        if other is None:
-            raise
-        name, keys = other
-        raise ConfigError(
-            f"this looks like a file of {name}, not of {system}: it sets {', '.join(keys[:3])}; use --from {name}",
-            key="from",
-            nearest=(name,),
-            path=None if isinstance(source, tuple) else str(source),
-        ) from error
-
-
-def _check(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
-    """Read the keys, compute the job, apply the rules, and collect numbers and words in a verdict."""
     dialect = load_dialect(system)
-    settings = dialect.read(source, overrides)
+    try:
+        settings = dialect.read(source, overrides)
+    except ConfigError as error:
+        if error.key != "from":
+            raise
+        found: dict[str, list[str]] = {}  # the keys that the source sets of each system
+        for other in SYSTEMS:
+            launch = load_dialect(other).launch
+            with contextlib.suppress(ConfigError):
+                found[other] = [key for key in read_source(source, (), launch, strict=False).leaves if key in launch.entries]
+        name = max(found, key=lambda other: len(found[other]), default=system)
+        if name == system or len(found[name]) < MIN_MATCHES:
+            raise
+        said = f"this looks like a file of {name}, not of {system}: it sets {', '.join(found[name][:3])}; use --from {name}"
+        path = None if isinstance(source, tuple) else str(source)
+        raise ConfigError(said, key="from", nearest=(name,), path=path) from error
+
     job = dialect.job(settings)
     violations = find_violations(dialect, job)
     if not job.usable:
@@ -135,15 +134,3 @@ def _check(source: Source, system: str, overrides: Sequence[str]) -> Verdict:
         plan=plan,
         conversion=conversion,
     )
-
-
-def _looks_like(source: Source, system: str) -> tuple[str, list[str]] | None:
-    """Return the system of which a source sets most keys, and these keys; None if that is unclear, or the requested one."""
-    found: dict[str, list[str]] = {}
-    for name in SYSTEMS:
-        dialect = load_dialect(name)
-        with contextlib.suppress(ConfigError):
-            leaves = read_source(source, (), dialect.launch, strict=False).leaves
-            found[name] = [key for key in leaves if key in dialect.keys]
-    best = max(found, key=lambda name: len(found[name]), default=system)
-    return (best, found[best]) if best != system and len(found[best]) >= MIN_MATCHES else None

@@ -12,7 +12,7 @@ import yaml
 
 from rampup.config.build import mesh_axes
 from rampup.dialects import SYSTEMS, load_dialect
-from rampup.dialects.rules import find_violations
+from rampup.dialects.rules import Job, find_violations
 from rampup.errors import ConfigError, choice_error
 from rampup.plan.mesh_axes import AXES, MeshAxes
 from rampup.plan.numbers import AUTO
@@ -72,24 +72,38 @@ def export_rollout(config: RolloutConfig, plan: RolloutPlan, num_devices: int, s
     """
     if system not in EXPORTS:
         raise choice_error("export", system, list(EXPORTS))
-    rollout = _Rollout(config=config, plan=plan, axes=mesh_axes(config, num_devices), num_devices=num_devices, system=system)
+    rollout = _Rollout(system=system, config=config, plan=plan, axes=mesh_axes(config, num_devices), num_devices=num_devices)
     for name in ("batch_size_schedule", "num_generations_schedule"):
         rollout.require(getattr(config, name) is None, f"rl.{name}", "its batch cannot grow; set it to null")
     for name, fixed in (("zero_spread_groups", "keep"), ("token_batch_size", AUTO), ("partial_step", "train")):
         rollout.require(getattr(config, name) == fixed, name, f"only steps of the planned size are exported; set it to {fixed}")
     exported = EXPORTS[system](rollout)
-    _verify(rollout, exported)
+    # The numbers that the exported file must have, by the names that all systems share.
+    policy, critic = plan.policy_updates, plan.critic_updates
+    numbers: dict[str, Any] = {
+        "data_parallel_size": policy.data_parallel_size,
+        "samples_per_step": plan.samples_per_step,
+        "mini_batches": policy.num_mini_batches,
+        "mini_batch_samples": policy.mini_batch_samples,
+        "optimizer_steps": policy.optimizer_steps,
+    }
+    if policy.token_budget is None:
+        numbers["accumulation_steps"] = policy.accumulation_steps
+    if critic is not None:
+        numbers["critic_mini_batches"] = critic.num_mini_batches
+        numbers["critic_optimizer_steps"] = critic.optimizer_steps
+        numbers["critic_mini_batch_samples"] = critic.mini_batch_samples
+    derived = rollout.checked(exported).derived()
+    for name, value in numbers.items():
+        found = derived.get(name, value)
+        rollout.require(found == value, "export", f"{name} would be {found:,} instead of {value:,}")
     return exported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Rollout:
-    """What all systems need to know."""
+class Target:
+    """The system that something is exported to."""
 
-    config: RolloutConfig
-    plan: RolloutPlan
-    axes: MeshAxes
-    num_devices: int
     system: str
 
     def refuse(self, key: str, reason: str) -> ConfigError:
@@ -99,7 +113,32 @@ class _Rollout:
     def require(self, condition: bool, key: str, reason: str) -> None:
         """Raise an error unless a condition of the system holds."""
         if not condition:
-            raise self.refuse(key, f"{key}: {reason}")
+            raise self.refuse(key, reason)
+
+    def checked(self, exported: Exported) -> Job:
+        """Return the numbers of an exported file by the rules of its system, which it must satisfy."""
+        dialect = load_dialect(self.system)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "exported.yml"
+            path.write_text(exported.to_yaml(self.system), encoding="utf-8")
+            job = dialect.job(dialect.read(path, [f"{key}={value}" for key, value in exported.facts.items()]))
+        for broken in find_violations(dialect, job):
+            raise self.refuse(broken.keys[0], broken.message)
+        return job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rollout(Target):
+    """A rollout, and the system that it is exported to."""
+
+    config: RolloutConfig
+    plan: RolloutPlan
+    axes: MeshAxes
+    num_devices: int
+
+    def require(self, condition: bool, key: str, reason: str) -> None:
+        """Raise an error that begins with the key unless a condition of the system holds."""
+        Target.require(self, condition, key, f"{key}: {reason}")
 
     def require_replicas(self) -> None:
         """Refuse axes that the system has no key for."""
@@ -315,37 +354,6 @@ def _export_trlx(rollout: _Rollout) -> Exported:
     rollout.whole(collected, values["method.chunk_size"], "rollout_micro_batch_size", "calls of the generator")
     notes = (f"Start it with {d} processes: accelerate launch --num_processes {d}",)
     return Exported(values=values, facts={"num_processes": d}, notes=notes)
-
-
-def _verify(rollout: _Rollout, exported: Exported) -> None:
-    """Check the exported file by the rules of its system, and compare the numbers with the plan's."""
-    dialect = load_dialect(rollout.system)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "exported.yml"
-        path.write_text(exported.to_yaml(rollout.system), encoding="utf-8")
-        settings = dialect.read(path, [f"{key}={value}" for key, value in exported.facts.items()])
-    job = dialect.job(settings)
-    for broken in find_violations(dialect, job):
-        raise rollout.refuse(broken.keys[0] if broken.keys else "export", broken.message)
-    # The numbers that the exported file must have, by the names that all systems share.
-    plan, policy, critic = rollout.plan, rollout.plan.policy_updates, rollout.plan.critic_updates
-    numbers: dict[str, Any] = {
-        "data_parallel_size": policy.data_parallel_size,
-        "samples_per_step": plan.samples_per_step,
-        "mini_batches": policy.num_mini_batches,
-        "mini_batch_samples": policy.mini_batch_samples,
-        "optimizer_steps": policy.optimizer_steps,
-    }
-    if policy.token_budget is None:
-        numbers["accumulation_steps"] = policy.accumulation_steps
-    if critic is not None:
-        numbers["critic_mini_batches"] = critic.num_mini_batches
-        numbers["critic_optimizer_steps"] = critic.optimizer_steps
-        numbers["critic_mini_batch_samples"] = critic.mini_batch_samples
-    derived = job.derived()
-    for name, value in numbers.items():
-        found = derived.get(name, value)
-        rollout.require(found == value, "export", f"{name} would be {found:,} instead of {value:,}")
 
 
 EXPORTS: Mapping[str, Callable[[_Rollout], Exported]] = {

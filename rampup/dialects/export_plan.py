@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import itertools
 import shlex
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from rampup.config.schema import Config
-from rampup.dialects import SYSTEMS, load_dialect
-from rampup.dialects.export import NAMES, Exported
+from rampup.dialects import SYSTEMS
+from rampup.dialects.export import NAMES, Exported, Target
 from rampup.dialects.maxtext import MaxTextJob
 from rampup.dialects.megatron import LinearRamp, MegatronJob
-from rampup.dialects.rules import find_violations
-from rampup.errors import ConfigError, choice_error
+from rampup.errors import choice_error
 from rampup.plan.mesh_axes import AXES
 from rampup.plan.numbers import to_yaml_number
 from rampup.plan.plan import RampPlan
@@ -47,24 +44,38 @@ def export_plan(config: Config, plan: RampPlan, system: str) -> Exported:
     """
     if system not in PLAN_EXPORTS:
         raise choice_error("export", system, list(PLAN_EXPORTS))
-    run = _Run(config=config, plan=plan, system=system)
+    run = _Run(system=system, config=config, plan=plan)
     run.require(plan.auto_schedule is None, "batch_size_schedule", "it cannot follow the measured noise; give a schedule")
     exported = PLAN_EXPORTS[system](run)
-    return _verified(run, exported) if system in SYSTEMS else exported
+    if system not in SYSTEMS:
+        return exported
+    # The ramp that the system would run must be that of the plan; notes name rows that it reads and does not train on.
+    job, notes = run.checked(exported), list(exported.notes)
+    wanted = [(phase.start_step, phase.global_batch_size, phase.start_sample) for phase in plan.ramp.phases]
+    found: list[tuple[int, int, int]] = []
+    if isinstance(job, MegatronJob):
+        ramp = job.ramp
+        if job.has_schedule:
+            # The thresholds as Megatron's floating-point numbers give them.
+            ramp = BatchRamp.piecewise([(entry.as_run, entry.size) for entry in job.thresholds])
+        found = [(phase.start_step, phase.global_batch_size, phase.start_sample) for phase in ramp.phases] if ramp else []
+    elif isinstance(job, MaxTextJob):
+        found = [(0, job.sizes.to_train, 0)] if job.manager is None else job.manager.phases()
+        if lost := job.lost_at_ramp_end:
+            notes.append(f"MaxText's loader drops {lost:,} rows at the end of the ramp; those after it move up.")
+        if job.dropped_per_step:
+            notes.append(f"MaxText loads a full sample per device and drops {job.dropped_per_step:,} rows in every step.")
+    for expected, row in itertools.zip_longest(wanted, found):
+        run.require(expected == row, "export", f"a phase would be (step, batch, sample) {row} instead of {expected}")
+    return replace(exported, notes=tuple(notes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
+class _Run(Target):
     """A plan, and the system that it is exported to."""
 
     config: Config
     plan: RampPlan
-    system: str
-
-    def require(self, condition: bool, key: str, reason: str) -> None:
-        """Raise an error unless a condition of the system holds."""
-        if not condition:
-            raise ConfigError(f"{NAMES[self.system]} cannot run this plan: {reason}", key=key)
 
     @property
     def grows(self) -> bool:
@@ -282,40 +293,6 @@ def _export_olmo_core(run: _Run) -> Exported:
         values[f"{callback}.schedule"] = [{"value": phase.start_step, "unit": "steps"} for phase in plan.ramp.phases]
         notes.append("BatchSizeSchedulerCallback takes Duration.steps(value). The phases hold within the first epoch.")
     return Exported(values=values, notes=(*notes, *run.notes(clocks=("steps", "tokens"), scaling="sqrt")))
-
-
-def _verified(run: _Run, exported: Exported) -> Exported:
-    """Check the exported file by the rules of its system, and compare the ramp that the system would run with the plan's.
-
-    Returns the same keys, with notes about rows that the system reads and does not train on.
-    """
-    dialect, plan = load_dialect(run.system), run.plan
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "exported.yml"
-        path.write_text(exported.to_yaml(run.system), encoding="utf-8")
-        job = dialect.job(dialect.read(path, [f"{key}={value}" for key, value in exported.facts.items()]))
-    for broken in find_violations(dialect, job):
-        run.require(False, broken.keys[0] if broken.keys else "export", broken.message)
-    wanted = [(phase.start_step, phase.global_batch_size, phase.start_sample) for phase in plan.ramp.phases]
-    found: list[tuple[int, int, int]] = []
-    notes = list(exported.notes)
-    if isinstance(job, MegatronJob):
-        ramp = job.ramp
-        if job.has_schedule:
-            # The thresholds as Megatron's floating-point numbers give them.
-            ramp = BatchRamp.piecewise([(entry.as_run, entry.size) for entry in job.thresholds])
-        found = [(phase.start_step, phase.global_batch_size, phase.start_sample) for phase in ramp.phases] if ramp else []
-    elif isinstance(job, MaxTextJob):
-        found = [(0, job.sizes.to_train, 0)] if job.manager is None else job.manager.phases()
-        if job.lost_at_ramp_end:
-            notes.append(
-                f"MaxText's loader drops {job.lost_at_ramp_end:,} rows at the end of the ramp; those after it move up."
-            )
-        if job.dropped_per_step:
-            notes.append(f"MaxText loads a full sample per device and drops {job.dropped_per_step:,} rows in every step.")
-    for expected, row in itertools.zip_longest(wanted, found):
-        run.require(expected == row, "export", f"a phase would be (step, batch, sample) {row} instead of {expected}")
-    return replace(exported, notes=tuple(notes))
 
 
 PLAN_EXPORTS: Mapping[str, Callable[[_Run], Exported]] = {

@@ -176,16 +176,14 @@ def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[R
     while name.strip():
         file = folder / name
         if unknown_names(name) or not os.path.isfile(file):
-            shipped = _find_shipped(name, launch.bases) or ""
-            if shipped:
+            # The file of MaxText's configs that the path ends with, or else one of its name.
+            parts = PurePosixPath(show_unknown(name)).parts
+            ends = ["/".join(parts[first:]) for first in range(len(parts))]
+            named = (found for found in launch.bases if parts and found.endswith(f"/{parts[-1]}"))
+            if shipped := next((end for end in ends if end in launch.bases), None) or next(named, ""):
                 break
-            raise ConfigError(
-                f"{BASE}={show_unknown(name)} is neither beside this file nor one that MaxText ships; put it there, or add "
-                f"{BASE}=base.yml for MaxText's defaults",
-                key=BASE,
-                path=place.path,
-                line=place.line,
-            )
+            said = f"{BASE}={show_unknown(name)} is neither beside this file nor one that MaxText ships; put it there, or add"
+            raise ConfigError(f"{said} {BASE}=base.yml for MaxText's defaults", key=BASE, path=place.path, line=place.line)
         if os.path.realpath(file) in seen:
             raise ConfigError(f"{BASE} is a circular reference at {file.name}", key=BASE, path=str(file))
         seen.append(os.path.realpath(file))
@@ -194,15 +192,6 @@ def _follow(source: Source, overrides: Sequence[str], launch: Launch) -> tuple[R
         name, folder = place.value if isinstance(place.value, str) else "", file.parent
         leaves = {**below.leaves, **leaves}
     return dataclasses.replace(reading, leaves=leaves, overrides=rest), shipped
-
-
-def _find_shipped(name: str, bases: Bases) -> str | None:
-    """Return the file of MaxText's configs that a path ends with."""
-    parts = PurePosixPath(show_unknown(name)).parts
-    for first in range(len(parts)):
-        if "/".join(parts[first:]) in bases:
-            return "/".join(parts[first:])
-    return next((shipped for shipped in bases if shipped.endswith(f"/{parts[-1]}")), None) if parts else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,8 +270,16 @@ class MaxTextJob(PretrainingJob):
             for name, axes in AXIS_GROUPS.items():
                 sizes = [self[f"{group}_{axis}_parallelism"] for axis in axes]
                 combined[name] = AUTO if AUTO in sizes else math.prod(sizes)
-        self.num_devices = self._count_devices()
         self.num_slices: int = self["num_slices"]
+        self.num_devices: int = self["num_devices"] or 0
+        if not self.num_devices:  # those of a mesh without a free axis
+            ici, dcn = (self.combined_axes[group].values() for group in ("ici", "dcn"))
+            if AUTO in ici or min(ici) < 1:
+                said = "the file leaves a mesh axis open (-1), so its batches depend on the machine; add num_devices=N"
+                raise ConfigError(f"{said}, for example num_devices=8", key="num_devices")
+            given = self.num_slices > 0 and AUTO in dcn
+            slices = self.num_slices if given else math.prod(size for size in dcn if size != AUTO)
+            self.num_devices = max(math.prod(ici) * slices, 1)
         # An impossible mesh is reported by a rule; one device stands in for it.
         self.axes, self.mesh_problem = MeshAxes(), ""
         try:
@@ -301,9 +298,8 @@ class MaxTextJob(PretrainingJob):
         self.layers: int = self["base_num_decoder_layers"] - dense if self[LAYERS] == AUTO else self[LAYERS]
         # Layers of one round through the pipeline, or of all repeats if their number is given.
         self.layer_product: int = self.stages * (1 if self[REPEATS] == AUTO else self[REPEATS]) * self[STAGE_LAYERS]
-        self.repeats: int = self[REPEATS]
-        if self.repeats == AUTO:
-            self.repeats = self.layers // max(self.stages * self[STAGE_LAYERS], 1)
+        automatic = self.layers // max(self.stages * self[STAGE_LAYERS], 1)
+        self.repeats: int = automatic if self[REPEATS] == AUTO else self[REPEATS]
 
         # The batch after the ramp, that of evaluation, and the ramp.
         self.sizes = batch_sizes(self[END], self[EXPANSION], self.num_devices, self[ACCUMULATION])
@@ -323,22 +319,6 @@ class MaxTextJob(PretrainingJob):
             start, growth, end = (self.global_size(key) for key in (START, INCREMENT, END))
             count = int((float(self[END]) - float(self[START])) // increment)
             self.manager = Manager(start=start, increment=growth, end=end, samples=self[SAMPLES], num_increments=count)
-
-    def _count_devices(self) -> int:
-        """Return the given devices, or those of a mesh without a free axis."""
-        if self["num_devices"] is not None:
-            return int(self["num_devices"])
-        ici, dcn = (self.combined_axes[group].values() for group in ("ici", "dcn"))
-        if AUTO in ici or min(ici) < 1:
-            raise ConfigError(
-                "the file leaves a mesh axis open (-1), so its batches depend on the machine; add num_devices=N, for example "
-                "num_devices=8",
-                key="num_devices",
-            )
-        slices = math.prod(size for size in dcn if size != AUTO)
-        if self["num_slices"] > 0 and AUTO in dcn:
-            slices = self["num_slices"]
-        return max(math.prod(ici) * slices, 1)
 
     def global_size(self, key: str) -> int:
         """Return devices * size per device, truncated to whole samples as MaxText does."""
@@ -400,21 +380,13 @@ class MaxTextJob(PretrainingJob):
                 "pipeline_microbatch_samples": sizes.micro // self.microbatches,
                 "bubble_fraction": float(bubble),
             }
-        manager = self.manager
-        if manager is None:
-            return derived
-        derived |= {
-            "num_increments": manager.num_increments,
-            "samples_per_increment": plain_number(Fraction(manager.samples, manager.num_increments)),
-        }
-        if manager.ends:
-            phases = manager.phases()
-            derived |= {
-                "manager_phases": [list(phase) for phase in phases],
-                "manager_ramp_steps": phases[-1][0],
-                "manager_ramp_samples": phases[-1][2],
-                "lost_samples_at_ramp_end": self.lost_at_ramp_end,
-            }
+        if (manager := self.manager) is not None:
+            derived["num_increments"] = manager.num_increments
+            derived["samples_per_increment"] = plain_number(Fraction(manager.samples, manager.num_increments))
+            if manager.ends:
+                derived["manager_phases"] = [list(phase) for phase in manager.phases()]
+                derived["manager_ramp_steps"], _, derived["manager_ramp_samples"] = manager.phases()[-1]
+                derived["lost_samples_at_ramp_end"] = self.lost_at_ramp_end
         return derived
 
     def phases(self) -> Sequence[Mapping[str, Any]] | None:
@@ -450,13 +422,8 @@ class MaxTextJob(PretrainingJob):
             # With no samples requested, every phase of MaxText's ramp lasts one step; so does a ramp of one sample.
             values |= {START: self[START], INCREMENT: self[INCREMENT], SAMPLES: max(self[SAMPLES], 1)}
         if self.is_piped:
-            values |= {
-                MICROBATCHES: self.microbatches,
-                STAGE_LAYERS: self[STAGE_LAYERS],
-                REPEATS: self.repeats,
-                "base_num_decoder_layers": self.layers,
-                DELAY: self[DELAY],
-            }
+            values |= {MICROBATCHES: self.microbatches, STAGE_LAYERS: self[STAGE_LAYERS], REPEATS: self.repeats}
+            values |= {"base_num_decoder_layers": self.layers, DELAY: self[DELAY]}
         return values
 
 
@@ -532,19 +499,36 @@ def _notes(job: MaxTextJob) -> Iterator[str]:
             "few tokens counts as much as a full one; otherwise the sum over all passes is divided by all tokens"
         )
     if job.manager is not None and job.manager.ends:
-        yield from _ramp_notes(job, job.manager.phases())
-    yield from _pipeline_notes(job)
+        yield from _ramp_notes(job, *job.manager.phases())
+    if not job.is_piped:
+        ignored = [key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO]
+        if ignored:
+            yield f"{' and '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} ignored: there is one pipeline stage"
+    elif job.microbatches > 0 and sizes.micro % (job.microbatches * job.axes.data_parallel_size):
+        yield (
+            f"a pipeline microbatch of {sizes.micro // job.microbatches} samples does not divide over data * fsdp = "
+            f"{job.axes.data_parallel_size}: MaxText does not check it, and devices share or pad samples"
+        )
+    if job.is_piped and job["model_name"] != "default" and LAYERS not in job.settings.given:
+        yield (
+            f"model_name={job['model_name']} has its own number of layers; {job.layers} from base_num_decoder_layers "
+            "was used here, so give base_num_decoder_layers=N if the model has another"
+        )
+    if job.is_piped and passes > 1:
+        yield (
+            f"each of the {passes} accumulation passes waits for the pipeline to fill; the same microbatches in one "
+            "pass would wait once"
+        )
     if isinstance(job.planned, RampupError) and not broken_rules(RULES, job):
         refusals = "; ".join(str(problem) for problem in job.planned.problems or (job.planned,))
         yield f"rampup itself would refuse this file: {refusals}"
 
 
-def _ramp_notes(job: MaxTextJob, phases: Sequence[tuple[int, int, int]]) -> Iterator[str]:
+def _ramp_notes(job: MaxTextJob, *phases: tuple[int, int, int]) -> Iterator[str]:
     *ramp, (steps, _, trained) = phases
     samples = job[SAMPLES]
     if job[ACCUMULATION] > 1:
-        shown = ", ".join(f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES])
-        shown += ", ..." if len(ramp) > MAX_LISTED_PHASES else ""
+        shown = ", ".join([f"{size:,}" for _, size, _ in ramp[:MAX_LISTED_PHASES]] + ["..."] * (len(ramp) > MAX_LISTED_PHASES))
         yield (
             f"MaxText's ramp ignores {ACCUMULATION}={job[ACCUMULATION]}: in the ramp its batches are {shown} ({trained:,} "
             f"samples in {steps:,} steps), then the batch jumps from {ramp[-1][1]:,} to {job.sizes.to_train:,}; the phases "
@@ -567,29 +551,6 @@ def _ramp_notes(job: MaxTextJob, phases: Sequence[tuple[int, int, int]]) -> Iter
         "and is one batch behind: a checkpoint labelled s contains s + 1 batches and s are replayed"
     )
     yield f"each of the {len(phases):,} batch sizes is compiled at its first step; only the final one is lowered at the start"
-
-
-def _pipeline_notes(job: MaxTextJob) -> Iterator[str]:
-    if not job.is_piped:
-        ignored = [key for key in (MICROBATCHES, REPEATS, LAYERS) if job[key] != AUTO]
-        if ignored:
-            yield f"{' and '.join(ignored)} {'is' if len(ignored) == 1 else 'are'} ignored: there is one pipeline stage"
-        return
-    if job.microbatches > 0 and job.sizes.micro % (job.microbatches * job.axes.data_parallel_size):
-        yield (
-            f"a pipeline microbatch of {job.sizes.micro // job.microbatches} samples does not divide over data * fsdp = "
-            f"{job.axes.data_parallel_size}: MaxText does not check it, and devices share or pad samples"
-        )
-    if job["model_name"] != "default" and LAYERS not in job.settings.given:
-        yield (
-            f"model_name={job['model_name']} has its own number of layers; {job.layers} from base_num_decoder_layers "
-            "was used here, so give base_num_decoder_layers=N if the model has another"
-        )
-    if job[ACCUMULATION] > 1:
-        yield (
-            f"each of the {job[ACCUMULATION]} accumulation passes waits for the pipeline to fill; the same microbatches in one "
-            "pass would wait once"
-        )
 
 
 FP8 = ("fp8", "nanoo_fp8", "fp8_gpu", "te_fp8_delayedscaling")

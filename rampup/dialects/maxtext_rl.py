@@ -5,9 +5,10 @@ All sizes, also micro batches, count prompts of the job.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from rampup.dialects.maxtext import AXIS_GROUPS, BASES, read_chain
@@ -231,10 +232,6 @@ def _notes(job: MaxTextRlJob) -> Iterator[str]:
         )
 
 
-def _at_least(key: str, least: int) -> Rule[MaxTextRlJob]:
-    return at_least(f"maxtext_rl.{key.removeprefix('rl.')}_at_least_{least}", (key,), key, least)
-
-
 def _share(key: str) -> Rule[MaxTextRlJob]:
     return Rule(name=f"maxtext_rl.{key}", keys=(key,), holds=lambda job: 0 < job[key] <= 1,
         message=lambda job: f"{key}={job[key]:g} must be above 0 and at most 1",
@@ -247,35 +244,27 @@ def _micro_positive(key: str) -> Rule[MaxTextRlJob]:
         candidates=lambda job: (AUTO, *divisors(max(job.batch, 1))))  # fmt: skip
 
 
-def _micro_divides(key: str, micro: Callable[[MaxTextRlJob], int], unit: str) -> Rule[MaxTextRlJob]:
+def _micro_divides(key: str, unit: str) -> Rule[MaxTextRlJob]:
     return multiple(f"maxtext_rl.{key}_divides_batch", (key, BATCH), BATCH, key,
-        when=lambda job: job.batch >= 1 and micro(job) >= 1 and job[key] != AUTO,
-        note=f" (prompts per {unit}; both count prompts)")  # fmt: skip
+        when=lambda job: job.batch >= 1 and job[key] >= 1, note=f" (prompts per {unit}; both count prompts)")  # fmt: skip
 
 
 def _generator_rule(job: MaxTextRlJob) -> tuple[bool, str]:
     """Return whether the given axes fit the devices that generate, which they must equal unless one axis is free, and so."""
     given: dict[str, int] = {axis: job[axis] for axis in ROLLOUT_AXES if job[axis] != AUTO}
     size, devices, is_free = math.prod(given.values()), job.sampler_devices or 0, AUTO in job.rollout_axes
-    product = f"{' * '.join(given)} = {' * '.join(map(str, given.values()))} = {size}"
-    relation = "must divide" if is_free else "must equal"
-    fits = devices % size == 0 if is_free else devices == size
-    return fits, f"{product} {relation} the {devices} devices that generate"
+    text = f"{' * '.join(given)} = {' * '.join(map(str, given.values()))} = {size} must {'divide' if is_free else 'equal'}"
+    return devices % size == 0 if is_free else devices == size, f"{text} the {devices} devices that generate"
 
 
 RULES: list[Rule[MaxTextRlJob]] = [
-    _at_least(BATCH, 1),
-    _at_least("num_batches", 1),
-    _at_least("num_epoch", 1),
-    _at_least(ITERATIONS, 1),
-    _at_least(GENERATIONS, 2),
+    *[at_least(f"maxtext_rl.{key.removeprefix('rl.')}_at_least_{least}", (key,), key, least)
+      for key, least in {BATCH: 1, "num_batches": 1, "num_epoch": 1, ITERATIONS: 1, GENERATIONS: 2}.items()],
     Rule(name="maxtext_rl.older_name", keys=(OLD,), holds=lambda job: job[OLD] is None, candidates=lambda job: [None],
         message=lambda job: f"{OLD}={job[OLD]} is the older name of {TRAIN} and {ROLLOUT}, which MaxText no longer knows"),
     *map(_share, ("train_fraction", *FRACTIONS)),
-    _micro_positive(TRAIN),
-    _micro_positive(ROLLOUT),
-    _micro_divides(TRAIN, lambda job: job.train_micro, "backward pass"),
-    _micro_divides(ROLLOUT, lambda job: job[ROLLOUT], "generate call"),
+    *map(_micro_positive, (TRAIN, ROLLOUT)),
+    *itertools.starmap(_micro_divides, ((TRAIN, "backward pass"), (ROLLOUT, "generate call"))),
     Rule(name="maxtext_rl.dataset_fills_a_batch", keys=(BATCH, "num_prompts", "num_batches", "train_fraction"),
         when=lambda job: min(job.batch, job["num_batches"], job["num_epoch"]) >= 1 and 0 < job["train_fraction"] <= 1,
         holds=lambda job: job.full_batches >= 1,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, parse_scalar
 from rampup.dialects.convert import PretrainingJob
@@ -140,13 +140,8 @@ def _from_yaml(leaves: Mapping[str, Located], path: str, overridden: Collection[
         (first, value), *rest = [(name, _resolve_reference(leaves[name], leaves)) for name in names if name.count(".") == depth]
         for other, second in rest:
             if known in KEYS and known not in overridden and second.value != value.value:
-                raise ConfigError(
-                    f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with "
-                    f"{known}=...",
-                    key=known,
-                    path=path,
-                    line=leaves[other].line,
-                )
+                said = f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with"
+                raise ConfigError(f"{said} {known}=...", key=known, path=path, line=leaves[other].line)
         located.update([_normalize(known, value)])
     return located
 
@@ -277,8 +272,7 @@ class LinearRamp:
         return rows[:1] + [row for before, row in itertools.pairwise(rows) if row[1] != before[1]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Threshold:
+class Threshold(NamedTuple):
     """One THRESHOLD:SIZE entry of `--step-batch-size-schedule`."""
 
     text: str  # as written
@@ -293,38 +287,25 @@ def parse_entry(text: str, seq_length: int | None) -> Threshold | None:
     Thresholds are tokens if `seq_length` is given. Source: Megatron-LM `num_microbatches_calculator.py`, the step schedule:
     `int(float(digits) * factor)`.
     """
-    threshold, colon, size = text.partition(":")
-    left, right = _parse_number(threshold), _parse_number(size)
-    if not colon or left is None or right is None:
+    numbers: list[tuple[int, int]] = []
+    for part in text.split(":", 1):
+        digits, factor = part.strip().upper(), 1
+        if digits and digits[-1] in SUFFIXES:
+            digits, factor = digits[:-1], SUFFIXES[digits[-1]]
+        try:
+            exact = Decimal(digits)
+        except InvalidOperation:
+            return None
+        if not exact.is_finite() or abs(exact.adjusted()) > 18 or abs(exact) * factor > MAX_COUNT:
+            return None
+        numbers.append((int(exact * factor), int(float(exact) * factor)))
+    if len(numbers) < 2:
         return None
-    per_sample = seq_length or 1
-    return Threshold(text=text, samples=left[0] // per_sample, as_run=left[1] // per_sample, size=right[1])
+    (samples, as_run), (_, size) = numbers
+    return Threshold(text=text, samples=samples // (seq_length or 1), as_run=as_run // (seq_length or 1), size=size)
 
 
-def _parse_number(text: str) -> tuple[int, int] | None:
-    digits, factor = text.strip().upper(), 1
-    if digits and digits[-1] in SUFFIXES:
-        digits, factor = digits[:-1], SUFFIXES[digits[-1]]
-    try:
-        exact = Decimal(digits)
-    except InvalidOperation:
-        return None
-    if not exact.is_finite() or abs(exact.adjusted()) > 18 or abs(exact) * factor > MAX_COUNT:
-        return None
-    return int(exact * factor), int(float(exact) * factor)
-
-
-MAX_LAYOUT = 10_000
-# A group (ab|)*3 and a letter t*3, in the order in which Megatron unrolls them.
-_REPEATS = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
-
-
-def count_layout_stages(text: str) -> int:
-    """Return the stages of a `--pipeline-model-parallel-layout` such as `Et*3|(tt|)*29m|L`."""
-    text = text.replace(",", "").replace(" ", "")
-    for pattern in _REPEATS:
-        text = re.sub(pattern, lambda match: match[1] * min(int(match[2]), MAX_LAYOUT), text[:MAX_LAYOUT])
-    return text.count("|") + 1
+MAX_LAYOUT, MAX_LISTED, MANY_SIZES = 10_000, 12, 2_000
 
 
 class MegatronJob(PretrainingJob):
@@ -353,19 +334,15 @@ class MegatronJob(PretrainingJob):
                 self.world = (self[hosts] or 1) * self[per_host]
         replicas = self["data_parallel_size"]
         if self.world is None and replicas is None:
-            raise ConfigError(
-                "the number of devices is not in the file; add world_size=N (or data_parallel_size=N)", key="world_size"
-            )
+            said = "the number of devices is not in the file; add world_size=N (or data_parallel_size=N)"
+            raise ConfigError(said, key="world_size")
         # At least one replica, also if a rule about the world size is broken.
         self.replicas: int = max((self.world or 1) // self.model_parallel, 1) if replicas is None else replicas
         self.num_devices = self.replicas * self.model_parallel
         if replicas is not None and self.world is not None and self.world != self.num_devices:
-            raise ConfigError(
-                f"data_parallel_size * tensor * pipeline * context parallel sizes = {self.replicas} * {self.model_parallel} = "
-                f"{self.num_devices} is not the world size {self.world}",
-                key="data_parallel_size",
-                nearest=(self.world // self.model_parallel,),
-            )
+            arithmetic = f"{self.replicas} * {self.model_parallel} = {self.num_devices} is not the world size {self.world}"
+            said = f"data_parallel_size * tensor * pipeline * context parallel sizes = {arithmetic}"
+            raise ConfigError(said, key="data_parallel_size", nearest=(self.world // self.model_parallel,))
 
         self.micro: int = self[MICRO] or 0
         self.unit = self.micro * self.replicas  # samples of one forward pass of all replicas
@@ -377,10 +354,14 @@ class MegatronJob(PretrainingJob):
         hybrid = any(name.startswith("hybrid_") and name.endswith("_pattern") for name in settings.others)
         self.num_layers: int | None = None if hybrid else self[LAYERS]  # a pattern names each of the hybrid layers
         self.uneven = [key for key in UNEVEN if self[key]]
-        self.layout_stages = count_layout_stages(self[LAYOUT]) if self[LAYOUT] else 0
-        self.chunks = max(self.layout_stages // self.stages, 1)
+        # The stages of a layout such as `Et*3|(tt|)*29m|L`: Megatron unrolls first groups, then letters.
+        layout = (self[LAYOUT] or "").replace(",", "").replace(" ", "")
+        for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+            layout = re.sub(pattern, lambda match: match[1] * min(int(match[2]), MAX_LAYOUT), layout[:MAX_LAYOUT])
+        self.layout_stages = layout.count("|") + 1 if self[LAYOUT] else 0
+        self.chunks = 1
         if self.layout_stages:
-            pass
+            self.chunks = max(self.layout_stages // self.stages, 1)
         elif self[VIRTUAL] is not None:
             self.chunks = max(self[VIRTUAL], 1)
         elif self[PER_CHUNK] is not None and self.num_layers is not None:
@@ -415,15 +396,11 @@ class MegatronJob(PretrainingJob):
         self.unreadable = [text for text, entry in zip(self.written_entries, parsed, strict=False) if entry is None]
         # Sorted by threshold, as Megatron sorts them.
         self.thresholds = sorted((entry for entry in parsed if entry is not None), key=lambda entry: entry.samples)
-        # Neighbouring thresholds that do not increase.
+        # Neighbouring thresholds that do not increase, and sizes that shrink.
         self.not_rising = [(a, b) for a, b in itertools.pairwise(self.thresholds) if b.samples <= a.samples]
-        self.schedule_valid = (
-            bool(self.thresholds)
-            and not self.unreadable
-            and self.thresholds[0].samples == 0
-            and not self.not_rising
-            and all(entry.size > 0 for entry in self.thresholds)
-        )
+        self.shrinking = [(a, b) for a, b in itertools.pairwise(self.thresholds) if b.size < a.size]
+        starts = bool(self.thresholds) and self.thresholds[0].samples == 0 and all(entry.size > 0 for entry in self.thresholds)
+        self.schedule_valid = starts and not self.unreadable and not self.not_rising
         self.ramp: BatchRamp | None = None  # none if there is none to follow
         if self.has_schedule and self.schedule_valid:
             self.ramp = BatchRamp.piecewise([(entry.samples, entry.size) for entry in self.thresholds])
@@ -496,15 +473,8 @@ class MegatronJob(PretrainingJob):
             )
             plan = RampPlan(ramp=BatchRamp.constant(size), splitter=splitter, num_devices=self.num_devices, total_steps=1)
             by_size[size] = plan.phase_rows()[0]
-        return [
-            {
-                **by_size[phase.global_batch_size],
-                "start_step": phase.start_step,
-                "start_sample": phase.start_sample,
-                "num_steps": phase.num_steps,
-            }
-            for phase in self.ramp.phases
-        ]
+        names = ("start_step", "start_sample", "num_steps")
+        return [{**by_size[phase.global_batch_size], **{n: getattr(phase, n) for n in names}} for phase in self.ramp.phases]
 
     def rampup_values(self) -> dict[str, Any]:
         """Return the run in rampup's keys."""
@@ -534,9 +504,8 @@ class MegatronJob(PretrainingJob):
         }
         rounded = self.linear is not None and self.linear.unit > 1
         if self.has_schedule or rounded:
-            pairs = [(entry.samples, entry.size) for entry in self.thresholds]
-            if self.linear is not None:
-                pairs = self.linear.thresholds()
+            given = [(entry.samples, entry.size) for entry in self.thresholds]
+            pairs = given if self.linear is None else self.linear.thresholds()
             values["batch_size_schedule"] = " ".join(f"{threshold}:{size}" for threshold, size in pairs)
         else:
             values["per_device_batch_size"] = Fraction(self.ramp.sizes[-1], self.num_devices)
@@ -569,9 +538,6 @@ class MegatronJob(PretrainingJob):
         if self.uneven and self.stages > 1:
             return Conversion(refusal="rampup's pipeline has the same number of layers in every stage")
         return super().conversion()
-
-
-MAX_LISTED = 12
 
 
 def _meanings(job: MegatronJob) -> Iterator[tuple[str, str]]:
@@ -666,7 +632,6 @@ def _listed(values: Sequence[object]) -> str:
     return shown + (", ..." if len(values) > MAX_LISTED else "")
 
 
-MANY_SIZES = 2_000
 _ROUNDS_TO_0 = f"; {DECREASE} rounds it down to 0 microbatches"
 Rules = list[Rule[MegatronJob]]
 
@@ -700,9 +665,6 @@ ARGUMENTS: Rules = [
 ]  # fmt: skip
 
 
-# The linear ramp: start, increment and samples.
-
-
 def _is_ordered(job: MegatronJob) -> bool:
     """Return whether start, increment and samples are numbers that the rules about their relation can use."""
     return job.start > 0 and job.increment > 0 and job.ramp_samples >= 0
@@ -719,6 +681,7 @@ def _triples(job: MegatronJob) -> Iterator[str]:
         yield f"{s} {i} {max(samples, 1)}"
 
 
+# The linear ramp: start, increment and samples.
 LINEAR: Rules = [
     Rule(name="megatron.ramp_is_a_triple", keys=(RAMP,), when=lambda job: job.triple is not None,
         holds=lambda job: len(job.triple or ()) == 3,
@@ -758,13 +721,6 @@ LINEAR: Rules = [
 ]  # fmt: skip
 
 
-# The schedule in steps: THRESHOLD:SIZE entries.
-
-
-def _shrinking(job: MegatronJob) -> list[tuple[Threshold, Threshold]]:
-    return [(a, b) for a, b in itertools.pairwise(job.thresholds) if b.size < a.size]
-
-
 def _with_rounded_sizes(job: MegatronJob) -> Iterator[str]:
     """Yield the schedule with each size rounded to the unit, down and then up."""
     if not job.schedule_valid or job.unit < 1:
@@ -775,6 +731,7 @@ def _with_rounded_sizes(job: MegatronJob) -> Iterator[str]:
         yield " ".join(f"{entry.text.partition(':')[0]}:{size}" for entry, size in pairs)
 
 
+# The schedule in steps: THRESHOLD:SIZE entries.
 STEPS: Rules = [
     Rule(name="megatron.schedule_excludes_global_batch", keys=(GLOBAL, SCHEDULE), when=lambda job: job.has_schedule,
         holds=lambda job: job[GLOBAL] is None,
@@ -803,10 +760,10 @@ STEPS: Rules = [
             f"{SCHEDULE}: every size must be at least 1, unlike {min(job.thresholds, key=lambda entry: entry.size).text}"
         )),
     Rule(name="megatron.schedule_grows", keys=(SCHEDULE,), when=lambda job: job.schedule_valid,
-        holds=lambda job: not _shrinking(job),
+        holds=lambda job: not job.shrinking,
         message=lambda job: (
-            f"{SCHEDULE}: the batch shrinks from {_shrinking(job)[0][0].size:,} to {_shrinking(job)[0][1].size:,} at "
-            f"{_shrinking(job)[0][1].samples:,} samples; the schedule is read, but the trainer stops there"),
+            f"{SCHEDULE}: the batch shrinks from {job.shrinking[0][0].size:,} to {job.shrinking[0][1].size:,} at "
+            f"{job.shrinking[0][1].samples:,} samples; the schedule is read, but the trainer stops there"),
         found_by="run"),
     Rule(name="megatron.schedule_phases_divisible", keys=(SCHEDULE, MICRO),
         when=lambda job: job.schedule_valid and job.unit >= 1, holds=lambda job: job.splits,
@@ -815,9 +772,6 @@ STEPS: Rules = [
             f"{_unit(job).text}; Megatron checks each batch only when its step comes"),
         candidates=_with_rounded_sizes, found_by="run"),
 ]  # fmt: skip
-
-
-# The pipeline and its interleaved schedule.
 
 
 def _stage_share(job: MegatronJob) -> Term:
@@ -844,17 +798,13 @@ def _in_groups(
             if not fits(job, number)
         ]
 
-    return Rule(
-        name=f"megatron.{name}",
-        keys=(GLOBAL, GROUP, STAGES),
-        when=lambda job: job.interleaved,
+    return Rule(name=f"megatron.{name}", keys=(GLOBAL, GROUP, STAGES), when=lambda job: job.interleaved,
         holds=lambda job: not failing(job),
         message=lambda job: f"{says(job, failing(job)[0])}; nothing checks it before that step",
-        division=lambda job: (job.final, max(job.unit, 1) * max(job.group, 1)),
-        found_by="run",
-    )
+        division=lambda job: (job.final, max(job.unit, 1) * max(job.group, 1)), found_by="run")  # fmt: skip
 
 
+# The pipeline and its interleaved schedule.
 PIPELINE: Rules = [
     at_least("megatron.chunks_positive", (VIRTUAL,), VIRTUAL, 1, when=lambda job: job[VIRTUAL] is not None),
     at_least("megatron.chunks_need_stages", (STAGES, VIRTUAL, OVERLAP), STAGES, ("{:,}", lambda job: 2 if job[OVERLAP] else 3),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -70,12 +71,8 @@ class Reading:
             known = canonical(name)
             before = leaves.get(known, value).value
             if before != value.value:
-                raise ConfigError(
-                    f"{known} is given twice, as {before!r} and as {value.value!r} ({name}); leave one out",
-                    key=known,
-                    path=value.path,
-                    line=value.line,
-                )
+                said = f"{known} is given twice, as {before!r} and as {value.value!r} ({name}); leave one out"
+                raise ConfigError(said, key=known, path=value.path, line=value.line)
             leaves[known] = value
         settings = [setting.partition("=") for setting in self.overrides]
         overrides = [f"{canonical(name)}{equals}{text}" for name, equals, text in settings]
@@ -101,9 +98,8 @@ class Settings:
     def describe(self, name: str) -> str:
         """Return `key = value` for the table of meanings; a default is marked."""
         value = self.values[name]
-        shown = (
-            f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else "null" if value is None else str(value)
-        )
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        shown = f"{value:,}" if is_number else "null" if value is None else value
         return f"{name} = {shown}" + ("" if name in self.given else " (default)")
 
 
@@ -116,16 +112,17 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{name}", value
 
 
-def read_leaves(mapping: Mapping[str, Located], repeated: dict[str, int]) -> dict[str, Located]:
-    """Return the leaves of a file by dotted key; one that is given twice, nested and dotted, is added to `repeated`."""
+def read_leaves(text: str, path: str) -> tuple[dict[str, Located], dict[str, int]]:
+    """Return the leaves of a YAML file by dotted key, and those that it gives twice, with the line of the second."""
     result: dict[str, Located] = {}
-    for top, entry in mapping.items():
+    repeated: dict[str, int] = {}
+    for top, entry in parse_mapping(text, path, repeated=repeated).items():
         nested = isinstance(entry.value, Mapping) and entry.value
         for name, value in flatten(entry.value, f"{top}.") if nested else ((top, entry.value),):
             if name in result:
                 repeated[name] = entry.line or 0
             result[name] = Located(value=value, path=entry.path, line=entry.line)
-    return result
+    return result, repeated
 
 
 def type_settings(
@@ -154,14 +151,13 @@ def type_settings(
     chosen = _read_overrides(reading.overrides, entries, groups)
     known_names = entries.keys() & {*located, *(chosen.keys() - FACTS)}
     if not (reading.recognized or known_names or _find_mappings(located, entries)):
-        misspelt = list(_find_misspelt(located, entries))
-        raise_together(misspelt)
+        raise_together(list(_find_misspelt(located, entries)))
         examples = ", ".join(list(entries)[:3])
         raise ConfigError(f"not a file of {system}: it sets none of its batch keys, such as {examples}", key="from", path=path)
-    twice = {name: line for name, line in reading.repeated.items() if name in entries and name not in chosen}
     problems: list[RampupError] = [
         ConfigError(f"{name} is given twice; choose one with {name}=...", key=name, path=path, line=line)
-        for name, line in twice.items()
+        for name, line in reading.repeated.items()
+        if name in entries and name not in chosen
     ]
     problems += _find_mappings({name: entry for name, entry in located.items() if name not in chosen}, entries)
     located = {**located, **chosen}
@@ -217,15 +213,11 @@ def _read_overrides(overrides: Sequence[str], entries: Mapping[str, Entry], grou
             continue
         close = difflib.get_close_matches(name, entries, n=1, cutoff=0.8 if is_flat else 0.0)
         first, dot, _ = name.partition(".")
-        if (
-            (is_flat and close)
-            or not (is_flat or (dot and first in groups))
-            or any(True for _ in _find_misspelt({name: result[name]}, entries))
-        ):
+        is_foreign = bool(close) if is_flat else not (dot and first in groups)
+        if is_foreign or any(True for _ in _find_misspelt({name: result[name]}, entries)):
             close = close or difflib.get_close_matches(name, entries, n=1, cutoff=0.0)
-            raise ConfigError(
-                f"unknown key {name[:100]!r}; the closest is {close[0]}", key=name, nearest=close, path=COMMAND_LINE
-            )
+            said = f"unknown key {name[:100]!r}; the closest is {close[0]}"
+            raise ConfigError(said, key=name, nearest=close, path=COMMAND_LINE)
     return result
 
 
@@ -274,10 +266,8 @@ def _resolve_reference(
     if match is None:
         return value
     target, default = match.groups()
-    dots = len(target) - len(target.lstrip("."))
-    if dots:
-        parents = name.split(".")[:-dots]
-        target = ".".join([*parents, target.lstrip(".")])
+    if dots := len(target) - len(target.lstrip(".")):
+        target = ".".join([*name.split(".")[:-dots], target.lstrip(".")])
     if hops == _MAX_HOPS:
         raise ConfigError(f"{name}={value} is a circular reference", key=name)
     if target in located:
@@ -352,8 +342,7 @@ def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, str
     is_script = text.startswith("#!") or path.endswith(SCRIPTS)
     is_yaml = text.lstrip().startswith("{") or _YAML_KEY.search(text) or not _COMMAND_WORD.search(text)
     if is_file and is_yaml and not is_script:
-        repeated: dict[str, int] = {}
-        leaves = read_leaves(parse_mapping(text, path, repeated=repeated), repeated)
+        leaves, repeated = read_leaves(text, path)
         return Reading(path=path, leaves=leaves, overrides=overrides, repeated=repeated)
     settings = [setting.partition("=") for setting in overrides]
     given = {name: value for name, equals, value in settings if equals and name.isidentifier() and not launch.known(name)}
@@ -411,33 +400,25 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
             found.append((score, command, leaves))
     if not found and not strict:
         return Reading(path=path, leaves={}, overrides=overrides)
+
+    def is_open(command: Command) -> bool:  # whether it sources a file whose name depends on what the script does not say
+        return command.words[0] in ("source", ".") and bool(unknown_names(Path(command.words[1]).name))
+
     # A script that is not read is the run if it is given keys, or if nothing else is. One with an open name may set its sizes.
     launched = any(row[0][0] for row in found)
-    first = max(unread, key=lambda row: (_is_open(row), len(launch.relevant(row.words))), default=None)
-    if first and ((_is_open(first) if found else not other) or (launch.relevant(first.words) and not launched)):
-        raise ConfigError(
-            f"this starts or sources a script that is not read: {first.unread}",
-            key="from",
-            path=first.path,
-            line=first.line or None,
-        )
+    first = max(unread, key=lambda row: (is_open(row), len(launch.relevant(row.words))), default=None)
+    if first and ((is_open(first) if found else not other) or (launch.relevant(first.words) and not launched)):
+        said = f"this starts or sources a script that is not read: {first.unread}"
+        raise ConfigError(said, key="from", path=first.path, line=first.line or None)
     if not found and other:
         raise ConfigError(f"this starts {other}, which the rules of {launch.system} do not cover", path=path)
     if not found:
-        raise ConfigError(
-            f"this script does not start {launch.system} itself: no command in it is like `{launch.example}`. If another one "
-            "starts the run, check that",
-            key="from",
-            path=path,
-        )
+        said = f"this script does not start {launch.system} itself: no command in it is like `{launch.example}`"
+        raise ConfigError(f"{said}. If another one starts the run, check that", key="from", path=path)
     score, command, leaves = max(found, key=lambda row: row[0])
     if name := next((name for word in command.words if (name := open_options(word))), ""):
-        raise ConfigError(
-            f"the script does not say what ${name} is, and sizes in this command depend on it; add {name}=...",
-            key=name,
-            path=command.path,
-            line=command.line or None,
-        )
+        said = f"the script does not say what ${name} is, and sizes in this command depend on it; add {name}=..."
+        raise ConfigError(said, key=name, path=command.path, line=command.line or None)
     notes = []
     if command.line:
         shown = show_unknown(" ".join(command.words))
@@ -449,9 +430,8 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
         notes.append(f"read from {here}: {shown[:_SHOWN]}{'...' if len(shown) > _SHOWN else ''}{also}")
     notes += dict.fromkeys(f"{row.unread}; what it sets or starts is not read." for row in unread)
     # A word after an option is its value, unless its name is that of options.
-    words = zip(command.words[1:], command.words, strict=False)
     unknown: dict[str, None] = {}
-    for word, before in words:
+    for before, word in itertools.pairwise(command.words):
         names, name = unknown_names(word), show_unknown(word)
         is_whole = len(names) == 1 and name.lstrip("$") == names[0].lstrip("$")
         if is_whole and (_OPTIONS.search(name) or not before.startswith("-") or "=" in before):
@@ -461,11 +441,6 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
     return Reading(
         path=command.path, leaves=leaves, overrides=overrides, command=command, notes=tuple(notes), recognized=score[0]
     )
-
-
-def _is_open(command: Command) -> bool:
-    """Return whether a command sources a file whose name depends on what the script does not say."""
-    return command.words[0] in ("source", ".") and bool(unknown_names(Path(command.words[1]).name))
 
 
 def read_hydra(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
@@ -506,7 +481,7 @@ class _Bases:
     """The base files of a source: those beside it, which count as given, and those that the system ships."""
 
     def __init__(self, launch: Launch) -> None:
-        self.bases, self.entries, self.canonical = launch.bases, launch.entries, launch.canonical
+        self.launch = launch
         self.beside: dict[str, Located] = {}
         self.shipped: dict[str, Any] = {}
         self.named: list[str] = []  # the shipped ones
@@ -519,7 +494,7 @@ class _Bases:
             if isinstance(item, Mapping):
                 for group, choice in item.items():
                     name = group.removeprefix("override ").removeprefix("optional ")
-                    if name in self.entries and choice is not None:
+                    if name in self.launch.entries and choice is not None:
                         self.shipped[name] = choice
                     elif isinstance(choice, str):
                         place, _, package = name.partition("@")
@@ -542,15 +517,14 @@ class _Bases:
         for folder in folders:
             file = folder / f"{name}.yaml"
             if file.is_file() and str(file) != path:
-                repeated: dict[str, int] = {}
-                leaves = read_leaves(parse_mapping(read_text(file), str(file), repeated=repeated), repeated)
+                leaves, _ = read_leaves(read_text(file), str(file))
                 if PARENT in leaves:
                     self.follow(leaves.pop(PARENT), file.parent)
                 prefix = f"{package.replace('/', '.')}." if package and package != "_global_" else ""
-                self.beside |= {self.canonical(prefix + key): value for key, value in leaves.items()}
+                self.beside |= {self.launch.canonical(prefix + key): value for key, value in leaves.items()}
                 return
-        if name in self.bases:
-            own = dict(self.bases[name])
+        if name in self.launch.bases:
+            own = dict(self.launch.bases[name])
             if (parent := own.pop(PARENT, None)) is not None:
                 self.add(parent, [], path)
             self.named.append(name)
@@ -558,8 +532,5 @@ class _Bases:
         elif not required:
             self.missing.append(name)
         else:
-            raise ConfigError(
-                f"the base file {name}.yaml is neither beside this file nor one that is known; put it into this folder",
-                key=PARENT,
-                path=path,
-            )
+            said = f"the base file {name}.yaml is neither beside this file nor one that is known; put it into this folder"
+            raise ConfigError(said, key=PARENT, path=path)

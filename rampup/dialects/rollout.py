@@ -69,19 +69,10 @@ class RolloutJob(Job):
         """The critic, or None without one."""
         return self.trained.get("critic")
 
-    def train(
-        self, name: str, mini_batch: int, replicas: int, *, micro: int | None, epochs: int, tokens: int | None = None
-    ) -> None:
-        """Add a model that is trained; `mini_batch` counts prompts, and the other arguments are those of `TrainedModel`."""
-        self.trained[name] = TrainedModel(
-            name=name,
-            mini_batch=mini_batch,
-            mini_samples=mini_batch * self.samples_per_prompt,
-            replicas=replicas,
-            micro=micro,
-            tokens=tokens,
-            epochs=epochs,
-        )
+    def train(self, name: str, mini_batch: int, replicas: int, **sizes: Any) -> None:
+        """Add a model that is trained; `mini_batch` counts prompts, and the `sizes` are those of `TrainedModel`."""
+        samples = mini_batch * self.samples_per_prompt
+        self.trained[name] = TrainedModel(name=name, mini_batch=mini_batch, mini_samples=samples, replicas=replicas, **sizes)
 
     def num_mini_batches(self, model: TrainedModel) -> int:
         """Return the updates of a pass over a step's samples."""
@@ -138,20 +129,13 @@ class RolloutJob(Job):
             size = None if model.micro is None else Size(count=model.micro, unit="samples", scope="replica")
             if model.tokens is not None:
                 size = Size(count=model.tokens, unit="tokens", scope="replica")
-            trainings.append(
-                Training(
-                    mini_batch=Size(count=model.mini_batch, unit=unit),
-                    microbatch=size,
-                    data_parallel_size=model.replicas,
-                    num_epochs=model.epochs,
-                )
-            )
+            mini, replicas = Size(count=model.mini_batch, unit=unit), model.replicas
+            trainings.append(Training(mini_batch=mini, microbatch=size, data_parallel_size=replicas, num_epochs=model.epochs))
+        policy, critic = (*trainings, None)[:2]
+        assert policy is not None
+        batch = Size(count=self.prompts, unit=unit)
         return RolloutPlan(
-            rollout_batch=Size(count=self.prompts, unit=unit),
-            samples_per_prompt=self.samples_per_prompt,
-            policy=trainings[0],
-            critic=trainings[1] if len(trainings) > 1 else None,
-            pad=pad,
+            rollout_batch=batch, samples_per_prompt=self.samples_per_prompt, policy=policy, critic=critic, pad=pad
         )
 
     @property

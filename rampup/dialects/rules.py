@@ -164,15 +164,11 @@ def _compare(
     def numbers(job: J) -> tuple[int, int]:
         return term(left, job).number, term(right, job).number
 
+    def message(job: J) -> str:
+        return f"{term(left, job).text} {words} {term(right, job).text}{note if isinstance(note, str) else note(job)}"
+
     return Rule(
-        name=name,
-        keys=tuple(keys),
-        holds=lambda job: test(*numbers(job)),
-        message=lambda job: (
-            f"{term(left, job).text} {words} {term(right, job).text}{note if isinstance(note, str) else note(job)}"
-        ),
-        division=numbers,
-        **options,
+        name=name, keys=tuple(keys), holds=lambda job: test(*numbers(job)), message=message, division=numbers, **options
     )
 
 
@@ -186,13 +182,8 @@ def positive(system: str, keys: Iterable[str], why: str, **options: Any) -> list
     """Return the rules that counts are unset or at least 1. `why` says what happens otherwise; options as in `Rule`."""
 
     def rule(key: str) -> Rule[Any]:
-        return Rule(
-            name=f"{system}.positive.{key}",
-            keys=(key,),
-            holds=lambda job: job[key] is None or job[key] >= 1,
-            message=lambda job: f"{key}={job[key]:,} must be at least 1: {why}",
-            **options,
-        )
+        return Rule(name=f"{system}.positive.{key}", keys=(key,), holds=lambda job: job[key] is None or job[key] >= 1,
+            message=lambda job: f"{key}={job[key]:,} must be at least 1: {why}", **options)  # fmt: skip
 
     return [rule(key) for key in keys]
 

@@ -60,13 +60,8 @@ _CHANGED = re.compile(rf"([A-Za-z_]\w*)(?:\[[^\]]*\])?\s*(?:(?:{_SIGNS})?=(?!=)|
 _CONTINUED = re.compile(r"(?:[ \t\r]|\\\r?\n)+|#[^\n]*")
 _ENDS = ("then", "elif", "else", "fi", "do", "done", "esac", "}", ")", ";;", ";&", ";;&")
 _PRINTING = ("echo", "printf", "export", "tee", "log", "logger", "sed", "grep", "awk")
-_SLURM = re.compile(r"^#SBATCH\s+(?:--(nodes|ntasks-per-node|gpus-per-node)[= ]|(-N)\s*)(\d+)\s*(?:#.*)?$", re.MULTILINE)
-_SLURM_NAMES = {
-    "nodes": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "-N": ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
-    "ntasks-per-node": ("SLURM_NTASKS_PER_NODE",),
-    "gpus-per-node": ("SLURM_GPUS_PER_NODE",),
-}
+_SLURM = re.compile(r"^#SBATCH\s+(?:--(nodes|ntasks-per-node|gpus-per-node)[= ]|-N\s*)(\d+)\s*(?:#.*)?$", re.MULTILINE)
+_SLURM_NAMES = {"ntasks-per-node": ("SLURM_NTASKS_PER_NODE",), "gpus-per-node": ("SLURM_GPUS_PER_NODE",)}
 # The suffixes of scripts, the commands that take one, those before a command, and files of a machine, not of a run.
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 _SHELLS = ("bash", "sh", "zsh", "dash", "sbatch")
@@ -157,8 +152,8 @@ def read_commands(
 
 def _read_slurm(text: str) -> dict[str, str]:
     """Return Slurm's variables that the header of a batch script sets."""
-    found = _SLURM.findall(text)
-    return {name: number for long, short, number in found for name in _SLURM_NAMES[long or short]}
+    nodes = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+    return {name: number for option, number in _SLURM.findall(text) for name in _SLURM_NAMES.get(option, nodes)}
 
 
 def _clean(text: str) -> str:
@@ -270,20 +265,18 @@ class _Parser:
         return rows
 
     def command(self) -> _Node:
-        """Return a simple or a compound command."""
-        token, line = self.peek(), self.here()
+        """Return a simple or a compound command; the redirections of a compound are dropped, with its here-documents."""
+        kind, line, words, parts = self.peek(), self.here(), list[str](), list[Any]()
         if self.text.startswith("((", self.at):
-            end = _close(self.text, self.at + 1)
-            expression, self.at = self.text[self.at + 2 : end], end + 2
-            return self.redirect(_Node("arithmetic", line, [expression], []))
-        if token == "(" or token == "{":
+            kind, words = "arithmetic", [self.in_brackets()]
+        elif kind not in ("(", "{", "if", "while", "until", "for", "select", "case", "function"):
+            return self.simple(line)
+        else:
             self.next()
-            body = self.rows()
-            self.expect(")" if token == "(" else "}")
-            return self.redirect(_Node("subshell" if token == "(" else "group", line, [], [body]))
-        if token == "if":
-            self.next()
-            parts: list[Any] = []
+        if kind in ("(", "{"):
+            parts = [self.rows()]
+            self.expect(")" if kind == "(" else "}")
+        elif kind == "if":
             word = "elif"
             while word == "elif":
                 condition = self.rows()
@@ -293,52 +286,52 @@ class _Parser:
             if word == "else":
                 parts.append((None, self.rows()))
                 self.expect("fi")
-            return self.redirect(_Node("if", line, [], parts))
-        if token in ("while", "until"):
-            self.next()
-            condition = self.rows()
-            return self.redirect(_Node(token, line, [], [condition, self.body()]))
-        if token in ("for", "select"):
-            self.next()
+        elif kind in ("while", "until"):
+            parts = [self.rows(), self.body()]
+        elif kind in ("for", "select"):
             self.peek()
             if self.text.startswith("((", self.at):
-                end = _close(self.text, self.at + 1)
-                head, self.at = self.text[self.at + 2 : end], end + 2
-                return self.redirect(_Node("count", line, head.split(";"), [self.body()]))
-            words = [self.next(), '"$@"']
-            self.skip("\n")
-            if self.peek() == "in":
-                self.next()
-                del words[1:]
-                while self.peek() not in ("", ";", "\n"):
-                    words.append(self.next())
-            return self.redirect(_Node("for", line, words, [self.body()]))
-        if token == "case":
-            self.next()
-            subject, rows = self.next(), list[Any]()
-            self.expect("in")
-            while True:
+                kind, words = "count", self.in_brackets().split(";")
+            else:
+                kind, words = "for", [self.next(), '"$@"']
                 self.skip("\n")
-                if self.peek() in ("", "esac"):
-                    self.expect("esac")
-                    return self.redirect(_Node("case", line, [subject], rows))
+                if self.peek() == "in":
+                    self.next()
+                    del words[1:]
+                    while self.peek() not in ("", ";", "\n"):
+                        words.append(self.next())
+            parts = [self.body()]
+        elif kind == "case":
+            words = [self.next()]
+            self.expect("in")
+            self.skip("\n")
+            while self.peek() not in ("", "esac"):
                 patterns = []
                 while (token := self.next()) != ")":
                     if not token:
                         raise ValueError(f"line {line}: the case does not end")
                     if token not in ("|", "("):
                         patterns.append(token)
-                rows.append((patterns, self.rows()))
+                parts.append((patterns, self.rows()))
                 if self.peek() in (";;", ";&", ";;&"):
                     self.next()
-        if token == "function":
-            self.next()
+                self.skip("\n")
+            self.expect("esac")
+        elif kind == "function":
             name = self.next()
             if self.peek() == "(":
                 self.next()
                 self.expect(")")
             return self.function(name, line)
-        return self.simple(line)
+        while self.redirect(_Node("command", line, [], [])):
+            pass
+        return _Node(kind, line, words, parts)
+
+    def in_brackets(self) -> str:
+        """Return the text within `((` and `))`."""
+        start, end = self.at + 2, _close(self.text, self.at + 1)
+        self.at = end + 2
+        return self.text[start:end]
 
     def body(self) -> list[Any]:
         self.skip(";", "\n")
@@ -355,9 +348,8 @@ class _Parser:
         """Return a simple command; redirections are dropped, here-documents kept."""
         node = _Node("command", line, [], [])
         is_test = False
-        while (token := self.peek()) and (
-            is_test or token not in ("\n", ";", "&", "|", "|&", "&&", "||", ")", ";;", ";&", ";;&")
-        ):
+        ends = ("\n", ";", "&", "|", "|&", "&&", "||", ")", ";;", ";&", ";;&")
+        while (token := self.peek()) and (is_test or token not in ends):
             if is_test:
                 node.words.append(self.next())
                 is_test = node.words[-1] != "]]"
@@ -367,12 +359,12 @@ class _Parser:
                 if len(node.words) != 1:
                     raise ValueError(f"line {line}: unexpected '('")
                 return self.function(node.words[0], line)
-            elif not self.redirect_one(node):
+            elif not self.redirect(node):
                 node.words.append(self.next())
                 is_test = node.words == ["[["]
         return node
 
-    def redirect_one(self, node: _Node) -> bool:
+    def redirect(self, node: _Node) -> bool:
         """Drop a redirection, but keep the body of a here-document; return whether there was one."""
         if not self.peek() or (match := _REDIRECTION.match(self.text, self.at)) is None:
             return False
@@ -384,12 +376,6 @@ class _Parser:
             self.documents.append((end, match[1] == "<<-", body))
             node.parts.append(body)
         return True
-
-    def redirect(self, node: _Node) -> _Node:
-        """Drop the redirections of a compound command, with its here-documents."""
-        while self.redirect_one(_Node("command", node.line, [], [])):
-            pass
-        return node
 
 
 def _word_end(text: str, at: int) -> int:
@@ -440,9 +426,8 @@ def _close(text: str, at: int) -> int:
         depth += text[end] == opening
         if text[end] == "#" and opening == "(" and text[end - 1] in " \t\n":
             end = (text.find("\n", end) + 1 or len(text) + 1) - 1
-        end = (
-            _skip(text, end) if text[end : end + 1] not in ("", "$") or text[end + 1 : end + 2] in ("{", "(", "'") else end + 1
-        )
+        is_plain = text[end : end + 1] in ("", "$") and text[end + 1 : end + 2] not in ("{", "(", "'")
+        end = end + 1 if is_plain else _skip(text, end)
 
 
 def _has_unknown(text: str) -> bool:
@@ -500,14 +485,22 @@ class _Reader:
 
     def attempt(self, rows: Sequence[Any]) -> dict[str, Any] | None:
         """Evaluate a branch in a copy of the variables; return them, or None if it ends with `exit`."""
-        before, self.env = self.env, dict(self.env)
-        try:
-            self.run(rows)
+        with self.changed(env=dict(self.env)):
+            try:
+                self.run(rows)
+            except _Stop as stop:
+                return None if stop.args[0] == "exit" else self.env
             return self.env
-        except _Stop as stop:
-            return None if stop.args[0] == "exit" else self.env
+
+    @contextlib.contextmanager
+    def changed(self, **changes: Any) -> Iterator[None]:
+        """Change attributes for a part of the script."""
+        before = {name: getattr(self, name) for name in changes}
+        vars(self).update(changes)
+        try:
+            yield
         finally:
-            self.env = before
+            vars(self).update(before)
 
     def join(self, branches: Iterable[dict[str, Any] | None], cause: str, *, exhaustive: bool) -> None:
         """Continue after branches of which no one knows which was taken, because of the variable `cause`."""
@@ -529,40 +522,33 @@ class _Reader:
         status: bool | None = True
         if node.kind == "command":
             return self.command(node)
-        if node.kind == "group":
+        if node.kind == "{":
             return self.run(node.parts[0])
-        if node.kind == "subshell":
+        if node.kind == "(":
             self.attempt(node.parts[0])
         elif node.kind == "arithmetic":
             value = self.arithmetic(node.words[0])
             status = None if _has_unknown(value) else value != "0"
         elif node.kind == "function":
             self.functions[node.words[0]] = node.parts[0]
-        elif node.kind == "if":
-            ends, cause = [], ""
+        elif node.kind in ("if", "case"):
+            subject, ends, cause = self.text(node.words[0], unset="") if node.words else "", [], ""
             for condition, body in node.parts:
                 self.cause = ""
-                met = True if condition is None else self.run(condition)
+                if node.kind == "if":
+                    met = True if condition is None else self.run(condition)
+                else:
+                    texts = [self.text(pattern, unset="") for pattern in condition]
+                    self.cause = _first_name(subject, *texts)
+                    met = any(fnmatchcase(subject, text) for text in texts)
+                    if any(map(_has_unknown, (subject, *texts))) and "*" not in texts:
+                        met = None
                 cause = cause or self.cause
                 if met is False:
                     continue
                 ends.append(self.attempt(body))
                 if met and (ends[-1] is not None or condition is None):
                     break
-            else:
-                ends.append(self.env)
-            self.join(ends, cause, exhaustive=True)
-        elif node.kind == "case":
-            subject, ends, cause = self.text(node.words[0], unset=""), [], ""
-            for patterns, body in node.parts:
-                texts = [self.text(pattern, unset="") for pattern in patterns]
-                unknown = _has_unknown(subject) or any(map(_has_unknown, texts))
-                cause = cause or _first_name(subject, *texts)
-                if unknown or any(fnmatchcase(subject, text) for text in texts):
-                    end = self.attempt(body)
-                    ends.append(end)
-                    if (not unknown or "*" in texts) and end is not None:
-                        break
             else:
                 ends.append(self.env)
             self.join(ends, cause, exhaustive=True)
@@ -573,7 +559,7 @@ class _Reader:
     def loop(self, node: _Node) -> None:
         """Evaluate the body for each item if they are known; otherwise once, as a branch that may not be taken."""
         body = node.parts[-1]
-        if node.kind in ("for", "select"):
+        if node.kind == "for":
             name = node.words[0]
             raw_words = list[str]()
             for raw in node.words[1:]:  # of which {1..4} and {a,b} are several
@@ -616,9 +602,8 @@ class _Reader:
             return True
         if raw[0] in ("[[", "[", "test"):
             quoted = raw[0] == "[["
-            words = [
-                word for part in raw[1:] for word in self.words(part, unset="", split=not quoted) or ([""] if quoted else [])
-            ]
+            found = (self.words(part, unset="", split=not quoted) or [""] * quoted for part in raw[1:])
+            words = list(itertools.chain.from_iterable(found))
             test = _Test(words if raw[0] == "test" else words[:-1])
             value = test.value()
             if value is None:
@@ -636,70 +621,64 @@ class _Reader:
         words = [word for part in raw for word in self.words(part)]
         if not words:
             return True
-        if words[0] in self.functions:
-            return self.call(words[0], words[1:])
+        name, *rest = words
+        if name in self.functions:
+            return self.call(name, rest)
         values = {name: self.text(value) for name, _, _, value in own}
-        if words[0] in _BUILTINS:
-            return self.builtin(words, node, values)
-        return self.record(words, node, values)
-
-    def builtin(self, words: list[str], node: _Node, own: dict[str, str]) -> bool | None:
-        name, rest = words[0], words[1:]
-        if name in ("exit", "return", "break", "continue"):
-            raise _Stop(name)
-        if name == "set":
-            self.exports_all |= any(re.fullmatch(r"-\w*a\w*|allexport", word) for word in rest)
-            if "--" in rest:
-                self.arguments[1:] = rest[rest.index("--") + 1 :]
-        elif name == "shift":
-            del self.arguments[1 : 1 + (int(rest[0]) if rest and rest[0].isdigit() else 1)]
-        elif name == "cd":
-            folder = next((word for word in rest if not word.startswith("-")), _mark("PWD"))
-            path = os.path.normpath(os.path.join(self.get("PWD") or ".", folder))
-            self.env["PWD"] = _mark("PWD") if _has_unknown(path) else path
-        elif name == "unset":
-            for word in rest:
-                self.env.pop(word, None)
-        elif name in ("read", "mapfile", "readarray", "getopts"):
-            for word in rest:
-                if word.isidentifier():
+        match name:
+            case "exit" | "return" | "break" | "continue":
+                raise _Stop(name)
+            case "set":
+                self.exports_all |= any(re.fullmatch(r"-\w*a\w*|allexport", word) for word in rest)
+                if "--" in rest:
+                    self.arguments[1:] = rest[rest.index("--") + 1 :]
+            case "shift":
+                del self.arguments[1 : 1 + (int(rest[0]) if rest and rest[0].isdigit() else 1)]
+            case "cd":
+                folder = next((word for word in rest if not word.startswith("-")), _mark("PWD"))
+                path = os.path.normpath(os.path.join(self.get("PWD") or ".", folder))
+                self.env["PWD"] = _mark("PWD") if _has_unknown(path) else path
+            case "unset":
+                for word in rest:
+                    self.env.pop(word, None)
+            case "read" | "mapfile" | "readarray" | "getopts":
+                for word in filter(str.isidentifier, rest):
                     self.assign(word, "", _mark(word))
-            return False if name == "getopts" else None
-        elif name == "let":
-            for word in rest:
-                self.evaluate(word)
-        elif name == "eval":
-            return self.script(" ".join(rest), node.line)
-        elif name == "exec" and rest:
-            self.record(rest, node, own)
-            raise _Stop("exit")
-        elif name in ("source", ".") and rest and Path(rest[0]).name not in _OF_MACHINE:
-            return self.follow(words, 1, node.line, {})
-        return name != "false"
+                return False if name == "getopts" else None
+            case "let":
+                for word in rest:
+                    self.evaluate(word)
+            case "eval":
+                return self.script(" ".join(rest), node.line)
+            case "exec" if rest:
+                self.record(rest, node, values)
+                raise _Stop("exit")
+            case "source" | "." if rest and Path(rest[0]).name not in _OF_MACHINE:
+                return self.follow(words, 1, node.line, {})
+            case "false":
+                return False
+            case "exec" | "source" | "." | ":" | "true":
+                pass
+            case _:
+                return self.record(words, node, values)
+        return True
 
     def script(self, text: str, line: int | None) -> bool | None:
         """Evaluate a text in the same shell."""
-        self.depth += 1
-        try:
+        with self.changed(depth=self.depth + 1):
             return self.run(_Parser(text, line).script()) if self.depth < MAX_NESTING else None
-        finally:
-            self.depth -= 1
 
     def call(self, name: str, arguments: list[str]) -> bool | None:
         """Evaluate a function of the script."""
         if self.depth >= MAX_NESTING:
             return None
-        before, self.arguments = self.arguments, [self.arguments[0], *arguments]
-        self.depth += 1
-        try:
-            return self.node(self.functions[name])
-        except _Stop as stop:
-            if stop.args[0] != "return":
-                raise
-            return None
-        finally:
-            self.depth -= 1
-            self.arguments = before
+        with self.changed(arguments=[self.arguments[0], *arguments], depth=self.depth + 1):
+            try:
+                return self.node(self.functions[name])
+            except _Stop as stop:
+                if stop.args[0] != "return":
+                    raise
+                return None
 
     def record(self, words: list[str], node: _Node, own: dict[str, str]) -> bool | None:
         """Keep a command, and those in its script, its quoted words and here-documents."""
@@ -764,15 +743,12 @@ class _Reader:
             if not sourced:
                 self.shell(text, None, own, **changes)
                 return True
-            kept = {name: getattr(self, name) for name in changes}
-            vars(self).update(changes)
-            try:
-                self.script(text, None)
-            except _Stop as stop:
-                if stop.args[0] != "return":
-                    raise
-            finally:
-                vars(self).update(kept)
+            with self.changed(**changes):
+                try:
+                    self.script(text, None)
+                except _Stop as stop:
+                    if stop.args[0] != "return":
+                        raise
         except (ValueError, IndexError) as error:
             reason = str(error) if isinstance(error, ConfigError) else f"{path}: cannot read the shell script: {error}"
             self.commands[number:] = [command._replace(unread=reason)]
@@ -970,10 +946,8 @@ class _Reader:
         if prefix == "#":
             return _mark(name) if isinstance(value, str) and _has_unknown(value) else str(len(value or ""))
         if found := re.match(r":?[-=+?]", rest):
-            is_set = value is not None and not (
-                isinstance(value, str) and value[:1] in (_UNSET, _ARGUMENT) and _MARKER.fullmatch(value)
-            )
-            is_set = is_set and (found[0][0] != ":" or bool(value))
+            is_missing = isinstance(value, str) and value[:1] in (_UNSET, _ARGUMENT) and _MARKER.fullmatch(value)
+            is_set = value is not None and not is_missing and (found[0][0] != ":" or bool(value))
             if found[0][-1] == "+":
                 return self.text(rest[found.end() :], unset=unset) if is_set else ""
             if is_set or found[0][-1] == "?":
@@ -1006,11 +980,8 @@ class _Reader:
                 return next((value[n:] for n in places if fnmatchcase(value[:n], pattern)), value)
             return next((value[:n] for n in places if fnmatchcase(value[n:], pattern)), value)
         if sign[0] == "/":
-            return (
-                value.replace(pattern, self.text(new), -1 if sign == "//" else 1)
-                if not set(pattern) & set("*?[") and pattern
-                else value
-            )
+            is_plain = pattern and not set(pattern) & set("*?[")
+            return value.replace(pattern, self.text(new), -1 if sign == "//" else 1) if is_plain else value
         if rest[0] == ":":
             first, _, length = rest[1:].partition(":")
             start, size = self.arithmetic(first), self.arithmetic(length) if length else str(len(value))
@@ -1025,7 +996,13 @@ class _Reader:
 
     def evaluate(self, text: str) -> str:
         """Return the value of an arithmetic expression whose expansions with `$` are done."""
-        *before, raw = _split_commas(text)
+        parts, depth = [""], 0  # between commas, except those in brackets
+        for piece in (match[0] for match in re.finditer(rf"{_MARKER.pattern}|.", text, re.DOTALL)):
+            depth += (piece in "([{") - (piece in ")]}")
+            is_end = piece == "," and not depth
+            parts[-1] += "" if is_end else piece
+            parts += [""] * is_end
+        *before, raw = parts
         for part in before:
             self.evaluate(part)
         if match := re.fullmatch(rf"\s*([A-Za-z_]\w*)\s*({_SIGNS})?=(?!=)(.*)", raw, re.DOTALL):
@@ -1058,10 +1035,6 @@ class _Reader:
             return _mark(f"$(({raw.strip()}))")
 
 
-_BUILTINS = {
-    *("exit", "return", "break", "continue", "set", "shift", "unset", "read", "mapfile", "readarray", "getopts", "let", "eval"),
-    *("exec", "source", ".", ":", "true", "false", "cd"),
-}
 # C's binary operators, from the loosest to the tightest.
 _LEVELS = ("?", "||", "&&", "|", "^", "&", "== !=", "< <= > >=", "<< >>", "+ -", "* / %", "**")
 _PRECEDENCE = {sign: level for level, signs in enumerate(_LEVELS) for sign in signs.split()}
@@ -1128,22 +1101,10 @@ def _calculate(text: str) -> int:
     return value()
 
 
-def _split_commas(text: str) -> list[str]:
-    """Return the parts of an arithmetic expression between its commas, except those in brackets."""
-    parts, depth = [""], 0
-    for match in re.finditer(rf"{_MARKER.pattern}|.", text, re.DOTALL):
-        piece = match[0]
-        depth += (piece in "([{") - (piece in ")]}")
-        if piece == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += piece
-    return parts
-
-
 _NUMBER_TESTS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge,
 }  # fmt: skip
+_OPERATORS = {"=", "==", "!=", "=~", "<", ">", *_NUMBER_TESTS}
 
 
 class _Test:
@@ -1167,7 +1128,7 @@ class _Test:
         if not self.words:
             return False
         word = self.words.pop(0)
-        if _is_operator(word) and len(self.words) == 1:  # an empty variable without quotes, which is an error in bash
+        if word in _OPERATORS and len(self.words) == 1:  # an empty variable without quotes, which is an error in bash
             self.words.clear()
             return False
         if word == "!" and self.words:
@@ -1177,16 +1138,13 @@ class _Test:
             result = self.value()
             self.words[:1] = []
             return result
-        if re.fullmatch(r"-[a-zA-Z]", word) and self.words and not _is_operator(self.words[0]):
+        if re.fullmatch(r"-[a-zA-Z]", word) and self.words and self.words[0] not in _OPERATORS:
             operand = self.words.pop(0)
             if word not in ("-z", "-n"):
                 return None
-            return self.known(
-                (bool(operand) and operand[0] != _ARGUMENT and word == "-n")
-                or ((not operand or operand[0] == _ARGUMENT) and word == "-z"),
-                "" if operand[:1] == _ARGUMENT else operand,
-            )
-        if len(self.words) > 1 and _is_operator(self.words[0]):
+            is_empty = not operand or operand[0] == _ARGUMENT
+            return self.known(is_empty == (word == "-z"), "" if is_empty else operand)
+        if len(self.words) > 1 and self.words[0] in _OPERATORS:
             sign, other = self.words.pop(0), self.words.pop(0)
             if sign == "=~":
                 return self.known(None, word)
@@ -1204,10 +1162,6 @@ class _Test:
             self.unknown.append(text)
             return None
         return value
-
-
-def _is_operator(word: str) -> bool:
-    return word in ("=", "==", "!=", "=~", "<", ">") or word in _NUMBER_TESTS
 
 
 def _find_script(words: Sequence[str]) -> int | None:

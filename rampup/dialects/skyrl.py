@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from rampup.dialects.reading import Entry, Launch, Settings, entry
 from rampup.dialects.rollout import RolloutJob, batch_meanings, dropped_prompts
-from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, found_by_run, multiple, positive, usable
+from rampup.dialects.rules import Dialect, Rule, Side, apply_if, at_least, equal, multiple, positive, usable
 from rampup.dialects.verdict import Run, Term, counted, product, rounded_down
 from rampup.rl.plan import RolloutPlan
 
@@ -21,20 +21,16 @@ CRITIC_MINI = "trainer.critic_mini_batch_size"
 MICRO, FORWARD = "trainer.micro_train_batch_size_per_gpu", "trainer.micro_forward_batch_size_per_gpu"
 RESPONSES, WORKERS = "generator.n_samples_per_prompt", "trainer.fully_async.num_parallel_generation_workers"
 COLOCATE, COLOCATE_REF = "trainer.placement.colocate_all", "trainer.placement.colocate_policy_ref"
-MODEL_SIZES = ("tensor_model", "pipeline_model", "context")
+MODELS = ("policy", "critic", "ref")
+# Of each model: the keys of its devices per node and nodes; its Megatron sizes, which multiply to the devices that share a
+# sample; and the devices that share a sequence.
+DEVICES = {model: tuple(f"trainer.placement.{model}_num_{what}" for what in ("gpus_per_node", "nodes")) for model in MODELS}
+_SIZES = tuple(f"megatron_config.{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
+MEGATRON = {model: tuple(f"trainer.{model}.{size}" for size in _SIZES) for model in MODELS}
+SEQUENCE = {model: f"trainer.{model}.sequence_parallel_size" for model in MODELS}
 _ENGINE_SIZES = ("num_engines", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 ENGINE_KEYS = tuple(f"generator.inference_engine.{name}" for name in _ENGINE_SIZES)
 OLD_ENGINE_KEYS = ("generator.num_inference_engines", *(f"generator.inference_engine_{name}" for name in _ENGINE_SIZES[1:]))
-
-
-def device_keys(model: str) -> tuple[str, str]:
-    """Return the keys of a model's devices per node and nodes."""
-    return f"trainer.placement.{model}_num_gpus_per_node", f"trainer.placement.{model}_num_nodes"
-
-
-def megatron_keys(model: str) -> tuple[str, ...]:
-    """Return the keys of a model's Megatron sizes, which multiply to the devices that share a sample."""
-    return tuple(f"trainer.{model}.megatron_config.{name}_parallel_size" for name in MODEL_SIZES)
 
 
 KEYS: dict[str, Entry] = {
@@ -56,12 +52,11 @@ KEYS: dict[str, Entry] = {
     COLOCATE_REF: entry(True, "otherwise: policy and reference share their devices", kind="bool"),
     **{
         key: entry(1, f"{what} of the {model} model", unit=unit)
-        for model in ("policy", "critic", "ref")
-        for key, what, unit in zip(device_keys(model), ("devices per node", "nodes"), ("devices", "nodes"), strict=True)
+        for model in MODELS
+        for key, what, unit in zip(DEVICES[model], ("devices per node", "nodes"), ("devices", "nodes"), strict=True)
     },
-    **{f"trainer.{model}.sequence_parallel_size": entry(1, f"devices that share a sequence of the {model} model")
-       for model in ("policy", "critic", "ref")},
-    **{key: entry(1, f"Megatron size of the {model} model") for model in ("policy", "ref") for key in megatron_keys(model)},
+    **{key: entry(1, f"devices that share a sequence of the {model} model") for model, key in SEQUENCE.items()},
+    **{key: entry(1, f"Megatron size of the {model} model") for model in ("policy", "ref") for key in MEGATRON[model]},
     "trainer.fully_async.enabled": entry(False, "generation and training overlap fully", kind="bool"),
     "trainer.fully_async.max_staleness_steps": entry(4, "steps by which a sample may be old", minimum=0, unit="steps"),
     WORKERS: entry(768, "prompts generated at once", unit="prompts"),
@@ -84,10 +79,8 @@ LAUNCH = Launch(
 )
 COUNTS = (TRAIN, MINI, MICRO, FORWARD, RESPONSES)
 TRAINED = ("trainer.update_epochs_per_batch", "trainer.epochs", "trainer.eval_batch_size", "num_prompts")
-MODEL_COUNTS: dict[str, tuple[str, ...]] = {
-    model: (*device_keys(model)[::-1], f"trainer.{model}.sequence_parallel_size") for model in ("policy", "critic", "ref")
-}
-MODEL_COUNTS |= {model: (*MODEL_COUNTS[model], *megatron_keys(model)) for model in ("policy", "ref")}
+MODEL_COUNTS: dict[str, tuple[str, ...]] = {model: (*DEVICES[model][::-1], SEQUENCE[model]) for model in MODELS}
+MODEL_COUNTS |= {model: (*MODEL_COUNTS[model], *MEGATRON[model]) for model in ("policy", "ref")}
 MODEL_COUNTS["critic"] = (CRITIC_MINI, *MODEL_COUNTS["critic"])
 
 
@@ -109,14 +102,11 @@ class SkyRLJob(RolloutJob):
         self.models = ("policy", *(["critic"] if self.has_critic else []), *(["ref"] if self.has_ref else []))
 
         # Devices that share a sample, and replicas, rounded down. The critic never has Megatron's sizes.
-        self.devices = {model: math.prod(self[key] for key in device_keys(model)) for model in MODEL_COUNTS}
-        self.model_sizes = {
-            model: math.prod(self[key] for key in megatron_keys(model))
-            if self.megatron and model != "critic"
-            else self[f"trainer.{model}.sequence_parallel_size"]
-            for model in MODEL_COUNTS
-        }
-        self.replicas = {model: self.devices[model] // max(self.model_sizes[model], 1) for model in MODEL_COUNTS}
+        self.devices = {model: math.prod(self[key] for key in DEVICES[model]) for model in MODELS}
+        self.model_sizes = {model: self[SEQUENCE[model]] for model in MODELS}
+        if self.megatron:
+            self.model_sizes |= {model: math.prod(self[key] for key in MEGATRON[model]) for model in ("policy", "ref")}
+        self.replicas = {model: self.devices[model] // max(self.model_sizes[model], 1) for model in MODELS}
         # Models that take part and whose devices Megatron's sizes do not divide.
         self.uneven: list[str] = []
         if self.megatron:
@@ -207,8 +197,7 @@ def _notes(job: SkyRLJob) -> Iterator[str]:
 
 def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
     """Return the rules that Megatron's sizes divide a model's devices, and that there is at least one replica."""
-    per_node, sequence = device_keys(model)[0], f"trainer.{model}.sequence_parallel_size"
-
+    per_node, sequence = DEVICES[model][0], SEQUENCE[model]
     devices: Side[SkyRLJob] = (f"the {model}'s {{:,}} devices", lambda job: job.devices[model])
 
     has_a_replica = at_least(f"skyrl.{model}_has_a_replica", (sequence, per_node), devices,
@@ -218,9 +207,9 @@ def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
     if model == "critic":
         return [has_a_replica]
     return [
-        multiple(f"skyrl.megatron_divides_{model}_devices", (per_node, *megatron_keys(model)), devices,
+        multiple(f"skyrl.megatron_divides_{model}_devices", (per_node, *MEGATRON[model]), devices,
             lambda job: Term(
-                f"tensor * pipeline * context parallel size = {' * '.join(f'{job[key]:,}' for key in megatron_keys(model))} = "
+                f"tensor * pipeline * context parallel size = {' * '.join(f'{job[key]:,}' for key in MEGATRON[model])} = "
                 f"{job.model_sizes[model]:,}",
                 job.model_sizes[model]),
             when=lambda job: job.megatron and model in job.models),
@@ -231,9 +220,6 @@ def _device_rules(model: str) -> list[Rule[SkyRLJob]]:
 def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
     """Return the rules of the mini batch of the policy or the critic. Each applies if those before it hold."""
     key = f"trainer.{name}_mini_batch_size"
-
-    def reaches(job: SkyRLJob) -> bool:
-        return job.trained[name].share > 0
 
     replicas: Side[SkyRLJob] = ("the {:,} replicas", lambda job: job.trained[name].replicas)
 
@@ -253,9 +239,9 @@ def _mini_batch_rules(name: str) -> list[Rule[SkyRLJob]]:
         multiple(f"skyrl.{name}_mini_divides_train", (TRAIN, key), TRAIN, key,
             when=lambda job: job.prompts >= job[key]),
         at_least(f"skyrl.{name}_mini_reaches_every_replica", (key, RESPONSES), samples, replicas),
-        multiple(f"skyrl.micro_divides_{name}_mini", (MICRO, key), share, MICRO, when=reaches),
+        multiple(f"skyrl.micro_divides_{name}_mini", (MICRO, key), share, MICRO, when=lambda job: job.trained[name].share > 0),
         multiple(f"skyrl.{name}_share_divides_train_share", (TRAIN, key, RESPONSES), step_share, share,
-            when=lambda job: reaches(job) and job.prompts % job[key] == 0),
+            when=lambda job: job.trained[name].share > 0 and job.prompts % job[key] == 0),
     ])  # fmt: skip
 
 
@@ -264,7 +250,7 @@ _POLICY_DEVICES: Side[SkyRLJob] = ("the policy's {:,} devices", lambda job: job.
 
 def _colocated(model: str) -> Rule[SkyRLJob]:
     """Return the rule that models on shared devices have equally many; it applies only if the file says how many."""
-    own = device_keys(model)
+    own = DEVICES[model]
     return equal(f"skyrl.colocated_{model}_devices", own, (f"the {model}'s {{:,}} devices", lambda job: job.devices[model]),
         _POLICY_DEVICES,
         when=lambda job: model in job.models and job[COLOCATE] and bool(job.settings.given & set(own)),
@@ -317,24 +303,18 @@ _STEP: list[Rule[SkyRLJob]] = [
         holds=lambda job: not (job.megatron and job.has_critic),
         message=lambda job: "trainer.strategy=megatron trains no critic: trainer.critic.model.path must be null",
         candidates=lambda job: ["fsdp"]),
-    *[equal(f"skyrl.megatron_{model}_sequence_parallel", (MODEL_COUNTS[model][2],), MODEL_COUNTS[model][2], 1,
+    *[equal(f"skyrl.megatron_{model}_sequence_parallel", (SEQUENCE[model],), SEQUENCE[model], 1,
         when=lambda job: job.megatron, note=" with trainer.strategy=megatron") for model in ("policy", "ref")],
 ]  # fmt: skip
 RULES: list[Rule[SkyRLJob]] = [
     *positive("skyrl", [*COUNTS, *MODEL_COUNTS["policy"]], "SkyRL's check divides by it or compares it with 0"),
     *positive("skyrl", MODEL_COUNTS["critic"], "the critic needs it", when=lambda job: job.has_critic),
-    *found_by_run(positive("skyrl", MODEL_COUNTS["ref"], "the reference model needs it", when=lambda job: job.has_ref)),
-    *found_by_run(positive("skyrl", TRAINED, "nothing would be trained or evaluated")),
-    *[rule for model in MODEL_COUNTS for rule in _device_rules(model)],
-    *apply_if(
-        usable,
-        [
-            *_mini_batch_rules("policy"),
-            *_mini_batch_rules("critic"),
-            *_STEP,
-            *map(_colocated, ("critic", "ref")),
-            *map(_shares_devices, device_keys("policy")),
-        ],
-    ),
-]
+    *positive("skyrl", MODEL_COUNTS["ref"], "the reference model needs it", when=lambda job: job.has_ref, found_by="run"),
+    *positive("skyrl", TRAINED, "nothing would be trained or evaluated", found_by="run"),
+    *[rule for model in MODELS for rule in _device_rules(model)],
+    *apply_if(usable, [
+        *_mini_batch_rules("policy"), *_mini_batch_rules("critic"), *_STEP,
+        *map(_colocated, ("critic", "ref")), *map(_shares_devices, DEVICES["policy"]),
+    ]),
+]  # fmt: skip
 DIALECT = Dialect(job=SkyRLJob, rules=RULES, launch=LAUNCH, meanings=_meanings, notes=_notes)

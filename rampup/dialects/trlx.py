@@ -5,6 +5,7 @@ Sizes count samples of one process.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 from rampup.config.yaml import Located
 from rampup.dialects.reading import Entry, Launch, Settings, entry, flatten, option
 from rampup.dialects.rollout import RolloutJob, TrainedModel
-from rampup.dialects.rules import Dialect, Rule, apply_if, at_least, found_by_run, multiple, positive, usable
+from rampup.dialects.rules import Dialect, Rule, apply_if, at_least, multiple, positive, usable
 from rampup.dialects.script import Command
 from rampup.dialects.verdict import Run, counted, times
 from rampup.errors import ConfigError
@@ -95,10 +96,9 @@ class TrlxJob(RolloutJob):
         self.usable = all(self[key] is None or self[key] >= 1 for key in counts) and self.micro_given >= 0
         if not self.usable:
             return
+        # Passes of an optimizer step, and of the first, which is short if fewer samples than a batch are collected.
         self.passes: int = self.batch // self.micro
-        self.global_batch = self.batch * self.replicas
-        # Passes of the first optimizer step, which is short if fewer samples than a batch are collected.
-        self.first_passes = self.passes
+        self.first_passes, self.global_batch = self.passes, self.batch * self.replicas
         if not self.ppo:
             return
 
@@ -164,11 +164,9 @@ class TrlxJob(RolloutJob):
         }
         if self.num_chunks <= MAX_LISTED:
             # The prompts of each generate call, in order; a single process's last one of a pass over the prompts is short.
-            derived["chunks"], left = [], self.prompts_per_pass
-            for _ in range(self.num_chunks):
-                derived["chunks"].append(self.chunk if left is None else min(self.chunk, left))
-                if left is not None:
-                    left = left - derived["chunks"][-1] or self.prompts_per_pass
+            full, rest = divmod(self.prompts_per_pass or self.collected, self.chunk)
+            one_pass = [self.chunk] * min(full, self.num_chunks) + ([rest] if rest else [])
+            derived["chunks"] = list(itertools.islice(itertools.cycle(one_pass), self.num_chunks))
         if self.passes <= MAX_LISTED:
             full, rest = divmod(self.last_batch, self.micro)
             derived["last_mini_batch_microbatches"] = [self.micro] * full + ([rest] if rest else [])
@@ -246,10 +244,9 @@ def _notes(job: TrlxJob) -> Iterator[str]:
 
 _COUNTS: list[Rule[TrlxJob]] = [
     *positive("trlx", [TRAIN], "the trainer divides by it"),
-    *found_by_run(
-        positive("trlx", [ROLLOUTS, CHUNK, INNER], "nothing would be collected or trained", when=lambda job: job.ppo)
-    ),
-    *found_by_run(positive("trlx", ["num_processes", "num_prompts"], "there would be nothing to train")),
+    *positive("trlx", [ROLLOUTS, CHUNK, INNER], "nothing would be collected or trained", when=lambda job: job.ppo,
+        found_by="run"),
+    *positive("trlx", ["num_processes", "num_prompts"], "there would be nothing to train", found_by="run"),
     Rule(name="trlx.micro_not_negative", keys=(MICRO,), holds=lambda job: job.micro_given >= 0,
         message=lambda job: f"{MICRO}={job.micro_given:,} must not be negative: no pass would be made",
         candidates=lambda job: [0], found_by="run"),
@@ -264,8 +261,7 @@ _RULES: list[Rule[TrlxJob]] = [
             f"train.total_steps={job['train.total_steps']:,} must be at least 1: the first optimizer step already exceeds "
             "it, and trlX stops in the middle of that step"),
         found_by="run"),
-    at_least("trlx.epochs_train", ("train.epochs",), "train.epochs", 1, note=": nothing would be trained",
-        found_by="run"),
+    at_least("trlx.epochs_train", ("train.epochs",), "train.epochs", 1, note=": nothing would be trained", found_by="run"),
 ]  # fmt: skip
 RULES = [*_COUNTS, *apply_if(usable, _RULES)]
 DIALECT = Dialect(job=TrlxJob, rules=RULES, meanings=_meanings, notes=_notes, launch=LAUNCH)

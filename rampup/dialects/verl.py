@@ -6,6 +6,7 @@ Batch and mini batch count prompts; sizes per gpu count samples of one data-para
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -28,15 +29,11 @@ REF_LOG_PROB, OLD_REF_LOG_PROB = (f"{REF}.log_prob_{name}" for name in ("micro_b
 CRITIC_MINI = "critic.ppo_mini_batch_size"
 CRITIC_MICRO, OLD_CRITIC_MICRO = "critic.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size"
 WORKERS = f"{ROLLOUT}.agent.num_workers"
-# Devices that share a sequence with FSDP: the key of today and, if there is one, its deprecated name.
-SEQUENCE = {
-    model: f"{prefix}.ulysses_sequence_parallel_size"
-    for model, prefix in {"actor": f"{ACTOR}.fsdp_config", "ref": f"{REF}.fsdp_config", "critic": "critic.fsdp"}.items()
-}
-OLD_SEQUENCE = {
-    model: f"{prefix}.ulysses_sequence_parallel_size"
-    for model, prefix in {"actor": ACTOR, "ref": REF, "critic": "critic"}.items()
-}
+PREFIXES = {"actor": ACTOR, "critic": "critic", "ref": REF}
+_FSDP = {"actor": f"{ACTOR}.fsdp_config", "critic": "critic.fsdp", "ref": f"{REF}.fsdp_config"}
+# Devices that share a sequence with FSDP: the key of today and its deprecated name.
+SEQUENCE = {model: f"{section}.ulysses_sequence_parallel_size" for model, section in _FSDP.items()}
+OLD_SEQUENCE = {model: f"{prefix}.ulysses_sequence_parallel_size" for model, prefix in PREFIXES.items()}
 ROLLOUT_SIZES = tuple(f"{ROLLOUT}.{name}_parallel_size" for name in ("tensor_model", "data", "pipeline_model"))
 MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 TORCHTITAN_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
@@ -63,8 +60,12 @@ def _log_prob_keys(role: str) -> dict[str, Entry]:
     }
 
 
-def _parallel_sizes(role: str, default: int | None) -> dict[str, Entry]:
+def _parallel_sizes(model: str, default: int | None) -> dict[str, Entry]:
+    role = PREFIXES[model]
     return {
+        OLD_SEQUENCE[model]: entry(default, "deprecated: devices that share a sequence"),
+        SEQUENCE[model]: entry(1, "devices that share a sequence"),
+        f"{role}.veomni.ulysses_parallel_size": entry(default, "devices that share a sequence; null = as the actor"),
         **{f"{role}.megatron.{name}": entry(default, f"Megatron's {name}") for name in MEGATRON_SIZES},
         **{f"{role}.torchtitan.{name}": entry(default, f"TorchTitan's {name}")
            for name in (*TORCHTITAN_SIZES, *TORCHTITAN_REPLICAS)},
@@ -86,17 +87,11 @@ KEYS: dict[str, Entry] = {
     f"{ACTOR}.ppo_max_token_len_per_gpu": entry(16384, "token budget of a training pass", unit="tokens"),
     f"{ACTOR}.ppo_epochs": entry(1, "times that a step's samples are trained on"),
     f"{ACTOR}.use_kl_loss": entry(False, "a reference policy in the loss", kind="bool"),
-    f"{ACTOR}.ulysses_sequence_parallel_size": entry(1, "deprecated: devices that share a sequence"),
-    f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": entry(1, "devices that share a sequence"),
-    f"{ACTOR}.veomni.ulysses_parallel_size": entry(1, "devices that share a sequence"),
-    **_parallel_sizes(ACTOR, 1),
+    **_parallel_sizes("actor", 1),
     "actor_rollout_ref.model.use_remove_padding": entry(True, "pack sequences without padding", kind="bool"),
     **_log_prob_keys(ROLLOUT),
     **_log_prob_keys(REF),
-    f"{REF}.ulysses_sequence_parallel_size": entry(None, "deprecated: devices that share a sequence"),
-    f"{REF}.fsdp_config.ulysses_sequence_parallel_size": entry(1, "devices that share a sequence"),
-    f"{REF}.veomni.ulysses_parallel_size": entry(None, "devices that share a sequence; null = as the actor"),
-    **_parallel_sizes(REF, None),
+    **_parallel_sizes("ref", None),
     f"{ROLLOUT}.tensor_model_parallel_size": entry(2, "devices of an inference engine"),
     f"{ROLLOUT}.data_parallel_size": entry(1, "data-parallel size of an inference engine"),
     f"{ROLLOUT}.pipeline_model_parallel_size": entry(1, "pipeline stages of an inference engine"),
@@ -108,9 +103,6 @@ KEYS: dict[str, Entry] = {
     "critic.ppo_micro_batch_size_per_gpu": entry(None, "samples of a critic pass", unit="samples"),
     "critic.use_dynamic_bsz": entry(None, "fill the critic's passes by tokens; null = as the actor", kind="bool"),
     "critic.ppo_epochs": entry(None, "as the actor's; null = the same"),
-    "critic.ulysses_sequence_parallel_size": entry(1, "deprecated: devices that share a sequence"),
-    "critic.fsdp.ulysses_sequence_parallel_size": entry(1, "devices that share a sequence"),
-    "critic.veomni.ulysses_parallel_size": entry(1, "devices that share a sequence"),
     **_parallel_sizes("critic", 1),
     "algorithm.adv_estimator": entry("gae", "how advantages are estimated", kind="text", nullable=True),
     "algorithm.use_kl_in_reward": entry(False, "a reference policy in the reward", kind="bool"),
@@ -135,17 +127,10 @@ KEYS: dict[str, Entry] = {
 _DP, _MEGATRON = {"model_engine": "dp"}, {"model_engine": "megatron"}
 _ASYNC_SIZES = {GEN: 1, "rollout.n": 4, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8, f"{ASYNC}staleness_threshold": 0.1}
 _ASYNC_SIZES |= {ASYNC_SYNC: 4, ASYNC_BATCHES: 1}
-# Trainers that build on the older one.
-_OLDER = {"trainer.use_v1": False}
-_ONE_STEP_OFF = {**_OLDER, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8}
-_DAPO = {**_OLDER, GEN: f"${{{TRAIN}}}"}
-_BOTH: Bases = {
-    "fully_async_ppo": _ASYNC_SIZES,
-    "one_step_off_ppo": _ONE_STEP_OFF,
-    "transfer_queue_ppo": {},
-    "dapo": _DAPO,
-    "dapo_qat": _DAPO,
-}
+_OLDER = {"trainer.use_v1": False}  # trainers that build on the older one
+_ONE_STEP_OFF, _DAPO = {**_OLDER, ROLLOUT_NODES: 1, ROLLOUT_DEVICES: 8}, {**_OLDER, GEN: f"${{{TRAIN}}}"}
+_BOTH: dict[str, Any] = {"fully_async_ppo": _ASYNC_SIZES, "one_step_off_ppo": _ONE_STEP_OFF, "transfer_queue_ppo": {}}
+_BOTH |= {"dapo": _DAPO, "dapo_qat": _DAPO}
 
 
 def _lengths(tokens: int) -> dict[str, int]:
@@ -203,7 +188,6 @@ LAUNCH = Launch(
 )
 
 
-PREFIXES = {"actor": ACTOR, "critic": "critic", "ref": REF}
 CRITIC_BUDGET = 32_768
 COUNTS = (
     *(TRAIN, GEN, RESPONSES, MINI, BUDGET, EPOCHS, ASYNC_BATCHES, ASYNC_SYNC),
@@ -273,9 +257,8 @@ class VerlJob(RolloutJob):
         self.rollout_size = math.prod(self[key] for key in ROLLOUT_SIZES)
 
         counts = (*self.counts, *(() if self.dynamic else STATIC_COUNTS), *(CRITIC_COUNTS if self.has_critic else ()))
-        self.usable = all(self[key] is None or self[key] >= 1 for key in counts) and all(
-            self.replicas[model] >= 1 for model in self.models
-        )
+        self.usable = all(self[key] is None or self[key] >= 1 for key in counts)
+        self.usable = self.usable and all(self.replicas[model] >= 1 for model in self.models)
         if not self.usable:
             return
 
@@ -295,14 +278,10 @@ class VerlJob(RolloutJob):
             self.minimal_batch = None if self[MICRO] is None else self.replicas["actor"] * self[MICRO]
         # Tokens of a pass and replica: the budget of all devices that share a sequence.
         shares = self[f"{ACTOR}.megatron.context_parallel_size"]
-        self.token_budget: int = self[BUDGET] * (
-            shares if self.strategies["actor"] == "megatron" else self.model_sizes["actor"]
-        )
-
+        self.token_budget: int = self[BUDGET] * (shares if by_megatron else self.model_sizes["actor"])
         self.longest: int = self["data.max_prompt_length"] + self["data.max_response_length"]  # tokens of the longest sequence
 
-        tokens = self.token_budget if self.dynamic else None
-        epochs = self[EPOCHS]
+        tokens, epochs = self.token_budget if self.dynamic else None, self[EPOCHS]
         self.train("actor", self[MINI], self.replicas["actor"], micro=self.micro, tokens=tokens, epochs=epochs)
         if self.has_critic:  # its engine fills its passes by tokens in any case
             mini, epochs = self.effective(CRITIC_MINI), self._or("critic.ppo_epochs", epochs)
@@ -457,13 +436,8 @@ def _notes(job: VerlJob) -> Iterator[str]:
             yield f"{old} is read by the check alone; the critic's engine reads {new}."
         if not job.settings.given & {"critic.enable", "algorithm.adv_estimator"}:
             yield "there is a critic because algorithm.adv_estimator is gae by default."
-    deprecated = {
-        OLD_MICRO: MICRO,
-        OLD_LOG_PROB: LOG_PROB,
-        OLD_REF_LOG_PROB: REF_LOG_PROB,
-        OLD_CRITIC_MICRO: CRITIC_MICRO,
-        OLD_SEQUENCE["actor"]: SEQUENCE["actor"],
-    }
+    deprecated = {OLD_MICRO: MICRO, OLD_LOG_PROB: LOG_PROB, OLD_REF_LOG_PROB: REF_LOG_PROB, OLD_CRITIC_MICRO: CRITIC_MICRO}
+    deprecated |= {OLD_SEQUENCE["actor"]: SEQUENCE["actor"]}
     for old, new in deprecated.items():
         if old in job.settings.given and job[old] is not None:
             yield f"{old} is deprecated; use {new}."
@@ -529,9 +503,6 @@ def _replicas(model: str) -> Side[VerlJob]:
     return f"the {model}'s {{:,}} replicas", lambda job: job.replicas[model]
 
 
-# Devices and replicas.
-
-
 _DEVICES: Side[VerlJob] = ("the {:,} devices", lambda job: job.devices)
 
 
@@ -559,31 +530,22 @@ def _device_rules(model: str) -> Rules:
     return found_by_run([has_a_replica, starts])
 
 
-def _positive(key: str) -> Rule[VerlJob]:
-    why = "the run divides by it or stays empty"
-    if key == TRAIN:
-        why += f"; only fully asynchronous training, whose files set {ASYNC}*, wants 0"
-    (rule,) = positive("verl", [key], why, when=lambda job: key in job.counts,
+def _positive(key: str) -> Rules:
+    why = f"; only fully asynchronous training, whose files set {ASYNC}*, wants 0" if key == TRAIN else ""
+    return positive("verl", [key], f"the run divides by it or stays empty{why}", when=lambda job: key in job.counts,
         found_by="validator" if key.startswith("trainer.n") else "run")  # fmt: skip
-    return rule
 
 
 _DEVICE_RULES = [_device_rules(model) for model in ("actor", "critic", "ref")]
+# Devices and replicas.
 _FIRST: Rules = [
-    *[_positive(key) for key in COUNTS],
-    *found_by_run(
-        [
-            *positive("verl", STATIC_COUNTS, "the run divides by it", when=_static),
-            *positive("verl", CRITIC_COUNTS, "the critic needs it", when=lambda job: job.has_critic),
-            *positive("verl", ["num_prompts", "trainer.total_epochs"], "nothing would be trained"),
-        ]
-    ),
+    *itertools.chain.from_iterable(map(_positive, COUNTS)),
+    *positive("verl", STATIC_COUNTS, "the run divides by it", when=_static, found_by="run"),
+    *positive("verl", CRITIC_COUNTS, "the critic needs it", when=lambda job: job.has_critic, found_by="run"),
+    *positive("verl", ["num_prompts", "trainer.total_epochs"], "nothing would be trained", found_by="run"),
     *[has_a_replica for has_a_replica, _ in _DEVICE_RULES],
     *[starts for _, starts in _DEVICE_RULES],
 ]  # fmt: skip
-
-
-# veRL's own check. A token budget skips most of it.
 
 
 def _one_of_two(name: str, old: str, new: str, total: Callable[[VerlJob], int], when: Condition = _static) -> Rules:
@@ -597,20 +559,17 @@ def _one_of_two(name: str, old: str, new: str, total: Callable[[VerlJob], int], 
             return "the second is the first by default, so the first can never be used"
         return "the first is deprecated"
 
-    given: Rule[VerlJob] = Rule(
-        name=f"verl.{name}_given",
-        keys=(new,),
-        when=when,
-        holds=lambda job: job[old] is not None or new_value(job) is not None,
-        message=lambda job: f"{new} must be set (or a token budget used, {DYNAMIC})",
-        # The largest divisor up to 8 is a good start.
-        candidates=lambda job: sorted(divisors(total(job)), key=lambda n: (n > 8, -n if n <= 8 else n)),
-    )
-    given_once: Rule[VerlJob] = Rule(name=f"verl.{name}_given_once", keys=(old, new), when=when,
-        holds=lambda job: job[old] is None or new_value(job) is None,
-        message=lambda job: f"{old}={job[old]:,} and {new}={new_value(job):,} must not both be set; {note(job)}",
-        candidates=lambda job: [None])  # fmt: skip
-    return [given, given_once]
+    return [
+        Rule(name=f"verl.{name}_given", keys=(new,), when=when,
+            holds=lambda job: job[old] is not None or new_value(job) is not None,
+            message=lambda job: f"{new} must be set (or a token budget used, {DYNAMIC})",
+            # The largest divisor up to 8 is a good start.
+            candidates=lambda job: sorted(divisors(total(job)), key=lambda n: (n > 8, -n if n <= 8 else n))),
+        Rule(name=f"verl.{name}_given_once", keys=(old, new), when=when,
+            holds=lambda job: job[old] is None or new_value(job) is None,
+            message=lambda job: f"{old}={job[old]:,} and {new}={new_value(job):,} must not both be set; {note(job)}",
+            candidates=lambda job: [None]),
+    ]  # fmt: skip
 
 
 def _deprecated_micro(name: str, key: str, when: Condition) -> Rules:
@@ -636,17 +595,11 @@ def _deprecated_micro(name: str, key: str, when: Condition) -> Rules:
 
 
 def _minimal_batch(job: VerlJob) -> Term:
-    text = "the replicas times the micro batch size"
-    if job.strategies["actor"] != "megatron":
-        text = "the devices"
-        if job.replicas["actor"] != job.devices:
-            needed = f"the run itself would need only the {job.replicas['actor']:,} replicas"
-            text += f" ({needed}: the check ignores that devices share a sequence)"
+    text = "the replicas times the micro batch size" if job.strategies["actor"] == "megatron" else "the devices"
+    if job.strategies["actor"] != "megatron" and job.replicas["actor"] != job.devices:
+        needed = f"the run itself would need only the {job.replicas['actor']:,} replicas"
+        text += f" ({needed}: the check ignores that devices share a sequence)"
     return Term(f"{job.minimal_batch or 0:,}, {text}", job.minimal_batch or 0)
-
-
-def _mini_at_most_train(rule: str, name: str, when: Condition) -> Rule[VerlJob]:
-    return at_least(f"verl.{rule}", (MINIS[name], TRAIN), TRAIN, _mini(name), when=when, note="; both count prompts")
 
 
 def _engine_of(strategy: str | None) -> list[str]:
@@ -669,13 +622,14 @@ def _strategy_fits(name: str, key: str, *, checked: bool) -> Rule[VerlJob]:
         candidates=lambda job: _engine_of(job[key]), found_by="validator" if checked else "run")  # fmt: skip
 
 
+# veRL's own check. A token budget skips most of it.
 _CHECK: Rules = apply_if(lambda job: not job.fully_async, [
     multiple("verl.megatron_divides_devices", (DEVICES, f"{ACTOR}.megatron.tensor_model_parallel_size"), _DEVICES,
         _model_size("actor"), when=_checks_megatron),
     multiple("verl.samples_fill_minimal_batch", (TRAIN, RESPONSES),
         lambda job: product({TRAIN: job[TRAIN], RESPONSES: job.samples_per_prompt}, "samples"), _minimal_batch,
         when=_static),
-    _mini_at_most_train("mini_at_most_train", "actor", _static),
+    at_least("verl.mini_at_most_train", (MINI, TRAIN), TRAIN, _mini("actor"), when=_static, note="; both count prompts"),
     *_deprecated_micro("actor", OLD_MICRO, _static),
     Rule(name="verl.sequence_parallel_needs_packing", keys=(PACKING, OLD_SEQUENCE["actor"]),
         when=lambda job: job.strategies["actor"].startswith("fsdp") and job[OLD_SEQUENCE["actor"]] > 1,
@@ -683,7 +637,8 @@ _CHECK: Rules = apply_if(lambda job: not job.fully_async, [
         message=lambda job: f"{OLD_SEQUENCE['actor']}={job[OLD_SEQUENCE['actor']]:,} needs {PACKING}=true",
         candidates=lambda job: [True]),
     *_deprecated_micro("critic", OLD_CRITIC_MICRO, _critic_static),
-    _mini_at_most_train("critic_mini_at_most_train", "critic", _critic_static),
+    at_least("verl.critic_mini_at_most_train", (CRITIC_MINI, TRAIN), TRAIN, _mini("critic"), when=_critic_static,
+        note="; both count prompts"),
 ])  # fmt: skip
 # The classes of veRL's settings check these, so they hold for every trainer that uses them.
 _CHECK += [
@@ -705,9 +660,6 @@ _CHECK += [
     *_one_of_two("critic_micro", OLD_CRITIC_MICRO, CRITIC_MICRO, lambda job: job.trained["critic"].mini_batch,
         _critic_static),
 ]  # fmt: skip
-
-
-# What only the run finds.
 
 
 def _per_gpu_needed(name: str, old: str, new: str, when: Condition) -> Rule[VerlJob]:
@@ -750,6 +702,7 @@ def _equal_chunks(model: str) -> Rule[VerlJob]:
         note=": only equal chunks are dispatched")  # fmt: skip
 
 
+# What only the run finds.
 _RUN: Rules = [
     _strategy_fits("actor", f"{ACTOR}.strategy", checked=False),
     _strategy_fits("critic", "critic.strategy", checked=False),

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.dialect_files import expect
 
 from rampup.cli import main
 from rampup.dialects import SYSTEMS, check_command, check_file
@@ -44,23 +45,6 @@ COMMANDS = {
         256,
     ),
 }
-FORMS = {
-    "plain": '#!/bin/bash\nBATCH=${BATCH_SIZE:-64}\nmkdir out\npython prepare.py --n 3\n%s "$@" 2>&1 | tee log\n',
-    "variables": 'BATCH=64\nset -x\nif [ -z "$X" ]; then\n  %s\nfi\n',
-    "a function": "run() {\n  local BATCH=$1\n  %s\n}\nrun 64",
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_check_file_reads_the_script_of_every_system(tmp_path, system, form):
-    """The command that starts the system is found among others, and its sizes are read."""
-    command, key, value = COMMANDS[system]
-    path = tmp_path / "run.sh"
-    path.write_text(FORMS[form] % command)
-    found = check_file(path, system)
-    assert found.derived[key] == value
-    assert any("read from line" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -225,124 +209,118 @@ def test_a_script_that_is_not_read_is_a_note_beside_a_launch(tmp_path):
     )
 
 
-def test_check_file_asks_for_what_decides_the_options(tmp_path):
-    """Options that differ between branches of an unknown condition are not left out."""
-    path = tmp_path / "run.sh"
-    path.write_text(
-        'DEVICE=$(probe)\nif [ "$DEVICE" = npu ]; then A=(trainer.train_batch_size=8); else A=(trainer.train_batch_size=32); fi\n'
-        'if [ "$DEVICE" = npu ]; then B=(trainer.logger=x); else B=(trainer.logger=y); fi\n'
-        'python -m skyrl.train.entrypoints.main_base trainer.policy_mini_batch_size=8 "${B[@]}" "${A[@]}"\n'
-    )
-    with pytest.raises(ConfigError, match=r"what \$DEVICE is.*add DEVICE=") as error:
-        check_file(path, "skyrl")
-    assert error.value.key == "DEVICE"
-    assert check_file(path, "skyrl", ["DEVICE=gpu"]).derived["samples_per_step"] == 160
+DEVICES = (
+    'DEVICE=$(probe)\nif [ "$DEVICE" = npu ]; then A=(trainer.train_batch_size=8); else A=(trainer.train_batch_size=32); fi\n'
+    'if [ "$DEVICE" = npu ]; then B=(trainer.logger=x); else B=(trainer.logger=y); fi\n'
+    'python -m skyrl.train.entrypoints.main_base trainer.policy_mini_batch_size=8 "${B[@]}" "${A[@]}"\n'
+)
+TORCHRUN = COMMANDS["megatron"][0].replace("$BATCH", "$b")
+CONVERT = "python tools/checkpoint/convert.py --micro-batch-size 1 --global-batch-size 8 --tensor-model-parallel-size 8 --seq-length 4"
+DPO, TRAINED_ON = "base_config: post_train/dpo.yml\nsteps: 100\n", "global_batch_size_to_train_on"
+OWN_DPO = {"post_train/dpo.yml": "per_device_batch_size: 3\nbase_config: base.yml\n"}
+PPO, REST = (
+    "python3 -m verl.trainer.main_ppo",
+    ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1", "critic.enable=false"),
+)
+GSM8K = "defaults: [gsm8k_multiturn_grpo, _self_]\ndata: {max_prompt_length: 64}\n"
+OWN_GSM8K = {"gsm8k_multiturn_grpo.yaml": "defaults: [ppo_trainer]\ndata: {train_batch_size: 32}\n"}
+OTHER = f"{PPO} --config-path=$HERE/config --config-name other {' '.join(REST)}\n"
+LARGE, MAXTEXT8, WORLD8 = (
+    "torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 2 --global-batch-size 64 ",
+    "num_devices=8",
+    "world_size=8",
+)
+OPEN = "--num-layers $LAYERS"
+# The system, its file and those beside it, the settings, and what the verdict is, or the error.
+FILES = {
+    # Options that differ between branches of an unknown condition are not left out.
+    "options": ("skyrl", DEVICES, {}, [], r"what \$DEVICE is.*add DEVICE="),
+    "options that are decided": ("skyrl", DEVICES, {}, ["DEVICE=gpu"], {"samples_per_step": 160}),
+    # Conversion and evaluation are not the run; of several runs the first counts, and a note names the others.
+    "conversion before training": (
+        "megatron", f"{CONVERT}\nfor b in 64 128; do {TORCHRUN}; done\n{TORCHRUN}\n", {}, [],
+        {"num_microbatches": [4], "note": ["line 2", "similar commands in line 3"]},
+    ),
+    "conversion alone": ("megatron", f"{CONVERT}\n", {}, [], r"starts tools/checkpoint/convert\.py, which the rules of Megatron do not"),
+    "no command": ("megatron", "echo hello\n", {}, [], "no command in it is like `torchrun"),
+    # A `base_config` beside the file wins over MaxText's own of that name; one that is nowhere is an error, not base.yml.
+    "shipped base_config": ("maxtext", DPO, {}, [MAXTEXT8], {TRAINED_ON: 16, "note": "post_train/dpo.yml"}),
+    "own base_config": ("maxtext", DPO, OWN_DPO, [MAXTEXT8], {TRAINED_ON: 24}),
+    "missing base_config": (
+        "maxtext", "base_config: nowhere.yml\nsteps: 100\n", {}, [MAXTEXT8],
+        r"nowhere\.yml is neither beside this file nor one that MaxText ships",
+    ),
+    "given base_config": ("maxtext", "base_config: nowhere.yml\n", {}, [MAXTEXT8, "base_config=base.yml"], {TRAINED_ON: 96}),
+    # `--config-name` and `defaults` name a base file: one beside the source wins, veRL's own gives its sizes.
+    "shipped defaults": ("verl", GSM8K, {}, REST, {"samples_per_step": 256}),
+    "own defaults": ("verl", GSM8K, OWN_GSM8K, REST, {"samples_per_step": 32}),
+    "missing --config-name": ("verl", OTHER, {}, [], r"base file other\.yaml is neither beside this file nor one that is known"),
+    "own --config-name": ("verl", OTHER, {"config/other.yaml": "data: {train_batch_size: 16}\n"}, [], {"samples_per_step": 16}),
+    # A mandatory key is no misspelling of another; a repeated key that is no size is a note; a mapping is no value.
+    "name": ("verl", "actor_rollout_ref: {rollout: {name: vllm}}\ndata: {train_batch_size: 64}\n", {}, [], {"samples_per_step": 64}),
+    "repeated key": (
+        "megatron", "M_ARGS:\n  --init: 1\n  --init: 2\n  --micro-batch-size: 2\n  --global-batch-size: 64\n", {}, [WORLD8],
+        {"num_microbatches": [4], "note": "init is given twice, again in line 3"},
+    ),
+    "repeated size": (
+        "megatron", "--micro-batch-size: 2\n--micro-batch-size: 4\n", {}, [WORLD8], "micro_batch_size is given twice",
+    ),
+    "repeated size that is chosen": (
+        "megatron", "--micro-batch-size: 2\n--micro-batch-size: 4\n", {}, [WORLD8, "micro_batch_size=2"], {"micro_batch_size": 2},
+    ),
+    "reference": (
+        "megatron", "model: {micro_batch_size: 2}\nref: {micro_batch_size: '${model.micro_batch_size}'}\n", {}, [WORLD8],
+        {"micro_batch_size": 2},
+    ),
+    "further runs": (
+        "megatron", "ARGS: {--micro-batch-size: 2}\nARGS_2: {--micro-batch-size: 4}\n", {}, [WORLD8],
+        {"micro_batch_size": 2, "note": "ARGS_2"},
+    ),
+    "mapping": (
+        "trlx", "method: {num_rollouts: {strategy: choice, values: [1, 2]}}\ntrain: {batch_size: 4}\n", {}, [],
+        r"method\.num_rollouts is a mapping; it must be a whole number",
+    ),
+    # Layers and the length of a run may be unknown, with a note; not if a ramp or a chunk depends on them. An unknown value of
+    # an option is no unknown option.
+    "open length": (
+        "megatron", f"{LARGE}{OPEN} --train-iters $(($1 / 64)) --save $FOLDER --node-rank $SLURM_PROCID --bf16 $MOE_ARGS\n", {}, [],
+        {"num_microbatches": [4], "no_note": ["FOLDER", "SLURM_PROCID"]}
+        | {"note": ["train_iters", "does not say what $MOE_ARGS adds",
+                    "num_layers=$LAYERS: the script does not say what $LAYERS is; add LAYERS=..., or num_layers=..."]},
+    ),
+    "open samples of a ramp": (
+        "megatron", f"{LARGE}{OPEN} --train-samples $N --rampup-batch-size 16 16 1000\n", {}, [],
+        r"train_samples=\$N: the script does not say",
+    ),
+    "open layers of a chunk": (
+        "megatron", f"{LARGE}{OPEN} --num-layers-per-virtual-pipeline-stage 2\n", {}, [], r"num_layers=\$LAYERS: the script does not say",
+    ),
+}  # fmt: skip
 
 
-def test_check_file_chooses_the_training_command(tmp_path):
-    """Conversion and evaluation are not the run; of several runs the first counts, and a note names the others."""
-    command = COMMANDS["megatron"][0].replace("$BATCH", "$b")
-    path = tmp_path / "run.sh"
-    path.write_text(
-        "python tools/checkpoint/convert.py --tensor-model-parallel-size 8 --micro-batch-size 1 --global-batch-size 8 --seq-length 4\n"
-        f"for b in 64 128; do {command}; done\n{command}\n"
-    )
-    found = check_file(path, "megatron")
-    assert found.derived["num_microbatches"] == [4]
-    assert any("line 2" in note and "similar commands in line 3" in note for note in found.notes)
-    path.write_text("python tools/checkpoint/convert.py --micro-batch-size 8\n")
-    with pytest.raises(ConfigError, match=r"starts tools/checkpoint/convert\.py, which the rules of Megatron do not cover"):
-        check_file(path, "megatron")
-    path.write_text("echo hello\n")  # such as a file of settings that another script sources
-    with pytest.raises(ConfigError, match=r"no command in it is like `torchrun"):
-        check_file(path, "megatron")
+@pytest.mark.parametrize("name", FILES)
+def test_check_file_reads_what_a_file_means(tmp_path, name):
+    """Which command, which base file and which key count."""
+    system, text, others, settings, wanted = FILES[name]
+    path = tmp_path / ("run.sh" if text.startswith(("DEVICE", "python", "torchrun", "echo")) else "run.yaml")
+    for file, content in {path.name: text, **others}.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(content)
+    if isinstance(wanted, str):
+        with pytest.raises(ConfigError, match=wanted) as error:
+            check_file(path, system, settings)
+        assert error.value.key == {"options": "DEVICE", "missing base_config": "base_config"}.get(name, error.value.key)
+    else:
+        expect(check_file(path, system, settings), **wanted)
 
 
-def test_base_config_is_beside_the_file_or_shipped_or_missing(tmp_path):
-    """A `base_config` beside the file wins over MaxText's own of that name; one that is nowhere is an error, not base.yml."""
-    path = tmp_path / "mine.yml"
-    path.write_text("base_config: post_train/dpo.yml\nsteps: 100\n")
-    found = check_file(path, "maxtext", ["num_devices=8"])
-    assert found.derived["global_batch_size_to_train_on"] == 16
-    assert any("post_train/dpo.yml" in note for note in found.notes)
-    (tmp_path / "post_train").mkdir()
-    (tmp_path / "post_train" / "dpo.yml").write_text("per_device_batch_size: 3\nbase_config: base.yml\n")
-    assert check_file(path, "maxtext", ["num_devices=8"]).derived["global_batch_size_to_train_on"] == 24
-    path.write_text("base_config: nowhere.yml\nsteps: 100\n")
-    with pytest.raises(ConfigError, match=r"nowhere\.yml is neither beside this file nor one that MaxText ships") as error:
-        check_file(path, "maxtext", ["num_devices=8"])
-    assert error.value.key == "base_config"
-    assert check_file(path, "maxtext", ["num_devices=8", "base_config=base.yml"]).derived["global_batch_size_to_train_on"] == 96
-
-
-def test_hydra_base_files_are_beside_the_file_or_shipped(tmp_path):
-    """`--config-name` and `defaults` name a base file: one beside the source wins, veRL's own gives its sizes."""
-    words = ["python3", "-m", "verl.trainer.main_ppo", "--config-name=ppo_megatron_trainer.yaml", "data.train_batch_size=64"]
+def test_a_command_may_name_a_base_file():
+    """`--config-name=ppo_megatron_trainer.yaml` gives the sizes of veRL's own file."""
+    actor = "actor_rollout_ref.actor."
     sizes = [
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4",
+        f"{actor}ppo_micro_batch_size_per_gpu=1",
+        f"{actor}megatron.tensor_model_parallel_size=4",
+        "data.train_batch_size=64",
     ]
-    rest = ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1", "critic.enable=false"]
-    assert check_command([*words, *sizes, *rest], "verl").derived["data_parallel_size"] == 2
-    path = tmp_path / "mine.yaml"
-    path.write_text("defaults: [gsm8k_multiturn_grpo, _self_]\ndata: {max_prompt_length: 64}\n")
-    assert check_file(path, "verl", rest).derived["samples_per_step"] == 256
-    (tmp_path / "gsm8k_multiturn_grpo.yaml").write_text("defaults: [ppo_trainer]\ndata: {train_batch_size: 32}\n")
-    assert check_file(path, "verl", rest).derived["samples_per_step"] == 32
-    script = tmp_path / "run.sh"
-    script.write_text(f"{' '.join(words[:3])} --config-path=$HERE/config --config-name other {' '.join(rest)}\n")
-    with pytest.raises(ConfigError, match=r"base file other\.yaml is neither beside this file nor one that is known"):
-        check_file(script, "verl")
-    (tmp_path / "config").mkdir()
-    (tmp_path / "config" / "other.yaml").write_text("data: {train_batch_size: 16}\n")
-    assert check_file(script, "verl").derived["samples_per_step"] == 16
-
-
-def test_check_file_is_not_confused_by_names_that_are_alike(tmp_path):
-    """A mandatory key is no misspelling of another; a repeated key that is no size is a note; a mapping is no value."""
-    path = tmp_path / "a.yaml"
-    path.write_text("actor_rollout_ref: {rollout: {name: vllm}}\ndata: {train_batch_size: 64}\n")
-    assert check_file(path, "verl").derived["samples_per_step"] == 64
-    path.write_text(
-        "MODEL_ARGS:\n  --init: 1\n  --init: 2\n  --micro-batch-size: 2\n  --global-batch-size: 64\n  --train-iters: 3\n"
-    )
-    found = check_file(path, "megatron", ["world_size=8"])
-    assert found.derived["num_microbatches"] == [4]
-    assert any(
-        "MODEL_ARGS.--init is given twice, again in line 3" in note or "init is given twice" in note for note in found.notes
-    )
-    path.write_text("--micro-batch-size: 2\n--micro-batch-size: 4\n")
-    with pytest.raises(ConfigError, match="micro_batch_size is given twice"):
-        check_file(path, "megatron", ["world_size=8"])
-    assert check_file(path, "megatron", ["world_size=8", "micro_batch_size=2"]).derived["micro_batch_size"] == 2
-    path.write_text("model: {micro_batch_size: 2}\nref: {micro_batch_size: '${model.micro_batch_size}'}\n")
-    assert check_file(path, "megatron", ["world_size=8"]).derived["micro_batch_size"] == 2
-    path.write_text("ARGS: {--micro-batch-size: 2}\nARGS_2: {--micro-batch-size: 4}\n")
-    found = check_file(path, "megatron", ["world_size=8"])
-    assert found.derived["micro_batch_size"] == 2
-    assert any("ARGS_2" in note for note in found.notes)
-    path.write_text("method: {num_rollouts: {strategy: choice, values: [1, 2]}}\ntrain: {batch_size: 4}\n")
-    with pytest.raises(ConfigError, match=r"method\.num_rollouts is a mapping; it must be a whole number"):
-        check_file(path, "trlx")
-
-
-def test_a_script_may_leave_open_what_no_number_depends_on(tmp_path):
-    """Layers and the length of a Megatron run may be unknown, with a note; not if a ramp or a chunk depends on them."""
-    path = tmp_path / "run.sh"
-    text = "torchrun --nproc_per_node 8 pretrain_gpt.py --micro-batch-size 2 --global-batch-size 64 --num-layers $LAYERS"
-    path.write_text(f"{text} --train-iters $(($1 / 64)) --save $FOLDER --node-rank $SLURM_PROCID --bf16 $MOE_ARGS\n")
-    found = check_file(path, "megatron")
-    assert found.derived["num_microbatches"] == [4]
-    notes = "\n".join(found.notes)
-    assert "num_layers=$LAYERS: the script does not say what $LAYERS is; add LAYERS=..., or num_layers=..." in notes
-    assert "train_iters" in notes
-    # An unknown value of an option is no unknown option.
-    assert "does not say what $MOE_ARGS adds" in notes
-    assert "FOLDER" not in notes
-    assert "SLURM_PROCID" not in notes
-    path.write_text(f"{text} --train-samples $N --rampup-batch-size 16 16 1000\n")
-    with pytest.raises(ConfigError, match=r"train_samples=\$N: the script does not say"):
-        check_file(path, "megatron")
-    path.write_text(f"{text} --num-layers-per-virtual-pipeline-stage 2\n")
-    with pytest.raises(ConfigError, match=r"num_layers=\$LAYERS: the script does not say"):
-        check_file(path, "megatron")
+    words = [*PPO.split(), "--config-name=ppo_megatron_trainer.yaml", *sizes, *REST]
+    assert check_command(words, "verl").derived["data_parallel_size"] == 2

@@ -1,7 +1,7 @@
 """Tests of rampup.dialects.maxtext: what a base.yml really does."""
 
 import pytest
-from helpers.dialect_files import cases, check_nearest, rules, verdict
+from helpers.dialect_files import cases, check_nearest, expect, rules, verdict
 
 from rampup.dialects import check_file
 from rampup.dialects.maxtext import KEYS, MaxTextJob
@@ -85,26 +85,6 @@ def test_batch_sizes_are_rounded_as_in_maxtext(per_device, expansion, devices, a
     assert tuple(derived[name] for name in names) == sizes
 
 
-@pytest.mark.parametrize(("per_device", "run", "dropped"), [(0.5, "drops", 4), (1, "runs", 0), (0.125, "drops", 7)])
-def test_fractional_samples_per_device_drop_rows(per_device, run, dropped):
-    """Below one sample per device, rows loaded beyond the batch are dropped; with one, none are."""
-    result = found({"per_device_batch_size": per_device})
-    assert (result.validator, result.run, result.derived["dropped_samples_per_step"]) == ("accepts", run, dropped)
-    assert any("dropped" in note for note in result.notes) == (run == "drops")
-
-
-def test_ramp_end_loses_buffered_rows():
-    """Sizes 1 x 5, 2 x 3, 3 x 2 on one device: 17 rows trained, 20 loaded; a ramp that fills its buffer loses none."""
-    config = {**RAMP, "per_device_batch_size_start": 1, "per_device_batch_size_increment": 1, "per_device_batch_size": 4}
-    lossy = found(config, 1, global_rampup_samples=15)
-    assert lossy.derived["lost_samples_at_ramp_end"] == 3
-    assert lossy.run == "drops"
-    assert any("3 loaded rows are never trained on" in note for note in lossy.notes)
-    exact = found(config, 1, global_rampup_samples=36)
-    assert exact.derived["manager_ramp_samples"] % 4 == 0
-    assert (exact.derived["lost_samples_at_ramp_end"], exact.run) == (0, "runs")
-
-
 def test_ramp_ignores_accumulation():
     """With G = 2, MaxText runs 4s, then jumps to 16; the phases include G, and the note has both numbers."""
     keys = {"per_device_batch_size_start": 1, "per_device_batch_size_increment": 1, "per_device_batch_size": 2}
@@ -169,24 +149,47 @@ def test_rules_break_just_beyond_their_boundary(config, broken):
     check_nearest("maxtext", config, ["num_devices=8"], result)
 
 
-def test_nearest_increments_divide_the_growth():
-    """The nearest increments divide the growth of the batch, in floating point too."""
-    (violation,) = found({**RAMP, "per_device_batch_size_increment": 3}).violations
-    assert violation.nearest == (2, 4)
-    assert "12 - 4 = 8 must be a multiple of per_device_batch_size_increment=3" in violation.message
+PIPED8, LOST = {**PIPELINE, "num_pipeline_microbatches": 8}, "loaded rows are never trained on"
+ONES = {**RAMP, "per_device_batch_size_start": 1, "per_device_batch_size_increment": 1, "num_devices": 1}
+EXPERTS = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": 4}
+PIPED_NUMBERS = {"num_stages": 4, "num_repeats": 4, "num_pipeline_microbatches": 8, "data_parallel_size": 2}
+NUMBERS = [
+    # Below one sample per device, rows loaded beyond the batch are dropped; with one, none are.
+    ({"per_device_batch_size": 0.5}, {"run": "drops", "dropped_samples_per_step": 4, "note": "dropped"}),
+    ({"per_device_batch_size": 0.125}, {"run": "drops", "dropped_samples_per_step": 7, "note": "dropped"}),
+    ({"per_device_batch_size": 1}, {"run": "runs", "dropped_samples_per_step": 0, "no_note": "dropped"}),
+    # Sizes 1 x 5, 2 x 3, 3 x 2 on one device: 17 rows trained, 20 loaded; a ramp that fills its buffer loses none.
+    (
+        {**ONES, "per_device_batch_size": 4, "global_rampup_samples": 15},
+        {"run": "drops", "lost_samples_at_ramp_end": 3, "manager_ramp_samples": 17, "note": f"3 {LOST}"},
+    ),
+    ({**ONES, "per_device_batch_size": 4, "global_rampup_samples": 36}, {"run": "runs", "lost_samples_at_ramp_end": 0}),
+    # The nearest increments divide the growth of the batch.
+    (
+        {**RAMP, "per_device_batch_size_increment": 3},
+        {
+            "message": "12 - 4 = 8 must be a multiple of per_device_batch_size_increment=3; nearest per_device_batch_size_"
+            "increment: 2, 4"
+        },
+    ),
+    # Stages, repeats, microbatches and bubble, which delayed forwarding doubles; a note reports uneven microbatches.
+    (PIPED8, {**PIPED_NUMBERS, "pipeline_microbatch_samples": 4, "bubble_fraction": 3 / 35}),
+    ({**PIPED8, "pipeline_delay_activation_forwarding": True}, {"bubble_fraction": 6 / 38}),
+    (
+        {**PIPELINE, "per_device_batch_size": 2, "num_pipeline_microbatches": 16},
+        {"validator": "accepts", "note": "does not divide over data * fsdp = 2"},
+    ),
+    # fsdp_transpose shards the batch like fsdp, tensor_sequence does not, and experts shard the loaded rows.
+    ({f"ici_{axis}_parallelism": 2 for axis in ("fsdp", "fsdp_transpose", "tensor_sequence")}, {"data_parallel_size": 4}),
+    ({**EXPERTS, "per_device_batch_size": 1.25}, {"rules": ["rows_over_mesh"]}),
+    ({**EXPERTS, "per_device_batch_size": 2}, {"rules": []}),
+]
 
 
-def test_derived_pipeline_numbers():
-    """Stages, repeats, microbatches and bubble, which delayed forwarding doubles; a note reports uneven microbatches."""
-    derived = found({**PIPELINE, "num_pipeline_microbatches": 8}).derived
-    names = ("num_stages", "num_repeats", "num_pipeline_microbatches", "data_parallel_size", "pipeline_microbatch_samples")
-    assert tuple(derived[name] for name in names) == (4, 4, 8, 2, 4)
-    assert derived["bubble_fraction"] == 3 / 35
-    delayed = found({**PIPELINE, "num_pipeline_microbatches": 8, "pipeline_delay_activation_forwarding": True}).derived
-    assert delayed["bubble_fraction"] == 6 / 38
-    shared = found({**PIPELINE, "per_device_batch_size": 2, "num_pipeline_microbatches": 16})
-    assert shared.validator == "accepts"
-    assert any("does not divide over data * fsdp = 2" in note for note in shared.notes)
+@pytest.mark.parametrize(("config", "wanted"), NUMBERS)
+def test_numbers_and_notes(config, wanted):
+    """What MaxText makes of a file, with a note on what is legal but surprising."""
+    expect(verdict("maxtext", {"num_devices": 8} | config), **wanted)
 
 
 def test_num_devices_follows_from_a_closed_mesh():
@@ -196,15 +199,6 @@ def test_num_devices_follows_from_a_closed_mesh():
     assert verdict("maxtext", {**closed}, "num_target_devices=16").ok
     with pytest.raises(ConfigError, match="num_devices=8"):
         verdict("maxtext", {"per_device_batch_size": 2})
-
-
-def test_mesh_counts_all_axes_of_maxtext():
-    """fsdp_transpose shards the batch like fsdp, tensor_sequence does not, and experts shard the loaded rows."""
-    result = found({"ici_fsdp_parallelism": 2, "ici_fsdp_transpose_parallelism": 2, "ici_tensor_sequence_parallelism": 2})
-    assert result.derived["data_parallel_size"] == 4
-    experts = {"ici_fsdp_parallelism": 2, "ici_expert_parallelism": 4}
-    assert rules(found({**experts, "per_device_batch_size": 1.25})) == ["rows_over_mesh"]
-    assert rules(found({**experts, "per_device_batch_size": 2})) == []
 
 
 def test_read_follows_base_config(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from helpers.dialect_files import check_nearest, rules, verdict
+from helpers.dialect_files import check_nearest, expect, rules, verdict
 
 from rampup.dialects import check_file
 from rampup.errors import ConfigError
@@ -63,39 +63,49 @@ def test_rules_break_just_beyond_their_boundary(keys, broken):
     check_nearest("maxtext_rl", config, ["num_devices=16"], result)
 
 
-def test_data_set_must_fill_a_batch():
-    """One prompt less than a batch is rejected, a full batch is not, and epochs count."""
-    assert rules(found(VALID, "num_prompts=7")) == ["dataset_fills_a_batch"]
-    assert found(VALID, "num_prompts=7").validator == "rejects"
-    assert rules(found(VALID, "num_prompts=8")) == []
-    assert found({**VALID, "num_epoch": 2}, "num_prompts=7").derived["weight_syncs"] == 1
+OPEN = {name: value for name, value in VALID.items() if name != "ici_fsdp_parallelism"} | {"train_micro_batch_size": 1}
+LOSS, AGENTIC = "rl.loss_agg_mode", {"rl": VALID["rl"] | {"use_agentic_rollout": True}}
+NUMBERS = [
+    # One prompt less than a batch is rejected, a full batch is not, and epochs count.
+    (VALID | {"num_prompts": 7}, {"rules": ["dataset_fills_a_batch"], "validator": "rejects"}),
+    (VALID | {"num_prompts": 8}, {"rules": []}),
+    (VALID | {"num_prompts": 7, "num_epoch": 2}, {"weight_syncs": 1}),
+    # 20 prompts are two batches of 8 and 4 dropped prompts; 16 drop none.
+    (
+        VALID | {"num_batches": 5, "num_prompts": 20},
+        {"run": "drops", "dropped_prompts": 4, "note": "4 of 20 prompts fill no batch of 8"},
+    ),
+    (VALID | {"num_batches": 5, "num_prompts": 16}, {"run": "runs"}),
+    # 2 prompts of 4 samples are 8 sequences: they divide over 8 devices, not over 3 or 16, and nothing fails.
+    *[
+        (
+            VALID | {"train_micro_batch_size": 2, "ici_fsdp_parallelism": fsdp},
+            {"ok": True, "no_note" if 8 % fsdp == 0 else "note": f"do not divide over fsdp={fsdp}"},
+        )
+        for fsdp in (1, 3, 4, 8, 16)
+    ],
+    # Under Pathways two hosts are split, so that 8 of 16 devices train; without num_devices a note requests it.
+    (OPEN | {"num_devices": 16}, {"trainer_devices": 8, "sampler_devices": 8, "note": "fsdp=8"}),
+    (OPEN | {"num_devices": 16, "use_pathways": False}, {"trainer_devices": 16}),
+    (OPEN, {"note": "num_devices=N"}),
+    # The agentic learner generates for one prompt at a time.
+    (VALID | AGENTIC | {"rollout_micro_batch_size": 4}, {"generation_calls": 8, "note": "agentic"}),
+    # Tunix does not know sequence-mean, which MaxText accepts (tunix/rl/common.py, aggregate_loss).
+    (
+        {"batch_size": 4, LOSS: "sequence-mean"},
+        {"validator": "accepts", "run": "fails", "rules": ["loss_is_known"], "message": "nearest rl.loss_agg_mode: token-mean"},
+    ),
+    (
+        {"batch_size": 4, LOSS: "sequence-mean", "rl.use_agentic_rollout": True},
+        {"ok": True, "note": "does not reach the agentic learner"},
+    ),
+]
 
 
-def test_note_reports_dropped_prompts():
-    """20 prompts are two batches of 8 and 4 dropped prompts; 16 drop none."""
-    result = found({**VALID, "num_batches": 5}, "num_prompts=20")
-    assert (result.run, result.derived["dropped_prompts"]) == ("drops", 4)
-    assert any("4 of 20 prompts fill no batch of 8" in note for note in result.notes)
-    assert found({**VALID, "num_batches": 5}, "num_prompts=16").run == "runs"
-
-
-@pytest.mark.parametrize(("fsdp", "replicates"), [(1, False), (4, False), (8, False), (3, True), (16, True)])
-def test_note_reports_silent_replication(fsdp, replicates):
-    """2 prompts of 4 samples are 8 sequences: they divide over 8 devices, not over 3 or 16, and nothing fails."""
-    result = found(VALID, train_micro_batch_size=2, ici_fsdp_parallelism=fsdp)
-    assert result.ok
-    assert any(f"do not divide over fsdp={fsdp}" in note for note in result.notes) == replicates
-
-
-def test_open_fsdp_axis_follows_from_the_devices():
-    """Under Pathways two hosts are split, so that 8 of 16 devices train; without num_devices a note requests it."""
-    config = {name: value for name, value in VALID.items() if name != "ici_fsdp_parallelism"}
-    split = found(config, "num_devices=16", train_micro_batch_size=1)
-    assert (split.derived["trainer_devices"], split.derived["sampler_devices"]) == (8, 8)
-    assert any("fsdp=8" in note for note in split.notes)
-    shared = found(config, "num_devices=16", train_micro_batch_size=1, use_pathways=False)
-    assert shared.derived["trainer_devices"] == 16
-    assert any("num_devices=N" in note for note in found(config).notes)
+@pytest.mark.parametrize(("config", "wanted"), NUMBERS)
+def test_numbers_and_notes(config, wanted):
+    """What MaxText RL makes of a file, with a note on what is legal but surprising."""
+    expect(found(config), **wanted)
 
 
 def test_read_accepts_nested_and_flat_keys(tmp_path):
@@ -117,23 +127,5 @@ def test_meanings_have_prompts_and_samples():
     assert means["batch_size"].startswith("8 prompts = 32 samples")
     assert means["train_micro_batch_size"].startswith("2 prompts = 8 samples per backward pass; 4 passes")
     assert means["rollout_micro_batch_size"].startswith("2 prompts = 8 samples per generate call; 4 calls")
-
-
-def test_agentic_learner_ignores_the_rollout_micro_batch():
-    """The agentic learner generates for one prompt at a time, and a note reports it."""
-    result = found({**VALID, "rl": {**VALID["rl"], "use_agentic_rollout": True}}, rollout_micro_batch_size=4)
-    assert result.derived["generation_calls"] == 8
-    assert any("agentic" in note for note in result.notes)
-
-
-def test_loss_aggregation_is_explained_and_checked():
-    """Tunix does not know sequence-mean, which MaxText accepts (tunix/rl/common.py, aggregate_loss)."""
-    key = "rl.loss_agg_mode"
-    text = " ".join(meaning.means for meaning in verdict("maxtext_rl", {"batch_size": 4, key: "token-mean"}).meanings)
+    text = " ".join(line.means for line in found({"batch_size": 4, LOSS: "token-mean"}).meanings)
     assert "every token of the batch counts alike" in text
-    broken = verdict("maxtext_rl", {"batch_size": 4, key: "sequence-mean"})
-    assert (broken.validator, broken.run, rules(broken)) == ("accepts", "fails", ["loss_is_known"])
-    assert "token-mean" in broken.violations[0].nearest
-    agentic = verdict("maxtext_rl", {"batch_size": 4, key: "sequence-mean", "rl.use_agentic_rollout": True})
-    assert agentic.ok
-    assert any("does not reach the agentic learner" in note for note in agentic.notes)

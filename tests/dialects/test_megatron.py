@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from helpers.dialect_files import cases, check_nearest, rules, verdict
+from helpers.dialect_files import cases, check_nearest, expect, rules, verdict
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -14,13 +14,15 @@ RAMP = {"rampup_batch_size": [16, 8, 500], "global_batch_size": 48, "micro_batch
 STEPS = {"step_batch_size_schedule": "0:8 100:16 250:32", "micro_batch_size": 1}
 CONSTANT = {"global_batch_size": 64, "micro_batch_size": 2}
 ROUNDED = {**RAMP, "decrease_batch_size_if_needed": True}
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 INTERLEAVED = {
     "global_batch_size": 32,
     "micro_batch_size": 1,
-    "pipeline_model_parallel_size": 4,
+    PP: 4,
     "virtual_pipeline_model_parallel_size": 2,
     "num_layers": 16,
 }
+REPLICAS = {"data_parallel_size": 8}
 
 
 def found(config, replicas=8, *settings, **more):
@@ -43,34 +45,6 @@ def test_ramps_equal_every_reference_case(case):
     assert result.derived["thresholds_samples"] == case["thresholds_samples"]
 
 
-@pytest.mark.parametrize("text", ["250:32 0:8 100:16", "0:8,100:16,250:32"])
-def test_schedule_is_sorted_with_a_note(text):
-    """Entries are sorted, which a note reports; commas separate as spaces do."""
-    result = found(STEPS, step_batch_size_schedule=text)
-    assert table(result) == [[0, 8, 0], [13, 16, 104], [23, 32, 264]]
-    assert any("wrong order" in note for note in result.notes) == text.startswith("250")
-
-
-def test_decreased_batches_are_rounded_down():
-    """Every size is rounded down to a multiple of 12 = 4 * 3, and equal sizes are one phase."""
-    config = {"rampup_batch_size": "16 8 600", "global_batch_size": 64, "micro_batch_size": 4}
-    result = found(config, 3, decrease_batch_size_if_needed=True)
-    assert table(result) == [[0, 12, 0], [9, 24, 108], [17, 36, 300], [20, 48, 408], [24, 60, 600]]
-    assert result.derived["num_microbatches"] == [1, 2, 3, 4, 5]
-    assert any("rounded down to a multiple of 12" in note for note in result.notes)
-
-
-def test_note_reports_floating_point_division():
-    """If Megatron's division ends a ramp one step later than exact arithmetic, a note names the step."""
-    ramp = LinearRamp(start=1, increment=4, end=61, samples=22952)
-    assert (ramp.exact().ramp_steps, ramp.as_run()[-1][0]) == (2648, 2649)
-    config = {"rampup_batch_size": [1, 4, 22952], "global_batch_size": 61, "micro_batch_size": 1}
-    result = found(config, 1)
-    assert result.derived["ramp_steps"] == 2648
-    assert any("floating-point division" in note for note in result.notes)
-    assert not any("floating-point" in note for note in found(RAMP).notes)
-
-
 @pytest.mark.parametrize(
     ("entry", "exact", "as_run"),
     [("2.01K:16", 2010, 2009), ("8.2B:16", 8_200_000_000, 8_199_999_999), ("117.25B:16", 117_250_000_000, 117_250_000_000)],
@@ -84,6 +58,139 @@ def test_thresholds_are_exact_and_truncation_is_noted(entry, exact, as_run):
     truncated = found(STEPS, step_batch_size_schedule=f"0:8 {entry}.9")
     assert truncated.derived["thresholds_samples"] == result.derived["thresholds_samples"]
     assert any("truncated to 16" in note for note in truncated.notes)
+
+
+BLOOM = {
+    "num_layers": 70,
+    "pipeline_model_parallel_size": 12,
+    "tensor_model_parallel_size": 4,
+    "micro_batch_size": 2,
+    "global_batch_size": 2048,
+    "train_samples": 220_000_000,
+    "rampup_batch_size": "192 16 9765625",
+    "pp_partition_method": "type:transformer|embedding",
+    "world_size": 384,
+}
+DEEPSEEK = {
+    "num_layers": 61,
+    "pipeline_model_parallel_size": 16,
+    "decoder_first_pipeline_num_layers": 3,
+    "decoder_last_pipeline_num_layers": 2,
+    "micro_batch_size": 1,
+    "global_batch_size": 15360,
+    "world_size": 2048,
+}
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+EMBEDDING, LOSS, LAYOUT = (
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+STAGES4 = {"micro_batch_size": 1, "global_batch_size": 32, "pipeline_model_parallel_size": 4}
+
+
+UNEVEN = [
+    # Only an even split must divide, and a layout must fill the stages.
+    ({"num_layers": 15, EMBEDDING: True}, []),
+    ({"num_layers": 14, EMBEDDING: True, LOSS: True, "num_layers_per_virtual_pipeline_stage": 2}, []),
+    ({"num_layers": 9, LAYOUT: "Ett|(tt|)*2,t*3L"}, []),
+    ({"num_layers": 6, LAYOUT: "Ett|tt|ttL"}, ["layout_fills_stages"]),
+    ({"num_layers": 8, LAYOUT: "(t|)*100000"}, ["layout_fills_stages"]),
+    ({"num_layers": 8, LAYOUT: [["embedding", "decoder"], ["decoder"] * 3, ["decoder"] * 3, ["decoder", "loss"]]}, []),
+    ({"num_layers": 9, "hybrid_layer_pattern": "M*M*M*M*M"}, []),
+    # Eight stages of a layout on four devices are two chunks each, and group sizes follow from them.
+    ({"num_layers": 8, LAYOUT: "Et|t|t|t|t|t|t|tL"}, []),
+    ({"num_layers": 8, "global_batch_size": 2, LAYOUT: "Et|t|t|t|t|t|t|tL"}, ["group_in_range"]),
+]
+
+
+@pytest.mark.parametrize(("config", "broken"), UNEVEN)
+def test_layers_of_an_uneven_pipeline_are_not_divided(config, broken):
+    """Layers at the ends, layouts and patterns."""
+    result = found({**STAGES4, **config}, 1)
+    assert rules(result) == broken
+    assert result.derived["num_repeats"] == 2 or "|t|t|" not in str(config)
+    check_nearest("megatron", {**STAGES4, **config}, ["data_parallel_size=1"], result)
+
+
+WORLD = {**CONSTANT, "global_batch_size": 1024, "world_size": 64}
+FLOATS = {"rampup_batch_size": [1, 4, 22952], "global_batch_size": 61, "micro_batch_size": 1, "data_parallel_size": 1}
+UNTIL, SINCE, NOT_CHECKED = "until April 2026", "since April 2026", "how layers are split is not checked"
+HEAD = {"megatron_version": "head", "data_parallel_size": 8}
+DECREASED = {"rampup_batch_size": "16 8 600", "global_batch_size": 64, "micro_batch_size": 4, "data_parallel_size": 3}
+AT_272 = {"rampup_batch_size": [256, 16, 1_000_000], "global_batch_size": 2048, "micro_batch_size": 4}
+GROWING = {**INTERLEAVED, "global_batch_size": 64, "data_parallel_size": 8}
+ORDERED = {"ramp_phases": [[0, 8, 0], [13, 16, 104], [23, 32, 264]]}
+NUMBERS = [
+    # Entries are sorted, which a note reports; commas separate as spaces do.
+    (STEPS | {"step_batch_size_schedule": "250:32 0:8 100:16", **REPLICAS}, {**ORDERED, "note": "wrong order"}),
+    (STEPS | {"step_batch_size_schedule": "0:8,100:16,250:32", **REPLICAS}, {**ORDERED, "no_note": "wrong order"}),
+    # The linear ramp is ignored beside a schedule.
+    (STEPS | {"rampup_batch_size": [16, 8, 500], **REPLICAS}, {**ORDERED, "note": "rampup_batch_size is ignored"}),
+    # Every size is rounded down to a multiple of 12 = 4 * 3, and equal sizes are one phase.
+    (
+        DECREASED | {"decrease_batch_size_if_needed": True},
+        {"ramp_phases": [[0, 12, 0], [9, 24, 108], [17, 36, 300], [20, 48, 408], [24, 60, 600]]}
+        | {"num_microbatches": [1, 2, 3, 4, 5], "note": "rounded down to a multiple of 12"},
+    ),
+    # If Megatron's division ends a ramp one step later than exact arithmetic, a note names the step.
+    (FLOATS, {"ramp_steps": 2648, "note": "floating-point division"}),
+    (RAMP | REPLICAS, {"no_note": "floating-point"}),
+    # The second size, 272, stops the run, and the message names its step.
+    (
+        AT_272 | {"data_parallel_size": 64},
+        {"rules": ["ramp_phases_divisible"], "validator": "accepts", "message": "272 from step 35"},
+    ),
+    (AT_272 | {"data_parallel_size": 64}, {"message": "256 256 1000000"}),
+    # The last batch fits the interleaved pipeline, the second does not: the message names its first step.
+    (GROWING | {"rampup_batch_size": [32, 8, 1000]}, {"rules": ["whole_groups"], "message": "5 microbatches from step"}),
+    (GROWING | {"rampup_batch_size": [32, 32, 1000]}, {"ok": True}),
+    (GROWING | {"rampup_batch_size": [16, 16, 1000]}, {"rules": ["group_in_range", "whole_groups"]}),
+    # Replicas are the devices over tensor * pipeline * context.
+    (WORLD, {"data_parallel_size": 64, "num_microbatches": [8]}),
+    (WORLD | {PP: 4, TP: 2}, {"data_parallel_size": 8, "num_microbatches": [64]}),
+    (WORLD | {PP: 2, CP: 4, TP: 8}, {"data_parallel_size": 1, "num_microbatches": [512]}),
+    (
+        WORLD | {"global_batch_size": 48, TP: 4, "world_size": 6},
+        {"rules": ["world_divisible"], "message": "nearest world_size: 4, 8"},
+    ),
+    # Megatron-DeepSpeed balances 70 layers over 12 stages, DeepSeek-V3 has shorter ends.
+    (
+        BLOOM,
+        {"validator": "accepts", "run": "runs", "ramp_steps": 12_658, "no_note": "April 2026"}
+        | {"note": f"pp_partition_method: {NOT_CHECKED}"},
+    ),
+    (BLOOM | {"pp_partition_method": None}, {"rules": ["layers_over_stages"]}),
+    (BLOOM | {"pp_partition_method": None, "deepspeed": True}, {"ok": True}),
+    (DEEPSEEK, {"ok": True, "note": [FIRST, NOT_CHECKED]}),
+    # Megatron-LM has ignored a linear ramp without a schedule since April 2026 (core/num_microbatches_calculator.py).
+    (RAMP | REPLICAS, {"note": [UNTIL, "the batch is 48 from the first step"]}),
+    (RAMP | HEAD, {"ok": True, "num_microbatches": [6], "note": f"has no effect in Megatron-LM {SINCE}"}),
+    (RAMP | HEAD | {"rampup_batch_size": "1 2 x", "train_iters": 10}, {"ok": True}),
+    (CONSTANT | REPLICAS, {"no_note": "April 2026"}),
+    (STEPS | REPLICAS, {"no_note": "April 2026"}),
+]
+
+
+@pytest.mark.parametrize(("config", "wanted"), NUMBERS)
+def test_numbers_and_notes(config, wanted):
+    """What Megatron makes of a file, with a note on what is legal but surprising."""
+    expect(verdict("megatron", config), **wanted)
+
+
+def test_devices_and_conversion_are_refused_with_a_reason():
+    """An unknown or contradictory world size; uneven stages, which rampup has not; and a ramp that nothing reads."""
+    with pytest.raises(ConfigError, match="world_size=N"):
+        verdict("megatron", CONSTANT)
+    with pytest.raises(ConfigError, match="is not the world size 64"):
+        verdict("megatron", CONSTANT | {TP: 4}, "world_size=64", "data_parallel_size=8")
+    assert verdict("megatron", DEEPSEEK).conversion.refusal == "rampup's pipeline has the same number of layers in every stage"
+    legacy, head = found(RAMP), verdict("megatron", RAMP | HEAD)
+    assert (len(legacy.phases) > 1, head.phases) == (True, None)
+    assert "enable_rampup_batch_size" not in head.conversion.values
+    assert "rampup_batch_size" in head.conversion.left_out
+    ramp = LinearRamp(start=1, increment=4, end=61, samples=22952)
+    assert (ramp.exact().ramp_steps, ramp.as_run()[-1][0]) == (2648, 2649)
 
 
 @pytest.mark.parametrize(
@@ -153,46 +260,6 @@ def test_rules_break_just_beyond_their_boundary(config, validator, broken):
     assert rules(result) == broken
     assert result.validator == validator
     check_nearest("megatron", config, ["data_parallel_size=8"], result)
-
-
-def test_ramp_fails_at_the_first_batch_that_does_not_divide():
-    """[256, 16, 1M] to 2048 with 4 * 64: the second size, 272, stops the run, and the message names its step."""
-    config = {"rampup_batch_size": [256, 16, 1_000_000], "global_batch_size": 2048, "micro_batch_size": 4}
-    (violation,) = found(config, 64).violations
-    assert "272 from step 35" in violation.message
-    assert violation.found_by == "run"
-    assert "256 256 1000000" in violation.nearest
-
-
-def test_interleaving_is_checked_in_every_phase():
-    """The last batch fits the interleaved pipeline, the second does not: the message names its first step."""
-    ramp = {**INTERLEAVED, "rampup_batch_size": [32, 8, 1000], "global_batch_size": 64}
-    (violation,) = found(ramp).violations
-    assert violation.rule == "megatron.whole_groups"
-    assert "5 microbatches from step" in violation.message
-    assert found({**ramp, "rampup_batch_size": [32, 32, 1000]}).ok
-    start = found({**ramp, "rampup_batch_size": [16, 16, 1000]})
-    assert "group_in_range" in rules(start)
-
-
-@pytest.mark.parametrize(("stages", "context", "tensor", "replicas"), [(1, 1, 1, 64), (4, 1, 2, 8), (2, 4, 8, 1)])
-def test_replicas_follow_from_the_world_size(stages, context, tensor, replicas):
-    """Replicas are the devices over tensor * pipeline * context."""
-    axes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": stages, "context_parallel_size": context}
-    result = verdict("megatron", {**CONSTANT, "global_batch_size": 1024, **axes, "world_size": 64})
-    assert result.derived["data_parallel_size"] == replicas
-    assert result.derived["num_microbatches"] == [1024 // (2 * replicas)]
-
-
-def test_world_size_must_divide():
-    """6 devices for replicas of 4 are rejected with the nearest sizes; an unknown world size must be given."""
-    config = {**CONSTANT, "global_batch_size": 48, "tensor_model_parallel_size": 4}
-    (violation,) = verdict("megatron", config, "world_size=6").violations
-    assert (violation.rule, violation.nearest) == ("megatron.world_divisible", (4, 8))
-    with pytest.raises(ConfigError, match="world_size=N"):
-        verdict("megatron", config)
-    with pytest.raises(ConfigError, match="is not the world size 64"):
-        verdict("megatron", config, "world_size=64", "data_parallel_size=8")
 
 
 SCRIPT = """#!/bin/bash
@@ -265,13 +332,6 @@ def test_pipeline_of_few_microbatches_runs():
     assert any("never all busy" in note for note in result.notes)
 
 
-def test_schedule_wins_over_the_linear_ramp():
-    """Megatron only prints a warning about the linear ramp, which a note reports."""
-    result = found({**STEPS, "rampup_batch_size": [16, 8, 500]})
-    assert table(result) == table(found(STEPS))
-    assert any("rampup_batch_size is ignored" in note for note in result.notes)
-
-
 @example("")
 @example("--micro-batch-size")
 @example("--micro-batch-size 'open")
@@ -283,90 +343,3 @@ def test_read_accepts_or_rejects_any_text(text):
     """Random text, and a file without arguments, gives only a RampupError."""
     with pytest.raises(RampupError):
         verdict("megatron", text)
-
-
-BLOOM = {
-    "num_layers": 70,
-    "pipeline_model_parallel_size": 12,
-    "tensor_model_parallel_size": 4,
-    "micro_batch_size": 2,
-    "global_batch_size": 2048,
-    "train_samples": 220_000_000,
-    "rampup_batch_size": "192 16 9765625",
-    "pp_partition_method": "type:transformer|embedding",
-}
-DEEPSEEK = {
-    "num_layers": 61,
-    "pipeline_model_parallel_size": 16,
-    "decoder_first_pipeline_num_layers": 3,
-    "decoder_last_pipeline_num_layers": 2,
-    "micro_batch_size": 1,
-    "global_batch_size": 15360,
-}
-FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
-EMBEDDING, LOSS, LAYOUT = (
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-)
-STAGES4 = {"micro_batch_size": 1, "global_batch_size": 32, "pipeline_model_parallel_size": 4}
-
-
-def test_uneven_pipelines_are_accepted():
-    """Megatron-DeepSpeed balances 70 layers over 12 stages, DeepSeek-V3 has shorter ends: a note says what is not checked."""
-    result = verdict("megatron", BLOOM, "world_size=384")
-    assert (result.validator, result.run) == ("accepts", "runs")
-    assert result.derived["ramp_steps"] == 12_658
-    (broken,) = verdict("megatron", {**BLOOM, "pp_partition_method": None}, "world_size=384").violations
-    assert broken.rule == "megatron.layers_over_stages"
-    assert verdict("megatron", {**BLOOM, "pp_partition_method": None, "deepspeed": True}, "world_size=384").ok
-    ends = verdict("megatron", DEEPSEEK, "world_size=2048")
-    assert ends.ok, rules(ends)
-    for found_, key in ((result, "pp_partition_method"), (ends, FIRST)):
-        assert any(key in note and "how layers are split is not checked" in note for note in found_.notes)
-    assert ends.conversion.refusal == "rampup's pipeline has the same number of layers in every stage"
-
-
-@pytest.mark.parametrize(
-    ("config", "broken"),
-    [
-        ({"num_layers": 15, EMBEDDING: True}, []),
-        ({"num_layers": 14, EMBEDDING: True, LOSS: True, "num_layers_per_virtual_pipeline_stage": 2}, []),
-        ({"num_layers": 9, LAYOUT: "Ett|(tt|)*2,t*3L"}, []),
-        ({"num_layers": 6, LAYOUT: "Ett|tt|ttL"}, ["layout_fills_stages"]),
-        ({"num_layers": 8, LAYOUT: "(t|)*100000"}, ["layout_fills_stages"]),
-        ({"num_layers": 8, LAYOUT: [["embedding", "decoder"], ["decoder"] * 3, ["decoder"] * 3, ["decoder", "loss"]]}, []),
-        ({"num_layers": 9, "hybrid_layer_pattern": "M*M*M*M*M"}, []),
-    ],
-)
-def test_layers_of_an_uneven_pipeline_are_not_divided(config, broken):
-    """Only an even split must divide, and a layout must fill the stages."""
-    result = found({**STAGES4, **config}, 1)
-    assert rules(result) == broken
-    check_nearest("megatron", {**STAGES4, **config}, ["data_parallel_size=1"], result)
-
-
-def test_interleaved_layout_has_its_chunks():
-    """Eight stages of a layout on four devices are two chunks each, and group sizes follow from them."""
-    result = found({**STAGES4, "num_layers": 8, LAYOUT: "Et|t|t|t|t|t|t|tL"}, 1)
-    assert result.ok, rules(result)
-    assert result.derived["num_repeats"] == 2
-    assert rules(found({**STAGES4, "num_layers": 8, "global_batch_size": 2, LAYOUT: "Et|t|t|t|t|t|t|tL"}, 1)) == [
-        "group_in_range"
-    ]
-
-
-def test_linear_ramp_says_which_version_it_speaks_for():
-    """Megatron-LM has ignored a linear ramp without a schedule since April 2026 (core/num_microbatches_calculator.py)."""
-    legacy = found(RAMP)
-    assert len(legacy.phases) > 1
-    assert any("until April 2026" in note and "the batch is 48 from the first step" in note for note in legacy.notes)
-    head = found(RAMP, 8, "megatron_version=head")
-    assert (head.ok, head.phases, head.derived["num_microbatches"]) == (True, None, [6])
-    assert any("has no effect in Megatron-LM since April 2026" in note for note in head.notes)
-    assert not any("April 2026" in note for note in [*found(CONSTANT).notes, *found(STEPS).notes])
-    assert not any("April 2026" in note for note in verdict("megatron", BLOOM, "world_size=384").notes)
-    # Nothing of the ignored ramp is checked, and its conversion has a constant batch.
-    assert found({**RAMP, "rampup_batch_size": "1 2 x", "train_iters": 10}, 8, "megatron_version=head").ok
-    assert "enable_rampup_batch_size" not in head.conversion.values
-    assert "rampup_batch_size" in head.conversion.left_out

@@ -3,7 +3,7 @@
 import pytest
 from helpers.dialect_files import verdict
 
-from rampup.config.yaml import parse_mapping, read_text
+from rampup.config.yaml import read_text
 from rampup.dialects.reading import Reading, entry, flatten, read_leaves, type_settings
 from rampup.errors import ConfigError
 
@@ -19,8 +19,7 @@ def read(tmp_path, text, *overrides):
     """Read text as a file of a made-up system."""
     file = tmp_path / "file.yml"
     file.write_text(text)
-    repeated = {}
-    leaves = read_leaves(parse_mapping(read_text(file), str(file), repeated=repeated), repeated)
+    leaves, repeated = read_leaves(read_text(file), str(file))
     reading = Reading(path=str(file), leaves=leaves, overrides=overrides, repeated=repeated)
     return type_settings(reading, ENTRIES, system="Some System")
 

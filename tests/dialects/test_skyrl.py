@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from helpers.dialect_files import check_nearest, nested, rules, verdict
+from helpers.dialect_files import check_boundary, expect, nested, rules, verdict
 
 from rampup.dialects.reading import Settings
 from rampup.dialects.skyrl import KEYS, RULES, SkyRLJob
@@ -13,25 +13,26 @@ TRAIN = "trainer.train_batch_size"
 MINI = "trainer.policy_mini_batch_size"
 CRITIC_MINI = "trainer.critic_mini_batch_size"
 MICRO = "trainer.micro_train_batch_size_per_gpu"
-GPUS = "trainer.placement.policy_num_gpus_per_node"
-REF_GPUS = "trainer.placement.ref_num_gpus_per_node"
-CRITIC_GPUS = "trainer.placement.critic_num_gpus_per_node"
+GPUS, REF_GPUS, CRITIC_GPUS = (f"trainer.placement.{model}_num_gpus_per_node" for model in ("policy", "ref", "critic"))
+SEQUENCE, REF_SEQUENCE, CRITIC_SEQUENCE = (f"trainer.{model}.sequence_parallel_size" for model in ("policy", "ref", "critic"))
+CONTEXT = "trainer.policy.megatron_config.context_parallel_size"
 RESPONSES = "generator.n_samples_per_prompt"
 REF_STAGES = "trainer.ref.megatron_config.pipeline_model_parallel_size"
 BASE = {TRAIN: 64, MINI: 16, CRITIC_MINI: 16, MICRO: 2, GPUS: 4, RESPONSES: 4}
 CRITIC = {"trainer.critic.model.path": "m", CRITIC_GPUS: 4}
 MEGATRON = {"trainer.strategy": "megatron", "trainer.policy.megatron_config.tensor_model_parallel_size": 2}
+MEGATRON4 = {**MEGATRON, REF_GPUS: 4}
 ASYNC = {"trainer.fully_async.enabled": True, MINI: 64}
 WORKERS, STALE = "trainer.fully_async.num_parallel_generation_workers", "trainer.fully_async.max_staleness_steps"
 ENGINES = "generator.inference_engine.num_engines"
 
 
-def skyrl(*changes, **settings):
+def skyrl(*changes):
     """Check the base file with changes."""
     config = dict(BASE)
     for change in changes:
         config |= change
-    return verdict("skyrl", nested(config), *[f"{key}={value}" for key, value in settings.items()])
+    return verdict("skyrl", nested(config))
 
 
 BOUNDARIES = [
@@ -45,33 +46,13 @@ BOUNDARIES = [
     ("critic_mini_divides_train", {**CRITIC, CRITIC_MINI: 32}, {**CRITIC, CRITIC_MINI: 24}, "rejects"),
     ("critic_mini_reaches_every_replica", {**CRITIC, CRITIC_MINI: 2}, {**CRITIC, CRITIC_MINI: 1, CRITIC_GPUS: 8}, "rejects"),
     ("micro_divides_critic_mini", {**CRITIC, CRITIC_MINI: 8, MICRO: 8}, {**CRITIC, CRITIC_MINI: 8, MICRO: 16}, "rejects"),
-    (
-        "policy_has_a_replica",
-        {"trainer.policy.sequence_parallel_size": 4},
-        {"trainer.policy.sequence_parallel_size": 5},
-        "rejects",
-    ),
-    (
-        "critic_has_a_replica",
-        {**CRITIC, "trainer.critic.sequence_parallel_size": 4},
-        {**CRITIC, "trainer.critic.sequence_parallel_size": 5},
-        "rejects",
-    ),
-    (
-        "megatron_divides_policy_devices",
-        MEGATRON,
-        {**MEGATRON, "trainer.policy.megatron_config.context_parallel_size": 3},
-        "rejects",
-    ),
-    (
-        "megatron_divides_ref_devices",
-        {**MEGATRON, REF_GPUS: 4, REF_STAGES: 4},
-        {**MEGATRON, REF_GPUS: 4, REF_STAGES: 3},
-        "rejects",
-    ),
+    ("policy_has_a_replica", {SEQUENCE: 4}, {SEQUENCE: 5}, "rejects"),
+    ("critic_has_a_replica", {**CRITIC, CRITIC_SEQUENCE: 4}, {**CRITIC, CRITIC_SEQUENCE: 5}, "rejects"),
+    ("megatron_divides_policy_devices", MEGATRON, {**MEGATRON, CONTEXT: 3}, "rejects"),
+    ("megatron_divides_ref_devices", {**MEGATRON4, REF_STAGES: 4}, {**MEGATRON4, REF_STAGES: 3}, "rejects"),
     ("megatron_has_no_critic", MEGATRON, {**MEGATRON, **CRITIC}, "rejects"),
-    ("megatron_policy_sequence_parallel", MEGATRON, {**MEGATRON, "trainer.policy.sequence_parallel_size": 2}, "rejects"),
-    ("megatron_ref_sequence_parallel", MEGATRON, {**MEGATRON, "trainer.ref.sequence_parallel_size": 2}, "rejects"),
+    ("megatron_policy_sequence_parallel", MEGATRON, {**MEGATRON, SEQUENCE: 2}, "rejects"),
+    ("megatron_ref_sequence_parallel", MEGATRON, {**MEGATRON, REF_SEQUENCE: 2}, "rejects"),
     ("samples_reach_every_replica", {REF_GPUS: 4, TRAIN: 16}, {REF_GPUS: 65, TRAIN: 64}, "rejects"),
     ("engines_fill_the_devices", {ENGINES: 4}, {ENGINES: 3}, "rejects"),
     ("engines_fill_the_devices", {"generator.num_inference_engines": 4}, {"generator.num_inference_engines": 5}, "rejects"),
@@ -82,12 +63,7 @@ BOUNDARIES = [
     ("no_tail_is_cut", {GPUS: 8}, {GPUS: 24, MICRO: 1}, "accepts"),
     ("colocated_ref_devices", {REF_GPUS: 4}, {REF_GPUS: 2}, "accepts"),
     ("colocated_critic_devices", CRITIC, {**CRITIC, CRITIC_GPUS: 2}, "accepts"),
-    (
-        "ref_has_a_replica",
-        {REF_GPUS: 4, "trainer.ref.sequence_parallel_size": 4},
-        {REF_GPUS: 4, "trainer.ref.sequence_parallel_size": 5},
-        "accepts",
-    ),
+    ("ref_has_a_replica", {REF_GPUS: 4, REF_SEQUENCE: 4}, {REF_GPUS: 4, REF_SEQUENCE: 5}, "accepts"),
 ]
 
 
@@ -96,23 +72,7 @@ BOUNDARIES = [
 )
 def test_rules_break_just_beyond_their_boundary(rule, holds, breaks, validator):
     """One step to either side of each rule."""
-    valid, invalid = skyrl(holds), skyrl(breaks)
-    assert rule not in rules(valid)
-    assert valid.ok
-    assert rule in rules(invalid)
-    assert invalid.validator == validator
-    assert invalid.run == "fails"
-    check_nearest("skyrl", nested(BASE | breaks), [], invalid)
-
-
-def test_shares_are_rounded_down():
-    """SkyRL compares samples per replica, both rounded down: 6 * 5 // 4 = 7 is not a multiple of 3 * 5 // 4 = 3."""
-    sizes = {MINI: 3, MICRO: 3, RESPONSES: 5}
-    assert "policy_share_divides_train_share" in rules(skyrl(sizes, {TRAIN: 6}))
-    assert skyrl(sizes, {TRAIN: 12}).run == "pads"
-    critic = {**CRITIC, CRITIC_MINI: 3, RESPONSES: 5}
-    found = skyrl(critic, {TRAIN: 6, MINI: 6, MICRO: 1})
-    assert "critic_share_divides_train_share" in rules(found)
+    check_boundary(skyrl, rule, holds, breaks, validator, BASE | breaks, "skyrl")
 
 
 @pytest.mark.parametrize("value", [0, -1])
@@ -143,49 +103,51 @@ def test_rules_find_runs_that_the_check_of_skyrl_misses():
     assert (accepted, stopped, padded) == (4854, 1413, 235)
 
 
-def test_invalid_example_of_the_guide():
-    """300 prompts do not divide 1,024; the guide's error has 5,120 samples, SkyRL's has prompts."""
-    found = skyrl({TRAIN: 1024, MINI: 300, RESPONSES: 5, MICRO: 1})
-    assert rules(found) == ["policy_mini_divides_train"]
-    assert found.validator == "rejects"
-    message = found.violations[0].message
-    assert "trainer.train_batch_size=1,024 must be a multiple of trainer.policy_mini_batch_size=300" in message
-    assert found.violations[0].nearest == (900, 1200)
+LEGACY = {"trainer.algorithm.loss_reduction": "token_mean_legacy", MINI: 32, RESPONSES: 3, GPUS: 5, TRAIN: 160, MICRO: 19}
+SHARES, TOKENS = {MINI: 3, MICRO: 3, RESPONSES: 5}, {"trainer.max_tokens_per_microbatch": 8192}
+SPLIT, NODES = {"trainer.placement.colocate_all": False, GPUS: 4}, {"trainer.placement.policy_num_nodes": 2, REF_GPUS: 4}
+NUMBERS = [
+    # SkyRL compares samples per replica, both rounded down: 6 * 5 // 4 = 7 is not a multiple of 3 * 5 // 4 = 3.
+    ({**SHARES, TRAIN: 6}, {"rules": ["policy_share_divides_train_share", "no_tail_is_cut"]}),
+    ({**SHARES, TRAIN: 12}, {"run": "pads"}),
+    (
+        {**CRITIC, CRITIC_MINI: 3, RESPONSES: 5, TRAIN: 6, MINI: 6, MICRO: 1},
+        {"rules": ["critic_share_divides_train_share", "no_tail_is_cut"]},
+    ),
+    # The example of the guide: its error has 5,120 samples, SkyRL's has prompts.
+    (
+        {TRAIN: 1024, MINI: 300, RESPONSES: 5, MICRO: 1},
+        {"rules": ["policy_mini_divides_train"], "validator": "rejects"}
+        | {"message": f"{TRAIN}=1,024 must be a multiple of {MINI}=300; nearest {TRAIN}: 900, 1200"},
+    ),
+    # With a token budget the number of passes is unknown, and the rules of micro sizes still apply.
+    (TOKENS, {"ok": True, "accumulation_steps": "absent"}),
+    ({**TOKENS, MICRO: 3}, {"rules": ["micro_divides_policy_mini"]}),
+    # Prompts that do not fill a step are dropped.
+    ({"num_prompts": 128}, {"run": "runs"}),
+    (
+        {"num_prompts": 129},
+        {"run": "drops", "training_steps": 2, "total_optimizer_steps": 8, "note": "the last 1 prompt of 129"},
+    ),
+    ({"trainer.strategy": "fsdp2"}, {"note": "old name of fsdp"}),
+    ({"trainer.policy.sequence_parallel_size": 3}, {"note": "rounded down"}),
+    ({"trainer.placement.colocate_all": True}, {"note": "does not size the inference engines"}),
+    (LEGACY, {"note": "weights wrongly"}),
+    # SkyRL's check requires equal nodes and devices with colocate_policy_ref (train/utils/utils.py, validate_cfg).
+    (SPLIT, {"validator": "rejects", "rules": ["colocated_ref_num_gpus_per_node"], "message": "nearest " + REF_GPUS + ": 4"}),
+    ({**SPLIT, REF_GPUS: 4}, {"ok": True}),
+    ({**SPLIT, "trainer.placement.colocate_policy_ref": False}, {"ok": True}),
+    ({**SPLIT, "trainer.algorithm.use_kl_loss": False}, {"ok": True}),
+    ({**SPLIT, **NODES}, {"rules": ["colocated_ref_num_nodes"]}),
+]
 
 
-def test_token_budget_leaves_the_passes_open():
-    """With a token budget the number of passes is unknown, and the rules of micro sizes still apply."""
-    found = skyrl({"trainer.max_tokens_per_microbatch": 8192})
-    assert found.ok
-    assert "accumulation_steps" not in found.derived
-    assert found.plan.policy.token_budget == 8192
-    assert "micro_divides_policy_mini" in rules(skyrl({"trainer.max_tokens_per_microbatch": 8192, MICRO: 3}))
-
-
-def test_incomplete_step_is_dropped():
-    """Prompts that do not fill a step are dropped; the steps of the run follow."""
-    assert skyrl(num_prompts=128).run == "runs"
-    found = skyrl(num_prompts=129)
-    assert found.run == "drops"
-    assert (found.derived["training_steps"], found.derived["total_optimizer_steps"]) == (2, 8)
-    assert any("the last 1 prompt of 129" in note for note in found.notes)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"trainer.strategy": "fsdp2"}, "old name of fsdp"),
-        ({"trainer.policy.sequence_parallel_size": 3}, "rounded down"),
-        ({"trainer.placement.colocate_all": True}, "does not size the inference engines"),
-        (
-            {"trainer.algorithm.loss_reduction": "token_mean_legacy", MINI: 32, RESPONSES: 3, GPUS: 5, TRAIN: 160, MICRO: 19},
-            "weights wrongly",
-        ),
-    ],
-)
-def test_notes_report_surprises(change, said):
-    """Legal but surprising settings have a note."""
-    assert any(said in note for note in skyrl(change).notes)
+@pytest.mark.parametrize(("change", "wanted"), NUMBERS)
+def test_numbers_and_notes(change, wanted):
+    """What SkyRL makes of a file, with a note on what is legal but surprising."""
+    expect(skyrl(change), **wanted)
+    if change == TOKENS:
+        assert skyrl(change).plan.policy.token_budget == 8192
 
 
 @pytest.mark.parametrize(
@@ -199,16 +161,3 @@ def test_fine_tuning_is_refused(text, said):
     """SkyRL's other trainer has keys of its own, which are not covered."""
     with pytest.raises(ConfigError, match=said):
         verdict("skyrl", text)
-
-
-def test_policy_and_reference_on_the_same_devices_need_equally_many():
-    """SkyRL's check requires equal nodes and devices with colocate_policy_ref (train/utils/utils.py, validate_cfg)."""
-    split = {"trainer.placement.colocate_all": False, "trainer.placement.policy_num_gpus_per_node": 4}
-    found = skyrl(split)
-    assert (found.validator, rules(found)) == ("rejects", ["colocated_ref_num_gpus_per_node"])
-    assert 4 in found.violations[0].nearest
-    assert skyrl(split, {"trainer.placement.ref_num_gpus_per_node": 4}).ok
-    assert skyrl(split, {"trainer.placement.colocate_policy_ref": False}).ok
-    assert skyrl(split, {"trainer.algorithm.use_kl_loss": False}).ok
-    nodes = {"trainer.placement.policy_num_nodes": 2, "trainer.placement.ref_num_gpus_per_node": 4}
-    assert rules(skyrl(split, nodes)) == ["colocated_ref_num_nodes"]

@@ -1,7 +1,7 @@
 """Tests of rampup.dialects.trlx: its two rules, and what is collected."""
 
 import pytest
-from helpers.dialect_files import check_nearest, nested, rules, verdict
+from helpers.dialect_files import check_boundary, expect, nested, rules, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,11 +36,7 @@ BOUNDARIES = [
 )
 def test_rules_break_just_beyond_their_boundary(rule, holds, breaks, validator):
     """One step to either side of each rule."""
-    valid, invalid = trlx(holds), trlx(breaks)
-    assert valid.ok, rules(valid)
-    assert rule in rules(invalid)
-    assert (invalid.validator, invalid.run) == (validator, "fails")
-    check_nearest("trlx", nested(BASE | breaks), [], invalid)
+    check_boundary(trlx, rule, holds, breaks, validator, BASE | breaks, "trlx")
 
 
 @pytest.mark.parametrize("key", [TRAIN, ROLLOUTS, CHUNK, INNER, "num_processes", "num_prompts"])
@@ -71,27 +67,25 @@ def test_collection_takes_full_chunks(wanted, chunk, prompts, processes):
     assert found.derived["last_mini_batch_microbatches"] == micro
 
 
-def test_notes_report_summed_gradients():
-    """A micro size multiplies the gradient, and under DeepSpeed the optimizer steps; without one there is no note."""
-    found = trlx()
-    assert any("summed over the 4 passes" in note for note in found.notes)
-    assert any("under DeepSpeed each pass ends" in note for note in trlx({"deepspeed": True}).notes)
-    assert not any("summed" in note for note in trlx({MICRO: None}).notes)
-
-
-@pytest.mark.parametrize(("method", "batch"), [("ILQLConfig", 128), ("SFTConfig", 8), ("PPOConfig", 32)])
-def test_methods_have_their_own_default_batch(method, batch):
-    """Each method has its own default batch; only PPO collects samples."""
-    found = verdict("trlx", nested({"method.name": method, ROUNDS: 3}))
-    assert found.derived["mini_batch_samples"] == batch
-    assert ("chunks" in found.derived) == (method == "PPOConfig")
-
-
-def test_huge_counts_are_not_listed():
-    """A billion calls are counted, not listed."""
-    found = trlx({ROLLOUTS: 10**9, CHUNK: 1, "num_prompts": 7})
-    assert found.derived["num_chunks"] == 10**9
-    assert "chunks" not in found.derived
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        # A micro size multiplies the gradient, and under DeepSpeed the optimizer steps.
+        ({}, {"note": "summed over the 4 passes"}),
+        ({"deepspeed": True}, {"note": "under DeepSpeed each pass ends"}),
+        ({MICRO: None}, {"no_note": "summed"}),
+        # Each method has its own default batch, and only PPO collects samples.
+        ({TRAIN: None, MICRO: None, "method.name": "ILQLConfig"}, {"mini_batch_samples": 128, "chunks": "absent"}),
+        ({TRAIN: None, MICRO: None, "method.name": "SFTConfig"}, {"mini_batch_samples": 8, "chunks": "absent"}),
+        ({TRAIN: None, MICRO: None, "method.name": "PPOConfig"}, {"mini_batch_samples": 32, "chunks": [64, 64]}),
+        # A billion calls are counted, not listed, and ten calls of a huge set are listed.
+        ({ROLLOUTS: 10**9, CHUNK: 1, "num_prompts": 7}, {"num_chunks": 10**9, "chunks": "absent"}),
+        ({ROLLOUTS: 10, CHUNK: 1, "num_prompts": 10**18}, {"chunks": [1] * 10}),
+    ],
+)
+def test_numbers_and_notes(change, wanted):
+    """What trlX makes of a file, with a note on what is legal but surprising."""
+    expect(trlx(change), **wanted)
 
 
 def test_explanation_and_plan_have_the_numbers_of_the_verdict():

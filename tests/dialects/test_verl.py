@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from helpers.dialect_files import check_nearest, nested, rules, verdict
+from helpers.dialect_files import check_boundary, check_nearest, expect, nested, rules, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,12 +113,7 @@ BOUNDARIES = [
 )
 def test_rules_break_just_beyond_their_boundary(rule, holds, breaks, validator):
     """One step to either side of each rule."""
-    valid, invalid = verl(holds), verl(breaks)
-    assert valid.ok, rules(valid)
-    assert rule in rules(invalid)
-    assert (invalid.validator, invalid.run) == (validator, "fails")
-    config = {key: value for key, value in (BASE | breaks).items() if value is not None}
-    check_nearest("verl", nested(config), [], invalid)
+    check_boundary(verl, rule, holds, breaks, validator, BASE | breaks, "verl")
 
 
 @pytest.mark.parametrize("value", [0, -1])
@@ -130,26 +125,76 @@ def test_counts_must_be_positive(key, value):
     assert found.validator == ("rejects" if key == GPUS else "accepts")
 
 
-def test_check_of_verl_ignores_shared_sequences():
-    """A false rejection: 20 samples would suffice for 4 replicas, but the check counts 8 devices."""
-    found = verl({TRAIN: 5, MINI: 5, SP: 2, MICRO: 1, LOG: 1})
-    assert found.derived["data_parallel_size"] == 4
-    assert "the run itself would need only the 4 replicas" in found.violations[0].message
+BUDGET_512, C_SP = {**BUDGET, f"{A}ppo_max_token_len_per_gpu": 512}, "critic.ulysses_sequence_parallel_size"
+SHORT, PARTS = "less than the longest sequence", {"mini_batches": 4, "padded_samples": 0}
+FILTER, REFILL = "algorithm.filter_groups.enable", "trainer.v1.sampler.sync_refill_failed_groups"
+FILTERED = {FILTER: True, TRAIN: 512, GEN: 1536, MINI: 32, RESPONSES: 16}
+BY_STRATEGY = {"model_engine": "megatron", STRATEGY: "fsdp", TP: 2}
+ASYNC = {TRAIN: 0, GEN: 1, "async_training.trigger_parameter_sync_step": 4, "async_training.require_batches": 2}
+EPOCHS, PARTIAL = "trainer.total_epochs", {"async_training.partial_rollout": True}
+OWN_DEVICES = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 6, f"{R}tensor_model_parallel_size": 3}
+NUMBERS = [
+    # The check counts devices although the run needs only the replicas: a false rejection.
+    (
+        {TRAIN: 5, MINI: 5, SP: 2, MICRO: 1, LOG: 1},
+        {"data_parallel_size": 4, "message": "the run itself would need only the 4 replicas"},
+    ),
+    # A token budget disables the checks of a static batch, and the newer trainer pads.
+    (
+        {**BUDGET, TRAIN: 5, MINI: 16, OLD: 3, MICRO: 7},
+        {"validator": "accepts", "run": "pads", "padded_samples": 16 * 4 - 5 * 4, "accumulation_steps": "absent"},
+    ),
+    # A budget below the longest sequence can stop the run; all devices that share a sequence count.
+    (BUDGET_512, {"note": SHORT}),
+    ({**BUDGET_512, SP: 2}, {"no_note": SHORT}),
+    # separate_async trains on one mini batch at a time, with the same optimizer steps.
+    ({MODE: "separate_async", SYNC: 4, LOG: 8}, {**PARTS, "note": "in 4 parts of 64 samples"}),
+    # The critic's passes are filled by tokens, regardless of its micro size.
+    ({**CRITIC, C_MICRO: 3}, {"ok": True, "note": "never reach its engine"}),
+    ({OLD_SP: 2}, {"note": f"{OLD_SP} is deprecated; use {SP}"}),
+    ({SP: 3}, {"note": "8 devices are not a multiple of the 3 that share a sample: veRL counts 2 replicas, rounded"}),
+    ({SP: 5}, {"note": "veRL counts 1 replica, rounded down."}),
+    ({**MEGATRON, OLD_SP: 8}, {"note": "ulysses_sequence_parallel_size=8 has no effect with megatron"}),
+    ({GPUS: 1}, {"note": "does not divide 1 device"}),
+    ({**V0, GEN: 32}, {"note": "data.gen_batch_size=32 prompts"}),
+    ({GEN: 4, MODE: "colocate_async"}, {"note": "sets data.gen_batch_size to 1"}),
+    ({}, {"note": "once per training step"}),
+    ({"num_prompts": 65}, {"note": "the last 1 prompt of 65"}),
+    ({"algorithm.adv_estimator": None, C_MICRO: 4}, {"note": "gae by default"}),
+    ({**CRITIC, C_SP: 2}, {"note": "read by the check alone"}),
+    # With model_engine=megatron the engine is Megatron, whatever the strategy: only the check reads that (utils/config.py).
+    (BY_STRATEGY, {"ok": True, "data_parallel_size": 4, "note": "strategy=fsdp is read by the check alone"}),
+    ({**BY_STRATEGY, TP: 8, MICRO: 8, TRAIN: 17, MINI: 2, LOG: 1}, {"validator": "rejects"}),
+    (MEGATRON, {"data_parallel_size": 4}),
+    # With filter_groups the trainer sets gen_batch_size to 1 (trainer/ppo/v1/trainer_base.py, _init_dataloader).
+    (FILTERED, {"ok": True, "samples_per_step": 8192, "note": f"{FILTER} sets data.gen_batch_size to 1"}),
+    ({**FILTERED, FILTER: False}, {"rules": ["loader_divides_train"]}),
+    ({**FILTERED, FILTER: False, REFILL: True}, {"ok": True}),
+    # DAPO's recipe generates in batches of gen_batch_size, but keeps train_batch_size prompts (dapo_ray_trainer.py).
+    ({**FILTERED, **V0}, {"ok": True, "samples_per_step": 8192, "mini_batches": 16, "note": "1,536 prompts at a time"}),
+    # Fully asynchronous training asserts data.train_batch_size=0 (fully_async_rollouter.py), and trains on require_batches
+    # mini batches at a time.
+    (
+        {**ASYNC, "num_prompts": 1000, EPOCHS: 1},
+        {"validator": "accepts", "run": "drops", "rules": [], "samples_per_step": 2 * 16 * 4, "optimizer_steps": 2}
+        | {"training_steps": 1000 // 32},
+    ),
+    ({**ASYNC, "num_prompts": 1000, EPOCHS: 4}, {"run": "runs"}),
+    ({**ASYNC, TRAIN: 64}, {"rules": ["async_train_batch_is_zero"], "message": "nearest data.train_batch_size: 0"}),
+    ({**ASYNC, GEN: 2}, {"rules": ["async_gen_batch_is_one"]}),
+    ({TRAIN: 0}, {"rules": [f"positive.{TRAIN}"]}),
+    ({**PARTIAL, TRAIN: 0}, {"samples_per_step": 16 * 4}),
+    (PARTIAL, {"samples_per_step": 64 * 4}),
+    # Its engines divide rollout.nnodes * rollout.n_gpus_per_node (fully_async_main.py), not the trainer's devices.
+    ({**ASYNC, **OWN_DEVICES}, {"ok": True}),
+    ({**ASYNC, **OWN_DEVICES, "rollout.n_gpus_per_node": 8}, {"rules": ["engines_divide_devices"]}),
+]
 
 
-def test_token_budget_disables_the_checks():
-    """The checks of a static batch do not apply to a dynamic one; the newer trainer then pads."""
-    found = verl(BUDGET, {TRAIN: 5, MINI: 16, OLD: 3, MICRO: 7})
-    assert (found.validator, found.run) == ("accepts", "pads")
-    assert found.derived["padded_samples"] == 16 * 4 - 5 * 4
-    assert "accumulation_steps" not in found.derived
-
-
-def test_note_reports_a_short_token_budget():
-    """A budget below the longest sequence can stop the run; all devices that share a sequence count."""
-    budget = {**BUDGET, f"{A}ppo_max_token_len_per_gpu": 512}
-    assert any("less than the longest sequence" in note for note in verl(budget).notes)
-    assert not any("less than the longest sequence" in note for note in verl(budget, {SP: 2}).notes)
+@pytest.mark.parametrize(("change", "wanted"), NUMBERS)
+def test_numbers_and_notes(change, wanted):
+    """What veRL makes of a file, with a note on what is legal but surprising."""
+    expect(verl(change), **wanted)
 
 
 @given(
@@ -174,47 +219,11 @@ def test_newer_trainer_pads_to_full_mini_batches(train, mini, critic, responses,
     assert found.ok == fits
 
 
-def test_separate_async_trains_in_parts():
-    """separate_async trains on one mini batch at a time, with the same optimizer steps."""
-    found = verl({MODE: "separate_async", SYNC: 4, LOG: 8})
-    assert found.derived["mini_batches"] == 4
-    assert found.derived["padded_samples"] == 0
-    assert any("in 4 parts of 64 samples" in note for note in found.notes)
-
-
-def test_note_reports_that_critic_keys_are_ignored():
-    """The critic's passes are filled by tokens, regardless of its micro size."""
-    found = verl(CRITIC, {C_MICRO: 3})
-    assert found.ok
-    assert any("never reach its engine" in note for note in found.notes)
-    assert found.plan.critic.token_budget == 32_768
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({OLD_SP: 2}, f"{OLD_SP} is deprecated; use {SP}"),
-        ({SP: 3}, "8 devices are not a multiple of the 3 that share a sample: veRL counts 2 replicas, rounded"),
-        ({SP: 5}, "veRL counts 1 replica, rounded down."),
-        ({**MEGATRON, OLD_SP: 8}, "ulysses_sequence_parallel_size=8 has no effect with megatron"),
-        ({GPUS: 1}, "does not divide 1 device"),
-        ({**V0, GEN: 32}, "data.gen_batch_size=32 prompts"),
-        ({GEN: 4, MODE: "colocate_async"}, "sets data.gen_batch_size to 1"),
-        ({}, "once per training step"),
-        ({"num_prompts": 65}, "the last 1 prompt of 65"),
-        ({"algorithm.adv_estimator": None, C_MICRO: 4}, "gae by default"),
-        ({**CRITIC, "critic.ulysses_sequence_parallel_size": 2}, "read by the check alone"),
-    ],
-)
-def test_notes_report_surprises(change, said):
-    """Legal but surprising settings have a note."""
-    assert any(said in note for note in verl(change).notes)
-
-
-def test_log_probability_passes_are_counted():
-    """The meaning of their size has the number of passes over a replica's samples of a step."""
+def test_passes_over_a_step_are_counted():
+    """The meaning of log-probability passes has their number; the plan's critic has the token budget of its engine."""
     (means,) = [meaning.means for meaning in verl().meanings if meaning.says.startswith(LOG)]
     assert means.endswith("passes: 8 passes over 32 samples")
+    assert verl(CRITIC).plan.critic.token_budget == 32_768
 
 
 ENGINE = {
@@ -265,16 +274,6 @@ def test_strategy_and_sizes_are_those_of_the_engine(change, rules_, validator):
     check_nearest("verl", nested({key: value for key, value in (BASE | change).items() if value is not None}), [], found)
 
 
-def test_strategy_does_not_change_the_engine():
-    """With model_engine=megatron the engine is Megatron, whatever the strategy: only the check reads that (utils/config.py)."""
-    found = verl({"model_engine": "megatron", STRATEGY: "fsdp", TP: 2})
-    assert (found.ok, found.derived["data_parallel_size"]) == (True, 4)
-    assert any("strategy=fsdp is read by the check alone" in note for note in found.notes)
-    assert (
-        verl({"model_engine": "megatron", STRATEGY: "fsdp", TP: 8, MICRO: 8, TRAIN: 17, MINI: 2, LOG: 1}).validator == "rejects"
-    )
-
-
 def test_commands_start_from_the_base_file_of_fsdp():
     """A command without --config-name has model_engine=dp; a complete file has the engine of its strategy."""
     command = ["python3", "-m", "verl.trainer.main_ppo", *(f"{key}={value}" for key, value in (BASE | MEGATRON).items())]
@@ -286,29 +285,6 @@ def test_commands_start_from_the_base_file_of_fsdp():
     ):
         found = check_command([*command, engine], "verl")
         assert (rules(found), found.derived["data_parallel_size"]) == ([], 4)
-    assert verl(MEGATRON).derived["data_parallel_size"] == 4
-
-
-FILTERED = {"algorithm.filter_groups.enable": True, TRAIN: 512, GEN: 1536, MINI: 32, RESPONSES: 16}
-
-
-def test_dapo_loads_prompts_one_by_one():
-    """With filter_groups the trainer sets gen_batch_size to 1 (trainer/ppo/v1/trainer_base.py, _init_dataloader)."""
-    found = verl(FILTERED)
-    assert found.ok, rules(found)
-    assert found.derived["samples_per_step"] == 8192
-    assert any("algorithm.filter_groups.enable sets data.gen_batch_size to 1" in note for note in found.notes)
-    assert "loader_divides_train" in rules(verl(FILTERED, {"algorithm.filter_groups.enable": False}))
-    refill = {"algorithm.filter_groups.enable": False, "trainer.v1.sampler.sync_refill_failed_groups": True}
-    assert verl(FILTERED, refill).ok
-
-
-def test_dapo_of_the_older_trainer_trains_on_train_batch_size():
-    """Its recipe generates in batches of gen_batch_size, but keeps train_batch_size prompts (dapo_ray_trainer.py)."""
-    found = verl(FILTERED, V0)
-    assert found.ok, rules(found)
-    assert (found.derived["samples_per_step"], found.derived["mini_batches"]) == (8192, 16)
-    assert any("1,536 prompts at a time" in note for note in found.notes)
 
 
 @pytest.mark.parametrize(
@@ -330,25 +306,6 @@ def test_program_decides_which_trainer_runs(program, settings, samples):
     assert with_v1.ok == ("filter_groups" in str(settings))
 
 
-ASYNC = {TRAIN: 0, GEN: 1, "async_training.trigger_parameter_sync_step": 4, "async_training.require_batches": 2}
-
-
-def test_fully_asynchronous_training_has_no_batch_of_prompts():
-    """It asserts data.train_batch_size=0 (fully_async_rollouter.py) and trains on require_batches mini batches at a time."""
-    found = verl(ASYNC, {"num_prompts": 1000, "trainer.total_epochs": 1})
-    assert (found.validator, found.run, found.violations) == ("accepts", "drops", ())
-    assert verl(ASYNC, {"num_prompts": 1000, "trainer.total_epochs": 4}).run == "runs"
-    assert (found.derived["samples_per_step"], found.derived["optimizer_steps"]) == (2 * 16 * 4, 2)
-    assert found.derived["training_steps"] == 1000 // 32
-    (broken,) = verl(ASYNC, {TRAIN: 64}).violations
-    assert (broken.rule, broken.nearest) == ("verl.async_train_batch_is_zero", (0,))
-    assert rules(verl(ASYNC, {GEN: 2})) == ["async_gen_batch_is_one"]
-    assert rules(verl({TRAIN: 0})) == [f"positive.{TRAIN}"]
-    partial = {"async_training.partial_rollout": True}
-    assert verl({TRAIN: 0}, partial).derived["samples_per_step"] == 16 * 4
-    assert verl(partial).derived["samples_per_step"] == 64 * 4
-
-
 @pytest.mark.parametrize("change", [{**ASYNC, STRATEGY: "megatron"}, {"model_engine": "megatron", STRATEGY: "fsdp", TRAIN: 48}])
 def test_megatron_starts_on_full_replicas_where_no_check_tests_it(change):
     """Trainers without a check, and the check with another strategy, leave it to Megatron's own start."""
@@ -356,13 +313,6 @@ def test_megatron_starts_on_full_replicas_where_no_check_tests_it(change):
     assert ("megatron_starts_actor" in rules(found), found.validator, found.run) == (True, "accepts", "fails")
     assert "megatron_starts_actor" not in rules(verl(change, {TP: 2, GPUS: 4}))
     assert rules(verl(MEGATRON, {TP: 3, GPUS: 4})) == ["megatron_divides_devices"]
-
-
-def test_engines_of_fully_asynchronous_training_have_their_own_devices():
-    """Its engines divide rollout.nnodes * rollout.n_gpus_per_node (fully_async_main.py), not the trainer's devices."""
-    own = {"rollout.nnodes": 1, "rollout.n_gpus_per_node": 6, f"{R}tensor_model_parallel_size": 3}
-    assert verl(ASYNC, own).ok
-    assert "engines_divide_devices" in rules(verl(ASYNC, own, {"rollout.n_gpus_per_node": 8}))
 
 
 def test_distillation_from_a_served_teacher_is_refused():

@@ -50,6 +50,25 @@ def rules(found):
     return [violation.rule.partition(".")[2] for violation in found.violations]
 
 
+def expect(found, *, note=(), no_note=(), message="", **wanted):
+    """Assert numbers of a verdict, its `rules` and `ok`, texts that are in its notes, or in none, and one in a message."""
+    ours = {**found.derived, "validator": found.validator, "run": found.run, "ok": found.ok, "rules": rules(found)}
+    assert {name: ours.get(name, "absent") for name in wanted} == wanted
+    notes, messages = "\n".join(found.notes), "\n".join(violation.message for violation in found.violations)
+    assert not [text for text in ([note] if isinstance(note, str) else note) if text not in notes], notes
+    assert not [text for text in ([no_note] if isinstance(no_note, str) else no_note) if text in notes], notes
+    assert message in messages
+
+
+def check_boundary(check, rule, holds, breaks, validator, config, system):
+    """Assert that changes just inside of a rule are legal, and those just beyond break it, with nearest values that fix it."""
+    valid, invalid = check(holds), check(breaks)
+    assert valid.ok, rules(valid)
+    assert rule in rules(invalid)
+    assert (invalid.validator, invalid.run) == (validator, "fails")
+    check_nearest(system, nested({key: value for key, value in config.items() if value is not None}), [], invalid)
+
+
 def agrees(found, expect):
     """Return the fields in which a verdict differs from the expected values."""
     ours = {**found.derived, "validator": found.validator, "run": found.run}
