@@ -367,13 +367,13 @@ class RolloutStep:
         new: Arrays = {}
         scoring = 0.0
         rewards_S = np.concatenate([rewards for _, rewards, _ in found]) if found else np.zeros(0, np.float32)
-        if len(tokens) > before.carried:
-            teaches_S = np.repeat(np.concatenate([teaches for _, _, teaches in found]), G)
-            samples = Samples(
-                *(np.concatenate(parts)[teaches_S] for parts in zip(*(part for part, _, _ in found), strict=True))
-            )
+        # Samples that are dropped are the last ones. They are not scored: normalized advantages must not depend on them.
+        kept = groups + waiting - before.carried
+        if kept > 0:
+            taught = np.flatnonzero(np.repeat(np.concatenate([teaches for _, _, teaches in found]), G))[: kept * G]
+            samples = Samples(*(np.concatenate(parts)[taught] for parts in zip(*(part for part, _, _ in found), strict=True)))
             generated_at, waited = time.perf_counter(), self._compilers["logprobs"].waited_seconds
-            new = self._score(state, plan, samples, rewards_S[teaches_S])
+            new = self._score(state, plan, samples, rewards_S[taught])
             scoring = time.perf_counter() - generated_at - (self._compilers["logprobs"].waited_seconds - waited)
         for name, x in experience.items():
             rows = np.concatenate([carried[name], new[name]]) if new else carried[name]

@@ -500,6 +500,26 @@ def test_carried_prompts_that_fill_the_budget_exactly_are_trained_on():
         assert (line["num_prompts"], line["dropped_groups"], line["consumed_prompts"]) == (2, 0, 4 * (number // 2 + 1))
 
 
+def test_advantages_are_normalized_over_the_samples_that_are_kept():
+    """With a budget of tokens that the last prompts exceed: mean 0 and standard deviation 1 over those trained on alone."""
+    devices, plan = mesh_of("one"), plan_of(prompts=4, mini=4, critic=True)
+    step = rollout_step(
+        MODEL,
+        optax.sgd(RATE),
+        plan,
+        devices,
+        reward=lambda prompts, responses: [float(sum(tokens)) for tokens in responses],
+        options=RolloutOptions(max_prompt_length=1, max_response_length=R, token_batch_size=2 * 2 * (R + 1)),
+        critic=(critic_of(MODEL, devices), optax.sgd(RATE)),
+    )
+    params = init(jax.random.key(0))
+    state = step.create_state(params, critic_params=critic_params(MODEL, params, devices))
+    state, metrics = step.update(state, step.schedule.at(0), lambda start, stop: [[n] for n in range(start, stop)])
+    assert (metrics["facts"]["num_prompts"], metrics["facts"]["dropped_groups"]) == (2, 2)
+    advantages = state.experience["advantages"][state.experience["response_mask"]]
+    assert (advantages.size, advantages.mean(), advantages.std()) == (16, pytest.approx(0, abs=1e-6), pytest.approx(1, 1e-5))
+
+
 @pytest.mark.parametrize("options", [{"zero_spread_groups": "drop"}, {"partial_step": "carry", "zero_spread_groups": "drop"}])
 def test_the_speed_of_generation_counts_what_was_generated(options):
     """Tokens of dropped prompts took time as well, and those of carried ones took none in this step."""
