@@ -15,14 +15,20 @@ The story of one optimizer step, `RolloutStep.update`, top to bottom:
 The state and the position say everything that these functions need; `RolloutStep` itself changes only by compiling and by the
 clock of the rollout, which no checkpoint has.
 
+Several processes all have the whole experience, and put their own rows of each pass on their devices. They generate together,
+and process 0 alone calls the reward function, so that everything that a step decides is the same in all of them.
+
 Shape suffixes: S samples of a rollout, B rows of a call, R tokens of the longest response, T tokens of a row.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,7 +40,8 @@ from jax.sharding import Mesh
 
 from rampup.engine.batch import put_batch
 from rampup.engine.compile import Compiler
-from rampup.engine.mesh import BatchAxes, auto_context, batch_sharding
+from rampup.engine.mesh import BatchAxes, auto_context, batch_sharding, process_rows, replicated
+from rampup.engine.processes import FOLDER, broadcast_from_process0, is_primary, kv_store, wait_for_all
 from rampup.engine.state import TrainState, create_state, describe_fields
 from rampup.engine.step import TrainStep, train_step
 from rampup.errors import ConfigError, DataError, choice_error, raise_together
@@ -62,6 +69,10 @@ from rampup.rl.policy import Critic, in_replica, over_rows, token_log_probabilit
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition, split_of
 from rampup.rl.sizes import AGGREGATIONS, Experience
 
+# How long the other processes wait for the rewards of process 0. If it is gone, the watchdog ends them.
+REWARD_SECONDS = 24 * 3600
+_reward_numbers = itertools.count()
+
 # From the numbers of the first prompt and of the one after the last, counted over the run, to the tokens of the prompts.
 Prompts = Callable[[int, int], Sequence[Sequence[int]]]
 
@@ -84,7 +95,7 @@ class RolloutOptions:
         seed: of the samples.
         shuffle_seed: of the order of samples in mini batches; None keeps the order of generation.
         keep_prompts_together: keep the samples of a prompt in one mini batch.
-        rungs: shapes that passes are padded to with a token budget.
+        rungs: sizes that passes are padded to, with a token budget or if the sizes of a step vary.
         decode: from the tokens of a prompt or a response, without its end token, to what the reward function gets.
     """
 
@@ -169,17 +180,24 @@ class RolloutStep:
         self._plans = {name: schedule.ramp_plan(name) for name in self._tx}
         budgets = {name: schedule.stages[0][1].updates(name).token_budget for name in self._tx}
         self._ladders = {name: make_ladder(b, min(options.rungs, b)) if b else () for name, b in budgets.items()}
+        # The last pass of a step of any size may have few rows.
+        self._row_ladders: dict[str, tuple[int, ...]] = {}
+        for name in self._tx:
+            rows = schedule.pass_samples(name) // schedule.stages[0][1].updates(name).data_parallel_size
+            varies = options.sizes_vary and not self._ladders[name] and min(options.rungs, rows) > 1
+            self._row_ladders[name] = make_ladder(rows, min(options.rungs, rows)) if varies else ()
+        shapes = {name: self._ladders[name] or self._row_ladders[name] for name in self._tx}
         losses = {
             "policy": grpo_loss(
                 in_replica(model, mesh),
                 epsilon=options.epsilon,
                 beta=options.beta,
                 temperature=options.temperature,
-                shapes=self._ladders["policy"],
+                shapes=shapes["policy"],
             )
         }
         if critic is not None:
-            losses["critic"] = value_loss(critic[0].in_replica, epsilon=options.value_epsilon, shapes=self._ladders["critic"])
+            losses["critic"] = value_loss(critic[0].in_replica, epsilon=options.value_epsilon, shapes=shapes["critic"])
         self._steps: dict[str, TrainStep] = {
             # Also for an update without samples, of weight 0.
             name: train_step(
@@ -196,7 +214,9 @@ class RolloutStep:
         # The generator's calls and the forward passes have rows for every device.
         shards = BatchAxes.of(mesh).num_shards(mesh)
         self.rows_per_call = -(-schedule.sequences_per_call // shards) * shards
-        self._compilers = {"generate": Compiler(), "logprobs": Compiler()}
+        self._compilers = {role: Compiler(partial(wait_for_all, mesh)) for role in ("generate", "logprobs")}
+        # Every process needs all results of generation and forward passes.
+        self._fetched = replicated(mesh) if jax.process_count() > 1 else batch_sharding(mesh)
         self._clock: _Clock | None = None
         # Of the rollouts that this object has generated and trained on completely.
         self.seconds_by_part = dict.fromkeys(("generation", "scoring", "update"), 0.0)
@@ -436,7 +456,10 @@ class RolloutStep:
         }
 
     def _rewards(self, samples: Samples, *, where: str) -> np.ndarray:
-        """Return the reward of each sample. The reward function gets prompts and responses decoded, without the end token."""
+        """Return the reward of each sample. The reward function gets prompts and responses decoded, without the end token.
+
+        With several processes, process 0 calls it for all of them, because its answers may differ.
+        """
         prompts, responses = [], []
         for tokens, p, r in zip(samples.tokens, samples.prompt_length.tolist(), samples.response_length.tolist(), strict=True):
             response = tokens[p : p + r].tolist()
@@ -444,7 +467,21 @@ class RolloutStep:
                 response.pop()
             prompts.append(self.options.decode(tokens[:p].tolist()))
             responses.append(self.options.decode(response))
-        return check_rewards(self._reward, prompts, responses, where=where)
+        if jax.process_count() == 1:
+            return check_rewards(self._reward, prompts, responses, where=where)
+        number, problem, found = next(_reward_numbers), "", ""
+        if is_primary():
+            try:
+                found = check_rewards(self._reward, prompts, responses, where=where).tobytes().hex()
+            except DataError as error:
+                problem = str(error)
+            # All have read it: they have generated together since.
+            kv_store().key_value_delete(f"{FOLDER}/first/rewards{number - 1}")
+        answer = broadcast_from_process0(f"rewards{number}", json.dumps([problem, found]), timeout=REWARD_SECONDS)
+        problem, found = json.loads(answer)
+        if problem:
+            raise DataError(problem, key="reward")
+        return np.frombuffer(bytes.fromhex(found), np.float32)
 
     def _generate(
         self,
@@ -467,7 +504,7 @@ class RolloutStep:
 
     def _generate_fn(self, *args: Any) -> Samples:
         found = make_generate(self._policy, self.options.max_response_length, self.options.end_token)(*args)
-        return jax.lax.with_sharding_constraint(found, batch_sharding(self._mesh))  # type: ignore[no-any-return]
+        return jax.lax.with_sharding_constraint(found, self._fetched)  # type: ignore[no-any-return]
 
     def _forward(self, model: str, params: Any, samples: Samples) -> np.ndarray:
         """Return log-probabilities of the policy or values of the critic, (S, R); 0 after a response."""
@@ -489,7 +526,7 @@ class RolloutStep:
         """Return the entries (B, R) that belong to the tokens of the response."""
         places_BR = prompt_B[:, None] - 1 + jnp.arange(self.options.max_response_length)
         found_BR = jnp.take_along_axis(found_BT, jnp.minimum(places_BR, found_BT.shape[1] - 1), axis=1)
-        return jax.lax.with_sharding_constraint(found_BR.astype(jnp.float32), batch_sharding(self._mesh))
+        return jax.lax.with_sharding_constraint(found_BR.astype(jnp.float32), self._fetched)
 
     def _in_calls(self, role: str, model: str, fn: Any, params: Any, samples: tuple[np.ndarray, ...], *rest: Any) -> Any:
         """Run the program of a role over samples, in calls of one number of rows, and return the results (S, ...) on the host.
@@ -500,7 +537,11 @@ class RolloutStep:
         for start in range(0, S, self.rows_per_call):
             rows = np.arange(start, start + self.rows_per_call)
             rows = np.where(rows < S, rows, start)
-            args = params, *jax.device_put(tuple(x[rows] for x in samples), batch_sharding(self._mesh)), *rest
+            spread = (
+                jax.make_array_from_callback(x.shape, batch_sharding(self._mesh), x.__getitem__)
+                for x in (x[rows] for x in samples)
+            )
+            args = params, *spread, *rest
 
             def lower(args: Any = args) -> Any:
                 with auto_context(self._mesh):
@@ -541,9 +582,10 @@ class RolloutStep:
 
     def _passes(self, rows: Arrays, lengths: np.ndarray, position: UpdatePosition) -> Arrays:
         """Return the passes of an update, arrays (n, rows of a pass, ...). With a token budget, n depends on the lengths."""
-        if not (ladder := self._ladders[position.model]):
-            return padded_rows(rows, self.schedule.pass_samples(position.model))
         replicas, tokens = position.split.data_parallel_size, lengths.tolist() or [1]
+        if not (ladder := self._ladders[position.model]):
+            width, row_ladder = self.schedule.pass_samples(position.model), self._row_ladders[position.model]
+            return padded_rows(rows, width, replicas=replicas, ladder=row_ladder)
         return packed_rows(rows, pack(tokens, ladder[-1], ladder, num_replicas=replicas), tokens)
 
     def _train(self, state: RolloutState, passes: Arrays, position: UpdatePosition) -> tuple[RolloutState, Any]:
@@ -551,6 +593,9 @@ class RolloutStep:
         plan, (n, width) = self._plans[position.model], passes["tokens"].shape[:2]
         groups = passes.pop("group", None)
         split = split_of(n, width, position.split.data_parallel_size)
+        weights, own = passes["weights"].sum(axis=2), process_rows(self._mesh, width)
+        if len(own) < width:
+            passes = {name: x[:, own] for name, x in passes.items()}
         batch = put_batch(passes, replace(plan.position(position.model_step), split=split), plan, self._mesh)
         names = ("policy_step", "params", "opt_state")
         if position.model == "critic":
@@ -559,7 +604,7 @@ class RolloutStep:
         if "gradient_noise" in metrics and position.update < position.plan.policy_updates.num_mini_batches:
             assert groups is not None
             replicas = BatchAxes.of(self._mesh).num_replicas(self._mesh)
-            facts = block_facts(passes["weights"].sum(axis=2), groups, replicas).tolist()
+            facts = block_facts(weights, groups, replicas).tolist()
             metrics["gradient_noise"] |= {LAYOUT: _layout(position), FACTS: facts}
         changes = dict(zip(names, (inner.step, inner.params, inner.opt_state), strict=True))
         return state.replace(step=np.array(position.step + 1, np.int32), **changes), metrics
@@ -570,8 +615,11 @@ class RolloutStep:
         """Return the numbers of the host in the metrics of an update: of its passes, and of the samples of its rollout."""
         plan, have = position.plan, tally.groups * position.plan.samples_per_prompt
         n, width, T = passes["tokens"].shape
-        ladder = self._ladders[position.model]
-        computed = sum(ladder[shape] for shape in passes["shape"].ravel()) if ladder else n * width * T
+        computed = n * width * T
+        if ladder := self._ladders[position.model]:
+            computed = sum(ladder[shape] for shape in passes["shape"].ravel())
+        elif row_ladder := self._row_ladders[position.model]:
+            computed = sum(row_ladder[shape] for shape in passes["shape"][:, 0]) * position.split.data_parallel_size * T
         counts_SR = np.asarray(experience["response_mask"])[:have]
         found = {
             "model": position.model,
@@ -766,7 +814,6 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
             f"token_budget={policy.token_budget} must be at least max_prompt_length + max_response_length = {longest}",
             (longest,),
         ),
-        (jax.process_count() > 1, "num_processes", "RL training runs in one process, on all of its devices; start one", (1,)),
     ):
         if broken:
             raise ConfigError(rule, key=key, nearest=nearest)

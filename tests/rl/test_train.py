@@ -1,10 +1,15 @@
 """Tests of rampup.rl.train: runs of `rampup train` of a rollout's configuration, at their smallest."""
 
+import itertools
+import os
+import socket
 from dataclasses import replace
 
 import jax
+import numpy as np
 import pytest
-from helpers.runs import assert_same_run, metrics_of
+from helpers import processes
+from helpers.runs import assert_same_run, metrics_of, state_of
 from helpers.tiny import RL_TINY as TINY
 
 from rampup.cli.report import gather_report
@@ -127,6 +132,105 @@ def test_a_run_of_varying_steps_resumes_also_while_it_samples(sizes, kills, tmp_
     assert lines[-1]["consumed_samples"] == whole.samples == 4 * lines[-1]["consumed_prompts"]
     assert sum(line["dropped_groups"] for line in lines) > 0
     assert whole.num_compilations == {"generate": 1, "logprobs": 1, "update": 1}
+
+
+AUTO = {
+    "batch_size": 8,
+    "batch_size_schedule": "0:2 auto",
+    "measure_gradient_noise": True,
+    "num_generations": 4,
+    "mini_batch_size": -1,
+    "num_batches": 40,
+    "warm_start_steps": 0,
+    "eval_interval": -1,
+    "checkpoint_period": 7,
+}
+
+
+@pytest.mark.slow
+def test_the_batch_follows_the_noise_between_prompts_also_of_a_killed_run(tmp_path, monkeypatch):
+    """It doubles where the line before says so, in one program, and a run killed before and after that is the same."""
+    # Noise alone: no size is too large.
+    reward = lambda task, prompts, responses: [float(sum(map(ord, text)) % 4 == 0) for text in responses]  # noqa: E731
+    monkeypatch.setattr(rl.Arithmetic, "reward", reward)
+    whole = rl.train(config_of(tmp_path, "whole", **AUTO))
+    lines = metrics_of(tmp_path / "whole")
+    assert {2, 4} <= {line["num_prompts"] for line in lines} <= {2, 4, 8}
+    for before, after in itertools.pairwise(lines):
+        if before["rollout"] != after["rollout"]:
+            assert after["num_prompts"] == before.get("next_num_prompts", before["num_prompts"])
+    assert [line["rollout"] for line in lines if "next_num_prompts" in line] == [9, 19, 29]
+    assert lines[-1]["consumed_prompts"] == sum(line["num_prompts"] for line in lines[::2])
+    assert whole.num_compilations == {"generate": 1, "logprobs": 1, "update": 1}
+    growths = [number for number, line in enumerate(lines) if line.get("next_num_prompts", 0) > line["num_prompts"]]
+    for stop in (11, *(number + 3 for number in growths)):
+        train_until(config_of(tmp_path, "cut", **AUTO), stop)
+    resumed = rl.train(config_of(tmp_path, "cut", **AUTO))
+    assert (resumed.samples, resumed.steps) == (whole.samples, whole.steps)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole", whole.optimizer_steps, files=("metrics.jsonl",))
+
+
+def train_together(process, number, port, settings):
+    """Train as one of several processes with two devices together; return 0 if all is well."""
+    if number > 1:
+        os.environ |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(number)}
+        os.environ["JAX_PROCESS_ID"] = str(process)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2 // number)
+    # Only process 0 is asked, and the other one would give other answers.
+    rl.Arithmetic.reward = lambda task, prompts, responses: [float(sum(map(ord, text)) % 4 == process) for text in responses]
+    summary = rl.train(RolloutConfig(**settings))
+    assert summary.num_compilations["update"] == summary.num_compilations["logprobs"]
+    return int(summary.interrupted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"zero_spread_groups": "drop", "measure_gradient_noise": True, "microbatch_size": 2, "train_micro_batch_size": -1},
+        {"zero_spread_groups": "refill", "enable_critic": True, "ici_data_parallelism": 1, "ici_fsdp_parallelism": 2},
+        {"zero_spread_groups": "drop", "partial_step": "carry", "token_batch_size": 90, "mini_batch_size": -1},
+    ],
+    ids=str,
+)
+def test_two_processes_train_what_one_would(sizes, tmp_path):
+    """Warm start, generation, evaluation, checkpoints and updates: numbers are equal, losses and parameters to 1e-5.
+
+    Two processes train half of the run, and then go on from their checkpoint.
+    """
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    settings = TINY | {"num_generations": 4, "ici_data_parallelism": 2, "max_prompt_length": 4, "max_response_length": 3}
+    settings |= {"rollout_micro_batch_size": 2, "base_output_directory": str(tmp_path)} | sizes
+    for name, number, batches in (("one", 1, 4), ("two", 2, 2), ("two", 2, 4)):
+        jobs = [
+            processes.start(
+                train_together,
+                process,
+                number,
+                port,
+                settings | {"run_name": name, "num_batches": batches},
+                log=tmp_path / f"{name}{batches}{process}.log",
+            )
+            for process in range(number)
+        ]
+        for process, job in enumerate(jobs):
+            job.join(300)
+            assert job.exitcode == 0, (tmp_path / f"{name}{batches}{process}.log").read_text()[-4000:]
+    one, two = (metrics_of(tmp_path / name) for name in ("one", "two"))
+    assert len(one) == len(two) > 4
+    for a, b in zip(one, two, strict=True):
+        assert a.keys() == b.keys()
+        for name, value in a.items():
+            assert b[name] == (pytest.approx(value, rel=1e-4, abs=1e-5) if isinstance(value, float) else value), name
+    assert len({line["num_prompts"] for line in one}) > 1 or sizes["zero_spread_groups"] == "refill"
+    steps = one[-1]["step"] + 1
+    first, second = (state_of(tmp_path / name, steps) for name in ("one", "two"))
+    assert first.keys() == second.keys()
+    for name, leaf in first.items():
+        np.testing.assert_allclose(leaf, second[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def test_metrics_show_what_the_plan_knows(whole):
