@@ -19,7 +19,6 @@ SETTINGS = RL_TINY | {
     "async_checkpointing": True,
     "eval_interval": 16,
 }
-STEPS_PER_ROLLOUT = 8  # two passes over two mini batches, of the critic and of the policy
 DEADLINE = 600
 
 
@@ -67,7 +66,9 @@ def finish(settings, code=0):
 
 def kill_often(base, kills, rollouts, seed=0, **others):
     """Kill runs at random moments until there were `kills`; assert that every finished one is the uninterrupted one."""
-    rng, done, number, steps = random.Random(seed), 0, 0, rollouts * STEPS_PER_ROLLOUT
+    # Two passes over two mini batches or one, of the critic and of the policy.
+    steps = rollouts * (4 if others.get("mini_batch_size") == -1 else 8)
+    rng, done, number = random.Random(seed), 0, 0
     common = {"base_output_directory": str(base), "num_batches": rollouts, **others}
     finish(common | {"run_name": "whole"})
     while done < kills:
@@ -95,18 +96,19 @@ def kill_often(base, kills, rollouts, seed=0, **others):
             number += 1
 
 
-SIZES = [{}, {"zero_spread_groups": "refill"}, {"zero_spread_groups": "drop", "partial_step": "carry"}]
+TOKENS = {"token_batch_size": 64, "mini_batch_size": -1, "max_prompt_length": 4, "max_response_length": 3}
+SIZES = [{"zero_spread_groups": "refill"}, {"zero_spread_groups": "drop"}, TOKENS | {"partial_step": "carry"}]
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [{}, *SIZES, {"zero_spread_groups": "drop", "partial_step": "carry"}], ids=str)
 def test_thirty_kills(sizes, tmp_path):
     """At random moments, also while it refills, between the updates of critic and policy and in checkpoint writes."""
     kill_often(tmp_path, kills=30, rollouts=12, **sizes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_a_killed_run_of_rollouts_is_the_uninterrupted_one(sizes, tmp_path):
     """Two kills in a short run."""
     kill_often(tmp_path, kills=2, rollouts=2, **sizes)
