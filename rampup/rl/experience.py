@@ -343,28 +343,18 @@ def loss_rows(
     return found
 
 
-def padded_rows(rows: Arrays, width: int, *, replicas: int = 1, ladder: Sequence[int] = ()) -> Arrays:
+def padded_rows(rows: Arrays, width: int) -> Arrays:
     """Return rows of one sample as passes of one width, arrays (n, width, ...). Padding repeats the first row with weight 0.
 
-    A copy of a real row, so that no computation on it is undefined. With a `ladder` of rows per replica, the replicas share the
-    last pass, and `shape` (n, width) is the number of the smallest rung that is enough for a pass.
+    A copy of a real row, so that no computation on it is undefined.
     """
-    samples, each = len(rows["tokens"]), width // replicas
+    samples = len(rows["tokens"])
     n = -(-samples // width)
-    places = np.arange(n * width).reshape(n, replicas, each)
-    if ladder and samples % width:
-        share = -(-(samples % width) // replicas)
-        slots = np.arange(each)
-        places[-1] = np.where(slots < share, (n - 1) * width + np.arange(replicas)[:, None] * share + slots, samples)
-    is_real = places.ravel() < samples
-    found = {name: x[np.where(is_real, places.ravel(), 0)] for name, x in rows.items()}
+    is_real = np.arange(n * width) < samples
+    found = {name: x[np.where(is_real, np.arange(n * width), 0)] for name, x in rows.items()}
     for name in ("coefficients", "weights"):
         found[name][~is_real] = 0
-    found = {name: x.reshape(n, width, *x.shape[1:]) for name, x in found.items()}
-    if ladder:
-        most = is_real.reshape(places.shape).sum(axis=2).max(axis=1)
-        found["shape"] = np.repeat(np.searchsorted(ladder, most).astype(np.int32)[:, None], width, axis=1)
-    return found
+    return {name: x.reshape(n, width, *x.shape[1:]) for name, x in found.items()}
 
 
 def packed_rows(rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]) -> Arrays:

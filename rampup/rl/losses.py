@@ -36,7 +36,7 @@ def grpo_loss(
         epsilon: how far the ratio counts; MaxText RL's `rl.grpo_epsilon`.
         beta: the weight of the KL divergence; MaxText RL's `rl.grpo_beta`.
         temperature: divides the logits, as in sampling.
-        shapes: the sizes that a pass may be computed with, if its rows say which one: tokens of packed rows, else rows.
+        shapes: for packed rows, the numbers of tokens that a row may be computed with.
 
     Returns:
         A loss function for `train_step`, over the rows of `loss_rows` or `packed_rows`. Its auxiliary sums are `kl` and
@@ -122,11 +122,9 @@ def _summed(token_losses: Callable[..., dict[str, jax.Array]], shapes: tuple[int
     def loss_fn(params: Any, batch: Mapping[str, jax.Array], keys: Any) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         if "shape" not in batch:
             return sums(params, batch)
-        # A pass is computed with as many tokens or rows as its shape has: one branch for each, in one program.
+        # The rows of a pass are computed with as many tokens as its shape has: one branch for each, in one program.
         rows = {name: x for name, x in batch.items() if name != "shape"}
-        every_row = slice(None)
-        part = [(every_row, slice(n)) if "segments" in rows else slice(n) for n in shapes]
-        branches = [lambda params, rows, p=p: sums(params, {k: x[p] for k, x in rows.items()}) for p in part]
+        branches = [lambda params, rows, n=n: sums(params, {k: x[:, :n] for k, x in rows.items()}) for n in shapes]
         return jax.lax.switch(batch["shape"][0], branches, params, rows)  # type: ignore[no-any-return]
 
     return loss_fn

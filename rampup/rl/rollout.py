@@ -95,7 +95,7 @@ class RolloutOptions:
         seed: of the samples.
         shuffle_seed: of the order of samples in mini batches; None keeps the order of generation.
         keep_prompts_together: keep the samples of a prompt in one mini batch.
-        rungs: sizes that passes are padded to, with a token budget or if the sizes of a step vary.
+        rungs: shapes that passes are padded to with a token budget.
         decode: from the tokens of a prompt or a response, without its end token, to what the reward function gets.
     """
 
@@ -180,24 +180,17 @@ class RolloutStep:
         self._plans = {name: schedule.ramp_plan(name) for name in self._tx}
         budgets = {name: schedule.stages[0][1].updates(name).token_budget for name in self._tx}
         self._ladders = {name: make_ladder(b, min(options.rungs, b)) if b else () for name, b in budgets.items()}
-        # The last pass of a step of any size may have few rows.
-        self._row_ladders: dict[str, tuple[int, ...]] = {}
-        for name in self._tx:
-            rows = schedule.pass_samples(name) // schedule.stages[0][1].updates(name).data_parallel_size
-            varies = options.sizes_vary and not self._ladders[name] and min(options.rungs, rows) > 1
-            self._row_ladders[name] = make_ladder(rows, min(options.rungs, rows)) if varies else ()
-        shapes = {name: self._ladders[name] or self._row_ladders[name] for name in self._tx}
         losses = {
             "policy": grpo_loss(
                 in_replica(model, mesh),
                 epsilon=options.epsilon,
                 beta=options.beta,
                 temperature=options.temperature,
-                shapes=shapes["policy"],
+                shapes=self._ladders["policy"],
             )
         }
         if critic is not None:
-            losses["critic"] = value_loss(critic[0].in_replica, epsilon=options.value_epsilon, shapes=shapes["critic"])
+            losses["critic"] = value_loss(critic[0].in_replica, epsilon=options.value_epsilon, shapes=self._ladders["critic"])
         self._steps: dict[str, TrainStep] = {
             # Also for an update without samples, of weight 0.
             name: train_step(
@@ -341,7 +334,7 @@ class RolloutStep:
         G, most, budget = plan.samples_per_prompt, plan.prompts_per_step, options.token_batch_size
         before = Tally.from_words(state.tally)
         jax.block_until_ready(state.params)
-        began, compiled = time.perf_counter(), self._forward_wait
+        began, compiled = time.perf_counter(), self.waited_seconds
         key = jax.random.fold_in(jax.random.key(options.seed), position.rollout)
         # The groups that the rollout before has left come first.
         left = slice(before.groups * G, (before.groups + before.carried) * G)
@@ -392,13 +385,13 @@ class RolloutStep:
         if kept > 0:
             taught = np.flatnonzero(np.repeat(np.concatenate([teaches for _, _, teaches in found]), G))[: kept * G]
             samples = Samples(*(np.concatenate(parts)[taught] for parts in zip(*(part for part, _, _ in found), strict=True)))
-            generated_at, waited = time.perf_counter(), self._compilers["logprobs"].waited_seconds
+            generated_at, waited = time.perf_counter(), self.waited_seconds
             new = self._score(state, plan, samples, rewards_S[taught])
-            scoring = time.perf_counter() - generated_at - (self._compilers["logprobs"].waited_seconds - waited)
+            scoring = time.perf_counter() - generated_at - (self.waited_seconds - waited)
         for name, x in experience.items():
             rows = np.concatenate([carried[name], new[name]]) if new else carried[name]
             x[: len(rows)] = rows
-        seconds = time.perf_counter() - began - (self._forward_wait - compiled)
+        seconds = time.perf_counter() - began - (self.waited_seconds - compiled)
         made = sum(int(part.response_length.sum()) for part, _, _ in found)
         self._clock = _Clock(rollout=position.rollout, generation=seconds - scoring, scoring=scoring, tokens=made)
         return experience, Tally(
@@ -498,37 +491,30 @@ class RolloutStep:
             np.repeat(x, samples_per_prompt, axis=0) for x in pad_prompts(prompts, self.options.max_prompt_length)
         )
         inputs = tokens_SP, length_S, first_row + np.arange(len(length_S), dtype=np.int32)
-        return self._in_calls(
-            "generate", "policy", self._generate_fn, params, inputs, key, *(sampling or self.options.sampling).values
-        )  # type: ignore[no-any-return]
-
-    def _generate_fn(self, *args: Any) -> Samples:
-        found = make_generate(self._policy, self.options.max_response_length, self.options.end_token)(*args)
-        return jax.lax.with_sharding_constraint(found, self._fetched)  # type: ignore[no-any-return]
+        run = make_generate(self._policy, self.options.max_response_length, self.options.end_token)
+        values = (sampling or self.options.sampling).values
+        return self._in_calls("generate", "policy", run, params, inputs, key, *values)  # type: ignore[no-any-return]
 
     def _forward(self, model: str, params: Any, samples: Samples) -> np.ndarray:
         """Return log-probabilities of the policy or values of the critic, (S, R); 0 after a response."""
-        fn = self._log_probabilities_fn if model == "policy" else self._values_fn
-        found_SR = self._in_calls("logprobs", model, fn, params, (samples.tokens, samples.prompt_length))
+
+        def run(params: Any, tokens_BT: jax.Array, prompt_B: jax.Array) -> jax.Array:
+            if model == "policy":
+                logits_BTV, targets_BT = self._policy.logits(params, tokens_BT), jnp.roll(tokens_BT, -1, axis=1)
+                found_BT = token_log_probabilities(logits_BTV, targets_BT, self.options.temperature)
+            else:
+                assert self._critic is not None
+                found_BT = self._critic[0].spread(params, {"tokens": tokens_BT})
+            # The entries that belong to the tokens of the response.
+            places_BR = prompt_B[:, None] - 1 + jnp.arange(self.options.max_response_length)
+            found_BR = jnp.take_along_axis(found_BT, jnp.minimum(places_BR, found_BT.shape[1] - 1), axis=1)
+            return found_BR.astype(jnp.float32)
+
+        found_SR = self._in_calls("logprobs", model, run, params, (samples.tokens, samples.prompt_length))
         counts_SR = np.arange(found_SR.shape[1]) < samples.response_length[:, None]
         return np.where(counts_SR, found_SR, np.float32(0))
 
-    def _log_probabilities_fn(self, params: Any, tokens_BT: jax.Array, prompt_B: jax.Array) -> jax.Array:
-        targets_BT = jnp.roll(tokens_BT, -1, axis=1)
-        logits_BTV = self._policy.logits(params, tokens_BT)
-        return self._over_response(token_log_probabilities(logits_BTV, targets_BT, self.options.temperature), prompt_B)
-
-    def _values_fn(self, params: Any, tokens_BT: jax.Array, prompt_B: jax.Array) -> jax.Array:
-        assert self._critic is not None
-        return self._over_response(self._critic[0].spread(params, {"tokens": tokens_BT}), prompt_B)
-
-    def _over_response(self, found_BT: jax.Array, prompt_B: jax.Array) -> jax.Array:
-        """Return the entries (B, R) that belong to the tokens of the response."""
-        places_BR = prompt_B[:, None] - 1 + jnp.arange(self.options.max_response_length)
-        found_BR = jnp.take_along_axis(found_BT, jnp.minimum(places_BR, found_BT.shape[1] - 1), axis=1)
-        return jax.lax.with_sharding_constraint(found_BR.astype(jnp.float32), self._fetched)
-
-    def _in_calls(self, role: str, model: str, fn: Any, params: Any, samples: tuple[np.ndarray, ...], *rest: Any) -> Any:
+    def _in_calls(self, role: str, model: str, run: Any, params: Any, samples: tuple[np.ndarray, ...], *rest: Any) -> Any:
         """Run the program of a role over samples, in calls of one number of rows, and return the results (S, ...) on the host.
 
         All calls are started before the first result is fetched. A last call may be short: it repeats its first row.
@@ -545,7 +531,7 @@ class RolloutStep:
 
             def lower(args: Any = args) -> Any:
                 with auto_context(self._mesh):
-                    return jax.jit(fn).lower(*args)
+                    return jax.jit(lambda *args: jax.lax.with_sharding_constraint(run(*args), self._fetched)).lower(*args)
 
             parts.append((self._compilers[role].get(model, lower)(*args), min(self.rows_per_call, S - start)))
         fetched = [jax.tree.map(lambda x, n=n: np.asarray(x)[:n], part) for part, n in parts]
@@ -582,10 +568,9 @@ class RolloutStep:
 
     def _passes(self, rows: Arrays, lengths: np.ndarray, position: UpdatePosition) -> Arrays:
         """Return the passes of an update, arrays (n, rows of a pass, ...). With a token budget, n depends on the lengths."""
-        replicas, tokens = position.split.data_parallel_size, lengths.tolist() or [1]
         if not (ladder := self._ladders[position.model]):
-            width, row_ladder = self.schedule.pass_samples(position.model), self._row_ladders[position.model]
-            return padded_rows(rows, width, replicas=replicas, ladder=row_ladder)
+            return padded_rows(rows, self.schedule.pass_samples(position.model))
+        replicas, tokens = position.split.data_parallel_size, lengths.tolist() or [1]
         return packed_rows(rows, pack(tokens, ladder[-1], ladder, num_replicas=replicas), tokens)
 
     def _train(self, state: RolloutState, passes: Arrays, position: UpdatePosition) -> tuple[RolloutState, Any]:
@@ -615,11 +600,8 @@ class RolloutStep:
         """Return the numbers of the host in the metrics of an update: of its passes, and of the samples of its rollout."""
         plan, have = position.plan, tally.groups * position.plan.samples_per_prompt
         n, width, T = passes["tokens"].shape
-        computed = n * width * T
-        if ladder := self._ladders[position.model]:
-            computed = sum(ladder[shape] for shape in passes["shape"].ravel())
-        elif row_ladder := self._row_ladders[position.model]:
-            computed = sum(row_ladder[shape] for shape in passes["shape"][:, 0]) * position.split.data_parallel_size * T
+        ladder = self._ladders[position.model]
+        computed = sum(ladder[shape] for shape in passes["shape"].ravel()) if ladder else n * width * T
         counts_SR = np.asarray(experience["response_mask"])[:have]
         found = {
             "model": position.model,
@@ -649,11 +631,6 @@ class RolloutStep:
                 found["update_seconds"] = round(clock.training, 6)
                 found["training_tokens_per_second"] = round(tokens / max(clock.training, 1e-9), 3)
         return found
-
-    @property
-    def _forward_wait(self) -> float:
-        """Time spent waiting for compilations of generation and forward passes."""
-        return sum(compiler.waited_seconds for compiler in self._compilers.values())
 
 
 def rollout_step(

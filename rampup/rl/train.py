@@ -59,6 +59,9 @@ from rampup.rl.rollout import RolloutOptions, RolloutState, RolloutStep, rollout
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition
 from rampup.rl.tasks import END_TOKEN, VOCAB_SIZE, Arithmetic, decode, encode
 
+# Options of a rollout that are keys as well.
+_SAME_NAMES = ("zero_spread_groups", "max_num_gen_batches", "partial_step", "measure_gradient_noise", "loss_agg_mode", "gamma")
+_SAME_NAMES += ("value_epsilon", "keep_prompts_together")
 # Seconds without a heartbeat after which the remaining processes end, as in runs on text.
 HEARTBEAT_SECONDS = 60
 
@@ -170,20 +173,13 @@ class RolloutRun:
             ),
             epsilon=config.grpo_epsilon,
             beta=config.grpo_beta,
-            zero_spread_groups=config.zero_spread_groups,
-            max_num_gen_batches=config.max_num_gen_batches,
             token_batch_size=None if config.token_batch_size == AUTO else config.token_batch_size,
-            partial_step=config.partial_step,
-            measure_gradient_noise=config.measure_gradient_noise,
-            loss_agg_mode=config.loss_agg_mode,
-            gamma=config.gamma,
             lam=config.gae_lambda,
-            value_epsilon=config.value_epsilon,
             seed=config.init_weights_seed,
             shuffle_seed=config.data_shuffle_seed if config.shuffle_mini_batches else None,
-            keep_prompts_together=config.keep_prompts_together,
             rungs=config.token_budget_shapes,
             decode=decode,
+            **{name: getattr(config, name) for name in _SAME_NAMES},
         )
         peaks = {"policy": config.learning_rate} | ({"critic": config.critic_learning_rate} if config.enable_critic else {})
         rates = {name: LearningRate.from_config(config, schedule.ramp_plan(name), peak=peak) for name, peak in peaks.items()}

@@ -13,7 +13,7 @@ from helpers import toy
 from rampup.errors import ConfigError, DataError
 from rampup.lm.decode import packed_hidden
 from rampup.lm.transformer import LanguageModel
-from rampup.rl.generation import Sampling, generate, make_generate, pad_prompts
+from rampup.rl.generation import Sampling, generate, pad_prompts
 from rampup.rl.policy import as_policy, split_policy, token_log_probabilities
 
 MODEL = LanguageModel(num_layers=2, width=16, mlp_dim=32, num_heads=4, num_kv_heads=2, vocab_size=16)
@@ -124,15 +124,6 @@ def test_samples_have_the_probabilities_of_the_softmax(sampling, probabilities):
     if likely.sum() > 1:
         expected = np.array(probabilities)[likely] * counts.sum()
         assert stats.chisquare(counts[likely], expected).pvalue > 1e-6
-
-
-def test_one_program_serves_every_way_of_sampling():
-    """Temperature, top_k and top_p are arguments of the program, and its text is independent of the prompts."""
-    program = jax.jit(make_generate(as_policy(MODEL), 4, 2))
-    tokens, lengths = pad_prompts(PROMPTS, 5)
-    for sampling in (Sampling(), Sampling(temperature=0), Sampling(top_k=3, top_p=0.5)):
-        program(params_of_model(), tokens, lengths, np.arange(8, dtype=np.int32), jax.random.key(0), *sampling.values)
-    assert program._cache_size() == 1
 
 
 def test_packed_rows_are_computed_like_single_ones():

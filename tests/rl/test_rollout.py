@@ -537,24 +537,6 @@ def test_the_speed_of_generation_counts_what_was_generated(options):
         assert tokens == pytest.approx(generated * 2 * 2, rel=0.01)
 
 
-@pytest.mark.parametrize("groups", ["drop", "refill"])
-def test_one_response_per_prompt_has_no_spread(groups):
-    """All prompts would be left out, so that a critic and its policy would learn nothing."""
-    plan = plan_of("one", samples=1, mini=4, critic=True)
-    devices = mesh_of("one")
-    with pytest.raises(ConfigError, match="every prompt with one response") as caught:
-        rollout_step(
-            MODEL,
-            optax.sgd(RATE),
-            plan,
-            devices,
-            reward=lambda p, r: [0.0] * len(p),
-            options=RolloutOptions(max_prompt_length=P, max_response_length=R, zero_spread_groups=groups),
-            critic=(critic_of(MODEL, devices), optax.sgd(RATE)),
-        )
-    assert (caught.value.key, caught.value.nearest) == ("zero_spread_groups", ("keep",))
-
-
 def test_a_refill_without_end_is_an_error_and_loses_nothing():
     """After max_num_gen_batches batches without a spread: an error that says so, and the state goes on with other rewards."""
     asked, rewards = [], {"spread": 0.0}

@@ -6,10 +6,9 @@ import socket
 from dataclasses import replace
 
 import jax
-import numpy as np
 import pytest
 from helpers import processes
-from helpers.runs import assert_same_run, metrics_of, state_of
+from helpers.runs import assert_same_run, metrics_of
 from helpers.tiny import RL_TINY as TINY
 
 from rampup.cli.report import gather_report
@@ -17,7 +16,8 @@ from rampup.errors import DataError, RampupError, ResumeMismatchError
 from rampup.loop.events import StepDone
 from rampup.loop.run_folder import read_lines
 from rampup.rl import train as rl
-from rampup.rl.config import RolloutConfig, is_rollout_file, load_rollout_config
+from rampup.rl.config import RolloutConfig, load_rollout_config
+from rampup.rl.sizes import AGGREGATIONS
 from rampup.show.report import report_html
 from rampup.show.series import RunMetrics
 
@@ -188,14 +188,20 @@ def train_together(process, number, port, settings):
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"zero_spread_groups": "drop", "measure_gradient_noise": True, "microbatch_size": 2, "train_micro_batch_size": -1},
-        {"zero_spread_groups": "refill", "enable_critic": True, "ici_data_parallelism": 1, "ici_fsdp_parallelism": 2},
-        {"zero_spread_groups": "drop", "partial_step": "carry", "token_batch_size": 90, "mini_batch_size": -1},
+        {"measure_gradient_noise": True, "microbatch_size": 2, "train_micro_batch_size": -1},
+        {
+            "zero_spread_groups": "refill",
+            "loss_agg_mode": AGGREGATIONS[1],
+            "ici_data_parallelism": 1,
+            "ici_fsdp_parallelism": 2,
+        },
+        {"partial_step": "carry", "loss_agg_mode": AGGREGATIONS[2], "token_batch_size": 90, "mini_batch_size": -1},
+        {"enable_critic": True, "loss_agg_mode": AGGREGATIONS[3]},
     ],
     ids=str,
 )
 def test_two_processes_train_what_one_would(sizes, tmp_path):
-    """Warm start, generation, evaluation, checkpoints and updates: numbers are equal, losses and parameters to 1e-5.
+    """Warm start, generation, evaluation, checkpoints and updates, bit for bit; both programs have the same two shards.
 
     Two processes train half of the run, and then go on from their checkpoint.
     """
@@ -203,7 +209,7 @@ def test_two_processes_train_what_one_would(sizes, tmp_path):
         listener.bind(("localhost", 0))
         port = listener.getsockname()[1]
     settings = TINY | {"num_generations": 4, "ici_data_parallelism": 2, "max_prompt_length": 4, "max_response_length": 3}
-    settings |= {"rollout_micro_batch_size": 2, "base_output_directory": str(tmp_path)} | sizes
+    settings |= {"rollout_micro_batch_size": 2, "base_output_directory": str(tmp_path), "zero_spread_groups": "drop"} | sizes
     for name, number, batches in (("one", 1, 4), ("two", 2, 2), ("two", 2, 4)):
         jobs = [
             processes.start(
@@ -221,16 +227,8 @@ def test_two_processes_train_what_one_would(sizes, tmp_path):
             assert job.exitcode == 0, (tmp_path / f"{name}{batches}{process}.log").read_text()[-4000:]
     one, two = (metrics_of(tmp_path / name) for name in ("one", "two"))
     assert len(one) == len(two) > 4
-    for a, b in zip(one, two, strict=True):
-        assert a.keys() == b.keys()
-        for name, value in a.items():
-            assert b[name] == (pytest.approx(value, rel=1e-4, abs=1e-5) if isinstance(value, float) else value), name
-    assert len({line["num_prompts"] for line in one}) > 1 or sizes["zero_spread_groups"] == "refill"
-    steps = one[-1]["step"] + 1
-    first, second = (state_of(tmp_path / name, steps) for name in ("one", "two"))
-    assert first.keys() == second.keys()
-    for name, leaf in first.items():
-        np.testing.assert_allclose(leaf, second[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    assert len({line["num_prompts"] for line in one}) > 1 or settings["zero_spread_groups"] == "refill"
+    assert_same_run(tmp_path / "two", tmp_path / "one", one[-1]["step"] + 1)
 
 
 def test_metrics_show_what_the_plan_knows(whole):
@@ -326,6 +324,7 @@ def test_a_bad_reward_loses_nothing(found, text, whole, tmp_path, monkeypatch):
         ({"decode_sampling_temperature": 0.0}, "decode_sampling_temperature"),
         ({"decode_sampling_top_k": 1}, "decode_sampling_top_k"),
         ({"num_generations": 1}, "rl.num_generations"),
+        ({"num_generations": 1, "enable_critic": True, "zero_spread_groups": "drop"}, "zero_spread_groups"),
         ({"max_prompt_length": 3}, "max_prompt_length"),
         ({"enable_reference_policy": False}, "rl.grpo_beta"),
         ({"grpo_epsilon": 1.0}, "rl.grpo_epsilon"),
@@ -341,14 +340,6 @@ def test_what_cannot_be_trained_is_refused_before_any_work(settings, key, tmp_pa
         rl.train(config_of(tmp_path, **settings))
     assert key in (caught.value.key, *(problem.key for problem in caught.value.problems or ())) or key == "num_devices"
     assert not (tmp_path / "run").exists()
-
-
-def test_a_name_of_other_systems_makes_no_rollout(tmp_path):
-    """`batch_size` is a key of rollouts, but also what people call the batch of a language model."""
-    (tmp_path / "my.yml").write_text("batch_size: 8\n")
-    assert not is_rollout_file(tmp_path / "my.yml")
-    (tmp_path / "my.yml").write_text("batch_size: 8\nmini_batch_size: 4\n")
-    assert is_rollout_file(tmp_path / "my.yml")
 
 
 @pytest.mark.slow
@@ -367,7 +358,6 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         with pytest.raises(ResumeMismatchError):
             rl.train(config_of(tmp_path, eval_interval=-1, **change))
     # The folder has the configuration with which `rampup train RUN_DIR` resumes it.
-    assert is_rollout_file(tmp_path / "run" / "config.yml")
     kept = load_rollout_config(tmp_path / "run" / "config.yml")
     assert (kept.max_operand, metrics_of(tmp_path / "run")[0]["rollout"]) == (9, 0)
     assert rl.train(replace(kept, num_batches=3)).steps == 3
