@@ -29,6 +29,8 @@ from rampup.rl.plan import RolloutPlan
 from rampup.rl.schedule import RolloutSchedule
 from rampup.rl.sizes import AGGREGATIONS, Experience, Size, Training
 
+# Above this share of padding, a note advises smaller passes.
+MUCH_PADDING = 0.03
 _FLOATS, _INTS = ("float32", "bfloat16", "float16"), ("int32", "uint32", "uint16", "int64")
 _count: dict[str, Any] = {"minimum": 1, "maximum": MAX_SAMPLES}
 _batch = partial(key, section="Batch")
@@ -454,6 +456,10 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
     varying = {"zero_spread_groups": "keep", "token_batch_size": AUTO, "partial_step": "train"}
     if given := [f"{name}={getattr(config, name)}" for name, usual in varying.items() if getattr(config, name) != usual]:
         notes.append(f"with {' and '.join(given)}, the sizes of a step are the largest it may have")
+        updates, G = plan.policy_updates, plan.samples_per_prompt
+        padded = ((updates.microbatch_samples or 0) - G) / 2 / updates.mini_batch_samples
+        if padded > MUCH_PADDING:
+            notes.append(f"their last passes are partly padding, {padded:.0%} of a step on average; smaller passes have less")
     if config.is_auto:
         notes.append(f"the noise between prompts decides when a step doubles its prompts, to {config.batch_size:,} at most")
     size = config.eval_batch_size if config.eval_batch_size != AUTO else config.batch_size

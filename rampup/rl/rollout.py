@@ -39,8 +39,9 @@ from flax import struct
 from jax.sharding import Mesh
 
 from rampup.engine.batch import put_batch
-from rampup.engine.compile import Compiler
+from rampup.engine.compile import Compiler, compile_program
 from rampup.engine.mesh import BatchAxes, auto_context, batch_sharding, process_rows, replicated
+from rampup.engine.offload import bytes_per_device, device_limit, program_memory
 from rampup.engine.processes import FOLDER, broadcast_from_process0, is_primary, kv_store, wait_for_all
 from rampup.engine.state import TrainState, create_state, describe_fields
 from rampup.engine.step import TrainStep, train_step
@@ -253,6 +254,35 @@ class RolloutStep:
             found |= {"critic_params": critic.params, "critic_opt_state": critic.opt_state, "critic_step": critic.step}
         counts = {"step": np.array(0, np.int32), "tally": Tally().to_words()}
         return RolloutState(**counts, **found, experience=self._empty_experience())
+
+    def check_memory(self, state: RolloutState) -> None:
+        """Refuse updates that do not fit into the devices' memory, by their compiled programs, before anything is generated.
+
+        Devices without a limit, such as CPUs, are not checked.
+
+        Raises:
+            ConfigError: an update does not fit. It names the size of its passes: neither `token_batch_size` nor the number of
+                passes changes the memory.
+        """
+        limits = [limit for device in self._mesh.local_devices if (limit := device_limit(device)) is not None]
+        models, start = [state.params, state.opt_state, state.critic_params, state.critic_opt_state, state.reference], 0
+        for updates in self.schedule.stages[0][1].order if limits else ():
+            position, name = self.schedule.at(start), updates.model
+            passes = self._passes(*self._mini_batch(state.experience, Tally(groups=1), position), position)
+            passes.pop("group", None)
+            row = {key: np.zeros(x.shape[2:], jax.dtypes.canonicalize_dtype(x.dtype)) for key, x in passes.items()}
+            inner = _train_state(state, name)
+            program = compile_program(self._steps[name].lower(inner, row, self._plans[name].splits[0]))
+            used = program_memory(program).total + bytes_per_device(models) - bytes_per_device([inner.params, inner.opt_state])
+            if used > min(limits):
+                training = position.plan.policy if name == "policy" else position.plan.critic
+                assert training is not None
+                key = (training.microbatch or training.mini_batch).key or "microbatch"
+                raise ConfigError(
+                    f"an update of the {name} takes {used:,} bytes of a device, which has {min(limits):,}; set a smaller {key}",
+                    key=key,
+                )
+            start += updates.optimizer_steps
 
     def __call__(self, state: RolloutState, prompts: Sequence[Sequence[int]] | Prompts) -> tuple[RolloutState, dict[str, Any]]:
         """Run one whole rollout: generate samples for prompts, then train every model on them.
@@ -582,16 +612,13 @@ class RolloutStep:
         if len(own) < width:
             passes = {name: x[:, own] for name, x in passes.items()}
         batch = put_batch(passes, replace(plan.position(position.model_step), split=split), plan, self._mesh)
-        names = ("policy_step", "params", "opt_state")
-        if position.model == "critic":
-            names = ("critic_step", "critic_params", "critic_opt_state")
-        inner, metrics = self._steps[position.model](TrainState(*(getattr(state, name) for name in names)), batch)
+        inner, metrics = self._steps[position.model](_train_state(state, position.model), batch)
         if "gradient_noise" in metrics and position.update < position.plan.policy_updates.num_mini_batches:
             assert groups is not None
             replicas = BatchAxes.of(self._mesh).num_replicas(self._mesh)
             facts = block_facts(weights, groups, replicas).tolist()
             metrics["gradient_noise"] |= {LAYOUT: _layout(position), FACTS: facts}
-        changes = dict(zip(names, (inner.step, inner.params, inner.opt_state), strict=True))
+        changes = dict(zip(_FIELDS[position.model], (inner.step, inner.params, inner.opt_state), strict=True))
         return state.replace(step=np.array(position.step + 1, np.int32), **changes), metrics
 
     def _facts(
@@ -678,6 +705,14 @@ def rollout_step(
     """
     schedule = plan if isinstance(plan, RolloutSchedule) else RolloutSchedule(stages=((0, plan),), num_rollouts=plan.num_steps)
     return RolloutStep(model, tx, schedule, mesh, reward=reward, options=options, critic=critic, skip_nonfinite=skip_nonfinite)
+
+
+# The fields of a state that are the training state of a model.
+_FIELDS = {"policy": ("policy_step", "params", "opt_state"), "critic": ("critic_step", "critic_params", "critic_opt_state")}
+
+
+def _train_state(state: RolloutState, model: str) -> TrainState:
+    return TrainState(*(getattr(state, name) for name in _FIELDS[model]))
 
 
 def _layout(position: UpdatePosition) -> int:

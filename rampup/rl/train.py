@@ -201,10 +201,14 @@ class RolloutRun:
         init = jax.jit(self.model.init, out_shardings=self.model.shardings(self.mesh))
         wait_for_all(self.mesh)
         params = init(jax.random.key(self.config.init_weights_seed))
-        if warm and self.config.warm_start_steps:
-            params = self._warm_start(params)
-        critic = critic_params(self.model, params, self.mesh) if self.config.enable_critic else None
-        return self.step.create_state(params, critic_params=critic)
+
+        def state_of(params: Any) -> RolloutState:
+            critic = critic_params(self.model, params, self.mesh) if self.config.enable_critic else None
+            return self.step.create_state(params, critic_params=critic)
+
+        state = state_of(params)
+        self.step.check_memory(state)
+        return state_of(self._warm_start(params)) if warm and self.config.warm_start_steps else state
 
     def train(self, on_event: OnEvent = ignore_event) -> RolloutSummary:
         """Train in the run's folder, to the end or to Ctrl-C or SIGTERM.

@@ -137,27 +137,23 @@ def test_packed_rows_are_computed_like_single_ones():
 
 
 @pytest.mark.parametrize(
-    ("prompts", "options", "key"),
+    ("call", "key"),
     [
-        ([[1], []], {}, "max_prompt_length"),
-        ([[1]], {"max_response_length": 0}, "max_response_length"),
-        ([[1]], {"max_response_length": 1.5}, "max_response_length"),
+        (lambda: generate(MODEL, params_of_model(), [[1], []], max_response_length=3), "max_prompt_length"),
+        (lambda: generate(MODEL, params_of_model(), [[1]], max_response_length=0), "max_response_length"),
+        (lambda: generate(MODEL, params_of_model(), [[1]], max_response_length=1.5), "max_response_length"),
+        (lambda: Sampling(temperature=-1), "decode_sampling_temperature"),
+        (lambda: Sampling(temperature=float("nan")), "decode_sampling_temperature"),
+        (lambda: Sampling(top_k=1.5), "decode_sampling_top_k"),
+        (lambda: Sampling(top_p=0), "decode_sampling_nucleus_p"),
+        (lambda: Sampling(top_p=2), "decode_sampling_nucleus_p"),
     ],
 )
-def test_generate_rejects_bad_input(prompts, options, key):
-    """Empty prompts and lengths that are none."""
+def test_bad_input_is_refused(call, key):
+    """Empty prompts, lengths below 1, and every number of the sampling outside its range."""
     with pytest.raises((ConfigError, DataError)) as caught:
-        generate(MODEL, params_of_model(), prompts, **{"max_response_length": 3} | options)
+        call()
     assert caught.value.key == key
-
-
-@pytest.mark.parametrize(
-    "options", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_k": 1.5}, {"top_p": 0}, {"top_p": 2}]
-)
-def test_sampling_rejects_bad_numbers(options):
-    """Every number outside its range."""
-    with pytest.raises(ConfigError, match="must be"):
-        Sampling(**options)
 
 
 def test_pad_prompts_rejects_long_prompts():

@@ -1,12 +1,10 @@
 """Tests of rampup.rl.plan."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampupError
+from rampup.errors import BatchDivisibilityError, ConfigError
 from rampup.rl.plan import RolloutPlan
-from rampup.rl.sizes import Experience, Size, Training
+from rampup.rl.sizes import Size, Training
 
 
 def prompts(count, key=None):
@@ -120,30 +118,3 @@ def test_plan_rejects_bad_counts(options):
     with pytest.raises(ConfigError) as caught:
         make(**options)
     assert caught.value.key
-
-
-sizes = st.integers(1, 12)
-
-
-@given(sizes, sizes, sizes, sizes, sizes, sizes, st.booleans())
-def test_any_sizes_give_a_plan_or_an_error(batch, n, mini, micro, replicas, generation, pad):
-    """Any sizes give a consistent plan, or an error whose nearest values are at least 1."""
-    try:
-        plan = make(batch, n, mini, micro, replicas, generation=prompts(generation), pad=pad)
-    except RampupError as error:
-        assert all(value >= 1 for problem in error.problems or (error,) for value in problem.nearest)
-        return
-    updates = plan.policy_updates
-    assert plan.generate_calls * plan.sequences_per_call >= plan.samples_per_step == batch * n
-    assert updates.optimizer_steps == 2 * updates.num_mini_batches
-
-
-def test_stored_experience_bytes():
-    """Bytes per step and replica follow from bytes per sample, including a critic's values and returns."""
-    experience = Experience(max_prompt_length=10, max_response_length=20)
-    without, with_critic = make(experience=experience), make(experience=experience, critic=Training(mini_batch=prompts(64)))
-    stored = without.to_dict()["experience"]
-    assert stored["bytes_per_step"] == 256 * experience.bytes_per_sample(critic=False) == 4 * stored["bytes_per_replica"]
-    extra = with_critic.experience_bytes_per_sample - without.experience_bytes_per_sample
-    assert extra == 2 * 20 * 4
-    assert make().to_dict()["experience"] is None

@@ -12,7 +12,7 @@ from helpers.runs import assert_same_run, metrics_of
 from helpers.tiny import RL_TINY as TINY
 
 from rampup.cli.report import gather_report
-from rampup.errors import DataError, RampupError, ResumeMismatchError
+from rampup.errors import ConfigError, DataError, RampupError, ResumeMismatchError
 from rampup.loop.events import StepDone
 from rampup.loop.run_folder import read_lines
 from rampup.rl import train as rl
@@ -92,46 +92,6 @@ def test_a_resumed_run_with_a_critic_is_the_uninterrupted_one(tmp_path):
     settings = {"enable_critic": True, "critic_num_iterations": 1, "checkpoint_period": 2}
     summary = rl.train(config_of(tmp_path, "whole", **settings))
     assert_resumes(tmp_path, tmp_path / "whole", summary, (2, 10), **settings)
-
-
-class KilledError(BaseException):
-    """Ends a run where an exception of the reward function would be its fault."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "kills"),
-    [({"zero_spread_groups": "refill"}, (2, 4, 3)), ({"zero_spread_groups": "drop", "partial_step": "carry"}, (2, 2))],
-)
-def test_a_run_of_varying_steps_resumes_also_while_it_samples(sizes, kills, tmp_path, monkeypatch):
-    """Ended in the middle of a rollout, and in the middle of its generation: sizes, samples and state are the same."""
-    # Responses of a new model are any bytes.
-    reward = lambda task, prompts, responses: [float(sum(map(ord, text)) % 4 == 0) for text in responses]  # noqa: E731
-    settings = {"checkpoint_period": 1, "num_generations": 4, "num_batches": 4, "eval_interval": -1} | sizes
-    monkeypatch.setattr(rl.Arithmetic, "reward", reward)
-    whole = rl.train(config_of(tmp_path, "whole", **settings))
-    for kill_at in kills:
-        calls = []
-
-        def stop(task, prompts, responses, calls=calls, kill_at=kill_at):
-            calls.append(prompts)
-            if len(calls) == kill_at:
-                raise KilledError
-            return reward(task, prompts, responses)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(rl.Arithmetic, "reward", stop)
-            with pytest.raises(KilledError):
-                rl.train(config_of(tmp_path, "cut", **settings))
-    train_until(config_of(tmp_path, "cut", **settings), 9)
-    resumed = rl.train(config_of(tmp_path, "cut", **settings))
-    assert (resumed.steps, resumed.samples) == (whole.steps, whole.samples)
-    assert_same_run(tmp_path / "cut", tmp_path / "whole", whole.optimizer_steps, files=("metrics.jsonl",))
-    lines = metrics_of(tmp_path / "whole")
-    assert len({line["num_samples"] for line in lines}) > 1 or sizes["zero_spread_groups"] == "refill"
-    assert lines[-1]["consumed_samples"] == whole.samples == 4 * lines[-1]["consumed_prompts"]
-    assert sum(line["dropped_groups"] for line in lines) > 0
-    assert whole.num_compilations == {"generate": 1, "logprobs": 1, "update": 1}
 
 
 AUTO = {
@@ -349,6 +309,17 @@ def test_with_a_budget_of_tokens_the_rows_of_a_call_belong_to_the_run(tmp_path):
     rl.train(config_of(tmp_path, num_batches=1, rollout_micro_batch_size=2, **settings))
     with pytest.raises(ResumeMismatchError, match="rollout_micro_batch_size"):
         rl.train(config_of(tmp_path, num_batches=2, rollout_micro_batch_size=4, **settings))
+
+
+def test_updates_that_do_not_fit_are_refused_before_any_work(tmp_path, monkeypatch):
+    """The sentence has both numbers and the key of a pass; nothing is trained, whatever the tokens of a step are."""
+    monkeypatch.setattr("rampup.rl.rollout.device_limit", lambda device: 10_000)
+    monkeypatch.setattr(rl.RolloutRun, "_warm_start", None)
+    sizes = {"token_batch_size": 10_000, "mini_batch_size": -1, "enable_critic": True}
+    with pytest.raises(ConfigError, match=r"update of the critic takes [\d,]+ bytes of a device, which has 10,000") as caught:
+        rl.train(config_of(tmp_path, **sizes))
+    assert caught.value.key == "train_micro_batch_size"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
