@@ -429,10 +429,11 @@ def _growth(config: RolloutConfig, name: str, problems: list[RampupError]) -> di
     try:
         pairs = parse_schedule(text.rpartition(" ")[0] if is_auto else text)
     except RampupError as error:
-        problems.append(ConfigError(f"{key}={text!r}: {error}", key=key))
+        rule = "write the first size before auto, such as '0:8 auto'" if is_auto else str(error)
+        problems.append(ConfigError(f"{key}={text!r}: {rule}", key=key))
         return {0: largest}
     steps, sizes = [step for step, _ in pairs], [size for _, size in pairs]
-    rule = None
+    rule = ""
     if is_auto and len(pairs) > 1:
         rule = f"must have one pair before auto, such as '0:{sizes[0]} auto'"
     elif steps[0] != 0 or sorted(set(steps)) != steps:
@@ -440,7 +441,7 @@ def _growth(config: RolloutConfig, name: str, problems: list[RampupError]) -> di
     elif min(sizes) < 1 or max(sizes) > largest:
         size = f"rl.{name}" if name == "num_generations" else name
         rule = f"must have sizes from 1 to {size}={largest}, the largest; set that key to {max(sizes)} or more"
-    if rule is not None:
+    if rule:
         problems.append(ConfigError(f"{key}={text!r} {rule}", key=key))
         return {0: largest}
     return dict(pairs)
