@@ -58,6 +58,7 @@ from rampup.rl.schedule import RolloutSchedule
 LAYOUT, FACTS = "layout", "layout_facts"
 RESPONSES = (2, 4, 8, 16, 32, 64)
 _RECORD, _ENDS = "prompt_noise", ("value", "low", "high")
+UNKNOWN = NoiseEstimate(value=None, low=None, high=None)
 # Entry of a checkpoint's record: first rollout, prompts generated before it, and size of every phase so far.
 PROMPT_ROWS = "prompt_rows"
 
@@ -194,7 +195,7 @@ class PromptNoise:
 
     def _part(self, place: int) -> NoiseEstimate:
         if (solved := self._solved()) is None:
-            return NoiseEstimate(value=None, low=None, high=None)
+            return UNKNOWN
         found, covariance, freedom = solved
         value, spread = found[place], student(freedom) * math.sqrt(max(covariance[place, place], 0.0))
         value, low, high = (float(max(x, 0.0)) for x in (value, value - spread, value + spread))
@@ -212,9 +213,8 @@ class PromptNoise:
 
     def scale(self, responses: int) -> NoiseEstimate:
         """Return the noise scale in prompts, for a number of responses per prompt."""
-        solved = self._solved()
-        if solved is None:
-            return NoiseEstimate(value=None, low=None, high=None)
+        if (solved := self._solved()) is None:
+            return UNKNOWN
         found, covariance, freedom = solved
         row = np.array([1, 1 / responses, 0])
         values, noise = (float(row @ found), float(found[2])), covariance @ row
@@ -242,8 +242,7 @@ def size_advice(
         The estimates, the number of responses with the least noise at a cost, and for several numbers of them the prompts of
         one noise scale, and their cost relative to now.
     """
-    now = NoiseEstimate(**{end: None if (x := getattr(scale, end)) is None else reuse * x for end in _ENDS})
-    rows, best = [], None
+    now, rows, best = _times(reuse, scale), [], None
     if between.value is not None and within.value is not None and between.value + within.value > 0:
         B, s = between.value, within.value
         best = None if B == 0 else max(2.0, math.sqrt(cost_per_prompt * s / B))
@@ -260,6 +259,10 @@ def size_advice(
         "best_num_generations": best,
         "choices": rows,
     }
+
+
+def _times(reuse: int, scale: NoiseEstimate) -> NoiseEstimate:
+    return NoiseEstimate(**{end: None if (x := getattr(scale, end)) is None else reuse * x for end in _ENDS})
 
 
 def advice_from_line(line: Mapping[str, Any], **sizes: Any) -> dict[str, Any]:
@@ -304,11 +307,8 @@ class AutoPrompts(Component):
         """Decide about the prompts, after every tenth rollout. The decision is in the line before it is used."""
         if not self.may_change_plan(line["step"] + 1):
             return {}
-        auto, before, rollout = self.auto, self.auto.size, values["facts"]["rollout"] + 1
-        measured = self.noise.scale
-        ends = {end: None if (x := getattr(measured, end)) is None else self.reuse * x for end in _ENDS}
-        noise = NoiseEstimate(**ends)
-        prompts = values["facts"]["consumed_prompts"]
+        auto, before, noise = self.auto, self.auto.size, _times(self.reuse, self.noise.scale)
+        rollout, prompts = values["facts"]["rollout"] + 1, values["facts"]["consumed_prompts"]
         auto.decide(step=rollout, sample=prompts, noise_scale=noise.low)
         if jax.process_count() > 1:
             # All compute the same averages; process 0 decides, in case rounding differs.
@@ -332,7 +332,7 @@ class PromptNoiseAverages(Component):
     @property
     def scale(self) -> NoiseEstimate:
         """The noise scale in prompts, in the Euclidean geometry."""
-        return self.noises.get("", PromptNoise(half_life_samples=self.half_life_samples)).scale(self.responses)
+        return self.noises[""].scale(self.responses) if "" in self.noises else UNKNOWN
 
     def state(self) -> dict[str, Any]:
         """See `Component`."""
