@@ -285,8 +285,8 @@ def advice_from_line(line: Mapping[str, Any], **sizes: Any) -> dict[str, Any]:
 class AutoPrompts(Component):
     """The decisions of `rl.batch_size_schedule="0:N auto"`; see `rampup.batch_size.auto`, with rollouts as steps.
 
-    The averages come before it in a loop. A step counts the prompts that it trains on; a batch that is used several times needs
-    as many times the prompts.
+    The averages come before it in a loop. A batch that is used several times needs as many times the prompts. The noise scale
+    counts prompts that are trained on, and the schedule those that are generated: if groups are dropped, it grows later.
     """
 
     def __init__(
