@@ -261,8 +261,8 @@ class RolloutStep:
         Devices without a limit, such as CPUs, are not checked.
 
         Raises:
-            ConfigError: an update does not fit. It names the size of its passes: neither `token_batch_size` nor the number of
-                passes changes the memory.
+            ConfigError: an update does not fit. It names the size of its passes: `token_batch_size` only decides how many of
+                the passes for `batch_size` prompts a step uses.
         """
         limits = [limit for device in self._mesh.local_devices if (limit := device_limit(device)) is not None]
         models, start = [state.params, state.opt_state, state.critic_params, state.critic_opt_state, state.reference], 0
