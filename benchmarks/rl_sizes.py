@@ -1,7 +1,7 @@
-"""Time the updates of RL steps of varying size beside those of fixed ones: `python benchmarks/rl_sizes.py [STEPS]`.
+"""Time the updates of RL steps of varying size beside those of fixed ones: `python benchmarks/rl_sizes.py [STEPS] [PROMPTS]`.
 
-Both train the model of configs/rl.yml on 16 prompts * 8 responses per step on average, in passes of one prompt: always 16, or
-any number from 4 to 28. They take turns, so that both see the same load. Generation is the same program on the same rows for
+Both train the model of configs/rl.yml on 16 prompts * 8 responses per step on average, in passes of PROMPTS prompts: always 16,
+or any number from 4 to 28. They take turns, so that both see the same load. Generation is the same program on the same rows for
 both and is left out: a step is what is between the samples on the host and the new parameters. CPU seconds depend less on other
 processes.
 """
@@ -19,19 +19,19 @@ from rampup.rl import RolloutOptions, RolloutPlan, Size, Training, rollout_step
 from rampup.rl.config import RolloutConfig
 from rampup.rl.experience import Tally
 
-MEAN, MOST, RESPONSES, MICRO, LENGTHS = 16, 28, 8, 1, (16, 16)
+MEAN, MOST, RESPONSES, LENGTHS = 16, 28, 8, (16, 16)
 
 
-def make(prompts):
-    """Return a step of up to `prompts` prompts with stored samples, and its state."""
+def make(prompts, micro, groups):
+    """Return a step of up to `prompts` prompts with stored samples, in passes of `micro` prompts, and its state."""
     plan = RolloutPlan(
         rollout_batch=Size(count=prompts, unit="prompts"),
         samples_per_prompt=RESPONSES,
-        policy=Training(mini_batch=Size(count=prompts, unit="prompts"), microbatch=Size(count=MICRO, unit="prompts")),
+        policy=Training(mini_batch=Size(count=prompts, unit="prompts"), microbatch=Size(count=micro, unit="prompts")),
         num_steps=10**6,
     )
     model = LanguageModel.from_config(RolloutConfig(), vocab_size=256)
-    options = RolloutOptions(max_prompt_length=LENGTHS[0], max_response_length=LENGTHS[1], zero_spread_groups="drop")
+    options = RolloutOptions(max_prompt_length=LENGTHS[0], max_response_length=LENGTHS[1], zero_spread_groups=groups)
     mesh = make_mesh(devices=jax.devices()[:1])
     step = rollout_step(model, optax.adamw(1e-3), plan, mesh, reward=lambda p, r: [0.0] * len(p), options=options)
     state, rng = step.create_state(jax.jit(model.init)(jax.random.key(0))), np.random.default_rng(0)
@@ -55,11 +55,12 @@ def timed(step, state, groups):
     return state, (time.perf_counter() - began[0], time.process_time() - began[1])
 
 
-def main(steps):
+def main(steps, micro):
     """Print the seconds per sample of both, and their quotient."""
     sizes = np.random.default_rng(0).integers(2 * MEAN - MOST, MOST + 1, steps // 2).tolist()
     sizes += [2 * MEAN - size for size in sizes]  # the mean is exact
-    runs, seconds = {"fixed": [*make(MEAN)], "varying": [*make(MOST)]}, {"fixed": [], "varying": []}
+    runs = {"fixed": [*make(MEAN, micro, "keep")], "varying": [*make(MOST, micro, "drop")]}
+    seconds = {"fixed": [], "varying": []}
     for number, size in enumerate([MEAN, MEAN, *sizes]):
         for name, groups in (("fixed", MEAN), ("varying", size))[:: 1 if number % 2 else -1]:
             step, state = runs[name]
@@ -70,8 +71,10 @@ def main(steps):
     for number, clock in enumerate(("the clock", "the CPU")):
         fixed, varying = (1e3 * totals[name][number] for name in ("fixed", "varying"))
         print(f"ms per sample by {clock}: fixed {fixed:.4f}, varying {varying:.4f}, quotient {varying / fixed:.3f}")
+    print(f"rows computed per sample: {sum(-(-size // micro) * micro for size in sizes) / sum(sizes):.3f}")
     print("programs", {name: run[0].compilations["update"] for name, run in runs.items()})
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 100)
+    given = [int(word) for word in sys.argv[1:]]
+    main(*given, *(100, 1)[len(given) :])

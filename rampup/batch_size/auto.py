@@ -38,6 +38,7 @@ class AutoSchedule:
     mode: AutoMode  # `follow` changes the batch of the run; `advise` only writes what it would do
     half_life_samples: float  # samples that must pass between two changes
     rows: list[list[int]]  # start step, start sample and size of every phase so far, of the run's ramp or of the advice
+    unit: str = "samples"  # what the sizes count; prompts in reinforcement learning, with rollouts as steps
 
     @property
     def size(self) -> int:
@@ -81,13 +82,13 @@ class AutoSchedule:
         """
         use = "" if self.mode == "follow" else "advises "
         if len(self.rows) > 1 and self.rows[-1][0] == step:
-            return f"{use}{self.rows[-2][2]:,} -> {self.size:,} samples, because the noise scale is {noise}"
+            return f"{use}{self.rows[-2][2]:,} -> {self.size:,} {self.unit}, because the noise scale is {noise}"
         larger = next((size for size in self.sizes if size > self.size), None)
         if larger is None:
-            return f"{use}{self.size:,} samples, the largest batch; the noise scale is {noise}"
+            return f"{use}{self.size:,} {self.unit}, the largest batch; the noise scale is {noise}"
         needs = []
         if noise.low is None or noise.low < larger:
             needs.append(f"a noise scale whose interval begins at {larger:,} or above, it is {noise}")
         if (missing := math.ceil(self.rows[-1][1] + self.half_life_samples - sample)) > 0:
-            needs.append(f"{missing:,} more samples")
-        return f"{use}{self.size:,} samples; {larger:,} need {', and '.join(needs)}"
+            needs.append(f"{missing:,} more {self.unit}")
+        return f"{use}{self.size:,} {self.unit}; {larger:,} need {', and '.join(needs)}"

@@ -23,11 +23,14 @@ from rampup.config.schema import head_problems, keys_for_alias
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.mesh_axes import MeshAxes
 from rampup.plan.numbers import AUTO, to_yaml_number
+from rampup.plan.per_device import AUTO_SCHEDULE
 from rampup.plan.ramp import parse_schedule
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.schedule import RolloutSchedule
 from rampup.rl.sizes import AGGREGATIONS, MAX_SAMPLES, Experience, Size, Training
 
+# Above this share of padding, a note advises smaller passes.
+MUCH_PADDING = 0.03
 _FLOATS, _INTS = ("float32", "bfloat16", "float16"), ("int32", "uint32", "uint16", "int64")
 _count: dict[str, Any] = {"minimum": 1, "maximum": MAX_SAMPLES}
 _batch = partial(key, section="Batch")
@@ -64,7 +67,8 @@ class RolloutConfig(Settings):
         Responses per prompt. A step has batch_size * rl.num_generations samples.""")
     num_iterations: int = _batch(1, "Passes over the samples of a step.", group="rl", **_count)
     batch_size_schedule: str | None = _batch(None, kind="text", nullable=True, group="rl", own=True, doc="""
-        Growth of batch_size, as STEP:PROMPTS pairs from step 0 on: "0:8 20:16 60:32". At most batch_size. null: constant.""")
+        Growth of batch_size, as STEP:PROMPTS pairs from step 0 on: "0:8 20:16 60:32". At most batch_size. "0:8 auto": 8 at
+        first, then doubled up to batch_size as the noise allows (measure_gradient_noise). null: constant.""")
     num_generations_schedule: str | None = _batch(None, kind="text", nullable=True, group="rl", own=True, doc="""
         Growth of rl.num_generations, as STEP:RESPONSES pairs from step 0 on: "0:4 50:8". At most rl.num_generations. null:
         constant.""")
@@ -221,6 +225,11 @@ class RolloutConfig(Settings):
         return requested if self.num_prompts is None else min(requested, self.num_prompts)
 
     @property
+    def is_auto(self) -> bool:
+        """Whether the measured noise decides about the prompts of a step."""
+        return (self.batch_size_schedule or "").split()[-1:] == [AUTO_SCHEDULE]
+
+    @property
     def num_steps(self) -> int:
         """Steps of the run. Prompts that do not fill a batch are dropped."""
         return self.prompts_used * self.num_epoch // self.batch_size
@@ -258,6 +267,15 @@ class RolloutConfig(Settings):
                     nearest=(largest,),
                 )
             )
+        if self.is_auto:
+            # A step is one optimizer step of each model and epoch, whatever its prompts, and its size is that of the noise.
+            needed = {"measure_gradient_noise": True, "rl.num_generations_schedule": None}
+            needed |= dict.fromkeys(("mini_batch_size", "critic_mini_batch_size", "token_batch_size"), AUTO)
+            for name, value in needed.items():
+                if (given := getattr(self, name.removeprefix("rl."))) != value:
+                    shown, found = ("null" if x is None else str(x).lower() for x in (value, given))
+                    text = f"rl.batch_size_schedule={self.batch_size_schedule!r} follows the noise, and needs {name}={shown}; "
+                    problems.append(ConfigError(f"{text}it is {found}", key=name, nearest=(value,)))
         if self.num_steps < 1:
             problems += self._too_few_prompts()
         problems += head_problems(self)
@@ -374,17 +392,32 @@ def build_rollout_schedule(config: RolloutConfig, num_devices: int | None = None
     problems: list[RampupError] = []
     growth = {name: _growth(config, name, problems) for name in ("batch_size", "num_generations")}
     raise_together(problems)
-    stages = []
+    wanted = []
     for first in sorted({step for pairs in growth.values() for step in pairs}):
         sizes = {name: pairs[max(step for step in pairs if step <= first)] for name, pairs in growth.items()}
+        wanted.append((first, f"from step {first:,}: " if first else "", sizes))
+    if config.is_auto:
+        size = growth["batch_size"][0]
+        while (size := min(2 * size, config.batch_size)) > wanted[-1][2]["batch_size"]:
+            wanted.append((config.num_steps, f"with {size:,} prompts: ", {"batch_size": size}))
+    stages = []
+    for first, where, sizes in wanted:
         try:
             stages.append((first, build_rollout_plan(replace(config, **sizes), num_devices)))
         except RampupError as error:
             for problem in error.problems or (error,):
-                problem.args = (f"from step {first:,}: {problem}",) if len(growth) > 1 and first else problem.args
+                problem.args = (f"{where}{problem}",)
                 problems.append(problem)
     raise_together(problems)
-    return RolloutSchedule(stages=tuple(stages), num_rollouts=config.num_steps)
+    schedule = RolloutSchedule(stages=tuple(stages), num_rollouts=config.num_steps)
+    smallest, rows = stages[0][1].samples_per_step, schedule.pass_samples("policy")
+    if config.is_auto and smallest * stages[0][1].policy.data_parallel_size < 2 * rows:
+        raise ConfigError(
+            f"rl.batch_size_schedule={config.batch_size_schedule!r} follows the noise between the passes of a step, but its "
+            f"first {smallest} samples are one pass of one replica; set a smaller train_micro_batch_size",
+            key="train_micro_batch_size",
+        )
+    return schedule
 
 
 def _growth(config: RolloutConfig, name: str, problems: list[RampupError]) -> dict[int, int]:
@@ -392,20 +425,23 @@ def _growth(config: RolloutConfig, name: str, problems: list[RampupError]) -> di
     text, largest = getattr(config, f"{name}_schedule"), getattr(config, name)
     if text is None:
         return {0: largest}
-    key = f"rl.{name}_schedule"
+    key, is_auto = f"rl.{name}_schedule", name == "batch_size" and config.is_auto
     try:
-        pairs = parse_schedule(text)
+        pairs = parse_schedule(text.rpartition(" ")[0] if is_auto else text)
     except RampupError as error:
-        problems.append(ConfigError(f"{key}={text!r}: {error}", key=key))
+        rule = "write the first size before auto, such as '0:8 auto'" if is_auto else str(error)
+        problems.append(ConfigError(f"{key}={text!r}: {rule}", key=key))
         return {0: largest}
     steps, sizes = [step for step, _ in pairs], [size for _, size in pairs]
-    rule = None
-    if steps[0] != 0 or sorted(set(steps)) != steps:
+    rule = ""
+    if is_auto and len(pairs) > 1:
+        rule = f"must have one pair before auto, such as '0:{sizes[0]} auto'"
+    elif steps[0] != 0 or sorted(set(steps)) != steps:
         rule = "must start at step 0, and its steps must increase"
     elif min(sizes) < 1 or max(sizes) > largest:
         size = f"rl.{name}" if name == "num_generations" else name
         rule = f"must have sizes from 1 to {size}={largest}, the largest; set that key to {max(sizes)} or more"
-    if rule is not None:
+    if rule:
         problems.append(ConfigError(f"{key}={text!r} {rule}", key=key))
         return {0: largest}
     return dict(pairs)
@@ -421,6 +457,12 @@ def rollout_notes(config: RolloutConfig, plan: RolloutPlan) -> tuple[str, ...]:
     varying = {"zero_spread_groups": "keep", "token_batch_size": AUTO, "partial_step": "train"}
     if given := [f"{name}={getattr(config, name)}" for name, usual in varying.items() if getattr(config, name) != usual]:
         notes.append(f"with {' and '.join(given)}, the sizes of a step are the largest it may have")
+        updates, G = plan.policy_updates, plan.samples_per_prompt
+        padded = ((updates.microbatch_samples or 0) - G) / 2 / updates.mini_batch_samples
+        if padded > MUCH_PADDING:
+            notes.append(f"their last passes are partly padding, {padded:.0%} of a step on average; smaller passes have less")
+    if config.is_auto:
+        notes.append(f"the noise between prompts decides when a step doubles its prompts, to {config.batch_size:,} at most")
     size = config.eval_batch_size if config.eval_batch_size != AUTO else config.batch_size
     lost = (config.num_test_batches * size - config.test_batch_start_index) % size
     if config.num_test_batches and lost:

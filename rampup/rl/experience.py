@@ -369,7 +369,7 @@ def packed_rows(rows: Arrays, packed: PackedMicrobatches, lengths: Sequence[int]
         The arrays of `rows`, and `positions`, `segments` (1, 2, ...; padding is 0) and `shape`, the number of the shape on the
         ladder that a pass is computed with, (n, replicas).
     """
-    n, replicas, budget = packed.num_microbatches, packed.num_replicas, packed.token_budget
+    n, replicas, budget = packed.num_microbatches, len(packed.replicas), packed.token_budget
     found = {name: np.zeros((n, replicas, budget), x.dtype) for name, x in rows.items()}
     found |= {name: np.zeros((n, replicas, budget), np.int32) for name in ("positions", "segments")}
     for replica, microbatches in enumerate(packed.replicas):

@@ -37,21 +37,30 @@ group leaves.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import jax
 import numpy as np
 
+from rampup.batch_size.auto import AutoSchedule
 from rampup.batch_size.noise_scale import MIN_STEPS, NoiseEstimate, fieller, student
+from rampup.engine.processes import broadcast_from_process0
 from rampup.errors import DataError
 from rampup.loop.components import Component, finite_or_none
+from rampup.loop.events import BatchSizeDecided, OnEvent
+from rampup.rl.schedule import RolloutSchedule
 
 # Entries of `gradient_noise` in the metrics of a step that the host adds.
 LAYOUT, FACTS = "layout", "layout_facts"
 RESPONSES = (2, 4, 8, 16, 32, 64)
 _RECORD, _ENDS = "prompt_noise", ("value", "low", "high")
+UNKNOWN = NoiseEstimate(value=None, low=None, high=None)
+# Entry of a checkpoint's record: first rollout, prompts generated before it, and size of every phase so far.
+PROMPT_ROWS = "prompt_rows"
 
 
 def block_facts(weights_nR: np.ndarray, groups_nR: np.ndarray, replicas: int) -> np.ndarray:
@@ -186,7 +195,7 @@ class PromptNoise:
 
     def _part(self, place: int) -> NoiseEstimate:
         if (solved := self._solved()) is None:
-            return NoiseEstimate(value=None, low=None, high=None)
+            return UNKNOWN
         found, covariance, freedom = solved
         value, spread = found[place], student(freedom) * math.sqrt(max(covariance[place, place], 0.0))
         value, low, high = (float(max(x, 0.0)) for x in (value, value - spread, value + spread))
@@ -204,9 +213,8 @@ class PromptNoise:
 
     def scale(self, responses: int) -> NoiseEstimate:
         """Return the noise scale in prompts, for a number of responses per prompt."""
-        solved = self._solved()
-        if solved is None:
-            return NoiseEstimate(value=None, low=None, high=None)
+        if (solved := self._solved()) is None:
+            return UNKNOWN
         found, covariance, freedom = solved
         row = np.array([1, 1 / responses, 0])
         values, noise = (float(row @ found), float(found[2])), covariance @ row
@@ -234,8 +242,7 @@ def size_advice(
         The estimates, the number of responses with the least noise at a cost, and for several numbers of them the prompts of
         one noise scale, and their cost relative to now.
     """
-    now = NoiseEstimate(**{end: None if (x := getattr(scale, end)) is None else reuse * x for end in _ENDS})
-    rows, best = [], None
+    now, rows, best = _times(reuse, scale), [], None
     if between.value is not None and within.value is not None and between.value + within.value > 0:
         B, s = between.value, within.value
         best = None if B == 0 else max(2.0, math.sqrt(cost_per_prompt * s / B))
@@ -252,6 +259,10 @@ def size_advice(
         "best_num_generations": best,
         "choices": rows,
     }
+
+
+def _times(reuse: int, scale: NoiseEstimate) -> NoiseEstimate:
+    return NoiseEstimate(**{end: None if (x := getattr(scale, end)) is None else reuse * x for end in _ENDS})
 
 
 def advice_from_line(line: Mapping[str, Any], **sizes: Any) -> dict[str, Any]:
@@ -271,12 +282,57 @@ def advice_from_line(line: Mapping[str, Any], **sizes: Any) -> dict[str, Any]:
     return size_advice(*found, **sizes)
 
 
+class AutoPrompts(Component):
+    """The decisions of `rl.batch_size_schedule="0:N auto"`; see `rampup.batch_size.auto`, with rollouts as steps.
+
+    The averages come before it in a loop. A batch that is used several times needs as many times the prompts. The noise scale
+    counts prompts that are trained on, and the schedule those that are generated: if groups are dropped, it grows later.
+    """
+
+    def __init__(
+        self, auto: AutoSchedule, schedule: RolloutSchedule, noise: PromptNoiseAverages, reuse: int, on_event: OnEvent
+    ) -> None:
+        self.auto, self.schedule, self.noise, self.reuse, self.on_event = auto, schedule, noise, reuse, on_event
+
+    def state(self) -> dict[str, Any]:
+        """Return the decisions, from which `rampup.rl.train` makes the schedule of a resumed run."""
+        return {PROMPT_ROWS: self.auto.rows}
+
+    def may_change_plan(self, done: int) -> bool:
+        """See `Component`."""
+        last = self.schedule.at(done - 1)
+        return last.is_last and self.auto.is_due(last.rollout + 1) and done < self.schedule.total_steps
+
+    def after_step(self, line: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+        """Decide about the prompts, after every tenth rollout. The decision is in the line before it is used."""
+        if not self.may_change_plan(line["step"] + 1):
+            return {}
+        auto, before, noise = self.auto, self.auto.size, _times(self.reuse, self.noise.scale)
+        rollout, prompts = values["facts"]["rollout"] + 1, values["facts"]["consumed_prompts"]
+        auto.decide(step=rollout, sample=prompts, noise_scale=noise.low)
+        if jax.process_count() > 1:
+            # All compute the same averages; process 0 decides, in case rounding differs.
+            auto.rows = json.loads(broadcast_from_process0(f"auto_prompts{rollout}", json.dumps(auto.rows)))
+        outlook = auto.outlook(step=rollout, sample=prompts, noise=noise)
+        self.on_event(BatchSizeDecided(step=line["step"], changed=auto.size != before, outlook=outlook))
+        return {"next_num_prompts": auto.size}
+
+    def next_plan(self, plan: Any) -> Any:
+        """See `Component`."""
+        return plan if self.auto.rows[-1][0] in dict(plan.stages) else plan.grown(self.auto.rows[-1][0], self.auto.size)
+
+
 class PromptNoiseAverages(Component):
     """The noise of a run of RL, in the Euclidean geometry and, if it is measured, in that of Adam; see `PromptNoise`."""
 
     def __init__(self, half_life_samples: float, responses: int) -> None:
         self.half_life_samples, self.responses = half_life_samples, responses
         self.noises: dict[str, PromptNoise] = {}
+
+    @property
+    def scale(self) -> NoiseEstimate:
+        """The noise scale in prompts, in the Euclidean geometry."""
+        return self.noises[""].scale(self.responses) if "" in self.noises else UNKNOWN
 
     def state(self) -> dict[str, Any]:
         """See `Component`."""

@@ -42,29 +42,19 @@ class PackedMicrobatches:
     replicas: tuple[tuple[tuple[int, ...], ...], ...]
 
     @property
-    def num_replicas(self) -> int:
-        """Number of data-parallel replicas."""
-        return len(self.replicas)
-
-    @property
     def num_microbatches(self) -> int:
         """Number of microbatches of one replica."""
         return len(self.microbatch_shapes)
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all sequences."""
-        return sum(self.lengths)
-
-    @property
     def padded_tokens(self) -> int:
         """Tokens computed on all replicas, including padding."""
-        return self.num_replicas * sum(self.microbatch_shapes)
+        return len(self.replicas) * sum(self.microbatch_shapes)
 
     @property
     def padding_fraction(self) -> float:
         """Padding as a fraction of the computed tokens."""
-        return 1 - self.num_tokens / self.padded_tokens
+        return 1 - sum(self.lengths) / self.padded_tokens
 
     @property
     def shapes(self) -> tuple[int, ...]:

@@ -15,14 +15,20 @@ The story of one optimizer step, `RolloutStep.update`, top to bottom:
 The state and the position say everything that these functions need; `RolloutStep` itself changes only by compiling and by the
 clock of the rollout, which no checkpoint has.
 
+Several processes all have the whole experience, and put their own rows of each pass on their devices. They generate together,
+and process 0 alone calls the reward function, so that everything that a step decides is the same in all of them.
+
 Shape suffixes: S samples of a rollout, B rows of a call, R tokens of the longest response, T tokens of a row.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -33,8 +39,10 @@ from flax import struct
 from jax.sharding import Mesh
 
 from rampup.engine.batch import put_batch
-from rampup.engine.compile import Compiler
-from rampup.engine.mesh import BatchAxes, auto_context, batch_sharding
+from rampup.engine.compile import Compiler, compile_program
+from rampup.engine.mesh import BatchAxes, auto_context, batch_sharding, process_rows, replicated
+from rampup.engine.offload import bytes_per_device, device_limit, program_memory
+from rampup.engine.processes import FOLDER, broadcast_from_process0, is_primary, kv_store, wait_for_all
 from rampup.engine.state import TrainState, create_state, describe_fields
 from rampup.engine.step import TrainStep, train_step
 from rampup.errors import ConfigError, DataError, choice_error, raise_together
@@ -60,6 +68,10 @@ from rampup.rl.plan import RolloutPlan
 from rampup.rl.policy import Critic, in_replica, over_rows, token_log_probabilities
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition, split_of
 from rampup.rl.sizes import AGGREGATIONS, Experience, count_problems
+
+# How long the other processes wait for the rewards of process 0. If it is gone, the watchdog ends them.
+REWARD_SECONDS = 24 * 3600
+_reward_numbers = itertools.count()
 
 # From the numbers of the first prompt and of the one after the last, counted over the run, to the tokens of the prompts.
 Prompts = Callable[[int, int], Sequence[Sequence[int]]]
@@ -195,7 +207,9 @@ class RolloutStep:
         # The generator's calls and the forward passes have rows for every device.
         shards = BatchAxes.of(mesh).num_shards(mesh)
         self.rows_per_call = -(-schedule.sequences_per_call // shards) * shards
-        self._compilers = {"generate": Compiler(), "logprobs": Compiler()}
+        self._compilers = {role: Compiler(partial(wait_for_all, mesh)) for role in ("generate", "logprobs")}
+        # Every process needs all results of generation and forward passes.
+        self._fetched = replicated(mesh) if jax.process_count() > 1 else batch_sharding(mesh)
         self._clock: _Clock | None = None
         # Of the rollouts that this object has generated and trained on completely.
         self.seconds_by_part = dict.fromkeys(("generation", "scoring", "update"), 0.0)
@@ -239,6 +253,35 @@ class RolloutStep:
             found |= {"critic_params": critic.params, "critic_opt_state": critic.opt_state, "critic_step": critic.step}
         counts = {"step": np.array(0, np.int32), "tally": Tally().to_words()}
         return RolloutState(**counts, **found, experience=self._empty_experience())
+
+    def check_memory(self, state: RolloutState) -> None:
+        """Refuse updates that do not fit into the devices' memory, by their compiled programs, before anything is generated.
+
+        Devices without a limit, such as CPUs, are not checked.
+
+        Raises:
+            ConfigError: an update does not fit. It names the size of its passes: `token_batch_size` only decides how many of
+                the passes for `batch_size` prompts a step uses.
+        """
+        limits = [limit for device in self._mesh.local_devices if (limit := device_limit(device)) is not None]
+        models, start = [state.params, state.opt_state, state.critic_params, state.critic_opt_state, state.reference], 0
+        for updates in self.schedule.stages[0][1].order if limits else ():
+            position, name = self.schedule.at(start), updates.model
+            passes = self._passes(*self._mini_batch(state.experience, Tally(groups=1), position), position)
+            passes.pop("group", None)
+            row = {key: np.zeros(x.shape[2:], jax.dtypes.canonicalize_dtype(x.dtype)) for key, x in passes.items()}
+            inner = _train_state(state, name)
+            program = compile_program(self._steps[name].lower(inner, row, self._plans[name].splits[0]))
+            used = program_memory(program).total + bytes_per_device(models) - bytes_per_device([inner.params, inner.opt_state])
+            if used > min(limits):
+                training = position.plan.policy if name == "policy" else position.plan.critic
+                assert training is not None
+                key = (training.microbatch or training.mini_batch).key or "microbatch"
+                raise ConfigError(
+                    f"an update of the {name} takes {used:,} bytes of a device, which has {min(limits):,}; set a smaller {key}",
+                    key=key,
+                )
+            start += updates.optimizer_steps
 
     def __call__(self, state: RolloutState, prompts: Sequence[Sequence[int]] | Prompts) -> tuple[RolloutState, dict[str, Any]]:
         """Run one whole rollout: generate samples for prompts, then train every model on them.
@@ -320,7 +363,7 @@ class RolloutStep:
         G, most, budget = plan.samples_per_prompt, plan.prompts_per_step, options.token_batch_size
         before = Tally.from_words(state.tally)
         jax.block_until_ready(state.params)
-        began, compiled = time.perf_counter(), self._forward_wait
+        began, compiled = time.perf_counter(), self.waited_seconds
         key = jax.random.fold_in(jax.random.key(options.seed), position.rollout)
         # The groups that the rollout before has left come first.
         left = slice(before.groups * G, (before.groups + before.carried) * G)
@@ -366,18 +409,18 @@ class RolloutStep:
         new: Arrays = {}
         scoring = 0.0
         rewards_S = np.concatenate([rewards for _, rewards, _ in found]) if found else np.zeros(0, np.float32)
-        if len(tokens) > before.carried:
-            teaches_S = np.repeat(np.concatenate([teaches for _, _, teaches in found]), G)
-            samples = Samples(
-                *(np.concatenate(parts)[teaches_S] for parts in zip(*(part for part, _, _ in found), strict=True))
-            )
-            generated_at, waited = time.perf_counter(), self._compilers["logprobs"].waited_seconds
-            new = self._score(state, plan, samples, rewards_S[teaches_S])
-            scoring = time.perf_counter() - generated_at - (self._compilers["logprobs"].waited_seconds - waited)
+        # Samples that are dropped are the last ones. They are not scored: normalized advantages must not depend on them.
+        kept = groups + waiting - before.carried
+        if kept > 0:
+            taught = np.flatnonzero(np.repeat(np.concatenate([teaches for _, _, teaches in found]), G))[: kept * G]
+            samples = Samples(*(np.concatenate(parts)[taught] for parts in zip(*(part for part, _, _ in found), strict=True)))
+            generated_at, waited = time.perf_counter(), self.waited_seconds
+            new = self._score(state, plan, samples, rewards_S[taught])
+            scoring = time.perf_counter() - generated_at - (self.waited_seconds - waited)
         for name, x in experience.items():
             rows = np.concatenate([carried[name], new[name]]) if new else carried[name]
             x[: len(rows)] = rows
-        seconds = time.perf_counter() - began - (self._forward_wait - compiled)
+        seconds = time.perf_counter() - began - (self.waited_seconds - compiled)
         made = sum(int(part.response_length.sum()) for part, _, _ in found)
         self._clock = _Clock(rollout=position.rollout, generation=seconds - scoring, scoring=scoring, tokens=made)
         return experience, Tally(
@@ -435,7 +478,10 @@ class RolloutStep:
         }
 
     def _rewards(self, samples: Samples, *, where: str) -> np.ndarray:
-        """Return the reward of each sample. The reward function gets prompts and responses decoded, without the end token."""
+        """Return the reward of each sample. The reward function gets prompts and responses decoded, without the end token.
+
+        With several processes, process 0 calls it for all of them, because its answers may differ.
+        """
         prompts, responses = [], []
         for tokens, p, r in zip(samples.tokens, samples.prompt_length.tolist(), samples.response_length.tolist(), strict=True):
             response = tokens[p : p + r].tolist()
@@ -443,7 +489,21 @@ class RolloutStep:
                 response.pop()
             prompts.append(self.options.decode(tokens[:p].tolist()))
             responses.append(self.options.decode(response))
-        return check_rewards(self._reward, prompts, responses, where=where)
+        if jax.process_count() == 1:
+            return check_rewards(self._reward, prompts, responses, where=where)
+        number, problem, found = next(_reward_numbers), "", ""
+        if is_primary():
+            try:
+                found = check_rewards(self._reward, prompts, responses, where=where).tobytes().hex()
+            except DataError as error:
+                problem = str(error)
+            # All have read it: they have generated together since.
+            kv_store().key_value_delete(f"{FOLDER}/first/rewards{number - 1}")
+        answer = broadcast_from_process0(f"rewards{number}", json.dumps([problem, found]), timeout=REWARD_SECONDS)
+        problem, found = json.loads(answer)
+        if problem:
+            raise DataError(problem, key="reward")
+        return np.frombuffer(bytes.fromhex(found), np.float32)
 
     def _generate(
         self,
@@ -460,37 +520,30 @@ class RolloutStep:
             np.repeat(x, samples_per_prompt, axis=0) for x in pad_prompts(prompts, self.options.max_prompt_length)
         )
         inputs = tokens_SP, length_S, first_row + np.arange(len(length_S), dtype=np.int32)
-        return self._in_calls(
-            "generate", "policy", self._generate_fn, params, inputs, key, *(sampling or self.options.sampling).values
-        )  # type: ignore[no-any-return]
-
-    def _generate_fn(self, *args: Any) -> Samples:
-        found = make_generate(self._policy, self.options.max_response_length, self.options.end_token)(*args)
-        return jax.lax.with_sharding_constraint(found, batch_sharding(self._mesh))  # type: ignore[no-any-return]
+        run = make_generate(self._policy, self.options.max_response_length, self.options.end_token)
+        values = (sampling or self.options.sampling).values
+        return self._in_calls("generate", "policy", run, params, inputs, key, *values)  # type: ignore[no-any-return]
 
     def _forward(self, model: str, params: Any, samples: Samples) -> np.ndarray:
         """Return log-probabilities of the policy or values of the critic, (S, R); 0 after a response."""
-        fn = self._log_probabilities_fn if model == "policy" else self._values_fn
-        found_SR = self._in_calls("logprobs", model, fn, params, (samples.tokens, samples.prompt_length))
+
+        def run(params: Any, tokens_BT: jax.Array, prompt_B: jax.Array) -> jax.Array:
+            if model == "policy":
+                logits_BTV, targets_BT = self._policy.logits(params, tokens_BT), jnp.roll(tokens_BT, -1, axis=1)
+                found_BT = token_log_probabilities(logits_BTV, targets_BT, self.options.temperature)
+            else:
+                assert self._critic is not None
+                found_BT = self._critic[0].spread(params, {"tokens": tokens_BT})
+            # The entries that belong to the tokens of the response.
+            places_BR = prompt_B[:, None] - 1 + jnp.arange(self.options.max_response_length)
+            found_BR = jnp.take_along_axis(found_BT, jnp.minimum(places_BR, found_BT.shape[1] - 1), axis=1)
+            return found_BR.astype(jnp.float32)
+
+        found_SR = self._in_calls("logprobs", model, run, params, (samples.tokens, samples.prompt_length))
         counts_SR = np.arange(found_SR.shape[1]) < samples.response_length[:, None]
         return np.where(counts_SR, found_SR, np.float32(0))
 
-    def _log_probabilities_fn(self, params: Any, tokens_BT: jax.Array, prompt_B: jax.Array) -> jax.Array:
-        targets_BT = jnp.roll(tokens_BT, -1, axis=1)
-        logits_BTV = self._policy.logits(params, tokens_BT)
-        return self._over_response(token_log_probabilities(logits_BTV, targets_BT, self.options.temperature), prompt_B)
-
-    def _values_fn(self, params: Any, tokens_BT: jax.Array, prompt_B: jax.Array) -> jax.Array:
-        assert self._critic is not None
-        return self._over_response(self._critic[0].spread(params, {"tokens": tokens_BT}), prompt_B)
-
-    def _over_response(self, found_BT: jax.Array, prompt_B: jax.Array) -> jax.Array:
-        """Return the entries (B, R) that belong to the tokens of the response."""
-        places_BR = prompt_B[:, None] - 1 + jnp.arange(self.options.max_response_length)
-        found_BR = jnp.take_along_axis(found_BT, jnp.minimum(places_BR, found_BT.shape[1] - 1), axis=1)
-        return jax.lax.with_sharding_constraint(found_BR.astype(jnp.float32), batch_sharding(self._mesh))
-
-    def _in_calls(self, role: str, model: str, fn: Any, params: Any, samples: tuple[np.ndarray, ...], *rest: Any) -> Any:
+    def _in_calls(self, role: str, model: str, run: Any, params: Any, samples: tuple[np.ndarray, ...], *rest: Any) -> Any:
         """Run the program of a role over samples, in calls of one number of rows, and return the results (S, ...) on the host.
 
         All calls are started before the first result is fetched. A last call may be short: it repeats its first row.
@@ -499,11 +552,15 @@ class RolloutStep:
         for start in range(0, S, self.rows_per_call):
             rows = np.arange(start, start + self.rows_per_call)
             rows = np.where(rows < S, rows, start)
-            args = params, *jax.device_put(tuple(x[rows] for x in samples), batch_sharding(self._mesh)), *rest
+            spread = (
+                jax.make_array_from_callback(x.shape, batch_sharding(self._mesh), x.__getitem__)
+                for x in (x[rows] for x in samples)
+            )
+            args = params, *spread, *rest
 
             def lower(args: Any = args) -> Any:
                 with auto_context(self._mesh):
-                    return jax.jit(fn).lower(*args)
+                    return jax.jit(lambda *args: jax.lax.with_sharding_constraint(run(*args), self._fetched)).lower(*args)
 
             parts.append((self._compilers[role].get(model, lower)(*args), min(self.rows_per_call, S - start)))
         fetched = [jax.tree.map(lambda x, n=n: np.asarray(x)[:n], part) for part, n in parts]
@@ -550,17 +607,17 @@ class RolloutStep:
         plan, (n, width) = self._plans[position.model], passes["tokens"].shape[:2]
         groups = passes.pop("group", None)
         split = split_of(n, width, position.split.data_parallel_size)
+        weights, own = passes["weights"].sum(axis=2), process_rows(self._mesh, width)
+        if len(own) < width:
+            passes = {name: x[:, own] for name, x in passes.items()}
         batch = put_batch(passes, replace(plan.position(position.model_step), split=split), plan, self._mesh)
-        names = ("policy_step", "params", "opt_state")
-        if position.model == "critic":
-            names = ("critic_step", "critic_params", "critic_opt_state")
-        inner, metrics = self._steps[position.model](TrainState(*(getattr(state, name) for name in names)), batch)
+        inner, metrics = self._steps[position.model](_train_state(state, position.model), batch)
         if "gradient_noise" in metrics and position.update < position.plan.policy_updates.num_mini_batches:
             assert groups is not None
             replicas = BatchAxes.of(self._mesh).num_replicas(self._mesh)
-            facts = block_facts(passes["weights"].sum(axis=2), groups, replicas).tolist()
+            facts = block_facts(weights, groups, replicas).tolist()
             metrics["gradient_noise"] |= {LAYOUT: _layout(position), FACTS: facts}
-        changes = dict(zip(names, (inner.step, inner.params, inner.opt_state), strict=True))
+        changes = dict(zip(_FIELDS[position.model], (inner.step, inner.params, inner.opt_state), strict=True))
         return state.replace(step=np.array(position.step + 1, np.int32), **changes), metrics
 
     def _facts(
@@ -600,11 +657,6 @@ class RolloutStep:
                 found["update_seconds"] = round(clock.training, 6)
                 found["training_tokens_per_second"] = round(tokens / max(clock.training, 1e-9), 3)
         return found
-
-    @property
-    def _forward_wait(self) -> float:
-        """Time spent waiting for compilations of generation and forward passes."""
-        return sum(compiler.waited_seconds for compiler in self._compilers.values())
 
 
 def rollout_step(
@@ -652,6 +704,14 @@ def rollout_step(
     """
     schedule = plan if isinstance(plan, RolloutSchedule) else RolloutSchedule(stages=((0, plan),), num_rollouts=plan.num_steps)
     return RolloutStep(model, tx, schedule, mesh, reward=reward, options=options, critic=critic, skip_nonfinite=skip_nonfinite)
+
+
+# The fields of a state that are the training state of a model.
+_FIELDS = {"policy": ("policy_step", "params", "opt_state"), "critic": ("critic_step", "critic_params", "critic_opt_state")}
+
+
+def _train_state(state: RolloutState, model: str) -> TrainState:
+    return TrainState(*(getattr(state, name) for name in _FIELDS[model]))
 
 
 def _layout(position: UpdatePosition) -> int:
@@ -765,7 +825,6 @@ def _check(schedule: RolloutSchedule, options: RolloutOptions, critic: Any) -> N
             f"token_budget={policy.token_budget} must be at least max_prompt_length + max_response_length = {longest}",
             (longest,),
         ),
-        (jax.process_count() > 1, "num_processes", "RL training runs in one process, on all of its devices; start one", (1,)),
     ):
         if broken:
             raise ConfigError(rule, key=key, nearest=nearest)

@@ -81,7 +81,8 @@ class RolloutSchedule:
     It has the attributes that `rampup.loop.loop.Loop` reads of a plan, and it is its own `ramp`.
 
     Attributes:
-        stages: the first rollout of each stage, from 0 on, and its plan. Later plans have other sizes of the batch.
+        stages: the first rollout of each stage, from 0 on, and its plan. Later plans have other sizes of the batch. Stages
+            from `num_rollouts` on are not reached: they reserve sizes to which `grown` may change.
         num_rollouts: rollouts of the run.
 
     Example:
@@ -106,6 +107,22 @@ class RolloutSchedule:
         for (first, plan), end in zip(stages, ends, strict=True):
             starts.append(starts[-1].after(max(min(end, self.num_rollouts) - first, 0), plan))
         object.__setattr__(self, "_starts", tuple(starts))
+
+    def grown(self, rollout: int, prompts: int) -> RolloutSchedule:
+        """Return the schedule with rollouts of a reserved number of prompts from one on. Everything before it stays.
+
+        Example:
+            >>> from rampup.rl.config import RolloutConfig, build_rollout_schedule
+            >>> config = RolloutConfig(batch_size=16, batch_size_schedule="0:8 auto", num_batches=9, train_micro_batch_size=4,
+            ...     measure_gradient_noise=True)
+            >>> grown = build_rollout_schedule(config, 1).grown(5, 16)
+            >>> grown.at(4).plan.prompts_per_step, grown.at(5).plan.prompts_per_step
+            (8, 16)
+        """
+        plan = next(plan for _, plan in self.stages if plan.prompts_per_step == prompts)
+        before = (stage for stage in self.stages if stage[0] < rollout)
+        reserved = (stage for stage in self.stages if stage[0] >= self.num_rollouts)
+        return replace(self, stages=(*before, (rollout, plan), *reserved))
 
     @property
     def total_steps(self) -> int:

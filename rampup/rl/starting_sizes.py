@@ -29,26 +29,22 @@ class Row(NamedTuple):
     sizes: Sizes
 
 
-def _trlx(batch_size: int, num_rollouts: int, chunk_size: int, ppo_epochs: int | None = None) -> Sizes:
-    """Return samples per optimizer step, samples to collect before training on them, prompts per call of the generator, epochs.
-
-    All are per process. A source without the epochs has None; trlX's default is 4.
-    """
-    return {"batch_size": batch_size, "num_rollouts": num_rollouts, "chunk_size": chunk_size, "ppo_epochs": ppo_epochs}
+def _trlx(*sizes: int | None) -> Sizes:
+    # Per process. A source without the epochs has None; trlX's default is 4.
+    return dict(zip(("batch_size", "num_rollouts", "chunk_size", "ppo_epochs"), sizes, strict=True))
 
 
-def _skyrl(train: int, mini: int, micro: int, responses: int, num_devices: int) -> Sizes:
-    """Return prompts per training and optimizer step, samples per replica and pass, responses per prompt, and devices."""
-    sizes = {"train_batch_size": train, "policy_mini_batch_size": mini, "micro_train_batch_size_per_gpu": micro}
-    return sizes | {"n_samples_per_prompt": responses, "num_devices": num_devices}
+def _skyrl(*sizes: int) -> Sizes:
+    names = ("train_batch_size", "policy_mini_batch_size", "micro_train_batch_size_per_gpu", "n_samples_per_prompt")
+    return dict(zip((*names, "num_devices"), sizes, strict=True))
 
 
 M, B = 10**6, 10**9
 # Community guides to trlX and SkyRL.
 TABLES = {
     "trlx": (
-        Row("125M-1B", 125 * M, B, _trlx(32, 128, 128)),
-        Row("6B", 6 * B, 6 * B, _trlx(4, 128, 16)),
+        Row("125M-1B", 125 * M, B, _trlx(32, 128, 128, None)),
+        Row("6B", 6 * B, 6 * B, _trlx(4, 128, 16, None)),
         Row("20B", 20 * B, 20 * B, _trlx(1, 16, 4, 2)),
     ),
     "skyrl": (

@@ -16,21 +16,22 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from rampup.batch_size.auto import AutoSchedule
 from rampup.batch_size.noise_scale import HALF_LIFE_BATCHES, HALF_LIFE_SHARE
 from rampup.config.build import mesh_axes
 from rampup.config.files import run_yaml
 from rampup.engine.compile import enable_compilation_cache
-from rampup.engine.mesh import make_mesh
+from rampup.engine.mesh import make_mesh, process_rows
 from rampup.engine.optimizer import LearningRate, make_optimizer, optimizer_from_config
-from rampup.engine.processes import check_joined
+from rampup.engine.processes import broadcast_from_process0, check_joined, is_primary, wait_for_all
 from rampup.engine.state import create_state
 from rampup.engine.step import train_step
 from rampup.errors import ConfigError, raise_together
 from rampup.lm.train import metric_writers
 from rampup.lm.transformer import LanguageModel
 from rampup.loop.checkpoint import CheckpointOptions, find_checkpoint
-from rampup.loop.components import LoopStep
-from rampup.loop.distributed import join
+from rampup.loop.components import Component, LoopStep
+from rampup.loop.distributed import check_consistent, join, watchdog
 from rampup.loop.events import OnEvent, RunPlanned, ignore_event
 from rampup.loop.lock import own_run
 from rampup.loop.loop import EvalOptions, Loop
@@ -53,11 +54,17 @@ from rampup.rl.config import RolloutConfig, build_rollout_schedule
 from rampup.rl.experience import Tally, loss_rows
 from rampup.rl.generation import Sampling, pad_prompts
 from rampup.rl.losses import supervised_loss
-from rampup.rl.noise import PromptNoiseAverages
+from rampup.rl.noise import PROMPT_ROWS, AutoPrompts, PromptNoiseAverages
 from rampup.rl.policy import critic_of, critic_params, in_replica
 from rampup.rl.rollout import RolloutOptions, RolloutState, RolloutStep, rollout_step
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition
 from rampup.rl.tasks import END_TOKEN, VOCAB_SIZE, Arithmetic, decode, encode
+
+# Options of a rollout that are keys as well.
+_SAME_NAMES = ("zero_spread_groups", "max_num_gen_batches", "partial_step", "measure_gradient_noise", "loss_agg_mode", "gamma")
+_SAME_NAMES += ("value_epsilon", "keep_prompts_together")
+# Seconds without a heartbeat after which the remaining processes end, as in runs on text.
+HEARTBEAT_SECONDS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +112,8 @@ class _Update(NamedTuple):
 def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSummary:
     """Train as configured, in the run's folder, from its newest checkpoint if there is one.
 
+    Several processes that are started alike train together, as the environment says; see `rampup.loop.distributed.join`.
+
     Args:
         config: the configuration.
         on_event: called with every event of the run; see `rampup.loop.events`.
@@ -112,13 +121,14 @@ def train(config: RolloutConfig, on_event: OnEvent = ignore_event) -> RolloutSum
     Raises:
         RampupError: before any work, if the configuration cannot be run here.
     """
-    join(distributed=config.distributed)  # `rollout_step` refuses several processes
+    join(distributed=config.distributed)
     check_joined()
     enable_compilation_cache(config.jax_cache_dir)
+    check_consistent(config.to_dict())
     run = RolloutRun.from_config(config)
     folder = as_path(config.base_output_directory) / config.run_name
     owned = own_run(folder, only_existing=True) if config.run_name else contextlib.nullcontext()
-    with owned:
+    with watchdog(HEARTBEAT_SECONDS), owned:
         return run.train(on_event)
 
 
@@ -164,20 +174,13 @@ class RolloutRun:
             ),
             epsilon=config.grpo_epsilon,
             beta=config.grpo_beta,
-            zero_spread_groups=config.zero_spread_groups,
-            max_num_gen_batches=config.max_num_gen_batches,
             token_batch_size=None if config.token_batch_size == AUTO else config.token_batch_size,
-            partial_step=config.partial_step,
-            measure_gradient_noise=config.measure_gradient_noise,
-            loss_agg_mode=config.loss_agg_mode,
-            gamma=config.gamma,
             lam=config.gae_lambda,
-            value_epsilon=config.value_epsilon,
             seed=config.init_weights_seed,
             shuffle_seed=config.data_shuffle_seed if config.shuffle_mini_batches else None,
-            keep_prompts_together=config.keep_prompts_together,
             rungs=config.token_budget_shapes,
             decode=decode,
+            **{name: getattr(config, name) for name in _SAME_NAMES},
         )
         peaks = {"policy": config.learning_rate} | ({"critic": config.critic_learning_rate} if config.enable_critic else {})
         rates = {name: LearningRate.from_config(config, schedule.ramp_plan(name), peak=peak) for name, peak in peaks.items()}
@@ -197,11 +200,16 @@ class RolloutRun:
     def initial_state(self, *, warm: bool = True) -> RolloutState:
         """Return the state before the first rollout, with the warm start unless a checkpoint takes its place."""
         init = jax.jit(self.model.init, out_shardings=self.model.shardings(self.mesh))
+        wait_for_all(self.mesh)
         params = init(jax.random.key(self.config.init_weights_seed))
-        if warm and self.config.warm_start_steps:
-            params = self._warm_start(params)
-        critic = critic_params(self.model, params, self.mesh) if self.config.enable_critic else None
-        return self.step.create_state(params, critic_params=critic)
+
+        def state_of(params: Any) -> RolloutState:
+            critic = critic_params(self.model, params, self.mesh) if self.config.enable_critic else None
+            return self.step.create_state(params, critic_params=critic)
+
+        state = state_of(params)
+        self.step.check_memory(state)
+        return state_of(self._warm_start(params)) if warm and self.config.warm_start_steps else state
 
     def train(self, on_event: OnEvent = ignore_event) -> RolloutSummary:
         """Train in the run's folder, to the end or to Ctrl-C or SIGTERM.
@@ -210,19 +218,22 @@ class RolloutRun:
             RampupError: see `rampup.loop.loop.Loop`. An invalid reward ends the run with a checkpoint of the steps before it.
         """
         config = self.config
-        folder = run_folder(config.base_output_directory, config.run_name)
+        on_event = on_event if is_primary() else ignore_event
+        name = str(run_folder(config.base_output_directory, config.run_name)) if is_primary() else ""
+        folder = as_path(broadcast_from_process0("folder", name))
         with own_run(folder):
             saved = find_checkpoint(folder / CHECKPOINT_FOLDER)
             on_event(
                 RunPlanned(plan=self.schedule, folder=folder, devices=jax.devices(), num_parameters=self.model.num_parameters)
             )
-            loop = self._loop(folder, on_event)
+            loop = self._loop(folder, on_event, None if saved is None else saved.record.get(PROMPT_ROWS))
             state, start = loop.restore(self.initial_state(warm=saved is None), saved)
             # A checkpoint restores every array to the devices; those of the host belong there.
             host = jax.device_get({"experience": state.experience, "tally": state.tally})
             state = state.replace(step=np.array(state.step, np.int32), **host)
-            text = run_yaml(config, num_devices=jax.device_count(), run_name=folder.name)
-            write_whole(folder / CONFIG_FILE, text.encode())
+            if is_primary():
+                text = run_yaml(config, num_devices=jax.device_count(), run_name=folder.name)
+                write_whole(folder / CONFIG_FILE, text.encode())
             _, summary = loop.train(state, start)
         (first, last), (first_eval, last_eval) = (first_and_last_line(folder / name) for name in (METRICS_FILE, EVAL_FILE))
         steps = self.schedule.rollouts_before(summary.steps)
@@ -243,9 +254,9 @@ class RolloutRun:
             seconds_by_part={name: round(seconds, 3) for name, seconds in self.step.seconds_by_part.items()},
         )
 
-    def batches(self, start: int) -> Iterator[_Update]:
-        """Return the positions of the optimizer steps from one on."""
-        return (_Update(self.schedule.at(step)) for step in range(start, self.schedule.total_steps))
+    def batches(self, schedule: RolloutSchedule, start: int) -> Iterator[_Update]:
+        """Return the positions of the optimizer steps from one on, in a schedule that may have grown."""
+        return (_Update(schedule.at(step)) for step in range(start, schedule.total_steps))
 
     def prompts(self, start: int, stop: int) -> list[list[int]]:
         """Return the training prompts from one number, counted over the run, to another."""
@@ -265,16 +276,35 @@ class RolloutRun:
             "eval_samples": rewards.size,
         }
 
-    def _loop(self, folder: Path, on_event: OnEvent) -> Loop:
-        config, options, at = self.config, self.step.options, self.schedule.at
+    def _loop(self, folder: Path, on_event: OnEvent, rows: list[list[int]] | None) -> Loop:
+        """Return the training loop. `rows` are the decisions of an automatic schedule in the checkpoint."""
+        config, options, at, schedule = self.config, self.step.options, self.schedule.at, self.schedule
         evaluation = EvalOptions(evaluate=self.evaluate, eval_interval=config.eval_interval, at_start=True)
         # As `rampup.batch_size.noise_scale.default_half_life`: a share of the run, but this many of its largest steps.
-        half_life = max(self.schedule.consumed_samples * HALF_LIFE_SHARE, self.schedule.max_samples * HALF_LIFE_BATCHES)
-        noise = PromptNoiseAverages(half_life, config.num_generations)
+        # With an automatic schedule, of its first steps: a run may have too few rollouts to wait for as many large ones.
+        first = schedule.stages[0][1]
+        batch = first.samples_per_step if config.is_auto else schedule.max_samples
+        noise = PromptNoiseAverages(
+            max(schedule.consumed_samples * HALF_LIFE_SHARE, batch * HALF_LIFE_BATCHES), config.num_generations
+        )
+        components: tuple[Component, ...] = (noise,) if config.measure_gradient_noise else ()
+        if config.is_auto:
+            rows = rows or [[0, 0, first.prompts_per_step]]
+            auto = AutoSchedule(
+                sizes=tuple(plan.prompts_per_step for _, plan in schedule.stages),
+                mode="follow",
+                half_life_samples=noise.half_life_samples / config.num_generations,
+                rows=rows,
+                unit="prompts",
+            )
+            components += (AutoPrompts(auto, schedule, noise, config.num_iterations, on_event),)
+            for rollout, _, prompts in rows[1:]:
+                schedule = schedule.grown(rollout, prompts)
         return Loop(
-            plan=self.schedule,
+            plan=schedule,
             step=_LoopStep(self),
-            batches=self.batches,
+            batches=functools.partial(self.batches, schedule),
+            batches_of=lambda other: functools.partial(self.batches, other),
             folder=folder,
             metrics=MetricOptions(
                 learning_rate=lambda step: self.rates[at(step).model].at(at(step).model_step),
@@ -294,7 +324,7 @@ class RolloutRun:
                 | {"reference": config.grpo_beta > 0}
                 | ({} if options.token_batch_size is None else {"rollout_micro_batch_size": self.step.rows_per_call}),
             ),
-            components=(noise,) if config.measure_gradient_noise else (),
+            components=components,
             evaluation=None if config.eval_interval == AUTO or config.eval_prompts == 0 else evaluation,
             on_event=on_event,
         )
@@ -323,7 +353,7 @@ class RolloutRun:
             asked, answers = [encode(prompt) for prompt in prompts], [[*encode(answer), END_TOKEN] for answer in given]
             tokens, _ = pad_prompts([p + a for p, a in zip(asked, answers, strict=True)], length)
             lengths = {"prompt_length": list(map(len, asked)), "response_length": list(map(len, answers))}
-            state, _ = step(state, step.batch(loss_rows({"tokens": tokens, **lengths})))
+            state, _ = step(state, step.batch(loss_rows({"tokens": tokens, **lengths}, process_rows(self.mesh, len(tokens)))))
         return state.params
 
 

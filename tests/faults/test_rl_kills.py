@@ -17,7 +17,6 @@ SETTINGS = RL_TINY | {
     "async_checkpointing": True,
     "eval_interval": 16,
 }
-STEPS_PER_ROLLOUT = 8  # two passes over two mini batches, of the critic and of the policy
 
 
 def run(settings):
@@ -49,8 +48,7 @@ class RolloutCampaign(Campaign):
 
     def start(self, name):
         """Start a run, or go on with it."""
-        own = {"base_output_directory": str(self.base), "run_name": name, "num_batches": self.steps // STEPS_PER_ROLLOUT}
-        return processes.start(run, own | self.others, log=self.base / name / victim.LOG_FILE)
+        return processes.start(run, self.settings | {"run_name": name}, log=self.base / name / victim.LOG_FILE)
 
     def check(self, name):
         """Assert that a finished run is the one that was never killed, bit for bit."""
@@ -59,25 +57,28 @@ class RolloutCampaign(Campaign):
 
 def kill_often(base, kills, rollouts, **others):
     """Kill runs at random moments until there were `kills`; assert that every finished one is the uninterrupted one."""
+    # Two passes over two mini batches or one, of the critic and of the policy.
+    steps = rollouts * (4 if others.get("mini_batch_size") == -1 else 8)
     # A pause that reaches over a random number of the next eight updates.
-    campaign = RolloutCampaign(base, steps=rollouts * STEPS_PER_ROLLOUT, pause=0.05, seed=0)
-    campaign.others = others
+    campaign = RolloutCampaign(base, steps=steps, pause=0.05, seed=0)
+    campaign.settings = {"base_output_directory": str(base), "num_batches": rollouts, **others}
     campaign.finish("whole")
     campaign.strike_until(kills, ["SIGKILL"] * 4 + ["SIGTERM", "SIGINT"])
 
 
-SIZES = [{}, {"zero_spread_groups": "refill"}, {"zero_spread_groups": "drop", "partial_step": "carry"}]
+TOKENS = {"token_batch_size": 64, "mini_batch_size": -1, "max_prompt_length": 4, "max_response_length": 3}
+SIZES = [{"zero_spread_groups": "refill"}, {"zero_spread_groups": "drop"}, TOKENS | {"partial_step": "carry"}]
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", [{}, *SIZES, {"zero_spread_groups": "drop", "partial_step": "carry"}], ids=str)
 def test_thirty_kills(sizes, tmp_path):
     """At random moments, also while it refills, between the updates of critic and policy and in checkpoint writes."""
     kill_often(tmp_path, kills=30, rollouts=12, **sizes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", SIZES[:2], ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_a_killed_run_of_rollouts_is_the_uninterrupted_one(sizes, tmp_path):
     """Two kills in a short run."""
     kill_often(tmp_path, kills=2, rollouts=2, **sizes)

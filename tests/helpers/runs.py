@@ -28,7 +28,10 @@ def metrics_of(folder, name="metrics.jsonl"):
 def state_of(folder, step):
     """Return every leaf of a checkpoint's state by name."""
     with ocp.PyTreeCheckpointer() as reader:
-        tree = reader.restore(folder / "checkpoints" / str(step) / "state")
+        stored = folder / "checkpoints" / str(step) / "state"
+        # As NumPy arrays, because the devices that saved it may be those of several processes.
+        kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), reader.metadata(stored).item_metadata.tree)
+        tree = reader.restore(stored, restore_args=kinds)
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
 
 

@@ -14,10 +14,7 @@ from rampup.rl.experience import (
     has_zero_spread,
     loss_rows,
     mini_batches,
-    packed_rows,
-    padded_rows,
 )
-from rampup.rl.packing import make_ladder, pack
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.sizes import AGGREGATIONS, Size, Training
 
@@ -43,12 +40,6 @@ def test_check_rewards_rejects(reward, text):
         check_rewards(reward, ["a", "b"], ["x", "y"], where="rollout 7")
 
 
-def test_check_rewards_accepts_numbers():
-    """Lists, arrays, booleans and integers."""
-    for found in ([1, 0.5], np.array([1, 0.5]), (True, 0.5)):
-        assert check_rewards(lambda p, r, found=found: found, [1, 2], [3, 4], where="").tolist() == [1.0, 0.5]
-
-
 @given(
     st.integers(2, 6).flatmap(
         lambda g: st.lists(st.integers(-5, 5), min_size=g, max_size=4 * g).map(lambda x: (g, x[: len(x) // g * g]))
@@ -62,13 +53,6 @@ def test_group_advantages_have_mean_zero(case):
     equal = np.ptp(np.array(rewards).reshape(-1, size), axis=1) == 0
     np.testing.assert_allclose(groups.std(axis=1, ddof=1), np.where(equal, 0, 1), atol=1e-4)
     assert has_zero_spread(np.array(rewards), size).tolist() == equal.tolist()
-
-
-def test_groups_of_one_are_refused():
-    """Their advantage would always be 0."""
-    with pytest.raises(ConfigError, match="groups of one sample") as caught:
-        group_advantages(np.ones(3), 1)
-    assert caught.value.nearest == (2,)
 
 
 def test_generalized_advantages_are_those_of_the_definition():
@@ -105,17 +89,6 @@ def test_a_budget_that_is_filled_exactly_is_a_full_step(partial, partly):
     assert divide_groups([19], **sizes) == partly
 
 
-def test_loss_rows_align_responses_with_predictions():
-    """Entry t belongs to the prediction of token t + 1, and only those of the response count."""
-    arrays = experience()
-    rows = loss_rows(arrays)
-    for row, (prompt, response) in enumerate(zip(arrays["prompt_length"], arrays["response_length"], strict=True)):
-        counts = np.flatnonzero(rows["coefficients"][row])
-        assert counts.tolist() == list(range(prompt - 1, prompt - 1 + response))
-        np.testing.assert_array_equal(rows["targets"][row, counts], arrays["tokens"][row, counts + 1])
-        np.testing.assert_array_equal(rows["advantages"][row, counts], arrays["advantages"][row, :response])
-
-
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_aggregations_are_those_of_their_names(mode):
     """The sum of coefficient * loss over the sum of the weights, with an empty response that counts in no mean."""
@@ -131,40 +104,6 @@ def test_aggregations_are_those_of_their_names(mode):
         "group-mean-token-mean": np.mean([np.concatenate(per_sequence[n : n + 2]).mean() for n in (0, 2)]),
     }[mode]
     assert np.sum(rows["coefficients"] * loss) / rows["weights"].sum() == pytest.approx(expected)
-
-
-def test_loss_rows_reject_another_aggregation():
-    """The error lists them."""
-    with pytest.raises(ConfigError) as caught:
-        loss_rows(experience(), loss_agg_mode="mean")
-    assert caught.value.nearest == AGGREGATIONS
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_packed_rows_lose_nothing(replicas):
-    """Every token is in one row with its entries, its position and a segment of its own; the rest is weightless."""
-    arrays = experience()
-    rows, lengths = loss_rows(arrays), (arrays["prompt_length"] + arrays["response_length"]).tolist()
-    packed = pack(lengths, 8, make_ladder(8, 2), num_replicas=replicas)
-    found = packed_rows(rows, packed, lengths)
-    assert found["tokens"].shape == (packed.num_microbatches, replicas, 8)
-    for name in ("coefficients", "weights", "advantages"):
-        np.testing.assert_allclose(found[name].sum(), rows[name].sum(), atol=1e-12)
-    assert (found["segments"] > 0).sum() == sum(lengths)
-    assert (found["segments"][found["coefficients"] != 0] > 0).all()
-    for number, shape in enumerate(packed.microbatch_shapes):
-        assert (found["segments"][number, :, shape:] == 0).all()
-        assert (found["shape"][number] == packed.ladder.index(shape)).all()
-
-
-def test_padding_is_a_real_row_without_weight():
-    """Five rows in passes of two: the sixth is a copy of the first one, and counts for nothing."""
-    rows = loss_rows(experience(((2, 3), (1, 1), (3, 2), (2, 2), (1, 2))))
-    passes = padded_rows(rows, 2)
-    for name, x in rows.items():
-        flat = passes[name].reshape(6, *x.shape[1:])
-        np.testing.assert_array_equal(flat[:5], x)
-        np.testing.assert_array_equal(flat[5], 0 * x[0] if name in ("coefficients", "weights") else x[0])
 
 
 def plan_of(prompts=12, n=2, mini=4, *, epochs=2, pad=False, unit="prompts", critic=None):

@@ -13,7 +13,7 @@ from helpers import toy
 from rampup.errors import ConfigError, DataError
 from rampup.lm.decode import packed_hidden
 from rampup.lm.transformer import LanguageModel
-from rampup.rl.generation import Sampling, generate, make_generate, pad_prompts
+from rampup.rl.generation import Sampling, generate, pad_prompts
 from rampup.rl.policy import as_policy, split_policy, token_log_probabilities
 
 MODEL = LanguageModel(num_layers=2, width=16, mlp_dim=32, num_heads=4, num_kv_heads=2, vocab_size=16)
@@ -126,15 +126,6 @@ def test_samples_have_the_probabilities_of_the_softmax(sampling, probabilities):
         assert stats.chisquare(counts[likely], expected).pvalue > 1e-6
 
 
-def test_one_program_serves_every_way_of_sampling():
-    """Temperature, top_k and top_p are arguments of the program, and its text is independent of the prompts."""
-    program = jax.jit(make_generate(as_policy(MODEL), 4, 2))
-    tokens, lengths = pad_prompts(PROMPTS, 5)
-    for sampling in (Sampling(), Sampling(temperature=0), Sampling(top_k=3, top_p=0.5)):
-        program(params_of_model(), tokens, lengths, np.arange(8, dtype=np.int32), jax.random.key(0), *sampling.values)
-    assert program._cache_size() == 1
-
-
 def test_packed_rows_are_computed_like_single_ones():
     """Three sequences in one row have the hidden states that each has alone, whatever the padding contains."""
     sequences = [[5, 6, 7, 1], [8, 2], [9, 10, 11]]
@@ -146,27 +137,23 @@ def test_packed_rows_are_computed_like_single_ones():
 
 
 @pytest.mark.parametrize(
-    ("prompts", "options", "key"),
+    ("call", "key"),
     [
-        ([[1], []], {}, "max_prompt_length"),
-        ([[1]], {"max_response_length": 0}, "max_response_length"),
-        ([[1]], {"max_response_length": 1.5}, "max_response_length"),
+        (lambda: generate(MODEL, params_of_model(), [[1], []], max_response_length=3), "max_prompt_length"),
+        (lambda: generate(MODEL, params_of_model(), [[1]], max_response_length=0), "max_response_length"),
+        (lambda: generate(MODEL, params_of_model(), [[1]], max_response_length=1.5), "max_response_length"),
+        (lambda: Sampling(temperature=-1), "decode_sampling_temperature"),
+        (lambda: Sampling(temperature=float("nan")), "decode_sampling_temperature"),
+        (lambda: Sampling(top_k=1.5), "decode_sampling_top_k"),
+        (lambda: Sampling(top_p=0), "decode_sampling_nucleus_p"),
+        (lambda: Sampling(top_p=2), "decode_sampling_nucleus_p"),
     ],
 )
-def test_generate_rejects_bad_input(prompts, options, key):
-    """Empty prompts and lengths that are none."""
+def test_bad_input_is_refused(call, key):
+    """Empty prompts, lengths below 1, and every number of the sampling outside its range."""
     with pytest.raises((ConfigError, DataError)) as caught:
-        generate(MODEL, params_of_model(), prompts, **{"max_response_length": 3} | options)
+        call()
     assert caught.value.key == key
-
-
-@pytest.mark.parametrize(
-    "options", [{"temperature": -1}, {"temperature": float("nan")}, {"top_k": -1}, {"top_k": 1.5}, {"top_p": 0}, {"top_p": 2}]
-)
-def test_sampling_rejects_bad_numbers(options):
-    """Every number outside its range."""
-    with pytest.raises(ConfigError, match="must be"):
-        Sampling(**options)
 
 
 def test_pad_prompts_rejects_long_prompts():

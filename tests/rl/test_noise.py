@@ -1,7 +1,6 @@
 """Tests of rampup.rl.noise: the two parts of the noise of RL gradients, and what follows from them."""
 
 import collections
-import json
 import re
 
 import jax
@@ -77,18 +76,6 @@ def test_advice_follows_from_both_parts():
     assert min(rows, key=lambda n: rows[n]["relative_cost"]) in (4, 8)
     assert twice["noise_scale_prompts"]["value"] == pytest.approx(2 * once["noise_scale_prompts"]["value"])
     assert size_advice(*parts, responses=N)["best_num_generations"] == 2
-
-
-def test_averages_survive_a_checkpoint():
-    """As JSON, bit for bit; steps without weight or with one block only age the others."""
-    (noise,), _ = gaussian_noise(1, 20, np.random.default_rng(0))
-    again = PromptNoise.from_state(json.loads(json.dumps(noise.state)), noise.half_life_samples)
-    assert (again.between, again.within, again.scale(4)) == (noise.between, noise.within, noise.scale(4))
-    facts = block_facts(np.ones((1, 4)), np.zeros((1, 4), int), 1)
-    again.update(0, samples=4, weight=4.0, trace=1.0, square=1.0, facts=facts)
-    again.update(1, samples=4, weight=0.0, trace=1.0, square=1.0, facts=np.ones(5))
-    assert again.between.value == pytest.approx(noise.between.value)
-    assert PromptNoise(half_life_samples=10).between.value is None
 
 
 def logits(params, tokens):

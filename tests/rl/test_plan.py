@@ -1,15 +1,10 @@
 """Tests of rampup.rl.plan."""
 
-from dataclasses import replace
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rampup.errors import BatchDivisibilityError, ConfigError, RampupError
+from rampup.errors import BatchDivisibilityError, ConfigError
 from rampup.rl.plan import RolloutPlan
-from rampup.rl.sizes import Experience, Size, Training
-from rampup.show.notebook import to_html
+from rampup.rl.sizes import Size, Training
 
 
 def prompts(count, key=None):
@@ -94,25 +89,6 @@ def test_plan_rejects_a_batch_without_a_legal_mini_batch(batch, n, replicas, nea
         make(count, n, count, 1, replicas)
 
 
-@pytest.mark.parametrize("off", [-1, 0, 1])
-def test_plan_rules_at_their_boundaries(off):
-    """Each rule passes at its boundary and fails one away from it."""
-    for options in ({"mini": 16 + off}, {"micro": 4 + off}, {"generation": prompts(8 + off)}):
-        if off:
-            with pytest.raises(BatchDivisibilityError):
-                make(**options)
-        else:
-            make(**options)
-
-
-def test_plan_rejects_fractions_of_prompts():
-    """A batch in samples must have whole prompts, and so have its nearest sizes."""
-    policy = Training(mini_batch=Size(count=5, unit="samples"))
-    with pytest.raises(BatchDivisibilityError) as caught:
-        RolloutPlan(rollout_batch=Size(count=24, unit="samples"), samples_per_prompt=5, policy=policy)
-    assert caught.value.nearest == (20, 25)
-
-
 def test_plan_rejects_a_batch_that_does_not_fit_the_mini_batch_unit():
     """Mini batches in prompts per replica, with 2 replicas, cannot make up 3 prompts. The error is about the batch."""
     policy = Training(mini_batch=Size(count=1, unit="prompts", scope="replica"), data_parallel_size=2)
@@ -121,27 +97,6 @@ def test_plan_rejects_a_batch_that_does_not_fit_the_mini_batch_unit():
     assert (caught.value.key, caught.value.nearest) == ("rollout_batch", (2, 4))
     for count in caught.value.nearest:
         RolloutPlan(rollout_batch=prompts(count), samples_per_prompt=2, policy=policy)
-
-
-def test_plan_with_sizes_per_process():
-    """Sizes per process, as in trlX: 128 samples on each of 8 processes are 1,024, in mini batches of 32 on each."""
-    policy = Training(mini_batch=Size(count=32, unit="samples", scope="process"), data_parallel_size=8, num_epochs=4)
-    plan = RolloutPlan(rollout_batch=Size(count=128, unit="samples", scope="process"), samples_per_prompt=1, policy=policy)
-    assert (plan.samples_per_step, plan.policy_updates.optimizer_steps, plan.policy_updates.mini_batch_samples) == (
-        1024,
-        16,
-        256,
-    )
-
-
-def test_padded_plan_has_a_short_last_mini_batch():
-    """100 samples in mini batches of 32 on 3 replicas: four optimizer steps, the last of 4 samples, padded to the shape."""
-    policy = Training(mini_batch=Size(count=32, unit="samples"), microbatch=per_replica(4), data_parallel_size=3)
-    plan = RolloutPlan(rollout_batch=prompts(100), samples_per_prompt=1, policy=policy, pad=True)
-    updates = plan.policy_updates
-    assert [len(updates.mini_batch_range(i)) for i in range(updates.num_mini_batches)] == [32, 32, 32, 4]
-    assert [updates.num_passes(samples) for samples in (32, 4)] == [3, 1]
-    assert updates.padded_samples == 10 * 12 - 100
 
 
 @pytest.mark.parametrize(
@@ -163,60 +118,3 @@ def test_plan_rejects_bad_counts(options):
     with pytest.raises(ConfigError) as caught:
         make(**options)
     assert caught.value.key
-
-
-sizes = st.integers(1, 12)
-
-
-@given(sizes, sizes, sizes, sizes, sizes, sizes, st.booleans())
-def test_any_sizes_give_a_plan_or_an_error(batch, n, mini, micro, replicas, generation, pad):
-    """Any sizes give a consistent plan, or an error whose nearest values are at least 1."""
-    try:
-        plan = make(batch, n, mini, micro, replicas, generation=prompts(generation), pad=pad)
-    except RampupError as error:
-        assert all(value >= 1 for problem in error.problems or (error,) for value in problem.nearest)
-        return
-    updates = plan.policy_updates
-    assert plan.generate_calls * plan.sequences_per_call >= plan.samples_per_step == batch * n
-    assert updates.optimizer_steps == 2 * updates.num_mini_batches
-
-
-def test_updates_of_a_missing_model():
-    """Without a critic there are no critic updates."""
-    with pytest.raises(ConfigError, match="must be one of policy"):
-        make().updates("critic")
-
-
-def test_stored_experience_bytes():
-    """Bytes per step and replica follow from bytes per sample, including a critic's values and returns."""
-    experience = Experience(max_prompt_length=10, max_response_length=20)
-    without, with_critic = make(experience=experience), make(experience=experience, critic=Training(mini_batch=prompts(64)))
-    stored = without.to_dict()["experience"]
-    assert stored["bytes_per_step"] == 256 * experience.bytes_per_sample(critic=False) == 4 * stored["bytes_per_replica"]
-    extra = with_critic.experience_bytes_per_sample - without.experience_bytes_per_sample
-    assert extra == 2 * 20 * 4
-    assert make().to_dict()["experience"] is None
-
-
-def test_plan_of_verls_70b_case():
-    """With a mini batch of 256, Megatron's 16 replicas have 16 samples and FSDP's 32 have 8, so 16 fits only one."""
-    world = 32 * 8
-    shares = {}
-    for backend, replicas in {"megatron": world // (8 * 2), "fsdp": world // 8}.items():
-        policy = Training(mini_batch=prompts(256), data_parallel_size=replicas)
-        plan = RolloutPlan(rollout_batch=prompts(1024), samples_per_prompt=1, policy=policy)
-        shares[backend] = plan.policy_updates.microbatch_size
-        assert plan.policy_updates.optimizer_steps == 4
-    assert shares == {"megatron": 16, "fsdp": 8}
-    fitting = Training(mini_batch=prompts(256), microbatch=per_replica(16), data_parallel_size=16)
-    plan = RolloutPlan(rollout_batch=prompts(1024), samples_per_prompt=1, policy=fitting)
-    with pytest.raises(BatchDivisibilityError) as caught:
-        replace(plan, policy=replace(fitting, data_parallel_size=32))
-    assert caught.value.nearest == (8,)
-
-
-def test_html_is_a_table():
-    """In a notebook, a plan is a table of its numbers."""
-    page = to_html(make())
-    assert ">samples_per_step</th>" in page
-    assert ">256</td>" in page

@@ -490,49 +490,24 @@ def test_fifty_sizes_are_one_program_per_role():
     assert step.compilations == {"generate": 1, "logprobs": 1, "update": 1}
 
 
-def test_carried_prompts_that_fill_the_budget_exactly_are_trained_on():
-    """Responses of one length and a budget of two prompts: every step has two, and none waits for ever."""
-    step, state = plain_run(
-        plan_of(mini=4, steps=4), lambda p, r: [float(n % 2) for n in range(len(p))], token_batch_size=12, partial_step="carry"
+def test_advantages_are_normalized_over_the_samples_that_are_kept():
+    """With a budget of tokens that the last prompts exceed: mean 0 and standard deviation 1 over those trained on alone."""
+    devices, plan = mesh_of("one"), plan_of(prompts=4, mini=4, critic=True)
+    step = rollout_step(
+        MODEL,
+        optax.sgd(RATE),
+        plan,
+        devices,
+        reward=lambda prompts, responses: [float(sum(tokens)) for tokens in responses],
+        options=RolloutOptions(max_prompt_length=1, max_response_length=R, token_batch_size=2 * 2 * (R + 1)),
+        critic=(critic_of(MODEL, devices), optax.sgd(RATE)),
     )
-    for number in range(4):
-        state, line = step(state, lambda start, stop: [[1]] * (stop - start))
-        assert (line["num_prompts"], line["dropped_groups"], line["consumed_prompts"]) == (2, 0, 4 * (number // 2 + 1))
-
-
-@pytest.mark.parametrize("options", [{"zero_spread_groups": "drop"}, {"partial_step": "carry", "zero_spread_groups": "drop"}])
-def test_the_speed_of_generation_counts_what_was_generated(options):
-    """Tokens of dropped prompts took time as well, and those of carried ones took none in this step."""
-    spread = [0]
-    step, state = plain_run(
-        plan_of(mini=4, microbatch=SAMPLES[2]),
-        lambda p, r: [float(n // 2 < spread[0] and n % 2) for n in range(len(p))],
-        **options,
-    )
-    carries = "partial_step" in options
-    for spread[0], generated in ((3, 4), (1, 1 if carries else 4), (0, 4)):
-        state, line = step(state, lambda start, stop: [[1]] * (stop - start))
-        # Two responses of two tokens to each prompt; the seconds are rounded.
-        tokens = line["generation_tokens_per_second"] * line["generation_seconds"]
-        assert tokens == pytest.approx(generated * 2 * 2, rel=0.01)
-
-
-@pytest.mark.parametrize("groups", ["drop", "refill"])
-def test_one_response_per_prompt_has_no_spread(groups):
-    """All prompts would be left out, so that a critic and its policy would learn nothing."""
-    plan = plan_of("one", samples=1, mini=4, critic=True)
-    devices = mesh_of("one")
-    with pytest.raises(ConfigError, match="every prompt with one response") as caught:
-        rollout_step(
-            MODEL,
-            optax.sgd(RATE),
-            plan,
-            devices,
-            reward=lambda p, r: [0.0] * len(p),
-            options=RolloutOptions(max_prompt_length=P, max_response_length=R, zero_spread_groups=groups),
-            critic=(critic_of(MODEL, devices), optax.sgd(RATE)),
-        )
-    assert (caught.value.key, caught.value.nearest) == ("zero_spread_groups", ("keep",))
+    params = init(jax.random.key(0))
+    state = step.create_state(params, critic_params=critic_params(MODEL, params, devices))
+    state, metrics = step.update(state, step.schedule.at(0), lambda start, stop: [[n] for n in range(start, stop)])
+    assert (metrics["facts"]["num_prompts"], metrics["facts"]["dropped_groups"]) == (2, 2)
+    advantages = state.experience["advantages"][state.experience["response_mask"]]
+    assert (advantages.size, advantages.mean(), advantages.std()) == (16, pytest.approx(0, abs=1e-6), pytest.approx(1, 1e-5))
 
 
 def test_a_refill_without_end_is_an_error_and_loses_nothing():

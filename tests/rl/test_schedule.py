@@ -53,6 +53,9 @@ def test_schedule_counts_every_optimizer_step_once():
         ({"batch_size_schedule": "many"}, "rl.batch_size_schedule"),
         ({"num_generations_schedule": "0:4 3:9"}, "rl.num_generations_schedule"),
         ({"batch_size_schedule": "0:8 4:12", "mini_batch_size": 8}, "mini_batch_size"),
+        ({"batch_size_schedule": "0:8 4:16 auto", "measure_gradient_noise": True}, "rl.batch_size_schedule"),
+        ({"batch_size_schedule": "auto", "measure_gradient_noise": True}, "rl.batch_size_schedule"),
+        ({"batch_size_schedule": "0:8 auto", "measure_gradient_noise": True}, "train_micro_batch_size"),
     ],
 )
 def test_schedule_rejects_bad_growth(settings, key):

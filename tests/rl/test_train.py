@@ -1,19 +1,23 @@
 """Tests of rampup.rl.train: runs of `rampup train` of a rollout's configuration, at their smallest."""
 
+import itertools
+import os
+import socket
 from dataclasses import replace
 
 import jax
 import pytest
-from helpers.runs import assert_same_run, metrics_of
+from helpers import processes
+from helpers.runs import assert_same_run, metrics_of, state_of
 from helpers.tiny import RL_TINY as TINY
 
 from rampup.cli import make_parser
 from rampup.cli.report import gather_report
-from rampup.errors import DataError, RampupError, ResumeMismatchError
+from rampup.errors import ConfigError, DataError, RampupError, ResumeMismatchError
 from rampup.loop.events import StepDone
 from rampup.loop.run_folder import read_lines
 from rampup.rl import train as rl
-from rampup.rl.config import RolloutConfig, is_rollout_file, load_rollout_config
+from rampup.rl.config import RolloutConfig, load_rollout_config
 from rampup.show.report import report_html
 from rampup.show.series import RunMetrics
 
@@ -59,75 +63,115 @@ def train_until(config, step):
         rl.train(config, stop)
 
 
-def assert_resumes(folder, whole, summary, stops, **settings):
-    """Assert that a run which died at some steps is the uninterrupted one, and has the updates of each rollout in order."""
-    steps, critic = summary.optimizer_steps, settings.get("enable_critic", False)
-    for stop in stops:
-        train_until(config_of(folder, "cut", **settings), stop)
-    resumed = rl.train(config_of(folder, "cut", **settings))
-    assert 0 < resumed.resumed_from < steps == 3 * (6 if critic else 4)
-    assert_same_run(folder / "cut", whole, steps)
-    assert (summary.steps, summary.samples, summary.interrupted) == (3, 24, False)
-    assert summary.num_compilations == {"generate": 1, "logprobs": 1 + critic, "update": 1 + critic}
-    lines, updates = (
-        metrics_of(whole),
-        [*([("critic", 0), ("critic", 1)] if critic else []), *(("policy", n) for n in range(4))],
-    )
-    found = [(line["rollout"], line["model"], line["policy_lag"]) for line in lines]
-    assert found == [(rollout, *update) for rollout in range(3) for update in updates]
-
-
 def test_a_resumed_run_is_the_uninterrupted_one(whole, tmp_path):
-    """Ended after several updates and in the middle of a rollout."""
-    assert_resumes(tmp_path, *whole, (3, 6), **WHOLE)
+    """Ended after several updates and in the middle of a rollout; the updates of each rollout are in order."""
+    folder, summary = whole
+    for stop in (3, 6):
+        train_until(config_of(tmp_path, "cut", **WHOLE), stop)
+    resumed = rl.train(config_of(tmp_path, "cut", **WHOLE))
+    assert 0 < resumed.resumed_from < summary.optimizer_steps == 12
+    assert_same_run(tmp_path / "cut", folder, 12)
+    assert (summary.steps, summary.samples, summary.interrupted) == (3, 24, False)
+    assert summary.num_compilations == {"generate": 1, "logprobs": 1, "update": 1}
+    found = [(line["rollout"], line["model"], line["policy_lag"]) for line in metrics_of(folder)]
+    assert found == [(rollout, "policy", update) for rollout in range(3) for update in range(4)]
+
+
+AUTO = {
+    "batch_size": 8,
+    "batch_size_schedule": "0:2 auto",
+    "measure_gradient_noise": True,
+    "num_generations": 4,
+    "mini_batch_size": -1,
+    "num_batches": 40,
+    "warm_start_steps": 0,
+    "eval_interval": -1,
+    "checkpoint_period": 7,
+}
 
 
 @pytest.mark.slow
-def test_a_resumed_run_with_a_critic_is_the_uninterrupted_one(tmp_path):
-    """Also between the updates of critic and policy."""
-    settings = {"enable_critic": True, "critic_num_iterations": 1, "checkpoint_period": 2}
-    summary = rl.train(config_of(tmp_path, "whole", **settings))
-    assert_resumes(tmp_path, tmp_path / "whole", summary, (2, 10), **settings)
+def test_the_batch_follows_the_noise_between_prompts_also_of_a_killed_run(tmp_path, monkeypatch):
+    """It doubles where the line before says so, in one program, and a run killed before and after that is the same."""
+    # Noise alone: no size is too large.
+    reward = lambda task, prompts, responses: [float(sum(map(ord, text)) % 4 == 0) for text in responses]  # noqa: E731
+    monkeypatch.setattr(rl.Arithmetic, "reward", reward)
+    whole = rl.train(config_of(tmp_path, "whole", **AUTO))
+    lines = metrics_of(tmp_path / "whole")
+    assert {2, 4} <= {line["num_prompts"] for line in lines} <= {2, 4, 8}
+    for before, after in itertools.pairwise(lines):
+        if before["rollout"] != after["rollout"]:
+            assert after["num_prompts"] == before.get("next_num_prompts", before["num_prompts"])
+    assert [line["rollout"] for line in lines if "next_num_prompts" in line] == [9, 19, 29]
+    assert lines[-1]["consumed_prompts"] == sum(line["num_prompts"] for line in lines[::2])
+    assert whole.num_compilations == {"generate": 1, "logprobs": 1, "update": 1}
+    growths = [number for number, line in enumerate(lines) if line.get("next_num_prompts", 0) > line["num_prompts"]]
+    for stop in (11, *(number + 3 for number in growths)):
+        train_until(config_of(tmp_path, "cut", **AUTO), stop)
+    resumed = rl.train(config_of(tmp_path, "cut", **AUTO))
+    assert (resumed.samples, resumed.steps) == (whole.samples, whole.steps)
+    assert_same_run(tmp_path / "cut", tmp_path / "whole", whole.optimizer_steps, files=("metrics.jsonl",))
 
 
-class KilledError(BaseException):
-    """Ends a run where an exception of the reward function would be its fault."""
+def train_together(process, number, port, settings):
+    """Train as one of several processes with two devices together; return 0 if all is well."""
+    if number > 1:
+        os.environ |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(number)}
+        os.environ["JAX_PROCESS_ID"] = str(process)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2 // number)
+    # Only process 0 is asked, and the other one would give other answers.
+    rl.Arithmetic.reward = lambda task, prompts, responses: [float(sum(map(ord, text)) % 4 == process) for text in responses]
+    summary = rl.train(RolloutConfig(**settings))
+    assert summary.num_compilations["update"] == summary.num_compilations["logprobs"]
+    return int(summary.interrupted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "kills"),
-    [({"zero_spread_groups": "refill"}, (2, 4, 3)), ({"zero_spread_groups": "drop", "partial_step": "carry"}, (2, 2))],
+    "sizes",
+    [
+        {"measure_gradient_noise": True, "microbatch_size": 2, "train_micro_batch_size": -1},
+        {"zero_spread_groups": "refill", "enable_critic": True, "ici_data_parallelism": 1, "ici_fsdp_parallelism": 2},
+        {"partial_step": "carry", "token_batch_size": 90, "mini_batch_size": -1},
+    ],
+    ids=str,
 )
-def test_a_run_of_varying_steps_resumes_also_while_it_samples(sizes, kills, tmp_path, monkeypatch):
-    """Ended in the middle of a rollout, and in the middle of its generation: sizes, samples and state are the same."""
-    # Responses of a new model are any bytes.
-    reward = lambda task, prompts, responses: [float(sum(map(ord, text)) % 4 == 0) for text in responses]  # noqa: E731
-    settings = {"checkpoint_period": 1, "num_generations": 4, "num_batches": 4, "eval_interval": -1} | sizes
-    monkeypatch.setattr(rl.Arithmetic, "reward", reward)
-    whole = rl.train(config_of(tmp_path, "whole", **settings))
-    for kill_at in kills:
-        calls = []
+def test_two_processes_train_what_one_would(sizes, tmp_path):
+    """Warm start, generation, evaluation, checkpoints and updates: whole numbers are equal, losses and parameters to 1e-5.
 
-        def stop(task, prompts, responses, calls=calls, kill_at=kill_at):
-            calls.append(prompts)
-            if len(calls) == kill_at:
-                raise KilledError
-            return reward(task, prompts, responses)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(rl.Arithmetic, "reward", stop)
-            with pytest.raises(KilledError):
-                rl.train(config_of(tmp_path, "cut", **settings))
-    train_until(config_of(tmp_path, "cut", **settings), 9)
-    resumed = rl.train(config_of(tmp_path, "cut", **settings))
-    assert (resumed.steps, resumed.samples) == (whole.steps, whole.samples)
-    assert_same_run(tmp_path / "cut", tmp_path / "whole", whole.optimizer_steps, files=("metrics.jsonl",))
-    lines = metrics_of(tmp_path / "whole")
-    assert len({line["num_samples"] for line in lines}) > 1 or sizes["zero_spread_groups"] == "refill"
-    assert lines[-1]["consumed_samples"] == whole.samples == 4 * lines[-1]["consumed_prompts"]
-    assert sum(line["dropped_groups"] for line in lines) > 0
-    assert whole.num_compilations == {"generate": 1, "logprobs": 1, "update": 1}
+    Two processes train half of the run, and then go on from their checkpoint.
+    """
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    settings = TINY | {"num_generations": 4, "ici_data_parallelism": 2, "max_prompt_length": 4, "max_response_length": 3}
+    settings |= {"rollout_micro_batch_size": 2, "base_output_directory": str(tmp_path), "zero_spread_groups": "drop"} | sizes
+    for name, number, batches in (("one", 1, 4), ("two", 2, 2), ("two", 2, 4)):
+        jobs = [
+            processes.start(
+                train_together,
+                process,
+                number,
+                port,
+                settings | {"run_name": name, "num_batches": batches},
+                log=tmp_path / f"{name}{batches}{process}.log",
+            )
+            for process in range(number)
+        ]
+        for process, job in enumerate(jobs):
+            job.join(300)
+            assert job.exitcode == 0, (tmp_path / f"{name}{batches}{process}.log").read_text()[-4000:]
+    one, two = (metrics_of(tmp_path / name) for name in ("one", "two"))
+    assert len(one) == len(two) > 4
+    assert len({line["num_prompts"] for line in one}) > 1 or settings["zero_spread_groups"] == "refill"
+    # The networks of the collectives add in different orders.
+    close = {"rel": 1e-4, "abs": 1e-5}
+    for a, b in zip(one, two, strict=True):
+        assert {key: pytest.approx(x, **close) if isinstance(x, float) else x for key, x in a.items()} == b
+    first, second = (state_of(tmp_path / name, one[-1]["step"] + 1) for name in ("one", "two"))
+    assert first.keys() == second.keys()
+    assert all(leaf == pytest.approx(second[name], **close) for name, leaf in first.items())
 
 
 def test_metrics_show_what_the_plan_knows(whole):
@@ -223,6 +267,7 @@ def test_a_bad_reward_loses_nothing(found, text, whole, tmp_path, monkeypatch):
         ({"decode_sampling_temperature": 0.0}, "decode_sampling_temperature"),
         ({"decode_sampling_top_k": 1}, "decode_sampling_top_k"),
         ({"num_generations": 1}, "rl.num_generations"),
+        ({"num_generations": 1, "enable_critic": True, "zero_spread_groups": "drop"}, "zero_spread_groups"),
         ({"max_prompt_length": 3}, "max_prompt_length"),
         ({"enable_reference_policy": False}, "rl.grpo_beta"),
         ({"grpo_epsilon": 1.0}, "rl.grpo_epsilon"),
@@ -240,14 +285,6 @@ def test_what_cannot_be_trained_is_refused_before_any_work(settings, key, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_name_of_other_systems_makes_no_rollout(tmp_path):
-    """`batch_size` is a key of rollouts, but also what people call the batch of a language model."""
-    (tmp_path / "my.yml").write_text("batch_size: 8\n")
-    assert not is_rollout_file(tmp_path / "my.yml")
-    (tmp_path / "my.yml").write_text("batch_size: 8\nmini_batch_size: 4\n")
-    assert is_rollout_file(tmp_path / "my.yml")
-
-
 @pytest.mark.slow
 def test_with_a_budget_of_tokens_the_rows_of_a_call_belong_to_the_run(tmp_path):
     """How many prompts one call takes decides which ones are read, so another number is refused at a resume."""
@@ -257,6 +294,17 @@ def test_with_a_budget_of_tokens_the_rows_of_a_call_belong_to_the_run(tmp_path):
         rl.train(config_of(tmp_path, num_batches=2, rollout_micro_batch_size=4, **settings))
 
 
+def test_updates_that_do_not_fit_are_refused_before_any_work(tmp_path, monkeypatch):
+    """The sentence has both numbers and the key of a pass; nothing is trained, whatever the tokens of a step are."""
+    monkeypatch.setattr("rampup.rl.rollout.device_limit", lambda device: 10_000)
+    monkeypatch.setattr(rl.RolloutRun, "_warm_start", None)
+    sizes = {"token_batch_size": 10_000, "mini_batch_size": -1, "enable_critic": True}
+    with pytest.raises(ConfigError, match=r"update of the critic takes [\d,]+ bytes of a device, which has 10,000") as caught:
+        rl.train(config_of(tmp_path, **sizes))
+    assert caught.value.key == "train_micro_batch_size"
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     """Other sizes of the rollouts or another model: an error that names what changed, and the run stays as it is."""
     rl.train(config_of(tmp_path, num_batches=1, eval_interval=-1))
@@ -264,7 +312,6 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         with pytest.raises(ResumeMismatchError):
             rl.train(config_of(tmp_path, eval_interval=-1, **change))
     # The folder has the configuration with which `rampup train RUN_DIR` resumes it.
-    assert is_rollout_file(tmp_path / "run" / "config.yml")
     kept = load_rollout_config(tmp_path / "run" / "config.yml")
     assert (kept.max_operand, metrics_of(tmp_path / "run")[0]["rollout"]) == (9, 0)
     assert rl.train(replace(kept, num_batches=3)).steps == 3
