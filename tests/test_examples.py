@@ -75,7 +75,7 @@ def test_maxtext_compiles_four_programs_and_with_rampup_one(tmp_path):
     for name, programs in (("maxtext_train", 4), ("maxtext_train_ramp", 1)):
         printed = run_process(f"systems/{name}", tmp_path / name, JAX_LOG_COMPILES="1")
         assert printed.count("Finished XLA compilation of jit(train_step)") == programs
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         assert lines[-1]["learning/loss"] < 0.9 * lines[0]["learning/loss"]
         tokens.append([line["learning/total_weights"] for line in lines])
     assert tokens[0] == tokens[1] == [32 * size for size in [2] * 12 + [4] * 6 + [6] * 4 + [8] * 4]
@@ -90,4 +90,4 @@ def test_ray_trains_on_two_workers(name, tmp_path):
     first, *_, last = re.findall(r"'loss': ([\d.]+)", printed)
     assert float(last) < 0.6 * float(first)
     assert "Started training worker group of size 2" in printed
-    assert "'compilations': 1}" in printed.splitlines()[-1] or name == "ray_train"
+    assert "'compilations': 1}" in printed or name == "ray_train"

@@ -79,7 +79,9 @@ def _key(file: ConfigFile, name: str) -> list[str]:
     """Return a key as a definition."""
     key, value, default = file.keys[name], file.values[name], file.defaults[name]
     shown = f"`{yaml_value(default)}`" + (f"; `{yaml_value(value)}` in `{file.name}`" if value != default else "")
-    return [f"`{name}`", f": {_escape(describe(key))}", "", f"  *Values:* {_escape(key.expected)}. *Default:* {shown}.", ""]
+    # "Text that is not empty" would say nothing.
+    values = "" if key.kind == "text" and not key.choices else f"*Values:* {_escape(key.expected)}. "
+    return [f"`{name}`", f": {_escape(describe(key))}", "", f"  {values}*Default:* {shown}.", ""]
 
 
 def presets() -> str:
@@ -112,7 +114,7 @@ def examples() -> str:
     lines = []
     for name, title in PAIRS.items():
         files = [EXAMPLES / f"{name}{end}.py" for end in ("", "_ramp")]
-        texts = [file.read_text(encoding="utf-8").splitlines() for file in files]
+        texts = [["", *file.read_text(encoding="utf-8").splitlines()[1:]] for file in files]  # without the docstrings
         new, gone = changed_lines(name)
         lines += [f"## {title}", "", f"{new} lines are new or changed, {gone} are gone.", "", "```diff"]
         lines += [*difflib.unified_diff(*texts, *(file.name for file in files), lineterm=""), "```", ""]

@@ -13,7 +13,7 @@ keys = f"""
     {maxtext.__path__[0]}/configs/base.yml
     run_name=run
     base_output_directory={sys.argv[1]}
-    metrics_file={sys.argv[1]}/metrics.jsonl
+    metrics_file={sys.argv[1]}.jsonl
     hardware=cpu
     skip_jax_distributed_system=true
     enable_goodput_recording=false

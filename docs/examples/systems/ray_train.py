@@ -63,5 +63,4 @@ trainer = JaxTrainer(
     scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
     run_config=RunConfig(name="run", storage_path=sys.argv[1], worker_runtime_env={"env_vars": {"JAX_PLATFORMS": "cpu"}}),
 )
-result = trainer.fit()
-print(result.metrics)
+trainer.fit()
