@@ -12,6 +12,9 @@ ROOT = DOCS.parent
 sys.path[:0] = [str(ROOT), str(DOCS / "_ext")]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+from docutils.nodes import SkipNode  # noqa: E402
+from latex2mathml.converter import convert  # noqa: E402
+
 import rampup  # noqa: E402 - found through the path above
 
 project = "rampup"
@@ -89,10 +92,23 @@ html_theme_options = {
     # The sidebar has a search field.
     "navbar_persistent": [],
 }
+# Browsers draw MathML by themselves; MathJax would come from the network.
+html_math_renderer = "mathml"
 html_show_sourcelink = False
 html_copy_source = False
 
 
+def draw_math(writer, node):
+    """Write a formula as MathML."""
+    tex = node.astext()
+    for character, command in {"·": r"\cdot ", "≤": r"\le ", "≥": r"\ge "}.items():
+        tex = tex.replace(character, command)
+    is_block = node.tagname == "math_block"
+    writer.body.append(convert(tex, display="block" if is_block else "inline"))
+    raise SkipNode
+
+
 def setup(app):
-    """Leave the checkout as it was."""
+    """Leave the checkout as it was, and draw formulas."""
     app.connect("build-finished", remove_generated)
+    app.add_html_math_renderer("mathml", (draw_math, None), (draw_math, None))

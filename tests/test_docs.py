@@ -1,7 +1,7 @@
 """The pages of docs/ and the README: what they show runs, what they list is complete, and their links lead somewhere."""
 
 import dataclasses
-import importlib.util
+import importlib
 import inspect
 import json
 import os
@@ -10,7 +10,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from helpers.snippets import PAGES, ROOT, blocks, run_page
+from helpers.snippets import PAGES, ROOT, blocks, load_generator, run_page
 from helpers.tiny import TINY, command_line
 
 import rampup
@@ -56,14 +56,6 @@ def workplace(tmp_path, monkeypatch):
 def test_page_runs(page, workplace, capsys):
     """The Python blocks and the commands of a page run in their order, and the commands print what the page shows."""
     run_page(page, lambda: capsys.readouterr().out)
-
-
-def load_generator():
-    """Import the Sphinx extension that writes the reference pages."""
-    spec = importlib.util.spec_from_file_location("generated_reference", DOCS / "_ext" / "generated_reference.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 generator = load_generator()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import html
 import re
 from collections.abc import Callable
@@ -14,9 +15,20 @@ from rampup.config.files import BASE_FILE, ConfigFile, describe, yaml_value
 from rampup.config.presets import PRESETS
 from rampup.rl.config import ROLLOUT_FILE
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS, EXAMPLES = ROOT / "configs", ROOT / "docs" / "examples"
 NOT_PRESETS = ("base", "rl")
-
+# Programs of the gallery: beside NAME.py there is NAME_ramp.py.
+PAIRS = {
+    "flax/mnist": "MNIST",
+    "flax/resnet": "Residual network in linen",
+    "flax/minigpt": "MiniGPT with a sharded embedding",
+    "flax/vit": "Vision transformer",
+    "flax/lora": "LoRA",
+    "flax/grpo": "GRPO",
+    "systems/maxtext_train": "MaxText",
+    "systems/ray_train": "Ray Train",
+}
 
 # The keys that the tutorials and most runs set, in the order in which one meets them.
 COMMON = (
@@ -67,7 +79,9 @@ def _key(file: ConfigFile, name: str) -> list[str]:
     """Return a key as a definition."""
     key, value, default = file.keys[name], file.values[name], file.defaults[name]
     shown = f"`{yaml_value(default)}`" + (f"; `{yaml_value(value)}` in `{file.name}`" if value != default else "")
-    return [f"`{name}`", f": {_escape(describe(key))}", "", f"  *Values:* {_escape(key.expected)}. *Default:* {shown}.", ""]
+    # "Text that is not empty" would say nothing.
+    values = "" if key.kind == "text" and not key.choices else f"*Values:* {_escape(key.expected)}. "
+    return [f"`{name}`", f": {_escape(describe(key))}", "", f"  {values}*Default:* {shown}.", ""]
 
 
 def presets() -> str:
@@ -84,6 +98,26 @@ def preset_rules() -> str:
     lines = []
     for name, preset in PRESETS.items():
         lines += [f"`{name}`", f": {_escape(preset.summary)} *Source:* {_escape(preset.source)}.", ""]
+    return "\n".join(lines)
+
+
+def changed_lines(name: str) -> tuple[int, int]:
+    """Return how many lines of a program a ramp adds or changes, and how many it removes, without docstring and blanks."""
+    texts = ((EXAMPLES / f"{name}{end}.py").read_text(encoding="utf-8") for end in ("", "_ramp"))
+    before, after = ([line for line in text.splitlines()[1:] if line.strip()] for text in texts)
+    signs = [line[0] for line in list(difflib.unified_diff(before, after, n=0))[2:]]
+    return signs.count("+"), signs.count("-")
+
+
+def examples() -> str:
+    """Return the difference that a ramp makes to every program of the gallery."""
+    lines = []
+    for name, title in PAIRS.items():
+        files = [EXAMPLES / f"{name}{end}.py" for end in ("", "_ramp")]
+        texts = [["", *file.read_text(encoding="utf-8").splitlines()[1:]] for file in files]  # without the docstrings
+        new, gone = changed_lines(name)
+        lines += [f"## {title}", "", f"{new} lines are new or changed, {gone} are gone.", "", "```diff"]
+        lines += [*difflib.unified_diff(*texts, *(file.name for file in files), lineterm=""), "```", ""]
     return "\n".join(lines)
 
 
@@ -131,6 +165,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "presets": presets,
     "preset-rules": preset_rules,
     "command-line": command_line,
+    "examples": examples,
 }
 MARK = re.compile(r"^<!-- generated: ([a-z-]+) -->$", re.MULTILINE)
 

@@ -289,13 +289,13 @@ def print_explanation(explained: Mapping[str, Any], console: Console) -> None:
     facts = {
         explained["key"]: explained["meaning"],
         "legal": explained["legal"],
-        "unit": explained["unit"] or "none",
+        "unit": explained["unit"],
         "default": default,
         "MaxText": maxtext,
         "file": f"{explained['file']}, section {explained['section']}",
-        "interacts with": ", ".join(explained["interacts"]) or "no other key",
+        "interacts with": ", ".join(explained["interacts"]),
     }
-    print_facts(facts, console)
+    print_facts({name: value for name, value in facts.items() if value}, console)
 
 
 def print_fix(fix: Fix, console: Console) -> None:

@@ -139,6 +139,7 @@ def test_explain_prints_defaults_and_topologies(capsys, monkeypatch):
     assert all(name in text for name in explained["interacts"])
     assert "default true MaxText enable_rampup_batch_size, default false" in " ".join(text.split())
     assert "has no such key; it does steps" in run_text(capsys, monkeypatch, "explain", "learning_rate_clock")
+    assert "unit" not in run_text(capsys, monkeypatch, "explain", "run_name")
     text = run_text(capsys, monkeypatch, "explain", "topology")
     assert {"v5litepod-256", "tpu7x:8x8x16", "tpu7x-2048"} <= set(text.split())
 

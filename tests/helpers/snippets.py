@@ -10,11 +10,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import re
 import shlex
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from unittest import mock
 
 import jax
@@ -33,6 +35,16 @@ SMALL = {
     ),
 }
 SIMULATED = re.compile(r"rampup train (.*) --fake-devices (\d+)")
+
+
+def load_generator() -> ModuleType:
+    """Import the Sphinx extension that writes the reference pages."""
+    spec = importlib.util.spec_from_file_location("generated_reference", ROOT / "docs" / "_ext" / "generated_reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
