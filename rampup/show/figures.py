@@ -47,9 +47,11 @@ _VARIABLES |= {"ink": INK, "dim": DIM, "rule": RULE, "band": SHADE, "box": PAPER
 for _kind in "FB":
     _VARIABLES[_kind.lower()], _VARIABLES[f"on-{_kind.lower()}"], _ = OPERATIONS[_kind]
 CSS_COLORS = {color: f"var(--{name})" for name, color in _VARIABLES.items()}
-MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 4.0, 10.0, 30.0
-NARROW = 7.0
+MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 3.0, 10.0, 30.0
+# Below these widths: one column of panels, and the smaller letters of a column of a paper.
+NARROW, COLUMN, COLUMN_LETTERS = 7.0, 4.0, 0.8
 PANEL_WIDTH, PANEL_HEIGHT = 4.1, 2.4
+TICK_LETTERS = 9
 FORMATS = (".png", ".svg", ".pdf")
 LETTERS_PER_INCH = 12.5
 MAX_BANDS = 40
@@ -59,7 +61,7 @@ LEAST_LABELLED = 0.035
 MAX_OPERATIONS = 5_000
 UNIT_INCHES, MARGIN_INCHES, MAX_TIMETABLE_INCHES, LETTER_INCHES = 0.28, 1.2, 24.0, 0.075
 MIB = 2**20
-# A bar higher than this many limits would make the others too flat to read.
+# What is higher than this many times the limit, or the usual, would make the others too flat to read.
 FAR_ABOVE = 4
 MAX_RUNS = 12
 
@@ -91,7 +93,7 @@ def draw_batch(plan: RampPlan, path: str | Path | None = None, *, width: float =
     """
     phases, pipeline = drawn_phases(plan), plan.splitter.num_stages > 1
     if width < NARROW:
-        figure = new_figure(width, 9.5)
+        figure = new_figure(width, 0.6 + 2.1 * (3 + pipeline))
         over_samples, over_steps, *bars = figure.subplots(3 + pipeline, 1)
     else:
         figure = new_figure(width, 5.4)
@@ -148,7 +150,7 @@ def draw_runs(runs: Sequence[RunMetrics], path: str | Path | None = None, *, wid
     """
     if not 1 <= len(runs) <= MAX_RUNS:
         raise ConfigError(f"{len(runs)} runs cannot be told apart; draw 1 to {MAX_RUNS}", key="run", nearest=(1, MAX_RUNS))
-    figure = new_figure(width, 7.5 if width >= NARROW else 8.0)
+    figure = new_figure(width, 7.5)
     loss, size, speed = figure.subplots(3, 1, sharex=True, height_ratios=(4, 2, 3))
     _panel_loss(loss, runs)
     _panel_sizes(size, runs)
@@ -356,14 +358,19 @@ def _new_panel() -> Any:
 
 
 def save(figure: Any, path: str | Path | None) -> Any:
-    """Write the figure if there is a path, and return it."""
+    """Return the figure, and write it if there is a path. Its text stays text, in the fonts that publishers take."""
+    if figure.get_figwidth() < COLUMN:
+        for text in figure.findobj(import_matplotlib("text").Text):
+            text.set_fontsize(COLUMN_LETTERS * text.get_fontsize())
+        for axes in figure.axes:
+            axes.tick_params(labelsize=COLUMN_LETTERS * TICK_LETTERS)  # of the ticks to come
     if path is None:
         return figure
     if Path(path).suffix.lower() not in FORMATS:
         raise ConfigError(f"cannot write {path}: it must end in {', '.join(FORMATS)}", key="output", nearest=FORMATS)
     try:
-        # Publishers refuse the Type 3 fonts that are the default in a PDF.
-        with importlib.import_module("matplotlib").rc_context({"pdf.fonttype": 42}):
+        # By default a PDF has Type 3 fonts, which publishers refuse, and an SVG has outlines of its letters.
+        with importlib.import_module("matplotlib").rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
             figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write {path}: {error}", key="output") from error
@@ -383,7 +390,7 @@ def prepare(axes: Any, *, x: str, y: str, title: str = "", from_zero: bool = Tru
         axis.set_label_text(label, color=INK)
         axis.set_major_formatter(ticker.FuncFormatter(lambda value, place: format_si(value)))
         axis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=integers and axis is axes.yaxis))
-    axes.tick_params(color=DIM, labelcolor=DIM, labelsize=9)
+    axes.tick_params(color=DIM, labelcolor=DIM, labelsize=TICK_LETTERS)
     axes.grid(visible=True, axis="y", color=RULE, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -490,6 +497,11 @@ def _panel_speed(axes: Any, runs: Sequence[RunMetrics]) -> None:
         xs, ys, means = mean_of_neighbours(run.samples, run.tokens_per_second)
         axes.plot(xs, ys, linewidth=1.1, **line_style(number))
     prepare(axes, x=_label_samples(means), y="tokens per second")
+    # A step that was not waited for, or whose clock stood still, would make the others too flat to read.
+    rates = sorted(rate for run in runs for rate in run.tokens_per_second if math.isfinite(rate))
+    if rates and rates[-1] > (most := FAR_ABOVE * rates[len(rates) * 9 // 10]):
+        axes.set_ylim(top=most)
+        axes.set_title(f"above: up to {format_si(rates[-1])}", loc="right", fontsize=8, color=DIM)
 
 
 def _label_samples(means: int) -> str:
