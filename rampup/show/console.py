@@ -59,7 +59,7 @@ _COMPARED = ("num_devices", "total_steps", "ramp_steps", "ramp_samples", "num_co
 _KIND_STYLES = {"F": "black on green", "B": "white on blue", "I": "white on blue", "W": "black on cyan"}
 
 
-def make_table(console: Console, titles: Iterable[str], rows: Iterable[Iterable[str]] = (), *, left: int = 0) -> Table:
+def make_table(console: Console, titles: Iterable[str], rows: Iterable[Iterable[str | Text]] = (), *, left: int = 0) -> Table:
     """Return a table. In a terminal it has a line below the titles.
 
     The first `left` columns are text, aligned left and folded if need be. The others are numbers.
@@ -214,11 +214,15 @@ def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *,
         "budget": f"{tokens:,} tokens = {budget['num_samples']:,} samples of {length:,} tokens",
         "optimizer steps": f"{steps:,}; the last batch goes {budget['consumed_tokens'] - tokens:,} tokens beyond the budget",
     }
-    if first == final == max(plan.ramp.sizes):
+    if is_constant := first == final == max(plan.ramp.sizes):
         rows["a ramp"] = "none: the batch is the same throughout"
-    else:
-        rows[f"at {first:,} throughout"] = _compare_steps(budget["steps_at_first"], steps, "the first batch kept constant")
-        rows[f"at {final:,} throughout"] = _compare_steps(budget["steps_at_final"], steps, "the last batch kept constant")
+    kept = (("first", first, budget["steps_at_first"]), ("last", final, budget["steps_at_final"]))
+    for name, size, constant in () if is_constant else kept:
+        difference, compared = steps - constant, "the ramp takes as many"
+        if difference:
+            word = "fewer" if difference < 0 else "more"
+            compared = f"the ramp takes {abs(difference):,} {word} ({abs(difference) / constant:.1%})"
+        rows[f"at {size:,} throughout"] = f"{format_count(constant, 'step')}, the {name} batch kept constant; {compared}"
     if "hours" in budget:
         hours, sizes = budget["hours"], list(map(int, budget["steps_by_global_batch_size"]))
         days = f" = {hours / 24:,.1f} days" if hours >= 48 else ""
@@ -362,15 +366,6 @@ def _format_setting(value: object) -> str:
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return '""' if value == "" else format_value(value)
-
-
-def _compare_steps(constant: int, steps: int, what: str) -> str:
-    difference = steps - constant
-    compared = "the ramp takes as many"
-    if difference:
-        word = "fewer" if difference < 0 else "more"
-        compared = f"the ramp takes {abs(difference):,} {word} ({abs(difference) / constant:.1%})"
-    return f"{format_count(constant, 'step')}, {what}; {compared}"
 
 
 def operation_label(operation: Operation, num_repeats: int) -> str:
