@@ -337,10 +337,6 @@ def _roofline_seconds(programs: Programs, microbatch_size: int, num_microbatches
     return account and account.roofline(programs.target.topology, trips).seconds
 
 
-def _roofline_rate(seconds: float | None, tokens: int) -> Facts:
-    return {"roofline_seconds": seconds, "roofline_tokens_per_second": tokens / seconds if seconds else None}
-
-
 def _describe_programs(programs: Programs, chosen: Proposal) -> Facts:
     """Return the facts about the programs of the chosen settings for absent slices: those of a step in the last phase."""
     assert programs.target is not None
@@ -515,19 +511,14 @@ def _propose(config: Config, plan: RampPlan, settings: Mapping[str, Any], found:
 def _time_sizes(programs: Programs, choices: Sequence[Proposal], usable: float, report: Report) -> Times:
     """Time the sizes of the proposals that fit on this machine, each with one pass and with the most microbatches."""
     wanted = list(dict.fromkeys(b for choice in choices for b in sorted(choice.sizes, reverse=True)))[:MAX_TIMED_SIZES]
-    steps: dict[tuple[int, int], Callable[[], None]] = {}
-    for b in wanted:
-        size = programs.size(b)
-        if programs.bytes(size) <= usable and programs.fits_here(size):
-            for number in sorted({programs.pass_unit, size.num_microbatches}):
-                steps[b, number] = programs.step_of(size, number)
-    if not steps:
+    sizes = [size for b in wanted if programs.bytes(size := programs.size(b)) <= usable and programs.fits_here(size)]
+    if not sizes:
         return {}
+    numbers = {size: sorted({programs.pass_unit, size.num_microbatches}) for size in sizes}
+    steps = {(size.microbatch_size, n): programs.step_of(size, n) for size in sizes for n in numbers[size]}
     report(f"timing microbatches of {', '.join(f'{b:,}' for b in sorted({b for b, _ in steps}))}")
-    times: dict[int, dict[int, Timing]] = {b: {} for b, _ in steps}
-    for (b, number), timing in take_turns(steps).items():
-        times[b][number] = timing
-    return times
+    found = take_turns(steps)
+    return {b: {n: timing for (other, n), timing in found.items() if other == b} for b, _ in steps}
 
 
 def _candidates(programs: Programs, times: Times, usable: float) -> list[Facts]:
@@ -543,7 +534,8 @@ def _candidates(programs: Programs, times: Times, usable: float) -> list[Facts]:
             row |= {"step_seconds": timing.seconds, "spread": timing.spread, "rounds": timing.rounds}
             row["tokens_per_second"] = tokens / timing.seconds
         if programs.target is not None:
-            row |= _roofline_rate(_roofline_seconds(programs, b, size.num_microbatches, usable), tokens)
+            seconds = _roofline_seconds(programs, b, size.num_microbatches, usable)
+            row |= {"roofline_seconds": seconds, "roofline_tokens_per_second": seconds and tokens / seconds}
         rows.append(row)
     return rows
 
@@ -556,12 +548,10 @@ def _phase_rows(programs: Programs, chosen: Proposal, step_time: StepTime) -> It
         size = programs.size(b) if is_estimate else Size(microbatch_size=b, num_microbatches=chosen.plan.max_microbatches[b])
         seconds = step_time(b, split.num_microbatches)
         tokens = split.global_batch_size * programs.config.max_target_length
-        yield {name: row[name] for name in PHASE_KEYS} | {
-            "bytes": finite_bytes(programs.bytes(size)),
-            "step_seconds": None if is_estimate else seconds,
-            "tokens_per_second": tokens / seconds if seconds and not is_estimate else None,
-            **(_roofline_rate(seconds, tokens) if is_estimate else {}),
-        }
+        speed = {"step_seconds": seconds, "tokens_per_second": tokens / seconds if seconds else None}
+        if is_estimate:
+            speed = dict.fromkeys(speed) | {f"roofline_{name.removeprefix('step_')}": value for name, value in speed.items()}
+        yield {name: row[name] for name in PHASE_KEYS} | {"bytes": finite_bytes(programs.bytes(size)), **speed}
 
 
 def _notes(
