@@ -386,8 +386,8 @@ def _not_donated(
 def _host_transfers(visits: Sequence[Visit]) -> Iterator[tuple[str, bool]]:
     for visit in visits:
         i, in_loop = visit.instruction, bool(visit.loops)
-        is_between_slices = "is_host_transfer=true" not in i.attributes or "megascale" in i.attributes
-        if i.opcode in ("infeed", "outfeed") or (i.opcode in ("send", "recv") and not is_between_slices):
+        is_to_host = "is_host_transfer=true" in i.attributes and "megascale" not in i.attributes  # that is between slices
+        if i.opcode in ("infeed", "outfeed") or (i.opcode in ("send", "recv") and is_to_host):
             yield i.opcode, in_loop
         elif i.opcode == "custom-call" and (match := _CALLBACK.search(i.attributes)):
             yield match.group(1), in_loop

@@ -313,10 +313,12 @@ def print_fix(fix: Fix, console: Console) -> None:
         console.print(f"{fix.file} is legal: nothing to fix")
         return
     for change in fix.changes:
-        text = (
-            f"set {change.key}={change.after}" if change.before is None else f"{change.key}: {change.before} -> {change.after}"
-        )
-        console.print(f"# {f'{change.renamed} is spelled {change.key}' if change.renamed else text} ({change.where})")
+        text = f"{change.key}: {change.before} -> {change.after}"
+        if change.renamed:
+            text = f"{change.renamed} is spelled {change.key}"
+        elif change.before is None:
+            text = f"set {change.key}={change.after}"
+        console.print(f"# {text} ({change.where})")
     sys.stdout.write(fix.patch)
 
 
