@@ -164,7 +164,7 @@ def stepper(step: Any, state: Any) -> Callable[[Batch], tuple[Any, Any]]:
 
     def take_step(batch: Batch) -> tuple[Any, Any]:
         nonlocal state
-        state, metrics = step(state, batch.at_step(next(numbers)))
+        state, metrics = step(state, batch._replace(position=replace(batch.position, step=next(numbers))))
         done: tuple[Any, Any] = jax.block_until_ready((state, metrics))
         return done
 

@@ -348,7 +348,7 @@ class CostModelCheck:
         """Return the measured splits in the order that the cost model predicts, the fastest first."""
         repeats = sorted({v for _, v in self.seconds})
         choices = pipeline_candidates(self.samples, num_stages=self.num_stages, overhead=overhead, repeats=repeats)
-        return [key for choice in choices if (key := (choice.num_microbatches, choice.num_repeats)) in self.seconds]
+        return [key for choice in choices if (key := (choice.num_pipeline_microbatches, choice.num_repeats)) in self.seconds]
 
     def columns(self, candidate: Candidate) -> dict[str, object]:
         """Return the table's columns for one (m, v): its predicted rank, and its time over the best."""

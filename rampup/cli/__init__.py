@@ -1,6 +1,6 @@
 """The command line: dispatches to a command, prints its result, and turns errors into messages and exit codes.
 
-A command is a module of this package with `add_arguments(parser)` and `run(args, console) -> Result`. Only the module of the
+A command is a module of this package with `ARGUMENTS`, by name, and `run(args, console) -> Result`. Only the module of the
 command that runs is imported. Exit codes: 0 success, 1 failed, 2 refused, 130 interrupted, 141 the output was closed early.
 """
 
@@ -122,7 +122,8 @@ def make_parser(name: str) -> argparse.ArgumentParser:
     """Return the parser of a command."""
     parser = _Parser(prog=f"rampup {name}", description=COMMANDS[name], allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print one JSON object, and everything else on standard error")
-    importlib.import_module(f"rampup.cli.{name}").add_arguments(parser)
+    for flags, options in importlib.import_module(f"rampup.cli.{name}").ARGUMENTS.items():
+        parser.add_argument(*flags.split(), **options)
     return parser
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from rampup.cli.common import EXIT_REFUSED, Result
+from rampup.cli.common import EXIT_REFUSED, Result, arg
 from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError
 
@@ -13,28 +13,20 @@ from rampup.errors import ConfigError
 DEVICES = {"maxtext": "num_devices", "maxtext_rl": "num_devices", "megatron": "world_size"}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rampup check`."""
-    parser.add_argument(
-        "file",
-        metavar="FILE",
-        nargs="?",
-        help="another system's configuration or launch script, or `-- COMMAND ...` at the end",
-    )
-    parser.add_argument(
-        "overrides",
-        metavar="key=value",
+ARGUMENTS = {
+    "file": arg("FILE", "another system's configuration or launch script, or `-- COMMAND ...` at the end", nargs="?"),
+    "overrides": arg(
+        "key=value",
+        "settings in that system's keys that take precedence over the file, and variables that a script does not set",
         nargs="*",
-        help="settings in that system's keys that take precedence over the file, and variables that a script does not set",
-    )
-    parser.add_argument(
-        "--from", dest="system", required=True, metavar="SYSTEM", help="maxtext, maxtext_rl, megatron, skyrl, verl or trlx"
-    )
-    parser.add_argument("--devices", type=int, metavar="N", help="check for N devices (maxtext, maxtext_rl and megatron)")
-    parser.add_argument("--verbose", action="store_true", help="also print what each size changes")
-    parser.add_argument("--all", action="store_true", help="print all phases of a ramp")
-    parser.add_argument("--to", choices=("rampup",), help="also convert what can be expressed")
-    parser.add_argument("-o", "--output", metavar="FILE", help="the converted file")
+    ),
+    "--from": arg("SYSTEM", "maxtext, maxtext_rl, megatron, skyrl, verl or trlx", dest="system", required=True),
+    "--devices": arg("N", "check for N devices (maxtext, maxtext_rl and megatron)", type=int),
+    "--verbose": arg(None, "also print what each size changes"),
+    "--all": arg(None, "print all phases of a ramp"),
+    "--to": arg(None, "also convert what can be expressed", choices=("rampup",)),
+    "-o --output": arg("FILE", "the converted file"),
+}
 
 
 def run(args: argparse.Namespace, console: object) -> Result:

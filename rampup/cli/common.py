@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rampup.config.load import names_in
+from rampup.config.build import build_plan, with_slices
+from rampup.config.load import COMMAND_LINE, load_config, names_in
 from rampup.config.schema import KEYS
 from rampup.errors import ConfigError, RampupError
+from rampup.loop.run_folder import CONFIG_FILE
 from rampup.plan.numbers import AUTO, GIB
 from rampup.plan.topology import Topology, tpu_options
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rampup.config.schema import Config
+    from rampup.plan.plan import RampPlan
     from rampup.rl.config import RolloutConfig
 
 # RAMPUP_HUGE_PAGES=0 leaves the pages as they are; see `enable_huge_pages`.
@@ -32,7 +35,7 @@ VARIABLE, TUNABLE = "GLIBC_TUNABLES", "glibc.malloc.hugetlb"
 FIRST_GLIBC = (2, 35)
 KERNEL = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # The device files of TPU chips: accel0 up to v4, vfio/0 since v5e.
-DEVICES, TPU_FILES = Path("/dev"), ("accel[0-9]*", "vfio/[0-9]*")
+DEVICE_FILES, TPU_FILES = Path("/dev"), ("accel[0-9]*", "vfio/[0-9]*")
 # The devices of this machine, and how a TPU names its vendor.
 PCI_DEVICES, GOOGLE = Path("/sys/bus/pci/devices"), "0x1ae0"
 EXIT_FAILED, EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_CLOSED = 1, 2, 130, 141
@@ -50,31 +53,19 @@ class Result:
     problem: RampupError | None = None  # an error to report together with the result
 
 
-def add_config_arguments(
-    parser: argparse.ArgumentParser, metavar: str = "CONFIG.yml", words: str = "a configuration file"
-) -> None:
-    """Add a configuration file and its settings."""
-    parser.add_argument("config", metavar=metavar, help=words)
-    parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", default=[], help="settings that take precedence over the file"
-    )
+def arg(metavar: str | None, words: str, **options: Any) -> dict[str, Any]:
+    """Return what `add_argument` takes besides the name; without a metavar and other options, that of a switch."""
+    kind = {"metavar": metavar} if metavar is not None else {} if options else {"action": "store_true"}
+    return {**kind, "help": words, **options}
 
 
-def add_devices_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the number of devices to plan for."""
-    parser.add_argument("--devices", type=int, metavar="N", help="plan for N devices instead of those of this machine")
-
-
-def add_topology_argument(parser: argparse.ArgumentParser, purpose: str) -> None:
-    """Add the name of TPU slices."""
-    parser.add_argument(
-        "--topology", metavar="NAME", help=f"{purpose} TPU slices such as v5e:4x4, v5litepod-16 or 2*v5p-128, without them"
-    )
-
-
-def add_fake_devices_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the number of simulated devices."""
-    parser.add_argument("--fake-devices", type=int, metavar="N", help="simulate N CPU devices")
+# Arguments that several commands have, by name.
+OVERRIDES = {"overrides": arg("key=value", "settings that take precedence over the file", nargs="*", default=[])}
+CONFIG = {"config": arg("CONFIG.yml", "a configuration file"), **OVERRIDES}
+DEVICES = {"--devices": arg("N", "plan for N devices instead of those of this machine", type=int)}
+FAKE_DEVICES = {"--fake-devices": arg("N", "simulate N CPU devices", type=int)}
+SLICES = "TPU slices such as v5e:4x4, v5litepod-16 or 2*v5p-128, without them"
+TOPOLOGY = {"--topology": arg("NAME", f"plan for {SLICES}")}
 
 
 def environment() -> dict[str, str]:
@@ -93,14 +84,13 @@ def is_rollout_file(path: str | Path) -> bool:
 
 def count_devices(args: argparse.Namespace, config: Config | RolloutConfig) -> int:
     """Return the devices of `--topology`, `--devices`, the configuration, or this machine; only the last needs JAX."""
-    if getattr(args, "topology", None) is not None:
+    if (topology := named_topology(args)) is not None:
         if args.devices is not None:
             raise ConfigError("--topology has a number of devices; leave --devices out", key="devices")
-        num_devices = Topology.parse(args.topology).num_devices
-        if config.num_devices not in (AUTO, num_devices):
-            rule = f"num_devices={config.num_devices}, but topology={args.topology} has {num_devices}"
-            raise ConfigError(rule, key="num_devices", nearest=(num_devices, AUTO))
-        return num_devices
+        if config.num_devices not in (AUTO, topology.num_devices):
+            rule = f"num_devices={config.num_devices}, but topology={args.topology} has {topology.num_devices}"
+            raise ConfigError(rule, key="num_devices", nearest=(topology.num_devices, AUTO))
+        return topology.num_devices
     if args.devices is not None:
         if args.devices < 1:
             raise ConfigError(f"--devices={args.devices} must be at least 1", key="num_devices", nearest=(1,))
@@ -110,6 +100,25 @@ def count_devices(args: argparse.Namespace, config: Config | RolloutConfig) -> i
     import jax
 
     return jax.device_count()
+
+
+def run_config(folder: Path) -> Path:
+    """Return the file with the configuration of a run in its folder."""
+    if not (folder / CONFIG_FILE).is_file():
+        raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}", path=COMMAND_LINE)
+    return folder / CONFIG_FILE
+
+
+def named_topology(args: argparse.Namespace) -> Topology | None:
+    """Return the slices of `--topology`, or None."""
+    name = getattr(args, "topology", None)
+    return None if name is None else Topology.parse(name)
+
+
+def read_plan(args: argparse.Namespace, path: str, overrides: Sequence[str]) -> tuple[Config, RampPlan]:
+    """Return the configuration in a file, with the environment's variables and the slices of `--topology`, and its plan."""
+    config = with_slices(load_config(path, overrides, environ=environment()), named_topology(args))
+    return config, build_plan(config, count_devices(args, config))
 
 
 def skip_absent_tpu() -> None:
@@ -156,17 +165,12 @@ def has_accelerators() -> bool:
     """
     if os.environ.get("JAX_PLATFORMS") == "cpu":
         return False
-    return accelerator_plugins() or any(any(DEVICES.glob(name)) for name in TPU_FILES)
+    return accelerator_plugins() or any(any(DEVICE_FILES.glob(name)) for name in TPU_FILES)
 
 
 def accelerator_plugins() -> bool:
     """Return whether JAX has a plugin for another accelerator, such as a GPU."""
     return importlib.util.find_spec("jax_plugins") is not None or bool(importlib.metadata.entry_points(group="jax_plugins"))
-
-
-def named_topology(args: argparse.Namespace) -> Topology | None:
-    """Return the slices of `--topology`, or None."""
-    return None if args.topology is None else Topology.parse(args.topology)
 
 
 def describe_topology(topology: Topology) -> str:
@@ -193,11 +197,14 @@ def use_fake_devices(number: int | None) -> None:
     jax.config.update("jax_num_cpu_devices", number)
 
 
-def check_output(path: str | None, suffixes: Sequence[str]) -> None:
-    """Refuse an output file with another suffix or in no folder, before the work."""
+def check_picture(path: str | None) -> None:
+    """Refuse a picture with another suffix, in no folder or without matplotlib, before the work."""
     if path is None:
         return
-    if Path(path).suffix.lower() not in suffixes:
-        raise ConfigError(f"cannot write {path}: it must end in {', '.join(suffixes)}", key="output", nearest=tuple(suffixes))
+    from rampup.show.figures import FORMATS, import_matplotlib
+
+    if Path(path).suffix.lower() not in FORMATS:
+        raise ConfigError(f"cannot write {path}: it must end in {', '.join(FORMATS)}", key="output", nearest=FORMATS)
     if not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {Path(path).absolute().parent}", key="output")
+    import_matplotlib("figure")

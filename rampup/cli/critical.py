@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from rampup.cli.common import Result, add_fake_devices_argument, use_fake_devices
+from rampup.cli.common import FAKE_DEVICES, Result, arg, use_fake_devices
 from rampup.errors import ConfigError
 from rampup.plan.numbers import exact_fraction, parse_count
 
@@ -15,25 +15,17 @@ if TYPE_CHECKING:
     from rampup.lm.branches import CriticalBatch
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rampup critical`."""
-    parser.add_argument("run", metavar="RUN_DIR", help="the folder of a run; it is only read, also while the run is training")
-    parser.add_argument("--step", type=int, metavar="N", help="branch from the checkpoint of step N instead of the newest")
-    parser.add_argument(
-        "--multiples",
-        metavar="K,K,...",
-        help="factors of the run's batch; by default 1/4,1/2,1,2,4,8, without fractions that give no legal batch",
-    )
-    parser.add_argument(
-        "--tokens", metavar="WINDOW", help="tokens that each branch trains on; by default 20 steps of the largest batch"
-    )
-    parser.add_argument(
-        "--tolerance", default="0.01", metavar="NATS", help="loss by which a larger batch may be worse, 0.01 by default"
-    )
-    parser.add_argument(
-        "--work", metavar="DIR", help="folder from which an interrupted measurement resumes, RUN_DIR.critical by default"
-    )
-    add_fake_devices_argument(parser)
+ARGUMENTS = {
+    "run": arg("RUN_DIR", "the folder of a run; it is only read, also while the run is training"),
+    "--step": arg("N", "branch from the checkpoint of step N instead of the newest", type=int),
+    "--multiples": arg(
+        "K,K,...", "factors of the run's batch; by default 1/4,1/2,1,2,4,8, without fractions that give no legal batch"
+    ),
+    "--tokens": arg("WINDOW", "tokens that each branch trains on; by default 20 steps of the largest batch"),
+    "--tolerance": arg("NATS", "loss by which a larger batch may be worse, 0.01 by default", default="0.01"),
+    "--work": arg("DIR", "folder from which an interrupted measurement resumes, RUN_DIR.critical by default"),
+    **FAKE_DEVICES,
+}
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
@@ -65,21 +57,15 @@ def _print_result(found: CriticalBatch, console: Console) -> None:
     from rampup.show.console import make_table, print_notes
     from rampup.show.format import format_value
 
-    def cell(value: float | None, form: str) -> str:
-        return "-" if value is None else form.format(value)
-
-    rows = [
-        (
-            f"{branch.multiple}x",
-            f"{branch.global_batch_size:,}",
-            format_value(rate),
-            cell(branch.loss, "{:.4f}"),
-            cell(branch.difference, "{:+.4f}"),
-            cell(branch.standard_error if branch.difference is not None else None, "{:.4f}"),
-            "stopped early" if branch.stopped else "",
-        )
-        for branch, rate in zip(found.branches, found.learning_rates, strict=True)
-    ]
+    rows, close = [], []
+    for branch, rate in zip(found.branches, found.learning_rates, strict=True):
+        # The smallest branch has no difference, and so no error of it.
+        measured = (branch.loss, branch.difference, None if branch.difference is None else branch.standard_error)
+        cells = ["-" if x is None else f"{x:{form}}" for x, form in zip(measured, (".4f", "+.4f", ".4f"), strict=True)]
+        sizes = (f"{branch.multiple}x", f"{branch.global_batch_size:,}", format_value(rate))
+        rows.append((*sizes, *cells, "stopped early" if branch.stopped else ""))
+        if None not in measured[1:] and not branch.stopped:
+            close += [sizes[1]] if abs(branch.difference - found.tolerance) < 2 * branch.standard_error else []
     titles = ("branch", "batch", "learning rate", "smoothed loss", "worse by", "+-", "")
     console.print(make_table(console, titles, rows, left=1))
     relation = {"exact": "", "at_least": "at least ", "at_most": "at most "}[found.bound]
@@ -100,15 +86,8 @@ def _print_result(found: CriticalBatch, console: Console) -> None:
     else:
         console.print(f"gradient noise scale measured by the run: {found.noise_scale_samples} samples")
         print_notes([] if found.disagreement is None else [found.disagreement], console)
-    close = [
-        branch.global_batch_size
-        for branch in found.branches
-        if branch.difference is not None
-        and branch.standard_error is not None
-        and not branch.stopped
-        and abs(branch.difference - found.tolerance) < 2 * branch.standard_error
-    ]
     if close:
-        batches = ", ".join(f"{size:,}" for size in close)
-        print_notes([f"within two standard errors of the tolerance: {batches}; a longer --tokens decides them"], console)
+        print_notes(
+            [f"within two standard errors of the tolerance: {', '.join(close)}; a longer --tokens decides them"], console
+        )
     console.print(f"kept in {found.folder}")

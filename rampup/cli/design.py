@@ -13,41 +13,39 @@ from rich.console import Console
 import rampup
 from rampup.batch_size.design_model import FRUGAL_WASTE
 from rampup.batch_size.noise_scale import NoiseEstimate
-from rampup.cli.common import Result, add_config_arguments, check_output, count_devices, environment
+from rampup.cli.common import DEVICES, OVERRIDES, Result, arg, check_picture, count_devices, environment, run_config
 from rampup.config.load import COMMAND_LINE
-from rampup.config.schema import Config
 from rampup.errors import ConfigError
 from rampup.loop.run_folder import CONFIG_FILE, METRICS_FILE, as_path, read_lines_backwards
 from rampup.plan.numbers import AUTO, parse_count
 from rampup.show.console import make_table, print_notes
-from rampup.show.figures import DEFAULT_WIDTH, FORMATS, LINES, import_matplotlib, line_style, new_figure, prepare, save
+from rampup.show.figures import DEFAULT_WIDTH, LINES, line_style, new_figure, prepare, save
 from rampup.show.format import format_si, format_value
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rampup design`."""
-    add_config_arguments(parser, "CONFIG.yml|RUN_DIR", "a configuration file, or the folder of a measured run")
-    parser.add_argument("--train-tokens", metavar="TOKENS", help="tokens of the run to design, such as 300B")
-    parser.add_argument(
-        "--measured",
-        metavar="RUN_DIR",
+ARGUMENTS = {
+    "config": arg("CONFIG.yml|RUN_DIR", "a configuration file, or the folder of a measured run"),
+    **OVERRIDES,
+    "--train-tokens": arg("TOKENS", "tokens of the run to design, such as 300B"),
+    "--measured": arg(
+        "RUN_DIR",
+        "a measured run, or a file with the output of `rampup tune --json`, for step times; can be repeated",
         action="append",
         default=[],
-        help="a measured run, or a file with the output of `rampup tune --json`, for step times; can be repeated",
-    )
-    parser.add_argument("--max-batch", metavar="SAMPLES", help="largest global batch to consider")
-    parser.add_argument("--devices", type=int, metavar="N", help="plan for N devices instead of those of this machine")
-    parser.add_argument(
-        "--cost-per-prompt",
+    ),
+    "--max-batch": arg("SAMPLES", "largest global batch to consider"),
+    **DEVICES,
+    "--cost-per-prompt": arg(
+        "RESPONSES",
+        "of a run of reinforcement learning: the cost of a prompt in units of that of one response; default 0",
         type=float,
-        metavar="RESPONSES",
-        help="of a run of reinforcement learning: the cost of a prompt in units of that of one response; default 0",
-    )
-    parser.add_argument("-o", "--output", metavar="FILE", help="draw the candidates into a .png, .svg or .pdf file")
+    ),
+    "-o --output": arg("FILE", "draw the candidates into a .png, .svg or .pdf file"),
+}
 
 
 def run(args: argparse.Namespace, console: object) -> Result:
-    """Design schedules, and predict their steps, hours and loss."""
+    """Design schedules, and predict their steps, hours and loss; of a run of rollouts, the sizes that its noise is worth."""
     from rampup.rl.config import is_rollout_file
 
     source = as_path(args.config)
@@ -56,10 +54,15 @@ def run(args: argparse.Namespace, console: object) -> Result:
     if args.cost_per_prompt is not None:
         problem = "--cost-per-prompt is for the folder of a run of reinforcement learning; leave it out"
         raise ConfigError(problem, path=COMMAND_LINE, key="cost-per-prompt")
-    config, folders = _read_inputs(args)
-    if args.output is not None:
-        check_output(args.output, FORMATS)
-        import_matplotlib("figure")  # it must not turn out to be missing after the work
+    folders = [as_path(path) for path in args.measured]
+    if source.is_dir():
+        folders = [source, *folders]
+    elif not folders:
+        problem = "a design needs measurements: give --measured RUN_DIR, a run with measure_gradient_noise=true or one that "
+        raise ConfigError(f"{problem}`rampup critical` has measured", path=COMMAND_LINE, key="measured")
+    file = run_config(source) if source.is_dir() else args.config
+    config = rampup.load_config(file, args.overrides, environ=environment())
+    check_picture(args.output)
     tokens = None if args.train_tokens is None else parse_count(args.train_tokens, what="train-tokens")
     most = None if args.max_batch is None else parse_count(args.max_batch, what="max-batch", key="max-batch")
     devices = count_devices(args, config)
@@ -76,61 +79,35 @@ def _rollout_sizes(args: argparse.Namespace, folder: Path) -> Result:
 
     names = ("train_tokens", "measured", "max_batch", "devices", "output")
     if others := [name for name in names if getattr(args, name)]:
-        problem = (
-            f"--{others[0].replace('_', '-')} is for ramps of pre-training; leave it out for a run of reinforcement learning"
-        )
-        raise ConfigError(problem, path=COMMAND_LINE, key=others[0])
+        rule = "is for ramps of pre-training; leave it out for a run of reinforcement learning"
+        raise ConfigError(f"--{others[0].replace('_', '-')} {rule}", path=COMMAND_LINE, key=others[0])
     cost = args.cost_per_prompt or 0.0
     if not 0 <= cost < math.inf:
         raise ConfigError(f"--cost-per-prompt={cost} must be 0 or more", path=COMMAND_LINE, key="cost-per-prompt", nearest=(0,))
     config = load_rollout_config(folder / CONFIG_FILE, args.overrides, environ=environment())
     # Without the settings of this command: the noise scale in the lines is that of the responses that the run had.
-    measured = load_rollout_config(folder / CONFIG_FILE).num_generations
-    if config.num_generations != measured:
-        raise ConfigError(
-            f"rl.num_generations={config.num_generations} is not that of the run, whose noise scale is for {measured} "
-            "responses; leave it out: the command lists other numbers of responses",
-            path=COMMAND_LINE,
-            key="rl.num_generations",
-            nearest=(measured,),
-        )
+    key, responses, measured = "rl.num_generations", config.num_generations, load_rollout_config(folder / CONFIG_FILE)
+    if responses != measured.num_generations:
+        rule = f"is not that of the run, whose noise scale is for {measured.num_generations} responses"
+        problem = f"{key}={responses} {rule}; leave it out: the command lists other numbers of responses"
+        raise ConfigError(problem, path=COMMAND_LINE, key=key, nearest=(measured.num_generations,))
     lines = (line for line in read_lines_backwards(folder / METRICS_FILE) if line.get("noise_between_prompts") is not None)
-    sizes = {"responses": config.num_generations, "reuse": config.num_iterations, "cost_per_prompt": cost}
-    facts = advice_from_line(next(lines, {}), **sizes)
+    facts = advice_from_line(next(lines, {}), responses=responses, reuse=config.num_iterations, cost_per_prompt=cost)
     facts["mini_batch_prompts"] = config.batch_size if config.mini_batch_size == AUTO else config.mini_batch_size
 
     def show(console: Any) -> None:
-        scale = NoiseEstimate(**facts["noise_scale_prompts"])
-        console.print(f"noise scale: {scale} prompts, with {config.num_generations} responses each")
-        console.print(
-            f"a mini batch has {facts['mini_batch_prompts']} prompts; above the noise scale, more prompts pay less and less"
-        )
+        scale, prompts = NoiseEstimate(**facts["noise_scale_prompts"]), facts["mini_batch_prompts"]
+        console.print(f"noise scale: {scale} prompts, with {responses} responses each")
+        console.print(f"a mini batch has {prompts} prompts; above the noise scale, more prompts pay less and less")
         for name, what in (("between", "between prompts"), ("within", "within a prompt's responses")):
             console.print(f"variance {what}: {NoiseEstimate(**facts[f'noise_{name}_prompts'])}")
         for row in facts["choices"]:
-            prompts = "" if row["prompts"] is None else f"{row['prompts']:,.3g} prompts, "
+            some = "" if row["prompts"] is None else f"{row['prompts']:,.3g} prompts, "
             console.print(
-                f"{row['num_generations']:3} responses: {prompts}{row['relative_cost']:.2f} of the cost for the same noise"
+                f"{row['num_generations']:3} responses: {some}{row['relative_cost']:.2f} of the cost for the same noise"
             )
 
     return Result(facts=facts, show=show)
-
-
-def _read_inputs(args: argparse.Namespace) -> tuple[Config, list[Path]]:
-    """Return the configuration, and the folders and files with measurements."""
-    source, measured = as_path(args.config), [as_path(path) for path in args.measured]
-    if not source.is_dir():
-        if not measured:
-            raise ConfigError(
-                "a design needs measurements: give --measured RUN_DIR, a run with measure_gradient_noise=true or one that "
-                "`rampup critical` has measured",
-                path=COMMAND_LINE,
-                key="measured",
-            )
-        return rampup.load_config(args.config, args.overrides, environ=environment()), measured
-    if not (source / CONFIG_FILE).is_file():
-        raise ConfigError(f"{source} is not the folder of a run: it has no {CONFIG_FILE}", path=COMMAND_LINE)
-    return rampup.load_config(source / CONFIG_FILE, args.overrides, environ=environment()), [source, *measured]
 
 
 def print_design(facts: Mapping[str, Any], console: Console) -> None:
@@ -159,9 +136,8 @@ def print_design(facts: Mapping[str, Any], console: Console) -> None:
     console.print(make_table(console, titles, rows, left=1))
     console.print("*: the fastest to the loss that the smallest batch has at the end")
     if any("frugal" in candidate["name"] for candidate in facts["candidates"]):
-        console.print(
-            f"frugal: the fastest that wastes at most {FRUGAL_WASTE:.0%} of the samples (the smallest batch wastes none)"
-        )
+        frugal = f"the fastest that wastes at most {FRUGAL_WASTE:.0%} of the samples (the smallest batch wastes none)"
+        console.print(f"frugal: {frugal}")
     for candidate in facts["candidates"]:
         console.print(f'{candidate["name"]}: batch_size_schedule="{candidate["batch_size_schedule"]}"')
     console.print("This is a model, not a measurement. It assumes:")

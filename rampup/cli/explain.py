@@ -8,16 +8,13 @@ from typing import Any
 
 from rich.console import Console
 
-from rampup.cli.common import Result
+from rampup.cli.common import Result, arg
 from rampup.config.files import BASE_FILE, explain
 from rampup.rl.config import ROLLOUT_FILE
 from rampup.show.console import make_table, print_explanation
 from rampup.show.format import format_bytes, format_value
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rampup explain`."""
-    parser.add_argument("key", metavar="KEY", help="a key of base.yml or rl.yml, or the word topology")
+ARGUMENTS = {"key": arg("KEY", "a key of base.yml or rl.yml, or the word topology")}
 
 
 def run(args: argparse.Namespace, console: object) -> Result:
@@ -34,17 +31,12 @@ def run(args: argparse.Namespace, console: object) -> Result:
 def print_topologies(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print the TPU slices that can be planned and compiled for, with the figures of a device and their sources."""
     titles = ["topology", "product", "devices", "HBM", "bfloat16\nTFLOP/s", "HBM\nGB/s", "links\nGB/s"]
+    scales = {"peak_flops": 1e12, "hbm_bandwidth": 1e9, "ici_bandwidth": 1e9}
     table = make_table(console, titles, left=2)
     for row in rows:
-        table.add_row(
-            row["name"],
-            row["product_name"],
-            format_value(row["num_devices"]),
-            format_bytes(row["hbm_bytes"]),
-            f"{row['peak_flops'] / 1e12:,.4g}",
-            f"{row['hbm_bandwidth'] / 1e9:,.4g}",
-            f"{row['ici_bandwidth'] / 1e9:,.4g}",
-        )
+        rates = [f"{row[name] / scale:,.4g}" for name, scale in scales.items()]
+        sizes = (format_value(row["num_devices"]), format_bytes(row["hbm_bytes"]))
+        table.add_row(row["name"], row["product_name"], *sizes, *rates)
     console.print(table)
     console.print(
         "HBM is what the compiler (libtpu 0.0.50) lets a program use; the other figures are published, for one device:"

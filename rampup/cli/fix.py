@@ -9,17 +9,12 @@ import sys
 from pathlib import Path
 
 import rampup
-from rampup.cli.common import Result, add_config_arguments, add_devices_argument, count_devices, environment, is_rollout_file
+from rampup.cli.common import CONFIG, DEVICES, Result, arg, count_devices, environment, is_rollout_file
 from rampup.config.fix import find_fix, write_fix
 from rampup.errors import ConfigError
 from rampup.show.console import print_fix
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rampup fix`."""
-    add_config_arguments(parser)
-    add_devices_argument(parser)
-    parser.add_argument("--write", action="store_true", help="write the file instead of only printing the patch")
+ARGUMENTS = CONFIG | DEVICES | {"--write": arg(None, "write the file instead of only printing the patch")}
 
 
 def run(args: argparse.Namespace, console: object) -> Result:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 
-from rampup.cli.common import Result
+from rampup.cli.common import Result, arg
 from rampup.errors import ConfigError
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rampup inspect`."""
-    parser.add_argument("program", metavar="FILE", help="the text of a compiled program: compiled.as_text(), or XLA's dump")
-    parser.add_argument(
-        "--mesh", metavar="AXES", help="the axes of its mesh, such as data=4,fsdp=2, to name those of collectives"
-    )
-    parser.add_argument("--loop-trips", metavar="N[,N]", help="iterations of loops whose bound is an argument, from outside in")
+ARGUMENTS = {
+    "program": arg("FILE", "the text of a compiled program: compiled.as_text(), or XLA's dump"),
+    "--mesh": arg("AXES", "the axes of its mesh, such as data=4,fsdp=2, to name those of collectives"),
+    "--loop-trips": arg("N[,N]", "iterations of loops whose bound is an argument, from outside in"),
+}
 
 
 def run(args: argparse.Namespace, console: object) -> Result:

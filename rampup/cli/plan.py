@@ -10,58 +10,47 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 import rampup
-from rampup.cli.common import (
-    Result,
-    add_config_arguments,
-    add_devices_argument,
-    add_topology_argument,
-    count_devices,
-    describe_topology,
-    environment,
-    is_rollout_file,
-    named_topology,
-)
-from rampup.config.build import list_devices, possible_devices, with_slices
+from rampup.cli import common
+from rampup.cli.common import Result, arg
+from rampup.config.build import list_devices, possible_devices
 from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError, RampDefinitionError
-from rampup.show.console import MAX_PHASES, print_hyperparameters, print_plan
+from rampup.plan.numbers import SUFFIXES, exact_fraction, parse_count
+from rampup.plan.plan import token_budget
+from rampup.show.console import MAX_PHASES, print_budget, print_comparison, print_hyperparameters, print_plan, print_rollout
 
 if TYPE_CHECKING:
     from rampup.dialects.export import Exported
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rampup plan`."""
-    add_config_arguments(parser)
-    add_devices_argument(parser)
-    add_topology_argument(parser, "plan for")
-    parser.add_argument("--all", action="store_true", help=f"print every phase, also if there are more than {MAX_PHASES}")
-    parser.add_argument("--hyperparameters", action="store_true", help="show the hyperparameters of every phase")
-    parser.add_argument(
-        "--other-devices", action="store_true", help="show the numbers of devices on which all batches of this plan run"
-    )
-    parser.add_argument("--diff", metavar="OTHER.yml", help="compare with another plan; key=value applies to the first only")
-    parser.add_argument("--budget", metavar="TOKENS", help="show what a number of tokens means, for example 300B")
-    parser.add_argument("--tokens-per-second", metavar="X", help="with --budget: a throughput, for the time")
-    parser.add_argument("--measured", metavar="RUN_DIR", help="with --budget: the throughput of a run's metrics.jsonl")
-    parser.add_argument(
-        "--export",
-        metavar="SYSTEM",
-        help="the sizes in the keys of another system: maxtext, megatron, levanter or "
-        "olmo_core; of a rollout: maxtext_rl, verl, skyrl or trlx",
-    )
-    parser.add_argument("-o", "--output", metavar="FILE", help="with --export: write the file instead of printing it")
+ARGUMENTS = {
+    **common.CONFIG,
+    **common.DEVICES,
+    **common.TOPOLOGY,
+    "--all": arg(None, f"print every phase, also if there are more than {MAX_PHASES}"),
+    "--hyperparameters": arg(None, "show the hyperparameters of every phase"),
+    "--other-devices": arg(None, "show the numbers of devices on which all batches of this plan run"),
+    "--diff": arg("OTHER.yml", "compare with another plan; key=value applies to the first only"),
+    "--budget": arg("TOKENS", "show what a number of tokens means, for example 300B"),
+    "--tokens-per-second": arg("X", "with --budget: a throughput, for the time"),
+    "--measured": arg("RUN_DIR", "with --budget: the throughput of a run's metrics.jsonl"),
+    "--export": arg(
+        "SYSTEM",
+        "the sizes in the keys of another system: maxtext, megatron, levanter or olmo_core; of a rollout: maxtext_rl, verl, "
+        "skyrl or trlx",
+    ),
+    "-o --output": arg("FILE", "with --export: write the file instead of printing it"),
+}
 
 
 def run(args: argparse.Namespace, console: object) -> Result:
     """Plan a configuration."""
-    rollout = is_rollout_file(args.config)
+    rollout = common.is_rollout_file(args.config)
     _check_options(args, rollout=rollout)
     if rollout:
         return _plan_rollout(args)
-    topology = named_topology(args)
-    config = with_slices(rampup.load_config(args.config, args.overrides, environ=environment()), topology)
-    plan = rampup.build_plan(config, count_devices(args, config))
+    topology = common.named_topology(args)
+    config, plan = common.read_plan(args, args.config, args.overrides)
     max_phases = None if args.all else MAX_PHASES
     if args.diff is not None:
         return _compare(args, config, plan, max_phases)
@@ -87,7 +76,7 @@ def run(args: argparse.Namespace, console: object) -> Result:
         if rows is not None:
             print_hyperparameters(plan, rows, console, max_phases=max_phases)
         if topology is not None:
-            console.print(describe_topology(topology))
+            console.print(common.describe_topology(topology))
         if devices is not None:
             console.print(f"Numbers of devices that can run these batches: {list_devices(devices)}")
 
@@ -98,30 +87,28 @@ def _check_options(args: argparse.Namespace, *, rollout: bool) -> None:
     """Refuse options that exclude each other."""
     names = ("diff", "budget", "hyperparameters", "other_devices", *(() if rollout else ("export",)))
     given = [name.replace("_", "-") for name in names if getattr(args, name)]
+    rates = [name.replace("_", "-") for name in ("tokens_per_second", "measured") if getattr(args, name) is not None]
+    key, text = None, ""
     if len(given) > 1 and set(given) != {"hyperparameters", "other-devices"}:
-        text = " and ".join(f"--{name}" for name in given)
-        raise ConfigError(f"{text} exclude each other; leave one out", key=given[0], path=COMMAND_LINE)
-    if args.output is not None and args.export is None:
-        raise ConfigError("-o is the file of --export; add --export SYSTEM", key="output", path=COMMAND_LINE)
-    if rollout and given:
-        raise ConfigError(f"--{given[0]} is for a pre-training plan, not for a rollout", key=given[0], path=COMMAND_LINE)
-    rates = [name for name in ("tokens_per_second", "measured") if getattr(args, name) is not None]
-    if rates and args.budget is None:
-        name = rates[0].replace("_", "-")
-        raise ConfigError(f"--{name} gives the time of a token budget; add --budget", key=name, path=COMMAND_LINE)
-    if len(rates) > 1:
-        raise ConfigError(
-            "--tokens-per-second and --measured both give the throughput; leave one out", key=rates[1], path=COMMAND_LINE
-        )
+        key, text = given[0], f"{' and '.join(f'--{name}' for name in given)} exclude each other; leave one out"
+    elif args.output is not None and args.export is None:
+        key, text = "output", "-o is the file of --export; add --export SYSTEM"
+    elif rollout and given:
+        key, text = given[0], f"--{given[0]} is for a pre-training plan, not for a rollout"
+    elif rates and args.budget is None:
+        key, text = rates[0], f"--{rates[0]} gives the time of a token budget; add --budget"
+    elif len(rates) > 1:
+        key, text = rates[1], "--tokens-per-second and --measured both give the throughput; leave one out"
+    if key is not None:
+        raise ConfigError(text, key=key, path=COMMAND_LINE)
 
 
 def _plan_rollout(args: argparse.Namespace) -> Result:
     from rampup.dialects.export import export_rollout
     from rampup.rl.config import build_rollout_schedule, load_rollout_config, rollout_notes
-    from rampup.show.console import print_rollout
 
-    config = load_rollout_config(args.config, args.overrides, environ=environment())
-    num_devices = count_devices(args, config)
+    config = load_rollout_config(args.config, args.overrides, environ=common.environment())
+    num_devices = common.count_devices(args, config)
     schedule = build_rollout_schedule(config, num_devices)
     plan = schedule.stages[-1][1]
     if args.export is not None:
@@ -146,13 +133,10 @@ def _export(exported: Exported, args: argparse.Namespace) -> Result:
 
 def _compare(args: argparse.Namespace, config: rampup.Config, plan: rampup.RampPlan, max_phases: int | None) -> Result:
     """Compare a plan with the one of another file."""
-    from rampup.show.console import print_comparison
-
-    if is_rollout_file(args.diff):
+    if common.is_rollout_file(args.diff):
         raise ConfigError("--diff is for pre-training plans, not for a rollout", key="diff", path=args.diff)
-    other = with_slices(rampup.load_config(args.diff, environ=environment()), named_topology(args))
-    plans = (plan, rampup.build_plan(other, count_devices(args, other)))
-    changed = config.differences(other)
+    other, other_plan = common.read_plan(args, args.diff, ())
+    plans, changed = (plan, other_plan), config.differences(other)
     names = (" ".join([args.config, *args.overrides]), args.diff)
     return Result(
         facts={"a": plans[0].to_dict(), "b": plans[1].to_dict(), "changed_keys": changed},
@@ -162,10 +146,6 @@ def _compare(args: argparse.Namespace, config: rampup.Config, plan: rampup.RampP
 
 def _apply_budget(args: argparse.Namespace, config: rampup.Config, plan: rampup.RampPlan) -> Result:
     """Show what a budget of tokens means for a plan."""
-    from rampup.plan.numbers import parse_count
-    from rampup.plan.plan import token_budget
-    from rampup.show.console import print_budget
-
     if plan.auto_schedule == "follow":
         text = "--budget needs batches that are known before the run; batch_size_schedule=auto decides them during it"
         raise ConfigError(text, key="budget", path=COMMAND_LINE)
@@ -175,23 +155,16 @@ def _apply_budget(args: argparse.Namespace, config: rampup.Config, plan: rampup.
         from rampup.show.series import measured_throughput
 
         throughput = measured_throughput(args.measured)
-    if args.tokens_per_second is not None:
-        throughput = dict.fromkeys(plan.ramp.sizes, _parse_rate(args.tokens_per_second))
+    elif (text := args.tokens_per_second) is not None:  # with a suffix as for a count, or with decimals
+        name = "tokens-per-second"
+        parse = parse_count if text.strip()[-1:].upper() in SUFFIXES else exact_fraction
+        rate = Fraction(parse(text, what=name, key=name))
+        if rate <= 0:
+            raise RampDefinitionError(f"{name}={text} must be above 0", key=name)
+        throughput = dict.fromkeys(plan.ramp.sizes, rate)
     length = config.max_target_length
     budget = token_budget(plan.ramp, tokens=tokens, tokens_per_sample=length, tokens_per_second=throughput)
     return Result(
         facts={**plan.to_dict(), "budget": budget},
         show=lambda console: print_budget(budget, plan, console, measured=throughput or {}),
     )
-
-
-def _parse_rate(text: str) -> Fraction:
-    """Return a throughput, with a suffix as for a count or with decimals."""
-    from rampup.plan.numbers import SUFFIXES, exact_fraction, parse_count
-
-    name = "tokens-per-second"
-    suffixed = text.strip()[-1:].upper() in SUFFIXES
-    rate = Fraction(parse_count(text, what=name, key=name)) if suffixed else exact_fraction(text, what=name, key=name)
-    if rate <= 0:
-        raise RampDefinitionError(f"{name}={text} must be above 0", key=name)
-    return rate

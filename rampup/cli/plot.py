@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import rampup
-from rampup.cli.common import Result, add_devices_argument, count_devices, environment, is_rollout_file
+from rampup.cli.common import DEVICES, Result, arg, count_devices, environment, is_rollout_file
 from rampup.config.load import COMMAND_LINE, load_config
 from rampup.config.schema import Config, OptimizerKeys
 from rampup.errors import ConfigError
@@ -17,21 +17,19 @@ from rampup.plan.learning_rate import CLOCKS, Clock
 from rampup.plan.plan import RampPlan
 from rampup.show.series import RunMetrics
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rampup plot`."""
-    add_inputs_argument(parser)
-    add_devices_argument(parser)
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", help="a .png, .svg or .pdf file; by default NAME.png of the run or configuration"
-    )
-    parser.add_argument(
-        "--kind",
-        choices=("batch", "rate", "timetable", "runs"),
-        help="batch: batch size and cost of each phase (default for a configuration); rate: the learning rate on both clocks; "
+SOURCES = {"sources": arg("CONFIG.yml|RUN_DIR", "a configuration and key=value settings, or folders of runs", nargs="+")}
+ARGUMENTS = {
+    **SOURCES,
+    **DEVICES,
+    "-o --output": arg("FILE", "a .png, .svg or .pdf file; by default NAME.png of the run or configuration"),
+    "--kind": arg(
+        None,
+        "batch: batch size and cost of each phase (default for a configuration); rate: the learning rate on both clocks; "
         "timetable: the pipeline of the last phase; runs: loss, batch and tokens/s of runs (default for runs)",
-    )
-    parser.add_argument("--width", type=float, metavar="INCHES", help="of the picture; below 7, its panels are in one column")
+        choices=("batch", "rate", "timetable", "runs"),
+    ),
+    "--width": arg("INCHES", "of the picture; below 7, its panels are in one column", type=float),
+}
 
 
 def run(args: argparse.Namespace, console: object) -> Result:
@@ -45,7 +43,7 @@ def run(args: argparse.Namespace, console: object) -> Result:
     if kind == "runs":
         figures.draw_runs(inputs.read_runs(), output, **size)
     else:
-        config = inputs.read_config(environment())
+        config = inputs.read_config()
         plan = rampup.build_plan(config, count_devices(args, config))
         if kind == "rate":
             figures.draw_rate(plan, learning_rates(config, plan), output, **size)
@@ -54,13 +52,6 @@ def run(args: argparse.Namespace, console: object) -> Result:
         else:
             figures.draw_batch(plan, output, **size)
     return Result(facts={"kind": kind, "output": output}, show=lambda console: console.print(f"wrote {output}", soft_wrap=True))
-
-
-def add_inputs_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the words that `parse_inputs` sorts."""
-    parser.add_argument(
-        "sources", metavar="CONFIG.yml|RUN_DIR", nargs="+", help="a configuration and key=value settings, or folders of runs"
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,25 +69,24 @@ class CliInputs:
             return Path(self.config).stem
         return self.runs[0].resolve().name if len(self.runs) == 1 else "runs"
 
-    def read_config(self, environ: Mapping[str, str]) -> Config:
-        """Return the configuration, or the one that the run was last started with."""
-        if self.config is not None:
-            if is_rollout_file(self.config):
-                raise ConfigError(
-                    "a step of reinforcement learning has no ramp to draw; `rampup plan` and `rampup report` show it",
-                    path=self.config,
-                )
-            return load_config(self.config, self.overrides, environ=environ)
+    @property
+    def file(self) -> Path:
+        """The file with the configuration, of a run the one that it was last started with."""
         if len(self.runs) > 1:
             raise ConfigError(f"{len(self.runs)} runs are named; only their metrics can be drawn together", path=COMMAND_LINE)
-        file = self.runs[0] / CONFIG_FILE
-        if not file.is_file():
-            raise ConfigError(
-                f"{self.runs[0]} has no {CONFIG_FILE}, which `rampup train` writes; its metrics alone can be drawn: "
-                f"rampup plot {self.runs[0]} -o FILE",
-                path=COMMAND_LINE,
-            )
-        return load_config(file)
+        return Path(self.config) if self.config is not None else self.runs[0] / CONFIG_FILE
+
+    def read_config(self) -> Config:
+        """Return the configuration in `file`."""
+        if self.config is None:
+            if not self.file.is_file():
+                rule = f"{self.runs[0]} has no {CONFIG_FILE}, which `rampup train` writes; its metrics alone can be drawn: "
+                raise ConfigError(f"{rule}rampup plot {self.runs[0]} -o FILE", path=COMMAND_LINE)
+            return load_config(self.file)
+        if is_rollout_file(self.config):
+            rule = "a step of reinforcement learning has no ramp to draw; `rampup plan` and `rampup report` show it"
+            raise ConfigError(rule, path=self.config)
+        return load_config(self.config, self.overrides, environ=environment())
 
     def read_runs(self) -> tuple[RunMetrics, ...]:
         """Return the metrics of the runs, named after their folders."""
@@ -118,20 +108,21 @@ def parse_inputs(words: Sequence[str]) -> CliInputs:
         >>> parse_inputs(["configs/base.yml", "steps=3"]).overrides
         ('steps=3',)
     """
-    paths = {word: as_path(word) for word in words}
-    runs = tuple(paths[word] for word in words if paths[word].is_dir())
-    rest = [word for word in words if not paths[word].is_dir()]
-    overrides = tuple(word for word in rest if "=" in word and not paths[word].exists())
-    configs = [word for word in rest if word not in overrides]
+    runs = tuple(path for word in words if (path := as_path(word)).is_dir())
+    rest = [word for word in words if not as_path(word).is_dir()]
+    overrides = tuple(word for word in rest if "=" in word and not as_path(word).exists())
+    configs, key, problem = [word for word in rest if word not in overrides], None, None
     if len(configs) > 1:
-        raise ConfigError(f"one configuration at a time: {', '.join(configs[:5])}", path=COMMAND_LINE)
-    if configs and runs:
-        raise ConfigError("name a configuration or folders of runs, not both", path=COMMAND_LINE)
-    if not configs and not runs:
-        raise ConfigError("name a configuration or the folder of a run", path=COMMAND_LINE)
-    if runs and overrides:
+        problem = f"one configuration at a time: {', '.join(configs[:5])}"
+    elif configs and runs:
+        problem = "name a configuration or folders of runs, not both"
+    elif not configs and not runs:
+        problem = "name a configuration or the folder of a run"
+    elif runs and overrides:
         key = overrides[0].partition("=")[0]
-        raise ConfigError(f"{overrides[0]} cannot be applied: the settings of a run folder are fixed", key=key)
+        problem = f"{overrides[0]} cannot be applied: the settings of a run folder are fixed"
+    if problem is not None:
+        raise ConfigError(problem, key=key, path=None if key else COMMAND_LINE)
     return CliInputs(runs=runs, config=configs[0] if configs else None, overrides=overrides)
 
 

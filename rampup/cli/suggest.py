@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 
 from rampup.batch_size.scaling_laws import suggest_batch
-from rampup.cli.common import Result
+from rampup.cli.common import Result, arg
 from rampup.config.load import COMMAND_LINE
 from rampup.errors import ConfigError
 from rampup.rl.starting_sizes import suggest
 from rampup.show.console import print_batch_range, print_suggestion
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rampup suggest`."""
-    parser.add_argument("--params", metavar="N", help="parameters of the model, such as 6B; needed with --system")
-    parser.add_argument("--train-tokens", metavar="D", help="tokens of a pre-training run, such as 300B")
-    parser.add_argument("--system", metavar="NAME", help="for reinforcement learning: trlx, skyrl, verl or maxtext_rl")
-    parser.add_argument("--memory-gib", metavar="GIB", help="with --system: memory of one device, for the rule of thumb")
+ARGUMENTS = {
+    "--params": arg("N", "parameters of the model, such as 6B; needed with --system"),
+    "--train-tokens": arg("D", "tokens of a pre-training run, such as 300B"),
+    "--system": arg("NAME", "for reinforcement learning: trlx, skyrl, verl or maxtext_rl"),
+    "--memory-gib": arg("GIB", "with --system: memory of one device, for the rule of thumb"),
+}
 
 
 def run(args: argparse.Namespace, console: object) -> Result:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import argparse
 
-from rampup.cli.common import Result
+from rampup.cli.common import Result, arg
 from rampup.plan.numbers import exact_fraction
 from rampup.plan.timetable import Timetable
 from rampup.show.console import print_timetable
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rampup timetable`."""
-    parser.add_argument("--stages", type=int, required=True, metavar="P", help="pipeline stages")
-    parser.add_argument("--microbatches", type=int, required=True, metavar="M", help="microbatches of one pass")
-    parser.add_argument("--repeats", type=int, default=1, metavar="V", help="layer chunks per stage (default 1)")
-    parser.add_argument(
-        "--schedule", metavar="NAME", help="gpipe, 1f1b (default), interleaved (default with repeats), circular or zb-h1"
-    )
-    parser.add_argument("--forward-cost", default="1", metavar="T", help="of a whole stage (default 1)")
-    parser.add_argument("--backward-cost", default="2", metavar="T", help="of a whole stage (default 2)")
-    parser.add_argument("-o", "--output", metavar="FILE", help="draw it into a .png, .svg or .pdf file")
+ARGUMENTS = {
+    "--stages": arg("P", "pipeline stages", type=int, required=True),
+    "--microbatches": arg("M", "microbatches of one pass", type=int, required=True),
+    "--repeats": arg("V", "layer chunks per stage (default 1)", type=int, default=1),
+    "--schedule": arg("NAME", "gpipe, 1f1b (default), interleaved (default with repeats), circular or zb-h1"),
+    "--forward-cost": arg("T", "of a whole stage (default 1)", default="1"),
+    "--backward-cost": arg("T", "of a whole stage (default 2)", default="2"),
+    "-o --output": arg("FILE", "draw it into a .png, .svg or .pdf file"),
+}
 
 
 def run(args: argparse.Namespace, console: object) -> Result:

@@ -4,64 +4,35 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 import rampup
-from rampup.cli.common import (
-    EXIT_INTERRUPTED,
-    Result,
-    add_config_arguments,
-    add_fake_devices_argument,
-    environment,
-    use_fake_devices,
-)
-from rampup.config.load import COMMAND_LINE
+from rampup.cli.common import EXIT_INTERRUPTED, FAKE_DEVICES, OVERRIDES, Result, arg, environment, run_config, use_fake_devices
 from rampup.config.schema import Config
 from rampup.errors import ConfigError
-from rampup.loop.run_folder import CONFIG_FILE, absolute_path, as_path
+from rampup.loop.run_folder import absolute_path, as_path
 from rampup.rl.config import RolloutConfig, is_rollout_file, load_rollout_config
 from rampup.show.console import print_facts
 from rampup.show.progress import TrainProgress
 
 JSON_KEYS = (
-    "steps",
-    "consumed_samples",
-    "first_loss",
-    "final_loss",
-    "num_compilations",
-    "ramp_steps",
-    "tokens_per_second",
-    "checkpoint",
-    "seconds",
-    "first_eval_loss",
-    "final_eval_loss",
+    *("steps", "consumed_samples", "first_loss", "final_loss", "num_compilations", "ramp_steps", "tokens_per_second"),
+    *("checkpoint", "seconds", "first_eval_loss", "final_eval_loss"),
 )
 ROLLOUT_JSON_KEYS = (
-    *(
-        "steps",
-        "samples",
-        "accuracy_before",
-        "accuracy_after",
-        "reward_first",
-        "reward_last",
-        "num_compilations",
-        "seconds_by_part",
-    ),
-    "checkpoint",
+    *("steps", "samples", "accuracy_before", "accuracy_after", "reward_first", "reward_last", "num_compilations"),
+    *("seconds_by_part", "checkpoint"),
 )
 # Only with `batch_size_schedule: auto`.
 AUTO_KEYS = ("batch_size_schedule",)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rampup train`."""
-    add_config_arguments(parser, "CONFIG.yml|RUN_DIR", "a configuration file, or the folder of a run to resume")
-    add_fake_devices_argument(parser)
-    parser.add_argument("--quiet", action="store_true", help="print the summary only")
+ARGUMENTS = {
+    "config": arg("CONFIG.yml|RUN_DIR", "a configuration file, or the folder of a run to resume"),
+    **OVERRIDES,
+    **FAKE_DEVICES,
+    "--quiet": arg(None, "print the summary only"),
+}
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
@@ -69,17 +40,13 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     config = _read_config(args)
     use_fake_devices(args.fake_devices)
     if isinstance(config, RolloutConfig):
-        from rampup.rl.train import train as train_rollouts
+        from rampup.rl.train import train
 
-        return _train(args, console, config, train_rollouts, ROLLOUT_JSON_KEYS)
-    from rampup.lm.train import train
+        json_keys = ROLLOUT_JSON_KEYS
+    else:
+        from rampup.lm.train import train
 
-    return _train(args, console, config, train, JSON_KEYS)
-
-
-def _train(
-    args: argparse.Namespace, console: Console, config: Any, train: Callable[..., Any], json_keys: tuple[str, ...]
-) -> Result:
+        json_keys = JSON_KEYS + AUTO_KEYS
     options = "" if args.fake_devices is None else f" --fake-devices {args.fake_devices}"
     progress = TrainProgress(console, log_period=config.log_period, quiet=args.quiet, resume_options=options)
     try:
@@ -93,8 +60,7 @@ def _train(
         return Result(facts=None, exit_code=exit_code)
     facts = dataclasses.asdict(summary)
     return Result(
-        facts={name: facts[name] for name in json_keys}
-        | {name: facts[name] for name in AUTO_KEYS if facts.get(name) is not None},
+        facts={name: facts[name] for name in json_keys if name not in AUTO_KEYS or facts[name] is not None},
         show=lambda console: print_facts({name: fact for name, fact in facts.items() if fact is not None}, console),
         exit_code=exit_code,
     )
@@ -102,22 +68,21 @@ def _train(
 
 def _read_config(args: argparse.Namespace) -> Config | RolloutConfig:
     """Return the configuration: a file with its settings, or that of a run's folder, which the run then resumes in."""
+
+    def load(path: Path) -> Config | RolloutConfig:
+        read = load_rollout_config if is_rollout_file(path) else rampup.load_config
+        return read(path, args.overrides, environ=environment())
+
     folder = as_path(args.config)
     if not folder.is_dir():
-        return _load(folder, args.overrides)
-    if not (folder / CONFIG_FILE).is_file():
-        raise ConfigError(f"{folder} is not the folder of a run: it has no {CONFIG_FILE}", path=COMMAND_LINE)
+        return load(folder)
+    file = run_config(folder)
     place = folder if folder.name not in ("", "..") else folder.resolve()
     for setting in args.overrides:
         if (key := setting.partition("=")[0]) in ("run_name", "base_output_directory"):
             raise ConfigError(f"{setting}: the run in {folder} keeps its folder; leave {key} out", key=key)
-    config = _load(folder / CONFIG_FILE, args.overrides)
+    config = load(file)
     # The folder may have been moved since, and config.yml must not name it relative to where this command is.
     if absolute_path(config.base_output_directory) != absolute_path(place.parent):
         config = dataclasses.replace(config, base_output_directory=str(absolute_path(place.parent)))
     return dataclasses.replace(config, run_name=place.name)
-
-
-def _load(path: str | Path, overrides: Sequence[str]) -> Config | RolloutConfig:
-    load = load_rollout_config if is_rollout_file(path) else rampup.load_config
-    return load(path, overrides, environ=environment())

@@ -6,59 +6,41 @@ import argparse
 import atexit
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 import rampup
-from rampup.cli.common import (
-    EXIT_INTERRUPTED,
-    EXIT_REFUSED,
-    Result,
-    add_config_arguments,
-    add_fake_devices_argument,
-    add_topology_argument,
-    check_output,
-    environment,
-    use_fake_devices,
-)
+from rampup.cli import common
+from rampup.cli.common import Result, arg
 from rampup.errors import ConfigError
 from rampup.show.console import TITLES, make_table, print_notes, split_columns
 from rampup.show.format import format_bytes, format_value
 
 Facts = Mapping[str, Any]  # of the JSON output
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `rampup tune`."""
-    add_config_arguments(parser)
-    parser.add_argument(
-        "--memory-gib", metavar="GIB", help="memory of one device, instead of this machine's; required on a CPU"
-    )
-    parser.add_argument("--devices", type=int, metavar="N", help="use N of this machine's devices")
-    add_fake_devices_argument(parser)
-    add_topology_argument(parser, "compile for")
-    parser.add_argument("-o", "--output", metavar="FILE", help="draw memory by microbatch size into a .png, .svg or .pdf file")
-    parser.add_argument("--memory-options", action="store_true", help="also measure other ways to save memory, and their cost")
+ARGUMENTS = {
+    **common.CONFIG,
+    "--memory-gib": arg("GIB", "memory of one device, instead of this machine's; required on a CPU"),
+    "--devices": arg("N", "use N of this machine's devices", type=int),
+    **common.FAKE_DEVICES,
+    "--topology": arg("NAME", f"compile for {common.SLICES}"),
+    "-o --output": arg("FILE", "draw memory by microbatch size into a .png, .svg or .pdf file"),
+    "--memory-options": arg(None, "also measure other ways to save memory, and their cost"),
+}
 
 
 def run(args: argparse.Namespace, console: Console) -> Result:
     """Search for the sizes that fit and are fastest."""
-    from rampup.show.figures import FORMATS, draw_memory, import_matplotlib
-
-    config = rampup.load_config(args.config, args.overrides, environ=environment())
-    check_output(args.output, FORMATS)
-    if args.output is not None:
-        import_matplotlib("figure")  # it must not turn out to be missing after the work
+    config = rampup.load_config(args.config, args.overrides, environ=common.environment())
+    common.check_picture(args.output)
     if args.topology is not None:
         from rampup.tune.topology import use_cpu_as_host
 
         if args.fake_devices is not None:
             raise ConfigError("--topology brings its own devices; leave --fake-devices out", key="fake-devices")
         use_cpu_as_host()
-    use_fake_devices(args.fake_devices)
+    common.use_fake_devices(args.fake_devices)
     from rampup.tune.search import problem_of, tune
 
     atexit.register(_leave_compiler)
@@ -73,12 +55,14 @@ def run(args: argparse.Namespace, console: Console) -> Result:
     )
     problem = problem_of(facts)
     if args.output is not None:
+        from rampup.show.figures import draw_memory
+
         sizes = [(row["microbatch_size"], row["bytes"]) for row in facts["candidates"]]
         draw_memory(sizes, args.output, limit_bytes=facts["usable_bytes"])
     return Result(
         facts=facts,
         show=lambda console: print_tuning(facts, console),
-        exit_code=EXIT_INTERRUPTED if facts.get("interrupted") else 0 if problem is None else EXIT_REFUSED,
+        exit_code=common.EXIT_INTERRUPTED if facts.get("interrupted") else 0 if problem is None else common.EXIT_REFUSED,
         problem=problem,
     )
 
@@ -88,7 +72,7 @@ def _leave_compiler() -> None:
     from rampup.tune.topology import COMPILER_THREAD
 
     if any(thread.name == COMPILER_THREAD for thread in threading.enumerate()):
-        os._exit(EXIT_INTERRUPTED)
+        os._exit(common.EXIT_INTERRUPTED)
 
 
 def print_tuning(found: Facts, console: Console) -> None:
@@ -112,9 +96,8 @@ def print_tuning(found: Facts, console: Console) -> None:
         measured = f"; the devices had {format_bytes(peak)} in use at most while steps ran" if peak is not None else ""
         smaller = f"the largest microbatch that fits is {largest:,} samples"
         console.print(f"{smaller}; {following:,} does not ({found['next_larger_run']}){measured}")
-    table = make_table(console, ["micro-\nbatch", "micro-\nbatches", "memory", "step", "spread", "tokens/s", ""])
-    if is_estimate:
-        table = make_table(console, ["micro-\nbatch", "micro-\nbatches", "memory", "step\nat least", "tokens/s\nat most", ""])
+    timed = ["step\nat least", "tokens/s\nat most"] if is_estimate else ["step", "spread", "tokens/s"]
+    table = make_table(console, ["micro-\nbatch", "micro-\nbatches", "memory", *timed, ""])
     for row in found["candidates"]:
         seconds = row["roofline_seconds" if is_estimate else "step_seconds"]
         time = ["" if seconds is None else f"{seconds * 1000:,.4g} ms"]
@@ -130,13 +113,16 @@ def print_tuning(found: Facts, console: Console) -> None:
         console.print(f"memory of a device: {format_bytes(memory['total'])} of {format_bytes(found['hbm_bytes'])} ({parts})")
         console.print(f"executables: {found['executables']}, compiled in {format_value(found['compile_seconds'])} s")
         console.print("collectives of an optimizer step in the last phase, for each device:")
-        console.print(_collectives_table(found["collectives_per_step"], console))
-        kinds = {
-            "compute": "computing",
-            "memory": "memory",
-            "exposed": "collectives that the chip waits for",
-            "overlapped": "and that overlap",
-        }
+        table = make_table(console, ["collective", "axes", "devices", "count", "bytes", "where", "overlapped"], left=2)
+        for row in found["collectives_per_step"]:
+            axes = "unknown" if row["axes"] is None else " ".join(row["axes"]) or "none"
+            axes = "between slices" if row["between_slices"] else axes
+            where = ("in a loop" if row["in_loop"] else "outside loops") + (", in a branch" if row["in_branch"] else "")
+            sizes = (format_value(row["group_size"] or "unknown"), format_value(row["count"]), format_bytes(row["bytes"]))
+            table.add_row(row["kind"], axes, *sizes, where, "yes" if row["overlapped"] else "no")
+        console.print(table)
+        kinds = {"compute": "computing", "memory": "memory", "exposed": "collectives that the chip waits for"}
+        kinds["overlapped"] = "and that overlap"
         parts = ", ".join(f"{words} {format_value(found['roofline'][f'{kind}_seconds'])}" for kind, words in kinds.items())
         console.print(f"roofline estimate of that step: {format_value(found['roofline_seconds'])} s ({parts})")
     if levers := found["levers"]:
@@ -180,19 +166,6 @@ def _print_settings(found: Facts, console: Console) -> None:
         console.print(f"alternative: {words(other['settings'])}: {time}{programs}")
     if found["pipeline_tick_overhead"] is not None:
         console.print(f"measured for the pipeline's cost model: pipeline_tick_overhead={found['pipeline_tick_overhead']:.4g}")
-
-
-def _collectives_table(rows: Sequence[Facts], console: Console) -> Table:
-    """Return a table of collectives: `Account.collective_rows`."""
-    table = make_table(console, ["collective", "axes", "devices", "count", "bytes", "where", "overlapped"], left=2)
-    for row in rows:
-        axes = "unknown" if row["axes"] is None else " ".join(row["axes"]) or "none"
-        axes = "between slices" if row["between_slices"] else axes
-        where = ("in a loop" if row["in_loop"] else "outside loops") + (", in a branch" if row["in_branch"] else "")
-        count, total = format_value(row["count"]), format_bytes(row["bytes"])
-        overlapped = "yes" if row["overlapped"] else "no"
-        table.add_row(row["kind"], axes, format_value(row["group_size"] or "unknown"), count, total, where, overlapped)
-    return table
 
 
 def _format_memory(row: Facts) -> str:

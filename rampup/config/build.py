@@ -71,10 +71,10 @@ def build_plan(
         text = f"num_devices={num_devices} must be at least 1; pass the number to `build_plan` or set the key"
         raise ConfigError(text, key="num_devices", nearest=(1,))
     problems: list[RampupError] = []
-    keys, length = config.ramp, config.max_target_length
-    budget, is_auto = budget_samples(config, length), config.batch_size_schedule == AUTO_SCHEDULE
+    keys, is_auto = config.ramp, config.batch_size_schedule == AUTO_SCHEDULE
+    budget = budget_samples(config, config.max_target_length)
     # The assumed overhead of a pipeline tick, in samples, if it was not measured.
-    overhead, measured = Fraction(DEFAULT_OVERHEAD_TOKENS, length), config.pipeline_tick_overhead
+    overhead, measured = Fraction(DEFAULT_OVERHEAD_TOKENS, config.max_target_length), config.pipeline_tick_overhead
 
     # The mesh, the pipeline and the ramp break different rules, so each is checked even if another one is refused. A mesh
     # that is refused has no known number of replicas: the ramp is then checked without its splitter.
@@ -85,15 +85,29 @@ def build_plan(
     with _collected(problems, config):
         if measured is not None:
             overhead = exact_fraction(measured, what="pipeline_tick_overhead", key="pipeline_tick_overhead")
+    known = axes or MeshAxes()
     with _collected(problems, config):
-        num_repeats = _num_repeats(config.pipeline, config.base_num_decoder_layers, axes.pipeline if axes else 1)
+        num_repeats = _num_repeats(config.pipeline, config.base_num_decoder_layers, known.pipeline)
     with _collected(problems, config):
-        splitter = _splitter(keys, config.pipeline, axes or MeshAxes(), num_repeats, overhead)
+        minimizes = measured is not None or config.rampup_microbatch == "per_phase"
+        splitter = BatchSplitter(
+            data_parallel_size=known.data_parallel_size,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            num_stages=known.pipeline,
+            num_repeats=num_repeats,
+            num_pipeline_microbatches=config.num_pipeline_microbatches,
+            rampup_microbatch=config.rampup_microbatch,
+            microbatch_size=config.microbatch_size,
+            strict_multiple=config.pipeline_strict_multiple,
+            delay_activation_forwarding=config.pipeline_delay_activation_forwarding,
+            tick_overhead=overhead if minimizes else None,
+            min_microbatches=2 if config.measure_gradient_noise and known.data == 1 else 1,
+        )
     with _collected(problems, config):
         if is_auto and reserved_sizes is None and splitter:
             reserved_sizes = _auto_sizes(keys, num_devices, splitter)
-        if ramp is None:
-            ramp = _ramp(keys, num_devices, splitter if axes else None, reserved_sizes, length=length, budget=budget)
+        if ramp is None and not (is_auto and reserved_sizes is None):
+            ramp = _ramp(config, num_devices, splitter if axes else None, reserved_sizes)
             if config.seesaw_factor is not None and splitter is not None:
                 total = math.ceil(budget or ramp.samples_before(config.total_steps or 0))
                 seesaw = _seesaw(keys, config.optimizer, ramp, total_samples=total, multiple=splitter.unit)
@@ -104,7 +118,7 @@ def build_plan(
             _eval_size(keys, num_devices, None, splitter, needed=needs_eval)
     closing = "" if axes else "the batch sizes are checked again once the mesh is legal"
     if axes and splitter and ramp is None and any(isinstance(problem, BatchDivisibilityError) for problem in problems):
-        closing = _devices_of_schedule(config, num_devices, length, budget)
+        closing = _devices_of_schedule(config, num_devices)
     raise_together(problems, closing)
     assert axes is not None
     assert splitter is not None
@@ -293,61 +307,23 @@ def _with_best_repeats(splitter: BatchSplitter, ramp: BatchRamp, num_layers: int
     return replace(splitter, num_repeats=min(repeats, key=time))
 
 
-def _splitter(keys: RampKeys, pipeline: PipelineKeys, axes: MeshAxes, num_repeats: int, overhead: Fraction) -> BatchSplitter:
-    minimizes = pipeline.pipeline_tick_overhead is not None or keys.rampup_microbatch == "per_phase"
-    return BatchSplitter(
-        data_parallel_size=axes.data_parallel_size,
-        gradient_accumulation_steps=keys.gradient_accumulation_steps,
-        num_stages=axes.pipeline,
-        num_repeats=num_repeats,
-        num_pipeline_microbatches=pipeline.num_pipeline_microbatches,
-        rampup_microbatch=keys.rampup_microbatch,
-        microbatch_size=keys.microbatch_size,
-        strict_multiple=pipeline.pipeline_strict_multiple,
-        delay_activation_forwarding=pipeline.pipeline_delay_activation_forwarding,
-        tick_overhead=overhead if minimizes else None,
-        min_microbatches=2 if keys.measure_gradient_noise and axes.data == 1 else 1,
-    )
-
-
-def _ramp(
-    keys: RampKeys,
-    num_devices: int,
-    splitter: BatchSplitter | None,
-    sizes: Sequence[int] | None,
-    *,
-    length: int,
-    budget: Fraction | None,
-) -> BatchRamp:
-    """Return the ramp, of sequences of `length` tokens; `sizes` are those of `batch_size_schedule: auto`."""
-    schedule = None if keys.batch_size_schedule == AUTO_SCHEDULE else keys.batch_size_schedule
-    if sizes and keys.batch_size_schedule == AUTO_SCHEDULE:
+def _ramp(config: Config, num_devices: int, splitter: BatchSplitter | None, sizes: Sequence[int] | None) -> BatchRamp:
+    """Return the ramp; `sizes` are those of `batch_size_schedule: auto`. With a splitter, each of its sizes can be split."""
+    if config.batch_size_schedule == AUTO_SCHEDULE:
+        assert sizes is not None
         if splitter is not None:
             _check_sizes(splitter, [(size, "batch_size_schedule: auto") for size in sizes])
         return BatchRamp.constant(sizes[0])
+    unfixed = splitter and replace(splitter, microbatch_size=AUTO)
     try:
-        ramp = ramp_from_config(
-            num_devices=num_devices,
-            per_device_batch_size=keys.per_device_batch_size,
-            gradient_accumulation_steps=keys.gradient_accumulation_steps,
-            enable_rampup_batch_size=keys.enable_rampup_batch_size,
-            per_device_batch_size_start=keys.per_device_batch_size_start,
-            per_device_batch_size_increment=keys.per_device_batch_size_increment,
-            global_rampup_samples=keys.global_rampup_samples,
-            rampup_carry_overshoot=keys.rampup_carry_overshoot,
-            batch_size_schedule=schedule,
-            batch_size_schedule_unit=keys.batch_size_schedule_unit,
-            max_target_length=length,
-            budget=budget,
-            splitter=splitter and replace(splitter, microbatch_size=AUTO),
-        )
+        ramp = ramp_from_config(config, num_devices, budget=budget_samples(config, config.max_target_length), splitter=unfixed)
     except RampDefinitionError as error:
         # A schedule in the wrong order still has sizes to check.
-        if splitter is None or keys.batch_size_schedule is None or keys.enable_rampup_batch_size:
+        if splitter is None or config.batch_size_schedule is None or config.enable_rampup_batch_size:
             raise
-        raise_together([error, *_schedule_problems(keys, splitter, None, length, budget)])
-    if splitter is not None and keys.batch_size_schedule is not None:
-        raise_together(_schedule_problems(keys, splitter, ramp, length, budget))
+        raise_together([error, *_schedule_problems(config, splitter, None)])
+    if splitter is not None and config.batch_size_schedule is not None:
+        raise_together(_schedule_problems(config, splitter, ramp))
     elif splitter is not None:
         _check_sizes(splitter, [(phase.global_batch_size, str(phase)) for phase in ramp.phases])
     return ramp
@@ -355,12 +331,17 @@ def _ramp(
 
 def _auto_sizes(keys: RampKeys, num_devices: int, splitter: BatchSplitter) -> tuple[int, ...]:
     """Return the sizes of `batch_size_schedule: auto`."""
-    options = {"num_devices": num_devices, "gradient_accumulation_steps": keys.gradient_accumulation_steps}
-    unfixed = replace(splitter, microbatch_size=AUTO)
-    start = global_batch_size(keys.per_device_batch_size_start, key="per_device_batch_size_start", splitter=unfixed, **options)
-    return auto_sizes(
-        start, global_batch_size(keys.per_device_batch_size, key="per_device_batch_size", splitter=unfixed, **options)
+    start, largest = (
+        global_batch_size(
+            getattr(keys, key),
+            num_devices=num_devices,
+            gradient_accumulation_steps=keys.gradient_accumulation_steps,
+            key=key,
+            splitter=replace(splitter, microbatch_size=AUTO),
+        )
+        for key in ("per_device_batch_size_start", "per_device_batch_size")
     )
+    return auto_sizes(start, largest)
 
 
 def _check_sizes(splitter: BatchSplitter, sizes: Sequence[tuple[int, str]]) -> None:
@@ -383,25 +364,24 @@ def _check_sizes(splitter: BatchSplitter, sizes: Sequence[tuple[int, str]]) -> N
     raise_together(problems)
 
 
-def _devices_of_schedule(config: Config, num_devices: int, length: int, budget: Fraction | None) -> str:
+def _devices_of_schedule(config: Config, num_devices: int) -> str:
     """Return on which other numbers of devices the batches of a schedule run, as text; the other ramps follow the devices."""
     if config.batch_size_schedule in (None, AUTO_SCHEDULE) or config.seesaw_factor is not None:
         return ""
     with contextlib.suppress(RampupError):
-        ramp = _ramp(config.ramp, num_devices, None, None, length=length, budget=budget)
+        ramp = _ramp(config, num_devices, None, None)
         numbers = _numbers_that_can(config, ramp, num_devices, lambda number: build_plan(config, number, ramp=ramp))
         return f"numbers of devices that can run these batches: {list_devices(numbers)}" if numbers else ""
     return ""
 
 
-def _schedule_problems(
-    keys: RampKeys, splitter: BatchSplitter, ramp: BatchRamp | None, length: int, budget: Fraction | None
-) -> list[RampupError]:
+def _schedule_problems(config: Config, splitter: BatchSplitter, ramp: BatchRamp | None) -> list[RampupError]:
     """Return an error for each size of the schedule that cannot be split; `ramp` is None if the schedule itself is refused."""
-    assert keys.batch_size_schedule is not None
+    assert config.batch_size_schedule is not None
+    length, tokens = config.max_target_length, config.batch_size_schedule_unit == "tokens"
+    budget = budget_samples(config, length)
     try:
-        tokens = length if keys.batch_size_schedule_unit == "tokens" else None
-        entries = parse_schedule(keys.batch_size_schedule, sequence_length=tokens, budget=budget)
+        entries = parse_schedule(config.batch_size_schedule, sequence_length=length if tokens else None, budget=budget)
     except RampDefinitionError:
         return []
     if ramp is None:
@@ -512,7 +492,7 @@ def plan_to_resume(config: Config, num_devices: int, record: Mapping[str, Any]) 
     changed = [f"{key}: {old.get(key)} -> {now.get(key)}" for key in names if old.get(key) != now.get(key)]
     raise ResumeMismatchError(
         f"the ramp is not that of the checkpoint of step {record['step']} ({'; '.join(changed)}):\n"
-        f"{before.compare(plan.ramp)}\n"
+        f"{plan.ramp.differences(before.to_rows())}\n"
         "restore the keys, or set on_plan_change=continue_by_samples to continue with the new sizes by samples consumed",
         key="on_plan_change",
         nearest=("continue_by_samples",),

@@ -33,7 +33,7 @@ MAX_ALTERNATIVE_DISTANCE = 0.5
 MAX_SIZE_CHANGE = 0.25
 SCHEDULED_SIZES = re.compile(r"(?<=:)[^\s,]+")
 SCHEDULE, DEVICES, PARALLELISM = "batch_size_schedule", "num_devices", "_parallelism"
-FIRST_SIZE, FINAL_SIZE = "per_device_batch_size_start", "per_device_batch_size"
+FIRST_SIZE, FINAL_SIZE, LINEAR = "per_device_batch_size_start", "per_device_batch_size", "enable_rampup_batch_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,39 +199,38 @@ class _Draft:
 
     def _with_edit(self, name: str, after: str) -> _Draft | None:
         entry = self.located().get(name) if name in KEYS else None
-        source = self.source_rank(entry)
+        source, is_name = self.source_rank(entry), name not in KEYS and name != BASE
+        renamed = tuple(re.sub(f"^{re.escape(name)}=", f"{after}=", setting) for setting in self.overrides)
+        new: dict[str, Any] = {}
         if name in KEYS and source == 2:
             newline = "\r\n" if "\r\n" in self.text else "\n"
-            text = self.text if self.text.endswith("\n") else self.text + newline
+            new["text"] = f"{self.text}{'' if self.text.endswith(newline[-1]) else newline}{name}: {after}{newline}"
             change = Change(key=name, before=None, after=after, where=f"{self.file}, a new line")
-            return replace(self, text=f"{text}{name}: {after}{newline}", changes={**self.changes, name: change})
-        if entry is not None and source == 0:
-            value = after.strip('"')
-            overrides = tuple(f"{name}={value}" if setting.startswith(f"{name}=") else setting for setting in self.overrides)
-            variable = ENVIRONMENT_PREFIX + name.upper()
-            environ = {**self.environ, variable: value} if variable in self.environ else self.environ
+        elif entry is not None and source == 0:
+            value, variable = after.strip('"'), ENVIRONMENT_PREFIX + name.upper()
+            settings = (f"{name}={value}" if setting.startswith(f"{name}=") else setting for setting in self.overrides)
+            new = {"overrides": tuple(settings)}
+            new["environ"] = {**self.environ, variable: value} if variable in self.environ else self.environ
             change = Change(key=name, before=str(entry.value), after=value, where=entry.path)
-            return replace(self, overrides=overrides, environ=environ, changes={**self.changes, name: change})
-        is_name = name not in KEYS and name != BASE
-        overrides = tuple(re.sub(f"^{re.escape(name)}=", f"{after}=", setting) for setting in self.overrides)
-        if is_name and overrides != self.overrides:
+        elif is_name and renamed != self.overrides:
+            new["overrides"] = renamed
             change = Change(key=after, before=name, after=after, where=COMMAND_LINE, renamed=name)
-            return replace(self, overrides=overrides, changes={**self.changes, name: change})
-        places = positions(self.text)
-        if name not in places or (is_name and after in places):
-            return None
-        place, text = places[name][0 if is_name else 1], after
-        line = self.text.count("\n", 0, place.start) + 1
-        where = f"{self.file}:{line}"
-        change = Change(key=after, before=name, after=after, where=where, renamed=name)
-        if not is_name:
-            before = self.text[place]
-            # A value without text follows the colon directly; a block value includes its line's end.
-            gap = "" if before or self.text[place.start - 1].isspace() else " "
-            text = f"{gap}{after}" + ("\n" if before.endswith("\n") else "")
-            change = Change(key=name, before=before.strip(), after=after, where=where)
-        text = self.text[: place.start] + text + self.text[place.stop :]
-        return replace(self, text=text, changes={**self.changes, name: change})
+        else:
+            places = positions(self.text)
+            if name not in places or (is_name and after in places):
+                return None
+            place, text = places[name][0 if is_name else 1], after
+            line = self.text.count("\n", 0, place.start) + 1
+            where = f"{self.file}:{line}"
+            change = Change(key=after, before=name, after=after, where=where, renamed=name)
+            if not is_name:
+                before = self.text[place]
+                # A value without text follows the colon directly; a block value includes its line's end.
+                gap = "" if before or self.text[place.start - 1].isspace() else " "
+                text = f"{gap}{after}" + ("\n" if before.endswith("\n") else "")
+                change = Change(key=name, before=before.strip(), after=after, where=where)
+            new["text"] = self.text[: place.start] + text + self.text[place.stop :]
+        return replace(self, changes={**self.changes, name: change}, **new)
 
 
 def _suggestions(problem: RampupError, problems: Sequence[RampupError], draft: _Draft) -> Iterator[tuple[str, str]]:
@@ -260,52 +259,34 @@ def _suggestions(problem: RampupError, problems: Sequence[RampupError], draft: _
         if (schedule := _with_near_sizes(before, refused)) is not None:
             yield SCHEDULE, yaml_value(schedule)
         return
-    ranked = [
-        (rank, _distance(_value(located, key), value), key, value)
-        for rank, key, value in _values(problem, name, before, draft, located)
-    ]
-    yield from ((key, yaml_value(value)) for _, _, key, value in sorted(ranked, key=lambda candidate: candidate[:2]))
-
-
-def _values(
-    problem: RampupError, name: str, before: Any, draft: _Draft, located: Mapping[str, Located]
-) -> Iterator[tuple[int, str, Any]]:
-    """Yield keys and values that may solve a problem, each with a rank. The lowest rank wins, then the smallest change.
-
-    0 = another key, if it was set as close to the user as the key to blame and a small change suffices (this keeps the final
-    batch of a ramp); 1 = a near value of the key to blame; 2 = automatic; 3 = any other key; 4 = other hardware.
-    """
+    # Keys and values, each with a rank: the lowest wins, then the smallest change. 0 = another key, if it was set as close to
+    # the user as the key to blame and a small change suffices (this keeps the final batch of a ramp); 1 = a near value of the
+    # key to blame; 2 = automatic; 3 = any other key; 4 = other hardware.
+    found: list[tuple[int, str, Any]] = []
     for other, values in problem.alternatives.items():
         own = draft.source_rank(located.get(other)) <= min(draft.source_rank(located.get(name)), 1)
         for value in values:
-            near = _distance(_value(located, other), value) <= MAX_ALTERNATIVE_DISTANCE
-            yield (0 if own and near else 3), other, value
-    if name == DEVICES:
-        yield from ((1, axis, size) for axis, size in _axis_sizes(problem, located))
+            small = _distance(_value(located, other), value) <= MAX_ALTERNATIVE_DISTANCE
+            found.append((0 if own and small else 3, other, value))
+    if name == DEVICES and isinstance(problem, BatchDivisibilityError):
+        # The product of the mesh axes does not divide the devices, but other sizes of an axis may.
+        for axis in (axis for axis in KEYS if axis.endswith(PARALLELISM) and axis in str(problem)):
+            size = _value(located, axis)
+            if isinstance(size, int) and size > 1 and problem.divisor % size == 0:
+                rest, wrong = divmod(problem.value, problem.divisor // size)
+                legal = [] if wrong else [n for n in range(1, min(rest, 4 * size) + 1) if rest % n == 0]
+                found += [(1, axis, other_size) for other_size in nearest_in(size, legal)]
     key = KEYS[name]
     # A value of another type says nothing about what was meant. One that only contradicts other keys may become automatic.
     automatic = key.also if key.allows(before) else ()
     for value in dict.fromkeys([*problem.nearest, *automatic]):
-        if (type(value), value) == (type(before), before) or not key.allows(value):
+        meant = not key.choices or _similarity(before, value) >= MIN_SIMILARITY
+        if (type(value), value) == (type(before), before) or not key.allows(value) or not meant:
             continue
-        if key.choices and _similarity(before, value) < MIN_SIMILARITY:
-            continue
-        if name != DEVICES:
-            yield (2 if value in key.also else 1), name, value
-        elif AUTO not in (before, value):
-            yield 4, name, value
-
-
-def _axis_sizes(problem: RampupError, located: Mapping[str, Located]) -> Iterator[tuple[str, int]]:
-    """Yield sizes of the mesh axes that divide the devices, if the product of the axes does not."""
-    if not isinstance(problem, BatchDivisibilityError):
-        return
-    for name in (name for name in KEYS if name.endswith(PARALLELISM) and name in str(problem)):
-        size = _value(located, name)
-        if isinstance(size, int) and size > 1 and problem.divisor % size == 0:
-            rest, wrong = divmod(problem.value, problem.divisor // size)
-            legal = [] if wrong else [n for n in range(1, min(rest, 4 * size) + 1) if rest % n == 0]
-            yield from ((name, near) for near in nearest_in(size, legal))
+        if name != DEVICES or AUTO not in (before, value):
+            found.append((4 if name == DEVICES else 2 if value in key.also else 1, name, value))
+    found.sort(key=lambda edit: (edit[0], _distance(_value(located, edit[1]), edit[2])))
+    yield from ((name, yaml_value(value)) for _, name, value in found)
 
 
 def _with_near_sizes(schedule: str, refused: Mapping[int, Sequence[object]]) -> str | None:
@@ -342,21 +323,19 @@ def _with_near_sizes(schedule: str, refused: Mapping[int, Sequence[object]]) -> 
 
 def _keeps_ramp(before: Mapping[str, Located], after: Mapping[str, Located]) -> bool:
     """Return whether the sizes per device are near those that were written, and still grow if they did."""
-    old, new = _per_device_sizes(before), _per_device_sizes(after)
-    grew = len(old) == 2 and old[0] < old[1]
-    if grew and not (len(new) == 2 and new[0] < new[1]):
+
+    def sizes(located: Mapping[str, Located]) -> list[Fraction]:
+        """Return the legal sizes per device: the first and the last of a linear ramp, or that of a constant batch."""
+        if _value(located, SCHEDULE) is not None:
+            return []
+        ramp = _value(located, LINEAR) if LINEAR in located else FINAL_SIZE not in located
+        values = [_value(located, key) for key in ((FIRST_SIZE, FINAL_SIZE) if ramp is True else (FINAL_SIZE,))]
+        return [exact_fraction(value, what="size") for value in values] if all(map(KEYS[FINAL_SIZE].allows, values)) else []
+
+    old, new = sizes(before), sizes(after)
+    if len(old) == 2 and old[0] < old[1] and not (len(new) == 2 and new[0] < new[1]):
         return False
     return len(old) != len(new) or max(map(_distance, old, new), default=0.0) <= MAX_ALTERNATIVE_DISTANCE
-
-
-def _per_device_sizes(located: Mapping[str, Located]) -> list[Fraction]:
-    """Return the legal sizes per device: the first and the last of a linear ramp, or that of a constant batch."""
-    if _value(located, SCHEDULE) is not None:
-        return []
-    ramp = _value(located, "enable_rampup_batch_size") if "enable_rampup_batch_size" in located else FINAL_SIZE not in located
-    values = [_value(located, key) for key in ((FIRST_SIZE, FINAL_SIZE) if ramp is True else (FINAL_SIZE,))]
-    legal = all(map(KEYS[FINAL_SIZE].allows, values))
-    return [exact_fraction(value, what="size") for value in values] if legal else []
 
 
 def _value(located: Mapping[str, Located], key: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, Literal, Self
@@ -64,16 +64,13 @@ class Key:
             'a whole number, at least 1, or -1'
         """
         if self.choices:
-            words = f"one of {', '.join(self.choices)}"
+            words = [f"one of {', '.join(self.choices)}"]
         else:
             limits = {"at least": self.minimum, "at most": self.maximum, "above": self.above, "below": self.below}
-            known = {
-                name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in limits.items() if limit is not None
-            }
-            words = ", ".join([EXPECTED[self.kind], *(f"{name} {limit}" for name, limit in known.items())]) + "".join(
-                f", or {value}" for value in self.also
-            )
-        return words + (", or null" if self.nullable else "")
+            known = {name: limit for name, limit in limits.items() if limit is not None}
+            shown = (f"{name} {limit:g}" if isinstance(limit, float) else f"{name} {limit}" for name, limit in known.items())
+            words = [EXPECTED[self.kind], *shown, *(f"or {value}" for value in self.also)]
+        return ", ".join([*words, *(["or null"] if self.nullable else [])])
 
     def read(self, name: str, value: object) -> Any:
         """Convert a value to this key's type and check its limits.
@@ -93,10 +90,10 @@ class Key:
             if self.nullable:
                 return None
             raise self._error(name, "null")
-        converted = _READERS[self.kind](_without_suffix(value) if self.kind == "int" else value)
+        converted = _convert(self.kind, value)
         if converted is None:
             hint = ""
-            if self._is_text and isinstance(value, bool | int | float):
+            if self.kind in ("text", "name") and isinstance(value, bool | int | float):
                 hint = f"; in YAML put it in quotes: {name}: {str(value)[:80]!r}"
             if name == "batch_size_schedule" and isinstance(value, list | Mapping):
                 hint = ', such as "0:768 250B:1536 500B:3072"'
@@ -105,7 +102,7 @@ class Key:
             raise self._error(name, repr(value)[:100], hint, nearest=self._guesses(value))
         if self.choices and converted not in self.choices:
             raise self._error(name, repr(converted), nearest=self.choices)
-        if isinstance(converted, int | float | Fraction) and not isinstance(converted, bool):
+        if isinstance(converted, int | float | Fraction) and not isinstance(converted, bool) and converted not in self.also:
             self._check_limits(name, converted)
         return converted
 
@@ -117,13 +114,7 @@ class Key:
             return False
         return True
 
-    @property
-    def _is_text(self) -> bool:
-        return self.kind in ("text", "name")
-
     def _check_limits(self, name: str, value: float | Fraction) -> None:
-        if value in self.also:
-            return
         low = (self.minimum is not None and value < self.minimum) or (self.above is not None and value <= self.above)
         high = (self.maximum is not None and value > self.maximum) or (self.below is not None and value >= self.below)
         if low or high:
@@ -136,11 +127,11 @@ class Key:
     def _guesses(self, value: object) -> list[Any]:
         """Return the legal values that a value of another type may stand for: 5 for "5", 1 and 2 for 1.5, "5" for 5."""
         candidates: list[Any] = []
-        if self._is_text:
+        if self.kind in ("text", "name"):
             candidates = [str(value)] if isinstance(value, bool | int | float) else []
         elif self.kind == "bool":
             candidates = [_BOOL_WORDS[word]] if (word := str(value).lower()) in _BOOL_WORDS else []
-        elif isinstance(value, str | float) and (number := _read_size(value)) is not None:
+        elif isinstance(value, str | float) and (number := _convert("size", value)) is not None:
             candidates = [float(number)] if self.kind == "float" else sorted({math.floor(number), math.ceil(number)})
         return [candidate for candidate in candidates if self.allows(candidate)]
 
@@ -237,42 +228,24 @@ def attribute_of(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-def _read_int(value: object) -> int | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+def _convert(kind: Kind, value: object) -> Any:
+    """Return a value as the type of a kind; None if it has another type."""
+    if kind == "bool":
+        return value if isinstance(value, bool) else None
+    if kind == "text":
+        return value if isinstance(value, str) and value.strip() and value.isprintable() and len(value) <= 1_000_000 else None
+    if kind == "name":
+        return value if isinstance(value, str) and (value == "" or FOLDER_NAME.fullmatch(value)) else None
+    if kind == "size":
+        try:
+            return exact_fraction(value, what="size")
+        except RampDefinitionError:
+            return None
+    if kind == "int" and isinstance(value, str) and SUFFIXED_COUNT.fullmatch(value):  # such as 300B
+        value = parse_count(value, what="count")
+    largest = MAX_COUNT if kind == "int" else 1e300
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= largest:  # nan is not <= either
         return None
-    if isinstance(value, float) and not (math.isfinite(value) and value == int(value)):
-        return None
-    return int(value) if abs(value) <= MAX_COUNT else None
-
-
-def _read_float(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
-        return None
-    return float(value) if math.isfinite(value) else None
-
-
-def _read_size(value: object) -> Fraction | None:
-    try:
-        return exact_fraction(value, what="size")
-    except RampDefinitionError:
-        return None
-
-
-def _without_suffix(value: object) -> object:
-    """Return the number that text such as 300B stands for, or else the value."""
-    return parse_count(value, what="count") if isinstance(value, str) and SUFFIXED_COUNT.fullmatch(value) else value
-
-
-def _read_text(value: object) -> str | None:
-    return value if isinstance(value, str) and value.strip() and value.isprintable() and len(value) <= 1_000_000 else None
-
-
-# Each returns None for a value of another type.
-_READERS: dict[Kind, Callable[[object], Any]] = {
-    "bool": lambda value: value if isinstance(value, bool) else None,
-    "int": _read_int,
-    "float": _read_float,
-    "size": _read_size,
-    "text": _read_text,
-    "name": lambda value: value if isinstance(value, str) and (value == "" or FOLDER_NAME.fullmatch(value)) else None,
-}
+    if kind == "float":
+        return float(value)
+    return int(value) if value == int(value) else None

@@ -15,15 +15,10 @@ NANOCHAT_REFERENCE_BATCH = 2**19
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a preset knows about a run.
+    """What a preset knows about a run."""
 
-    Attributes:
-        sequence_length: tokens per sample.
-        tokens: tokens of the whole run; None = no budget is set.
-    """
-
-    sequence_length: int
-    tokens: int | None
+    sequence_length: int  # tokens per sample
+    tokens: int | None  # tokens of the whole run; None = no budget is set
 
     def samples(self, preset: str, tokens: int) -> int:
         """Return a batch of tokens in samples.
@@ -44,18 +39,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preset:
-    """A published rule.
+    """A published rule."""
 
-    Attributes:
-        summary: what it sets, in one or two sentences.
-        source: where it is published.
-        keys: the keys that it gives defaults to.
-        values: their values for a run. A key that is set in the same file as `preset`, or nearer to the command line, wins.
-    """
-
-    summary: str
-    source: str
-    keys: tuple[str, ...]
+    summary: str  # what it sets, in one or two sentences
+    source: str  # where it is published
+    keys: tuple[str, ...]  # the keys that it gives defaults to
+    # Their values for a run. A key that is set in the same file as `preset`, or nearer to the command line, wins.
     values: Callable[[Run], Mapping[str, Any]]
 
 

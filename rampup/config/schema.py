@@ -6,7 +6,7 @@ Names and meanings are MaxText's if MaxText has the key. The defaults are the va
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -48,11 +48,11 @@ _model = partial(key, section="Model")
 _data = partial(key, section="Data")
 
 
+# fmt: off
 @dataclass(frozen=True, kw_only=True)
 class RunKeys(Settings):
     """The keys of the length, folder, checkpoints and evaluations of a run."""
 
-    # fmt: off
     run_name: str = _run("", kind="name", doc="""
         Folder of the run inside base_output_directory. A run with a name resumes from its last checkpoint; an empty name makes
         a new folder.""")
@@ -98,14 +98,12 @@ class RunKeys(Settings):
         Steps between evaluations. -1: never evaluate.""")
     eval_steps: int = _run(8, minimum=1, also=(-1,), maxtext="-1", doc="""
         Batches per evaluation. -1: all held-out rows that fill a batch. The default takes fewer if fewer are held out.""")
-    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
 class RampKeys(Settings):
     """The keys of the global batch of every step, and its microbatches."""
 
-    # fmt: off
     per_device_batch_size: Fraction = _batch(Fraction(16), above=0, unit="samples", maxtext="12.0", ramp=True,
         per_accumulation=True, doc="""
         Samples per device and accumulation step, after the ramp if there is one. The global batch is num_devices *
@@ -184,14 +182,12 @@ class RampKeys(Settings):
         doc="""
         Largest global batch that seesaw_factor may reach; beyond it, the learning rate falls by the whole factor. Batches that
         grow are rounded down to sizes that can be split. null: no limit.""")
-    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceKeys(Settings):
     """The keys of the devices, processes and mesh axes."""
 
-    # fmt: off
     num_devices: int = _devices(-1, own=True, doc="""
         Devices to plan for. -1: the devices of this machine. Training always uses the devices that JAX finds.""")
     num_slices: int = _devices(-1, unit="slices", doc="""
@@ -238,14 +234,12 @@ class DeviceKeys(Settings):
     dcn_pipeline_parallelism: int = _devices(1, unit="slices", doc="""
         Factor of the pipeline stages across slices. The number of stages is ici_pipeline_parallelism *
         dcn_pipeline_parallelism.""")
-    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineKeys(Settings):
     """The keys of the pipeline's microbatches, repeats and layers."""
 
-    # fmt: off
     num_pipeline_microbatches: int = _pipeline(-1, doc="""
         Microbatches per pipeline pass: a multiple of the stages (see pipeline_strict_multiple). -1: the fewest, with the
         largest microbatch; or those with the lowest predicted step time, if pipeline_tick_overhead is set or rampup_microbatch
@@ -268,14 +262,12 @@ class PipelineKeys(Settings):
         the results of matrix products.""")
     pipeline_strict_multiple: bool = _pipeline(True, own=True, doc="""
         Require num_pipeline_microbatches to be a multiple of the stages, as MaxText does.""")
-    # fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerKeys(Settings):
     """The keys of the learning rate, the optimizer and its constants."""
 
-    # fmt: off
     learning_rate: float = _rate(3e-3, minimum=0, maxtext="3.e-5", doc="""
         Peak learning rate, for the batch of the last phase or of batch_scaling_reference. See batch_scaling for other
         batches.""")
@@ -341,7 +333,6 @@ class OptimizerKeys(Settings):
     gradient_accumulator_dtype: str = _optimizer("float32", choices=("float32", "bfloat16"), own=True, doc="""
         Type in which gradients are summed over the microbatches of a step: float32, or bfloat16 for half the memory, with an
         error of the gradient that grows with their number. bfloat16 needs gradient_accumulation fused.""")
-    # fmt: on
 
     @property
     def batch_rule(self) -> tuple[BatchScaling, AdamScaling]:
@@ -354,7 +345,6 @@ class OptimizerKeys(Settings):
 class ModelKeys(Settings):
     """The keys of the model and its memory."""
 
-    # fmt: off
     base_emb_dim: int = _model(128, minimum=1, maxtext="2048", identity=True, doc="""
         Embedding width of the model. Must be a multiple of 2 * base_num_query_heads.""")
     base_num_decoder_layers: int = _model(4, "Number of decoder layers.", minimum=1, unit="layers", maxtext="16", identity=True)
@@ -400,7 +390,6 @@ class ModelKeys(Settings):
         reduce-scatter of the gradients and one all-gather of the parameters per step. Needs gradient_accumulation=fused.""")
     init_weights_seed: int = _model(0, minimum=0, maximum=2**31 - 1, identity=True, doc="""
         Seed of the initial weights and of dropout.""")
-    # fmt: on
 
     @property
     def num_kv_heads(self) -> int:
@@ -412,7 +401,6 @@ class ModelKeys(Settings):
 class DataKeys(Settings):
     """The keys of the rows to train and evaluate on."""
 
-    # fmt: off
     dataset_type: str = _data("text", choices=("text", "tokens", "arrayrecord", "synthetic"), maxtext="synthetic",
         identity=True, doc="""
         Kind of training data. text: the bytes of text files. tokens: .npy or .bin arrays. arrayrecord: one row per record.
@@ -434,7 +422,7 @@ class DataKeys(Settings):
     grain_num_threads: int = _data(2, "Threads that read rows ahead of training.", minimum=1, maximum=1024, maxtext="16")
     grain_prefetch_buffer_size: int = _data(4, minimum=1, maximum=100_000, unit="batches", maxtext="500", doc="""
         Batches read ahead of training.""")
-    # fmt: on
+# fmt: on
 
 
 def _view(group: type[G]) -> G:
@@ -520,94 +508,71 @@ class Config(DataKeys, ModelKeys, OptimizerKeys, PipelineKeys, DeviceKeys, RampK
             message = f"{found} and batch_size_schedule are two ramps; remove one, or set {_LINEAR}: false to keep the schedule"
             return [ConfigError(message, key=ignored[0])]
         rule = f"{_LINEAR} is not set: set it to true for the ramp, to false for a constant batch"
-        message = f"{found} describes a linear ramp, but {rule}"
-        return [ConfigError(message, key=_LINEAR, nearest=(True,))]
+        return [ConfigError(f"{found} describes a linear ramp, but {rule}", key=_LINEAR, nearest=(True,))]
 
     def _contradictions(self) -> list[RampupError]:
-        rules = (self._general_rules, self._auto_rules, self._budget_rules, self._seesaw_rules, self._adam_rules)
-        return [*(error for rule in rules for error in rule()), *head_problems(self), *self._ramp_without_switch()]
+        rules = [ConfigError(rule, key=key, nearest=nearest) for key, nearest, rule in self._broken_rules()]
+        return [*rules, *head_problems(self), *self._ramp_without_switch()]
 
-    def _general_rules(self) -> Iterator[ConfigError]:
+    def _broken_rules(self) -> Iterator[tuple[str, Sequence[object], str]]:
+        """Yield the rules between keys that the values break, each with the key to change and the nearest legal values."""
         if self.total_steps == -1:
-            rule = (
-                "steps=-1 takes learning_rate_schedule_steps, which is -1 too; set one of them, train_samples or train_tokens"
-            )
-            yield ConfigError(rule, key="steps")
+            rule = "takes learning_rate_schedule_steps, which is -1 too; set one of them, train_samples or train_tokens"
+            yield "steps", (), f"steps=-1 {rule}"
         warmup, decay = self.warmup_steps_fraction, self.wsd_decay_steps_fraction
         if self.lr_schedule_type == "wsd" and warmup + decay > 1:
             rule = f"warmup_steps_fraction + wsd_decay_steps_fraction = {warmup} + {decay} must not exceed 1"
-            yield ConfigError(rule, key="wsd_decay_steps_fraction", nearest=(float(1 - Fraction(repr(warmup))),))
+            yield "wsd_decay_steps_fraction", (float(1 - Fraction(repr(warmup))),), rule
+        needs = f"needs gradient_accumulation=fused, it is {self.gradient_accumulation}"
         if self.measure_gradient_noise and self.gradient_accumulation != "fused":
-            rule = f"measure_gradient_noise=true needs gradient_accumulation=fused, it is {self.gradient_accumulation}"
-            yield ConfigError(rule, key="measure_gradient_noise", nearest=(False,))
+            yield "measure_gradient_noise", (False,), f"measure_gradient_noise=true {needs}"
         if self.gradient_accumulator_dtype != "float32" and self.gradient_accumulation != "fused":
-            name = self.gradient_accumulator_dtype
-            rule = f"gradient_accumulator_dtype={name} needs gradient_accumulation=fused, it is {self.gradient_accumulation}"
-            yield ConfigError(rule, key="gradient_accumulator_dtype", nearest=("float32",))
+            rule = f"gradient_accumulator_dtype={self.gradient_accumulator_dtype} {needs}"
+            yield "gradient_accumulator_dtype", ("float32",), rule
         if self.dataset_type == "text" and self.vocab_size < 256:
             rule = f"vocab_size={self.vocab_size} must be at least 256 for dataset_type=text, whose tokens are bytes"
-            yield ConfigError(rule, key="vocab_size", nearest=(256,))
+            yield "vocab_size", (256,), rule
         if self.vocab_size % self.num_vocab_tiling:
             rule = f"vocab_size={self.vocab_size} must be a multiple of num_vocab_tiling={self.num_vocab_tiling}"
-            nearest = _nearest_divisors(self.num_vocab_tiling, self.vocab_size)
-            yield ConfigError(rule, key="num_vocab_tiling", nearest=nearest)
+            yield "num_vocab_tiling", _nearest_divisors(self.num_vocab_tiling, self.vocab_size), rule
         if self.attention == "flash" and self.max_target_length % 128:
             rule = f"attention=flash needs a max_target_length that is a multiple of 128, not {self.max_target_length}"
-            yield ConfigError(rule, key="attention", nearest=("autoselected", "dot_product"))
+            yield "attention", ("autoselected", "dot_product"), rule
         if self.dataset_type in ("tokens", "arrayrecord") and self.grain_train_files is None:
             rule = f"dataset_type={self.dataset_type} needs grain_train_files, a glob pattern of the files to read"
-            yield ConfigError(rule, key="grain_train_files")
-
-    def _auto_rules(self) -> Iterator[ConfigError]:
-        # What must be known before step 0 cannot depend on batches that are decided later.
-        needed: dict[str, object] = {
-            **AUTO_IMPLIES,
-            "rampup_microbatch": "fixed",
-            "batch_scaling": "none",
-            "learning_rate_batch_scaling": "none" if self.learning_rate_batch_scaling == "none" else "auto",
-            "seesaw_factor": None,
-            "train_samples": None,
-            "train_tokens": None,
-        }
-        for name, value in needed.items() if self.batch_size_schedule == AUTO_SCHEDULE else ():
-            if getattr(self, name) != value:
-                shown = "null" if value is None else str(value).lower()
-                rule = f"batch_size_schedule=auto needs {name}={shown}: its batches are not known before the run"
-                yield ConfigError(rule, key=name, nearest=(value,))
-
-    def _budget_rules(self) -> Iterator[ConfigError]:
+            yield "grain_train_files", (), rule
+        if self.batch_size_schedule == AUTO_SCHEDULE:
+            # What must be known before step 0 cannot depend on batches that are decided later.
+            own_rate = "none" if self.learning_rate_batch_scaling == "none" else "auto"
+            needed = AUTO_IMPLIES | {"rampup_microbatch": "fixed", "batch_scaling": "none"}
+            needed |= {"learning_rate_batch_scaling": own_rate, "seesaw_factor": None}
+            for name, legal in (needed | {"train_samples": None, "train_tokens": None}).items():
+                if getattr(self, name) != legal:
+                    shown = "null" if legal is None else str(legal).lower()
+                    rule = f"batch_size_schedule=auto needs {name}={shown}: its batches are not known before the run"
+                    yield name, (legal,), rule
         budgets = [f"{name}={value}" for name in _BUDGET if (value := getattr(self, name)) not in (None, -1)]
         if len(budgets) > 1:
             rule = f"{' and '.join(budgets)} both set the length of the run; set one of them"
-            key, nearest = ("steps", (-1,)) if self.steps != -1 else ("train_samples", ())
-            yield ConfigError(rule, key=key, nearest=nearest)
-
-    def _seesaw_rules(self) -> Iterator[ConfigError]:
-        if self.seesaw_factor is None:
-            if self.seesaw_max_batch_size is not None:
-                rule = (
-                    f"seesaw_max_batch_size={self.seesaw_max_batch_size} limits seesaw_factor, which is null; set both or none"
-                )
-                yield ConfigError(rule, key="seesaw_max_batch_size")
-            return
+            yield ("steps", (-1,), rule) if self.steps != -1 else ("train_samples", (), rule)
+        factor, largest = self.seesaw_factor, self.seesaw_max_batch_size
+        if factor is None and largest is not None:
+            rule = f"seesaw_max_batch_size={largest} limits seesaw_factor, which is null; set both or none"
+            yield "seesaw_max_batch_size", (), rule
         kind, last = self.lr_schedule_type, self.learning_rate_final_fraction
-        if kind == "constant" or last >= 1 or (kind != "cosine" and self.wsd_decay_steps_fraction <= 0):
-            rule = f"seesaw_factor={self.seesaw_factor} replaces falls of the learning rate, but lr_schedule_type={kind} with "
-            yield ConfigError(rule + f"learning_rate_final_fraction={last} has none", key="seesaw_factor")
-        if self.learning_rate_clock != "samples":
-            rule = "seesaw_factor needs learning_rate_clock=samples"
+        if factor is not None and (kind == "constant" or last >= 1 or (kind != "cosine" and decay <= 0)):
+            rule = f"seesaw_factor={factor} replaces falls of the learning rate, but lr_schedule_type={kind} with "
+            yield "seesaw_factor", (), f"{rule}learning_rate_final_fraction={last} has none"
+        if factor is not None and self.learning_rate_clock != "samples":
             reason = "the batch, and so the number of steps, depends on the schedule"
-            yield ConfigError(f"{rule}: {reason}", key="learning_rate_clock", nearest=("samples",))
-
-    def _adam_rules(self) -> Iterator[ConfigError]:
-        """Yield an error for each key that scales AdamW's constants without effect."""
+            yield "learning_rate_clock", ("samples",), f"seesaw_factor needs learning_rate_clock=samples: {reason}"
         rule, adam = self.batch_scaling, self.batch_rule[1]
         if adam.is_active and self.opt_type != "adamw":
             text = f"batch_scaling={rule} scales constants of AdamW, but opt_type={self.opt_type}"
-            yield ConfigError(text, key="batch_scaling", nearest=("none", "linear"))
+            yield "batch_scaling", ("none", "linear"), text
         for name, scaled in (("adam_b2_floor", adam.b2), ("adam_weight_decay_reference_tokens", adam.weight_decay)):
-            if (value := getattr(self, name)) is not None and scaled == "none":
-                yield ConfigError(f"{name}={value} has no effect with batch_scaling={rule}", key=name)
+            if getattr(self, name) is not None and scaled == "none":
+                yield name, (), f"{name}={getattr(self, name)} has no effect with batch_scaling={rule}"
 
 
 def head_problems(config: Any) -> list[RampupError]:

@@ -40,6 +40,7 @@ from rampup.engine.totals import (
     accumulator,
     accumulator_type,
     cast_for_exchange,
+    differing_leaves,
     fill,
     floating,
     has_integers,
@@ -122,12 +123,9 @@ class AccumulatedLoss:
         """Return the sums and the gradient of the mean loss; see `SummableLoss`."""
         takes_whole = self.param_shardings is None
         if totals.noise is not None and not takes_whole:
-            raise ConfigError(
-                "measure_gradient_noise=true needs a loss function that takes whole parameters: with parts that it gathers "
-                "itself, the gradient of a microbatch is never in one place",
-                key="measure_gradient_noise",
-                nearest=(False,),
-            )
+            problem, key = "needs a loss function that takes whole parameters", "measure_gradient_noise"
+            why = "with parts that it gathers itself, the gradient of a microbatch is never in one place"
+            raise ConfigError(f"{key}=true {problem}: {why}", key=key, nearest=(False,))
         # A plan whose buffer has room for one microbatch runs one in every step.
         has_one = keys_KR.shape[0] == 1
         if has_one and takes_whole and totals.noise is None and BatchAxes.of(mesh, self.batch_axes).num_replicas(mesh) == 1:
@@ -292,31 +290,28 @@ def accumulate(
     """
     loss: Any = summable(loss_fn, batch_axes)
     K = jax.tree.leaves(batch_KR)[0].shape[0]
-    check_count(num_microbatches, K)
-    has_one = K == 1 and not isinstance(num_microbatches, jax.core.Tracer) and int(num_microbatches) == 1
-    sum_up = loss.summation(params, mesh, param_shardings, has_one=has_one)
-    sums = sum_up(params, batch_KR, keys_KR, jnp.asarray(num_microbatches, jnp.int32), Totals(mutable=mutable))
-    return nan_beyond(num_microbatches, K, sums)
+
+    def run() -> Sums:
+        has_one = K == 1 and not isinstance(num_microbatches, jax.core.Tracer) and int(num_microbatches) == 1
+        sum_up = loss.summation(params, mesh, param_shardings, has_one=has_one)
+        return sum_up(params, batch_KR, keys_KR, jnp.asarray(num_microbatches, jnp.int32), Totals(mutable=mutable))
+
+    return sum_first(num_microbatches, K, run)
 
 
-def check_count(number: Any, K: int) -> None:
-    """Refuse a number of microbatches that a buffer of K does not have. `nan_beyond` is for a traced one."""
+def sum_first(number: Any, K: int, run: Callable[[], Sums]) -> Sums:
+    """Return the sums of `run` over the first `number` microbatches of a buffer of K, or refuse a number that it does not have.
+
+    With a traced one, loss and weight are NaN. Otherwise the last microbatch would be added several times: JAX clamps an index
+    beyond an array.
+    """
     if isinstance(number, jax.core.Tracer):
-        return
+        sums, is_valid = run(), (number >= 0) & (number <= K)
+        return sums._replace(loss=jnp.where(is_valid, sums.loss, jnp.nan), weight=jnp.where(is_valid, sums.weight, jnp.nan))
     if not np.issubdtype(np.asarray(number).dtype, np.integer) or not 0 <= number <= K:
         problem = f"num_microbatches={number} must be a whole number from 0 to {K}, the microbatches of the buffer"
         raise ConfigError(problem, key="num_microbatches", nearest=(K,))
-
-
-def nan_beyond(number: Any, K: int, sums: Sums) -> Sums:
-    """Return sums, with NaN as loss and weight if a traced number is not from 0 to K.
-
-    Without it, the last microbatch of the buffer would be added several times: JAX clamps an index beyond an array.
-    """
-    if not isinstance(number, jax.core.Tracer):
-        return sums
-    is_valid = (number >= 0) & (number <= K)
-    return sums._replace(loss=jnp.where(is_valid, sums.loss, jnp.nan), weight=jnp.where(is_valid, sums.weight, jnp.nan))
+    return run()
 
 
 def multi_steps(
@@ -418,19 +413,31 @@ def check_results(results: Any, loss_fn: LossFn, args: tuple[Any, ...], *, goes_
         if shape or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
             kind = "floating-point" if len(kinds) == 1 else "real"
             raise _contract_error(f"returned {dtype.name}{list(shape)} as {name}, which must be a {kind} scalar", carries)
-    if carries and goes_on and (difference := _difference(args[3], carried[0])):
-        raise _contract_error(f"changed the structure or a type of `mutable`: {difference}", carries)
+    if carries and goes_on:
+        leaves = differing_leaves(args[3], carried[0], lambda x: (np.shape(x), jnp.result_type(x).name))
+        changes = [f"{name or 'the array'} was {old or 'absent'} and is {new or 'absent'}" for name, old, new in leaves]
+        was, now = jax.tree.structure(args[3]), jax.tree.structure(carried[0])
+        if changes or was != now:
+            change = changes[0] if changes else f"it was {was} and is {now}"
+            raise _contract_error(f"changed the structure or a type of `mutable`: {change}", carries)
     return loss, weight, aux, carried[0] if carries else None
 
 
 def check_signature(loss_fn: Callable[..., Any], number: int = 3) -> None:
     """Refuse a loss function that does not take this number of arguments: 3, or 4 with `mutable`."""
+    if problem := signature_problem(loss_fn, number):
+        raise _contract_error(f"cannot be called with {number} arguments: {problem}", number > 3)
+
+
+def signature_problem(function: Callable[..., Any], number: int) -> str | None:
+    """Return why a function cannot be called with a number of arguments, or None."""
     try:
-        inspect.signature(loss_fn).bind(*[None] * number)
+        inspect.signature(function).bind(*[None] * number)
     except ValueError:
         pass  # A callable without a signature, such as a built-in one.
     except TypeError as error:
-        raise _contract_error(f"cannot be called with {number} arguments: {error}", number > 3) from error
+        return str(error)
+    return None
 
 
 def check_aux(aux: Any, aux_of: Callable[[Any], Any], rows: Any) -> None:
@@ -479,19 +486,6 @@ def _contract_error(problem: str, carries: bool) -> ConfigError:
         "is averaged over, such as tokens, and aux a pytree of further sums, such as {}",
         key="loss_fn",
     )
-
-
-def _difference(before: Any, after: Any) -> str | None:
-    """Return how the structure, the shapes or the types of two trees differ, or None."""
-    old, new = (
-        {jax.tree_util.keystr(path): (np.shape(x), jnp.result_type(x).name) for path, x in jax.tree.leaves_with_path(tree)}
-        for tree in (before, after)
-    )
-    for name in old | new:
-        if old.get(name) != new.get(name):
-            return f"{name or 'the array'} was {old.get(name, 'absent')} and is {new.get(name, 'absent')}"
-    was, now = jax.tree.structure(before), jax.tree.structure(after)
-    return None if was == now else f"it was {was} and is {now}"
 
 
 def _per_replica(

@@ -6,7 +6,7 @@ Shape suffixes: n microbatches of a step, K microbatches of a chunk, R rows of o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -104,10 +104,6 @@ class Batch(NamedTuple):
     def num_microbatches(self) -> int:
         """Microbatches that contain rows."""
         return self.position.split.num_microbatches
-
-    def at_step(self, step: int) -> Batch:
-        """Return the same rows as the batch of another optimizer step, for measurements that repeat a batch."""
-        return self._replace(position=replace(self.position, step=step))
 
 
 def put_batch(

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,16 @@ class Compiler:
         if self.is_known(key):
             return
         # The x64 mode, the matmul precision and the mesh of the caller are thread-local and change what is traced.
-        contexts = _capture_contexts()
+        x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
+        mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
 
         def work() -> Any:
-            with contexts():
+            with contextlib.ExitStack() as stack:
+                # Older versions of JAX have it elsewhere.
+                stack.enter_context((jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64(x64))
+                stack.enter_context(jax.default_matmul_precision(precision))
+                if mesh is not None and not mesh.empty:
+                    stack.enter_context(jax.set_mesh(mesh))
                 return self._compile(lower())
 
         with self._lock:
@@ -99,14 +105,20 @@ class Compiler:
 
     def _work(self) -> None:
         """Compile what is requested, one program after the other, until nothing is left."""
-        _lower_thread_priority()
+        # Give way to training and its data loading, which need the same cores.
+        if sys.platform == "linux":  # where a niceness belongs to a thread; elsewhere it would slow the whole process down
+            thread = threading.get_native_id()
+            with contextlib.suppress(OSError):  # a sandbox may forbid it, and no compilation may fail for that
+                niceness = max(BACKGROUND_NICENESS, os.getpriority(os.PRIO_PROCESS, thread))  # raising it takes a privilege
+                os.setpriority(os.PRIO_PROCESS, thread, niceness)
         while True:
             with self._lock:
                 if not self._requests:
                     self._is_running = False
                     return
                 future, work = self._requests.popleft()
-            # Python waits for this thread at the end of a program, which need not wait for what nobody will run.
+            # Python waits for this thread at the end of a program, which need not wait for what nobody will run. With
+            # `concurrent.futures.ThreadPoolExecutor`, it would wait for all that was requested.
             if not threading.main_thread().is_alive():
                 future.cancel()
             if future.set_running_or_notify_cancel():
@@ -153,30 +165,3 @@ def enable_compilation_cache(folder: str | None) -> None:
         jax.config.update("jax_compilation_cache_dir", folder if "://" in folder else str(Path(folder).expanduser()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _lower_thread_priority() -> None:
-    """Give way to training and its data loading, which need the same cores."""
-    if sys.platform == "linux":  # where a niceness belongs to a thread; elsewhere it would slow the whole process down
-        thread = threading.get_native_id()
-        with contextlib.suppress(OSError):  # a sandbox may forbid it, and no compilation may fail for that
-            niceness = max(BACKGROUND_NICENESS, os.getpriority(os.PRIO_PROCESS, thread))  # raising it takes a privilege
-            os.setpriority(os.PRIO_PROCESS, thread, niceness)
-
-
-def _capture_contexts() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a function that enters this thread's JAX contexts, which change a trace, in another thread."""
-    x64, precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
-    mesh = jax.sharding.get_mesh() if hasattr(jax.sharding, "get_mesh") else None
-
-    @contextlib.contextmanager
-    def enter() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            # Older versions of JAX have it elsewhere.
-            stack.enter_context((jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64(x64))
-            stack.enter_context(jax.default_matmul_precision(precision))
-            if mesh is not None and not mesh.empty:
-                stack.enter_context(jax.set_mesh(mesh))
-            yield
-
-    return enter

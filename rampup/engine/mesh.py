@@ -62,14 +62,12 @@ class BatchAxes:
                 raise ConfigError(f"{problem}; {fix}", key="batch_axes")
             return cls(replica=tuple(name for name in rows if name == DATA), rows=rows)
         if not (isinstance(axes, BatchAxes) and isinstance(axes.replica, tuple) and isinstance(axes.rows, tuple)):
-            raise ConfigError(
-                f"batch_axes={axes!r} must be a BatchAxes of two tuples, such as rampup.{example}", key="batch_axes"
-            )
+            rule = f"batch_axes={axes!r} must be a BatchAxes of two tuples, such as rampup.{example}"
+            raise ConfigError(rule, key="batch_axes")
         missing = [name for name in (*axes.replica, *axes.rows) if name not in names]
         if missing:
-            raise ConfigError(
-                f"batch_axes names {missing[0]!r}, but the mesh has the axes {', '.join(names)}", key="batch_axes"
-            )
+            problem = f"batch_axes names {missing[0]!r}, but the mesh has the axes {', '.join(names)}"
+            raise ConfigError(problem, key="batch_axes")
         if axes.rows[: len(axes.replica)] != axes.replica:
             raise ConfigError(f"rows={axes.rows} of batch_axes must start with replica={axes.replica}", key="batch_axes")
         return axes
@@ -149,12 +147,10 @@ def _arrange(axes: MeshAxes, devices: Sequence[jax.Device]) -> np.ndarray:
         # CPUs and GPUs do not say which slice they are in: as many devices in a row.
         groups = np.array_split(np.asarray(devices, object), num_slices)
     if len(groups) != num_slices:
-        raise ConfigError(
-            f"the devices form {len(groups)} slices, but the mesh has {num_slices}; set num_slices={len(groups)}, and "
-            f"dcn_data_parallelism={len(groups)} if the gradient reduction should cross them",
-            key="num_slices",
-            nearest=(len(groups),),
-        )
+        found, key = len(groups), "num_slices"
+        fix = f"set {key}={found}, and dcn_data_parallelism={found} if the gradient reduction should cross them"
+        problem = f"the devices form {found} slices, but the mesh has {num_slices}; {fix}"
+        raise ConfigError(problem, key=key, nearest=(found,))
     within = [getattr(axes, name) // size for name, size in zip(names, between, strict=True)]
 
     def arrange_slice(group: Sequence[jax.Device]) -> np.ndarray:
@@ -213,10 +209,10 @@ def shardings_like(tree: Any, mesh: Mesh) -> Any:
             return replicated(mesh)
         own = _on_mesh(sharding, mesh, leaf.ndim)
         if own is None:
-            raise ConfigError(
-                f"{jax.tree_util.keystr(path)} is sharded as {sharding}, which the axes {dict(mesh.shape)} of this mesh cannot "
-                "express; place it on this mesh with jax.device_put"
+            problem = (
+                f"which the axes {dict(mesh.shape)} of this mesh cannot express; place it on this mesh with jax.device_put"
             )
+            raise ConfigError(f"{jax.tree_util.keystr(path)} is sharded as {sharding}, {problem}")
         return own
 
     return jax.tree_util.tree_map_with_path(sharding_of, tree)

@@ -81,16 +81,9 @@ def split_model(
         loss, weight, aux = unpack_results(loss_fn(merged, batch, keys))
         return (loss, weight, aux, nnx.split(merged, *filters)[-1]) if has_rest else (loss, weight, aux)
 
-    state = create_state(
-        params,
-        tx,
-        mesh,
-        mutable=rest if has_rest else None,
-        frozen=frozen if has_frozen else None,
-        shard_optimizer_over_data=shard_optimizer_over_data,
-        batch_axes=batch_axes,
-    )
-    return state, pure
+    options: dict[str, Any] = {"mutable": rest if has_rest else None, "frozen": frozen if has_frozen else None}
+    options |= {"shard_optimizer_over_data": shard_optimizer_over_data, "batch_axes": batch_axes}
+    return create_state(params, tx, mesh, **options), pure
 
 
 def merge_model(model: nnx.Module, state: TrainState) -> None:

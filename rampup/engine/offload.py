@@ -63,6 +63,9 @@ def program_memory(compiled: Any) -> ProgramMemory:
     stats = compiled.memory_analysis()
     if stats is None:
         raise ConfigError(f"the backend {jax.default_backend()!r} does not report how much memory a compiled program needs")
+    # The program may be for devices of another machine.
+    devices = [device for sharding in jax.tree.leaves(compiled.input_shardings) for device in sharding.device_set]
+    platform = devices[0].platform if devices else jax.default_backend()
     return ProgramMemory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
@@ -70,14 +73,8 @@ def program_memory(compiled: Any) -> ProgramMemory:
         temporary=stats.temp_size_in_bytes,
         code=stats.generated_code_size_in_bytes,
         host=stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes,
-        peak=getattr(stats, "peak_memory_in_bytes", None) if _platform(compiled) == "tpu" else None,
+        peak=getattr(stats, "peak_memory_in_bytes", None) if platform == "tpu" else None,
     )
-
-
-def _platform(compiled: Any) -> str:
-    """Return the platform that a program was compiled for, which need not be that of this machine."""
-    devices = [device for sharding in jax.tree.leaves(compiled.input_shardings) for device in sharding.device_set]
-    return devices[0].platform if devices else jax.default_backend()
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -103,10 +100,24 @@ def room_to_run(devices: Sequence[jax.Device]) -> int:
     Devices without memory of their own share half of this machine's free memory. If that is unknown, the result is 0.
     """
     limits = [device_limit(device) for device in devices]
-    if any(limit is None for limit in limits):
-        # CPU devices are threads of this process and share the memory of the machine.
-        return int(SHARE_OF_HOST * _free_host_bytes()) // len(devices)
-    return min(limit for limit in limits if limit is not None)
+    known = [limit for limit in limits if limit is not None]
+    if len(known) == len(limits):
+        return min(known)
+    # CPU devices are threads of this process and share the memory of the machine, within the limit of its control group.
+    free = []
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
+    except (OSError, StopIteration, ValueError):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            # Not Linux: assume that half of the memory is free.
+            free.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
+    with contextlib.suppress(OSError, ValueError):
+        # Control groups of version 2, as containers have them. Without a limit, memory.max contains "max".
+        folder = Path("/sys/fs/cgroup")
+        limit, used = ((folder / name).read_text(encoding="ascii") for name in ("memory.max", "memory.current"))
+        free.append(int(limit) - int(used))
+    return int(SHARE_OF_HOST * max(min(free, default=0), 0)) // len(devices)
 
 
 def bytes_per_device(tree: Any) -> int:
@@ -170,21 +181,3 @@ def fetch_offloaded(state: Any, shardings: Any) -> Any:
     on_devices = device_shardings(shardings)
     is_on_devices = jax.tree.leaves(on_devices) == jax.tree.leaves(shardings)
     return state if is_on_devices else jax.device_put(state, on_devices)
-
-
-def _free_host_bytes() -> int:
-    """Return the free memory of this machine, within the limit of this process's control group; 0 if it is not known."""
-    found = []
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found.append(1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")))
-    except (OSError, StopIteration, ValueError):
-        with contextlib.suppress(AttributeError, OSError, ValueError):
-            # Not Linux: assume that half of the memory is free.
-            found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
-    with contextlib.suppress(OSError, ValueError):
-        # Control groups of version 2, as containers have them. Without a limit, memory.max contains "max".
-        folder = Path("/sys/fs/cgroup")
-        limit, used = ((folder / name).read_text(encoding="ascii") for name in ("memory.max", "memory.current"))
-        found.append(int(limit) - int(used))
-    return max(min(found), 0) if found else 0

@@ -13,7 +13,7 @@ import optax
 
 from rampup.batch_size.hyperparameters import AdamConstants, AdamScaling, adam_constants
 from rampup.engine.state import MAX_STEPS, check_step_number
-from rampup.errors import ConfigError
+from rampup.errors import choice_error
 from rampup.plan.learning_rate import decay_progress
 from rampup.plan.plan import RampPlan
 
@@ -237,23 +237,17 @@ def make_optimizer(
     Example:
         >>> tx = make_optimizer(0.1, kind="sgd", clip_norm=0)
     """
-    optimizers = {
-        "adamw": lambda: _store_moments(
-            optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-            if adam is None
-            else scheduled_adamw(learning_rate, adam),
-            mu_dtype,
-            nu_dtype,
-        ),
-        "sgd": lambda: optax.sgd(learning_rate),
-    }
-    if kind not in optimizers:
-        raise ConfigError(
-            f"opt_type={kind!r} must be one of {', '.join(optimizers)}", key="opt_type", nearest=tuple(optimizers)
-        )
+    if kind not in ("adamw", "sgd"):
+        raise choice_error("opt_type", kind, ("adamw", "sgd"))
+    if kind == "sgd":
+        tx = optax.sgd(learning_rate)
+    elif adam is not None:
+        tx = scheduled_adamw(learning_rate, adam)
+    else:
+        tx = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     # Before the optimizer, so that one huge gradient does not stay in the moments.
     clipping = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
-    return optax.chain(*clipping, optimizers[kind]())
+    return optax.chain(*clipping, tx if kind == "sgd" else _store_moments(tx, mu_dtype, nu_dtype))
 
 
 def optimizer_from_config(config: Any, learning_rate: Callable[[Any], Any], **others: Any) -> optax.GradientTransformation:

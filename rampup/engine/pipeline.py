@@ -61,7 +61,6 @@ Letters: p stages, stage s, v repeats, repeat r, m microbatches of a pass, micro
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +72,7 @@ import numpy as np
 from jax.interpreters import partial_eval
 from jax.sharding import Mesh, PartitionSpec
 
-from rampup.engine.accumulate import Counts, check_aux, check_count, constrain_leaves, nan_beyond, take
+from rampup.engine.accumulate import Counts, check_aux, constrain_leaves, signature_problem, sum_first, take
 from rampup.engine.gradient_noise import NoiseSums, divide_by_weights
 from rampup.engine.mesh import STAGE, BatchAxes, auto_view, own_constraints, with_whole_operands
 from rampup.engine.totals import Sums, Totals, accumulator, accumulator_type, cast_for_exchange
@@ -163,10 +162,8 @@ def pipeline_sums(
         ConfigError: the buffer has fewer microbatches.
         PipelineShapeError: no `stage` axis, layers that do not divide, or a stage that changes the activation's shape.
     """
-    K, number = keys_KR.shape[0], num_microbatches * num_passes
-    check_count(number, K)
-    sums = _sum_passes(loss, params, (batch_KR, keys_KR), (num_microbatches, num_passes), Totals(), mesh, param_shardings)
-    return nan_beyond(number, K, sums)
+    args = loss, params, (batch_KR, keys_KR), (num_microbatches, num_passes), Totals(), mesh, param_shardings
+    return sum_first(num_microbatches * num_passes, keys_KR.shape[0], functools.partial(_sum_passes, *args))
 
 
 def _sum_passes(
@@ -362,7 +359,12 @@ class Stage:
         """Run tick t; the carry is the sums, the ring buffer, and the activation and the gradient that arrived."""
         sums, ring, x, gradient = carry
         if not self.with_grads:
-            y, sums = self._evaluation_tick(unit_of, t, x, sums)
+            with jax.named_scope("evaluation_tick"):
+                is_real, k, r = unit_of(t - self.s)
+                x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), x)
+                y = self._if(is_real, lambda: self._stage(take(self.chunks, r), x, k, r), x)
+                is_last = is_real & (self.s == self.p - 1) & (r == self.v - 1)
+                sums = self._if(is_last, lambda: _add_loss(sums, self._last(y, k), k), sums)
             return sums, ring, self._send(y, 1), gradient
         y, ring = self._if_any_stage(t < forward_ticks, lambda: self._forward_tick(unit_of, t, x, ring), otherwise=(x, ring))
         sums, gradient = self._if_any_stage(
@@ -370,15 +372,6 @@ class Stage:
         )
         # The only communication of a tick: two permutes around the ring of stages, by all of them.
         return sums, ring, self._send(y, 1), self._send(gradient, -1)
-
-    def _evaluation_tick(self, unit_of: Callable[..., Any], t: jax.Array, arrived: Any, sums: Sums) -> tuple[Any, Sums]:
-        """Run a forward without a backward; return the activation to send, and the sums."""
-        with jax.named_scope("evaluation_tick"):
-            is_real, k, r = unit_of(t - self.s)
-            x = self._if(is_real & (self.s == 0) & (r == 0), lambda: self._first(k), arrived)
-            y = self._if(is_real, lambda: self._stage(take(self.chunks, r), x, k, r), x)
-            is_last = is_real & (self.s == self.p - 1) & (r == self.v - 1)
-            return y, self._if(is_last, lambda: _add_loss(sums, self._last(y, k), k), sums)
 
     def _forward_tick(self, unit_of: Callable[..., Any], t: jax.Array, arrived: Any, ring: Any) -> tuple[Any, Any]:
         """Run the forward of unit t - s; return the activation to send, and the ring with what the backward will need."""
@@ -552,13 +545,10 @@ def _check_noise(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: ja
     paths = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in jax.tree.leaves_with_path(shared)]
     both = [path for path, first, last in zip(paths, *used, strict=True) if first and last]
     if both:
-        raise PipelineShapeError(
-            f"measure_gradient_noise=true: the first and the last part of the pipeline share {', '.join(both)}; the square of "
-            "a gradient whose two parts are on different stages would need one of them to be sent in every tick; use separate "
-            "parameters (`rampup train`: logits_via_embedding=false), or no pipeline",
-            key="measure_gradient_noise",
-            nearest=(False,),
-        )
+        problem, key = f"the first and the last part of the pipeline share {', '.join(both)}", "measure_gradient_noise"
+        why = "the square of a gradient whose two parts are on different stages would need one of them to be sent in every tick"
+        fix = "use separate parameters (`rampup train`: logits_via_embedding=false), or no pipeline"
+        raise PipelineShapeError(f"{key}=true: {problem}; {why}; {fix}", key=key, nearest=(False,))
 
 
 def _without_layers(params: Params) -> dict[str, Any]:
@@ -583,22 +573,18 @@ def check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: ja
         )
     num_layers = sizes.pop()[0]
     if num_layers % (p * v):
-        nearest = nearest_multiples(num_layers, p * v)
-        raise PipelineShapeError(
-            f"base_num_decoder_layers={num_layers} must be a multiple of num_stages * num_pipeline_repeats = {p} * {v} = "
-            f"{p * v}; nearest: {', '.join(map(str, nearest))}",
-            key="base_num_decoder_layers",
-            nearest=nearest,
-        )
+        nearest, key = nearest_multiples(num_layers, p * v), "base_num_decoder_layers"
+        rule = f"{key}={num_layers} must be a multiple of num_stages * num_pipeline_repeats = {p} * {v} = {p * v}"
+        raise PipelineShapeError(f"{rule}; nearest: {', '.join(map(str, nearest))}", key=key, nearest=nearest)
     num_rows, batch_axes = keys_KR.shape[1], BatchAxes.of(mesh, loss.batch_axes)
     replicas = batch_axes.num_replicas(mesh)
     if num_rows % replicas:
-        raise PipelineShapeError(
-            f"a microbatch of {num_rows} rows must be a multiple of the {' * '.join(batch_axes.replica)} axis = {replicas}",
-            key="microbatch_size",
-            nearest=nearest_multiples(num_rows, replicas),
-        )
-    _check_signatures(loss)
+        rule = f"a microbatch of {num_rows} rows must be a multiple of the {' * '.join(batch_axes.replica)} axis = {replicas}"
+        raise PipelineShapeError(rule, key="microbatch_size", nearest=nearest_multiples(num_rows, replicas))
+    arguments = {"first": "(params, batch, keys)", "stage": "(layers, x, batch, keys, first_layer)"}
+    for part, names in {**arguments, "last": "(params, x, batch, keys)"}.items():
+        if problem := signature_problem(getattr(loss, part), names.count(",") + 1):
+            raise ConfigError(f"`{part}` of the PipelinedLoss must take {names}: {problem}", key="loss_fn")
     batch_R, keys_R = rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (batch_KR, keys_KR))
     chunk = jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_layers // (p * v), *x.shape[1:]), x.dtype), params[LAYERS])
     x = jax.eval_shape(loss.first, _without_layers(params), batch_R, keys_R)
@@ -619,15 +605,3 @@ def check_shapes(loss: PipelinedLoss, params: Params, batch_KR: Any, keys_KR: ja
         return loss.last(shared, loss.first(shared, *rows), *rows)[2]
 
     check_aux(jax.eval_shape(aux_of, rows), aux_of, rows)
-
-
-def _check_signatures(loss: PipelinedLoss) -> None:
-    """Refuse a part that does not take its arguments."""
-    arguments = {"first": "(params, batch, keys)", "stage": "(layers, x, batch, keys, first_layer)"}
-    for part, names in {**arguments, "last": "(params, x, batch, keys)"}.items():
-        try:
-            inspect.signature(getattr(loss, part)).bind(*names.split(","))
-        except ValueError:
-            pass  # A callable without a signature, such as a built-in one.
-        except TypeError as error:
-            raise ConfigError(f"`{part}` of the PipelinedLoss must take {names}: {error}", key="loss_fn") from error

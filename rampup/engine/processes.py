@@ -49,11 +49,9 @@ def broadcast_from_process0(name: str, value: str, *, timeout: int = 300) -> str
 def check_joined() -> None:
     """Refuse to run in a process that sees the devices of others without having joined them. This starts JAX's backend."""
     if jax.process_count() > 1 and not jax.distributed.is_initialized():
-        raise ConfigError(
-            f"JAX sees the devices of {jax.process_count()} processes, but this one has not joined them: set "
-            "coordinator_address, num_processes and process_id, or call jax.distributed.initialize() first",
-            key="coordinator_address",
-        )
+        problem = f"JAX sees the devices of {jax.process_count()} processes, but this one has not joined them"
+        fix = "set coordinator_address, num_processes and process_id, or call jax.distributed.initialize() first"
+        raise ConfigError(f"{problem}: {fix}", key="coordinator_address")
 
 
 def wait_for_all(mesh: Mesh) -> None:

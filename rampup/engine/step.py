@@ -11,6 +11,7 @@ The story of one step, top to bottom:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ from rampup.engine.compile import Compiler
 from rampup.engine.mesh import BatchAxes, auto_context, auto_view, batch_sharding, check_plan_fits, process_rows, replicated
 from rampup.engine.processes import wait_for_all
 from rampup.engine.state import check_arguments, check_state, check_step_number, shardings_of
+from rampup.engine.totals import differing_leaves
 from rampup.engine.update import Metrics, Update, eval_sums
 from rampup.engine.zero import is_scattered, scattered_shardings
 from rampup.errors import ConfigError, DataError, a_type, raise_together
@@ -112,9 +114,20 @@ def train_step(
         (2.97, 20, 1)
     """
     check_arguments("train_step(loss_fn, tx, plan, mesh)", loss_fn=loss_fn, tx=tx, plan=plan, mesh=mesh)
-    _check_engine(
-        engine, tx, shard_optimizer_over_data=shard_optimizer_over_data, measure_gradient_noise=measure_gradient_noise
-    )
+    if engine not in ENGINES:
+        problem = f"gradient_accumulation={engine!r} (engine) must be one of {', '.join(ENGINES)}"
+        raise ConfigError(problem, key="gradient_accumulation", nearest=ENGINES)
+    if isinstance(getattr(tx.init, "__self__", None), optax.MultiSteps):
+        problem = "tx is an optax.MultiSteps, which would average the gradients of several optimizer steps of the plan"
+        fix = "give the optimizer inside it; the step accumulates by itself (engine='multi_steps' to use optax.MultiSteps)"
+        raise ConfigError(f"{problem}; {fix}", key="tx")
+    reasons = {
+        "shard_optimizer_over_data": "multi_steps runs the optimizer at every microbatch",
+        "measure_gradient_noise": "with multi_steps, all microbatches count equally whatever they weigh",
+    }
+    for (key, reason), is_on in zip(reasons.items(), (shard_optimizer_over_data, measure_gradient_noise), strict=True):
+        if is_on and engine == "multi_steps":
+            raise ConfigError(f"{key}=true needs gradient_accumulation=fused; {reason}", key=key, nearest=(False,))
     check_step_number(plan.total_steps)
     check_plan_fits(plan, mesh, batch_axes)
     mesh = auto_view(mesh)
@@ -127,29 +140,11 @@ def train_step(
     if measure_gradient_noise:
         raise_together(noise_problems(plan, axes.num_replicas(mesh)))
     with auto_context(mesh):
-        key = random_key(seed)
+        run_key = random_key(seed)
     optimizer = tx if engine == "fused" else multi_steps(tx, plan)
     scatter_axes = axes if shard_optimizer_over_data and axes.num_replicas(mesh) > 1 else None
-    update = Update(loss, optimizer, mesh, batch_axes, key, skip_nonfinite, scatter_axes, measure_gradient_noise)
+    update = Update(loss, optimizer, mesh, batch_axes, run_key, skip_nonfinite, scatter_axes, measure_gradient_noise)
     return TrainStep(update, plan, engine, donate=donate, wait_for_compilation=wait_for_compilation)
-
-
-def _check_engine(engine: str, tx: Any, **options: bool) -> None:
-    """Refuse an unknown engine, and options that an engine does not have."""
-    if engine not in ENGINES:
-        problem = f"gradient_accumulation={engine!r} (engine) must be one of {', '.join(ENGINES)}"
-        raise ConfigError(problem, key="gradient_accumulation", nearest=ENGINES)
-    if isinstance(getattr(tx.init, "__self__", None), optax.MultiSteps):
-        problem = "tx is an optax.MultiSteps, which would average the gradients of several optimizer steps of the plan"
-        fix = "give the optimizer inside it; the step accumulates by itself (engine='multi_steps' to use optax.MultiSteps)"
-        raise ConfigError(f"{problem}; {fix}", key="tx")
-    reasons = {
-        "shard_optimizer_over_data": "multi_steps runs the optimizer at every microbatch",
-        "measure_gradient_noise": "with multi_steps, all microbatches count equally whatever they weigh",
-    }
-    for key, is_on in options.items():
-        if is_on and engine == "multi_steps":
-            raise ConfigError(f"{key}=true needs gradient_accumulation=fused; {reasons[key]}", key=key, nearest=(False,))
 
 
 class TrainStep:
@@ -400,9 +395,8 @@ class TrainStep:
                 return
             if not self._is_fused and batch.layout.chunk_size != 1:
                 problem = f"multi_steps runs one microbatch at a time, but the batch has chunks of {batch.layout.chunk_size}"
-                raise ConfigError(
-                    f"{problem}; give chunk_size=1 to step_batches", key="gradient_accumulation", nearest=("fused",)
-                )
+                problem = f"{problem}; give chunk_size=1 to step_batches"
+                raise ConfigError(problem, key="gradient_accumulation", nearest=("fused",))
             planned, fix = ", ".join(map(str, layouts)), "make it with the same plan, and without chunk_size"
             raise DataError(f"the batch has the layout {batch.layout}, but the plan of this step has {planned}; {fix}")
 
@@ -417,12 +411,19 @@ class TrainStep:
         if getattr(state, "tx", self.tx) != self.tx:
             fix = "give the same optimizer to both, with engine='multi_steps' the `tx` of the step"
             raise ConfigError(f"the state has another tx than the step; {fix}", key="tx")
+        fix = "make it with the `tx` of the step: create_state(params, step.tx, mesh)"
         if isinstance(state.opt_state, optax.MultiStepsState) is self._is_fused:
             problem = f"`opt_state` is {a_type(state.opt_state)}, which is not what the engine of the step needs"
-            raise ConfigError(f"{problem}; make it with the `tx` of the step: create_state(params, step.tx, mesh)", key="tx")
+            raise ConfigError(f"{problem}; {fix}", key="tx")
         if self._returned[0] is None:
-            # Later states must have the types and shapes that the first one was compiled for.
-            self._check_optimizer(state)
+            # Some optimizers run on the state of others, without an error. Later states must have the types and shapes that the
+            # first one was compiled for. An `init` that looks at values cannot tell the shapes.
+            expected = state.opt_state
+            with contextlib.suppress(Exception), auto_context(self._mesh):
+                expected = jax.eval_shape(self.tx.init, state.params)
+            if difference := _difference(expected, state.opt_state):
+                problem = f"`opt_state` is not that of the step's optimizer: {difference}"
+                raise ConfigError(f"{problem}; {fix}", key="tx")
         self._check_shardings(state)
         if not self._is_fused:
             if getattr(state, "dynamic_scale", None) is not None:
@@ -431,22 +432,9 @@ class TrainStep:
             done, place = int(state.step), (int(state.opt_state.gradient_step), int(state.opt_state.mini_step))
             if place != (done, 0):
                 problem = f"the state is at step {done}, but its optimizer at microbatch {place[1]} of step {place[0]}"
-                fix = (
-                    "go on with the state of a whole step" if place[1] else "`step` and `opt_state.gradient_step` must be equal"
-                )
-                raise ConfigError(f"{problem}; {fix}", key="state")
+                rule = "`step` and `opt_state.gradient_step` must be equal"
+                raise ConfigError(f"{problem}; {'go on with the state of a whole step' if place[1] else rule}", key="state")
         return int(state.step)
-
-    def _check_optimizer(self, state: Any) -> None:
-        """Check that `opt_state` is one of this optimizer. Some optimizers run on the state of others, without an error."""
-        try:
-            with auto_context(self._mesh):
-                expected = jax.eval_shape(self.tx.init, state.params)
-        except Exception:  # noqa: BLE001 - an `init` that looks at values cannot tell the shapes
-            return
-        if difference := _difference(expected, state.opt_state):
-            problem = f"`opt_state` is not that of the step's optimizer: {difference}"
-            raise ConfigError(f"{problem}; make it with the `tx` of the step: create_state(params, step.tx, mesh)", key="tx")
 
     def _check_shardings(self, state: Any) -> None:
         """Check that the state is on the mesh, with whole parameters, and split optimizer state if the step expects that."""
@@ -468,9 +456,8 @@ class TrainStep:
         found, parts = shardings.opt_state, scattered_shardings(state.opt_state, self._mesh, axes)
         if jax.tree.leaves(found) != jax.tree.leaves(parts) if expects_parts else is_scattered(found, axes):
             problem = f"the step has {key}={expects_parts}, but the optimizer's state is sharded in another way"
-            raise ConfigError(
-                f"{problem}; give the same value to train_step and to create_state, prepare_state or split_model", key=key
-            )
+            problem = f"{problem}; give the same value to train_step and to create_state, prepare_state or split_model"
+            raise ConfigError(problem, key=key)
 
     def _program(self, batch: Batch, update: Callable[..., Any], state: Any, *args: Any) -> Callable[..., Any]:
         """Return the program for a batch, compiled if it is not yet."""
@@ -549,13 +536,9 @@ def _rows(split: BatchSplit) -> int:
 
 def _difference(expected: Any, found: Any) -> str | None:
     """Return how two states of optimizers differ in their arrays and in the tuples that they are made of, or None."""
-    want, have = (
-        {jax.tree_util.keystr(path): np.shape(x) for path, x in jax.tree.leaves_with_path(tree)} for tree in (expected, found)
-    )
-    for name in want | have:
-        if want.get(name) != have.get(name):
-            wanted, got = (f"has the shape {list(x[name])}" if name in x else "is absent" for x in (want, have))
-            return f"opt_state{name} {got} in the state, and {wanted} in the optimizer"
+    for name, want, have in differing_leaves(expected, found, np.shape):
+        wanted, got = ("is absent" if shape is None else f"has the shape {list(shape)}" for shape in (want, have))
+        return f"opt_state{name} {got} in the state, and {wanted} in the optimizer"
     parts = [jax.tree.structure(tree, is_leaf=lambda x: not isinstance(x, tuple)) for tree in (expected, found)]
     return None if parts[0] == parts[1] else "its parts are others, such as those of a chain with more or fewer transformations"
 

@@ -5,6 +5,7 @@ The loops over microbatches, of `rampup.engine.accumulate` and of `rampup.engine
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -172,3 +173,15 @@ def floating(tree: Any, params: Any) -> Any:
 def fill(tree: Any, values: Any) -> Any:
     """Return a tree with the leaves of another one where it has None."""
     return jax.tree.map(lambda x, value: value if x is None else x, tree, values, is_leaf=lambda x: x is None)
+
+
+def differing_leaves(before: Any, after: Any, fact: Callable[[Any], Any], **names: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield name and facts of each leaf whose facts differ in two trees. A leaf that is absent, or has no fact, has None.
+
+    `names` are options of `jax.tree_util.keystr`.
+    """
+    trees = [jax.tree_util.tree_leaves_with_path(tree) for tree in (before, after)]
+    old, new = ({jax.tree_util.keystr(path, **names): fact(leaf) for path, leaf in leaves} for leaves in trees)
+    for name in old | new:
+        if old.get(name) != new.get(name):
+            yield name, old.get(name), new.get(name)

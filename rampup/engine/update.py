@@ -21,11 +21,11 @@ from jax.sharding import Mesh
 
 from rampup.engine.accumulate import Counts, SummableLoss, per_row_keys, random_key
 from rampup.engine.gradient_noise import NoiseMeter, second_moments
-from rampup.engine.mesh import BatchAxes, replicated
+from rampup.engine.mesh import BatchAxes, constrain, replicated
 from rampup.engine.offload import device_shardings, fetch_offloaded
 from rampup.engine.state import carried, replace_carried, replace_fields
 from rampup.engine.totals import Sums, Totals, cast_like, fill, floating, has_integers, is_floating, safe_reciprocal
-from rampup.engine.zero import constrain_all, gather_parameters, scattered_shardings
+from rampup.engine.zero import gather_parameters, scattered_shardings
 from rampup.errors import ConfigError, a_type
 
 Metrics = dict[str, Any]
@@ -61,7 +61,11 @@ class Update:
         state = fetch_offloaded(state, shardings)
         batch_KR = _join(chunks)
         keys_KR = per_row_keys(self.key, state.step, _row_numbers(batch_KR, 0))
-        grad_shardings = self._grad_shardings(state.params, shardings.params)
+        # The gradient's are those of the parameters, or with ZeRO-1 those of each replica's own part.
+        grad_shardings = device_shardings(shardings.params)
+        if self.scatter_axes is not None:
+            placed = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state.params, grad_shardings)
+            grad_shardings = scattered_shardings(placed, self.mesh, self.scatter_axes)
         totals, loss = self._totals(state, shardings, grad_shardings), _bind_frozen(self.loss, state)
         with jax.named_scope("accumulate"):
             options = {"mesh": self.mesh, "param_shardings": grad_shardings}
@@ -79,7 +83,7 @@ class Update:
         metrics = {"loss": sums.loss * safe_reciprocal(sums.weight), "weight": sums.weight, "aux": sums.aux, **measured}
         if self.scatter_axes is not None:
             # The forward pass needed whole parameters. Now each replica updates its own part of them.
-            state = replace_fields(state, params=constrain_all(state.params, grad_shardings))
+            state = replace_fields(state, params=jax.tree.map(constrain, state.params, grad_shardings))
         with jax.named_scope("update"):
             new = self._run_optimizer(state, grads, metrics["loss"])
         # The step number moves on in any case, and what the loss function carries also without a weight.
@@ -92,7 +96,9 @@ class Update:
             new = select_step(is_finite & (sums.weight != 0), new, state)
             mutable = select_step(is_finite, mutable, carried(state))
             if scale is not None:
-                changes["dynamic_scale"] = _adapt_scale(scale, is_finite)
+                # Flax adapts it in a method that differentiates a function: one whose gradient is as finite as the step's.
+                adapt = scale.value_and_grad(lambda x: x * jnp.where(is_finite, 1.0, jnp.nan))
+                changes["dynamic_scale"] = adapt(jnp.float32(0))[0]
         new = replace_carried(new, mutable, **changes)
         if self.scatter_axes is not None:
             with jax.named_scope("gather"):
@@ -158,14 +164,6 @@ class Update:
         shapes = {"loss": sums.loss, "weight": sums.weight, "aux": sums.aux}
         zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
         return jax.device_put(zeros | ({"skipped": np.False_} if self.skip_nonfinite else {}), replicated(self.mesh))
-
-    def _grad_shardings(self, params: Any, shardings: Any) -> Any:
-        """Return the shardings of the gradient: those of the parameters, or with ZeRO-1 those of each replica's own part."""
-        shardings = device_shardings(shardings)
-        if self.scatter_axes is None:
-            return shardings
-        shapes = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), params, shardings)
-        return scattered_shardings(shapes, self.mesh, self.scatter_axes)
 
     def _totals(self, state: Any, shardings: Any = None, grad_shardings: Any = None) -> Totals:
         """Return what a step adds up besides loss and gradients, or refuse what the loss does not support in the state."""
@@ -287,12 +285,6 @@ def _bind_frozen(loss: Any, state: Any) -> SummableLoss:
         return loss
     _check_support(loss, "loss_fn", "`frozen`")
     return dataclasses.replace(loss, loss_fn=functools.partial(loss.loss_fn, frozen=frozen))
-
-
-def _adapt_scale(dynamic_scale: Any, is_finite: jax.Array) -> Any:
-    """Return a Flax `DynamicScale` after a step whose gradients were finite or not."""
-    # Flax adapts the scale in a method that differentiates a function. Give it one whose gradient is as finite as the step's.
-    return dynamic_scale.value_and_grad(lambda x: x * jnp.where(is_finite, 1.0, jnp.nan))(jnp.float32(0))[0]
 
 
 def _check_support(loss: Any, part: str, reason: str) -> None:

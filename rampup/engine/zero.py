@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rampup.engine.mesh import STAGE, BatchAxes, auto_view, axis_names, constrain, spec_without
+from rampup.engine.mesh import STAGE, BatchAxes, auto_view, axis_names, spec_without
 
 # A buffer is made of whole tiles of a TPU's memory. Otherwise the compiler turns an all-gather, and on small slices a
 # reduce-scatter, into an all-reduce of all parts, which sends up to twice as much.
@@ -134,11 +134,6 @@ def gather_parameters(params: Any, scattered: Any, mesh: Mesh, axes: BatchAxes) 
     )(params)
 
 
-def constrain_all(tree: Any, shardings: Any) -> Any:
-    """Constrain the shardings of a tree's leaves."""
-    return jax.tree.map(constrain, tree, shardings)
-
-
 class _Routes(NamedTuple):
     """How the leaves of a tree travel between the replicas. Leaves are named by their index.
 
@@ -203,8 +198,8 @@ def torus_of(mesh: Mesh, names: tuple[str, ...]) -> np.ndarray | None:
     slices = [{place and place[0] for place in group} for group in places]
     if any(len(found) > 1 or None in found for found in slices) or len(set.union(*slices)) < len(slices):
         return None
-    tori = [_torus(np.array(group)[:, 1:]) for group in places]
-    return tori[0] if all(np.array_equal(torus, tori[0]) for torus in tori) else None
+    torus, *others = [_torus(np.array(group)[:, 1:]) for group in places]
+    return torus if torus is not None and all(x is not None and np.array_equal(x, torus) for x in others) else None
 
 
 def place_of(device: Any) -> tuple[int, ...] | None:

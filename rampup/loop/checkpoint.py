@@ -28,6 +28,7 @@ import orbax.checkpoint as ocp
 
 from rampup.engine.processes import FOLDER, broadcast_from_process0, is_primary, kv_store
 from rampup.engine.state import replace_fields
+from rampup.engine.totals import differing_leaves
 from rampup.errors import ResumeMismatchError, StorageError
 from rampup.loop.events import CheckpointDamaged, OnEvent, ignore_event
 from rampup.loop.run_folder import DAMAGED_FOLDER, absolute_path, is_bucket
@@ -327,19 +328,16 @@ class Checkpoints:
 
 def _format_differences(stored: Any, expected: Any) -> str:
     """Return the leaves that two trees of shapes do not share, in words; nothing if they agree."""
-    shapes = [
-        {
-            jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-            if getattr(leaf, "shape", None) is not None
-        }
-        for tree in (stored, expected)
+
+    def shape(leaf: Any) -> tuple[int, ...] | None:
+        return None if getattr(leaf, "shape", None) is None else tuple(leaf.shape)
+
+    leaves = list(differing_leaves(stored, expected, shape, simple=True, separator="/"))
+    found = [
+        f"{name} is {before} in the checkpoint and {now} here" for name, before, now in leaves if None not in (before, now)
     ]
-    before, now = shapes
-    changed = [name for name in before if now.get(name, before[name]) != before[name]]
-    found = [f"{name} is {before[name]} in the checkpoint and {now[name]} here" for name in changed]
-    found += [f"{name} is only in the checkpoint" for name in before if name not in now]
-    found += [f"{name} is only here" for name in now if name not in before]
+    found += [f"{name} is only in the checkpoint" for name, _, now in leaves if now is None]
+    found += [f"{name} is only here" for name, before, _ in leaves if before is None]
     more = f"; and {len(found) - MAX_DIFFERENCES:,} more" if len(found) > MAX_DIFFERENCES else ""
     return "; ".join(found[:MAX_DIFFERENCES]) + more
 

@@ -1,21 +1,12 @@
 """The plan of a run: pure arithmetic on integers and fractions, without jax."""
 
-from rampup.plan.mesh_axes import MeshAxes
-from rampup.plan.per_device import RampupBatchManager, ramp_from_config
-from rampup.plan.plan import PlanPosition, RampPlan
-from rampup.plan.ramp import BatchRamp, Phase
-from rampup.plan.split import BatchSplit, BatchSplitter
-from rampup.plan.timetable import Timetable
-
-__all__ = [
-    "BatchRamp",
-    "BatchSplit",
-    "BatchSplitter",
-    "MeshAxes",
-    "Phase",
-    "PlanPosition",
-    "RampPlan",
-    "RampupBatchManager",
-    "Timetable",
-    "ramp_from_config",
-]
+from rampup.plan.mesh_axes import MeshAxes as MeshAxes
+from rampup.plan.per_device import RampupBatchManager as RampupBatchManager
+from rampup.plan.per_device import ramp_from_config as ramp_from_config
+from rampup.plan.plan import PlanPosition as PlanPosition
+from rampup.plan.plan import RampPlan as RampPlan
+from rampup.plan.ramp import BatchRamp as BatchRamp
+from rampup.plan.ramp import Phase as Phase
+from rampup.plan.split import BatchSplit as BatchSplit
+from rampup.plan.split import BatchSplitter as BatchSplitter
+from rampup.plan.timetable import Timetable as Timetable

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from rampup.errors import RampDefinitionError, choice_error
-from rampup.plan.ramp import BatchRamp, check_num_phases
+from rampup.plan.ramp import BatchRamp, Phase, check_num_phases
 
 BatchScaling = Literal["none", "sqrt", "linear"]
 BATCH_SCALING: tuple[BatchScaling, ...] = ("none", "sqrt", "linear")
@@ -96,7 +96,7 @@ def clock_segments(
     clock: Clock,
     schedule_steps: int,
     scaling: BatchScaling,
-    reference_size: int | None = None,
+    reference_size: int,
     seesaw: Seesaw | None = None,
 ) -> tuple[ClockSegment, ...]:
     """Return the schedule's clock, phase by phase.
@@ -107,12 +107,13 @@ def clock_segments(
             data when the batch size changes.
         schedule_steps: length of the schedule in optimizer steps.
         scaling: how the learning rate depends on the batch size.
-        reference_size: the batch size for which the learning rate was chosen; None = that of the last phase.
+        reference_size: the batch size for which the learning rate was chosen.
         seesaw: the transform that made the ramp, if any.
 
     Example:
         >>> ramp = BatchRamp.piecewise([(0, 10), (100, 30)])
-        >>> [s.progress for s in clock_segments(ramp, clock="samples", schedule_steps=20, scaling="none")]
+        >>> [s.progress for s in clock_segments(ramp, clock="samples", schedule_steps=20, scaling="none",
+        ...     reference_size=30)]
         [0.0, 0.25]
     """
     if clock not in CLOCKS:
@@ -121,32 +122,21 @@ def clock_segments(
     if clock == "samples" and seesaw is not None and seesaw.schedule_samples is not None:
         # The steps of the grown batches may take more samples than are planned.
         total = seesaw.schedule_samples
-    reference = reference_size or (seesaw.base if seesaw else ramp).sizes[-1]
 
-    def segment(start: Any, size: int, scale: float, level: float | None = None) -> ClockSegment:
+    def segment(start: Phase | RateStep) -> ClockSegment:
+        size, base, scale, level = start.global_batch_size, start.global_batch_size, 1.0, None
+        if isinstance(start, RateStep):
+            base, scale, level = start.base_batch_size, start.scale, start.level
         return ClockSegment(
             start_step=start.start_step,
             progress=(start.start_step if clock == "steps" else start.start_sample) / total,
             progress_per_step=(1 if clock == "steps" else size) / total,
-            scale=scale,
+            scale=learning_rate_scale(base, reference_size, scaling) * scale,
             global_batch_size=size,
             level=level,
         )
 
-    if seesaw is not None:
-        return tuple(
-            segment(
-                step,
-                step.global_batch_size,
-                learning_rate_scale(step.base_batch_size, reference, scaling) * step.scale,
-                step.level,
-            )
-            for step in seesaw.steps
-        )
-    return tuple(
-        segment(phase, phase.global_batch_size, learning_rate_scale(phase.global_batch_size, reference, scaling))
-        for phase in ramp.phases
-    )
+    return tuple(map(segment, ramp.phases if seesaw is None else seesaw.steps))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,11 +202,8 @@ class Seesaw:
             raise RampDefinitionError(f"the cuts of a schedule must lower the rate: {levels[:10]}")
         largest = max(self.base.sizes)
         if self.max_batch_size is not None and self.max_batch_size < largest:
-            raise RampDefinitionError(
-                f"seesaw_max_batch_size={self.max_batch_size} must be at least the largest planned batch, {largest}",
-                key="seesaw_max_batch_size",
-                nearest=(largest,),
-            )
+            rule = f"seesaw_max_batch_size={self.max_batch_size} must be at least the largest planned batch, {largest}"
+            raise RampDefinitionError(rule, key="seesaw_max_batch_size", nearest=(largest,))
         check_num_phases(len(self.base.phases) + len(self.cuts), key="seesaw_factor")
         if self.ramp is None:
             object.__setattr__(self, "ramp", self._grown())
@@ -226,7 +213,7 @@ class Seesaw:
         """Return the planned ramp with a larger batch after every cut."""
         pairs: list[tuple[int, int]] = []
         for start in sorted({phase.start_sample for phase in self.base.phases} | {cut.sample for cut in self.cuts}):
-            base = self._base_size(start)
+            base = self.base.phase_of_sample(start).global_batch_size
             # A relative error of 1e-9 must not round 2 * 8 down to 15.
             wanted = base / max(self._level(start), 1e-18) * (1 + 1e-9)
             wanted = wanted if self.max_batch_size is None else min(wanted, self.max_batch_size)
@@ -235,9 +222,6 @@ class Seesaw:
                 size = min(size, max(base, pairs[-1][1] if pairs else base))
             pairs.append((start, size))
         return BatchRamp.piecewise(pairs)
-
-    def _base_size(self, sample: int) -> int:
-        return self.base.phase_of_sample(sample).global_batch_size
 
     def _level(self, sample: int) -> float:
         index = bisect.bisect_right(self.cuts, sample, key=lambda cut: cut.sample)
@@ -248,7 +232,7 @@ class Seesaw:
         # A cut takes effect with the first step that starts at or past its sample.
         for step in sorted(phases | {self.ramp.step_of_sample(cut.sample - 1) + 1 for cut in self.cuts}):
             sample, size = self.ramp.samples_before(step), self.ramp.global_batch_size_at(step)
-            base = self._base_size(sample)
+            base = self.base.phase_of_sample(sample).global_batch_size
             yield RateStep(
                 start_step=step,
                 start_sample=sample,
@@ -261,8 +245,8 @@ class Seesaw:
     def to_dict(self) -> dict[str, Any]:
         """Return what a checkpoint needs in addition to the ramp."""
         cuts = [[cut.sample, cut.level] for cut in self.cuts]
-        rows = self.base.to_rows()
-        return {"base": rows, "cuts": cuts, "schedule_samples": self.schedule_samples, "exponent": self.exponent}
+        others = {"schedule_samples": self.schedule_samples, "exponent": self.exponent}
+        return {"base": self.base.to_rows(), "cuts": cuts, **others}
 
     @classmethod
     def from_dict(cls, record: Mapping[str, Any], ramp: BatchRamp) -> Self:
@@ -312,10 +296,7 @@ def discretize(rate: Callable[[float], float], *, factor: float, total_samples: 
             cuts.pop()
         cuts.append(Cut(sample=low, level=level))
         if len(cuts) > MAX_CUTS:
-            raise RampDefinitionError(
-                f"seesaw_factor={factor} gives more than {MAX_CUTS:,} cuts of the learning rate; use a larger factor",
-                key="seesaw_factor",
-                nearest=(2,),
-            )
+            problem = f"seesaw_factor={factor} gives more than {MAX_CUTS:,} cuts of the learning rate; use a larger factor"
+            raise RampDefinitionError(problem, key="seesaw_factor", nearest=(2,))
         k += 1
     return tuple(cuts)

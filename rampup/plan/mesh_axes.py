@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +44,8 @@ class MeshAxes:
     def __post_init__(self) -> None:
         for axis, slices in zip(AXES, self.slices, strict=True):
             if slices < 1 or getattr(self, axis) % slices:
-                raise ConfigError(
-                    f"the {axis} axis has {getattr(self, axis)} devices, which {slices} slices do not divide",
-                    key=_key("dcn", axis),
-                    nearest=(1,),
-                )
+                problem = f"the {axis} axis has {getattr(self, axis)} devices, which {slices} slices do not divide"
+                raise ConfigError(problem, key=_key("dcn", axis), nearest=(1,))
 
     @property
     def data_parallel_size(self) -> int:
@@ -98,8 +95,8 @@ class MeshAxes:
 
             def is_legal(value: Any) -> bool:
                 """Return whether all sizes would fit with another value of the key."""
-                groups = {"ici": ici, "dcn": dcn}
-                changed = [{a: value if _key(g, a) == key else size for a, size in groups[g].items()} for g in groups]
+                groups = ("ici", ici), ("dcn", dcn)
+                changed = [{a: value if _key(g, a) == key else size for a, size in sizes.items()} for g, sizes in groups]
                 try:
                     _infer(value if key == "num_devices" else num_devices, num_slices, *changed)
                 except BatchDivisibilityError:
@@ -129,17 +126,14 @@ def _known_product(sizes: Mapping[str, int]) -> int:
     return math.prod(size for size in sizes.values() if size != AUTO)
 
 
-def _check_group(group: str, sizes: Mapping[str, int]) -> list[RampupError]:
-    problems: list[RampupError] = [
-        ConfigError(f"{_key(group, axis)}={size} must be -1 (the rest) or at least 1", key=_key(group, axis), nearest=(-1, 1))
-        for axis, size in sizes.items()
-        if size < 1 and size != AUTO
-    ]
+def _check_group(group: str, sizes: Mapping[str, int]) -> Iterator[RampupError]:
+    for key, size in ((_key(group, axis), size) for axis, size in sizes.items()):
+        if size < 1 and size != AUTO:
+            yield ConfigError(f"{key}={size} must be -1 (the rest) or at least 1", key=key, nearest=(-1, 1))
     automatic = [_key(group, axis) for axis, size in sizes.items() if size == AUTO]
     if len(automatic) > 1:
         text = f"only one {group}_*_parallelism may be -1 (the rest), not {' and '.join(automatic)}"
-        problems.append(ConfigError(text, key=automatic[1], nearest=(1,)))
-    return problems
+        yield ConfigError(text, key=automatic[1], nearest=(1,))
 
 
 def _infer_group(sizes: Mapping[str, int], total: int, group: str, what: str) -> dict[str, int]:
@@ -152,21 +146,16 @@ def _infer_group(sizes: Mapping[str, int], total: int, group: str, what: str) ->
         first = next((axis for axis in sizes if sizes[axis] != 1), "data")
         order = sorted(sizes, key=lambda axis: sizes[axis] == 1)
         fixed = next((axis for axis in order if total * sizes[axis] % known == 0), None)
-        raise BatchDivisibilityError(
-            f"{_product(group, sizes)} = {known} must be {what} = {total}; set one {group}_*_parallelism to -1 (the rest)",
-            value=known,
-            divisor=total,
-            key=_key(group, fixed or first),
-            nearest=() if fixed is None else (total * sizes[fixed] // known,),
-        )
+        rule = f"{_product(group, sizes)} = {known} must be {what} = {total}; set one {group}_*_parallelism to -1 (the rest)"
+        nearest = () if fixed is None else (total * sizes[fixed] // known,)
+        raise BatchDivisibilityError(rule, value=known, divisor=total, key=_key(group, fixed or first), nearest=nearest)
     return dict(sizes)
 
 
 def _divide(total: int, part: int, what: str, parts: str) -> int:
     if total % part:
-        raise BatchDivisibilityError(
-            f"{what}={total} must be a multiple of {parts} = {part}", value=total, divisor=part, key="num_devices", nearest=()
-        )
+        rule = f"{what}={total} must be a multiple of {parts} = {part}"
+        raise BatchDivisibilityError(rule, value=total, divisor=part, key="num_devices", nearest=())
     return total // part
 
 

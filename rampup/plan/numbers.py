@@ -11,7 +11,7 @@ from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import TypeVar
 
-from rampup.errors import ConfigError, RampDefinitionError, RampupError
+from rampup.errors import ConfigError, RampDefinitionError
 
 Number = TypeVar("Number", int, Fraction)
 
@@ -20,8 +20,6 @@ AUTO = -1
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # Far beyond any training run. The limit keeps "1e999999999" from exhausting memory.
 MAX_COUNT = 10**18
-# Upper limit on the sizes of a reinforcement-learning step.
-MAX_SAMPLES = 10**9
 # `divisors` tries factors up to this one, so it is complete up to 10**10 and fast for any number.
 MAX_FACTOR = 10**5
 GIB, MAX_GIB = 2**30, 10**6
@@ -53,9 +51,8 @@ def parse_count(text: str | int, *, what: str, key: str | None = None) -> int:
     try:
         number = Decimal(digits)
     except InvalidOperation:
-        raise RampDefinitionError(
-            f"{what}={text!r} is not a number; write digits with an optional suffix K, M, B or T, for instance 250B", key=key
-        ) from None
+        rule = "is not a number; write digits with an optional suffix K, M, B or T, for instance 250B"
+        raise RampDefinitionError(f"{what}={text!r} {rule}", key=key) from None
     if not number.is_finite() or number < 0 or number.adjusted() > 18 or number * factor > MAX_COUNT:
         raise RampDefinitionError(f"{what}={text!r} must be between 0 and 10**18", key=key)
     if number != 0 and number.adjusted() < -18:
@@ -63,9 +60,8 @@ def parse_count(text: str | int, *, what: str, key: str | None = None) -> int:
     value = Fraction(number) * factor
     if value.denominator != 1:
         below = value.numerator // value.denominator
-        raise RampDefinitionError(
-            f"{what}={text!r} must be a whole number; nearest: {below:,}, {below + 1:,}", key=key, nearest=(below, below + 1)
-        )
+        rule = f"{what}={text!r} must be a whole number; nearest: {below:,}, {below + 1:,}"
+        raise RampDefinitionError(rule, key=key, nearest=(below, below + 1))
     return value.numerator
 
 
@@ -85,9 +81,8 @@ def parse_memory_gib(value: str | float, *, key: str = "memory-gib") -> int:
     """
     size = exact_fraction(value, what=key, key=key)
     if size * GIB < 1 or size > MAX_GIB:
-        raise ConfigError(
-            f"{key}={value} must be above 0 and at most {MAX_GIB:,} GiB", key=key, nearest=(1,) if size < 1 else (MAX_GIB,)
-        )
+        rule = f"{key}={value} must be above 0 and at most {MAX_GIB:,} GiB"
+        raise ConfigError(rule, key=key, nearest=(1,) if size < 1 else (MAX_GIB,))
     return int(size * GIB)
 
 
@@ -150,19 +145,6 @@ def to_yaml_number(value: Fraction) -> int | float | str:
     """
     number = plain_number(value)
     return number if Fraction(repr(number)) == value else str(value)
-
-
-def count_problems(counts: dict[str, int], *, minimum: int = 1) -> list[RampupError]:
-    """Return an error for every count that is not a whole number between `minimum` and 10**9."""
-    problems: list[RampupError] = []
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int):
-            problems.append(ConfigError(f"{name}={str(count)[:100]!r} must be a whole number", key=name))
-        elif not minimum <= count <= MAX_SAMPLES:
-            bound = minimum if count < minimum else MAX_SAMPLES
-            limit = f"at least {minimum}" if count < minimum else f"at most {MAX_SAMPLES:,}"
-            problems.append(ConfigError(f"{name}={count} must be {limit}", key=name, nearest=(bound,)))
-    return problems
 
 
 def divisors(number: int) -> list[int]:

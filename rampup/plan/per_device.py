@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 START, INCREMENT, END = "per_device_batch_size_start", "per_device_batch_size_increment", "per_device_batch_size"
 SAMPLES = "global_rampup_samples"
 SCHEDULE_UNITS = ("samples", "tokens")
-# The attributes of a configuration that `RampupBatchManager` reads.
-_ATTRIBUTES = (
-    *(START, INCREMENT, END, SAMPLES, "gradient_accumulation_steps", "rampup_carry_overshoot"),
-    *("batch_size_schedule", "batch_size_schedule_unit", "max_target_length"),
-)
 
 # `batch_size_schedule: auto` in a configuration: what it implies, and the sizes. `rampup.batch_size.auto` decides.
 AutoMode = Literal["advise", "follow"]
@@ -33,81 +28,66 @@ AUTO_IMPLIES = {"enable_rampup_batch_size": False, "measure_gradient_noise": Tru
 
 
 def ramp_from_config(
-    *,
-    num_devices: int,
-    per_device_batch_size: object,
-    gradient_accumulation_steps: int = 1,
-    enable_rampup_batch_size: bool = False,
-    per_device_batch_size_start: object = None,
-    per_device_batch_size_increment: object = None,
-    global_rampup_samples: object = None,
-    rampup_carry_overshoot: bool = False,
-    batch_size_schedule: str | None = None,
-    batch_size_schedule_unit: str = "samples",
-    max_target_length: int | None = None,
-    budget: int | Fraction | None = None,
-    splitter: BatchSplitter | None = None,
+    config: Any, num_devices: int, *, budget: int | Fraction | None = None, splitter: BatchSplitter | None = None
 ) -> BatchRamp:
-    """Return the ramp that the configuration's keys describe.
+    """Return the ramp that a configuration's keys describe.
 
     Args:
+        config: any object with MaxText's attributes `per_device_batch_size` and, unless `enable_rampup_batch_size` is False,
+            those of the linear ramp, `per_device_batch_size_start`, `per_device_batch_size_increment` and
+            `global_rampup_samples`. Optional attributes are `gradient_accumulation_steps`, a factor of every batch,
+            `rampup_carry_overshoot` (see `BatchRamp.linear`), `batch_size_schedule`, whose sizes include that factor (see
+            `BatchRamp.from_schedule`), `batch_size_schedule_unit` and, for thresholds in tokens, `max_target_length`.
         num_devices: devices of the run. A global batch is devices * size per device * gradient_accumulation_steps.
-        per_device_batch_size: samples per device and accumulation step after the ramp. May be fractional.
-        gradient_accumulation_steps: G, a factor of every batch.
-        enable_rampup_batch_size: whether the batch grows linearly. Without it and without a schedule, B is constant.
-        per_device_batch_size_start: size per device in the first phase.
-        per_device_batch_size_increment: growth per phase.
-        global_rampup_samples: requested length of the ramp, in samples.
-        rampup_carry_overshoot: see `BatchRamp.linear`.
-        batch_size_schedule: see `BatchRamp.from_schedule`. Its sizes are B itself, so they include G.
-        batch_size_schedule_unit: the unit of its thresholds, `samples` or `tokens`.
-        max_target_length: tokens per sample, for thresholds in tokens.
         budget: samples of the whole run, for thresholds that are shares of it.
         splitter: if given, sizes must be legal for it, and so are the nearest sizes in errors.
 
     Raises:
+        ConfigError: An attribute is missing.
         RampDefinitionError, BatchDivisibilityError: If the keys are invalid. One error has all problems and the nearest legal
             values.
 
     Example:
-        >>> ramp = ramp_from_config(num_devices=8, per_device_batch_size=2, enable_rampup_batch_size=True,
-        ...     per_device_batch_size_start=0.5, per_device_batch_size_increment=0.5, global_rampup_samples=240)
-        >>> ramp.sizes
+        >>> from types import SimpleNamespace
+        >>> keys = SimpleNamespace(per_device_batch_size=2, per_device_batch_size_start=0.5,
+        ...     per_device_batch_size_increment=0.5, global_rampup_samples=240)
+        >>> ramp_from_config(keys, num_devices=8).sizes
         (4, 8, 12, 16)
     """
-    if batch_size_schedule is not None:
-        if enable_rampup_batch_size:
+    schedule = getattr(config, "batch_size_schedule", None)
+    linear = getattr(config, "enable_rampup_batch_size", schedule is None)
+    if missing := [name for name in (END, *((START, INCREMENT, SAMPLES) if linear else ())) if not hasattr(config, name)]:
+        raise ConfigError(f"the config has no attribute {', '.join(missing)}", key=missing[0])
+    if schedule is not None:
+        if linear:
             problem = RampDefinitionError(
                 "batch_size_schedule and enable_rampup_batch_size: true are two ramps; set one of them to null or false",
                 key="batch_size_schedule",
             )
             problem.alternatives = {"enable_rampup_batch_size": (False,)}
             raise problem
-        if batch_size_schedule_unit not in SCHEDULE_UNITS:
-            raise choice_error("batch_size_schedule_unit", batch_size_schedule_unit, SCHEDULE_UNITS)
-        length = max_target_length if batch_size_schedule_unit == "tokens" else None
-        return BatchRamp.from_schedule(batch_size_schedule, sequence_length=length, budget=budget)
-    values = {END: per_device_batch_size}
-    if enable_rampup_batch_size:
-        values = {START: per_device_batch_size_start, INCREMENT: per_device_batch_size_increment, **values}
-    sizes = _Sizes(values, num_devices * gradient_accumulation_steps, splitter)
-    if not enable_rampup_batch_size:
+        unit = getattr(config, "batch_size_schedule_unit", "samples")
+        if unit not in SCHEDULE_UNITS:
+            raise choice_error("batch_size_schedule_unit", unit, SCHEDULE_UNITS)
+        length = getattr(config, "max_target_length", None) if unit == "tokens" else None
+        return BatchRamp.from_schedule(schedule, sequence_length=length, budget=budget)
+    values = {name: getattr(config, name) for name in ((START, INCREMENT, END) if linear else (END,))}
+    sizes = _Sizes(values, num_devices * getattr(config, "gradient_accumulation_steps", 1), splitter)
+    if not linear:
         return BatchRamp.constant(sizes.samples(END))
-    samples = exact_fraction("null" if global_rampup_samples is None else global_rampup_samples, what=SAMPLES, key=SAMPLES)
+    given = getattr(config, SAMPLES)
+    samples = exact_fraction("null" if given is None else given, what=SAMPLES, key=SAMPLES)
     if samples < 1 or samples.denominator != 1:
-        raise RampDefinitionError(
-            f"{SAMPLES}={_format(samples)} must be a whole number of at least 1; "
-            "for no ramp set enable_rampup_batch_size: false",
-            key=SAMPLES,
-            nearest=sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)}),
-        )
+        rule, fix = "must be a whole number of at least 1", "for no ramp set enable_rampup_batch_size: false"
+        nearest = sorted({max(math.floor(samples), 1), max(math.ceil(samples), 1)})
+        raise RampDefinitionError(f"{SAMPLES}={_format(samples)} {rule}; {fix}", key=SAMPLES, nearest=nearest)
     sizes.check_growth()
     return BatchRamp.linear(
         start=sizes.samples(START),
         increment=sizes.samples(INCREMENT),
         end=sizes.samples(END),
         samples=int(samples),
-        carry_overshoot=rampup_carry_overshoot,
+        carry_overshoot=getattr(config, "rampup_carry_overshoot", False),
     )
 
 
@@ -134,8 +114,7 @@ class _Sizes:
         self.rule = "a whole number of samples"
         if splitter is not None and unit > 1:
             self.rule += f" and a multiple of {splitter.unit_rule}"
-        given = {key: "null" if value is None else value for key, value in values.items()}
-        self.values = {key: exact_fraction(value, what=key, key=key) for key, value in given.items()}
+        self.values = {key: exact_fraction("null" if x is None else x, what=key, key=key) for key, x in values.items()}
         raise_together([problem for key in self.values if (problem := self._problem(key))])
 
     def samples(self, key: str) -> int:
@@ -146,22 +125,16 @@ class _Sizes:
         """Check that a whole number of increments leads from the start to the end."""
         start, increment, end = (self.values[key] for key in (START, INCREMENT, END))
         if end <= start:
-            raise RampDefinitionError(
-                f"{END}={_format(end)} must be greater than {START}={_format(start)}; for a decreasing batch size use "
-                "batch_size_schedule",
-                key=END,
-                nearest=(to_yaml_number(start + increment),),
-            )
+            rule = f"{END}={_format(end)} must be greater than {START}={_format(start)}"
+            fix = "for a decreasing batch size use batch_size_schedule"
+            raise RampDefinitionError(f"{rule}; {fix}", key=END, nearest=(to_yaml_number(start + increment),))
         if (end - start) % increment:
             increments = self._increments(increment)
             ends = [start + n for n in nearest_multiples(end - start, increment)]
-            problem = RampDefinitionError(
-                f"{END} - {START} = {_format(end)} - {_format(start)} = {_format(end - start)} must be a multiple of "
-                f"{INCREMENT}={_format(increment)}; nearest: {END} {_format(ends, ' or ')}, or {INCREMENT} "
-                f"{_format(increments, ' or ')}",
-                key=END,
-                nearest=[to_yaml_number(n) for n in ends],
-            )
+            span = f"{END} - {START} = {_format(end)} - {_format(start)} = {_format(end - start)}"
+            fix = f"nearest: {END} {_format(ends, ' or ')}, or {INCREMENT} {_format(increments, ' or ')}"
+            rule = f"{span} must be a multiple of {INCREMENT}={_format(increment)}; {fix}"
+            problem = RampDefinitionError(rule, key=END, nearest=[to_yaml_number(n) for n in ends])
             others = {INCREMENT: increments, START: self._legal(START)}
             problem.alternatives = {key: tuple(map(to_yaml_number, values)) for key, values in others.items()}
             raise problem
@@ -172,19 +145,14 @@ class _Sizes:
         nearest = self._legal(key) or nearest_multiples(max(value, Fraction(0)), self.step)
         offered = [to_yaml_number(n) for n in nearest]
         if value <= 0:
-            return RampDefinitionError(
-                f"{key}={_format(value)} must be greater than 0; nearest: {_format(nearest)}", key=key, nearest=offered
-            )
+            rule = f"{key}={_format(value)} must be greater than 0; nearest: {_format(nearest)}"
+            return RampDefinitionError(rule, key=key, nearest=offered)
         if value % self.step == 0:
             return None
-        return BatchDivisibilityError(
-            f"{key}={_format(value)} gives {_format(value * self.factor)} samples (num_devices * gradient_accumulation_steps = "
-            f"{self.factor}), which must be {self.rule}; nearest {key}: {_format(nearest)}",
-            value=math.floor(value * self.factor),
-            divisor=int(self.step * self.factor),
-            key=key,
-            nearest=offered,
-        )
+        samples, divisor = value * self.factor, int(self.step * self.factor)
+        product = f"{_format(samples)} samples (num_devices * gradient_accumulation_steps = {self.factor})"
+        rule = f"{key}={_format(value)} gives {product}, which must be {self.rule}; nearest {key}: {_format(nearest)}"
+        return BatchDivisibilityError(rule, value=math.floor(samples), divisor=divisor, key=key, nearest=offered)
 
     def _legal(self, key: str) -> list[Fraction]:
         """Return the nearest values of a key that are legal with the other keys as given. Empty if another key is invalid."""
@@ -220,22 +188,13 @@ def auto_sizes(start: int, largest: int) -> tuple[int, ...]:
         (4, 8, 16, 24)
     """
     if start < 1 or largest < start:
-        raise RampDefinitionError(
-            f"batch_size_schedule=auto grows the batch from {start} samples (per_device_batch_size_start) to {largest} "
-            "(per_device_batch_size), which must not be less",
-            key="per_device_batch_size",
-            nearest=(start,),
-        )
+        growth = f"from {start} samples ({START}) to {largest} ({END}), which must not be less"
+        raise RampDefinitionError(f"batch_size_schedule=auto grows the batch {growth}", key=END, nearest=(start,))
     if largest % start:
         nearest = (largest - largest % start, largest - largest % start + start)
-        raise BatchDivisibilityError(
-            f"batch_size_schedule=auto: the largest batch of {largest} samples (per_device_batch_size) must be a multiple of "
-            f"the first of {start} (per_device_batch_size_start), so that one program runs all of them; nearest: "
-            f"{nearest[0]}, {nearest[1]}",
-            value=largest,
-            divisor=start,
-            key="per_device_batch_size",
-        )
+        rule = f"the largest batch of {largest} samples ({END}) must be a multiple of the first of {start} ({START})"
+        fix = f"so that one program runs all of them; nearest: {nearest[0]}, {nearest[1]}"
+        raise BatchDivisibilityError(f"batch_size_schedule=auto: {rule}, {fix}", value=largest, divisor=start, key=END)
     doubled = [start]
     while doubled[-1] * 2 <= largest:
         doubled.append(doubled[-1] * 2)
@@ -250,10 +209,7 @@ class RampupBatchManager:
     s + 1 batches, so a caller that restores label s passes `step_num=s + 1`.
 
     Args:
-        config: any object with MaxText's attributes per_device_batch_size_start, per_device_batch_size_increment,
-            per_device_batch_size, global_rampup_samples and num_target_devices. Optional attributes are
-            gradient_accumulation_steps, rampup_carry_overshoot, enable_rampup_batch_size, batch_size_schedule,
-            batch_size_schedule_unit and max_target_length.
+        config: an object as for `ramp_from_config`, with the attribute num_target_devices too.
         step_num: batches already consumed. -1 and 0 mean none.
 
     Attributes:
@@ -274,15 +230,9 @@ class RampupBatchManager:
     """
 
     def __init__(self, config: Any, step_num: int = 0) -> None:
-        scheduled = getattr(config, "batch_size_schedule", None) is not None
-        linear = getattr(config, "enable_rampup_batch_size", not scheduled)
-        required = ("num_target_devices", END, *((START, INCREMENT, SAMPLES) if linear else ()))
-        if missing := [name for name in required if not hasattr(config, name)]:
-            raise ConfigError(f"the config has no attribute {', '.join(missing)}", key=missing[0])
-        values = {name: getattr(config, name) for name in _ATTRIBUTES if hasattr(config, name)}
-        self.ramp = ramp_from_config(
-            num_devices=int(config.num_target_devices), **values | {"enable_rampup_batch_size": linear}
-        )
+        if not hasattr(config, "num_target_devices"):
+            raise ConfigError("the config has no attribute num_target_devices", key="num_target_devices")
+        self.ramp = ramp_from_config(config, int(config.num_target_devices))
         self.step = _check_step(step_num)
 
     @classmethod
@@ -359,10 +309,8 @@ class RampupBatchManager:
         return self.total_used_samples - self.phase.start_sample
 
     def __repr__(self) -> str:
-        return (
-            f"RampupBatchManager(step={self.step}, global_batch_size_current={self.global_batch_size_current}, "
-            f"total_used_samples={self.total_used_samples}, rampup_active={self.rampup_active})"
-        )
+        names = ("step", "global_batch_size_current", "total_used_samples", "rampup_active")
+        return f"RampupBatchManager({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
 
 def _check_step(step_num: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 
 from rampup.errors import PipelineShapeError
@@ -46,9 +46,8 @@ def pipeline_repeats(*, num_layers: int, num_stages: int, num_layers_per_stage: 
         raise PipelineShapeError(f"{key}={num_repeats} must be -1 (automatic) or at least 1", key=key, nearest=(AUTO, 1))
     if num_stages == 1:
         if num_repeats not in (AUTO, 1):
-            raise PipelineShapeError(
-                f"{key}={num_repeats} needs a pipeline, but there is one stage; set it to -1", key=key, nearest=(AUTO, 1)
-            )
+            problem = f"{key}={num_repeats} needs a pipeline, but there is one stage; set it to -1"
+            raise PipelineShapeError(problem, key=key, nearest=(AUTO, 1))
         return 1
     given = num_repeats != AUTO
     factors = {"num_stages": num_stages, "num_layers_per_pipeline_stage": num_layers_per_stage}
@@ -56,12 +55,9 @@ def pipeline_repeats(*, num_layers: int, num_stages: int, num_layers_per_stage: 
     product = math.prod(factors.values())
     if num_layers % product or (given and num_layers != product):
         nearest = [product] if given else nearest_multiples(num_layers, product)
-        raise PipelineShapeError(
-            f"base_num_decoder_layers={num_layers} must be {'' if given else 'a multiple of '}{format_product(factors)}; "
-            f"nearest: {', '.join(map(str, nearest))}",
-            key="base_num_decoder_layers",
-            nearest=nearest,
-        )
+        rule = f"base_num_decoder_layers={num_layers} must be {'' if given else 'a multiple of '}{format_product(factors)}"
+        problem = f"{rule}; nearest: {', '.join(map(str, nearest))}"
+        raise PipelineShapeError(problem, key="base_num_decoder_layers", nearest=nearest)
     return num_layers // (num_stages * num_layers_per_stage)
 
 
@@ -77,9 +73,8 @@ def stage_layer_order(num_layers: int, num_stages: int, num_repeats: int = 1) ->
     """
     size = num_layers // (num_stages * num_repeats)
     if num_stages > 1:
-        pipeline_repeats(
-            num_layers=num_layers, num_stages=num_stages, num_layers_per_stage=max(size, 1), num_repeats=num_repeats
-        )
+        shape = {"num_stages": num_stages, "num_layers_per_stage": max(size, 1), "num_repeats": num_repeats}
+        pipeline_repeats(num_layers=num_layers, **shape)
     chunks = [r * num_stages + s for s in range(num_stages) for r in range(num_repeats)]
     return [chunk * size + layer for chunk in chunks for layer in range(size)]
 
@@ -88,21 +83,15 @@ def stage_layer_order(num_layers: int, num_stages: int, num_repeats: int = 1) ->
 class PipelineCandidate:
     """One way to split a batch for the pipeline, with its predicted cost."""
 
-    num_microbatches: int  # m
+    num_pipeline_microbatches: int  # m
     num_repeats: int  # v
     microbatch_size: int  # b, samples per replica
+    bubble_fraction: Fraction  # the idle fraction of the predicted time
     predicted_time: Fraction  # time of one pass, in samples' worth of one stage's arithmetic
-    bubble: Fraction  # the idle fraction of that time
 
     def to_dict(self) -> dict[str, int | float]:
         """Return the candidate as `rampup plan --json` prints it."""
-        return {
-            "num_pipeline_microbatches": self.num_microbatches,
-            "num_repeats": self.num_repeats,
-            "microbatch_size": self.microbatch_size,
-            "bubble_fraction": float(self.bubble),
-            "predicted_time": float(self.predicted_time),
-        }
+        return {name: float(value) if isinstance(value, Fraction) else value for name, value in asdict(self).items()}
 
 
 def predicted_time(
@@ -139,19 +128,19 @@ def pipeline_candidates(
 
     Example:
         >>> best, *_ = pipeline_candidates(16, num_stages=4, overhead=Fraction(1), multiple=4)
-        >>> best.num_microbatches, best.microbatch_size, best.predicted_time
+        >>> best.num_pipeline_microbatches, best.microbatch_size, best.predicted_time
         (8, 2, Fraction(33, 1))
     """
     candidates = [
         PipelineCandidate(
-            num_microbatches=m,
+            num_pipeline_microbatches=m,
             num_repeats=v,
             microbatch_size=samples // m,
             predicted_time=predicted_time(m, samples // m, num_stages=num_stages, num_repeats=v, overhead=overhead),
-            bubble=bubble_fraction(num_stages, m, v),
+            bubble_fraction=bubble_fraction(num_stages, m, v),
         )
         for v in repeats
         for m in divisors(samples)
         if m % multiple == 0 and m >= minimum
     ]
-    return tuple(sorted(candidates, key=lambda c: (c.predicted_time, c.num_microbatches, c.num_repeats)))
+    return tuple(sorted(candidates, key=lambda c: (c.predicted_time, c.num_pipeline_microbatches, c.num_repeats)))

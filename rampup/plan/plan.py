@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
-from typing import Any, TypedDict
+from typing import Any
 
 from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampDefinitionError, raise_together
 from rampup.plan.learning_rate import BatchScaling, Clock, ClockSegment, Seesaw, clock_segments
@@ -36,15 +37,6 @@ PHASE_TITLES = {
     "bubble_fraction": "bubble",
     "learning_rate_scale": "rate scale",
 }
-
-
-class AutoFacts(TypedDict):
-    """What is known of `batch_size_schedule: auto` before the run."""
-
-    sizes: tuple[int, ...]  # global batch sizes that it may still use, or advise
-    # bounds of the samples that the run consumes
-    min_samples: int
-    max_samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,16 +129,10 @@ class RampPlan:
             checks.append(eval_splitter.problem(eval_size, "evaluation", key="eval_per_device_batch_size"))
         factor, size = self.expansion_factor_real_data, self.ramp.sizes[-1]
         if factor > 0 and (size * factor).denominator > 1:
-            product = f"global_batch_size * expansion_factor_real_data = {size} * {factor} = {float(size * factor):g}"
-            checks.append(
-                BatchDivisibilityError(
-                    f"{product} must be a whole number of samples; -1 loads the batch itself",
-                    value=size * factor.numerator,
-                    divisor=factor.denominator,
-                    key="expansion_factor_real_data",
-                    nearest=(-1,),
-                )
-            )
+            key, value, divisor = "expansion_factor_real_data", size * factor.numerator, factor.denominator
+            rule = f"global_batch_size * {key} = {size} * {factor} = {float(size * factor):g} must be a whole number of samples"
+            problem = f"{rule}; -1 loads the batch itself"
+            checks.append(BatchDivisibilityError(problem, value=value, divisor=divisor, key=key, nearest=(-1,)))
         if self.axes is not None:
             pairs = {
                 "num_devices": (self.axes.num_devices, self.num_devices),
@@ -161,7 +147,6 @@ class RampPlan:
             rest = max(self.num_devices // (replicas * stages), 1)
             object.__setattr__(self, "axes", MeshAxes(data=replicas, tensor=rest, pipeline=stages))
         splits = self.splitter.split((*self.ramp.sizes, *self.reserved_sizes))
-        reserved = splits[len(self.ramp.sizes) :]
         object.__setattr__(self, "splits", splits[: len(self.ramp.sizes)])
         object.__setattr__(self, "eval_split", None if eval_size is None else eval_splitter.split([eval_size])[0])
         segments = clock_segments(
@@ -169,27 +154,20 @@ class RampPlan:
             clock=self.learning_rate_clock,
             schedule_steps=self.schedule_steps,
             scaling=self.learning_rate_batch_scaling,
-            reference_size=self.reference_batch_size,
+            reference_size=self.reference_size,
             seesaw=self.seesaw,
         )
         object.__setattr__(self, "clock", segments)
         counts: dict[int, int] = {}
-        for phase, split in enumerate(self.splits):
-            for possible in (split, *self.fallbacks(phase)):
-                counts[possible.microbatch_size] = max(counts.get(possible.microbatch_size, 0), possible.num_microbatches)
-        for split in reserved:
+        for split in itertools.chain(splits, *map(self.fallbacks, range(len(self.splits)))):
             counts[split.microbatch_size] = max(counts.get(split.microbatch_size, 0), split.num_microbatches)
         object.__setattr__(self, "max_microbatches", counts)
 
     def position(self, step: int) -> PlanPosition:
         """Return the progress of the run after `step` optimizer steps. This is a look-up, not a replay."""
         phase = self.ramp.phase_at(step)
-        return PlanPosition(
-            step=step,
-            consumed_samples=phase.start_sample + (step - phase.start_step) * phase.global_batch_size,
-            phase=phase,
-            split=self.splits[phase.index],
-        )
+        consumed = phase.start_sample + (step - phase.start_step) * phase.global_batch_size
+        return PlanPosition(step=step, consumed_samples=consumed, phase=phase, split=self.splits[phase.index])
 
     def segment_at(self, step: int) -> ClockSegment:
         """Return the segment of the learning-rate schedule's clock that an optimizer step is in."""
@@ -247,9 +225,8 @@ class RampPlan:
         rows += f"{self.global_batch_to_load:,} rows per step"
         if factor < 1:
             hosts = plain_number(1 / factor)
-            return (
-                f"{rows}: MaxText's loaders of {hosts} times as many hosts take turns; rampup trains only with -1 or from 1 on"
-            )
+            turns = f"MaxText's loaders of {hosts} times as many hosts take turns"
+            return f"{rows}: {turns}; rampup trains only with -1 or from 1 on"
         return f"{rows}, if all hosts loaded; 1 of {shown} does, for itself and the others" if factor > 1 else rows
 
     @property
@@ -270,10 +247,8 @@ class RampPlan:
     def summary(self) -> tuple[str, str]:
         """Two lines of text: the run, and its ramp."""
         devices, shapes, sizes = self.num_devices, self.num_compiled_shapes, self.ramp.sizes
-        run = (
-            f"{devices:,} device{'s' * (devices > 1)}, data parallel {self.splitter.data_parallel_size:,}, "
-            f"{self.total_steps:,} steps"
-        )
+        replicas = f"data parallel {self.splitter.data_parallel_size:,}"
+        run = f"{devices:,} device{'s' * (devices > 1)}, {replicas}, {self.total_steps:,} steps"
         run += "" if self.auto_schedule == "follow" else f", {self.consumed_samples:,} samples"
         ramp = f"the batch stays at {sizes[-1]:,} samples"
         if self.auto is not None:
@@ -286,15 +261,16 @@ class RampPlan:
                 ramp += f"; auto only advises: {listed} samples, by the measured noise scale"
         elif len(sizes) > 1:
             peak = f" (at most {max(sizes):,})" if max(sizes) > max(sizes[0], sizes[-1]) else ""
-            ramp = (
-                f"the batch goes from {sizes[0]:,} to {sizes[-1]:,} samples{peak} in {len(sizes)} phases, "
-                f"the last from step {self.ramp.ramp_steps:,}, sample {self.ramp.ramp_samples:,}"
-            )
+            last = f"the last from step {self.ramp.ramp_steps:,}, sample {self.ramp.ramp_samples:,}"
+            ramp = f"the batch goes from {sizes[0]:,} to {sizes[-1]:,} samples{peak} in {len(sizes)} phases, {last}"
         return run, f"{ramp}; {shapes} compiled shape{'s' * (shapes > 1)}"
 
     @property
-    def auto(self) -> AutoFacts | None:
-        """What is known of `batch_size_schedule=auto` before the run, as in `rampup plan --json`; None without it."""
+    def auto(self) -> dict[str, Any] | None:
+        """What is known of `batch_size_schedule=auto` before the run, as in `rampup plan --json`; None without it.
+
+        `sizes` are the global batch sizes that it may still use, or advise; the run consumes `min_samples` to `max_samples`.
+        """
         if self.auto_schedule is None:
             return None
         now, began = self.ramp.sizes[-1], min(self.ramp.ramp_steps, self.total_steps)
@@ -315,12 +291,8 @@ class RampPlan:
         if stages == 1:
             key = "ici_pipeline_parallelism"
             raise PipelineShapeError(f"a plan without pipeline stages has no timetable; set {key} above 1", key=key)
-        return Timetable.build(
-            "interleaved" if repeats > 1 else "1f1b",
-            num_stages=stages,
-            num_microbatches=self.splits[phase].num_pipeline_microbatches,
-            num_repeats=repeats,
-        )
+        shape = {"num_stages": stages, "num_microbatches": self.splits[phase].num_pipeline_microbatches, "num_repeats": repeats}
+        return Timetable.build("interleaved" if repeats > 1 else "1f1b", **shape)
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -330,20 +302,16 @@ class RampPlan:
         largest = self.splitter.largest_microbatch(size)
         if self.splitter.rampup_microbatch == "fixed" and largest >= 8 * final.microbatch_size:
             passes = size // (final.data_parallel_size * largest)
-            notes.append(
-                f"with a fixed microbatch size of {final.microbatch_size}, every step after the ramp runs "
-                f"{final.num_microbatches} microbatches; rampup_microbatch=auto would run {passes} of {largest} there, at the "
-                "cost of a second compilation"
-            )
+            fixed = f"with a fixed microbatch size of {final.microbatch_size}, every step after the ramp runs"
+            other = f"rampup_microbatch=auto would run {passes} of {largest} there, at the cost of a second compilation"
+            notes.append(f"{fixed} {final.num_microbatches} microbatches; {other}")
         candidates = self.pipeline_candidates
         used = next((candidate for candidate in candidates if candidate.microbatch_size == final.microbatch_size), None)
         if used is not None and candidates[0].predicted_time <= Fraction(19, 20) * used.predicted_time:
             best, gain = candidates[0], float(1 - candidates[0].predicted_time / used.predicted_time)
-            notes.append(
-                f"microbatch_size={best.microbatch_size} is predicted to be {gain:.0%} faster in the last phase, if a pipeline "
-                f"tick has a fixed cost of {float(self.assumed_tick_overhead):g} samples; set pipeline_tick_overhead to choose "
-                "it"
-            )
+            faster = f"microbatch_size={best.microbatch_size} is predicted to be {gain:.0%} faster in the last phase"
+            cost = f"if a pipeline tick has a fixed cost of {float(self.assumed_tick_overhead):g} samples"
+            notes.append(f"{faster}, {cost}; set pipeline_tick_overhead to choose it")
         unreached = [phase.index for phase in self.ramp.phases if phase.start_step >= self.total_steps]
         if unreached:
             notes.append(f"steps={self.total_steps:,} ends before phase {unreached[0]} and those after it")
@@ -402,14 +370,10 @@ class RampPlan:
         def text(value: int | float | str | None) -> str:
             return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}" if isinstance(value, float) else str(value)
 
-        rows = self.phase_table()
-        hidden = range(MAX_PRINTED_PHASES // 2, len(rows) - MAX_PRINTED_PHASES // 2)
-        cells = [list(rows[0])]
-        for number, row in enumerate(rows):
-            if number not in hidden:
-                cells.append([*map(text, row.values())])
-            elif number == hidden.start:
-                cells.append(["..."] * len(row))
+        rows, half = self.phase_table(), MAX_PRINTED_PHASES // 2
+        cells = [list(rows[0]), *([*map(text, row.values())] for row in rows)]
+        if len(rows) > 2 * half:
+            cells[half + 1 : -half] = [["..."] * len(rows[0])]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
         loading = [] if self.loading is None else [f"loading: {self.loading}"]

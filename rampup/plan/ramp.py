@@ -58,6 +58,7 @@ class BatchRamp:
 
     Attributes:
         phases: the phases in order. The last one never ends.
+        sizes: the global batch size of every phase, in samples (derived).
         num_increments: the number of requested changes of size. One large step can skip a size.
         samples_per_increment: the requested samples per change of a linear ramp, exactly. None for other ramps.
 
@@ -70,6 +71,7 @@ class BatchRamp:
     phases: tuple[Phase, ...]
     num_increments: int = 0
     samples_per_increment: Fraction | None = None
+    sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _start_steps: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _start_samples: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
@@ -85,6 +87,8 @@ class BatchRamp:
                 raise RampDefinitionError(f"phase {index} must have a positive batch, and steps unless it is the last: {phase}")
             step += phase.num_steps or 0
             sample += (phase.num_steps or 0) * phase.global_batch_size
+        # Once, because looking a size up in a loop over the phases would otherwise take time with their square.
+        object.__setattr__(self, "sizes", tuple(phase.global_batch_size for phase in self.phases))
         object.__setattr__(self, "_start_steps", tuple(phase.start_step for phase in self.phases))
         object.__setattr__(self, "_start_samples", tuple(phase.start_sample for phase in self.phases))
 
@@ -122,26 +126,20 @@ class BatchRamp:
             if value < 1:
                 raise RampDefinitionError(f"{name}={value} must be at least 1", key=name, nearest=(1,))
         if end <= start:
-            raise RampDefinitionError(
-                f"end={end} must be greater than start={start}; for a decreasing batch size use piecewise", key="end"
-            )
+            rule = f"end={end} must be greater than start={start}; for a decreasing batch size use piecewise"
+            raise RampDefinitionError(rule, key="end")
         num_increments, rest = divmod(end - start, increment)
         if rest:
             nearest = [end - rest] * (num_increments > 0) + [end - rest + increment]
-            raise RampDefinitionError(
-                f"end - start = {end} - {start} = {end - start} must be a multiple of increment={increment}; "
-                f"nearest end: {', '.join(map(str, nearest))}",
-                key="end",
-                nearest=nearest,
-            )
+            rule = f"end - start = {end} - {start} = {end - start} must be a multiple of increment={increment}"
+            problem = f"{rule}; nearest end: {', '.join(map(str, nearest))}"
+            raise RampDefinitionError(problem, key="end", nearest=nearest)
         check_num_phases(num_increments + 1)
+        segments = restarted_segments(range(start, end, increment), samples, num_increments)
         if carry_overshoot:
             segments = _carried_segments(start, increment, num_increments, samples)
-        else:
-            segments = restarted_segments(range(start, end, increment), samples, num_increments)
-        return cls._from_segments(
-            [*segments, (None, end)], num_increments=num_increments, samples_per_increment=Fraction(samples, num_increments)
-        )
+        each = Fraction(samples, num_increments)
+        return cls._from_segments([*segments, (None, end)], num_increments=num_increments, samples_per_increment=each)
 
     @classmethod
     def piecewise(cls, thresholds: Iterable[tuple[int, int]]) -> Self:
@@ -176,15 +174,8 @@ class BatchRamp:
             if size < 1
         ]
         raise_together(problems)
-        consumed = 0
-        segments: list[tuple[int | None, int]] = []
-        for (_, size), (threshold, _) in itertools.pairwise(pairs):
-            num_steps = -(-(threshold - consumed) // size)
-            if num_steps > 0:
-                consumed += num_steps * size
-                segments.append((num_steps, size))
         num_increments = sum(before[1] != after[1] for before, after in itertools.pairwise(pairs))
-        return cls._from_segments([*segments, (None, pairs[-1][1])], num_increments=num_increments)
+        return cls._from_segments(_stepwise_segments(pairs), num_increments=num_increments)
 
     @classmethod
     def from_schedule(
@@ -253,16 +244,11 @@ class BatchRamp:
             [[0, 0, 8], [14, 112, 16], [21, 224, 32]]
         """
         done = [phase for phase in self.phases if phase.start_step < step]
-        segments: list[tuple[int | None, int]] = [
-            (min(phase.num_steps or step, step - phase.start_step), phase.global_batch_size) for phase in done
-        ]
+        before = [(min(phase.num_steps or step, step - phase.start_step), phase.global_batch_size) for phase in done]
         consumed = self.samples_before(step)
         rest = other.phases[other.phase_of_sample(consumed).index :]
-        for phase, following in itertools.pairwise(rest):
-            num_steps = max(-(-(following.start_sample - consumed) // phase.global_batch_size), 0)
-            consumed += num_steps * phase.global_batch_size
-            segments += [(num_steps, phase.global_batch_size)] * (num_steps > 0)
-        return BatchRamp._from_segments([*segments, (None, rest[-1].global_batch_size)], num_increments=other.num_increments)
+        after = _stepwise_segments([(phase.start_sample, phase.global_batch_size) for phase in rest], consumed)
+        return BatchRamp._from_segments([*before, *after], num_increments=other.num_increments)
 
     @classmethod
     def _from_segments(
@@ -297,32 +283,18 @@ class BatchRamp:
         return self.phases[-1].start_sample
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """The global batch size of every phase, in samples."""
-        return tuple(phase.global_batch_size for phase in self.phases)
-
-    @property
     def fingerprint(self) -> str:
         """A digest of the rows. Runs with the same digest consume the same samples at the same steps."""
         return hashlib.sha256(json.dumps(self.to_rows()).encode()).hexdigest()[:16]
 
-    def compare(self, other: BatchRamp) -> str:
-        """Return the phases of a checkpoint's ramp and of another one side by side, as text for an error message."""
-        rows = [f"  {'in the checkpoint':<40} here"]
-        longest = max(len(self.phases), len(other.phases))
-        for number in range(min(longest, MAX_COMPARED)):
-            before, now = (
-                f"from sample {ramp.phases[number].start_sample:,}: {ramp.phases[number].global_batch_size:,}"
-                if number < len(ramp.phases)
-                else "-"
-                for ramp in (self, other)
-            )
-            rows.append(f"  {before:<40} {now}" + ("" if before == now else "  <- differs"))
-        return "\n".join([*rows, *(["  ..."] if longest > MAX_COMPARED else [])])
-
     def differences(self, rows: Sequence[Sequence[int]]) -> str:
-        """Return `compare` for the `to_rows` of a checkpoint's ramp."""
-        return BatchRamp.from_rows(rows).compare(self)
+        """Return the phases of a checkpoint's ramp, its `to_rows`, and of this one side by side, for an error message."""
+        before, now = BatchRamp.from_rows(rows).phases, self.phases
+        shown = [f"  {'in the checkpoint':<40} here"]
+        for pair in itertools.islice(itertools.zip_longest(before, now), MAX_COMPARED):
+            left, right = (f"from sample {p.start_sample:,}: {p.global_batch_size:,}" if p else "-" for p in pair)
+            shown.append(f"  {left:<40} {right}" + ("" if left == right else "  <- differs"))
+        return "\n".join([*shown, *(["  ..."] if max(len(before), len(now)) > MAX_COMPARED else [])])
 
     def phase_at(self, step: int) -> Phase:
         """Return the phase of optimizer step `step`, counted from 0."""
@@ -381,35 +353,40 @@ def parse_schedule(
 def _parse_entry(entry: str, sequence_length: int | None, budget: int | Fraction | None) -> tuple[int, int]:
     threshold, colon, size = entry.partition(":")
     if not colon:
-        raise RampDefinitionError(
-            f"entry {entry!r} is not THRESHOLD:SIZE; commas and spaces separate entries (write 1_000 or 1K, not 1,000)"
-        )
-    if threshold.endswith("%"):
-        share = exact_fraction(threshold.removesuffix("%"), what="threshold")
-        if not 0 <= share <= 100:
-            raise RampDefinitionError(f"threshold={threshold!r} must be between 0% and 100% of the budget")
-        if budget is None:
-            raise RampDefinitionError(
-                f"threshold={threshold!r} is a share of the budget, but there is none; set train_tokens or train_samples"
-            )
-        samples = math.floor(share * budget / 100)
-    else:
-        samples = parse_count(threshold, what="threshold") // (sequence_length or 1)
-    return samples, parse_count(size, what="global batch size")
+        problem = f"entry {entry!r} is not THRESHOLD:SIZE; commas and spaces separate entries (write 1_000 or 1K, not 1,000)"
+        raise RampDefinitionError(problem)
+    if not threshold.endswith("%"):
+        return parse_count(threshold, what="threshold") // (sequence_length or 1), parse_count(size, what="global batch size")
+    share = exact_fraction(threshold.removesuffix("%"), what="threshold")
+    if not 0 <= share <= 100:
+        raise RampDefinitionError(f"threshold={threshold!r} must be between 0% and 100% of the budget")
+    if budget is None:
+        problem = f"threshold={threshold!r} is a share of the budget, but there is none; set train_tokens or train_samples"
+        raise RampDefinitionError(problem)
+    return math.floor(share * budget / 100), parse_count(size, what="global batch size")
 
 
 def check_num_phases(number: int, *, key: str | None = None) -> None:
     """Raise a RampDefinitionError if a ramp has so many phases that it could exhaust memory."""
     if number > MAX_PHASES:
-        raise RampDefinitionError(
-            f"{number:,} phases are too many; the maximum is {MAX_PHASES:,}; use a larger increment", key=key
-        )
+        problem = f"{number:,} phases are too many; the maximum is {MAX_PHASES:,}; use a larger increment"
+        raise RampDefinitionError(problem, key=key)
 
 
 def restarted_segments(sizes: Iterable[int], samples: int, num_increments: int) -> Iterator[tuple[int, int]]:
     """Yield (steps, size) with every phase counted from zero: steps = ceil(samples / num_increments / size), at least 1."""
     for size in sizes:
         yield max(-(-samples // (num_increments * size)), 1), size
+
+
+def _stepwise_segments(pairs: Sequence[tuple[int, int]], consumed: int = 0) -> Iterator[tuple[int | None, int]]:
+    """Yield (steps, size): each size until the first step at or past the next threshold, unless that is passed already."""
+    for (_, size), (threshold, _) in itertools.pairwise(pairs):
+        num_steps = -(-(threshold - consumed) // size)
+        if num_steps > 0:
+            consumed += num_steps * size
+            yield num_steps, size
+    yield None, pairs[-1][1]
 
 
 def _carried_segments(start: int, increment: int, num_increments: int, samples: int) -> Iterator[tuple[int, int]]:

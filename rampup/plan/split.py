@@ -6,12 +6,12 @@ d replicas each run a sequential passes. A pass has m pipeline microbatches of b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
-from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError, raise_together
+from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError, choice_error, raise_together
 from rampup.plan.numbers import AUTO, divisors, format_product, nearest_multiples
 from rampup.plan.pipeline import PipelineCandidate, pipeline_candidates
 
@@ -43,12 +43,9 @@ class BatchSplit:
     def __post_init__(self) -> None:
         factors = (self.data_parallel_size, self.accumulation_steps, self.num_pipeline_microbatches, self.microbatch_size)
         if min(factors) < 1 or math.prod(factors) != self.global_batch_size:
-            raise BatchDivisibilityError(
-                f"global_batch_size={self.global_batch_size} must be data_parallel_size * accumulation_steps * "
-                f"num_pipeline_microbatches * microbatch_size = {' * '.join(map(str, factors))}",
-                value=self.global_batch_size,
-                divisor=max(math.prod(factors), 1),
-            )
+            product = "data_parallel_size * accumulation_steps * num_pipeline_microbatches * microbatch_size"
+            rule = f"global_batch_size={self.global_batch_size} must be {product} = {' * '.join(map(str, factors))}"
+            raise BatchDivisibilityError(rule, value=self.global_batch_size, divisor=max(math.prod(factors), 1))
 
     @property
     def num_microbatches(self) -> int:
@@ -96,7 +93,7 @@ class BatchSplitter:
     min_microbatches: int = 1
 
     def __post_init__(self) -> None:
-        raise_together([*self._size_problems(), *self._microbatch_problems()])
+        raise_together([*self._problems()])
 
     def for_eval(self) -> BatchSplitter:
         """Return the rule for evaluation: the same rule without the accumulation factor."""
@@ -118,8 +115,8 @@ class BatchSplitter:
     @property
     def smallest(self) -> int:
         """The smallest legal global batch size, in samples."""
-        per_pass = self.data_parallel_size * self.gradient_accumulation_steps * self._pass_unit
-        return per_pass * max(self.microbatch_size, 1) if self.microbatch_size != AUTO else per_pass
+        # An automatic microbatch size is -1 and counts as 1.
+        return self.data_parallel_size * self.gradient_accumulation_steps * self._pass_unit * max(self.microbatch_size, 1)
 
     # Whether B can be split is decided by division alone. d and G are given, and m and b may be; an automatic m counts as the
     # smallest that the pipeline allows (`_pass_unit`). Each product in `_conditions` must divide B, so `unit`, their least
@@ -155,13 +152,8 @@ class BatchSplitter:
         if global_batch_size % self.unit == 0:
             rules = f"at least {self.smallest}, so that accumulation_steps >= gradient_accumulation_steps"
         nearest = self.nearest(global_batch_size)
-        return BatchDivisibilityError(
-            f"global_batch_size={global_batch_size} ({where}) must be {rules}; nearest: {', '.join(map(str, nearest))}",
-            value=global_batch_size,
-            divisor=self.unit,
-            key=key,
-            nearest=nearest,
-        )
+        problem = f"global_batch_size={global_batch_size} ({where}) must be {rules}; nearest: {', '.join(map(str, nearest))}"
+        return BatchDivisibilityError(problem, value=global_batch_size, divisor=self.unit, key=key, nearest=nearest)
 
     def split(self, sizes: Sequence[int]) -> tuple[BatchSplit, ...]:
         """Split the global batches of all phases of one run.
@@ -174,18 +166,16 @@ class BatchSplitter:
         """
         raise_together([p for i, size in enumerate(sizes) if (p := self.problem(size, f"phase {i}"))])
         largest = [self.largest_microbatch(size) for size in sizes]
-        if self.rampup_microbatch == "per_phase":
+        if is_per_phase := self.rampup_microbatch == "per_phase":
             best = [self.candidates([size]) for size in sizes]
             chosen = [found[0].microbatch_size if found else b for found, b in zip(best, largest, strict=True)]
-            return tuple(self._make_split(size, b, merge_passes=False) for size, b in zip(sizes, chosen, strict=True))
-        if self.microbatch_size != AUTO:
-            fixed = self.microbatch_size
         else:
-            fixed = found[0].microbatch_size if (found := self.candidates(sizes)) else self.legal_microbatches(sizes)[-1]
-        chosen = [fixed] * len(sizes)
-        if self.rampup_microbatch == "auto":
-            chosen[-1] = largest[-1]
-        return tuple(self._make_split(size, b, merge_passes=True) for size, b in zip(sizes, chosen, strict=True))
+            if (fixed := self.microbatch_size) == AUTO:
+                fixed = found[0].microbatch_size if (found := self.candidates(sizes)) else self.legal_microbatches(sizes)[-1]
+            chosen = [fixed] * len(sizes)
+            if self.rampup_microbatch == "auto":
+                chosen[-1] = largest[-1]
+        return tuple(self._make_split(size, b, merge_passes=not is_per_phase) for size, b in zip(sizes, chosen, strict=True))
 
     def split_with(self, global_batch_size: int, microbatch_size: int) -> BatchSplit | None:
         """Return the split of a batch into microbatches of a given size, or None if they do not divide it.
@@ -245,8 +235,9 @@ class BatchSplitter:
             >>> BatchSplitter(data_parallel_size=4).legal_microbatches([16, 32, 48])
             (1, 2, 4)
         """
+        largest = min(map(self.largest_microbatch, sizes))
         common = math.gcd(*sizes) // (self.data_parallel_size * self._pass_unit)
-        return tuple(n for n in divisors(common) if n <= min(map(self.largest_microbatch, sizes)))
+        return tuple(n for n in divisors(common) if n <= largest)
 
     def _make_split(self, size: int, microbatch_size: int, *, merge_passes: bool) -> BatchSplit:
         """Split one batch. With `merge_passes`, an automatic m puts all microbatches into one pipeline pass.
@@ -268,11 +259,7 @@ class BatchSplitter:
     @property
     def _pass_unit(self) -> int:
         """The minimum number of microbatches in one pass: m, or the smallest m that the pipeline's rules allow."""
-        if self.num_stages == 1:
-            return 1
-        if self.num_pipeline_microbatches != AUTO:
-            return self.num_pipeline_microbatches
-        return self.num_stages * (2 if self.delay_activation_forwarding else 1)
+        return math.prod(self._pass_factors.values())
 
     @property
     def _pass_factors(self) -> dict[str, int]:
@@ -290,57 +277,42 @@ class BatchSplitter:
             conditions.append(replicas | {"microbatch_size": self.microbatch_size} | self._pass_factors)
         return conditions
 
-    def _size_problems(self) -> list[RampupError]:
+    def _problems(self) -> Iterator[RampupError]:
+        p, m, b = self.num_stages, self.num_pipeline_microbatches, self.microbatch_size
         sizes = {
             "data_parallel_size": self.data_parallel_size,
             "gradient_accumulation_steps": self.gradient_accumulation_steps,
-            "num_stages": self.num_stages,
+            "num_stages": p,
             "num_pipeline_repeats": self.num_repeats,
         }
-        wrong: list[tuple[str, object, str, tuple[object, ...]]] = [
-            (key, size, "must be at least 1", (1,)) for key, size in sizes.items() if size < 1
-        ]
-        key, size = "microbatch_size", self.microbatch_size
-        if size < 1 and size != AUTO:
-            wrong.append((key, size, "must be -1 (automatic) or at least 1", (AUTO, 1)))
+        for key, size in sizes.items():
+            if size < 1:
+                yield ConfigError(f"{key}={size} must be at least 1", key=key, nearest=(1,))
+        key = "microbatch_size"
+        if b < 1 and b != AUTO:
+            yield ConfigError(f"{key}={b} must be -1 (automatic) or at least 1", key=key, nearest=(AUTO, 1))
         if self.rampup_microbatch not in RAMPUP_MICROBATCH:
-            rule = f"must be one of {', '.join(RAMPUP_MICROBATCH)}"
-            wrong.append(("rampup_microbatch", repr(self.rampup_microbatch), rule, RAMPUP_MICROBATCH))
-        if self.microbatch_size != AUTO and self.rampup_microbatch == "per_phase":
+            yield choice_error("rampup_microbatch", self.rampup_microbatch, RAMPUP_MICROBATCH)
+        if b != AUTO and self.rampup_microbatch == "per_phase":
             rule = "fixes the microbatch size, but rampup_microbatch=per_phase lets it grow"
-            wrong.append((key, size, f"{rule}; set microbatch_size=-1 or rampup_microbatch=fixed", (AUTO,)))
-        return [ConfigError(f"{key}={value} {rule}", key=key, nearest=nearest) for key, value, rule, nearest in wrong]
-
-    def _microbatch_problems(self) -> list[RampupError]:
-        m, p = self.num_pipeline_microbatches, self.num_stages
+            fix = "set microbatch_size=-1 or rampup_microbatch=fixed"
+            yield ConfigError(f"{key}={b} {rule}; {fix}", key=key, nearest=(AUTO,))
         if m == AUTO or p < 1:
-            return []
+            return
         key = "num_pipeline_microbatches"
-        if m < 1:
-            return [PipelineShapeError(f"{key}={m} must be -1 (automatic) or at least 1", key=key, nearest=(AUTO, p))]
-        if p == 1:
-            if m == 1:
-                return []
-            return [
-                PipelineShapeError(
-                    f"{key}={m} needs a pipeline, but ici_pipeline_parallelism * dcn_pipeline_parallelism = 1; set it to -1, "
-                    "or split the batch with gradient_accumulation_steps or microbatch_size",
-                    key=key,
-                    nearest=(AUTO, 1),
-                )
-            ]
         minimum = 2 * p if self.delay_activation_forwarding else p
-        strict = self.strict_multiple and m % p != 0
-        late = self.delay_activation_forwarding and m < minimum
-        if not strict and not late:
-            return []
-        rule = f"a multiple of num_stages = ici_pipeline_parallelism * dcn_pipeline_parallelism = {p}" if strict else ""
-        rule += " and " if strict and late else ""
-        rule += f"at least 2 * num_stages = {minimum} (pipeline_delay_activation_forwarding)" if late else ""
-        nearest = [n for n in nearest_multiples(m, p) if n >= minimum] or [minimum]
-        hint = "; pipeline_strict_multiple=false lifts the multiple" if strict else ""
-        return [
-            PipelineShapeError(
-                f"{key}={m} must be {rule}; nearest: {', '.join(map(str, nearest))}{hint}", key=key, nearest=nearest
-            )
-        ]
+        strict, late = self.strict_multiple and m % p != 0, self.delay_activation_forwarding and m < minimum
+        if m < 1:
+            yield PipelineShapeError(f"{key}={m} must be -1 (automatic) or at least 1", key=key, nearest=(AUTO, p))
+        elif p == 1 and m > 1:
+            problem = f"{key}={m} needs a pipeline, but ici_pipeline_parallelism * dcn_pipeline_parallelism = 1"
+            fix = "set it to -1, or split the batch with gradient_accumulation_steps or microbatch_size"
+            yield PipelineShapeError(f"{problem}; {fix}", key=key, nearest=(AUTO, 1))
+        elif p > 1 and (strict or late):
+            rule = f"a multiple of num_stages = ici_pipeline_parallelism * dcn_pipeline_parallelism = {p}" if strict else ""
+            rule += " and " if strict and late else ""
+            rule += f"at least 2 * num_stages = {minimum} (pipeline_delay_activation_forwarding)" if late else ""
+            nearest = [n for n in nearest_multiples(m, p) if n >= minimum] or [minimum]
+            hint = "; pipeline_strict_multiple=false lifts the multiple" if strict else ""
+            rule = f"{key}={m} must be {rule}; nearest: {', '.join(map(str, nearest))}{hint}"
+            yield PipelineShapeError(rule, key=key, nearest=nearest)

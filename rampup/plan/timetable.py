@@ -92,16 +92,29 @@ class Timetable:
         Raises:
             PipelineShapeError: If the schedule is not defined for these numbers. The error has numbers for which it is.
         """
-        check_shape(schedule, num_stages, num_microbatches, num_repeats)
-        costs: dict[Kind, Fraction] = {}
-        for name, cost in (("forward-cost", forward_cost), ("backward-cost", backward_cost)):
-            exact = cost if isinstance(cost, Fraction) else Fraction(str(cost))
-            if exact <= 0:
-                raise PipelineShapeError(f"{name}={float(exact):g} must be greater than 0", key=name, nearest=(1,))
-            if name == "forward-cost":
-                costs["F"] = exact / num_repeats
-            else:
-                costs |= {"B": exact / num_repeats, "I": exact / 2, "W": exact / 2}  # I and W have no repeats
+        if schedule not in SCHEDULES:
+            rule = f"schedule={schedule!r} must be one of {', '.join(SCHEDULES)}"
+            raise PipelineShapeError(rule, key="schedule", nearest=SCHEDULES)
+        for key, value in (("stages", num_stages), ("microbatches", num_microbatches), ("repeats", num_repeats)):
+            if value < 1:
+                raise PipelineShapeError(f"{key}={value} must be at least 1", key=key, nearest=(1,))
+        if num_repeats > 1 and schedule not in ("interleaved", "circular"):
+            problem = f"repeats={num_repeats} needs the schedule interleaved or circular, not {schedule}"
+            raise PipelineShapeError(problem, key="repeats", nearest=(1,))
+        if schedule == "zb-h1" and num_microbatches < num_stages:
+            text = f"microbatches={num_microbatches} must be at least stages={num_stages} for zb-h1"
+            raise PipelineShapeError(text, key="microbatches", nearest=(num_stages,))
+        operations = 3 * num_stages * num_microbatches * num_repeats
+        if operations > MAX_OPERATIONS:
+            largest = MAX_OPERATIONS // (3 * num_stages * num_repeats)
+            text = f"microbatches={num_microbatches} gives up to {operations:,} operations; the limit is {MAX_OPERATIONS:,}"
+            raise PipelineShapeError(text, key="microbatches", nearest=(largest,) if largest else ())
+        forward, backward = (x if isinstance(x, Fraction) else Fraction(str(x)) for x in (forward_cost, backward_cost))
+        for name, cost in (("forward-cost", forward), ("backward-cost", backward)):
+            if cost <= 0:
+                raise PipelineShapeError(f"{name}={float(cost):g} must be greater than 0", key=name, nearest=(1,))
+        costs: dict[Kind, Fraction] = {"F": forward / num_repeats, "B": backward / num_repeats}
+        costs |= {"I": backward / 2, "W": backward / 2}  # which have no repeats
         orders = {"gpipe": _gpipe_order, "circular": _gpipe_order, "zb-h1": _zero_bubble_order}
         order_of_stage = orders.get(schedule, _one_f_one_b_order)
         stages = [order_of_stage(s, num_stages, num_microbatches, num_repeats) for s in range(num_stages)]
@@ -229,29 +242,6 @@ def group_sizes(num_microbatches: int, num_stages: int) -> list[int]:
     number = max(num_microbatches // num_stages, 1)
     size, larger = divmod(num_microbatches, number)
     return [size + 1] * larger + [size] * (number - larger)
-
-
-def check_shape(schedule: str, num_stages: int, num_microbatches: int, num_repeats: int) -> None:
-    """Raise a PipelineShapeError with the nearest legal numbers unless a schedule is defined for these."""
-    if schedule not in SCHEDULES:
-        raise PipelineShapeError(
-            f"schedule={schedule!r} must be one of {', '.join(SCHEDULES)}", key="schedule", nearest=SCHEDULES
-        )
-    for key, value in (("stages", num_stages), ("microbatches", num_microbatches), ("repeats", num_repeats)):
-        if value < 1:
-            raise PipelineShapeError(f"{key}={value} must be at least 1", key=key, nearest=(1,))
-    if num_repeats > 1 and schedule not in ("interleaved", "circular"):
-        raise PipelineShapeError(
-            f"repeats={num_repeats} needs the schedule interleaved or circular, not {schedule}", key="repeats", nearest=(1,)
-        )
-    if schedule == "zb-h1" and num_microbatches < num_stages:
-        text = f"microbatches={num_microbatches} must be at least stages={num_stages} for zb-h1"
-        raise PipelineShapeError(text, key="microbatches", nearest=(num_stages,))
-    operations = 3 * num_stages * num_microbatches * num_repeats
-    if operations > MAX_OPERATIONS:
-        largest = MAX_OPERATIONS // (3 * num_stages * num_repeats)
-        text = f"microbatches={num_microbatches} gives up to {operations:,} operations; the limit is {MAX_OPERATIONS:,}"
-        raise PipelineShapeError(text, key="microbatches", nearest=(largest,) if largest else ())
 
 
 # The orders of the schedules, for stage s of p stages, m microbatches and v repeats.

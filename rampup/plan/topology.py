@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rampup.errors import ConfigError
-from rampup.plan.numbers import GIB
+from rampup.plan.numbers import GIB, nearest_in
 
 MAX_SLICES = 1024
 NOT_RUN_ON = "compiled for, not run on"
@@ -38,11 +38,13 @@ class Chip:
     max_chips: int  # chips of the largest slice
     source: str  # where the figures are published
     config: str | None = None  # `chip_config_name` of the compiler
+    kinds: tuple[str, ...]  # what JAX calls its devices
 
     @property
-    def hbm_bytes(self) -> int:
-        """Memory of one device in bytes."""
-        return int(self.hbm_gib * GIB)
+    def shapes(self) -> dict[int, tuple[int, ...]]:
+        """Its slices by their chips: in two dimensions all, in three those smaller than a cube of 4 x 4 x 4."""
+        shapes = _FLAT if self.dimensions == 2 else _SMALL_CUBES
+        return {chips: shape for chips, shape in shapes.items() if chips <= self.max_chips}
 
 
 _LINKS = "links: Norrie et al., 'The Design Process for Google's Training Chips: TPUv2 and TPUv3' (IEEE Micro 2021)"
@@ -52,37 +54,39 @@ CHIPS = {
     for chip in (
         Chip(
             name="v2", product="v2", counts_cores=True, devices=2, dimensions=2, hbm_gib=7.48, max_chips=256,
-            peak_flops=46e12, hbm_bandwidth=700e9, ici_bandwidth=248e9, source=f"{_DOCS}/v2; {_LINKS}",
+            peak_flops=46e12, hbm_bandwidth=700e9, ici_bandwidth=248e9, kinds=("TPU v2",), source=f"{_DOCS}/v2; {_LINKS}",
         ),
         Chip(
             name="v3", product="v3", counts_cores=True, devices=2, dimensions=2, hbm_gib=15.48, max_chips=1024,
-            peak_flops=123e12, hbm_bandwidth=900e9, ici_bandwidth=328e9, source=f"{_DOCS}/v3; {_LINKS}",
+            peak_flops=123e12, hbm_bandwidth=900e9, ici_bandwidth=328e9, kinds=("TPU v3",), source=f"{_DOCS}/v3; {_LINKS}",
         ),
         Chip(
             name="v4", product="v4", counts_cores=True, dimensions=3, hbm_gib=30.75, max_chips=4096, config="megacore",
-            peak_flops=275e12, hbm_bandwidth=1228e9, ici_bandwidth=300e9, source=f"{_DOCS}/v4",
+            peak_flops=275e12, hbm_bandwidth=1228e9, ici_bandwidth=300e9, kinds=("TPU v4",), source=f"{_DOCS}/v4",
         ),
         Chip(
             name="v5e", product="v5litepod", aliases=("v5e",), counts_cores=False, dimensions=2, hbm_gib=15.75, max_chips=256,
-            peak_flops=197e12, hbm_bandwidth=819e9, ici_bandwidth=200e9, source=f"{_DOCS}/v5e",
+            peak_flops=197e12, hbm_bandwidth=819e9, ici_bandwidth=200e9,
+            kinds=("TPU v5 lite", "TPU v5e"), source=f"{_DOCS}/v5e",
         ),
         Chip(
             name="v5p", product="v5p", counts_cores=True, dimensions=3, hbm_gib=95.73, max_chips=8960,
-            peak_flops=459e12, hbm_bandwidth=2765e9, ici_bandwidth=600e9, source=f"{_DOCS}/v5p",
+            peak_flops=459e12, hbm_bandwidth=2765e9, ici_bandwidth=600e9, kinds=("TPU v5", "TPU v5p"), source=f"{_DOCS}/v5p",
         ),
         Chip(
             name="v6e", product="v6e", counts_cores=False, dimensions=2, hbm_gib=31.24, max_chips=256,
-            peak_flops=918e12, hbm_bandwidth=1638e9, ici_bandwidth=400e9, source=f"{_DOCS}/v6e",
+            peak_flops=918e12, hbm_bandwidth=1638e9, ici_bandwidth=400e9,
+            kinds=("TPU v6 lite", "TPU v6e"), source=f"{_DOCS}/v6e",
         ),
         Chip(
             name="tpu7x", product="tpu7x", counts_cores=True, devices=2, dimensions=3, hbm_gib=94.74, max_chips=9216,
-            peak_flops=2307e12, hbm_bandwidth=7380e9, ici_bandwidth=600e9, source=f"{_DOCS}/tpu7x",
+            peak_flops=2307e12, hbm_bandwidth=7380e9, ici_bandwidth=600e9, kinds=("TPU7x",), source=f"{_DOCS}/tpu7x",
         ),
     )
 }  # fmt: skip
 # The shapes of slices in two dimensions, and of small ones in three: larger ones are built of cubes of 4 x 4 x 4 chips.
 _FLAT = {1: (1, 1), 4: (2, 2), 8: (2, 4), 16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16), 256: (16, 16)}
-_FLAT_LARGE = {512: (16, 32), 1024: (32, 32)}  # of v3
+_FLAT |= {512: (16, 32), 1024: (32, 32)}
 _SMALL_CUBES = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4)}
 _CUBE, _RING = 4, 16
 _NAME = re.compile(r"(?:([0-9]{1,9})\s*[*x]\s*)?([a-z]+[0-9a-z]*)([:-])([0-9x]{1,99})")
@@ -178,7 +182,7 @@ class Topology:
     @property
     def hbm_bytes(self) -> int:
         """Memory of one device in bytes."""
-        return self.chip.hbm_bytes
+        return int(self.chip.hbm_gib * GIB)
 
     @property
     def chips_per_host(self) -> tuple[int, int, int]:
@@ -208,9 +212,8 @@ class Topology:
 def known_topologies() -> Iterator[Topology]:
     """Yield one slice of every size that has a product name, up to 1,024 chips: larger ones are made of the same cubes."""
     for chip in CHIPS.values():
-        sizes: list[int] = [*_FLAT, *_FLAT_LARGE] if chip.dimensions == 2 else [*_SMALL_CUBES, 64, 128, 256, 512, 1024]
-        for chips in sizes:
-            if chips <= chip.max_chips and (chips > 1 or not chip.counts_cores):
+        for chips in [*chip.shapes, *([] if chip.dimensions == 2 else [64, 128, 256, 512, 1024])]:
+            if chips > 1 or not chip.counts_cores:
                 yield Topology(chip=chip, shape=_shape_of_chips(chip, chips) or ())
 
 
@@ -219,8 +222,7 @@ def _parse_shape(chip: Chip, size: str, text: str) -> tuple[int, ...]:
     if len(sides) != chip.dimensions or size.count("x") != chip.dimensions - 1 or min(sides) < 1:
         example = CHIPS[chip.name].name + ":" + "x".join(map(str, _shape_of_chips(chip, 64) or ()))
         raise _error(f"topology={text}: a slice of {chip.name} has {chip.dimensions} sides, such as {example}", example)
-    flat = {shape for chips, shape in (_FLAT | _FLAT_LARGE).items() if chips <= chip.max_chips}
-    if chip.dimensions == 2 and sides not in flat:
+    if chip.dimensions == 2 and sides not in chip.shapes.values():
         raise _nearest_error(chip, text, math.prod(sides), "is not a shape of its slices")
     if chip.dimensions == 3 and sides not in _SMALL_CUBES.values():
         if any(side % _CUBE for side in sides) or list(sides) != sorted(sides):
@@ -233,14 +235,10 @@ def _parse_shape(chip: Chip, size: str, text: str) -> tuple[int, ...]:
 
 def _shape_of_chips(chip: Chip, chips: int) -> tuple[int, ...] | None:
     """Return the shape of the slice with this many chips, the most compact one, or None."""
-    if not 1 <= chips <= chip.max_chips:
-        return None
-    if chip.dimensions == 2:
-        return (_FLAT | _FLAT_LARGE).get(chips)
-    if chips in _SMALL_CUBES:
-        return _SMALL_CUBES[chips]
+    if chips in chip.shapes:
+        return chip.shapes[chips]
     cubes, rest = divmod(chips, _CUBE**3)
-    if rest:
+    if chip.dimensions == 2 or rest or not 1 <= chips <= chip.max_chips:
         return None
     shapes = (
         (a, b, cubes // (a * b))
@@ -255,12 +253,9 @@ def _shape_of_chips(chip: Chip, chips: int) -> tuple[int, ...] | None:
 
 def _nearest_error(chip: Chip, text: str, chips: int, rule: str) -> ConfigError:
     """Return the error about a size that does not exist, with the nearest ones that do."""
-    possible = [*_FLAT, *_FLAT_LARGE] if chip.dimensions == 2 else [*_SMALL_CUBES, *range(64, chip.max_chips + 1, 64)]
-    known = [n for n in possible if n <= chip.max_chips]
-    below = max((n for n in known if n <= chips), default=None)
-    above = min((n for n in known if n >= chips), default=None)
-    shapes = [_shape_of_chips(chip, n) for n in (below, above) if n is not None]
-    names = dict.fromkeys(Topology(chip=chip, shape=shape).name for shape in shapes if shape)
+    known = [*chip.shapes, *([] if chip.dimensions == 2 else range(64, chip.max_chips + 1, 64))]
+    near = [chips] if chips in known else nearest_in(chips, known)
+    names = [Topology(chip=chip, shape=_shape_of_chips(chip, n) or ()).name for n in near]
     return _error(f"topology={text} {rule}; nearest: {', '.join(names)}", *names)
 
 
@@ -287,19 +282,6 @@ _SPARSE_CORE = {
 TPU_OPTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {"v5e": _SCATTER, "v5p": _SCATTER | _SPARSE_CORE, "v6e": _SCATTER | _SPARSE_CORE}
 )
-# What JAX calls the devices of a generation.
-_DEVICE_KINDS = {
-    "TPU v2": "v2",
-    "TPU v3": "v3",
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "tpu7x",
-}
 # Dense bfloat16 FLOP/s of GPUs, from the vendor's data sheets. The first name that occurs in a device's kind counts.
 _GPU_PEAK_FLOPS = {
     "GB200": 2500e12,
@@ -323,8 +305,9 @@ def peak_flops(device_kind: str) -> float | None:
         >>> peak_flops("TPU v5 lite"), peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
         (197000000000000.0, 989000000000000.0, None)
     """
-    if chip := CHIPS.get(_DEVICE_KINDS.get(device_kind, "")):
-        return chip.peak_flops / chip.devices
+    for chip in CHIPS.values():
+        if device_kind in chip.kinds:
+            return chip.peak_flops / chip.devices
     return next((peak for name, peak in _GPU_PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_kind)), None)
 
 
@@ -342,4 +325,5 @@ def tpu_options(kind: str, flags: str = "") -> dict[str, str]:
         False
     """
     names = {flag.strip().lstrip("-").partition("=")[0] for flag in flags.split()}
-    return {name: value for name, value in TPU_OPTIONS.get(_DEVICE_KINDS.get(kind, kind), {}).items() if name not in names}
+    generation = next((chip.name for chip in CHIPS.values() if kind in chip.kinds), kind)
+    return {name: value for name, value in TPU_OPTIONS.get(generation, {}).items() if name not in names}

@@ -22,11 +22,11 @@ from rampup.config.schema import KEYS as RAMP_KEYS
 from rampup.config.schema import head_problems, keys_for_alias
 from rampup.errors import ConfigError, RampupError, raise_together
 from rampup.plan.mesh_axes import MeshAxes
-from rampup.plan.numbers import AUTO, MAX_SAMPLES, to_yaml_number
+from rampup.plan.numbers import AUTO, to_yaml_number
 from rampup.plan.ramp import parse_schedule
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.schedule import RolloutSchedule
-from rampup.rl.sizes import AGGREGATIONS, Experience, Size, Training
+from rampup.rl.sizes import AGGREGATIONS, MAX_SAMPLES, Experience, Size, Training
 
 _FLOATS, _INTS = ("float32", "bfloat16", "float16"), ("int32", "uint32", "uint16", "int64")
 _count: dict[str, Any] = {"minimum": 1, "maximum": MAX_SAMPLES}

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, choice_error, raise_together
-from rampup.plan.numbers import MAX_SAMPLES, count_problems, divisors, nearest_in, nearest_multiples
-from rampup.rl.sizes import Experience, Size, Training, Updates, split_updates
+from rampup.plan.numbers import divisors, nearest_in, nearest_multiples
+from rampup.rl.sizes import MAX_SAMPLES, Experience, Size, Training, Updates, count_problems, split_updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,6 @@ from rampup.engine.mesh import BatchAxes, auto_context, batch_sharding
 from rampup.engine.state import TrainState, create_state, describe_fields
 from rampup.engine.step import TrainStep, train_step
 from rampup.errors import ConfigError, DataError, choice_error, raise_together
-from rampup.plan.numbers import count_problems
 from rampup.rl.experience import (
     Arrays,
     Reward,
@@ -60,7 +59,7 @@ from rampup.rl.packing import make_ladder, pack
 from rampup.rl.plan import RolloutPlan
 from rampup.rl.policy import Critic, in_replica, over_rows, token_log_probabilities
 from rampup.rl.schedule import RolloutSchedule, UpdatePosition, split_of
-from rampup.rl.sizes import AGGREGATIONS, Experience
+from rampup.rl.sizes import AGGREGATIONS, Experience, count_problems
 
 # From the numbers of the first prompt and of the one after the last, counted over the run, to the tokens of the prompts.
 Prompts = Callable[[int, int], Sequence[Sequence[int]]]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError, choice_error, raise_together
-from rampup.plan.numbers import count_problems, divisors, nearest_in
+from rampup.plan.numbers import divisors, nearest_in
 
 # How the losses of tokens add up. token-mean: every token counts the same. seq-mean-token-sum: the mean over sequences of the
 # sum over their tokens. seq-mean-token-mean: the mean over sequences of the mean over their tokens. group-mean-token-mean: the
@@ -23,6 +23,21 @@ Unit = Literal["prompts", "samples", "tokens"]
 Scope = Literal["job", "replica", "process"]
 _TYPES = {1: "bool int8 uint8", 2: "float16 bfloat16 uint16", 4: "float32 int32 uint32", 8: "float64 int64"}
 BYTES = {name: size for size, names in _TYPES.items() for name in names.split()}
+# Upper limit on the sizes of a step.
+MAX_SAMPLES = 10**9
+
+
+def count_problems(counts: dict[str, int], *, minimum: int = 1) -> list[RampupError]:
+    """Return an error for every count that is not a whole number between `minimum` and 10**9."""
+    problems: list[RampupError] = []
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int):
+            problems.append(ConfigError(f"{name}={str(count)[:100]!r} must be a whole number", key=name))
+        elif not minimum <= count <= MAX_SAMPLES:
+            bound = minimum if count < minimum else MAX_SAMPLES
+            limit = f"at least {minimum}" if count < minimum else f"at most {MAX_SAMPLES:,}"
+            problems.append(ConfigError(f"{name}={count} must be {limit}", key=name, nearest=(bound,)))
+    return problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

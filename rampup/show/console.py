@@ -123,9 +123,12 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
         console.print("pipeline microbatches of the last phase, by predicted step time:")
         choices = make_table(console, ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""])
         for choice in plan.pipeline_candidates[:MAX_CHOICES]:
-            sizes, b = map(format_value, (choice.num_microbatches, choice.microbatch_size)), plan.splits[-1].microbatch_size
+            sizes, b = (
+                map(format_value, (choice.num_pipeline_microbatches, choice.microbatch_size)),
+                plan.splits[-1].microbatch_size,
+            )
             time = f"{float(choice.predicted_time / plan.pipeline_candidates[0].predicted_time):.2f}"
-            choices.add_row(*sizes, f"{float(choice.bubble):.3f}", time, "used" * (choice.microbatch_size == b))
+            choices.add_row(*sizes, f"{float(choice.bubble_fraction):.3f}", time, "used" * (choice.microbatch_size == b))
         console.print(choices)
     print_notes(plan.advice, console)
 

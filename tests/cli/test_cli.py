@@ -50,47 +50,108 @@ def test_plan_refuses_a_bad_value_of_each_key(name, capsys, tmp_path):
     assert name in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        (["plan", BASE, "stepz=3"], "stepz"),
-        (["plan", BASE, "--devices", "0"], "num_devices"),
-        (["plan", BASE, "--devices", "-3"], "num_devices"),
-        (["plan", BASE, "--devices", "2.5"], None),
-        (["plan", BASE, "--devices", "many"], None),
-        (["plan", BASE, "--wrong"], None),
-        (["plan", BASE, "steps"], None),
-        (["plan"], None),
-        (["plan", "nowhere.yml"], None),
-        (["plam", BASE], None),
-        (["rows", BASE], None),
-        (["rows", BASE, "--step", "-1"], "step"),
-        (["rows", BASE, "--step", "1000000"], "step"),
-        (["train", BASE, "--fake-devices", "0"], "fake-devices"),
-        (["explain", "stepz"], "stepz"),
-        (["explain"], None),
-        (["suggest", "--params", "6B"], None),
-        (["suggest", "--params", "0", "--system", "trlx"], "params"),
-        (["suggest", "--params", "6B", "--system", "nemo"], "system"),
-        (["suggest", "--train-tokens", "1B", "--system", "trlx"], None),
-        (["suggest", "--params", "7B", "--train-tokens", "1B", "--memory-gib", "8"], "memory-gib"),
-        (["timetable", "--stages=0", "--microbatches=8"], "stages"),
-        (["timetable", "--stages=4", "--microbatches=8", "--forward-cost=free"], "forward-cost"),
-        (["timetable", "--stages=4", "--microbatches=8", "-o", "picture.xyz"], "output"),
-        (["plan", RL, "--devices", "4", "--diff", BASE], "diff"),
-        (["plan", RL, "--devices", "4", "--budget", "1B"], "budget"),
-        (["plan", RL, "--devices", "4", "batch_sise=8"], "batch_sise"),
-        (["plan", RL, "--devices", "7"], "batch_size"),
-    ],
-)
-def test_wrong_usage_is_a_json_error(arguments, key, capsys):
-    """Exit code 2, one JSON object with type, message, key and nearest, and a line on standard error."""
-    assert main([*arguments, "--json"]) == 2
+# Commands, each with the key that its error names.
+REFUSED = {
+    "plan BASE stepz=3": "stepz",
+    "plan BASE --devices 0": "num_devices",
+    "plan BASE --devices -3": "num_devices",
+    "plan BASE --devices 2.5": None,
+    "plan BASE --wrong": None,
+    "plan BASE steps": None,
+    "plan": None,
+    "plan nowhere.yml": None,
+    "plam BASE": None,
+    "plan BASE --budget 0": "budget",
+    "plan BASE --budget 1B batch_size_schedule=auto": "budget",
+    "plan BASE --budget 0.5": "budget",
+    "plan BASE --budget many": "budget",
+    "plan BASE --budget 2e18": "budget",
+    "plan BASE --budget 1B --tokens-per-second 0": "tokens-per-second",
+    "plan BASE --budget 1B --tokens-per-second fast": "tokens-per-second",
+    "plan BASE --budget 1B --measured /nowhere": "measured",
+    "plan BASE --budget 1B --measured . --tokens-per-second 5": "measured",
+    "plan BASE --tokens-per-second 5": "tokens-per-second",
+    "plan BASE --measured .": "measured",
+    "plan BASE --budget 1B --diff BASE": "diff",
+    "plan BASE --diff nowhere.yml": None,
+    "plan BASE --diff RL": "diff",
+    "plan RL --diff BASE": "diff",
+    "plan RL --budget 1B": "budget",
+    "plan RL batch_sise=8": "batch_sise",
+    "plan RL --devices 7": "batch_size",
+    "plan BASE --topology v5e:4x4 --devices 16": "devices",
+    "plan BASE --topology v5e:4x4 num_devices=3": "num_devices",
+    "plan RL --topology v5e:4x4 num_devices=3": "num_devices",
+    "rows BASE": None,
+    "rows BASE --step -1": "step",
+    "rows BASE --step 1000000": "step",
+    "train BASE --fake-devices 0": "fake-devices",
+    "train BASE base_output_directory=out ici_pipeline_parallelism=4 num_pipeline_microbatches=6": "num_pipeline_microbatches",
+    "train BASE base_output_directory=out ici_pipeline_parallelism=4 base_num_decoder_layers=6": "base_num_decoder_layers",
+    "train FOLDER": None,
+    "design BASE": "measured",
+    "design FOLDER": None,
+    "explain stepz": "stepz",
+    "explain": None,
+    "suggest --params 6B": None,
+    "suggest --params 0 --system trlx": "params",
+    "suggest --params 6B --system nemo": "system",
+    "suggest --system trlx": "params",
+    "suggest --train-tokens 1B --system trlx": None,
+    "suggest --params 7B --train-tokens 1B --memory-gib 8": "memory-gib",
+    "timetable --stages=0 --microbatches=8": "stages",
+    "timetable --stages=4 --microbatches=8 --forward-cost=free": "forward-cost",
+    "timetable --stages=4 --microbatches=8 -o picture.xyz": "output",
+    "plot": None,
+    "plot steps=3": None,
+    "plot a.yml b.yml": None,
+    "plot FOLDER a.yml": None,
+    "plot FOLDER steps=3": "steps",
+    "plot FOLDER": "run",
+    "plot FOLDER FOLDER --kind batch": None,
+    "plot RL": None,
+    "plot BASE stepz=3": "stepz",
+    "plot BASE -o x.gif": "output",
+    "plot BASE --width 1": "width",
+    "plot BASE --width wide": None,
+    "plot BASE --kind nice": None,
+    "plot BASE --kind runs": None,
+    "plot BASE --kind timetable": "ici_pipeline_parallelism",
+    "report BASE": None,
+    "report BASE -o x.pdf": "output",
+    "report BASE -o /nowhere/x.html": "output",
+    "report BASE per_device_batch_size=0.3 -o x.html": "per_device_batch_size",
+    "report FOLDER -o x.html": None,
+    "report FOLDER --from maxtext -o x.html": "from",
+    "report BASE --from nobody -o x.html": "from",
+    "tune BASE": "memory-gib",  # a CPU has no limit of its own
+    "tune BASE --memory-gib 0": "memory-gib",
+    "tune BASE --memory-gib -3": "memory-gib",
+    "tune BASE --memory-gib two": "memory-gib",
+    "tune BASE --memory-gib 1 --devices 0": "devices",
+    "tune BASE --memory-gib 1 --devices 99": "devices",
+    "tune BASE --memory-gib 1 gradient_accumulation=multi_steps": "gradient_accumulation",
+    "tune BASE --memory-gib 1 --devices 1 ici_context_parallelism=2": "num_devices",
+    "tune BASE --memory-gib 1 -o found.txt": "output",
+    "tune BASE --memory-gib 1 -o none/found.png": "output",
+    "fix RL": None,
+    "fix nowhere.yml": None,
+    "fix BASE banana=1 --write": "banana",
+}
+
+
+@pytest.mark.parametrize(("words", "key"), REFUSED.items())
+def test_wrong_usage_is_a_json_error(words, key, capsys, tmp_path, monkeypatch):
+    """Exit code 2, one JSON object with type, message, key and nearest, a line on standard error, and no file."""
+    monkeypatch.chdir(tmp_path)
+    names = {"BASE": BASE, "RL": RL, "FOLDER": str(ROOT / "tests")}
+    assert main([*(names.get(word, word) for word in words.split()), "--json"]) == 2
     out, err = capsys.readouterr()
     error = json.loads(out)["error"]
     assert set(error) == {"type", "message", "key", "nearest"}
     assert error["key"] == key
     assert error["message"] in err
+    assert not list(tmp_path.iterdir())
 
 
 def test_help_and_version(capsys):
@@ -245,11 +306,7 @@ def test_closed_pipe_exits_141():
 def test_timetable(capsys, tmp_path):
     """The object has the names of the contract; without --json the picture and the totals are printed, and -o draws it."""
     code, table = run_json(capsys, "timetable", "--stages", "4", "--microbatches", "8")
-    assert code == 0
-    assert (table["schedule"], table["num_ticks"], table["makespan"]) == ("1f1b", 33, 33)
-    assert table["bubble_fraction"] == pytest.approx(3 / 11)
-    assert table["peak_live_microbatches"] == [4, 3, 2, 1]
-    assert len(table["table"]) == 4 * 8 * 2
+    assert (code, table["schedule"], table["num_ticks"], len(table["table"])) == (0, "1f1b", 33, 4 * 8 * 2)
     _, table = run_json(capsys, "timetable", "--stages=4", "--microbatches=8", "--repeats=2")
     assert (table["schedule"], table["peak_live_microbatches"][0]) == ("interleaved", 5.5)
     assert main(["timetable", "--stages=2", "--microbatches=3", "-o", str(tmp_path / "picture.svg")]) == 0
@@ -257,29 +314,6 @@ def test_timetable(capsys, tmp_path):
     assert "stage 1 .. F0 B0 == F1 B1 == F2 B2 ==" in printed
     assert "0.2500 = 1/4" in printed
     assert "<svg" in (tmp_path / "picture.svg").read_text()
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        (["num_pipeline_microbatches=0"], "num_pipeline_microbatches"),
-        (["num_pipeline_microbatches=6"], "num_pipeline_microbatches"),
-        (["base_num_decoder_layers=6"], "base_num_decoder_layers"),
-        (["num_pipeline_repeats=3"], "base_num_decoder_layers"),
-        (["per_device_batch_size_start=1", "per_device_batch_size_increment=3", "num_pipeline_microbatches=8"], None),
-    ],
-)
-def test_train_refuses_bad_pipelines(capsys, tmp_path, settings, key):
-    """Each wrong shape is refused with its key before anything is compiled, in every phase of the ramp."""
-    common = ["base_num_decoder_layers=4", f"base_output_directory={tmp_path / 'out'}", "ici_pipeline_parallelism=4"]
-    common = [text for text in common if text.split("=")[0] not in [setting.split("=")[0] for setting in settings]]
-    code, result = run_json(capsys, "train", BASE, *common, *settings)
-    assert code == 2
-    assert result["error"]["type"] in ("PipelineShapeError", "BatchDivisibilityError")
-    assert result["error"]["nearest"]
-    if key:
-        assert result["error"]["key"] == key
-    assert not (tmp_path / "out").exists()
 
 
 def test_plan_of_a_rollout(capsys, monkeypatch):
@@ -297,15 +331,10 @@ def test_plan_of_a_rollout(capsys, monkeypatch):
 def test_suggest_json_and_table(capsys):
     """One object with published and used sizes and the memory behind them, or a table."""
     code, result = run_json(capsys, "suggest", "--params", "6B", "--system", "trlx", "--memory-gib", "80")
-    assert code == 0
-    assert result["published"]["num_rollouts"] == 128
-    assert result["repository"]["num_rollouts"] == 64
-    assert result["memory"]["least_devices"] == 2
+    assert (code, result["published"]["num_rollouts"], result["memory"]["least_devices"]) == (0, 128, 2)
     assert main(["suggest", "--params", "6B", "--system", "trlx"]) == 0
     assert "published for 6B" in capsys.readouterr().out
-    code, result = run_json(capsys, "suggest", "--train-tokens", "300B", "--params", "7B")
-    smallest = min(law["batch_tokens"] for law in result["laws"] if law["kind"] == "optimal")
-    assert result["optimal_batch_tokens"][0] == smallest
+    assert "laws" in run_json(capsys, "suggest", "--train-tokens", "300B", "--params", "7B")[1]
     assert main(["suggest", "--train-tokens", "300B"]) == 0
     assert "--params adds the laws" in capsys.readouterr().out
 
@@ -361,54 +390,3 @@ def test_plot_and_report_read_a_run_folder(capsys, tmp_path, uninterrupted):
     assert code == 0
     assert (result["title"], result["bytes"]) == (folder.name, page.stat().st_size)
     assert "last loss" in page.read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [
-        (["plot", "-o", "x.png"], None),
-        (["plot", BASE, "-o", "x.gif"], "output"),
-        (["plot", BASE, "-o", "x.png", "--width", "1"], "width"),
-        (["plot", BASE, "-o", "x.png", "--width", "wide"], None),
-        (["plot", BASE, "-o", "x.png", "--kind", "nice"], None),
-        (["plot", BASE, "-o", "x.png", "--kind", "runs"], None),
-        (["plot", BASE, "-o", "x.png", "--kind", "timetable"], "ici_pipeline_parallelism"),
-        (["plot", BASE, "stepz=3", "-o", "x.png"], "stepz"),
-        (["plot", str(ROOT / "tests"), "-o", "x.png"], "run"),
-        (["plot", str(ROOT / "configs" / "rl.yml"), "-o", "x.png"], None),
-        (["report", BASE], None),
-        (["report", BASE, "-o", "x.pdf"], "output"),
-        (["report", BASE, "-o", "/nowhere/x.html"], "output"),
-        (["report", BASE, "per_device_batch_size=0.3", "-o", "x.html"], None),
-        (["report", str(ROOT / "tests"), "-o", "x.html"], None),
-        (["report", BASE, "--from", "nobody", "-o", "x.html"], "from"),
-    ],
-)
-def test_plot_and_report_refuse_bad_arguments(capsys, tmp_path, monkeypatch, arguments, key):
-    """Each is refused like any other mistake, and no file is written."""
-    monkeypatch.chdir(tmp_path)
-    assert main([*arguments, "--devices", "4", "--json"]) == 2
-    error = json.loads(capsys.readouterr().out)["error"]
-    assert error["message"]
-    assert key is None or error["key"] == key
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ([], "memory-gib"),
-        (["--memory-gib", "0"], "memory-gib"),
-        (["--memory-gib", "-3"], "memory-gib"),
-        (["--memory-gib", "two"], "memory-gib"),
-        (["--memory-gib", "1", "--devices", "0"], "devices"),
-        (["--memory-gib", "1", "--devices", "99"], "devices"),
-        (["--memory-gib", "1", "gradient_accumulation=multi_steps"], "gradient_accumulation"),
-        (["--memory-gib", "1", "--devices", "1", "ici_context_parallelism=2"], None),
-    ],
-)
-def test_tune_refuses_bad_options(capsys, options, key):
-    """A CPU has no limit of its own; each mistake is named before anything is compiled."""
-    code, found = run_json(capsys, "tune", BASE, *options)
-    assert code == 2
-    assert key is None or found["error"]["key"] == key

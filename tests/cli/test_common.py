@@ -52,10 +52,9 @@ def test_enable_huge_pages_re_executes_once():
 )
 def test_on_offer_needs_glibc_and_madvise(monkeypatch, tmp_path, libc, kernel, offered):
     """A C library that can ask, and a kernel that gives on request; another system has neither."""
-    file = tmp_path / "enabled"
     if kernel is not None:
-        file.write_text(kernel)
-    monkeypatch.setattr(common, "KERNEL", file)
+        (tmp_path / "enabled").write_text(kernel)
+    monkeypatch.setattr(common, "KERNEL", tmp_path / "enabled")
     monkeypatch.setattr(common.platform, "libc_ver", lambda: libc)
     assert common.on_offer() is offered
 
@@ -76,7 +75,7 @@ def test_has_accelerators_needs_a_plugin_or_a_chip(monkeypatch, tmp_path, plugin
     for name in files:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    monkeypatch.setattr(common, "DEVICES", tmp_path)
+    monkeypatch.setattr(common, "DEVICE_FILES", tmp_path)
     monkeypatch.setattr(common, "accelerator_plugins", lambda: bool(plugins))
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     if platforms is not None:

@@ -44,32 +44,17 @@ def test_a_picture_is_named_after_what_it_shows(folder, tmp_path, monkeypatch, c
     assert parse_inputs([str(folder), str(tmp_path)]).name == "runs"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "name a configuration"),
-        (["steps=3"], "name a configuration"),
-        (["a.yml", "b.yml"], "one configuration at a time"),
-        (["RUN", "a.yml"], "not both"),
-        (["RUN", "steps=3"], "settings of a run folder are fixed"),
-    ],
-)
-def test_parse_inputs_refuses_contradictions(folder, words, message):
-    """Nothing, two configurations, both kinds at once, settings for a run."""
-    with pytest.raises(ConfigError, match=message):
-        parse_inputs([str(folder) if word == "RUN" else word for word in words])
-
-
-def test_read_config_of_a_run(folder):
+def test_read_config_of_a_run(folder, monkeypatch):
     """The configuration in a run folder is read exactly; without it, the error says what can be drawn."""
     config = Config(steps=7, learning_rate=1e-5, batch_size_schedule="0:8 80:16", run_name="a", num_devices=2)
     inputs = parse_inputs([str(folder)])
     with pytest.raises(ConfigError, match=r"has no config\.yml.*metrics alone can be drawn"):
-        inputs.read_config({})
+        inputs.read_config()
     (folder / "config.yml").write_text(run_yaml(config))
-    assert inputs.read_config({"RAMPUP_STEPS": "9"}) == config
+    monkeypatch.setenv("RAMPUP_STEPS", "9")
+    assert inputs.read_config() == config
     with pytest.raises(ConfigError, match="2 runs are named"):
-        parse_inputs([str(folder), str(folder)]).read_config({})
+        parse_inputs([str(folder), str(folder)]).read_config()
 
 
 def test_read_runs_refuses_missing_metrics(folder):

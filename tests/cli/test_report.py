@@ -2,13 +2,13 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rampup import Config
 from rampup.cli.report import gather_report
 from rampup.config.files import run_yaml
-from rampup.errors import BatchDivisibilityError, ConfigError
 from rampup.show.report import report_html
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
@@ -24,7 +24,7 @@ steps: 100
 
 def gathered(*words, devices=4, **options):
     """Return a report for a number of devices."""
-    return gather_report(words, environ={}, count_devices=lambda config: devices, **options)
+    return gather_report(SimpleNamespace(**{"sources": words, "devices": devices, "system": None} | options))
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def gathered(*words, devices=4, **options):
 def test_gather_report_of_every_preset(path):
     """Every configuration that comes with rampup becomes a page of less than a megabyte."""
     devices = {"base": 4, "rl": 8}.get(path.stem)
-    report = gather_report([str(path)], environ={}, count_devices=lambda config: devices or config.num_devices)
+    report = gathered(str(path), devices=devices)
     page = report_html(report)
     assert report.title == path.stem
     assert len(page) < 1_000_000
@@ -65,13 +65,3 @@ def test_gather_report_of_another_system(tmp_path, increment, good):
     page = report_html(report)
     assert ("accepts" if good else "rejects") in page
     assert "Verdict" in page
-
-
-def test_gather_report_refuses_bad_inputs(tmp_path):
-    """A run with --from, an unknown system, and an illegal plan are refused."""
-    with pytest.raises(ConfigError, match="another system's file"):
-        gathered(str(tmp_path), system="maxtext")
-    with pytest.raises(ConfigError, match="unknown system"):
-        gathered(str(CONFIGS / "base.yml"), system="nobody")
-    with pytest.raises(BatchDivisibilityError):
-        gathered(str(CONFIGS / "base.yml"), "batch_size_schedule=0:3", "enable_rampup_batch_size=false")

@@ -68,12 +68,7 @@ def test_print_tuning_prints_everything():
 def test_print_tuning_for_an_absent_slice():
     """Every compiled size has its estimates, and every alternative its ratio and its programs."""
     estimate = {"roofline_seconds": 0.002, "roofline_tokens_per_second": 4000.0}
-    slices = {
-        "topology": "v5e:4x4",
-        "compiled_for": "compiled for, not run on",
-        "compiler": "libtpu",
-        "roofline_run_seconds": 2.0,
-    }
+    slices = {"topology": "v5e:4x4", "compiled_for": "not run on", "compiler": "libtpu", "roofline_run_seconds": 2.0}
     others = [{"settings": {"rampup_microbatch": "auto"}, "executables": 2, "roofline_run_seconds": 3.0}]
     rows = [TRIAL | UNTIMED | estimate, TRIAL | UNTIMED | dict.fromkeys(estimate) | {"microbatch_size": 4, "fits": False}]
     phases = [FOUND["phases"][0] | estimate]

@@ -9,17 +9,11 @@ from hypothesis import strategies as st
 from rampup import Config, build_plan, load_config
 from rampup.errors import BatchDivisibilityError, ConfigError, PipelineShapeError, RampupError
 
-RAMP = {
-    "enable_rampup_batch_size": True,
-    "per_device_batch_size_increment": 2,
-    "per_device_batch_size": 12,
-    "global_rampup_samples": 500,
-}
-
 
 def test_tensor_parallelism_allows_fractions_of_a_sample_per_device():
     """Half a sample per device is legal if two devices share a sample, and refused otherwise."""
-    keys = RAMP | {"per_device_batch_size_start": 0.5, "per_device_batch_size_increment": 0.5, "per_device_batch_size": 2}
+    keys = {"per_device_batch_size_start": 0.5, "per_device_batch_size_increment": 0.5, "per_device_batch_size": 2}
+    keys |= {"enable_rampup_batch_size": True, "global_rampup_samples": 500}
     assert build_plan(Config(**keys, ici_tensor_parallelism=2), 8).ramp.sizes == (4, 8, 12, 16)
     with pytest.raises(BatchDivisibilityError, match="data_parallel_size = 8"):
         build_plan(Config(**keys), 8)
@@ -35,19 +29,10 @@ def test_build_plan_error_has_the_place_of_the_key(tmp_path):
 
 def test_build_plan_reports_all_problems_at_once():
     """Layers, pipeline microbatches and batch are all named."""
-    keys = {
-        "base_num_decoder_layers": 7,
-        "ici_pipeline_parallelism": 2,
-        "num_pipeline_microbatches": 3,
-        "per_device_batch_size": 0.3,
-    }
+    bad = {"base_num_decoder_layers": 7, "num_pipeline_microbatches": 3, "per_device_batch_size": 0.3}
     with pytest.raises(RampupError, match="3 problems") as caught:
-        build_plan(Config(**keys), 8)
-    assert [problem.key for problem in caught.value.problems] == [
-        "base_num_decoder_layers",
-        "num_pipeline_microbatches",
-        "per_device_batch_size",
-    ]
+        build_plan(Config(**bad, ici_pipeline_parallelism=2), 8)
+    assert [problem.key for problem in caught.value.problems] == list(bad)
 
 
 @pytest.mark.parametrize(

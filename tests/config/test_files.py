@@ -12,16 +12,19 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from rampup import load_config
-from rampup.config.files import BASE_FILE, MODELINE, schema_of, yaml_value
+from rampup.config.files import BASE_FILE, MODELINE, explain, schema_of, yaml_value
 from rampup.config.key import Key
 from rampup.config.schema import KEYS, Config
 from rampup.config.yaml import parse_scalar
+from rampup.errors import ConfigError
+from rampup.rl.config import ROLLOUT_FILE, ROLLOUT_KEYS
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 SCHEMA = BASE_FILE.json_schema
 WHOLE = Draft202012Validator(SCHEMA)
 BY_KEY = {name: Draft202012Validator(SCHEMA["properties"][name]) for name in KEYS}
 PRESETS = sorted(CONFIGS.glob("*.yml"))
+FILES = (BASE_FILE, ROLLOUT_FILE)
 
 
 class Core(yaml.SafeLoader):
@@ -77,16 +80,8 @@ def test_every_config_names_a_schema_that_accepts_it(path):
 @pytest.mark.parametrize(
     "content",
     [
-        {"stepz": 3},
-        {"steps": 0},
-        {"steps": "many"},
-        {"base_config": 3},
-        {"dtype": "float16"},
-        [],
-        "text",
-        {"enable_rampup_batch_size": "true"},
-        {"per_device_batch_size": "1/0"},
-        {"per_device_batch_size": "-1/3"},
+        *({"stepz": 3}, {"steps": 0}, {"steps": "many"}, {"base_config": 3}, {"dtype": "float16"}, [], "text"),
+        *({"enable_rampup_batch_size": "true"}, {"per_device_batch_size": "1/0"}, {"per_device_batch_size": "-1/3"}),
         {"run_name": "a/b"},
     ],
 )
@@ -152,7 +147,48 @@ def test_schema_accepts_nested_keys():
     """A dotted key is accepted by its own name and nested in its group."""
     keys = {"rl.mu": Key(kind="int", doc="passes", section="Run", minimum=1)}
     validator = Draft202012Validator(schema_of(keys, {"rl.mu": 2}, title="nested"))
-    assert validator.is_valid({"rl": {"mu": 2}})
-    assert validator.is_valid({"rl.mu": 2})
-    assert not validator.is_valid({"rl": {"mu": 0}})
-    assert not validator.is_valid({"rl": {"nu": 1}})
+    contents = ({"rl": {"mu": 2}}, {"rl.mu": 2}, {"rl": {"mu": 0}}, {"rl": {"nu": 1}})
+    assert [validator.is_valid(content) for content in contents] == [True, True, False, False]
+
+
+def test_explain_gives_names_and_defaults_of_maxtext():
+    """MaxText's name and default where it has the key; what it does where it has none. Interaction is symmetric."""
+    found = {name: explain(name) for name in KEYS}
+    assert all(name in found[other]["interacts"] for name in KEYS for other in found[name]["interacts"])
+    found |= {name: explain(name, FILES) for name in ROLLOUT_KEYS if name not in KEYS}
+    assert {found[name]["file"] for name in ROLLOUT_KEYS if name not in KEYS} == {"rl.yml"}
+    for name, maxtext, default in (
+        ("steps", "steps", "150_001"),
+        ("async_checkpointing", "async_checkpointing", "true"),
+        ("learning_rate_batch_scaling", None, None),
+        ("learning_rate_clock", None, "steps"),
+        ("rl.num_generations", "rl.num_generations", "2"),
+        ("keep_prompts_together", None, None),
+        ("num_prompts", None, None),
+    ):
+        assert (found[name]["maxtext_name"], found[name]["maxtext_default"]) == (maxtext, default)
+
+
+@pytest.mark.parametrize(
+    ("name", "close"),
+    [
+        ("stepz", "steps"),
+        ("expnsion", "expansion_factor_real_data"),
+        ("rampup", "enable_rampup_batch_size"),
+        ("LEARNING_RATE", "learning_rate"),
+        ("num_generations", "rl.num_generations"),
+        ("lr", "learning_rate"),
+        ("seed", "data_shuffle_seed"),
+        ("", None),
+        ("\u00e9\u00e9\u00e9", None),
+        ("x" * 100_000, None),
+        ("[*", None),
+    ],
+)
+def test_explain_suggests_close_keys(name, close):
+    """Typing errors, parts of names, capitals and names of other systems lead to the key; nothing is made up."""
+    with pytest.raises(ConfigError, match="unknown key" if close else r"base\.yml lists all keys") as caught:
+        explain(name, FILES)
+    assert close in caught.value.nearest if close else caught.value.nearest == ()
+    assert caught.value.key == name
+    assert len(str(caught.value)) < 400

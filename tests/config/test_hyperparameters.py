@@ -1,14 +1,15 @@
 """Budgets, shares, Seesaw, the scalings of hyperparameters, and presets, as keys of a configuration."""
 
-import json
 import math
 from fractions import Fraction
 
 import pytest
+from helpers.commands import run_json
+from helpers.runs import recorded
 
 from rampup import Config, build_plan, load_config
 from rampup.cli import main
-from rampup.config.build import hyperparameters, plan_to_resume, ramp_record
+from rampup.config.build import hyperparameters, plan_to_resume
 from rampup.config.presets import NANOCHAT_REFERENCE_TOKENS
 from rampup.errors import RampupError, ResumeMismatchError
 from rampup.plan import BatchRamp
@@ -16,11 +17,7 @@ from rampup.plan import BatchRamp
 SHARES = {"batch_size_schedule": "0:16 3%:32 10%:64", "max_target_length": 128}
 
 
-def plan_json(capsys, *words):
-    """Return exit code and JSON of `rampup plan base.yml`."""
-    code = main(["plan", "base.yml", "--devices", "4", "--json", *words])
-    return code, json.loads(capsys.readouterr().out)
-
+PLAN = ("plan", "base.yml", "--devices", "4")
 
 # Budgets and shares
 
@@ -71,13 +68,13 @@ def test_bad_budgets_and_shares_are_refused(keys, text):
 
 def test_the_nearest_budget_counts(tmp_path, capsys):
     """A budget on the command line replaces the steps of the file, and the other way round; both in one place is an error."""
-    code, plan = plan_json(capsys, "train_samples=6400", "enable_rampup_batch_size=false")
+    code, plan = run_json(capsys, *PLAN, "train_samples=6400", "enable_rampup_batch_size=false")
     assert (code, plan["total_steps"]) == (0, 100)
     (tmp_path / "my.yml").write_text("base_config: base.yml\ntrain_tokens: 1M\n")
     assert load_config(tmp_path / "my.yml").train_tokens == 10**6
     assert load_config(tmp_path / "my.yml", ["steps=7"]).total_steps == 7
     assert load_config(tmp_path / "my.yml", ["train_samples=7"]).train_tokens is None
-    code, refused = plan_json(capsys, "train_samples=6400", "steps=3")
+    code, refused = run_json(capsys, *PLAN, "train_samples=6400", "steps=3")
     assert (code, refused["error"]["key"]) == (2, "steps")
 
 
@@ -106,8 +103,7 @@ def test_seesaw_warms_up_over_the_planned_samples():
     plain, config = build_plan(Config(**keys), 4), Config(**keys, seesaw_factor=2, seesaw_max_batch_size=512)
     plan = build_plan(config, 4)
     assert plan.consumed_samples > plain.consumed_samples == 12_800
-    record = json.loads(json.dumps(ramp_record(config, plan))) | {"step": 5}
-    for each in (plain, plan, plan_to_resume(config, 8, record)):
+    for each in (plain, plan, plan_to_resume(config, 8, recorded(config, plan, 5))):
         assert (each.clock[0].progress, each.clock[0].progress_per_step) == (0, 1 / 200)
 
 
@@ -154,7 +150,7 @@ def test_bad_hyperparameter_keys_are_refused(keys, key):
 def test_plan_prints_the_hyperparameters_of_every_phase(capsys):
     """The JSON of every phase has its constants: b2**(1/B) is constant to 1e-12, and the learning rate is that of the run."""
     words = ["batch_scaling=half_life", "learning_rate_batch_scaling=sqrt"]
-    code, plan = plan_json(capsys, "--hyperparameters", *words)
+    code, plan = run_json(capsys, *PLAN, "--hyperparameters", *words)
     assert code == 0
     phases = plan["phases"]
     roots = [phase["adam_b2"] ** (1 / phase["global_batch_size"]) for phase in phases]
@@ -163,10 +159,10 @@ def test_plan_prints_the_hyperparameters_of_every_phase(capsys):
     assert [phase["adam_b2_half_life_tokens"] for phase in phases] == pytest.approx([phases[0]["adam_b2_half_life_tokens"]] * 4)
     assert phases[-1]["peak_learning_rate"] == 0.003
     assert phases[1]["learning_rate"] == pytest.approx(0.003 * math.sqrt(0.5) * 544 / 2323.2, rel=1e-3)
-    assert main(["plan", "base.yml", "--devices", "4", "--hyperparameters", *words]) == 0
+    assert main([*PLAN, "--hyperparameters", *words]) == 0
     assert "half life" in capsys.readouterr().out
-    assert "adam_b2" not in plan_json(capsys, "--hyperparameters", "opt_type=sgd")[1]["phases"][0]
-    assert plan_json(capsys, "--hyperparameters", "--budget", "1B")[0] == 2
+    assert "adam_b2" not in run_json(capsys, *PLAN, "--hyperparameters", "opt_type=sgd")[1]["phases"][0]
+    assert run_json(capsys, *PLAN, "--hyperparameters", "--budget", "1B")[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -200,11 +196,11 @@ def test_a_resumed_plan_keeps_seesaw_on_other_devices():
     keys = {"per_device_batch_size": 16, "train_samples": 20_000, "seesaw_factor": 2, "seesaw_max_batch_size": 512}
     config = Config(**keys)
     plan = build_plan(config, 4)
-    record = json.loads(json.dumps(ramp_record(config, plan))) | {"step": 5}
+    record = recorded(config, plan, 5)
     for devices in (4, 8, 2):
         resumed = plan_to_resume(config, devices, record)
         assert (resumed.clock, resumed.total_steps, resumed.ramp) == (plan.clock, plan.total_steps, plan.ramp)
-        record = json.loads(json.dumps(ramp_record(config, resumed))) | {"step": 5}
+        record = recorded(config, resumed, 5)
     for change in ({"train_samples": 30_000}, {"seesaw_factor": 4}, {"seesaw_factor": None, "seesaw_max_batch_size": None}):
         with pytest.raises(ResumeMismatchError, match=next(iter(change))):
             plan_to_resume(Config(**(keys | change)), 4, record)
@@ -214,24 +210,23 @@ def test_a_run_continues_by_samples_with_seesaw():
     """`on_plan_change=continue_by_samples` turns Seesaw on in the middle of a run."""
     keys = {"per_device_batch_size": 16, "train_samples": 20_000}
     config = Config(**keys)
-    record = json.loads(json.dumps(ramp_record(config, build_plan(config, 4)))) | {"step": 200}
     changed = Config(**keys, seesaw_factor=2, on_plan_change="continue_by_samples")
-    plan = plan_to_resume(changed, 4, record)
+    plan = plan_to_resume(changed, 4, recorded(config, build_plan(config, 4), 200))
     assert plan.ramp.samples_before(200) == 200 * 64
     assert max(plan.ramp.sizes) > 64
     assert plan.consumed_samples >= 20_000
-    again = plan_to_resume(changed, 4, json.loads(json.dumps(ramp_record(changed, plan))) | {"step": 210})
+    again = plan_to_resume(changed, 4, recorded(changed, plan, 210))
     assert (again.clock, again.total_steps) == (plan.clock, plan.total_steps)
 
 
 def test_a_longer_budget_without_shares_is_the_same_ramp():
     """A budget that the ramp does not depend on can be extended; one that shares depend on is part of the ramp."""
     short, long = (Config(train_samples=n, batch_size_schedule="0:16 100:32") for n in (1000, 2000))
-    record = ramp_record(short, build_plan(short, 4)) | {"step": 5}
+    record = recorded(short, build_plan(short, 4), 5)
     assert plan_to_resume(long, 8, record).total_steps > plan_to_resume(short, 8, record).total_steps
     shares = [Config(train_samples=n, **SHARES) for n in (10_000, 20_000)]
     with pytest.raises(ResumeMismatchError, match="train_samples: 10000 -> 20000"):
-        plan_to_resume(shares[1], 4, ramp_record(shares[0], build_plan(shares[0], 4)) | {"step": 5})
+        plan_to_resume(shares[1], 4, recorded(shares[0], build_plan(shares[0], 4), 5))
 
 
 # Presets

@@ -74,15 +74,8 @@ def test_read_refuses_with_the_legal_values(spec, value, message):
     assert caught.value.key == "name"
 
 
-anything = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text()
-    | st.lists(st.integers(), max_size=2)
-    | st.dictionaries(st.text(), st.none(), max_size=1)
-)
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+anything = scalars | st.lists(st.integers(), max_size=2) | st.dictionaries(st.text(), st.none(), max_size=1)
 
 
 @given(st.sampled_from(["bool", "int", "float", "size", "text", "name"]), anything)

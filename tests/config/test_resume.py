@@ -1,12 +1,12 @@
 """Tests of rampup.config.build."""
 
 import contextlib
-import json
 
 import pytest
+from helpers.runs import recorded
 
 from rampup import Config, build_plan
-from rampup.config.build import plan_to_resume, possible_devices, ramp_record
+from rampup.config.build import plan_to_resume, possible_devices
 from rampup.errors import BatchDivisibilityError, RampupError, ResumeMismatchError
 
 SCHEDULE = {"batch_size_schedule": "0:16 160:32 800:64", "steps": 60}
@@ -14,8 +14,8 @@ LINEAR = {"enable_rampup_batch_size": True, "steps": 60, "global_rampup_samples"
 
 
 def written(config, devices, step):
-    """Return the record in the checkpoint of a step, through JSON."""
-    return json.loads(json.dumps(ramp_record(config, build_plan(config, devices)))) | {"step": step}
+    """Return the record in the checkpoint of a step of a run on these devices."""
+    return recorded(config, build_plan(config, devices), step)
 
 
 @pytest.mark.parametrize("keys", [SCHEDULE, LINEAR])
@@ -29,7 +29,7 @@ def test_plan_to_resume_keeps_the_batches_on_other_devices(keys):
         assert plan.ramp.to_rows() == first.ramp.to_rows()
         assert plan.eval_global_batch_size == first.eval_global_batch_size
         assert plan.num_devices == devices
-        record = json.loads(json.dumps(ramp_record(config, plan))) | {"step": 9}
+        record = recorded(config, plan, 9)
 
 
 def test_plan_to_resume_names_the_devices_that_can_split_the_batches():
@@ -81,10 +81,8 @@ def test_plan_to_resume_refuses_another_ramp_with_both_tables():
     changed = Config(**(SCHEDULE | {"batch_size_schedule": "0:16 160:48"}))
     with pytest.raises(ResumeMismatchError) as caught:
         plan_to_resume(changed, 8, written(Config(**SCHEDULE), 8, 5))
-    text = str(caught.value)
-    assert "0:16 160:32 800:64 -> 0:16 160:48" in text
-    assert "from sample 160: 32" in text
-    assert "from sample 160: 48" in text
+    for text in ("0:16 160:32 800:64 -> 0:16 160:48", "from sample 160: 32", "from sample 160: 48"):
+        assert text in str(caught.value)
     assert caught.value.key == "on_plan_change"
 
 
@@ -115,9 +113,8 @@ def test_plan_to_resume_keeps_a_continued_ramp():
     """If the keys have not changed since, the recorded ramp is used, including its past."""
     config = Config(**(SCHEDULE | {"batch_size_schedule": "0:8 200:48", "on_plan_change": "continue_by_samples"}))
     plan = plan_to_resume(config, 8, written(Config(**SCHEDULE), 8, 12))
-    record = json.loads(json.dumps(ramp_record(config, plan))) | {"step": 20}
     kept = Config(**(SCHEDULE | {"batch_size_schedule": "0:8 200:48"}))
-    assert plan_to_resume(kept, 4, record).ramp.to_rows() == plan.ramp.to_rows()
+    assert plan_to_resume(kept, 4, recorded(config, plan, 20)).ramp.to_rows() == plan.ramp.to_rows()
 
 
 def test_plan_to_resume_keeps_the_sizes_of_a_batch_that_follows_the_noise():
@@ -127,7 +124,7 @@ def test_plan_to_resume_keeps_the_sizes_of_a_batch_that_follows_the_noise():
     for devices in (8, 4, 2):
         plan = plan_to_resume(Config(**keys, enable_rampup_batch_size=False, global_rampup_samples=7), devices, record)
         assert (plan.reserved_sizes, plan.ramp.sizes, plan.num_devices) == ((16, 32, 64), (16, 32), devices)
-        record = json.loads(json.dumps(ramp_record(Config(**keys), plan))) | {"step": 40}
+        record = recorded(Config(**keys), plan, 40)
     with pytest.raises(ResumeMismatchError, match=r"all of them: 1, 2, 4, 8, 16\. "):
         plan_to_resume(Config(**keys), 5, record)
     larger = keys | {"per_device_batch_size": 16}

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rampup.engine.accumulate import AccumulatedLoss, accumulate, check_results, multi_steps, per_row_keys
 from rampup.engine.mesh import batch_sharding, make_mesh, shardings_like
-from rampup.engine.totals import Totals, cast_for_exchange
+from rampup.engine.totals import cast_for_exchange
 from rampup.errors import ConfigError, RampDefinitionError
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
 
@@ -26,12 +26,18 @@ def float64():
     jax.config.update("jax_enable_x64", False)
 
 
-def buffer(mesh, K, R, dtype):
-    """Return a buffer (K, R, ...) of rows on the mesh, and the rows on the host."""
-    rows = toy.rows(K * R, dtype)
+def problem(name, K, R, dtype=np.float32):
+    """Return a mesh, parameters, a buffer (K, R, ...) of rows on the mesh, the rows on the host, and their keys."""
+    mesh, rows = toy.mesh_of(name), toy.rows(K * R, dtype)
     host = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
     cut = {name: x.reshape(K, R, *x.shape[1:]) for name, x in host.items()}
-    return jax.device_put(cut, batch_sharding(mesh, leading=1)), host
+    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(K * R).reshape(K, R))
+    return mesh, toy.new_params(mesh, dtype), jax.device_put(cut, batch_sharding(mesh, leading=1)), host, keys
+
+
+def linear_loss(params, batch, keys):
+    """The gradient of `w` is the sum of x."""
+    return jnp.sum(params["w"] * batch["x"]), batch["x"].size, {}
 
 
 @pytest.mark.parametrize(
@@ -39,11 +45,8 @@ def buffer(mesh, K, R, dtype):
 )
 def test_accumulate_equals_the_full_batch_gradient(name, float64):
     """In float64, with unequal weights, for any number of microbatches, from one trace and one executable, to 1e-10."""
-    mesh = toy.mesh_of(name)
-    params = toy.new_params(mesh, float64)
     K, R = 5, 16
-    batch, host = buffer(mesh, K, R, float64)
-    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(K * R).reshape(K, R))
+    mesh, params, batch, host, keys = problem(name, K, R, float64)
     traces = []
 
     def counted(params, batch, rngs):
@@ -71,19 +74,8 @@ def test_accumulate_equals_the_full_batch_gradient(name, float64):
 
 def test_accumulate_sums_in_float32():
     """Gradients of bfloat16 parameters are summed in float32: a thousand small ones do not vanish."""
-    mesh = toy.mesh_of("one")
-    params = {"w": jnp.ones((), jnp.bfloat16)}
-    batch = {"x": jnp.full((1000, 1), 1 / 1024, jnp.bfloat16)}
-    keys = per_row_keys(jax.random.key(0), jnp.int32(0), jnp.zeros((1000, 1), jnp.int32))
-    sums = accumulate(
-        lambda p, b, _: (jnp.sum(p["w"] * b["x"]), 1, {}),
-        params,
-        batch,
-        1000,
-        keys,
-        mesh=mesh,
-        param_shardings=shardings_like(params, mesh),
-    )
+    params, batch = {"w": jnp.ones((), jnp.bfloat16)}, {"x": jnp.full((1000, 1), 1 / 1024, jnp.bfloat16)}
+    sums = accumulate(linear_loss, params, batch, 1000, mesh=toy.mesh_of("one"))
     assert sums.grads["w"].dtype == jnp.float32
     assert float(sums.grads["w"]) == 1000 / 1024
 
@@ -91,9 +83,7 @@ def test_accumulate_sums_in_float32():
 @pytest.mark.parametrize(("name", "K"), [("one", 1), ("one", 3), ("data", 1)])
 def test_accumulate_uses_as_many_microbatches_as_it_is_told(name, K):
     """No microbatch is no sum, of a buffer of one too; a number beyond the buffer is an error, and NaN if it is traced."""
-    mesh = toy.mesh_of(name)
-    params, (batch, host) = toy.new_params(mesh), buffer(mesh, K, 16, np.float32)
-    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(K * 16).reshape(K, 16))
+    mesh, params, batch, host, keys = problem(name, K, 16)
     run = jax.jit(lambda number: accumulate(toy.loss_fn, params, batch, number, keys, mesh=mesh))
     for number in range(K + 1):
         weight = host["weight"][: 16 * number].sum()
@@ -111,9 +101,8 @@ def test_accumulate_uses_as_many_microbatches_as_it_is_told(name, K):
 @pytest.mark.parametrize("name", ["one", "data"])
 def test_accumulators_in_bfloat16_round_the_gradient_and_not_the_loss(name):
     """The program carries bfloat16 and returns float32; the error grows with the number of microbatches, by its rounding."""
-    mesh, K = toy.mesh_of(name), 32
-    params, (batch, _) = toy.new_params(mesh), buffer(mesh, K, 8, np.float32)
-    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(K * 8).reshape(K, 8))
+    K = 32
+    mesh, params, batch, _, keys = problem(name, K, 8)
     loss = AccumulatedLoss(toy.loss_fn, accumulator_dtype=jnp.bfloat16)
     run, exact = (
         jax.jit(lambda n, loss=loss: accumulate(loss, params, batch, n, keys, mesh=mesh)) for loss in (loss, toy.loss_fn)
@@ -128,11 +117,6 @@ def test_accumulators_in_bfloat16_round_the_gradient_and_not_the_loss(name):
         errors.append(max(jax.tree.leaves(difference)))
     assert 2**-11 < errors[0] < 2**-8
     assert errors[0] < errors[1] < K * 2**-8
-
-
-def linear_loss(params, batch, keys):
-    """The gradient of `w` is the sum of x."""
-    return jnp.sum(params["w"] * batch["x"]), batch["x"].size, {}
 
 
 def test_replicas_exchange_gradients_without_rounding_their_sum_again():
@@ -167,22 +151,6 @@ def test_a_loss_that_takes_shards_is_reduced_with_its_own_shardings(axes):
             assert all((shard == 120).all() and shard.size in (size, size // axes.fsdp) for shard in shards)
 
 
-@pytest.mark.parametrize("name", ["one", "data"])
-@pytest.mark.parametrize("K", [1, 2])
-def test_a_loss_returns_one_gradient_to_a_step(name, K):
-    """`sums_and_grads` returns the gradient of the mean; the sums beside it have none that could be divided again."""
-    mesh = toy.mesh_of(name)
-    params, (batch, _) = toy.new_params(mesh), buffer(mesh, K, 16, np.float32)
-    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(K * 16).reshape(K, 16))
-    options = {"mesh": mesh, "param_shardings": shardings_like(params, mesh)}
-    args = params, batch, keys, (jnp.int32(K), jnp.int32(1)), Totals()
-    sums, mean = jax.jit(lambda: AccumulatedLoss(toy.loss_fn).sums_and_grads(*args, **options))()
-    expected = accumulate(toy.loss_fn, params, batch, K, keys, **options)
-    assert sums.grads is None
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), mean, expected.mean_grads())
-    assert (float(sums.loss), float(sums.weight)) == (float(expected.loss), float(expected.weight))
-
-
 def test_a_loss_whose_own_shardings_name_the_replicas_is_told_so():
     """Parameters sharded over the replicas by the loss are no matter of `shard_optimizer_over_data`."""
     mesh = toy.mesh_of("data")
@@ -215,6 +183,9 @@ def test_evaluation_drops_what_a_loss_carries():
         accumulate(loss_fn, params, batch, 1, **options)
 
 
+CARRIED = {"n": np.float32(0)}
+
+
 def all_reduces_by_loop(hlo):
     """Return the shapes that all-reduces reduce, inside loop bodies and outside."""
     bodies = set(re.findall(r"body=%?([\w.\-]+)", hlo))
@@ -229,10 +200,7 @@ def all_reduces_by_loop(hlo):
 
 def test_accumulate_reduces_once_over_the_data_axis():
     """The compiled program has no all-reduce inside the loop over microbatches, and one round of them after it."""
-    mesh = toy.mesh_of("data")
-    params = toy.new_params(mesh)
-    batch, _ = buffer(mesh, 4, 16, np.float32)
-    keys = per_row_keys(jax.random.key(7), jnp.int32(3), jnp.arange(64).reshape(4, 16))
+    mesh, params, batch, _, keys = problem("data", 4, 16)
     run = jax.jit(lambda *args: accumulate(toy.loss_fn, *args, mesh=mesh, param_shardings=shardings_like(params, mesh)))
     hlo = run.lower(params, batch, np.int32(2), keys).compile().as_text()
     inside, outside = all_reduces_by_loop(hlo)
@@ -241,69 +209,42 @@ def test_accumulate_reduces_once_over_the_data_axis():
     assert outside
 
 
-def test_per_row_keys_do_not_depend_on_the_split():
-    """A row has the same random key however the batch is split into microbatches."""
-    one = per_row_keys(jax.random.key(1), jnp.int32(5), jnp.arange(12).reshape(1, 12))
-    cut = per_row_keys(jax.random.key(1), jnp.int32(5), jnp.arange(12).reshape(4, 3))
-    assert (jax.random.key_data(one).reshape(12, -1) == jax.random.key_data(cut).reshape(12, -1)).all()
-    assert len(set(map(tuple, jax.random.key_data(one)[0].tolist()))) == 12
-
-
 def test_accumulate_carries_mutable_and_averages_it_over_replicas():
     """State is carried from microbatch to microbatch within a replica, and averaged over replicas at the end."""
     mesh = toy.mesh_of("data")
-    params = {"w": jnp.ones(())}
     batch = jax.device_put({"x": np.arange(24.0, dtype=np.float32).reshape(3, 8)}, batch_sharding(mesh, leading=1))
-    keys = per_row_keys(jax.random.key(0), jnp.int32(0), jnp.arange(24).reshape(3, 8))
 
     def loss_fn(params, batch, rngs, mutable):
-        return (
-            jnp.sum(params["w"] * batch["x"]),
-            batch["x"].size,
-            {},
-            {"last": mutable["last"] * 10 + batch["x"].sum(), "n": mutable["n"] + 1},
-        )
+        return *linear_loss(params, batch, rngs), {"last": mutable["last"] * 10 + batch["x"].sum(), "n": mutable["n"] + 1}
 
     start = {"last": jnp.float32(0), "n": jnp.int32(0)}
-    sums = jax.jit(
-        lambda *args: accumulate(loss_fn, *args, mesh=mesh, param_shardings=shardings_like(params, mesh), mutable=start)
-    )(params, batch, np.int32(2), keys)
+    run = jax.jit(lambda *args: accumulate(loss_fn, *args, mesh=mesh, mutable=start))
+    sums = run({"w": jnp.ones(())}, batch, np.int32(2))
     expected = np.mean([10 * row + (row + 8) for row in range(8)])
     assert (float(sums.mutable["last"]), int(sums.mutable["n"])) == (expected, 2)
 
 
-def test_constants_that_a_loss_carries_do_not_drift_on_several_replicas():
-    """The mean over three replicas leaves a constant and -infinity alone, bit for bit."""
-    mesh = make_mesh(devices=jax.devices()[:3])
-    start = {"constant": jnp.linspace(0.1, 3, 64), "maximum": jnp.full((2,), -jnp.inf)}
-    batch = jax.device_put({"x": np.ones((2, 3), np.float32)}, batch_sharding(mesh, leading=1))
-
-    def loss_fn(params, batch, keys, mutable):
-        maximum = mutable["maximum"].at[0].max(batch["x"].max())
-        return jnp.sum(params["w"] * batch["x"]), batch["x"].size, {}, {**mutable, "maximum": maximum}
-
-    found = accumulate(loss_fn, {"w": jnp.ones(())}, batch, 2, mesh=mesh, mutable=start).mutable
-    assert (np.asarray(found["constant"]) == np.asarray(start["constant"])).all()
-    assert found["maximum"].tolist() == [1, -np.inf]
-
-
-def test_carried_values_that_are_not_numbers_to_average_are_equal_on_all_replicas():
-    """Complex and 16-bit numbers are averaged, counters and flags become their maximum, and keys stay."""
-    mesh = make_mesh(MeshAxes(data=2, tensor=2), jax.devices()[:4])
-    batch = jax.device_put({"x": np.array([[7.0, 1]], np.float32)}, batch_sharding(mesh, leading=1))
+def test_carried_values_are_merged_to_the_same_on_all_replicas():
+    """Numbers are averaged, constants and infinities stay bit for bit; counters and flags become their maximum; keys stay."""
+    mesh = make_mesh(MeshAxes(data=3, tensor=2), jax.devices()[:6])
+    batch = jax.device_put({"x": np.array([[7.0, 1, 4]], np.float32)}, batch_sharding(mesh, leading=1))
     start = {"z": jnp.complex64(1j), "count": jnp.uint8(2), "large": jnp.bool(False), "key": jax.random.key(3)}
     start |= {"short": jnp.bfloat16(2), "number": jnp.int16(2)}
+    start |= {"constant": jnp.linspace(0.1, 3, 64), "maximum": jnp.full((2,), -jnp.inf)}
 
     def loss_fn(params, batch, keys, mutable):
         x = batch["x"].sum()
         new = {name: mutable[name] + x.astype(mutable[name].dtype) for name in ("z", "count", "short", "number")}
-        return *linear_loss(params, batch, keys), {**new, "large": x > 5, "key": mutable["key"]}
+        maximum = mutable["maximum"].at[0].max(x)
+        return *linear_loss(params, batch, keys), {**mutable, **new, "large": x > 5, "maximum": maximum}
 
     found = jax.jit(lambda: accumulate(loss_fn, {"w": jnp.ones(())}, batch, 1, mesh=mesh, mutable=start).mutable)()
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, start)
     for name, value in {"z": 4 + 1j, "count": 9, "large": True, "short": 6, "number": 9}.items():
-        assert [shard.data.item() for shard in found[name].addressable_shards] == [value] * 4
+        assert [shard.data.item() for shard in found[name].addressable_shards] == [value] * 6
     assert jax.random.key_data(found["key"]).tolist() == jax.random.key_data(start["key"]).tolist()
+    assert (np.asarray(found["constant"]) == np.asarray(start["constant"])).all()
+    assert found["maximum"].tolist() == [4, -np.inf]
 
 
 @pytest.mark.parametrize(
@@ -314,6 +255,9 @@ def test_carried_values_that_are_not_numbers_to_average_are_equal_on_all_replica
         (2.0, "returned a scalar and not a tuple"),
         (np.ones(2), "returned one array and not a tuple"),
         ((1.0, 1.0), "returned 2 results and not 4"),
+        ((np.ones(2), 1.0, {}, CARRIED), r"returned float\d+\[2\] as loss_sum, which must be a floating-point scalar"),
+        ((np.int32(3), 1.0, {}, CARRIED), r"returned int32\[\] as loss_sum, which must be a floating-point scalar"),
+        ((1.0, np.ones(2), {}, CARRIED), r"returned float\d+\[2\] as weight_sum, which must be a real scalar"),
         ((1.0, 1.0, {}, FrozenDict(n=0.0)), r"changed the structure .*it was PyTreeDef.*'n'.* and is PyTreeDef"),
         ((1.0, 1.0, {}, {"n": 0}), r"changed .*\['n'\] was \(\(\), 'float32'\) and is \(\(\), 'int32'\)"),
     ],
@@ -321,31 +265,16 @@ def test_carried_values_that_are_not_numbers_to_average_are_equal_on_all_replica
 def test_results_that_break_the_contract_are_errors_in_words(results, words):
     """The message says what the loss function returned, and what it must return with `mutable`."""
     with pytest.raises(ConfigError, match=words) as caught:
-        check_results(results, lambda *args: results, ({}, {}, None, {"n": jnp.float32(0)}))
+        check_results(results, lambda *args: results, ({}, {}, None, CARRIED))
     assert "(loss_sum, weight_sum, aux, mutable), because the state has `mutable`" in str(caught.value)
 
 
 def test_multi_steps_follows_the_plan():
-    """K at every optimizer step is the plan's number of microbatches, also in later phases and after a jump."""
-    plan = RampPlan(
-        ramp=BatchRamp.from_schedule("0:4 20:12 100:8"),
-        splitter=BatchSplitter(data_parallel_size=2),
-        num_devices=2,
-        total_steps=50,
-    )
-    tx = multi_steps(optax.sgd(0.1), plan)
-    every_k = jax.jit(tx._every_k_schedule)
+    """K at every optimizer step is the plan's number of microbatches, also after a jump; steps beyond int32 are refused."""
+    keys = {"splitter": BatchSplitter(data_parallel_size=2), "num_devices": 2, "total_steps": 50}
+    plan = RampPlan(ramp=BatchRamp.from_schedule("0:4 20:12 100:8"), **keys)
+    every_k = jax.jit(multi_steps(optax.sgd(0.1), plan)._every_k_schedule)
     for step in range(50):
         assert int(every_k(jnp.int32(step))) == plan.position(step).split.num_microbatches
-
-
-def test_multi_steps_refuses_more_than_int32_steps():
-    """A ramp of more than 2**31 steps is refused."""
-    plan = RampPlan(
-        ramp=BatchRamp.piecewise([(0, 1), (2**32, 2)]),
-        splitter=BatchSplitter(data_parallel_size=1),
-        num_devices=1,
-        total_steps=9,
-    )
     with pytest.raises(RampDefinitionError, match="counts in int32"):
-        multi_steps(optax.sgd(1.0), plan)
+        multi_steps(optax.sgd(1.0), RampPlan(ramp=BatchRamp.piecewise([(0, 2), (2**33, 4)]), **keys))

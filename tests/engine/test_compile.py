@@ -25,28 +25,19 @@ def lowering(function, *args):
     return lower, threads
 
 
-def test_get_compiles_a_program_once():
-    """Requested in the background twice and then three times by `get`: one compilation, in the background thread."""
+def test_a_program_is_compiled_once_and_waited_for_if_it_is_not_ready():
+    """Requested twice and got three times: one compilation, in the background thread. Only `get` of a late one adds a wait."""
     compiler = Compiler()
     lower, threads = lowering(jnp.sin, np.float32(1))
     compiler.compile_async("sin", lower)
     compiler.compile_async("sin", lower)
     assert compiler.is_known("sin")
+    while not compiler.is_ready("sin"):
+        pass
     assert compiler.get("sin", lower)(np.float32(0)) == 0
     assert compiler.get("sin", lower) is compiler.get("sin", lower)
-    assert compiler.is_ready("sin")
     assert compiler.num_compilations == len(threads) == 1
     assert threads[0].startswith("rampup-compile")
-
-
-def test_waited_seconds_counts_only_compilations_that_get_waited_for():
-    """A program compiled by `get` adds waiting time; one that is ready adds none."""
-    compiler = Compiler()
-    lower, _ = lowering(jnp.cos, np.float32(1))
-    compiler.compile_async("ready", lower)
-    while not compiler.is_ready("ready"):
-        pass
-    compiler.get("ready", lower)
     assert compiler.waited_seconds == 0
     compiler.get("late", lower)
     assert compiler.waited_seconds > 0
@@ -80,33 +71,25 @@ def test_get_raises_errors_of_the_background():
         compiler.get("bad", lower)
 
 
-@pytest.mark.parametrize("name", ["getpriority", "setpriority"])
-def test_a_process_that_may_not_set_priorities_compiles(monkeypatch, name):
-    """Where the operating system forbids a niceness, the background thread compiles with the one that it has."""
+@pytest.mark.parametrize("forbidden", ["getpriority", "setpriority", None])
+@pytest.mark.skipif(sys.platform != "linux", reason="a niceness belongs to a thread on Linux only")
+def test_the_background_thread_gives_way_if_it_may(monkeypatch, forbidden):
+    """Where a niceness is forbidden, the thread compiles with its own, and one above that of the thread is kept."""
+    given = []
 
-    def forbidden(*args):
+    def refuse(*args):
         raise PermissionError(1, "Operation not permitted")
 
-    monkeypatch.setattr(os, name, forbidden)
+    monkeypatch.setattr(os, "getpriority", lambda *_: 15)
+    monkeypatch.setattr(os, "setpriority", lambda which, who, niceness: given.append(niceness))
+    if forbidden:
+        monkeypatch.setattr(os, forbidden, refuse)
     compiler = Compiler()
     lower, threads = lowering(jnp.sinh, np.float32(1))
     compiler.compile_async("sinh", lower)
     compiler._pending["sinh"].result(60)
     assert compiler.get("sinh", lower)(np.float32(0)) == 0
-    assert threads == ["rampup-compile"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a niceness belongs to a thread on Linux only")
-def test_the_background_thread_of_a_nice_process_stays_as_nice(monkeypatch):
-    """A niceness above that of the background thread is kept: only a privileged process may lower it."""
-    given = []
-    monkeypatch.setattr(os, "getpriority", lambda *_: 15)
-    monkeypatch.setattr(os, "setpriority", lambda which, who, niceness: given.append(niceness))
-    compiler = Compiler()
-    lower, _ = lowering(jnp.cosh, np.float32(1))
-    compiler.compile_async("cosh", lower)
-    compiler._pending["cosh"].result(60)
-    assert given == [15]
+    assert (threads, given) == (["rampup-compile"], [] if forbidden else [15])
 
 
 def test_a_thread_that_cannot_be_started_leaves_nothing_pending(monkeypatch):

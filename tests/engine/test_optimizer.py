@@ -13,9 +13,9 @@ from rampup.plan import BatchRamp, BatchSplitter, RampPlan
 RAMP = BatchRamp.from_schedule("0:8 100:16 250:32")
 
 
-def plan(steps=60, **keys):
-    """Return a plan of the ramp above."""
-    return RampPlan(ramp=RAMP, splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=steps, **keys)
+def plan(steps=60, ramp=RAMP, **keys):
+    """Return a plan of the ramp above, or another."""
+    return RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=steps, **keys)
 
 
 @pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
@@ -25,7 +25,7 @@ def test_learning_rate_is_the_same_on_host_and_device(kind, clock, scaling):
     """The rate on the device equals the rate on the host, at every step, also after the end of the schedule."""
     keys = {"learning_rate_clock": clock, "learning_rate_batch_scaling": scaling, "learning_rate_schedule_steps": 50}
     rate = LearningRate(plan=plan(**keys), peak=0.3, kind=kind, warmup_fraction=0.2, decay_fraction=0.3)
-    on_device = jax.jit(jax.vmap(rate))(jnp.arange(60))
+    on_device = jax.vmap(jax.jit(rate))(jnp.arange(60))
     np.testing.assert_allclose(on_device, [rate.at(step) for step in range(60)], rtol=1e-5, atol=1e-7)
     assert (rate.at(55) == 0) == (kind != "constant")
 
@@ -42,10 +42,7 @@ def test_learning_rate_warm_up_follows_the_samples_clock():
 
 def test_learning_rate_of_a_constant_batch_equals_optax():
     """With a constant batch, both clocks give the usual warm-up and cosine decay."""
-    constant = RampPlan(
-        ramp=BatchRamp.constant(8), splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=100
-    )
-    rate = LearningRate(plan=constant, peak=0.5, warmup_fraction=0.1, final_fraction=0.2)
+    rate = LearningRate(plan=plan(100, BatchRamp.constant(8)), peak=0.5, warmup_fraction=0.1, final_fraction=0.2)
     usual = optax.warmup_cosine_decay_schedule(0.0, 0.5, 10, 100, end_value=0.1)
     np.testing.assert_allclose(
         [rate.at(step) for step in range(100)], [usual(step) for step in range(100)], rtol=1e-5, atol=1e-7
@@ -54,10 +51,9 @@ def test_learning_rate_of_a_constant_batch_equals_optax():
 
 def test_learning_rate_wsd_is_stable_then_decays():
     """Warm-up, a constant rate, then linear decay to the final fraction."""
-    constant = RampPlan(
-        ramp=BatchRamp.constant(8), splitter=BatchSplitter(data_parallel_size=1), num_devices=1, total_steps=100
+    rate = LearningRate(
+        plan=plan(100, BatchRamp.constant(8)), peak=1.0, kind="wsd", warmup_fraction=0.1, decay_fraction=0.2, final_fraction=0.0
     )
-    rate = LearningRate(plan=constant, peak=1.0, kind="wsd", warmup_fraction=0.1, decay_fraction=0.2, final_fraction=0.0)
     assert [round(rate.at(step), 3) for step in (0, 5, 10, 80, 90, 99)] == [0.0, 0.5, 1.0, 1.0, 0.5, 0.05]
 
 
@@ -70,10 +66,9 @@ def test_learning_rate_applies_batch_scaling():
 def test_learning_rate_refuses_steps_beyond_int32():
     """Phases beyond the int32 range are ignored as long as the run ends before them. A longer run is refused."""
     long = BatchRamp.piecewise([(0, 1), (2**33, 2)])
-    keys = {"ramp": long, "splitter": BatchSplitter(data_parallel_size=1), "num_devices": 1}
-    assert float(LearningRate(plan=RampPlan(**keys, total_steps=10), peak=1.0, kind="constant")(jnp.int32(3))) == 1.0
+    assert float(LearningRate(plan=plan(10, long), peak=1.0, kind="constant")(jnp.int32(3))) == 1.0
     with pytest.raises(RampDefinitionError, match="int32"):
-        LearningRate(plan=RampPlan(**keys, total_steps=2**33), peak=1.0)
+        LearningRate(plan=plan(2**33, long), peak=1.0)
 
 
 def test_make_optimizer_runs_both_kinds():

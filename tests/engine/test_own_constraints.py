@@ -6,14 +6,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from helpers.toy import loss_fn, mesh_of, plan_for, start, train
+from helpers.toy import loss_fn, mesh_of, start, train
 from jax.sharding import NamedSharding, PartitionSpec
 
 import rampup
 from rampup.engine.mesh import auto_view, own_constraints, without_manual_axes
-from rampup.engine.totals import Totals
 
 
 def one_step(loss, mesh_name="data"):
@@ -110,27 +108,16 @@ def test_splash_attention_in_the_loss_lowers_for_tpu():
 
     H, T, D = 2, 256, 128
     mesh = rampup.make_mesh(rampup.MeshAxes(data=4), jax.devices()[:4])
-    plan = plan_for(mesh, "0:8", microbatch_size=1, steps=2)
 
     def loss(params, batch, rngs):
         mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((T, T))] * H)
         kernel = splash_attention_kernel.make_splash_mha(mask, head_shards=1, q_seq_shards=1)
-        q, k, v = (
-            jnp.einsum("bte,ehd->bhtd", batch["x"], params["qkv"].astype(jnp.float32)).reshape(-1, 3, H, T, D).swapaxes(0, 1)
-        )
-        out = jax.vmap(kernel)(q, k, v)
+        qkv = jnp.einsum("bte,ehd->bhtd", batch["x"], params["qkv"])
+        out = jax.vmap(kernel)(*qkv.reshape(-1, 3, H, T, D).swapaxes(0, 1))
         return jnp.sum(out**2), out.size, {}
 
-    tx = optax.sgd(0.1)
-    state = rampup.create_state({"qkv": jnp.zeros((8, 3 * H, D))}, tx, mesh)
-    step = rampup.train_step(loss, tx, plan, mesh)
-    accumulate = step._update.loss.sums_and_grads
+    params = jax.device_put({"qkv": np.zeros((8, 3 * H, D), np.float32)}, rampup.engine.mesh.replicated(mesh))
     batch = jax.ShapeDtypeStruct((2, 4, T, 8), np.float32, sharding=rampup.engine.mesh.batch_sharding(mesh, leading=1))
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), (2, 4)))
-
-    def program(params, x, keys, num):
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
-        return accumulate(params, {"x": x}, keys, (num, jnp.int32(1)), Totals(), mesh=mesh, param_shardings=shardings)[1]
-
-    lowered = jax.jit(program).trace(state.params, batch, keys, jnp.int32(2)).lower(lowering_platforms=("tpu",))
+    program = jax.jit(lambda params, x, number: rampup.accumulate(loss, params, {"x": x}, number, mesh=mesh))
+    lowered = program.trace(params, batch, jnp.int32(2)).lower(lowering_platforms=("tpu",))
     assert "tpu_custom_call" in lowered.as_text()

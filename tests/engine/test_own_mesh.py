@@ -26,17 +26,15 @@ def train(mesh, axes, model_axis=None):
     params = {"in": rng.normal(size=(8, 16)) * 0.3, "out": rng.normal(size=(16, 8)) * 0.3}
     specs = {"in": PartitionSpec(None, model_axis), "out": PartitionSpec(model_axis, None)}
     params = {name: jax.device_put(x.astype(np.float32), NamedSharding(mesh, specs[name])) for name, x in params.items()}
-    replicas = {"batch_model": 4}.get(axes and "batch_model")
-    d = replicas or int(np.prod([mesh.shape.get(name, 1) for name in ("data", "fsdp")]))
+    batch_axes = rampup.BatchAxes.of(mesh, axes and rampup.BatchAxes(**axes))
     plan = rampup.RampPlan(
         ramp=rampup.BatchRamp.from_schedule("0:16 32:32"),
-        splitter=rampup.BatchSplitter(data_parallel_size=d),
+        splitter=rampup.BatchSplitter(data_parallel_size=batch_axes.num_shards(mesh)),
         num_devices=mesh.size,
         total_steps=5,
     )
     tx = optax.adam(0.01)
-    options = {} if axes is None else {"batch_axes": rampup.BatchAxes(**axes)}
-    step = rampup.train_step(loss_fn, tx, plan, mesh, **options)
+    step = rampup.train_step(loss_fn, tx, plan, mesh, **({} if axes is None else {"batch_axes": batch_axes}))
     state = rampup.create_state(params, tx, mesh)
     losses = []
     for batch in step.batches(rows()):

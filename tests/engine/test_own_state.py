@@ -19,18 +19,6 @@ from rampup.lm.transformer import LanguageModel
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
 
 
-class EmaState(train_state.TrainState):
-    """A TrainState that keeps a moving average of the parameters, as Flax users write it."""
-
-    ema: Any = None
-
-    def apply_gradients(self, *, grads, **changes):
-        """Run the optimizer, then move the average."""
-        new = super().apply_gradients(grads=grads, **changes)
-        ema = jax.tree.map(lambda e, p: 0.5 * e + 0.5 * p, self.ema, new.params)
-        return new.replace(ema=ema)
-
-
 class BatchStatsState(train_state.TrainState):
     """A TrainState with batch statistics, as in Flax's examples."""
 
@@ -40,15 +28,6 @@ class BatchStatsState(train_state.TrainState):
 def flax_state(kind=train_state.TrainState, **fields):
     """Return a function that makes a state of Flax from parameters and an optimizer."""
     return lambda params, tx: kind.create(apply_fn=None, params=params, tx=tx, **fields)
-
-
-@pytest.mark.parametrize("mesh_name", ["one", "data"])
-def test_apply_gradients_of_the_state_is_called(mesh_name):
-    """An overridden `apply_gradients` that keeps an average is what updates the state."""
-    average = jax.tree.map(jnp.zeros_like, new_params(mesh_of(mesh_name)))
-    state, _ = train(*start(mesh_name, state=flax_state(EmaState, ema=average)), steps=3)
-    assert float(jnp.abs(state.ema["in"]).sum()) > 0
-    assert int(state.step) == 3
 
 
 def test_optimizer_of_the_state_that_differs_is_refused():

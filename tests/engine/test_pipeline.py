@@ -13,10 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax import nnx
 from flax.core import FrozenDict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from pipeline import gpipe_sums
 
 import rampup
 from rampup import PipelinedLoss, make_mesh
@@ -50,17 +48,6 @@ class LinenLayer(nn.Module):
         return x + 0.3 * jnp.tanh(y)
 
 
-class NnxLayer(nnx.Module):
-    """The same with NNX."""
-
-    def __init__(self, rngs):
-        self.dense = nnx.Linear(WIDTH, WIDTH, rngs=rngs, param_dtype=jnp.float64)
-
-    def __call__(self, x):
-        """Return the output."""
-        return x + 0.3 * jnp.tanh(self.dense(x / jnp.linalg.norm(x, axis=-1, keepdims=True)))
-
-
 def linen_layers():
     """Return stacked parameters and a function that applies one layer."""
     keys = jax.random.split(jax.random.key(1), LAYERS)
@@ -68,28 +55,14 @@ def linen_layers():
     return layers, lambda layer, x: LinenLayer().apply({"params": layer}, x)
 
 
-def nnx_layers():
-    """Return the same for NNX."""
-    graph, _ = nnx.split(NnxLayer(nnx.Rngs(0)))
-    states = [nnx.to_pure_dict(nnx.split(NnxLayer(nnx.Rngs(n)))[1]) for n in range(LAYERS)]
-    layers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
-
-    def apply(layer, x):
-        state = nnx.split(NnxLayer(nnx.Rngs(0)))[1]
-        nnx.replace_by_pure_dict(state, layer)
-        return nnx.merge(graph, state)(x)
-
-    return layers, apply
-
-
 @functools.cache
-def problem(kind=linen_layers):
+def problem():
     """Return parameters with a tied embedding, sixteen microbatches, their keys, and a function for the loss in parts.
 
     The activations are a pytree of two arrays; `batch["bias"]` belongs to the microbatch and is used in every layer, and the
     weights of the tokens differ.
     """
-    layers, apply = kind()
+    layers, apply = linen_layers()
     rng = np.random.default_rng(0)
     params = {"layers": layers, "embedding": jnp.asarray(rng.normal(size=(WORDS, WIDTH)))}
     batch = {
@@ -126,9 +99,9 @@ def problem(kind=linen_layers):
 
 
 @functools.cache
-def reference(kind=linen_layers):
+def reference():
     """Return loss, weight and gradients of the first m microbatches for every m, from the model without a pipeline."""
-    params, batch, keys, parts = problem(kind)
+    params, batch, keys, parts = problem()
     loss = parts()
 
     def of_one(params, batch, keys):
@@ -171,7 +144,7 @@ OPTIONS = {"skipping": {}, "computing": {"skip_idle": False}, "keeping": {"remat
 )
 def test_pipeline_sums_equal_the_model(p, v, beside):
     """One trace serves 1 to 16 microbatches, and loss, weight and gradients equal those of the model to 1e-9 for each."""
-    check_all(linen_layers, MeshAxes(pipeline=p, **beside), problem()[3](num_repeats=v), range(1, MOST + 1))
+    check_all(MeshAxes(pipeline=p, **beside), problem()[3](num_repeats=v), range(1, MOST + 1))
 
 
 @pytest.mark.parametrize(
@@ -184,19 +157,14 @@ def test_pipeline_sums_equal_the_model(p, v, beside):
 )
 def test_pipeline_sums_with_other_options_equal_the_model(name, v):
     """Neither computing idle ticks instead of skipping them nor a remat policy changes the results."""
-    check_all(linen_layers, MeshAxes(pipeline=4), problem()[3](num_repeats=v, **OPTIONS[name]), (1, 3, 4, 7, 16))
+    check_all(MeshAxes(pipeline=4), problem()[3](num_repeats=v, **OPTIONS[name]), (1, 3, 4, 7, 16))
 
 
-def test_pipeline_sums_run_nnx_layers():
-    """Layers of NNX run in the pipeline like those of Linen."""
-    check_all(nnx_layers, MeshAxes(pipeline=4), problem(nnx_layers)[3](num_repeats=2), (2, 5, 16))
-
-
-def check_all(kind, axes, loss, numbers):
+def check_all(axes, loss, numbers):
     """Compare the pipeline with the model for several numbers of microbatches, counting traces."""
-    params, batch, keys, _ = problem(kind)
+    params, batch, keys, _ = problem()
     mesh, shardings, placed, natural = on_mesh(params, axes, loss.num_repeats)
-    (losses, weights), grads = reference(kind)
+    (losses, weights), grads = reference()
     traces = []
 
     @jax.jit
@@ -227,45 +195,24 @@ def test_pipeline_sums_run_several_passes():
     np.testing.assert_allclose(alone.loss, losses[11], rtol=1e-12)
 
 
-@pytest.mark.parametrize("v", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_gpipe_sums_equal_the_model(v):
-    """Differentiating through the forward ticks gives the same loss and gradients."""
-    params, batch, keys, parts = problem()
-    mesh, shardings, placed, natural = on_mesh(params, MeshAxes(pipeline=4), v)
-    (losses, _), grads = reference()
-    loss = parts(num_repeats=v)
-    sums = jax.jit(lambda params: gpipe_sums(loss, params, batch, keys, mesh=mesh, param_shardings=shardings))(placed)
-    np.testing.assert_allclose(sums.loss, losses[-1], rtol=1e-12)
-    assert largest_error(permute_layers(sums.grads, natural), jax.tree.map(lambda g: g[-1], grads)) < 1e-9
-
-
-def compiled(loss, number, axes, sums=pipeline_sums):
-    """Return the executable for at most `number` microbatches."""
+def compiled(loss, number, axes):
+    """Return the executable for at most `number` microbatches, and the bytes of its rows."""
     params, batch, keys, _ = problem()
     mesh, shardings, placed, _ = on_mesh(params, axes, loss.num_repeats)
-    times = number // 4
-    batch, keys = jax.tree.map(lambda x: jnp.concatenate([x[:4]] * times), (batch, keys))
-    counted = (number,) if sums is pipeline_sums else ()
+    batch, keys = jax.tree.map(lambda x: jnp.concatenate([x[:4]] * (number // 4)), (batch, keys))
 
     def run(params, batch, keys):
-        return sums(loss, params, batch, *counted, keys, mesh=mesh, param_shardings=shardings)
+        return pipeline_sums(loss, params, batch, number, keys, mesh=mesh, param_shardings=shardings)
 
     return jax.jit(run).lower(placed, batch, keys).compile(), sum(x.nbytes for x in jax.tree.leaves(batch)) + 8 * keys.size
 
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_microbatches():
-    """From 4 to 64 microbatches, temporary memory grows by no more than the inputs. GPipe's grows with each microbatch."""
-    parts = problem()[3]
-    axes = MeshAxes(pipeline=4)
-    ours, gpipe = {}, {}
-    for number in (4, 64):
-        executable, inputs = compiled(parts(), number, axes)
-        ours[number] = executable.memory_analysis().temp_size_in_bytes, inputs
-        gpipe[number] = compiled(parts(), number, axes, gpipe_sums)[0].memory_analysis().temp_size_in_bytes
-    assert ours[64][0] - ours[4][0] <= ours[64][1] - ours[4][1]
-    assert gpipe[64] > 6 * gpipe[4]
-    assert gpipe[64] > 4 * ours[64][0]
+    """From 4 to 64 microbatches, temporary memory grows by no more than the inputs."""
+    (few, inputs), (many, more) = (compiled(problem()[3](), number, MeshAxes(pipeline=4)) for number in (4, 64))
+    grown = many.memory_analysis().temp_size_in_bytes - few.memory_analysis().temp_size_in_bytes
+    assert grown <= more - inputs
 
 
 @pytest.mark.parametrize("v", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -295,67 +242,49 @@ def test_a_pass_has_the_documented_number_of_ticks(p, v, m):
     assert v * m + p - 1 + v * p - 1 in map(int, bounds)
 
 
-def changing(state, **changes):
-    """Return a stage function that spoils its output."""
-    return lambda layers, x, batch, rngs, first_layer: {**x, **{name: change(x[name]) for name, change in changes.items()}}
-
-
 @pytest.mark.parametrize(
     ("spoil", "key", "words"),
     [
         ("repeats", "num_pipeline_repeats", "must be at least 1"),
-        ("layers", "base_num_decoder_layers", r"48 must be a multiple of .* 4 \* 5 = 20; nearest: 40, 60"),
+        ("repeats of 5", "base_num_decoder_layers", r"48 must be a multiple of .* 4 \* 5 = 20; nearest: 40, 60"),
         ("rows", "microbatch_size", "4 rows must be a multiple of the data axis = 8"),
         ("axis", None, "no axis 'stage'"),
         ("shape", None, "must keep the shape and type"),
         ("dtype", None, "must keep the shape and type"),
+        ("integer", None, "must be floating-point, .* and not int32; put such values into the batch"),
+        ("frozen", None, "a dict with arrays under .layers. .* here is a FrozenDict of "),
+        ("ordered", None, "a dict with arrays under .layers. .* here is an OrderedDict of "),
+        ("list", None, "a dict with arrays under .layers. .* here is a list"),
+        ("missing", None, "here is a dict of embedding"),
+        ("scalar", None, r"with layers of the sizes \[\(\), \(48,\)\]"),
     ],
 )
-def test_pipeline_sums_refuse_wrong_shapes_before_compiling(spoil, key, words, monkeypatch):
-    """Each error names the arithmetic and the fix, and nothing is compiled."""
+def test_pipeline_sums_refuse_wrong_shapes_before_compiling(spoil, key, words):
+    """Sizes that do not divide, parameters without stacked layers, and stages that do not pass on what they get, in words."""
     params, batch, keys, parts = problem()
-    axes = MeshAxes(data=8) if spoil == "rows" else MeshAxes(pipeline=4)
-    mesh, shardings, placed, _ = on_mesh(params, axes)
-    loss = parts(num_repeats={"repeats": 0, "layers": 5}.get(spoil, 1))
+    mesh, shardings, placed, _ = on_mesh(params, MeshAxes(data=8) if spoil == "rows" else MeshAxes(pipeline=4))
+    loss = parts(num_repeats={"repeats": 0, "repeats of 5": 5}.get(spoil, 1))
     if spoil == "axis":
         mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-    if spoil in ("shape", "dtype"):
-        change = {"shape": lambda x: x[:, :4], "dtype": lambda x: x.astype(jnp.float32)}[spoil]
-        loss = PipelinedLoss(first=loss.first, stage=changing(None, x=change), last=loss.last)
-    with pytest.raises(PipelineShapeError, match=words) as caught:
-        pipeline_sums(loss, placed, batch, 4, keys, mesh=mesh, param_shardings=shardings)
-    assert caught.value.key == key
-
-
-@pytest.mark.parametrize(
-    ("spoil", "words"),
-    [
-        ("frozen", "a dict with arrays under .layers. .* here is a FrozenDict of "),
-        ("ordered", "a dict with arrays under .layers. .* here is an OrderedDict of "),
-        ("list", "a dict with arrays under .layers. .* here is a list"),
-        ("missing", "here is a dict of embedding"),
-        ("scalar", r"with layers of the sizes \[\(\), \(48,\)\]"),
-        ("integer", "must be floating-point, .* and not int32; put such values into the batch"),
-    ],
-)
-def test_pytrees_that_cannot_be_pipelined_are_refused(spoil, words):
-    """Parameters without stacked layers, and activations without a gradient, are errors in words."""
-    params, batch, keys, parts = problem()
-    mesh, shardings, placed, _ = on_mesh(params, MeshAxes(pipeline=4))
-    loss = parts()
+    changes = {"shape": lambda x: x[:, :4], "dtype": lambda x: x.astype(jnp.float32)}
+    if spoil in changes:
+        loss = dataclasses.replace(loss, stage=lambda layers, x, *_: {**x, "x": changes[spoil](x["x"])})
     if spoil == "integer":
         first = lambda *args: {**parts().first(*args), "n": jnp.zeros((ROWS,), jnp.int32)}  # noqa: E731
         loss = dataclasses.replace(loss, first=first, stage=lambda layers, x, *_: x)
-    layers = {"scalar": {**placed["layers"], "scale": jnp.ones(())}}.get(spoil, placed["layers"])
-    changed = {"embedding": placed["embedding"]} | ({} if spoil == "missing" else {"layers": layers})
+    if spoil == "scalar":
+        placed["layers"]["scale"] = jnp.ones(())
+    if spoil == "missing":
+        del placed["layers"]
     kinds = {"frozen": FrozenDict, "ordered": collections.OrderedDict, "list": lambda params: [*params.values()]}
-    changed = kinds.get(spoil, dict)(changed)
-    with pytest.raises(PipelineShapeError, match=words):
-        pipeline_sums(loss, changed, batch, 4, keys, mesh=mesh, param_shardings=shardings)
+    placed = kinds.get(spoil, dict)(placed)
+    with pytest.raises(PipelineShapeError, match=words) as caught:
+        pipeline_sums(loss, placed, batch, 4, keys, mesh=mesh, param_shardings=shardings)
+    assert caught.value.key == key
     # Measuring the noise looks at the parameters too, after this check.
     counts, totals = (jnp.int32(4), jnp.int32(1)), Totals(noise=NoiseMeter.of(shardings, mesh))
     with pytest.raises(PipelineShapeError, match=words):
-        loss.sums_and_grads(changed, batch, keys, counts, totals, mesh=mesh, param_shardings=shardings)
+        loss.sums_and_grads(placed, batch, keys, counts, totals, mesh=mesh, param_shardings=shardings)
 
 
 @pytest.mark.parametrize(

@@ -150,19 +150,6 @@ def test_update_of_a_constant_gradient_is_one_in_every_step():
     np.testing.assert_allclose(np.concatenate(found), 1, rtol=0, atol=1e-5)
 
 
-def test_constants_are_those_of_the_plan_at_every_step():
-    """The traced constants equal those on the host at every step."""
-    plan = toy.plan_for(toy.mesh_of("one"))
-    schedule = AdamSchedule(plan=plan, constants=constants_of(plan))
-    traced = jax.jit(jax.vmap(schedule))(jnp.arange(plan.total_steps))
-    for step in range(plan.total_steps):
-        constants = schedule.at(step)
-        assert constants == schedule.constants[plan.ramp.phase_at(step).index]
-        for name in ("b1", "b2", "eps", "weight_decay"):
-            assert float(traced[name][step]) == np.float32(getattr(constants, name))
-        assert float(traced["c2"][step]) == np.float32(1 - constants.b2)
-
-
 def test_learning_rate_with_seesaw_is_the_same_on_host_and_device():
     """Warm-up, then a staircase: host and device agree at every step, and each step is level * scale of the peak."""
     cuts = discretize(lambda t: 1 - 0.9 * max(t - 0.1, 0), factor=1.5, total_samples=2000)

@@ -16,33 +16,28 @@ from helpers import toy
 
 from rampup.data.batches import step_batches
 from rampup.engine import batch as buffers
-from rampup.engine.mesh import make_mesh, replicated
+from rampup.engine.mesh import replicated
 from rampup.engine.state import create_state, prepare_state
 from rampup.engine.step import EvalStep, train_step
-from rampup.engine.update import all_finite, select_step
 from rampup.errors import ConfigError, DataError
 
 
-def losses(mesh, plan, engine="fused", tx=None, number_of_rows=400, **options):
-    """Train the toy and return its losses, final parameters and step."""
-    step = train_step(toy.loss_fn, tx or optax.adamw(1e-2), plan, mesh, engine=engine, seed=3)
-    state = create_state(toy.new_params(mesh), step.tx, mesh)
-    found = []
-    for batch in step_batches(
-        toy.rows(number_of_rows), plan, mesh, seed=5, chunk_size=1 if engine == "multi_steps" else None, **options
-    ):
+def trained(mesh, plan, engine="fused"):
+    """Train the toy; return losses and norms, the final state and the step."""
+    step = train_step(toy.loss_fn, optax.adamw(1e-2), plan, mesh, engine=engine, seed=3, wait_for_compilation=True)
+    state, found = create_state(toy.new_params(mesh), step.tx, mesh), []
+    for batch in step.batches(toy.rows(), seed=5):
         state, metrics = step(state, batch)
-        found.append(float(metrics["loss"]))
+        found.append([float(metrics.get(name, 0)) for name in ("loss", "grad_norm")])
     assert int(state.step) == plan.total_steps
-    return found, jax.device_get(state.params), step
+    return np.array(found), state, step
 
 
 @pytest.fixture(scope="module")
 def reference():
-    """The losses of a plain big-batch loop on one device, without any of our step."""
-    mesh = toy.mesh_of("one")
-    plan, tx = toy.plan_for(mesh), optax.adamw(1e-2)
-    params = toy.new_params(mesh)
+    """The losses, norms and parameters of a plain big-batch loop on one device, without any of our step."""
+    mesh, tx = toy.mesh_of("one"), optax.adamw(1e-2)
+    params, found = toy.new_params(mesh), []
     state = tx.init(params)
 
     @jax.jit
@@ -56,48 +51,34 @@ def reference():
 
         loss, grads = jax.value_and_grad(mean)(params)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
+        return optax.apply_updates(params, updates), state, [loss, optax.tree.norm(grads)]
 
-    found = []
-    for number, batch in enumerate(step_batches(toy.rows(), plan, mesh, seed=5)):
+    for number, batch in enumerate(step_batches(toy.rows(), toy.plan_for(mesh), mesh, seed=5)):
         size = batch.position.split.global_batch_size
-        whole = {
-            name: np.concatenate([chunk[name] for chunk in batch.chunks]).reshape(-1, *batch.chunks[0][name].shape[2:])
-            for name in batch.chunks[0]
-        }
-        whole = {name: x[:size] for name, x in whole.items()}
-        params, state, loss = update(params, state, whole, number)
-        found.append(float(loss))
-    return found, jax.device_get(params)
+        whole = jax.tree.map(lambda *x, n=size: np.concatenate(x).reshape(-1, *x[0].shape[2:])[:n], *batch.chunks)
+        params, state, values = update(params, state, whole, number)
+        found.append(values)
+    return np.array(found), params
 
 
-@pytest.mark.parametrize("name", toy.MESHES)
-def test_fused_step_equals_the_full_batch_on_every_mesh(name, reference):
-    """Three phases in one executable give the losses and parameters of a plain full-batch loop, on every mesh."""
+@pytest.mark.parametrize(
+    ("name", "splitter", "limit", "compilations"),
+    [
+        *((name, {}, buffers.MAX_WHOLE, 1) for name in toy.MESHES),
+        ("data", {"rampup_microbatch": "per_phase"}, buffers.MAX_WHOLE, 3),
+        ("data", {"rampup_microbatch": "auto"}, buffers.MAX_WHOLE, 2),
+        ("one", {"microbatch_size": 1}, 0, 1),
+    ],
+)
+def test_fused_step_equals_the_full_batch(name, splitter, limit, compilations, reference, monkeypatch):
+    """On every mesh, in any shapes and chunks, three phases give a plain loop's losses, with one program for each shape."""
+    monkeypatch.setattr(buffers, "MAX_WHOLE", limit)
     mesh = toy.mesh_of(name)
-    found, params, step = losses(mesh, toy.plan_for(mesh))
+    plan = toy.plan_for(mesh, **splitter)
+    found, state, step = trained(mesh, plan)
     np.testing.assert_allclose(found, reference[0], rtol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), params, reference[1])
-    assert step.num_compilations == 1
-
-
-@pytest.mark.parametrize(("mode", "compilations"), [("fixed", 1), ("per_phase", 3), ("auto", 2)])
-def test_step_compiles_once_per_shape(mode, compilations, reference):
-    """The number of executables is the plan's number of shapes, and the losses do not depend on the shapes."""
-    mesh = toy.mesh_of("data")
-    plan = toy.plan_for(mesh, rampup_microbatch=mode)
-    found, _, step = losses(mesh, plan)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), state.params, reference[1])
     assert step.num_compilations == plan.num_compiled_shapes == compilations
-    np.testing.assert_allclose(found, reference[0], rtol=1e-5)
-
-
-def test_step_pads_chunks(reference, monkeypatch):
-    """Forty-eight microbatches per step, in chunks of which the last is partly padding, change nothing."""
-    monkeypatch.setattr(buffers, "MAX_WHOLE", 0)
-    mesh = toy.mesh_of("one")
-    found, _, step = losses(mesh, toy.plan_for(mesh, microbatch_size=1))
-    np.testing.assert_allclose(found, reference[0], rtol=1e-5)
-    assert step.num_compilations == 1
 
 
 @pytest.mark.parametrize(("name", "limit"), [("one", 0), ("data_fsdp_tensor", buffers.MAX_WHOLE)])
@@ -115,33 +96,21 @@ def test_step_copies_nothing_to_the_devices(name, limit, monkeypatch):
 
 @pytest.mark.parametrize("name", ["one", "data_fsdp_tensor"])
 def test_multi_steps_compiles_once_and_averages_microbatches(name, reference):
-    """MultiSteps compiles once too. With unequal weights, its average of averages is near the token mean, but not equal."""
+    """With unequal weights, its average of averages is near the token mean; its accumulators are sharded as parameters are."""
     mesh = toy.mesh_of(name)
-    found, _, step = losses(mesh, toy.plan_for(mesh), engine="multi_steps")
+    found, state, step = trained(mesh, toy.plan_for(mesh), engine="multi_steps")
     assert step.num_compilations == 1
-    np.testing.assert_allclose(found, reference[0], rtol=1e-2)
-    assert not np.allclose(found, reference[0], rtol=1e-5)
+    losses = found[:, 0], reference[0][:, 0]
+    np.testing.assert_allclose(*losses, rtol=1e-2)
+    assert not np.allclose(*losses, rtol=1e-5)
+    jax.tree.map(lambda a, b: a.sharding.spec == b.sharding.spec or pytest.fail(a), state.opt_state.acc_grads, state.params)
 
 
-def test_multi_steps_shards_accumulators_like_parameters():
-    """The accumulators of MultiSteps are sharded over fsdp and tensor."""
-    mesh = toy.mesh_of("data_fsdp_tensor")
-    step = train_step(toy.loss_fn, optax.adamw(1e-2), toy.plan_for(mesh), mesh, engine="multi_steps")
-    state = create_state(toy.new_params(mesh), step.tx, mesh)
-    assert {name: leaf.sharding.spec for name, leaf in state.opt_state.acc_grads.items()} == {
-        name: leaf.sharding.spec for name, leaf in state.params.items()
-    }
-
-
-def test_prepare_state_lets_a_flax_train_state_compile_once():
+def test_prepared_flax_state_compiles_once():
     """A prepared Flax TrainState runs the whole ramp in one executable and counts optimizer steps."""
-    mesh = toy.mesh_of("data")
-    plan, tx = toy.plan_for(mesh), optax.sgd(0.01)
-    stock = LinenTrainState.create(apply_fn=lambda *_: None, params=toy.new_params(toy.mesh_of("one")), tx=tx)
-    state = prepare_state(stock, mesh)
-    step = train_step(toy.loss_fn, tx, plan, mesh)
-    for batch in step_batches(toy.rows(), plan, mesh):
-        state, metrics = step(state, batch)
+    stock = lambda params, tx: LinenTrainState.create(apply_fn=None, params=jax.device_get(params), tx=tx)  # noqa: E731
+    step, state = toy.start("data", schedule="0:16 64:32 200:48", state=stock)
+    state, metrics = toy.train(step, state)
     assert isinstance(state, LinenTrainState)
     assert (int(state.step), state.step.dtype, step.num_compilations) == (12, jnp.int32, 1)
     assert set(metrics) == {"loss", "weight", "grad_norm", "aux"}
@@ -157,152 +126,82 @@ def test_step_with_zero_weight_changes_nothing():
     assert float(metrics["loss"]) == 0
 
 
-def test_grad_norm_is_the_norm_of_the_mean_gradient():
-    """`grad_norm` is the global norm of the gradient of the weighted mean."""
-    step, state = toy.start("data", tx=optax.sgd(1.0))
-    before = jax.device_get(state.params)
-    state, metrics = toy.train(step, state, steps=1)
-    change = jax.tree.map(lambda a, b: a - b, before, jax.device_get(state.params))
-    norm = np.sqrt(sum(np.sum(leaf.astype(np.float64) ** 2) for leaf in jax.tree.leaves(change)))
-    assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-4)
-
-
-def test_eval_step_sums_losses_and_weights():
-    """EvalStep sums losses and weights over the microbatches of a batch."""
-    mesh = toy.mesh_of("data")
-    plan = toy.plan_for(mesh, "0:48", steps=2, microbatch_size=2)
-
-    def no_dropout(params, batch, rngs):
-        hidden = jnp.tanh(batch["x"] @ params["in"])
-        error = jnp.sum((hidden @ params["out"] - batch["x"]) ** 2, axis=-1)
-        return jnp.sum(error * batch["weight"]), jnp.sum(batch["weight"]), {}
-
-    state = create_state(toy.new_params(mesh), optax.sgd(0.1), mesh)
-    evaluate = EvalStep(no_dropout, mesh)
-    sums = np.sum([jax.device_get(evaluate(state, batch)) for batch in step_batches(toy.rows(96), plan, mesh)], axis=0)
-    rows = toy.rows(96)
+@pytest.mark.parametrize(("name", "size"), [("data", 48), ("one", 18), ("one", 72)])
+def test_eval_step_sums_losses_and_weights(name, size):
+    """EvalStep sums over the microbatches of a batch, without the rows of zeros that fill its buffer up."""
+    mesh = toy.mesh_of(name)
+    plan, rows = toy.plan_for(mesh, f"0:{size}", steps=2, microbatch_size=2), toy.rows(2 * size)
+    state, evaluate = create_state(toy.new_params(mesh), optax.sgd(0.1), mesh), EvalStep(toy.plain_loss_fn, mesh)
+    sums = np.sum([jax.device_get(evaluate(state, batch)) for batch in step_batches(rows, plan, mesh)], axis=0)
     whole = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    loss, weight, _ = no_dropout(jax.device_get(state.params), whole, None)
-    np.testing.assert_allclose(sums, [loss, weight], rtol=1e-5)
+    np.testing.assert_allclose(sums, toy.plain_loss_fn(jax.device_get(state.params), whole, None)[:2], rtol=1e-5)
+    with pytest.raises(DataError, match="takes a Batch"):
+        evaluate(state, rows)
 
 
 @pytest.mark.parametrize("name", ["one", "data"])
 def test_step_names_its_parts_for_profiles(name):
     """The operations of a step are grouped as accumulate, microbatch, reduce (with several replicas) and update."""
-    mesh = toy.mesh_of(name)
-    plan, tx = toy.plan_for(mesh), optax.adamw(1e-2)
-    step = train_step(toy.loss_fn, tx, plan, mesh)
-    lowered = step.lower(create_state(toy.new_params(mesh), tx, mesh), toy.rows(1)[0], plan.splits[0])
-    hlo = lowered.compile().as_text()
+    step, state = toy.start(name, tx=optax.adamw(1e-2))
+    split = next(step.batches(toy.rows())).position.split
+    hlo = step.lower(state, toy.rows(1)[0], split).compile().as_text()
     assert re.search(r'op_name="[^"]*/accumulate/[^"]*microbatch', hlo)
     assert re.search(r'op_name="[^"]*/update/', hlo)
     assert bool(re.search(r'op_name="[^"]*/accumulate/[^"]*reduce/psum', hlo)) == (name == "data")
 
 
-def test_train_step_refuses_an_unknown_engine():
-    """The error for an unknown engine names both engines."""
-    mesh = make_mesh()
-    with pytest.raises(ConfigError, match="must be one of fused, multi_steps"):
-        train_step(toy.loss_fn, optax.sgd(0.1), toy.plan_for(mesh), mesh, engine="multistep")
+def sizes_used(step, state, between=lambda number: None):
+    """Return batch and microbatch size of every step of a run, and the last state."""
+    used = []
+    for batch in step.batches(toy.rows()):
+        between(len(used))
+        used.append((batch.position.split.global_batch_size, batch.position.split.microbatch_size))
+        state, _ = step(state, batch)
+    return used, state
 
 
 def test_split_for_falls_back_while_the_program_compiles():
     """While the next shape is being compiled, the phase runs in the old shape with more passes, on the same rows."""
-    mesh = toy.mesh_of("data")
-    plan = toy.plan_for(mesh, "0:16 64:32 200:64", steps=14, rampup_microbatch="per_phase")
-    tx = optax.sgd(0.05)
-    gate, used = threading.Event(), []
-    step = train_step(toy.loss_fn, tx, plan, mesh)
+    options = {"tx": optax.sgd(0.05), "schedule": "0:16 64:32 200:64", "steps": 14}
+    (step, state), gate = toy.start("data", rampup_microbatch="per_phase", **options), threading.Event()
     step._compiler.compile_async("gate", lambda: (gate.wait(), jax.jit(jnp.sin).lower(np.float32(1)))[1])
-    state = create_state(toy.new_params(mesh), tx, mesh)
-    for batch in step_batches(toy.rows(), plan, mesh, seed=3, split_for=step.split_for):
-        used.append((batch.position.split.global_batch_size, batch.position.split.microbatch_size))
-        state, _ = step(state, batch)
-        if len(used) == 7:
+
+    def let_it_compile(number):
+        if number == 7:
             gate.set()
-            while not step._compiler.is_ready(8 * plan.splits[2].microbatch_size):
+            while not step._compiler.is_ready(8 * 8):
                 pass
-    assert used[:4] == [(16, 2)] * 4
-    assert used[4:8] == [(32, 2)] * 4
+
+    used, state = sizes_used(step, state, let_it_compile)
+    assert used[:8] == [(16, 2)] * 4 + [(32, 2)] * 4
     assert used[-1] == (64, 8)
-    fixed = toy.plan_for(mesh, "0:16 64:32 200:64", steps=14)
-    other = train_step(toy.loss_fn, tx, fixed, mesh)
-    wanted = create_state(toy.new_params(mesh), tx, mesh)
-    for batch in step_batches(toy.rows(), fixed, mesh, seed=3):
-        wanted, _ = other(wanted, batch)
+    assert [size for _, size in used] == sorted(size for _, size in used)
+    wanted, _ = toy.train(*toy.start("data", **options))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), state.params, wanted.params)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_all_finite_checks_every_leaf(bad):
-    """One NaN or infinity in any leaf is found; integers and an empty tree are finite."""
-    assert all_finite({"a": jnp.ones(3)}, jnp.int32(2), None)
-    assert all_finite()
-    assert not all_finite({"a": jnp.ones(3)}, [jnp.array([1.0, bad])])
-    assert not all_finite(jnp.array([bad], jnp.bfloat16))
-
-
-def test_select_step_keeps_schedule_counts():
-    """The old state is selected, except for the counts of schedules."""
-    tx = optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda count: 1.0))
-    old = tx.init(jnp.ones(2))
-    _, new = tx.update(jnp.ones(2), old)
-    kept = select_step(jnp.array(False), new, old)
-    assert (int(kept[0].count), int(kept[1].count)) == (0, 1)
-    np.testing.assert_array_equal(kept[0].mu, old[0].mu)
-    np.testing.assert_array_equal(select_step(jnp.array(True), new, old)[0].mu, new[0].mu)
-
-
-def sizes_used(step, plan, mesh, *, steps=None, between=lambda number: None):
-    """Return the microbatch size of every step of a run."""
-    state, used = create_state(toy.new_params(mesh), step.tx, mesh), []
-    for batch in step_batches(toy.rows(), plan, mesh, stop=steps, split_for=step.split_for):
-        between(len(used))
-        used.append(batch.position.split.microbatch_size)
-        state, _ = step(state, batch)
-    return used
-
-
-def test_split_for_never_returns_to_an_earlier_shape():
-    """The look-ahead of the reader does not take a planned shape before it is compiled and then go back."""
-    mesh = toy.mesh_of("one")
-    plan = toy.plan_for(mesh, "0:8 16:16 64:32", steps=30, rampup_microbatch="per_phase")
-    used = sizes_used(train_step(toy.loss_fn, optax.sgd(0.05), plan, mesh), plan, mesh)
-    assert used == sorted(used)
-    assert used[0] == 8
 
 
 def test_split_for_replays_the_steps_of_a_checkpoint():
     """A step that is given the changes of an earlier run repeats them, whatever is compiled when."""
-    mesh = toy.mesh_of("one")
-    plan = toy.plan_for(mesh, "0:8 16:16", steps=12, rampup_microbatch="per_phase")
-    step = train_step(toy.loss_fn, optax.sgd(0.05), plan, mesh)
+    step, state = toy.start(tx=optax.sgd(0.05), schedule="0:8 16:16", rampup_microbatch="per_phase")
     step.replay_shape_changes({8: 0, 16: 9})
-    assert sizes_used(step, plan, mesh) == [8] * 9 + [16] * 3
+    assert [size for _, size in sizes_used(step, state)[0]] == [8] * 9 + [16] * 3
     assert step.shape_changes == {8: 0, 16: 9}
 
 
-@pytest.mark.parametrize("rampup_microbatch", ["per_phase", "auto"])
-def test_wait_for_compilation_takes_every_planned_shape(rampup_microbatch):
-    """With `wait_for_compilation` the shapes are those of the plan at every step, even if compilation is slow."""
-    mesh = toy.mesh_of("one")
-    plan = toy.plan_for(mesh, "0:8 16:16 64:32", steps=10, rampup_microbatch=rampup_microbatch)
-    step = train_step(toy.loss_fn, optax.sgd(0.05), plan, mesh, wait_for_compilation=True)
+def test_wait_for_compilation_takes_every_planned_shape(monkeypatch):
+    """The shapes are those of the plan, even if compilation is slow. Several processes always wait."""
+    options = {"schedule": "0:8 16:16 64:32", "steps": 10, "rampup_microbatch": "per_phase"}
+    step, state = toy.start(**options, wait_for_compilation=True)
     slow = lambda: (time.sleep(0.5), jax.jit(jnp.sin).lower(np.float32(1)))[1]  # noqa: E731
     step._compiler.compile_async("slow", slow)
-    used = sizes_used(step, plan, mesh)
-    assert used == [plan.position(number).split.microbatch_size for number in range(10)]
-
-
-def test_several_processes_wait_for_compilation(monkeypatch):
-    """Several processes would change shapes at different steps, so they always wait."""
-    mesh = toy.mesh_of("one")
-    plan = toy.plan_for(mesh, "0:8 16:16", steps=4, rampup_microbatch="per_phase")
+    planned = [(8, 8)] * 2 + [(16, 16)] * 3 + [(32, 32)] * 5
+    assert sizes_used(step, state)[0] == planned
+    plan = toy.plan_for(toy.mesh_of("one"), **options)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    step = train_step(toy.loss_fn, optax.sgd(0.05), plan, mesh)
-    assert [step.split_for(plan.position(number)).microbatch_size for number in range(4)] == [8, 8, 16, 16]
+    step = train_step(toy.loss_fn, optax.sgd(0.05), plan, toy.mesh_of("one"))
+    assert [step.split_for(plan.position(number)).microbatch_size for number in range(10)] == [size for _, size in planned]
     with pytest.raises(ConfigError, match="single process"):
-        train_step(toy.loss_fn, optax.sgd(0.05), plan, mesh, wait_for_compilation=False)
+        toy.start(wait_for_compilation=False)
 
 
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
@@ -311,13 +210,9 @@ def test_dropout_does_not_depend_on_the_split_with_hardware_generators(impl):
     before = jax.config.jax_default_prng_impl
     jax.config.update("jax_default_prng_impl", impl)
     try:
-        mesh = make_mesh(devices=jax.devices()[:1])
-        params = toy.new_params(mesh)
         found = []
         for size in (1, 4):
-            plan = toy.plan_for(mesh, "0:4", steps=1, microbatch_size=size)
-            step = train_step(toy.loss_fn, optax.sgd(0.1), plan, mesh)
-            state, metrics = step(create_state(params, step.tx, mesh), next(iter(step.batches(toy.rows(4)))))
+            state, metrics = toy.train(*toy.start(schedule="0:4", steps=1, microbatch_size=size))
             found.append((float(metrics["loss"]), jax.device_get(state.params)))
         assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found[0][1], found[1][1])
@@ -347,6 +242,8 @@ def test_multi_steps_of_ones_own_is_refused(engine, make):
     """An `optax.MultiSteps` as the optimizer would update the parameters in every k-th step of the plan only."""
     with pytest.raises(ConfigError, match=r"several optimizer steps of the plan; give the optimizer inside it"):
         toy.start(tx=make(optax.MultiSteps(optax.sgd(0.1), 2)), engine=engine)
+    with pytest.raises(ConfigError, match="must be one of fused, multi_steps"):
+        toy.start(engine=f"not_{engine}")
 
 
 def test_state_of_the_other_engine_is_refused():
@@ -443,13 +340,6 @@ def test_disable_jit_works_on_a_mesh_with_explicit_axes():
         assert np.isfinite(step(state, next(step.batches(toy.rows())))[1]["loss"])
 
 
-def test_evaluation_takes_batches():
-    """Rows that are no Batch are an error of ours."""
-    _, state = toy.start()
-    with pytest.raises(DataError, match="takes a Batch"):
-        EvalStep(toy.loss_fn, toy.mesh_of("one"))(state, toy.rows(4))
-
-
 @pytest.mark.parametrize(("mesh_name", "field"), [("data", "opt_state"), ("fsdp", "step")])
 def test_state_made_by_hand_on_several_devices_is_refused(mesh_name, field):
     """With several devices, an array on one device is an error that names it and says how to place it."""
@@ -459,10 +349,3 @@ def test_state_made_by_hand_on_several_devices_is_refused(mesh_name, field):
     words = {"opt_state": r"state\.opt_state\[0\]\.count is on one device", "step": r"state\.step is on one device"}
     with pytest.raises(ConfigError, match=rf"{words[field]}, .*; place the state with rampup.prepare_state\(state, mesh\)"):
         step(state.replace(**{field: by_hand[field]}), batch_of_arrays(step))
-
-
-def test_optimizer_state_made_by_hand_on_one_device():
-    """On a mesh of one device, a state from `tx.init` needs no placing: nothing is sharded there."""
-    step, state = toy.start(tx=optax.adam(0.1))
-    state, _ = step(state.replace(opt_state=optax.adam(0.1).init(state.params)), batch_of_arrays(step))
-    assert int(state.step) == 1

@@ -30,17 +30,25 @@ OPTIMIZERS = {
 }
 
 
-def train(mesh_name, *, sharded, tx=None, loss=loss_fn, steps=12, **options):
-    """Return the losses, the final state and the step."""
-    mesh, tx = mesh_of(mesh_name), tx or OPTIMIZERS["adamw"]
-    plan = plan_for(mesh, steps=steps)
-    step = rampup.train_step(loss, tx, plan, mesh, shard_optimizer_over_data=sharded, **options)
-    state = rampup.create_state(new_params(mesh), tx, mesh, shard_optimizer_over_data=sharded)
+def begin(mesh, *, sharded=True, tx=OPTIMIZERS["adamw"], loss=loss_fn, steps=12, **options):
+    """Return a step, and its state at the beginning."""
+    step = rampup.train_step(loss, tx, plan_for(mesh, steps=steps), mesh, shard_optimizer_over_data=sharded, **options)
+    return step, rampup.create_state(new_params(mesh), tx, mesh, shard_optimizer_over_data=sharded)
+
+
+def go_on(step, state, stop=None):
+    """Return the losses and norms of the steps from a state on, and the state after them."""
     losses = []
-    for batch in step.batches(rows()):
+    for batch in step.batches(rows(), state.step, stop):
         state, metrics = step(state, batch)
         losses.append([float(metrics[name]) for name in ("loss", "grad_norm")])
-    return np.array(losses), state, step
+    return np.array(losses), state
+
+
+def train(mesh_name, **options):
+    """Return the losses, the final state and the step."""
+    step, state = begin(mesh_of(mesh_name), **options)
+    return *go_on(step, state), step
 
 
 @functools.cache
@@ -49,14 +57,32 @@ def trained(mesh_name, sharded):
     return train(mesh_name, sharded=sharded)
 
 
+def is_bad_once(p, b, k):
+    """Return a loss that is not a number in one step."""
+    total, weight, aux = loss_fn(p, b, k)
+    return total * jnp.where(jnp.any(b["id"] == 40), np.nan, 1.0), weight, aux
+
+
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "mesh_name", ["data", "data_fsdp_tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in ("data_tensor", "fsdp"))]
+    ("mesh_name", "options"),
+    [
+        ("data", {}),
+        ("data_fsdp_tensor", {}),
+        ("data", {"loss": is_bad_once, "skip_nonfinite": True}),
+        ("data", {"tx": OPTIMIZERS["adafactor"]}),
+        *(pytest.param("data", {"tx": OPTIMIZERS[name]}, marks=SLOW, id=name) for name in ("sgd", "clipped", "muon")),
+        *(pytest.param(name, {}, marks=SLOW) for name in ("data_tensor", "fsdp")),
+    ],
 )
-def test_losses_equal_those_of_plain_data_parallelism(mesh_name):
-    """Losses, norms and parameters agree to 1e-6 over a ramp; one program."""
-    expected, plain, _ = trained(mesh_name, False)
-    found, state, step = trained(mesh_name, True)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+def test_losses_and_parameters_equal_those_of_plain_data_parallelism(mesh_name, options):
+    """Over a ramp, in one program, with a skipped step, and with optimizers that need norms and factors of whole arrays."""
+    expected, plain, _ = train(mesh_name, sharded=False, **options) if options else trained(mesh_name, False)
+    found, state, step = train(mesh_name, **options) if options else trained(mesh_name, True)
+    np.testing.assert_allclose(found, expected, rtol=2e-6 if "tx" in options else 1e-6)
+    assert np.isnan(found[:, 0]).sum() == ("loss" in options)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, plain.params)
     assert step.num_compilations == 1
     assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), state.params, plain.params))
@@ -68,11 +94,8 @@ def test_state_of_ones_own_is_prepared_for_it():
     mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]
     own = flax.training.train_state.TrainState.create(apply_fn=None, params=new_params(mesh), tx=tx)
     state = rampup.prepare_state(own, mesh, shard_optimizer_over_data=True)
-    step = rampup.train_step(loss_fn, tx, plan_for(mesh), mesh, shard_optimizer_over_data=True)
-    losses = []
-    for batch in step.batches(rows()):
-        state, metrics = step(state, batch)
-        losses.append([float(metrics[name]) for name in ("loss", "grad_norm")])
+    step, _ = begin(mesh)
+    losses, state = go_on(step, state)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     assert bytes_per_device(state.opt_state) < bytes_per_device(own.opt_state) / 7
     with pytest.raises(ConfigError, match="prepare_state"):
@@ -107,27 +130,13 @@ def test_each_side_of_a_torus_takes_a_reduce_scatter(name, monkeypatch, tmp_path
     assert sum(row["kind"] == "reduce-scatter" for row in inspected.to_dict()["collectives"]) == sides.ndim
     assert f"gradients ({scattered[0].num_bytes:,} bytes) are reduced over data once" in inspected.findings[0]
     # A run that was saved with the sides resumes without them.
-    _, state, _ = train("data", sharded=True, steps=4)
-    mesh = mesh_of("data")
+    _, state, _ = train("data", steps=4)
     with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
         checkpoints.save(4, state, {})
         monkeypatch.undo()
-        step = rampup.train_step(loss_fn, OPTIMIZERS["adamw"], plan_for(mesh), mesh, shard_optimizer_over_data=True)
-        state = rampup.create_state(new_params(mesh), OPTIMIZERS["adamw"], mesh, shard_optimizer_over_data=True)
+        step, state = begin(mesh_of("data"))
         state = checkpoints.restore(find_checkpoint(tmp_path), state)
-    for batch in step.batches(rows(), state.step):
-        state, _ = step(state, batch)
-    check(state)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "adafactor" else pytest.param(name, marks=pytest.mark.slow) for name in OPTIMIZERS]
-)
-def test_optimizers_that_need_whole_arrays_stay_correct(name):
-    """Norms, factored moments and orthogonalization are those of whole arrays."""
-    expected, _, _ = train("data", sharded=False, tx=OPTIMIZERS[name])
-    found, _, _ = train("data", sharded=True, tx=OPTIMIZERS[name])
-    np.testing.assert_allclose(found, expected, rtol=2e-6)
+    check(go_on(step, state)[1])
 
 
 def test_optimizer_bytes_per_device_are_one_eighth():
@@ -156,24 +165,10 @@ def test_program_has_one_reduce_scatter_and_one_all_gather(num_microbatches):
     mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]
     plan = plan_for(mesh, f"0:{8 * num_microbatches}", microbatch_size=1)
     step = rampup.train_step(loss_fn, tx, plan, mesh, shard_optimizer_over_data=True, skip_nonfinite=True)
-    state = rampup.create_state(new_params(mesh), tx, mesh, shard_optimizer_over_data=True)
+    state = begin(mesh)[1]
     text = step.lower(state, rows(1)[0], plan.splits[0]).compile().as_text()
     assert (count(text, "reduce-scatter"), count(text, "all-gather")) == (1, 1)
     assert all("f32[]" in line or "s32[]" in line or "pred[]" in line for line in text.splitlines() if " all-reduce(" in line)
-
-
-def test_skipped_step_changes_nothing():
-    """A step that is not finite keeps parameters and moments, as without sharding."""
-
-    def loss(p, b, k):
-        total, weight, aux = loss_fn(p, b, k)
-        return total * jax.numpy.where(jax.numpy.any(b["id"] == 40), np.nan, 1.0), weight, aux
-
-    expected, plain, _ = train("data", sharded=False, loss=loss, skip_nonfinite=True)
-    found, state, _ = train("data", sharded=True, loss=loss, skip_nonfinite=True)
-    assert np.isnan(found[:, 0]).sum() == 1
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.params, plain.params)
 
 
 def test_scattered_shardings_prefer_free_dimensions():
@@ -193,44 +188,34 @@ def test_scattered_shardings_prefer_free_dimensions():
 
 def test_states_that_do_not_belong_to_the_step_are_refused():
     """Sharded parameters, and a state made with another value of the option, are errors that name it."""
-    mesh, tx = mesh_of("data"), OPTIMIZERS["adamw"]
-    plan = plan_for(mesh)
-    step = rampup.train_step(loss_fn, tx, plan, mesh)
-    batch = next(iter(rampup.step_batches(rows(), plan, mesh, stop=1)))
-    sharded = rampup.create_state(new_params(mesh), tx, mesh, shard_optimizer_over_data=True)
-    with pytest.raises(ConfigError, match="create_state"):
-        step(sharded, batch)
-    with pytest.raises(ConfigError, match="create_state"):
-        rampup.train_step(loss_fn, tx, plan, mesh, shard_optimizer_over_data=True)(
-            rampup.create_state(new_params(mesh), tx, mesh), batch
-        )
+    mesh = mesh_of("data")
+    (step, state), (scattering, sharded) = begin(mesh, sharded=False), begin(mesh)
+    batch = next(step.batches(rows()))
+    for wrong in ((step, sharded), (scattering, state)):
+        with pytest.raises(ConfigError, match="create_state"):
+            wrong[0](wrong[1], batch)
     over_data = {name: jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for name, x in new_params(mesh).items()}
     with pytest.raises(ConfigError, match="shard_optimizer_over_data"):
-        step(rampup.create_state(over_data, tx, mesh), batch)
+        step(rampup.create_state(over_data, step.tx, mesh), batch)
     with pytest.raises(ConfigError, match="multi_steps"):
-        rampup.train_step(loss_fn, tx, plan, mesh, engine="multi_steps", shard_optimizer_over_data=True)
+        begin(mesh, engine="multi_steps")
 
 
 def test_resume_on_fewer_replicas(tmp_path):
     """A run that resumes on 8, 4 and 2 replicas has the losses of the run on eight, and each takes its own part (ZeRO-1)."""
     expected, _, _ = trained("data", True)
-    tx, losses, done = OPTIMIZERS["adamw"], [], 0
-    for replicas in (8, 4, 2):
-        mesh = rampup.make_mesh(rampup.MeshAxes(data=replicas), jax.devices()[:replicas])
-        plan = plan_for(mesh)
-        step = rampup.train_step(loss_fn, tx, plan, mesh, shard_optimizer_over_data=True)
-        state = rampup.create_state(new_params(mesh), tx, mesh, shard_optimizer_over_data=True)
+    losses = []
+    for done, replicas in ((0, 8), (4, 4), (8, 2)):
+        step, state = begin(rampup.make_mesh(rampup.MeshAxes(data=replicas), jax.devices()[:replicas]))
         with Checkpoints(tmp_path, async_checkpointing=False) as checkpoints:
             if done:
                 state = checkpoints.restore(find_checkpoint(tmp_path), state)
-            for batch in step.batches(rows(), state.step, done + 4):
-                state, metrics = step(state, batch)
-                losses.append(float(metrics["loss"]))
-            done += 4
-            checkpoints.save(done, state, {})
+            found, state = go_on(step, state, done + 4)
+            losses += [*found]
+            checkpoints.save(done + 4, state, {})
         moment = state.opt_state[0].mu["in"]
         assert moment.sharding.shard_shape(moment.shape)[0] == moment.shape[0] // replicas
-    np.testing.assert_allclose(losses, expected[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
 
 
 # Chips (x, y, z) of eight devices.

@@ -35,23 +35,14 @@ def nested(flat):
     """Return dotted keys as nested mappings."""
     result = {}
     for name, value in flat.items():
-        *parents, last = name.split(".")
-        place = result
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[last] = value
+        result = changed(result, name, value)
     return result
 
 
 def changed(config, key, value):
     """Return a nested configuration with one dotted key changed."""
-    result = copy.deepcopy(config)
-    *parents, last = key.split(".")
-    place = result
-    for parent in parents:
-        place = place.setdefault(parent, {})
-    place[last] = value
-    return result
+    name, _, rest = key.partition(".")
+    return copy.deepcopy(config) | {name: changed(config.get(name, {}), rest, value) if rest else value}
 
 
 def rules(found):

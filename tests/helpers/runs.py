@@ -7,10 +7,16 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from rampup.config.build import ramp_record
 from rampup.loop.events import StepDone
 
 TIMES = {"step_seconds", "tokens_per_second", "tflops_per_device", "compile_seconds", "generation_seconds", "scoring_seconds"}
 TIMES |= {"generation_wait_seconds", "generation_tokens_per_second", "training_tokens_per_second", "update_seconds"}
+
+
+def recorded(config, plan, step):
+    """Return the record of the ramp in the checkpoint of a step, through JSON."""
+    return json.loads(json.dumps(ramp_record(config, plan))) | {"step": step}
 
 
 def metrics_of(folder, name="metrics.jsonl"):

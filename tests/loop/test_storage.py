@@ -168,7 +168,7 @@ def test_a_run_in_a_bucket_is_read_by_its_url(folder):
         "".join(json.dumps({"step": step, "consumed_samples": 2 * step + 2, **line}) + "\n" for step in range(3))
     )
     inputs = parse_inputs([f"{folder}/"])
-    assert inputs.read_config({}).steps == 3
+    assert inputs.read_config().steps == 3
     assert [run.name for run in inputs.read_runs()] == ["demo"]
     assert measured_throughput(str(folder)) == {2: 8}
     setting = f"base_output_directory={folder.parent}"

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from rampup.errors import BatchDivisibilityError, RampDefinitionError
 from rampup.plan.numbers import (
-    count_problems,
     divisors,
     exact_fraction,
     nearest_in,
@@ -118,9 +117,3 @@ def test_divisors_and_nearest_in(number, value):
     assert found == [n for n in range(1, number + 1) if number % n == 0]
     below, above = [n for n in found if n < value], [n for n in found if n > value]
     assert nearest_in(value, found) == ([max(below)] if below else []) + ([min(above)] if above else [])
-
-
-def test_count_problems_minimum():
-    """Zero is accepted if the minimum is zero."""
-    assert not count_problems({"eval_prompts": 0}, minimum=0)
-    assert count_problems({"eval_prompts": -1}, minimum=0)[0].nearest == (0,)

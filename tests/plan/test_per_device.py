@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError, RampupError
-from rampup.plan import BatchRamp, RampPlan, RampupBatchManager
-from rampup.plan.per_device import global_batch_size, ramp_from_config
+from rampup.plan import BatchRamp, RampPlan, RampupBatchManager, per_device
+from rampup.plan.per_device import global_batch_size
 from rampup.plan.split import BatchSplitter
 
 MAXTEXT = json.loads((Path(__file__).parent.parent / "goldens" / "ramp_maxtext.json").read_text())
@@ -25,19 +25,25 @@ LINEAR = {
 }
 
 
+def ramp_from_config(num_devices, *, splitter=None, **keys):
+    """Return the ramp of an object with these attributes."""
+    config = SimpleNamespace(**({"enable_rampup_batch_size": False} | keys))
+    return per_device.ramp_from_config(config, num_devices, splitter=splitter)
+
+
 @pytest.mark.parametrize("case", MAXTEXT, ids=lambda c: c["name"])
-def test_ramp_from_config_agrees_with_maxtext(case):
-    """The same keys give the phases of MaxText. With accumulation, every batch and sample count includes it."""
-    keys = case["config"]
-    factor = keys["gradient_accumulation_steps"]
+@pytest.mark.parametrize("rule", ["maxtext_manager", "carry_overshoot"])
+def test_ramp_from_config_agrees_with_maxtext(case, rule):
+    """Both boundary rules give the phases of MaxText's manager and of exact counting; accumulation is a factor of all."""
+    keys = case["config"] | {"num_devices": case["num_devices"], "rampup_carry_overshoot": rule == "carry_overshoot"}
     if case["carry_overshoot"]["phases"] is None:
         with pytest.raises(BatchDivisibilityError, match="whole number of samples"):
-            ramp_from_config(num_devices=case["num_devices"], **keys)
+            ramp_from_config(**keys)
         return
-    ramp = ramp_from_config(num_devices=case["num_devices"], **keys)
-    assert [size // factor for size in ramp.sizes] == [size for _, size, _ in case["maxtext_manager"]["phases"]]
-    if factor == 1:
-        assert [[p.start_step, p.global_batch_size, p.start_sample] for p in ramp.phases] == case["maxtext_manager"]["phases"]
+    G, expected = keys["gradient_accumulation_steps"], case[rule]["phases"]
+    assert ramp_from_config(**keys).sizes == tuple(G * size for _, size, _ in expected)
+    ramp = ramp_from_config(**keys | {"gradient_accumulation_steps": 1})
+    assert [[p.start_step, p.global_batch_size, p.start_sample] for p in ramp.phases] == expected
 
 
 @pytest.mark.parametrize(
@@ -116,14 +122,8 @@ def test_global_batch_size_is_exact():
 
 def config(**changes):
     """Return an object with only MaxText's attributes."""
-    keys = {
-        "per_device_batch_size_start": 4.0,
-        "per_device_batch_size_increment": 2.0,
-        "per_device_batch_size": 12.0,
-        "global_rampup_samples": 500,
-        "num_target_devices": 4,
-    }
-    return SimpleNamespace(**(keys | changes))
+    others = ("num_devices", "enable_rampup_batch_size")
+    return SimpleNamespace(num_target_devices=4, **{key: LINEAR[key] for key in LINEAR if key not in others} | changes)
 
 
 @pytest.mark.parametrize("case", [c for c in MAXTEXT if c["carry_overshoot"]["phases"]], ids=lambda c: c["name"])

@@ -1,11 +1,14 @@
 """Tests of rampup.plan.plan."""
 
+import collections
+import sys
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rampup import Config, build_plan
 from rampup.errors import BatchDivisibilityError, ConfigError, RampDefinitionError
 from rampup.plan import BatchRamp, BatchSplitter, MeshAxes, RampPlan
 from rampup.plan.plan import token_budget
@@ -80,15 +83,6 @@ def test_plan_checks_every_phase_and_evaluation():
     assert len(caught.value.problems) == 2
 
 
-def test_num_compiled_shapes():
-    """`fixed` compiles one shape, `per_phase` one per phase, and `auto` two."""
-    number = {
-        mode: RampPlan(**(KEYS | {"splitter": BatchSplitter(data_parallel_size=4, rampup_microbatch=mode)})).num_compiled_shapes
-        for mode in ("fixed", "per_phase", "auto")
-    }
-    assert number == {"fixed": 1, "per_phase": 5, "auto": 2}
-
-
 def test_advice_about_a_small_microbatch():
     """BLOOM's ramp on 16 devices: 128 passes of one sample per step after the ramp, or one of 128 with `auto`."""
     ramp = BatchRamp.linear(start=192, increment=16, end=2048, samples=9_765_625, carry_overshoot=True)
@@ -97,18 +91,6 @@ def test_advice_about_a_small_microbatch():
     assert "runs 128 microbatches" in advice
     assert "auto would run 1 of 128" in advice
     assert RampPlan(**KEYS).advice == ()
-
-
-def test_str_is_a_table():
-    """`print(plan)` shows the summary, a line per phase and the advice."""
-    text = str(RampPlan(**(KEYS | {"total_steps": 15})))
-    summary, ramp, head, *rows, note = text.splitlines()
-    assert summary.startswith("4 devices, data parallel 4, 15 steps")
-    assert ramp.startswith("the batch goes from 16 to 48 samples in 5 phases")
-    assert head.split()[:3] == ["phase", "from", "step"]
-    assert [row.split()[0] for row in rows] == ["0", "1", "2", "3", "4"]
-    assert {len(row) for row in rows} == {len(head)}
-    assert note.startswith("note: steps=15 ends before phase 3")
 
 
 def test_str_leaves_out_the_middle_of_many_phases():
@@ -121,12 +103,25 @@ def test_str_leaves_out_the_middle_of_many_phases():
     assert lines[-2].split()[0] == "999"
 
 
-def test_plan_of_ten_thousand_phases():
-    """A plan of 10,001 phases on 65,536 devices is looked up at step 10**12."""
-    ramp = BatchRamp.linear(start=65536, increment=65536, end=65536 * 10_001, samples=10**12)
-    plan = RampPlan(ramp=ramp, splitter=BatchSplitter(data_parallel_size=65536), num_devices=65536, total_steps=10**13)
-    assert len(plan.splits) == 10_001
-    assert plan.position(10**12).phase.index == 10_000
+def calls_to_plan(number, mode):
+    """Return the Python calls that it takes to build, look up and show a plan of so many phases."""
+    counted = collections.Counter()
+    keys = {"enable_rampup_batch_size": True, "per_device_batch_size_start": 1, "per_device_batch_size_increment": 1}
+    config = Config(**keys, per_device_batch_size=number, global_rampup_samples=10**12, steps=10**12, rampup_microbatch=mode)
+    sys.setprofile(lambda frame, event, argument: counted.update([event]))
+    try:
+        plan = build_plan(config, 65_536)
+        facts = str(plan), plan.to_dict(), plan.position(10**12)
+    finally:
+        sys.setprofile(None)
+    assert len(facts[1]["phases"]) == number == facts[2].phase.index + 1
+    return counted["call"]
+
+
+@pytest.mark.parametrize("mode", ["fixed", "per_phase", "auto"])
+def test_work_grows_with_the_phases_and_not_with_their_square(mode):
+    """Twice as many phases, on 65,536 devices and with steps to 10**12, take twice as many calls."""
+    assert calls_to_plan(1000, mode) < 2.1 * calls_to_plan(500, mode)
 
 
 def test_fallbacks_use_microbatch_sizes_of_earlier_phases():
@@ -211,20 +206,12 @@ def test_steps_agree_with_a_step_by_step_loop(gaps, first, tokens, length):
     samples = -(-tokens // length)
     steps, consumed = counted(ramp, samples)
     assert (spent["steps"], spent["consumed_tokens"]) == (steps, consumed * length)
-    assert spent["steps_at_first"] == counted(BatchRamp.constant(ramp.sizes[0]), samples)[0]
-    assert spent["steps_at_final"] == counted(BatchRamp.constant(ramp.sizes[-1]), samples)[0]
+    at_first, at_final = (counted(BatchRamp.constant(ramp.sizes[index]), samples)[0] for index in (0, -1))
+    assert (spent["steps_at_first"], spent["steps_at_final"]) == (at_first, at_final)
+    assert (spent["fewer_steps_than_first"], spent["more_steps_than_final"]) == (at_first - steps, steps - at_final)
     by_size = {int(size): number for size, number in spent["steps_by_global_batch_size"].items()}
     assert sum(by_size.values()) == steps
     assert sum(size * number for size, number in by_size.items()) == consumed
-
-
-def test_steps_are_between_those_of_first_and_last_batch():
-    """A growing ramp needs fewer steps than its first batch size and more than its last; a falling one the other way round."""
-    facts = budget()
-    assert (facts["steps"], facts["steps_at_first"], facts["steps_at_final"]) == (20, 30, 15)
-    assert (facts["fewer_steps_than_first"], facts["more_steps_than_final"]) == (10, 5)
-    facts = budget("0:16 80:8")
-    assert (facts["fewer_steps_than_first"], facts["more_steps_than_final"]) == (-10, -5)
 
 
 def test_budget_of_gpt3():

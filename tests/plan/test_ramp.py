@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,7 @@ from hypothesis import strategies as st
 from rampup.errors import RampDefinitionError
 from rampup.plan.ramp import MAX_PHASES, BatchRamp, Phase, parse_schedule
 
-DATA = Path(__file__).parent.parent / "goldens"
-MAXTEXT = json.loads((DATA / "ramp_maxtext.json").read_text())
-MEGATRON = json.loads((DATA / "ramp_megatron.json").read_text())
+MEGATRON = json.loads((Path(__file__).parent.parent / "goldens" / "ramp_megatron.json").read_text())
 WRONG_ORDER = "250:32 0:8 100:16"
 
 
@@ -27,25 +24,6 @@ def table(ramp):
 def sizes_from(ramp, steps):
     """Return the batch sizes of the first steps by look-up."""
     return [ramp.global_batch_size_at(step) for step in range(steps)]
-
-
-@pytest.mark.parametrize("case", [c for c in MAXTEXT if c["carry_overshoot"]["phases"]], ids=lambda c: c["name"])
-@pytest.mark.parametrize("rule", ["maxtext_manager", "carry_overshoot"])
-def test_linear_agrees_with_maxtext(case, rule):
-    """Both boundary rules give the phases of MaxText's manager and of exact counting."""
-    keys = case["config"]
-    start, increment, end = (
-        int(case["num_devices"] * Fraction(str(keys[f"per_device_batch_size{suffix}"])))
-        for suffix in ("_start", "_increment", "")
-    )
-    ramp = BatchRamp.linear(
-        start=start,
-        increment=increment,
-        end=end,
-        samples=keys["global_rampup_samples"],
-        carry_overshoot=rule == "carry_overshoot",
-    )
-    assert table(ramp) == case[rule]["phases"]
 
 
 @pytest.mark.parametrize("case", MEGATRON, ids=lambda c: c["name"])
@@ -108,22 +86,12 @@ def test_look_ups_are_inverse(pairs, step):
     assert ramp.phase_of_sample(sample) is ramp.phase_at(step)
 
 
-def test_phase_boundaries():
-    """The new size starts exactly at the boundary, checked one before, at and one after."""
+def test_look_ups_refuse_negative_numbers():
+    """Steps and samples are counted from 0."""
     ramp = BatchRamp.from_schedule("0:8 100:16 250:32")
-    assert [ramp.global_batch_size_at(step) for step in (0, 12, 13, 14, 22, 23)] == [8, 8, 16, 16, 16, 32]
-    assert [ramp.step_of_sample(sample) for sample in (103, 104, 105, 119, 120)] == [12, 13, 13, 13, 14]
     for look_up in (ramp.phase_at, ramp.global_batch_size_at, ramp.samples_before, ramp.step_of_sample, ramp.phase_of_sample):
         with pytest.raises(RampDefinitionError, match="must not be negative"):
             look_up(-1)
-
-
-def test_look_ups_of_far_steps_are_exact():
-    """At step 10**12 the look-ups are exact integers."""
-    ramp = BatchRamp.linear(start=1, increment=1, end=1001, samples=10**9)
-    assert len(ramp.phases) == 1001
-    last = ramp.phases[-1]
-    assert ramp.samples_before(10**12) == last.start_sample + (10**12 - last.start_step) * 1001
 
 
 @pytest.mark.parametrize(

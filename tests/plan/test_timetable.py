@@ -20,26 +20,6 @@ def build(schedule, p, m, v=1, **options):
 
 
 @pytest.mark.parametrize(
-    ("stages", "microbatches", "repeats", "ticks", "bubble"),
-    [
-        (1, 1, 1, 1, 0),
-        (2, 2, 1, 3, Fraction(1, 3)),
-        (4, 8, 1, 11, Fraction(3, 11)),
-        (4, 3, 1, 6, Fraction(1, 2)),
-        (4, 8, 2, 19, Fraction(3, 19)),
-        (8, 16, 4, 71, Fraction(7, 71)),
-        (4, 6, 2, 15, Fraction(1, 5)),
-        (4, 3, 2, 10, Fraction(2, 5)),
-        (4, 2, 2, 9, Fraction(5, 9)),
-    ],
-)
-def test_closed_forms_agree_with_published_tables(stages, microbatches, repeats, ticks, bubble):
-    """Ticks and bubble agree with published tables, also with fewer microbatches than stages."""
-    assert num_ticks(stages, microbatches, repeats) == ticks
-    assert bubble_fraction(stages, microbatches, repeats) == bubble
-
-
-@pytest.mark.parametrize(
     ("p", "m", "slots", "span", "bubble", "peaks", "zero_bubble_span"),
     [
         (2, 2, 6, 9, Fraction(1, 3), (2, 1), 7),

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from rampup.errors import BatchDivisibilityError, ConfigError, RampupError
-from rampup.plan.numbers import MAX_SAMPLES
 from rampup.rl.plan import RolloutPlan
-from rampup.rl.sizes import BYTES, Experience, Size, Training, split_updates
+from rampup.rl.sizes import BYTES, MAX_SAMPLES, Experience, Size, Training, count_problems, split_updates
 
 
 @pytest.mark.parametrize(
@@ -200,3 +199,9 @@ def test_training_rejects_bad_sizes(sizes):
     """Tokens are only allowed as a budget per replica, and counts are whole numbers of at least 1."""
     with pytest.raises(RampupError):
         RolloutPlan(rollout_batch=Size(count=4, unit="samples"), samples_per_prompt=1, policy=Training(**sizes))
+
+
+def test_count_problems_minimum():
+    """Zero is accepted if the minimum is zero."""
+    assert not count_problems({"eval_prompts": 0}, minimum=0)
+    assert count_problems({"eval_prompts": -1}, minimum=0)[0].nearest == (0,)

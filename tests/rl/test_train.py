@@ -7,6 +7,7 @@ import pytest
 from helpers.runs import assert_same_run, metrics_of
 from helpers.tiny import RL_TINY as TINY
 
+from rampup.cli import make_parser
 from rampup.cli.report import gather_report
 from rampup.errors import DataError, RampupError, ResumeMismatchError
 from rampup.loop.events import StepDone
@@ -154,7 +155,7 @@ def test_metrics_show_what_the_plan_knows(whole):
     assert (summary.accuracy_before, summary.accuracy_after) == (accuracy[0], accuracy[-1])
     run = RunMetrics.from_folder(folder, name="whole")
     assert (run.quantity, run.losses[0], run.eval_losses) == ("reward", lines[0]["reward"], tuple(accuracy[1:]))
-    report = gather_report([str(folder)], environ={}, count_devices=lambda config: config.num_devices)
+    report = gather_report(make_parser("report").parse_args([str(folder), "-o", "x.html"]))
     assert report.run == run
     page = report_html(report)
     assert all(title in page for title in ("last reward", *run.curves))
