@@ -22,7 +22,6 @@ from rampup.show.console import make_table, print_notes
 from rampup.show.figures import DEFAULT_WIDTH, LINES, line_style, new_figure, prepare, save
 from rampup.show.format import format_si, format_value
 
-
 ARGUMENTS = {
     "config": arg("CONFIG.yml|RUN_DIR", "a configuration file, or the folder of a measured run"),
     **OVERRIDES,
