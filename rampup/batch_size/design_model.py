@@ -107,7 +107,7 @@ def noise_curves(points: Sequence[NoisePoint]) -> tuple[NoiseCurve, NoiseCurve, 
             ratios = (point.noise / point.low, point.high / point.noise, 1.001)
             width = max(math.log(ratio) for ratio in ratios if ratio < math.inf)
             rows.append((math.log(place), math.log(point.noise), width**-2))
-        slope, squares = _line(rows)
+        _, slope, squares = weighted_line(rows)
         error = squares**-0.5 if squares else math.inf
         growths = [min(max(each, 0.0), 1.0) for each in (slope, slope - error, slope + error)]
     middle, low, high = (NoiseCurve(knots=each, growth=growth) for each, growth in zip(knots, growths, strict=True))
@@ -133,7 +133,8 @@ class StepTimes:
         points = tuple(sorted(seconds.items()))
         if not points or points[0][0] < 1 or min(time for _, time in points) <= 0:
             raise DataError("there are no step times to design with; they must be positive", key="measured")
-        slope = max(_slope(points), 0.0) if len(points) > 1 else points[0][1] / points[0][0]
+        even = [(batch, time, 1.0) for batch, time in points]
+        slope = max(weighted_line(even)[1], 0.0) if len(points) > 1 else points[0][1] / points[0][0]
         return cls(measured=points, slope=slope)
 
     def at(self, batch: int) -> float:
@@ -295,8 +296,8 @@ def loss_penalty(progress: float, reference: float, *, slope: float, measured_at
 
 def loss_slope(points: Sequence[tuple[int, float]]) -> float | None:
     """Return the decrease of the loss per factor e of samples consumed in the second half of a run; None if it is short."""
-    last = [(math.log(samples), loss) for samples, loss in points if 2 * samples >= points[-1][0] and math.isfinite(loss)]
-    return max(-_slope(last), 0.0) if len(last) >= 8 else None
+    late = [(samples, loss) for samples, loss in points if 2 * samples >= points[-1][0] and math.isfinite(loss)]
+    return max(-weighted_line([(math.log(samples), loss, 1.0) for samples, loss in late])[1], 0.0) if len(late) >= 8 else None
 
 
 def format_schedule(schedule: Iterable[tuple[int, int]], *, tokens_per_sample: int = 1) -> str:
@@ -318,16 +319,16 @@ def _schedule(switches: Sequence[tuple[float, int]]) -> Schedule:
     return tuple(found.items())
 
 
-def _slope(points: Sequence[tuple[float, float]]) -> float:
-    return _line([(x, y, 1.0) for x, y in points])[0]
-
-
-def _line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return the slope of the least-squares line, 0 if there is none, and the inverse of its variance.
+def weighted_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    """Return start and slope of the least-squares line, and the inverse of the variance of the slope; it is flat if all x are
+    the same.
 
     The third number of a point is the inverse of the variance of y.
     """
-    total = sum(weight for _, _, weight in points)
+    total = sum(weight for *_, weight in points)
     mean_x, mean_y = (sum(point[axis] * point[2] for point in points) / total for axis in (0, 1))
+    if len({x for x, *_ in points}) == 1:  # their mean may differ from them in its last bit
+        return mean_y, 0.0, 0.0
     squares = sum(weight * (x - mean_x) ** 2 for x, _, weight in points)
-    return sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in points) / squares if squares else 0.0, squares
+    slope = sum(weight * (x - mean_x) * (y - mean_y) for x, y, weight in points) / squares
+    return mean_y - slope * mean_x, slope, squares

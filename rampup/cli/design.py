@@ -22,9 +22,6 @@ from rampup.show.console import make_table, print_notes
 from rampup.show.figures import DEFAULT_WIDTH, LINES, line_style, new_figure, prepare, save
 from rampup.show.format import format_si, format_value
 
-MARKERS = "osD^vPX"
-
-
 ARGUMENTS = {
     "config": arg("CONFIG.yml|RUN_DIR", "a configuration file, or the folder of a measured run"),
     **OVERRIDES,
@@ -157,19 +154,23 @@ def draw_design(facts: Mapping[str, Any], path: str) -> None:
     figure = new_figure(DEFAULT_WIDTH, 4.2)
     over_tokens, by_loss = figure.subplots(1, 2, width_ratios=(3, 2))
     for number, candidate in enumerate(facts["candidates"]):
-        style, sizes = line_style(number), candidate["sizes"]
+        style, sizes, marker = line_style(number), candidate["sizes"], LINES[number % len(LINES)]["marker"]
         style |= {"linewidth": 3.0, "alpha": 0.5} if number >= len(LINES) else {}
         edges = [*candidate["start_tokens"], facts["train_tokens"]]
-        over_tokens.step(edges, [*sizes, sizes[-1]], where="post", label=candidate["name"], **style)
+        over_tokens.step(
+            edges, [*sizes, sizes[-1]], where="post", label=candidate["name"], marker=marker, markevery=[-1], **style
+        )
         if candidate["loss_penalty"] is not None:
             low, high = (abs(candidate["loss_penalty"] - candidate[f"loss_penalty_{end}"]) for end in ("low", "high"))
-            point, marker = (candidate["hours"], candidate["loss_penalty"]), {"fmt": MARKERS[number], "capsize": 3}
-            by_loss.errorbar(*point, yerr=[[low], [high]], color=style["color"], **marker)
+            place = candidate["hours"], candidate["loss_penalty"]
+            by_loss.errorbar(*place, yerr=[[low], [high]], fmt=marker, capsize=3, color=style["color"])
     prepare(over_tokens, x="tokens", y="global batch, samples", from_zero=False)
     over_tokens.set_yscale("log", base=2)
     used = sorted({size for candidate in facts["candidates"] for size in candidate["sizes"]})
     over_tokens.set_yticks(used, [f"{size:,}" for size in used])
     over_tokens.minorticks_off()
     prepare(by_loss, x="hours", y="expected loss penalty", from_zero=False)
+    hours = [candidate["hours"] for candidate in facts["candidates"]]
+    by_loss.set_xlim(0.95 * min(hours), 1.05 * max(hours))  # so that hours that are equal have different numbers below them
     figure.legend(*over_tokens.get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False)
     save(figure, path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ MATMUL_CALL = re.compile(r'custom_call_target="[^"]*(?:matmul|gemm|dot)', re.IGN
 # Products in bfloat16 that a TPU takes for one of float32, by its `jax.lax.Precision`: one by default.
 _BFLOAT16_PASSES = {"high": 3, "highest": 6}
 _PAIR = re.compile(r"\{(\d+),\s*(\d+)\}")
+# What the window of a convolution may state, and what it means if not.
+_WINDOW = {"stride": 1, "pad": 0, "lhs_dilate": 1, "rhs_dilate": 1}
 _ASYNC_FUSION = "async_collective_fusion_config"
 # How a TPU program exchanges arrays with other slices: it sends them to a library on the host.
 _BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -64,6 +67,10 @@ class Collective(NamedTuple):
         """Whether it exchanges single numbers, such as a loss."""
         return all(math.prod(dims) == 1 for _, dims in self.shapes)
 
+    def count(self, loop_trips: Sequence[int]) -> int:
+        """Return how often a run executes it, with the iterations of the open loops."""
+        return times(self.runs, self.open_loops, loop_trips)
+
     def sent_bytes(self) -> float:
         """Return the bytes that a device sends in one execution, with a ring algorithm.
 
@@ -91,11 +98,10 @@ class Account:
 
     def total_flops(self, loop_trips: Sequence[int]) -> dict[str, int]:
         """Return the FLOPs of a run by type."""
-        total: dict[str, int] = {}
+        total = Counter[str]()
         for depth, by_type in enumerate(self.flops):
-            for dtype, number in by_type.items():
-                total[dtype] = total.get(dtype, 0) + times(number, depth, loop_trips)
-        return total
+            total.update({dtype: times(number, depth, loop_trips) for dtype, number in by_type.items()})
+        return dict(total)
 
     def total_memory_bytes(self, loop_trips: Sequence[int]) -> int:
         """Return the bytes read and written in a run."""
@@ -105,17 +111,13 @@ class Account:
         """Return the collectives of a run for JSON, equal ones together; the largest total first."""
         rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         for c in self.collectives:
-            count = times(c.runs, c.open_loops, loop_trips)
+            flags = {name: getattr(c, name) for name in ("in_loop", "in_branch", "overlapped", "between_slices")}
+            axes, empty = None if c.axes is None else list(c.axes), {"count": 0, "bytes": 0}
             # Collectives over the two sides of a torus differ in the group alone.
-            key = (c.kind, c.axes, c.group, c.group_size, c.in_loop, c.overlapped, c.in_branch, c.between_slices)
-            row = rows.setdefault(
-                key,
-                {"kind": c.kind, "axes": None if c.axes is None else list(c.axes), "group_size": c.group_size, "count": 0,
-                 "bytes": 0, "in_loop": c.in_loop, "in_branch": c.in_branch, "overlapped": c.overlapped,
-                 "between_slices": c.between_slices},
-            )  # fmt: skip
-            row["count"] += count
-            row["bytes"] += count * c.num_bytes
+            key = (c.kind, c.axes, c.group, c.group_size, *flags.values())
+            row = rows.setdefault(key, {"kind": c.kind, "axes": axes, "group_size": c.group_size, **empty, **flags})
+            row["count"] += c.count(loop_trips)
+            row["bytes"] += c.count(loop_trips) * c.num_bytes
         return sorted(rows.values(), key=lambda row: -row["bytes"])
 
     def roofline(self, topology: Topology, loop_trips: Sequence[int]) -> Roofline:
@@ -130,7 +132,7 @@ class Account:
             computes[depth] = times(work, depth, loop_trips) / figures["peak_flops"]
             moves[depth] = times(self.memory_bytes[depth], depth, loop_trips) / figures["hbm_bandwidth"]
         for c in (c for c in self.collectives if not c.between_slices):
-            seconds = times(c.runs, c.open_loops, loop_trips) * c.sent_bytes() / figures["ici_bandwidth"]
+            seconds = c.count(loop_trips) * c.sent_bytes() / figures["ici_bandwidth"]
             (overlapped if c.overlapped else exposed)[c.open_loops] += seconds
         return Roofline(
             seconds=sum(map(max, computes, moves, overlapped)) + sum(exposed),
@@ -171,15 +173,12 @@ class Roofline:
 def account_of(program: Program, mesh: MeshShape | None = None) -> Account:
     """Return the account of a program; `mesh` names its axes if the program does not."""
     mesh = mesh or program.mesh
-    collectives: list[Collective] = []
-    flops: list[dict[str, int]] = [{}]
-    moved: list[int] = [0]
-    kernels: dict[str, None] = {}
-    seen: set[tuple[Any, ...]] = set()
+    collectives, seen, kernels = list[Collective](), set[tuple[Any, ...]](), dict[str, None]()
+    flops, moved = [Counter[str]()], [0]
     for visit in program.visits():
         instruction = visit.instruction
         while len(flops) <= visit.open_loops:
-            flops.append({})
+            flops.append(Counter())
             moved.append(0)
         if kind := _kind(instruction):
             # The pieces of a collective that is fused with computation are one exchange.
@@ -187,16 +186,14 @@ def account_of(program: Program, mesh: MeshShape | None = None) -> Account:
             is_piece = _ASYNC_FUSION in instruction.attributes and visit.fused
             if not (is_piece and key in seen):
                 collectives.append(_collective(program, visit, kind, mesh, is_piece=is_piece))
-                seen.add(key if is_piece else (object(),))
+            seen |= {key} if is_piece else set()
         number, dtype = _matmul_flops(instruction, visit.computation, kernels)
         if number:
-            flops[visit.open_loops][dtype] = flops[visit.open_loops].get(dtype, 0) + visit.runs * number
+            flops[visit.open_loops][dtype] += visit.runs * number
         if not visit.fused:
             moved[visit.open_loops] += visit.runs * _memory_bytes(program, instruction, visit.computation)
-    return Account(collectives=tuple(collectives), flops=tuple(flops), memory_bytes=tuple(moved), kernels=tuple(kernels))
-
-
-# Collectives.
+    by_type = tuple(map(dict, flops))
+    return Account(collectives=tuple(collectives), flops=by_type, memory_bytes=tuple(moved), kernels=tuple(kernels))
 
 
 def _kind(instruction: Instruction) -> str | None:
@@ -211,7 +208,7 @@ def _collective(program: Program, visit: Visit, kind: str, mesh: MeshShape | Non
     instruction, computation = visit.instruction, visit.computation
     between_slices = instruction.opcode == "send"
     is_async = between_slices or instruction.opcode.endswith("-start")
-    result, place, where = instruction, instruction, computation
+    place, where, overlaps = instruction, computation, is_piece
 
     def following(start: Instruction, suffix: str) -> Instruction | None:
         parts = (i for i in where.instructions.values() if start.name in i.operands and i.opcode.endswith(suffix))
@@ -222,14 +219,11 @@ def _collective(program: Program, visit: Visit, kind: str, mesh: MeshShape | Non
         is_async, (where, place) = True, program.async_starts[computation.name]
         place = following(place, "-update") or place
     done = following(place, "-done") if is_async else None
-    if is_async and done is not None and place is instruction:
-        result = done
-    overlaps = is_piece
     if done is not None and program.is_scheduled:
         names = list(where.instructions)
         between = names[names.index(place.name) + 1 : names.index(done.name)]
         overlaps |= any(where.instructions[name].opcode in _WORK for name in between)
-    arrays = instruction.arrays[:1] if between_slices else result.arrays
+    arrays = instruction.arrays[:1] if between_slices else (done if done and place is instruction else instruction).arrays
     if computation.name.startswith("all-reduce-scatter"):
         kind = "reduce-scatter"  # how a TPU program writes one that it runs in its own way
     elif kind == "reduce-scatter":
@@ -329,35 +323,22 @@ def _groups(text: str, num_devices: int) -> tuple[list[np.ndarray], tuple[str, .
     return [np.array([int(n) for n in part.split(",")]) for part in lists], (), None
 
 
-# FLOPs of matrix products.
-
-
 def _matmul_flops(instruction: Instruction, computation: Computation, kernels: dict[str, None]) -> tuple[int, str]:
     """Return the FLOPs of an instruction if it is a matrix product, with its type. Kernels of unknown cost are collected."""
-    opcode = instruction.opcode
-    if opcode == "custom-call":
-        lhs = _operand(instruction, computation, 0)
-        if MATMUL_CALL.search(instruction.attributes):
-            if lhs is None or not instruction.arrays:
-                return 0, ""
-            match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.attributes)
-            contracted = [int(n) for n in re.findall(r"\d+", match.group(1))] if match else [len(lhs.dims) - 1]
-            number = 2 * math.prod(instruction.arrays[0].dims) * math.prod(lhs.dims[k] for k in contracted)
-            return number, _operand_type(instruction, computation)
-        target = re.search(r'custom_call_target="([^"]*)"', instruction.attributes)
-        if target and target.group(1) == "tpu_custom_call":
-            if estimate := re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.attributes):
-                return int(estimate.group(1)), "bf16"
-            kernels[instruction.op_name or instruction.name] = None
-        return 0, ""
-    if opcode == "dot":
-        lhs = _operand(instruction, computation, 0)
-        match = re.search(r"\blhs_contracting_dims=\{([\d,]*)\}", instruction.attributes)
-        contracted = [int(n) for n in match.group(1).split(",") if n] if match else []
-        depth = math.prod(lhs.dims[k] for k in contracted) if lhs else 0
-        return 2 * math.prod(instruction.arrays[0].dims) * depth, _operand_type(instruction, computation)
-    if opcode == "convolution":
+    text, lhs, is_call = instruction.attributes, _operand(instruction, computation, 0), instruction.opcode == "custom-call"
+    if instruction.opcode == "dot" or (is_call and MATMUL_CALL.search(text)):
+        if lhs is None or not instruction.arrays:
+            return 0, ""
+        match = re.search(r'\blhs_contracting_dim(?:s=\{|ensions":\[)([^}\]]*)', text)
+        contracted = [int(n) for n in re.findall(r"\d+", match.group(1))] if match else [len(lhs.dims) - 1] * is_call
+        number = 2 * math.prod(instruction.arrays[0].dims) * math.prod(lhs.dims[k] for k in contracted)
+        return number, _operand_type(instruction, computation)
+    if instruction.opcode == "convolution":
         return _convolution_flops(instruction, computation), _operand_type(instruction, computation)
+    if is_call and 'custom_call_target="tpu_custom_call"' in text:
+        if estimate := re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', text):
+            return int(estimate.group(1)), "bf16"
+        kernels[instruction.op_name or instruction.name] = None
     return 0, ""
 
 
@@ -386,32 +367,20 @@ def _convolution_flops(instruction: Instruction, computation: Computation) -> in
     if labels is None or lhs is None or rhs is None:
         return 0
     of_lhs, of_rhs, of_out = labels.groups()
-    out = instruction.arrays[0]
-    window = re.search(r"window=\{([^}]*)\}", instruction.attributes)
-    window_text = window.group(1) if window else ""
-    valid = 1
-    for d in range(sum(c.isdigit() for c in of_out)):
+    out, window = instruction.arrays[0], re.search(r"window=\{([^}]*)\}", instruction.attributes)
+    # Of every spatial dimension; a padding is written `low_high`.
+    stated = dict(re.findall(r"(\w+)=([\d_x\-]+)", window.group(1) if window else ""))
+    numbers = {name: [int(part.partition("_")[0]) for part in text.split("x")] for name, text in stated.items()}
+    spatial, valid = sum(c.isdigit() for c in of_out), 1
+    of_window = [numbers.get(name, [least] * spatial) for name, least in _WINDOW.items()]
+    for d, (stride, low, dilate_in, dilate_kernel) in enumerate(zip(*of_window, strict=True)):
         kernel = rhs.dims[of_rhs.index(str(d))]
-        stride = _window(window_text, "stride", d, 1)
-        low = _window(window_text, "pad", d, 0)
-        dilate_in, dilate_kernel = _window(window_text, "lhs_dilate", d, 1), _window(window_text, "rhs_dilate", d, 1)
         size_in, size_out = lhs.dims[of_lhs.index(str(d))], out.dims[of_out.index(str(d))]
         places = np.arange(size_out)[:, None] * stride - low + np.arange(kernel)[None, :] * dilate_kernel
         valid *= int(((places >= 0) & (places % dilate_in == 0) & (places // dilate_in < size_in)).sum())
     groups = instruction.number("batch_group_count") or 1
     batch, features = lhs.dims[of_lhs.index("b")], out.dims[of_out.index("f")]
     return 2 * rhs.dims[of_rhs.index("i")] * features * (batch // groups) * valid
-
-
-def _window(text: str, name: str, dimension: int, default: int) -> int:
-    match = re.search(rf"\b{name}=([\d_x\-]+)", text)
-    if match is None:
-        return default
-    part = match.group(1).split("x")[dimension]
-    return int(part.split("_")[0])
-
-
-# Bytes read and written.
 
 
 def _memory_bytes(program: Program, instruction: Instruction, computation: Computation) -> int:
@@ -448,15 +417,15 @@ def _operand_bytes(instruction: Instruction, computation: Computation) -> list[i
 def _fusion_bytes(program: Program, instruction: Instruction, computation: Computation) -> int:
     """Return the bytes of a fusion: of an operand that is only sliced, the slices; of one updated in place, the update."""
     inner = program.computations.get(instruction.called[0]) if instruction.called else None
+    operands = _operand_bytes(instruction, computation)
     if inner is None or not inner.instructions:
-        return _device_bytes(instruction.arrays) + sum(_operand_bytes(instruction, computation))
-    users: dict[str, list[Instruction]] = {}
+        return _device_bytes(instruction.arrays) + sum(operands)
+    users = defaultdict[str, list[Instruction]](list)
     for made in inner.instructions.values():
         for name in made.operands:
-            users.setdefault(name, []).append(made)
-    total, whole = 0, dict(enumerate(_operand_bytes(instruction, computation)))
-    for number, parameter in inner.parameters.items():
-        total += min(whole.get(number, 0), _read_bytes(parameter.name, users, whole.get(number, 0)))
+            users[name].append(made)
+    parameters = ((p.name, operands[number]) for number, p in inner.parameters.items() if number < len(operands))
+    total = sum(min(whole, _read_bytes(name, users, whole)) for name, whole in parameters)
     roots = [inner.root] if inner.root.opcode != "tuple" else [inner.instructions[name] for name in inner.root.operands]
     for array, root in zip(instruction.arrays, roots, strict=False):
         if array.space == 0:
@@ -465,10 +434,10 @@ def _fusion_bytes(program: Program, instruction: Instruction, computation: Compu
     return total
 
 
-def _read_bytes(name: str, users: Mapping[str, list[Instruction]], whole: int) -> int:
+def _read_bytes(name: str, users: defaultdict[str, list[Instruction]], whole: int) -> int:
     """Return the bytes of a parameter that a fusion reads."""
     read = 0
-    for user in users.get(name, ()):
+    for user in users[name]:
         if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
             read += user.num_bytes
         elif user.opcode == "bitcast":

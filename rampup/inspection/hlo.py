@@ -22,7 +22,7 @@ _ARRAY = re.compile(r"(\w+)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
-_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_OPCODE, _PARENTHESIS = re.compile(r"\s*([\w\-]+)\("), re.compile(r"[()]")
 _NAMES = re.compile(r"%([\w.\-]+(?:#\d+)*)")
 _CALLED = re.compile(r"\b(?:calls|to_apply|\w+_computations?)=\{?((?:%?[\w.\-]+(?:, )?)+)")
 _BODY, _CONDITION = re.compile(r"\bbody=%?([\w.\-]+)"), re.compile(r"\bcondition=%?([\w.\-]+)")
@@ -192,9 +192,8 @@ class Program:
     def initial(self, value: Value) -> Value | None:
         """Return the first value of an element of a loop's state, or None if the value is not one."""
         where, made, element, _ = value
-        if made.opcode != "parameter" or element is None or where.name not in self._loops:
-            return None
-        return Value(*self._loops[where.name]).operand(0, element)
+        is_state = made.opcode == "parameter" and element is not None and where.name in self._loops
+        return Value(*self._loops[where.name]).operand(0, element) if is_state else None
 
     def results(self, value: Value) -> Iterator[Value]:
         """Yield the result of a fusion or call, or that of every branch of a conditional."""
@@ -233,11 +232,9 @@ class Program:
     def visits(self, computation: Computation | None = None, around: Visit | None = None) -> Iterator[Visit]:
         """Yield every instruction that a run may execute, each place that calls a computation separately."""
         computation = computation or self.computations[self.entry]
+        around = around or Visit(_UNKNOWN, computation, 1, 0, (), fused=False, in_branch=False)
         for instruction in computation.instructions.values():
-            if around is None:
-                visit = Visit(instruction, computation, 1, 0, (), fused=False, in_branch=False)
-            else:
-                visit = around._replace(instruction=instruction, computation=computation)
+            visit = around._replace(instruction=instruction, computation=computation)
             yield visit
             if instruction.opcode == "while":
                 trips, body = self.trips(instruction.name, computation.name), self.body(instruction)
@@ -266,10 +263,9 @@ class Program:
         direction = re.search(r"direction=(\w+)", test.made.attributes)
         if test.made.opcode != "compare" or direction is None or direction.group(1) not in ("LT", "LE", "GT", "GE"):
             return None
-        counter, limit = self.origin(test.operand(0)), test.operand(1)
-        if direction.group(1) in ("GT", "GE"):
-            counter, limit = self.origin(limit), test.operand(0)
-        initial, bound = self.initial(counter), self._constant(limit)
+        is_greater = direction.group(1) in ("GT", "GE")
+        counter = self.origin(test.operand(is_greater))
+        initial, bound = self.initial(counter), self._constant(test.operand(not is_greater))
         first = None if initial is None else self._constant(initial)
         next_ = self.origin(Value(body, body.root, counter.element))
         steps = [self._constant(next_.operand(n)) for n in (0, 1)] if next_.made.opcode == "add" else []
@@ -285,11 +281,10 @@ class Program:
         if value.made.opcode == "constant":
             return int(value.made.inner) if re.fullmatch(r"-?\d+", value.made.inner) else None
         initial = self.initial(value)
-        if initial is None:
+        if initial is None or (body := self.body(self._loops[value.where.name][1])) is None:
             return None
-        body = self.body(self._loops[value.where.name][1])
-        kept = None if body is None else self.origin(Value(body, body.root, value.element))
-        is_kept = kept is not None and kept.where is body and kept.made.opcode == "parameter" and kept.element == value.element
+        kept = self.origin(Value(body, body.root, value.element))
+        is_kept = kept.where is body and kept.made.opcode == "parameter" and kept.element == value.element
         return self._constant(initial) if is_kept else None
 
 
@@ -334,11 +329,15 @@ def _parse_line(line: str) -> Instruction | None:
     if opcode is None:
         return None
     close = _closing(line, opcode.end() - 1)
-    inner = line[opcode.end() : close]
+    inner, arrays = line[opcode.end() : close], list[Array]()
+    for dtype, sizes, layout in _ARRAY.findall(line[start:end]):
+        space = _SPACE.search(layout)
+        dims = tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size)
+        arrays.append(Array(dtype, dims, int(space.group(1)) if space else 0))
     return Instruction(
         name=match.group(2),
         opcode=opcode.group(1),
-        arrays=tuple(_arrays(line[start:end])),
+        arrays=tuple(arrays),
         operands=tuple(_NAMES.findall(inner)) or _bare_names(opcode.group(1), inner),
         inner=inner,
         attributes=line[close + 1 :],
@@ -366,21 +365,9 @@ def _bare_names(opcode: str, inner: str) -> tuple[str, ...]:
 
 def _closing(line: str, start: int) -> int:
     """Return the place of the parenthesis that closes the one at `start`."""
-    depth, place = 0, start
-    while True:
-        opening, closing = line.find("(", place), line.find(")", place)
-        if closing < 0:
-            return len(line)
-        if 0 <= opening < closing:
-            depth, place = depth + 1, opening + 1
-        else:
-            depth, place = depth - 1, closing + 1
-            if depth == 0:
-                return closing
-
-
-def _arrays(text: str) -> Iterator[Array]:
-    for dtype, sizes, layout in _ARRAY.findall(text):
-        space = _SPACE.search(layout) if layout else None
-        dims = tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size)
-        yield Array(dtype, dims, int(space.group(1)) if space else 0)
+    depth = 0
+    for match in _PARENTHESIS.finditer(line, start):
+        depth += 1 if match.group() == "(" else -1
+        if depth == 0:
+            return match.start()
+    return len(line)

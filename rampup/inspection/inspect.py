@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -99,19 +100,16 @@ class Inspection:
         """Return the facts for JSON."""
         by_type: dict[str, dict[str, int]] = {}
         for a in self.accumulators:
-            row = by_type.setdefault(a.dtype, {"arrays": 0, "bytes": 0})
-            row["arrays"] += 1
-            row["bytes"] += Array(a.dtype, a.dims).num_bytes
-        count = lambda cs: sum(times(c.runs, c.open_loops, self.loop_trips) for c in cs)  # noqa: E731
+            arrays, num_bytes = by_type.get(a.dtype, {"arrays": 0, "bytes": 0}).values()
+            by_type[a.dtype] = {"arrays": arrays + 1, "bytes": num_bytes + Array(a.dtype, a.dims).num_bytes}
+        count = lambda cs: sum(c.count(self.loop_trips) for c in cs)  # noqa: E731
         return {
             "num_devices": self.num_devices,
             "loop_trips": list(self.loop_trips),
             "collectives": self.account.collective_rows(self.loop_trips),
             "gradient_reductions": count(self.gradient_reductions),
             "gradient_reductions_in_loops": count(self.repeated_reductions),
-            "gradient_bytes_in_loops": sum(
-                times(c.runs, c.open_loops, self.loop_trips) * c.num_bytes for c in self.repeated_reductions
-            ),
+            "gradient_bytes_in_loops": sum(c.count(self.loop_trips) * c.num_bytes for c in self.repeated_reductions),
             "reduces_once": self.reduces_once,
             "accumulators": by_type,
             "optimizer_updates": self.optimizer_updates,
@@ -127,29 +125,20 @@ class Inspection:
         }
 
     def __str__(self) -> str:
-        rows = self.account.collective_rows(self.loop_trips)
-        facts = self.to_dict()
+        facts, cells = self.to_dict(), []
         accumulators = ", ".join(f"{row['arrays']} of {dtype}" for dtype, row in facts["accumulators"].items())
         updates = "unknown" if self.optimizer_updates is None else self.optimizer_updates
         flops = ", ".join(f"{number:.4g} FLOP in {dtype}" for dtype, number in facts["flops"].items())
-        cells = []
-        for row in rows:
+        for row in facts["collectives"]:
             axes = "unknown axes" if row["axes"] is None else f"over {' and '.join(row['axes']) or 'no axis'}"
-            cells.append(
-                (
-                    row["kind"],
-                    "between slices" if row["between_slices"] else axes,
-                    f"{row['group_size'] or 'unknown'} devices",
-                    f"{row['count']:,} times",
-                    f"{row['bytes']:,} bytes",
-                    ("in a loop" if row["in_loop"] else "outside loops") + (", in a branch" if row["in_branch"] else ""),
-                    "overlapped" if row["overlapped"] else "",
-                )
-            )
+            where = ("in a loop" if row["in_loop"] else "outside loops") + (", in a branch" if row["in_branch"] else "")
+            counts = f"{row['group_size'] or 'unknown'} devices", f"{row['count']:,} times", f"{row['bytes']:,} bytes"
+            first = row["kind"], "between slices" if row["between_slices"] else axes
+            cells.append((*first, *counts, where, "overlapped" if row["overlapped"] else ""))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [
             *(f"- {finding}" for finding in self.findings),
-            "collectives of a run, for each device:" if rows else "no collectives",
+            "collectives of a run, for each device:" if cells else "no collectives",
             *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in cells),
             f"accumulators of loops: {accumulators or 'none'}",
             f"updates of the training state in a run: {updates}",
@@ -289,10 +278,8 @@ def _replica_axes(args: tuple[Any, ...]) -> frozenset[str] | None:
     return frozenset(axes[1] - axes[0]) or None
 
 
-# Accumulators: loop variables whose new value is the old one plus a term.
-
-
 def _accumulators(program: Program, visits: Sequence[Visit]) -> Iterator[Accumulator]:
+    """Yield the loop variables whose new value is the old one plus a term."""
     for visit in visits:
         if visit.instruction.opcode != "while":
             continue
@@ -344,9 +331,6 @@ def _is_zero(program: Program, value: Value) -> bool:
         value = initial
 
 
-# Reductions of gradients.
-
-
 def _reduces_gradients(c: Collective, replica_axes: frozenset[str] | None, gradients: Sequence[tuple[int, ...]]) -> bool:
     """Return whether a collective reduces gradients over replicas: by its axes, or else by the shapes of its arrays."""
     if c.kind not in ("all-reduce", "reduce-scatter") or c.has_numbers_only:
@@ -364,9 +348,6 @@ def _reduces_gradients(c: Collective, replica_axes: frozenset[str] | None, gradi
     # A loop over layers has one layer of an array at a time.
     known |= {sizes[:k] + sizes[k + 1 :] for sizes in known for k in range(len(sizes))}
     return any(signature(dims) in known for _, dims in c.shapes if math.prod(dims) > 1)
-
-
-# The state: what is replaced, and in whose memory.
 
 
 def _state_updates(
@@ -393,27 +374,20 @@ def _not_donated(
     program: Program, outputs: Sequence[tuple[str, Array]], arguments: Mapping[int, Instruction]
 ) -> Iterator[Buffer]:
     """Yield the arguments that a result of the same shape could replace in memory, the largest first."""
-    free: dict[tuple[str, tuple[int, ...]], int] = {}
-    for number, (_, array) in enumerate(outputs):
-        if number not in program.aliases:
-            free[array.dtype, array.dims] = free.get((array.dtype, array.dims), 0) + 1
+    free = Counter((array.dtype, array.dims) for number, (_, array) in enumerate(outputs) if number not in program.aliases)
     donated = set(program.aliases.values())
     for number, p in sorted(arguments.items(), key=lambda item: -item[1].num_bytes):
         key = (p.arrays[0].dtype, p.arrays[0].dims) if p.arrays else ("", ())
-        if number not in donated and p.num_bytes >= _SMALL_BYTES and free.get(key, 0) > 0:
+        if number not in donated and p.num_bytes >= _SMALL_BYTES and free[key] > 0:
             free[key] -= 1
             yield Buffer(name=p.op_name or p.name, num_bytes=p.num_bytes)
 
 
 def _host_transfers(visits: Sequence[Visit]) -> Iterator[tuple[str, bool]]:
     for visit in visits:
-        i = visit.instruction
-        in_loop = bool(visit.loops)
-        if i.opcode in ("infeed", "outfeed") or (
-            i.opcode in ("send", "recv")
-            and "is_host_transfer=true" in i.attributes
-            and "megascale" not in i.attributes  # between slices
-        ):
+        i, in_loop = visit.instruction, bool(visit.loops)
+        is_to_host = "is_host_transfer=true" in i.attributes and "megascale" not in i.attributes  # that is between slices
+        if i.opcode in ("infeed", "outfeed") or (i.opcode in ("send", "recv") and is_to_host):
             yield i.opcode, in_loop
         elif i.opcode == "custom-call" and (match := _CALLBACK.search(i.attributes)):
             yield match.group(1), in_loop
@@ -424,14 +398,11 @@ def _host_transfers(visits: Sequence[Visit]) -> Iterator[tuple[str, bool]]:
                 yield "copy between host and device memory", in_loop
 
 
-# Sentences.
-
-
 def _findings(found: Inspection) -> Iterator[str]:
     once = [c for c in found.gradient_reductions if c not in found.repeated_reductions]
 
     def num_bytes(collectives: Sequence[Collective]) -> int:
-        return sum(c.num_bytes * times(c.runs, c.open_loops, found.loop_trips) for c in collectives)
+        return sum(c.num_bytes * c.count(found.loop_trips) for c in collectives)
 
     def continues(c: Collective) -> bool:
         # Whether a reduce-scatter gets its part from another one over the same axes: that of another side of a torus.
@@ -474,12 +445,9 @@ def _findings(found: Inspection) -> Iterator[str]:
     f32 = sum(found.f32_matmuls.values())
     if f32:
         yield f"{f32 / all_flops:.0%} of the FLOPs of matrix products have float32 operands ({', '.join(found.f32_matmuls)})"
-    in_loop = sorted({what for what, in_loop in found.host_transfers if in_loop})
-    outside = sorted({what for what, in_loop in found.host_transfers if not in_loop})
-    if in_loop:
-        yield f"inside a loop the program exchanges data with the host: {', '.join(in_loop)}"
-    if outside:
-        yield f"the program exchanges data with the host: {', '.join(outside)}"
+    for inside, start in ((True, "inside a loop the program"), (False, "the program")):
+        if what := sorted({what for what, in_loop in found.host_transfers if in_loop == inside}):
+            yield f"{start} exchanges data with the host: {', '.join(what)}"
     if found.account.num_open_loops > (0 if set(found.loop_trips) == {1} else len(found.loop_trips)):
         yield "a loop's bound is an argument of the program: counts are those of one iteration; give loop_trips"
 

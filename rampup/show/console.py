@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rampup.config.fix import Fix
     from rampup.plan.plan import RampPlan
     from rampup.plan.timetable import Operation, Timetable
-    from rampup.rl.plan import RolloutPlan
     from rampup.rl.schedule import RolloutSchedule
     from rampup.rl.starting_sizes import Suggestion
 
@@ -37,14 +36,11 @@ ELLIPSIS = "..."
 # Columns of phase tables: name in `RampPlan.phase_rows` -> title, narrower than in the plan: two tables fit in 80 columns.
 TITLES = {name: title.replace(" ", "\n") for name, title in PHASE_TITLES.items()}
 TITLES |= {"num_pipeline_microbatches": "pipeline\nmicro", "microbatch_size": "micro-\nbatch"}
-WHEN, BATCH, SPLIT = (
-    {name: TITLES[name] for name in names}
-    for names in (
-        ("start_step", "start_sample", "num_steps"),
-        ("global_batch_size",),
-        ("accumulation_steps", "num_pipeline_microbatches", "microbatch_size"),
-    )
+_WHEN, _SPLIT = (
+    ("start_step", "start_sample", "num_steps"),
+    ("accumulation_steps", "num_pipeline_microbatches", "microbatch_size"),
 )
+WHEN, BATCH, SPLIT = ({name: TITLES[name] for name in names} for names in (_WHEN, ("global_batch_size",), _SPLIT))
 _HYPERPARAMETERS = {
     "learning_rate_scale": TITLES["learning_rate_scale"],
     "learning_rate": "learning\nrate",
@@ -59,7 +55,7 @@ _COMPARED = ("num_devices", "total_steps", "ramp_steps", "ramp_samples", "num_co
 _KIND_STYLES = {"F": "black on green", "B": "white on blue", "I": "white on blue", "W": "black on cyan"}
 
 
-def make_table(console: Console, titles: Iterable[str], rows: Iterable[Iterable[str]] = (), *, left: int = 0) -> Table:
+def make_table(console: Console, titles: Iterable[str], rows: Iterable[Iterable[str | Text]] = (), *, left: int = 0) -> Table:
     """Return a table. In a terminal it has a line below the titles.
 
     The first `left` columns are text, aligned left and folded if need be. The others are numbers.
@@ -125,20 +121,15 @@ def print_plan(plan: RampPlan, console: Console, *, max_phases: int | None = MAX
         console.print(f"loading: {plan.loading}")
     if len(plan.pipeline_candidates) > 1:
         console.print("pipeline microbatches of the last phase, by predicted step time:")
-        choices, used = plan.pipeline_candidates, plan.splits[-1]
-        lines = [
-            (
-                *(
-                    format_value(choice.num_pipeline_microbatches),
-                    format_value(choice.microbatch_size),
-                    f"{float(choice.bubble_fraction):.3f}",
-                ),
-                f"{float(choice.predicted_time / choices[0].predicted_time):.2f}",
-                "used" * (choice.microbatch_size == used.microbatch_size),
+        choices = make_table(console, ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""])
+        for choice in plan.pipeline_candidates[:MAX_CHOICES]:
+            sizes, b = (
+                map(format_value, (choice.num_pipeline_microbatches, choice.microbatch_size)),
+                plan.splits[-1].microbatch_size,
             )
-            for choice in choices[:MAX_CHOICES]
-        ]
-        console.print(make_table(console, ["micro-\nbatches", "micro-\nbatch", "bubble", "predicted\ntime", ""], lines))
+            time = f"{float(choice.predicted_time / plan.pipeline_candidates[0].predicted_time):.2f}"
+            choices.add_row(*sizes, f"{float(choice.bubble_fraction):.3f}", time, "used" * (choice.microbatch_size == b))
+        console.print(choices)
     print_notes(plan.advice, console)
 
 
@@ -151,9 +142,9 @@ def print_hyperparameters(
 
     def table(names: Sequence[str]) -> Table:
         def cells(index: int) -> list[str]:
-            digits = {name: 6 if name in ("adam_b1", "adam_b2") else 4 for name in names}
-            values = {name: rows[index][name] for name in names}
-            texts = [f"{n:,.0f}" if n >= 1000 else f"{n:.{digits[name]}g}" for name, n in values.items()]
+            digits = {"adam_b1": 6, "adam_b2": 6}
+            values = ((name, rows[index][name]) for name in names)
+            texts = (f"{n:,.0f}" if n >= 1000 else f"{n:.{digits.get(name, 4)}g}" for name, n in values)
             return [f"{plan.ramp.sizes[index]:,}", *texts]
 
         titles = [*BATCH.values(), *(_HYPERPARAMETERS[name] for name in names)]
@@ -218,11 +209,15 @@ def print_budget(budget: Mapping[str, Any], plan: RampPlan, console: Console, *,
         "budget": f"{tokens:,} tokens = {budget['num_samples']:,} samples of {length:,} tokens",
         "optimizer steps": f"{steps:,}; the last batch goes {budget['consumed_tokens'] - tokens:,} tokens beyond the budget",
     }
-    if first == final == max(plan.ramp.sizes):
+    if is_constant := first == final == max(plan.ramp.sizes):
         rows["a ramp"] = "none: the batch is the same throughout"
-    else:
-        rows[f"at {first:,} throughout"] = _compare_steps(budget["steps_at_first"], steps, "the first batch kept constant")
-        rows[f"at {final:,} throughout"] = _compare_steps(budget["steps_at_final"], steps, "the last batch kept constant")
+    kept = (("first", first, budget["steps_at_first"]), ("last", final, budget["steps_at_final"]))
+    for name, size, constant in () if is_constant else kept:
+        difference, compared = steps - constant, "the ramp takes as many"
+        if difference:
+            word = "fewer" if difference < 0 else "more"
+            compared = f"the ramp takes {abs(difference):,} {word} ({abs(difference) / constant:.1%})"
+        rows[f"at {size:,} throughout"] = f"{format_count(constant, 'step')}, the {name} batch kept constant; {compared}"
     if "hours" in budget:
         hours, sizes = budget["hours"], list(map(int, budget["steps_by_global_batch_size"]))
         days = f" = {hours / 24:,.1f} days" if hours >= 48 else ""
@@ -242,16 +237,11 @@ def print_batch_range(found: Mapping[str, Any], console: Console) -> None:
     """Print the batch that each scaling law gives, with its source, and the ranges."""
     tokens, model = found["train_tokens"], "" if found["params"] is None else f", {found['params']:,} parameters"
     console.print(f"{tokens:,} tokens{model}: batch size in tokens")
-    rows = [
-        (
-            law["kind"],
-            f"{law['name']}: {law['formula']} ({law['source']})",
-            format_si(law["batch_tokens"]),
-            f"{-(-tokens // law['batch_tokens']):,}",
-        )
-        for law in found["laws"]
-    ]
-    console.print(make_table(console, ["", "law", "batch", "steps"], rows, left=2))
+    table = make_table(console, ["", "law", "batch", "steps"], left=2)
+    for law in found["laws"]:
+        formula, size = f"{law['name']}: {law['formula']} ({law['source']})", law["batch_tokens"]
+        table.add_row(law["kind"], formula, format_si(size), f"{-(-tokens // size):,}")
+    console.print(table)
     ranges = (f"{kind} {' to '.join(map(format_si, found[f'{kind}_batch_tokens']))}" for kind in ("optimal", "critical"))
     console.print("; ".join(ranges))
     for note in found["notes"]:
@@ -259,11 +249,34 @@ def print_batch_range(found: Mapping[str, Any], console: Console) -> None:
 
 
 def print_timetable(table: Timetable, console: Console) -> None:
-    """Print a pipeline timetable: a row per stage, a column per tick, and the totals."""
-    if table.num_ticks > MAX_TICKS:
-        console.print(f"{table.num_ticks:,} ticks are too many to draw; the most is {MAX_TICKS:,}")
+    """Print a pipeline timetable: a row per stage, a column per tick, in blocks that fit the width, and the totals."""
+    rows: list[list[tuple[str, str]]] = []
+    for stage in range(table.num_stages) if table.num_ticks <= MAX_TICKS else ():
+        cells = [("..", "dim")] * table.num_ticks
+        for operation in table.of_stage(stage):
+            start, stop = int(operation.start / table.tick), int(operation.end / table.tick)
+            style = _KIND_STYLES[operation.kind]
+            cells[start:stop] = [(operation_label(operation, table.num_repeats), style)] + [("==", style)] * (stop - start - 1)
+        rows.append(cells)
+    width = max((len(text) for row in rows for text, _ in row), default=0) + 1
+    head = len(f"stage {table.num_stages - 1} ")
+    per_block = max((console.width - head) // width, 1)
+    for start in range(0, table.num_ticks if rows else 0, per_block):
+        stop = min(start + per_block, table.num_ticks)
+        console.print(Text(" " * head + "".join(f"{tick:<{width}}" for tick in range(start, stop)).rstrip(), style="dim"))
+        for stage, row in enumerate(rows):
+            line = Text(f"stage {stage} ".rjust(head))
+            for text, style in row[start:stop]:
+                line.append(text.ljust(width - 1), style=style).append(" ")
+            line.rstrip()
+            console.print(line)
+        console.print()
+    if rows:
+        names = "I input gradient, W weight gradient" if table.schedule == "zb-h1" else "B backward"
+        letter = ", the letter the repeat" if table.num_repeats > 1 else ""
+        console.print(f"F forward, {names}, == continued\nthe number is the microbatch{letter}")
     else:
-        _print_ticks(table, console)
+        console.print(f"{table.num_ticks:,} ticks are too many to draw; the most is {MAX_TICKS:,}")
     peaks = ", ".join(f"{float(peak):g}" for peak in table.peak_live_microbatches)
     facts = {
         "schedule": table.schedule,
@@ -279,10 +292,9 @@ def print_explanation(explained: Mapping[str, Any], console: Console) -> None:
     """Print the explanation of a key."""
     from rampup.config.files import yaml_value
 
-    default = yaml_value(explained["default"])
+    default, behavior = yaml_value(explained["default"]), explained["maxtext_default"]
     if explained["value_in_file"] != explained["default"]:
         default += f"; {explained['file']} sets {yaml_value(explained['value_in_file'])}"
-    behavior = explained["maxtext_default"]
     maxtext = f"{explained['maxtext_name']}, default {behavior}"
     if explained["maxtext_name"] is None:
         maxtext = "has no such key" + (f"; it does {behavior}" if behavior else "")
@@ -304,12 +316,11 @@ def print_fix(fix: Fix, console: Console) -> None:
         console.print(f"{fix.file} is legal: nothing to fix")
         return
     for change in fix.changes:
+        text = f"{change.key}: {change.before} -> {change.after}"
         if change.renamed:
             text = f"{change.renamed} is spelled {change.key}"
         elif change.before is None:
             text = f"set {change.key}={change.after}"
-        else:
-            text = f"{change.key}: {change.before} -> {change.after}"
         console.print(f"# {text} ({change.where})")
     sys.stdout.write(fix.patch)
 
@@ -368,48 +379,10 @@ def _format_setting(value: object) -> str:
     return '""' if value == "" else format_value(value)
 
 
-def _compare_steps(constant: int, steps: int, what: str) -> str:
-    difference = steps - constant
-    compared = "the ramp takes as many"
-    if difference:
-        word = "fewer" if difference < 0 else "more"
-        compared = f"the ramp takes {abs(difference):,} {word} ({abs(difference) / constant:.1%})"
-    return f"{format_count(constant, 'step')}, {what}; {compared}"
-
-
 def operation_label(operation: Operation, num_repeats: int) -> str:
     """Return an operation's label in a picture: kind, microbatch and, with repeats, a letter for the repeat."""
     letter = "abcdefghijklmnopqrstuvwxyz"[operation.repeat % 26] if num_repeats > 1 else ""
     return f"{operation.kind}{operation.microbatch}{letter}"
-
-
-def _print_ticks(table: Timetable, console: Console) -> None:
-    """Print the picture, in blocks that fit the width of the console."""
-    rows: list[list[tuple[str, str]]] = []
-    for stage in range(table.num_stages):
-        cells = [("..", "dim")] * table.num_ticks
-        for operation in table.of_stage(stage):
-            start, stop = int(operation.start / table.tick), int(operation.end / table.tick)
-            style = _KIND_STYLES[operation.kind]
-            cells[start:stop] = [(operation_label(operation, table.num_repeats), style)] + [("==", style)] * (stop - start - 1)
-        rows.append(cells)
-    width = max(len(text) for row in rows for text, _ in row) + 1
-    head = len(f"stage {table.num_stages - 1} ")
-    per_block = max((console.width - head) // width, 1)
-    for start in range(0, table.num_ticks, per_block):
-        stop = min(start + per_block, table.num_ticks)
-        console.print(Text(" " * head + "".join(f"{tick:<{width}}" for tick in range(start, stop)).rstrip(), style="dim"))
-        for stage, row in enumerate(rows):
-            line = Text(f"stage {stage} ".rjust(head))
-            for text, style in row[start:stop]:
-                line.append(text.ljust(width - 1), style=style)
-                line.append(" ")
-            line.rstrip()
-            console.print(line)
-        console.print()
-    names = "I input gradient, W weight gradient" if table.schedule == "zb-h1" else "B backward"
-    letter = ", the letter the repeat" if table.num_repeats > 1 else ""
-    console.print(f"F forward, {names}, == continued\nthe number is the microbatch{letter}")
 
 
 def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterable[str] = ()) -> None:
@@ -444,8 +417,16 @@ def print_rollout(schedule: RolloutSchedule, console: Console, *, notes: Iterabl
     console.print(table)
     if plan.eval_prompts:
         console.print(f"evaluation: {plan.eval_prompts:,} prompts, {plan.eval_samples:,} samples")
-    for remark in _remarks(plan):
-        console.print(remark)
+    remark = "on-policy: each sample is trained on by the weights that generated it"
+    if lag := plan.policy_updates.optimizer_steps - 1:
+        remark = f"policy lag: the last optimizer step trains on samples of weights {format_count(lag, 'update')} older"
+    console.print(remark)
+    for model, rows in {each.model: each.padded_samples for each in plan.order if each.padded_samples}.items():
+        console.print(f"padding: {format_count(rows, 'row')} of weight 0 per epoch ({model})")
+    if stored := plan.to_dict()["experience"]:
+        per_sample = f"stored experience: {stored['bytes_per_sample']:,} bytes per sample at full length"
+        step, replica = format_bytes(stored["bytes_per_step"]), format_bytes(stored["bytes_per_replica"])
+        console.print(f"{per_sample}, {step} per step, {replica} per replica")
     print_notes(notes, console)
 
 
@@ -467,24 +448,6 @@ def print_suggestion(suggestion: Suggestion, console: Console) -> None:
         )
     for note in suggestion.notes:
         console.print(f"- {note}")
-
-
-def _remarks(plan: RolloutPlan) -> list[str]:
-    lag = plan.policy_updates.optimizer_steps - 1
-    remarks = [
-        "on-policy: each sample is trained on by the weights that generated it"
-        if lag == 0
-        else f"policy lag: the last optimizer step trains on samples of weights {format_count(lag, 'update')} older"
-    ]
-    padded = {updates.model: updates.padded_samples for updates in plan.order if updates.padded_samples}
-    remarks += [f"padding: {format_count(rows, 'row')} of weight 0 per epoch ({model})" for model, rows in padded.items()]
-    stored: Mapping[str, Any] | None = plan.to_dict()["experience"]
-    if stored is not None:
-        remarks.append(
-            f"stored experience: {stored['bytes_per_sample']:,} bytes per sample at full length, "
-            f"{format_bytes(stored['bytes_per_step'])} per step, {format_bytes(stored['bytes_per_replica'])} per replica"
-        )
-    return remarks
 
 
 def _cell(value: int | None) -> str:

@@ -47,9 +47,11 @@ _VARIABLES |= {"ink": INK, "dim": DIM, "rule": RULE, "band": SHADE, "box": PAPER
 for _kind in "FB":
     _VARIABLES[_kind.lower()], _VARIABLES[f"on-{_kind.lower()}"], _ = OPERATIONS[_kind]
 CSS_COLORS = {color: f"var(--{name})" for name, color in _VARIABLES.items()}
-MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 4.0, 10.0, 30.0
-NARROW = 7.0
+MIN_WIDTH, DEFAULT_WIDTH, MAX_WIDTH = 3.0, 10.0, 30.0
+# Below these widths: one column of panels, and the smaller letters of a column of a paper.
+NARROW, COLUMN, COLUMN_LETTERS = 7.0, 4.0, 0.8
 PANEL_WIDTH, PANEL_HEIGHT = 4.1, 2.4
+TICK_LETTERS = 9
 FORMATS = (".png", ".svg", ".pdf")
 LETTERS_PER_INCH = 12.5
 MAX_BANDS = 40
@@ -59,7 +61,7 @@ LEAST_LABELLED = 0.035
 MAX_OPERATIONS = 5_000
 UNIT_INCHES, MARGIN_INCHES, MAX_TIMETABLE_INCHES, LETTER_INCHES = 0.28, 1.2, 24.0, 0.075
 MIB = 2**20
-# A bar higher than this many limits would make the others too flat to read.
+# What is higher than this many times the limit, or the usual, would make the others too flat to read.
 FAR_ABOVE = 4
 MAX_RUNS = 12
 
@@ -91,7 +93,7 @@ def draw_batch(plan: RampPlan, path: str | Path | None = None, *, width: float =
     """
     phases, pipeline = drawn_phases(plan), plan.splitter.num_stages > 1
     if width < NARROW:
-        figure = new_figure(width, 9.5)
+        figure = new_figure(width, 0.6 + 2.1 * (3 + pipeline))
         over_samples, over_steps, *bars = figure.subplots(3 + pipeline, 1)
     else:
         figure = new_figure(width, 5.4)
@@ -148,7 +150,7 @@ def draw_runs(runs: Sequence[RunMetrics], path: str | Path | None = None, *, wid
     """
     if not 1 <= len(runs) <= MAX_RUNS:
         raise ConfigError(f"{len(runs)} runs cannot be told apart; draw 1 to {MAX_RUNS}", key="run", nearest=(1, MAX_RUNS))
-    figure = new_figure(width, 7.5 if width >= NARROW else 8.0)
+    figure = new_figure(width, 7.5)
     loss, size, speed = figure.subplots(3, 1, sharex=True, height_ratios=(4, 2, 3))
     _panel_loss(loss, runs)
     _panel_sizes(size, runs)
@@ -197,10 +199,8 @@ def draw_memory(
     for place, (_, number) in enumerate(pairs):
         over = limit_bytes is not None and number > limit_bytes
         axes.bar(place, number / unit, width=0.7, color=OVER if over else BAR, edgecolor=INK, linewidth=0.6, hatch="///" * over)
-        axes.annotate(
-            f"{number / unit:.3g}", (place, number / unit), xytext=(0, 3), textcoords="offset points", ha="center", va="bottom",
-            fontsize=8, bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1.0},
-        )  # fmt: skip
+        offset, box = {"xytext": (0, 3), "textcoords": "offset points"}, {"facecolor": PAPER, "edgecolor": "none", "pad": 1.0}
+        axes.annotate(f"{number / unit:.3g}", (place, number / unit), ha="center", va="bottom", fontsize=8, bbox=box, **offset)
     axes.set_xticks(range(len(pairs)), [f"{size:,}" for size, _ in pairs])
     axes.set_ylim(0, most / unit * 1.15 if most else 1)
     if limit_bytes is not None:
@@ -258,51 +258,35 @@ def draw_timetable(table: Timetable, path: str | Path | None = None, *, width: f
 
 def plan_panels(plan: RampPlan) -> dict[str, Any]:
     """Return the parts of `draw_batch` as a small figure each, by title."""
-    phases, panels = drawn_phases(plan), {}
-    for unit, total in (("samples", plan.consumed_samples), ("steps", plan.total_steps)):
-        axes = panels[f"Global batch over {unit}"] = _new_panel()
-        _panel_batch(axes, phases, unit, total=total)
-    _panel_bars(panels.setdefault("Passes per step", _new_panel()), phases, "accumulation_steps", "{:,}")
+    phases = drawn_phases(plan)
+    totals = {"samples": plan.consumed_samples, "steps": plan.total_steps}
+    panels = {f"Global batch over {unit}": _panel(_panel_batch, phases, unit, total=total) for unit, total in totals.items()}
+    panels["Passes per step"] = _panel(_panel_bars, phases, "accumulation_steps", "{:,}")
     if plan.splitter.num_stages > 1:
-        _panel_bars(panels.setdefault("Pipeline bubble, idle share", _new_panel()), phases, "bubble_fraction", "{:.2f}")
-    return {title: axes.figure for title, axes in panels.items()}
+        panels["Pipeline bubble, idle share"] = _panel(_panel_bars, phases, "bubble_fraction", "{:.2f}")
+    return panels
 
 
 def rate_panels(plan: RampPlan, rates: Mapping[Clock, Callable[[int], float]]) -> dict[str, Any]:
     """Return the parts of `draw_rate` as a small figure each, by title."""
     points = {clock: rate_points(plan, rate) for clock, rate in rates.items()}
-    panels = {}
-    for unit in ("samples", "steps"):
-        axes = _new_panel()
-        _panel_rate(axes, plan, points, unit)
-        axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=1, frameon=False)
-        panels[f"Learning rate over {unit}"] = axes.figure
+    panels = {f"Learning rate over {unit}": _panel(_panel_rate, plan, points, unit) for unit in ("samples", "steps")}
+    for figure in panels.values():
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=1, frameon=False)
     return panels
 
 
 def run_panels(run: RunMetrics) -> dict[str, Any]:
     """Return the parts of `draw_runs` as a small figure each, by title."""
-    panels = {}
-    for title, draw in (
-        (run.quantity.capitalize(), _panel_loss),
-        ("Throughput", _panel_speed),
-        ("Batch of the run", _panel_sizes),
-    ):
-        axes = _new_panel()
-        draw(axes, [run])
-        handles, labels = axes.get_legend_handles_labels()
-        if draw is _panel_loss and len(labels) > 1:
-            axes.legend(handles, ["training", "evaluation"], frameon=False)
-        elif draw is _panel_sizes and labels:
-            axes.legend(handles, [label.removeprefix(f"{run.name}: ") for label in labels], frameon=False, fontsize=8)
-        panels[title] = axes.figure
-    for title, values in run.curves.items():
-        axes = _new_panel()
-        xs, ys, means = mean_of_neighbours(run.samples, values)
-        axes.plot(xs, ys, linewidth=1.3, **line_style(0))
-        prepare(axes, x=_label_samples(means), y=title.lower(), from_zero=True)
-        panels[title] = axes.figure
-    return panels
+    draws = {run.quantity.capitalize(): _panel_loss, "Throughput": _panel_speed, "Batch of the run": _panel_sizes}
+    panels = {title: _panel(draw, [run]) for title, draw in draws.items()}
+    loss, _, sizes = (figure.axes[0] for figure in panels.values())
+    if len(loss.lines) > 1:
+        loss.legend(loss.lines, ["training", "evaluation"], frameon=False)
+    handles, labels = sizes.get_legend_handles_labels()
+    if labels:
+        sizes.legend(handles, [label.removeprefix(f"{run.name}: ") for label in labels], frameon=False, fontsize=8)
+    return panels | {title: _panel(_panel_curve, run, title, values) for title, values in run.curves.items()}
 
 
 def svg_element(figure: Any, *, title: str, prefix: str) -> str:
@@ -351,19 +335,27 @@ def new_figure(width: float, height: float) -> Any:
     return import_matplotlib("figure").Figure(figsize=(width, height), layout="constrained")
 
 
-def _new_panel() -> Any:
-    return new_figure(PANEL_WIDTH, PANEL_HEIGHT).subplots()
+def _panel(draw: Callable[..., None], *args: Any, **options: Any) -> Any:
+    """Return a small figure with what a function draws on its axes."""
+    figure = new_figure(PANEL_WIDTH, PANEL_HEIGHT)
+    draw(figure.subplots(), *args, **options)
+    return figure
 
 
 def save(figure: Any, path: str | Path | None) -> Any:
-    """Write the figure if there is a path, and return it."""
+    """Return the figure, and write it if there is a path. Its text stays text, in the fonts that publishers take."""
+    if figure.get_figwidth() < COLUMN:
+        for text in figure.findobj(import_matplotlib("text").Text):
+            text.set_fontsize(COLUMN_LETTERS * text.get_fontsize())
+        for axes in figure.axes:
+            axes.tick_params(labelsize=COLUMN_LETTERS * TICK_LETTERS)  # of the ticks to come
     if path is None:
         return figure
     if Path(path).suffix.lower() not in FORMATS:
         raise ConfigError(f"cannot write {path}: it must end in {', '.join(FORMATS)}", key="output", nearest=FORMATS)
     try:
-        # Publishers refuse the Type 3 fonts that are the default in a PDF.
-        with importlib.import_module("matplotlib").rc_context({"pdf.fonttype": 42}):
+        # By default a PDF has Type 3 fonts, which publishers refuse, and an SVG has outlines of its letters.
+        with importlib.import_module("matplotlib").rc_context({"pdf.fonttype": 42, "svg.fonttype": "none"}):
             figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write {path}: {error}", key="output") from error
@@ -383,7 +375,7 @@ def prepare(axes: Any, *, x: str, y: str, title: str = "", from_zero: bool = Tru
         axis.set_label_text(label, color=INK)
         axis.set_major_formatter(ticker.FuncFormatter(lambda value, place: format_si(value)))
         axis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=[1, 2, 5, 10], integer=integers and axis is axes.yaxis))
-    axes.tick_params(color=DIM, labelcolor=DIM, labelsize=9)
+    axes.tick_params(color=DIM, labelcolor=DIM, labelsize=TICK_LETTERS)
     axes.grid(visible=True, axis="y", color=RULE, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -404,10 +396,8 @@ def _shade(axes: Any, edges: Sequence[tuple[float, float]], numbers: Sequence[in
             axes.axvspan(start, min(end, high), color=SHADE, linewidth=0, zorder=0)
         middle, wide = (start + min(end, high)) / 2, (min(end, high) - start) / (high - low)
         if wide >= LEAST_LABELLED and low <= middle <= high:
-            axes.annotate(
-                str(number), (middle, 1), xycoords=("data", "axes fraction"), xytext=(0, -2), textcoords="offset points",
-                ha="center", va="top", fontsize=8, color=DIM,
-            )  # fmt: skip
+            offset = {"xycoords": ("data", "axes fraction"), "xytext": (0, -2), "textcoords": "offset points"}
+            axes.annotate(str(number), (middle, 1), ha="center", va="top", fontsize=8, color=DIM, **offset)
 
 
 def _panel_batch(axes: Any, phases: Sequence[Phase], unit: str, *, total: int) -> None:
@@ -490,6 +480,17 @@ def _panel_speed(axes: Any, runs: Sequence[RunMetrics]) -> None:
         xs, ys, means = mean_of_neighbours(run.samples, run.tokens_per_second)
         axes.plot(xs, ys, linewidth=1.1, **line_style(number))
     prepare(axes, x=_label_samples(means), y="tokens per second")
+    # A step that was not waited for, or whose clock stood still, would make the others too flat to read.
+    rates = sorted(rate for run in runs for rate in run.tokens_per_second if math.isfinite(rate))
+    if rates and rates[-1] > (most := FAR_ABOVE * rates[len(rates) * 9 // 10]):
+        axes.set_ylim(top=most)
+        axes.set_title(f"above: up to {format_si(rates[-1])}", loc="right", fontsize=8, color=DIM)
+
+
+def _panel_curve(axes: Any, run: RunMetrics, title: str, values: Sequence[float]) -> None:
+    xs, ys, means = mean_of_neighbours(run.samples, values)
+    axes.plot(xs, ys, linewidth=1.3, **line_style(0))
+    prepare(axes, x=_label_samples(means), y=title.lower())
 
 
 def _label_samples(means: int) -> str:

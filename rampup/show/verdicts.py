@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from rampup.dialects.verdict import Verdict
-from rampup.show.console import BATCH, SPLIT, WHEN, phase_cell
+from rampup.show.console import BATCH, SPLIT, WHEN, make_table, phase_cell
 from rampup.show.format import format_count
 
 CHECKS = {"accepts": "its own check accepts the file", "rejects": "its own check rejects the file"}
@@ -74,19 +73,16 @@ def print_verdict(verdict: Verdict, console: Console, *, verbose: bool = False, 
 
 def _print_table(console: Console, titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = False) -> None:
     """Print a table that folds in a terminal; piped, each row is one line of any length."""
-    if not console.is_terminal:
-        lines = [[title.replace("-\n", "").replace("\n", " ") for title in titles], *rows]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(titles))]
-        for line in lines:
-            cells = [cell.rjust(width) if numbers else cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
-            _print_line(console, "  ".join(cells).rstrip())
+    if console.is_terminal:
+        table = make_table(console, titles, (map(Text, row) for row in rows), left=0 if numbers else len(titles))
+        for column in table.columns:
+            column.no_wrap = False
+        console.print(table)
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for title in titles:
-        table.add_column(title, overflow="fold", justify="right" if numbers else "left")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
+    lines = [[title.replace("-\n", "").replace("\n", " ") for title in titles], *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        _print_line(console, "  ".join(map(str.rjust if numbers else str.ljust, line, widths)).rstrip())
 
 
 def _print_hanging(console: Console, head: str, text: str, style: str = "") -> None:

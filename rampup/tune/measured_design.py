@@ -48,6 +48,8 @@ PRECISE = 4.0
 FOREVER = 1e300
 # Lines of metrics.jsonl, each with its samples per unit of weight.
 Steps = list[tuple[Mapping[str, Any], float]]
+# With them a configuration has a `batch_size_schedule` instead of its own ramp.
+NO_RAMP = {"enable_rampup_batch_size": False, "seesaw_factor": None, "seesaw_max_batch_size": None}
 # Candidates go up to this many times the largest batch that was timed, and have at least this many optimizer steps.
 BEYOND_MEASURED, LEAST_STEPS = 4, 32
 
@@ -96,8 +98,8 @@ def design_ramp(
     plan = build_plan(config, num_devices)
     sizes = _legal_sizes(plan, measurements, samples, max_batch)
     times = StepTimes.fit(dict(measurements.seconds))
-    curves = noise_curves(measurements.noise)
-    models = [DesignModel(noise=curve, times=times) for curve in curves]
+    # By how the noise scale is at its estimate and at both ends of its interval.
+    models = [DesignModel(noise=curve, times=times) for curve in noise_curves(measurements.noise)]
     model, notes = models[0], [*measurements.notes, *_bounds(measurements)]
     schedules = _candidates(config, num_devices, tokens, model, sizes, notes)
 
@@ -108,43 +110,36 @@ def design_ramp(
     references = [each.run(constant, samples=samples).progress for each in models]
     ends: dict[str, float | None] = {}
     for name, progress in (("start", 1.0), ("end", references[0])):
-        noise, low, high = (curve.at(progress) for curve in curves)
+        noise, low, high = (each.noise.at(progress) for each in models)
         ends |= {f"noise_scale_{name}": noise, f"noise_scale_{name}_low": min(low, noise)}
         ends[f"noise_scale_{name}_high"] = max(high, noise) if high < math.inf else None
     unit = length if config.batch_size_schedule_unit == "tokens" else 1
     candidates = []
     for name, schedule in schedules.items():
         text = format_schedule(schedule, tokens_per_sample=unit)
-        build_plan(replace(config, **_schedule_settings(text)), num_devices)  # refuses what `rampup plan` would refuse
-        outcome = model.run(schedule, samples=samples)
-        # By how the noise scale is at its estimate and at both ends of its interval.
-        penalties = [
-            loss_penalty(
-                each.run(schedule, samples=samples).progress, reference, slope=slope, measured_at=each.noise.knots[-1][0]
-            )
-            for each, reference in zip(models, references, strict=True)
-            if slope is not None
-        ] or [None]
+        build_plan(replace(config, **NO_RAMP, batch_size_schedule=text), num_devices)  # refuses what `rampup plan` would refuse
+        outcomes = [each.run(schedule, samples=samples) for each in models]
         same = [each.run(schedule, progress=reference) for each, reference in zip(models, references, strict=True)]
-        hours = [each.seconds / SECONDS_PER_HOUR for each in same]
-        candidates.append(
-            {
-                "name": name,
-                "batch_size_schedule": text,
-                "start_tokens": [start * length for start, _ in schedule],
-                "sizes": [size for _, size in schedule],
-                "steps": outcome.steps,
-                "hours": outcome.seconds / SECONDS_PER_HOUR,
-                "wasted_samples": 1 - outcome.progress / references[0],
-                "loss_penalty": penalties[0],
-                "loss_penalty_low": min(penalties),
-                "loss_penalty_high": max(penalties),
-                "hours_to_same_loss": hours[0],
-                "hours_to_same_loss_low": min(hours),
-                "hours_to_same_loss_high": max(hours),
-                "tokens_to_same_loss": same[0].samples * length,
-            }
-        )
+        ranges: dict[str, list[Any]] = {"loss_penalty": [None] * len(models)}
+        if slope is not None:
+            places = [each.noise.knots[-1][0] for each in models]
+            triples = zip((outcome.progress for outcome in outcomes), references, places, strict=True)
+            ranges["loss_penalty"] = [loss_penalty(a, b, slope=slope, measured_at=place) for a, b, place in triples]
+        ranges["hours_to_same_loss"] = [outcome.seconds / SECONDS_PER_HOUR for outcome in same]
+        candidate: dict[str, Any] = {
+            "name": name,
+            "batch_size_schedule": text,
+            "start_tokens": [start * length for start, _ in schedule],
+            "sizes": [size for _, size in schedule],
+            "steps": outcomes[0].steps,
+            "hours": outcomes[0].seconds / SECONDS_PER_HOUR,
+            "wasted_samples": 1 - outcomes[0].progress / references[0],
+            "tokens_to_same_loss": same[0].samples * length,
+        }
+        for key, values in ranges.items():
+            low, high = (None, None) if None in values else (min(values), max(values))
+            candidate |= {key: values[0], f"{key}_low": low, f"{key}_high": high}
+        candidates.append(candidate)
     return {
         "train_tokens": tokens,
         "train_samples": samples,
@@ -216,22 +211,18 @@ def _checked_lines(folder: Path) -> list[dict[str, Any]]:
     for line in lines:
         for key in COUNTS:
             require_count(line, key, str(folder))
+        where = f"{folder}, step {line['step']} of its {METRICS_FILE}"
         for key in ("loss", TRACE, SQUARED_NORM, *SAMPLES, *TOKENS):
             value = line.get(key)
             number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
             if value is not None and not (number and (value >= 0 or key in ("loss", TRACE, SQUARED_NORM))):
-                raise DataError(
-                    f"{folder}, step {line['step']} of its {METRICS_FILE}: {key}={reprlib.repr(value)} is damaged; it must be "
-                    "a number or null",
-                    key="measured",
-                )
-        if line["global_batch_size"] < 1 or line["consumed_samples"] <= before:
-            raise DataError(
-                f"{folder}, step {line['step']} of its {METRICS_FILE}: global_batch_size={line['global_batch_size']} must be "
-                f"at least 1, and consumed_samples={line['consumed_samples']} more than {before}, that of the line before",
-                key="measured",
-            )
-        before = line["consumed_samples"]
+                rule = f"{key}={reprlib.repr(value)} is damaged; it must be a number or null"
+                raise DataError(f"{where}: {rule}", key="measured")
+        samples, size = (line[key] for key in COUNTS)
+        if size < 1 or samples <= before:
+            rule = f"global_batch_size={size} must be at least 1, and consumed_samples={samples} more than {before}"
+            raise DataError(f"{where}: {rule}, that of the line before", key="measured")
+        before = samples
     return lines
 
 
@@ -347,10 +338,9 @@ def _bounds(measured: Measurements) -> list[str]:
     what, larger = "noise scale", "measure over more samples, or in a larger batch"
     if measured.source == "critical":
         what, larger = "critical batch", "measure again with larger --multiples"
-    kinds = (
-        ("at least", [(point.samples, point.low) for point in measured.noise if point.high == math.inf], larger),
-        ("at most", [(point.samples, point.noise) for point in measured.noise if point.low == 0], "try smaller --multiples"),
-    )
+    lowest = [(point.samples, point.low) for point in measured.noise if point.high == math.inf]
+    highest = [(point.samples, point.noise) for point in measured.noise if point.low == 0]
+    kinds = (("at least", lowest, larger), ("at most", highest, "try smaller --multiples"))
     return [
         f"at {len(bounds)} of {len(measured.noise)} places the {what} is only known to be {relation} a number, "
         f"{bounds[-1][1]:,.0f} the last time, after {bounds[-1][0]:,.0f} samples: the design follows other estimates, held to "
@@ -390,21 +380,15 @@ def _candidates(
         del found["early growth, frugal"]
         notes.append(f"the fastest ramp wastes less than {FRUGAL_WASTE:.0%} of the samples, so there is no more frugal one")
     try:
-        settings = _schedule_settings(f"0:{sizes[0]}")
         budget = {"steps": -1, "train_tokens": tokens, "train_samples": None, "learning_rate_schedule_steps": -1}
         seesaw = {"seesaw_factor": 2.0, "seesaw_max_batch_size": sizes[-1], "learning_rate_clock": "samples"}
-        planned = build_plan(replace(config, **(settings | budget | seesaw)), num_devices)
+        settings = NO_RAMP | budget | seesaw | {"batch_size_schedule": f"0:{sizes[0]}"}
+        planned = build_plan(replace(config, **settings), num_devices)
         found["seesaw"] = tuple((phase.start_sample, phase.global_batch_size) for phase in planned.ramp.phases)
     except RampupError as error:
         notes.append(f"no Seesaw candidate: {error}")
     found["one late switch"] = model.late_switch(sizes, samples=samples)
     return found
-
-
-def _schedule_settings(schedule: str) -> dict[str, Any]:
-    """Return the settings with which a configuration has a schedule instead of its own ramp."""
-    off = {"enable_rampup_batch_size": False, "seesaw_factor": None, "seesaw_max_batch_size": None}
-    return off | {"batch_size_schedule": schedule}
 
 
 def _assumptions(measured: Measurements, model: DesignModel, progress: float, sizes: Sequence[int]) -> list[str]:

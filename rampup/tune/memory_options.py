@@ -10,7 +10,7 @@ from typing import Any
 from rampup.config.schema import KEYS
 from rampup.engine.offload import bytes_per_device, host_memory_problem, reports_host_memory
 from rampup.errors import RampupError
-from rampup.tune.programs import Programs, Report, Size, take_turns
+from rampup.tune.programs import Programs, Report, Size, finite_bytes, take_turns
 
 SHORT_TIMING_SECONDS = 15.0
 # Configuration key -> the part of the training state that it keeps in host memory.
@@ -27,9 +27,8 @@ def find_memory_options(base: Programs, size: Size, usable: float, report: Repor
     def estimate(saved: int, **more: Any) -> MemoryOption:
         return _option(base.bytes(size) - saved, saved, usable, compiled=False, **more)
 
-    options: list[MemoryOption] = []
-    if (smaller := _smaller_microbatch(base, size, usable)) is not None:
-        options.append(smaller)
+    smaller = _smaller_microbatch(base, size, usable)
+    options = [] if smaller is None else [smaller]
     for name, settings in _changes(base):
         report(f"trying {name}")
         options.append(_compile_with(base, size, name, settings, usable))
@@ -77,10 +76,11 @@ def _compile_with(base: Programs, size: Size, name: str, settings: Mapping[str, 
         programs = Programs(replace(base.config, **settings), base.devices, target=base.target)
         same_size = programs.size(size.microbatch_size)
         used = programs.bytes(same_size)
+        problem = "the compiler still runs out of memory"
     except RampupError as error:
-        return _option(math.inf, math.inf, usable, name=name, settings=changed, remark=str(error).splitlines()[0])
+        used, problem = math.inf, str(error).splitlines()[0]
     if math.isinf(used):
-        return _option(used, used, usable, name=name, settings=changed, remark="the compiler still runs out of memory")
+        return _option(used, used, usable, name=name, settings=changed, remark=problem)
     slowdown = _slowdown(base, size, programs, same_size)
     programs.forget_state()
     return _option(used, base.bytes(size) - used, usable, name=name, settings=changed, slowdown=slowdown)
@@ -112,8 +112,8 @@ def _option(
     return {
         "name": name,
         "settings": dict(settings),
-        "bytes": int(used) if math.isfinite(used) else None,
-        "saved_bytes": int(saved) if math.isfinite(saved) else None,
+        "bytes": finite_bytes(used),
+        "saved_bytes": finite_bytes(saved),
         "fits": used <= usable,
         "slowdown": slowdown,
         "compiled": compiled,

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from rampup.batch_size.design_model import weighted_line
 from rampup.config.build import build_plan
 from rampup.config.schema import Config
 from rampup.data.batches import AHEAD_ON_DEVICE, step_batches
@@ -29,7 +30,6 @@ from rampup.plan.numbers import AUTO
 from rampup.plan.plan import RampPlan
 from rampup.plan.ramp import BatchRamp
 from rampup.plan.split import BatchSplit, BatchSplitter
-from rampup.plan.timetable import num_ticks
 from rampup.tune.topology import Compiled, Target, compile_on, refused_bytes
 
 Report = Callable[[str], None]
@@ -99,24 +99,27 @@ class Programs:
 
     def memory(self, size: Size) -> ProgramMemory | None:
         """Return the memory that a step takes of one device, or None if the compiler ran out of memory."""
-        if size not in self._memory and self.target is not None:
+        if size in self._memory:
+            return self._memory[size]
+        name, found = f"microbatch of {size.microbatch_size:,}", None
+        if self.target is not None:
             more = "" if self._more is None else f", {f'at most {self._more:,}' if self._more else 'none'} to come"
-            self._report(f"microbatch of {size.microbatch_size:,}: compiling{more}")
+            self._report(f"{name}: compiling{more}")
             answer = self._answers[size] = compile_on(self.target, self._lower(size), self.mesh)
-            self._memory[size] = answer.memory
-            source = "known" if answer.cached else f"compiled in {answer.seconds:.0f} s"
-            self._report(f"microbatch of {size.microbatch_size:,}: {self._describe(size)} ({source})")
-        elif size not in self._memory:
+            found, needed = answer.memory, refused_bytes(answer.refusal)
+            problem = "refused: it does not fit" + ("" if math.isinf(needed) else f", it needs {needed / 2**20:,.1f} MiB")
+            source = " (known)" if answer.cached else f" (compiled in {answer.seconds:.0f} s)"
+        else:
+            problem, source = "the compiler runs out of memory", ""
             try:
-                compiled = compile_program(self._lower(size))
+                self._compiled[size] = compile_program(self._lower(size))
+                found = program_memory(self._compiled[size])
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                self._memory[size] = None
-            else:
-                self._compiled[size], self._memory[size] = compiled, program_memory(compiled)
-            self._report(f"microbatch of {size.microbatch_size:,}: {self._describe(size)}")
-        return self._memory[size]
+        self._memory[size] = found
+        self._report(f"{name}: {problem if found is None else f'{self.bytes(size) / 2**20:,.1f} MiB'}{source}")
+        return found
 
     def bytes(self, size: Size) -> float:
         """Return the bytes that training takes of one device: the step and the prefetched batches."""
@@ -143,7 +146,8 @@ class Programs:
     def step_of(self, size: Size, num_microbatches: int) -> Callable[[], None]:
         """Return a function that runs one optimizer step on synthetic rows and waits for it."""
         self.memory(size)
-        program, chunks = self._compiled[size], self._chunks(size)
+        program, plan = self._compiled[size], self._plan_of(size)
+        chunks = next(step_batches(self._rows(plan.ramp.sizes[0]), plan, self.mesh, stop=1)).chunks
         split = self.split(size.microbatch_size, num_microbatches)
         counts = np.int32(split.num_pipeline_microbatches), np.int32(split.accumulation_steps)
 
@@ -152,11 +156,6 @@ class Programs:
             jax.block_until_ready((self._state, metrics))
 
         return step
-
-    def ticks(self, microbatch_size: int, num_microbatches: int) -> int:
-        """Return the pipeline ticks of a step."""
-        split, p, v = self.split(microbatch_size, num_microbatches), self.splitter.num_stages, self.splitter.num_repeats
-        return split.accumulation_steps * num_ticks(p, split.num_pipeline_microbatches, v)
 
     def split(self, microbatch_size: int, num_microbatches: int) -> BatchSplit:
         """Return the split of a batch of this many microbatches per replica."""
@@ -197,21 +196,14 @@ class Programs:
     def _row(self) -> Any:
         return jax.tree.map(lambda x: x[0], self._rows(1).read(np.arange(1)))
 
-    def _chunks(self, size: Size) -> tuple[Any, ...]:
-        """Return a full buffer of synthetic rows."""
-        plan = self._plan_of(size)
-        return next(step_batches(self._rows(plan.ramp.sizes[0]), plan, self.mesh, stop=1)).chunks
-
     def _batch_bytes(self, size: Size) -> int:
         """Return the bytes that the rows of a step take of one device."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._row)) * size.microbatch_size * size.num_microbatches
 
-    def _describe(self, size: Size) -> str:
-        bytes_ = self.bytes(size)
-        if self.target is not None and math.isinf(bytes_):
-            needed = refused_bytes(self._answers[size].refusal)
-            return "refused: it does not fit" + ("" if math.isinf(needed) else f", it needs {needed / 2**20:,.1f} MiB")
-        return "the compiler runs out of memory" if math.isinf(bytes_) else f"{bytes_ / 2**20:,.1f} MiB"
+
+def finite_bytes(number: float) -> int | None:
+    """Return bytes for JSON; None for infinitely many, those of a program that cannot be compiled."""
+    return int(number) if math.isfinite(number) else None
 
 
 def unconstrained(splitter: BatchSplitter) -> BatchSplitter:
@@ -256,14 +248,8 @@ def fit_line(points: Sequence[Point]) -> Point:
         >>> round(start, 6), round(slope, 6)
         (1.0, 2.0)
     """
-    weights = [1 / y**2 for _, y in points]
-    total = sum(weights)
-    mean_x, mean_y = (sum(w * p[axis] for w, p in zip(weights, points, strict=True)) / total for axis in (0, 1))
-    variance = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    if variance == 0:
-        return 0.0, mean_y / mean_x
-    slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points, strict=True)) / variance
-    return mean_y - slope * mean_x, slope
+    start, slope, squares = weighted_line([(x, y, 1 / y**2) for x, y in points])
+    return (start, slope) if squares else (0.0, start / points[0][0])
 
 
 def fit_tick_overhead(times: Mapping[int, Sequence[Point]], *, num_repeats: int) -> float | None:

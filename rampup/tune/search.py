@@ -7,6 +7,7 @@ unchanged and only split its batches differently.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +28,17 @@ from rampup.plan.plan import RampPlan
 from rampup.plan.split import BatchSplit
 from rampup.plan.topology import NOT_RUN_ON, Topology
 from rampup.tune.memory_options import find_memory_options
-from rampup.tune.programs import Programs, Report, Size, Timing, fit_line, fit_tick_overhead, take_turns, unconstrained
+from rampup.tune.programs import (
+    Programs,
+    Report,
+    Size,
+    Timing,
+    finite_bytes,
+    fit_line,
+    fit_tick_overhead,
+    take_turns,
+    unconstrained,
+)
 from rampup.tune.topology import Target, compiler_version, refused_bytes, topology_devices
 
 # Left free of a device's memory, for fragmentation and for what the backend's libraries allocate themselves.
@@ -45,6 +56,9 @@ MAX_COMPILED_SIZES = 3
 NEAR_THE_TOP = 3
 MAX_SHAPES = 8
 NOT_RUN = "not run: this is computed"
+# Of `RampPlan.phase_rows`.
+PHASE_KEYS = ("start_step", "global_batch_size", "per_device_batch_size", "accumulation_steps", "num_pipeline_microbatches",
+              "microbatch_size")  # fmt: skip
 
 # The result as JSON: docs/reference/json_output.md says what its keys mean.
 Facts = dict[str, Any]
@@ -78,15 +92,10 @@ class Proposal:
 
     def seconds(self, step_time: StepTime) -> float | None:
         """Return the time of all steps of the run without compilation, or None if a size was not timed."""
-        total, plan = 0.0, self.plan
-        for phase, split in zip(plan.ramp.phases, plan.splits, strict=True):
-            end = plan.total_steps if phase.num_steps is None else min(phase.start_step + phase.num_steps, plan.total_steps)
-            if end > phase.start_step:
-                time = step_time(split.microbatch_size, split.num_microbatches)
-                if time is None:
-                    return None
-                total += (end - phase.start_step) * time
-        return total
+        starts = [phase.start_step for phase in self.plan.ramp.phases][: len(self.reached)]
+        times = [step_time(split.microbatch_size, split.num_microbatches) for split in self.reached]
+        steps = [end - start for start, end in itertools.pairwise([*starts, self.plan.total_steps])]
+        return None if None in times else sum(number * (time or 0.0) for number, time in zip(steps, times, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as they are written in a configuration file."""
@@ -151,18 +160,10 @@ def tune(
         "memory_is_named": named,
         "margin": float(margin),
         "usable_bytes": usable,
-        "largest_microbatch": None,
-        "next_larger": None,
+        **dict.fromkeys(("largest_microbatch", "next_larger")),
         "next_larger_run": NOT_RUN,
-        "measured_peak_bytes": None,
-        "candidates": [],
-        "settings": None,
-        "run_seconds": None,
-        "phases": [],
-        "alternatives": [],
-        "pipeline_tick_overhead": None,
-        "levers": [],
-        "notes": [],
+        **dict.fromkeys(("measured_peak_bytes", "settings", "run_seconds", "pipeline_tick_overhead")),
+        **{name: [] for name in ("candidates", "phases", "alternatives", "levers", "notes")},
     }
     if programs.target is not None:
         unknown = ("executables", "compile_seconds", "memory", "collectives_per_step", "roofline_seconds", "roofline")
@@ -266,11 +267,15 @@ def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times
     if timed:
         # Ties go to fewer shapes, then to the earlier one.
         least = min(seconds for seconds, _ in timed)
-        tied = [choice for seconds, choice in timed if seconds <= least * (1 + _tolerance(programs))]
+        tolerance = TIE_TOLERANCE if programs.target is None else ESTIMATE_TOLERANCE
+        tied = [choice for seconds, choice in timed if seconds <= least * (1 + tolerance)]
         chosen = min(tied, key=lambda choice: (len(choice.sizes), choices.index(choice)))
     overhead, repeats = None, programs.splitter.num_repeats
     if programs.splitter.num_stages > 1:
-        points = {b: [(programs.ticks(b, n), timing.seconds) for n, timing in by_n.items()] for b, by_n in times.items()}
+        points = {
+            b: [(math.prod(programs.loop_trips(b, n)), timing.seconds) for n, timing in by_n.items()]
+            for b, by_n in times.items()
+        }
         overhead = fit_tick_overhead(points, num_repeats=repeats)
     seconds_key = "run_seconds" if programs.target is None else "roofline_run_seconds"
     others = sorted((choice for choice in choices if choice is not chosen), key=lambda choice: choice.run_seconds or math.inf)
@@ -279,12 +284,8 @@ def _choose(facts: Facts, programs: Programs, choices: Sequence[Proposal], times
         seconds_key: chosen.run_seconds,
         "phases": list(_phase_rows(programs, chosen, step_time)),
         "alternatives": [
-            {
-                "rampup_microbatch": other.policy,
-                "settings": other.to_dict(),
-                "executables": len(other.sizes),
-                seconds_key: other.run_seconds,
-            }
+            {"rampup_microbatch": other.policy, "settings": other.to_dict(), "executables": len(other.sizes)}
+            | {seconds_key: other.run_seconds}
             for other in others
         ],
         "pipeline_tick_overhead": overhead,
@@ -309,9 +310,6 @@ def memory_limit(memory_gib: str | float | None, devices: Sequence[jax.Device]) 
         problem = f"the device {devices[0].device_kind!r} has no memory limit of its own"
         raise ConfigError(f"{problem}; pass the limit to tune for, such as --memory-gib 16", key="memory-gib")
     return min(limits), False
-
-
-# Absent slices.
 
 
 def _target(config: RunKeys, topology: Topology | str, memory_gib: str | float | None, num_devices: int | None) -> Target:
@@ -339,42 +337,27 @@ def _roofline_seconds(programs: Programs, microbatch_size: int, num_microbatches
     return account and account.roofline(programs.target.topology, trips).seconds
 
 
-def _roofline_rate(seconds: float | None, tokens: int) -> Facts:
-    return {"roofline_seconds": seconds, "roofline_tokens_per_second": tokens / seconds if seconds else None}
-
-
 def _describe_programs(programs: Programs, chosen: Proposal) -> Facts:
     """Return the facts about the programs of the chosen settings for absent slices: those of a step in the last phase."""
     assert programs.target is not None
-    answers = [programs.answer(programs.size(b)) for b in chosen.sizes]
-    last, answer = chosen.reached[-1], programs.answer(programs.size(chosen.reached[-1].microbatch_size))
+    last, answers = chosen.reached[-1], [programs.answer(programs.size(b)) for b in chosen.sizes]
+    account = programs.answer(programs.size(last.microbatch_size)).account
     largest = max((each.memory for each in answers if each.memory), key=lambda memory: memory.total, default=None)
     facts: Facts = {
         "executables": len(answers),
         "compile_seconds": sum(each.seconds for each in answers),
         "memory": largest and {**asdict(largest), "total": largest.total},
     }
-    if answer.account is not None:
+    if account is not None:
         trips = programs.loop_trips(last.microbatch_size, last.num_microbatches)
-        roofline = answer.account.roofline(programs.target.topology, trips)
+        roofline = account.roofline(programs.target.topology, trips)
+        work = {"flops": sum(account.total_flops(trips).values()), "memory_bytes": account.total_memory_bytes(trips)}
         facts |= {
-            "collectives_per_step": answer.account.collective_rows(trips),
+            "collectives_per_step": account.collective_rows(trips),
             "roofline_seconds": roofline.seconds,
-            "roofline": {
-                **asdict(roofline),
-                "flops": sum(answer.account.total_flops(trips).values()),
-                "memory_bytes": answer.account.total_memory_bytes(trips),
-                "kernels_of_unknown_cost": list(answer.account.kernels),
-            },
+            "roofline": {**asdict(roofline), **work, "kernels_of_unknown_cost": list(account.kernels)},
         }
     return facts
-
-
-def _finite_bytes(number: float) -> int | None:
-    return None if math.isinf(number) else int(number)
-
-
-# The search: each trial is a compilation, so the number of trials matters.
 
 
 # The largest size that fits, and the next one, which was tried and does not; None if there is none.
@@ -460,9 +443,6 @@ def largest_within(sizes: Sequence[int], cost: Callable[[int], float], limit: fl
     return sizes[low] if low >= 0 else None, sizes[high] if high < len(sizes) else None
 
 
-# The proposals: settings that change the microbatches and not the ramp.
-
-
 def proposals(config: Config, plan: RampPlan, found: int) -> tuple[Proposal, ...]:
     """Return the settings worth timing if `found` is the largest microbatch that fits, those with the own policy first.
 
@@ -528,25 +508,17 @@ def _propose(config: Config, plan: RampPlan, settings: Mapping[str, Any], found:
     return Proposal(policy=made.splitter.rampup_microbatch, settings=changed, plan=made)
 
 
-# The measurement, and what follows from it.
-
-
 def _time_sizes(programs: Programs, choices: Sequence[Proposal], usable: float, report: Report) -> Times:
     """Time the sizes of the proposals that fit on this machine, each with one pass and with the most microbatches."""
     wanted = list(dict.fromkeys(b for choice in choices for b in sorted(choice.sizes, reverse=True)))[:MAX_TIMED_SIZES]
-    steps: dict[tuple[int, int], Callable[[], None]] = {}
-    for b in wanted:
-        size = programs.size(b)
-        if programs.bytes(size) <= usable and programs.fits_here(size):
-            for number in sorted({programs.pass_unit, size.num_microbatches}):
-                steps[b, number] = programs.step_of(size, number)
-    if not steps:
+    sizes = [size for b in wanted if programs.bytes(size := programs.size(b)) <= usable and programs.fits_here(size)]
+    if not sizes:
         return {}
+    numbers = {size: sorted({programs.pass_unit, size.num_microbatches}) for size in sizes}
+    steps = {(size.microbatch_size, n): programs.step_of(size, n) for size in sizes for n in numbers[size]}
     report(f"timing microbatches of {', '.join(f'{b:,}' for b in sorted({b for b, _ in steps}))}")
-    times: dict[int, dict[int, Timing]] = {b: {} for b, _ in steps}
-    for (b, number), timing in take_turns(steps).items():
-        times[b][number] = timing
-    return times
+    found = take_turns(steps)
+    return {b: {n: timing for (other, n), timing in found.items() if other == b} for b, _ in steps}
 
 
 def _candidates(programs: Programs, times: Times, usable: float) -> list[Facts]:
@@ -556,47 +528,30 @@ def _candidates(programs: Programs, times: Times, usable: float) -> list[Facts]:
         size = programs.size(b)
         used, timing = programs.bytes(size), times[b][size.num_microbatches] if b in times else None
         tokens = b * size.num_microbatches * programs.splitter.data_parallel_size * programs.config.max_target_length
-        row = {
-            "microbatch_size": b,
-            "num_microbatches": size.num_microbatches,
-            "bytes": _finite_bytes(used),
-            "fits": used <= usable,
-            "step_seconds": timing and timing.seconds,
-            "spread": timing and timing.spread,
-            "rounds": timing and timing.rounds,
-            "tokens_per_second": timing and tokens / timing.seconds,
-        }
+        row: Facts = {"microbatch_size": b, "num_microbatches": size.num_microbatches, "bytes": finite_bytes(used)}
+        row |= {"fits": used <= usable, **dict.fromkeys(("step_seconds", "spread", "rounds", "tokens_per_second"))}
+        if timing is not None:
+            row |= {"step_seconds": timing.seconds, "spread": timing.spread, "rounds": timing.rounds}
+            row["tokens_per_second"] = tokens / timing.seconds
         if programs.target is not None:
-            row |= _roofline_rate(_roofline_seconds(programs, b, size.num_microbatches, usable), tokens)
+            seconds = _roofline_seconds(programs, b, size.num_microbatches, usable)
+            row |= {"roofline_seconds": seconds, "roofline_tokens_per_second": seconds and tokens / seconds}
         rows.append(row)
     return rows
 
 
 def _phase_rows(programs: Programs, chosen: Proposal, step_time: StepTime) -> Iterator[dict[str, Any]]:
     """Yield a row for each phase: how its batch is split, the memory it needs of a device, and its speed."""
-    for phase, split, row in zip(chosen.plan.ramp.phases, chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
-        b = split.microbatch_size
-        is_estimate = programs.target is not None
+    for split, row in zip(chosen.plan.splits, chosen.plan.phase_rows(), strict=True):
+        b, is_estimate = split.microbatch_size, programs.target is not None
         # The program of the run; an estimate takes the one that was compiled, whose buffer is that of the largest batch.
         size = programs.size(b) if is_estimate else Size(microbatch_size=b, num_microbatches=chosen.plan.max_microbatches[b])
         seconds = step_time(b, split.num_microbatches)
         tokens = split.global_batch_size * programs.config.max_target_length
-        yield {
-            "start_step": phase.start_step,
-            "global_batch_size": split.global_batch_size,
-            "per_device_batch_size": row["per_device_batch_size"],
-            "accumulation_steps": split.accumulation_steps,
-            "num_pipeline_microbatches": split.num_pipeline_microbatches,
-            "microbatch_size": b,
-            "bytes": _finite_bytes(programs.bytes(size)),
-            "step_seconds": None if is_estimate else seconds,
-            "tokens_per_second": tokens / seconds if seconds and not is_estimate else None,
-            **(_roofline_rate(seconds, tokens) if is_estimate else {}),
-        }
-
-
-def _tolerance(programs: Programs) -> float:
-    return TIE_TOLERANCE if programs.target is None else ESTIMATE_TOLERANCE
+        speed = {"step_seconds": seconds, "tokens_per_second": tokens / seconds if seconds else None}
+        if is_estimate:
+            speed = dict.fromkeys(speed) | {f"roofline_{name.removeprefix('step_')}": value for name, value in speed.items()}
+        yield {name: row[name] for name in PHASE_KEYS} | {"bytes": finite_bytes(programs.bytes(size)), **speed}
 
 
 def _notes(
@@ -606,12 +561,12 @@ def _notes(
     if faster:
         best = min(faster, key=lambda choice: choice.run_seconds or 0.0)
         name = " ".join(f"{key}={value}" for key, value in best.to_dict().items()) or "the configuration as it is"
-        why = "such times vary more than that"
+        tolerance, why = TIE_TOLERANCE, "such times vary more than that"
         if programs.target is not None:
-            why = "an estimate leaves out what each microbatch costs apart from its arithmetic"
+            tolerance, why = ESTIMATE_TOLERANCE, "an estimate leaves out what each microbatch costs apart from its arithmetic"
         yield (
             f"{name} is {1 - (best.run_seconds or 0.0) / (chosen.run_seconds or 1.0):.1%} faster than what is recommended, but "
-            f"within {_tolerance(programs):.0%} it is a tie ({why}): the fewest compiled programs win, then the "
+            f"within {tolerance:.0%} it is a tie ({why}): the fewest compiled programs win, then the "
             "configuration's own rampup_microbatch, then the largest microbatch"
         )
     if programs.target is not None:

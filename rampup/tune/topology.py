@@ -100,12 +100,9 @@ def _devices(topology: Topology) -> Sequence[Any]:
     from jax.experimental import topologies
 
     options: dict[str, Any] = {"chips_per_host_bounds": topology.chips_per_host}
-    if any(topology.wrap):
-        options["wrap"] = topology.wrap
-    if topology.num_slices > 1:
-        options["num_slices"] = topology.num_slices
-    if topology.chip.config is not None:
-        options["chip_config_name"] = topology.chip.config
+    options |= {"wrap": topology.wrap} if any(topology.wrap) else {}
+    options |= {"num_slices": topology.num_slices} if topology.num_slices > 1 else {}
+    options |= {} if topology.chip.config is None else {"chip_config_name": topology.chip.config}
     # libtpu reads them when it is loaded; a compilation later does not need them.
     absent = {name: value for name, value in _ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(absent)
@@ -120,8 +117,8 @@ def _devices(topology: Topology) -> Sequence[Any]:
         for name in absent:
             os.environ.pop(name, None)
     if len(found.devices) != topology.num_devices:
-        rule = f"has {topology.num_devices} devices, but {compiler_version()} gives {len(found.devices)}"
-        raise ConfigError(f"topology={topology.name} {rule}", key="topology")
+        rule = f"topology={topology.name} has {topology.num_devices} devices"
+        raise ConfigError(f"{rule}, but {compiler_version()} gives {len(found.devices)}", key="topology")
     return tuple(found.devices)
 
 
@@ -192,19 +189,17 @@ def compile_on(target: Target, lowered: Any, mesh: jax.sharding.Mesh) -> Compile
             known = json.loads(file.read_text(encoding="utf-8")) | {"cached": True}
             known["memory"] = known["memory"] and ProgramMemory(**known["memory"])
             return Compiled(**known | {"account": known["account"] and Account.from_json(known["account"])})
-    start = time.perf_counter()
+    start, compiled, refusal = time.perf_counter(), None, ""
     try:
         compiled = _in_thread(lambda: compile_for(lowered, kind=target.topology.chip.name, hbm_bytes=target.hbm_bytes))
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         refusal = " ".join(str(error).split())[:_MAX_REFUSAL]
-        found = Compiled(memory=None, account=None, refusal=refusal, seconds=time.perf_counter() - start)
-    else:
-        seconds = time.perf_counter() - start
-        shape = tuple((str(name), size) for name, size in mesh.shape.items())
-        account = account_of(Program(compiled.as_text()), shape)
-        found = Compiled(memory=program_memory(compiled), account=account, seconds=seconds)
+    seconds, shape = time.perf_counter() - start, tuple((str(name), size) for name, size in mesh.shape.items())
+    account = None if compiled is None else account_of(Program(compiled.as_text()), shape)
+    memory = None if compiled is None else program_memory(compiled)
+    found = Compiled(memory=memory, account=account, refusal=refusal, seconds=seconds)
     if file is not None:
         # At once, so that another process never reads half of a file.
         with contextlib.suppress(OSError):
@@ -236,8 +231,5 @@ def refused_bytes(refusal: str) -> float:
         >>> refused_bytes("memory required for HLO temporaries (2.5G) exceeds available HBM (1.75G)") / 2**30
         2.5
     """
-    match = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds|Used ([\d.]+)([KMGT]?) of", refusal)
-    if match is None:
-        return math.inf
-    number, unit = (match.group(1), match.group(2)) if match.group(1) else (match.group(3), match.group(4))
-    return float(number) * 1024 ** " KMGT".index(unit or " ")
+    match = re.search(r"\(([\d.]+)([KMGT]?)\) exceeds", refusal) or re.search(r"Used ([\d.]+)([KMGT]?) of", refusal)
+    return math.inf if match is None else float(match.group(1)) * 1024 ** " KMGT".index(match.group(2) or " ")

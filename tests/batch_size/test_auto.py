@@ -65,11 +65,8 @@ def test_auto_schedule_never_uses_an_illegal_size(number):
                 assert plan.splitter.problem(after, "auto") is None
                 assert after <= plan.reserved_sizes[-1]
                 outlook = auto.outlook(step=step, sample=sample, noise=NoiseEstimate(value=None, low=noise, high=None))
-                said = [
-                    " -> " in outlook,
-                    "the largest batch" in outlook,
-                    "need a noise" in outlook or "more samples" in outlook,
-                ]
+                needs = "need a noise" in outlook or "more samples" in outlook
+                said = [" -> " in outlook, "the largest batch" in outlook, needs]
                 assert said == [after > before, before == after == plan.reserved_sizes[-1], before == after != auto.sizes[-1]]
         replay = BatchRamp.from_schedule(auto.schedule)
         assert [replay.global_batch_size_at(step) for step in range(200)] == sizes
@@ -112,16 +109,9 @@ def test_auto_schedule_checks_every_size_before_the_run():
     with pytest.raises(RampupError) as caught:
         build_plan(Config(**pair | {"per_device_batch_size": 20}, eval_per_device_batch_size=0.3, ici_fsdp_parallelism=3), 2)
     assert str(caught.value).count("must be a multiple of the first of 12") == 1
-    wrong = {
-        "learning_rate_clock": "samples",
-        "learning_rate_batch_scaling": "sqrt",
-        "measure_gradient_noise": False,
-        "rampup_microbatch": "auto",
-        "enable_rampup_batch_size": True,
-        "batch_scaling": "half_life",
-        "train_samples": 1000,
-    }
-    for name, value in wrong.items():
+    wrong = {"learning_rate_clock": "samples", "learning_rate_batch_scaling": "sqrt", "batch_scaling": "half_life"}
+    wrong |= {"measure_gradient_noise": False, "rampup_microbatch": "auto", "enable_rampup_batch_size": True}
+    for name, value in (wrong | {"train_samples": 1000}).items():
         with pytest.raises(ConfigError, match=f"batch_size_schedule=auto needs {name}="):
             Config(batch_size_schedule="auto", **{name: value})
     with pytest.raises(ConfigError, match="auto_schedule"):

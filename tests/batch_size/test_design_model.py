@@ -14,7 +14,6 @@ from rampup.batch_size.design_model import (
     NoiseCurve,
     NoisePoint,
     StepTimes,
-    format_schedule,
     loss_penalty,
     loss_slope,
     noise_curves,
@@ -142,17 +141,6 @@ def test_best_schedule_is_the_optimum_for_noise_of_every_shape(models):
         assert [start for start, _ in schedule] == sorted({start for start, _ in schedule})
 
 
-def test_best_schedule_is_no_slower_than_a_search():
-    """Of all ramps with up to three sizes and switches at eight places, none is faster."""
-    rng, sizes = random.Random(1), (8, 32, 128)
-    for _ in range(3):
-        model = random_model(rng, sizes, 1e4)
-        best = model.run(model.best_schedule(sizes, progress=1e4), progress=1e4).seconds
-        for first, second in itertools.combinations_with_replacement([0, *np.geomspace(50, 20_000, 8).round()], 2):
-            ramp = {0: 8} | {first: 32} | {second: 128}
-            assert best <= model.run(tuple(sorted(ramp.items())), progress=1e4).seconds * 1.001
-
-
 def test_frugal_schedule_is_no_slower_than_a_search():
     """Of all ramps with up to three sizes and switches at ten places that waste as little, none is more than 1% faster."""
     rng, sizes, samples = random.Random(2), (8, 16, 32, 64), 20_000
@@ -187,6 +175,9 @@ def test_bounds_are_no_points():
     noise, low, high = noise_curves([NoisePoint(100, 8, 40.0, 0.0, 80.0), *points])
     assert (noise.at(1.0), low.at(1.0), high.at(1.0)) == (40.0, 1.0, 80.0)
     assert noise_curves([open_end])[0].at(1.0) == 50.0
+    # A single measurement cannot show its growth with the data, which is then that of the literature.
+    single, *_ = noise_curves([NoisePoint(1000, 10, 100.0, 50.0, 200.0)])
+    assert single.at(10 * 1000 / 1.1) == pytest.approx(100 * 10**0.47)
     model = DesignModel(noise=noise_curves([open_end])[2], times=StepTimes.fit({8: 1.0}))
     assert model.run(((0, 8),), samples=800).progress == pytest.approx(800)
 
@@ -239,13 +230,6 @@ def test_noise_curve_recovers_a_power_law():
         assert curve.at(place) == pytest.approx(5 * place**0.6, rel=0.05)
 
 
-def test_one_measurement_grows_as_published():
-    """A single critical batch cannot show its growth with the data."""
-    curve, *_ = noise_curves([NoisePoint(1000, 10, 100.0, 50.0, 200.0)])
-    assert curve.at(1.0) == pytest.approx(100.0)
-    assert curve.at(10 * 1000 / 1.1) == pytest.approx(100 * 10**0.47)
-
-
 def test_step_times_interpolate_and_extend():
     """Measured times are kept; beyond them a line, and never below the time in proportion to the batch."""
     times = StepTimes.fit({8: 2.0, 16: 2.5, 32: 4.0})
@@ -256,21 +240,6 @@ def test_step_times_interpolate_and_extend():
     for bad in ({}, {0: 1.0}, {8: 0.0}):
         with pytest.raises(DataError):
             StepTimes.fit(bad)
-
-
-def test_frugal_schedule_keeps_its_promise():
-    """It wastes at most the given share of progress, and is faster than the smallest batch."""
-    noise, samples = reference()
-    model = DesignModel(noise=noise, times=StepTimes.fit(curves()[9]))
-    smallest = model.run(((0, SIZES[0]),), samples=samples)
-    before = math.inf
-    for waste in (0.02, 0.05, 0.2):
-        schedule = model.frugal_schedule(SIZES, samples=samples, waste=waste)
-        found = model.run(schedule, samples=samples)
-        assert found.progress >= (1 - waste) * smallest.progress
-        assert found.seconds < min(before, smallest.seconds)
-        assert [size for _, size in schedule] == sorted({size for _, size in schedule})
-        before = found.seconds
 
 
 def test_late_switch_is_one_switch_in_the_second_half():
@@ -295,11 +264,3 @@ def test_loss_penalty_is_the_slope_for_small_differences():
     points = [(n, 5 - 0.3 * math.log(n)) for n in range(1, 100)]
     assert loss_slope(points) == pytest.approx(0.3)
     assert loss_slope(points[:3]) is None
-
-
-def test_schedules_are_legal_text():
-    """A schedule parses back into the same ramp, in samples and in tokens."""
-    schedule = ((0, 8), (1000, 16), (1500, 32))
-    assert BatchRamp.from_schedule(format_schedule(schedule)) == BatchRamp.piecewise(schedule)
-    text = format_schedule(schedule, tokens_per_sample=128)
-    assert BatchRamp.from_schedule(text, sequence_length=128) == BatchRamp.piecewise(schedule)

@@ -55,14 +55,12 @@ def test_timescale_of_the_weight_decay_is_constant(scaling):
             assert segment.global_batch_size / (segment.scale * constants.weight_decay) == pytest.approx(48 / 0.1)
 
 
-def test_weight_decay_follows_the_tokens_of_the_run():
-    """Ten times the tokens take a tenth of the weight decay."""
-    scaling = AdamScaling(weight_decay="timescale", token_ratio=10.0)
-    assert scaling.constants(AdamConstants(weight_decay=0.1), ratio=1, rate_scale=1).weight_decay == pytest.approx(0.01)
-
-
 def test_floor_and_ceiling():
-    """Scaled values stay within their limits; unscaled ones are left alone."""
+    """Scaled values stay within their limits; unscaled ones are left alone. Ten times the tokens take a tenth of the decay."""
+    base = AdamConstants(b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.3)
+    assert set(adam_constants(plan(), base, AdamScaling())) == {base}
+    scaling = AdamScaling(weight_decay="timescale", token_ratio=10.0)
+    assert scaling.constants(base, ratio=1, rate_scale=1).weight_decay == pytest.approx(0.03)
     scaling = AdamScaling(b2="half_life", b2_floor=0.95, b2_ceiling=0.9999)
     values = [scaling.constants(AdamConstants(b2=0.999), ratio=batch / 32, rate_scale=1).b2 for batch in (1, 32, 512, 2048)]
     assert values == [0.9999, 0.999, pytest.approx(0.999**16), 0.95]
@@ -81,13 +79,6 @@ def test_values_that_are_no_decay_rates_are_refused(scaling, reference, b2, text
     with pytest.raises(ConfigError, match=text) as caught:
         adam_constants(plan(reference_batch_size=reference), AdamConstants(b2=b2), scaling)
     assert caught.value.key == "batch_scaling"
-
-
-def test_without_scaling_nothing_changes():
-    """The constants of every phase are those that were given."""
-    base = AdamConstants(b1=0.8, b2=0.9, eps=1e-6, weight_decay=0.3)
-    assert set(adam_constants(plan(), base, AdamScaling())) == {base}
-    assert not AdamScaling(b2_floor=0.9, token_ratio=3).is_active
 
 
 @pytest.mark.parametrize("wrong", [{"b2": "halflife"}, {"eps": "half_life"}, {"weight_decay": "sde"}])

@@ -29,8 +29,7 @@ def test_laws_give_the_values_of_their_formulas():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "params", "key"),
-    [("0", "1B", "train-tokens"), ("x", "1B", "train-tokens"), ("-5", "1B", "train-tokens"), ("1B", "1.5", "params")],
+    ("tokens", "params", "key"), [*((tokens, "1B", "train-tokens") for tokens in ("0", "x", "-5")), ("1B", "1.5", "params")]
 )
 def test_bad_numbers_are_refused(tokens, params, key):
     """The error names the option."""

@@ -1,12 +1,6 @@
 """Tests of benchmarks/hlo.py."""
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from hlo import Loops, Reductions, all_reduces, pipeline_loops
-from jax.sharding import NamedSharding, PartitionSpec
-
-from rampup.engine.mesh import make_mesh
 
 HLO = """
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -39,18 +33,6 @@ def test_all_reduces_multiplies_by_the_iterations():
     inner, branch, outside = 2 * 3 * 4 + 4 * 2, 4, 7
     assert all_reduces(HLO, unknown_trips=3) == Reductions(15 + 3 + 1, 15 * inner + 3 * branch + outside, 2)
     assert all_reduces(HLO, unknown_trips=3).times(2) == Reductions(38, 2 * (15 * inner + 3 * branch + outside), 2)
-
-
-def test_all_reduces_reads_a_compiled_program():
-    """A sum over a sharded axis in a loop is found in the compiler's text, with its bytes and iterations."""
-    mesh = make_mesh(devices=jax.devices()[:4])
-    x = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, PartitionSpec("data")))
-
-    def total(x, number):
-        return jax.lax.fori_loop(0, number, lambda i, so_far: so_far + jnp.sum(x * so_far, axis=0), jnp.zeros(4))
-
-    compiled = jax.jit(total, out_shardings=NamedSharding(mesh, PartitionSpec())).lower(x, jnp.int32(1)).compile()
-    assert all_reduces(compiled.as_text(), unknown_trips=6) == Reductions(6, 6 * 16, 1)
 
 
 PIPELINE_HLO = """
@@ -97,5 +79,3 @@ def test_pipeline_loops_counts_loops_that_permute():
     assert pipeline_loops(PIPELINE_HLO) == Loops(iterations=5 + 7, permutes=1 + 2, matmuls=1 + 1)
     unknown = PIPELINE_HLO.replace('"known_trip_count":{"n":"7"}', "")
     assert pipeline_loops(unknown) == Loops(iterations=None, permutes=3, matmuls=2)
-    nothing = "ENTRY %main (x: f32[]) -> f32[] {\n  ROOT %x = f32[] parameter(0)\n}\n"
-    assert pipeline_loops(nothing) == Loops(iterations=0, permutes=0, matmuls=0)

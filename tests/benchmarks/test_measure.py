@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from measure import BenchResult, Measurements, RowPrinter, Seconds, print_result, take_turns
+from measure import BenchResult, Seconds, print_result, take_turns
 from rich.console import Console
 
 RESULT = BenchResult(
@@ -17,29 +17,8 @@ def test_take_turns_rotates_and_drops_the_warm_up():
     times = take_turns({name: lambda name=name: order.append(name) for name in "abc"}, rounds=2, warm_up=1)
     assert "".join(order) == "abcbcacab"
     assert [len(times[name].all) for name in "abc"] == [2, 2, 2]
-
-
-def test_seconds_summarize():
-    """The median, and the interquartile range over it."""
     seconds = Seconds(all=(1.0, 2.0, 3.0, 4.0, 5.0))
     assert (seconds.median, seconds.spread) == (3, pytest.approx(2 / 3))
-    assert Seconds(all=(1.0,)).spread == 0
-
-
-def test_measurements_report_each_row():
-    """Rows are reported one by one, with their number and the total, and printed with the time that remains."""
-    out, seen = io.StringIO(), []
-    printer = RowPrinter("demo", Console(file=out, width=200))
-
-    def on_row(row, done, total):
-        seen.append((row, done, total))
-        printer(row, done, total)
-
-    found = Measurements(2, on_row)
-    found.add({"n": n, "missing": None} for n in range(2))
-    assert seen == [({"n": 0, "missing": None}, 1, 2), ({"n": 1, "missing": None}, 2, 2)]
-    assert found.rows == [row for row, _, _ in seen]
-    assert "demo 1/2, about 0 s left: n=0" in out.getvalue()
 
 
 def test_result_is_a_table_in_each_format():

@@ -65,9 +65,9 @@ def manual_step(mesh, lost=()):
     return jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, "data")), out_specs=P(), check_vma=False)
 
 
-def batch_of(mesh, *, microbatches=MICROBATCHES):
+def batch_of(mesh):
     """Return the microbatches of a step on the mesh."""
-    return place(mesh, jnp.ones((microbatches, ROWS, WIDTH)), None, "data")
+    return place(mesh, jnp.ones((MICROBATCHES, ROWS, WIDTH)), None, "data")
 
 
 def test_inspect_says_that_a_gspmd_scan_reduces_in_every_microbatch(mesh):
@@ -76,6 +76,8 @@ def test_inspect_says_that_a_gspmd_scan_reduces_in_every_microbatch(mesh):
     facts = found.to_dict()
     assert not found.reduces_once
     assert facts["gradient_bytes_in_loops"] == MICROBATCHES * NUM_BYTES
+    # The matrix products of the network: two forward, and three backward without the input's.
+    assert sum(facts["flops"].values()) == MICROBATCHES * 5 * (2 * ROWS // 4 * WIDTH * 2 * WIDTH)
     assert {c.axes for c in found.repeated_reductions} == {("data",)}
     assert facts["accumulators"] == {"f32": {"arrays": 2, "bytes": NUM_BYTES}}
     assert f"({NUM_BYTES:,} bytes) are reduced over data in every microbatch" in found.findings[0]
@@ -117,23 +119,16 @@ def test_inspect_names_the_type_of_the_accumulators(mesh, dtype):
     assert any("summed in bf16" in finding for finding in found.findings) == (name == "bf16")
 
 
-def test_inspect_finds_gradients_that_are_reduced_once(mesh):
-    """A step that accumulates on each replica has no reduction in the loop."""
-    found = rampup.inspect(jax.jit(manual_step(mesh)), place(mesh, PARAMS), batch_of(mesh))
-    assert found.reduces_once
-    assert found.repeated_reductions == ()
+@pytest.mark.parametrize("lost", [(), ("in",), ("out",)])
+def test_inspect_tells_gradients_that_are_reduced_once_from_a_lost_tag(mesh, lost):
+    """A step that accumulates on each replica has no reduction in the loop; an array that has one is named with its shape."""
+    found = rampup.inspect(jax.jit(manual_step(mesh, lost=lost)), place(mesh, PARAMS), batch_of(mesh))
+    assert found.reduces_once == (not lost)
     assert sum(c.num_bytes for c in found.gradient_reductions) == NUM_BYTES
-    assert "reduced over data once, after the loop" in found.findings[0]
-
-
-@pytest.mark.parametrize("lost", ["in", "out"])
-def test_inspect_finds_a_lost_reduction_tag(mesh, lost):
-    """One array that is reduced in every microbatch, although the others are not, is named with its shape."""
-    found = rampup.inspect(jax.jit(manual_step(mesh, lost=(lost,))), place(mesh, PARAMS), batch_of(mesh))
-    assert not found.reduces_once
-    assert sum(c.num_bytes for c in found.repeated_reductions) == PARAMS[lost].nbytes
-    shape = ",".join(map(str, PARAMS[lost].shape))
-    assert any("lost their reduction tag" in text and f"f32[{shape}]" in text for text in found.findings)
+    assert sum(c.num_bytes for c in found.repeated_reductions) == sum(PARAMS[name].nbytes for name in lost)
+    shapes = [f"f32[{','.join(map(str, PARAMS[name].shape))}]" for name in lost]
+    said = "lost their reduction tag" if lost else "reduced over data once, after the loop"
+    assert any(said in text and all(shape in text for shape in shapes) for text in found.findings)
 
 
 @pytest.mark.skipif(not hasattr(jax.sharding, "reshard"), reason="this JAX has no explicit sharding with reduced axes")
@@ -215,14 +210,6 @@ def test_inspect_reads_a_train_step(mesh):
     assert found.donated_bytes >= 3 * NUM_BYTES
     assert sum(found.f32_matmuls.values()) == sum(found.account.total_flops(found.loop_trips).values()) > 0
     assert found.to_dict()["memory"]["total"] > 0
-
-
-def test_inspect_counts_flops_with_the_trips_of_the_loop(mesh):
-    """The FLOPs of the matrix products are those of the network: two forward, and three backward without the input's."""
-    single = 2 * ROWS // 4 * WIDTH * 2 * WIDTH
-    for number in (1, 2, 5):
-        found = rampup.inspect(scan_step, place(mesh, PARAMS), batch_of(mesh, microbatches=number))
-        assert sum(found.account.total_flops(found.loop_trips).values()) == number * 5 * single
 
 
 def test_inspect_finds_updates_in_a_loop_and_missing_donation(mesh):

@@ -65,6 +65,9 @@ def test_progress_prints_lines_without_a_terminal():
     assert "evaluation after step 59: loss 4.500" in text
     assert "stopped after 60 steps; resume with: rampup train runs/x" in text
     assert "0:00 left" in text
+    # A bar in a terminal shows step, phase, batch, loss, rate and time left; each phase still has a line.
+    bar = shown(console={"force_terminal": True, "color_system": None})
+    assert all(part in bar for part in ("step 59, phase 3, batch 16, loss 4.410", "tokens/s", "left", "phase 2 from step"))
 
 
 def test_progress_prints_decisions_that_change_the_batch_and_sometimes_the_others():
@@ -95,37 +98,23 @@ def test_progress_says_how_to_keep_the_learning_rate(length, end):
 
 
 def test_progress_names_phases_only_with_a_ramp():
-    """Without a ramp no line has a phase; one of reinforcement learning has its rollout."""
+    """Without a ramp no line has a phase; one of reinforcement learning has its rollout. Finished and resumed runs say so."""
     console, plan = Console(file=io.StringIO(), width=120), build_plan(Config(enable_rampup_batch_size=False), 1)
     progress = TrainProgress(console)
-    progress(events.RunStarted(step=0, folder=Path("runs/x"), plan=plan))
+    for step in (plan.total_steps, 30):
+        progress(events.RunStarted(step=step, folder=Path("runs/x"), plan=plan))
+    assert console.file.getvalue().splitlines() == [
+        "the run in runs/x is finished: nothing to do",
+        "resumed after step 29 from a checkpoint",
+        "compiling the training step",
+    ]
     progress(events.PhaseStarted(step=0, phase=0))
     metrics = {"step": 0, "consumed_samples": 16, "phase": 0, "global_batch_size": 16, "loss": 5.0, "tokens_per_second": 9.0}
     progress(events.StepDone(step=0, metrics=metrics | {"rollout": 3}))
-    lines = console.file.getvalue().splitlines()
-    assert lines[1:] == [
+    assert console.file.getvalue().splitlines()[3:] == [
         "16 samples per step = 1 replica * 1 microbatch * 16 samples",
         "step 0, rollout 3, batch 16, loss 5.000, 9 tokens/s, 16 samples, ? left",
     ]
-
-
-def test_progress_draws_a_bar_in_a_terminal():
-    """The bar shows step, phase, batch, loss, rate and time left; each phase still has a line."""
-    text = shown(console={"force_terminal": True, "color_system": None})
-    for part in ("step 59, phase 3, batch 16, loss 4.410", "tokens/s", "left", "phase 2 from step"):
-        assert part in text
-
-
-def test_progress_reports_resumed_and_finished_runs():
-    """A resumed run names its step; for a finished one there is nothing to do."""
-    console = Console(file=io.StringIO(), width=120)
-    progress = TrainProgress(console)
-    progress(next(run_events()))
-    progress(events.RunStarted(step=30, folder=Path("runs/x"), plan=PLAN))
-    progress(events.RunStarted(step=60, folder=Path("runs/x"), plan=PLAN))
-    progress.close()
-    assert "resumed after step 29" in console.file.getvalue()
-    assert "the run in runs/x is finished: nothing to do" in console.file.getvalue()
 
 
 def test_progress_time_left_counts_samples(monkeypatch):

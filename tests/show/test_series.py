@@ -39,20 +39,13 @@ def test_rate_points_are_steps_of_the_run():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"consumed_samples": None},
-        {"consumed_samples": "8"},
-        {"consumed_samples": -1},
-        {"global_batch_size": 1.5},
-        {"phase": True},
-    ],
+    ("key", "value"), [*(("consumed_samples", value) for value in (None, "8", -1)), ("global_batch_size", 1.5), ("phase", True)]
 )
-def test_run_metrics_refuse_missing_counts(change):
+def test_run_metrics_refuse_missing_counts(key, value):
     """A line without the integers that pictures need is refused with run, step and key."""
     with pytest.raises(DataError, match="mine, step 0 of its metrics") as caught:
-        RunMetrics.from_lines("mine", [LINE | change])
-    assert caught.value.key == next(iter(change))
+        RunMetrics.from_lines("mine", [LINE | {key: value}])
+    assert caught.value.key == key
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "eval.jsonl"])
@@ -69,18 +62,13 @@ def test_run_metrics_refuse_a_damaged_line(tmp_path, name):
 
 @pytest.mark.parametrize("value", [None, "x", math.nan, math.inf, True, [1]])
 def test_run_metrics_losses_that_are_not_finite_are_gaps(value):
-    """A loss that is not finite is not drawn, and a mean ignores it."""
-    run = RunMetrics.from_lines("a", [LINE | {"loss": value}, LINE | {"step": 1, "consumed_samples": 16}])
+    """A loss that is not finite is not drawn, and a mean ignores it; an evaluation of no step is left out."""
+    evals = [{"step": 0, "eval_loss": 2.0}, {"step": 9, "eval_loss": 3.0}]
+    run = RunMetrics.from_lines("a", [LINE | {"loss": value}, LINE | {"step": 1, "consumed_samples": 16}], evals)
+    assert (run.eval_samples, run.eval_losses) == ((8,), (2.0,))
     assert math.isnan(run.losses[0])
     assert mean_of_neighbours(run.samples, run.losses, most=1) == ([16], [1.5], 2)
     assert run.by_phase()[0]["last loss"] == 1.5
-
-
-def test_run_metrics_place_evaluations_by_step():
-    """An evaluation is drawn at the samples of its step; one whose step is missing is left out."""
-    evals = [{"step": 0, "eval_loss": 2.0}, {"step": 9, "eval_loss": 3.0}]
-    run = RunMetrics.from_lines("a", [LINE], evals)
-    assert (run.eval_samples, run.eval_losses) == ((8,), (2.0,))
 
 
 @pytest.mark.parametrize(

@@ -77,21 +77,17 @@ def test_piped_output_is_plain():
 @pytest.mark.parametrize(
     ("outcome", "said"), [("runs", "uses the sizes as written"), ("pads", "pads its batches"), ("drops", "drops samples")]
 )
-def test_print_verdict_headline(outcome, said):
-    """The first line has the result of the check and of the run."""
-    first = shown(Verdict(system="trlx", outcome=outcome), width=80).splitlines()[0]
+def test_print_verdict_starts_with_the_result_and_ends_with_what_each_size_changes(outcome, said):
+    """The result of the check and of the run, a summary, the rules; the effect of each size needs --verbose."""
+    changes = (Meaning(says="a = 1 -> 2", means="steps 4 -> 2"),)
+    verdict = Verdict(system="trlx", outcome=outcome, summary="1 prompt; 1 step", version="of some month", changes=changes)
+    short, long = shown(verdict, width=200), shown(verdict, width=200, verbose=True)
+    first, *rest = short.splitlines()
     assert first.startswith("trlx: its own check accepts the file")
     assert said in first
-
-
-def test_print_verdict_says_what_each_size_changes_only_on_request():
-    """The effect of each size needs --verbose, which the last line says."""
-    verdict = Verdict(system="trlx", changes=(Meaning(says="a = 1 -> 2", means="steps 4 -> 2"),))
-    short, long = shown(verdict, width=200), shown(verdict, width=200, verbose=True)
-    assert "steps 4 -> 2" not in short
-    assert "--verbose adds" in short
-    assert "steps 4 -> 2" in long
-    assert "--verbose" not in long
+    assert rest[:2] == ["1 prompt; 1 step", "rules: of some month"]
+    assert ["steps 4 -> 2" in text for text in (short, long)] == [False, True]
+    assert ["--verbose adds" in text for text in (short, long)] == [True, False]
 
 
 @pytest.mark.parametrize(("count", "folded"), [(12, 0), (13, 2), (117, 106)])
@@ -105,9 +101,3 @@ def test_print_verdict_folds_long_tables_of_phases(count, folded):
     assert f"{1000 + count - 1:,}" in short
     assert (f"{folded:,} phases are folded" in short) == bool(folded)
     assert "folded" not in long
-
-
-def test_print_verdict_has_a_summary_and_the_version_of_the_rules():
-    """They are the second and the third line."""
-    verdict = Verdict(system="verl", summary="1 prompt; 1 step", version="veRL of some month")
-    assert shown(verdict, width=80).splitlines()[1:3] == ["1 prompt; 1 step", "rules: veRL of some month"]

@@ -102,10 +102,7 @@ def test_critical_batches_that_are_bounds_are_no_points(tmp_path):
     assert [point.is_bound for point in points] == [True, False, True]
     config = rampup.Config(batch_size_schedule="0:16", steps=1000)
     found = rampup.design_ramp(config, run, num_devices=1, train_tokens=10**7, max_batch=256)
-    assert [any(f"{relation} a number" in note for note in found["notes"]) for relation in ("at least", "at most")] == [
-        True,
-        True,
-    ]
+    assert all(any(f"{relation} a number" in note for note in found["notes"]) for relation in ("at least", "at most"))
     write_critical(run, "step-300-a").write_text('{"step": 300}')
     with pytest.raises(RampupError, match=r"result\.json is not a result of `rampup critical`"):
         Measurements.read([run], rampup.Config())

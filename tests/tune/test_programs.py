@@ -5,6 +5,8 @@ from fractions import Fraction
 import jax
 import pytest
 from helpers.tiny import TUNED
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rampup import Config, build_plan
 from rampup.engine.mesh import make_mesh
@@ -54,12 +56,6 @@ def test_take_turns_runs_steps_equally_often():
     assert take_turns({"a": step("a")}, seconds=0)["a"].rounds == 1
 
 
-def test_fit_line_goes_through_its_points():
-    """Two points are enough; points with the same x give the line through 0."""
-    assert fit_line([(2, 10.0), (6, 18.0)]) == pytest.approx((6, 2))
-    assert fit_line([(4, 2.0), (4, 2.0)]) == pytest.approx((0, 0.5))
-
-
 @pytest.mark.parametrize("repeats", [1, 2, 4])
 @pytest.mark.parametrize("overhead", [0, 0.25, 3])
 def test_fit_tick_overhead_inverts_predicted_time(repeats, overhead):
@@ -76,10 +72,24 @@ def test_fit_tick_overhead_inverts_predicted_time(repeats, overhead):
     assert fit_tick_overhead(times, num_repeats=repeats) == pytest.approx(overhead, abs=1e-6)
 
 
-def test_fit_tick_overhead_returns_none_without_enough_data():
-    """One size, one number of ticks and decreasing times give None; a negative overhead becomes 0."""
-    assert fit_tick_overhead({1: [(5, 1.0), (9, 2.0)]}, num_repeats=1) is None
-    assert fit_tick_overhead({1: [(5, 1.0)], 2: [(5, 2.0)]}, num_repeats=1) is None
-    assert fit_tick_overhead({1: [(5, 2.0), (9, 1.0)], 2: [(5, 2.0), (9, 3.0)]}, num_repeats=1) is None
-    assert fit_tick_overhead({1: [(5, 2.0), (9, 3.0)], 2: [(5, 2.0), (9, 3.0)]}, num_repeats=1) is None
-    assert fit_tick_overhead({2: [(1, 1.0), (2, 2.0)], 4: [(1, 3.0), (2, 6.0)]}, num_repeats=1) == 0
+@pytest.mark.parametrize(
+    ("times", "overhead"),
+    [
+        ({1: [(5, 1.0), (9, 2.0)]}, None),  # one size
+        ({1: [(5, 1.0)], 2: [(5, 2.0)]}, None),  # one number of ticks
+        ({1: [(5, 2.0), (9, 1.0)], 2: [(5, 2.0), (9, 3.0)]}, None),  # times that decrease
+        ({1: [(5, 2.0), (9, 3.0)], 2: [(5, 2.0), (9, 3.0)]}, None),  # times that do not grow with the size
+        ({2: [(1, 1.0), (2, 2.0)], 4: [(1, 3.0), (2, 6.0)]}, 0),  # a negative overhead
+    ],
+)
+def test_fit_tick_overhead_returns_none_without_enough_data(times, overhead):
+    """What the times do not determine is None."""
+    assert fit_tick_overhead(times, num_repeats=1) == overhead
+
+
+@given(st.integers(1, 200), st.floats(1e-4, 10), st.integers(1, 3))
+def test_fit_line_of_one_place_goes_through_zero(x, y, number):
+    """Points with the same x give the line through 0, whatever their mean rounds to; two places give the line through both."""
+    assert fit_line([(x, y)] * number) == (0.0, pytest.approx(y / x, rel=1e-9))
+    start, slope = fit_line([(x, y), (x + 4, 2 * y)])
+    assert [start + slope * place for place in (x, x + 4)] == pytest.approx([y, 2 * y], rel=1e-6)
