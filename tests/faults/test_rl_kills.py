@@ -48,7 +48,7 @@ class RolloutCampaign(Campaign):
 
     def start(self, name):
         """Start a run, or go on with it."""
-        return processes.start(run, self.settings | {"run_name": name}, log=self.base / name / victim.LOG_FILE)
+        return processes.start(run, self.common | {"run_name": name}, log=self.base / name / victim.LOG_FILE)
 
     def check(self, name):
         """Assert that a finished run is the one that was never killed, bit for bit."""
@@ -61,7 +61,7 @@ def kill_often(base, kills, rollouts, **others):
     steps = rollouts * (4 if others.get("mini_batch_size") == -1 else 8)
     # A pause that reaches over a random number of the next eight updates.
     campaign = RolloutCampaign(base, steps=steps, pause=0.05, seed=0)
-    campaign.settings = {"base_output_directory": str(base), "num_batches": rollouts, **others}
+    campaign.common = {"base_output_directory": str(base), "num_batches": rollouts, **others}
     campaign.finish("whole")
     campaign.strike_until(kills, ["SIGKILL"] * 4 + ["SIGTERM", "SIGINT"])
 
