@@ -50,10 +50,10 @@ def run(args: argparse.Namespace, console: Console) -> Result:
         work_folder=args.work,
         report=lambda line: progress.print(line, style="dim", soft_wrap=True),
     )
-    return Result(facts=found.to_dict(), show=lambda console: _print_result(found, console))
+    return Result(facts=found.to_dict(), show=lambda console: _print_result(found, args.run, console))
 
 
-def _print_result(found: CriticalBatch, console: Console) -> None:
+def _print_result(found: CriticalBatch, run: str, console: Console) -> None:
     from rampup.show.console import make_table, print_notes
     from rampup.show.format import format_value
 
@@ -80,7 +80,10 @@ def _print_result(found: CriticalBatch, console: Console) -> None:
         tried = ",".join(map(str, (*found.smaller, *(branch.multiple for branch in found.branches[:2]))))
         reason = "there is none below 1" if found.critical_batch_size == 1 else "half of it is not legal on these devices"
         print_notes([f"no smaller batch was tried: {f'--multiples {tried}' if found.smaller else reason}"], console)
-    console.print(f'from here on: enable_rampup_batch_size=false batch_size_schedule="{found.batch_size_schedule}"')
+    console.print(
+        f"to go on with it: rampup train {run} on_plan_change=continue_by_samples enable_rampup_batch_size=false "
+        f'batch_size_schedule="{found.batch_size_schedule}", and a larger steps= if the run is finished'
+    )
     if found.noise_scale_samples is None:
         print_notes(["the run measured no gradient noise scale to compare with: measure_gradient_noise=true"], console)
     else:

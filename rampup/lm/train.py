@@ -377,8 +377,8 @@ class Run:
                 known = ramp_before(saved.record)
                 ramp = None if known is None else BatchRamp.from_rows(known["ramp"])
             state, start = loop.restore(state, saved, ramp_before=ramp)
-            if is_primary():
-                # Only now: a run that is refused must leave the configuration of the run in this folder alone.
+            if is_primary() and start < plan.total_steps:
+                # Only now: a run that is refused or finished must leave the configuration of the run in this folder alone.
                 text = run_yaml(config, num_devices=plan.num_devices, run_name=folder.name)
                 write_whole(folder / CONFIG_FILE, text.encode())
             _, summary = loop.train(state, start)

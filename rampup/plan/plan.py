@@ -315,6 +315,12 @@ class RampPlan:
         unreached = [phase.index for phase in self.ramp.phases if phase.start_step >= self.total_steps]
         if unreached:
             notes.append(f"steps={self.total_steps:,} ends before phase {unreached[0]} and those after it")
+        after = self.total_steps - (self.learning_rate_schedule_steps or self.total_steps)
+        if after > 0:
+            notes.append(
+                f"the learning rate's schedule ends after {self.learning_rate_schedule_steps:,} steps: the other "
+                f"{after:,} have the rate of its end, which is 0 after a whole decay"
+            )
         return tuple(notes)
 
     def _sizes_of(self, split: BatchSplit, gradient_accumulation_steps: int) -> dict[str, int | float]:

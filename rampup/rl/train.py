@@ -231,7 +231,7 @@ class RolloutRun:
             # A checkpoint restores every array to the devices; those of the host belong there.
             host = jax.device_get({"experience": state.experience, "tally": state.tally})
             state = state.replace(step=np.array(state.step, np.int32), **host)
-            if is_primary():
+            if is_primary() and start < self.schedule.total_steps:
                 text = run_yaml(config, num_devices=jax.device_count(), run_name=folder.name)
                 write_whole(folder / CONFIG_FILE, text.encode())
             _, summary = loop.train(state, start)

@@ -179,7 +179,8 @@ class TrainProgress:
                 self._console.print(f"{parameters} on {devices}; run folder {event.folder}")
             case events.RunStarted() if event.step >= event.plan.total_steps:
                 self._plan = event.plan
-                self._console.print(f"the run in {event.folder} is finished: nothing to do")
+                longer = "num_batches" if isinstance(event.plan, RolloutSchedule) else "steps"
+                self._console.print(f"the run in {event.folder} is finished: nothing to do; a larger {longer} trains longer")
             case events.RunStarted():
                 self._plan, self._unit = event.plan, "samples" if event.tokens_per_sample == 1 else "tokens"
                 if event.step:

@@ -16,6 +16,7 @@ from rampup.batch_size.critical import critical_bound
 from rampup.batch_size.design_model import (
     FRUGAL_WASTE,
     DesignModel,
+    NoiseCurve,
     NoisePoint,
     Schedule,
     StepTimes,
@@ -189,7 +190,14 @@ class Measurements(NamedTuple):
                 )
             lines = _checked_lines(path)
             seconds = _run_seconds(path, config, lines, notes) | seconds
-            found = _critical_points(path) or _noise_points(lines)
+            found = _noise_points(lines)
+            if (critical := _critical_points(path)) is not None:
+                found = "critical", _with_noise_around(critical, [] if found is None else found[1])
+                if found[1][0] is critical[0]:
+                    notes.append(
+                        f"nothing was measured before sample {critical[0].samples:,}: the critical batch there is taken "
+                        "from the start on; `rampup critical RUN_DIR --step STEP` measures at an earlier checkpoint"
+                    )
             if found is not None and noise is None:
                 noise = found
                 losses = [(line["consumed_samples"], line["loss"]) for line in lines if line.get("loss") is not None]
@@ -252,7 +260,24 @@ def _run_seconds(folder: Path, config: Config, lines: Sequence[Mapping[str, Any]
     return {size: float(size * own.max_target_length / rate) for size, rate in throughput.items()}
 
 
-def _critical_points(folder: Path) -> tuple[str, list[NoisePoint]] | None:
+def _with_noise_around(critical: list[NoisePoint], noise: Sequence[NoisePoint]) -> list[NoisePoint]:
+    """Return critical batches, with the noise scale of the run before the first and after the last one.
+
+    Both measure the same quantity, the critical batch better but only at its checkpoint. So the noise scale is multiplied by
+    the ratio of the two there, unless one of them is only a bound.
+    """
+    exact = tuple((point.samples, point.noise) for point in noise if not point.is_bound)
+
+    def moved(points: list[NoisePoint], to: NoisePoint) -> list[NoisePoint]:
+        ratio = to.noise / NoiseCurve(knots=exact, growth=0.0).at(to.samples) if exact and not to.is_bound else 1.0
+        return [point._replace(noise=point.noise * ratio, low=point.low * ratio, high=point.high * ratio) for point in points]
+
+    first, last = critical[0], critical[-1]
+    before = moved([point for point in noise if point.samples < first.samples], first)
+    return [*before, *critical, *moved([point for point in noise if point.samples > last.samples], last)]
+
+
+def _critical_points(folder: Path) -> list[NoisePoint] | None:
     """Return what `rampup critical` has found at the checkpoints of a run; the largest window of each counts."""
     parent, by_step = folder.with_name(f"{folder.resolve().name}{CRITICAL_SUFFIX}"), dict[int, tuple[int, NoisePoint]]()
     for file in sorted(parent.glob(f"step-*/{CRITICAL_RESULT}"), key=str):
@@ -273,7 +298,7 @@ def _critical_points(folder: Path) -> tuple[str, list[NoisePoint]] | None:
             ) from error
         if step not in by_step or tokens > by_step[step][0]:
             by_step[step] = tokens, point
-    return ("critical", [point for _, (_, point) in sorted(by_step.items())]) if by_step else None
+    return [point for _, (_, point) in sorted(by_step.items())] or None
 
 
 def _noise_points(lines: Sequence[Mapping[str, Any]]) -> tuple[str, list[NoisePoint]] | None:
@@ -395,7 +420,8 @@ def _assumptions(measured: Measurements, model: DesignModel, progress: float, si
     """Return in sentences what the model assumes."""
     last = model.noise.knots[-1][0]
     kind = (
-        "the critical batch of `rampup critical` is taken as the noise scale, the batch in which half of a sample is wasted"
+        "the critical batch of `rampup critical` is taken as the noise scale, the batch in which half of a sample is wasted; "
+        "before and after its checkpoints, the measured noise scale in proportion"
         if measured.source == "critical"
         else "the measured noise scale is that of plain gradients; with Adam the true one can be very different: "
         "`rampup critical` at a few checkpoints is a better measurement"

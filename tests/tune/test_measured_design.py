@@ -72,6 +72,11 @@ def test_design_keeps_what_is_at_least(tmp_path):
     assert any("only a batch of 16 was timed" in each and "tune.json" in each for each in found["assumptions"])
 
 
+def without_noise(number, line):
+    """Take the noise out of a line."""
+    return {"gradient_noise_trace": None}
+
+
 def write_critical(run, name, **values):
     """Write a result of `rampup critical` next to a run."""
     found = {"step": 100, "consumed_samples": 6400, "global_batch_size": 64, "critical_batch_size": 64, "tokens": 1000}
@@ -84,7 +89,7 @@ def write_critical(run, name, **values):
 
 def test_largest_window_of_a_checkpoint_counts(tmp_path):
     """Of two results at one checkpoint, that with more tokens counts, whichever file is newer."""
-    run = write_run(tmp_path / "run", [(1.0, 1.0)] * 20)
+    run = write_run(tmp_path / "run", [(1.0, 1.0)] * 20, change=without_noise)
     for number, (tokens, size) in enumerate(((10_000_000, 64), (100_000, 32))):
         file = write_critical(run, f"step-100-{number}", tokens=tokens, critical_batch_size=size)
         os.utime(file, (1e9 + number, 1e9 + number))
@@ -92,9 +97,22 @@ def test_largest_window_of_a_checkpoint_counts(tmp_path):
     assert (measured.source, [point.noise for point in measured.noise]) == ("critical", [64.0])
 
 
+def test_a_late_critical_batch_keeps_the_measured_growth(tmp_path):
+    """Before the only checkpoint that `rampup critical` measured, the noise scale of the run counts, in proportion to it."""
+    run = write_run(tmp_path / "run", measured_steps(np.random.default_rng(0), BATCH, 400))
+    noise = Measurements.read([run], rampup.Config()).noise
+    write_critical(run, "step-400-a", step=400, consumed_samples=400 * BATCH, critical_batch_size=64)
+    measured = Measurements.read([run], rampup.Config())
+    before = [point for point in noise if point.samples < 400 * BATCH]
+    assert len(before) > 1
+    ratio = 64 / noise[-1].noise
+    assert [point.noise for point in measured.noise] == pytest.approx([*(point.noise * ratio for point in before), 64])
+    assert not any("nothing was measured before" in note for note in measured.notes)
+
+
 def test_critical_batches_that_are_bounds_are_no_points(tmp_path):
     """The smallest batch of the branches is an upper bound, the largest a lower one, and the notes say so."""
-    run = write_run(tmp_path / "run", [(1.0, 1.0)] * 20)
+    run = write_run(tmp_path / "run", [(1.0, 1.0)] * 20, change=without_noise)
     for step, size in ((100, 32), (200, 64), (300, 128)):
         write_critical(run, f"step-{step}-a", step=step, consumed_samples=64 * step, critical_batch_size=size)
     points = Measurements.read([run], rampup.Config()).noise
