@@ -7,11 +7,13 @@ command that runs is imported. Exit codes: 0 success, 1 failed, 2 refused, 130 i
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import io
 import json
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -65,6 +67,8 @@ class _Parser(argparse.ArgumentParser):
     """Turns wrong usage into an error like any other."""
 
     def error(self, message: str) -> NoReturn:
+        if option := re.match(r"unrecognized arguments: --([a-z]\w*)(?:[ =]([^-\s]\S*))?$", message):
+            message += f"; a key of the configuration is set without dashes, {option[1]}={option[2] or 'VALUE'}"
         raise ConfigError(f"{message}; see `{self.prog} --help`", path=COMMAND_LINE)
 
 
@@ -136,9 +140,9 @@ def _dispatch(arguments: list[str]) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        raise ConfigError(
-            f"unknown command {name!r}; choose from {', '.join(COMMANDS)}", path=COMMAND_LINE, nearest=tuple(COMMANDS)
-        )
+        close = "".join(f"; did you mean {known}?" for known in difflib.get_close_matches(name, COMMANDS, n=1))
+        problem = f"unknown command {name!r}{close or '; choose from ' + ', '.join(COMMANDS)}"
+        raise ConfigError(problem, path=COMMAND_LINE, nearest=tuple(COMMANDS))
     command: list[str] = []
     if name == "check" and "--" in rest:  # what follows is a command of another system
         rest, command = rest[: rest.index("--")], rest[rest.index("--") + 1 :]

@@ -125,7 +125,7 @@ def make_mesh(axes: MeshAxes | None = None, devices: Sequence[jax.Device] | None
             fix = f"set ici_{name}_parallelism=1 and dcn_{name}_parallelism=1"
             raise ConfigError(f"{problem}; {fix}", key=f"ici_{name}_parallelism", nearest=(1,))
     if axes.num_devices != len(devices):
-        problem = f"the plan is for num_devices={axes.num_devices}, but JAX sees {len(devices)} here"
+        problem = f"the axes of the mesh need {axes.num_devices} devices, but JAX sees {len(devices)} here"
         raise ConfigError(problem, key="num_devices", nearest=(-1,))
     # Auto: the compiler partitions along fsdp and tensor. The training step makes data and stage manual where it needs that.
     return Mesh(_arrange(axes, devices), AXIS_NAMES, axis_types=(AxisType.Auto,) * len(AXIS_NAMES))

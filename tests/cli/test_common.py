@@ -124,3 +124,20 @@ def test_a_tpu_is_not_searched_for_where_there_is_none(tmp_path, monkeypatch):
         common.skip_absent_tpu()
         found[vendor, given] = os.environ.get("JAX_PLATFORMS")
     assert list(found.values()) == ["cpu", None, "cuda"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["trian", "configs/base.yml"], "unknown command 'trian'; did you mean train?"),
+        (["xyz"], "unknown command 'xyz'; choose from plan, train"),
+        (["plan", "configs/base.yml", "--steps", "10"], "set without dashes, steps=10;"),
+        (["plan", "configs/base.yml", "--steps=10"], "set without dashes, steps=10;"),
+        (["plan", "configs/base.yml", "--steps"], "set without dashes, steps=VALUE;"),
+    ],
+    ids=str,
+)
+def test_a_slip_on_the_command_line_gets_a_hint(arguments, hint, capsys):
+    """A misspelled command, and a key that is written as an option."""
+    assert cli.main(arguments) == 2
+    assert hint in capsys.readouterr().err
