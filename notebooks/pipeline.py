@@ -243,16 +243,13 @@ looks = ["o-", "s--", "^:", "D-.", "v-"]
 for text, look in zip(OVERHEADS.split(","), looks, strict=False):
     overhead = Fraction(text.strip())
     choices = pipeline_candidates(SAMPLES, num_stages=STAGES_TO_CHOOSE_FOR, overhead=overhead, multiple=STAGES_TO_CHOOSE_FOR)
-    best, by_size = choices[0], sorted(choices, key=lambda choice: choice.num_microbatches)
-    times = [float(choice.predicted_time / best.predicted_time) for choice in by_size]
-    axis.plot(
-        [choice.num_microbatches for choice in by_size],
-        times,
-        look,
-        label=f"h = {text.strip()}: m = {best.num_microbatches}, b = {best.microbatch_size}, {float(best.bubble):.0%} idle",
-    )
+    best, times = choices[0], {choice.num_pipeline_microbatches: choice.predicted_time for choice in choices}
+    microbatches = sorted(times)
+    idle = f"m = {best.num_pipeline_microbatches}, b = {best.microbatch_size}, {float(best.bubble_fraction):.0%} idle"
+    ratios = [float(times[m] / best.predicted_time) for m in microbatches]
+    axis.plot(microbatches, ratios, look, label=f"h = {text.strip()}: {idle}")
 axis.set_xscale("log", base=2)
-axis.set_xticks([choice.num_microbatches for choice in by_size], [str(choice.num_microbatches) for choice in by_size])
+axis.set_xticks(microbatches, [str(m) for m in microbatches])
 axis.set(xlabel="microbatches m of a step", ylabel="predicted time / fastest", ylim=(0.9, 3))
 axis.legend(title="fastest m at overhead h", frameon=False)
 plt.show()
