@@ -217,10 +217,14 @@ def result(folder, **changes):
 def test_critical_says_what_is_only_a_bound(bound, size, smaller, words, tmp_path, capsys):
     """A batch that wins at the edge of what was tried is a bound, with what to try next."""
     found = result(tmp_path, bound=bound, critical_batch_size=size, smaller=tuple(map(Fraction, smaller)))
-    _print_result(found, Console(width=400))
+    _print_result(found, "runs/demo", Console(width=400))
     printed = " ".join(capsys.readouterr().out.split())
     assert [each for each in words if each not in printed] == []
     assert ("was tried" in printed) == (bound != "exact")
+    assert (
+        "rampup train runs/demo on_plan_change=continue_by_samples enable_rampup_batch_size=false batch_size_schedule="
+        in printed
+    )
 
 
 @pytest.mark.slow
