@@ -218,7 +218,7 @@ def big_batch(problem: Problem, tx: optax.GradientTransformation) -> StepFn:
 def microbatched(problem: Problem, tx: optax.GradientTransformation, rows: int) -> StepFn:
     """Return a step around `optax.microbatching`: (state, batch_B, number) -> (state, loss).
 
-    The batch has `strided` rows in microbatches of `rows`, of which the first `number` count.
+    The batch has `strided` rows in microbatches of `rows`. The first `number` microbatches count.
     """
 
     def sums(params: Any, batch_R: Any) -> tuple[Any, jax.Array, jax.Array]:

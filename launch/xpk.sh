@@ -17,8 +17,8 @@ case " $*" in
 esac
 [ "$SLICES" = 1 ] || set -- "$@" "num_slices=$SLICES"
 
-# A pod that is evicted gets SIGTERM and has the grace period to save a checkpoint. Then all pods start again, also those that ended
-# with an exit code of their own because a pod was gone, and resume.
+# A pod that is evicted gets SIGTERM and has the grace period to save a checkpoint. Then all pods start again, also those that failed
+# because another pod was gone, and resume.
 xpk workload create --project="$PROJECT" --zone="$ZONE" --cluster="$CLUSTER" --workload="$NAME" \
     --tpu-type="${TYPE:-v5litepod-16}" --num-slices="$SLICES" --docker-image="$IMAGE" \
     --max-restarts=100 --restart-on-user-code-failure --termination-grace-period-seconds=300 \

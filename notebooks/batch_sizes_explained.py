@@ -271,7 +271,7 @@ except rampup.RampupError as error:
 # ## Pack sequences
 #
 # Responses differ in length. If each is padded to the longest, most of the work is padding. `pack` fills microbatches
-# up to a token budget. They have a few shapes, each of which is compiled once, and every replica gets the same
+# up to a token budget. They have a few shapes. Each is compiled once, and every replica gets the same
 # number.
 
 # %%

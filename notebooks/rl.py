@@ -110,7 +110,7 @@ plt.show()
 # %% [markdown]
 # ## Arithmetic
 #
-# `rampup train configs/rl.yml` runs this from the command line. The warm start imitates answers of which half are right.
+# `rampup train configs/rl.yml` runs this from the command line. The warm start imitates answers; half of them are right.
 # The reward, 1 for a right answer, then teaches the policy more than the answers did. The run has a folder with
 # checkpoints and metrics, and resumes exactly.
 
