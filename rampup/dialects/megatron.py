@@ -6,11 +6,12 @@ Megatron's own roundings. The run finds many problems only when the step of a ph
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 from rampup.config.yaml import Located, parse_scalar
 from rampup.dialects.convert import PretrainingJob
-from rampup.dialects.reading import Entry, Launch, Settings, Source, entry, read_source, type_settings
+from rampup.dialects.reading import Entry, Launch, Settings, Source, entry, read_source, resolve_reference, type_settings
 from rampup.dialects.rules import Dialect, Rule, Side, around, at_least, multiple
 from rampup.dialects.script import Command, unknown_names
 from rampup.dialects.verdict import Conversion, Term, counted, times
@@ -42,8 +43,6 @@ VERSION = "megatron_version"
 EVAL_MICRO, EVAL_GLOBAL = "eval_micro_batch_size", "eval_global_batch_size"
 # What splits layers over stages in another way than evenly.
 UNEVEN = (*ENDS, *EXTRAS, LAYOUT, PARTITION, "deepspeed")
-_REFERENCE = re.compile(r"\$\{\s*([A-Za-z_][\w.]*)\s*\}")
-_MAX_HOPS = 20
 _DEVICES = ("nnodes", "nproc_per_node", "num_nodes", "devices")
 
 KEYS: dict[str, Entry] = {
@@ -82,13 +81,13 @@ KEYS: dict[str, Entry] = {
     EVAL_GLOBAL: entry(None, "batch of evaluation; unset: that of training", minimum=1, unit="samples", optional=True),
 }
 ALIASES = {
-    "num_virtual_stages_per_pipeline_rank": "virtual_pipeline_model_parallel_size",
-    "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
+    "num_virtual_stages_per_pipeline_rank": VIRTUAL,
+    "microbatch_group_size_per_virtual_pipeline_stage": GROUP,
     "encoder_seq_length": "seq_length",
     "gpus_per_node": "nproc_per_node",
     **{f"num_layers_in_{end}_pipeline_stage": key for end, key in zip(("first", "last"), ENDS, strict=True)},
 }
-_NEGATIVES = {"no_overlap_p2p_communication": "overlap_p2p_comm", "no_overlap_p2p_comm": "overlap_p2p_comm"}
+_NEGATIVES = {"no_overlap_p2p_communication": OVERLAP, "no_overlap_p2p_comm": OVERLAP}
 
 
 def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
@@ -101,16 +100,32 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     renamed = []
     for setting in reading.overrides:
         name, equals, value = setting.partition("=")
-        known = not name.startswith("-") and canonical(name) in KEYS
-        renamed.append(f"{canonical(name)}{equals}{value}" if known else setting)
+        is_known = not name.startswith("-") and canonical(name) in KEYS
+        renamed.append(f"{canonical(name)}{equals}{value}" if is_known else setting)
     overridden = {setting.partition("=")[0] for setting in renamed}
     # Groups such as MODEL_ARGS_2 beside MODEL_ARGS are further runs, as those in a script.
     groups = {name.rpartition(".")[0] for name in reading.leaves}
     later = sorted(group for group in groups if (match := re.fullmatch(r"(.+)_\d+", group)) and match[1] in groups)
-    located = reading.leaves
+    located = dict(reading.leaves)
     if reading.command is None:
-        first = {name: value for name, value in located.items() if name.rpartition(".")[0] not in later}
-        located = _from_yaml(first, reading.path, overridden)
+        names: dict[str, list[str]] = {}
+        for name in located:
+            if name.rpartition(".")[0] not in later:
+                names.setdefault(canonical(name), []).append(name)
+        located = {}
+        for known, same in names.items():
+            depth = min(name.count(".") for name in same)  # the least nested of several names counts
+            values = {name: reading.leaves[name] for name in same if name.count(".") == depth}
+            for name, value in values.items():
+                with contextlib.suppress(ConfigError):  # one to Megatron's own name of a key is resolved later
+                    content = resolve_reference(value.value, name, reading.leaves, {})
+                    values[name] = dataclasses.replace(value, value=content)
+            (first, value), *rest = values.items()
+            for other, second in rest:
+                if known in KEYS and known not in overridden and second.value != value.value:
+                    said = f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with"
+                    raise ConfigError(f"{said} {known}=...", key=known, path=reading.path, line=second.line)
+            located.update([_normalize(known, value)])
     # What a script does not say about the devices is one question: the size of the job.
     if any(isinstance(located[name].value, str) and unknown_names(located[name].value) for name in _DEVICES if name in located):
         located = {name: value for name, value in located.items() if name not in _DEVICES}
@@ -129,44 +144,18 @@ def canonical(name: str) -> str:
     return ALIASES.get(plain, plain)
 
 
-def _from_yaml(leaves: Mapping[str, Located], path: str, overridden: Collection[str]) -> dict[str, Located]:
-    found: dict[str, list[str]] = {}
-    for name in leaves:
-        found.setdefault(canonical(name), []).append(name)
-    located: dict[str, Located] = {}
-    for known, names in found.items():
-        # The least nested of several names counts.
-        depth = min(name.count(".") for name in names)
-        (first, value), *rest = [(name, _resolve_reference(leaves[name], leaves)) for name in names if name.count(".") == depth]
-        for other, second in rest:
-            if known in KEYS and known not in overridden and second.value != value.value:
-                said = f"{known} is given twice, as {first}={value.value!r} and {other}={second.value!r}; choose one with"
-                raise ConfigError(f"{said} {known}=...", key=known, path=path, line=leaves[other].line)
-        located.update([_normalize(known, value)])
-    return located
-
-
-def _resolve_reference(value: Located, leaves: Mapping[str, Located]) -> Located:
-    for _ in range(_MAX_HOPS):
-        match = _REFERENCE.fullmatch(value.value.strip()) if isinstance(value.value, str) else None
-        if match is None or match[1] not in leaves:
-            return value
-        value = leaves[match[1]]
-    return value
-
-
-def _normalize(name: str, value: Located) -> tuple[str, Located]:
+def _normalize(name: str, located: Located) -> tuple[str, Located]:
     """Return a key and its value in the form that the key takes: lists as text, a negative option as its opposite."""
-    content = value.value
-    if name in _NEGATIVES and isinstance(content, bool):
-        return _NEGATIVES[name], dataclasses.replace(value, value=not content)
-    if name == RAMP and isinstance(content, list):
-        return name, dataclasses.replace(value, value=" ".join(map(str, content)) or "[]")
-    if name == LAYOUT and isinstance(content, list):
-        return name, dataclasses.replace(value, value="|" * (len(content) - 1) or "L")  # only the number of stages counts
-    if name in (RAMP, SCHEDULE) and isinstance(content, int | float) and not isinstance(content, bool):
-        return name, dataclasses.replace(value, value=str(content))
-    return name, value
+    value = located.value
+    if name in _NEGATIVES and isinstance(value, bool):
+        name, value = _NEGATIVES[name], not value
+    elif name == RAMP and isinstance(value, list):
+        value = " ".join(map(str, value)) or "[]"
+    elif name == LAYOUT and isinstance(value, list):
+        value = "|" * (len(value) - 1) or "L"  # only the number of stages counts
+    elif name in (RAMP, SCHEDULE) and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    return name, dataclasses.replace(located, value=value)
 
 
 def read_options(command: Command) -> dict[str, Located]:
@@ -435,11 +424,9 @@ class MegatronJob(PretrainingJob):
             "micro_batch_size": self.micro,
             "num_stages": self.stages,
             "num_repeats": self.chunks,
-            "thresholds_samples": None,
+            "thresholds_samples": [[entry.samples, entry.size] for entry in self.thresholds] if self.has_schedule else None,
             "num_microbatches": self.num_microbatches,
         }
-        if self.has_schedule:
-            derived["thresholds_samples"] = [[entry.samples, entry.size] for entry in self.thresholds]
         if self.ramp is not None:
             derived |= {
                 "global_batch_size": self.ramp.sizes[-1],
@@ -461,20 +448,20 @@ class MegatronJob(PretrainingJob):
         """
         if self.ramp is None or not self.splits or not self.has_ramp:
             return None
-        by_size: dict[int, Mapping[str, Any]] = {}
-        for size in self.sizes:
+        rows = []
+        for phase in self.ramp.phases:
             splitter = BatchSplitter(
                 data_parallel_size=self.replicas,
                 num_stages=self.stages,
                 num_repeats=self.chunks if self.stages > 1 else 1,
-                num_pipeline_microbatches=size // self.unit if self.stages > 1 else -1,
+                num_pipeline_microbatches=phase.global_batch_size // self.unit if self.stages > 1 else -1,
                 microbatch_size=self.micro,
                 strict_multiple=False,
             )
-            plan = RampPlan(ramp=BatchRamp.constant(size), splitter=splitter, num_devices=self.num_devices, total_steps=1)
-            by_size[size] = plan.phase_rows()[0]
-        names = ("start_step", "start_sample", "num_steps")
-        return [{**by_size[phase.global_batch_size], **{n: getattr(phase, n) for n in names}} for phase in self.ramp.phases]
+            ramp = BatchRamp.constant(phase.global_batch_size)
+            plan = RampPlan(ramp=ramp, splitter=splitter, num_devices=self.num_devices, total_steps=1)
+            rows.append(plan.phase_rows()[0] | {n: getattr(phase, n) for n in ("start_step", "start_sample", "num_steps")})
+        return rows
 
     def rampup_values(self) -> dict[str, Any]:
         """Return the run in rampup's keys."""

@@ -171,7 +171,7 @@ def type_settings(
         if name not in entries:
             continue
         try:
-            value = _resolve_reference(entry.value, name, located, values)
+            value = resolve_reference(entry.value, name, located, values)
             if isinstance(value, str) and (unknown := unknown_names(value)):
                 # The error has the `key=value` that would settle it.
                 variables = [word for word in unknown if word.isidentifier()]
@@ -258,25 +258,27 @@ def _find_misspelt(located: Mapping[str, Located], entries: Mapping[str, Entry])
             )
 
 
-def _resolve_reference(
-    value: Any, name: str, located: Mapping[str, Located], defaults: Mapping[str, Any], hops: int = 0
-) -> Any:
-    """Return the value that an OmegaConf reference stands for; any other value as it is."""
-    match = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is None:
-        return value
-    target, default = match.groups()
-    if dots := len(target) - len(target.lstrip(".")):
-        target = ".".join([*name.split(".")[:-dots], target.lstrip(".")])
-    if hops == _MAX_HOPS:
-        raise ConfigError(f"{name}={value} is a circular reference", key=name)
-    if target in located:
-        return _resolve_reference(located[target].value, target, located, defaults, hops + 1)
-    if target in defaults:
-        return defaults[target]
-    if default is not None:
-        return parse_scalar(default.strip(), name)
-    raise ConfigError(f"{name}={value} refers to {target}, which the file does not set", key=name)
+def resolve_reference(value: Any, name: str, located: Mapping[str, Located], defaults: Mapping[str, Any]) -> Any:
+    """Return the value that an OmegaConf reference stands for, or another value as it is; `name` is its key.
+
+    Raises:
+        ConfigError: the reference is circular, or to a key without a value.
+    """
+    for _ in range(_MAX_HOPS):
+        match = _REFERENCE.fullmatch(value.strip()) if isinstance(value, str) else None
+        if match is None:
+            return value
+        target, default = match.groups()
+        if dots := len(target) - len(target.lstrip(".")):
+            target = ".".join([*name.split(".")[:-dots], target.lstrip(".")])
+        if target not in located:
+            if target in defaults:
+                return defaults[target]
+            if default is not None:
+                return parse_scalar(default.strip(), name)
+            raise ConfigError(f"{name}={value} refers to {target}, which the file does not set", key=name)
+        name, value = target, located[target].value
+    raise ConfigError(f"{name}={value} is a circular reference", key=name)
 
 
 # A file, or the words of a command.

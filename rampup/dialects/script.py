@@ -478,7 +478,8 @@ class _Reader:
             try:
                 self.run(rows)
             except _Stop as stop:
-                return None if stop.args[0] == "exit" else self.env
+                if stop.args[0] == "exit":
+                    return None
             return self.env
 
     @contextlib.contextmanager
@@ -541,14 +542,7 @@ class _Reader:
             else:
                 ends.append(self.env)
             self.join(ends, cause, exhaustive=True)
-        else:
-            self.loop(node)
-        return status
-
-    def loop(self, node: _Node) -> None:
-        """Evaluate the body for each item if they are known; otherwise once, as a branch that may not be taken."""
-        body = node.parts[-1]
-        if node.kind == "for":
+        elif node.kind == "for":  # once for each word
             name = node.words[0]
             raw_words = list[str]()
             for raw in node.words[1:]:  # of which {1..4} and {a,b} are several
@@ -559,19 +553,20 @@ class _Reader:
             for item in [word for raw in raw_words for word in self.words(raw)][:MAX_REPEATS]:
                 unknown = _has_unknown(item) or "*" in item
                 self.assign(name, "", _mark(name) if unknown else item)
-                if not self.repeat(body):
+                if not self.repeat(node.parts[-1]):
                     break
         elif node.kind == "count":
             self.arithmetic(node.words[0])
             for _ in range(MAX_REPEATS):
                 value = self.arithmetic(node.words[1]) if node.words[1].strip() else "1"
                 if _has_unknown(value):
-                    self.join([self.attempt(body)], "", exhaustive=False)
-                if value == "0" or _has_unknown(value) or not self.repeat(body):
+                    self.join([self.attempt(node.parts[-1])], "", exhaustive=False)
+                if value == "0" or _has_unknown(value) or not self.repeat(node.parts[-1]):
                     break
                 self.arithmetic(node.words[2])
         elif self.run(node.parts[0]) is not (node.kind == "until"):
-            self.join([self.attempt(body)], "", exhaustive=False)
+            self.join([self.attempt(node.parts[-1])], "", exhaustive=False)
+        return status
 
     def repeat(self, body: Sequence[Any]) -> bool:
         try:
@@ -612,7 +607,15 @@ class _Reader:
             return True
         name, *rest = words
         if name in self.functions:
-            return self.call(name, rest)
+            if self.depth >= MAX_NESTING:
+                return None
+            with self.changed(arguments=[self.arguments[0], *rest], depth=self.depth + 1):
+                try:
+                    return self.node(self.functions[name])
+                except _Stop as stop:
+                    if stop.args[0] != "return":
+                        raise
+                    return None
         values = {name: self.text(value) for name, _, _, value in own}
         match name:
             case "exit" | "return" | "break" | "continue":
@@ -625,7 +628,7 @@ class _Reader:
                 del self.arguments[1 : 1 + (int(rest[0]) if rest and rest[0].isdigit() else 1)]
             case "cd":
                 folder = next((word for word in rest if not word.startswith("-")), _mark("PWD"))
-                path = os.path.normpath(os.path.join(self.get("PWD") or ".", folder))
+                path = os.path.normpath(os.path.join(self.get("PWD"), folder))
                 self.env["PWD"] = _mark("PWD") if _has_unknown(path) else path
             case "unset":
                 for word in rest:
@@ -656,18 +659,6 @@ class _Reader:
         """Evaluate a text in the same shell."""
         with self.changed(depth=self.depth + 1):
             return self.run(_Parser(text, line).script()) if self.depth < MAX_NESTING else None
-
-    def call(self, name: str, arguments: list[str]) -> bool | None:
-        """Evaluate a function of the script."""
-        if self.depth >= MAX_NESTING:
-            return None
-        with self.changed(arguments=[self.arguments[0], *arguments], depth=self.depth + 1):
-            try:
-                return self.node(self.functions[name])
-            except _Stop as stop:
-                if stop.args[0] != "return":
-                    raise
-                return None
 
     def record(self, words: list[str], node: _Node, own: dict[str, str]) -> bool | None:
         """Keep a command, and those in its script, its quoted words and here-documents."""
@@ -706,11 +697,26 @@ class _Reader:
 
     def follow(self, words: list[str], place: int, line: int, own: dict[str, str]) -> bool | None:
         """Evaluate the script that the word at a place starts or sources, or keep the reason why it is not read."""
-        number, arguments, sourced = len(self.commands), words[place + 1 :], words[0] in ("source", ".")
-        command = Command(tuple(words), line, str(self.path), script=words[place], places=self.places)
+        number, word, arguments, sourced = len(self.commands), words[place], words[place + 1 :], words[0] in ("source", ".")
+        command = Command(tuple(words), line, str(self.path), script=word, places=self.places)
         self.commands.append(command)
         try:
-            file, folder = self.find(words[place])
+            if word.startswith("<("):
+                raise ConfigError(f"what {show_unknown(word)} prints is not known")
+            if names := unknown_names(word):
+                settle = f"; add {names[0]}=..." if names[0].isidentifier() else ""
+                raise ConfigError(f"the script does not say what ${names[0].lstrip('$')} is, in {show_unknown(word)}{settle}")
+            # The working directory may be one of another machine.
+            pwd, found = self.get("PWD"), list[tuple[str, str]]()
+            for directory in dict.fromkeys(("." if _has_unknown(pwd) else pwd, ".")):
+                for up in map(str, self.path.absolute().parents):
+                    start = os.path.normpath(os.path.join(up, directory))
+                    file = os.path.normpath(os.path.join(start, word))
+                    found += [(file, start)] if os.path.isfile(file) else []
+            if not found:
+                raise ConfigError(f"{word} is neither beside this script nor in a folder above it; put it there")
+            running = {row[0] for row in self.running}
+            file, folder = min(found, key=lambda row: row[0] in running)
             text = _clean(read_text(file))
             if not sourced:
                 before = [part for word in words[:place] for part in word.removeprefix("--export=").split(",")]
@@ -720,7 +726,7 @@ class _Reader:
                     own |= _read_slurm("".join([text if "sbatch" in before else "", *options]))
             state = (file, arguments, {name: self.env[name] for name in self.env if sourced or name in self.exported} | own)
             if state in self.running:
-                raise ConfigError(f"{words[place]} starts itself")
+                raise ConfigError(f"{word} starts itself")
             if self.depth + 1 >= MAX_NESTING or next(self.scripts) > MAX_SCRIPTS:
                 raise ConfigError(f"scripts start each other too often, {MAX_NESTING} deep or {MAX_SCRIPTS} in all")
             path = Path(file.removeprefix(f"{Path.cwd()}/"))
@@ -744,50 +750,32 @@ class _Reader:
             return None if sourced else True
         return True
 
-    def find(self, word: str) -> tuple[str, str]:
-        """Return the file of a script, and the folder in which it starts."""
-        if word.startswith("<("):
-            raise ConfigError(f"what {show_unknown(word)} prints is not known")
-        if names := unknown_names(word):
-            settle = f"; add {names[0]}=..." if names[0].isidentifier() else ""
-            raise ConfigError(f"the script does not say what ${names[0].lstrip('$')} is, in {show_unknown(word)}{settle}")
-        pwd, found = self.get("PWD") or ".", list[tuple[str, str]]()
-        # A folder that is not here may be one of another machine.
-        for folder in dict.fromkeys(("." if _has_unknown(pwd) else pwd, ".")):
-            for up in map(str, self.path.absolute().parents):
-                start = os.path.normpath(os.path.join(up, folder))
-                file = os.path.normpath(os.path.join(start, word))
-                found += [(file, start)] if os.path.isfile(file) else []
-        if not found:
-            raise ConfigError(f"{word} is neither beside this script nor in a folder above it; put it there")
-        running = {row[0] for row in self.running}
-        return min(found, key=lambda row: row[0] in running)
-
     # Variables and expansions.
 
     def get(self, name: str, key: str | None = None) -> Any:
-        """Return the value of a parameter: text, a list, or None if it is not set."""
+        """Return the value of a parameter: text, a list, or the marker of one that is not set."""
         if name in self.given:
             return self.given[name]
         if name in ("@", "*"):
             return self.arguments[1:]
         if name.isdigit():
-            return self.arguments[int(name)] if int(name) < len(self.arguments) else None
+            return self.arguments[int(name)] if int(name) < len(self.arguments) else _mark(f"${name}", _ARGUMENT)
         if name in "#?$!-":
             return str(len(self.arguments) - 1) if name == "#" else "0" if name == "?" else _mark(f"${name}")
-        value = [str(self.path.absolute())] if name == "BASH_SOURCE" else self.env.get(name)
+        missing = _mark(name, _UNSET)
+        value = [str(self.path.absolute())] if name == "BASH_SOURCE" else self.env.get(name, [] if key else missing)
         if key is None:
-            return value[0] if isinstance(value, list) and value else "" if value == [] else value
+            return value[0] if isinstance(value, list) and value else value or ""
         index = self.text(key[1:-1])
         if f"{name}[{index}]" in self.env:
             return self.env[f"{name}[{index}]"]
-        items = value if isinstance(value, list) else [] if value is None else [value]
+        items = value if isinstance(value, list) else [value]
         if index in ("@", "*"):
             return items
         number = self.arithmetic(index)
         if _has_unknown(number) or (isinstance(value, str) and _has_unknown(value) and number != "0"):
             return _mark(name)
-        return items[int(number)] if -len(items) <= int(number) < len(items) else None
+        return items[int(number)] if -len(items) <= int(number) < len(items) else missing
 
     def set(self, name: str, key: str | None, plus: str, raw: str) -> None:
         """Assign the raw text after the `=`."""
@@ -888,12 +876,12 @@ class _Reader:
         if part.startswith("${"):
             return self.parameter(part[2:-1]), end
         match = re.compile(r"\$([A-Za-z_]\w*|[\d@*#?$!-])").match(raw, at)
-        return ("$", at + 1) if match is None else (self.or_marker(match[1], self.get(match[1])), match.end())
+        return ("$", at + 1) if match is None else (self.get(match[1]), match.end())
 
     def print_path(self, text: str) -> str | None:
         """Return the path that `dirname`, `basename`, `realpath`, `readlink -f`, `pwd` or `cd ... && pwd` prints, if known."""
         rows = _Parser(text, 0).script() if _PATHS.match(text) else []
-        folder, result = self.get("PWD") or ".", None
+        folder, result = self.get("PWD"), None
         for _, _, pipe in rows:
             name, *rest = [word for raw in pipe[0].words for word in self.words(raw)] or [""]
             operands = [word for word in rest if not word.startswith("-")]
@@ -912,12 +900,6 @@ class _Reader:
                 return None
         return result
 
-    def or_marker(self, name: str, value: Any) -> Any:
-        """Return the value of a parameter, or the marker of one that is missing."""
-        if value is None:
-            return _mark(f"${name}", _ARGUMENT) if name.isdigit() else _mark(name, _UNSET)
-        return value
-
     def parameter(self, body: str) -> Any:
         """Return the value of `${body}`."""
         match = _PARAMETER.fullmatch(body)
@@ -926,25 +908,24 @@ class _Reader:
         prefix, name, key, rest = match.groups()
         if prefix == "!" and not rest and not key:
             target = self.text(f"${name}")
-            return self.or_marker(target, self.get(target)) if target.isidentifier() else _mark(name)
+            return self.get(target) if target.isidentifier() else _mark(name)
         value = self.get(name, key)
+        is_missing = isinstance(value, str) and value[:1] in (_UNSET, _ARGUMENT) and bool(_MARKER.fullmatch(value))
         if prefix == "!":  # the keys of a mapping
             keys = [item[len(name) + 1 : -1] for item in self.env if item.startswith(f"{name}[")]
-            return keys or [str(n) for n in range(len(value or []))]
+            return keys or [str(n) for n in range(len(value))]
         if prefix == "#":
-            return _mark(name) if isinstance(value, str) and _has_unknown(value) else str(len(value or ""))
+            return "0" if is_missing else _mark(name) if isinstance(value, str) and _has_unknown(value) else str(len(value))
         if found := re.match(r":?[-=+?]", rest):
-            is_missing = isinstance(value, str) and value[:1] in (_UNSET, _ARGUMENT) and _MARKER.fullmatch(value)
-            is_set = value is not None and not is_missing and (found[0][0] != ":" or bool(value))
+            is_set = not is_missing and (found[0][0] != ":" or bool(value))
             if found[0][-1] == "+":
                 return self.text(rest[found.end() :]) if is_set else ""
             if is_set or found[0][-1] == "?":
-                return self.or_marker(name, value)
+                return value
             other = self.text(rest[found.end() :].strip("\n"))
             if found[0][-1] == "=":
                 self.assign(name, key, other)
             return other
-        value = self.or_marker(name, value)
         if not rest:
             return value
         if isinstance(value, list):
