@@ -99,9 +99,9 @@ def read(source: Source, overrides: Sequence[str], launch: Launch) -> Settings:
     reading = read_source(source, overrides, launch)
     renamed = []
     for setting in reading.overrides:
-        name, equals, value = setting.partition("=")
+        name, equals, text = setting.partition("=")
         is_known = not name.startswith("-") and canonical(name) in KEYS
-        renamed.append(f"{canonical(name)}{equals}{value}" if is_known else setting)
+        renamed.append(f"{canonical(name)}{equals}{text}" if is_known else setting)
     overridden = {setting.partition("=")[0] for setting in renamed}
     # Groups such as MODEL_ARGS_2 beside MODEL_ARGS are further runs, as those in a script.
     groups = {name.rpartition(".")[0] for name in reading.leaves}
@@ -343,6 +343,10 @@ class MegatronJob(PretrainingJob):
         hybrid = any(name.startswith("hybrid_") and name.endswith("_pattern") for name in settings.others)
         self.num_layers: int | None = None if hybrid else self[LAYERS]  # a pattern names each of the hybrid layers
         self.uneven = [key for key in UNEVEN if self[key]]
+        # The layers of a stage, if they are given and split evenly, and the key that divides them into chunks.
+        even = not self.uneven and self.num_layers is not None and self.num_layers % self.stages == 0
+        self.stage_layers = (self.num_layers or 0) // self.stages if even else None
+        self.chunk_key = next((key for key in (VIRTUAL, PER_CHUNK) if self[key] is not None), "")
         # The stages of a layout such as `Et*3|(tt|)*29m|L`: Megatron unrolls first groups, then letters.
         layout = (self[LAYOUT] or "").replace(",", "").replace(" ", "")
         for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
@@ -373,6 +377,8 @@ class MegatronJob(PretrainingJob):
             whole = all(re.fullmatch(r"[-+]?[0-9](?:_?[0-9]){0,17}", word) for word in words)
             self.triple = tuple(map(int, words)) if whole else ()
         self.start, self.increment, self.ramp_samples = self.triple if self.triple and len(self.triple) == 3 else (0, 0, 0)
+        # Whether rules about the relation of the three can use them.
+        self.ordered = self.start > 0 and self.increment > 0 and self.ramp_samples >= 0
         self.linear: LinearRamp | None = None  # the linear ramp, if its numbers make one
         unit = self.unit if self[DECREASE] else 1
         grows = min(self.start, self.increment, self.ramp_samples) >= 1 and self.final > self.start >= unit >= 1
@@ -628,7 +634,48 @@ def _unit(job: MegatronJob) -> Term:
 
 
 _FINAL: Side[MegatronJob] = (f"{GLOBAL}={{:,}}", lambda job: job.final)
-ARGUMENTS: Rules = [
+
+
+def _triples(job: MegatronJob) -> Iterator[str]:
+    """Yield triples near the given one: start and increment at multiples of the unit, an increment that divides the growth."""
+    if job.triple is None or len(job.triple) != 3 or len(job.sizes) > MANY_SIZES:
+        return
+    start, increment, samples, unit = *job.triple, max(job.unit, 1)
+    starts = [int(n) for n in around(start, unit)[:16] if 0 < n < job.final]
+    found = [(s, i) for s in starts for n in around(increment, unit)[:64] if (i := int(n)) > 0 and (job.final - s) % i == 0]
+    for s, i in sorted(found, key=lambda pair: abs(pair[0] - start) + abs(pair[1] - increment)):
+        yield f"{s} {i} {max(samples, 1)}"
+
+
+def _with_rounded_sizes(job: MegatronJob) -> Iterator[str]:
+    """Yield the schedule with each size rounded to the unit, down and then up."""
+    if not job.schedule_valid or job.unit < 1:
+        return
+    for extra in (0, job.unit - 1):
+        sizes = [max((entry.size + extra) // job.unit * job.unit, job.unit) for entry in job.thresholds]
+        pairs = zip(job.thresholds, sizes, strict=True)
+        yield " ".join(f"{entry.text.partition(':')[0]}:{size}" for entry, size in pairs)
+
+
+def _in_groups(
+    name: str, fits: Callable[[MegatronJob, int], bool], says: Callable[[MegatronJob, str], str]
+) -> Rule[MegatronJob]:
+    """Return the rule that every phase's number of microbatches fits the groups of the interleaved schedule."""
+
+    def failing(job: MegatronJob) -> list[str]:
+        return [
+            f"{number} microbatches from step {phase.start_step:,} (batch {phase.global_batch_size:,} / {job.unit})"
+            for phase, number in zip(job.ramp.phases if job.ramp else (), job.num_microbatches or (), strict=False)
+            if not fits(job, number)
+        ]
+
+    return Rule(name=f"megatron.{name}", keys=(GLOBAL, GROUP, STAGES), when=lambda job: job.interleaved,
+        holds=lambda job: not failing(job),
+        message=lambda job: f"{says(job, failing(job)[0])}; nothing checks it before that step",
+        division=lambda job: (job.final, max(job.unit, 1) * max(job.group, 1)), found_by="run")  # fmt: skip
+
+
+RULES: Rules = [
     Rule(name="megatron.micro_batch_positive", keys=(MICRO,), holds=lambda job: job.micro >= 1,
         message=lambda job: f"{MICRO} must be set" if job[MICRO] is None else f"{MICRO}={job[MICRO]} must be at least 1"),
     at_least("megatron.global_batch_positive", (GLOBAL,), GLOBAL, 1, when=lambda job: job[GLOBAL] is not None),
@@ -649,54 +696,35 @@ ARGUMENTS: Rules = [
             f"{job.eval_unit}",
             job.eval_unit),
         when=lambda job: job[EVAL_GLOBAL] is not None),
-]  # fmt: skip
-
-
-def _is_ordered(job: MegatronJob) -> bool:
-    """Return whether start, increment and samples are numbers that the rules about their relation can use."""
-    return job.start > 0 and job.increment > 0 and job.ramp_samples >= 0
-
-
-def _triples(job: MegatronJob) -> Iterator[str]:
-    """Yield triples near the given one: start and increment at multiples of the unit, an increment that divides the growth."""
-    if job.triple is None or len(job.triple) != 3 or len(job.sizes) > MANY_SIZES:
-        return
-    start, increment, samples, unit = *job.triple, max(job.unit, 1)
-    starts = [int(n) for n in around(start, unit)[:16] if 0 < n < job.final]
-    found = [(s, i) for s in starts for n in around(increment, unit)[:64] if (i := int(n)) > 0 and (job.final - s) % i == 0]
-    for s, i in sorted(found, key=lambda pair: abs(pair[0] - start) + abs(pair[1] - increment)):
-        yield f"{s} {i} {max(samples, 1)}"
-
-
-# The linear ramp: start, increment and samples.
-LINEAR: Rules = [
+    # The linear ramp: start, increment and samples.
     Rule(name="megatron.ramp_is_a_triple", keys=(RAMP,), when=lambda job: job.triple is not None,
         holds=lambda job: len(job.triple or ()) == 3,
         message=lambda job: f"{RAMP}={job[RAMP]!r:.80} must be three whole numbers: start, increment and samples"),
-    Rule(name="megatron.ramp_numbers_positive", keys=(RAMP,), when=lambda job: len(job.triple or ()) == 3, holds=_is_ordered,
+    Rule(name="megatron.ramp_numbers_positive", keys=(RAMP,), when=lambda job: len(job.triple or ()) == 3,
+        holds=lambda job: job.ordered,
         message=lambda job: f"{RAMP}={job[RAMP]}: start and increment must be at least 1, samples at least 0",
         candidates=_triples),
     at_least("megatron.ramp_grows", (GLOBAL, RAMP), _FINAL, ("the ramp's start {:,}", lambda job: job.start),
-        when=_is_ordered,
+        when=lambda job: job.ordered,
         candidates=lambda job: [int(n) for n in around(job.final, job.increment, origin=job.start) if n >= 1]),
     multiple("megatron.ramp_increment_divides", (GLOBAL, RAMP),
         lambda job: Term(
             f"{GLOBAL} - start = {job.final:,} - {job.start:,} = {job.final - job.start:,}", job.final - job.start),
         ("the ramp's increment {:,}", lambda job: job.increment),
-        when=lambda job: _is_ordered(job) and job.final >= job.start),
+        when=lambda job: job.ordered and job.final >= job.start),
     Rule(name="megatron.ramp_counts_samples", keys=("train_iters", RAMP), when=lambda job: job.triple is not None,
         holds=lambda job: job["train_iters"] is None,
         message=lambda job: (
             f"a linear ramp needs a run counted in samples; give train_samples instead of train_iters={job['train_iters']:,}"
         )),
-    Rule(name="megatron.ramp_divides_by_zero", keys=(RAMP, GLOBAL), when=_is_ordered,
+    Rule(name="megatron.ramp_divides_by_zero", keys=(RAMP, GLOBAL), when=lambda job: job.ordered,
         holds=lambda job: job.final != job.start and job.ramp_samples > 0,
         message=lambda job: (
             f"{RAMP}={job[RAMP]} to {GLOBAL}={job.final:,}: a ramp without increments or samples divides by zero; leave it out"
         ),
         candidates=_triples, found_by="run"),
     at_least("megatron.ramp_decreased_to_nothing", (RAMP, MICRO), ("the ramp's start {:,}", lambda job: job.start), _unit,
-        when=lambda job: _is_ordered(job) and job[DECREASE] and job.unit >= 1, note=_ROUNDS_TO_0, candidates=_triples,
+        when=lambda job: job.ordered and job[DECREASE] and job.unit >= 1, note=_ROUNDS_TO_0, candidates=_triples,
         found_by="run"),
     Rule(name="megatron.ramp_phases_divisible", keys=(RAMP, MICRO), when=lambda job: job.linear is not None and job.unit >= 1,
         holds=lambda job: job.splits,
@@ -705,21 +733,7 @@ LINEAR: Rules = [
             f"a multiple of {_unit(job).text}; Megatron checks each batch only when its step comes"
             for phase in (job.ramp.phases if job.ramp else ()) if phase.global_batch_size % job.unit),
         candidates=_triples, found_by="run"),
-]  # fmt: skip
-
-
-def _with_rounded_sizes(job: MegatronJob) -> Iterator[str]:
-    """Yield the schedule with each size rounded to the unit, down and then up."""
-    if not job.schedule_valid or job.unit < 1:
-        return
-    for extra in (0, job.unit - 1):
-        sizes = [max((entry.size + extra) // job.unit * job.unit, job.unit) for entry in job.thresholds]
-        pairs = zip(job.thresholds, sizes, strict=True)
-        yield " ".join(f"{entry.text.partition(':')[0]}:{size}" for entry, size in pairs)
-
-
-# The schedule in steps: THRESHOLD:SIZE entries.
-STEPS: Rules = [
+    # The schedule in steps: THRESHOLD:SIZE entries.
     Rule(name="megatron.schedule_excludes_global_batch", keys=(GLOBAL, SCHEDULE), when=lambda job: job.has_schedule,
         holds=lambda job: job[GLOBAL] is None,
         message=lambda job: f"{GLOBAL}={job[GLOBAL]} must not be given with {SCHEDULE}, whose last size it would contradict"),
@@ -758,49 +772,18 @@ STEPS: Rules = [
             f"{SCHEDULE}: {', '.join(str(size) for size in job.sizes if size % job.unit)} must be multiples of "
             f"{_unit(job).text}; Megatron checks each batch only when its step comes"),
         candidates=_with_rounded_sizes, found_by="run"),
-]  # fmt: skip
-
-
-def _stage_share(job: MegatronJob) -> Term:
-    share = (job.num_layers or 0) // job.stages
-    return Term(f"({LAYERS}={job.num_layers}) / ({STAGES}={job.stages}) = {share} layers", share)
-
-
-def _chunk_key(job: MegatronJob) -> str:
-    """Return the key that divides the layers of a stage into chunks; empty if no layers are given, or not split evenly."""
-    if job.uneven or job.num_layers is None or job.num_layers % job.stages:
-        return ""
-    return next((key for key in (VIRTUAL, PER_CHUNK) if job[key] is not None), "")
-
-
-def _in_groups(
-    name: str, fits: Callable[[MegatronJob, int], bool], says: Callable[[MegatronJob, str], str]
-) -> Rule[MegatronJob]:
-    """Return the rule that every phase's number of microbatches fits the groups of the interleaved schedule."""
-
-    def failing(job: MegatronJob) -> list[str]:
-        return [
-            f"{number} microbatches from step {phase.start_step:,} (batch {phase.global_batch_size:,} / {job.unit})"
-            for phase, number in zip(job.ramp.phases if job.ramp else (), job.num_microbatches or (), strict=False)
-            if not fits(job, number)
-        ]
-
-    return Rule(name=f"megatron.{name}", keys=(GLOBAL, GROUP, STAGES), when=lambda job: job.interleaved,
-        holds=lambda job: not failing(job),
-        message=lambda job: f"{says(job, failing(job)[0])}; nothing checks it before that step",
-        division=lambda job: (job.final, max(job.unit, 1) * max(job.group, 1)), found_by="run")  # fmt: skip
-
-
-# The pipeline and its interleaved schedule.
-PIPELINE: Rules = [
+    # The pipeline and its interleaved schedule.
     at_least("megatron.chunks_positive", (VIRTUAL,), VIRTUAL, 1, when=lambda job: job[VIRTUAL] is not None),
     at_least("megatron.chunks_need_stages", (STAGES, VIRTUAL, OVERLAP), STAGES, ("{:,}", lambda job: 2 if job[OVERLAP] else 3),
         when=lambda job: job.chunks > 1,
         note=lambda job: f" for {job.chunks} chunks per stage{'' if job[OVERLAP] else f' without {OVERLAP}'}"),
     multiple("megatron.layers_over_stages", (LAYERS, STAGES), LAYERS, STAGES,
         when=lambda job: job.num_layers is not None and not job.uneven),
-    multiple("megatron.layers_over_chunks", (LAYERS, VIRTUAL, PER_CHUNK), _stage_share,
-        lambda job: Term(f"{_chunk_key(job)}={job[_chunk_key(job)]}", max(job[_chunk_key(job)], 1)), when=_chunk_key),
+    multiple("megatron.layers_over_chunks", (LAYERS, VIRTUAL, PER_CHUNK),
+        lambda job: Term(
+            f"({LAYERS}={job.num_layers}) / ({STAGES}={job.stages}) = {job.stage_layers} layers", job.stage_layers or 0),
+        lambda job: Term(f"{job.chunk_key}={job[job.chunk_key]}", max(job[job.chunk_key], 1)),
+        when=lambda job: job.stage_layers is not None and bool(job.chunk_key)),
     multiple("megatron.layout_fills_stages", (STAGES, LAYOUT),
         (f"{LAYOUT} has {{}} stages, which", lambda job: job.layout_stages), STAGES),
     _in_groups("group_in_range", lambda job, count: job.stages <= job.group <= count,
@@ -812,5 +795,4 @@ PIPELINE: Rules = [
         lambda job, first: (
             f"{first} must fill groups of {GROUP}={job.group}, or leave at least {STAGES}={job.stages} for the last")),
 ]  # fmt: skip
-RULES = [*ARGUMENTS, *LINEAR, *STEPS, *PIPELINE]
 DIALECT = Dialect(job=MegatronJob, rules=RULES, meanings=_meanings, notes=_notes, reader=read, launch=LAUNCH)

@@ -147,27 +147,25 @@ def type_settings(
         ConfigError: mistyped, misspelt, without a single key of this system, or a key whose value depends on a variable that
             the script does not set; all problems at once.
     """
-    located, path = reading.leaves, reading.path
     chosen = _read_overrides(reading.overrides, entries, groups)
-    known_names = entries.keys() & {*located, *(chosen.keys() - FACTS)}
-    if not (reading.recognized or known_names or _find_mappings(located, entries)):
-        raise_together(list(_find_misspelt(located, entries)))
-        examples = ", ".join(list(entries)[:3])
-        raise ConfigError(f"not a file of {system}: it sets none of its batch keys, such as {examples}", key="from", path=path)
+    given = {**reading.leaves, **chosen}
+    known = entries.keys() & given
+    of_system = known & (reading.leaves.keys() | (chosen.keys() - FACTS))
+    if not (reading.recognized or of_system or _find_mappings(reading.leaves, entries)):
+        raise_together(list(_find_misspelt(reading.leaves, entries)))
+        said = f"not a file of {system}: it sets none of its batch keys, such as {', '.join(list(entries)[:3])}"
+        raise ConfigError(said, key="from", path=reading.path)
     problems: list[RampupError] = [
-        ConfigError(f"{name} is given twice; choose one with {name}=...", key=name, path=path, line=line)
+        ConfigError(f"{name} is given twice; choose one with {name}=...", key=name, path=reading.path, line=line)
         for name, line in reading.repeated.items()
         if name in entries and name not in chosen
     ]
-    problems += _find_mappings({name: entry for name, entry in located.items() if name not in chosen}, entries)
-    located = {**located, **chosen}
-    problems += _find_misspelt(located, entries)
-    known = {name: entry for name, entry in located.items() if name in entries}
+    problems += _find_mappings({name: value for name, value in reading.leaves.items() if name not in chosen}, entries)
+    problems += _find_misspelt(given, entries)
+    located = {name: Located(value=value, path=f"a base file of {system}") for name, value in defaults.items()} | given
     values = {name: entry.default for name, entry in entries.items()}
-    base = {name: Located(value=value, path=f"a base file of {system}") for name, value in defaults.items()}
-    located = base | located
     notes = [*reading.notes]
-    for name, entry in [*base.items(), *known.items()]:
+    for name, entry in located.items():
         if name not in entries:
             continue
         try:
@@ -184,7 +182,7 @@ def type_settings(
                 if not entries[name].optional:
                     raise error
                 notes.append(f"{error}. The numbers of a step are the same without it.")
-                del known[name]
+                known.discard(name)
                 continue
             values[name] = entries[name].key.read(name, value)
         except ConfigError as error:
@@ -239,23 +237,18 @@ def _find_misspelt(located: Mapping[str, Located], entries: Mapping[str, Entry])
     Its last part is compared with those beside it; the parts before the last, if no known key has them, with those of keys of
     the same name.
     """
-    missing = [name for name in entries if name not in located]
+    missing = [(*name.rpartition("."), name) for name in entries if name not in located]
     parents = {name.rpartition(".")[0] for name in entries}
-    for name in sorted(frozenset(located) - frozenset(entries)):
+    for name in sorted(located.keys() - entries.keys()):
         parent, _, last = name.rpartition(".")
         if parent in parents:
-            beside = {
-                key.rpartition(".")[2]: key for key in missing if key.rpartition(".")[0] == parent and len(key) > _MIN_LENGTH
-            }
-            close = [beside[found] for found in difflib.get_close_matches(last, beside, n=1, cutoff=_SIMILAR)]
+            alike = {other: key for above, _, other, key in missing if above == parent and len(key) > _MIN_LENGTH}
         else:
-            alike = {key.rpartition(".")[0]: key for key in missing if key.rpartition(".")[2] == last}
-            close = [alike[found] for found in difflib.get_close_matches(parent, alike, n=1, cutoff=_SIMILAR)]
-        if close:
-            place = located[name]
-            yield ConfigError(
-                f"unknown key {name!r}; did you mean {close[0]}?", key=name, nearest=close, path=place.path, line=place.line
-            )
+            alike = {above: key for above, _, other, key in missing if other == last}
+        written = last if parent in parents else parent
+        if close := [alike[found] for found in difflib.get_close_matches(written, alike, n=1, cutoff=_SIMILAR)]:
+            said, place = f"unknown key {name!r}; did you mean {close[0]}?", located[name]
+            yield ConfigError(said, key=name, nearest=close, path=place.path, line=place.line)
 
 
 def resolve_reference(value: Any, name: str, located: Mapping[str, Located], defaults: Mapping[str, Any]) -> Any:
@@ -295,6 +288,22 @@ _MAX_FILES = 20
 Bases = Mapping[str, Mapping[str, Any]]
 
 
+def read_words(command: Command) -> dict[str, Located]:
+    """Return what Hydra's words set: `key=value`, `+key=value`, `++key=value` and `~key`."""
+    located = {}
+    for word in command.words:
+        match = _SETTING.fullmatch(word)
+        if match is None or (match[3] is None and match[1] != "~"):
+            continue
+        value = None if match[1] == "~" else match[3].strip()
+        if value and value[0] == value[-1] and value[0] in "\"'" and len(value) > 1:
+            value = value[1:-1]
+        elif value is not None:
+            value = parse_scalar(value, command.path) if not unknown_names(value) else value
+        located[match[2]] = command.locate(value, word)
+    return located
+
+
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """How a system is started, and the keys and base files that it takes."""
@@ -306,7 +315,8 @@ class Launch:
     canonical: Callable[[str], str] = str  # from a key as written to its name in `entries`
     groups: Sequence[str] = ()  # first parts of its keys that are not in `entries`
     others: re.Pattern[str] = re.compile(r"(?!)")  # matches its programs that the rules do not cover
-    read: Callable[[Command], dict[str, Located]] | None = None  # keys of a command's words; None = Hydra's `key=value`
+    # From a command to the keys that its words set. A value may contain markers of what is unknown.
+    read: Callable[[Command], dict[str, Located]] = read_words
     bases: Bases = field(default_factory=dict)  # the base files that it ships
     version: str = ""  # that of `bases`, for notes
     # The base file that a program starts from if its command names none, by a part of the program's name; that of all others
@@ -317,14 +327,9 @@ class Launch:
         """Return whether a key as written is one that the rules read."""
         return self.canonical(name) in self.entries
 
-    def leaves(self, command: Command) -> dict[str, Located]:
-        """Return the keys that the words of a command set. A value may contain markers of what is unknown."""
-        return (self.read or read_words)(command)
-
     def relevant(self, words: Sequence[str]) -> dict[str, Any]:
         """Return the values of the known keys that some words set."""
-        leaves = self.leaves(Command(tuple(words), 0))
-        return {name: located.value for name, located in leaves.items() if self.known(name)}
+        return {name: value.value for name, value in self.read(Command(tuple(words), 0)).items() if self.known(name)}
 
 
 def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, strict: bool = True) -> Reading:
@@ -356,22 +361,6 @@ def read_source(source: Source, overrides: Sequence[str], launch: Launch, *, str
     return _choose(commands, [item for item in overrides if item.partition("=")[0] not in variables], launch, path, strict)
 
 
-def read_words(command: Command) -> dict[str, Located]:
-    """Return what Hydra's words set: `key=value`, `+key=value`, `++key=value` and `~key`."""
-    located = {}
-    for word in command.words:
-        match = _SETTING.fullmatch(word)
-        if match is None or (match[3] is None and match[1] != "~"):
-            continue
-        value = None if match[1] == "~" else match[3].strip()
-        if value and value[0] == value[-1] and value[0] in "\"'" and len(value) > 1:
-            value = value[1:-1]
-        elif value is not None:
-            value = parse_scalar(value, command.path) if not unknown_names(value) else value
-        located[match[2]] = command.locate(value, word)
-    return located
-
-
 def option(command: Command | None, *names: str) -> str | None:
     """Return the value of an option of a command: `--name value` or `--name=value`; None without it."""
     words = () if command is None else command.words
@@ -396,7 +385,7 @@ def _choose(commands: Sequence[Command], overrides: Sequence[str], launch: Launc
         if match := launch.others.search(text):
             other = other or show_unknown(match[0])
             continue
-        leaves = launch.leaves(command)
+        leaves = launch.read(command)
         score = (launch.program.search(text) is not None, sum(map(launch.known, leaves)))
         if any(score):
             found.append((score, command, leaves))

@@ -175,7 +175,7 @@ def values(entries):
 @given(data=st.data())
 def test_check_file_returns_a_verdict_or_a_rampup_error(system, data):
     """Only a RampupError is raised; a verdict is JSON, names keys and legal values, and is explained."""
-    entries = load_dialect(system).keys
+    entries = load_dialect(system).launch.entries
     flat = data.draw(values(entries))
     try:
         found = verdict(system, yaml.safe_dump(flat))
