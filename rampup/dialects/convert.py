@@ -40,10 +40,8 @@ def to_rampup(verdict: Verdict) -> str:
         )
     if conversion.refusal is not None:
         raise ConfigError(f"the file cannot be converted: {conversion.refusal}", key="to")
-    lines = [
-        f"# Converted from a {load_dialect(verdict.system).launch.system} file: its batches, its ramp and its pipeline.",
-        "",
-    ]
+    name = load_dialect(verdict.system).launch.system
+    lines = [f"# Converted from a {name} file: its batches, its ramp and its pipeline.", ""]
     for key, value in conversion.values.items():
         lines.append(f"{key}: {yaml_value(to_yaml_number(value) if isinstance(value, Fraction) else value)}")
     if conversion.left_out:

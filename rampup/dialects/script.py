@@ -809,6 +809,8 @@ class _Reader:
             self.env[name] = value
             return
         index, items = self.text(key[1:-1]), self.env.get(name)
+        if isinstance(items, list) and not any(item.startswith(f"{name}[") for item in self.env):  # no mapping
+            index = self.arithmetic(index)
         if index.isdigit() and isinstance(items, list) and int(index) <= len(items):
             self.env[name] = [*items[: int(index)], value, *items[int(index) + 1 :]]
         else:
