@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers.dialect_files import agrees, case_settings, cases, check_nearest, nested, verdict
+from helpers.commands import run_json
+from helpers.dialect_files import cases, check_nearest, expect, nested, verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,22 +32,14 @@ def file(tmp_path):
     return write
 
 
-def run_json(capsys, *arguments):
-    """Run `check` with --json in this process; return its exit code and its one object."""
-    code = main(["check", *arguments, "--json"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1
-    return code, json.loads(lines[0])
-
-
 def test_check_json_has_the_documented_keys(capsys, file):
     """The names and types that --json prints, for a valid and an invalid file; exit code 2 for the invalid one only."""
-    code, found = run_json(capsys, file(VALID), "--from", "skyrl")
+    code, found = run_json(capsys, "check", file(VALID), "--from", "skyrl")
     assert code == 0
     assert list(found) == ["system", "validator", "run", "violations", "notes", "derived"]
     assert (found["system"], found["validator"], found["run"], found["violations"]) == ("skyrl", "accepts", "runs", [])
     assert found["derived"]["samples_per_step"] == 16
-    code, found = run_json(capsys, file(INVALID), "--from", "skyrl")
+    code, found = run_json(capsys, "check", file(INVALID), "--from", "skyrl")
     assert code == 2
     assert (found["validator"], found["run"]) == ("rejects", "fails")
     assert set(found["violations"][0]) == {"rule", "keys", "message", "nearest"}
@@ -57,35 +50,27 @@ def test_check_json_has_the_documented_keys(capsys, file):
     assert not shown.err
 
 
-def test_check_overrides_win_over_the_file(capsys, file):
-    """key=value after the file fixes it, in any order with the options."""
-    assert run_json(capsys, file(INVALID), "--from", "skyrl", "trainer.policy_mini_batch_size=2")[0] == 0
-    assert run_json(capsys, "--from=skyrl", file(INVALID), "trainer.policy_mini_batch_size=2")[0] == 0
-
-
 @pytest.mark.parametrize(
-    ("arguments", "key"),
+    ("arguments", "key", "said"),
     [
-        (["--from", "nemo_aligner"], "from"),
-        (["--from", "skyrl", "--to", "rampup"], "to"),
-        (["--from", "skyrl", "-o", "x.yml"], "to"),
-        ([], None),
-        (["--from", "skyrl", "no.such.key=1"], "no.such.key"),
+        (["--from", "nemo_aligner"], "from", "unknown system"),
+        (["--from", "skyrl", "--to", "rampup"], "to", ""),
+        (["--from", "skyrl", "-o", "x.yml"], "to", ""),
+        ([], None, ""),
+        (["--from", "skyrl", "no.such.key=1"], "no.such.key", "unknown key"),
+        (["nothing.yml", "--from", "verl"], None, "cannot read"),
+        (["--from", "verl"], None, "give a file, or a command"),
     ],
 )
-def test_check_rejects_wrong_usage(capsys, file, arguments, key):
-    """Unknown systems and keys and an incomplete conversion are errors with a key."""
-    code, found = run_json(capsys, file(VALID), *arguments)
+def test_check_rejects_wrong_usage(capsys, file, arguments, key, said):
+    """Unknown systems and keys, no file and an incomplete conversion are errors; key=value may come before or after options."""
+    assert run_json(capsys, "check", file(INVALID), "--from", "skyrl", "trainer.policy_mini_batch_size=2")[0] == 0
+    assert run_json(capsys, "check", "--from=skyrl", file(INVALID), "trainer.policy_mini_batch_size=2")[0] == 0
+    files = [] if said in ("cannot read", "give a file, or a command") else [file(VALID)]
+    code, found = run_json(capsys, "check", *files, *arguments)
     assert code == 2
     assert found["error"]["key"] == key
-
-
-def test_check_rejects_a_missing_file(capsys):
-    """A file that is not there, or none at all, is an error."""
-    for arguments, said in ((["nothing.yml"], "cannot read"), ([], "give a file, or a command")):
-        code, found = run_json(capsys, *arguments, "--from", "verl")
-        assert code == 2
-        assert said in found["error"]["message"]
+    assert said in found["error"]["message"]
 
 
 @pytest.mark.parametrize("asked", ["skyrl", "verl", "trlx"])
@@ -101,40 +86,28 @@ def test_check_file_recognizes_another_system(asked, real):
         assert error.value.nearest == (real,)
 
 
-def test_write_conversion_never_replaces_its_source(file):
-    """A run of reinforcement learning is not converted, and the source is not overwritten."""
-    path = file(VALID)
+SIZES64 = {"micro_batch_size": 2, "global_batch_size": 64, "rampup_batch_size": [16, 16, 1000]}
+MEGATRON = SIZES64 | {"world_size": 4, "train_samples": 5000}
+
+
+def test_check_to_writes_the_phases_of_the_verdict(capsys, file, tmp_path):
+    """The file that --to writes has the phases of the verdict; one that cannot be written, or is the source, is an error."""
+    output = tmp_path / "base.yml"
+    code, found = run_json(capsys, "check", file(MEGATRON), "--from", "megatron", "--to", "rampup", "-o", str(output))
+    planned = run_json(capsys, "plan", str(output))[1]["phases"]
+    assert code == 0
+    for name in ("start_step", "start_sample", "global_batch_size"):
+        assert [phase[name] for phase in planned] == [phase[name] for phase in found["phases"]]
+    convert = ["check", file(MEGATRON), "--from", "megatron", "--to", "rampup", "-o"]
+    assert main([*convert, str(tmp_path / "no" / "folder" / "x.yml")]) == 2
+    assert "cannot write" in capsys.readouterr().err
+    assert main([*convert, file(MEGATRON)]) == 2
+    assert "must not be the source file" in capsys.readouterr().err
+    path = file(VALID)  # a run of reinforcement learning is not converted
     before = Path(path).read_text()
     with pytest.raises(RampupError):
         write_conversion(check_file(path, "skyrl"), path, source=path)
     assert Path(path).read_text() == before
-
-
-MEGATRON = {
-    "micro_batch_size": 2,
-    "global_batch_size": 64,
-    "rampup_batch_size": [16, 16, 1000],
-    "world_size": 4,
-    "train_samples": 5000,
-}
-
-
-def test_check_to_writes_the_phases_of_the_verdict(capsys, file, tmp_path):
-    """The file that --to writes has the phases of the verdict; a file that cannot be written is an error."""
-    output = tmp_path / "base.yml"
-    code, found = run_json(capsys, file(MEGATRON), "--from", "megatron", "--to", "rampup", "-o", str(output))
-    assert code == 0
-    assert main(["plan", str(output), "--json"]) == 0
-    planned = json.loads(capsys.readouterr().out)["phases"]
-    names = ("start_step", "start_sample", "global_batch_size")
-    assert [[phase[name] for name in names] for phase in planned] == [
-        [phase[name] for name in names] for phase in found["phases"]
-    ]
-    unwritable = str(tmp_path / "no" / "folder" / "x.yml")
-    assert main(["check", file(MEGATRON), "--from", "megatron", "--to", "rampup", "-o", unwritable]) == 2
-    assert "cannot write" in capsys.readouterr().err
-    assert main(["check", file(MEGATRON), "--from", "megatron", "--to", "rampup", "-o", file(MEGATRON)]) == 2
-    assert "must not be the source file" in capsys.readouterr().err
 
 
 def test_check_imports_no_jax_and_only_the_requested_system(file):
@@ -204,9 +177,11 @@ def test_check_file_returns_a_verdict_or_a_rampup_error(system, data):
 )
 def test_verdict_equals_every_reference_case(system, case):
     """Both verdicts and every number are those of the system's own code, and the plan has the same numbers."""
-    found = verdict(system, case["config"], *case_settings(case))
-    assert not agrees(found, case["expect"])
-    check_nearest(system, case["config"], case_settings(case), found)
+    facts = [f"{key}={case[key]}" for key in ("num_processes", "num_prompts", "dataset_prompts") if key in case]
+    facts += [f"actor_rollout_ref.actor.strategy={case['backend']}"] if "backend" in case else []
+    found = verdict(system, case["config"], *facts)
+    expect(found, **{name: value for name, value in case["expect"].items() if not name.startswith("original")})
+    check_nearest(system, case["config"], facts, found)
     if system in ("skyrl", "verl"):
         assert (found.plan is not None) == (found.ok if system == "skyrl" else case["expect"]["run"] == "runs")
     if found.plan:
@@ -274,11 +249,7 @@ def test_verbose_doubles_each_given_size(capsys, file):
 
 def test_all_shows_every_phase(capsys, file):
     """A table of 117 phases is folded without --all."""
-    ramp = {"micro_batch_size": 2, "global_batch_size": 2048, "rampup_batch_size": [192, 16, 9765625], "world_size": 8}
-    path = file(ramp)
-    assert main(["check", path, "--from", "megatron"]) == 0
-    short = capsys.readouterr().out
-    assert main(["check", path, "--from", "megatron", "--all"]) == 0
-    long = capsys.readouterr().out
+    path = file({"micro_batch_size": 2, "global_batch_size": 2048, "rampup_batch_size": [192, 16, 9765625], "world_size": 8})
+    short, long = ((main(["check", path, "--from", "megatron", *more]), capsys.readouterr().out)[1] for more in ([], ["--all"]))
     assert "106 phases are folded; --all shows them" in short
     assert len(long.splitlines()) - len(short.splitlines()) == 106 - 2
