@@ -1,7 +1,5 @@
 """Tests of rampup.dialects.megatron: Megatron's batch arguments."""
 
-from fractions import Fraction
-
 import pytest
 from helpers.dialect_files import cases, check_nearest, expect, rules, verdict
 from hypothesis import example, given, settings
@@ -30,19 +28,13 @@ def found(config, replicas=8, *settings, **more):
     return verdict("megatron", {**config, **more}, f"data_parallel_size={replicas}", *settings)
 
 
-def table(verdict):
-    """Return the phases of a verdict as the reference cases write them."""
-    return [[row["start_step"], row["global_batch_size"], row["start_sample"]] for row in verdict.phases]
-
-
 @pytest.mark.parametrize("case", cases("ramp_megatron"), ids=lambda case: case["name"])
 def test_ramps_equal_every_reference_case(case):
     """Phases, microbatches and thresholds of both kinds of ramp, as Megatron's own code ran them."""
+    wanted = {"ramp_phases": case["phases"], **{name: case[name] for name in ("num_microbatches", "thresholds_samples")}}
     result = found(case["config"], case["data_parallel_size"])
-    assert result.validator == "accepts"
-    assert table(result) == case["phases"]
-    assert result.derived["num_microbatches"] == case["num_microbatches"]
-    assert result.derived["thresholds_samples"] == case["thresholds_samples"]
+    expect(result, validator="accepts", **wanted)
+    assert [[row["start_step"], row["global_batch_size"], row["start_sample"]] for row in result.phases] == case["phases"]
 
 
 @pytest.mark.parametrize(
@@ -60,59 +52,16 @@ def test_thresholds_are_exact_and_truncation_is_noted(entry, exact, as_run):
     assert any("truncated to 16" in note for note in truncated.notes)
 
 
-BLOOM = {
-    "num_layers": 70,
-    "pipeline_model_parallel_size": 12,
-    "tensor_model_parallel_size": 4,
-    "micro_batch_size": 2,
-    "global_batch_size": 2048,
-    "train_samples": 220_000_000,
+BLOOM = {"num_layers": 70, PP: 12, TP: 4, "micro_batch_size": 2, "global_batch_size": 2048, "train_samples": 220_000_000} | {
     "rampup_batch_size": "192 16 9765625",
     "pp_partition_method": "type:transformer|embedding",
     "world_size": 384,
 }
-DEEPSEEK = {
-    "num_layers": 61,
-    "pipeline_model_parallel_size": 16,
-    "decoder_first_pipeline_num_layers": 3,
-    "decoder_last_pipeline_num_layers": 2,
-    "micro_batch_size": 1,
-    "global_batch_size": 15360,
-    "world_size": 2048,
-}
 FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
-EMBEDDING, LOSS, LAYOUT = (
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-)
-STAGES4 = {"micro_batch_size": 1, "global_batch_size": 32, "pipeline_model_parallel_size": 4}
-
-
-UNEVEN = [
-    # Only an even split must divide, and a layout must fill the stages.
-    ({"num_layers": 15, EMBEDDING: True}, []),
-    ({"num_layers": 14, EMBEDDING: True, LOSS: True, "num_layers_per_virtual_pipeline_stage": 2}, []),
-    ({"num_layers": 9, LAYOUT: "Ett|(tt|)*2,t*3L"}, []),
-    ({"num_layers": 6, LAYOUT: "Ett|tt|ttL"}, ["layout_fills_stages"]),
-    ({"num_layers": 8, LAYOUT: "(t|)*100000"}, ["layout_fills_stages"]),
-    ({"num_layers": 8, LAYOUT: [["embedding", "decoder"], ["decoder"] * 3, ["decoder"] * 3, ["decoder", "loss"]]}, []),
-    ({"num_layers": 9, "hybrid_layer_pattern": "M*M*M*M*M"}, []),
-    # Eight stages of a layout on four devices are two chunks each, and group sizes follow from them.
-    ({"num_layers": 8, LAYOUT: "Et|t|t|t|t|t|t|tL"}, []),
-    ({"num_layers": 8, "global_batch_size": 2, LAYOUT: "Et|t|t|t|t|t|t|tL"}, ["group_in_range"]),
-]
-
-
-@pytest.mark.parametrize(("config", "broken"), UNEVEN)
-def test_layers_of_an_uneven_pipeline_are_not_divided(config, broken):
-    """Layers at the ends, layouts and patterns."""
-    result = found({**STAGES4, **config}, 1)
-    assert rules(result) == broken
-    assert result.derived["num_repeats"] == 2 or "|t|t|" not in str(config)
-    check_nearest("megatron", {**STAGES4, **config}, ["data_parallel_size=1"], result)
-
-
+DEEPSEEK = {"num_layers": 61, PP: 16, FIRST: 3, LAST: 2, "micro_batch_size": 1, "global_batch_size": 15360, "world_size": 2048}
+EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+LAYOUT, PER_CHUNK = "pipeline_model_parallel_layout", "num_layers_per_virtual_pipeline_stage"
+STAGES4 = {"micro_batch_size": 1, "global_batch_size": 32, PP: 4}
 WORLD = {**CONSTANT, "global_batch_size": 1024, "world_size": 64}
 FLOATS = {"rampup_batch_size": [1, 4, 22952], "global_batch_size": 61, "micro_batch_size": 1, "data_parallel_size": 1}
 UNTIL, SINCE, NOT_CHECKED = "until April 2026", "since April 2026", "how layers are split is not checked"
@@ -153,6 +102,11 @@ NUMBERS = [
     (
         WORLD | {"global_batch_size": 48, TP: 4, "world_size": 6},
         {"rules": ["world_divisible"], "message": "nearest world_size: 4, 8"},
+    ),
+    # A quoted schedule, a flag before another option, and tokens as thresholds.
+    (
+        "--micro-batch-size 1 --step-batch-size-schedule '0:8 8K:16' --bf16 --seq-length 16 --world-size 8",
+        {"thresholds_samples": [[0, 8], [500, 16]]},
     ),
     # Megatron-DeepSpeed balances 70 layers over 12 stages, DeepSeek-V3 has shorter ends.
     (
@@ -252,6 +206,17 @@ def test_devices_and_conversion_are_refused_with_a_reason():
         ({**INTERLEAVED, "pipeline_model_parallel_size": 2}, "accepts", []),
         ({**INTERLEAVED, "virtual_pipeline_model_parallel_size": 0}, "rejects", ["chunks_positive"]),
         ({**CONSTANT, "pipeline_model_parallel_size": 8}, "accepts", []),
+        # Only an even split must divide, and a layout must fill the stages.
+        ({**STAGES4, "num_layers": 15, EMBEDDING: True}, "accepts", []),
+        ({**STAGES4, "num_layers": 14, EMBEDDING: True, LOSS: True, PER_CHUNK: 2}, "accepts", []),
+        ({**STAGES4, "num_layers": 9, LAYOUT: "Ett|(tt|)*2,t*3L"}, "accepts", []),
+        ({**STAGES4, "num_layers": 6, LAYOUT: "Ett|tt|ttL"}, "rejects", ["layout_fills_stages"]),
+        ({**STAGES4, "num_layers": 8, LAYOUT: "(t|)*100000"}, "rejects", ["layout_fills_stages"]),
+        ({**STAGES4, LAYOUT: [["embedding", "decoder"], ["decoder"] * 3, ["decoder"] * 3, ["loss"]]}, "accepts", []),
+        ({**STAGES4, "num_layers": 9, "hybrid_layer_pattern": "M*M*M*M*M"}, "accepts", []),
+        # Eight stages of a layout on four devices are two chunks each, and group sizes follow from them.
+        ({**STAGES4, "num_layers": 8, LAYOUT: "Et|t|t|t|t|t|t|tL"}, "accepts", []),
+        ({**STAGES4, "global_batch_size": 16, LAYOUT: "Et|t|t|t|t|t|t|tL"}, "accepts", ["group_in_range"]),
     ],
 )
 def test_rules_break_just_beyond_their_boundary(config, validator, broken):
@@ -302,13 +267,6 @@ def test_read_accepts_all_formats(text):
     assert [row["start_step"] for row in result.phases] == [0, 7, 10, 12, 14]
 
 
-def test_read_accepts_a_schedule_on_a_command_line():
-    """A quoted schedule, a flag before another option, and tokens as thresholds."""
-    text = "--micro-batch-size 1 --step-batch-size-schedule '0:8 8K:16' --bf16 --seq-length 16 --world-size 8"
-    result = verdict("megatron", text)
-    assert result.derived["thresholds_samples"] == [[0, 8], [500, 16]]
-
-
 def test_read_rejects_ambiguous_yaml():
     """Two values at one depth are an error unless an override chooses; the less nested of two depths counts."""
     text = "a: {micro_batch_size: 2}\nb: {micro_batch_size: 4}\nglobal_batch_size: 64\n"
@@ -321,15 +279,10 @@ def test_read_rejects_ambiguous_yaml():
 
 def test_pipeline_of_few_microbatches_runs():
     """Megatron runs fewer microbatches than stages: the phases have the bubble, and a note reports it."""
-    result = found(
-        {"rampup_batch_size": [24, 24, 500], "global_batch_size": 72, "micro_batch_size": 1},
-        8,
-        "pipeline_model_parallel_size=4",
-    )
+    result = found(RAMP, 8, f"{PP}=4", rampup_batch_size=[24, 24, 500], global_batch_size=72)
+    expect(result, ok=True, note="never all busy")
     assert [row["num_pipeline_microbatches"] for row in result.phases] == [3, 6, 9]
-    bubbles = [Fraction(3, 6), Fraction(3, 9), Fraction(3, 12)]
-    assert [row["bubble_fraction"] for row in result.phases] == [float(bubble) for bubble in bubbles]
-    assert any("never all busy" in note for note in result.notes)
+    assert [row["bubble_fraction"] for row in result.phases] == [3 / 6, 3 / 9, 3 / 12]
 
 
 @example("")
