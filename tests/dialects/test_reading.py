@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from helpers.dialect_files import verdict
 
 from rampup.config.yaml import read_text
 from rampup.dialects.reading import Reading, entry, read_leaves, type_settings
@@ -106,11 +105,3 @@ def test_type_settings_rejects_invalid_overrides(tmp_path, setting, said):
     assert found.others == {"unrelated", "trainer.logger"}
     with pytest.raises(ConfigError, match=re.escape(said)):
         read(tmp_path, "trainer.flag: true", setting)
-
-
-@pytest.mark.parametrize("system", ["skyrl", "verl", "trlx"])
-def test_check_file_accepts_unrelated_keys(system):
-    """Keys that do not concern batches are accepted with any value."""
-    own = {"skyrl": "trainer.train_batch_size", "verl": "data.train_batch_size", "trlx": "train.batch_size"}[system]
-    text = f"{own}: 1024\nhydra: {{run: {{dir: .}}}}\ndefaults:\n  - actor\n  - _self_\noptimizer: {{lr: 1e-6}}\n"
-    assert verdict(system, text).system == system
