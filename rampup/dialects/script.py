@@ -49,6 +49,7 @@ MAX_STEPS, MAX_TEXT, MAX_REPEATS, MAX_NESTING, MAX_SCRIPTS = 20_000, 200_000, 64
 _UNSET, _ARGUMENT, _UNKNOWN, _OPTIONS, _END = "\ue000", "\ue001", "\ue002", "\ue003", "\ue004"
 # Where words are split, and a part in quotes, which makes a word even if it is empty.
 _BREAK, _EMPTY = "\ue005", "\ue006"
+_RESERVED = re.compile(f"[{_UNSET}-{_EMPTY}\0]")
 _MARKER = re.compile(f"[{_UNSET}-{_OPTIONS}]([^{_END}]*){_END}")
 _EMPTIES = re.compile(f"{_UNSET}[^{_END}]*{_END}")
 _OPERATOR = re.compile(r";;&|;;|;&|&&|\|\||\|&|<<<|<<-|<<|&>>|&>|>>|>&|<&|<>|>\||[;&|()<>\n]")
@@ -139,7 +140,7 @@ def read_commands(
     reader.env |= _read_slurm(text)
     reader.exported |= reader.env.keys()
     try:
-        reader.run(_Parser(_clean(text), line).script())
+        reader.run(_Parser(_RESERVED.sub("?", text), line).script())
     except _Stop:
         pass
     except (IndexError, ValueError, RecursionError) as error:
@@ -152,10 +153,6 @@ def _read_slurm(text: str) -> dict[str, str]:
     """Return Slurm's variables that the header of a batch script sets."""
     nodes = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     return {name: number for option, number in _SLURM.findall(text) for name in _SLURM_NAMES.get(option, nodes)}
-
-
-def _clean(text: str) -> str:
-    return re.sub(f"[{_UNSET}-{_EMPTY}\0]", "?", text)
 
 
 def needs_arguments(text: str) -> bool:
@@ -319,11 +316,12 @@ class _Parser:
                 self.skip("\n")
             self.expect("esac")
         elif kind == "function":
-            name = self.next()
+            words = [self.next()]
             if self.peek() == "(":
                 self.next()
                 self.expect(")")
-            return self.function(name, line)
+            self.skip("\n")
+            parts = [self.command()]
         while self.redirect([]):
             pass
         return _Node(kind, line, words, parts)
@@ -341,10 +339,6 @@ class _Parser:
         self.expect(end)
         return body
 
-    def function(self, name: str, line: int) -> _Node:
-        self.skip("\n")
-        return _Node("function", line, [name], [self.command()])
-
     def simple(self, line: int) -> _Node:
         """Return a simple command; redirections are dropped, here-documents kept."""
         node = _Node("command", line, [], [])
@@ -359,7 +353,8 @@ class _Parser:
                 self.expect(")")
                 if len(node.words) != 1:
                     raise ValueError(f"line {line}: unexpected '('")
-                return self.function(node.words[0], line)
+                self.skip("\n")
+                return _Node("function", line, node.words, [self.command()])
             elif not self.redirect(node.parts):
                 node.words.append(self.next())
                 is_test = node.words == ["[["]
@@ -717,7 +712,7 @@ class _Reader:
                 raise ConfigError(f"{word} is neither beside this script nor in a folder above it; put it there")
             running = {row[0] for row in self.running}
             file, folder = min(found, key=lambda row: row[0] in running)
-            text = _clean(read_text(file))
+            text = _RESERVED.sub("?", read_text(file))
             if not sourced:
                 before = [part for word in words[:place] for part in word.removeprefix("--export=").split(",")]
                 own = {**own, "PWD": folder, **dict(part.split("=", 1) for part in before if _ASSIGNMENT.fullmatch(part))}
@@ -786,11 +781,11 @@ class _Reader:
                 parser.next()
                 parts += [] if _OPERATOR.fullmatch(token) else [token]
             items = [word for part in parts for word in (self.words(part) if "=" not in part[:1] else [part])]
-            keyed = [match for part in items if (match := re.fullmatch(r"\[([^\]]+)\]=(.*)", part, re.DOTALL))]
-            for match in keyed:
-                self.env[f"{name}[{match[1]}]"] = match[2]
+            pairs = (re.fullmatch(r"\[([^\]]+)\]=(.*)", part, re.DOTALL) for part in items)
+            keyed = {pair[1]: pair[2] for pair in pairs if pair}
+            self.env |= {f"{name}[{index}]": item for index, item in keyed.items()}
             old = before if isinstance(before, list) else [] if before is None else [before]
-            self.assign(name, "", [*(old if plus else []), *([match[2] for match in keyed] if keyed else items)])
+            self.assign(name, "", [*(old if plus else []), *(keyed.values() or items)])
             return
         value = self.text(raw)
         if plus and not key:
