@@ -13,13 +13,8 @@ STEPS = {"step_batch_size_schedule": "0:8 100:16 250:32", "micro_batch_size": 1}
 CONSTANT = {"global_batch_size": 64, "micro_batch_size": 2}
 ROUNDED = {**RAMP, "decrease_batch_size_if_needed": True}
 TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
-INTERLEAVED = {
-    "global_batch_size": 32,
-    "micro_batch_size": 1,
-    PP: 4,
-    "virtual_pipeline_model_parallel_size": 2,
-    "num_layers": 16,
-}
+VP = "virtual_pipeline_model_parallel_size"
+INTERLEAVED = {"global_batch_size": 32, "micro_batch_size": 1, PP: 4, VP: 2, "num_layers": 16}
 REPLICAS = {"data_parallel_size": 8}
 
 
@@ -64,33 +59,53 @@ LAYOUT, PER_CHUNK = "pipeline_model_parallel_layout", "num_layers_per_virtual_pi
 STAGES4 = {"micro_batch_size": 1, "global_batch_size": 32, PP: 4}
 WORLD = {**CONSTANT, "global_batch_size": 1024, "world_size": 64}
 FLOATS = {"rampup_batch_size": [1, 4, 22952], "global_batch_size": 61, "micro_batch_size": 1, "data_parallel_size": 1}
-UNTIL, SINCE, NOT_CHECKED = "until April 2026", "since April 2026", "how layers are split is not checked"
+NOT_CHECKED = "how layers are split is not checked"
 HEAD = {"megatron_version": "head", "data_parallel_size": 8}
 DECREASED = {"rampup_batch_size": "16 8 600", "global_batch_size": 64, "micro_batch_size": 4, "data_parallel_size": 3}
-AT_272 = {"rampup_batch_size": [256, 16, 1_000_000], "global_batch_size": 2048, "micro_batch_size": 4}
+AT_272 = {"rampup_batch_size": [256, 16, 10**6], "global_batch_size": 2048, "micro_batch_size": 4, "data_parallel_size": 64}
 GROWING = {**INTERLEAVED, "global_batch_size": 64, "data_parallel_size": 8}
 ORDERED = {"ramp_phases": [[0, 8, 0], [13, 16, 104], [23, 32, 264]]}
+SCRIPT = """#!/bin/bash
+# Usage: this is a comment, with a colon
+GPUS_PER_NODE=6
+TRAINING_ARGS=(
+    --micro-batch-size 4 --global-batch-size 120
+    --rampup-batch-size 24 24 600
+    --train-samples 10000
+    --lr 6.0e-5)
+MODEL=(--tensor-model-parallel-size 2 --swiglu)
+torchrun --nproc_per_node $GPUS_PER_NODE --nnodes ${NUM_NODES:-2} pretrain_gpt.py \\
+    ${TRAINING_ARGS[@]} ${MODEL[@]}
+"""
+# One ramp as a script, a command line, YAML with underscores or dashes, and NeMo's YAML.
+FORMATS = (
+    SCRIPT,
+    "--micro-batch-size 4 --global-batch-size=120 --rampup-batch-size 24 24 600 --world-size 12 "
+    "--tensor-model-parallel-size 2 --train-samples 10000",
+    "micro-batch-size: 4\nglobal_batch_size: 120\nrampup-batch-size: 24 24 600\nworld_size: 12\n"
+    "tensor_model_parallel_size: 2\ntrain_samples: 10000\n",
+    "MODEL_ARGS:\n  --micro-batch-size: 4\n  --global-batch-size: 120\n  --rampup-batch-size: 24 24 600\n"
+    "  --train-samples: 10_000\n  --tensor-model-parallel-size: 2\nworld_size: 12\n",
+    "trainer: {num_nodes: 2, devices: 6}\nmodel: {micro_batch_size: 4, global_batch_size: 120, rampup_batch_size: "
+    "[24, 24, 600], tensor_model_parallel_size: 2}\n",
+)
 NUMBERS = [
+    *((text, {"ok": True, "data_parallel_size": 6, "num_microbatches": [1, 2, 3, 4, 5], "ramp_steps": 14}) for text in FORMATS),
     # Entries are sorted, which a note reports; commas separate as spaces do.
     (STEPS | {"step_batch_size_schedule": "250:32 0:8 100:16", **REPLICAS}, {**ORDERED, "note": "wrong order"}),
     (STEPS | {"step_batch_size_schedule": "0:8,100:16,250:32", **REPLICAS}, {**ORDERED, "no_note": "wrong order"}),
     # The linear ramp is ignored beside a schedule.
     (STEPS | {"rampup_batch_size": [16, 8, 500], **REPLICAS}, {**ORDERED, "note": "rampup_batch_size is ignored"}),
     # Every size is rounded down to a multiple of 12 = 4 * 3, and equal sizes are one phase.
-    (
-        DECREASED | {"decrease_batch_size_if_needed": True},
-        {"ramp_phases": [[0, 12, 0], [9, 24, 108], [17, 36, 300], [20, 48, 408], [24, 60, 600]]}
-        | {"num_microbatches": [1, 2, 3, 4, 5], "note": "rounded down to a multiple of 12"},
-    ),
+    (DECREASED | {"decrease_batch_size_if_needed": True},
+     {"ramp_phases": [[0, 12, 0], [9, 24, 108], [17, 36, 300], [20, 48, 408], [24, 60, 600]],
+      "num_microbatches": [1, 2, 3, 4, 5], "note": "rounded down to a multiple of 12"}),
     # If Megatron's division ends a ramp one step later than exact arithmetic, a note names the step.
     (FLOATS, {"ramp_steps": 2648, "note": "floating-point division"}),
     (RAMP | REPLICAS, {"no_note": "floating-point"}),
     # The second size, 272, stops the run, and the message names its step.
-    (
-        AT_272 | {"data_parallel_size": 64},
-        {"rules": ["ramp_phases_divisible"], "validator": "accepts", "message": "272 from step 35"},
-    ),
-    (AT_272 | {"data_parallel_size": 64}, {"message": "256 256 1000000"}),
+    (AT_272, {"rules": ["ramp_phases_divisible"], "validator": "accepts", "message": "272 from step 35"}),
+    (AT_272, {"message": "256 256 1000000"}),
     # The last batch fits the interleaved pipeline, the second does not: the message names its first step.
     (GROWING | {"rampup_batch_size": [32, 8, 1000]}, {"rules": ["whole_groups"], "message": "5 microbatches from step"}),
     (GROWING | {"rampup_batch_size": [32, 32, 1000]}, {"ok": True}),
@@ -99,36 +114,29 @@ NUMBERS = [
     (WORLD, {"data_parallel_size": 64, "num_microbatches": [8]}),
     (WORLD | {PP: 4, TP: 2}, {"data_parallel_size": 8, "num_microbatches": [64]}),
     (WORLD | {PP: 2, CP: 4, TP: 8}, {"data_parallel_size": 1, "num_microbatches": [512]}),
-    (
-        WORLD | {"global_batch_size": 48, TP: 4, "world_size": 6},
-        {"rules": ["world_divisible"], "message": "nearest world_size: 4, 8"},
-    ),
+    (WORLD | {"global_batch_size": 48, TP: 4, "world_size": 6},
+     {"rules": ["world_divisible"], "message": "nearest world_size: 4, 8"}),
     # A quoted schedule, a flag before another option, and tokens as thresholds.
-    (
-        "--micro-batch-size 1 --step-batch-size-schedule '0:8 8K:16' --bf16 --seq-length 16 --world-size 8",
-        {"thresholds_samples": [[0, 8], [500, 16]]},
-    ),
+    ("--micro-batch-size 1 --step-batch-size-schedule '0:8 8K:16' --bf16 --seq-length 16 --world-size 8",
+     {"thresholds_samples": [[0, 8], [500, 16]]}),
     # Megatron-DeepSpeed balances 70 layers over 12 stages, DeepSeek-V3 has shorter ends.
-    (
-        BLOOM,
-        {"validator": "accepts", "run": "runs", "ramp_steps": 12_658, "no_note": "April 2026"}
-        | {"note": f"pp_partition_method: {NOT_CHECKED}"},
-    ),
+    (BLOOM, {"validator": "accepts", "run": "runs", "ramp_steps": 12_658, "no_note": "April 2026",
+             "note": f"pp_partition_method: {NOT_CHECKED}"}),
     (BLOOM | {"pp_partition_method": None}, {"rules": ["layers_over_stages"]}),
     (BLOOM | {"pp_partition_method": None, "deepspeed": True}, {"ok": True}),
     (DEEPSEEK, {"ok": True, "note": [FIRST, NOT_CHECKED]}),
     # Megatron-LM has ignored a linear ramp without a schedule since April 2026 (core/num_microbatches_calculator.py).
-    (RAMP | REPLICAS, {"note": [UNTIL, "the batch is 48 from the first step"]}),
-    (RAMP | HEAD, {"ok": True, "num_microbatches": [6], "note": f"has no effect in Megatron-LM {SINCE}"}),
+    (RAMP | REPLICAS, {"note": ["until April 2026", "the batch is 48 from the first step"]}),
+    (RAMP | HEAD, {"ok": True, "num_microbatches": [6], "note": "has no effect in Megatron-LM since April 2026"}),
     (RAMP | HEAD | {"rampup_batch_size": "1 2 x", "train_iters": 10}, {"ok": True}),
     (CONSTANT | REPLICAS, {"no_note": "April 2026"}),
     (STEPS | REPLICAS, {"no_note": "April 2026"}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "wanted"), NUMBERS)
 def test_numbers_and_notes(config, wanted):
-    """What Megatron makes of a file, with a note on what is legal but surprising."""
+    """What Megatron makes of a file of any format, with a note on what is legal but surprising."""
     expect(verdict("megatron", config), **wanted)
 
 
@@ -204,7 +212,7 @@ def test_devices_and_conversion_are_refused_with_a_reason():
         ({**INTERLEAVED, "pipeline_model_parallel_size": 1}, "rejects", ["chunks_need_stages"]),
         ({**INTERLEAVED, "pipeline_model_parallel_size": 2, "overlap_p2p_comm": False}, "rejects", ["chunks_need_stages"]),
         ({**INTERLEAVED, "pipeline_model_parallel_size": 2}, "accepts", []),
-        ({**INTERLEAVED, "virtual_pipeline_model_parallel_size": 0}, "rejects", ["chunks_positive"]),
+        ({**INTERLEAVED, VP: 0}, "rejects", ["chunks_positive"]),
         ({**CONSTANT, "pipeline_model_parallel_size": 8}, "accepts", []),
         # Only an even split must divide, and a layout must fill the stages.
         ({**STAGES4, "num_layers": 15, EMBEDDING: True}, "accepts", []),
@@ -225,46 +233,6 @@ def test_rules_break_just_beyond_their_boundary(config, validator, broken):
     assert rules(result) == broken
     assert result.validator == validator
     check_nearest("megatron", config, ["data_parallel_size=8"], result)
-
-
-SCRIPT = """#!/bin/bash
-# Usage: this is a comment, with a colon
-GPUS_PER_NODE=6
-NUM_NODES=2
-TRAINING_ARGS=(
-    --micro-batch-size 4
-    --global-batch-size 120
-    --rampup-batch-size 24 24 600
-    --train-samples 10000
-    --lr 6.0e-5)
-MODEL=(--tensor-model-parallel-size 2 --swiglu)
-torchrun --nproc_per_node $GPUS_PER_NODE --nnodes ${NUM_NODES} pretrain_gpt.py \\
-    ${TRAINING_ARGS[@]} ${MODEL[@]}
-"""
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        SCRIPT,
-        "--micro-batch-size 4 --global-batch-size=120 --rampup-batch-size 24 24 600 --world-size 12 "
-        "--tensor-model-parallel-size 2 --train-samples 10000",
-        "micro-batch-size: 4\nglobal_batch_size: 120\nrampup-batch-size: 24 24 600\nworld_size: 12\n"
-        "tensor_model_parallel_size: 2\ntrain_samples: 10000\n",
-        "MODEL_ARGS:\n  --micro-batch-size: 4\n  --global-batch-size: 120\n  --rampup-batch-size: 24 24 600\n"
-        "  --train-samples: 10_000\n  --tensor-model-parallel-size: 2\nworld_size: 12\n",
-        "trainer: {num_nodes: 2, devices: 6}\nmodel: {micro_batch_size: 4, global_batch_size: 120, rampup_batch_size: "
-        "[24, 24, 600], tensor_model_parallel_size: 2}\n",
-    ],
-    ids=["script", "command line", "yaml", "dashes", "nemo"],
-)
-def test_read_accepts_all_formats(text):
-    """A shell script, a command line, YAML with underscores or dashes, and NeMo's YAML give one ramp."""
-    result = verdict("megatron", text)
-    assert result.ok
-    assert result.derived["data_parallel_size"] == 6
-    assert result.derived["num_microbatches"] == [1, 2, 3, 4, 5]
-    assert [row["start_step"] for row in result.phases] == [0, 7, 10, 12, 14]
 
 
 def test_read_rejects_ambiguous_yaml():
